@@ -1,7 +1,7 @@
-"""Raise errors of one line for allocations that cannot fit in memory, or that failed.
+"""Raise one-line errors for allocations that cannot fit in memory, or that failed.
 
-Linux grants allocations that do not fit, and kills the process when it uses them. So large allocations are checked in
-advance. This module does not import torch at once, because the command line must start fast.
+Linux grants allocations that do not fit, and kills the process when it uses the memory. Large allocations are therefore
+checked in advance. This module imports torch only inside functions, because the command line must start fast.
 """
 
 import os
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 _MESSAGES = "allocate memory|out of memory|not enough memory|Storage size calculation overflowed|numel: integer"
-"""A regular expression for the error messages of failed allocations."""
+"""A regular expression that matches the error messages of failed allocations."""
 
 
 def total_memory(device: "torch.device") -> int:
@@ -32,9 +32,9 @@ def check_room(need: int, device: "torch.device", label: str) -> None:
     """Raise ConfigError if an allocation needs more bytes than the device has.
 
     Args:
-        need: bytes of the allocation.
-        device: device of the allocation.
-        label: start of the message: the config key, and a plural noun for the objects that need the memory.
+        need: the size of the allocation, in bytes.
+        device: the device of the allocation.
+        label: the start of the message: the config key, and a plural noun for the objects that need the memory.
 
     >>> import torch
     >>> check_room(10**18, torch.device("cpu"), "trainer.num_envs: 10**15 environments")  # doctest: +ELLIPSIS
@@ -49,11 +49,11 @@ def check_room(need: int, device: "torch.device", label: str) -> None:
 
 @contextmanager
 def enough_memory(label: str, advice: str) -> Iterator[None]:
-    """Turn an allocation failure in the block into a UserError of one line.
+    """Turn an allocation failure in the block into a UserError with a one-line message.
 
     Args:
-        label: start of the message.
-        advice: end of the message: a way to use less memory.
+        label: the start of the message.
+        advice: the end of the message: a way to use less memory.
 
     >>> with enough_memory("policy.actor", "make it smaller"):
     ...     raise MemoryError

@@ -1,6 +1,6 @@
 """Flatten nested TensorDicts, dicts, lists and tuples of tensors into a list of leaves and a hashable structure.
 
-Keys are sorted. So a structure does not depend on the order of their insertion, unlike in torch's pytrees. When a
+Keys are sorted, so a structure does not depend on the insertion order of the keys, unlike in torch's pytrees. If a
 function adds or removes an axis of the tensors, `unflatten` can change the batch sizes of the TensorDicts to match.
 """
 
@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 from tensordict import TensorDict, TensorDictBase
 from torch import Size, Tensor
 
-_LEAF, _TENSORDICT = "tensor", "TensorDict"  # a string, because torch.compile of torch 2.11 cannot compare classes
+_LEAF, _TENSORDICT = "tensor", "TensorDict"  # strings, because torch.compile of torch 2.11 cannot compare classes
 
 
 def _sorted_items(tree: TensorDictBase) -> list[tuple[Any, Any]]:
-    return sorted(tree.items(), key=lambda pair: pair[0])  # torch.compile cannot sort by whole pairs
+    return sorted(tree.items(), key=lambda pair: pair[0])  # torch.compile cannot sort whole pairs
 
 
 def _flatten(tree: Any, leaves: list[Tensor]) -> Hashable:
@@ -29,13 +29,13 @@ def _flatten(tree: Any, leaves: list[Tensor]) -> Hashable:
         return dict, None, tuple([(key, _flatten(tree[key], leaves)) for key in sorted(tree)])
     if isinstance(tree, list | tuple):
         return type(tree), None, tuple([_flatten(part, leaves) for part in tree])
-    # Not a tensor, so it is a part of the structure. Its type and sign are added, because 2 == 2.0 and 0.0 == -0.0.
+    # Values other than tensors are part of the structure, with type and sign, because 2 == 2.0 and 0.0 == -0.0.
     sign = copysign(1.0, tree) if isinstance(tree, float) and tree == 0.0 else None
     return None, (type(tree), tree, exact(tree) if is_dataclass(tree) else sign), ()
 
 
 def exact(value: Any) -> Hashable:
-    """Return a key that differs for equal values of different types or signs, also within tuples and dataclasses.
+    """Return a key that distinguishes equal values of different types or signs, also inside tuples and dataclasses.
 
     >>> exact((1, 0.0)) == exact((1, 0.0)), exact((1, 0.0)) == exact((True, 0.0)), exact((1, 0.0)) == exact((1, -0.0))
     (True, False, False)
@@ -51,13 +51,13 @@ def exact(value: Any) -> Hashable:
 
 
 class Borrowed(NamedTuple):
-    """Wrapper of tensors that a function only reads. Compiled code never copies them, so they may be large."""
+    """Wrapper of tensors that a function only reads and compiled code never copies, such as a large replay buffer."""
 
     fields: Any
 
 
 def is_borrowed(structure: Any, inside: bool = False) -> list[bool]:
-    """Return a bool for each leaf, in order: True if the leaf is inside a `Borrowed`.
+    """Return a list with True for each leaf that is inside a `Borrowed`, and False for each other leaf.
 
     >>> from torch import zeros
     >>> is_borrowed(flatten((zeros(1), Borrowed([zeros(1)])))[1])
@@ -71,7 +71,7 @@ def is_borrowed(structure: Any, inside: bool = False) -> list[bool]:
 
 
 def flatten(tree: Any) -> tuple[list[Tensor], Hashable]:
-    """Return the leaves and the structure. The structure contains values other than tensors, such as None or numbers.
+    """Return the leaves and the structure of a tree. Values other than tensors, such as None, are in the structure.
 
     >>> from torch import zeros
     >>> flatten({"b": None, "a": (zeros(2), 3)})[1] == flatten({"a": (zeros(2), 3), "b": None})[1]
@@ -83,7 +83,7 @@ def flatten(tree: Any) -> tuple[list[Tensor], Hashable]:
 
 
 def names(structure: Any, name: str = "") -> list[str]:
-    """Return a name for each leaf: its keys and indices joined by dots.
+    """Return a name for each leaf: the keys and indices that lead to the leaf, joined by dots.
 
     >>> names(flatten(({"a": TensorDict({"x": 1.0}, [])}, None))[1])
     ['0.a.x']
@@ -98,7 +98,7 @@ def names(structure: Any, name: str = "") -> list[str]:
 
 
 def paths(structure: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """Return the keys that lead to each leaf of nested TensorDicts and dicts.
+    """Return the path of keys that leads to each leaf of nested TensorDicts and dicts.
 
     >>> paths(flatten(TensorDict({"a": {"x": 1.0}, "b": 2.0}))[1])
     [('a', 'x'), ('b',)]
@@ -118,9 +118,9 @@ def _build(structure: Any, leaves: Iterator[Any], batch: _NewSize | None) -> Any
     if kind is None:
         return value[1]
     if kind == _TENSORDICT:
-        # No recursive call for a leaf, because with few environments this function takes most of the time in Python.
+        # Avoid a recursive call per leaf: with few environments, this function takes most of the time in Python.
         tensors = {key: next(leaves) if part == _LEAF else _build(part, leaves, batch) for key, part in parts}
-        # No checks: the parts come from a valid tree, and checks would cost more than a step of a small network.
+        # Skip tensordict's checks: the tree was valid, and the checks take longer than a step of a small network.
         return TensorDict._new_unsafe(tensors, value if batch is None else Size(batch(value)))
     if kind is dict:
         return {key: _build(part, leaves, batch) for key, part in parts}
@@ -129,7 +129,7 @@ def _build(structure: Any, leaves: Iterator[Any], batch: _NewSize | None) -> Any
 
 
 def unflatten(structure: Hashable, leaves: Any, batch: _NewSize | None = None) -> Any:
-    """Rebuild a tree with other leaves. If `batch` is given, it maps the batch size of each TensorDict to a new one.
+    """Rebuild a tree from its structure and new leaves. The optional `batch` maps each old batch size to a new one.
 
     >>> leaves, structure = flatten({"a": TensorDict({"x": 1.0}, [])})
     >>> unflatten(structure, [leaf.expand(3) for leaf in leaves], lambda size: (3, *size))["a"].batch_size
@@ -155,7 +155,7 @@ def mapped(fn: Callable[..., Tensor], tree: Any, *others: Any, batch: _NewSize |
 
 
 def replaced(tree: TensorDict, fields: Any) -> TensorDict:
-    """Return a TensorDict with some fields replaced or added. It shares the other fields with `tree`.
+    """Return a TensorDict with some fields of `tree` replaced or added. All other fields are shared with `tree`.
 
     >>> replaced(TensorDict({"a": 1.0, "b": 2.0}), {"b": TensorDict({"x": 3.0})})["b", "x"]
     tensor(3.)

@@ -1,7 +1,7 @@
-"""Queries about torch's state: graphs being traced, random draws, active transforms, writes in place.
+"""Query the state of torch: graphs being traced, random draws, active transforms and writes in place.
 
-Some queries need private names of torch. This module looks them up once, at import. If a name is missing, runs give the
-same results, but are slower or checked less. The table in `docs/design.md` lists the private names.
+Some queries need private names of torch, which this module looks up once, at import. If a name is missing, runs return
+the same results, but are slower or have fewer checks. The table in `docs/design.md` lists the private names.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-# Two private names, each optional; the table in `docs/design.md` gives the reason and what happens without them.
+# These two private names are optional. The table in `docs/design.md` describes a run without each name.
 try:
     from torch._C._functorch import get_interpreter_stack
 except ImportError:
@@ -32,11 +32,11 @@ _Mode: Any = nullcontext if TorchDispatchMode is None else TorchDispatchMode
 
 
 class Draws(NamedTuple):
-    """Operations of this thread that draw from torch's global generators.
+    """The names of operations in this thread that draw from torch's global generators.
 
     Attributes:
-        traced: operations of graphs that were traced.
-        run: operations that ran.
+        traced: operations that were traced into a graph.
+        run: operations that ran eagerly.
     """
 
     traced: list[str]
@@ -48,7 +48,7 @@ _DRAWS: ContextVar[Draws | None] = ContextVar("_DRAWS", default=None)
 
 @contextmanager
 def tracing_graph() -> Iterator[None]:
-    """Make `in_graph` return True inside the block. `ecrl.compile.trace` traces functions in such a block.
+    """Make `in_graph` return True inside this context. `ecrl.compile.trace` traces functions in such a context.
 
     >>> with tracing_graph():
     ...     in_graph()
@@ -62,7 +62,7 @@ def tracing_graph() -> Iterator[None]:
 
 
 def in_graph() -> bool:
-    """Return True while `ecrl.compile.jit` traces a graph. `torch.compile` does not count.
+    """Return True while `ecrl.compile.jit` traces a graph, but not while `torch.compile` traces.
 
     >>> in_graph()
     False
@@ -71,9 +71,9 @@ def in_graph() -> bool:
 
 
 class _DrawMode(_Mode):
-    """Note each operation that draws from a global generator. Only the operations of the current thread pass here."""
+    """Record each operation of the current thread that draws from a global generator."""
 
-    supports_higher_order_operators = True  # loops pass too; otherwise torch refuses to trace them
+    supports_higher_order_operators = True  # without this attribute, torch refuses to trace loops
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -84,14 +84,14 @@ class _DrawMode(_Mode):
 
 
 def _arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an operation by name, with the defaults of those that the call leaves out."""
+    """Return the arguments of an operation by name, with default values for arguments that the call leaves out."""
     parameters = func._schema.arguments
     values = {x.name: x.default_value for x in parameters}
     return values | {x.name: value for x, value in zip(parameters, args, strict=False)} | kwargs
 
 
 def _draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return True if an operation draws random numbers. With dropout 0, for example, attention draws none."""
+    """Return True if an operation draws random numbers. Attention with dropout 0, for example, draws none."""
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):  # a loop has no tags
         return False
     values = _arguments(func, args, kwargs)
@@ -100,7 +100,7 @@ def _draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 
 def _draws_globally(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return True if an operation draws random numbers and its arguments have no generator."""
+    """Return True if an operation draws random numbers without a generator among its arguments."""
     return _draws(func, args, kwargs) and _arguments(func, args, kwargs).get("generator") is None
 
 
@@ -115,7 +115,7 @@ def _draws_into(noted: Draws | None) -> Iterator[None]:
 
 @contextmanager
 def noting_draws() -> Iterator[Draws]:
-    """Return lists. Inside the block, draws of this thread from torch's global generators are appended to them alone.
+    """Record this thread's draws from torch's global generators inside this context, in the yielded lists alone.
 
     >>> with noting_draws() as noted:
     ...     x = torch.rand(2, generator=torch.Generator()) + torch.rand(2)
@@ -123,20 +123,20 @@ def noting_draws() -> Iterator[Draws]:
     ['aten.rand.default']
     """
     noted = Draws([], [])
-    is_watched = _IN_GRAPH.get() or _DRAWS.get() is not None  # one mode of a thread is enough
+    is_watched = _IN_GRAPH.get() or _DRAWS.get() is not None  # a thread needs only one mode
     with nullcontext() if is_watched else _DrawMode(), _draws_into(noted):
         yield noted
 
 
 def ignoring_draws() -> AbstractContextManager[None]:
-    """Note no draws of this thread inside the block."""
+    """Return a context that stops recording draws of this thread."""
     return _draws_into(None)
 
 
 def note_if_drawing(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Note an operation of a graph that is traced, if it draws random numbers.
+    """Record an operation of a graph that is being traced, if the operation draws random numbers.
 
-    Draws from another generator are noted too, because a graph cannot contain a generator.
+    Draws from any other generator are recorded, too, because a graph cannot contain a generator.
     """
     noted = _DRAWS.get()
     if noted is not None and _draws(func, args, kwargs):
@@ -144,14 +144,14 @@ def note_if_drawing(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> N
 
 
 def knows_transforms() -> bool:
-    """Return True if this version of torch reports the active transforms. Otherwise no function is compiled."""
+    """Return True if this version of torch reports active transforms, which compiling a function requires."""
     return _ACTIVE_TRANSFORMS is not None
 
 
 def transforms() -> tuple[str, ...]:
-    """Return the kinds of the active `torch.func` transforms, the innermost last.
+    """Return the kinds of the active `torch.func` transforms, with the innermost transform last.
 
-    The result is `("unknown",)` if this version of torch does not report them.
+    The result is `("unknown",)` if this version of torch does not report active transforms.
 
     >>> kinds = []
     >>> _ = torch.func.vmap(torch.func.grad(lambda x: kinds.append(transforms()) or x))(torch.ones(2))
@@ -165,7 +165,7 @@ def transforms() -> tuple[str, ...]:
 
 
 def in_forward_mode(leaves: Iterable[Tensor]) -> bool:
-    """Return True if forward-mode derivatives of `leaves`, the arguments of a function, are being computed.
+    """Return True while torch computes forward-mode derivatives of operations on `leaves`.
 
     >>> in_forward_mode([torch.ones(1)])
     False
@@ -176,7 +176,7 @@ def in_forward_mode(leaves: Iterable[Tensor]) -> bool:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return a number that changes when the tensor is changed in place. For inference tensors it is always 0.
+    """Return a number that changes with every write in place on the tensor. For an inference tensor, return 0.
 
     >>> x = torch.ones(2)
     >>> before = version_of(x)

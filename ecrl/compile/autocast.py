@@ -1,7 +1,7 @@
-"""Autocast and compiled functions.
+"""Read the state of autocast for the keys of compiled functions, and turn autocast off while a graph runs.
 
-A graph contains the casts that autocast made during the trace. So the state of autocast is part of the key of a
-compiled function, and autocast is off while the graph runs.
+A graph contains the casts that autocast inserted during the trace. A compiled function's key therefore includes the
+state of autocast, and autocast is off while the graph runs.
 """
 
 from collections.abc import Hashable, Iterator
@@ -18,7 +18,7 @@ def _is_on() -> bool:
 
 
 def settings() -> Hashable:
-    """Return the settings of torch that change the operations of a graph: the default dtype and the autocast state.
+    """Return the torch settings that change a graph's operations: the default dtype and the state of autocast.
 
     >>> settings()
     torch.float32
@@ -36,7 +36,7 @@ def _all_off() -> Iterator[None]:
 
 
 def without_autocast() -> AbstractContextManager[None]:
-    """Turn autocast off, if it is on.
+    """Turn autocast off inside this context, if autocast is on.
 
     >>> with torch.autocast("cpu"), without_autocast():
     ...     torch.is_autocast_enabled("cpu")

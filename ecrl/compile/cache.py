@@ -1,8 +1,8 @@
-"""The cache of compiled code on disk, with a folder for each CPU.
+"""Store compiled code on disk, in a separate cache directory for each CPU.
 
-Inductor finds code by a hash of the graph, the layouts of its inputs, the version of torch and inductor's settings. The
-code also depends on the CPU and on this package. So `cpu_identity` names the folder after the CPU and its instruction
-set, and `sources_hash` adds a hash of this package to inductor's settings.
+Inductor looks up compiled code by a hash of the graph, the layouts of its inputs, the version of torch and inductor's
+settings. The code also depends on the CPU and on this package. `cpu_identity` therefore names the cache directory after
+the CPU and its instruction set. `sources_hash` adds a hash of this package to inductor's settings.
 """
 
 import atexit
@@ -36,14 +36,14 @@ def cpu_identity(cpuinfo: str = "/proc/cpuinfo") -> str:
 
 
 def sources_hash() -> str:
-    """Return a hash of all sources of this package. Each of them may change the code that inductor writes."""
+    """Return a hash of this package's source files. A change in any file may change the code that inductor writes."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 @cache
 def _folder(base: str) -> str:
-    """Return the folder of this CPU in `base`. If it is not writable, warn and return a temporary folder."""
+    """Return this CPU's cache directory inside `base`, or warn and return a temporary one if writing there fails."""
     folder = os.path.join(base, f"cpu_{cpu_identity()}")
     try:
         os.makedirs(folder, exist_ok=True)
@@ -63,7 +63,7 @@ def _folder(base: str) -> str:
 
 @contextmanager
 def cache_folder() -> Iterator[None]:
-    """Make inductor use the folder of this CPU for compiled code, by setting its environment variable."""
+    """Point inductor at the cache directory of this CPU by setting `TORCHINDUCTOR_CACHE_DIR`."""
     before = os.environ.get(_VARIABLE)
     os.environ[_VARIABLE] = _folder(os.path.abspath(before or default_cache_dir()))
     try:

@@ -1,4 +1,4 @@
-"""Compile a function for the CPU: trace it into one graph, and translate the graph into C++ with inductor."""
+"""Compile a function for the CPU: trace the function into one graph, which inductor translates into C++."""
 
 import os
 from collections.abc import Callable, Hashable, Sequence
@@ -14,8 +14,8 @@ from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
-import ecrl.compile.cpu_functions  # registers the C++ of tanh, erf, expm1 and atanh
-import ecrl.compile.reverse_scan  # noqa: F401  # registers the recursion over time in a graph
+import ecrl.compile.cpu_functions  # registers C++ code for tanh, erf, expm1 and atanh
+import ecrl.compile.reverse_scan  # noqa: F401  # registers the version of `reverse_scan` for graphs
 from ecrl.compile.autocast import without_autocast
 from ecrl.compile.cache import cache_folder, sources_hash
 from ecrl.compile.cpu_builds import parallel_builds
@@ -26,18 +26,18 @@ from ecrl.compile.trace import captured, storage_of, traced
 _SCAN = f"{scan_op.__module__}.{scan_op.__name__}"
 
 _OPTIONS: dict[str, Any] = {
-    "cpp_wrapper": True,  # write loops and the calls of kernels in C++, not in Python
+    "cpp_wrapper": True,  # write loops and kernel calls in C++ instead of Python
     "cpp_wrapper_build_separate": True,  # write kernels to a separate file, which is compiled with -O3
-    "aot_inductor.enable_frame_pointer": False,  # only profilers need this and the next setting
+    "aot_inductor.enable_frame_pointer": False,  # only profilers need frame pointers and line tables
     "aot_inductor.enable_line_tables": False,
-    # Loops and calls run as fast as with -O1, and compile in half the time.
+    # With -Og, loops and kernel calls run as fast as with -O1 and compile in half the time.
     "aot_inductor.compile_wrapper_opt_level": "Og",
-    # Precompiled headers save time from the sixth graph on, but a run has two. Inductor defines this variable.
+    # Precompiled headers save time only for six or more graphs, but a run has two. Inductor's variable turns them on.
     "cpp_cache_precompile_headers": os.environ.get("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS") == "1",
     "epilogue_fusion": False,  # do not fuse operations into the kernels of `cpu_matmul.py`
-    "size_asserts": False,  # not needed, because the key of a compiled function holds every shape
-    "cpp.vec_isa_ok": True,  # trust the CPU's list of instruction sets, because testing each takes seconds
-    # Let inductor cache graphs with loops on disk. Its key covers the bodies. `cache.py` explains the hash.
+    "size_asserts": False,  # not needed, because a compiled function's key contains every shape
+    "cpp.vec_isa_ok": True,  # trust the CPU's list of instruction sets, because testing each set takes seconds
+    # Let inductor cache graphs with loops on disk. Inductor's cache key covers the bodies of the loops.
     "unsafe_marked_cacheable_functions": {_SCAN: f"{torch.__version__} {sources_hash()}"},
 }
 
@@ -45,14 +45,14 @@ COMPILE_LOCK = RLock()  # needed because all threads share inductor's settings
 
 
 def _unexpected_aliases(tensors: Sequence[Tensor], storages: Sequence[int | None]) -> list[int]:
-    """Return the indices of tensors that share memory with an earlier tensor although their `storages` differ."""
+    """Return the index of each tensor that shares memory with an earlier tensor although their `storages` differ."""
     owner: dict[int, int | None] = {}
     addresses = [tensor.untyped_storage().data_ptr() for tensor in tensors]
     return [i for i, at in enumerate(addresses) if owner.setdefault(at, storages[i]) != storages[i] and at]
 
 
 def _separate_results(graph: GraphModule, run: Callable[..., Sequence[Tensor]]) -> Callable[..., list[Tensor]]:
-    """Return `run`, but clone results that share memory although they do not share it in the graph.
+    """Wrap `run` to clone each result that shares memory with another tensor but has a separate storage in the graph.
 
     For example, if a graph returns two copies of one tensor, inductor may return the tensor itself twice.
     """
@@ -63,7 +63,7 @@ def _separate_results(graph: GraphModule, run: Callable[..., Sequence[Tensor]]) 
     def call(*leaves: Tensor) -> list[Tensor]:
         nonlocal aliases
         out = [*run(*leaves)]
-        if aliases is None:  # detected once, because the aliases depend only on the code
+        if aliases is None:  # detect aliases only once, because they depend on the compiled code alone
             aliases = [i - len(leaves) for i in _unexpected_aliases((*leaves, *out), storages) if i >= len(leaves)]
         for number in aliases:
             out[number] = out[number].clone()
@@ -77,7 +77,7 @@ def compiled(
 ) -> tuple[Callable[..., list[Tensor]], Hashable, list[Tensor]]:
     """Compile `fn` for tensors with the shapes, dtypes and strides of `leaves`.
 
-    Returns: the compiled function of the leaves, the structure of its results, and the tensors that `fn` captured.
+    Returns: the compiled function, the structure of its results, and the tensors that `fn` captured.
     """
     with COMPILE_LOCK, _use_lazy_graph_module(True):  # write a graph's Python code once, not after each change
         graph, out = traced(fn, structure, leaves)

@@ -1,6 +1,6 @@
-"""Compile the two C++ files of a graph at the same time: the kernels, and the file that calls them.
+"""Compile the two C++ files of a graph in parallel: the file with the kernels and the file that calls them.
 
-Without this module, inductor compiles one file after the other.
+Without this module, inductor compiles the two files one after the other.
 """
 
 import os
@@ -18,12 +18,12 @@ from torch.utils._filelock import FileLock
 
 
 def missing(builders: Sequence[CppBuilder]) -> list[CppBuilder]:
-    """Return the builders whose target file does not exist yet."""
+    """Return each builder whose target file does not exist yet."""
     return [builder for builder in builders if not Path(builder.get_target_file_path()).exists()]
 
 
 def run_builders(builders: Sequence[CppBuilder]) -> None:
-    """Run all builders at once, without output. A builder that fails or is interrupted leaves no file."""
+    """Run all builders in parallel, without output. Remove the file of a builder that fails or is interrupted."""
     silent: dict[str, Any] = {"stdin": DEVNULL, "stdout": DEVNULL, "stderr": DEVNULL, "start_new_session": True}
     compilers: list[Popen[Any]] = []
     try:
@@ -34,8 +34,8 @@ def run_builders(builders: Sequence[CppBuilder]) -> None:
     finally:
         for compiler in compilers:
             if compiler.poll() is None:
-                os.killpg(compiler.pid, SIGTERM)  # also ends the child processes of the compiler
-        for compiler, builder in zip(compilers, builders, strict=False):  # an error may leave some unstarted
+                os.killpg(compiler.pid, SIGTERM)  # also end the compiler's child processes
+        for compiler, builder in zip(compilers, builders, strict=False):  # after an error, some did not start
             if compiler.wait():
                 Path(builder.get_target_file_path()).unlink(missing_ok=True)
 
@@ -43,7 +43,7 @@ def run_builders(builders: Sequence[CppBuilder]) -> None:
 def build(lock_path: str, builders: Sequence[CppBuilder]) -> None:
     """Build the object files in parallel, then link them.
 
-    If this fails for a file, inductor's own function builds it again and reports the error.
+    If building a file fails, inductor's own function builds the file again and reports the error.
     """
     with FileLock(lock_path, timeout=codecache.LOCK_TIMEOUT):
         for stage in (builders[:-1], builders[-1:]):
@@ -54,7 +54,7 @@ def build(lock_path: str, builders: Sequence[CppBuilder]) -> None:
 
 @contextmanager
 def parallel_builds() -> Iterator[None]:
-    """Make inductor build its files with `build`."""
+    """Make inductor build its C++ files with the function `build`."""
     usual = codecache._worker_compile_cpp
     codecache._worker_compile_cpp = build
     try:

@@ -1,4 +1,4 @@
-"""Skip work of inductor that does not change its output. This saves a tenth of the time of a first compilation."""
+"""Skip steps of inductor that do not change its output. A first compilation then takes a tenth less time."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,11 +8,11 @@ from torch._inductor import sizevars
 from torch._inductor.cpu_vec_isa import VecAVX512, VecAVX512VNNI, VecISA
 
 _ALWAYS_COMPILES = (VecAVX512._avx512_bf16_code, VecAVX512VNNI._avx512_vnni_code)
-"""Test programs that every C++20 compiler accepts. Inductor compiles them only on CPUs with these instructions."""
+"""Test programs that every C++20 compiler accepts. Inductor compiles each only on CPUs with the tested instructions."""
 
 
 def is_sum(index: sympy.Basic) -> bool:
-    """Return True if an index is a sum of integer multiples of variables. Inductor cannot simplify such an index.
+    """Return True if an index is a sum of integer multiples of variables, which inductor cannot simplify.
 
     >>> x, y = sympy.symbols("x y", integer=True)
     >>> is_sum(4 * x + y + 3), is_sum(4 * x * y), is_sum(x % 4), is_sum(x + sympy.floor(y / 4))
@@ -26,7 +26,7 @@ def is_sum(index: sympy.Basic) -> bool:
 
 @contextmanager
 def skip_redundant_codegen() -> Iterator[None]:
-    """Make inductor skip the simplification of sums (`is_sum`) and the test programs `_ALWAYS_COMPILES`."""
+    """Make inductor skip the simplification of sums (`is_sum`) and the test programs in `_ALWAYS_COMPILES`."""
     simplify, check_build = sizevars.simplify_index_in_vec_range, VecISA.check_build
 
     def simplify_others(index: sympy.Expr, var: sympy.Expr, vec_length: int) -> sympy.Expr:

@@ -1,10 +1,10 @@
 """Make inductor write C++ for tanh, erf, expm1 and atanh that is accurate for small arguments.
 
-Inductor computes tanh as `2 / (1 + exp(-2 x)) - 1`. This subtracts two numbers near 1, so a small result loses its
-digits. For `x = 1e-9` it is 0. Inductor's expm1 and atanh, and torch's vectorised erf in float32, have the same fault.
-This module computes tanh and erf in float32 as `x` times a ratio of polynomials in `x**2`, which is as fast as with
-`exp`. Because `x` is a factor, the relative error is below 5e-7 for every `x`. The other functions come from torch's
-vector library.
+Inductor computes tanh as `2 / (1 + exp(-2 x)) - 1`. For small `x`, this formula subtracts two numbers near 1, so the
+result loses its digits: for `x = 1e-9`, the result is 0. Inductor's functions expm1 and atanh, and torch's vectorised
+erf in float32, have the same fault. This module computes tanh and erf in float32 as `x` times a ratio of polynomials in
+`x**2`. The ratio takes as much time as the formula with `exp`. Because `x` is a factor, the relative error is below
+5e-7 for every `x`. For expm1, atanh and other dtypes, this module calls torch's vector library.
 """
 
 from typing import Any
@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch._inductor.codegen.cpp import CppVecOverrides
 
-# Coefficients of numerator and denominator, in powers of x**2. They are minimax approximations of tanh for |x| <= 9 and
-# of erf for |x| <= 4. Beyond these bounds the functions are 1 or -1 in float32. The source of tanh is `ptanh_float` of
-# Eigen (Eigen/src/Core/MathFunctionsImpl.h). Here its two last coefficients are equal, so that tanh(x) is x for small
-# x. The source of erf is EmitErfF32 of XLA (xla/service/elemental_ir_emitter.cc).
+# These tuples have the coefficients of numerator and denominator, the highest power of x**2 first. The ratios are
+# minimax approximations of tanh for |x| <= 9 and of erf for |x| <= 4. Beyond these bounds, both functions are 1 or -1
+# in float32. The coefficients of tanh are from `ptanh_float` of Eigen (Eigen/src/Core/MathFunctionsImpl.h). Here, the
+# last coefficients of numerator and denominator are equal, so that tanh(x) is x for small x. The coefficients of erf
+# are from EmitErfF32 of XLA (xla/service/elemental_ir_emitter.cc).
 _TANH = (
     (
         "-2.76076847742355e-16f",
@@ -49,7 +50,7 @@ _ERF = (
 
 
 def _polynomial(coefficients: tuple[str, ...]) -> str:
-    """Return the C++ of a polynomial in `z` by Horner's scheme. The coefficient of the highest power comes first."""
+    """Write C++ for a polynomial in `z` by Horner's scheme. The coefficient of the highest power comes first."""
     total = f"T({coefficients[0]})"
     for coefficient in coefficients[1:]:
         total = f"at::vec::fmadd({total}, z, T({coefficient}))"
@@ -57,7 +58,7 @@ def _polynomial(coefficients: tuple[str, ...]) -> str:
 
 
 def _ratio(bound: str, numerator: tuple[str, ...], denominator: tuple[str, ...]) -> str:
-    """Return the C++ of a function: x times a ratio of polynomials in x**2 for |x| <= `bound`, and 1 or -1 beyond."""
+    """Write a C++ lambda: x times a ratio of polynomials in x**2 for |x| <= `bound`, and 1 or -1 beyond the bound."""
     return (
         "[](const auto& x) { using T = std::decay_t<decltype(x)>;"
         f" const T c = at::vec::minimum(at::vec::maximum(x, T(-{bound})), T({bound})), z = c * c;"  # keeps NaN
@@ -70,22 +71,22 @@ _TANH_CPP, _ERF_CPP = _ratio("9.0f", *_TANH), _ratio("4.0f", *_ERF)
 
 
 def tanh(a: Any) -> str:
-    """Return the C++ of tanh of a vector: the ratio for float32, the function of torch's library for other types."""
+    """Write C++ for tanh of a vector: a ratio of polynomials for float32, else a call of torch's vector library."""
     return f"({_TANH_CPP})({a})" if a.dtype == torch.float32 else f"{a}.tanh()"
 
 
 def erf(x: Any) -> str:
-    """Return the C++ of erf of a vector: the ratio for float32, the function of torch's library for other types."""
+    """Write C++ for erf of a vector: a ratio of polynomials for float32, else a call of torch's vector library."""
     return f"({_ERF_CPP})({x})" if x.dtype == torch.float32 else f"{x}.erf()"
 
 
 def expm1(x: Any) -> str:
-    """Return the C++ of expm1 of a vector, with the function of torch's library."""
+    """Write C++ for expm1 of a vector: a call of torch's vector library."""
     return f"{x}.expm1()"
 
 
 def atanh(x: Any) -> str:
-    """Return the C++ of atanh of a vector, with the function of torch's library."""
+    """Write C++ for atanh of a vector: a call of torch's vector library."""
     return f"{x}.atanh()"
 
 

@@ -1,11 +1,12 @@
-"""Replace matrix products for a CPU while a graph is traced. The results are equal up to rounding.
+"""Replace matrix products by faster operations while a graph for a CPU is traced. The results agree up to rounding.
 
-Libraries for matrix products are optimised for large matrices. With them, the first and the last layer of a perceptron,
-and their gradients, run at a tenth of the possible speed. So this module distinguishes three kinds of products:
+Libraries for matrix products are optimised for large matrices. With such libraries, the first and last layers of a
+perceptron, and their gradients, run at a tenth of the possible speed. This module therefore distinguishes three kinds
+of products:
 
 - Products with a dimension of at most 8 become sums, which the compiler fuses with neighbouring operations.
 - Other small products become C++ of this module, which computes the result tile by tile in vector registers. Libraries
-  take up to three times as long. Every row is summed in the same order for any number of threads.
+  take up to three times as long as this C++. Every row is summed in the same order for any number of threads.
 - Large products call the library oneDNN, which generates code for the CPU that it runs on. The library MKL has only
   generic code for AMD's CPUs.
 """
@@ -16,7 +17,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._inductor import config, ir, lowering  # `lowering` first: it and `codegen` import each other
+from torch._inductor import config, ir, lowering  # import `lowering` before `codegen`, which imports `lowering`
 from torch._inductor.codegen.cpp_template_kernel import CppTemplateKernel
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.mkldnn_ir import LinearUnary
@@ -25,11 +26,11 @@ from torch._inductor.utils import Placeholder, parallel_num_threads
 
 from ecrl.compile.cpu_codegen import skip_redundant_codegen
 
-_LARGE = 2**18  # elements of the second matrix; libraries are better for larger ones, which do not fit in a cache
-_THIN = 8  # largest dimension of a product that becomes a sum
-_MIN_OUTER = 16  # smallest number of rows to sum over in `_rows`; a sum over fewer rows is not faster
-_MANY_ROWS = 32  # from this number of rows on, it saves time to copy the other matrix in transposed order
-_PARALLEL = 2**18  # from this number of multiplications on, several threads are faster
+_LARGE = 2**18  # use a library for a second matrix with more elements, which does not fit in the cache
+_THIN = 8  # the largest dimension of a product that becomes a sum
+_MIN_OUTER = 16  # the smallest number of rows that `_rows` sums over, because a sum over fewer rows is not faster
+_MANY_ROWS = 32  # the smallest number of rows of `a` that makes a transposed copy of `b` worthwhile
+_PARALLEL = 2**18  # the smallest number of multiplications that makes several threads worthwhile
 _NAME = str(Placeholder.KERNEL_NAME)
 _CPP = """
 #include <torch/csrc/inductor/cpp_prefix.h>
@@ -91,13 +92,13 @@ extern "C" {kernel}
 
 @cache
 def has_vector_instructions() -> bool:
-    """Return True if inductor knows vector instructions of this CPU. The C++ of tiles needs them."""
+    """Return True if inductor supports this CPU's vector instructions, which the C++ of this module needs."""
     with config.patch({"cpp.vec_isa_ok": True}), skip_redundant_codegen():  # testing each instruction set takes seconds
         return bool(pick_vec_isa())
 
 
 def _unrolled(a: Tensor, b: Tensor) -> Tensor:
-    """Return `[M, K] @ [K, N]` as a sum of K outer products."""
+    """Compute the product of `a`, `[M, K]`, and `b`, `[K, N]`, as a sum of K outer products."""
     total = a[:, :1] * b[0]
     for k in range(1, a.shape[1]):
         total = total + a[:, k : k + 1] * b[k]
@@ -105,18 +106,18 @@ def _unrolled(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _rows(a: Tensor, b: Tensor) -> Tensor:
-    """Return `[M, K] @ [K, N]` as M sums over the rows of `b`."""
+    """Compute the product of `a`, `[M, K]`, and `b`, `[K, N]`, as M sums over the rows of `b`."""
     return torch.stack([(a[m].unsqueeze(1) * b).sum(0, dtype=a.dtype) for m in range(a.shape[0])])
 
 
 def _check_dtypes(a: Tensor, b: Tensor) -> None:
-    """Raise RuntimeError if the dtypes differ. Torch checks this only for tensors with data, so not in a trace."""
+    """Raise RuntimeError if the dtypes of two matrices differ, because torch does not check dtypes during a trace."""
     if a.dtype != b.dtype:
         raise RuntimeError(f"cannot multiply matrices of {a.dtype} and {b.dtype}; convert one of them")
 
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
-    """Return `a @ b`, or NotImplemented to leave the product to torch. Torch also reports wrong shapes."""
+    """Return `a @ b`, or NotImplemented to let torch compute the product or report wrong shapes."""
     (m, k), n = a.shape, b.shape[1]
     _check_dtypes(a, b)
     if min(m, k, n) == 0 or k != b.shape[0]:
@@ -141,12 +142,12 @@ def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float =
     if beta != 1 or alpha != 1:
         return NotImplemented
     product = mm(a, b)
-    # A difference, because inductor would merge a product and a sum into one call, which copies the bias to all rows.
+    # Subtract -bias: inductor would merge a product and a sum into one call, which copies the bias to all rows.
     return torch.mm(a, b) - (-bias) if product is NotImplemented else product + bias
 
 
 def bmm(a: Tensor, b: Tensor) -> Tensor:
-    """Return `a @ b` for batches of matrices, or NotImplemented to leave the product to torch, which is as fast."""
+    """Return `a @ b` for batches of matrices, or NotImplemented if torch computes the product as fast."""
     m, n = a.shape[1], b.shape[2]
     _check_dtypes(a, b)
     if a.dtype != torch.float32 or b.shape[:2] != (a.shape[0], a.shape[2]):
@@ -165,12 +166,12 @@ PRODUCTS: dict[Any, Callable[..., Tensor]] = {
     torch.ops.aten.addmm.default: addmm,
     torch.ops.aten.bmm.default: bmm,
 }
-"""Decompositions for `torch.fx.experimental.proxy_tensor.make_fx`."""
+"""Decompositions of matrix products, an argument of `torch.fx.experimental.proxy_tensor.make_fx`."""
 
 
 @torch.library.custom_op("ecrl::linear", mutates_args=())
 def _linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Return `x @ weight.T`. In a compiled graph, oneDNN computes it."""
+    """Return `x @ weight.T`. In a compiled graph, oneDNN computes this product."""
     return x @ weight.t()
 
 
@@ -195,12 +196,12 @@ def _(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _tiles_code(kernel: CppTemplateKernel, a: Any, b: Any, product: Any) -> str:
-    """Return the C++ of one product, for the layouts of its factors."""
+    """Write the C++ that multiplies two factors with the layouts of `a` and `b`."""
     (batch, m, k), n = a.get_size(), b.get_size()[2]
     threads = parallel_num_threads() if batch * m * k * n >= _PARALLEL else 1
     parts = 1 if batch >= threads else min(threads, max(m // 12, 1))
     names = {a.get_name(): "a_in"}
-    names.setdefault(b.get_name(), "b_in")  # both factors may be in one buffer
+    names.setdefault(b.get_name(), "b_in")  # if both factors are in one buffer, keep the name "a_in"
     (a_i, a_m, a_k), (b_i, b_k, _) = a.get_stride(), b.get_stride()
     text = _CPP.format(
         name=_NAME,
@@ -214,15 +215,16 @@ def _tiles_code(kernel: CppTemplateKernel, a: Any, b: Any, product: Any) -> str:
 
 
 def _tiles_kernel(product: Any, **options: Any) -> tuple[CppTemplateKernel, Callable[[], str]]:
-    """Return inductor's record of a kernel, and a function that returns its C++."""
+    """Return inductor's kernel object for a product, and a function that writes the kernel's C++."""
     kernel = CppTemplateKernel(_NAME, parallel_num_threads())
     return kernel, partial(_tiles_code, kernel, *product.inputs, product)
 
 
 def _store_factor(x: Any) -> Any:
-    """Return a factor that is stored in memory at a constant offset.
+    """Store a factor in memory at a constant offset, and return the stored factor.
 
-    In a loop over time, each iteration reads another row of `xs`. So the offset of the row varies, and it is copied.
+    In a loop over time, each iteration reads another row of `xs`. A factor in such a row has no constant offset, so it
+    is copied.
     """
     x = ir.ExternKernel.realize_input(x)
     _, layout = ir.as_storage_and_layout(x, freeze=True)
@@ -239,5 +241,5 @@ def _lower_bmm(a: Any, b: Any) -> Any:
         b = _store_factor(ir.ExternKernel.require_contiguous(b))
     layout = ir.FixedLayout(a.get_device(), a.get_dtype(), [*a.get_size()[:2], b.get_size()[2]])
     product = ir.CppTemplateBuffer(layout, [a, b], _tiles_kernel, cast(Any, None), None)
-    cast(Any, product).allow_epilogue_fusion = False  # torch before 2.13 reads an option instead
+    cast(Any, product).allow_epilogue_fusion = False  # torch before 2.13 reads `epilogue_fusion` instead
     return ir.TensorBox.create(product)

@@ -1,7 +1,7 @@
-"""The random function Philox (`ecrl.rng`) as an operation of inductor's C++.
+"""Add the random function Philox, which `ecrl.rng` uses, to the operations that inductor translates to C++.
 
-Inductor has no Philox with a key for each element. In C++, a round takes a few operations on unsigned integers. On
-int64 tensors it takes about twenty operations.
+Inductor has no Philox function with a key for each element. In C++, a round of Philox takes a few operations on
+unsigned integers. With torch operations on int64 tensors, a round takes about twenty operations.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ _CPP = """[](uint64_t key, uint64_t low, uint64_t high) -> int64_t {
 
 
 def _add(name: str, half: str) -> None:
-    """Add an operation to inductor that returns two of the four words that Philox computes."""
+    """Add an operation to inductor that returns two of the four 32-bit words that Philox computes."""
 
     def scalar(key: str, low: str, high: str) -> str:
         return f"({_CPP % half})({key}, {low}, {high})"

@@ -1,8 +1,9 @@
-"""Compile a function for CUDA. Inductor compiles the pieces of its graph, and one CUDA graph captures a whole call.
+"""Compile a function for CUDA. Inductor compiles pieces of the function, and one CUDA graph captures a whole call.
 
-A CUDA graph reads and writes the same memory at every replay. A call copies its arguments into this memory, and copies
-the results out of it, so that the next call does not overwrite them. Copying a state takes little time compared with a
-rollout. All graphs share one memory pool for intermediate values, because only one graph runs at a time.
+A CUDA graph reads and writes the same memory at every replay. A call copies its arguments into this memory and copies
+the results out of this memory, so the next call does not overwrite the results. Copying a state takes little time
+compared with a rollout. All CUDA graphs share one memory pool for intermediate values, because only one graph runs at a
+time.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -15,7 +16,7 @@ from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule
 
-import ecrl.compile.reverse_scan  # noqa: F401  # the recursion over time as one operation
+import ecrl.compile.reverse_scan  # noqa: F401  # registers `reverse_scan` as one operation of a graph
 from ecrl.compile.autocast import without_autocast
 from ecrl.compile.cache import cache_folder
 from ecrl.compile.cpu import COMPILE_LOCK
@@ -24,9 +25,9 @@ from ecrl.compile.trace import captured, traced
 from ecrl.pytree import is_borrowed
 
 Capture = Callable[[Run, list[Tensor]], tuple[Callable[[], None], Sequence[Tensor]]]
-"""A function that captures one run of another function on tensors.
+"""Type of a function that captures one run of another function on tensors.
 
-It returns a function that repeats the run in the same memory, and the results in this memory.
+The result is a function that repeats the run in the same memory, and the run's results in this memory.
 """
 
 
@@ -38,7 +39,8 @@ def _pool(device: torch.device) -> Any:
 def cuda_graph(run: Run, inputs: list[Tensor]) -> tuple[Callable[[], None], Sequence[Tensor]]:
     """Capture `run(*inputs)` as one CUDA graph.
 
-    A first run compiles the function. Compiling synchronises with the GPU, which is an error during a capture.
+    A first run outside the capture compiles the function, because compiling synchronises with the GPU, which is an
+    error during a capture.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -53,13 +55,13 @@ def cuda_graph(run: Run, inputs: list[Tensor]) -> tuple[Callable[[], None], Sequ
 
 
 def compile_segment(graph: GraphModule, inputs: list[Tensor]) -> Run:
-    """Compile a segment with inductor. Inductor's own CUDA graphs are off, because this module captures the call."""
+    """Compile a segment with inductor. Turn off inductor's CUDA graphs, because this module captures whole calls."""
     with config.patch({"triton.cudagraphs": False}), cache_folder():
         return compile_fx(graph, inputs)  # pyright: ignore
 
 
 def _copy(to: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
-    """Copy `leaves` to `to`, with one kernel for all tensors of a dtype, or one by one if torch lacks the function."""
+    """Copy `leaves` to `to`, with one kernel per dtype if torch has the function `_foreach_copy_`."""
     if not hasattr(torch, "_foreach_copy_"):
         for target, leaf in zip(to, leaves, strict=True):
             target.copy_(leaf)
@@ -78,11 +80,11 @@ def compiled(
 ) -> tuple[Run, Hashable, list[Tensor]]:
     """Compile `fn` for tensors with the shapes and dtypes of `leaves`.
 
-    A call copies leaves on the host, such as a learning rate that a user set, to the device of the other leaves. It
-    does not copy borrowed leaves (`ecrl.pytree.Borrowed`), because the CUDA graph reads them at their own addresses. If
-    an address changes, a new CUDA graph is captured.
+    A call copies leaves on the host, such as a learning rate that a user set, to the device of the other leaves. The
+    call does not copy borrowed leaves (`ecrl.pytree.Borrowed`): the CUDA graph reads borrowed leaves at their own
+    addresses. If an address changes, the call captures a new CUDA graph.
 
-    Returns: the compiled function of the leaves, the structure of its results, and the tensors that `fn` captured.
+    Returns: the compiled function, the structure of its results, and the tensors that `fn` captured.
     """
     first = next((leaf for leaf in leaves if leaf.is_cuda), leaves[0])
     with COMPILE_LOCK, torch.no_grad(), torch.cuda.device_of(first):
@@ -92,7 +94,7 @@ def compiled(
             x if i in borrowed else torch.empty_like(x, device=first.device).copy_(x) for i, x in enumerate(leaves)
         ]
         graph, output_structure = traced(fn, structure, inputs)
-        pieces = cache(lambda matmul_precision: segmented(graph, compile))  # the compiled code depends on it
+        pieces = cache(lambda matmul_precision: segmented(graph, compile))  # compiled code depends on the precision
         replays = lru_cache(1 if borrowed else None)(
             lambda precision, *addresses: capture(pieces(precision), [*inputs])
         )

@@ -1,34 +1,36 @@
 """Compile a function, or run it eagerly. This module is the entry point of the package.
 
-A run executes its functions either compiled or eagerly. `choose_form` decides this by `trainer.compile`, the device and
-the installed versions. It returns a `Form`, which has a function `jit(fn, *static)` and a function `scan`. `jit` binds
-the static arguments of `fn`: functions, and numbers that determine the graph. In a compiled run it also compiles `fn`
-at its first call. Calls of `jit` with equal `fn` and `static` share one compiled function, so a new seed, name or
-learning rate compiles nothing.
+A run executes its functions either compiled or eagerly. `choose_form` chooses one of these forms from
+`trainer.compile`, the device and the installed versions. The result is a `Form` with two functions, `jit(fn, *static)`
+and `scan`. `jit` binds the static arguments of `fn`: functions, and settings that determine the graph. In a compiled
+run, `jit` also compiles `fn` at the first call. Calls of `jit` with equal `fn` and `static` share one compiled
+function. A new seed, name or learning rate therefore needs no new compilation.
 
 A function is compiled in four steps:
 
-1. Key (`jit.py`). The key of a call holds the structure of the arguments, and the shape, dtype and device of each
-   tensor. It also holds the default dtype and the state of autocast (`autocast.py`). A call with a known key runs its
-   compiled function. A new key starts step 2. Under `torch.func.vmap`, one call handles the whole batch (`vmap.py`).
-2. Trace (`trace.py`). The function runs once on tensors without data, and torch records its operations in a graph. A
-   scan becomes a loop of the graph (`scan.py`), and its gradient another loop (`scan_gradient.py`). An impure function
-   raises ConfigError (`user_code.py`), which reports the line (`user_line.py`).
-3. Rewrite. On a CPU, faster operations replace small matrix products (`cpu_matmul.py`). Duplicate operations are merged
-   (`trace.py`). On a GPU, the graph is cut at its loops (`partition.py`).
-4. Generate code. On a CPU (`cpu.py`), inductor writes C++. This package makes the C++ of random numbers
-   (`cpu_philox.py`) and loops (`cpu_loops.py`) faster, and functions such as tanh more accurate (`cpu_functions.py`).
-   It also shortens the compilation (`cpu_codegen.py`, `cpu_builds.py`). On a GPU (`cuda_graph.py`), inductor writes
-   Triton, and one CUDA graph captures the whole function. Returns and advantages have faster code on both
-   (`reverse_scan.py`, `reverse_triton.py`). Compiled code is stored on disk for the next process (`cache.py`).
+1. Compute the key of the call (`jit.py`). The key contains the structure of the arguments, and the shape, dtype and
+   device of each tensor. The key also contains the default dtype and the state of autocast (`autocast.py`). A call with
+   a known key runs the compiled function of this key. A call with a new key continues with step 2. Under
+   `torch.func.vmap`, one call handles the whole batch (`vmap.py`).
+2. Trace the function (`trace.py`). The function runs once on tensors without data, and torch records the operations in
+   a graph. A scan becomes a loop of the graph (`scan.py`), and its gradient becomes a second loop (`scan_gradient.py`).
+   An impure function raises ConfigError (`user_code.py`), which reports the user's line (`user_line.py`).
+3. Rewrite the graph. On a CPU, faster operations replace small matrix products (`cpu_matmul.py`). Duplicate operations
+   are merged (`trace.py`). On a GPU, the graph is cut at its loops (`partition.py`).
+4. Generate code. On a CPU (`cpu.py`), inductor writes C++. This package makes the C++ for random numbers
+   (`cpu_philox.py`) and loops (`cpu_loops.py`) faster. This package also makes functions such as tanh more accurate
+   (`cpu_functions.py`) and the compilation shorter (`cpu_codegen.py`, `cpu_builds.py`). On a GPU (`cuda_graph.py`),
+   inductor writes Triton kernels, and one CUDA graph captures the whole function. This package has faster code for
+   returns and advantages on both devices (`reverse_scan.py`, `reverse_triton.py`). Compiled code is stored on disk for
+   the next process (`cache.py`).
 
 A compiled function must be pure. It may depend only on its arguments, the default dtype and the state of autocast.
 
-- A write in place on an argument, or on a tensor from outside of the function, raises ConfigError with its line.
-- Tensors that the function captures from outside are frozen at compile time. After a write in place on one of them, the
-  next call compiles the function again, which takes seconds. Pass tensors that change as arguments.
-- Two kinds of changes have no effect on a compiled function. One is a new value of a captured Python number or name.
-  The other is a write that torch does not count, such as through `x.data` or a NumPy array of the same memory.
+- A write in place on an argument, or on a tensor from outside the function, raises ConfigError, which reports the line.
+- Tensors that the function captures from outside are frozen at compile time. After a write in place on a captured
+  tensor, the next call compiles the function again, which takes seconds. Pass tensors that change as arguments.
+- A new value of a captured Python number or name has no effect on a compiled function.
+- A write that torch does not count, such as through `x.data` or a NumPy array of the same memory, has no effect either.
 """
 
 import gc
@@ -62,9 +64,9 @@ from ecrl.tracing_state import in_forward_mode, in_graph, knows_transforms, tran
 
 
 class Form(NamedTuple):
-    """A choice of how a run executes its functions: compiled or eagerly.
+    """The form of a run, compiled or eager, with the functions `jit` and `scan` that algorithms call.
 
-    `name` is "compiled" or "eager", and `reason` explains the choice in one line. Algorithms call `jit` and `scan`.
+    The field `name` is "compiled" or "eager", and `reason` explains the choice in one line.
     """
 
     name: str
@@ -78,7 +80,7 @@ class _CompiledFunction(NamedTuple):
 
     run: Callable[..., list[Tensor]]
     settings: Hashable
-    captured: list[tuple[Tensor, int]]  # each with its version: the number of writes in place on it
+    captured: list[tuple[Tensor, int]]  # each captured tensor with its version, the number of writes in place
     structure: Hashable
     strides: list[tuple[int, ...]]
     layout_guard: Any
@@ -88,7 +90,7 @@ class _CompiledFunction(NamedTuple):
 
 def _layout_guard(leaves: list[Tensor]) -> Any:
     """Return an object whose `check` compares every shape, stride, dtype and device, ten times as fast as Python."""
-    from torch._C._dynamo.guards import TensorGuards  # imported late: eager runs must not need private names
+    from torch._C._dynamo.guards import TensorGuards  # imported here because eager runs must not need private names
 
     sizes: Any = [list(leaf.shape) for leaf in leaves]
     strides: Any = [list(leaf.stride()) for leaf in leaves]
@@ -97,7 +99,7 @@ def _layout_guard(leaves: list[Tensor]) -> Any:
 
 def _without_overlap(leaf: Tensor) -> Tensor:
     """Copy a tensor whose elements share memory, such as a sliding window. Return other tensors unchanged."""
-    reach = 0  # the largest distance in memory between two elements that differ only along the axes so far
+    reach = 0  # the distance in memory between the first and the last element along the axes so far
     for stride, size in sorted(zip(leaf.stride(), leaf.shape, strict=True)):
         if size > 1 and stride <= reach:
             return leaf.contiguous()
@@ -106,7 +108,7 @@ def _without_overlap(leaf: Tensor) -> Tensor:
 
 
 def _with_own_storage(leaves: list[Tensor]) -> list[Tensor]:
-    """Copy each leaf that shares a storage with an earlier one. Return all leaves.
+    """Copy each leaf that shares its storage with an earlier leaf, and return all leaves.
 
     If two arguments are the same tensor, the tracer makes them one input of the graph. But a later call may pass two
     different tensors.
@@ -124,7 +126,7 @@ def _bool_positions(leaves: list[Tensor]) -> list[int]:
 
 
 def _with_aligned_bools(leaves: list[Tensor], positions: list[int]) -> list[Tensor]:
-    """Copy the bool leaves that begin at an odd byte, because graphs read two bools at a time. Return all leaves."""
+    """Copy each bool leaf that starts at an odd byte, because graphs read two bools at a time. Return all leaves."""
     for i in positions:
         if leaves[i].storage_offset() % 2:
             leaves[i] = leaves[i].clone()
@@ -132,23 +134,24 @@ def _with_aligned_bools(leaves: list[Tensor], positions: list[int]) -> list[Tens
 
 
 def _with_stride(leaf: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """Copy a leaf to the strides that the compiled function expects. Return a leaf with these strides unchanged."""
+    """Copy a leaf to the strides that the compiled function expects, if the leaf has other strides."""
     if leaf.stride() == stride:
         return leaf
     return torch.empty_strided(leaf.shape, stride, dtype=leaf.dtype, device=leaf.device).copy_(leaf)
 
 
 def _is_current(compiled: _CompiledFunction) -> bool:
-    """Return True if no captured tensor has been changed in place since the compilation."""
+    """Return True if no captured tensor was changed in place after the compilation."""
     return all(version_of(tensor) == version for tensor, version in compiled.captured)
 
 
 class Compilation(NamedTuple):
     """A record of one compilation.
 
-    `text` names the function and the reason of the compilation: the first call, or the difference from the last call.
-    `seconds` is the duration, and None until the compilation ends. If compiling failed, so that the function runs
-    eagerly, `fault` is the reason.
+    Attributes:
+        text: the function's name, and the reason for compiling: the first call, or what differs from the last call.
+        seconds: the duration of the compilation, or None until the compilation ends.
+        fault: the reason for running the function eagerly after a failed compilation, else None.
     """
 
     text: str
@@ -158,11 +161,11 @@ class Compilation(NamedTuple):
 
 @dataclass(frozen=True)
 class Jit:
-    """A function `jit(fn, *static)`, which binds the static arguments of `fn` and compiles it at its first call.
+    """A callable `jit(fn, *static)` that binds the static arguments of `fn` and compiles `fn` at the first call.
 
     If compiling fails, a `strict` instance raises ConfigError. Other instances warn and run the function eagerly.
-    Instances with equal `strict` are equal and share compiled functions. Each records the compilations of its own
-    calls.
+    Instances with equal `strict` are equal and share compiled functions. Each instance records the compilations of its
+    own calls.
     """
 
     strict: bool = False
@@ -187,7 +190,7 @@ def _static(value: Any) -> _Static:
 
 
 def compilations_of(jit: Callable) -> list[Compilation]:
-    """Return the compilations that a `jit` recorded. The list is empty if the `jit` never compiles."""
+    """Return the compilations that a `jit` recorded, or an empty list if the `jit` never compiles."""
     return getattr(jit, "compilations", [])
 
 
@@ -220,13 +223,13 @@ def _compiler_for(leaves: list[Tensor]) -> Callable[..., tuple[Callable[..., Any
 
 @lru_cache(None)
 def _compiled(fn: Callable, *static: "_Static") -> Callable[..., Any]:
-    """Bind the static arguments of `fn` and compile it. Raise ConfigError if compiling fails."""
+    """Bind the static arguments of `fn` and compile `fn`. Raise ConfigError if compiling fails."""
     return _compile_at_call(_compiled, fn, tuple(one.value for one in static))
 
 
 @lru_cache(None)
 def _compiled_or_eager(fn: Callable, *static: "_Static") -> Callable[..., Any]:
-    """Bind the static arguments of `fn` and compile it. If compiling fails, warn and run it eagerly from then on."""
+    """Bind the static arguments of `fn` and compile `fn`. If compiling fails, warn and always run `fn` eagerly."""
     return _compile_at_call(_compiled_or_eager, fn, tuple(one.value for one in static))
 
 
@@ -234,7 +237,8 @@ def _compiled_or_eager(fn: Callable, *static: "_Static") -> Callable[..., Any]:
 class _Fault:
     """The reason why a function could not be compiled.
 
-    Two reasons are equal if they have the same line of the user's code, or none. `_warn_eager` warns once for each.
+    Two reasons are equal if both have the same line of the user's code, or if neither has a line. `_warn_eager` warns
+    only once for equal reasons.
     """
 
     text: str = field(compare=False)
@@ -243,12 +247,12 @@ class _Fault:
 
 @cache
 def _warn_eager(fault: _Fault) -> None:
-    """Warn once that functions run eagerly for this reason."""
+    """Warn that functions run eagerly, once for each distinct `fault`."""
     warnings.warn(f"running eager, slower per step: {fault.text}", RuntimeWarning, stacklevel=4)
 
 
 _RUNS_EAGER = ContextVar("_RUNS_EAGER", default=False)
-"""True inside a function that could not be compiled. The functions that it calls are not compiled either."""
+"""True inside a function that could not be compiled. The function's calls of other functions are eager, too."""
 
 
 def _call_eagerly(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -261,12 +265,12 @@ def _call_eagerly(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the first line of an error's message that is not blank, up to 300 characters."""
+    """Return the first 300 characters of the first line of an error's message that is not blank."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
 
 
 def _fault(name: str, error: Exception) -> _Fault:
-    """Describe in one line why the function `name` could not be compiled."""
+    """Describe in one line the error that prevented compiling the function `name`."""
     if isinstance(error, ConfigError):
         return _Fault(text := str(error).removeprefix("trainer.compile: ").split("\n")[0], text)
     advice = "set trainer.compile to off"
@@ -288,14 +292,14 @@ def _compiler_error(message: str) -> str | None:
 
 
 def _is_user_error(error: Exception) -> bool:
-    """Return True if the user's own code raised the error, so that the last line of the traceback is in this code."""
+    """Return True for a UserError, and for an error whose traceback ends in the user's own code."""
     frames = traceback.extract_tb(error.__traceback__)
     return isinstance(error, UserError) or user_frames(frames)[-1:] == frames[-1:]
 
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Pause Python's garbage collector, which would scan the many permanent objects of inductor again and again."""
+    """Pause Python's garbage collector, which would repeatedly scan the many permanent objects of inductor."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -306,9 +310,10 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 def _compile_at_call(jit: Callable[..., Callable[..., Any]], fn: Callable, static: tuple) -> Callable[..., Any]:
-    """Return a function that compiles `fn` when a call has a new key, and then runs the compiled function.
+    """Return a function that compiles `fn` if a call has a new key, and then calls the compiled function.
 
-    `jit` is `_compiled` or `_compiled_or_eager`. Under vmap, it compiles the function of the whole batch.
+    The argument `jit` is `_compiled` or `_compiled_or_eager`. Under vmap, `jit` compiles a function for the whole
+    batch.
     """
     bound, by_key, last = partial(fn, *static), {}, []
     eager_because: str | None = None
@@ -333,7 +338,7 @@ def _compile_at_call(jit: Callable[..., Callable[..., Any]], fn: Callable, stati
 
     def call(record: list[Compilation], *args: Any) -> Any:
         nonlocal eager_because
-        if in_graph():  # the call becomes a part of the graph that is being traced
+        if in_graph():  # trace this call as a part of the outer graph
             return bound(*args)
         if eager_because is not None and not any(one.fault for one in record):
             record.append(Compilation(f"{name}: runs eager", 0.0, eager_because))
@@ -378,7 +383,7 @@ def _compile_at_call(jit: Callable[..., Callable[..., Any]], fn: Callable, stati
                 fault = None
             if fault is not None:
                 eager_because, record[-1] = fault.text, record[-1]._replace(fault=fault.text)
-                out = _call_eagerly(bound, args)  # before the warning: it is not needed if the function itself raises
+                out = _call_eagerly(bound, args)  # before the warning, which is wrong if this call raises an error
                 _warn_eager(fault)
                 return out
         last[:] = [known := by_key[key]]
@@ -391,7 +396,7 @@ def _compile_at_call(jit: Callable[..., Callable[..., Any]], fn: Callable, stati
 def _compiled_batch(
     jit: Callable, record: list[Compilation], fn: Callable, static: tuple, structure: Hashable, leaves: list[Tensor]
 ) -> Any:
-    """Call `fn` under vmap. One call of a compiled function handles the whole batch."""
+    """Call `fn` under vmap, with one call of a compiled function for the whole batch."""
     output_structure: list[Hashable] = []
 
     def call_batch(batched: tuple[bool, ...], *leaves: Tensor) -> list[Tensor]:
@@ -406,7 +411,7 @@ def _compiled_batch(
 
 
 _LOOPS_FAIL = torch.__version__ < "2.13"
-"""True for torch before 2.13. Its inductor cannot write the C++ of a loop."""
+"""True for torch before 2.13, whose inductor cannot write C++ for a loop."""
 
 
 @cache
@@ -435,7 +440,7 @@ def gpu_fault() -> str | None:
     """Return the reason why this machine cannot compile for a GPU, or None if no reason is known."""
     if not has_triton():
         return "Triton is not installed"
-    # Triton needs a C compiler for the functions that launch its kernels.
+    # Triton needs a C compiler, because it compiles the functions that launch its kernels.
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return "no C compiler found (gcc, clang or $CC)"
     headers = sysconfig.get_path("include")
@@ -445,8 +450,8 @@ def gpu_fault() -> str | None:
 def choose_form(mode: str, device: str) -> Form:
     """Decide whether a run with `trainer.compile` set to `mode` compiles its functions on `device`.
 
-    "off" runs eagerly. "on" compiles, and raises ConfigError if compiling fails. "auto" compiles too. If compiling
-    fails, here or at a later call, it warns and runs eagerly. The record of compilations starts empty.
+    With "off", a run is eager. With "on", a run is compiled and raises ConfigError if compiling fails. With "auto", a
+    run is compiled, but warns and continues eagerly if compiling fails. The record of compilations starts empty.
     """
     form = _form_for(mode, device)
     return form if form.name == "eager" else form._replace(jit=Jit(mode == "on"))

@@ -1,10 +1,10 @@
 """Triton kernels for the recursion of `ecrl.kernels.reverse_scan`. Import this module only if Triton is installed.
 
-A thread handles one row and steps backwards through time. It loads 16 steps before it computes the first of them. A few
-rows cannot fill a GPU, so the time axis of a few rows is cut into chunks that run in parallel. A step is
-`y = b + a * y_next`. Two steps in a row are equal to one step with another `a` and `b`. So the first kernel composes
-all steps of a chunk into one step. The second kernel runs the composed steps of all later chunks, and then the steps of
-its own chunk. Both kernels compute in float64.
+Each thread handles one row of the batch and steps backwards through time. A thread loads 16 steps before it computes
+the first of these steps. If a small number of rows cannot fill a GPU, the time axis is cut into chunks that run in
+parallel. A step computes `y = b + a * y_next`. Two consecutive steps are equivalent to one step with another `a` and
+`b`. The first kernel therefore composes all steps of a chunk into one step. The second kernel runs the composed steps
+of all later chunks, and then the steps of its own chunk. Both kernels compute in float64.
 """
 
 import torch
@@ -12,19 +12,19 @@ import triton  # pyright: ignore
 import triton.language as tl  # pyright: ignore
 from torch import Tensor
 
-_STEPS, _ROWS = 16, 32  # steps that a thread loads at a time, and rows of a program (one warp has 32 threads)
-_PROGRAMS, _CHUNKS = 2048, 32  # limits: so many programs fill a large GPU; more chunks slow down the second kernel
+_STEPS, _ROWS = 16, 32  # steps that a thread loads at once, and rows per program, because a warp has 32 threads
+_PROGRAMS, _CHUNKS = 2048, 32  # limits: 2048 programs fill a large GPU, and more chunks slow down the second kernel
 
 
 @triton.jit
 def _step(y, a, b):
-    """Return `b + a * y`. At a cut `a` is 0, and the result is `b` even if `y` is NaN."""
+    """Return `b + a * y`. At a cut, `a` is 0 and the result is `b`, even if `y` is NaN."""
     return tl.where(a != 0.0, b + a * y, b)
 
 
 @triton.jit
 def _load_steps(x, decay, cut, after, row, rows, VARIES: tl.constexpr, STEPS: tl.constexpr):
-    """Load `a` and `b` of the steps before time `after`, the last step first. Before time 0, `a` is 1 and `b` is 0."""
+    """Load `a` and `b` of the steps before time `after`, the last step first. For t < 0, set `a` to 1 and `b` to 0."""
     a, b = (), ()
     for i in tl.static_range(STEPS):
         t = after - 1 - i
@@ -39,7 +39,7 @@ def _load_steps(x, decay, cut, after, row, rows, VARIES: tl.constexpr, STEPS: tl
 
 @triton.jit
 def _load_chunks(a_in, b_in, first, end, row, rows, STEPS: tl.constexpr):
-    """Load `a` and `b` of the chunks from `first` on. From chunk `end` on, `a` is 1 and `b` is 0."""
+    """Load `a` and `b` of the composed chunks from `first` on. From chunk `end` on, set `a` to 1 and `b` to 0."""
     a, b = (), ()
     for i in tl.static_range(STEPS):
         chunk = first + i
@@ -53,7 +53,7 @@ def _load_chunks(a_in, b_in, first, end, row, rows, STEPS: tl.constexpr):
 def _compose_chunks(
     x, decay, cut, a_out, b_out, time, rows, tiles, VARIES: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Compose the steps of each chunk into one step, `[chunks, rows]`. Chunk 0 is the last one in time."""
+    """Compose the steps of each chunk into one step, `[chunks, rows]`. Chunk 0 is the last chunk in time."""
     chunk, row = tl.program_id(1), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     a_all, b_all = tl.full((ROWS,), 1.0, tl.float64), tl.full((ROWS,), 0.0, tl.float64)
     for tile in range(chunk * tiles, (chunk + 1) * tiles):
@@ -69,7 +69,7 @@ def _step_through(
     x, decay, cut, last, a_in, b_in, y_out, time, rows, tiles, VARIES: tl.constexpr, STEPS: tl.constexpr,
     ROWS: tl.constexpr
 ):  # fmt: skip
-    """Run the composed steps of the chunks later in time, then the steps of this chunk."""
+    """Run the composed steps of all chunks that are later in time, then the steps of this chunk."""
     chunk, row = tl.program_id(1), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     y = tl.load(last + row, mask=row < rows, other=0.0).to(tl.float64)
     for first in range(0, chunk, STEPS):
@@ -86,7 +86,7 @@ def _step_through(
 
 
 def chunks_of(time: int, rows: int) -> tuple[int, int]:
-    """Return the number of chunks, and the number of tiles (16 steps) in each. No chunk is empty.
+    """Return the number of chunks, and the number of tiles in each chunk. A tile has 16 steps, and no chunk is empty.
 
     Fewer rows give more chunks, so that enough programs run to fill a GPU.
     """
@@ -96,7 +96,14 @@ def chunks_of(time: int, rows: int) -> tuple[int, int]:
 
 
 def reverse_scan(x: Tensor, decay: Tensor, cut: Tensor, last: Tensor) -> Tensor:
-    """Run the recursion on `x` and `cut` `[T, R]`, `decay` `[T, R]` or 0-d, and `last` `[R]`. Return `[T, R]`."""
+    """Run the recursion on a GPU, and return `y`, `[T, R]`.
+
+    Args:
+        x: the terms of the recursion, `[T, R]`.
+        decay: the factors of the next `y`, `[T, R]` or 0-d.
+        cut: True where the recursion restarts from `x`, bool `[T, R]`.
+        last: the value after the last step, `[R]`.
+    """
     x, cut, last = x.contiguous(), cut.contiguous().view(torch.uint8), last.contiguous()
     decay, y = decay.double().contiguous(), torch.empty_like(x)
     time, rows = x.shape

@@ -1,7 +1,7 @@
-"""Loops over time as loops of the graph that is being traced.
+"""Convert each loop over time into a loop of the graph that is being traced.
 
-Each tensor that a loop reads or writes takes more time per iteration than the arithmetic of a small network. So small
-tensors of one dtype share a buffer, and the loop reads and writes the buffers.
+Reading or writing a tensor in an iteration of a loop takes more time than the arithmetic of a small network. Small
+tensors of the same dtype therefore share a buffer, and the loop reads and writes the buffers.
 """
 
 import re
@@ -29,14 +29,14 @@ from ecrl.tracing_state import in_graph
 
 @use_loop
 def loop_or_scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: Any) -> tuple[Any, Any]:
-    """Run `graph_scan` while a graph is traced, and otherwise `ecrl.kernels.scan`."""
+    """Run `graph_scan` while a graph is being traced, and otherwise run `ecrl.kernels.scan`."""
     return (graph_scan if in_graph() else scan)(body, carry, xs, *constants)
 
 
 def graph_scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: Any) -> tuple[Any, Any]:
-    """Run `ecrl.kernels.scan` as one loop of the graph that is being traced.
+    """Run `ecrl.kernels.scan` as one loop operation of the graph that is being traced.
 
-    If no graph is being traced, or for a single iteration, run `ecrl.kernels.scan` itself.
+    If no graph is being traced, or if the loop has a single iteration, run `ecrl.kernels.scan` itself.
     """
     (carry_leaves, c), (x_leaves, x), (constant_leaves, k) = map(flatten, (carry, xs, constants))
     mode, length = get_proxy_mode(), length_of(x_leaves)
@@ -44,7 +44,7 @@ def graph_scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *const
         return scan(body, carry, xs, *constants)
     if is_forward_mode([*carry_leaves, *x_leaves, *constant_leaves]):
         raise ConfigError(refusal(user_line(traceback.extract_stack()), "forward-mode derivatives"))
-    if not carry_leaves:  # the operator needs at least one tensor to carry
+    if not carry_leaves:  # the scan operator needs at least one tensor to carry
         _, y = graph_scan(
             lambda none, x, *k: (none.clone(), body(carry, x, *k)[1]), x_leaves[0].new_zeros(()), xs, *constants
         )
@@ -65,9 +65,10 @@ def graph_scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *const
 def _packed_scan(
     mode: Any, flat_body: Callable, length: int, *parts: list[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Add a loop to the graph whose small tensors share buffers.
+    """Add a loop to the graph, and let the small tensors of the loop share buffers.
 
-    `parts` are the leaves of the carry, xs and the constants. Return the last carry and all y.
+    The argument `parts` has the leaves of the carry, of xs and of the constants. Return the last carry and the stacked
+    outputs y.
     """
     carry, xs, constants = (list(map(_in_graph, part)) for part in parts)
     packings = _pack_small(carry), _pack_small(xs, 1), _pack_small(constants)
@@ -80,7 +81,7 @@ def _packed_scan(
         with protected(inputs):
             after, y = flat_body(*(p.unpack(group) for p, group in zip(packings, groups, strict=True)))
         y_packing[:] = [_pack_small(y)]
-        ys = y_packing[0].pack(y) or [inputs[0].new_zeros(())]  # the operator needs an output to stack
+        ys = y_packing[0].pack(y) or [inputs[0].new_zeros(())]  # the scan operator needs an output to stack
         after = [_with_stride(leaf, old.stride()) for leaf, old in zip(packings[0].pack(after), inputs, strict=False)]
         return _without_aliases([*after, *ys], inputs)
 
@@ -92,7 +93,7 @@ def _packed_scan(
 
 
 def _flatten_body(body: Callable[..., tuple[Any, Any]], structures: Sequence[Hashable], y_structure: list) -> Callable:
-    """Return `body` as a function of lists of tensors. A call stores the structure of y in `y_structure`."""
+    """Convert `body` into a function of lists of tensors, which stores the structure of y in `y_structure`."""
     c, x, k = structures
 
     def flat_body(
@@ -111,9 +112,10 @@ def _flatten_body(body: Callable[..., tuple[Any, Any]], structures: Sequence[Has
 
 
 def _batched_scan(flat_body: Callable, *parts: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Run a loop under vmap as one loop. Each iteration computes the whole batch.
+    """Run a loop under vmap as one loop whose iterations compute the whole batch.
 
-    `parts` are the leaves of the carry, xs and the constants. Return the last carry and all y.
+    The argument `parts` has the leaves of the carry, of xs and of the constants. Return the last carry and the stacked
+    outputs y.
     """
     at, to = len(parts[0]), len(parts[0]) + len(parts[1])
 
@@ -142,13 +144,15 @@ def _batched_scan(flat_body: Callable, *parts: list[Tensor]) -> tuple[list[Tenso
     return list(out[:at]), list(out[at:])
 
 
-_SMALL = 4096  # largest number of elements of a tensor that shares a buffer
+_SMALL = 4096  # the largest number of elements of a tensor that shares a buffer with other tensors
 
 
 class Packing(NamedTuple):
-    """Positions of tensors in buffers: `(buffer, first element, shape)` for each tensor.
+    """The layout of tensors in shared buffers.
 
-    `buffers` has the indices of the tensors in each buffer. A large tensor has a buffer to itself.
+    Attributes:
+        positions: the buffer's index, the index of the first element, and the shape of each tensor.
+        buffers: the indices of the tensors in each buffer. A large tensor has its own buffer.
     """
 
     positions: list[tuple[int, int, torch.Size]]
@@ -163,7 +167,7 @@ class Packing(NamedTuple):
         ]
 
     def unpack(self, buffers: Sequence[Tensor], lead: tuple[int, ...] = ()) -> list[Tensor]:
-        """Return the tensors as views of the buffers. `lead` is the shape of the buffers' first axes."""
+        """Return the tensors as views of the buffers, whose first axes have the shape `lead`."""
         return [
             buffers[which]
             if len(self.buffers[which]) == 1
@@ -173,7 +177,7 @@ class Packing(NamedTuple):
 
 
 def _pack_small(leaves: Sequence[Tensor], lead: int = 0) -> Packing:
-    """Assign the small tensors of each dtype to one buffer, and each large tensor to another buffer.
+    """Assign all small tensors of a dtype to one buffer, and each large tensor to its own buffer.
 
     The first `lead` axes of the tensors become the first axes of the buffers.
     """
@@ -189,7 +193,7 @@ def _pack_small(leaves: Sequence[Tensor], lead: int = 0) -> Packing:
 
 
 def _refuse_captured_variables(root: torch.nn.Module) -> None:
-    """Raise ConfigError if the body of the last loop captures a tensor of the graph around it."""
+    """Raise ConfigError if the body of the last loop captures a tensor of the graph that contains the loop."""
     body = cast(GraphModule, [*root.children()][-1])
     for node in body.graph.find_nodes(op="get_attr"):
         value = getattr(body, node.target)
@@ -203,7 +207,7 @@ def _refuse_captured_variables(root: torch.nn.Module) -> None:
 
 
 def _affects_output(node: Node) -> bool:
-    """Return True if an output depends on the values of a tensor, and not only on its shape, dtype and device."""
+    """Return True if an output depends on the values of a tensor, not only on the tensor's shape, dtype and device."""
     dependent, todo = {node}, [node]
     while todo:
         for user in todo.pop().users.keys() - dependent:
@@ -216,9 +220,10 @@ def _affects_output(node: Node) -> bool:
 
 
 def _share_constants(root: torch.nn.Module) -> None:
-    """Register the constants of loop bodies with the graph around them.
+    """Register the constants of loop bodies with the graph that contains the loops.
 
-    If a constant is used in a loop and again after it, the tracer looks it up in the body, but cannot read it there.
+    If code uses a constant in a loop and again after the loop, the tracer looks for the constant in the loop's body.
+    But it can read only constants that the graph itself has.
     """
     for name, constant in [*root.named_buffers(), *root.named_parameters()]:
         if "." in name:
@@ -227,17 +232,17 @@ def _share_constants(root: torch.nn.Module) -> None:
 
 
 def _in_graph(leaf: Tensor) -> Tensor:
-    """Return the leaf as a tensor of the graph, because the operator takes no captured tensors."""
+    """Convert a captured tensor into a tensor of the graph, because the scan operator takes no captured tensors."""
     return leaf if isinstance(leaf, FakeTensor) else leaf.clone()
 
 
 def _dense(leaf: Tensor) -> Tensor:
-    """Return the leaf unchanged if it has no gaps in memory, and otherwise a copy in row-major order."""
+    """Return a tensor without gaps in memory unchanged, and copy any other tensor in row-major order."""
     return leaf if leaf.stride() == torch.empty_like(leaf, device="meta").stride() else leaf.contiguous()
 
 
 def _with_stride(leaf: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """Return the leaf, copied to these strides if it has others. They must be the strides of a dense tensor."""
+    """Return a tensor with the given strides, which must describe a dense tensor. Copy the tensor only if necessary."""
     if leaf.stride() == strides:
         return leaf
     order = sorted(range(leaf.ndim), key=lambda axis: -strides[axis])
@@ -245,9 +250,9 @@ def _with_stride(leaf: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 
 def _without_aliases(tensors: list[Tensor], inputs: tuple[Tensor, ...]) -> list[Tensor]:
-    """Copy each tensor that is an alias of an input or of an earlier tensor. Return all tensors.
+    """Copy each tensor that is an alias of an input or of an earlier tensor, and return all tensors.
 
-    A loop of a graph must not return aliases.
+    The copies are needed because a loop of a graph must not return aliases.
     """
     seen, out = {leaf.untyped_storage()._cdata for leaf in inputs}, []
     for leaf in tensors:

@@ -1,10 +1,11 @@
-"""The gradient of a loop over time in a graph, as a second loop that runs backwards.
+"""Compute the gradient of a loop over time in a graph by a second loop, which runs backwards.
 
     carry[t + 1], y[t] = body(carry[t], x[t], *constants)
 
-The forward loop stores every `carry[t]`. The backward loop repeats each step. It applies the step's vector-Jacobian
-product to the gradients of `carry[t + 1]` and `y[t]`. The results are the gradients of `carry[t]` and `x[t]`, and one
-term of the gradients of the constants. Memory holds all carries, but the intermediate results of only one step.
+The forward loop stores every `carry[t]`. The backward loop repeats each step of the forward loop, from the last to the
+first. In each step, the backward loop applies the vector-Jacobian product to the gradients of `carry[t + 1]` and
+`y[t]`. The results are the gradients of `carry[t]` and `x[t]`, and one term of the gradients of the constants. Memory
+holds all carries, but the intermediate results of only one step.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,15 +19,19 @@ from ecrl.errors import ConfigError
 from ecrl.kernels.scan_loop import Scan
 
 Step = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], tuple[list[Tensor], list[Tensor]]]
-"""`(carry, x, constants) -> (carry, y)`, each a list of tensors."""
+"""Type of a step `(carry, x, constants) -> (carry, y)`, whose arguments and results are lists of tensors."""
 
 
 @dataclass(frozen=True)
 class Loop:
     """A loop over time.
 
-    `scan` creates the loop in the graph. `carried` and `rows` count the tensors of the carry and of xs. `line` is the
-    line of the user's code that calls the scan.
+    Attributes:
+        step: the body of the loop.
+        scan: the function that adds the loop to the graph.
+        carried: the number of tensors in the carry.
+        rows: the number of tensors in xs.
+        line: the line of the user's code that calls the scan.
     """
 
     step: Step
@@ -36,7 +41,7 @@ class Loop:
     line: str
 
     def forward(self, *leaves: Tensor) -> tuple[Tensor, ...]:
-        """Return the last carry, all `y`, and the carry before each step."""
+        """Run the loop. Return the last carry, the stacked outputs `y`, and the carry before each step."""
         at, to = self.carried, self.carried + self.rows
 
         def body(carry: list[Tensor], x: list[Tensor], *constants: Tensor) -> tuple[list[Tensor], Any]:
@@ -49,16 +54,17 @@ class Loop:
 
 @dataclass(frozen=True)
 class _Backward:
-    """The backward loop. `needed` and `has_gradient` hold a boolean for each tensor."""
+    """A loop that computes the gradient of another loop."""
 
     loop: Loop
-    needed: Sequence[bool]  # of carry, xs and constants: True if the caller needs the gradient
-    has_gradient: Sequence[bool]  # of the last carry and `y`: True if the gradient is not None
+    needed: Sequence[bool]  # for each tensor of carry, xs and constants, True if the caller needs its gradient
+    has_gradient: Sequence[bool]  # for each tensor of the last carry and `y`, True if its gradient is not None
 
     def forward(self, *leaves: Tensor) -> tuple[Tensor, ...]:
-        """Return the needed gradients of the first carry, of xs and of the constants.
+        """Return the needed gradients with respect to the first carry, xs and the constants.
 
-        `leaves` are the carries before each step, xs, the constants and the gradients of the last carry and of `y`.
+        The argument `leaves` has the carries before each step, xs, the constants and the gradients of the last carry
+        and of `y`.
         """
         step, at, to = self.loop.step, self.loop.carried, self.loop.carried + self.loop.rows
         start, rows, fixed = self.needed[:at], self.needed[at:to], self.needed[to:]
@@ -94,7 +100,7 @@ class _Backward:
 
 
 def refusal(line: str, derivatives: str) -> str:
-    """Return the error message for derivatives that a loop of a graph does not support."""
+    """Return the error message for a kind of derivative that a loop of a graph does not support."""
     return (
         f"trainer.compile: {line} calls a scan whose {derivatives} are taken, but a compiled loop does not support "
         "them; call ecrl.kernels.scan instead, which compiles each iteration separately, or set trainer.compile to off"
@@ -110,13 +116,13 @@ def _select(leaves: Sequence[Any], selected: Sequence[bool]) -> list[Any]:
 
 
 def _replace_selected(leaves: Sequence[Any], selected: Sequence[bool], others: Sequence[Any]) -> list[Any]:
-    """Return `leaves` with the selected ones replaced by `others`."""
+    """Replace the selected leaves by `others`, and return all leaves."""
     new = iter(others)
     return [next(new) if is_selected else leaf for leaf, is_selected in zip(leaves, selected, strict=True)]
 
 
 class _Function(torch.autograd.Function):
-    """An autograd function that calls `forward` of its first argument with the tensors that follow."""
+    """Autograd function that calls the method `forward` of its first argument with the other arguments."""
 
     @staticmethod
     def forward(part: Any, *leaves: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore
@@ -162,6 +168,6 @@ class _BackwardFunction(_Function):
 
 
 def differentiable(loop: Loop, leaves: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Run a loop and record its gradients. Return the last carry and all `y`."""
+    """Run a loop and record its gradient. Return the last carry and the stacked outputs `y`."""
     out: Any = _ForwardFunction.apply(loop, *leaves)
     return [*out[: loop.carried]], [*out[loop.carried : len(out) - loop.carried]]

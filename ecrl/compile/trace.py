@@ -1,6 +1,6 @@
-"""Trace a function into one graph of tensor operations. Loops over time become loops of the graph.
+"""Trace a function into one graph of tensor operations. Each loop over time becomes a loop of the graph.
 
-The function runs once on tensors without data, and torch records its operations. Tensors that the function captures
+The function runs once on tensors without data, and torch records the operations. Tensors that the function captures
 from outside become constants of the graph.
 """
 
@@ -23,8 +23,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-import ecrl.compile.cpu_philox  # registers the C++ of Philox
-import ecrl.compile.scan  # noqa: F401  # registers the loop that `ecrl.kernels.loop` becomes in a graph
+import ecrl.compile.cpu_philox  # registers C++ code for Philox
+import ecrl.compile.scan  # noqa: F401  # registers the version of `ecrl.kernels.loop` for graphs
 from ecrl.compile.cpu_matmul import PRODUCTS
 from ecrl.compile.user_code import checking_writes, user_line
 from ecrl.compile.user_line import call_pure
@@ -34,7 +34,7 @@ from ecrl.tracing_state import tracing_graph
 
 
 def traced(fn: Callable[..., Any], structure: Hashable, leaves: list[Tensor]) -> tuple[GraphModule, Hashable]:
-    """Trace `fn` for tensors like `leaves`. Return the graph as a function of the leaves, and its output structure."""
+    """Trace `fn` on tensors like `leaves`. Return a graph that takes the leaves, and the structure of its results."""
     output_structure: list[Hashable] = []
 
     def flat_fn(*inputs: Tensor) -> list[Tensor]:
@@ -59,22 +59,19 @@ def traced(fn: Callable[..., Any], structure: Hashable, leaves: list[Tensor]) ->
                 "which a compiled graph cannot do; use tensor operations such as torch.where, compute constants "
                 "beforehand, or set trainer.compile to off"
             ) from error
-    shapes.settings = ShapeEnv().settings  # the counters of inductor's loops need the usual settings
+    shapes.settings = ShapeEnv().settings  # inductor's loop counters need the default settings
     return _lift_constants(graph), output_structure[0]
 
 
 def captured(graph: GraphModule) -> list[Tensor]:
-    """Return the constants of a graph: tensors that the function captured or created from numbers."""
+    """Return the constants of a graph, which the traced function captured or created from Python numbers."""
     return [*graph.buffers(), *graph.parameters()]
 
 
 _STORE_LIMIT = 64
-"""Largest number of elements of a tensor that is stored, and smallest number of elements that must read each of them.
-
-See `_store_numbers`.
-"""
+"""The maximum number of elements that `_store_numbers` stores, and the minimum number of reads per stored element."""
 _CONVERSION = "aten::_to_copy"
-"""Name of the operation that changes a dtype. It is pointwise too, but torch does not mark it."""
+"""Name of the operation that converts a dtype. The operation is pointwise, but lacks torch's tag `pointwise`."""
 
 _READ_MESSAGES = (
     r"\.numpy\(\)|Cannot access data pointer|unsupported format string passed to FakeTensor.__format__"
@@ -86,9 +83,9 @@ _READS = DataDependentOutputException, DynamicOutputShapeException
 def _merge_duplicates(graph: GraphModule) -> None:
     """Merge operations that compute the same value from the same arguments.
 
-    Operations that draw random numbers are not merged. Some tensors must not become aliases: tensors that are changed
-    in place, that a loop reads or returns, or that the graph returns. So an operation is not merged either if its
-    result or an argument shares memory with one of these tensors.
+    Operations that draw random numbers are not merged. Three kinds of tensors must not become aliases: tensors changed
+    in place, tensors that a loop reads or returns, and tensors that the graph returns. An operation is not merged if
+    its result or an argument shares memory with such a tensor.
     """
     nodes = graph.graph.nodes
     separate = [n for n in nodes if n.op == "output" or n.target is scan_op or _writes(n)]
@@ -107,9 +104,9 @@ def _merge_duplicates(graph: GraphModule) -> None:
 
 
 def _store_numbers(graph: GraphModule) -> None:
-    """Make the compiler store numbers that many elements read, such as a step size.
+    """Make the compiler store a small tensor that many elements read, such as a step size.
 
-    Otherwise the compiler computes such a number again for each element.
+    Without this rewrite, the compiler computes the tensor's values again for each element that reads them.
     """
     for node in list(graph.graph.nodes):
         if not _is_pointwise(node):
@@ -126,7 +123,7 @@ def _store_numbers(graph: GraphModule) -> None:
 
 
 def _is_pointwise(node: Node) -> bool:
-    """Return True if the operation computes a dense float tensor element by element. Views do not count."""
+    """Return True if the operation, which is not a view, computes a dense float tensor element by element."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     if torch.Tag.pointwise not in node.target.tags and node.target.name() != _CONVERSION:
@@ -137,7 +134,7 @@ def _is_pointwise(node: Node) -> bool:
 
 
 def _elements(node: Node) -> int:
-    """Return the number of elements of the tensor that an operation returns, or 0 for a loop."""
+    """Return the number of elements of the tensor that an operation returns. For a loop, return 0."""
     value = node.meta.get("val")
     return value.numel() if isinstance(value, Tensor) and node.target is not scan_op else 0
 
@@ -152,15 +149,15 @@ def _writes(node: Node) -> bool:
 
 
 def storage_of(node: Node) -> int | None:
-    """Return a number that identifies the storage of a node's tensor, or None if it has no tensor."""
+    """Return a number that identifies the storage of a node's tensor, or None if the node has no tensor."""
     value = node.meta.get("val")
     return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
 
 
 def _skip_views(node: Node) -> Node:
-    """Return the first node of a chain of views that do not change the layout.
+    """Return the node at the start of a chain of views that do not change the layout.
 
-    Inductor's loops would free such a view after their first iteration.
+    If a loop reads such a view, inductor frees the view after the loop's first iteration.
     """
     while node.op == "call_function" and not _writes(node) and len(node.all_input_nodes) == 1:
         (base,) = node.all_input_nodes
@@ -176,9 +173,9 @@ def _layout(node: Node) -> tuple[Any, ...]:
 
 
 def _lift_constants(graph: GraphModule) -> GraphModule:
-    """Turn the constants of loop bodies into inputs of the loops, because a body may not have constants.
+    """Turn the constants of loop bodies into inputs of the loops, because a body must not have constants.
 
-    Merge duplicates and store numbers on the way. Return the graph.
+    Also apply `_merge_duplicates` and `_store_numbers` to the graph and to each loop body. Return the graph.
     """
     _merge_duplicates(graph)
     _store_numbers(graph)
@@ -195,7 +192,7 @@ def _lift_constants(graph: GraphModule) -> GraphModule:
                     outside = graph.graph.get_attr(name)
                 with body.graph.inserting_after([n for n in body.graph.nodes if n.op == "placeholder"][-1]):
                     inside = body.graph.placeholder(name)
-                inside.target = inside.name  # otherwise a nested loop would overwrite it with its own constant
+                inside.target = inside.name  # prevent a nested loop from overwriting this constant with its own
                 node.replace_all_uses_with(inside)
                 body.graph.erase_node(node)
                 constants.append(outside)

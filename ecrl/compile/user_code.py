@@ -1,4 +1,4 @@
-"""Raise ConfigError for impure functions while they are traced. The error reports the line of the user's code."""
+"""Raise ConfigError for an impure function during a trace. The error reports the line of the user's code."""
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -14,13 +14,14 @@ from ecrl.errors import ConfigError
 from ecrl.tracing_state import note_if_drawing
 
 _NOT_IN_CPU_LOOPS = ("_linalg_solve_ex", "linalg_inv_ex", "linalg_cholesky_ex", "linalg_lu_factor_ex", "randperm")
-"""Operators that inductor translates to wrong C++ inside a loop. They work outside of loops."""
+"""Operators that inductor translates to wrong C++ inside a loop, but to correct C++ outside loops."""
 
 
 class _WriteCheck:
-    """A dispatcher for tensors without data. It raises ConfigError for operations that cannot be compiled.
+    """A dispatcher for tensors without data that raises ConfigError for operations that cannot be compiled.
 
-    These are writes in place on protected tensors and, in a loop on the CPU, the operators in `_NOT_IN_CPU_LOOPS`.
+    The dispatcher refuses writes in place on protected tensors. In a loop on the CPU, it also refuses the operators in
+    `_NOT_IN_CPU_LOOPS`.
     """
 
     def __init__(self, mode: FakeTensorMode):
@@ -29,7 +30,7 @@ class _WriteCheck:
 
     @contextmanager
     def protected(self, leaves: Sequence[Tensor]) -> Iterator[None]:
-        """Raise ConfigError for writes in place on these tensors or their views."""
+        """Raise ConfigError for writes in place on `leaves` or their views inside this context."""
         self._protected.append({leaf.untyped_storage()._cdata for leaf in leaves})
         try:
             yield
@@ -59,7 +60,7 @@ class _WriteCheck:
 
 
 def _refuse_in_cpu_loop(func: Any, out: Any) -> None:
-    """Raise ConfigError if the results of an operator in a loop are on the CPU."""
+    """Raise ConfigError if the result of an operator inside a loop is on the CPU."""
     first = out if isinstance(out, Tensor) else out[0]
     if first.device.type == "cpu":
         raise ConfigError(
@@ -69,7 +70,7 @@ def _refuse_in_cpu_loop(func: Any, out: Any) -> None:
 
 
 def _tensors_written(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """Yield the arguments that an operation changes in place."""
+    """Yield each tensor argument that an operation changes in place."""
     for number, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[number] if number < len(args) else kwargs.get(argument.name)
@@ -78,10 +79,10 @@ def _tensors_written(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
 
 @contextmanager
 def checking_writes(mode: FakeTensorMode) -> Iterator[_WriteCheck]:
-    """Check the operations on tensors of this mode.
+    """Check each operation on tensors of the fake-tensor mode `mode`, inside this context.
 
-    The function replaces the mode's method `dispatch`. It cannot replace the mode, because torch looks up rules by the
-    mode's type.
+    The function replaces the method `dispatch` of `mode`. A new mode class would not work, because torch looks up rules
+    by the type of the mode.
     """
     check = mode.dispatch = _WriteCheck(mode)  # pyright: ignore
     try:
@@ -91,7 +92,7 @@ def checking_writes(mode: FakeTensorMode) -> Iterator[_WriteCheck]:
 
 
 def protected(leaves: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """Raise ConfigError for writes in place on the arguments of a loop's body, while `ecrl.compile.trace` traces it."""
+    """Raise ConfigError for writes in place on `leaves`, the arguments of a loop's body, during a trace."""
     context = TracingContext.try_get()
     check = getattr(context and context.fake_mode, "dispatch", None)
     return check.protected(leaves) if isinstance(check, _WriteCheck) else nullcontext()

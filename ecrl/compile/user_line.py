@@ -1,6 +1,6 @@
-"""The line of the user's code in a traceback.
+"""Find the line of the user's code in a traceback.
 
-This module uses only public parts of torch, so it can also report that a private part is missing.
+This module uses only public names of torch, so its functions also work if a private name of torch is missing.
 """
 
 import traceback
@@ -28,19 +28,19 @@ _PYTHON = Path(traceback.__file__).parent
 
 
 def is_outside(frame: traceback.FrameSummary) -> bool:
-    """Return True if the frame is not in torch, tensordict, sympy, this package or Python's standard library."""
+    """Return True if a frame is outside torch, tensordict, sympy, this package and Python's standard library."""
     path = Path(frame.filename)
     in_python = _PYTHON in path.parents and not {"site-packages", "dist-packages"} & {*path.parts}
     return not in_python and not _INSIDE & {path, *path.parents}
 
 
 def user_frames(frames: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
-    """Return the frames of the user's code. Leave out frames that inductor called, because they are generated code."""
+    """Return the frames of the user's code, and leave out all frames after the first frame of inductor."""
     return [f for f in takewhile(lambda f: _INDUCTOR not in Path(f.filename).parents, frames) if is_outside(f)]
 
 
 def user_line(frames: Sequence[traceback.FrameSummary]) -> str:
-    """Return the last line of the user's code, as text. If there is none, return the last line of the traceback."""
+    """Describe the last line of the user's code in a traceback, or the last line of all if no line is the user's."""
     last = (user_frames(frames) or frames)[-1]
     return f"{last.filename}:{last.lineno}, in {last.name},"
 
@@ -48,14 +48,14 @@ def user_line(frames: Sequence[traceback.FrameSummary]) -> str:
 def call_pure(fn: Callable[..., Any], build_args: Callable[[], Sequence[Any]]) -> Any:
     """Call `fn` with the arguments that `build_args` returns.
 
-    Raises: ConfigError, while a graph is traced, if `fn` sets a key of an argument or replaces the data of a tensor.
-        Compiled code would not change the arguments of the caller.
+    Raises: ConfigError while a graph is traced, if `fn` sets or removes a key of an argument, or replaces the data of
+        a tensor. Compiled code would not change the caller's arguments in these ways.
     """
     args = build_args()
     if not in_graph():
         return fn(*args)
     leaves, structure = flatten(args)
-    memory = [] if transforms() else [leaf.untyped_storage() for leaf in leaves]  # a transform hides the storage
+    memory = [] if transforms() else [leaf.untyped_storage() for leaf in leaves]  # transforms hide the storage
     out = fn(*args)
     after, structure_after = flatten(args)
     if structure_after != structure or any(map(is_not, after, leaves)):
@@ -71,7 +71,7 @@ def call_pure(fn: Callable[..., Any], build_args: Callable[[], Sequence[Any]]) -
 
 
 def _line_of_new_key(fn: Callable[..., Any], args: Sequence[Any]) -> str:
-    """Find the line that sets a key, by calling `fn` again with locked TensorDicts."""
+    """Find the line that sets or removes a key, by calling `fn` again with locked TensorDicts."""
     _lock(args)
     try:
         fn(*args)
@@ -90,7 +90,7 @@ def _lock(tree: Any) -> None:
 
 
 def _line_of(fn: Any) -> str:
-    """Return the place of a function as text: its file, the number of its first line, and its name."""
+    """Describe where a function is defined: the file, the number of the first line and the function's name."""
     while isinstance(fn, partial):
         fn = fn.func
     code = getattr(fn, "__code__", None)

@@ -1,7 +1,7 @@
-"""Call compiled functions, and loops of a graph, once for a whole batch under `torch.func.vmap`.
+"""Run a compiled function, or a loop of a graph, once for a whole batch under `torch.func.vmap`.
 
-`torch.func.vmap` batches a function operation by operation. It treats a compiled function, or a loop of a graph, as one
-operation. This operation runs once, outside of vmap, on tensors whose first axis is the batch.
+`torch.func.vmap` batches a function operation by operation. This module makes a compiled function, or a loop of a
+graph, a single operation for vmap. The operation runs once, outside vmap, on tensors whose first axis is the batch.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -26,7 +26,7 @@ def vmapped() -> bool:
 
 
 def is_forward_mode(leaves: Sequence[Tensor]) -> bool:
-    """Return True if forward-mode derivatives of these leaves are calculated, by `torch.func.jvp` or dual tensors.
+    """Return True if `torch.func.jvp` or dual tensors compute forward-mode derivatives of operations on these leaves.
 
     >>> is_forward_mode([torch.ones(1)])
     False
@@ -63,9 +63,10 @@ class _OutsideVmap(torch.autograd.Function):
 
 
 def outside_vmap(rule: BatchRule, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Call `rule(batched, *leaves)` outside of the innermost vmap.
+    """Call `rule(batched, *leaves)` outside the innermost vmap.
 
-    `batched` has True for each leaf whose first axis is the batch. All results must have the batch as their first axis.
+    The argument `batched` of `rule` has True for each leaf whose first axis is the batch. The first axis of every
+    result must be the batch.
 
     >>> def add(batched, x, y):
     ...     print(batched, list(x.shape), list(y.shape))
@@ -78,7 +79,7 @@ def outside_vmap(rule: BatchRule, leaves: Sequence[Tensor]) -> tuple[Tensor, ...
 
 
 def host_values(number: Tensor) -> list[int]:
-    """Return the value of a 0-d integer tensor in a list. Under vmap, return the values of the whole batch.
+    """Return the value of a 0-d integer tensor as a list. Under vmap, the list has the values of the whole batch.
 
     >>> def shown(x):
     ...     print(host_values(x))
@@ -100,10 +101,10 @@ def host_values(number: Tensor) -> list[int]:
 
 
 def over_batch(fn: Callable, static: tuple, structure: Hashable, batched: tuple[bool, ...], *leaves: Tensor) -> Any:
-    """Call `fn(*static, *args)` for each entry of a batch. `structure` and `leaves` are the flattened `args`.
+    """Call `fn(*static, *args)` for each entry of a batch, where `structure` and `leaves` are the flattened `args`.
 
-    The batch is the first axis of each leaf whose entry in `batched` is True. It becomes the first axis of every tensor
-    in the result. The `batch_size` of a TensorDict in the result does not include it.
+    The batch is the first axis of each leaf whose entry in `batched` is True, and the first axis of every tensor in the
+    result. The `batch_size` of a TensorDict in the result does not include the batch axis.
     """
     if not any(batched):
         return fn(*static, *unflatten(structure, leaves))

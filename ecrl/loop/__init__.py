@@ -1,1 +1,1 @@
-"""The training loop: the parts of a run, its state, one iteration, metrics and the finite guard."""
+"""Run the training loop: build a run, create its state, run iterations, compute metrics, detect NaN and infinity."""

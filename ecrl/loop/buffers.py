@@ -1,11 +1,12 @@
-"""Kinds of the leaves of a run's state, and buffers, the only leaves that are written in place.
+"""Declare the kind of each leaf of a run's state, and write on its buffers, the only leaves that change in place.
 
-An iteration borrows the leaves of kind buffer and frozen: it reads them and returns its new rows as `writes`. The loop
-commits the rows after the finite guard has checked the iteration, so a failed iteration leaves no trace.
+The leaves of kind buffer and frozen are borrowed: an iteration only reads such leaves, and returns new rows as
+`writes`. The loop commits these rows after the finite guard has checked the iteration, so a failed iteration leaves the
+buffers unchanged.
 
-A buffer is a field of the state with preallocated rings `[capacity, ...]` and two counts of the rows written so far,
-0-d int64. `written` is of kind buffer, so all states that borrow the rings share it. `cursor` is of kind counter, so
-each state has its own. If the two counts differ, the state is out of date.
+A buffer is a field of the state with preallocated rings of shape `[capacity, ...]`. Two 0-d int64 tensors count the
+rows written so far. The count `written` is of kind buffer, so all states that borrow the rings share this count. The
+count `cursor` is of kind counter, so each state has its own. If the two counts differ, the state is out of date.
 """
 
 from typing import Any, cast
@@ -30,19 +31,19 @@ LOOP_KINDS: Kinds = {
     "update_step": Kind.COUNTER,
     "iterations": Kind.COUNTER,
 }
-"""Kinds of the fields that the loop itself adds to the state."""
+"""The kind of each field that the loop itself adds to the state."""
 
 _COUNTS = ("cursor", "written")
 
 
 def kinds_of(run: Run) -> Kinds:
-    """Return the kinds of the fields of a run's state."""
+    """Return the kind of each field of a run's state."""
     frozen = {} if run.policy.init_frozen is None else {"frozen_params": Kind.FROZEN}
     return {**LOOP_KINDS, **run.algorithm.kinds, **frozen}
 
 
 def check_kinds(state: TensorDict, kinds: Kinds) -> None:
-    """Raise ConfigError for a leaf without a declared kind, or for a buffer without its two counts."""
+    """Raise ConfigError for a leaf without a declared kind, or for a buffer that lacks `cursor` or `written`."""
     buffers = {path[0] for path, kind in leaf_kinds(state, kinds).items() if kind is Kind.BUFFER}
     for name in sorted(buffers):
         field, expected = state[name], dict(zip(_COUNTS, (Kind.COUNTER, Kind.BUFFER), strict=True))
@@ -52,14 +53,14 @@ def check_kinds(state: TensorDict, kinds: Kinds) -> None:
 
 
 def borrowed_leaves(state: TensorDict, kinds: Kinds) -> tuple[TensorDict, TensorDict]:
-    """Return the state's own leaves and the borrowed ones, as `split`. Skip the search if no kind is borrowed."""
+    """Split a state into its own leaves and its borrowed leaves. If no kind is borrowed, do not search the state."""
     if not any(kind in BORROWED for kind in kinds.values()):
         return state, TensorDict({}, [])
     return split(state, kinds)
 
 
 _LARGE = 2**20
-"""Size in bytes above which `ZerosWithoutMemory` does not allocate a tensor."""
+"""The size in bytes above which `ZerosWithoutMemory` does not allocate a tensor."""
 
 
 _ALLOCATING = (torch.zeros, torch.empty, torch.zeros_like, torch.empty_like, Tensor.new_zeros, Tensor.new_empty)
@@ -70,10 +71,10 @@ def _is_one_element(x: Any) -> bool:
 
 
 class ZerosWithoutMemory(TorchFunctionMode):
-    """Context that replaces a new large tensor of zeros by one element, expanded to the shape.
+    """Create large tensors of zeros inside this context as a single zero, expanded to the shape of the tensor.
 
-    Use it to get the shapes and dtypes of a state with buffers. Copying a replaced tensor, or writing on it, does
-    nothing.
+    Use this context to get the shapes and dtypes of a state with large buffers. Writing on a replaced tensor has no
+    effect, and copying it returns the tensor itself.
 
     >>> with ZerosWithoutMemory():
     ...     ring = torch.zeros(2**30, 8).clone()
@@ -97,7 +98,7 @@ class ZerosWithoutMemory(TorchFunctionMode):
 
 
 def take_over(borrowed: TensorDict, kinds: Kinds) -> TensorDict:
-    """Return the borrowed leaves for a loop that writes on them. Copy buffers, and share frozen leaves."""
+    """Copy the borrowed buffers for a loop that writes on them. Return the copies and the same frozen leaves."""
 
     def taken(path: tuple[str, ...], value: Any) -> Any:
         if isinstance(value, TensorDict):
@@ -132,7 +133,7 @@ def check_current(state: TensorDict, kinds: Kinds) -> None:
     """Raise UserError if a later iteration has changed a buffer of the state."""
     for name in overwritten_buffers(state, kinds):
         raise UserError(
-            f"state: its {name} was overwritten by a later iteration; use a yielded state before the next "
+            f"state: the buffer {name} was overwritten by a later iteration; use a yielded state before the next "
             "iteration, or keep state.clone()"
         )
 
@@ -140,11 +141,11 @@ def check_current(state: TensorDict, kinds: Kinds) -> None:
 def commit(borrowed: TensorDict, writes: TensorDict) -> None:
     """Write an iteration's rows into the buffers, in place. No other function writes on a state.
 
-    The counts of rows are raised first. If the writing is then interrupted, every state is out of date.
+    The function increases the count `written` first, so an interrupted write leaves every state out of date.
 
     Args:
         borrowed: the buffers.
-        writes: for each buffer to write on, `rows` `[B, ...]` and their `index` `[B]` in the rings.
+        writes: for each buffer to write on, new `rows` of shape `[B, ...]` and their `index` in the rings, `[B]`.
     """
     for name, write in cast(Any, writes.items()):
         borrowed[name, "written"].add_(len(write["index"]))
@@ -155,7 +156,7 @@ def commit(borrowed: TensorDict, writes: TensorDict) -> None:
 
 
 def committed(borrowed: TensorDict, writes: TensorDict, skipped: Tensor) -> TensorDict:
-    """Return copies of the buffers after `commit`. If `skipped` (0-d bool), keep the old values."""
+    """Write an iteration's rows into copies of the buffers, unless `skipped`, 0-d bool, is True. Return the copies."""
     after = borrowed.copy()
     for name, write in cast(Any, writes.items()):
         field, index = cast(TensorDict, borrowed[name]).copy(), write["index"]

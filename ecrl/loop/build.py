@@ -1,4 +1,4 @@
-"""Build a run from its config: device, compiled or eager code, environment, policy and algorithm."""
+"""Build a run from its config: choose the device and compiled or eager code, and create the run's components."""
 
 import warnings
 from functools import partial
@@ -23,12 +23,11 @@ from ecrl.policies import Policy, make_policy
 from ecrl.spaces import element_bytes
 
 _COMPILING_S, _VECTOR_STEP_S, _GRADIENT_STEP_S = 30.0, 0.35e-3, 4.5e-3
-"""Seconds to compile a run with an empty cache; seconds that compiling saves per vectorised step, and per gradient
-step."""
+"""The time to compile with an empty cache, and the time saved per vectorised step and per gradient step, in seconds."""
 
 
 def device_of(cfg: Config) -> torch.device:
-    """Return the device of a run. "auto" is cuda if a GPU is available, else cpu.
+    """Return the device of a run. With "auto", choose cuda if a GPU is available, else cpu.
 
     Raises: ConfigError if the device is not available.
     """
@@ -52,25 +51,25 @@ def _env_and_policy(cfg: Config) -> tuple[Env, Policy]:
 
 
 def check_envs(cfg: Config, env: Env, num_envs: int, key: str) -> None:
-    """Raise ConfigError if the observations of `num_envs` environments do not fit in memory; `key` names them."""
+    """Raise ConfigError for the config key `key` if the observations of `num_envs` environments exceed the memory."""
     check_room(num_envs * element_bytes(env.observation_space), device_of(cfg), f"{key}: {num_envs:,} environments")
 
 
 def check_rollout(cfg: Config, run: Run) -> None:
     """Raise ConfigError if a rollout does not fit in memory."""
     row = element_bytes(run.env.observation_space) + element_bytes(run.env.action_space)
-    row += 19  # log-probability, reward and two values, and three flags
+    row += 19  # bytes: four float32 (log-probability, reward, two values) and three bool flags
     num_envs, buffer_size = cfg.trainer.num_envs, cfg.trainer.buffer_size
     steps = num_envs * (buffer_size + 1)
     need = steps * row
-    if isinstance(run.algorithm.iterate, OnPolicy) and run.policy.value is not None:  # keeps observations at time limits
+    if isinstance(run.algorithm.iterate, OnPolicy) and run.policy.value is not None:  # has observations at time limits
         final = num_envs * min(buffer_size, max_truncations(run.env, buffer_size))
         need += final * element_bytes(run.env.observation_space)
     check_room(need, device_of(cfg), f"trainer.num_envs: num_envs * (buffer_size + 1) = {steps:,} steps")
 
 
 def _saved_s(algorithm: Algorithm, static: Static, iterations: int) -> float:
-    """Return the seconds that compiling saves in so many iterations; infinity if the gradient steps are unknown."""
+    """Estimate the seconds that compiling saves in a run, or return infinity if its gradient steps are unknown."""
     if algorithm.gradient_steps is None:
         return inf
     per_iteration = static.buffer_size * _VECTOR_STEP_S + algorithm.gradient_steps(static) * _GRADIENT_STEP_S
@@ -78,7 +77,7 @@ def _saved_s(algorithm: Algorithm, static: Static, iterations: int) -> float:
 
 
 def form_of(cfg: Config) -> Form:
-    """Return the form that a run of this config begins with: compiled or eager, and the reason."""
+    """Choose the initial form of a run of this config, compiled or eager, and explain the choice."""
     policy = _env_and_policy(cfg)[1]
     return planned_form(cfg, policy, make_algorithm(cfg.algorithm), static_of(cfg, policy))
 
@@ -95,7 +94,7 @@ def form_in_use(run: Run) -> str:
 
 
 def planned_form(cfg: Config, policy: Policy, algorithm: Algorithm, static: Static) -> Form:
-    """Return the form of a run with these parts: compiled or eager, and the reason."""
+    """Choose the form of a run with this policy and algorithm, compiled or eager, and explain the choice."""
     device, mode = device_of(cfg).type, cfg.trainer.compile
     if not policy.compiles:
         reason = f"policy {cfg.policy.name} draws its own random numbers, which cannot be compiled"
@@ -116,11 +115,12 @@ def planned_form(cfg: Config, policy: Policy, algorithm: Algorithm, static: Stat
 
 
 def build(cfg: Config) -> Run:
-    """Build a run from its config: environment (with auto-reset and training events), policy, algorithm and `jit`.
+    """Build a run from its config: environment with auto-reset and training events, policy, algorithm and `jit`.
 
-    Call it once and pass the run to other functions. Two runs are equal and share compiled functions if they differ
-    only in seed, name, files, length, numbers that are stored in `state["hyper"]`, or numbers that only `init` reads.
-    Cameras are left out of the events, because `ecrl.run.video_writer` renders from the states.
+    Call this function once and pass the run to other functions. Two runs are equal and share compiled functions if only
+    settings outside the run differ. Such settings are the seed, the name, files, the length, hyperparameters in
+    `state["hyper"]` and settings that only `init` reads. The run has no camera events, because `ecrl.run.video_writer`
+    renders videos from the states.
 
     >>> from ecrl import load_config
     >>> cfg = load_config("configs/cartpole_ppo.json")
@@ -134,12 +134,12 @@ def build(cfg: Config) -> Run:
 
 
 def with_eval_events(run: Run, cfg: Config) -> Run:
-    """Return the run with the events of evaluations instead of the events of training."""
+    """Replace the run's training events by the config's evaluation events."""
     return run._replace(env=with_training_wrappers(make_env(cfg.env), cfg, "eval"))
 
 
 def with_training_wrappers(env: Env, cfg: Config, events: Literal["train", "eval"] | None) -> Env:
-    """Return an environment with auto-reset and the config's clipping and events; no events if `events` is None."""
+    """Add auto-reset and the config's action clipping to an environment, and its events unless `events` is None."""
     env = auto_reset(clip_action(env) if cfg.policy.clip_actions else env)
     if events is None:
         return env
@@ -149,14 +149,14 @@ def with_training_wrappers(env: Env, cfg: Config, events: Literal["train", "eval
 
 
 def static_of(cfg: Config, policy: Policy) -> Static:
-    """Return the numbers of a config and its policy that shape the graph of an iteration."""
+    """Return the settings of a config and its policy that determine the graph of an iteration."""
     trainer = cfg.trainer
     skips, row_steps = trainer.finite_guard == "skip", _row_steps(cfg, policy)
     return Static(trainer.num_envs, trainer.buffer_size, world_size(), skips, row_steps)
 
 
 def _row_steps(cfg: Config, policy: Policy) -> int:
-    """Return the number of steps in a row of a minibatch."""
+    """Return the number of steps in each row of a minibatch."""
     own, steps, key = cfg.algorithm.cfg, cfg.trainer.buffer_size, "algorithm.cfg.segment_length"
     length = own.segment_length if isinstance(own, MinibatchConfig) else None
     if length is None:

@@ -1,7 +1,7 @@
-"""Check what the functions of an algorithm and a policy return, and report its name, the field and its shape.
+"""Check the results of the functions of an algorithm and a policy. An error names the function, field and shape.
 
-The checks run when a state is made and in the first iteration, in compiled code while it is traced. They cost later
-iterations nothing.
+The checks run when a state is created and in the first iteration. In compiled code, the checks run during the trace.
+Later iterations run without checks.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ _KEY = '`state["key"]`'
 
 
 def check_logs(label: str, logs: Any) -> None:
-    """Raise ConfigError if logs are not 0-d tensors by name."""
+    """Raise ConfigError unless `logs` maps names to 0-d tensors."""
     if not isinstance(logs, Mapping):
         raise ConfigError(f"{label} returns {described(logs)} as logs, expected a dict of 0-d tensors; return one")
     for name, log in logs.items():
@@ -48,7 +48,7 @@ def _check_init(label: str, args: tuple[Any, ...], fields: Any) -> None:
 
 
 def check_batch(label: str, batch: Any) -> None:
-    """Raise ConfigError unless a batch is a TensorDict with `steps`. `label` names the function that returned it."""
+    """Raise ConfigError unless a batch is a TensorDict with `steps`. The error message starts with `label`."""
     if not isinstance(batch, TensorDictBase):
         raise ConfigError(f"{label} returns {described(batch)} as the batch, expected a TensorDict; return one")
     if "steps" not in batch:
@@ -95,9 +95,9 @@ def _checked_algorithm(algorithm: Algorithm) -> Algorithm:
 
 
 def with_contract(run: Run) -> Run:
-    """Return a run whose policy and algorithm check themselves inside `ecrl.policies.contract.checking`.
+    """Return a run whose policy and algorithm check their results inside `ecrl.policies.contract.checking`.
 
-    Random numbers that the environments draw are not checked. `ecrl.check_env` does that.
+    The returned run does not check random numbers that the environments draw. Use `ecrl.check_env` to check them.
     """
     env = run.env
     unchecked = {name: Unchecked(getattr(env, name)) for name in ("reset", "draw", "step")}

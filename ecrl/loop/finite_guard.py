@@ -1,7 +1,7 @@
-"""The finite guard: detect NaN and infinity inside the iteration itself.
+"""Detect NaN and infinity inside an iteration, with a check called the finite guard.
 
-The guard computes a few sums over the collected steps, the logs and the parameters. If it detects NaN or infinity,
-`ecrl.loop.nonfinite_report` finds the first one.
+The guard computes a few sums over the collected steps, the logs and the parameters. If the guard detects NaN or
+infinity, `ecrl.loop.nonfinite_report` finds the first such value.
 """
 
 from typing import cast
@@ -19,20 +19,20 @@ from ecrl.pytree import flatten, mapped, paths, replaced, unflatten
 from ecrl.types import Logs
 
 KINDS = ("observation", "reward", "action", "loss", "gradient", "parameters")
-"""The kinds of numbers that the guard checks, in the order of its flags."""
+"""The kinds of values that the guard checks, in the order of its flags."""
 
 FIELDS = {"obs": "observation", "action": "action", "sample_log_prob": "action", "reward": "reward"}
-"""Fields of the steps of a batch, and the kind of each."""
+"""The kind of each field that the guard checks in a batch's steps."""
 
 
 def _has_nonfinite(tensors: list[Tensor], device: torch.device) -> Tensor:
-    """Return True, 0-d bool, if any tensor has NaN or infinity. Times 0, both are NaN, and a sum with NaN is NaN."""
+    """Return a 0-d bool, True if any tensor has NaN or infinity, because `(0 * x).sum()` is then NaN."""
     sums = [(x.detach() * 0.0).sum().to(torch.float32) for x in tensors if x.is_floating_point()]
     return torch.stack(sums).sum().isnan() if sums else torch.zeros((), dtype=torch.bool, device=device)
 
 
 def _counted(steps: TensorDict, key: str) -> list[Tensor]:
-    """Return the unmasked steps of a field, without the padding; without a mask, all observations."""
+    """Return the unmasked steps of a field, without the padding. If the steps have no mask, keep all observations."""
     leaves: list[Tensor] = flatten(steps[key])[0]
     if "mask" not in steps:
         return leaves if key == "obs" else [x[:, :-1] for x in leaves]
@@ -41,12 +41,12 @@ def _counted(steps: TensorDict, key: str) -> list[Tensor]:
 
 
 def flags(steps: TensorDict, logs: Logs, params: TensorDict) -> Tensor:
-    """Return True for each of KINDS with NaN or infinity, bool `[2, 6]`: on this rank, and on any rank.
+    """Return flags for the kinds in KINDS, bool `[2, 6]`: first for NaN or infinity on this rank, then on any rank.
 
     Args:
-        steps: `[N, T + 1]`; `obs`, `action`, `sample_log_prob`, `reward` and `mask` are read if they are present.
-        logs: logs of the update; losses are called `loss` or `*_loss`, norms of gradients `*grad_norm`.
-        params: parameters after the update.
+        steps: the collected steps, `[N, T + 1]`. The fields in `FIELDS` and `mask` are read if present.
+        logs: the update's logs. A loss is named `loss` or `*_loss`, and a gradient norm `*grad_norm`.
+        params: the parameters after the update.
 
     >>> steps, params = TensorDict({"reward": torch.tensor([[torch.inf, 0.0]])}, [1, 2]), TensorDict({"w": 1.0}, [])
     >>> flags(steps, {"loss": torch.tensor(0.0)}, params)[0].tolist()
@@ -63,7 +63,7 @@ def flags(steps: TensorDict, logs: Logs, params: TensorDict) -> Tensor:
 
 
 def restart_nonfinite(carry: TensorDict, first: TensorDict) -> TensorDict:
-    """Return a policy's memory or exploration `[N]`, reset to `first` in environments with NaN or infinity in it.
+    """Reset the fields of `carry`, `[N]`, to `first` in each environment where a field has NaN or infinity.
 
     >>> carry, first = (TensorDict({"h": torch.tensor([[x], [2.0]])}, [2]) for x in (torch.nan, 0.0))
     >>> restart_nonfinite(carry, first)["h"].tolist()
@@ -75,9 +75,9 @@ def restart_nonfinite(carry: TensorDict, first: TensorDict) -> TensorDict:
 
 
 def restarted_exploration(run: Run, state: TensorDict) -> dict[str, TensorDict]:
-    """Return the field `exploration`, restarted in the environments where a field of `init_exploration` is not finite.
+    """Restart the field `exploration` in the environments where a field of `init_exploration` is not finite.
 
-    Only the fields of `init_exploration` restart. Without such fields, the result is an empty dict.
+    Only the fields that `init_exploration` returns restart. If it returns no fields, the result is an empty dict.
     """
     if "exploration" not in state:
         return {}
@@ -91,18 +91,18 @@ def restarted_exploration(run: Run, state: TensorDict) -> dict[str, TensorDict]:
 
 
 def undo_update(nonfinite: Tensor, start: TensorDict, state: TensorDict, kinds: Kinds) -> TensorDict:
-    """Return the state after an iteration, without its update if any of the flags `nonfinite` `[6]` is set.
+    """Return the state after an iteration, but leave out the update if any flag in `nonfinite` is set.
 
     Leaves of kind environment keep their new values, because the environments have moved on. All other leaves get their
-    old values back, so schedules do not advance. If a reward is not finite, the episode
-    statistics get their old values, and the running episodes count from 0 again. Running discounted returns restart at
-    0 in the environments where they are NaN or infinity.
+    old values back, so schedules do not advance. If a reward is not finite, the episode statistics get their old
+    values, and the running episodes count from 0 again. Running discounted returns restart at 0 in the environments
+    where they are NaN or infinity.
 
     Args:
-        nonfinite: flags of any rank.
+        nonfinite: the guard's flags for all ranks together, bool `[6]`.
         start: the state before the iteration.
-        state: the state after it.
-        kinds: kinds of the state's leaves.
+        state: the state after the iteration.
+        kinds: the kind of each leaf of the state.
     """
     skipped, no_reward = nonfinite.any(), nonfinite[KINDS.index("reward")]
     (new, structure), (old, structure_before) = flatten(state), flatten(start)

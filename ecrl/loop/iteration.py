@@ -1,6 +1,7 @@
-"""The training loop: an iteration is one function `(state) -> (state, logs)`, and a generator runs it again and again.
+"""Define one training iteration, a function `(state) -> (state, logs)`, and the generator that repeats it.
 
-The loop contains only control flow. Logging, checkpoints, evaluation and progress read the records that it yields.
+The loop contains only control flow. Logging, checkpoints, evaluation and progress displays read the records that the
+generator yields.
 """
 
 import warnings
@@ -57,13 +58,13 @@ Watch = Callable[[Run], Run]
 
 
 def unwatched(run: Run) -> Run:
-    """Return the run unchanged. It is the default of `watch`."""
+    """Return the run unchanged. This function is the default of the argument `watch`."""
     return run
 
 
 @contextmanager
 def _matmul_precision(tf32: bool) -> Iterator[None]:
-    """Allow TF32 in matrix products inside this context. Torch's setting is global, so it is restored afterwards."""
+    """Allow TF32 in matrix products inside this context, then restore torch's global setting."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if tf32 else before)
     try:
@@ -73,7 +74,7 @@ def _matmul_precision(tf32: bool) -> Iterator[None]:
 
 
 def init_state(cfg: Config, key: Tensor | None = None) -> TensorDict:
-    """Return the state before the first step. `key` replaces the key from `trainer.seed`.
+    """Return the initial state of a run. The argument `key` replaces the random key derived from `trainer.seed`.
 
     >>> from ecrl.config import load_config
     >>> state = init_state(load_config("configs/cartpole_ppo.json"))
@@ -84,22 +85,22 @@ def init_state(cfg: Config, key: Tensor | None = None) -> TensorDict:
 
 
 def first_state(run: Run, cfg: Config, key: Tensor | None = None) -> TensorDict:
-    """Return the state before the first step of a run, as `init_state`."""
+    """Return the initial state of a run that is already built, like `init_state`."""
     check_envs(cfg, run.env, cfg.trainer.num_envs, "trainer.num_envs")
     key = (rng.key(cfg.trainer.seed) if key is None else key).to(device_of(cfg))
-    state = _state_without_env(run, cfg, key)  # first, because `init` may refuse the config before opening environments
+    state = _state_without_env(run, cfg, key)  # before opening environments, as `init` may reject the config
     return _with_envs(state, _first_envs(run, cfg, key)).lock_()
 
 
 def _with_envs(state: TensorDict, env: TensorDict) -> TensorDict:
-    """Add environments to a state before its first step. Actions are counted apart if they may take several steps."""
+    """Add environments to an initial state. If an action may take several steps, also add a counter of actions."""
     if "executed" in env:
         state.set("decision_step", torch.zeros_like(state["sample_step"]))
     return state.set("env", env)
 
 
 def _first_envs(run: Run, cfg: Config, key: Tensor) -> TensorDict:
-    """Return the environments before the first step."""
+    """Reset the environments for the first step, and return their state."""
     return run.env.reset(start_keys(key, cfg.trainer.num_envs, 0, run.algorithm.group_size))
 
 
@@ -124,7 +125,7 @@ def _fields_without_env(run: Run, cfg: Config, key: Tensor) -> TensorDict:
 
 
 def _frozen_params(policy: Policy, state: TensorDict) -> TensorDict:
-    """Return the parameters that are not trained. Raise ConfigError if a trained parameter has the same name."""
+    """Return the untrained parameters. Raise ConfigError if a trained and an untrained parameter share a name."""
     frozen = cast(Any, policy.init_frozen)(state["key"].device).detach()
     shared = ", ".join(sorted({*frozen.keys()} & {*cast(TensorDict, state["params"]).keys(), "norm"}))
     if shared:
@@ -133,9 +134,9 @@ def _frozen_params(policy: Policy, state: TensorDict) -> TensorDict:
 
 
 def expected_state(run: Run, cfg: Config, state: TensorDict) -> TensorDict:
-    """Return a state made from the config, to compare `state` with. Its large buffers take no memory.
+    """Create a state from the config, to compare with `state`. Large buffers in the new state take no memory.
 
-    Environments that step in Python are not opened: the result has the environments of `state`.
+    If environments step in Python, the new state has the environments of `state`, so no environments are opened.
     """
     if not run.env.is_pure and "token" not in state["env"]:
         raise ConfigError(f"state: it has no environments of {cfg.env.name}; use the config of its run")
@@ -146,24 +147,24 @@ def expected_state(run: Run, cfg: Config, state: TensorDict) -> TensorDict:
 
 
 def with_iterations_of(cfg: Config, state: TensorDict) -> TensorDict:
-    """Return the state with the number of iterations of the config, which schedules read.
+    """Set the state's number of iterations, which schedules read, to the config's number.
 
-    A run may continue with another number, as a run that is resumed to train for longer.
+    The two numbers differ, for example, if a run is resumed to train for longer.
     """
     return replaced(state, {"iterations": torch.full_like(state["iterations"], cfg.trainer.iterations)})
 
 
 def empty_buffers(run: Run, cfg: Config) -> TensorDict:
-    """Return the buffers of a run before its first step."""
+    """Return the empty buffers of a run's initial state."""
     state = _state_without_env(run, cfg, rng.key(cfg.trainer.seed, device_of(cfg)))
     return cast(TensorDict, state.select(*buffer_names(kinds_of(run))))
 
 
 def reopened(run: Run, state: TensorDict) -> TensorDict:
-    """Return the state. If environments that step in Python do not match it, reset them and warn.
+    """Return the state. If environments that step in Python do not match the state, reset them and warn.
 
-    They do not exist in another process. They are ahead if an iteration was interrupted, or if the state is not the
-    newest.
+    Such environments do not exist in another process. After an interrupted iteration, the environments are ahead of the
+    state. They are also ahead of every state except the newest.
     """
     env = cast(TensorDict, state["env"])
     if run.env.is_current(env):
@@ -181,9 +182,9 @@ def reopened(run: Run, state: TensorDict) -> TensorDict:
 
 
 def close(state: TensorDict, cfg: Config) -> None:
-    """Close Gymnasium's environments of a state, and their workers. Other environments need no closing.
+    """Close a state's Gymnasium environments and their worker processes. Other environments need no closing.
 
-    They are also closed when the process ends.
+    Gymnasium environments that are still open when the process ends are closed, too.
     """
     build(cfg).env.close(cast(TensorDict, state["env"]))
 
@@ -191,11 +192,11 @@ def close(state: TensorDict, cfg: Config) -> None:
 def check_state(run: Run, state: TensorDict, cfg: Config) -> None:
     """Raise ConfigError if a leaf's shape or dtype does not fit the config. Warn if hyperparameters differ.
 
-    An iteration reads the numbers of the algorithm from `state["hyper"]`, so that they can change during a run.
+    An iteration reads hyperparameters from `state["hyper"]`, so you can change hyperparameters during a run.
     """
     check_current(state, kinds_of(run))
     new = expected_state(run, cfg, state)
-    if state["key"].device != new["key"].device:  # the state's device has an index, the config's may have none
+    if state["key"].device != new["key"].device:  # `device_of(cfg)` may lack the device index
         raise ConfigError(f"state: is on {state['key'].device}, the config sets {device_of(cfg)}; use state.to(...)")
     expected, actual = (dict(td.flatten_keys("/").items()) for td in (new, state))
     for name in sorted(expected.keys() | actual.keys()):
@@ -215,13 +216,13 @@ def check_state(run: Run, state: TensorDict, cfg: Config) -> None:
 
 
 def run_summary(run: Run, cfg: Config, world_size: int) -> list[str]:
-    """Return lines that describe a run on `world_size` ranks. Raise ConfigError if its parts do not fit together."""
+    """Describe a run on `world_size` ranks in a few lines. Raise ConfigError if the components are incompatible."""
     form = planned_form(cfg, run.policy, run.algorithm, run.static)
     check_rollout(cfg, run)
     key = rng.key(cfg.trainer.seed, device_of(cfg))
     state = _state_without_env(run, cfg, key)
     if run.env.is_pure:
-        run.env.reset(key.unsqueeze(0))  # checks the events against the fields of the environment
+        run.env.reset(key.unsqueeze(0))  # check that the environment has the fields that the events use
     weights = sum(leaf.numel() for leaf in cast(TensorDict, state["params"]).values(True, True))  # pyright: ignore
     return [
         f"task     {cfg.env.name}, {cfg.policy.name}, {cfg.algorithm.name}, seed {cfg.trainer.seed}",
@@ -233,7 +234,7 @@ def run_summary(run: Run, cfg: Config, world_size: int) -> list[str]:
 
 
 def steps_per_iteration(cfg: Config) -> int:
-    """Return the environment steps of one iteration, over all ranks; its actions, if these may take several steps."""
+    """Count the environment steps of one iteration on all ranks. If an action may take several steps, count actions."""
     return cfg.trainer.buffer_size * cfg.trainer.num_envs * world_size()
 
 
@@ -252,12 +253,12 @@ def is_due(record: LogData, cfg: Config, freq: int) -> bool:
 
 
 def decisions_of(record: LogData) -> int:
-    """Return the number of actions taken, which the budget counts: `sample_step` if each is one environment step."""
+    """Return the number of actions so far. If each action is one environment step, this number is `sample_step`."""
     return int(decisions(record["state"])) if "taken" in record else record["sample_step"]
 
 
 def _statistics(norm_update: Callable[..., TensorDict], norm: TensorDict, steps: TensorDict) -> TensorDict:
-    """Return the observation statistics after these steps. The policy acted with the statistics before them."""
+    """Update the observation statistics with these steps. During the steps, the policy used the old statistics."""
     obs = norm_update(cast(TensorDict, norm["obs"]), steps["obs"][:, :-1], counted_steps(steps))
     return norm.copy().set("obs", obs)
 
@@ -265,8 +266,8 @@ def _statistics(norm_update: Callable[..., TensorDict], norm: TensorDict, steps:
 def _iteration(
     run: Run, guard: str, start: TensorDict, borrowed: Borrowed
 ) -> tuple[TensorDict, TensorDict, dict[str, Logs], Tensor | None]:
-    """Run one iteration. Return the state, the rows to commit, logs, and flags of the finite guard unless it is off."""
-    stops_here = guard == "stop" and not run.env.is_pure  # a step in Python cannot be repeated for the report
+    """Run one iteration. Return the state, the rows to commit, the logs and the finite guard's flags, None if off."""
+    stops_here = guard == "stop" and not run.env.is_pure  # the report cannot repeat steps in Python
     checked = with_checked_actions(run) if stops_here else run
     try:
         state, writes, train_logs = run.algorithm.iterate(checked, start, borrowed.fields)
@@ -299,7 +300,7 @@ def _iteration(
 def _iteration_of_leaves(
     run: Run, guard: str, structure: Hashable, leaves: list[Tensor], borrowed: Borrowed
 ) -> tuple[list[Tensor], TensorDict, TensorDict, dict[str, Logs], Tensor | None]:
-    """Run `_iteration` on the tensors of a state. Also return copies of the state and the logs in their own memory."""
+    """Run `_iteration` on a list of a state's tensors. Also return copies of the new state and the logs."""
     state, writes, logs, nonfinite = _iteration(run, guard, unflatten(structure, leaves), borrowed)
     after, structure_after = flatten(state)
     if structure_after != structure:
@@ -310,7 +311,7 @@ def _iteration_of_leaves(
 
 
 def phase_of(run: Run, steps: list[int]) -> Hashable:
-    """Return the phase of an iteration, from the environment steps so far of each seed; see `Algorithm.phase`."""
+    """Return an iteration's phase, as defined by `Algorithm.phase`, from the environment steps so far of each seed."""
     if run.algorithm.phase is None:
         return None
     phases = {run.algorithm.phase(step) for step in steps}
@@ -320,7 +321,7 @@ def phase_of(run: Run, steps: list[int]) -> Hashable:
 
 
 def with_phase(run: Run, phase: Hashable) -> Run:
-    """Return the run of an iteration in this phase."""
+    """Return the run with its phase set to `phase`."""
     return run._replace(static=run.static._replace(phase=phase))
 
 
@@ -329,9 +330,9 @@ def _uses_tf32(cfg: Config) -> bool:
 
 
 def _bound(fn: Callable[..., Any], run: Run, tf32: bool, *static: Any) -> Callable[..., Any]:
-    """Return `fn` with `run` and `static` bound, as one compiled graph if algorithm and environment allow it.
+    """Bind `run` and `static` to `fn`. Compile `fn` as one graph if the algorithm and the environment allow one graph.
 
-    The first call checks what policy and algorithm return. Later calls of an eager run check nothing.
+    The first call checks the results of the policy and the algorithm. Later calls of an eager run check nothing.
     """
     one_graph = run.algorithm.as_one and run.env.is_pure and run.static.world_size == 1
     checked = (run.jit if one_graph else partial)(fn, with_contract(run), *static)
@@ -352,12 +353,14 @@ def _bound(fn: Callable[..., Any], run: Run, tf32: bool, *static: Any) -> Callab
 
 
 def make_iteration(cfg: Config, watch: Watch = unwatched) -> Iteration:
-    """Return one iteration, a pure function `(state) -> (state, {"collect": logs, "train": logs})`, to embed or vmap.
+    """Return one iteration as a pure function, which you can embed in other code or pass to `vmap`.
 
-    `watch` may replace functions of the run, as `ecrl.run.profiler` does to time them. With `trainer.finite_guard`
-    "skip", an iteration leaves out updates with NaN or infinity. With other settings, its results contain the NaN and
-    infinity. It never stops because of them. Because it is pure, it copies the buffers of the state, while `train_iter`
-    writes on them in place.
+        (state) -> (state, {"collect": logs, "train": logs})
+
+    The argument `watch` may replace functions of the run: `ecrl.run.profiler` uses it to measure their time. With
+    `trainer.finite_guard` set to "skip", an iteration leaves out updates with NaN or infinity. With other settings, the
+    results contain the NaN or infinity, and the iteration does not stop. The pure iteration copies the buffers of the
+    state, while `train_iter` writes on the buffers in place.
     """
     run, guard = build(cfg), "skip" if cfg.trainer.finite_guard == "skip" else "off"
     run, kinds, tf32 = watch(run), kinds_of(run), _uses_tf32(cfg)
@@ -379,7 +382,7 @@ def make_iteration(cfg: Config, watch: Watch = unwatched) -> Iteration:
 
 
 def _is_skipped(run: Run, guard: str, nonfinite: Tensor | None, before: TensorDict) -> bool:
-    """Return True if the finite guard left the update out. Raise NotFiniteError if `guard` is "stop"."""
+    """Return True if the finite guard detected NaN or infinity. If `guard` is "stop", raise NotFiniteError instead."""
     if nonfinite is None or not nonfinite[1].any():
         return False
     if guard == "stop":
@@ -388,7 +391,7 @@ def _is_skipped(run: Run, guard: str, nonfinite: Tensor | None, before: TensorDi
 
 
 def _warn_of_skip(nonfinite: Tensor | None, logs: Logs, step: int) -> bool:
-    """Warn if the finite guard left out an update or gradient steps. Return True if it did."""
+    """Warn if the finite guard left out an update or gradient steps, and return True after a warning."""
     kinds = [] if nonfinite is None else [kind for kind, flag in zip(KINDS, nonfinite[1].tolist(), strict=True) if flag]
     if kinds:
         text = f"NaN or infinity in {', '.join(kinds)}: the update is left out; counted as skipped_updates"
@@ -401,22 +404,22 @@ def _warn_of_skip(nonfinite: Tensor | None, logs: Logs, step: int) -> bool:
 
 
 def train_iter(state: TensorDict, cfg: Config, watch: Watch = unwatched) -> Iterator[LogData]:
-    """Run one iteration at a time. After each, yield a record of the collection and a record of the update.
+    """Run one iteration at a time. After each iteration, yield a record of its collection and a record of its update.
 
     The generator never prints, logs, evaluates or saves. You can stop with `break` and continue later with
-    `train_iter(log_data["state"], cfg)`. The results equal an uninterrupted run bit for bit. Both records of an
-    iteration have the `sample_step` and the `state` after the iteration. The state is a locked copy that belongs to
-    you. Only its buffers, if the algorithm has any, belong to the generator: the next iteration writes on them in
-    place. Using an older state then raises an error. To keep a state, call `state.clone()`. The generator copies the
-    buffers of the first `state` once, at the start.
+    `train_iter(log_data["state"], cfg)`: the results equal those of an uninterrupted run, bit for bit. Both records of
+    an iteration have the `sample_step` and the `state` after the iteration. The state is a locked copy that belongs to
+    you, except its buffers, which belong to the generator. The next iteration writes on the buffers in place, and using
+    an older state with buffers then raises an error. To keep such a state, call `state.clone()`. At the start, the
+    generator copies the buffers of its argument `state`.
 
-    `trainer.finite_guard` sets what happens at NaN or infinity. By default, the generator raises NotFiniteError, with
-    the state before the iteration.
+    The setting `trainer.finite_guard` determines the reaction to NaN or infinity. By default, the generator raises
+    NotFiniteError, which has the state before the iteration.
 
-    An iteration reads the numbers of the algorithm from `state["hyper"]`. To change a number during a run:
+    An iteration reads hyperparameters from `state["hyper"]`. To change a hyperparameter during a run, edit a copy:
     `state = state.clone(); state["hyper", "learning_rate"] = torch.tensor(1e-4)`.
 
-    Raises: ConfigError at once, before the first iteration, if the state does not fit the config.
+    Raises: ConfigError at the call, before the first iteration, if the state does not fit the config.
     """
     run = build(cfg)
     check_state(run, state, cfg)
@@ -424,13 +427,13 @@ def train_iter(state: TensorDict, cfg: Config, watch: Watch = unwatched) -> Iter
 
 
 def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
-    """Yield the records of `train_iter`, for a run and a state that was already checked."""
+    """Yield the records of `train_iter` for a run and a state that were checked before."""
     state, guard = with_iterations_of(cfg, reopened(run, state)), cfg.trainer.finite_guard
     size, step, end = steps_per_iteration(cfg), int(decisions(state)), total_steps(cfg, run.static.world_size)
     settled, phase, sample_step = step + 2 * size, None, int(state["sample_step"])
     own, borrowed = borrowed_leaves(state, kinds_of(run))
     borrowed = take_over(borrowed, kinds_of(run))
-    leaves, structure = flatten(own.clone())  # a list of tensors is the fastest form to pass to compiled code
+    leaves, structure = flatten(own.clone())  # compiled code takes a list of tensors faster than a TensorDict
     tf32, compilations, warned = _uses_tf32(cfg), compilations_of(run.jit), False
     bound = cache(lambda phase: _bound(_iteration_of_leaves, with_phase(run, phase), tf32, guard, structure))
     while step < end:

@@ -1,4 +1,4 @@
-"""Logs of the steps that an iteration collected, and means of logs over all ranks."""
+"""Compute logs of the steps that an iteration collected, and average logs over all ranks."""
 
 from typing import cast
 
@@ -11,11 +11,11 @@ from ecrl.kernels import masked_mean
 from ecrl.types import Logs
 
 WINDOW = 100
-"""Episodes in the running averages of return and length."""
+"""The number of episodes in the running averages of return and length."""
 
 
 def _episode_logs(episode: TensorDict) -> Logs:
-    """Return means over the last finished episodes, or NaN before the first."""
+    """Return the mean return and length of the last finished episodes, or NaN before the first episode has ended."""
     return {
         f"episode_{name}_avg_{WINDOW}": _mean_or_nan(episode[field], episode["finished"])
         for name, field in (("reward", "finished_return"), ("length", "finished_length"))
@@ -23,20 +23,21 @@ def _episode_logs(episode: TensorDict) -> Logs:
 
 
 def counted_steps(steps: TensorDict) -> Tensor:
-    """Return the mask of steps `[N, T + 1]` without their padding, bool `[N, T]`; all True if they have no mask."""
+    """Return the mask of `steps`, bool `[N, T]`, without the padding. If `steps` has no mask, return all True."""
     return steps["mask"][:, :-1] if "mask" in steps else torch.ones_like(steps["done"][:, :-1])
 
 
 def _mean_or_nan(x: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean over the entries whose `mask` is True, or NaN if there are none."""
+    """Return the mean over the entries whose `mask` is True, or NaN if no entry is True."""
     return torch.where(mask.any(), masked_mean(x, mask), torch.full((), torch.nan, device=x.device))
 
 
 def _info_logs(steps: TensorDict) -> Logs:
-    """Return means of the numbers in the environment's `info`.
+    """Average the values in the environment's `info`.
 
-    `rewards/<term>` and `metrics/<name>` are means over the unmasked steps. A metric also leaves out steps with NaN.
-    `success_rate` and `fail_rate` are means over the episodes that ended. The mean over no steps is NaN.
+    The logs `rewards/<term>` and `metrics/<name>` are means over the unmasked steps. The mean of a metric also leaves
+    out steps where the metric is NaN. The logs `success_rate` and `fail_rate` are means over the episodes that ended. A
+    mean over no steps is NaN.
     """
     if "info" not in steps:
         return {}
@@ -55,12 +56,12 @@ def _info_logs(steps: TensorDict) -> Logs:
 
 
 def collect_logs(episode: TensorDict, steps: TensorDict) -> Logs:
-    """Return the logs of the last finished episodes, and of the `info` in these steps."""
+    """Return the logs of the last finished episodes and the means of the `info` in these steps."""
     return _episode_logs(episode) | _info_logs(steps)
 
 
 def over_ranks(logs: Logs) -> Logs:
-    """Return the mean of each log over the ranks where it is not NaN, with equal weights. It is NaN if all are."""
+    """Average each log with equal weights over the ranks where the log is not NaN. Return NaN if all ranks have NaN."""
     if world_size() == 1 or not logs:
         return logs
     values = torch.stack([log.to(torch.float64) for log in logs.values()])

@@ -1,13 +1,14 @@
-"""Find the first NaN or infinity of an iteration, and describe it in an error of one line.
+"""Find the first NaN or infinity of an iteration, and raise an error that describes it in one line.
 
-The search repeats the iteration eagerly, step by step. In the collected steps, it reports the field, the environment
-and the step of the first number that is not finite. In the update, it follows the order of computation. It looks for
-the first step of a loop after which a loss, the norm of a gradient or a parameter is not finite. In this step, it also
-looks at the other logs. If a loop is differentiated, it looks at the gradients of each step. The error contains the
-report and the state before the iteration.
+The search repeats the iteration eagerly, step by step. In the collected steps, the search reports the field, the
+environment and the step of the first value that is not finite. The search follows the update in the order of
+computation. The search finds the first step of a loop after which a loss, a gradient norm or a parameter is not finite.
+In this step, the search also checks the other logs. If a loop is differentiated, the search checks the gradients of
+each step. The error contains the report and the state before the iteration.
 
-Steps of host environments cannot be repeated. So the search repeats only the update of an on-policy algorithm there.
-An off-policy iteration mixes steps and updates, so the search looks at the results of the iteration.
+The search cannot repeat the steps of host environments. For an on-policy algorithm with host environments, the search
+repeats only the update. An off-policy iteration mixes steps and updates, so the search checks only the results of such
+an iteration.
 """
 
 from collections import deque
@@ -36,14 +37,14 @@ from ecrl.pytree import flatten, names, replaced, unflatten
 from ecrl.tracing_state import transforms
 from ecrl.types import Logs
 
-_FIELDS = ("obs", "action", "sample_log_prob", "value", "reward", "final_value")  # in the order of a step
+_FIELDS = ("obs", "action", "sample_log_prob", "value", "reward", "final_value")  # in the order of their computation
 _SHOWN = 8
 
 
 class Collected(NamedTuple):
-    """The results of an iteration on host environments, whose steps cannot be repeated: state, batch and logs.
+    """The state, batch and logs that an iteration on host environments returned.
 
-    The batch is empty if the iteration returned no steps.
+    The report needs these results because the steps cannot be repeated. Without steps, the batch is empty.
     """
 
     state: TensorDict
@@ -52,7 +53,7 @@ class Collected(NamedTuple):
 
 
 class FirstNonfinite(NamedTuple):
-    """The first number that is not finite: its kind (of `KINDS`), name, place and value, and the one before."""
+    """The first value that is not finite, with its kind in `KINDS`, its name, its place and the value before it."""
 
     what: str
     key: str
@@ -67,26 +68,29 @@ def _named(tree: Any) -> dict[str, Tensor]:
 
 
 def _as_numbers(x: Tensor) -> Any:
-    """Return a number, or the first numbers of a vector."""
+    """Convert a 0-d tensor to a Python number, and a larger tensor to a list of its first values."""
     return x.item() if x.ndim == 0 else x.flatten()[:_SHOWN].tolist()
 
 
 def _nonfinite_steps(steps: TensorDict) -> dict[str, Tensor]:
-    """Return, by field, True for each unmasked step that is not finite, bool `[N, T + 1]`."""
+    """Return a bool tensor `[N, T + 1]` per field, True for each unmasked step where the field is not finite."""
     counted = torch.ones_like(steps["done"])
     counted[:, -1] = False
     counts = counted if "mask" not in steps else counted & steps["mask"]
     fields = steps.select(*_FIELDS, strict=False)
     ordered = {name: x for field in _FIELDS if field in fields for name, x in _named({field: fields[field]}).items()}
-    with_last = ("obs", "value") if "mask" not in steps else ()  # their last row is not padding
+    with_last = ("obs", "value") if "mask" not in steps else ()  # fields whose last step is not padding
     wrong = {name: ~x.isfinite().flatten(2).all(-1) if x.ndim > 2 else ~x.isfinite() for name, x in ordered.items()}
     return {name: x & (counts | (~counted if name.startswith(with_last) else False)) for name, x in wrong.items()}
 
 
 def first_in_steps(run: Run, state: TensorDict, steps: TensorDict) -> FirstNonfinite | None:
-    """Return the first unmasked number of steps `[N, T + 1]` that is not finite, by step, then field, then environment.
+    """Return the first value in unmasked steps that is not finite, in the order of steps, fields and environments.
 
-    `state` is the state before the steps. It has the reward before their first reward.
+    Args:
+        run: the run.
+        state: the state before the steps, which has the reward before the first step.
+        steps: the collected steps, `[N, T + 1]`.
     """
     first = {name: int(x.any(0).int().argmax()) for name, x in _nonfinite_steps(steps).items() if x.any()}
     if not first:
@@ -103,7 +107,7 @@ def first_in_steps(run: Run, state: TensorDict, steps: TensorDict) -> FirstNonfi
 
 
 class Finding(NamedTuple):
-    """A number of the update that is not finite: as `FirstNonfinite`, with a place inside the loops of the update."""
+    """A value of the update that is not finite, like `FirstNonfinite`, with its place in the loops of the update."""
 
     what: str
     key: str
@@ -113,7 +117,7 @@ class Finding(NamedTuple):
 
 
 def _first_of(numbers: dict[str, Tensor], last: dict[str, Tensor]) -> tuple[str, Any, Any] | None:
-    """Return name and value of the first number that is not finite, and its value in `last`; None if all are finite."""
+    """Return the first value that is not finite, with its name and its value in `last`, or None if all are finite."""
     for name, x in numbers.items():
         if x.is_floating_point() and not x.isfinite().all():
             at = int((~x.isfinite()).flatten().int().argmax())
@@ -122,7 +126,7 @@ def _first_of(numbers: dict[str, Tensor], last: dict[str, Tensor]) -> tuple[str,
 
 
 def _logs_of(output: Any) -> dict[str, Tensor]:
-    """Return the logs in the output of a loop's step: the 0-d numbers of its dicts, in the order of computation."""
+    """Return the logs in the output of a loop's step: the 0-d tensors in its dicts, in the order of computation."""
     if isinstance(output, dict):
         return {name: x for name, x in output.items() if isinstance(x, Tensor) and x.ndim == 0}
     parts = output if isinstance(output, tuple | list) else ()
@@ -130,7 +134,7 @@ def _logs_of(output: Any) -> dict[str, Tensor]:
 
 
 def _parameters(objective: Objective, packed: Any) -> dict[str, Tensor]:
-    """Return the parameters of a gradient step, one vector for each network, by name."""
+    """Return the parameters after a gradient step as a dict with one vector for each network."""
     vectors = [network_vectors(packed[part.group.name], part) for part in objective.layout.groups]
     return {f"params.{name}": x for pieces in vectors for name, x in pieces.items()}
 
@@ -138,10 +142,10 @@ def _parameters(objective: Objective, packed: Any) -> dict[str, Tensor]:
 def _gradient_step(
     objective: Objective, number: int, length: int, carry: Any, output: Any
 ) -> tuple[dict[str, int], dict[str, Tensor], dict[str, Tensor], set[str], bool]:
-    """Return the place, logs and parameters of a gradient step of `minibatch_sgd`, and names of the norms in the logs.
+    """Return a gradient step's place, logs, parameters and names of gradient norms, for a step of `minibatch_sgd`.
 
-    The last result is True if the step counts, and its loss, a norm of its gradients or a parameter is not finite. Only
-    then its logs are searched, because a log of the algorithm may overflow in a good run.
+    The last result is True if the step counts and its loss, a gradient norm or a parameter is not finite. Only then are
+    the step's logs searched, because a log of the algorithm may overflow in a run without an error.
     """
     each = length // objective.n_epochs
     logs, after = _logs_of(output), _parameters(objective, carry[0])
@@ -152,15 +156,16 @@ def _gradient_step(
 
 
 def _losses_of(logs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the losses, then the norms of gradients in the logs, by the names that the finite guard checks."""
+    """Return the losses and then the gradient norms in the logs, which the finite guard recognises by name."""
     losses = {name: x for name, x in logs.items() if name == "loss" or name.endswith("_loss")}
     return losses | {name: x for name, x in logs.items() if name.endswith("grad_norm")}
 
 
 def _learned_in(carry: Any, has_logs: bool) -> dict[str, Tensor]:
-    """Return the parameters in the carry of a loop, by name: the leaves under a key such as `params`, `target_params`.
+    """Return the parameters in a loop's carry: the leaves under a key such as `params` or `target_params`.
 
-    Without such a key, they are all numbers of the carry if the steps of the loop have logs, else none.
+    If the carry has no such key but the steps of the loop have logs, return all floating-point leaves of the carry. If
+    the steps have no logs either, return an empty dict.
     """
     leaves, learned = _named(carry), {}
     for name, x in leaves.items():
@@ -178,7 +183,7 @@ def _is_finite(x: Tensor) -> bool:
 
 
 class _Watched(torch.autograd.Function):
-    """An identity function that passes its gradient to `read` in the backward pass."""
+    """Identity function that passes its gradient to `read` in the backward pass."""
 
     @staticmethod
     def forward(x: Tensor, read: Callable[[Tensor], None]) -> Tensor:  # pyright: ignore
@@ -195,10 +200,10 @@ class _Watched(torch.autograd.Function):
 
 
 def _watched_steps(run: Run, body: Any, length: int, findings: list[Finding]) -> Callable[..., Any]:
-    """Return the body of a loop, changed to search its gradients from the last step to the first.
+    """Wrap the body of a loop so that the backward pass searches the gradients from the last step to the first.
 
-    The gradients of its carry at step t are called the costate of t. The gradients of its constants, such as the
-    parameters, are the part that step t adds.
+    The gradient with respect to the carry at step t is called the costate of t. The gradient with respect to a
+    constant, such as a parameter, is the contribution of step t alone.
     """
     steps, last, num_envs = iter(range(length)), {}, run.static.num_envs
 
@@ -221,22 +226,23 @@ def _watched_steps(run: Run, body: Any, length: int, findings: list[Finding]) ->
 
     def step(carry: Any, x: Any, *constants: Any) -> tuple[Any, Any]:
         t = next(steps)
-        constants = watched(constants, "gradient", t)  # before the costate, so that the backward pass reads that first
+        constants = watched(constants, "gradient", t)  # before the carry, whose gradient the backward pass reads first
         return body(watched(carry, "costate", t), x, *constants)
 
     return step
 
 
 def _searching_scan(run: Run, findings: list[Finding]) -> Callable[..., Any]:
-    """Return a scan that puts the first number that is not finite into `findings`.
+    """Return a scan that appends the first value that is not finite to `findings`.
 
-    In a step after which a loss, the norm of a gradient or a parameter is not finite, it searches the logs and the new
-    parameters. A log counts if it was finite in the steps before. In a loop other than `minibatch_sgd`, it must also
-    have a value before, or be a loss or a norm: other logs may be NaN in a good run. The scan searches the gradients
-    of a loop that is differentiated. It does not stop at the first finding, because the other ranks continue too.
+    The scan searches the logs and the new parameters of a step after which a loss, a gradient norm or a parameter is
+    not finite. A log counts if the log was finite in the steps before. In a loop other than `minibatch_sgd`, a log that
+    is neither a loss nor a gradient norm must also have an earlier value. The reason is that such logs may be NaN in a
+    run without an error. If a loop is differentiated, the scan searches its gradients. The scan continues after the
+    first finding, because the other ranks continue, too.
     """
     is_interleaved = isinstance(run.algorithm.iterate, Interleaved)
-    around: list[int | None] = []  # for each loop around the present one, the number of its step; None in minibatch_sgd
+    around: list[int | None] = []  # for each enclosing loop, its step index, or None in `minibatch_sgd`
 
     def searching(body: Any, carry: Any, xs: Any, *constants: Any) -> Any:
         length = len(flatten(xs)[0][0])
@@ -247,7 +253,7 @@ def _searching_scan(run: Run, findings: list[Finding]) -> Callable[..., Any]:
         bound = body.args[0] if isinstance(body, partial) and body.args else None
         objective, numbers, last = bound if isinstance(bound, Objective) else None, iter(range(length)), {}
         outside = {"turn": around[0]} if is_interleaved and around else {}
-        harmless: set[str] = set()  # names of numbers that were not finite before the first bad step
+        harmless: set[str] = set()  # names of values that were not finite before the first bad step
 
         def step(carry: Any, x: Any, *constants: Any) -> tuple[Any, Any]:
             nonlocal last
@@ -271,7 +277,7 @@ def _searching_scan(run: Run, findings: list[Finding]) -> Callable[..., Any]:
                 searched = {name: log for name, log in logs.items() if name in losses or name in last} | after
             searched = {name: new for name, new in searched.items() if name not in harmless}
             first = _first_of(searched, last) if is_bad and not findings else None
-            if not is_bad and (objective is None or float(y[0]) > 0.0):  # only steps that count
+            if not is_bad and (objective is None or float(y[0]) > 0.0):  # ignore minibatches without unmasked rows
                 harmless.update(name for name, log in logs.items() if not _is_finite(log))
             if first is not None:
                 what = "gradient" if first[0] in norms else "parameters" if first[0] in after else "loss"
@@ -285,14 +291,14 @@ def _searching_scan(run: Run, findings: list[Finding]) -> Callable[..., Any]:
 
 
 def _can_repeat(run: Run) -> bool:
-    """Return True if the update of an iteration can be repeated: host environments cannot go back."""
+    """Return True if the update of an iteration can be repeated without steps of host environments."""
     return run.env.is_pure or isinstance(run.algorithm.iterate, OnPolicy)
 
 
 def _in_results(run: Run, start: TensorDict, collected: Collected) -> FirstNonfinite | None:
-    """Return the first number that is not finite in the results of an iteration, without repeating it.
+    """Return the first value that is not finite in the results of an iteration, without repeating the iteration.
 
-    It looks at the steps, then at losses and norms of gradients in the logs, then at the parameters.
+    The function checks the steps, then the losses and the gradient norms in the logs, then the parameters.
     """
     state, batch, logs = collected
     first = first_in_steps(run, start, cast(TensorDict, batch["steps"])) if "steps" in batch else None
@@ -300,7 +306,7 @@ def _in_results(run: Run, start: TensorDict, collected: Collected) -> FirstNonfi
 
 
 def _at_the_end(state: TensorDict, logs: Logs) -> FirstNonfinite | None:
-    """Return the first loss, norm of gradients or parameter after an iteration that is not finite; None without one."""
+    """Return the first loss, gradient norm or parameter that is not finite after an iteration, or None."""
     after = {f"params.{name}": x for name, x in _named(state["params"]).items()}
     numbers = _losses_of(_logs_of(dict(logs))) | after
     end = _first_of(numbers, {})
@@ -311,15 +317,15 @@ def _at_the_end(state: TensorDict, logs: Logs) -> FirstNonfinite | None:
 
 
 def search(run: Run, start: TensorDict, in_steps: bool, collected: Collected | None) -> FirstNonfinite | None:
-    """Repeat an iteration eagerly and return the first number that is not finite, or None if all are finite now.
+    """Repeat an iteration eagerly and return the first value that is not finite, or None if all values are finite.
 
-    If the iteration cannot be repeated, return the first number in its results that is not finite.
+    If the iteration cannot be repeated, return the first value in its results that is not finite.
 
     Args:
         run: the run.
         start: the state before the iteration.
-        in_steps: True if the collected steps of any rank have NaN or infinity. The update is then not searched.
-        collected: the results of the iteration; None to collect the steps again.
+        in_steps: True to search only the collected steps, because those of a rank have NaN or infinity.
+        collected: the results of the iteration, or None to collect the steps again.
     """
     if collected is not None and not _can_repeat(run):
         return _in_results(run, start, collected)
@@ -384,7 +390,7 @@ _PLACES = {
 
 
 def explained(report: dict[str, Any]) -> str:
-    """Describe a report in one line: what is not finite, where, the value before, and advice."""
+    """Describe a report in one line: the value that is not finite, its place, the value before it and advice."""
     begin = f"iteration {report['update_step']} (after {report['sample_step']} env steps)"
     problem = f"{begin}: NaN or infinity in {', '.join(report['met'])}"
     first, guard = report["found"], 'or set trainer.finite_guard to "skip" to leave such updates out'
@@ -400,9 +406,9 @@ def explained(report: dict[str, Any]) -> str:
 
 
 class NonfiniteAction(Exception):
-    """An action has NaN or infinity, after `taken` finite ones in this iteration.
+    """Report an action with NaN or infinity that follows `taken` finite actions in this iteration.
 
-    `last` has the last states of the environment with their actions, two at most.
+    The attribute `last` has at most two pairs: the last states of the environment, each with its action.
     """
 
     def __init__(self, last: Sequence[tuple[TensorDict, Tensor]], taken: int) -> None:
@@ -412,7 +418,7 @@ class NonfiniteAction(Exception):
 
 @dataclass(frozen=True)
 class _CheckedStep:
-    """Wrapper of an environment's `step` that refuses actions with NaN or infinity. Compared by `step`."""
+    """Wrap an environment's `step` to refuse actions with NaN or infinity. Two wrappers of equal steps are equal."""
 
     step: Callable[[TensorDict, Tensor, Any], TensorDict]
     last: deque[tuple[TensorDict, Tensor]] = field(default_factory=lambda: deque(maxlen=2), compare=False)
@@ -421,24 +427,24 @@ class _CheckedStep:
     def __call__(self, env_state: TensorDict, action: Tensor, noise: Any) -> TensorDict:
         self.last.append((env_state, action))
         taken = next(self.taken)
-        if not isfinite(sum(action.flatten().tolist())):  # for a few numbers, faster than torch
+        if not isfinite(sum(action.flatten().tolist())):  # faster than torch for a few values
             raise NonfiniteAction(self.last, taken)
         return self.step(env_state, action, noise)
 
 
 def with_checked_actions(run: Run) -> Run:
-    """Return the run of one iteration, whose environment refuses actions with NaN or infinity.
+    """Return a run for one iteration whose environment refuses actions with NaN or infinity.
 
-    This check comes before the step because a robot may execute the actions. Everything else is checked after
-    collecting. The returned runs are equal, so they share compiled functions.
+    Actions are checked before each step because a robot may execute them. All other values are checked after the
+    collection. Runs that this function returns for the same run are equal, so they share compiled functions.
 
-    Raises: NonfiniteAction, when it steps.
+    Raises: NonfiniteAction, when the environment steps.
     """
     return run._replace(env=replace(run.env, step=_CheckedStep(run.env.step)))
 
 
 def action_error(run: Run, state: TensorDict, refused: NonfiniteAction) -> NotFiniteError:
-    """Return the error of an iteration that began at `state` and ended at an action with NaN or infinity."""
+    """Return the error for an iteration that began at `state` and stopped at an action with NaN or infinity."""
     rows = [(env_state["obs"], action) for env_state, action in (*refused.last, refused.last[-1])]  # pads the end
     obs, action = (torch.stack(x, 1) for x in zip(*rows, strict=True))
     done = torch.zeros(action.shape[:2], dtype=torch.bool, device=action.device)
@@ -458,14 +464,14 @@ def _steps(state: TensorDict) -> dict[str, int]:
 def nonfinite_error(
     run: Run, state: TensorDict, nonfinite: Tensor, collected: Collected | None = None
 ) -> NotFiniteError:
-    """Return the error of an iteration from `state` with the flags `nonfinite` `[2, 6]`. Repeat it eagerly if possible.
+    """Return the error for an iteration with NaN or infinity. If possible, repeat the iteration eagerly for the report.
 
-    All ranks must call it, because they repeat the update together.
+    All ranks must call this function, because they repeat the update together.
 
     Args:
         run: the run.
         state: the state before the iteration.
-        nonfinite: flags of the finite guard.
+        nonfinite: the flags of the finite guard, `[2, 6]`.
         collected: the results of the iteration. If None, the steps are collected again.
     """
     with torch.no_grad():

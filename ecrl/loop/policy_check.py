@@ -1,7 +1,7 @@
 """Check that the functions of a policy agree with each other: `ecrl.check_policy`.
 
-The check acts on random observations, with random ends of episodes. It compares what `act` returned with the results of
-`evaluate` and `value` for the same steps.
+The check lets the policy act on random observations and ends episodes at random steps. Then the check compares the
+results of `act` with the results of `evaluate` and `value` for the same steps.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -30,7 +30,7 @@ class PolicyCheck(NamedTuple):
     """Result of `check_policy`.
 
     Attributes:
-        findings: a line per fault; empty for a sound policy.
+        findings: one line for each fault, so the list is empty for a correct policy.
         notes: further results, such as the number of compared steps.
     """
 
@@ -42,11 +42,11 @@ class _Record(NamedTuple):
     """Steps of a policy on random observations.
 
     Attributes:
-        params: parameters, as the policy's functions get them.
-        steps: `[N, T]` with obs, done and the fields that `act` returned.
+        params: the parameters that the policy's functions take as an argument.
+        steps: the observations, `done` and the fields that `act` returned, `[N, T]`.
         noise: the noise of each step, `[N, T]`.
-        before: the memory before each step, `[N, T]`.
-        after: the memory after each step, before a restart, `[N, T]`.
+        before: the policy's memory before each step, `[N, T]`.
+        after: the policy's memory after each step and before any restart, `[N, T]`.
     """
 
     params: TensorDict
@@ -57,10 +57,10 @@ class _Record(NamedTuple):
 
 
 def random_observations(space: Space, keys: Tensor, others: tuple[int, ...] = ()) -> Any:
-    """Draw one observation of a space per key, uniformly.
+    """Draw one observation of a space for each key, uniformly.
 
-    An unbounded Box has standard normal numbers. An `action_mask` allows at least one choice of every group; `others`
-    are the sizes of the groups.
+    For an unbounded Box, draw standard normal values. For an `action_mask`, draw masks that allow at least one choice
+    of every group. The argument `others` has the sizes of these groups.
 
     >>> random_observations(Discrete(3), rng.key(0).expand(2)).shape
     torch.Size([2])
@@ -90,7 +90,7 @@ def random_observations(space: Space, keys: Tensor, others: tuple[int, ...] = ()
 
 
 def _random_mask(keys: Tensor, groups: tuple[int, ...]) -> Tensor:
-    """Draw an action mask, bool `[*B, sum(groups)]`, as environments report it. Every group has an allowed choice."""
+    """Draw an action mask, bool `[*B, sum(groups)]`, that allows at least one choice of every group."""
     score = rng.uniform(keys, (sum(groups),))
     allowed = [part >= part.amax(-1, keepdim=True).clamp(max=0.5) for part in score.split(groups, -1)]
     return torch.cat(allowed, -1)
@@ -102,7 +102,7 @@ def _fields(tree: Any) -> dict[str, Tensor]:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Return True if two trees hold the same bits."""
+    """Return True if two trees have the same structure and equal values, including NaN."""
     (a, structure), (b, structure_of_b) = flatten(one), flatten(other)
     return structure == structure_of_b and all(
         torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(a, b, strict=True)
@@ -110,7 +110,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _called(findings: list[str], name: str, fn: Callable[..., Any], *args: Any) -> Any:
-    """Return `fn(*args)`. Call it twice, and append a line if it writes on an argument or gives unequal results."""
+    """Call `fn` twice and return its result. Add a finding if `fn` writes on an argument or returns unequal results."""
     before = {key: (x, version_of(x)) for key, x in _fields(args).items()}
     out = fn(*args)
     after = _fields(args)
@@ -124,17 +124,17 @@ def _called(findings: list[str], name: str, fn: Callable[..., Any], *args: Any) 
 
 
 def _at(tree: Any, *index: Any) -> Any:
-    """Index every tensor of a tree `[N, T]`."""
+    """Index every tensor of a tree with batch shape `[N, T]`."""
     return mapped(lambda x: x[index], tree, batch=lambda size: torch.empty(size)[index[: len(size)]].shape)
 
 
 def _step(tree: Any, t: int) -> Any:
-    """Return the rows `[N]` of one step of a tree `[N, T]`."""
+    """Select step `t` of a tree with batch shape `[N, T]`. The result has batch shape `[N]`."""
     return _at(tree, slice(None), t)
 
 
 def _stacked(rows: list[Any]) -> Any:
-    """Stack trees `[N]` of steps to `[N, T]`."""
+    """Stack the trees of T steps, each with batch shape `[N]`, into one tree with batch shape `[N, T]`."""
     return mapped(
         lambda *x: torch.stack(x, 1),
         *rows,
@@ -143,7 +143,7 @@ def _stacked(rows: list[Any]) -> Any:
 
 
 def _check_init(policy: Policy, key: Tensor) -> Iterator[str]:
-    """Report an `init` that does not depend on its key alone."""
+    """Report a policy whose `init` ignores its key or depends on more than its key."""
     first, again, other = policy.init(key), policy.init(key), policy.init(rng.fold_in(key, 1))
     if not _is_same(first, again):
         yield "init returns other params for the same key; draw all numbers from the key with ecrl.rng"
@@ -152,9 +152,10 @@ def _check_init(policy: Policy, key: Tensor) -> Iterator[str]:
 
 
 def _params(policy: Policy, key: Tensor, obs: Any) -> tuple[TensorDict, TensorDict]:
-    """Return new parameters with some noise, and the parameters with everything that the policy's functions need.
+    """Return initial parameters with noise, and a TensorDict that adds observation statistics and frozen parameters.
 
-    The noise makes zeros, such as those of a bias, count. Observation statistics are those of `obs` `[N, T]`.
+    Noise is added so that a parameter that is initially zero, such as a bias, affects the results. The observation
+    statistics are computed from `obs`, `[N, T]`.
     """
     leaves, structure = flatten(policy.init(key))
     noise = [rng.normal(rng.fold_in(key, i), x.shape).to(x.device) for i, x in enumerate(leaves)]
@@ -171,16 +172,16 @@ def _params(policy: Policy, key: Tensor, obs: Any) -> tuple[TensorDict, TensorDi
 
 
 def _ends(key: Tensor, num_steps: int) -> Tensor:
-    """Return random ends of episodes, bool `[N, T]`. Every row has two steps before its first end and one after it."""
+    """Draw ends of episodes, bool `[N, T]`. The first episodes end at step 2, and no episode ends at step 3."""
     done = rng.uniform(rng.split(key, _NUM_ENVS * num_steps)).reshape(_NUM_ENVS, num_steps) < 0.2
     done[:, :2], done[:, 2], done[:, 3] = False, True, False
     return done
 
 
 def _act(findings: list[str], policy: Policy, params: TensorDict, obs: Any, keys: Tensor) -> _Record:
-    """Act on observations `[N, T]`, with a new memory after each end of an episode.
+    """Let a policy act on observations, `[N, T]`, with a new memory after each end of an episode.
 
-    The record begins after two steps of an episode, with a memory that is not the first one.
+    The record begins after two steps of an episode, so its first memory is not the initial memory.
     """
     noise = _called(findings, "draw", policy.draw, keys)
     first = carry = policy.init_carry(params, _NUM_ENVS)
@@ -206,8 +207,8 @@ def _act(findings: list[str], policy: Policy, params: TensorDict, obs: Any, keys
 def _explore(findings: list[str], notes: list[str], policy: Policy, record: _Record) -> None:
     """Call `init_exploration` and `explore` for the first step.
 
-    The algorithm makes the fields of the exploration that do not restart. If `explore` reads one of them, the error
-    becomes a note.
+    The algorithm creates the fields of the exploration that do not restart. If `explore` reads such a field, the
+    function records the KeyError as a note.
     """
     if policy.explore is None:
         return
@@ -223,7 +224,7 @@ def _explore(findings: list[str], notes: list[str], policy: Policy, record: _Rec
 
 
 def _first_difference(one: Tensor, other: Tensor, tolerance: float, counted: Tensor | None = None) -> list[int] | None:
-    """Return the index [env, step, ...] of the first step at which two tensors differ beyond rounding, or None."""
+    """Return the index [env, step, ...] of the first step where two tensors differ by more than rounding, or None."""
     same = torch.isclose(one.double(), other.double(), rtol=tolerance, atol=tolerance, equal_nan=True)
     wrong = ~same if counted is None else ~same & counted
     if not wrong.any():
@@ -233,7 +234,7 @@ def _first_difference(one: Tensor, other: Tensor, tolerance: float, counted: Ten
 
 
 def _advice(policy: Policy, record: _Record, place: list[int], otherwise: str) -> str:
-    """Return the end of an error: how a recurrence probably went wrong, from the first step at which it differs."""
+    """Return advice for the end of an error message, depending on the first step where the results differ."""
     env, step = place[:2]
     if policy.unit == "step":
         return f"; {otherwise}"
@@ -247,7 +248,7 @@ def _place(place: list[int]) -> str:
 
 
 def _check_evaluate(findings: list[str], policy: Policy, record: _Record, tolerance: float) -> None:
-    """Compare the log-probabilities of `evaluate` with those that `act` returned."""
+    """Compare the log-probabilities of `evaluate` with the log-probabilities of `act`."""
     evaluate, steps = cast(Any, policy.evaluate), record.steps
     log_prob, entropy = _called(findings, "evaluate", evaluate, record.params, _step(record.before, 0), steps)
     expected, mask = cast(Tensor, steps["sample_log_prob"]), steps.get("token_mask", None)
@@ -285,7 +286,7 @@ def _check_value(findings: list[str], policy: Policy, record: _Record, tolerance
 
 
 def _check_final_value(findings: list[str], policy: Policy, record: _Record, tolerance: float, values: Tensor) -> None:
-    """Compare V_final, from the memory after a step, with V of the next step in the same episode."""
+    """Compare V_final, computed from the memory after a step, with V of the next step in the same episode."""
     steps, later = record.steps, slice(1, None)
     final = TensorDict(
         {"obs": _at(steps["obs"], slice(None), later), "carry": _at(record.after, slice(None), slice(None, -1))},
@@ -311,7 +312,7 @@ def _values_of_actions(policy: Policy, params: TensorDict, record: _Record) -> T
 
 
 def _check_gradients(policy: Policy, action_space: Space, params: TensorDict, record: _Record) -> Iterator[str]:
-    """Report parameters that no gradient reaches."""
+    """Report each parameter that no gradient reaches, or whose gradient has NaN or infinity."""
     leaves = {name: x for name, x in _fields(params).items() if x.is_floating_point()}
     if not leaves or (policy.evaluate is None and policy.value is None and policy.q is None):
         return
@@ -382,34 +383,35 @@ def check_policy(
     seed: int = 0,
     tolerance: float = _TOLERANCE,
 ) -> PolicyCheck:
-    """Act with a policy on random observations and report its faults.
+    """Let a policy act on random observations, and report its faults.
 
-    It checks:
+    The function checks:
 
-    - that every function takes its arguments, and returns the shapes and dtypes of the contract (`ecrl.Policy`);
-    - that `init` depends on its key alone, and that `draw`, `act`, `explore`, `init_exploration`, `evaluate` and
-      `value` are functions of their arguments, draw from no global generator and write on no argument;
+    - that every function takes the arguments and returns the shapes and dtypes that `ecrl.Policy` describes;
+    - that `init` depends on its key alone;
+    - that `draw`, `act`, `explore`, `init_exploration`, `evaluate` and `value` depend on their arguments alone, draw
+      from no global generator and write on no argument;
     - that the memory keeps its fields, shapes and dtypes;
-    - that the log-probabilities of `evaluate` are those that `act` returned, also after the end of an episode;
-    - that the values of many steps are those of each step, and that V_final is V with the memory after `act`;
+    - that `evaluate` returns the log-probabilities that `act` returned, also after the end of an episode;
+    - that `value` returns the same values for many steps in one call as for each step alone;
+    - that V_final equals V with the memory after `act`;
     - that gradients reach every parameter, if the functions pass the other checks. For Box actions and a policy with
-      `q`, this includes the gradient through `q` of the actions of `act`.
+      `q`, this check includes the gradient through `q` with respect to the actions of `act`.
 
-    The policy acts in four environments on the CPU. Its parameters are those of `init` plus some noise, so that zeros
-    in them hide no fault. Errors raised by the policy's own code are not caught.
+    The policy acts in four environments on the CPU. Noise is added to the parameters of `init`, so that parameters
+    equal to zero hide no fault. Errors raised by the policy's own code are not caught.
 
     Args:
-        policy: a policy and, as the next arguments, its spaces; or a config: a `Config`, or anything that `load_config`
-            takes.
-        observation_space: space of the observations; None for a config.
-        action_space: space of the actions; None for a config.
-        num_steps: steps in each environment.
-        seed: seed of the parameters, the observations and the noise.
-        tolerance: largest difference that counts as rounding, absolute and relative. With `policy.bf16` in a config it
-            is at least 0.05.
+        policy: a policy, a `Config`, or any other argument that `load_config` accepts.
+        observation_space: the policy's space of observations, or None if `policy` is a config.
+        action_space: the policy's space of actions, or None if `policy` is a config.
+        num_steps: the number of steps in each environment, at least 8.
+        seed: the seed of the parameters, the observations and the noise.
+        tolerance: the largest absolute and relative difference that counts as rounding. If a config sets `policy.bf16`,
+            the tolerance is at least 0.05.
 
-    Raises: ConfigError if the config is wrong; UserError for fewer than eight steps, a policy without spaces, or a
-        config with spaces.
+    Raises: ConfigError if the config is wrong; UserError if `num_steps` is less than 8, or if the spaces are missing
+        for a policy or given for a config.
 
     >>> check_policy("cartpole_ppo").findings
     []

@@ -1,9 +1,10 @@
-"""Stop a run at SIGINT or SIGTERM: finish the iteration, save the state, and close files.
+"""Stop a run at SIGINT or SIGTERM: finish the iteration, save the state and close the files.
 
-The first signal asks the run to end. If the iteration or evaluation takes longer than `GRACE`, it is abandoned. This
-loses nothing: the state before it is saved, and a resumed run repeats it with the same bits (`ecrl.run.resume`).
-Other work, such as saving, always finishes. So does an iteration of several ranks, because the ranks cannot abandon it
-together. The second signal abandons any work at once, and the third kills the process.
+The first signal asks the run to end. If the current iteration or evaluation then takes longer than `GRACE`, the run
+abandons this work and saves the last state. No result is lost, because a run resumed by `ecrl.run.resume` repeats the
+abandoned work with the same bits. The run always finishes other work, such as saving. With several ranks, the run also
+finishes the iteration, because the ranks cannot abandon it together. The second signal abandons any work at once, and
+the third kills the process.
 """
 
 import signal
@@ -11,17 +12,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 GRACE = 3.0
-"""Seconds that an iteration may continue after the first signal. The interruption is repeated at this interval."""
+"""The seconds that an iteration may continue after the first signal, and between repeated interruptions."""
 
 _asked: list[int] = []
-_loops: list[bool] = []  # a value per running loop: True if its iterations can be abandoned
+_loops: list[bool] = []  # for each running loop, True if the loop may abandon an iteration
 _interruptible_parts: list[bool] = []
 
 
 class Stopped(KeyboardInterrupt):
-    """KeyboardInterrupt of a signal.
+    """KeyboardInterrupt that the signal handlers of this module raise.
 
-    It is a subclass, because Python may exit at a plain KeyboardInterrupt during an import even if it is caught.
+    Python may exit at a plain KeyboardInterrupt during an import, even if code catches the exception.
     """
 
 
@@ -48,7 +49,7 @@ def _grace_ended(number: int, frame: object) -> None:
 
 
 def listen() -> None:
-    """From now on, let SIGINT and SIGTERM stop a run in an orderly way. Outside a run, they raise KeyboardInterrupt."""
+    """Install signal handlers: SIGINT and SIGTERM end a run cleanly, and raise KeyboardInterrupt outside a run."""
     _asked.clear()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
@@ -57,10 +58,10 @@ def listen() -> None:
 
 @contextmanager
 def in_loop(may_abandon: bool = True) -> Iterator[None]:
-    """Enclose a loop that checks `asked` after every iteration.
+    """Enclose a loop that calls `asked` after every iteration.
 
     Args:
-        may_abandon: True if an iteration of the loop can be abandoned, as in a single process.
+        may_abandon: True if the loop may abandon an iteration, as in a run with a single process.
     """
     _loops.append(may_abandon)
     try:
@@ -73,7 +74,7 @@ def in_loop(may_abandon: bool = True) -> Iterator[None]:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Enclose a part of a loop that may be abandoned, because the loop can repeat it from its state."""
+    """Enclose code that a signal may interrupt. The loop must be able to repeat the code from the loop's state."""
     _interruptible_parts.append(True)
     try:
         yield

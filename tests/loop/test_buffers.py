@@ -84,7 +84,7 @@ def test_a_yielded_state_is_valid_until_the_next_iteration(tmp_path):
     copies.append(first["state"].clone())
     save(tmp_path / "now", first["state"], cfg)
     next(records)
-    message = r"^state: its replay was overwritten by a later iteration; use a yielded state before the next"
+    message = r"^state: the buffer replay was overwritten by a later iteration; use a yielded state before the next"
     for use in (
         lambda state: next(train_iter(state, cfg)),
         make_iteration(cfg),

@@ -336,7 +336,7 @@ def test_an_interrupt_while_rows_are_written_leaves_no_state_that_counts_as_curr
     with pytest.warns(UserWarning, match=message), pytest.raises(KeyboardInterrupt):
         for record in with_checkpoints(train_iter(init_state(cfg), cfg), cfg, tmp_path):
             states.append(record["state"])
-    with pytest.raises(UserError, match=r"^state: its replay was overwritten by a later iteration"):
+    with pytest.raises(UserError, match=r"^state: the buffer replay was overwritten by a later iteration"):
         check_current(states[-1], kinds_of(build(cfg)))
     assert steps_of(tmp_path) == [2 * N * T]
 
