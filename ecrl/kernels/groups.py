@@ -41,7 +41,7 @@ def group_advantages(score: Tensor, mask: Tensor, *, group_size: int, eps: Scala
     same_shape(score=score, mask=mask)
     (eps,) = scalars(eps=eps)
     if group_size < 2 or score.shape[0] % group_size:
-        raise ValueError(f"group_size={group_size} must be at least 2 and divide the {score.shape[0]} rows of score")
+        raise ValueError(f"group_size={group_size} must be at least 2 and divide the {score.shape[0]} entries of score")
     dtype, (score,) = common_dtype(score), widened(score)
     grouped = (-1, group_size, *score.shape[1:])
     counted = mask.reshape(grouped)

@@ -87,7 +87,7 @@ def moments_update(
     shape = moments["mean"].shape
     if x.shape != (*mask.shape, *shape):
         raise ValueError(
-            f"x has shape {list(x.shape)}, expected {[*mask.shape, *shape]}: the shape of mask, then that of one sample"
+            f"x has shape {list(x.shape)}, expected {[*mask.shape, *shape]}: the shapes of mask and one sample"
         )
     counted = mask.reshape(-1, *[1] * len(shape))
     samples = x.detach().to(torch.float64).reshape(-1, *shape).masked_fill(~counted, 0.0)

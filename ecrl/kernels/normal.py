@@ -32,7 +32,7 @@ def _check(mean: Tensor, log_std: Tensor, name: str = "log_std") -> None:
     pairs = zip(reversed(log_std.shape), reversed(mean.shape), strict=False)
     if log_std.ndim > mean.ndim or any(ours not in (1, theirs) for ours, theirs in pairs):
         raise ValueError(
-            f"{name} has shape {list(log_std.shape)}, expected one that broadcasts to mean {list(mean.shape)}"
+            f"{name} has shape {list(log_std.shape)}, expected a shape that broadcasts to mean {list(mean.shape)}"
         )
 
 

@@ -28,7 +28,7 @@ class ActorOnlyConfig(PolicyConfig):
 
     actor: NetworkConfig = Field(description='actor network, such as {"type": "mlp", "network_cfg": {...}}')
     actor_obs: _Names | None = Field(
-        default=None, description="parts of a Dict observation that the actor reads; all if absent"
+        default=None, description="names of the observations in a Dict that the actor reads; all if absent"
     )
     initial_log_std: Annotated[float, InitOnly()] = Field(
         default=0.0,
@@ -47,11 +47,11 @@ def _visible_space(space: Space, names: tuple[str, ...] | None, key: str) -> Spa
     if names is None:
         return without_mask(space)
     if not isinstance(space, Dict):
-        raise ConfigError(f"policy.{key}: observations have no named parts ({type(space).__name__}); leave it out")
+        raise ConfigError(f"policy.{key}: expected a Dict observation space, got {type(space).__name__}; leave it out")
     parts = {name: part for name, part in space.items if name != "action_mask"}
     for name in names:
         if name not in parts:
-            raise ConfigError(f"policy.{key}: no part {name!r} in the observations; {did_you_mean(name, parts)}")
+            raise ConfigError(f"policy.{key}: the observations have no {name!r}; {did_you_mean(name, parts)}")
     return dict_space({name: parts[name] for name in names})
 
 
@@ -80,7 +80,7 @@ class ActorCriticConfig(ActorOnlyConfig):
 
     critic: NetworkConfig = Field(description='critic network, such as {"type": "mlp", "network_cfg": {...}}')
     critic_obs: _Names | None = Field(
-        default=None, description="parts of a Dict observation that the critic reads; all if absent"
+        default=None, description="names of the observations in a Dict that the critic reads; all if absent"
     )
 
 

@@ -184,7 +184,7 @@ def returned(label: str, out: Any, *names: str) -> Any:
     """Return the result of a function. Raise ConfigError unless the result has one value per name."""
     if not isinstance(out, tuple | list) or len(out) != len(names):
         values = f"{len(out)} values" if isinstance(out, tuple | list) else described(out)
-        raise ConfigError(f"{label} returns {values}, expected {len(names)}: ({', '.join(names)}); return these")
+        raise ConfigError(f"{label} returns {values}, expected {len(names)}: ({', '.join(names)}); return these values")
     return out
 
 
@@ -243,7 +243,7 @@ def _check_rows(label: str, what: str, leaves: dict[str, Any], batch: Sequence[i
         if list(leaf.shape[: len(batch)]) != [*batch]:
             expected = f"[{', '.join(map(str, batch))}, ...]"
             problem = f"{label} returns {name or what} as {described(leaf)}, expected {expected}"
-            raise ConfigError(f"{problem}; return one row per environment")
+            raise ConfigError(f"{problem}; return one entry per environment")
 
 
 def _check_names(label: str, out: TensorDictBase) -> None:
@@ -282,7 +282,7 @@ def check_restart(policy: Policy, exploration: TensorDict, initial: TensorDict) 
     for name, x in old.items():
         if x.shape != new[name].shape or x.dtype != new[name].dtype:
             problem = f"{label} returns {name} as {described(new[name])}, expected {described(x)}"
-            raise ConfigError(f"{problem}, as in state['exploration']; return that")
+            raise ConfigError(f"{problem}, as in state['exploration']; return such a tensor")
 
 
 def _check_draw(label: str, args: tuple[Any, ...], out: Any) -> None:
@@ -290,7 +290,7 @@ def _check_draw(label: str, args: tuple[Any, ...], out: Any) -> None:
     for leaf in flatten(out)[0]:
         if list(leaf.shape[: len(shape)]) != shape:
             expected = f"[{', '.join(map(str, shape))}, ...]"
-            raise ConfigError(f"{label} returns noise {described(leaf)}, expected {expected}; return a row per key")
+            raise ConfigError(f"{label} returns noise {described(leaf)}, expected {expected}; return one entry per key")
 
 
 def _check_action(label: str, action: Any, batch: list[int], space: Space) -> None:
@@ -302,7 +302,7 @@ def _check_action(label: str, action: Any, batch: list[int], space: Space) -> No
     # an action of a Box may have the dtype of the network, such as float64
     if not is_right or not (action.is_floating_point() if isinstance(space, Box) else action.dtype == dtype):
         expected = f"{dtype} {shape} for a {type(space).__name__} action space".removeprefix("torch.")
-        raise ConfigError(f"{label} returns action as {described(action)}, expected {expected}; return that")
+        raise ConfigError(f"{label} returns action as {described(action)}, expected {expected}; return such a tensor")
 
 
 def _check_act(
@@ -324,7 +324,9 @@ def _check_act(
         mask, log_prob = cast(Tensor, out["token_mask"]), cast(Tensor, out["sample_log_prob"])
         if mask.dtype != torch.bool or mask.shape != log_prob.shape:
             expected = f"bool {list(log_prob.shape)}, the shape of sample_log_prob"
-            raise ConfigError(f"{label} returns token_mask as {described(mask)}, expected {expected}; return that")
+            raise ConfigError(
+                f"{label} returns token_mask as {described(mask)}, expected {expected}; return such a tensor"
+            )
     check_fields(label, args[1], carry, "carry", "init_carry")
 
 
@@ -335,11 +337,13 @@ def _check_floats(label: str, what: str, x: Any, shape: Sequence[int], more: str
         or not x.is_floating_point()
         or list(x.shape[: len(shape)] if more else x.shape) != [*shape]
     ):
-        raise ConfigError(f"{label} returns {what} as {described(x)}, expected float {[*shape]}{more}; return that")
+        raise ConfigError(
+            f"{label} returns {what} as {described(x)}, expected float {[*shape]}{more}; return such a tensor"
+        )
 
 
 def _check_evaluate(label: str, args: tuple[Any, ...], out: Any, space: Space) -> None:
-    steps, tokens = args[2], " and maybe axes of tokens"
+    steps, tokens = args[2], " with optional token axes"
     shape, more = _batch_of(steps["obs"], space), tokens
     if "token_mask" in steps:
         shape, more = list(steps["token_mask"].shape), ""
@@ -358,7 +362,7 @@ def _check_sequence_value(label: str, args: tuple[Any, ...], out: Any, space: Sp
     if final is not None:
         _check_floats(label, "V_final", final_value, _batch_of(final["obs"], space))
     elif final_value is not None:
-        raise ConfigError(f"{label} returns V_final as {described(final_value)} without `final`; return None then")
+        raise ConfigError(f"{label} returns V_final as {described(final_value)} without `final`; return None instead")
 
 
 def _check_explore(label: str, args: tuple[Any, ...], out: Any, action_space: Space) -> None:
@@ -379,7 +383,7 @@ def _check_explore(label: str, args: tuple[Any, ...], out: Any, action_space: Sp
 
 def _check_q(label: str, args: tuple[Any, ...], out: Any) -> None:
     if not isinstance(out, Tensor) or not out.is_floating_point():
-        raise ConfigError(f"{label} returns {described(out)}, expected float [critics, ...]; return that")
+        raise ConfigError(f"{label} returns {described(out)}, expected float [critics, ...]; return such a tensor")
 
 
 def checked_policy(policy: Policy, observation_space: Space, action_space: Space) -> Policy:
