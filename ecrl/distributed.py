@@ -121,7 +121,7 @@ def all_mean(x: T, *, weight: Tensor) -> T:
 
 
 def any_rank(flag: bool) -> bool:
-    """Return True if the flag is True on any rank. Every rank must call this function, between iterations."""
+    """Return True if the flag is True on any rank. Every rank must call this function, and only between iterations."""
     return flag if world_size() == 1 else bool(all_sum(torch.tensor([int(flag)])) > 0)
 
 
@@ -150,9 +150,10 @@ def local_device(name: str, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def start(distributed: bool, environ: Mapping[str, str] = os.environ) -> None:
-    """Join the other processes that torchrun started, if the run is distributed. Call this function once, at first.
+    """Join the other processes that torchrun started, if the run is distributed.
 
-    Each restart uses new names in the store, so that ranks do not read messages from processes of an earlier attempt.
+    Call `start` once, before any other function. Each restart uses new names in the store, so that ranks do not read
+    messages from processes of an earlier attempt.
 
     Raises: ConfigError that names a missing environment variable of torchrun.
     """

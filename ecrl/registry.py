@@ -61,7 +61,7 @@ class InitOnly:
 
 
 def _shape_of(value: Any) -> Hashable:
-    """Return a key that differs for configs that differ in a field without `InitOnly`."""
+    """Return a hashable key of a config, which depends on all fields except fields marked `InitOnly`."""
     if isinstance(value, list | tuple):
         return tuple(map(_shape_of, value))
     if isinstance(value, dict):

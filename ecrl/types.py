@@ -91,7 +91,9 @@ def same_shape(**tensors: Tensor) -> None:
 
 
 def check_rollout(rollout: TensorDict, *keys: str) -> None:
-    """Raise ValueError unless `rollout` is `[N, T + 1]`, T >= 1, with the fields `keys` as in `ROLLOUT_FIELDS`.
+    """Raise ValueError unless `rollout` has shape `[N, T + 1]` and valid fields `keys` (see `ROLLOUT_FIELDS`).
+
+    T must be at least 1.
 
     >>> check_rollout(TensorDict({"reward": torch.zeros(2, 3)}, [2, 3]), "reward", "done")
     Traceback (most recent call last):

@@ -94,7 +94,7 @@ def init(cfg: APGConfig, run: Run, key: Tensor) -> dict[str, Any]:
 def _step(
     run: Run, world: _World, at: tuple[Any, Any, Tensor | None], params: TensorDict, initial: TensorDict
 ) -> tuple[_World, tuple[TensorDict, Tensor]]:
-    """Take one step in every environment. Return memory and environment state, the transition, and the entropy `[N]`.
+    """Step every environment. Return the next memory and environment state, the transition, and the entropy `[N]`.
 
     No gradient flows back beyond a step whose `is_first` is True. Without segments, `is_first` is None.
     """
@@ -201,7 +201,7 @@ class Iterate(NamedTuple):
 
 
 def gradient_steps(static: Static) -> int:
-    """Return the cost of the gradient in gradient steps, about one for each time step of an iteration."""
+    """Return the cost of an iteration in gradient steps, about one per time step."""
     return static.buffer_size
 
 

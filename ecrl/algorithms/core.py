@@ -200,7 +200,7 @@ def _updated(update: Update, run: Run, state: TensorDict, batch: TensorDict) -> 
 
 
 def _learn(update: Update, run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:
-    """Return the state fields that `update` changed, and its logs. Unchanged fields need no copy."""
+    """Call `update` and return the changed state fields and the logs. Unchanged fields need no copy."""
     after, logs = _updated(update, run, state, batch)
     changed = {k: v for k, v in cast(Any, after.items()) if not _are_same(v, state.get(k, None))}
     return TensorDict(changed, []), logs
@@ -213,12 +213,12 @@ def _are_same(tree: Any, other: Any) -> bool:
 
 
 def env_index(num_envs: int, device: torch.device | None) -> Tensor:
-    """Return the global indices of this rank's environments, int64 `[N]`."""
+    """Return the global indices of this rank's environments, as int64 `[N]`."""
     return torch.arange(num_envs, device=device) + distributed.rank() * num_envs
 
 
 def start_keys(key: Tensor, num_envs: int, step: Tensor | int, group_size: int = 1) -> Tensor:
-    """Return the keys of the episodes that begin after `step` steps of each environment, `[N]`.
+    """Return the keys `[N]` of the episodes that begin after `step` steps of each environment.
 
     All environments of a group share one key.
     """
@@ -226,12 +226,12 @@ def start_keys(key: Tensor, num_envs: int, step: Tensor | int, group_size: int =
 
 
 def steps_taken(run: Run, state: TensorDict) -> Tensor:
-    """Return the number of actions that each environment has taken, 0-d int64."""
+    """Return the number of actions that each environment has taken, as 0-d int64."""
     return decisions(state) // (run.static.num_envs * run.static.world_size)
 
 
 def decisions(state: TensorDict) -> Tensor:
-    """Return the number of actions taken, over all environments and ranks, 0-d int64.
+    """Return the number of actions taken over all environments and ranks, as 0-d int64.
 
     The number is `sample_step`, unless the environment reports `executed`, the number of steps that an action took.
     """
@@ -301,7 +301,7 @@ def max_truncations(env: Env, steps: int) -> int:
 
 
 def _collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
-    """Collect a batch. Return the new fields `env`, `episode` and, if the state has it, `carry`, and the batch."""
+    """Collect a batch. Return the state's new `env`, `episode` and `carry`, if present, and the batch."""
     env_keys, action_keys = step_keys(run, state)
     params, before = policy_params(state), state.get("carry", TensorDict({}, []))
     carry, env_state, batch = collect_rollout(
@@ -356,7 +356,7 @@ def _restart(run: Run, key: Tensor, step: Tensor, env_state: TensorDict) -> Tens
 
 @dataclass(frozen=True)
 class _FromReset:
-    """The function that `from_reset` returns; compared by value."""
+    """Callable that `from_reset` returns, compared by value."""
 
     collect: Collect
 
@@ -382,7 +382,7 @@ def standardize_over_ranks(x: Tensor, mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _WithScaledRewards:
-    """The function that `with_scaled_rewards` returns; compared by value."""
+    """Callable that `with_scaled_rewards` returns, compared by value."""
 
     update: Update
 

@@ -122,7 +122,10 @@ def advantages(run: Run, state: TensorDict, batch: TensorDict) -> dict[str, Tens
 
 
 def loss(run: Run, params: TensorDict, minibatch: TensorDict, mask: Tensor, hyper: TensorDict) -> tuple[Tensor, Logs]:
-    """Return a minibatch's clipped surrogate plus the KL penalty minus the entropy bonus, and the logs."""
+    """Return the loss and the logs of a minibatch.
+
+    The loss is the clipped surrogate plus the KL penalty minus the entropy bonus.
+    """
     log_prob, entropy = run.policy.evaluate_rows(params, minibatch)
     ref_log_prob = minibatch["ref_log_prob"] if "ref_log_prob" in minibatch else log_prob.detach()
     return grpo_loss(

@@ -214,7 +214,7 @@ def _turn(
 
 
 def _over_turns(run: Run, logs: Logs) -> Logs:
-    """Return the logs of an iteration: means over its turns `[turns]`, and the sum of `skipped_steps`.
+    """Average the logs `[turns]` over the turns of an iteration, but sum `skipped_steps`.
 
     If all gradient steps of a turn were left out because of NaN or infinity, the means leave out the turn's logs.
     """
@@ -237,7 +237,7 @@ def _noise(run: Run, state: TensorDict) -> tuple[Any, Any]:
 def _explored(
     policy: Policy, params: TensorDict, carry: tuple[TensorDict, TensorDict], obs: Any, noise: Any
 ) -> tuple[tuple[TensorDict, TensorDict], TensorDict]:
-    """Act and explore. Return the carry of memory and exploration state, and the policy's output."""
+    """Act and explore. Return the new memory and exploration state, and the policy's output."""
     memory, exploration = carry
     memory, out = policy.act(params, memory, obs, noise)
     if policy.explore is not None:
@@ -343,7 +343,7 @@ def replay_init(run: Run, rows: TensorDict, capacity: int) -> TensorDict:
 
 
 def check_replay(run: Run, capacity: int) -> None:
-    """Check the sizes of a run whose algorithm has a replay buffer.
+    """Check that the sizes of replay buffer, iteration and turn fit together.
 
     The buffer must not be shorter than an iteration. An iteration must be a whole number of turns. If a row of a
     minibatch has fewer steps than a turn, a turn must be a whole number of rows.
@@ -369,7 +369,7 @@ def check_replay(run: Run, capacity: int) -> None:
 
 
 def add_rows(replay: Replay, rows: TensorDict) -> Replay:
-    """Add the rows of a turn to the buffer. New rows replace the oldest rows of a full buffer at once.
+    """Add the rows of a turn to the buffer. If the buffer is full, new rows immediately replace the oldest rows.
 
     Args:
         replay: the replay buffer that was passed to the turn.
@@ -397,7 +397,7 @@ def add_rows(replay: Replay, rows: TensorDict) -> Replay:
 
 
 def row_count(replay: Replay) -> Tensor:
-    """Return the number of rows in the buffer, 0-d int64."""
+    """Return the number of rows in the buffer, as 0-d int64."""
     return (replay.start + replay.added).clamp(max=len(replay.ring))
 
 
@@ -422,7 +422,7 @@ def read_rows(replay: Replay, index: Tensor, *fields: str) -> TensorDict:
     Returns: the rows `[*B]`.
     """
     flat = index.flatten()
-    age = (flat - replay.start) % len(replay.ring)  # place in the block, if this iteration wrote the row
+    age = (flat - replay.start) % len(replay.ring)  # index in the block if this iteration wrote the row
     is_new, place = age < replay.added, age.clamp(max=replay.block.shape.numel() - 1)
     ring, block = (cast(TensorDict, x.select(*fields)) if fields else x for x in (replay.ring, _lines(replay.block)))
 

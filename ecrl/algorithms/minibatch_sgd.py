@@ -2,7 +2,8 @@
 
 `minibatch_epochs` learns from the steps of a batch, and `minibatch_sgd` learns from any rows.
 
-Each gradient step is one function of tensors. It can be compiled, because its branches depend only on the config.
+Each gradient step is one function of tensors. Gradient steps can be compiled, because their branches depend only on the
+config.
 """
 
 import warnings
@@ -75,7 +76,7 @@ class MinibatchConfig(LearningConfig):
 
 
 class SGD(NamedTuple):
-    """Settings of `minibatch_sgd` that shape the compiled graph: keys of the config, and the optimiser groups."""
+    """Config values and optimiser groups of `minibatch_sgd`, which shape the compiled graph."""
 
     n_epochs: int
     batch_size: int | None
@@ -114,7 +115,7 @@ def _chunking(rows: TensorDict, most: int, length: int, device: torch.device) ->
 
 
 def shuffled(keys: Tensor, sizes: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
-    """Return row indices `[len(keys) * len(sizes), width]` of minibatches of these sizes, shuffled with each key.
+    """Return shuffled row indices `[len(keys) * len(sizes), width]`, one minibatch per key and size.
 
     `width` is at least `max(sizes)`. A minibatch with fewer rows repeats its first row. The second result is a mask of
     the same shape, which is False for repeated rows.
@@ -275,7 +276,7 @@ def _gradient_step(
 
 
 def _is_finite(tree: Any) -> Tensor:
-    """Return True if no tensor of a tree holds NaN or infinity, 0-d bool."""
+    """Return a 0-d bool that is True if all values in a tree are finite."""
     return torch.stack([x.isfinite().all() for x in flatten(tree)[0]]).all()
 
 

@@ -28,7 +28,12 @@ Packed = dict[str, TensorDict]
 
 
 class Optimizer(NamedTuple):
-    """An optimiser: `init(params) -> opt`, `step(params, grads, opt, learning_rate=, **numbers) -> (params, opt)`."""
+    """The two functions of an optimiser.
+
+    Attributes:
+        init: `init(params) -> opt`.
+        step: `step(params, grads, opt, learning_rate=, **numbers) -> (params, opt)`.
+    """
 
     init: Callable[[TensorDict], TensorDict]
     step: Callable[..., tuple[TensorDict, TensorDict]]
@@ -199,7 +204,7 @@ def pack(params: TensorDict, layout: Layout) -> Packed:
 
 
 def unpack(packed: Packed, layout: Layout) -> TensorDict:
-    """Undo `pack`. The tensors are views of the vectors."""
+    """Undo `pack`. The returned tensors are views of the packed vectors."""
     leaves: list[Any] = [None] * sum(len(group.index) for group in layout.groups)
     for group in layout.groups:
         for i, leaf in zip(group.index, _unpack(packed[group.group.name], group), strict=True):
@@ -208,7 +213,7 @@ def unpack(packed: Packed, layout: Layout) -> TensorDict:
 
 
 def network_vectors(vectors: TensorDict, layout: GroupLayout) -> dict[str, Tensor]:
-    """Split the packed vectors of a group into one vector per network and dtype. The results are views."""
+    """Split the packed vectors of a group into one vector per network and dtype. The returned vectors are views."""
     pieces: dict[str, Tensor] = {}
     several = len(layout.vectors) > 1
     for name, places in layout.vectors:

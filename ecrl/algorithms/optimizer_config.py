@@ -133,7 +133,9 @@ class LearningConfig(ConfigModel):
 
 
 def check_rate(key: str, rate: float, schedule: SchedulerConfig | None) -> None:
-    """Raise ValueError if a learning rate is outside the bounds of an adaptive schedule. `key` names the rate.
+    """Raise ValueError if a learning rate is outside the bounds of an adaptive schedule.
+
+    `key` is the config key of the learning rate, which the error names.
 
     >>> check_rate("learning_rate", 0.5, SchedulerConfig(name="adaptive"))
     Traceback (most recent call last):

@@ -132,7 +132,10 @@ def advantages(run: Run, hyper: TensorDict, steps: TensorDict) -> dict[str, Tens
 
 
 def loss(run: Run, params: TensorDict, minibatch: TensorDict, mask: Tensor, hyper: TensorDict) -> tuple[Tensor, Logs]:
-    """Return a minibatch's clipped surrogate plus the value loss minus the entropy bonus, and the logs."""
+    """Return the loss and the logs of a minibatch.
+
+    The loss is the clipped surrogate plus the value loss minus the entropy bonus.
+    """
     choices = run.algorithm.choices
     log_prob, entropy = run.policy.evaluate_rows(params, minibatch)
     value = run.policy.value_rows(params, minibatch)

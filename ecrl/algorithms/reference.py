@@ -1,4 +1,4 @@
-"""A reference policy, which has the parameters of an earlier policy. A loss can penalise the distance from it."""
+"""Keep the parameters of an earlier policy as a reference, so that a loss can penalise the distance from it."""
 
 from functools import partial
 from typing import cast

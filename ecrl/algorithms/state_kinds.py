@@ -9,7 +9,7 @@
 | frozen | frozen_params | no, it is borrowed | equal | in one file for all checkpoints |
 | counter | key, sample_step, update_step, hyper | yes | equal | once |
 
-A kind is declared for a field, or for a path inside a field. The longest matching path decides.
+A kind is declared for a field, or for a path inside a field. The kind of the longest matching path applies.
 """
 
 from collections.abc import Mapping
@@ -77,7 +77,7 @@ def environment_fields(state: TensorDict, kinds: Kinds) -> list[str]:
 
 
 def split(state: TensorDict, kinds: Kinds) -> tuple[TensorDict, TensorDict]:
-    """Split a state into leaves that an iteration replaces and leaves of kind buffer or frozen, which it borrows.
+    """Split a state into the leaves that an iteration replaces and the borrowed leaves of kind buffer or frozen.
 
     >>> state = TensorDict({"params": {"w": 1.0}, "replay": {"obs": 2.0}}, [])
     >>> own, borrowed = split(state, {"params": Kind.LEARNED, "replay": Kind.BUFFER})

@@ -299,7 +299,7 @@ def linear_schedule(step: Tensor, *, start: Scalar, end: Scalar, horizon: int | 
 
 
 def cosine_schedule(step: Tensor, *, end: Scalar, horizon: int | Tensor) -> Tensor:
-    """Return a float64 factor that falls from 1 to `end` along half a cosine over `horizon` steps and then stays.
+    """Return a float64 factor that falls from 1 to `end` along half a cosine over `horizon` steps, then stays at `end`.
 
         end + (1 - end) * (1 + cos(pi * min(step / horizon, 1))) / 2
 

@@ -390,9 +390,9 @@ def _step_values(
     rollout: TensorDict,
     final: TensorDict | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the values of all observations, `[N, T + 1]`, and of the final ones, `[N, F]`, or None without `final`.
+    """Return the values `[N, T + 1]` of all observations and the values `[N, F]` of the final observations.
 
-    The values are computed by one scan over chunks of all observations.
+    The second result is None if `final` is None. The values are computed by one scan over chunks of all observations.
     """
     num_envs, steps = rollout.batch_size
     trees = [_swap_axes(part["obs"]) for part in (rollout, final) if part is not None]
@@ -424,9 +424,9 @@ def _sequence_values(
     rollout: TensorDict,
     final: TensorDict | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the values along the sequences, `[N, T + 1]`, and of the final states, `[N, F]`, or None without `final`.
+    """Return the values `[N, T + 1]` along the sequences and the values `[N, F]` of the final states.
 
-    A scan passes chunks of environments to `value`.
+    The second result is None if `final` is None. A scan passes chunks of environments to `value`.
     """
     num_envs, steps = rollout.batch_size
     rows = {"steps": sequences(rollout)} | ({} if carry.is_empty() else {"carry": carry})
@@ -505,7 +505,10 @@ def _steps_since_end(counted: Tensor, done: Tensor, before: Tensor) -> Tensor:
 
 
 def _add_reward(total: Tensor, step: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Add a reward to each episode's return, float64 `[N]`. Return the next carry, 0 after an end, and the return."""
+    """Add a reward to the float64 return `[N]` of each episode.
+
+    Return the next carry, which is 0 where an episode ended, and the return.
+    """
     reward, done = step
     total = total + reward
     return total.masked_fill(done, 0.0), total

@@ -11,7 +11,7 @@ from ecrl.pytree import flatten, mapped, names, unflatten
 _CPU_ROWS, _GPU_ROWS = 2048, 65_536
 """Largest number of rows in a chunk, or of steps if a row is a sequence.
 
-On a CPU, the activations of a small network then fit in a cache. On a GPU, a chunk keeps the device busy.
+On a CPU, the activations of a small network then fit in a cache. A chunk of this size keeps a GPU busy.
 """
 
 _CPU_BYTES, _GPU_BYTES = 2048 * _CPU_ROWS, 2048 * _GPU_ROWS

@@ -105,7 +105,7 @@ class Unchecked:
 
 @dataclass(frozen=True)
 class Checked:
-    """A wrapped function. Inside `checking`, its result is checked and draws from global generators are rejected.
+    """A function whose results are checked, and whose draws from global generators are rejected, inside `checking`.
 
     Attributes:
         label: name of the policy or algorithm, followed by the name of the function.

@@ -111,7 +111,7 @@ class Policy:
 
 
 def _carry_and_steps(policy: Policy, rows: TensorDict) -> tuple[TensorDict, TensorDict]:
-    """Split a minibatch into the policy's memory before the first step of each row, and the steps."""
+    """Return the policy's memory before the first step of each minibatch row, and the steps of the rows."""
     if policy.unit == "step":
         return TensorDict({}, []), rows
     carry: Any = rows.get("carry", TensorDict({}, []))

@@ -34,7 +34,9 @@ def module_policy(
     *,
     squash: bool = False,
 ) -> Policy:
-    """Build a policy from the modules that `make` builds. Call this in a function registered with `register_policy`.
+    """Build a policy from the modules that `make` builds.
+
+    Call `module_policy` inside a function that is registered with `register_policy`.
 
     A module that defines only `forward(obs)` returns `(output, value)` or `(output, value, log_std)`:
 
@@ -137,7 +139,7 @@ def _forward_policy(
 
 
 def _check_forward(net: Pure, label: str, observation_space: Space, action_space: Space, width: int) -> bool:
-    """Call a module once and check its outputs. Return True if it has a critic."""
+    """Call a module once and check its outputs. Return True if the module has a critic."""
     weights, forward_label = cast(TensorDict, _initial(net)(rng.key(0))["module"]), f"{label}.forward"
     with torch.no_grad(), seeded(rng.key(0)):
         out = net.forward(weights, example(observation_space))

@@ -546,7 +546,10 @@ VALUES = {  # the function, its result instead, the line
         lambda made, *args: made.evaluate(*args)[0],
         "float32 [10], expected 2: (log_prob, entropy); return these values",
     ),
-    "log_prob": (lambda made, *args: (0.0, made.evaluate(*args)[1]), "log_prob as float 0.0, expected float [10] and"),
+    "log_prob": (
+        lambda made, *args: (0.0, made.evaluate(*args)[1]),
+        "log_prob as float 0.0, expected float [10] with optional token axes",
+    ),
     "entropy": (
         lambda made, *args: (made.evaluate(*args)[0], torch.zeros(())),
         "entropy as float32 [], expected float [10]",
