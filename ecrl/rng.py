@@ -7,8 +7,8 @@ under vmap and on every device. Normal numbers agree within 1e-6.
 
 The random bits come from Philox4x32-10, a random function of a key and a counter (Salmon et al. 2011, "Parallel random
 numbers: as easy as 1, 2, 3"). Philox works on unsigned 32-bit words and needs the high half of their products. PyTorch
-has no such operations, so a round takes about twenty operations on int64. In a compiled graph on a CPU, the operator
-`ecrl::philox` computes two words at once, with faster C++ code (`ecrl.compile.cpu_philox`).
+has no operation for this high half, so a round takes about twenty operations on int64. In a compiled graph on a CPU,
+the operator `ecrl::philox` computes two words at once, with faster C++ code (`ecrl.compile.cpu_philox`).
 """
 
 from collections.abc import Sequence
