@@ -3,7 +3,7 @@
 One TensorDict holds everything that changes during a run. A frozen config holds everything that does not change. All
 code that runs is in module-level functions.
 
-`import ecrl` imports no other package. Python imports a public name when you first use it.
+`import ecrl` imports no other package. Each public name is imported when it is first used.
 """
 
 import os

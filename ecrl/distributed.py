@@ -1,8 +1,8 @@
-"""Training in several processes, called ranks, that torchrun starts.
+"""Train in several processes, called ranks, which torchrun starts.
 
-All ranks have the same weights, and each rank has its own environments. Inside an iteration, ranks exchange numbers
-only by `all_sum` and `all_mean`. In a compiled graph, both are the operator `ecrl::all_sum`. Before a call of `start`,
-there is one rank, and `all_sum` returns its argument.
+All ranks have the same weights, and each rank has its own environments. Inside an iteration, ranks exchange data only
+through `all_sum` and `all_mean`. In a compiled graph, both functions use the operator `ecrl::all_sum`. Before `start`
+is called, there is one rank, and `all_sum` returns its argument.
 """
 
 import atexit
@@ -24,12 +24,12 @@ T = TypeVar("T")
 _TIMEOUT = timedelta(days=7)
 """Longest time that a rank waits for the others, for example while rank 0 evaluates.
 
-It can be long, because torchrun ends all ranks if one rank dies.
+The timeout can be long, because torchrun ends all ranks if one rank dies.
 """
 
 
 class _Ranks(NamedTuple):
-    """The index of this rank, the number of ranks, and a store of strings by name that outlasts torchrun's restarts."""
+    """The index of this rank, the number of ranks, and a key-value store that outlasts torchrun's restarts."""
 
     rank: int
     size: int
@@ -40,7 +40,7 @@ _ranks = _Ranks(0, 1, None)  # set once, by `start`
 
 
 def rank() -> int:
-    """Return the index of this process among the ranks. It is 0 if there is only one."""
+    """Return the rank of this process, which is 0 if there is only one process."""
     return _ranks.rank
 
 
@@ -51,7 +51,7 @@ def world_size() -> int:
 
 @contextmanager
 def _short_errors() -> Iterator[None]:
-    """Turn a communication error into a UserError of one line.
+    """Convert a communication error to a one-line UserError.
 
     The traceback is dropped, because its frames would keep the process group alive.
     """
@@ -121,7 +121,7 @@ def all_mean(x: T, *, weight: Tensor) -> T:
 
 
 def any_rank(flag: bool) -> bool:
-    """Return True if the flag is True on any rank. Every rank must call this function, between iterations."""
+    """Return True if the flag is True on any rank. Every rank must call this function, and only between iterations."""
     return flag if world_size() == 1 else bool(all_sum(torch.tensor([int(flag)])) > 0)
 
 
@@ -136,9 +136,9 @@ def _read_number(name: str, environ: Mapping[str, str]) -> int:
 def local_device(name: str, environ: Mapping[str, str] = os.environ) -> str:
     """Return the device of this rank: `name`, or the GPU of index LOCAL_RANK.
 
-    It is the GPU if there are several ranks and GPUs, and `name` is `cuda` or `auto`.
+    The device is the GPU if there are several ranks, GPUs are available, and `name` is `cuda` or `auto`.
 
-    Raises: ConfigError that lists the GPUs of this machine if it has too few.
+    Raises: ConfigError that lists the GPUs of this machine if there are too few.
     """
     if world_size() == 1 or name not in ("cuda", "auto") or not torch.cuda.is_available():
         return name
@@ -150,11 +150,12 @@ def local_device(name: str, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def start(distributed: bool, environ: Mapping[str, str] = os.environ) -> None:
-    """Join the other processes that torchrun started, if the run is distributed. Call this function first, and once.
+    """Join the other processes that torchrun started, if the run is distributed.
 
-    Each restart uses new names in the store. So it does not read messages from processes of an earlier attempt.
+    Call `start` once, before any other function. Each restart uses new names in the store, so that ranks do not read
+    messages from processes of an earlier attempt.
 
-    Raises: ConfigError that names a missing variable of torchrun.
+    Raises: ConfigError that names a missing environment variable of torchrun.
     """
     global _ranks
     one_process = environ.get("WORLD_SIZE", "1") == "1"
@@ -182,7 +183,7 @@ def start(distributed: bool, environ: Mapping[str, str] = os.environ) -> None:
 
 
 def stop() -> None:
-    """Leave the group of processes."""
+    """Leave the process group."""
     global _ranks
     if world_size() > 1:
         dist.destroy_process_group()
@@ -190,12 +191,12 @@ def stop() -> None:
 
 
 def _stop_at_exit() -> None:
-    """Leave the group of processes if this one ends without `stop`, for example after an error.
+    """Leave the process group if this process ends without `stop`, for example after an error.
 
-    A thread of gloo holds the tensors of the last message, and needs Python's lock to release them. While the
+    A thread of gloo holds the tensors of the last message, and needs the GIL to release these tensors. While the
     interpreter shuts down, it kills this thread, and the process fails with "terminate called without an active
-    exception". Destroying the group ends the thread before that. With NCCL, destroying the group would wait for the
-    other ranks, so the group is aborted first.
+    exception". Destroying the group ends the thread before the shutdown. With NCCL, destroying the group would wait for
+    the other ranks, so the group is aborted first.
     """
     if world_size() > 1 and dist.group.WORLD is not None:
         dist.group.WORLD.abort()  # gloo has nothing to abort
@@ -232,7 +233,7 @@ def has_flag(name: str) -> bool:
 
 
 def gather_on_rank_0(own: bytes) -> list[bytes]:
-    """Return the bytes of all ranks, in the order of ranks, on rank 0, and an empty list on other ranks.
+    """Return the bytes of all ranks, in order of rank, on rank 0. Return an empty list on other ranks.
 
     Every rank must call this function.
     """

@@ -10,7 +10,7 @@ class UserError(ValueError):
 
 
 class ConfigError(UserError):
-    """Faults in a config, one line each: `source: path: what is wrong; what to do`."""
+    """Error for faults in a config, with one line per fault: `source: path: what is wrong; what to do`."""
 
 
 class CheckpointError(UserError):
@@ -18,7 +18,7 @@ class CheckpointError(UserError):
 
 
 class NotSavedError(CheckpointError):
-    """Error of `ecrl.train` if it cannot save the last state.
+    """Error that `ecrl.train` raises if it cannot save the last state.
 
     The attributes `state` and `history` hold the values that `ecrl.train` would have returned.
     """
@@ -48,7 +48,7 @@ class MissingExtraError(UserError, ModuleNotFoundError):
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:
-    """Turn a failed import in the block into a one-line error with the command that installs the extra `name`."""
+    """Convert a failed import in the block to a one-line error with the command that installs the extra `name`."""
     try:
         yield
     except ModuleNotFoundError as error:

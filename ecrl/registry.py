@@ -1,20 +1,20 @@
-"""Registry of parts by name: environments, policies, algorithms, networks, events and terms of MuJoCo tasks.
+"""Registry of components by name: environments, policies, algorithms, networks, events and terms of MuJoCo tasks.
 
-Each name maps to `(Config, make)`. A decorator registers `make`. The annotation of its first parameter is the Config:
+Each name maps to `(Config, make)`. A decorator registers `make`, whose first parameter is annotated with the Config:
 
     @register_env("my_task")
     def my_task(cfg: MyTaskConfig) -> Env: ...
 
-Functions made from equal configs are equal, so they are compiled once:
+Functions made from equal configs are equal, so equal configs share compiled functions:
 
-- An algorithm is made anew each time. It consists of module-level functions and choices that are compared by value.
+- An algorithm is built again each time, from module-level functions and choices that are compared by value.
 - The functions of an environment, an event or a term may read every field of their config. `make` is called once for
   each config, and equal configs give the same object.
 - The functions of a policy may read every field except the fields marked with `InitOnly`. If two configs differ only in
   such fields, their policies share all functions but `init` and `init_frozen`.
 
-An installed package can register its parts automatically. Its entry point in the group `ecrl.plugins` names the module
-that registers them.
+An installed package can register its components automatically. The package's entry point in the group `ecrl.plugins`
+names the module that registers the components.
 """
 
 import json
@@ -31,24 +31,24 @@ from warnings import warn
 from ecrl.errors import UserError
 
 BUILTIN = ("ecrl.envs", "ecrl.policies", "ecrl.algorithms")
-"""Packages that register the built-in parts. They are imported before a user first looks up or registers a part."""
+"""Packages that register the built-in components, imported before a user's first lookup or registration."""
 
 PLUGINS = "ecrl.plugins"
-"""Entry-point group for installed packages that register parts. They are imported after the built-in packages."""
+"""Entry-point group of plugins, which register components. Plugins are imported after the built-in packages."""
 
 
 class Entry(NamedTuple):
-    """A registered part: its config class, and the function that makes the part from a config."""
+    """A registered component: its config class, and the function that makes the component from a config."""
 
     config: type
     make: Callable[..., Any]
 
 
 class InitOnly:
-    """Mark of a config's field that only sets the first values of a policy's parameters.
+    """Marker of a config field that only affects the initial values of a policy's parameters.
 
-    Another value of the field compiles nothing. The module that `pure` or `module_policy` gets may read it too, if its
-    `forward` does not depend on it.
+    Changing a marked field recompiles nothing. A module passed to `pure` or `module_policy` may read a marked field
+    too, if the module's `forward` does not depend on it.
 
     >>> from typing import Annotated
     >>> from pydantic import BaseModel
@@ -61,7 +61,7 @@ class InitOnly:
 
 
 def _shape_of(value: Any) -> Hashable:
-    """Return a key that differs for configs that differ in a field without `InitOnly`."""
+    """Return a hashable key of a config, which depends on all fields except fields marked `InitOnly`."""
     if isinstance(value, list | tuple):
         return tuple(map(_shape_of, value))
     if isinstance(value, dict):
@@ -74,17 +74,17 @@ def _shape_of(value: Any) -> Hashable:
 
 _KINDS = ("env", "policy", "algorithm", "network", "event", "action", "observation", "reward")
 _KINDS_WITH_NAME = ("policy", "algorithm")
-"""Kinds of parts that have a field `name`."""
+"""Kinds of components that have a field `name`."""
 _ENTRIES: dict[str, dict[str, Entry]] = {kind: {} for kind in _KINDS}
 
 
 _IMPORT_FIRST = "import its module first: import MODULE in Python, --import MODULE in a shell"
 _FAILED_PLUGINS: list[str] = []  # messages about plugins that failed to import
-_IMPORTED_GROUPS: list[str] = []  # filled before the import, because plugins register parts during it
+_IMPORTED_GROUPS: list[str] = []  # filled before the import, during which plugins register components
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """Return the end of an error message. It suggests the nearest known name, or lists all names if none is near.
+    """Return the end of an error message, which suggests the nearest known name or lists all names.
 
     >>> did_you_mean("sede", ["seed", "device"]), did_you_mean("x", ["seed", "device"])
     ("did you mean 'seed'?", 'known: device, seed')
@@ -95,7 +95,7 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 
 
 def _with_name(make: Callable, name: str) -> Callable:
-    """Wrap `make` to set the field `name` of its result to the registered name, for messages."""
+    """Wrap `make` to set the field `name` of its result to the registered name, for error messages."""
 
     @wraps(make)
     def named(*args: Any, **kwargs: Any) -> Any:
@@ -106,7 +106,7 @@ def _with_name(make: Callable, name: str) -> Callable:
 
 
 def _sharing_functions(make: Callable) -> Callable:
-    """Wrap the `make` of a policy: configs that differ in fields of `InitOnly` alone share the compared functions."""
+    """Wrap a policy's `make` so that configs that differ only in `InitOnly` fields share the compared functions."""
     first: dict[Hashable, tuple[Any, Any]] = {}
 
     @wraps(make)
@@ -127,7 +127,7 @@ def _sharing_functions(make: Callable) -> Callable:
 def _register(kind: str, name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
     def decorate(make: Callable) -> Callable:
         if not str(getattr(make, "__module__", None)).startswith("ecrl."):
-            _import_parts()  # otherwise a built-in part that is imported later would find its name taken
+            _import_parts()  # otherwise a built-in component that is imported later would find its name taken
         if name in _ENTRIES[kind] and not override:
             raise ValueError(f"{kind} {name!r} is already registered; pass override=True to replace it")
         first = next(iter(signature(make).parameters), None)
@@ -149,31 +149,34 @@ def _register(kind: str, name: str, *, override: bool = False) -> Callable[[Call
 
 
 def register_env(name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
-    """Decorator: register `make(cfg) -> Env` under `name`. Raise ValueError if the name is taken, unless `override`."""
+    """Decorate `make(cfg) -> Env` to register it under `name`.
+
+    Raise ValueError if the name is taken, unless `override` is True.
+    """
     return _register("env", name, override=override)
 
 
 def register_policy(name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
-    """Decorator: register `make(cfg, observation_space, action_space) -> Policy` under `name`."""
+    """Decorate `make(cfg, observation_space, action_space) -> Policy` to register it under `name`."""
     return _register("policy", name, override=override)
 
 
 def register_algorithm(name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
-    """Decorator: register `make(cfg) -> Algorithm` under `name`."""
+    """Decorate `make(cfg) -> Algorithm` to register it under `name`."""
     return _register("algorithm", name, override=override)
 
 
 def register_network(name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
-    """Decorator: register `make(cfg, space, outputs) -> nn.Module` under `name`, for `{"type": name}` networks.
+    """Decorate `make(cfg, space, outputs) -> nn.Module` to register it for networks `{"type": name}`.
 
-    The module's `forward` receives a batch of observations, in the same layout as a module of `module_policy`. It
+    The module's `forward` receives a batch of observations, in the same layout as a module of `module_policy`, and
     returns `[B, outputs]`. `ecrl.policies.flatten` converts observations to float features.
     """
     return _register("network", name, override=override)
 
 
 def register_event(name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
-    """Decorator: register `make(cfg) -> (env state, keys) -> env state` under `name`, for `trainer.events`.
+    """Decorate `make(cfg) -> (env state, keys) -> env state` to register it for `trainer.events`.
 
     If `make` has two parameters, it receives the config and the simulation of a MuJoCo task. The `events` of the task's
     own config can use the event too.
@@ -182,17 +185,17 @@ def register_event(name: str, *, override: bool = False) -> Callable[[Callable],
 
 
 def register_action(name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
-    """Decorator: register `make(cfg, sim) -> ActionTerm` under `name`, for a MuJoCo task's `actions`."""
+    """Decorate `make(cfg, sim) -> ActionTerm` to register it for the `actions` of a MuJoCo task."""
     return _register("action", name, override=override)
 
 
 def register_observation(name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
-    """Decorator: register `make(cfg, sim) -> (state, value) -> value` under `name`, for a task's `observations`."""
+    """Decorate `make(cfg, sim) -> (state, value) -> value` to register it for the `observations` of a MuJoCo task."""
     return _register("observation", name, override=override)
 
 
 def register_reward(name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
-    """Decorator: register `make(cfg, sim) -> (before, after) -> reward` under `name`, for a task's `rewards`."""
+    """Decorate `make(cfg, sim) -> (before, after) -> reward` to register it for the `rewards` of a MuJoCo task."""
     return _register("reward", name, override=override)
 
 
@@ -203,7 +206,7 @@ def _import_builtin() -> None:
 
 
 def _import_parts() -> None:
-    """Import the built-in parts, and the plugins of installed packages once. Warn of a failing plugin and skip it."""
+    """Import the built-in components and, once, the installed plugins. Warn about a failing plugin and skip it."""
     _import_builtin()
     if _IMPORTED_GROUPS:
         return
@@ -221,7 +224,7 @@ def _import_parts() -> None:
 
 
 def import_user_module(module: str) -> None:
-    """Import a user's module that registers parts, for the option `--import`. Configs cannot import modules.
+    """Import a user's module that registers components, for the option `--import`. Configs cannot import modules.
 
     Raises: UserError if there is no such module. Errors inside the module are raised unchanged.
     """
@@ -234,7 +237,7 @@ def import_user_module(module: str) -> None:
 
 
 def user_modules(config: str) -> list[str]:
-    """List the modules outside of ecrl that registered parts with a name that occurs in a config's JSON.
+    """List the modules outside ecrl that registered a component whose name occurs in a config's JSON.
 
     Another process must import these modules before it loads the config.
 
@@ -253,13 +256,13 @@ def registered(kind: str) -> tuple[str, ...]:
     True
     """
     if kind not in _ENTRIES:
-        raise ValueError(f"unknown kind of part {kind!r}; {did_you_mean(kind, _ENTRIES)}")
+        raise ValueError(f"unknown kind of component {kind!r}; {did_you_mean(kind, _ENTRIES)}")
     _import_parts()
     return tuple(sorted(_ENTRIES[kind]))
 
 
 def lookup(kind: str, name: str) -> Entry:
-    """Return the entry of a name. For an unknown name, raise KeyError that suggests names.
+    """Return the registered entry of a name. For an unknown name, raise a KeyError that suggests known names.
 
     >>> lookup("env", "cartpol")  # doctest: +ELLIPSIS
     Traceback (most recent call last):

@@ -1,14 +1,14 @@
 """Stateless random numbers: a key is one int64, and every draw is a pure function of its key.
 
-A key of shape `[*B]` is a batch of independent keys. A draw appends its shape: `uniform(keys, (3,))` is `[*B, 3]`. Use
-each key once. Derive new keys with `split` or `fold_in`. A longer draw starts with the numbers of a shorter draw.
-Integers, uniforms and permutations have the same bits in eager mode, compiled, under vmap and on every device. Normals
-agree within 1e-6.
+A key of shape `[*B]` is a batch of independent keys. A draw appends its shape to `[*B]`, so `uniform(keys, (3,))` has
+shape `[*B, 3]`. Use each key once. Derive new keys with `split` or `fold_in`. A longer draw from a key starts with the
+numbers of a shorter draw. Integers, uniform numbers and permutations have the same bits in eager and compiled code,
+under vmap and on every device. Normal numbers agree within 1e-6.
 
 The random bits come from Philox4x32-10, a random function of a key and a counter (Salmon et al. 2011, "Parallel random
 numbers: as easy as 1, 2, 3"). Philox works on unsigned 32-bit words and needs the high half of their products. PyTorch
-has no operations for this, so a round takes about twenty operations on int64. In a compiled graph on a CPU, two words
-are one operation, `ecrl::philox`, which has faster C++ (`ecrl.compile.cpu_philox`).
+has no operation for this high half, so a round takes about twenty operations on int64. In a compiled graph on a CPU,
+the operator `ecrl::philox` computes two words at once, with faster C++ code (`ecrl.compile.cpu_philox`).
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def _multiply(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
 
     No step may overflow int64, because an overflow has undefined results in compiled C++.
     """
-    # The product is too small by factor * 2**31. For an odd factor, this is 2**31 modulo 2**32.
+    # The product is too small by factor * 2**31. For an odd factor, this error is 2**31 modulo 2**32.
     product = (word - 2**31) * factor
     return ((product >> 31) + factor) >> 1, (product + 2**31) & _WORD
 
@@ -82,7 +82,7 @@ def _(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, i
 
 
 def _philox_pairs(key: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the four words of `philox4x32` as two int64. The first word of each pair is in the low 32 bits."""
+    """Return the four words of `philox4x32` as two int64 tensors. The first word of each pair is in the low 32 bits."""
     a, b, c, d = philox4x32(key, (low & _WORD, (low >> 32) & _WORD, high & _WORD, (high >> 32) & _WORD))
     return a | (b << 32), c | (d << 32)
 
@@ -93,9 +93,10 @@ def _only_vmap_is_active() -> bool:
 
 
 def _philox(key: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the four words of a key and a counter as two int64. The first word of each pair is in the low 32 bits.
+    """Return the four Philox words of a key and a counter as two int64 tensors.
 
-    `low` and `high` are the halves of the counter, 64 bits each. The arguments broadcast.
+    The first word of each pair is in the low 32 bits. `low` and `high` are the halves of the counter, 64 bits each. The
+    arguments broadcast.
 
     >>> zero = torch.tensor(0)
     >>> [f"{int(pair) % 2**64:016x}" for pair in _philox(zero, zero, zero)]
@@ -107,12 +108,12 @@ def _philox(key: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _counter(n: int, device: torch.device) -> Tensor:
-    """Return the numbers 0 to n - 1. The `&` stops inductor from using 32-bit indices (pytorch issue 175966)."""
+    """Return the integers 0 to n - 1. The `&` stops inductor from using 32-bit indices (pytorch issue 175966)."""
     return torch.arange(n, device=device) & _WORD
 
 
 def key(seed: int, device: torch.device | str | None = None) -> Tensor:
-    """Return a key from a seed, a 0-d int64 tensor.
+    """Create a key, a 0-d int64 tensor, from a seed.
 
     >>> key(3)
     tensor(3)
@@ -121,7 +122,7 @@ def key(seed: int, device: torch.device | str | None = None) -> Tensor:
 
 
 def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
-    """Return a new key from a key and an integer: `[*B]`. The arguments broadcast.
+    """Derive a new key of shape `[*B]` from a key and an integer. The arguments broadcast.
 
     Different data give independent keys.
 
@@ -133,7 +134,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
 
 
 def split(key: Tensor, num: int = 2) -> Tensor:
-    """Return `num` new keys from each key, along a new first axis: `[num, *B]`.
+    """Derive `num` new keys from each key, along a new first axis. The result has shape `[num, *B]`.
 
     >>> split(key(0), 3).shape
     torch.Size([3])
@@ -143,10 +144,10 @@ def split(key: Tensor, num: int = 2) -> Tensor:
 
 
 def stream(key: Tensor, name: int, index: Tensor, step: Tensor | int) -> Tensor:
-    """Return the key for one purpose, such as `ENV`, one environment and one step.
+    """Derive the key for one purpose, such as `ENV`, one environment and one step.
 
-    The key depends only on `key`, on `name` (the purpose), on `index` (of the environment, below 2**32) and on `step`.
-    `index` and `step` broadcast, so `[N]` and `[T, 1]` give `[T, N]`.
+    The result depends only on `key`, on the purpose `name`, on the environment's `index` below 2**32, and on `step`.
+    `index` and `step` broadcast, so shapes `[N]` and `[T, 1]` give `[T, N]`.
 
     >>> few, many = (stream(key(1), ENV, torch.arange(n), 7) for n in (8, 16))
     >>> bool((few == many[:8]).all())
@@ -158,14 +159,14 @@ def stream(key: Tensor, name: int, index: Tensor, step: Tensor | int) -> Tensor:
 
 
 def _pairs(key: Tensor, n: int) -> Tensor:
-    """Return n pairs of random words, `[*B, n]`. Entry i holds the words 2i and 2i + 1 of a draw in one int64."""
+    """Draw n pairs of random words, of shape `[*B, n]`. Entry i holds words 2i and 2i + 1 of a draw in one int64."""
     block = _counter((n + 1) // 2, key.device)
     pairs = _philox(key.unsqueeze(-1), block, torch.full_like(block, _DRAW << 32))
     return torch.stack(pairs, -1).flatten(-2)[..., :n]
 
 
 def bits(key: Tensor, shape: Sequence[int] = ()) -> Tensor:
-    """Return independent 32-bit words as int64 in [0, 2**32): `[*B, *shape]`.
+    """Draw independent 32-bit words of shape `[*B, *shape]`, as int64 in [0, 2**32).
 
     >>> bits(key(0), (4,))[:1].tolist() == bits(key(0), (1,)).tolist()
     True
@@ -177,7 +178,9 @@ def bits(key: Tensor, shape: Sequence[int] = ()) -> Tensor:
 
 
 def uniform(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Tensor:
-    """Draw uniform numbers on [0, 1): `[*B, *shape]`. They are multiples of `2**-24` in float32, `2**-53` in float64.
+    """Draw uniform numbers in [0, 1), of shape `[*B, *shape]`.
+
+    The numbers are multiples of `2**-24` in float32 and of `2**-53` in float64.
 
     Raises: ValueError for any other dtype. In half precision, a number near 1 would be rounded up to 1.
 
@@ -193,7 +196,7 @@ def uniform(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.f
 
 
 def normal(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Tensor:
-    """Draw standard normal numbers `[*B, *shape]`, two from each pair of uniform numbers.
+    """Draw standard normal numbers of shape `[*B, *shape]`, two from each pair of uniform numbers.
 
         z[2i], z[2i+1] = sqrt(-2 log(1 - u[2i])) * (cos, sin)(2 pi u[2i+1])
 
@@ -210,7 +213,7 @@ def normal(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.fl
 
 
 def gumbel(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Tensor:
-    """Draw standard Gumbel numbers `[*B, *shape]`: `-log(-log(u))` with u uniform in (0, 1).
+    """Draw standard Gumbel numbers of shape `[*B, *shape]`, as `-log(-log(u))` with u uniform in (0, 1).
 
     `argmax(logits + gumbel)` samples a categorical distribution.
 
@@ -222,11 +225,11 @@ def gumbel(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.fl
 
 
 def randint(key: Tensor, shape: Sequence[int] = (), *, low: int | Tensor, high: int | Tensor) -> Tensor:
-    """Draw integers in [low, high): int64 `[*B, *shape]`.
+    """Draw int64 numbers in [low, high), of shape `[*B, *shape]`.
 
-    `low` and `high` are integers of Python or NumPy, or integer tensors that broadcast to `[*B, *shape]`. `high - low`
-    must be 1 to 2**31. The values of tensors are not checked. A draw is `low` plus the high 32 bits of
-    `bits * (high - low)`, so the relative error of its probability is below (high - low) / 2**32.
+    `low` and `high` are Python or NumPy integers, or integer tensors that broadcast to `[*B, *shape]`. `high - low`
+    must be between 1 and 2**31. The values of tensors are not checked. A draw is `low` plus the high 32 bits of `bits *
+    (high - low)`, so the relative error of its probability is below (high - low) / 2**32.
 
     Raises: ValueError if a bound is not an integer, if a Python or NumPy number does not fit in int64, or if
         `high - low` of two such numbers is out of range.
@@ -241,7 +244,7 @@ def randint(key: Tensor, shape: Sequence[int] = (), *, low: int | Tensor, high: 
 
 
 def _bound(name: str, bound: Any) -> Any:
-    """Return a bound of `randint` as an int64 tensor or a Python int, because a narrower difference could overflow."""
+    """Convert a bound of `randint` to an int64 tensor or a Python int, because a narrower difference could overflow."""
     if isinstance(bound, Tensor):
         if bound.dtype not in _INTEGERS:
             raise ValueError(f"randint needs an integer {name}, got a tensor of dtype {bound.dtype}")
@@ -256,12 +259,12 @@ def _bound(name: str, bound: Any) -> Any:
 
 
 def categorical(key: Tensor, logits: Tensor) -> Tensor:
-    """Draw one index per row with probability softmax(logits): keys `[*B]` and logits `[*B, K]` give int64 `[*B]`.
+    """Draw one index per row of logits, with probability softmax(logits).
 
-    The function subtracts the maximum from the logits, adds Gumbel noise, and returns the index of the largest sum.
-    Half precision is computed in float32.
+    Keys `[*B]` and logits `[*B, K]` give int64 indices `[*B]`. The function subtracts the maximum from the logits, adds
+    Gumbel noise, and returns the index of the largest sum. Half precision is computed in float32.
 
-    Raises: ValueError if the shape of `key` is not `[*B]`. If rows shared a key, they would have equal noise.
+    Raises: ValueError if the shape of `key` is not `[*B]`. Rows of logits with a shared key would have equal noise.
 
     >>> int(categorical(key(0), torch.tensor([-100.0, 0.0])))
     1
@@ -274,11 +277,10 @@ def categorical(key: Tensor, logits: Tensor) -> Tensor:
 
 
 def permutation(key: Tensor, n: int) -> Tensor:
-    """Return a random order of 0 to n - 1, int64 `[*B, n]`: the order that sorts n random numbers of 62 bits.
+    """Return random permutations of 0 to n - 1, int64 `[*B, n]`, by sorting n random numbers of 62 bits.
 
     All rows are sorted as one row, because torch sorts a single row of integers several times faster, by radix sort. To
-    keep the rows apart, the first bits of each number are replaced by the index of its row. The random number loses as
-    many of its last bits.
+    keep the rows apart, each number starts with the bits of its row index, and as many of its last bits are dropped.
 
     >>> sorted(permutation(key(0), 5).tolist())
     [0, 1, 2, 3, 4]

@@ -1,4 +1,4 @@
-"""Hashable observation and action spaces, so that functions of a space can be memoised.
+"""Observation and action spaces, which are hashable so that functions of a space can be memoised.
 
 `to_gymnasium` and `from_gymnasium` convert to and from Gymnasium's spaces.
 """
@@ -18,9 +18,9 @@ _DTYPES = (
 
 @dataclass(frozen=True, repr=False)
 class Box:
-    """Arrays of numbers `[*shape]` of one dtype. `low` and `high` have one entry per element, in C order.
+    """Arrays of shape `[*shape]` and one dtype. `low` and `high` have one entry per element, in C order.
 
-    Observations have this dtype in states and rollouts. Networks convert them to float. Images are uint8.
+    Observations have this dtype in states and rollouts. Networks convert observations to float. Images are uint8.
 
     Raises: ValueError for a dtype other than a float or an integer of up to 64 bits.
     """
@@ -30,7 +30,7 @@ class Box:
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     is_image: bool = field(init=False, compare=False)
-    """True for uint8 with three axes, in any order, and bounds 0 and 255.
+    """True if the dtype is uint8, the shape has three axes, in any order, and the bounds are 0 and 255.
 
     The field is computed once, because an image has thousands of bounds.
     """
@@ -44,7 +44,7 @@ class Box:
         object.__setattr__(self, "is_image", is_image)
 
     def __repr__(self) -> str:
-        """Return a Python expression that creates the space. It is short if all bounds are equal, as for images."""
+        """Return a Python expression that creates the space. The expression is short if all bounds are equal."""
         if self.dtype == torch.float32:
             return f"Box(low={self.low}, high={self.high}, shape={self.shape})"
         if self.low and {*self.low} == {self.low[0]} and {*self.high} == {self.high[0]}:
@@ -54,21 +54,21 @@ class Box:
 
 @dataclass(frozen=True)
 class Discrete:
-    """Integers 0 to n - 1, int64, shape `[]`."""
+    """Integers from 0 to n - 1, as 0-d int64 tensors."""
 
     n: int
 
 
 @dataclass(frozen=True)
 class MultiDiscrete:
-    """Vectors of integers, int64 `[len(nvec)]`. Entry i runs from 0 to nvec[i] - 1."""
+    """Integer vectors, as int64 tensors of shape `[len(nvec)]`. Entry i is between 0 and nvec[i] - 1."""
 
     nvec: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Dict:
-    """Spaces by name, sorted by name. Observations of a Dict are TensorDicts."""
+    """Named spaces, sorted by name. Observations of a Dict are TensorDicts."""
 
     items: tuple[tuple[str, "Space"], ...]
 
@@ -93,7 +93,7 @@ def dict_space(parts: Mapping[str, Space]) -> Dict:
 
 
 def without_mask(space: Space) -> Space:
-    """Return a Dict space without parts named `action_mask`, and any other space unchanged.
+    """Return a Dict space without entries named `action_mask`, and any other space unchanged.
 
     >>> without_mask(dict_space({"gear": Discrete(4), "action_mask": MultiDiscrete((2, 2))}))
     Dict(items=(('gear', Discrete(n=4)),))
@@ -122,7 +122,7 @@ def element_dtype(space: Space) -> torch.dtype:
 
 
 def element_bytes(space: Space) -> int:
-    """Return the number of bytes of one element in a state or rollout.
+    """Return the number of bytes that one element takes in a state or rollout.
 
     >>> camera = box(0, 255, 8, 8, 3, dtype=torch.uint8)
     >>> element_bytes(dict_space({"joints": box(-1.0, 1.0, 3), "gear": Discrete(4), "camera": camera}))
@@ -134,7 +134,7 @@ def element_bytes(space: Space) -> int:
 
 
 def is_image(space: Space) -> bool:
-    """Return True for a Box of uint8 with three axes, in any order, and bounds 0 and 255.
+    """Return True for a uint8 Box with three axes, in any order, and bounds 0 and 255.
 
     >>> is_image(box(0, 255, 8, 8, 1, dtype=torch.uint8)), is_image(box(0, 1, 8, 8, 1, dtype=torch.uint8))
     (True, False)
@@ -145,8 +145,8 @@ def is_image(space: Space) -> bool:
 def flat_dim(space: Space) -> int:
     """Return the number of float features of a space.
 
-    A Box has one per element, and a Discrete one per value (one-hot). A MultiDiscrete and a Dict have the features of
-    all their parts, except parts named `action_mask`.
+    A Box has one feature per element, and a Discrete has one feature per value, because values are one-hot encoded. A
+    MultiDiscrete and a Dict have the features of all their entries, except entries named `action_mask`.
 
     >>> flat_dim(dict_space({"joints": box(-1.0, 1.0, 2, 3), "gear": Discrete(4), "action_mask": Discrete(2)}))
     10
@@ -184,7 +184,7 @@ _STORED = {"bool": torch.uint8, "uint16": torch.int32, "uint32": torch.int64, "u
 
 
 def box_dtype(dtype: Any) -> torch.dtype:
-    """Return the dtype of the tensors for a Gymnasium Box with this NumPy dtype (see `from_gymnasium`).
+    """Return the tensor dtype for a Gymnasium Box of a NumPy dtype (see `from_gymnasium`).
 
     >>> import numpy as np
     >>> box_dtype(np.dtype(np.float64)), box_dtype(np.dtype(np.uint8)), box_dtype(np.dtype(np.uint16))
@@ -201,12 +201,12 @@ def from_gymnasium(space: Any) -> Space:
     - Box: floats become float32, and most integers keep their dtype. PyTorch has few operations for other dtypes, so
       bool becomes uint8, uint16 becomes int32, and wider unsigned integers become int64.
     - Discrete and MultiDiscrete: values count from 0. Arrays are flattened in C order.
-    - MultiBinary: it becomes a MultiDiscrete with two values per entry.
-    - Tuple: it becomes a Dict with the names "0", "1" and so on.
+    - MultiBinary: the space becomes a MultiDiscrete with two values per entry.
+    - Tuple: the space becomes a Dict with the names "0", "1" and so on.
 
     `ecrl.envs.gymnasium.spaces` converts the values.
 
-    Raises: TypeError for another kind of space.
+    Raises: TypeError for any other space.
     """
     from gymnasium import spaces
 

@@ -1,11 +1,11 @@
 """Fields of rollouts, batches and a run's state, and checks of rollouts.
 
 A rollout is a TensorDict with batch shape `[num_envs, time + 1]`, also written `[N, T+1]`. Index `t` of the time axis
-holds one transition. The last index of every field except `obs` and `value` is padding. The function that collects a
-rollout sets it to zero, and functions that use a rollout ignore it.
+holds one transition. The last index of every field except `obs` and `value` is padding. The collector sets
+padding to zero, and functions that use a rollout ignore padding.
 
-A batch is a TensorDict with batch shape `[num_envs]`. It has a rollout as its part `steps`, and further parts whose
-second axis is not time.
+A batch is a TensorDict with batch shape `[num_envs]`. The field `steps` is a rollout, and the second axis of the other
+fields is not time.
 """
 
 from typing import Literal, NotRequired, TypedDict, cast
@@ -15,28 +15,28 @@ from tensordict import TensorDict
 from torch import Tensor
 
 Scalar = float | Tensor
-"""A hyperparameter: a Python number or a 0-d tensor. A tensor can change without compiling a function again."""
+"""A hyperparameter: a Python number or a 0-d tensor. A tensor can change its value without recompilation."""
 
 Logs = dict[str, Tensor]
-"""0-d tensors by name."""
+"""Logged 0-d tensors by name."""
 
 ROLLOUT_FIELDS = {
     "obs": "[N, T+1, ...] observations, may be a TensorDict; obs[:, -1] is the observation after the last step",
     "action": "[N, T+1, ...] actions of the policy",
-    "sample_log_prob": "[N, T+1, ...] float, nats, log-probability of the action when sampled; may have token axes",
+    "sample_log_prob": "[N, T+1, ...] float, log-probability of the sampled action in nats; may have token axes",
     "token_mask": "[N, T+1, ...] bool, optional, of the shape of sample_log_prob, True for tokens that count",
-    "value": "[N, T+1] float, V(obs[t]); value[:, -1] is no padding",
+    "value": "[N, T+1] float, value of obs[t]; value[:, -1] is not padding",
     "reward": "[N, T+1] float, in the units of the environment",
     "terminated": "[N, T+1] bool, the environment reached an end state",
     "truncated": "[N, T+1] bool, a time limit ended the episode",
     "done": "[N, T+1] bool, terminated | truncated",
-    "final_value": "[N, T+1] float, V of the last observation before auto-reset if truncated, else 0",
+    "final_value": "[N, T+1] float, value of the last observation before auto-reset if truncated, else 0",
     "mask": "[N, T+1, ...] bool, optional, True for steps that count",
-    "executed": "[N, T+1] int64, optional, environment steps that the action took, if it is a chunk of several",
+    "executed": "[N, T+1] int64, optional, number of environment steps that the action took, if it is a chunk",
 }
 BATCH_FIELDS = {
-    "steps": "[N, T+1, ...] a rollout, one row per step",
-    "carry": "[N, S, ...] memory of the policy before each of S segments of the steps; absent without memory",
+    "steps": "[N, T+1, ...] a rollout, with one entry per step",
+    "carry": "[N, S, ...] policy memory before each of S segments of the steps; absent without memory",
     "final": "[N, F, ...] obs, carry and value of the states at time limits; absent without a critic or time limits",
 }
 STATE_FIELDS = {
@@ -44,16 +44,16 @@ STATE_FIELDS = {
     "opt": "optimiser state",
     "norm": "running moments of observations and rewards, for normalisation; fixed during an iteration; may be empty",
     "env": "states of the environments, with the last observation",
-    "episode": "returns and lengths of the running and of the last finished episodes",
+    "episode": "returns and lengths of the running episodes and of the last finished episodes",
     "frozen_params": "parameters of the policy that are not trained; absent for policies without them",
-    "carry": "memory of the policy, one row per environment; absent for feed-forward policies",
-    "exploration": "state and parameters of exploration, one row per environment; absent for policies without it",
+    "carry": "memory of the policy, one entry per environment; absent for feed-forward policies",
+    "exploration": "state and parameters of exploration, one entry per environment; absent for policies without it",
     "hyper": "each numeric hyperparameter that does not determine a shape, as a 0-d tensor",
     "key": "int64, the source of all randomness in the run",
-    "sample_step": "int64, environment steps so far, over all ranks",
-    "decision_step": "int64, actions so far, over all ranks; absent if the environment does not report `executed`",
-    "update_step": "int64, updates so far, without iterations that `trainer.finite_guard` skipped",
-    "iterations": "int64, iterations of the run, the length of schedules; training sets it from the config",
+    "sample_step": "int64, number of environment steps so far, over all ranks",
+    "decision_step": "int64, number of actions so far, over all ranks; only if the environment reports `executed`",
+    "update_step": "int64, number of updates so far, without iterations that `trainer.finite_guard` skipped",
+    "iterations": "int64, number of iterations of the run, used as the length of schedules; set from the config",
 }
 _BOOL_FIELDS = ("terminated", "truncated", "done", "mask")
 _PER_STEP_FIELDS = ("value", "reward", "terminated", "truncated", "done", "final_value", "executed")
@@ -64,7 +64,7 @@ class LogData(TypedDict):
 
     If several ranks train, `files` holds the other ranks' checkpoint files by name, in records whose state may be
     saved. `stopping` is True in the last record of a run that was stopped on request. If the environment reports
-    `executed`, `taken` is the number of env steps of the iteration.
+    `executed`, `taken` is the number of environment steps in the iteration.
     """
 
     log_type: Literal["collect", "train", "evaluate"]
@@ -77,7 +77,7 @@ class LogData(TypedDict):
 
 
 def same_shape(**tensors: Tensor) -> None:
-    """Raise ValueError if shapes differ. The message names each argument whose shape differs from the first one's.
+    """Raise ValueError if shapes differ. The message names each argument whose shape differs from the first argument's.
 
     >>> same_shape(reward=torch.zeros(2, 3), value=torch.zeros(2, 4))
     Traceback (most recent call last):
@@ -91,14 +91,16 @@ def same_shape(**tensors: Tensor) -> None:
 
 
 def check_rollout(rollout: TensorDict, *keys: str) -> None:
-    """Raise ValueError unless `rollout` is `[N, T + 1]` with T >= 1, and its fields `keys` are as in `ROLLOUT_FIELDS`.
+    """Raise ValueError unless `rollout` has shape `[N, T + 1]` and valid fields `keys` (see `ROLLOUT_FIELDS`).
+
+    T must be at least 1.
 
     >>> check_rollout(TensorDict({"reward": torch.zeros(2, 3)}, [2, 3]), "reward", "done")
     Traceback (most recent call last):
     ValueError: rollout lacks 'done' ([N, T+1] bool, terminated | truncated); it has reward
     """
     if len(rollout.batch_size) != 2 or rollout.batch_size[1] < 2:
-        advice = "; pass the part 'steps' of the batch" if "steps" in rollout else ""
+        advice = "; pass the field 'steps' of the batch" if "steps" in rollout else ""
         raise ValueError(
             f"rollout has batch shape {list(rollout.batch_size)}, expected [num_envs, time + 1] with time >= 1{advice}"
         )
@@ -121,7 +123,7 @@ def transitions(rollout: TensorDict) -> TensorDict:
 
         next_value[t] = final_value[t] if truncated[t] else value[t + 1]
 
-    Without `final_value` a time limit counts as a termination: `next_value` is 0 at truncated steps. The other fields
+    Without `final_value`, a time limit counts as a termination: `next_value` is 0 at truncated steps. The other fields
     are views of the rollout.
 
     Args:

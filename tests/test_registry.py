@@ -108,7 +108,7 @@ def test_an_unknown_name_names_the_known(kind, name, end):
 
 @pytest.mark.parametrize("look", [registered, lambda kind: lookup(kind, "cartpole")])
 def test_an_unknown_kind_names_the_known(look):
-    with pytest.raises(ValueError, match=r"unknown kind of part 'envs'; did you mean 'env'\?"):
+    with pytest.raises(ValueError, match=r"unknown kind of component 'envs'; did you mean 'env'\?"):
         look("envs")
 
 

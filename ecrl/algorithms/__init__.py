@@ -1,4 +1,4 @@
-"""Algorithms as records of pure functions; importing this package registers the built-in ones."""
+"""Algorithms as records of pure functions. Importing this package registers the built-in algorithms."""
 
 from typing import Any
 
@@ -97,7 +97,7 @@ __all__ = [
 
 
 def make_algorithm(choice: AlgorithmChoice | dict) -> Algorithm:
-    """Return the algorithm of a config's `algorithm` section; equal settings give equal algorithms.
+    """Build the algorithm that a config's `algorithm` section describes. Equal settings give equal algorithms.
 
     >>> make_algorithm({"name": "ppo"}) == make_algorithm({"name": "ppo", "cfg": {"gamma": 0.5}})
     True
@@ -109,7 +109,7 @@ def make_algorithm(choice: AlgorithmChoice | dict) -> Algorithm:
 
 
 def _check_functions(algorithm: Algorithm) -> None:
-    """Raise ConfigError if a function of an algorithm takes other arguments."""
+    """Raise ConfigError if a function of an algorithm takes the wrong arguments."""
     iterate = algorithm.iterate
     arguments: dict[str, tuple[Any, tuple[str, ...]]] = {"init": (algorithm.init, ("run", "key"))}
     if isinstance(iterate, OnPolicy):

@@ -1,7 +1,8 @@
-"""Analytic policy gradient: the return of a differentiable environment, differentiated through policy and dynamics.
+"""Analytic policy gradient, which differentiates the return through the policy and a differentiable environment.
 
-One loop takes the steps of an iteration, and the gradient flows back through it. For the gradient, a compiled graph
-stores the state of every step. An eager run also stores all intermediate results. Sampled actions are reparametrised.
+One loop takes the steps of an iteration, and the gradient flows back through this loop. For the gradient, a compiled
+graph stores the state of every step, and an eager run also stores all intermediate results. Sampled actions are
+reparametrised.
 
 Source: Freeman et al. 2021, arXiv:2106.13281.
 """
@@ -35,12 +36,15 @@ _NUMBERS = ("gamma", "ent_coef")
 
 
 class APGConfig(LearningConfig):
-    """Hyperparameters. The numbers are stored in the state and may change during a run."""
+    """Hyperparameters of APG. Numeric hyperparameters are stored in the state and may change during a run."""
 
-    gamma: Fraction = Field(default=0.99, description="discount per step; the product restarts at 1 in every episode")
+    gamma: Fraction = Field(
+        default=0.99, description="discount per step; the cumulative discount restarts at 1 in every episode"
+    )
     ent_coef: NonNegative = Field(default=0.0, description="weight of the entropy bonus")
     segment_length: Count | None = Field(
-        default=None, description="number of steps that gradients flow back; divides trainer.buffer_size; all if absent"
+        default=None,
+        description="number of steps through which gradients flow back; divides trainer.buffer_size; all if absent",
     )
     deterministic_actions: bool = Field(default=False, description="take the most likely action, not a random one")
 
@@ -54,7 +58,7 @@ class APGConfig(LearningConfig):
 
 
 _READ = ("key", *COUNTERS, "update_step", "iterations", "norm", "hyper", "frozen_params")
-_FIELDS = (*_READ, "params", "opt", "env", "episode", "carry")  # all after _READ change
+_FIELDS = (*_READ, "params", "opt", "env", "episode", "carry")  # `_iterate` changes all fields after _READ
 _STORED = ("obs", "action", "reward", "done", "info", "executed")
 _World = tuple[TensorDict, TensorDict]
 """The policy's memory before a step, and the state of the environments, each `[N]`."""
@@ -68,7 +72,7 @@ class Choices(NamedTuple):
 
 
 def init(cfg: APGConfig, run: Run, key: Tensor) -> dict[str, Any]:
-    """Check environment and segments. Return parameters, optimiser state and hyperparameters."""
+    """Check the environment and the segment length. Return parameters, optimiser state and hyperparameters."""
     horizon, length = run.static.buffer_size, cfg.segment_length
     if not run.env.is_pure:
         raise ConfigError(
@@ -90,7 +94,7 @@ def init(cfg: APGConfig, run: Run, key: Tensor) -> dict[str, Any]:
 def _step(
     run: Run, world: _World, at: tuple[Any, Any, Tensor | None], params: TensorDict, initial: TensorDict
 ) -> tuple[_World, tuple[TensorDict, Tensor]]:
-    """Take one step of every environment. Return the next world, the row of the rollout, and the entropy `[N]`.
+    """Step every environment. Return the next memory and environment state, the transition, and the entropy `[N]`.
 
     No gradient flows back beyond a step whose `is_first` is True. Without segments, `is_first` is None.
     """
@@ -102,12 +106,12 @@ def _step(
 
 
 def _cut(world: _World, is_first: Tensor) -> _World:
-    """Return the world, without a gradient if this is the first step of a segment."""
+    """Detach the memory and the environment state at the first step of a segment."""
     return mapped(lambda x: torch.where(is_first, x.detach(), x) if x.is_floating_point() else x, world)
 
 
 def _entropy(run: Run, params: TensorDict, memory: TensorDict, row: TensorDict) -> Tensor:
-    """Return the entropy of the policy at one step, in nats, `[N]`."""
+    """Return the policy's entropy `[N]` at one step, in nats."""
     rows = row.exclude("reward", "terminated", "truncated", "info", "mask", "executed", "final_obs")
     if run.policy.unit == "sequence":  # a sequence of one step
         rows = cast(TensorDict, mapped(lambda x: x.unsqueeze(1), rows, batch=lambda size: (*size, 1)))
@@ -116,7 +120,10 @@ def _entropy(run: Run, params: TensorDict, memory: TensorDict, row: TensorDict) 
 
 
 def _loss(params: TensorDict, run: Run, state: TensorDict) -> tuple[Tensor, tuple[_World, TensorDict, Logs]]:
-    """Take `buffer_size` steps. Return the loss; and the last world, the rows `[T, N]` and the parts of the loss."""
+    """Take `buffer_size` steps, and return the loss and auxiliary results.
+
+    The auxiliary results are the last memory and environment state, the steps `[T, N]` and the terms of the loss.
+    """
     acting, hyper = acting_params(params, fixed_params(state)), cast(TensorDict, state["hyper"])
     choices, (env_keys, action_keys) = run.algorithm.choices, step_keys(run, state)
     action_noise = None if choices.deterministic_actions else run.policy.draw(action_keys)
@@ -144,12 +151,12 @@ def optimize(run: Run, state: TensorDict, grads: TensorDict) -> tuple[TensorDict
 
 
 def _steps(rows: TensorDict, env: TensorDict) -> TensorDict:
-    """Return rows `[T, N]` as a rollout `[N, T + 1]` that ends with the observations of `env`."""
+    """Convert transitions `[T, N]` to a rollout `[N, T + 1]` that ends with the observations of `env`."""
     return env_major(rows.exclude("obs")).set("obs", env_major(rows["obs"], env["obs"]))
 
 
 def _iterate(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict, Logs]:
-    """Run one iteration. Return the fields of the state that change, the steps `[N, T + 1]`, and logs."""
+    """Run one iteration. Return the state fields that change, the steps `[N, T + 1]`, and logs."""
     gradient = torch.func.grad_and_value(_loss, has_aux=True)
     grads, (loss, aux) = gradient(cast(TensorDict, state["params"]), run, state)
     loss, ((memory, env), rows, parts) = mapped(torch.Tensor.detach, (loss, aux))
@@ -163,30 +170,30 @@ def _iterate(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict, Logs]
 
 @torch.no_grad()
 def collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
-    """Take the steps of an iteration without their gradient, to show them in a video.
+    """Take the steps of an iteration without computing gradients, for example for a video.
 
-    Returns: the state with new `env`, and a batch `[N]` with the `steps` `[N, T + 1]`.
+    Returns: the state with new `env`, and a batch `[N]` whose `steps` have shape `[N, T + 1]`.
     """
     _, ((_, env), rows, _) = _loss(cast(TensorDict, state["params"]), run, state)
     return replaced(state, {"env": env}), batch_of(_steps(rows, env))
 
 
 class Iterate(NamedTuple):
-    """One iteration, the `iterate` of the algorithm. Its field `collect` takes the steps without learning."""
+    """The `iterate` function of APG. The field `collect` takes the steps of an iteration without learning."""
 
     collect: Collect = collect
 
     def __call__(self, run: Run, state: TensorDict, borrowed: TensorDict) -> tuple[TensorDict, TensorDict, Logs]:
-        """Take `buffer_size` steps in every environment, and one gradient step on their mean return.
+        """Take `buffer_size` steps in every environment, and one gradient step on the mean return.
 
             loss = -mean_n(sum_t(disc[t] * (reward[t] + ent_coef * entropy[t])))
             disc[0] = 1;    disc[t + 1] = 1 if done[t] else gamma * disc[t]
 
         If the environment reports `executed`, `gamma ** executed[t]` replaces `gamma`. The gradient flows back through
         the loop that takes the steps, up to the first step of each segment. The logs `objective` and `entropy` are the
-        two discounted sums, so `loss = -objective - ent_coef * entropy`.
+        mean discounted sums of rewards and entropies, so `loss = -objective - ent_coef * entropy`.
 
-        Returns: the state after learning; a `batch` whose `steps` `[N, T + 1]` have no values; and the logs.
+        Returns: the state after learning, a `batch` whose `steps`, of shape `[N, T + 1]`, have no values, and the logs.
         """
         whole = replaced(state, borrowed.select("frozen_params", strict=False))
         changed, steps, logs = run.jit(_iterate, run)(whole.select(*_FIELDS, strict=False))
@@ -194,13 +201,13 @@ class Iterate(NamedTuple):
 
 
 def gradient_steps(static: Static) -> int:
-    """Return the cost of the gradient in gradient steps, about one for each step of the environments."""
+    """Return the cost of an iteration in gradient steps, about one per time step."""
     return static.buffer_size
 
 
 @register_algorithm("apg")
 def apg(cfg: APGConfig) -> Algorithm:
-    """Return APG. The `step` of the environment must be differentiable."""
+    """Build the APG algorithm. The environment's `step` must be differentiable."""
     (group,) = groups_of(cfg)
     return Algorithm(
         choices=Choices(cfg.deterministic_actions, group),

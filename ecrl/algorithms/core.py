@@ -1,7 +1,8 @@
-"""A run and its algorithm as frozen records of pure functions, and the collection of batches.
+"""Frozen records that describe a run and its algorithm, and functions that collect batches.
 
-`ecrl.loop.build.build` builds a `Run` once, and the other functions get it as an argument. Compiled functions are
-looked up by the value of their `Run`. Runs that differ only in seed, name or learning rate therefore share them.
+`ecrl.loop.build.build` builds a `Run` once, and other functions take the `Run` as an argument. Compiled functions are
+looked up by the value of their `Run`. Runs that differ only in seed, name or learning rate therefore share compiled
+functions.
 """
 
 from collections.abc import Callable, Hashable
@@ -47,19 +48,19 @@ REWARD_NORM_KINDS: Kinds = {("norm", "reward", "running"): Kind.ENVIRONMENT}
 
 
 COUNTERS = ("sample_step", "decision_step")
-"""Fields of the state that the numbers of the steps come from; the second may be absent."""
+"""State fields that count environment steps and actions. `decision_step` may be absent."""
 
 
 class Static(NamedTuple):
-    """The numbers that shape the graph of an iteration.
+    """Settings that shape the graph of an iteration.
 
     Attributes:
-        num_envs: environments of this rank.
-        buffer_size: steps of each environment in an iteration.
+        num_envs: number of environments of this rank.
+        buffer_size: number of steps of each environment per iteration.
         world_size: number of ranks.
         skips_nonfinite: True if gradient steps with NaN or infinity are left out (`trainer.finite_guard: skip`).
-        row_steps: steps in a row of a minibatch: 1 for a policy of unit "step"; for "sequence" `segment_length` of the
-            algorithm, or `buffer_size`.
+        row_steps: number of steps per row of a minibatch: 1 for a policy of unit "step"; for unit "sequence", the
+            algorithm's `segment_length`, or `buffer_size` by default.
         phase: phase of the iteration (`Algorithm.phase`); None if the algorithm has none.
     """
 
@@ -72,15 +73,15 @@ class Static(NamedTuple):
 
 
 class Run(NamedTuple):
-    """The parts of a run that do not change.
+    """The components of a run that do not change.
 
     Attributes:
         env: environment with auto-reset and events.
         policy: policy for the spaces of the environment.
-        algorithm: how the policy learns.
+        algorithm: algorithm that trains the policy.
         jit: `jit(fn, *static)` binds static arguments to `fn` and may compile it.
         scan: loop over time, for functions that `jit` may compile.
-        static: numbers that shape the graph.
+        static: settings that shape the graph.
     """
 
     env: Env
@@ -98,28 +99,28 @@ Iterate = Callable[[Run, TensorDict, TensorDict], tuple[TensorDict, TensorDict, 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """Choices and functions of one algorithm.
+    """Functions and static settings of an algorithm.
 
     Attributes:
-        choices: hashable tuple of the settings that shape the compiled graph, without floats. Compared by value.
+        choices: hashable tuple of the settings that shape the compiled graph, without floats; compared by value.
         init: (run, key) -> {name: TensorDict or Tensor}, the fields that the algorithm keeps in the state: `params`,
-            `opt`, `hyper`, and maybe `norm` and others. Only `init` reads the floats of the config. It stores them in
-            `hyper`. Bind the config by `partial(init, cfg)`.
+            `opt`, `hyper`, and maybe `norm` and others. Only `init` reads the floats of the config, and stores
+            them in `hyper`. Bind the config with `partial(init, cfg)`.
         iterate: (run, state, borrowed) -> (state, writes, logs), one iteration; see `on_policy` and `interleaved`.
-            `borrowed` has the leaves of kind buffer and frozen, to be read only. `writes` may have `batch`, the
-            batch of this iteration. The loop takes statistics and logs from its `steps` `[N, T + 1]`. Every other field
-            of `writes` has the name of a buffer, and holds its new `rows` and the `index` of each row in it.
-            Videos of training need an attribute `collect`, see `collect_of`.
+            `borrowed` has the read-only leaves of kind buffer and frozen. `writes` may have `batch`, the batch of
+            this iteration. The loop computes statistics and logs from the batch's `steps`, of shape `[N, T + 1]`. Every
+            other field of `writes` has the name of a buffer, and holds the buffer's new `rows` and the `index` of each
+            row. To record training videos, `iterate` needs an attribute `collect` (see `collect_of`).
         kinds: kinds of the algorithm's own fields (`ecrl.algorithms.state_kinds`).
         group_size: number of consecutive environments that share their starts and their noise.
-        gradient_steps: static -> gradient steps of an iteration. `trainer.compile: auto` uses it to estimate if
-            compiling shortens the run. Without it, auto always compiles.
+        gradient_steps: static -> number of gradient steps per iteration. `trainer.compile: auto` uses this number to
+            estimate if compiling shortens the run. If `gradient_steps` is None, auto always compiles.
         as_one: True if an iteration works only on tensors, and may be compiled as one graph.
-        phase: sample_step -> the phase of the iteration that begins then, such as "collect" or "learn". The loop calls
-            it in Python, with the number of environment steps so far, over all ranks. `iterate` finds its result in
-            `run.static.phase`, and may run other code in each phase. Each phase is compiled once. Bind numbers of the
-            config, such as `learning_starts`, by `partial`.
-        name: name under which the algorithm is registered, for messages.
+        phase: sample_step -> the phase of the next iteration, such as "collect" or "learn". The loop calls `phase` in
+            Python, with the number of environment steps so far over all ranks. `iterate` reads the result from
+            `run.static.phase`, and may run different code in each phase. Each phase is compiled once. Bind
+            hyperparameters of the config, such as `learning_starts`, with `partial`.
+        name: name under which the algorithm is registered, for error messages.
     """
 
     choices: Any
@@ -135,13 +136,13 @@ class Algorithm:
 
 @dataclass(frozen=True)
 class OnPolicy:
-    """An `iterate` that collects steps with the current policy, then learns from these steps alone; see `on_policy`."""
+    """An `iterate` that collects steps with the current policy and learns only from these steps (see `on_policy`)."""
 
     collect: Collect
     update: Update
 
     def __call__(self, run: Run, state: TensorDict, borrowed: TensorDict) -> tuple[TensorDict, TensorDict, Logs]:
-        """Run one iteration. `collect` and `update` find the borrowed leaves in the state, to be read only.
+        """Run one iteration. The state passed to `collect` and `update` includes the borrowed, read-only leaves.
 
         Raises: ValueError if `collect` or `update` replaced a borrowed field.
         """
@@ -155,15 +156,15 @@ class OnPolicy:
 
 
 def on_policy(collect: Collect, update: Update) -> OnPolicy:
-    """Compose an `iterate` that writes to no buffer.
+    """Compose an on-policy `iterate`, which writes to no buffer.
 
         state, batch = collect(run, state);    state, logs = update(run, state, batch)
 
-    `with_scaled_rewards` and `from_reset` make variants of `update` and `collect`.
+    `with_scaled_rewards` returns a variant of `update`, and `from_reset` returns a variant of `collect`.
 
     Args:
-        collect: (run, state) -> (state, batch), such as `collect` of this module. The batch `[N]` has `steps`
-            `[N, T + 1]`, and the loop reads these fields of the steps if they are present: `obs`, `action`,
+        collect: (run, state) -> (state, batch), such as `collect` of this module. The batch `[N]` has `steps` of
+            shape `[N, T + 1]`. The loop reads these fields of the steps, if present: `obs`, `action`,
             `sample_log_prob`, `reward`, `done`, `info`, `mask` and `executed`.
         update: (run, state, batch) -> (state, logs).
     """
@@ -173,19 +174,19 @@ def on_policy(collect: Collect, update: Update) -> OnPolicy:
 def collect_of(iterate: Iterate) -> Collect | None:
     """Return the attribute `collect` of an `iterate`, or None.
 
-    It is a function (run, state) -> (state, batch), which takes the steps of an iteration without learning. The batch
-    has them as `steps`. A single rank may call it, so it must not wait for other ranks.
+    `collect` is a function (run, state) -> (state, batch) that takes the steps of an iteration without learning. The
+    batch has the field `steps`. A single rank may call `collect`, so the function must not wait for other ranks.
     """
     return getattr(iterate, "collect", None)
 
 
 def batch_of(steps: TensorDict) -> TensorDict:
-    """Return a batch `[N]` whose only part is the steps `[N, T + 1]`."""
+    """Return a batch `[N]` whose only field is `steps`, of shape `[N, T + 1]`."""
     return TensorDict({"steps": steps}, steps.batch_size[:1])
 
 
 def learn(update: Update, run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:
-    """Return `update(run, state, batch)`, compiled as one function if the algorithm allows it."""
+    """Call `update(run, state, batch)`, compiled as one function if the algorithm allows it."""
     if not run.algorithm.as_one:
         return _updated(update, run, state, batch)
     changed, logs = run.jit(_learn, update, run)(state, batch)
@@ -193,13 +194,13 @@ def learn(update: Update, run: Run, state: TensorDict, batch: TensorDict) -> tup
 
 
 def _updated(update: Update, run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:
-    """Return `update(run, state, batch)`. Raise ConfigError unless it is two values."""
+    """Call `update(run, state, batch)`. Raise ConfigError unless the result has two values."""
     label = f"algorithm {run.algorithm.name}: {getattr(update, '__name__', 'update')}"
     return returned(label, update(run, state, batch), "state", "logs")
 
 
 def _learn(update: Update, run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:
-    """Return the fields of the state that `update` changed, and its logs. Other fields need no copy."""
+    """Call `update` and return the changed state fields and the logs. Unchanged fields need no copy."""
     after, logs = _updated(update, run, state, batch)
     changed = {k: v for k, v in cast(Any, after.items()) if not _are_same(v, state.get(k, None))}
     return TensorDict(changed, []), logs
@@ -212,27 +213,27 @@ def _are_same(tree: Any, other: Any) -> bool:
 
 
 def env_index(num_envs: int, device: torch.device | None) -> Tensor:
-    """Return the global indices of this rank's environments, int64 `[N]`."""
+    """Return the global indices of this rank's environments, as int64 `[N]`."""
     return torch.arange(num_envs, device=device) + distributed.rank() * num_envs
 
 
 def start_keys(key: Tensor, num_envs: int, step: Tensor | int, group_size: int = 1) -> Tensor:
-    """Return the keys of the episodes that begin after `step` steps of each environment, `[N]`.
+    """Return the keys `[N]` of the episodes that begin after `step` steps of each environment.
 
-    The environments of a group share their key.
+    All environments of a group share one key.
     """
     return rng.stream(key, rng.START, env_index(num_envs, key.device) // group_size, step)
 
 
 def steps_taken(run: Run, state: TensorDict) -> Tensor:
-    """Return the number of actions that each environment has taken, 0-d int64."""
+    """Return the number of actions that each environment has taken, as 0-d int64."""
     return decisions(state) // (run.static.num_envs * run.static.world_size)
 
 
 def decisions(state: TensorDict) -> Tensor:
-    """Return the number of actions taken, over all environments and ranks, 0-d int64.
+    """Return the number of actions taken over all environments and ranks, as 0-d int64.
 
-    It is `sample_step`, unless the environment reports `executed`, the steps that an action took.
+    The number is `sample_step`, unless the environment reports `executed`, the number of steps that an action took.
     """
     return state["decision_step"] if "decision_step" in state else state["sample_step"]
 
@@ -243,29 +244,29 @@ def counted_after(run: Run, state: TensorDict, executed: Tensor | None) -> dict[
         sample_step'   = sample_step + sum(executed)        over the environments of all ranks
         decision_step' = decision_step + num_envs * buffer_size * world_size
 
-    Without `executed` the second sum is that of `sample_step`, and there is no `decision_step`.
+    If the environment does not report `executed`, every action is one step, and the result has no `decision_step`.
 
     Args:
-        run: the run; `static` has the sizes.
-        state: with the counters before.
-        executed: `executed` of the steps of this rank; padding is 0.
-    Raises: ConfigError if the environment reports `executed`, and the steps lack it.
+        run: the run, whose `static` has the sizes.
+        state: state with the counters before the iteration.
+        executed: field `executed` of this rank's steps, with 0 as padding.
+    Raises: ConfigError if the environment reports `executed`, but the steps lack this field.
     """
     taken = run.static.buffer_size * run.static.num_envs * run.static.world_size
     if "decision_step" not in state:
         return {"sample_step": state["sample_step"] + taken}
     if executed is None:
-        text = "its iterate writes no batch with `executed` in its steps, which the environment reports; add the field"
+        text = "the environment reports `executed`, but the steps of the batch lack this field; add the field"
         raise ConfigError(f"algorithm {run.algorithm.name}: {text}")
     total = distributed.all_sum(executed.sum())
     return {"sample_step": state["sample_step"] + total, "decision_step": state["decision_step"] + taken}
 
 
 def step_keys(run: Run, state: TensorDict) -> tuple[Tensor, Tensor]:
-    """Return the random keys of the next T = `buffer_size` steps: for environments and for actions, each `[T, N]`.
+    """Return the environment keys and the action keys of the next T = `buffer_size` steps, each `[T, N]`.
 
-    A key depends on the run's key, the stream, the global index of the environment and the steps that it has taken. The
-    environments of a group share the keys of the environment. Each has its own keys of actions.
+    A key depends on the run's key, the stream, the environment's global index and the number of steps taken so far. The
+    environments of a group share their environment keys, but not their action keys.
     """
     key, index = state["key"], env_index(run.static.num_envs, state["key"].device)
     steps = (steps_taken(run, state) + torch.arange(run.static.buffer_size, device=key.device)).unsqueeze(1)
@@ -274,13 +275,13 @@ def step_keys(run: Run, state: TensorDict) -> tuple[Tensor, Tensor]:
 
 
 def initial_carry(run: Run, state: TensorDict) -> dict[str, TensorDict]:
-    """Return the field `carry` of a state before its first step; an empty dict if the policy has no memory."""
+    """Return the field `carry` of a state before its first step, or an empty dict if the policy has no memory."""
     carry = run.policy.init_carry(policy_params(state), run.static.num_envs)
     return {} if carry.is_empty() else {"carry": carry}
 
 
 def initial_exploration(run: Run, state: TensorDict) -> dict[str, TensorDict]:
-    """Return the field `exploration` of a state with every episode restarted; an empty dict if it has none."""
+    """Return the field `exploration` with every episode restarted, or an empty dict if the state has no such field."""
     if "exploration" not in state:
         return {}
     first = run.policy.init_exploration(policy_params(state), run.static.num_envs)
@@ -290,7 +291,7 @@ def initial_exploration(run: Run, state: TensorDict) -> dict[str, TensorDict]:
 
 
 def max_truncations(env: Env, steps: int) -> int:
-    """Return the largest number of truncations of one environment in a number of steps.
+    """Return the largest possible number of truncations of one environment in `steps` steps.
 
     >>> from ecrl.envs import make_env
     >>> max_truncations(make_env("cartpole"), 1200)  # its time limit is 500 steps
@@ -300,7 +301,7 @@ def max_truncations(env: Env, steps: int) -> int:
 
 
 def _collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
-    """Take the steps of a batch. Return the new fields `env`, `episode`, maybe `carry`, and the batch."""
+    """Collect a batch. Return the state's new `env`, `episode` and `carry`, if present, and the batch."""
     env_keys, action_keys = step_keys(run, state)
     params, before = policy_params(state), state.get("carry", TensorDict({}, []))
     carry, env_state, batch = collect_rollout(
@@ -321,7 +322,7 @@ def _collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
 
 
 def with_episodes(state: TensorDict, steps: TensorDict) -> TensorDict:
-    """Return the statistics of episodes after the steps `[N, T + 1]` of a batch (`episode_update`)."""
+    """Update the episode statistics with the steps `[N, T + 1]` of a batch (see `episode_update`)."""
     steps = cast(TensorDict, steps.select("reward", "done", "mask", "executed", strict=False)[:, :-1])
     return episode_update(
         state["episode"], steps["reward"], steps["done"], steps.get("mask", None), steps.get("executed", None)
@@ -340,8 +341,8 @@ def with_compiled_policy(run: Run) -> Run:
 def collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
     """Take `buffer_size` steps in every environment.
 
-    Returns: the state with new `env`, `episode` and `carry`, and the batch `[N]` of `collect_rollout`. Its parts are in
-        `ecrl.types.BATCH_FIELDS`.
+    Returns: the state with new `env`, `episode` and `carry`, and the batch `[N]` of `collect_rollout`. The fields of
+        the batch are listed in `ecrl.types.BATCH_FIELDS`.
     """
     take_steps = run.jit(_collect, run) if run.env.is_pure else partial(_collect, with_compiled_policy(run))
     fields = ("key", *COUNTERS, "params", "norm", "env", "episode", "carry", "frozen_params")
@@ -355,7 +356,7 @@ def _restart(run: Run, key: Tensor, step: Tensor, env_state: TensorDict) -> Tens
 
 @dataclass(frozen=True)
 class _FromReset:
-    """The function that `from_reset` returns; compared by value."""
+    """Callable that `from_reset` returns, compared by value."""
 
     collect: Collect
 
@@ -372,16 +373,16 @@ def from_reset(collect: Collect) -> Collect:
 
 
 def standardize_over_ranks(x: Tensor, mask: Tensor) -> Tensor:
-    """Return `x` with mean 0 and standard deviation 1 over the entries of all ranks whose `mask` is True.
+    """Shift and scale `x` to mean 0 and standard deviation 1 over the entries of all ranks whose `mask` is True.
 
-    It is `ecrl.kernels.standardize`, with a standard deviation of at least 1e-8.
+    The function calls `ecrl.kernels.standardize` with 1e-8 as the lower bound of the standard deviation.
     """
     return standardize(x, mask, eps=_EPS, total=distributed.all_sum)
 
 
 @dataclass(frozen=True)
 class _WithScaledRewards:
-    """The function that `with_scaled_rewards` returns; compared by value."""
+    """Callable that `with_scaled_rewards` returns, compared by value."""
 
     update: Update
 
@@ -390,16 +391,16 @@ class _WithScaledRewards:
 
 
 def with_scaled_rewards(update: Update) -> Update:
-    """Return an `update` that learns from the rewards of `scaled_rewards`. The logs show the raw rewards."""
+    """Return an `update` that learns from rewards scaled by `scaled_rewards`. The logs show the unscaled rewards."""
     return _WithScaledRewards(update)
 
 
 def scaled_rewards(state: TensorDict, batch: TensorDict) -> tuple[TensorDict, TensorDict]:
-    """Divide rewards by the standard deviation of the discounted returns so far, and update these statistics.
+    """Divide rewards by the standard deviation of the discounted returns so far, and update the return statistics.
 
         reward / sqrt(variance(return) + eps), clipped to +-10;    return' = reward + gamma * return * not done
 
-    If the steps have `executed`, `gamma ** executed` takes the place of `gamma`.
+    If the steps have the field `executed`, `gamma ** executed` replaces `gamma`.
 
     Returns: the state with new `norm`, and the batch with scaled rewards in its `steps`.
     """
@@ -417,9 +418,9 @@ def scaled_rewards(state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Te
 
 
 def reward_norm_init(num_envs: int, device: torch.device) -> TensorDict:
-    """Return the statistics of `scaled_rewards` before the first step, as the field `norm` of the state.
+    """Return the initial statistics of `scaled_rewards`, for the field `norm` of the state.
 
-    `moments` are the moments of discounted returns. `running` are the discounted returns of the current episodes `[N]`.
+    `moments` holds the moments of discounted returns, and `running` the discounted returns `[N]` of current episodes.
     """
     running = torch.zeros(num_envs, device=device)
     return TensorDict({"reward": {"moments": moments_init((), device), "running": running}}, [])

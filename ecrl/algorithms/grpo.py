@@ -1,4 +1,4 @@
-"""Group-relative policy optimisation: the mean return of environments with the same start is the baseline.
+"""Group-relative policy optimisation, whose baseline is the mean return of environments with the same start.
 
 The members of a group share their start and the noise of the environment, and differ only in their actions. No critic
 is needed. Source: Shao et al. 2024, arXiv:2402.03300, applied to environment steps instead of tokens.
@@ -37,20 +37,27 @@ _NUMBERS = ("gamma", "clip_coef", "ent_coef", "kl_coef", "eps", "target_kl")
 
 
 class GRPOConfig(MinibatchConfig):
-    """Hyperparameters. The numbers are stored in the state and may change during a run."""
+    """Hyperparameters of GRPO. Numeric hyperparameters are stored in the state and may change during a run."""
 
     target_kl: Positive | None = Field(
-        default=None, description="KL of the update above which learning from a rollout stops, nats; no limit if absent"
+        default=None,
+        description="KL of the update, in nats, above which learning from a rollout stops; no limit if absent",
     )
     gamma: Fraction = Field(default=0.99, description="discount per step")
     clip_coef: Positive = Field(default=0.2, description="distance from 1 at which the probability ratio is clipped")
     ent_coef: NonNegative = Field(default=0.0, description="weight of the entropy bonus")
-    kl_coef: NonNegative = Field(default=0.02, description="weight of the KL to the reference policy; 0: no reference")
+    kl_coef: NonNegative = Field(
+        default=0.02, description="weight of the KL to the reference policy; 0 means no reference"
+    )
     ref_update_freq: Count | None = Field(
         default=None, description="iterations after which the reference becomes a copy of the policy; never if absent"
     )
-    group_size: int = Field(default=4, ge=2, lt=2**31, description="environments that share a start; divides num_envs")
-    eps: NonNegative = Field(default=1e-8, description="added to the spread of a group's returns, reward units")
+    group_size: int = Field(
+        default=4, ge=2, lt=2**31, description="environments per group, which share a start; divides num_envs"
+    )
+    eps: NonNegative = Field(
+        default=1e-8, description="added to the standard deviation of a group's returns, in reward units"
+    )
     reset_every_rollout: bool = Field(default=True, description="reset every environment before each rollout")
     truncate_at_first_done: bool = Field(default=True, description="learn only from the first episode of each rollout")
 
@@ -77,9 +84,9 @@ def check_groups(run: Run, cfg: GRPOConfig) -> None:
 
 
 def init(cfg: GRPOConfig, run: Run, key: Tensor) -> dict[str, Any]:
-    """Return parameters, optimiser state, hyperparameters and, unless `kl_coef` is 0, parameters of the reference.
+    """Return parameters, optimiser state, hyperparameters and, unless `kl_coef` is 0, the reference parameters.
 
-    The reference keeps its observation statistics too, so that it stays the same function.
+    The reference keeps its own observation statistics, so that the reference policy stays the same function.
     """
     check_groups(run, cfg)
     check_log_prob(run.policy, "grpo")
@@ -106,7 +113,7 @@ def collect_groups(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]
 
 
 def advantages(run: Run, state: TensorDict, batch: TensorDict) -> dict[str, Tensor]:
-    """Return advantages, the mask of steps to learn from, and maybe log-probabilities of the reference, `[N, T]`."""
+    """Return advantages, the mask of steps to learn from and any reference log-probabilities, each `[N, T]`."""
     hyper, group_size = cast(TensorDict, state["hyper"]), run.algorithm.group_size
     advantage, mask = grpo_advantages(batch["steps"], gamma=hyper["gamma"], group_size=group_size, eps=hyper["eps"])
     if not run.algorithm.choices.has_reference:
@@ -115,7 +122,10 @@ def advantages(run: Run, state: TensorDict, batch: TensorDict) -> dict[str, Tens
 
 
 def loss(run: Run, params: TensorDict, minibatch: TensorDict, mask: Tensor, hyper: TensorDict) -> tuple[Tensor, Logs]:
-    """Return the clipped surrogate plus the distance from the reference minus the entropy bonus, and logs."""
+    """Return the loss and the logs of a minibatch.
+
+    The loss is the clipped surrogate plus the KL penalty minus the entropy bonus.
+    """
     log_prob, entropy = run.policy.evaluate_rows(params, minibatch)
     ref_log_prob = minibatch["ref_log_prob"] if "ref_log_prob" in minibatch else log_prob.detach()
     return grpo_loss(
@@ -132,7 +142,7 @@ def loss(run: Run, params: TensorDict, minibatch: TensorDict, mask: Tensor, hype
 
 
 def update(run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:
-    """Learn from a batch: `n_epochs` passes of gradient steps on minibatches. Then refresh the reference if due."""
+    """Learn from a batch in `n_epochs` passes over its minibatches, then refresh the reference if due."""
     choices, batch = run.algorithm.choices, batch.exclude(("steps", "value"))
     fields = advantages(run, state, batch)
     state, logs = minibatch_epochs(
@@ -144,7 +154,7 @@ def update(run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, 
 
 @register_algorithm("grpo")
 def grpo(cfg: GRPOConfig) -> Algorithm:
-    """Return GRPO. The policy needs no critic."""
+    """Build the GRPO algorithm. The policy needs no critic."""
     return Algorithm(
         choices=Choices(bool(cfg.kl_coef), cfg.truncate_at_first_done, sgd_choices(cfg)),
         init=partial(init, cfg),

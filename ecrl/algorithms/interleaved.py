@@ -1,6 +1,6 @@
-"""Off-policy iterations: turns of environment steps and gradient steps, run as one loop, with a replay buffer.
+"""Off-policy iterations, which alternate environment steps and gradient steps in one loop over a replay buffer.
 
-An algorithm writes one turn, in the order of its paper:
+An algorithm defines one turn, in the order of its paper:
 
     def turn(run, state, noise, replay):
         state, steps = take_steps(run, state, noise)                  # act, explore, step
@@ -11,13 +11,13 @@ An algorithm writes one turn, in the order of its paper:
         state, logs = learn(update, run, state, read_rows(replay, index))
         return state, replay, steps, logs
 
-`interleaved(turn)` makes it the `iterate` of an algorithm.
+`interleaved(turn)` turns this function into the `iterate` of an algorithm.
 
-A turn cannot see the length of an iteration. It gets the run and the state of a run whose iterations have one turn. In
-`run.static`, `buffer_size` is the number of steps of a turn. In the state, `sample_step`, `update_step`, `iterations`
-and the cursor of the buffer count as if each turn were an iteration. The rows of a turn are in the buffer as soon as
-they are added, and the rows that they replace are gone. So `trainer.buffer_size` does not change the result of
-learning, with two exceptions. The phase is chosen once per iteration, and the finite guard leaves out whole iterations.
+A turn does not depend on the length of an iteration. The turn's `run` and `state` look as if every iteration had one
+turn. In `run.static`, `buffer_size` is the number of steps per turn. In the state, `sample_step`, `update_step`,
+`iterations` and the cursor of the buffer count each turn as an iteration. New rows are in the buffer as soon as a turn
+adds them, and the rows that they replace are gone. Thus `trainer.buffer_size` does not change the result of learning,
+with two exceptions. The phase is chosen once per iteration, and the finite guard skips whole iterations.
 """
 
 from collections.abc import Callable
@@ -65,13 +65,14 @@ _SUMMED = "skipped_steps"
 class Replay(NamedTuple):
     """The replay buffer inside a turn: the ring as it was before the iteration, and the rows added since.
 
-    Row `i` of the buffer is in `block` if this iteration wrote it, and in `ring` otherwise. `read_rows` reads both.
+    Row `i` of the buffer is in `block` if this iteration wrote it, and in `ring` otherwise. `read_rows` reads from
+    both.
 
     Attributes:
-        ring: `[capacity]`, read-only.
-        block: `[turns, S * N]`, one line for each turn of the iteration. Lines that are not written yet are zero.
-        start: rows written before the iteration, 0-d int64.
-        added: rows written in the iteration so far, 0-d int64.
+        ring: the buffer before the iteration, `[capacity]`, read-only.
+        block: the rows of this iteration, `[turns, S * N]`, with one line per turn. Lines of later turns are zero.
+        start: number of rows written before the iteration, 0-d int64.
+        added: number of rows written in the iteration so far, 0-d int64.
         is_complete: True after `add_rows`, which a turn calls once.
     """
 
@@ -87,7 +88,7 @@ Turn = Callable[[Run, TensorDict, Any, Replay], tuple[TensorDict, Replay, Tensor
 
 @dataclass(frozen=True)
 class Interleaved:
-    """An `iterate` that learns after every few steps; see `interleaved`."""
+    """An `iterate` that learns after every few steps (see `interleaved`)."""
 
     turn: Turn
     steps: int = 1
@@ -96,7 +97,7 @@ class Interleaved:
     def __call__(
         self, run: Run, state: TensorDict, borrowed: TensorDict
     ) -> tuple[TensorDict, TensorDict, dict[str, Tensor]]:
-        """Run the turns of one iteration as one loop. It reads the ring and never copies it."""
+        """Run the turns of one iteration as one loop, without copying the ring."""
         fields = dict(cast(TensorDict, borrowed["replay"]).exclude("written").items())
         ring = TensorDict(cast(Any, fields), [len(flatten(fields)[0][0])])
         check_replay(run, len(ring))
@@ -125,7 +126,8 @@ class Interleaved:
     def collect(self, run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
         """Take the steps of an iteration without learning, with the parameters and the exploration of `state`.
 
-        Returns: the state with new `env`, `exploration` and `carry`, and a batch `[N]` with the `steps` `[N, T + 1]`.
+        Returns: the state with new `env`, `exploration` and `carry`, and a batch `[N]` whose `steps` have shape `[N, T
+            + 1]`.
         """
         after, rows = take_steps(run, state, _noise(run, state))
         steps = _rollout(cast(TensorDict, rows.exclude("final_obs")), cast(TensorDict, after["env"]))
@@ -133,25 +135,27 @@ class Interleaved:
 
 
 def _rollout(steps: TensorDict, env: TensorDict) -> TensorDict:
-    """Return steps `[T, N]` as a rollout `[N, T + 1]` that ends with the observations of `env`."""
+    """Convert steps `[T, N]` to a rollout `[N, T + 1]` that ends with the observations of `env`."""
     return env_major(steps.exclude("obs")).set("obs", env_major(steps["obs"], env["obs"]))
 
 
 def interleaved(turn: Turn, steps: int = 1) -> Interleaved:
     """Compose an `iterate` that runs turns of environment steps and gradient steps as one loop.
 
-    An iteration has `trainer.buffer_size / steps` turns. In a compiled iteration they are one loop of the graph. If the
-    environment steps in Python, or with several ranks, they run one by one from Python, and call compiled functions.
+    An iteration has `trainer.buffer_size / steps` turns. In a compiled iteration, the turns are one loop of the graph.
+    If the environment steps in Python, or with several ranks, Python runs the turns one by one and calls compiled
+    functions.
 
     Args:
-        turn: (run, state, noise, replay) -> (state, replay, steps, logs), one turn, as in the docstring of this module.
-            Pass `noise` to `take_steps`, and return the `steps` of `take_steps`. The logs of an iteration are the means
-            over its turns, and the sum of `skipped_steps`. All fields of the state may change except `key`, `hyper`,
-            `episode`, `sample_step`, `decision_step`, `update_step`, `iterations` and `frozen_params`.
-        steps: steps of each environment in a turn. `turn` may take any number of gradient steps after them. With 4
+        turn: (run, state, noise, replay) -> (state, replay, steps, logs), which runs one turn, as in the module
+            docstring. Pass `noise` to `take_steps`, and return the `steps` of `take_steps`. The logs of an iteration
+            are means over its turns, except that `skipped_steps` is a sum. All fields of the state may change except
+            `key`, `hyper`, `episode`, `sample_step`, `decision_step`, `update_step`, `iterations` and `frozen_params`.
+        steps: number of steps of each environment per turn. `turn` may then take any number of gradient steps. With 4
             steps and 1 gradient step, there is a quarter of a gradient step for each step of an environment.
 
-    The state needs a buffer `replay` (`replay_init`). Declare the kinds of its fields with `REPLAY_KINDS`.
+    The state needs a replay buffer in the field `replay` (see `replay_init`). Declare the kinds of its fields with
+    `REPLAY_KINDS`.
 
     Raises: ConfigError in the first iteration if `steps` does not divide `buffer_size`, if the buffer is shorter than
         an iteration, or if a `segment_length` below `steps` does not divide `steps`.
@@ -162,7 +166,7 @@ def interleaved(turn: Turn, steps: int = 1) -> Interleaved:
 
 
 def _static_of_turn(static: Static, steps: int) -> Static:
-    """Return the numbers of a run whose iterations have one turn."""
+    """Return the static settings of a run whose iterations have one turn."""
     return static._replace(buffer_size=steps, row_steps=min(steps, static.row_steps))
 
 
@@ -176,9 +180,10 @@ def _turn(
     ring: TensorDict,
     start: Tensor,
 ) -> tuple[tuple[TensorDict, TensorDict, Tensor | None], tuple[TensorDict, Logs]]:
-    """Run one turn. Return the fields that change and the block of new rows; and the steps and logs of the turn.
+    """Run one turn. Return the next carry, and the steps and logs of the turn.
 
-    If the environment reports `executed`, the carry also has the environment steps of the iteration so far.
+    The carry has the fields that change and the block of new rows. If the environment reports `executed`, the carry
+    also has the number of environment steps in the iteration so far.
     """
     (moving, block, executed), (number, noise) = carry, x
     taken = number * (static.buffer_size * static.num_envs * static.world_size)
@@ -209,7 +214,7 @@ def _turn(
 
 
 def _over_turns(run: Run, logs: Logs) -> Logs:
-    """Return the logs of an iteration: means over its turns `[turns]`, and the sum of `skipped_steps`.
+    """Average the logs `[turns]` over the turns of an iteration, but sum `skipped_steps`.
 
     If all gradient steps of a turn were left out because of NaN or infinity, the means leave out the turn's logs.
     """
@@ -218,13 +223,13 @@ def _over_turns(run: Run, logs: Logs) -> Logs:
 
 
 def _draw(run: Run, keys: tuple[Tensor, Tensor]) -> tuple[Any, Any]:
-    """Return the noise of the actions and of the environments, from keys `[T, N]` of both."""
+    """Draw the noise of the actions and of the environments, from environment keys and action keys `[T, N]`."""
     env_keys, action_keys = keys
     return run.policy.draw(action_keys), run.env.draw(env_keys)
 
 
 def _noise(run: Run, state: TensorDict) -> tuple[Any, Any]:
-    """Return the noise of all steps of an iteration, `[T, N]`. It is drawn before the loop of turns."""
+    """Draw the noise of all steps of an iteration, `[T, N]`, before the loop over turns."""
     draw = run.jit(_draw, run) if run.env.is_pure else partial(_draw, with_compiled_policy(run))
     return draw(step_keys(run, state))
 
@@ -232,7 +237,7 @@ def _noise(run: Run, state: TensorDict) -> tuple[Any, Any]:
 def _explored(
     policy: Policy, params: TensorDict, carry: tuple[TensorDict, TensorDict], obs: Any, noise: Any
 ) -> tuple[tuple[TensorDict, TensorDict], TensorDict]:
-    """Act and explore. Return the memory and the state of the exploration; and the fields of the policy."""
+    """Act and explore. Return the new memory and exploration state, and the policy's output."""
     memory, exploration = carry
     memory, out = policy.act(params, memory, obs, noise)
     if policy.explore is not None:
@@ -247,9 +252,10 @@ def _step(
     params: TensorDict,
     initial: tuple[TensorDict, TensorDict],
 ) -> tuple[tuple[Any, TensorDict], TensorDict]:
-    """Take one step of every environment. Return memory, exploration and environments; and the row of the step.
+    """Take one step in every environment. Return the next carry and the transition.
 
-    `initial` has memory and exploration at the start of an episode.
+    The carry has the memory, the exploration state and the environment state. `initial` has the memory and the
+    exploration state at the start of an episode.
     """
     before, env = carry
     act = partial(_explored, run.policy)
@@ -260,7 +266,7 @@ def _step(
 
 
 def _restarted_exploration(policy: Policy, exploration: TensorDict, initial: TensorDict, row: TensorDict) -> TensorDict:
-    """Return the exploration before the next step. Only the fields of `initial` restart where an episode ended."""
+    """Return the exploration state for the next step. Where an episode ended, only the fields of `initial` restart."""
     if initial.is_empty():
         return exploration
     check_restart(policy, exploration, initial)
@@ -270,7 +276,7 @@ def _restarted_exploration(policy: Policy, exploration: TensorDict, initial: Ten
 
 @torch.no_grad()
 def _take_steps(run: Run, state: TensorDict, noise: tuple[Any, Any]) -> tuple[TensorDict, TensorDict]:
-    """Take the steps of a turn. Return the new `env`, `exploration` and `carry` that the state has; and the steps."""
+    """Take the steps of a turn. Return the state's new `env`, `exploration` and `carry`, if present, and the steps."""
     params, empty = policy_params(state), TensorDict({}, [])
     memory, exploration = (cast(TensorDict, state.get(name, empty)) for name in ("carry", "exploration"))
     initial = memory if memory.is_empty() else run.policy.init_carry(params, run.static.num_envs)
@@ -282,24 +288,25 @@ def _take_steps(run: Run, state: TensorDict, noise: tuple[Any, Any]) -> tuple[Te
 
 
 def take_steps(run: Run, state: TensorDict, noise: tuple[Any, Any]) -> tuple[TensorDict, TensorDict]:
-    """Take the steps of a turn in every environment: the policy acts, then it explores.
+    """Take the steps of a turn in every environment. In each step, the policy first acts and then explores.
 
         carry, out       = act(params, carry, obs, noise)
         exploration, out = explore(params, exploration, out, noise)        if the policy has `explore`
 
-    If the step ended an episode, the memory restarts from the policy's `init_carry`, and the fields of its
-    `init_exploration` restart from there.
+    At the end of an episode, the memory restarts from the policy's `init_carry`, and exploration fields restart from
+    the policy's `init_exploration`.
 
     Args:
-        run: the run of a turn.
-        state: with `exploration` `[N]`, if `explore` keeps a state or reads numbers, such as epsilon.
-        noise: the noise that the turn got.
+        run: the run that was passed to the turn.
+        state: state of the turn, with a field `exploration` `[N]` if `explore` keeps a state or reads parameters, such
+            as epsilon.
+        noise: the noise that was passed to the turn.
 
     Returns: the state with new `env`, `exploration` and `carry`, and the steps `[S, N]`. The steps have `obs`, the
-        fields of the policy, `reward`, `terminated`, `truncated`, `done`, and `info`, `mask` and `executed` if the
-        environment has them.
-        `final_obs` is the successor of `obs`. At the end of an episode it is the last observation of that episode.
-    Gradient: none, because it runs under `no_grad`.
+        fields of the policy's output, `reward`, `terminated`, `truncated`, `done`, and `info`, `mask` and `executed` if
+        the environment has them. `final_obs` is the successor of `obs`. At the end of an episode it is the last
+        observation of that episode.
+    Gradient: none, because the function runs under `no_grad`.
     """
     steps = run.jit(_take_steps, run) if run.env.is_pure else partial(_take_steps, with_compiled_policy(run))
     changed, taken = steps(state.select(*_STEPS, strict=False), noise)
@@ -307,21 +314,21 @@ def take_steps(run: Run, state: TensorDict, noise: tuple[Any, Any]) -> tuple[Ten
 
 
 def _zeros(rows: TensorDict, *size: int) -> TensorDict:
-    """Return rows of zeros, of this size, with the fields of `rows` `[M]`."""
+    """Return a TensorDict of zeros with batch size `size` and the fields of `rows` `[M]`."""
     return mapped(lambda x: x.new_zeros((*size, *x.shape[1:])), rows, batch=lambda batch: (*size, *batch[1:]))
 
 
 def _lines(block: TensorDict) -> TensorDict:
-    """Return the rows of a block `[turns, S * N]` as `[turns * S * N]`."""
+    """Flatten a block `[turns, S * N]` to rows `[turns * S * N]`."""
     return mapped(lambda x: x.flatten(0, 1), block, batch=lambda size: (block.shape.numel(), *size[2:]))
 
 
 def replay_init(run: Run, rows: TensorDict, capacity: int) -> TensorDict:
-    """Return an empty replay buffer, the field `replay` of the state.
+    """Return an empty replay buffer, for the field `replay` of the state.
 
     Args:
         run: the run.
-        rows: `[M]`, example rows with the fields of the rows that the turns will add. Their values are not used.
+        rows: example rows `[M]`, with the same fields as the rows that turns will add. The values are not used.
         capacity: number of rows of the buffer, for all environments of this rank together.
 
     Raises: ConfigError if the buffer is shorter than an iteration, or does not fit in memory.
@@ -336,10 +343,10 @@ def replay_init(run: Run, rows: TensorDict, capacity: int) -> TensorDict:
 
 
 def check_replay(run: Run, capacity: int) -> None:
-    """Check the numbers of a run whose algorithm has a replay buffer.
+    """Check that the sizes of replay buffer, iteration and turn fit together.
 
-    The buffer must not be shorter than an iteration. An iteration must be a whole number of turns. If the rows of a
-    minibatch are shorter than a turn, a turn must be a whole number of rows.
+    The buffer must not be shorter than an iteration. An iteration must be a whole number of turns. If a row of a
+    minibatch has fewer steps than a turn, a turn must be a whole number of rows.
 
     Raises: ConfigError.
     """
@@ -362,11 +369,11 @@ def check_replay(run: Run, capacity: int) -> None:
 
 
 def add_rows(replay: Replay, rows: TensorDict) -> Replay:
-    """Add the rows of a turn. From then on, the buffer contains them instead of the rows that they replace.
+    """Add the rows of a turn to the buffer. If the buffer is full, new rows immediately replace the oldest rows.
 
     Args:
-        replay: the replay buffer that the turn got.
-        rows: `[S, N]`, with the fields of the buffer. They are stored step by step.
+        replay: the replay buffer that was passed to the turn.
+        rows: `[S, N]`, with the fields of the buffer. Rows are stored in order of steps.
 
     Raises: ValueError for a second call in a turn, and for rows whose fields differ from the buffer's.
     """
@@ -390,14 +397,14 @@ def add_rows(replay: Replay, rows: TensorDict) -> Replay:
 
 
 def row_count(replay: Replay) -> Tensor:
-    """Return the number of rows in the buffer, 0-d int64."""
+    """Return the number of rows in the buffer, as 0-d int64."""
     return (replay.start + replay.added).clamp(max=len(replay.ring))
 
 
 def uniform_index(run: Run, state: TensorDict, replay: Replay, size: int) -> Tensor:
-    """Draw rows of the buffer with equal probabilities, with replacement: int64 `[size]`.
+    """Draw row indices of the buffer uniformly and with replacement, as int64 `[size]`.
 
-    The draw depends on the key of the run, the rank and the steps that each environment took before the turn.
+    The draw depends on the key of the run, the rank and the number of steps that each environment took before.
     """
     index = torch.arange(size, device=replay.added.device) + distributed.rank() * size
     keys = rng.stream(state["key"], rng.UPDATE, index, -1 - steps_taken(run, state))  # `minibatch_sgd` uses steps >= 0
@@ -410,12 +417,12 @@ def read_rows(replay: Replay, index: Tensor, *fields: str) -> TensorDict:
     Args:
         replay: the replay buffer in the turn.
         index: int64 `[*B]`, 0 to `row_count(replay) - 1`.
-        fields: names of the fields to read; all fields if no name is passed.
+        fields: names of the fields to read. If no name is passed, all fields are read.
 
     Returns: the rows `[*B]`.
     """
     flat = index.flatten()
-    age = (flat - replay.start) % len(replay.ring)  # place in the block, if this iteration wrote the row
+    age = (flat - replay.start) % len(replay.ring)  # index in the block if this iteration wrote the row
     is_new, place = age < replay.added, age.clamp(max=replay.block.shape.numel() - 1)
     ring, block = (cast(TensorDict, x.select(*fields)) if fields else x for x in (replay.ring, _lines(replay.block)))
 

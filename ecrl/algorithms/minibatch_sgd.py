@@ -1,8 +1,9 @@
 """Stochastic gradient descent on minibatches, shared by several algorithms, and its config.
 
-`minibatch_epochs` learns from the steps of a batch, `minibatch_sgd` from any rows.
+`minibatch_epochs` learns from the steps of a batch, and `minibatch_sgd` learns from any rows.
 
-One gradient step is one function of tensors and can be compiled. Its branches depend only on the config.
+Each gradient step is one function of tensors. Gradient steps can be compiled, because their branches depend only on the
+config.
 """
 
 import warnings
@@ -58,13 +59,13 @@ class MinibatchConfig(LearningConfig):
     n_epochs: Count = Field(default=10, description="passes over each rollout")
     batch_size: Count | None = Field(
         default=None,
-        description="transitions per gradient step, at most the rollout; 64 if num_minibatches is absent too, or one "
-        "sequence of a recurrent policy if that is longer",
+        description="transitions per gradient step, at most the rollout; if num_minibatches is absent too, the default "
+        "is 64, or one sequence of a recurrent policy if that is longer",
     )
     num_minibatches: Count | None = Field(default=None, description="gradient steps per pass, instead of batch_size")
     segment_length: Count | None = Field(
         default=None,
-        description="steps of a sequence of a policy with memory, divides trainer.buffer_size; all steps if absent",
+        description="steps per sequence for a policy with memory; divides trainer.buffer_size; all steps if absent",
     )
 
     @model_validator(mode="after")
@@ -75,7 +76,7 @@ class MinibatchConfig(LearningConfig):
 
 
 class SGD(NamedTuple):
-    """Settings of `minibatch_sgd` that shape the compiled graph: keys of the config, and the optimiser groups."""
+    """Config values and optimiser groups of `minibatch_sgd`, which shape the compiled graph."""
 
     n_epochs: int
     batch_size: int | None
@@ -89,7 +90,7 @@ def sgd_choices(cfg: MinibatchConfig, groups: tuple[Group, ...] | None = None) -
 
 
 class Objective(NamedTuple):
-    """The static arguments of a gradient step; see `minibatch_sgd`."""
+    """Static arguments of a gradient step (see `minibatch_sgd`)."""
 
     run: Run
     loss: Loss
@@ -107,17 +108,17 @@ def pass_keys(state: TensorDict, n_epochs: int) -> Tensor:
 
 
 def _chunking(rows: TensorDict, most: int, length: int, device: torch.device) -> tuple[int, int]:
-    """Return number and size of the chunks for at most `most` rows of `length` steps; see `chunking`."""
+    """Return the number and size of chunks for at most `most` rows of `length` steps (see `chunking`)."""
     number, _ = chunking(most * length, device, row_bytes(rows) // length)
     number = min(most, number)
     return number, -(-most // number)
 
 
 def shuffled(keys: Tensor, sizes: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
-    """Return row indices `[len(keys) * len(sizes), width]` of minibatches of these sizes, shuffled with each key.
+    """Return shuffled row indices `[len(keys) * len(sizes), width]`, one minibatch per key and size.
 
-    The width is at least `max(sizes)`. A minibatch with fewer rows repeats its first row. The second result has the
-    same shape and is False for these repetitions.
+    `width` is at least `max(sizes)`. A minibatch with fewer rows repeats its first row. The second result is a mask of
+    the same shape, which is False for repeated rows.
     """
     order = rng.permutation(keys, sum(sizes))
     size = torch.tensor(sizes, device=keys.device).unsqueeze(1)
@@ -136,7 +137,7 @@ def _at_most(key: str, value: int, most: int, unit: str) -> int:
 
 
 def check_batch_size(cfg: MinibatchConfig | SGD, length: int) -> None:
-    """Raise ConfigError for a `batch_size` below the steps of a row, `run.static.row_steps`."""
+    """Raise ConfigError for a `batch_size` below the number of steps per row, `run.static.row_steps`."""
     if cfg.batch_size is not None and cfg.batch_size < length:
         raise ConfigError(
             f"algorithm.cfg.batch_size: {cfg.batch_size} is below {length}, the length of the sequences that a "
@@ -147,9 +148,9 @@ def check_batch_size(cfg: MinibatchConfig | SGD, length: int) -> None:
 def sizes_of(cfg: MinibatchConfig | SGD, rows: int, length: int = 1) -> list[int]:
     """Return the number of rows of each minibatch of a pass.
 
-    With `batch_size`, the last minibatch may be smaller. With `num_minibatches`, all are nearly equal. A size or number
-    above the number of rows is lowered to it, with one warning. A row has `length` steps, more than one for a recurrent
-    policy, and is never split. A minibatch has as many rows as fit into `batch_size` steps.
+    With `batch_size`, the last minibatch may be smaller. With `num_minibatches`, all minibatches are nearly equal. A
+    setting above the size of the rollout is lowered to this size, with one warning. A row has `length` steps, more than
+    one for a recurrent policy, and is never split. A minibatch has as many rows as fit into `batch_size` steps.
 
     Raises: ConfigError if `batch_size` is below the length of a row.
 
@@ -174,7 +175,7 @@ def gradient_steps(cfg: MinibatchConfig, static: Static) -> int:
 def _loss(
     params: TensorDict, of: Objective, fixed: TensorDict, minibatch: TensorDict, mask: Tensor, hyper: TensorDict
 ) -> tuple[Tensor, tuple[Tensor, Logs]]:
-    """Return the loss, the number of elements that it is the mean of, and its logs."""
+    """Return the loss, the number of elements over which the loss is a mean, and the logs."""
     loss, logs = of.loss(of.run, acting_params(params, fixed), minibatch, mask, hyper)
     count = logs.get("count", mask.sum().to(loss.dtype))
     return loss, (count, {name: log for name, log in logs.items() if name != "count"})
@@ -200,7 +201,7 @@ def _chunk_gradients(
 def _add_chunk(
     of: Objective, total: Packed, rows_of_chunk: tuple[Tensor, Tensor, dict[str, Tensor]], *rest: Any
 ) -> tuple[Packed, tuple[Tensor, Logs]]:
-    """Add the gradients of a chunk, times its count, to the total: the body of a scan over chunks."""
+    """Add the gradients of a chunk, times its count, to the total, as the body of a scan over chunks."""
     grads, (count, logs) = _chunk_gradients(of, rows_of_chunk, *rest)
     return mapped(lambda t, g: t + g * count, total, grads), (count, logs)
 
@@ -215,7 +216,7 @@ def _gradients(
 ) -> tuple[Packed, tuple[Tensor, Logs]]:
     """Return the gradients of the mean loss over the unmasked rows of a minibatch, the number of these rows, and logs.
 
-    They are computed chunk by chunk, to save memory.
+    The gradients are computed chunk by chunk, to save memory.
     """
     index, real = chosen
     mask = counted(rows["mask"][index], real) if of.whole and "mask" in rows else real
@@ -241,10 +242,10 @@ def _gradient_step(
 ) -> tuple[_Carry, tuple[Tensor, Tensor, Logs]]:
     """Take one step of every optimiser on one minibatch.
 
-    Return the new (params, opt, rates, stopped), and the count, `stopped` and logs of the step. The first step whose
-    distance exceeds the limit changes no parameters and no optimiser state, and neither do the steps after it. This
-    first step still adapts an adaptive rate. If the run leaves out steps with NaN or infinity, a step with NaN or
-    infinity changes nothing.
+    Return the new (params, opt, rates, stopped), and the count, `stopped` and logs of the step. From the
+    first step whose distance exceeds the limit, no step changes parameters or optimiser state. The first such step
+    still adapts an adaptive learning rate. If the run skips nonfinite steps, a step with NaN or infinity changes
+    nothing.
     """
     params, opts, rates, stopped = carry
     grads, (count, logs) = _gradients(of, params, chosen, fixed, rows, hyper)
@@ -275,14 +276,14 @@ def _gradient_step(
 
 
 def _is_finite(tree: Any) -> Tensor:
-    """Return True if no tensor of a tree holds NaN or infinity, 0-d bool."""
+    """Return a 0-d bool that is True if all values in a tree are finite."""
     return torch.stack([x.isfinite().all() for x in flatten(tree)[0]]).all()
 
 
 def mean_logs(logs: Logs, counts: Tensor) -> Logs:
-    """Return the means of logs `[S]` over steps, each weighted by its count."""
+    """Average logs `[S]` over steps, weighting each step by its count."""
     weight = counts / counts.sum().clamp(min=1.0)
-    # A step with weight 0 may hold infinity, and 0 * inf is nan.
+    # The logs of a step with weight 0 may be infinite, and 0 * inf is nan.
     return {name: (column.masked_fill(weight == 0.0, 0.0) * weight).sum() for name, column in logs.items()}
 
 
@@ -303,14 +304,14 @@ def minibatch_epochs(
     Args:
         run: the run.
         state: as for `minibatch_sgd`.
-        batch: as `collect` returns it. A policy of unit "sequence" learns from whole environments or their segments,
-            others from single steps.
+        batch: the batch that `collect` returned. A policy of unit "sequence" learns from the whole step sequence of an
+            environment or from its segments, and other policies learn from single steps.
         fields: fields that the algorithm adds to the steps, `[N, T]`: a bool `mask`, True for the steps to learn from,
             and others such as advantages. The policy's `act` may not return fields of the same names.
         loss: (run, params, minibatch, mask, hyper) -> loss and logs. `minibatch` has rows of `rows_of` with `fields`,
-            for `run.policy.evaluate_rows` and `value_rows`. Its `sample_log_prob` is summed over the tokens of an
-            action.
-        sgd: as for `minibatch_sgd`. So are the other arguments and the result.
+            for `run.policy.evaluate_rows` and `value_rows`. The minibatch's `sample_log_prob` is summed over the tokens
+            of an action.
+        sgd: as for `minibatch_sgd`, like the other arguments and the result.
     """
     rows = rows_of(run, batch, **fields)
     return minibatch_sgd(run, state, rows, loss, sgd, whole=whole, distance=distance, limit=limit)
@@ -331,23 +332,24 @@ def minibatch_sgd(
 
     Args:
         run: the run.
-        state: with `params`, `opt`, `hyper`, `norm`, `key`, `update_step` and `iterations`; with `learning_rate` if it
-            is adaptive; maybe with `frozen_params`.
+        state: state with `params`, `opt`, `hyper`, `norm`, `key`, `update_step` and `iterations`, with `learning_rate`
+            if the rate is adaptive, and optionally with `frozen_params`.
         rows: `[M]`, with a bool `mask` that is False for rows to ignore, if there are any. The rows of a policy of unit
-            "sequence" have a `mask` `[M, T]`, and a minibatch never splits them.
+            "sequence" have a `mask` of shape `[M, T]`, and a minibatch never splits a row.
         loss: (run, params, minibatch, mask, hyper) -> 0-d loss and logs, all means over the elements whose `mask` is
             True. `params` include the observation statistics and the frozen parameters. If the means are over another
             number of elements, return it as the log `count`.
         sgd: number and size of the minibatches, and the optimiser groups.
-        whole: field -> function (field, mask) -> new field of the chosen rows. It gets a whole minibatch, while `loss`
-            may get it in several chunks.
+        whole: field name -> function (field, mask) -> new field of the chosen rows. The function receives a whole
+            minibatch, while `loss` may receive a minibatch in several chunks.
         distance: name of the log that measures how far the policy moved from the one that collected the rows. Adaptive
-            rates need it.
-        limit: name of a number in `hyper`: once the distance exceeds it, the remaining steps are skipped.
+            rates need this log.
+        limit: name of a hyperparameter in `hyper`. Once the distance exceeds its value, the remaining steps are
+            skipped.
 
-    Returns: the state with new `params`, `opt` and `learning_rate`; the logs of the loss, `loss`, the norms of the
-        gradients and the learning rates, and `skipped_frac` if there is a limit. With `trainer.finite_guard` "skip" a
-        step whose gradients or new parameters hold NaN or infinity changes nothing; `skipped_steps` counts these steps.
+    Returns: the state with new `params`, `opt` and `learning_rate`; the logs of the loss, `loss`, gradient norms and
+        learning rates, and `skipped_frac` if there is a limit. If `trainer.finite_guard` is "skip", a step whose
+        gradients or new parameters hold NaN or infinity changes nothing. `skipped_steps` counts these steps.
     """
     hyper, params, opt = (cast(TensorDict, state[key]) for key in ("hyper", "params", "opt"))
     length = prod(rows["mask"].shape[1:]) if "mask" in rows else 1

@@ -1,9 +1,9 @@
 """Optimisers over named groups of parameters.
 
-A group has its own optimiser, clipping norm, learning rate and schedule, and its own state with a step counter. Its
-parameters are packed into one vector per dtype, because few large tensors are faster to update than many small ones.
-Its numbers are in `state["hyper"]` under its prefix, such as `critic_max_grad_norm`. Groups share a number that has no
-prefix.
+Each group has its own optimiser, clipping norm, learning rate and schedule, and its own state with a step counter. The
+parameters of a group are packed into one vector per dtype, because few large tensors are faster to update than many
+small ones. The hyperparameters of a group are stored in `state["hyper"]` under the group's prefix, such as
+`critic_max_grad_norm`. Groups share hyperparameters that have no prefix.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -24,11 +24,16 @@ from ecrl.types import Logs
 
 Path = tuple[str, ...]
 Packed = dict[str, TensorDict]
-"""Vectors by dtype for every group: `{group: {dtype: vector}}`."""
+"""Packed vectors of every group, as `{group: {dtype: vector}}`."""
 
 
 class Optimizer(NamedTuple):
-    """`init(params) -> opt` and `step(params, grads, opt, learning_rate=, **numbers) -> (params, opt)`."""
+    """The two functions of an optimiser.
+
+    Attributes:
+        init: `init(params) -> opt`.
+        step: `step(params, grads, opt, learning_rate=, **numbers) -> (params, opt)`.
+    """
 
     init: Callable[[TensorDict], TensorDict]
     step: Callable[..., tuple[TensorDict, TensorDict]]
@@ -43,14 +48,14 @@ OPTIMIZERS = {
 
 
 class Group(NamedTuple):
-    """Parameters that one optimiser updates.
+    """A group of parameters that one optimiser updates.
 
     Attributes:
-        name: key of its state in `state["opt"]`. If there is a single group, `state["opt"]` is its state.
-        paths: beginnings of the paths of its parameters; None for every parameter in no other group.
+        name: key of the group's state in `state["opt"]`. If there is a single group, `state["opt"]` is its state.
+        paths: path prefixes of the group's parameters; None for every parameter in no other group.
         optimizer: adam, adamw, sgd or rmsprop.
-        schedule: name of the schedule of its learning rate; None for a constant rate.
-        prefix: prefix of the names of its numbers in `hyper` and of its logs.
+        schedule: name of the learning-rate schedule; None for a constant rate.
+        prefix: name prefix of the group's hyperparameters in `hyper` and of its logs.
     """
 
     name: str
@@ -61,12 +66,12 @@ class Group(NamedTuple):
 
 
 class GroupSettings(NamedTuple):
-    """Own settings of a group. If a setting is None, the group uses the setting of the config.
+    """Settings of one group. If a setting is None, the group uses the config's setting.
 
     Attributes:
         learning_rate: step size, before the schedule; if None, the step size in `optimizer`, if there is one.
-        optimizer: optimiser and its numbers.
-        lr_scheduler: schedule of the rate.
+        optimizer: optimiser and its hyperparameters.
+        lr_scheduler: schedule of the learning rate.
         max_grad_norm: largest norm of the group's gradients.
     """
 
@@ -86,8 +91,9 @@ def groups_of(
 ) -> tuple[Group, ...]:
     """Return the groups of a config: one for all parameters, or one for each name in `paths`.
 
-    The first group has no prefix and uses the settings of the config. The prefix of another group is its name. It uses
-    the optimiser and schedule in `own`, if any, else the config's. Pass `own` to `learning_state` too.
+    The first group has no prefix and uses the settings of the config. The prefix of every other group is its
+    name. Such a group uses the optimiser and schedule in `own`, if any, or else the config's. Pass `own` to
+    `learning_state` too.
 
     >>> [(group.name, group.prefix) for group in groups_of(LearningConfig(), {"actor": None, "critic": (("critic",),)})]
     [('actor', ''), ('critic', 'critic_')]
@@ -112,20 +118,20 @@ def _check_own(own: Mapping[str, GroupSettings], groups: Sequence[str]) -> None:
 
 
 def number(tree: TensorDict, group: Group, name: str) -> Any:
-    """Return a number of a group: its own, or the one that groups share."""
+    """Return a hyperparameter of a group: the group's own value, or the value that groups share."""
     own = f"{group.prefix}{name}"
     return tree[own] if own in tree.keys() else tree[name]  # noqa: SIM118
 
 
 class GroupLayout(NamedTuple):
-    """Positions of the parameters of a group.
+    """Positions and shapes of the parameters of a group.
 
     Attributes:
         group: the group.
-        index: positions of its parameters among the leaves of all parameters, in order of path.
+        index: positions of the group's parameters among the leaves of all parameters, in order of path.
         shapes: shape of each parameter.
-        networks: first key of the path of each parameter.
-        vectors: each dtype, with the positions in `index` of the parameters in its vector.
+        networks: first key of each parameter's path.
+        vectors: pairs of a dtype and the positions, in `index`, of the parameters in the vector of this dtype.
     """
 
     group: Group
@@ -143,7 +149,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(params: TensorDict, groups: tuple[Group, ...]) -> Layout:
-    """Return the layout of parameters in groups.
+    """Assign parameters to groups, and return the layout.
 
     Raises: ConfigError for a parameter in no group or in two, and for a path that no parameter has.
     """
@@ -192,13 +198,13 @@ def _unpack(vectors: TensorDict, layout: GroupLayout) -> list[Tensor]:
 
 
 def pack(params: TensorDict, layout: Layout) -> Packed:
-    """Return parameters, or their gradients, as one vector per group and dtype."""
+    """Pack parameters or their gradients into one vector per group and dtype."""
     leaves = flatten(params)[0]
     return {group.group.name: _pack([leaves[i] for i in group.index], group) for group in layout.groups}
 
 
 def unpack(packed: Packed, layout: Layout) -> TensorDict:
-    """Undo `pack`. The tensors are views of the vectors."""
+    """Undo `pack`. The returned tensors are views of the packed vectors."""
     leaves: list[Any] = [None] * sum(len(group.index) for group in layout.groups)
     for group in layout.groups:
         for i, leaf in zip(group.index, _unpack(packed[group.group.name], group), strict=True):
@@ -207,7 +213,7 @@ def unpack(packed: Packed, layout: Layout) -> TensorDict:
 
 
 def network_vectors(vectors: TensorDict, layout: GroupLayout) -> dict[str, Tensor]:
-    """Split the packed vectors of a group into one vector per network and dtype. The results are views."""
+    """Split the packed vectors of a group into one vector per network and dtype. The returned vectors are views."""
     pieces: dict[str, Tensor] = {}
     several = len(layout.vectors) > 1
     for name, places in layout.vectors:
@@ -224,7 +230,7 @@ def _state_of(opt: TensorDict, layout: Layout, name: str) -> TensorDict:
 
 
 def pack_opt(opt: TensorDict, layout: Layout) -> Packed:
-    """Return each group's optimiser state. Tensors per parameter, such as Adam's moments, are packed as in `pack`."""
+    """Pack each group's optimiser state. Per-parameter tensors, such as Adam's moments, are packed as in `pack`."""
     packed = {}
     for group in layout.groups:
         state = _state_of(opt, layout, group.group.name)
@@ -234,7 +240,7 @@ def pack_opt(opt: TensorDict, layout: Layout) -> Packed:
 
 
 def unpack_opt(packed: Packed, opt: TensorDict, layout: Layout) -> TensorDict:
-    """Undo `pack_opt`, in new memory. The result has the structure of `opt`."""
+    """Undo `pack_opt` by copying to new memory. The result has the structure of `opt`."""
     states = {}
     for group in layout.groups:
         old, new = _state_of(opt, layout, group.group.name), packed[group.group.name]
@@ -251,9 +257,9 @@ def unpack_opt(packed: Packed, opt: TensorDict, layout: Layout) -> TensorDict:
 
 
 def optimizer_init(params: TensorDict, groups: tuple[Group, ...]) -> TensorDict:
-    """Return the field `opt` of the state before the first step.
+    """Return the initial optimiser state, for the field `opt` of the state.
 
-    With one group, it is the state of its optimiser. With several groups, it is `{group: state}`.
+    With one group, the result is the state of its optimiser. With several groups, the result is `{group: state}`.
 
     >>> params = TensorDict({"actor": {"w": torch.zeros(2)}, "critic": {"w": torch.zeros(2)}}, [])
     >>> list(optimizer_init(params, groups_of(LearningConfig(), {"actor": None, "critic": (("critic",),)})).keys())
@@ -307,11 +313,11 @@ def optimizer_step(
         rates: learning rate of each group, 0-d.
         hyper: the hyperparameters of the state.
         layout: the layout of the groups.
-        moves: group -> 0-d bool. A group whose flag is False keeps its parameters, its slots and its step counter. A
-            group without a flag is updated.
+        moves: 0-d bool flags by group name. A group whose flag is False keeps its parameters and its optimiser state,
+            step counter included. A group without a flag is updated.
 
     Returns: the new parameters and optimiser states.
-    Raises: ValueError if `moves` names no group.
+    Raises: ValueError if `moves` names a group that does not exist.
     """
     new_params, new_opts = {}, {}
     if unknown := sorted(moves.keys() - {part.group.name for part in layout.groups}):
@@ -331,9 +337,9 @@ def optimizer_step(
 
 
 def learning_rates(state: TensorDict, groups: tuple[Group, ...]) -> dict[str, Tensor]:
-    """Return the learning rate of each group at the start of an iteration, 0-d.
+    """Return the 0-d learning rate of each group at the start of an iteration.
 
-    A schedule reads `update_step` of the state, and `iterations` too if it has no length of its own.
+    A schedule reads the state's `update_step`. A schedule without a length of its own also reads `iterations`.
     """
     hyper, rates = cast(TensorDict, state["hyper"]), {}
     for group in groups:
@@ -359,7 +365,7 @@ def rate_logs(rates: dict[str, Tensor], groups: tuple[Group, ...], state: Tensor
 
 
 def optimizer_numbers(cfg: OptimizerConfig) -> dict[str, float]:
-    """Return the numbers of an optimiser without its learning rate, for `hyper`."""
+    """Return the hyperparameters of an optimiser for `hyper`, except the learning rate."""
     numbers: dict[str, Any] = {name: getattr(cfg.kwargs, name) for name in USED[cfg.name]}
     if "betas" in numbers:
         numbers["beta1"], numbers["beta2"] = numbers.pop("betas")
@@ -376,16 +382,17 @@ def learning_state(
 ) -> dict[str, Any]:
     """Return the fields `params`, `opt` and `hyper` of a state.
 
-    An adaptive rate is not in `hyper`, because the update changes it. It is the field `learning_rate` of the state, or
-    `<prefix>learning_rate` for a group with its own rate. `kinds` of the algorithm must declare it a counter.
+    An adaptive learning rate is not in `hyper`, because the update changes the rate. Adaptive rates are the state field
+    `learning_rate`, or `<prefix>learning_rate` for a group with its own rate. The algorithm's `kinds` must declare
+    these fields as counters.
 
     Args:
         cfg: optimiser, schedule and clipping that groups share.
         params: the parameters.
         numbers: further hyperparameters by name; None values are left out.
-        device: device of the numbers.
-        groups: the optimiser groups; one for all parameters if None.
-        own: own settings of groups, as for `groups_of`.
+        device: device of the hyperparameters.
+        groups: the optimiser groups. If None, one group has all parameters.
+        own: settings of single groups, as for `groups_of`.
     """
     groups, own = groups_of(cfg) if groups is None else groups, own or {}
     _check_own(own, [group.name for group in groups])
@@ -405,9 +412,9 @@ def learning_state(
 def _write_settings(
     hyper: TensorDict, settings: GroupSettings, schedule: SchedulerConfig | None, prefix: str, device: torch.device
 ) -> dict[str, Tensor]:
-    """Write the settings that are not None into `hyper`, under the prefix. If the rate is adaptive, return it instead.
+    """Write the settings that are not None into `hyper`, under the prefix, and return any adaptive learning rate.
 
-    `schedule` is the schedule that the group uses, its own or the shared one.
+    `schedule` is the schedule that the group uses, either its own or the shared one.
     """
     numbers: dict[str, Any] = {}
     if settings.max_grad_norm is not None:
@@ -429,7 +436,7 @@ def _write_settings(
 
 
 def hyper_tensors(numbers: Mapping[str, Any], device: torch.device) -> TensorDict:
-    """Return numbers as 0-d float32 tensors, with the same nesting."""
+    """Convert hyperparameters to 0-d float32 tensors, with the same nesting."""
     tensors = {
         name: hyper_tensors(value, device)
         if isinstance(value, dict)

@@ -21,35 +21,39 @@ USED = {
 """The keyword arguments that each optimiser and each schedule uses."""
 
 DESIRED_DISTANCE = "desired_kl"
-"""The key of the distance that an adaptive rate aims at. Each algorithm measures its own distance."""
+"""Config key of the target distance of an adaptive rate. Each algorithm measures its own distance."""
 
 _Below1 = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class OptimizerKwargs(ConfigModel):
-    """Numbers of an optimiser, named as in torch.optim."""
+    """Hyperparameters of an optimiser, named as in torch.optim."""
 
     betas: Annotated[tuple[_Below1, _Below1], Field(strict=False)] = Field(
         default=(0.9, 0.999), description="decay of the two moments (adam, adamw)"
     )
-    eps: Positive = Field(default=1e-8, description="added to the root of the second moment (adam, adamw, rmsprop)")
+    eps: Positive = Field(
+        default=1e-8, description="added to the square root of the second moment (adam, adamw, rmsprop)"
+    )
     weight_decay: NonNegative = Field(default=0.01, description="decay per unit of learning rate (adamw)")
-    momentum: Fraction = Field(default=0.0, description="share of the last step that is added to the next (sgd)")
+    momentum: Fraction = Field(default=0.0, description="share of the previous step that is added to the next (sgd)")
     alpha: Fraction = Field(default=0.99, description="decay of the second moment (rmsprop)")
 
 
 class SchedulerKwargs(ConfigModel):
-    """Numbers of a schedule, named as in torch.optim.lr_scheduler; counted in iterations."""
+    """Hyperparameters of a schedule, named as in torch.optim.lr_scheduler. Lengths are in iterations."""
 
     start_factor: NonNegative = Field(default=1.0, description="factor at the start (linear)")
     end_factor: NonNegative = Field(default=0.0, description="factor at the end (linear)")
-    total_iters: Count | None = Field(default=None, description="length; the whole run if absent (linear)")
+    total_iters: Count | None = Field(
+        default=None, description="length in iterations; the whole run if absent (linear)"
+    )
     eta_min: NonNegative = Field(default=0.0, description="lowest learning rate (cosine)")
-    T_max: Count | None = Field(default=None, description="length; the whole run if absent (cosine)")
+    T_max: Count | None = Field(default=None, description="length in iterations; the whole run if absent (cosine)")
     step_size: Count = Field(default=1, description="iterations between two reductions (step)")
     gamma: Positive = Field(default=0.99, description="factor of each reduction (step, exponential)")
     desired_kl: Positive = Field(
-        default=0.01, description="desired KL to the policy that collected the rollout, nats (adaptive)"
+        default=0.01, description="target KL from the policy that collected the rollout, in nats (adaptive)"
     )
     factor: float = Field(default=1.5, gt=1.0, description="factor by which the rate grows or shrinks (adaptive)")
     min_rate: Positive = Field(default=1e-5, description="lowest learning rate (adaptive)")
@@ -57,9 +61,9 @@ class SchedulerKwargs(ConfigModel):
 
 
 class _Named(ConfigModel):
-    """Base of the optimiser and schedule configs: the name of an optimiser or schedule, and its `kwargs`.
+    """Base class of the optimiser and schedule configs, with a name and keyword arguments.
 
-    Keyword arguments that this optimiser or schedule does not use are refused, and are not written to `config.json`.
+    Keyword arguments that the named optimiser or schedule does not use are rejected, and not written to `config.json`.
     """
 
     name: str
@@ -79,26 +83,29 @@ class _Named(ConfigModel):
 
 
 class OptimizerConfig(_Named):
-    """An optimiser by name."""
+    """Name and hyperparameters of an optimiser."""
 
     name: Literal["adam", "adamw", "sgd", "rmsprop"] = Field(default="adam", description="adam, adamw, sgd or rmsprop")
     learning_rate: Positive = Field(default=3e-4, description="step size, before the schedule")
-    kwargs: OptimizerKwargs = Field(default=OptimizerKwargs(), description="further numbers, as in torch.optim")
+    kwargs: OptimizerKwargs = Field(default=OptimizerKwargs(), description="further hyperparameters, as in torch.optim")
 
 
 class SchedulerConfig(_Named):
-    """A learning-rate schedule by name. It changes the rate once per iteration, or per gradient step if adaptive."""
+    """Name and hyperparameters of a learning-rate schedule.
+
+    A schedule changes the rate once per iteration, or once per gradient step if adaptive.
+    """
 
     name: Literal["linear", "cosine", "step", "exponential", "adaptive"] = Field(
         description="linear, cosine, step, exponential or adaptive"
     )
     kwargs: SchedulerKwargs = Field(
-        default=SchedulerKwargs(), description="further numbers, as in torch.optim.lr_scheduler"
+        default=SchedulerKwargs(), description="further hyperparameters, as in torch.optim.lr_scheduler"
     )
 
 
 class LearningConfig(ConfigModel):
-    """Optimiser, learning rate and clipping. The numbers are stored in the state and may change during a run."""
+    """Optimiser, learning rate and clipping. Numeric settings are stored in the state and may change during a run."""
 
     learning_rate: Positive | None = Field(
         default=None, description="step size of Adam, 3e-4 if absent; not together with optimizer"
@@ -110,7 +117,7 @@ class LearningConfig(ConfigModel):
         default=None, description='such as {"name": "linear"}; constant if absent'
     )
     max_grad_norm: Positive = Field(
-        default=0.5, description="largest norm of all gradients together; larger gradients are scaled down"
+        default=0.5, description="largest global norm of the gradients; larger gradients are scaled down"
     )
 
     @model_validator(mode="after")
@@ -126,21 +133,23 @@ class LearningConfig(ConfigModel):
 
 
 def check_rate(key: str, rate: float, schedule: SchedulerConfig | None) -> None:
-    """Raise ValueError if the rate of a key is outside the bounds of an adaptive schedule.
+    """Raise ValueError if a learning rate is outside the bounds of an adaptive schedule.
+
+    `key` is the config key of the learning rate, which the error names.
 
     >>> check_rate("learning_rate", 0.5, SchedulerConfig(name="adaptive"))
     Traceback (most recent call last):
-    ValueError: learning_rate 0.5 is outside the min_rate 1e-05 to max_rate 0.01 of lr_scheduler; move one of them
+    ValueError: learning_rate 0.5 is outside the min_rate 1e-05 to max_rate 0.01 of lr_scheduler; change one of them
     """
     if schedule is not None and schedule.name == "adaptive":
         k = schedule.kwargs
         if not k.min_rate <= rate <= k.max_rate:
             bounds = f"min_rate {k.min_rate:g} to max_rate {k.max_rate:g}"
-            raise ValueError(f"{key} {rate:g} is outside the {bounds} of lr_scheduler; move one of them")
+            raise ValueError(f"{key} {rate:g} is outside the {bounds} of lr_scheduler; change one of them")
 
 
 def optimizer_of(cfg: LearningConfig) -> OptimizerConfig:
-    """Return the optimiser of a config: its `optimizer` block, or else Adam with its `learning_rate`."""
+    """Return the config's `optimizer` block, or else Adam with the config's `learning_rate`."""
     if cfg.optimizer is not None or cfg.learning_rate is None:
         return cfg.optimizer or OptimizerConfig()
     return OptimizerConfig(learning_rate=cfg.learning_rate)

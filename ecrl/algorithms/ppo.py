@@ -1,4 +1,4 @@
-"""Proximal policy optimisation: GAE, clipped surrogate, minibatch epochs.
+"""Proximal policy optimisation, with GAE, a clipped surrogate and minibatch epochs.
 
 Source: Schulman et al. 2017, arXiv:1707.06347.
 """
@@ -47,14 +47,15 @@ _CRITIC_KEYS = ("critic_learning_rate", "critic_max_grad_norm")
 
 
 class PPOConfig(MinibatchConfig):
-    """Hyperparameters. The numbers are stored in the state and may change during a run."""
+    """Hyperparameters of PPO. Numeric hyperparameters are stored in the state and may change during a run."""
 
     target_kl: Positive | None = Field(
-        default=None, description="KL of the update above which learning from a rollout stops, nats; no limit if absent"
+        default=None,
+        description="KL of the update, in nats, above which learning from a rollout stops; no limit if absent",
     )
     gamma: Fraction = Field(default=0.99, description="discount per step")
     gae_lambda: Fraction = Field(
-        default=0.95, description="weight of later steps in advantages; 0: one step, 1: Monte-Carlo"
+        default=0.95, description="weight of later steps in advantages; 0 gives one-step, 1 Monte-Carlo estimates"
     )
     clip_coef: Positive = Field(default=0.2, description="distance from 1 at which the probability ratio is clipped")
     clip_vloss: bool = Field(default=False, description="also clip the change of the critic's values, by clip_coef")
@@ -62,7 +63,8 @@ class PPOConfig(MinibatchConfig):
     vf_coef: NonNegative = Field(default=0.5, description="weight of the critic's error")
     critic_learning_rate: Positive | None = Field(
         default=None,
-        description="step size of the critic, before the schedule; actor and critic are then clipped separately",
+        description="step size of the critic, before the schedule; gradients of the actor and the critic are then "
+        "clipped separately",
     )
     critic_max_grad_norm: Positive | None = Field(
         default=None, description="largest norm of the critic's gradients; max_grad_norm then clips the others"
@@ -85,9 +87,9 @@ class Choices(NamedTuple):
     Attributes:
         normalize_advantage: steps over which advantages are standardised: rollout, minibatch or none.
         ppo_loss: the kernel `ppo_loss`, or `ppo_loss_clipped_value`.
-        critic_fields: fields of the minibatch with which `ppo_loss` compares the critic's value: the value target. If
-            the kernel clips, the value at collection comes first.
-        sgd: the minibatches and optimiser groups.
+        critic_fields: minibatch fields that `ppo_loss` compares with the critic's value. The field is the value target,
+            preceded by the value at collection if the kernel clips.
+        sgd: settings of the minibatches and the optimiser groups.
     """
 
     normalize_advantage: str
@@ -97,7 +99,7 @@ class Choices(NamedTuple):
 
 
 def init(cfg: PPOConfig, run: Run, key: Tensor) -> dict[str, Any]:
-    """Return parameters, optimiser state and hyperparameters, and the statistics of rewards if they are scaled."""
+    """Return parameters, optimiser state, hyperparameters and, if rewards are scaled, the reward statistics."""
     if run.policy.value is None:
         raise ConfigError("policy.name: this policy has no critic, which ppo needs; use actor_critic")
     check_log_prob(run.policy, "ppo")
@@ -130,7 +132,10 @@ def advantages(run: Run, hyper: TensorDict, steps: TensorDict) -> dict[str, Tens
 
 
 def loss(run: Run, params: TensorDict, minibatch: TensorDict, mask: Tensor, hyper: TensorDict) -> tuple[Tensor, Logs]:
-    """Return the clipped surrogate plus the critic's error minus the entropy bonus of a minibatch, and logs."""
+    """Return the loss and the logs of a minibatch.
+
+    The loss is the clipped surrogate plus the value loss minus the entropy bonus.
+    """
     choices = run.algorithm.choices
     log_prob, entropy = run.policy.evaluate_rows(params, minibatch)
     value = run.policy.value_rows(params, minibatch)
@@ -149,7 +154,7 @@ def loss(run: Run, params: TensorDict, minibatch: TensorDict, mask: Tensor, hype
 
 
 def update(run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:
-    """Learn from a batch: `n_epochs` passes of gradient steps on minibatches of its steps."""
+    """Learn from a batch in `n_epochs` passes over its minibatches, with one gradient step per minibatch."""
     choices = run.algorithm.choices
     fields = advantages(run, state["hyper"], batch["steps"])
     whole = {"advantage": standardize_over_ranks} if choices.normalize_advantage == "minibatch" else {}
@@ -166,7 +171,7 @@ def groups(cfg: PPOConfig) -> tuple[Group, ...]:
 
 @register_algorithm("ppo")
 def ppo(cfg: PPOConfig) -> Algorithm:
-    """Return PPO. The policy needs a critic."""
+    """Build the PPO algorithm. The policy needs a critic."""
     kernel = ppo_loss_clipped_value if cfg.clip_vloss else ppo_loss
     critic_fields = ("value", "value_target") if cfg.clip_vloss else ("value_target",)
     rates = {"learning_rate": Kind.COUNTER, "critic_learning_rate": Kind.COUNTER}

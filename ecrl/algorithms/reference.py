@@ -1,4 +1,4 @@
-"""A reference policy: the parameters of an earlier policy. A loss can penalise the distance from it."""
+"""Keep the parameters of an earlier policy as a reference, so that a loss can penalise the distance from it."""
 
 from functools import partial
 from typing import cast
@@ -20,7 +20,7 @@ def _log_prob(run: Run, _: None, rows: TensorDict, params: TensorDict) -> tuple[
 
 
 def reference_log_prob(run: Run, state: TensorDict, batch: TensorDict) -> Tensor:
-    """Return the log-probability `[N, T]` of a batch's actions under `ref_params` of the state, in nats.
+    """Return the log-probabilities `[N, T]`, in nats, of a batch's actions under the state's `ref_params`.
 
     A reference with memory starts each sequence from the memory of the policy that acted.
 
@@ -35,11 +35,11 @@ def reference_log_prob(run: Run, state: TensorDict, batch: TensorDict) -> Tensor
 
 
 def refreshed_reference(state: TensorDict, freq: Tensor) -> TensorDict:
-    """Return the state after a refresh of the reference policy.
+    """Refresh the reference policy if due, and return the state.
 
     Every `freq` iterations (0-d int64), `ref_params` becomes a copy of the current parameters of the policy.
 
-    It also keeps the current observation statistics, so that the reference stays the same function.
+    The reference also keeps the current observation statistics, so that the reference policy stays the same function.
     """
     due = (state["update_step"] + 1) % freq == 0
     params, norm, reference = (cast(TensorDict, state[key]) for key in ("params", "norm", "ref_params"))

@@ -1,9 +1,9 @@
-"""Rows of minibatches.
+"""Convert batches to rows of minibatches.
 
-A row is one step of a batch. If the policy's `unit` is "sequence", a row has all steps of one environment in the
-iteration, or a segment of them if `segment_length` is set. It also has the policy's memory before the first step, so
-that the policy can run its recurrence. The methods `evaluate_rows` and `value_rows` of a policy take rows of either
-unit.
+For a policy of unit "step", a row is one step of a batch. For a policy of unit "sequence", a row has all steps of one
+environment in the iteration, or a segment of these steps if `segment_length` is set. A sequence row also has the
+policy's memory before the first step, so that the policy can run its recurrence. The methods `evaluate_rows` and
+`value_rows` of a policy take rows of either unit.
 """
 
 from typing import cast
@@ -22,20 +22,21 @@ _DERIVED = {"next_value"}
 
 
 def rows_of(run: Run, batch: TensorDict, **fields: Tensor) -> TensorDict:
-    """Return the steps of a batch as rows, with everything that the policy's `evaluate` and `value` need.
+    """Convert the steps of a batch to rows with all fields that the policy's `evaluate` and `value` need.
 
     Args:
-        run: the run; its policy's `unit` is read.
-        batch: `[N]`, with `steps` `[N, T + 1]`, and `carry` `[N, T / L]` if the policy has memory.
+        run: the run, whose policy's `unit` determines the rows.
+        batch: batch `[N]` with `steps` of shape `[N, T + 1]` and, if the policy has memory, `carry` of shape
+            `[N, T / L]`.
         fields: further fields of the rows, `[N, T]`, such as advantages.
 
     Returns: `[N * T]` rows with obs, action, done and the other fields of the policy's `act`. For sequences of L steps,
         `[N * T / L]` rows with fields `[N * T / L, L, ...]`, and `carry` `[N * T / L, ...]` if the policy has memory. L
-        is `run.static.row_steps`. The segments of an environment follow each other. `sample_log_prob` is summed over
+        is `run.static.row_steps`. The segments of an environment are consecutive. `sample_log_prob` is summed over
         the tokens of an action.
     Raises: ConfigError if `act` returned one of `fields`, or a field that estimators of returns add.
     """
-    steps = cast(TensorDict, batch["steps"][:, :-1]).exclude(*_OUTCOMES)  # the last row is padding
+    steps = cast(TensorDict, batch["steps"][:, :-1]).exclude(*_OUTCOMES)  # the last step is padding
     for name in sorted({*steps.keys()} & ({*fields, *_DERIVED} - {"mask"})):
         raise ConfigError(
             f"policy.name: act of {run.policy.name} returns the field {name!r}, which {run.algorithm.name} computes "
@@ -52,9 +53,9 @@ def rows_of(run: Run, batch: TensorDict, **fields: Tensor) -> TensorDict:
 
 
 def check_log_prob(policy: Policy, algorithm: str) -> None:
-    """Raise an error for a policy without log-probabilities, in an algorithm that needs them.
+    """Raise ConfigError for a policy without log-probabilities.
 
-    Raises: ConfigError.
+    `algorithm` is the name of the algorithm that needs log-probabilities.
     """
     if policy.evaluate is None:
         raise ConfigError(

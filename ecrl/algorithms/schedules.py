@@ -1,7 +1,7 @@
-"""Learning-rate schedules by name, from the config block `lr_scheduler`.
+"""Learning-rate schedules, which the config block `lr_scheduler` selects by name.
 
-Only the name of a schedule shapes the graph. Its numbers live in the state, in `hyper["schedule"]`. A schedule without
-a length of its own lasts for the whole run, which is `state["iterations"]`.
+Only the name of a schedule shapes the graph. The schedule's parameters are stored in `state["hyper"]["schedule"]`. A
+schedule without a length of its own lasts for the whole run of `state["iterations"]` iterations.
 """
 
 from typing import Any, cast
@@ -15,9 +15,9 @@ from ecrl.kernels import optim
 
 
 def schedule_numbers(cfg: SchedulerConfig | None, device: torch.device) -> TensorDict:
-    """Return the numbers of a config block that are not None; empty for a constant or an adaptive rate.
+    """Return the schedule parameters that are not None, or an empty TensorDict for a constant or an adaptive rate.
 
-    They are 0-d tensors: float64, and int64 for counts of iterations.
+    The parameters are 0-d tensors of dtype float64, or int64 for counts of iterations.
 
     >>> cfg = SchedulerConfig.model_validate({"name": "step", "kwargs": {"gamma": 0.5, "step_size": 2}})
     >>> schedule_numbers(cfg, torch.device("cpu"))["gamma"]
@@ -32,14 +32,14 @@ def schedule_numbers(cfg: SchedulerConfig | None, device: torch.device) -> Tenso
 
 
 def scheduled_rate(schedule: str, base: Tensor, numbers: TensorDict, step: Tensor, iterations: Tensor) -> Tensor:
-    """Return the learning rate in iteration `step` of `iterations`, 0-d, in the dtype of `base`.
+    """Return the 0-d learning rate in iteration `step` of `iterations`, in the dtype of `base`.
 
     Args:
         schedule: linear, cosine, step or exponential.
-        base: rate before the schedule.
-        numbers: from `schedule_numbers`.
-        step: iterations done, int64.
-        iterations: length of a schedule without a length in `numbers`, int64.
+        base: learning rate before the schedule.
+        numbers: schedule parameters from `schedule_numbers`.
+        step: number of completed iterations, int64.
+        iterations: length of the schedule if `numbers` has no length, int64.
     """
     match schedule:
         case "linear":
@@ -54,7 +54,7 @@ def scheduled_rate(schedule: str, base: Tensor, numbers: TensorDict, step: Tenso
         case "exponential":
             rate = base * optim.exponential_schedule(step, gamma=numbers["gamma"])
         case _:
-            raise ValueError(f"lr_scheduler {schedule!r} has no rate by iteration")
+            raise ValueError(f"lr_scheduler {schedule!r} does not set a rate per iteration")
     return rate.to(base.dtype)
 
 
@@ -64,7 +64,7 @@ def adapted_rate(rate: Tensor, distance: Tensor, numbers: TensorDict) -> Tensor:
         rate / factor if distance > 2 desired, rate * factor if distance < desired / 2; within [min_rate, max_rate]
 
     Args:
-        rate: the rate so far, 0-d.
+        rate: current learning rate, 0-d.
         distance: how far the policy moved, measured by the algorithm, 0-d.
         numbers: the desired distance in the same unit (`DESIRED_DISTANCE`), `factor`, `min_rate` and `max_rate`.
 

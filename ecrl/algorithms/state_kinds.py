@@ -1,4 +1,4 @@
-"""Kinds of the leaves of a run's state. The kind of a leaf determines how the loop, the ranks and checkpoints treat it.
+"""Kinds of the leaves of a run's state. The loop, the ranks and checkpoints handle a leaf by its kind.
 
 | kind | examples | copied for records | across ranks | saved |
 |---|---|---|---|---|
@@ -9,7 +9,7 @@
 | frozen | frozen_params | no, it is borrowed | equal | in one file for all checkpoints |
 | counter | key, sample_step, update_step, hyper | yes | equal | once |
 
-A kind is declared for a field, or for a path inside a field. The longest declared path decides.
+A kind is declared for a field, or for a path inside a field. The kind of the longest matching path applies.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ Path = tuple[str, ...]
 
 
 class Kind(StrEnum):
-    """The kinds in the table of this module."""
+    """Kind of a leaf of the state, as in the table of this module."""
 
     LEARNED = "learned"
     STATISTICS = "statistics"
@@ -36,7 +36,7 @@ class Kind(StrEnum):
 
 
 Kinds = Mapping[str | Path, Kind]
-"""Declared kinds by the name of a field, or by a path inside it."""
+"""Declared kinds, by the name of a field or by a path inside a field."""
 
 BORROWED = (Kind.BUFFER, Kind.FROZEN)
 PER_RANK = (Kind.ENVIRONMENT, Kind.BUFFER)
@@ -45,7 +45,7 @@ PER_RANK = (Kind.ENVIRONMENT, Kind.BUFFER)
 def kind_of(path: Path, kinds: Kinds) -> Kind:
     """Return the kind of a leaf.
 
-    Raises: ConfigError if neither the path nor a beginning of it is declared.
+    Raises: ConfigError if neither the path nor a prefix of the path is declared.
 
     >>> kinds = {"norm": Kind.STATISTICS, ("norm", "reward", "running"): Kind.ENVIRONMENT}
     >>> kind_of(("norm", "reward", "running"), kinds).value, kind_of(("norm", "obs", "mean"), kinds).value
@@ -67,7 +67,7 @@ def leaf_kinds(state: TensorDict, kinds: Kinds) -> dict[Path, Kind]:
 
 
 def environment_fields(state: TensorDict, kinds: Kinds) -> list[str]:
-    """Return the names of the fields that are of kind environment as a whole.
+    """Return the names of the fields whose declared kind is environment.
 
     >>> state = TensorDict({"env": {"x": 1.0}, "key": 2}, [])
     >>> environment_fields(state, {"env": Kind.ENVIRONMENT, "key": Kind.COUNTER})
@@ -77,7 +77,7 @@ def environment_fields(state: TensorDict, kinds: Kinds) -> list[str]:
 
 
 def split(state: TensorDict, kinds: Kinds) -> tuple[TensorDict, TensorDict]:
-    """Return the leaves that an iteration replaces, and the leaves that it borrows (buffer and frozen).
+    """Split a state into the leaves that an iteration replaces and the borrowed leaves of kind buffer or frozen.
 
     >>> state = TensorDict({"params": {"w": 1.0}, "replay": {"obs": 2.0}}, [])
     >>> own, borrowed = split(state, {"params": Kind.LEARNED, "replay": Kind.BUFFER})
@@ -115,7 +115,7 @@ def _without(tree: TensorDict, chosen: set[Path], at: Path) -> TensorDict:
 
 
 def without(state: TensorDict, borrowed: TensorDict) -> TensorDict:
-    """Return a state without the leaves that `borrowed` has, as it was before `merge`.
+    """Remove the leaves of `borrowed` from a state, which undoes `merge`.
 
     >>> state = TensorDict({"params": {"w": 1.0}, "replay": {"obs": 2.0}}, [])
     >>> list(without(state, TensorDict({"replay": {"obs": 2.0}}, [])).keys())
@@ -125,7 +125,7 @@ def without(state: TensorDict, borrowed: TensorDict) -> TensorDict:
 
 
 def merge(own: TensorDict, borrowed: TensorDict) -> TensorDict:
-    """Undo `split`: return one state with the leaves of both. The tensors are shared."""
+    """Undo `split` by merging the leaves of both results into one state. The tensors are shared, not copied."""
     if borrowed.is_empty():
         return own
     fields: dict[str, Any] = dict(own.items())

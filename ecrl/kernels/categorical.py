@@ -1,8 +1,8 @@
-"""Categorical and multi-discrete actions as functions of logits: sample, mode, log_prob, entropy, kl.
+"""Categorical and multi-discrete distributions as functions of logits: sample, mode, log_prob, entropy and kl.
 
-Samplers take standard Gumbel noise as an argument (see `ecrl.rng`). Logits are `[*B, K]`. `mask_logits` applies an
-action mask to logits, so the other functions take no mask. Half-precision inputs are converted to float32, and results
-are converted back.
+Samplers take standard Gumbel noise as an argument (see `ecrl.rng`). Logits have the shape `[*B, K]`. `mask_logits`
+applies an action mask to logits, so the other functions take no mask. Half-precision inputs are converted to float32,
+and results are converted back to half precision.
 """
 
 import torch
@@ -18,7 +18,7 @@ def mask_logits(logits: Tensor, action_mask: Tensor) -> Tensor:
 
         logits[k] if action_mask[k] else -max_float
 
-    A row without any allowed action becomes uniform over all actions.
+    If no action is allowed, the distribution is uniform over all actions.
 
     Args:
         logits: `[*B, K]` float.
@@ -37,15 +37,15 @@ def mask_logits(logits: Tensor, action_mask: Tensor) -> Tensor:
 
 
 def categorical_sample(logits: Tensor, noise: Tensor) -> Tensor:
-    """Sample one index per row. Its distribution is softmax(logits) if `noise` is standard Gumbel.
+    """Sample an index from softmax(logits) by adding standard Gumbel noise and taking the argmax.
 
         argmax_k(logits[k] - max(logits) + noise[k])
 
-    The maximum is subtracted first. Otherwise the sum of a large logit and its noise would be rounded to the logit.
+    The largest logit is subtracted first, because a large logit plus noise would be rounded to the logit itself.
 
     Args:
         logits: `[*B, K]` float.
-        noise: `[*B, K]` float.
+        noise: `[*B, K]` float, standard Gumbel.
 
     Returns: int64 `[*B]`.
     Gradient: none.
@@ -78,7 +78,7 @@ def categorical_mode(logits: Tensor) -> Tensor:
 
 
 def categorical_log_prob(logits: Tensor, action: Tensor) -> Tensor:
-    """Return the log-probability of an index (nats).
+    """Return the log-probability of the index `action`, in nats.
 
         log_softmax(logits)[action]
 
@@ -101,12 +101,12 @@ def categorical_log_prob(logits: Tensor, action: Tensor) -> Tensor:
 
 
 def _log_prob(logits: Tensor, action: Tensor) -> Tensor:
-    """Return `categorical_log_prob`, but in float32 for half-precision inputs."""
+    """Compute `categorical_log_prob`, but return float32 for half-precision inputs."""
     return F.log_softmax(widened(logits)[0], -1).gather(-1, action.unsqueeze(-1)).squeeze(-1)
 
 
 def categorical_entropy(logits: Tensor) -> Tensor:
-    """Return the entropy (nats). Actions of probability 0 contribute 0.
+    """Return the entropy of softmax(logits), in nats. Actions of probability 0 contribute 0 to the sum.
 
         -sum_k(p[k] * log(p[k])),    p = softmax(logits)
 
@@ -123,14 +123,16 @@ def categorical_entropy(logits: Tensor) -> Tensor:
 
 
 def _entropy(logits: Tensor) -> Tensor:
-    """Return `categorical_entropy`, but in float32 for half-precision inputs."""
+    """Compute `categorical_entropy`, but return float32 for half-precision inputs."""
     log_p = F.log_softmax(widened(logits)[0], -1)
     p = log_p.exp()
     return -(p * log_p.masked_fill(p == 0.0, 0.0)).sum(-1)
 
 
 def categorical_kl(logits: Tensor, other_logits: Tensor) -> Tensor:
-    """Return KL(softmax(logits) | softmax(other_logits)) (nats). Actions of probability 0 under `logits` contribute 0.
+    """Return KL(softmax(logits) | softmax(other_logits)), in nats.
+
+    Actions of probability 0 under `logits` contribute 0 to the sum.
 
         sum_k(p[k] * (log(p[k]) - log(q[k])))
 
@@ -150,14 +152,14 @@ def categorical_kl(logits: Tensor, other_logits: Tensor) -> Tensor:
 
 
 def _kl(logits: Tensor, other_logits: Tensor) -> Tensor:
-    """Compute `categorical_kl`. Half-precision inputs give a float32 result."""
+    """Compute `categorical_kl`, but return float32 for half-precision inputs."""
     log_p, log_q = (F.log_softmax(x, -1) for x in widened(logits, other_logits))
     p = log_p.exp()
     return (p * (log_p - log_q).masked_fill(p == 0.0, 0.0)).sum(-1)
 
 
 def _parts(nvec: tuple[int, ...], **tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    """Split the last axis of every tensor into parts of sizes `nvec`. Return one tuple per part."""
+    """Split the last axis of each tensor into components of sizes `nvec`. Return one tuple of tensors per component."""
     for name, tensor in tensors.items():
         if tensor.shape[-1] != sum(nvec):
             raise ValueError(f"{name} has {tensor.shape[-1]} entries, expected sum(nvec) = {sum(nvec)} for nvec={nvec}")
@@ -165,12 +167,12 @@ def _parts(nvec: tuple[int, ...], **tensors: Tensor) -> list[tuple[Tensor, ...]]
 
 
 def multi_discrete_sample(logits: Tensor, noise: Tensor, *, nvec: tuple[int, ...]) -> Tensor:
-    """Sample one index for each part of the logits, as `categorical_sample` does.
+    """Sample one index per component with `categorical_sample`.
 
     Args:
         logits: `[*B, sum(nvec)]` float.
         noise: `[*B, sum(nvec)]` float, standard Gumbel.
-        nvec: number of choices per part.
+        nvec: number of choices per component.
 
     Returns: int64 `[*B, len(nvec)]`.
     Gradient: none.
@@ -183,8 +185,13 @@ def multi_discrete_sample(logits: Tensor, noise: Tensor, *, nvec: tuple[int, ...
 
 
 def multi_discrete_mode(logits: Tensor, *, nvec: tuple[int, ...]) -> Tensor:
-    """Return the most probable index of each part of logits `[*B, sum(nvec)]`: int64 `[*B, len(nvec)]`.
+    """Return the most probable index of each component.
 
+    Args:
+        logits: `[*B, sum(nvec)]` float.
+        nvec: number of choices per component.
+
+    Returns: int64 `[*B, len(nvec)]`.
     Gradient: none.
     Raises: ValueError if the last axis is not sum(nvec).
 
@@ -195,14 +202,14 @@ def multi_discrete_mode(logits: Tensor, *, nvec: tuple[int, ...]) -> Tensor:
 
 
 def multi_discrete_log_prob(logits: Tensor, action: Tensor, *, nvec: tuple[int, ...]) -> Tensor:
-    """Return the joint log-probability of one index per part (nats). The parts are independent.
+    """Return the joint log-probability of one index per component, in nats. The components are independent.
 
         sum_i(log_softmax(logits_i)[action[i]])
 
     Args:
         logits: `[*B, sum(nvec)]` float.
         action: `[*B, len(nvec)]` int64.
-        nvec: number of choices per part.
+        nvec: number of choices per component.
 
     Returns: `[*B]`.
     Gradient: flows through `logits`.
@@ -218,8 +225,13 @@ def multi_discrete_log_prob(logits: Tensor, action: Tensor, *, nvec: tuple[int, 
 
 
 def multi_discrete_entropy(logits: Tensor, *, nvec: tuple[int, ...]) -> Tensor:
-    """Return the sum of the parts' entropies (nats): `[*B]` for logits `[*B, sum(nvec)]`.
+    """Return the sum of the components' entropies, in nats.
 
+    Args:
+        logits: `[*B, sum(nvec)]` float.
+        nvec: number of choices per component.
+
+    Returns: `[*B]`.
     Gradient: flows through `logits`.
     Raises: ValueError if the last axis is not sum(nvec).
 
@@ -230,8 +242,14 @@ def multi_discrete_entropy(logits: Tensor, *, nvec: tuple[int, ...]) -> Tensor:
 
 
 def multi_discrete_kl(logits: Tensor, other_logits: Tensor, *, nvec: tuple[int, ...]) -> Tensor:
-    """Return the sum of the parts' KL divergences (nats): `[*B]` for two logits `[*B, sum(nvec)]`.
+    """Return the sum of the components' KL divergences, in nats.
 
+    Args:
+        logits: `[*B, sum(nvec)]` float.
+        other_logits: `[*B, sum(nvec)]` float.
+        nvec: number of choices per component.
+
+    Returns: `[*B]`.
     Gradient: flows through both arguments.
     Raises: ValueError naming the arguments whose shapes do not match.
 

@@ -1,6 +1,6 @@
-"""Dtypes of kernels: kernels convert half-precision inputs to float32, and convert results back.
+"""Dtype conversions for kernels, which compute half-precision inputs in float32 and convert the results back.
 
-This module also returns the rounding error and the largest exponent of a dtype, and checks hyperparameters.
+The module also computes the rounding error and the exponent bound of a dtype, and checks hyperparameters.
 """
 
 from functools import reduce
@@ -15,7 +15,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def computed_in(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype to compute in: float32 for half precision, else `dtype`.
+    """Return the dtype to compute in, which is float32 for half precision and `dtype` otherwise.
 
     >>> computed_in(torch.bfloat16), computed_in(torch.float64)
     (torch.float32, torch.float64)
@@ -24,7 +24,7 @@ def computed_in(dtype: torch.dtype) -> torch.dtype:
 
 
 def common_dtype(*tensors: Tensor) -> torch.dtype:
-    """Return the float dtype that torch promotes `tensors` to. If all are integers, it is torch's default float dtype.
+    """Return the float dtype that torch promotes `tensors` to, or torch's default float dtype if all are integers.
 
     >>> common_dtype(torch.ones(1), torch.ones(1, dtype=torch.bfloat16)), common_dtype(torch.tensor([1]))
     (torch.float32, torch.float32)
@@ -44,9 +44,9 @@ def widened(*tensors: Tensor) -> list[Tensor]:
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """Return the largest relative difference between numbers that counts as rounding error.
+    """Return the largest relative difference between two values that is treated as rounding error.
 
-    It is 8 times the eps of `computed_in(dtype)`, and at least the eps of `dtype`.
+    The result is 8 times the eps of `computed_in(dtype)`, but at least the eps of `dtype`.
 
     >>> rounding(torch.float64) < rounding(torch.float32) < rounding(torch.bfloat16)
     True
@@ -55,7 +55,7 @@ def rounding(dtype: torch.dtype) -> float:
 
 
 def scalars(**named: Scalar) -> tuple[Scalar, ...]:
-    """Return the hyperparameters in the order of the arguments. Half-precision tensors become float32.
+    """Check that hyperparameters are scalars, convert half-precision tensors to float32, and return them in order.
 
     Raises: ValueError naming a hyperparameter that is neither a number nor a 0-d tensor.
 
@@ -72,9 +72,10 @@ def scalars(**named: Scalar) -> tuple[Scalar, ...]:
 
 
 def discounts(**named: Scalar) -> tuple[Scalar, ...]:
-    """Return the hyperparameters in the order of the arguments. Tensors become float64.
+    """Check that discount factors are scalars, convert tensors to float64, and return them in order.
 
-    A product of float32 discounts is rounded in the same direction at every step, so its error would grow with time.
+    In float32, a product of discounts is rounded in the same direction at every step, so the error would grow with the
+    number of steps.
 
     Raises: ValueError naming a hyperparameter that is neither a number nor a 0-d tensor.
 
@@ -85,9 +86,9 @@ def discounts(**named: Scalar) -> tuple[Scalar, ...]:
 
 
 def step_discounts(gamma: Scalar, reward: Tensor) -> Scalar:
-    """Return `gamma` for steps with these rewards; tensors in float64, as `discounts` does.
+    """Check that `gamma` is a scalar or has the shape of `reward`, and convert a tensor to float64.
 
-    Raises: ValueError unless `gamma` is a number, a 0-d tensor or of the shape of `reward`.
+    Raises: ValueError unless `gamma` is a number, a 0-d tensor or a tensor with the shape of `reward`.
 
     >>> step_discounts(0.9, torch.zeros(2))
     0.9
@@ -104,11 +105,11 @@ def step_discounts(gamma: Scalar, reward: Tensor) -> Scalar:
 
 
 def exponent_bound(dtype: torch.dtype) -> float:
-    """Return half the logarithm of the largest number of `dtype`.
+    """Return half the logarithm of the largest finite value of `dtype`, the upper bound of a log-ratio.
 
-    Kernels limit a log-ratio to this bound. Its exponential is then at most the square root of the largest number. So
-    products of ratios and advantages, and their sums, stay finite. The bound is 44.36 for float32 and bfloat16, 354.89
-    for float64, and 5.55 for float16.
+    Kernels clamp log-ratios to this bound, so that a ratio is at most the square root of the largest finite value.
+    Products of ratios and advantages, and sums of such products, then stay finite. The bound is 44.36 for float32 and
+    bfloat16, 354.89 for float64, and 5.55 for float16.
 
     >>> round(exponent_bound(torch.float32), 2)
     44.36

@@ -1,8 +1,8 @@
-"""Group-relative advantages: each environment is compared with the others of its group, without a critic.
+"""Group-relative advantages, which compare each environment with the others of its group and need no critic.
 
-A group is `group_size` consecutive rows. Scores are standardised separately for each index of the trailing axes, so the
-return of a step is compared with the returns of the same time step. The advantages of a group are 0 if fewer than two
-members are unmasked, or if their scores differ only by rounding.
+A group consists of `group_size` consecutive environments. Scores are standardised separately for each index of the
+trailing axes, so a return is compared with the other returns of the same time step. The advantages of a group are 0 if
+fewer than two members are unmasked, or if their scores differ only by rounding.
 """
 
 import torch
@@ -15,18 +15,18 @@ from ecrl.types import Scalar, check_rollout, same_shape
 
 
 def group_advantages(score: Tensor, mask: Tensor, *, group_size: int, eps: Scalar) -> Tensor:
-    """Standardise `score` within each group of `group_size` consecutive rows, separately for each index of `*F`.
+    """Standardise `score` within each group of `group_size` consecutive entries, separately for each index of `*F`.
 
-        advantage = (score - mean_g(score)) / (std_g(score) + eps)        mean and std over unmasked rows
+        advantage = (score - mean_g(score)) / (std_g(score) + eps)        mean and std over unmasked members
 
     Args:
-        score: `[N, *F]` float, reward units. Masked entries may hold anything, NaN included.
+        score: `[N, *F]` float, reward units. Masked entries may hold any value, including NaN.
         mask: `[N, *F]` bool.
-        group_size: members per group. It is at least 2 and divides N.
-        eps: added to the standard deviation, reward units.
+        group_size: number of members per group, at least 2 and a divisor of N.
+        eps: constant added to the standard deviation, in reward units.
 
-    Returns: `[N, *F]` in the dtype of `score`; half precision is computed in float32. Masked entries are 0. A group is
-        0 if fewer than two of its rows are unmasked. It is also 0 if its scores differ only by rounding, that is if
+    Returns: `[N, *F]` in the dtype of `score`; half precision is computed in float32. Masked entries are 0. The
+        advantages of a group are 0 if fewer than two members are unmasked, or if the scores differ only by rounding:
         their standard deviation is at most the mean of |score| times 9.5e-7 in float32, 1e-3 in float16 and 8e-3 in
         bfloat16 (`ecrl.kernels.dtypes.rounding`).
     Gradient: flows through `score`.
@@ -41,7 +41,7 @@ def group_advantages(score: Tensor, mask: Tensor, *, group_size: int, eps: Scala
     same_shape(score=score, mask=mask)
     (eps,) = scalars(eps=eps)
     if group_size < 2 or score.shape[0] % group_size:
-        raise ValueError(f"group_size={group_size} must be at least 2 and divide the {score.shape[0]} rows of score")
+        raise ValueError(f"group_size={group_size} must be at least 2 and divide the {score.shape[0]} entries of score")
     dtype, (score,) = common_dtype(score), widened(score)
     grouped = (-1, group_size, *score.shape[1:])
     counted = mask.reshape(grouped)
@@ -52,12 +52,12 @@ def group_advantages(score: Tensor, mask: Tensor, *, group_size: int, eps: Scala
     variance = centred.square().sum(1, keepdim=True) / count.clamp(min=1)
     size = scores.abs().sum(1, keepdim=True) / count.clamp(min=1)
     flat = (count < 2) | (variance <= (rounding(dtype) * size).square())
-    std = torch.sqrt(variance.masked_fill(flat, 1.0))  # filled before sqrt, because its gradient at 0 is infinite
+    std = torch.sqrt(variance.masked_fill(flat, 1.0))  # filled before sqrt, whose gradient at 0 is infinite
     return (centred / (std + eps)).masked_fill(flat | ~counted, 0.0).reshape(score.shape).to(dtype)
 
 
 def first_episode_mask(done: Tensor) -> Tensor:
-    """Return True for the steps of each row up to and including its first `done`: bool `[*B, T]`.
+    """Return a mask of the first episode, which is True up to and including the first `done` on the last axis.
 
         mask[t] = not (done[0] or ... or done[t - 1])
 
@@ -74,13 +74,13 @@ def first_episode_mask(done: Tensor) -> Tensor:
 
 
 def grpo_advantages(rollout: TensorDict, *, gamma: Scalar, group_size: int, eps: Scalar) -> tuple[Tensor, Tensor]:
-    """Apply `group_advantages` to the return of every step. Return `(advantages, mask)`, each `[N, T]`.
+    """Apply `group_advantages` to the returns of a rollout. Return advantages and mask, each of shape `[N, T]`.
 
-    The function reads reward, terminated, truncated, done and, if present, mask and executed of a `[N, T + 1]`
-    rollout. Without a mask every step counts. The function ignores the padding in the last time slot. It also ignores
-    `value` and `final_value`, so the returns do not bootstrap at a truncation or at the end of the rollout.
+    The rollout has the shape `[N, T + 1]` and the fields `reward`, `terminated`, `truncated` and `done`. The fields
+    `mask` and `executed` are optional; without a mask, every step counts. The padding in the last time slot is ignored.
+    The fields `value` and `final_value` are ignored too, so returns do not bootstrap at a truncation or at the end.
 
-    Raises: ValueError naming a field that is missing or has a wrong shape, and the errors of `group_advantages`.
+    Raises: ValueError naming a field that is missing or has a wrong shape, or as `group_advantages` does.
     Source: Shao et al. 2024, arXiv:2402.03300, sec. 4.1.
 
     >>> no = torch.zeros(2, 2, dtype=torch.bool)

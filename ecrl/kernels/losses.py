@@ -1,15 +1,16 @@
-"""Policy-gradient losses, and estimates of the KL divergence.
+"""Policy-gradient losses and estimates of the KL divergence.
 
-A loss is a mean over the entries whose `mask` is True. Masked entries may hold anything, NaN included. The mean of no
-entries is 0. Losses detach their targets. Losses with logs return `(0-d loss, {name: detached 0-d tensor})`. The log
-`count` is the number of unmasked entries: the weight of this loss in an average over ranks.
+A loss is a mean over the entries whose `mask` is True, or 0 if there are none. Masked entries may hold any value,
+including NaN. Losses detach their targets. A loss with logs returns `(loss, logs)`, where `loss` is 0-d and `logs` maps
+names to detached 0-d tensors. The log `count` is the number of unmasked entries, which weights the loss in an average
+over ranks.
 
-Log-ratios are limited to `bound`, so that losses and gradients stay finite. `bound` is half the logarithm of the
-dtype's largest number, 44.36 in float32 (`ecrl.kernels.dtypes.exponent_bound`). No gradient flows through a log-ratio
-above it.
+Log-ratios are clamped to at most `bound`, so that losses and gradients stay finite. `bound` is half the logarithm of
+the dtype's largest finite value, 44.36 in float32 (`ecrl.kernels.dtypes.exponent_bound`). No gradient flows through a
+log-ratio above `bound`.
 
-Half-precision inputs are converted to float32. A loss has the dtype that its float inputs promote to. Logs have at
-least float32.
+Half-precision inputs are converted to float32. A loss has the dtype that its float inputs promote to. The dtype of a
+log is at least float32.
 """
 
 import torch
@@ -39,9 +40,9 @@ def clipped_surrogate(
         loss  = -mean(min(ratio * advantage, clip(ratio, 1 - clip_coef, 1 + clip_coef) * advantage))
 
     Args:
-        log_prob: `[*B]` float, nats, under the policy being trained; may have trailing token axes.
-        old_log_prob: the same shape, under the policy that acted.
-        advantage: the same shape, or only its leading axes.
+        log_prob: `[*B]` float, log-probability in nats under the policy being trained; may have trailing token axes.
+        old_log_prob: the shape of `log_prob`, log-probability in nats under the policy that acted.
+        advantage: the shape of `log_prob`, or only the leading axes.
         mask: bool, the shape of `log_prob`.
         clip_coef: largest distance of the clipped ratio from 1.
 
@@ -63,7 +64,7 @@ def clipped_surrogate(
 def _surrogate(
     log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, mask: Tensor, clip_coef: Scalar
 ) -> tuple[Tensor, Logs]:
-    """Return `clipped_surrogate`, but with a float32 loss for half-precision inputs."""
+    """Compute `clipped_surrogate`, but return a float32 loss for half-precision inputs."""
     same_shape(log_prob=log_prob, old_log_prob=old_log_prob, mask=mask)
     (clip_coef,) = scalars(clip_coef=clip_coef)
     bound = exponent_bound(common_dtype(log_prob, old_log_prob))
@@ -101,14 +102,14 @@ def value_loss(value: Tensor, value_target: Tensor, mask: Tensor) -> Tensor:
     """
     same_shape(value=value, value_target=value_target, mask=mask)
     dtype, (value, value_target) = common_dtype(value, value_target), widened(value, value_target.detach())
-    # Filled before the square. Its gradient is proportional to the error, so a masked NaN would give 0 * nan = nan.
+    # Filled before the square, whose gradient is proportional to the error: a masked NaN would give 0 * nan = nan.
     return masked_mean((value - value_target).masked_fill(~mask, 0.0).square(), mask).to(dtype)
 
 
 def clipped_value_loss(
     value: Tensor, old_value: Tensor, value_target: Tensor, mask: Tensor, *, clip_coef: Scalar
 ) -> Tensor:
-    """Return the critic's mean squared error. Each entry counts the larger error of the value and the clipped value.
+    """Return the critic's mean squared error, taking the larger error of the value and the clipped value.
 
         clipped = old_value + clip(value - old_value, -clip_coef, clip_coef)
         mean(max((value - value_target)^2, (clipped - value_target)^2))
@@ -118,7 +119,7 @@ def clipped_value_loss(
         old_value: `[*B]` float, the critic's output when the rollout was collected.
         value_target: `[*B]` float.
         mask: `[*B]` bool.
-        clip_coef: largest distance of the clipped value from `old_value`, reward units.
+        clip_coef: largest distance of the clipped value from `old_value`, in reward units.
 
     Returns: 0-d.
     Gradient: through `value` only.
@@ -139,13 +140,13 @@ def clipped_value_loss(
 
 
 def kl_k1(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
-    """Estimate KL(policy | ref) from each sample of the policy. The estimate is unbiased but has a high variance.
+    """Estimate KL(policy | ref) per sample of the policy. The estimate is unbiased but has a high variance.
 
         log_prob - ref_log_prob        may be negative
 
     Args:
-        log_prob: `[*B]` float, nats, under the policy that drew the samples.
-        ref_log_prob: `[*B]` float, nats, under the reference.
+        log_prob: `[*B]` float, log-probability in nats under the policy that drew the samples.
+        ref_log_prob: `[*B]` float, log-probability in nats under the reference policy.
 
     Returns: `[*B]`, nats.
     Gradient: flows through both arguments.
@@ -160,13 +161,13 @@ def kl_k1(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
 
 
 def kl_k2(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
-    """Estimate KL(policy | ref) from each sample of the policy. The estimate is biased, has a low variance and is >= 0.
+    """Estimate KL(policy | ref) per sample of the policy. The estimate is biased, has a low variance and is >= 0.
 
         (log_prob - ref_log_prob)^2 / 2
 
     Args:
-        log_prob: `[*B]` float, nats, under the policy that drew the samples.
-        ref_log_prob: `[*B]` float, nats, under the reference.
+        log_prob: `[*B]` float, log-probability in nats under the policy that drew the samples.
+        ref_log_prob: `[*B]` float, log-probability in nats under the reference policy.
 
     Returns: `[*B]`, nats.
     Gradient: flows through both arguments.
@@ -182,14 +183,14 @@ def kl_k2(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
 
 
 def kl_k3(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
-    """Estimate KL(policy | ref) from each sample of the policy. It is unbiased, has a low variance and is >= 0.
+    """Estimate KL(policy | ref) per sample of the policy. The estimate is unbiased, has a low variance and is >= 0.
 
         exp(q) - 1 - q,    q = min(ref_log_prob - log_prob, bound)
         bound = exponent_bound(dtype), 44.36 in float32
 
     Args:
-        log_prob: `[*B]` float, nats, under the policy that drew the samples.
-        ref_log_prob: `[*B]` float, nats, under the reference.
+        log_prob: `[*B]` float, log-probability in nats under the policy that drew the samples.
+        ref_log_prob: `[*B]` float, log-probability in nats under the reference policy.
 
     Returns: `[*B]`, nats.
     Gradient: flows through both arguments.
@@ -204,7 +205,7 @@ def kl_k3(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
 
 
 def _k3(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
-    """Return `kl_k3`, but in float32 for half-precision inputs."""
+    """Compute `kl_k3`, but return float32 for half-precision inputs."""
     bound = exponent_bound(common_dtype(log_prob, ref_log_prob))
     log_prob, ref_log_prob = widened(log_prob, ref_log_prob)
     q = (ref_log_prob - log_prob).clamp(max=bound)
@@ -229,8 +230,8 @@ def ppo_loss(
         loss = clipped_surrogate + vf_coef * value_loss - ent_coef * mean(entropy)
 
     Args:
-        log_prob: `[*B]` float, nats, under the policy being trained.
-        old_log_prob: `[*B]` float, nats, under the policy that acted.
+        log_prob: `[*B]` float, log-probability in nats under the policy being trained.
+        old_log_prob: `[*B]` float, log-probability in nats under the policy that acted.
         advantage: `[*B]` float.
         entropy: `[*B]` float, nats.
         value: `[*B]` float, the current output of the critic.
@@ -275,27 +276,27 @@ def ppo_loss_clipped_value(
         loss = clipped_surrogate + vf_coef * clipped_value_loss - ent_coef * mean(entropy)
 
     Args:
-        log_prob: `[*B]` float, nats, under the policy being trained.
-        old_log_prob: `[*B]` float, nats, under the policy that acted.
+        log_prob: `[*B]` float, log-probability in nats under the policy being trained.
+        old_log_prob: `[*B]` float, log-probability in nats under the policy that acted.
         advantage: `[*B]` float.
         entropy: `[*B]` float, nats.
         value: `[*B]` float, the current output of the critic.
         old_value: `[*B]` float, the critic's output when the rollout was collected.
         value_target: `[*B]` float.
         mask: `[*B]` bool.
-        clip_coef: largest distance of the clipped ratio from 1, and of the clipped value from `old_value` (reward
-            units).
+        clip_coef: largest distance of the clipped ratio from 1, and of the clipped value from `old_value` in reward
+            units.
         vf_coef: weight of the value loss.
         ent_coef: weight of the entropy bonus.
 
-    Returns: loss and logs with the names of `ppo_loss`.
+    Returns: 0-d loss; logs with the same names as in `ppo_loss`.
     Gradient: through `log_prob`, `entropy` and `value` only.
     Raises: ValueError naming the argument, if shapes differ or a hyperparameter is not 0-d.
     Source: Engstrom et al. 2020, arXiv:2005.12729, sec. 3.
 
     >>> x, yes = torch.zeros(2), torch.tensor([True, True])
-    >>> numbers = {"clip_coef": 0.5, "vf_coef": 1.0, "ent_coef": 0.0}
-    >>> float(ppo_loss_clipped_value(x, x, x, x, x + 2, x, x + 2, yes, **numbers)[1]["value_loss"])
+    >>> coefs = {"clip_coef": 0.5, "vf_coef": 1.0, "ent_coef": 0.0}
+    >>> float(ppo_loss_clipped_value(x, x, x, x, x + 2, x, x + 2, yes, **coefs)[1]["value_loss"])
     2.25
     """
     critic = clipped_value_loss(*widened(value, old_value, value_target), mask=mask, clip_coef=clip_coef)
@@ -317,7 +318,7 @@ def _add_terms(
     vf_coef: Scalar,
     ent_coef: Scalar,
 ) -> tuple[Tensor, Logs]:
-    """Return the clipped surrogate, plus the value loss `critic`, minus the entropy bonus; and the logs."""
+    """Combine the clipped surrogate, the value loss `critic` and the entropy bonus. Return the loss and the logs."""
     vf_coef, ent_coef = scalars(vf_coef=vf_coef, ent_coef=ent_coef)
     same_shape(log_prob=log_prob, entropy=entropy, value=value, value_target=value_target, mask=mask)
     policy, logs = _surrogate(log_prob, old_log_prob, advantage, mask, clip_coef)
@@ -349,10 +350,10 @@ def grpo_loss(
         loss = clipped_surrogate + kl_coef * mean(kl_k3(log_prob, ref_log_prob)) - ent_coef * mean(entropy)
 
     Args:
-        log_prob: `[*B]` float, nats, under the policy being trained; may have trailing token axes.
-        old_log_prob: the same shape, under the policy that acted.
-        ref_log_prob: the same shape, under the frozen reference.
-        advantage: the same shape, or only its leading axes.
+        log_prob: `[*B]` float, log-probability in nats under the policy being trained; may have trailing token axes.
+        old_log_prob: the shape of `log_prob`, log-probability in nats under the policy that acted.
+        ref_log_prob: the shape of `log_prob`, log-probability in nats under the frozen reference policy.
+        advantage: the shape of `log_prob`, or only the leading axes.
         entropy: the shape of `log_prob`, nats.
         mask: bool, the shape of `log_prob`.
         clip_coef: largest distance of the clipped ratio from 1.
@@ -372,7 +373,7 @@ def grpo_loss(
     kl_coef, ent_coef = scalars(kl_coef=kl_coef, ent_coef=ent_coef)
     same_shape(log_prob=log_prob, ref_log_prob=ref_log_prob, entropy=entropy, mask=mask)
     policy, logs = _surrogate(log_prob, old_log_prob, advantage, mask, clip_coef)
-    # Filled before the exponential. Otherwise a masked NaN would make the gradient NaN.
+    # Filled before the exponential, because a masked NaN would make the gradient NaN.
     penalty = masked_mean(_k3(log_prob.masked_fill(~mask, 0.0), ref_log_prob.detach().masked_fill(~mask, 0.0)), mask)
     bonus = masked_mean(widened(entropy)[0], mask)
     logs |= {"entropy": bonus.detach(), "kl_ref": penalty.detach(), "count": mask.sum().to(policy.dtype)}

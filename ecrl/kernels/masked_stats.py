@@ -1,4 +1,4 @@
-"""Statistics over unmasked entries. An entry whose `mask` is False may hold anything, NaN included."""
+"""Statistics over unmasked entries. Masked entries may hold any value, including NaN."""
 
 from collections.abc import Callable
 
@@ -10,12 +10,12 @@ from ecrl.types import Scalar, same_shape
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean over the entries whose `mask` is True, or 0 if there is none.
+    """Return the mean over the entries whose `mask` is True, or 0 if there are none.
 
         sum(x where mask) / max(1, count(mask))
 
     Args:
-        x: `[*B]` float. Masked entries may hold anything.
+        x: `[*B]` float. Masked entries may hold any value.
         mask: `[*B]` bool.
 
     Returns: 0-d, in the dtype of `x`; half precision is summed in float32.
@@ -32,7 +32,7 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def identity(x: Tensor) -> Tensor:
-    """Return `x`. It is the default for `total`: the sum over all processes, if there is only one process."""
+    """Return `x`. The function is the default of `total` arguments, because with one process the sum is `x` itself."""
     return x
 
 
@@ -41,15 +41,15 @@ def standardize(x: Tensor, mask: Tensor, *, eps: Scalar, total: Callable[[Tensor
 
         (x - mean) / max(std, eps)        std divides by max(count - 1, 1)
 
-    If the entries differ only by rounding, the results are 0. This is the case if the standard deviation is at most
-    |mean| times the dtype's eps, or at most an eighth of the rounding error of the mean.
+    All entries become 0 if they differ only by rounding. The criterion is a standard deviation of at most |mean| times
+    the dtype's eps, or at most an eighth of the rounding error of the mean.
 
     Args:
         x: `[*B]` float.
         mask: `[*B]` bool.
-        eps: smallest divisor, in the units of `x`.
+        eps: lower bound of the divisor, in the units of `x`.
         total: a function that sums a tensor over all processes, such as `ecrl.distributed.all_sum`. Pass it if each
-            process holds a part of the batch, to get the mean and the standard deviation of the whole batch.
+            process holds a share of the batch, to use the mean and the standard deviation of the whole batch.
 
     Returns: `[*B]`, in the dtype of `x`; half precision is computed in float32.
     Gradient: flows through `x`.
@@ -66,11 +66,11 @@ def standardize(x: Tensor, mask: Tensor, *, eps: Scalar, total: Callable[[Tensor
     centred = (x - mean).masked_fill(~mask, 0.0)
     squares, rest = total(torch.stack((centred.square().sum(), centred.sum())))
     variance = squares / (count - 1).clamp(min=1)
-    # The rounding error of the mean. It is up to 500 eps in a compiled sum of many equal entries.
+    # `error` is the rounding error of the mean, up to 500 eps in a compiled sum of many equal entries.
     error = rest / count.clamp(min=1)
     spacing = torch.finfo(dtype).eps * mean
     flat = variance - error.square() <= torch.maximum(spacing.square(), error.square() / 64.0)
-    # Filled before sqrt, because its gradient at 0 is infinite.
+    # Filled before sqrt, whose gradient at 0 is infinite.
     std = torch.sqrt(variance.masked_fill(flat, 1.0).clamp(min=eps**2))
     return (centred / std.masked_fill(flat, torch.inf)).to(dtype)
 
@@ -78,7 +78,7 @@ def standardize(x: Tensor, mask: Tensor, *, eps: Scalar, total: Callable[[Tensor
 def explained_variance(value: Tensor, value_target: Tensor, mask: Tensor) -> Tensor:
     """Return the share of the targets' variance that the critic explains.
 
-    1 is perfect, and 0 is no better than the mean of the targets.
+    A value of 1 means a perfect fit, and 0 means no better than predicting the mean of the targets.
 
         1 - var(value_target - value) / var(value_target)        0 if the targets vary only by rounding
 

@@ -1,6 +1,7 @@
-"""Running mean and variance of a stream of batches, in float64. They stay accurate over a billion samples.
+"""Running mean and variance of a stream of batches, in float64 to stay accurate over a billion samples.
 
-Moments are a TensorDict: `count` (0-d), `mean` and `m2` (the sum of squared deviations), both of the sample's shape.
+Moments are a TensorDict of the 0-d `count`, the `mean` and `m2`, the sum of squared deviations. `mean` and `m2` have
+the shape of one sample.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from ecrl.types import Scalar
 
 
 def moments_init(shape: tuple[int, ...], device: torch.device | str | None = None) -> TensorDict:
-    """Return the moments of zero samples.
+    """Return the initial moments, before any sample.
 
     Args:
         shape: shape of one sample.
@@ -31,7 +32,7 @@ def moments_init(shape: tuple[int, ...], device: torch.device | str | None = Non
 
 
 def moments_merge(moments: TensorDict, other: TensorDict) -> TensorDict:
-    """Return the moments of two streams of samples together.
+    """Merge the moments of two streams of samples.
 
         count = count_a + count_b;  d = mean_b - mean_a
         mean  = mean_a + d * count_b / count
@@ -65,19 +66,19 @@ def moments_merge(moments: TensorDict, other: TensorDict) -> TensorDict:
 def moments_update(
     moments: TensorDict, x: Tensor, mask: Tensor, *, total: Callable[[Tensor], Tensor] = identity
 ) -> TensorDict:
-    """Return the moments with one more batch of samples.
+    """Update the moments with a batch of samples.
 
     Args:
-        moments: moments before the batch.
-        x: `[*B, *shape]` float. Masked entries may hold anything.
+        moments: the moments before this batch.
+        x: `[*B, *shape]` float. Masked entries may hold any value.
         mask: `[*B]` bool, True for samples that count.
         total: a function that sums a tensor over all processes, such as `ecrl.distributed.all_sum`. Pass it if each
-            process holds a part of the batch, to get the moments of the whole batch on every process.
+            process holds a share of the batch, to get the moments of the whole batch on every process.
 
     Returns: new moments. The inputs do not change.
     Gradient: none; `x` is detached.
     Raises: ValueError if the shape of `x` does not match `mask` and `moments`.
-    Source: as `moments_merge`.
+    Source: see `moments_merge`.
 
     >>> m = moments_update(moments_init(()), torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False]))
     >>> float(m["mean"]), float(moments_variance(m))
@@ -86,7 +87,7 @@ def moments_update(
     shape = moments["mean"].shape
     if x.shape != (*mask.shape, *shape):
         raise ValueError(
-            f"x has shape {list(x.shape)}, expected {[*mask.shape, *shape]}: the shape of mask, then that of one sample"
+            f"x has shape {list(x.shape)}, expected {[*mask.shape, *shape]}: the shapes of mask and one sample"
         )
     counted = mask.reshape(-1, *[1] * len(shape))
     samples = x.detach().to(torch.float64).reshape(-1, *shape).masked_fill(~counted, 0.0)
@@ -97,7 +98,7 @@ def moments_update(
 
 
 def moments_variance(moments: TensorDict) -> Tensor:
-    """Return the population variance, float64 in the shape of one sample. It is 1 before the first sample.
+    """Return the population variance as float64 with the shape of one sample, or ones before the first sample.
 
         m2 / count
 
@@ -118,7 +119,7 @@ def normalize(x: Tensor, moments: TensorDict, *, eps: Scalar, clip: Scalar) -> T
     Args:
         x: `[*B, *shape]` float or integer.
         moments: running moments of samples of shape `shape`.
-        eps: added to the variance, squared units of `x`.
+        eps: constant added to the variance, in squared units of `x`.
         clip: largest absolute value of the result.
 
     Returns: `[*B, *shape]` in the dtype of `x`, or in torch's default float dtype if `x` holds integers. Half precision
@@ -139,14 +140,14 @@ def normalize(x: Tensor, moments: TensorDict, *, eps: Scalar, clip: Scalar) -> T
 
 
 def scale(x: Tensor, moments: TensorDict, *, eps: Scalar, clip: Scalar) -> Tensor:
-    """Divide by the running standard deviation and clip the result, without subtracting the mean. Use it for rewards.
+    """Scale rewards by their running standard deviation and clip the result. The mean is not subtracted.
 
         clip(x / sqrt(variance + eps), -clip, clip)
 
     Args:
         x: `[*B, *shape]` float or integer.
         moments: running moments of samples of shape `shape`.
-        eps: added to the variance, squared units of `x`.
+        eps: constant added to the variance, in squared units of `x`.
         clip: largest absolute value of the result.
 
     Returns: `[*B, *shape]` in the dtype of `x`, or in torch's default float dtype if `x` holds integers. Half precision

@@ -1,9 +1,9 @@
-"""Gaussian and tanh-squashed Gaussian actions as functions of mean and log-std: sample, mode, log_prob, entropy, kl.
+"""Gaussian and tanh-squashed Gaussian distributions: sample, mode, log_prob, entropy and kl.
 
-Samplers take standard normal noise as an argument (see `ecrl.rng`). Means are `[*B, A]`. The covariance is diagonal, so
-log_prob, entropy and kl are sums over the last axis. A sample of the squashed Gaussian comes with its `latent`, the
-sample before tanh. Log-probabilities are computed from the latent, so they stay finite where the action is rounded to 1
-or -1. Half-precision inputs are converted to float32, and results are converted back.
+Samplers take standard normal noise as an argument (see `ecrl.rng`). Means have the shape `[*B, A]`. The covariance is
+diagonal, so log_prob, entropy and kl are sums over the last axis. Samples of the squashed Gaussian include the
+`latent`, the sample before tanh. Log-probabilities are computed from the latent, so they stay finite when an action is
+rounded to 1 or -1. Half-precision inputs are converted to float32, and results are converted back to half precision.
 """
 
 from math import log, pi
@@ -32,12 +32,12 @@ def _check(mean: Tensor, log_std: Tensor, name: str = "log_std") -> None:
     pairs = zip(reversed(log_std.shape), reversed(mean.shape), strict=False)
     if log_std.ndim > mean.ndim or any(ours not in (1, theirs) for ours, theirs in pairs):
         raise ValueError(
-            f"{name} has shape {list(log_std.shape)}, expected one that broadcasts to mean {list(mean.shape)}"
+            f"{name} has shape {list(log_std.shape)}, expected a shape that broadcasts to mean {list(mean.shape)}"
         )
 
 
 def normal_sample(mean: Tensor, log_std: Tensor, noise: Tensor) -> Tensor:
-    """Return a reparametrised sample.
+    """Return a reparametrised sample of a diagonal Gaussian.
 
         mean + exp(log_std) * noise
 
@@ -47,7 +47,7 @@ def normal_sample(mean: Tensor, log_std: Tensor, noise: Tensor) -> Tensor:
         noise: `[*B, A]` float, standard normal.
 
     Returns: `[*B, A]`.
-    Gradient: flows through `mean` and `log_std` (and `noise`).
+    Gradient: flows through `mean`, `log_std` and `noise`.
     Raises: ValueError naming the arguments whose shapes do not match.
     Source: Kingma and Welling 2014, arXiv:1312.6114.
 
@@ -61,7 +61,7 @@ def normal_sample(mean: Tensor, log_std: Tensor, noise: Tensor) -> Tensor:
 
 
 def normal_mode(mean: Tensor) -> Tensor:
-    """Return the mean, which is the mode: `[*B, A]`.
+    """Return the mode of the Gaussian, which is the mean, of shape `[*B, A]`.
 
     Gradient: flows through `mean`.
 
@@ -72,7 +72,7 @@ def normal_mode(mean: Tensor) -> Tensor:
 
 
 def normal_log_prob(mean: Tensor, log_std: Tensor, action: Tensor) -> Tensor:
-    """Return the log-density of a diagonal Gaussian (nats), summed over the last axis.
+    """Return the log-density of a diagonal Gaussian in nats, summed over the last axis.
 
         sum_a(-z^2 / 2 - log_std - log(2 pi) / 2),    z = (action - mean) / exp(log_std)
 
@@ -92,7 +92,7 @@ def normal_log_prob(mean: Tensor, log_std: Tensor, action: Tensor) -> Tensor:
 
 
 def _log_prob(mean: Tensor, log_std: Tensor, action: Tensor) -> Tensor:
-    """Return `normal_log_prob`, but in float32 for half-precision inputs."""
+    """Compute `normal_log_prob`, but return float32 for half-precision inputs."""
     same_shape(mean=mean, action=action)
     _check(mean, log_std)
     mean, log_std, action = widened(mean, log_std, action)
@@ -101,7 +101,7 @@ def _log_prob(mean: Tensor, log_std: Tensor, action: Tensor) -> Tensor:
 
 
 def normal_entropy(mean: Tensor, log_std: Tensor) -> Tensor:
-    """Return the differential entropy of a diagonal Gaussian (nats), summed over the last axis.
+    """Return the differential entropy of a diagonal Gaussian in nats, summed over the last axis.
 
     The entropy does not depend on the mean.
 
@@ -128,7 +128,7 @@ def _entropy(mean: Tensor, log_std: Tensor) -> Tensor:
 
 
 def normal_kl(mean: Tensor, log_std: Tensor, other_mean: Tensor, other_log_std: Tensor) -> Tensor:
-    """Return KL(first | other) of diagonal Gaussians (nats), summed over the last axis.
+    """Return the KL divergence KL(first | other) of diagonal Gaussians in nats, summed over the last axis.
 
         sum_a(other_log_std - log_std + (std^2 + (mean - other_mean)^2) / (2 other_std^2) - 1 / 2)
 
@@ -171,7 +171,7 @@ def tanh_normal_sample(mean: Tensor, log_std: Tensor, noise: Tensor) -> Squashed
         noise: `[*B, A]` float, standard normal.
 
     Returns: `action` and `latent`, each `[*B, A]`.
-    Gradient: flows through `mean` and `log_std` (and `noise`).
+    Gradient: flows through `mean`, `log_std` and `noise`.
     Raises: ValueError naming the arguments whose shapes do not match.
     Source: Haarnoja et al. 2018, arXiv:1801.01290, app. C.
 
@@ -184,7 +184,7 @@ def tanh_normal_sample(mean: Tensor, log_std: Tensor, noise: Tensor) -> Squashed
 
 
 def tanh_normal_mode(mean: Tensor) -> Tensor:
-    """Return `tanh(mean)`, `[*B, A]`: the median of the squashed Gaussian, used as the deterministic action.
+    """Return the deterministic action `tanh(mean)` of shape `[*B, A]`, which is the median of the squashed Gaussian.
 
     Gradient: flows through `mean`.
 
@@ -195,7 +195,7 @@ def tanh_normal_mode(mean: Tensor) -> Tensor:
 
 
 def tanh_normal_latent(action: Tensor) -> Tensor:
-    """Return the latent of an action. The action is clipped first, so that the latent is finite.
+    """Recover the latent of an action. The action is clipped first, so that the latent is finite.
 
         atanh(clip(action, -1 + eps, 1 - eps)),    eps = spacing of floats just below 1
 
@@ -213,7 +213,7 @@ def tanh_normal_latent(action: Tensor) -> Tensor:
 
 
 def tanh_normal_log_prob(mean: Tensor, log_std: Tensor, latent: Tensor) -> Tensor:
-    """Return the log-density of the action `tanh(latent)` (nats), summed over the last axis.
+    """Return the log-density of the action `tanh(latent)` in nats, summed over the last axis.
 
         normal_log_prob(latent) - sum_a(log(1 - tanh(latent)^2))
         log(1 - tanh(x)^2) = 2 (log 2 - x - softplus(-2 x))
@@ -237,12 +237,12 @@ def tanh_normal_log_prob(mean: Tensor, log_std: Tensor, latent: Tensor) -> Tenso
 
 
 def tanh_normal_entropy(mean: Tensor, log_std: Tensor) -> Tensor:
-    """Return the differential entropy of the squashed Gaussian (nats), summed over the last axis.
+    """Return the differential entropy of the squashed Gaussian in nats, summed over the last axis.
 
         normal_entropy + sum_a(E[log(1 - tanh(latent)^2)])
 
-    The expectation has no closed form, so it is a 48-point Gauss-Hermite sum. Its error per axis is below 1e-3 for a
-    standard deviation up to 3, and 2e-2 at 5.
+    The expectation has no closed form and is computed by 48-point Gauss-Hermite quadrature. The error per axis is below
+    1e-3 for standard deviations up to 3, and 2e-2 for a standard deviation of 5.
 
     Args:
         mean: `[*B, A]` float, before tanh.
@@ -264,11 +264,11 @@ def tanh_normal_entropy(mean: Tensor, log_std: Tensor) -> Tensor:
 
 
 def tanh_normal_kl(mean: Tensor, log_std: Tensor, other_mean: Tensor, other_log_std: Tensor) -> Tensor:
-    """Return KL(first | other) of squashed Gaussians (nats).
+    """Return the KL divergence KL(first | other) of squashed Gaussians, in nats.
 
-    It equals the KL of the Gaussians before tanh, because an invertible function does not change a KL.
+    The result equals the KL divergence of the Gaussians before tanh, because an invertible map does not change it.
 
-    Arguments, result, gradient and errors are as in `normal_kl`.
+    Arguments, result, gradient and errors are the same as for `normal_kl`.
 
     >>> tanh_normal_kl(torch.tensor([0.0]), torch.tensor([0.0]), torch.tensor([1.0]), torch.tensor([0.0]))
     tensor(0.5000)

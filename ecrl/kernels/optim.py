@@ -1,8 +1,8 @@
-"""Optimisers as functions `(params, grads, opt, *, learning_rate, ...) -> (params, opt)`, and schedules as factors.
+"""Optimisers as functions `(params, grads, opt, *, learning_rate, ...) -> (params, opt)`, and schedule factors.
 
 `params`, `grads` and the moments in `opt` are TensorDicts with the same structure. Results agree with `torch.optim`.
 Bias corrections and schedules are computed in float64, because `1 - 0.999 ** t` loses five digits in float32.
-Half-precision leaves are converted to float32, and results are converted back.
+Half-precision leaves are converted to float32, and results are converted back to half precision.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ def _zero_steps(params: TensorDict) -> Tensor:
 def _map(fn: Callable[..., Tensor], first: TensorDict, *others: TensorDict) -> TensorDict:
     """Apply `fn` to matching leaves. Raise ValueError if keys or shapes differ.
 
-    Results have the dtypes of `first`, but float32 instead of half precision.
+    Results have the dtypes of `first`, with float32 in place of half precision.
     """
     shapes = {key: leaf.shape for key, leaf in first.items(True, True)}
     for other in others:
@@ -57,14 +57,14 @@ def _map(fn: Callable[..., Tensor], first: TensorDict, *others: TensorDict) -> T
 
 
 def _cast_as(like: TensorDict, new: TensorDict) -> TensorDict:
-    """Convert each leaf of `new` to the dtype of the same leaf of `like`."""
+    """Convert each leaf of `new` to the dtype of the matching leaf of `like`."""
     if all(computed_in(leaf.dtype) == leaf.dtype for leaf in _leaves(like)):
         return new
     return like.apply(lambda old, leaf: leaf.to(old.dtype), new)
 
 
 def adam_init(params: TensorDict) -> TensorDict:
-    """Return the optimiser state for `adam` and `adamw`: first and second moments, and the number of steps (int64).
+    """Return the optimiser state for `adam` and `adamw`: the first and second moments, and the int64 step count.
 
     >>> sorted(adam_init(TensorDict({"w": torch.zeros(2)}, [])).keys())
     ['mu', 'nu', 'step']
@@ -89,15 +89,15 @@ def adam(
 
     Args:
         params: TensorDict of parameters.
-        grads: the same structure.
-        opt: from `adam_init` or the last step.
+        grads: gradients, in the same structure as `params`.
+        opt: optimiser state from `adam_init` or from the previous step.
         learning_rate: step size.
         beta1: decay of the first moment.
         beta2: decay of the second moment.
-        eps: added to the square root in the denominator, in the unit of the gradients.
+        eps: constant added to the square root in the denominator, in the units of the gradients.
 
     Returns: new params and opt. The inputs do not change.
-    Gradient: flows through every input. It is not finite where the new `nu` is 0.
+    Gradient: flows through every input. The gradient is not finite where the new `nu` is 0.
     Raises: ValueError naming the leaves whose keys or shapes do not match, or a hyperparameter that is not 0-d.
     Source: Kingma and Ba 2015, arXiv:1412.6980, algorithm 1.
 
@@ -110,7 +110,7 @@ def adam(
     nu = _map(lambda v, g: beta2 * v + (1.0 - beta2) * g * g, opt["nu"], grads)
     step = opt["step"] + 1
     t = step.to(torch.float64)
-    # Numerator and denominator of the equation are multiplied by `root`, so that only scalars need a correction.
+    # Numerator and denominator are multiplied by `root`, so that only scalars need a bias correction.
     root = torch.sqrt(1.0 - torch.pow(beta2, t))
     rate, scaled_eps = learning_rate * root / (1.0 - torch.pow(beta1, t)), eps * root
 
@@ -132,22 +132,22 @@ def adamw(
     eps: Scalar,
     weight_decay: Scalar,
 ) -> tuple[TensorDict, TensorDict]:
-    """Multiply the parameters by a decay factor, then run one step of Adam. The decay does not enter the moments.
+    """Run one step of Adam with decoupled weight decay. The decay does not enter the moments.
 
         p = p * (1 - learning_rate * weight_decay), then one step of `adam`
 
     Args:
         params: TensorDict of parameters.
-        grads: the same structure.
-        opt: from `adam_init` or the last step.
+        grads: gradients, in the same structure as `params`.
+        opt: optimiser state from `adam_init` or from the previous step.
         learning_rate: step size.
         beta1: decay of the first moment.
         beta2: decay of the second moment.
-        eps: added to the square root in the denominator, in the unit of the gradients.
+        eps: constant added to the square root in the denominator, in the units of the gradients.
         weight_decay: decay per unit of learning rate.
 
     Returns: new params and opt. The inputs do not change.
-    Gradient: flows through every input. It is not finite where the new `nu` is 0.
+    Gradient: flows through every input. The gradient is not finite where the new `nu` is 0.
     Raises: ValueError naming the leaves whose keys or shapes do not match, or a hyperparameter that is not 0-d.
     Source: Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2.
 
@@ -162,7 +162,7 @@ def adamw(
 
 
 def sgd_init(params: TensorDict) -> TensorDict:
-    """Return the optimiser state for `sgd`: the momentum buffer and the number of steps (int64).
+    """Return the optimiser state for `sgd`: the momentum buffer and the int64 step count.
 
     >>> sorted(sgd_init(TensorDict({"w": torch.zeros(2)}, [])).keys())
     ['momentum', 'step']
@@ -179,8 +179,8 @@ def sgd(
 
     Args:
         params: TensorDict of parameters.
-        grads: the same structure.
-        opt: from `sgd_init` or the last step.
+        grads: gradients, in the same structure as `params`.
+        opt: optimiser state from `sgd_init` or from the previous step.
         learning_rate: step size.
         momentum: decay of the buffer; 0 for plain gradient descent.
 
@@ -202,7 +202,7 @@ def sgd(
 
 
 def rmsprop_init(params: TensorDict) -> TensorDict:
-    """Return the optimiser state for `rmsprop`: the second moment and the number of steps (int64).
+    """Return the optimiser state for `rmsprop`: the second moment and the int64 step count.
 
     >>> sorted(rmsprop_init(TensorDict({"w": torch.zeros(2)}, [])).keys())
     ['nu', 'step']
@@ -219,14 +219,14 @@ def rmsprop(
 
     Args:
         params: TensorDict of parameters.
-        grads: the same structure.
-        opt: from `rmsprop_init` or the last step.
+        grads: gradients, in the same structure as `params`.
+        opt: optimiser state from `rmsprop_init` or from the previous step.
         learning_rate: step size.
         alpha: decay of the second moment.
-        eps: added to the square root in the denominator, in the unit of the gradients.
+        eps: constant added to the square root in the denominator, in the units of the gradients.
 
     Returns: new params and opt. The inputs do not change.
-    Gradient: flows through every input. It is not finite where the new `nu` is 0.
+    Gradient: flows through every input. The gradient is not finite where the new `nu` is 0.
     Raises: ValueError naming the leaves whose keys or shapes do not match, or a hyperparameter that is not 0-d.
     Source: Tieleman and Hinton 2012, "Neural networks for machine learning", lecture 6e.
 
@@ -241,11 +241,11 @@ def rmsprop(
 
 
 def global_norm(grads: TensorDict) -> Tensor:
-    """Return the Euclidean norm of all leaves together, 0-d.
+    """Return the Euclidean norm over all leaves, as a 0-d tensor.
 
         sqrt(sum_leaves(sum(g^2)))
 
-    Gradient: flows through `grads`. It is 0 if all of them are 0.
+    Gradient: flows through `grads`. The gradient is 0 if all leaves are 0.
 
     >>> global_norm(TensorDict({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}, []))
     tensor(5.)
@@ -254,21 +254,21 @@ def global_norm(grads: TensorDict) -> Tensor:
 
 
 def _norm(grads: TensorDict) -> Tensor:
-    """Return `global_norm`, but in float32 for half-precision inputs."""
+    """Compute `global_norm`, but return float32 for half-precision inputs."""
     leaves = [torch.linalg.vector_norm(g.to(computed_in(g.dtype))) for g in _leaves(grads)]
     return torch.linalg.vector_norm(torch.stack(leaves))
 
 
 def clip_by_global_norm(grads: TensorDict, *, max_norm: Scalar) -> tuple[TensorDict, Tensor]:
-    """Scale all gradients by one factor so that their joint norm is at most `max_norm`.
+    """Scale all gradients by a common factor, so that their global norm is at most `max_norm`.
 
         g * min(1, max_norm / (norm + 1e-6))
 
     Args:
         grads: TensorDict of gradients.
-        max_norm: largest joint norm.
+        max_norm: upper bound of the global norm.
 
-    Returns: new gradients, and the norm before clipping, 0-d.
+    Returns: the clipped gradients and the 0-d global norm before clipping.
     Gradient: flows through `grads`.
     Source: Pascanu et al. 2013, arXiv:1211.5063, algorithm 1. The 1e-6 is from `torch.nn.utils.clip_grad_norm_`.
 
@@ -283,7 +283,7 @@ def clip_by_global_norm(grads: TensorDict, *, max_norm: Scalar) -> tuple[TensorD
 
 
 def linear_schedule(step: Tensor, *, start: Scalar, end: Scalar, horizon: int | Tensor) -> Tensor:
-    """Return a float64 factor that moves linearly from `start` to `end` in `horizon` steps and then stays there.
+    """Return a float64 factor that moves linearly from `start` to `end` over `horizon` steps and then stays at `end`.
 
         start + (end - start) * min(step / horizon, 1)
 
@@ -299,7 +299,7 @@ def linear_schedule(step: Tensor, *, start: Scalar, end: Scalar, horizon: int | 
 
 
 def cosine_schedule(step: Tensor, *, end: Scalar, horizon: int | Tensor) -> Tensor:
-    """Return a float64 factor that falls from 1 to `end` along half a cosine in `horizon` steps and then stays there.
+    """Return a float64 factor that falls from 1 to `end` along half a cosine over `horizon` steps, then stays at `end`.
 
         end + (1 - end) * (1 + cos(pi * min(step / horizon, 1))) / 2
 

@@ -1,20 +1,20 @@
 """Estimators of returns and advantages on `[*B, T]` tensors. Time is the last axis.
 
-After a `terminated` step nothing follows: its `next_value` is not read and may be NaN. After a `done` step the episode
-is over, so no later step contributes. If a time limit truncates an episode, the estimators bootstrap from `next_value`,
-the value of the last state before the reset. The functions detach nothing. `ecrl.kernels.reverse_scan` runs the
-recursion over time.
+The `next_value` of a `terminated` step is not read and may be NaN, because no state follows. Steps after a `done` step
+belong to another episode and do not contribute. If a time limit truncates an episode, the estimators bootstrap from
+`next_value`, the value of the last state before the reset. The functions detach nothing. `ecrl.kernels.reverse_scan`
+runs the recursion over time.
 
-`gamma` is a number, a 0-d tensor or `[*B, T]`, the discount `gamma[t]` of each step. If a step stands for several steps
-of an environment, as a chunk of actions does, its discount is `gamma ** executed`.
+`gamma` is a number, a 0-d tensor, or a `[*B, T]` tensor with the discount `gamma[t]` of each step. If a step executes a
+chunk of several actions, its discount is `gamma ** executed`.
 
-A term whose weight is 0 is left out, so it may be infinite or NaN:
+A term with weight 0 is left out, so the term may be infinite or NaN:
 
 - With `gae_lambda` 0, the returns of later steps are not read.
 - With `gae_lambda` 1, `td_lambda_returns` does not read values inside an episode.
 - With `gamma` 0, only rewards and `value` are read.
 
-A term that is left out gives no gradient to `gamma` and `gae_lambda`.
+A term that is left out contributes no gradient to `gamma` and `gae_lambda`.
 
 Results have the dtype of `reward`, or the dtype that the inputs promote to if `reward` is not float. Half precision is
 computed in float32.
@@ -45,30 +45,30 @@ class VTrace(NamedTuple):
 
 
 def _widen(first: Tensor, *others: Tensor) -> tuple[torch.dtype, list[Tensor]]:
-    """Return the dtype of the results, and the tensors in the dtype of the computation, at least float32."""
+    """Return the dtype of the results, and the tensors in the dtype of the computation, which is at least float32."""
     dtype = first.dtype if first.is_floating_point() else common_dtype(first, *others)
     return dtype, widened(first, *others)
 
 
 def _zero_where(mask: Tensor, x: Tensor) -> Tensor:
-    """Return `x` with 0 where `mask` is True. `torch.where` is faster than `masked_fill`."""
+    """Set `x` to 0 where `mask` is True, using `torch.where` because it is faster than `masked_fill`."""
     return torch.where(mask, x.new_zeros(()), x)
 
 
 def discounted_returns(
     reward: Tensor, next_value: Tensor, terminated: Tensor, done: Tensor, *, gamma: Scalar
 ) -> Tensor:
-    """Return Monte-Carlo returns. At a time limit and at the last step, they bootstrap from `next_value`.
+    """Return Monte-Carlo returns that bootstrap from `next_value` at time limits and at the last step.
 
         G[t] = reward[t] + gamma[t] * (next_value[t] * not terminated[t] if done[t] or t = T - 1 else G[t + 1])
 
     Args:
         reward: `[*B, T]` float, reward units.
-        next_value: `[*B, T]` float, V of the state that the action led to, before auto-reset. Pass
+        next_value: `[*B, T]` float, value of the state that the action led to, before auto-reset. Pass
             zeros to leave out the bootstrap.
         terminated: `[*B, T]` bool.
         done: `[*B, T]` bool, `terminated | truncated`.
-        gamma: discount, or `[*B, T]`, the discount of each step.
+        gamma: discount, or a `[*B, T]` tensor with the discount of each step.
 
     Returns: `[*B, T]` in the dtype of `reward`.
     Gradient: flows through `reward` and `next_value`.
@@ -90,17 +90,19 @@ def discounted_returns(
 def n_step_returns(
     reward: Tensor, next_value: Tensor, terminated: Tensor, done: Tensor, *, gamma: Scalar, n: int
 ) -> Tensor:
-    """Return sums of up to `n` rewards plus a bootstrap value. A sum ends earlier at `done` and at the last step.
+    """Return n-step returns: discounted sums of up to `n` rewards plus a bootstrap value.
+
+    A sum ends before `n` rewards at a `done` step and at the last step.
 
         G1[t] = reward[t] + gamma[t] * next_value[t] * not terminated[t]
         Gk[t] = G1[t] if done[t] or t = T - 1 else reward[t] + gamma[t] * G(k-1)[t + 1]
 
     Args:
         reward: `[*B, T]` float, reward units.
-        next_value: `[*B, T]` float, V of the state that the action led to, before auto-reset.
+        next_value: `[*B, T]` float, value of the state that the action led to, before auto-reset.
         terminated: `[*B, T]` bool.
         done: `[*B, T]` bool, `terminated | truncated`.
-        gamma: discount, or `[*B, T]`, the discount of each step.
+        gamma: discount, or a `[*B, T]` tensor with the discount of each step.
         n: largest number of rewards in a sum, at least 1.
 
     Returns: `[*B, T]` in the dtype of `reward`.
@@ -137,13 +139,14 @@ def td_lambda_returns(
 
     Args:
         reward: `[*B, T]` float, reward units.
-        next_value: `[*B, T]` float, V of the state that the action led to, before auto-reset.
+        next_value: `[*B, T]` float, value of the state that the action led to, before auto-reset.
         terminated: `[*B, T]` bool.
         done: `[*B, T]` bool, `terminated | truncated`.
-        gamma: discount, or `[*B, T]`, the discount of each step.
-        gae_lambda: 0 gives one-step targets, 1 Monte-Carlo returns.
+        gamma: discount, or a `[*B, T]` tensor with the discount of each step.
+        gae_lambda: 0 gives one-step targets and 1 gives Monte-Carlo returns.
 
-    Returns: `[*B, T]` in the dtype of `reward`. It equals `gae(...).value_target` if `next_value[t]` is `value[t + 1]`.
+    Returns: `[*B, T]` in the dtype of `reward`. The result equals `gae(...).value_target` if `next_value[t]` is
+        `value[t + 1]`.
     Gradient: flows through `reward` and `next_value`.
     Raises: ValueError naming the argument, if shapes differ or a hyperparameter other than `gamma` is not 0-d.
     Source: Sutton and Barto 2018, eq. 12.2 and 12.3.
@@ -171,19 +174,19 @@ def gae(
     gamma: Scalar,
     gae_lambda: Scalar,
 ) -> GAE:
-    """Return the generalised advantage estimate, in one backward pass over the last axis.
+    """Compute the generalised advantage estimate in one backward pass over the last axis.
 
         delta[t]     = reward[t] + gamma[t] * next_value[t] * not terminated[t] - value[t]
         advantage[t] = delta[t] + gamma[t] * gae_lambda * advantage[t + 1] * not done[t]
 
     Args:
         reward: `[*B, T]` float, reward units.
-        value: `[*B, T]` float, V of the state in which the action was taken.
-        next_value: `[*B, T]` float, V of the state that the action led to, before auto-reset.
+        value: `[*B, T]` float, value of the state in which the action was taken.
+        next_value: `[*B, T]` float, value of the state that the action led to, before auto-reset.
         terminated: `[*B, T]` bool.
         done: `[*B, T]` bool, `terminated | truncated`.
-        gamma: discount, or `[*B, T]`, the discount of each step.
-        gae_lambda: 0 gives the one-step TD error, 1 the Monte-Carlo advantage.
+        gamma: discount, or a `[*B, T]` tensor with the discount of each step.
+        gae_lambda: 0 gives the one-step TD error and 1 gives the Monte-Carlo advantage.
 
     Returns: `advantage` and `value_target = advantage + value`, each `[*B, T]` in the dtype of `reward`.
     Gradient: flows through `reward`, `value` and `next_value`; nothing is detached.
@@ -229,19 +232,19 @@ def vtrace(
         advantage[t]    = rho[t] * (reward[t] + gamma[t] * target_next[t] - value[t])
         target_next[t]  = next_value[t] * not terminated[t] if done[t] or t = T - 1 else value_target[t + 1]
 
-    `bound` keeps gradients finite. It is half the logarithm of the dtype's largest number, 44.36 in float32. No
-    gradient flows through a log-ratio above it.
+    `bound` keeps gradients finite and is half the logarithm of the dtype's largest finite value, 44.36 in float32. No
+    gradient flows through a log-ratio above `bound`.
 
     Args:
-        log_prob: `[*B, T]` float, nats, under the policy being trained.
-        old_log_prob: `[*B, T]` float, nats, under the policy that acted.
+        log_prob: `[*B, T]` float, log-probability in nats under the policy being trained.
+        old_log_prob: `[*B, T]` float, log-probability in nats under the policy that acted.
         reward: `[*B, T]` float, reward units.
-        value: `[*B, T]` float, V of the state in which the action was taken.
-        next_value: `[*B, T]` float, V of the state that the action led to, before auto-reset.
+        value: `[*B, T]` float, value of the state in which the action was taken.
+        next_value: `[*B, T]` float, value of the state that the action led to, before auto-reset.
         terminated: `[*B, T]` bool.
         done: `[*B, T]` bool, `terminated | truncated`.
-        gamma: discount, or `[*B, T]`, the discount of each step.
-        gae_lambda: extra decay of `c`, 1 in the paper.
+        gamma: discount, or a `[*B, T]` tensor with the discount of each step.
+        gae_lambda: extra decay of `c`, which is 1 in the paper.
         clip_rho: upper bound of the ratio in `rho`.
         clip_c: upper bound of the ratio in `c`.
 
@@ -280,17 +283,17 @@ def vtrace(
 
 
 def episode_discounts(done: Tensor, *, gamma: Scalar) -> Tensor:
-    """Return the discount of every step. It is 1 at the first step and at the first step after each `done`.
+    """Return the cumulative discount of every step, starting from 1 in each episode.
 
         disc[0] = 1;    disc[t + 1] = 1 if done[t] else gamma[t] * disc[t]
 
     Args:
         done: `[*B, T]` bool.
-        gamma: discount, or `[*B, T]`, the discount of each step.
+        gamma: discount, or a `[*B, T]` tensor with the discount of each step.
 
-    Returns: `[*B, T]` float, in the dtype of `gamma` (torch's default for a Python number).
+    Returns: `[*B, T]` float, in the dtype of `gamma` (torch's default float dtype for a Python number).
     Gradient: flows through `gamma`.
-    Raises: ValueError if `gamma` is not a number, a 0-d tensor or of the shape of `done`.
+    Raises: ValueError if `gamma` is not a number, a 0-d tensor or a tensor with the shape of `done`.
 
     >>> episode_discounts(torch.tensor([False, False, True, False, False]), gamma=0.5).tolist()
     [1.0, 0.5, 0.25, 1.0, 0.5]
@@ -306,7 +309,7 @@ def episode_discounts(done: Tensor, *, gamma: Scalar) -> Tensor:
 
 
 def _products(done: Tensor, gamma: Tensor) -> Tensor:
-    """Return the `disc` of `episode_discounts` for one `gamma` per step. The recursion runs forwards."""
+    """Compute `episode_discounts` for a separate `gamma` per step, by a recursion forwards in time."""
     is_first = torch.cat((torch.ones_like(done[..., :1]), done[..., :-1]), -1)
     decay = torch.cat((torch.ones_like(gamma[..., :1]), gamma[..., :-1]), -1)
     first = is_first.to(gamma.dtype)

@@ -1,4 +1,4 @@
-"""The recursion over time, from the last step to the first, that all estimators of returns use."""
+"""Scan backwards over time, with the linear recursion that all estimators of returns share."""
 
 from collections.abc import Callable
 from functools import reduce
@@ -9,26 +9,26 @@ from torch import Tensor
 from ecrl.types import Scalar
 
 _STEPS = 8
-"""Time steps in a block of `scan_time_major`."""
+"""Number of time steps per block in `scan_time_major`."""
 
 TimeMajorScan = Callable[[Tensor, Scalar, Tensor, Tensor], Tensor]
-"""A function with the arguments and the result of `scan_time_major`."""
+"""Type of a function with the same arguments and result as `scan_time_major`."""
 
 
 def reverse_scan(x: Tensor, decay: Scalar, cut: Tensor, last: Tensor | None = None) -> Tensor:
-    """Run the recursion over the last axis.
+    """Run a linear recursion backwards over the last axis.
 
         y[t] = x[t] + decay[t] * y[t + 1] * not cut[t],    y[T] = last
 
-    A `decay[t]` of 0 has the effect of `cut[t]`: even an infinite `y[t + 1]` does not reach `y[t]`. This `decay[t]`
+    A `decay[t]` of 0 acts like a True `cut[t]`: even an infinite `y[t + 1]` does not reach `y[t]`. A `decay[t]` of 0
     gets no gradient.
 
     Args:
         x: `[*B, T]` float.
-        decay: a number, a 0-d tensor or `[*B, T]`. Pass a float64 tensor, because a float32 decay has the same rounding
-            error at every step, and the errors add up over time.
+        decay: a number, a 0-d tensor or a `[*B, T]` tensor. Pass tensors as float64, because a float32 decay has the
+            same rounding error at every step, and the errors add up over time.
         cut: `[*B, T]` bool.
-        last: `[*B]`, or None for zeros.
+        last: `[*B]`, the `y` after the last step, or None for zeros.
 
     Returns: `[*B, T]` in the dtype of `x`.
     Gradient: flows through `x`, `decay` and `last`.
@@ -54,19 +54,19 @@ def scan_time_major(
     A long time axis is cut into blocks of 8 steps, and scanned in three passes:
 
     1. Scan all blocks in parallel, each with `last` 0.
-    2. Scan the results of the blocks, to get the `y` that follows each block. This pass is cut into blocks too.
+    2. Scan the results of the blocks to get the `y` that follows each block. The second pass is cut into blocks too.
     3. Scan all blocks in parallel again, each from the `y` that follows it.
 
-    So the number of operations is about 16 for each factor of 8 in T, instead of T. The `y` between blocks are float64,
-    so float32 rounding errors add up within a block only.
+    The scan takes about 16 operations for each factor of 8 in T, instead of T operations. The values of `y` between
+    blocks are float64, so float32 rounding errors add up only within a block.
 
     Args:
         x: `[T, *B]`.
-        decay: a number, a 0-d tensor or `[T, *B]`.
+        decay: a number, a 0-d tensor or a `[T, *B]` tensor.
         cut: `[T, *B]` bool.
         last: `[*B]`.
         store: a function that is applied to every intermediate result with several uses. A compiler can pass a function
-            that marks the result to be stored instead of computed again for each use.
+            that marks such results to be stored instead of recomputed for each use.
 
     Returns: `[T, *B]` in the dtype of `x`.
     """
@@ -100,13 +100,13 @@ _SCAN: list[TimeMajorScan] = [scan_time_major]
 
 
 def use_scan(scan: TimeMajorScan) -> TimeMajorScan:
-    """Decorate a function to make `reverse_scan` call it instead of `scan_time_major`. `ecrl.compile` does so."""
+    """Make `reverse_scan` call the decorated function instead of `scan_time_major`, as `ecrl.compile` does."""
     _SCAN[:] = [scan]
     return scan
 
 
 def _steps(x: Tensor, decay: Scalar, cut: Tensor, last: Tensor, store: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Return every `y[t]`, computed one step at a time from the last step."""
+    """Compute every `y[t]`, one step at a time, from the last step to the first."""
     y, ys, zero = last, [], x.new_zeros(())
     decays = decay.unbind(0) if varies(decay) else [decay] * len(x)  # pyright: ignore
     for x_t, decay_t, cut_t in list(zip(x.unbind(0), decays, cut.unbind(0), strict=True))[::-1]:
@@ -117,7 +117,7 @@ def _steps(x: Tensor, decay: Scalar, cut: Tensor, last: Tensor, store: Callable[
 
 
 def varies(decay: Scalar) -> bool:
-    """Return True if `decay` is a tensor with one number for each step.
+    """Return True if `decay` is a tensor with one value per step.
 
     >>> varies(0.5), varies(torch.tensor(0.5)), varies(torch.tensor([0.5, 0.25]))
     (False, False, True)
@@ -126,7 +126,7 @@ def varies(decay: Scalar) -> bool:
 
 
 def in_dtype(decay: Scalar, x: Tensor) -> Scalar:
-    """Return `decay` in the dtype of `x` if it is a tensor.
+    """Convert `decay` to the dtype of `x` if `decay` is a tensor.
 
     >>> in_dtype(torch.tensor(0.5, dtype=torch.float64), torch.ones(2)), in_dtype(0.5, torch.ones(2))
     (tensor(0.5000), 0.5)
@@ -139,12 +139,12 @@ def _slice_time(decay: Scalar, steps: slice) -> Scalar:
 
 
 def _time_major(x: Tensor) -> Tensor:
-    """Return `[T, *B]`, contiguous."""
+    """Move time from the last axis to the first and return a contiguous tensor."""
     return x.movedim(-1, 0).contiguous()
 
 
 def or_zero(mask: Tensor, weight: Scalar) -> Tensor:
-    """Return `mask | (weight == 0)`. Mask terms of weight 0, because `0 * inf` is NaN.
+    """Return `mask | (weight == 0)`, which also masks terms of weight 0, because `0 * inf` is NaN.
 
     >>> or_zero(torch.tensor([True, False]), 0.5), or_zero(torch.tensor([True, False]), 0.0)
     (tensor([ True, False]), tensor([True, True]))

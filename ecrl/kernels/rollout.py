@@ -1,8 +1,8 @@
-"""Collect experience: one step, a batch of many steps, and statistics of the episodes in it.
+"""Collect experience, one transition or one batch at a time, and keep episode statistics.
 
 A policy is a record with the fields `act`, `value` and `draw`. A policy with memory also has `unit` and `init_carry`
-(`ecrl.policies.Policy`). An environment is a record with `step` and `draw`. This module uses no other fields of these
-records.
+(`ecrl.policies.Policy`). An environment is a record with the fields `step` and `draw`. This module uses no other
+fields of policies and environments.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from ecrl.types import Scalar, same_shape
 _STEP_FIELDS = ("reward", "terminated", "truncated")
 _OPTIONAL = ("info", "mask", "executed")
 _COLLECTED = {*_STEP_FIELDS, *_OPTIONAL, "done", "obs", "final_obs", "value", "final_value", "carry", "final_carry"}
-"""Fields that the collector or the rows of minibatches add to a step, so `act` must not return them."""
+"""Fields that the collector or a minibatch adds to a step, so `act` must not return fields with these names."""
 
 
 def act_and_step(
@@ -45,13 +45,13 @@ def act_and_step(
         step: the environment's function `(env_state, action, noise) -> env_state`, wrapped by auto-reset.
         params: the policy's parameters.
         carry: the policy's memory, empty for a feed-forward policy.
-        env_state: batch `[N]`, with `obs`.
+        env_state: environment states, a TensorDict `[N]` with `obs`.
         action_noise: noise from the policy's `draw` for this step, or None for the deterministic action.
         env_noise: noise from the environment's `draw` for this step.
 
-    Returns: carry, env_state and the rollout row `[N]`. The row has the fields of `out`, reward, terminated, truncated,
-        done and final_obs, and info, mask and executed if the environment has them. The carry is the memory after
-        `act`. Pass it through `restarted_carry` before the next step, because the episode may have ended.
+    Returns: carry, env_state and the transition `[N]`. The transition has the fields of `out`, reward, terminated,
+        truncated, done and final_obs, and info, mask and executed if the environment has them. The carry is the memory
+        after `act`. Pass the carry through `restarted_carry` before the next step, because the episode may have ended.
     Gradient: flows as `act` and `step` define it.
     Raises: ValueError if `act` returns a field that the collector sets, such as reward.
 
@@ -82,7 +82,7 @@ def restarted_carry(carry: TensorDict, initial: TensorDict, row: TensorDict) -> 
     Args:
         carry: `[N]`, the memory after `act`.
         initial: the memory at the start of an episode, with the same fields.
-        row: `[N]` with terminated, truncated and, if present, mask.
+        row: the transition `[N]`, with terminated, truncated and, if present, mask.
 
     Returns: `[N]`.
     Gradient: flows through `carry` and `initial`.
@@ -112,9 +112,9 @@ def _transition(
     params: TensorDict,
     initial: TensorDict,
 ) -> tuple[tuple[TensorDict, TensorDict], TensorDict]:
-    """Run `act_and_step` as the body of a scan. Add the observation to the row, and restart the memory.
+    """Run `act_and_step` as the body of a scan. Add the observation to the transition, and restart the memory.
 
-    If the policy has memory, the row's `final_carry` is the memory before the restart.
+    If the policy has memory, the transition's `final_carry` is the memory before the restart.
     """
     carry, env_state = carry_and_env
     obs = env_state["obs"]
@@ -124,7 +124,7 @@ def _transition(
 
 
 _Slots = tuple[Tensor, dict[str, Any]]
-"""The number of truncations of each environment so far, `[N]`, and the states at these truncations, `[N, F, ...]`."""
+"""Truncation count of each environment, of shape `[N]`, and the states at these truncations, of shape `[N, F, ...]`."""
 
 
 def _empty_slots(carry: TensorDict, obs: Any, size: int) -> _Slots:
@@ -139,7 +139,7 @@ def _empty_slots(carry: TensorDict, obs: Any, size: int) -> _Slots:
 
 
 def _fill_slots(slots: _Slots, obs: Any, carry: TensorDict, truncated: Tensor) -> _Slots:
-    """Return the slots with the states `[N]` of truncated environments, each in the next slot of its environment."""
+    """Store the state of each truncated environment in the next free slot of that environment."""
     count, states = slots
     (old, structure), (new, _) = flatten(states), flatten({"obs": obs, "carry": carry})
     number = torch.arange(old[0].shape[1], device=count.device)
@@ -156,7 +156,7 @@ def _sparse_transition(
     params: TensorDict,
     initial: TensorDict,
 ) -> tuple[tuple[tuple[TensorDict, TensorDict], _Slots | None], TensorDict]:
-    """Run `_transition`, but move the final states of truncated environments from the row into slots."""
+    """Run `_transition`, but move the final states of truncated environments from the transition into slots."""
     carry_and_env, slots = state
     carry_and_env, row = _transition(policy, env, carry_and_env, noise, params, initial)
     obs, carry = row.pop("final_obs"), cast(TensorDict, row.pop("final_carry", initial))
@@ -176,9 +176,9 @@ def _run_loop(
 ) -> tuple[tuple[TensorDict, TensorDict], TensorDict, dict[str, Any] | None, TensorDict]:
     """Run the loop over time, in segments of `length` steps.
 
-    Return the carry and the environment state, the rows `[T, N]`, the final states, and the memories before the
-    segments `[S, N]`. If `size` is None, there is a final state for each step, `[N, T]`. If `size` is 0, the final
-    states are None. Otherwise there is one for each truncation, `[N, size]`.
+    Return the carry and the environment state, the steps `[T, N]`, the final states, and the memory before each
+    segment, of shape `[S, N]`. If `size` is None, there is a final state for each step, in shape `[N, T]`. If `size` is
+    0, the final states are None. Otherwise there is a final state for each truncation, in shape `[N, size]`.
     """
     if size is None:
         body = partial(_transition, policy, env)
@@ -205,18 +205,18 @@ def _memory_beside_slots(carry: Any) -> TensorDict:
 def _scan_segments(
     scan: Scan, length: int, memory_of: Callable[[Any], TensorDict], body: Any, carry: Any, noise: Any, *constants: Any
 ) -> tuple[Any, TensorDict, TensorDict]:
-    """Run `scan` of `body` over time, in segments of `length` steps.
+    """Scan `body` over time, in segments of `length` steps.
 
     Args:
         scan: the loop.
-        length: steps of a segment. It divides T.
-        memory_of: carry -> the policy's memory in it.
+        length: number of steps per segment, a divisor of T.
+        memory_of: function that returns the policy's memory from a carry.
         body: the body of the loop.
         carry: the carry before the first step.
         noise: `[T, N]`.
         constants: passed to every step.
 
-    Returns: the last carry, the rows `[T, N]`, and the memories before the first step of each segment, `[S, N]`.
+    Returns: the last carry, the steps `[T, N]`, and the memory before the first step of each segment, `[S, N]`.
     """
     steps = len(flatten(noise)[0][0])
     if length == steps:
@@ -231,7 +231,7 @@ def _scan_segments(
 def _segment(
     scan: Scan, memory_of: Callable[[Any], TensorDict], body: Any, carry: Any, noise: Any, *constants: Any
 ) -> tuple[Any, tuple[TensorDict, TensorDict]]:
-    """Take the steps of a segment. Return the carry, and the rows with the memory before the first of them."""
+    """Run the steps of a segment. Return the carry, the steps, and the memory before the first step."""
     after, rows = scan(body, carry, noise, *constants)
     return after, (rows, memory_of(carry).clone())
 
@@ -242,7 +242,7 @@ def _swap_axes(tree: Any) -> Any:
 
 
 def place_at_truncations(value: Tensor, truncated: Tensor) -> Tensor:
-    """Return the values of the states at time limits, each at the step that the time limit ended.
+    """Move the values of states at time limits from slots to the steps that the time limits ended.
 
         placed[t] = value[sum(truncated[:t])] if truncated[t] else 0
 
@@ -250,8 +250,8 @@ def place_at_truncations(value: Tensor, truncated: Tensor) -> Tensor:
 
     Args:
         value: `[*B, F]` with 1 <= F <= T, the value of each slot in `final` of a batch (`collect_rollout`). Slots
-            without a time limit may hold any number.
-        truncated: `[*B, T + 1]` bool, of the steps of the batch. The last step is padding, and False.
+            without a time limit may hold any value.
+        truncated: `[*B, T + 1]` bool, the field of the batch's steps. The last step is padding, and False.
 
     Returns: `[*B, T + 1]` in the dtype of `value`.
     Gradient: flows through `value`.
@@ -276,7 +276,7 @@ def place_at_truncations(value: Tensor, truncated: Tensor) -> Tensor:
 
 
 def env_major(rows: Any, last: Any = None) -> Any:
-    """Append one row to fields `[T, N, ...]`, `last` or zeros, and return them as `[N, T + 1, ...]`."""
+    """Append `last`, or zeros, to fields of shape `[T, N, ...]`, and return them with shape `[N, T + 1, ...]`."""
     leaves, structure = flatten(rows)
     ends = [torch.zeros_like(leaf[0]) for leaf in leaves] if last is None else flatten(last)[0]
     joined = [torch.cat((leaf, end.unsqueeze(0))).transpose(0, 1) for leaf, end in zip(leaves, ends, strict=True)]
@@ -296,7 +296,7 @@ def collect_rollout(
     max_truncations: int | None = None,
     segment_length: int | None = None,
 ) -> tuple[TensorDict, TensorDict, TensorDict]:
-    """Run N environments for T steps and return them as a batch.
+    """Run N environments for T steps and return the steps as a batch.
 
     All noise is drawn before the loop over time, and all values are computed after it. The policy's memory restarts
     when an episode ends.
@@ -307,31 +307,32 @@ def collect_rollout(
         env: record with `step` (wrapped by auto-reset) and `draw`.
         params: the policy's parameters.
         carry: the policy's memory before the first step, a TensorDict `[N]`. For a feed-forward policy it is empty.
-        env_state: batch `[N]`, with `obs`.
+        env_state: environment states, a TensorDict `[N]` with `obs`.
         env_keys: int64 `[T, N]`, one key per step and environment, for the environment's noise.
         action_keys: int64 `[T, N]`, one key per step and environment, for the actions.
         scan: the loop over time. The default is a Python loop.
         max_truncations: the largest number of truncations of one environment in the T steps, or None if it is
-            unknown. A small number saves memory and time, because the function stores only this many final observations
-            per environment, and the critic evaluates no others.
-        segment_length: steps of a segment, which divides T. The batch has the policy's memory before the first step of
-            each segment. None makes all T steps one segment.
+            unknown. A small bound saves memory and time, because the function stores only this many final observations
+            per environment, and the critic evaluates only these.
+        segment_length: number of steps per segment, a divisor of T. The batch has the policy's memory before the first
+            step of each segment. If None, all T steps form one segment.
 
-    Returns: carry and env_state after T steps, and the batch, a TensorDict `[N]` with the parts `steps`, `carry` and
+    Returns: carry and env_state after T steps, and the batch, a TensorDict `[N]` with the fields `steps`, `carry` and
         `final`.
 
-        `steps` `[N, T + 1]` is a rollout. It has obs, the fields that `act` returns, reward, terminated, truncated and
-        done. It has info, mask and executed if the environment has them, and value and final_value if the policy has a
-        critic. In memory, time is the first axis. The last time slot of every field is zero, except for obs and value.
+        `steps`, of shape `[N, T + 1]`, is a rollout with obs, the fields that `act` returns, reward, terminated,
+        truncated and done. The rollout has info, mask and executed if the environment has them, and value and
+        final_value if the policy has a critic. In memory, time is the first axis. The last time slot of every field is
+        zero, except for obs and value.
 
-        `carry` `[N, S]` with S = T / segment_length is the policy's memory before each segment. It is absent for a
-        policy without memory.
+        `carry`, of shape `[N, S]` with S = T / segment_length, is the policy's memory before each segment. If the
+        policy has no memory, the batch has no `carry`.
 
-        `final` `[N, F]` holds the states at time limits, before the reset: `obs`, the `carry` after `act` if the policy
-        has memory, and their `value`. F is max_truncations. The slot of a state is the number of truncations of its
-        environment before it in these steps. If max_truncations is None or at least T, F is T and slot t is step t.
-        Slots without a time limit hold any numbers. `final` is absent without a critic, or if F is 0.
-        `place_at_truncations` moves values from slots to steps.
+        `final`, of shape `[N, F]`, holds the states at time limits, before the reset: `obs`, `value` and, if the policy
+        has memory, the `carry` after `act`. F is max_truncations. The slot of a state is the number of truncations that
+        its environment had before. If max_truncations is None or at least T, F is T and slot t is step t. Slots without
+        a time limit hold arbitrary values. `final` is absent without a critic, or if F is 0. `place_at_truncations`
+        moves values from slots to steps.
     Gradient: none, because the function runs under `no_grad`.
     Raises: ValueError if the keys are not both `[T, N]` with T >= 1, or if `segment_length` does not divide T.
     Source: for the value at a time limit, Pardo et al. 2018, arXiv:1712.00378.
@@ -389,9 +390,9 @@ def _step_values(
     rollout: TensorDict,
     final: TensorDict | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return V `[N, T + 1]` of the observations, and V `[N, F]` of the final observations, or None if there are none.
+    """Return the values `[N, T + 1]` of all observations and the values `[N, F]` of the final observations.
 
-    One scan over chunks of all observations computes the values.
+    The second result is None if `final` is None. The values are computed by one scan over chunks of all observations.
     """
     num_envs, steps = rollout.batch_size
     trees = [_swap_axes(part["obs"]) for part in (rollout, final) if part is not None]
@@ -407,7 +408,7 @@ def _step_values(
 
 
 def sequences(steps: TensorDict) -> TensorDict:
-    """Prepare steps `[N, S]` for a policy with memory: set `done` wherever the memory restarts.
+    """Prepare steps `[N, S]` for a policy with memory by setting `done` wherever the memory restarts.
 
     The memory also restarts after a step whose `mask` is False (see `restarted_carry`).
     """
@@ -423,9 +424,9 @@ def _sequence_values(
     rollout: TensorDict,
     final: TensorDict | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return V `[N, T + 1]` along the sequences of a rollout, and V `[N, F]` of the final states, or None without them.
+    """Return the values `[N, T + 1]` along the sequences and the values `[N, F]` of the final states.
 
-    A scan passes chunks of environments to `value`.
+    The second result is None if `final` is None. A scan passes chunks of environments to `value`.
     """
     num_envs, steps = rollout.batch_size
     rows = {"steps": sequences(rollout)} | ({} if carry.is_empty() else {"carry": carry})
@@ -439,9 +440,9 @@ def _sequence_values(
 
 
 def episode_init(num_envs: int, window: int, device: torch.device | str | None = None) -> TensorDict:
-    """Return episode statistics before the first step.
+    """Return the initial episode statistics.
 
-    They hold the return and length so far of each running episode, and of the last `window` finished episodes.
+    The statistics hold the return and length so far of each running episode, and of the last `window` finished ones.
 
     >>> episode_init(2, 100)["finished_return"].shape
     torch.Size([100])
@@ -460,7 +461,7 @@ def episode_init(num_envs: int, window: int, device: torch.device | str | None =
 
 
 def running_returns(reward: Tensor, done: Tensor, before: Tensor, *, gamma: Scalar) -> Tensor:
-    """Return the discounted sum of the rewards so far in each episode. Older rewards weigh less.
+    """Return the discounted sum of the rewards so far in each episode, with smaller weights for older rewards.
 
         y[t] = reward[t] + gamma[t] * y[t - 1] * not done[t - 1],    y[-1] = before
 
@@ -491,10 +492,10 @@ def running_returns(reward: Tensor, done: Tensor, before: Tensor, *, gamma: Scal
 
 
 def _steps_since_end(counted: Tensor, done: Tensor, before: Tensor) -> Tensor:
-    """Return how many counted steps each running episode has so far, float64 `[N, T]`. The first one has `before`.
+    """Return the number of counted steps of each running episode so far, as float64 `[N, T]`.
 
-    The results are differences of cumulative sums. The sums are whole numbers, so no rounding error passes from one
-    episode to the next.
+    `before` is the number of counted steps before the first step. The results are differences of cumulative sums of
+    whole numbers, so no rounding error passes from one episode to the next.
     """
     counts = torch.cat((before.unsqueeze(1), counted), 1).double().cumsum(1)
     times = torch.arange(1, done.shape[1] + 1, device=done.device)
@@ -504,7 +505,10 @@ def _steps_since_end(counted: Tensor, done: Tensor, before: Tensor) -> Tensor:
 
 
 def _add_reward(total: Tensor, step: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Add a reward to the sum of the episode, float64 `[N]`. Return the sum to carry on (0 at an end), and the sum."""
+    """Add a reward to the float64 return `[N]` of each episode.
+
+    Return the next carry, which is 0 where an episode ended, and the return.
+    """
     reward, done = step
     total = total + reward
     return total.masked_fill(done, 0.0), total
@@ -513,14 +517,14 @@ def _add_reward(total: Tensor, step: tuple[Tensor, Tensor]) -> tuple[Tensor, Ten
 def episode_update(
     episode: TensorDict, reward: Tensor, done: Tensor, mask: Tensor | None = None, executed: Tensor | None = None
 ) -> TensorDict:
-    """Return the statistics after T more steps.
+    """Update the episode statistics with T more steps.
 
     Args:
         episode: from `episode_init` or `episode_update`.
         reward: `[N, T]` float, reward units.
         done: `[N, T]` bool.
-        mask: `[N, T]` bool, False for a step that does not count. With None all steps count.
-        executed: `[N, T]` int64, the number of environment steps that each step took. With None it is 1.
+        mask: `[N, T]` bool, False for a step that does not count. If None, all steps count.
+        executed: `[N, T]` int64, the number of environment steps that each step took. If None, each step took one.
 
     Returns: new statistics in the dtypes of `episode`. `finished_return` and `finished_length` hold the most recent
         episodes, oldest first. Episodes that end at the same step are in the order of their environments. `finished` is
@@ -557,7 +561,7 @@ def episode_update(
 
 
 def restarted(episode: TensorDict) -> TensorDict:
-    """Return the statistics with the return and length of every running episode set to 0. Finished episodes stay.
+    """Set the return and length of every running episode to 0, and keep the statistics of finished episodes.
 
     Args:
         episode: from `episode_init` or `episode_update`.

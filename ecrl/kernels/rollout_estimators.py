@@ -1,6 +1,6 @@
-"""The estimators of `returns.py` for `[N, T + 1]` rollouts. These functions select fields and do no arithmetic.
+"""Apply the estimators of `returns.py` to `[N, T + 1]` rollouts, by selecting the fields that each estimator needs.
 
-They ignore the padding in the last time slot. Without the field `final_value`, a time limit counts as a termination. If
+The padding in the last time slot is ignored. Without the field `final_value`, a time limit counts as a termination. If
 the rollout has `executed`, the discount of a step is `gamma ** executed`.
 """
 
@@ -13,11 +13,11 @@ from ecrl.types import Scalar, check_rollout, transitions
 
 
 def decision_discounts(steps: TensorDict, gamma: Scalar) -> Scalar:
-    """Return the discount of each decision, for steps `[*B]`; `gamma` if they do not have `executed`.
+    """Return the discount of each decision in steps `[*B]`, or `gamma` if the steps have no field `executed`.
 
         discount[t] = gamma ** executed[t]
 
-    Raises: ValueError if `executed` is not a field of integers `[*B]`.
+    Raises: ValueError if `executed` does not hold integers of shape `[*B]`.
 
     >>> decision_discounts(TensorDict({"executed": torch.tensor([1, 3])}, [2]), 0.5)
     tensor([0.5000, 0.1250], dtype=torch.float64)
@@ -32,10 +32,10 @@ def decision_discounts(steps: TensorDict, gamma: Scalar) -> Scalar:
 
 
 def compute_returns(rollout: TensorDict, gamma: Scalar) -> Tensor:
-    """Return `discounted_returns` of a `[N, T + 1]` rollout: `[N, T]`.
+    """Apply `discounted_returns` to a rollout of shape `[N, T + 1]`. The result has shape `[N, T]`.
 
-    The function reads reward, terminated, truncated and done, and if present, value, final_value and executed. Without
-    `value` the returns do not bootstrap.
+    The function reads reward, terminated, truncated and done, and, if present, value, final_value and executed. Without
+    `value`, the returns do not bootstrap.
 
     Raises: ValueError naming a field that is missing or has a wrong shape.
 
@@ -53,7 +53,7 @@ def compute_returns(rollout: TensorDict, gamma: Scalar) -> Tensor:
 
 
 def compute_n_step_returns(rollout: TensorDict, gamma: Scalar, n: int) -> Tensor:
-    """Return `n_step_returns` of a `[N, T + 1]` rollout: `[N, T]`.
+    """Apply `n_step_returns` to a rollout of shape `[N, T + 1]`. The result has shape `[N, T]`.
 
     The function reads reward, value, terminated, truncated, done and, if present, final_value and executed.
 
@@ -71,7 +71,7 @@ def compute_n_step_returns(rollout: TensorDict, gamma: Scalar, n: int) -> Tensor
 
 
 def compute_td_lambda_returns(rollout: TensorDict, gamma: Scalar, gae_lambda: Scalar) -> Tensor:
-    """Return `td_lambda_returns` of a `[N, T + 1]` rollout: `[N, T]`.
+    """Apply `td_lambda_returns` to a rollout of shape `[N, T + 1]`. The result has shape `[N, T]`.
 
     The function reads reward, value, terminated, truncated, done and, if present, final_value and executed.
 
@@ -91,7 +91,7 @@ def compute_td_lambda_returns(rollout: TensorDict, gamma: Scalar, gae_lambda: Sc
 
 
 def compute_gae(rollout: TensorDict, gamma: Scalar, gae_lambda: Scalar) -> GAE:
-    """Return `gae` of a `[N, T + 1]` rollout: advantages and value targets, each `[N, T]`.
+    """Apply `gae` to a rollout of shape `[N, T + 1]`. Return advantages and value targets, each of shape `[N, T]`.
 
     The function reads reward, value, terminated, truncated, done and, if present, final_value and executed.
 
@@ -112,11 +112,11 @@ def compute_gae(rollout: TensorDict, gamma: Scalar, gae_lambda: Scalar) -> GAE:
 def compute_vtrace(
     rollout: TensorDict, log_prob: Tensor, *, gamma: Scalar, gae_lambda: Scalar, clip_rho: Scalar, clip_c: Scalar
 ) -> VTrace:
-    """Return `vtrace` of a `[N, T + 1]` rollout: advantages and value targets, each `[N, T]`.
+    """Apply `vtrace` to a rollout of shape `[N, T + 1]`. Return advantages and value targets, each of shape `[N, T]`.
 
-    `log_prob` `[N, T]` holds the log-probabilities of the actions under the policy being trained. The function reads
-    sample_log_prob, reward, value, terminated, truncated, done and, if present, final_value and executed of the
-    rollout.
+    `log_prob`, of shape `[N, T]`, holds the log-probabilities of the actions under the policy being trained. The
+    function reads sample_log_prob, reward, value, terminated, truncated, done and, if present, final_value and executed
+    of the rollout.
 
     Raises: ValueError naming a field that is missing or has a wrong shape.
 

@@ -1,4 +1,4 @@
-"""Loops over time. `collect_rollout` takes its loop as the argument `scan`: a Python loop or a compiled loop."""
+"""Loops over time, run in Python or compiled. `collect_rollout` takes the loop to use as its argument `scan`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,16 +11,17 @@ from ecrl.pytree import flatten, mapped, names, unflatten
 _CPU_ROWS, _GPU_ROWS = 2048, 65_536
 """Largest number of rows in a chunk, or of steps if a row is a sequence.
 
-On a CPU, the activations of a small network then fit in a cache. On a GPU, a chunk is large enough to keep it busy.
+On a CPU, the activations of a small network then fit in a cache. A chunk of this size keeps a GPU busy.
 """
 
 _CPU_BYTES, _GPU_BYTES = 2048 * _CPU_ROWS, 2048 * _GPU_ROWS
-"""Largest number of bytes in a chunk: 4 MiB and 128 MiB. So chunks have fewer rows if a row has more than 2 KiB.
+"""Largest number of bytes in a chunk: 4 MiB on a CPU and 128 MiB on a GPU.
 
-For example, the activations of a convolutional network take several times the bytes of its images.
+If a row has more than 2 KiB, chunks have fewer rows. For example, the activations of a convolutional network take
+several times the bytes of its images.
 """
 Scan = Callable[..., tuple[Any, Any]]
-"""A function with the arguments and results of `scan`."""
+"""Type of a function with the same arguments and results as `scan`."""
 
 
 def scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: Any) -> tuple[Any, Any]:
@@ -29,15 +30,15 @@ def scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: 
         carry, y[t] = body(carry, x[t], *constants)
 
     Args:
-        body: a pure function. It reads only its arguments.
-        carry: tensors, TensorDicts, and tuples, lists and dicts of them. `body` returns the same shapes and dtypes.
-        xs: tensors in the same containers. The length of the first axis is the same for all, and at least 1.
+        body: a pure function that reads only its arguments.
+        carry: tensors, TensorDicts, and tuples, lists and dicts of them. `body` must keep shapes and dtypes.
+        xs: tensors in the same containers. The first axis has the same length in all tensors, at least 1.
         constants: further arguments of `body`, the same in every step.
 
     Returns: the last carry, and all `y` stacked along a new first axis.
     Gradient: flows as `body` defines it.
-    Raises: ValueError if `xs` holds no tensor, if their first axes differ, or if `body` changes the structure of the
-        carry or the shape or dtype of one of its tensors.
+    Raises: ValueError if `xs` holds no tensor, if the first axes of its tensors differ, or if `body` changes the
+        structure of the carry or the shape or dtype of one of its tensors.
 
     >>> scan(lambda total, x: (total + x, total), torch.tensor(0), torch.arange(1, 4))
     (tensor(6), tensor([0, 1, 3]))
@@ -78,7 +79,7 @@ _LOOP: list[Scan] = [scan]
 
 
 def use_loop(fn: Scan) -> Scan:
-    """Decorate a function to make `loop` call it instead of `scan`. `ecrl.compile` does so."""
+    """Make `loop` call the decorated function instead of `scan`, as `ecrl.compile` does."""
     _LOOP[:] = [fn]
     return fn
 
@@ -88,14 +89,14 @@ def loop(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: 
 
         carry, y[t] = body(carry, x[t], *constants)
 
-    Policies use it for the recurrence over the steps of a sequence, and environments for the iterations of a solver.
-    In eager code, `loop` runs `scan`. A compiled graph contains the body once, for any number of steps. With a plain
-    `scan` it would contain the body once per step.
+    Policies use `loop` for the recurrence over the steps of a sequence, and environments for the iterations of a
+    solver. In eager code, `loop` runs `scan`. A compiled graph contains the body of `loop` once, for any number of
+    steps. With a plain `scan`, the graph would contain the body once per step.
 
     Args:
-        body: a pure function. It reads no tensors except its arguments, so pass all tensors in `xs` or `constants`.
-        carry: tensors, TensorDicts, and tuples, lists and dicts of them. `body` returns the same shapes and dtypes.
-        xs: tensors in the same containers. The length of the first axis is the same for all, and at least 1.
+        body: a pure function that reads no tensors except its arguments, so pass all tensors in `xs` or `constants`.
+        carry: tensors, TensorDicts, and tuples, lists and dicts of them. `body` must keep shapes and dtypes.
+        xs: tensors in the same containers. The first axis has the same length in all tensors, at least 1.
         constants: further arguments of `body`, the same in every step.
 
     Returns: the last carry, and all `y` stacked along a new first axis.
@@ -112,7 +113,7 @@ def loop(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: 
 
 
 def length_of(leaves: list[Tensor]) -> int:
-    """Return the length of the leaves' first axis. Raise ValueError unless it is the same for all and at least 1."""
+    """Return the length of the leaves' first axis. Raise ValueError if lengths differ or a leaf is empty."""
     lengths = {len(leaf) if leaf.ndim else 0 for leaf in leaves}
     if len(lengths) != 1 or 0 in lengths:
         raise ValueError(f"xs has tensors of lengths {sorted(lengths)}, expected one length of at least 1")
@@ -120,7 +121,7 @@ def length_of(leaves: list[Tensor]) -> int:
 
 
 def row_bytes(rows: Any) -> int:
-    """Return the number of bytes in one row of all tensors `[M, ...]` of a tree.
+    """Return the number of bytes per row, summed over all tensors `[M, ...]` of a tree.
 
     >>> row_bytes({"image": torch.zeros(5, 8, 8, 1, dtype=torch.uint8), "joints": torch.zeros(5, 3)})
     76
@@ -129,11 +130,11 @@ def row_bytes(rows: Any) -> int:
 
 
 def chunking(rows: int, device: torch.device, one_row: int, length: int = 1) -> tuple[int, int]:
-    """Split rows into chunks that a network processes one by one. Return the number of chunks and the rows in each.
+    """Split rows into chunks that a network processes one by one. Return the number of chunks and the rows per chunk.
 
-    On a CPU, chunks are small enough for the activations to stay in a core's cache. On a GPU, they limit the memory. A
-    chunk has at most 2,048 rows and 4 MiB on a CPU, at most 65,536 rows and 128 MiB on another device, and at least one
-    row. If rows are sequences, the limits hold for steps instead of rows.
+    On a CPU, chunks are small enough for the activations to stay in a core's cache. On a GPU, chunks limit the memory.
+    A chunk has at most 2,048 rows and 4 MiB on a CPU, at most 65,536 rows and 128 MiB on another device, and at least
+    one row. If each row is a sequence, the limits apply to steps instead of rows.
 
     Args:
         rows: number of rows.
@@ -153,7 +154,7 @@ def chunking(rows: int, device: torch.device, one_row: int, length: int = 1) -> 
 
 
 def in_chunks(rows: Any, length: int = 1) -> Any:
-    """Return rows `[M, ...]` as chunks `[K, C, ...]` for a scan. Copies of the last row fill the last chunk.
+    """Reshape rows `[M, ...]` to chunks `[K, C, ...]` for a scan. Copies of the last row fill the last chunk.
 
     `length` is the number of steps in a row, if a row is a sequence.
 

@@ -1,4 +1,4 @@
-"""Policies as records of pure functions; importing this package registers the built-in ones."""
+"""Policies as records of pure functions. Importing this package registers the built-in policies."""
 
 from ecrl.config import PolicyConfig
 from ecrl.config.model import validate_section
@@ -34,7 +34,7 @@ __all__ = [
 
 
 def make_policy(cfg: PolicyConfig | dict, observation_space: Space, action_space: Space) -> Policy:
-    """Return the policy of a config's `policy` section for two spaces; equal settings give equal policies.
+    """Build the policy that a config's `policy` section describes. Equal settings and spaces give equal policies.
 
     >>> from ecrl import rng
     >>> from ecrl.envs import make_env

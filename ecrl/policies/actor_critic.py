@@ -1,6 +1,6 @@
 """The policies `actor_only` and `actor_critic`, for Box, Discrete and MultiDiscrete actions.
 
-If the observation space has an `action_mask`, it masks the logits of Discrete and MultiDiscrete actions.
+An `action_mask` in the observations masks the logits of Discrete and MultiDiscrete actions.
 """
 
 from dataclasses import replace
@@ -24,11 +24,11 @@ _Names = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 
 
 class ActorOnlyConfig(PolicyConfig):
-    """The actor network and its action distribution."""
+    """Settings of the actor network and its action distribution."""
 
     actor: NetworkConfig = Field(description='actor network, such as {"type": "mlp", "network_cfg": {...}}')
     actor_obs: _Names | None = Field(
-        default=None, description="parts of a Dict observation that the actor reads; all if absent"
+        default=None, description="names of the observations in a Dict that the actor reads; all if absent"
     )
     initial_log_std: Annotated[float, InitOnly()] = Field(
         default=0.0,
@@ -40,24 +40,24 @@ class ActorOnlyConfig(PolicyConfig):
 
 
 def _visible_space(space: Space, names: tuple[str, ...] | None, key: str) -> Space:
-    """Return the part of an observation space that a network gets; `key` is the config key that selects it.
+    """Return the observation space of a network. `key` is the config key that selects observations by name.
 
-    A network never gets the `action_mask`.
+    A network never receives the `action_mask`.
     """
     if names is None:
         return without_mask(space)
     if not isinstance(space, Dict):
-        raise ConfigError(f"policy.{key}: observations have no named parts ({type(space).__name__}); leave it out")
+        raise ConfigError(f"policy.{key}: expected a Dict observation space, got {type(space).__name__}; leave it out")
     parts = {name: part for name, part in space.items if name != "action_mask"}
     for name in names:
         if name not in parts:
-            raise ConfigError(f"policy.{key}: no part {name!r} in the observations; {did_you_mean(name, parts)}")
+            raise ConfigError(f"policy.{key}: the observations have no {name!r}; {did_you_mean(name, parts)}")
     return dict_space({name: parts[name] for name in names})
 
 
 @register_policy("actor_only")
 def actor_only(cfg: ActorOnlyConfig, observation_space: Space, action_space: Space) -> Policy:
-    """Build a policy without a critic. Its params are `actor`, and `log_std` `[A]` for Box actions."""
+    """Build a policy without a critic. The params are `actor` and, for Box actions, `log_std` of shape `[A]`."""
     head, width = make_head(action_space, cfg.squash), head_width(action_space, cfg.action_dim)
     has_mask = is_masked(observation_space, action_space)
     space = _visible_space(observation_space, cfg.actor_obs, "actor_obs")
@@ -76,17 +76,17 @@ def actor_only(cfg: ActorOnlyConfig, observation_space: Space, action_space: Spa
 
 
 class ActorCriticConfig(ActorOnlyConfig):
-    """The actor and critic networks; both are required."""
+    """Settings of the actor and critic networks. Both networks are required."""
 
     critic: NetworkConfig = Field(description='critic network, such as {"type": "mlp", "network_cfg": {...}}')
     critic_obs: _Names | None = Field(
-        default=None, description="parts of a Dict observation that the critic reads; all if absent"
+        default=None, description="names of the observations in a Dict that the critic reads; all if absent"
     )
 
 
 @register_policy("actor_critic")
 def actor_critic(cfg: ActorCriticConfig, observation_space: Space, action_space: Space) -> Policy:
-    """Build a policy with a critic. Its params are the params of `actor_only`, and `critic`."""
+    """Build a policy with a critic. The params are the same as for `actor_only`, plus `critic`."""
     actor = actor_only(cfg, observation_space, action_space)
     space = _visible_space(observation_space, cfg.critic_obs, "critic_obs")
     network = make_network(cfg.critic, space, 1, cfg.bf16, "policy.critic")

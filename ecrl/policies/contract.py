@@ -1,7 +1,7 @@
-"""Check what the functions of a policy take and return. Each error has the policy's name, the function and the field.
+"""Check the arguments and results of a policy's functions. Each error names the policy, the function and the field.
 
-`ecrl.loop` runs these checks in the first iteration of a run, before the iteration is compiled. They compare shapes and
-dtypes, and refuse random numbers that do not come from a key.
+`ecrl.loop` runs these checks in the first iteration of a run, before the iteration is compiled. The checks compare
+shapes and dtypes, and reject random numbers that are not drawn from a key.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -56,7 +56,7 @@ def described(x: Any) -> str:
 
 @contextmanager
 def checking() -> Iterator[None]:
-    """Let every `Checked` function check itself inside the block. Outside, there are no checks."""
+    """Enable the checks of every `Checked` function inside the block. Outside the block, nothing is checked."""
     token = _CHECKING.set(True)
     try:
         yield
@@ -75,8 +75,8 @@ def _generator_states() -> list[bytes]:
 def _refusing_draws(label: str, keys: str) -> Iterator[None]:
     """Raise ConfigError if the block draws from torch's global generators.
 
-    A graph that is traced draws nothing. There, the tracer notes the operation. Draws of other threads are no fault,
-    and neither are draws from a generator whose state the block restores.
+    While a graph is traced, nothing is drawn, and the tracer records the operation instead. Other threads may draw, and
+    so may code that restores the generator's state inside the block.
     """
     before = [] if in_graph() else _generator_states()
     with noting_draws() as noted:
@@ -90,13 +90,13 @@ def _refusing_draws(label: str, keys: str) -> Iterator[None]:
 class Unchecked:
     """A function whose random draws are not checked, such as the step of an environment.
 
-    A `Checked` function may call it.
+    A `Checked` function may call an `Unchecked` function.
     """
 
     fn: Callable[..., Any]
 
     def __call__(self, *args: Any) -> Any:
-        """Return the result of `fn`."""
+        """Call `fn` and return its result."""
         if not _CHECKING.get():
             return self.fn(*args)
         with ignoring_draws():
@@ -105,14 +105,14 @@ class Unchecked:
 
 @dataclass(frozen=True)
 class Checked:
-    """A function that checks its result, and refuses draws from torch's global generators, inside `checking`.
+    """A function whose results are checked, and whose draws from global generators are rejected, inside `checking`.
 
     Attributes:
-        label: name of the policy or algorithm, and of the function.
+        label: name of the policy or algorithm, followed by the name of the function.
         fn: the function.
         check: `check(label, args, out, *options)` raises ConfigError if `out` is not a result for `args`.
         options: further arguments of `check`.
-        keys: source of random numbers in this function, for errors.
+        keys: source of the function's random numbers, named in errors.
     """
 
     label: str
@@ -123,11 +123,11 @@ class Checked:
 
     @property
     def __name__(self) -> str:
-        """Name of the function, for the report of its compilation."""
+        """Name of the function, shown when its compilation is reported."""
         return getattr(self.fn, "__name__", type(self.fn).__name__)
 
     def __call__(self, *args: Any) -> Any:
-        """Return the result of `fn`."""
+        """Call `fn` and return its result."""
         if not _CHECKING.get():
             return self.fn(*args)
         with _refusing_draws(self.label, self.keys):
@@ -137,19 +137,19 @@ class Checked:
 
 
 def check_arguments(label: str, fn: Any, *names: str, note: str = "") -> None:
-    """Raise ConfigError if a function cannot be called with these arguments by position.
+    """Raise ConfigError if a function cannot be called with these positional arguments.
 
     Args:
-        label: name of the policy or algorithm, and of the function.
+        label: name of the policy or algorithm, followed by the name of the function.
         fn: the function.
         names: names of the arguments.
-        note: end of the list of expected arguments in the error.
+        note: text appended to the list of expected arguments in the error.
     """
     if not callable(fn):
         raise ConfigError(f"{label} is {described(fn)}, expected a function ({', '.join(names)}); pass one")
     try:
         parameters = signature(fn)
-    except (TypeError, ValueError):  # some callables of C have no signature
+    except (TypeError, ValueError):  # some C callables have no signature
         return
     try:
         parameters.bind(*names)
@@ -160,7 +160,7 @@ def check_arguments(label: str, fn: Any, *names: str, note: str = "") -> None:
 
 
 def check_functions(policy: Policy) -> None:
-    """Raise ConfigError if a function of a policy takes other arguments, or if a policy for sequences has no memory."""
+    """Raise ConfigError if a policy's function takes the wrong arguments, or if unit is 'sequence' without memory."""
     is_sequence, label = policy.unit == "sequence", policy_label(policy)
     if is_sequence and policy.init_carry is no_carry:
         raise ConfigError(
@@ -176,34 +176,34 @@ def check_functions(policy: Policy) -> None:
 
 
 def policy_label(policy: Policy) -> str:
-    """Return the name of a policy for errors."""
+    """Return the name of a policy for error messages."""
     return f"policy {policy.name}" if policy.name else "the policy"
 
 
 def returned(label: str, out: Any, *names: str) -> Any:
-    """Return the result of a function. Raise ConfigError unless it is as many values as there are names."""
+    """Return the result of a function. Raise ConfigError unless the result has one value per name."""
     if not isinstance(out, tuple | list) or len(out) != len(names):
         values = f"{len(out)} values" if isinstance(out, tuple | list) else described(out)
-        raise ConfigError(f"{label} returns {values}, expected {len(names)}: ({', '.join(names)}); return these")
+        raise ConfigError(f"{label} returns {values}, expected {len(names)}: ({', '.join(names)}); return these values")
     return out
 
 
 def _check_leaf(label: str, what: str, name: str, before: Any, after: Any) -> None:
-    """Raise ConfigError if a function changes the shape or the dtype of a leaf of a tree; `what` names the tree."""
+    """Raise ConfigError if a function changed the shape or dtype of a leaf. `what` names the tree of the leaf."""
     if before.shape != after.shape or before.dtype != after.dtype:
         change = f"changes the {what}'s {name} from {described(before)} to {described(after)}"
         raise ConfigError(f"{label} {change}; keep its shape and dtype")
 
 
 def check_fields(label: str, before: TensorDict, after: Any, what: str = "state", source: str = "init") -> None:
-    """Raise ConfigError if a function drops or adds a leaf of a tree, or changes its shape or dtype.
+    """Raise ConfigError if a function drops or adds leaves of a tree, or changes the shape or dtype of a leaf.
 
     Args:
-        label: name of the policy or algorithm, and of its function.
-        before: the tree that the function was given.
-        after: the tree that it returned.
+        label: name of the policy or algorithm, followed by the name of the function.
+        before: the tree passed to the function.
+        after: the tree that the function returned.
         what: name of the tree.
-        source: name of the function that makes the tree.
+        source: name of the function that creates the tree.
     """
     if not isinstance(after, TensorDictBase):
         raise ConfigError(f"{label} returns {type(after).__name__} as the {what}, expected a TensorDict; return one")
@@ -224,7 +224,7 @@ def check_fields(label: str, before: TensorDict, after: Any, what: str = "state"
 
 
 def _batch_of(obs: Any, space: Space) -> list[int]:
-    """Return the leading axes of observations of a space."""
+    """Return the sizes of the batch axes of observations of a space."""
     while isinstance(space, Dict):
         name, space = space.items[0]
         obs = obs[name]
@@ -238,16 +238,16 @@ def _leaves(tree: Any) -> dict[str, Any]:
 
 
 def _check_rows(label: str, what: str, leaves: dict[str, Any], batch: Sequence[int]) -> None:
-    """Raise ConfigError for a leaf whose leading axes are not `batch`; `what` names a leaf without a path."""
+    """Raise ConfigError for a leaf whose leading axes are not `batch`. `what` names a leaf without a path."""
     for name, leaf in leaves.items():
         if list(leaf.shape[: len(batch)]) != [*batch]:
             expected = f"[{', '.join(map(str, batch))}, ...]"
             problem = f"{label} returns {name or what} as {described(leaf)}, expected {expected}"
-            raise ConfigError(f"{problem}; return one row per environment")
+            raise ConfigError(f"{problem}; return one entry per environment")
 
 
 def _check_names(label: str, out: TensorDictBase) -> None:
-    """Raise ConfigError for a field that has the name of a field of the rollout."""
+    """Raise ConfigError for an output field whose name is reserved for the rollout."""
     for name in sorted(_RESERVED.intersection(map(str, out.keys()))):
         raise ConfigError(f"{label} returns the field {name}, which the rollout has itself; give it another name")
 
@@ -258,18 +258,18 @@ def _check_init(label: str, args: tuple[Any, ...], out: Any) -> None:
 
 
 def _check_first(label: str, args: tuple[Any, ...], out: Any, what: str) -> None:
-    """Check the memory or the exploration at the start of an episode; `what` names it."""
+    """Check the initial memory or exploration state of an episode. `what` names the checked tree."""
     if not isinstance(out, TensorDictBase):
         raise ConfigError(f"{label} returns {described(out)}, expected the {what} as a TensorDict; return one")
     _check_rows(label, what, _leaves(out), [args[1]])
 
 
 def check_restart(policy: Policy, exploration: TensorDict, initial: TensorDict) -> None:
-    """Raise ConfigError unless the state of the exploration has the fields of `init_exploration`.
+    """Raise ConfigError unless the exploration state has the fields that `init_exploration` returns.
 
     Args:
-        policy: the policy, for the error.
-        exploration: the state of the exploration.
+        policy: the policy that an error names.
+        exploration: the exploration state.
         initial: the result of `init_exploration`.
     """
     label, chosen = f"{policy_label(policy)}: init_exploration", exploration.select(*initial.keys(), strict=False)
@@ -282,7 +282,7 @@ def check_restart(policy: Policy, exploration: TensorDict, initial: TensorDict) 
     for name, x in old.items():
         if x.shape != new[name].shape or x.dtype != new[name].dtype:
             problem = f"{label} returns {name} as {described(new[name])}, expected {described(x)}"
-            raise ConfigError(f"{problem}, as in state['exploration']; return that")
+            raise ConfigError(f"{problem}, as in state['exploration']; return such a tensor")
 
 
 def _check_draw(label: str, args: tuple[Any, ...], out: Any) -> None:
@@ -290,11 +290,11 @@ def _check_draw(label: str, args: tuple[Any, ...], out: Any) -> None:
     for leaf in flatten(out)[0]:
         if list(leaf.shape[: len(shape)]) != shape:
             expected = f"[{', '.join(map(str, shape))}, ...]"
-            raise ConfigError(f"{label} returns noise {described(leaf)}, expected {expected}; return a row per key")
+            raise ConfigError(f"{label} returns noise {described(leaf)}, expected {expected}; return one entry per key")
 
 
 def _check_action(label: str, action: Any, batch: list[int], space: Space) -> None:
-    """Raise ConfigError if the shape or the dtype of an action does not fit its space."""
+    """Raise ConfigError if the shape or dtype of an action does not match its space."""
     if isinstance(space, Dict):
         return
     dtype, shape = element_dtype(space), [*batch, *element_shape(space)]
@@ -302,7 +302,7 @@ def _check_action(label: str, action: Any, batch: list[int], space: Space) -> No
     # an action of a Box may have the dtype of the network, such as float64
     if not is_right or not (action.is_floating_point() if isinstance(space, Box) else action.dtype == dtype):
         expected = f"{dtype} {shape} for a {type(space).__name__} action space".removeprefix("torch.")
-        raise ConfigError(f"{label} returns action as {described(action)}, expected {expected}; return that")
+        raise ConfigError(f"{label} returns action as {described(action)}, expected {expected}; return such a tensor")
 
 
 def _check_act(
@@ -324,22 +324,26 @@ def _check_act(
         mask, log_prob = cast(Tensor, out["token_mask"]), cast(Tensor, out["sample_log_prob"])
         if mask.dtype != torch.bool or mask.shape != log_prob.shape:
             expected = f"bool {list(log_prob.shape)}, the shape of sample_log_prob"
-            raise ConfigError(f"{label} returns token_mask as {described(mask)}, expected {expected}; return that")
+            raise ConfigError(
+                f"{label} returns token_mask as {described(mask)}, expected {expected}; return such a tensor"
+            )
     check_fields(label, args[1], carry, "carry", "init_carry")
 
 
 def _check_floats(label: str, what: str, x: Any, shape: Sequence[int], more: str = "") -> None:
-    """Raise ConfigError unless `x` is a tensor of floats of this shape; `more` allows further axes after it."""
+    """Raise ConfigError unless `x` is a float tensor of this shape. If `more` is set, further axes may follow."""
     if (
         not isinstance(x, Tensor)
         or not x.is_floating_point()
         or list(x.shape[: len(shape)] if more else x.shape) != [*shape]
     ):
-        raise ConfigError(f"{label} returns {what} as {described(x)}, expected float {[*shape]}{more}; return that")
+        raise ConfigError(
+            f"{label} returns {what} as {described(x)}, expected float {[*shape]}{more}; return such a tensor"
+        )
 
 
 def _check_evaluate(label: str, args: tuple[Any, ...], out: Any, space: Space) -> None:
-    steps, tokens = args[2], " and maybe axes of tokens"
+    steps, tokens = args[2], " with optional token axes"
     shape, more = _batch_of(steps["obs"], space), tokens
     if "token_mask" in steps:
         shape, more = list(steps["token_mask"].shape), ""
@@ -358,7 +362,7 @@ def _check_sequence_value(label: str, args: tuple[Any, ...], out: Any, space: Sp
     if final is not None:
         _check_floats(label, "V_final", final_value, _batch_of(final["obs"], space))
     elif final_value is not None:
-        raise ConfigError(f"{label} returns V_final as {described(final_value)} without `final`; return None then")
+        raise ConfigError(f"{label} returns V_final as {described(final_value)} without `final`; return None instead")
 
 
 def _check_explore(label: str, args: tuple[Any, ...], out: Any, action_space: Space) -> None:
@@ -379,11 +383,11 @@ def _check_explore(label: str, args: tuple[Any, ...], out: Any, action_space: Sp
 
 def _check_q(label: str, args: tuple[Any, ...], out: Any) -> None:
     if not isinstance(out, Tensor) or not out.is_floating_point():
-        raise ConfigError(f"{label} returns {described(out)}, expected float [critics, ...]; return that")
+        raise ConfigError(f"{label} returns {described(out)}, expected float [critics, ...]; return such a tensor")
 
 
 def checked_policy(policy: Policy, observation_space: Space, action_space: Space) -> Policy:
-    """Return a policy whose functions check themselves inside `checking`."""
+    """Return a policy whose functions are checked inside `checking`."""
     label, required = policy_label(policy), ("action",)
     required = required if policy.evaluate is None else (*required, "sample_log_prob")
     value = _check_sequence_value if policy.unit == "sequence" else _check_value

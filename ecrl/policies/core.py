@@ -13,7 +13,7 @@ from ecrl.spaces import Box, Dict, Discrete, MultiDiscrete, Space, element_dtype
 
 
 def no_carry(params: TensorDict, num_envs: int) -> TensorDict:
-    """Return an empty TensorDict: by default, a policy has no memory, and no part of its exploration restarts."""
+    """Return an empty TensorDict. By default, a policy has no memory and restarts no exploration state."""
     return TensorDict({}, [])
 
 
@@ -22,50 +22,52 @@ class Policy:
     """Pure functions that make up a policy.
 
     `carry` is the policy's memory, an empty TensorDict for feed-forward policies. `steps` is a TensorDict with obs,
-    action, done and every other field that `act` returned. Every number in these fields must be finite.
+    action, done and every other field that `act` returned. All values in these fields must be finite.
 
     If an action has several tokens, `sample_log_prob` and the results of `evaluate` may have further axes, with one
     entry per token. The log-probability of an action is then the sum over its tokens. If only some tokens count, `act`
     also returns a bool field `token_mask` of the same shape, True for the tokens that count.
 
-    Most policies have the unit "step": `evaluate` and `value` compute every row independently and accept any leading
-    axes. A policy with memory has the unit "sequence". Its `steps` are `[n, S]` with time as the second axis, and
-    `carry` `[n]` is the memory before the first step. `evaluate` and `value` run the recurrence and restart it after
-    each step with `done`, as the collector does. The `value` of such a policy has other arguments and two results:
+    Most policies have the unit "step": `evaluate` and `value` process every step independently and accept any leading
+    axes. A policy with memory has the unit "sequence". The `steps` of a sequence policy have shape `[n, S]`, with time
+    as the second axis. `carry`, of shape `[n]`, is the memory before the first step. `evaluate` and `value` run the
+    recurrence and restart it after each `done` step, as the collector does. The `value` of a sequence policy takes
+    other arguments and returns two results:
 
         value(params, carry, steps, final) -> (V [n, S], V_final [n, F])
 
-    `final` `[n, F]` has `obs`, the observations at time limits, and `carry`, the memory after `act` and before the
-    restart. If only V is needed, `final` and V_final are None.
+    `final`, of shape `[n, F]`, has `obs`, the observations at time limits, and `carry`, the memory after `act` and
+    before the restart. If only V is needed, `final` and V_final are None.
 
-    Policies are equal, and share compiled functions, if they have the same functions except `init` and `init_frozen`.
-    These two are never compiled.
+    Two policies are equal and share compiled functions if all their functions except `init` and `init_frozen` are the
+    same. `init` and `init_frozen` are never compiled.
 
     Attributes:
         init: 0-d key -> params.
         draw: keys `[*B]` -> noise `[*B, ...]` of an action.
         act: (params, carry, obs, noise) -> (carry, out); `out` has `action`, and `sample_log_prob` if the policy
-            has `evaluate`. With noise None, the action is deterministic.
-        evaluate: (params, carry, steps) -> (log_prob, entropy), nats; None for a policy without probabilities, such as
-            one that takes the action of the largest value.
-        value: (params, carry, obs) -> V `[*B]`, or as above; None without a critic.
+            has `evaluate`. If noise is None, the action is deterministic.
+        evaluate: (params, carry, steps) -> (log_prob, entropy), in nats; None for a policy without probabilities, such
+            as one that takes the action with the largest value.
+        value: (params, carry, obs) -> V `[*B]`, or as above for a sequence policy; None without a critic.
         norm_init: device -> the statistics of `normalized` before the first step.
         norm_update: (statistics, obs, mask) -> the statistics updated with a batch.
         compiles: False if a module draws its own random numbers.
         init_carry: (params, num_envs) -> carry, a TensorDict `[num_envs]`, at the start of an episode.
-        unit: content of a row of a minibatch, "step" or "sequence".
-        init_frozen: device -> parameters that are not trained, such as a backbone, or None. The other functions find
-            them in `params`. No optimiser sees these parameters, and no copy of them is made.
-        explore: (params, exploration, out, noise) -> (exploration, out); changes the `out` of `act` for the collection
-            of a replay buffer, such as by a random action or added noise. `exploration` `[*B]` is a TensorDict with its
-            state and its numbers, such as the last noise or epsilon. The algorithm makes it, and changes its numbers.
-            `noise` is that of `act`. Evaluations do not explore. None to collect the actions of `act`.
+        unit: unit of a minibatch, "step" or "sequence".
+        init_frozen: device -> parameters that are not trained, such as a backbone, or None. The other functions read
+            these parameters from `params`. Frozen parameters are neither optimised nor copied.
+        explore: (params, exploration, out, noise) -> (exploration, out); changes the `out` of `act` while a replay
+            buffer is collected, for example by a random action or added noise. `exploration` is a TensorDict `[*B]`
+            with the state and the parameters of the exploration, such as the last noise or epsilon. The algorithm
+            creates `exploration` and changes its parameters. `noise` is the noise passed to `act`. Evaluations do not
+            explore. If `explore` is None, the actions of `act` are collected.
         init_exploration: (params, num_envs) -> the fields of `exploration` at the start of an episode, a TensorDict
-            `[num_envs]`, such as the first noise of an Ornstein-Uhlenbeck process. They restart after each end of an
-            episode. Fields that it does not return, such as epsilon, do not restart.
-        q: (params, obs, action, noise) -> Q `[critics, *B]`, the values of actions. For Discrete actions, `action` None
-            gives those of all of them, `[critics, *B, actions]`. Distributions have a last axis of atoms. `noise` is
-            None for deterministic values. None without such a critic.
+            `[num_envs]`, such as the first noise of an Ornstein-Uhlenbeck process. The fields restart after each end of
+            an episode. Fields that `init_exploration` does not return, such as epsilon, do not restart.
+        q: (params, obs, action, noise) -> Q `[critics, *B]`, the values of actions. For Discrete actions, `action` may
+            be None, and the result then has the values of all actions, `[critics, *B, actions]`. Value distributions
+            have a last axis of atoms. `noise` is None for deterministic values. `q` is None without a Q-function.
         name: name under which the policy is registered, for messages.
     """
 
@@ -92,24 +94,24 @@ class Policy:
             raise ValueError("a policy with init_carry has memory; set its unit to 'sequence'")
 
     def evaluate_rows(self, params: TensorDict, rows: TensorDict) -> tuple[Tensor, Tensor]:
-        """Return the log-probability of the action and the entropy, in nats, of every step in rows of a minibatch.
+        """For each step of a minibatch, return the log-probability of its action and the policy's entropy, in nats.
 
-        Tokens are summed (`sum_tokens`). `ecrl.algorithms.rows.rows_of` makes the rows, for policies of either unit.
-        The policy must have log-probabilities.
+        The results are summed over tokens by `sum_tokens`. `ecrl.algorithms.rows.rows_of` creates `rows` for policies
+        of either unit. The policy must have log-probabilities.
         """
         evaluate: Any = self.evaluate
         log_prob, entropy = evaluate(params, *_carry_and_steps(self, rows))
         return sum_tokens(log_prob, rows), sum_tokens(entropy, rows)
 
     def value_rows(self, params: TensorDict, rows: TensorDict) -> Tensor:
-        """Return the critic's value of every step in rows of a minibatch. The policy must have a critic."""
+        """Return the critic's value for each step of a minibatch. The policy must have a critic."""
         carry, steps = _carry_and_steps(self, rows)
         critic: Any = self.value
         return critic(params, carry, steps["obs"]) if self.unit == "step" else critic(params, carry, steps, None)[0]
 
 
 def _carry_and_steps(policy: Policy, rows: TensorDict) -> tuple[TensorDict, TensorDict]:
-    """Return the policy's memory before the first step of each row, and the steps of the rows."""
+    """Return the policy's memory before the first step of each minibatch row, and the steps of the rows."""
     if policy.unit == "step":
         return TensorDict({}, []), rows
     carry: Any = rows.get("carry", TensorDict({}, []))
@@ -122,8 +124,8 @@ def sum_tokens(x: Tensor, rows: TensorDict) -> Tensor:
         log_prob(action) = sum(log_prob(token) for the tokens of the action that count)
 
     Args:
-        x: the shape of `rows["done"]`, or with further axes of tokens.
-        rows: with `done`, and `token_mask`, bool in the shape of `x`, if some tokens do not count.
+        x: tensor with the shape of `rows["done"]`, optionally followed by token axes.
+        rows: TensorDict with `done`, and with a bool `token_mask` of the shape of `x` if some tokens do not count.
 
     Returns: the shape of `rows["done"]`.
     Gradient: flows through the tokens that count.
@@ -141,26 +143,26 @@ def sum_tokens(x: Tensor, rows: TensorDict) -> Tensor:
 
 
 def acting_params(params: TensorDict, fixed: TensorDict) -> TensorDict:
-    """Return the `params` of a policy's functions: learned and fixed parameters together.
+    """Merge learned and fixed parameters into the `params` argument of a policy's functions.
 
     Args:
         params: the learned parameters.
-        fixed: the result of `fixed_params`, or the field `norm` of a state. If it has observation statistics, `obs`,
-            the result has them as `norm`. If it has `frozen_params`, the result also has the fields of `frozen_params`.
+        fixed: the result of `fixed_params`, or the field `norm` of a state. Observation statistics in its field `obs`
+            become the field `norm` of the result. The result also has all fields of `fixed["frozen_params"]`, if any.
     """
     merged = params.copy().set("norm", fixed["obs"]) if "obs" in fixed else params.copy()
     return replaced(merged, fixed["frozen_params"]) if "frozen_params" in fixed else merged
 
 
 def fixed_params(state: TensorDict) -> TensorDict:
-    """Return the fixed parameters of the policy of a state: observation statistics and frozen parameters."""
+    """Return the policy's fixed parameters from a state: the observation statistics and the frozen parameters."""
     norm: Any = state["norm"]
     fixed = norm.select("obs", strict=False)
     return replaced(fixed, {"frozen_params": state["frozen_params"]}) if "frozen_params" in state else fixed
 
 
 def policy_params(state: TensorDict) -> TensorDict:
-    """Return the `params` of the policy's functions in a state of a run.
+    """Return the `params` argument of the policy's functions, built from the state of a run.
 
     >>> state = TensorDict({"params": {"w": 1.0}, "norm": {}, "frozen_params": {"backbone": 2.0}}, [])
     >>> sorted(policy_params(state).keys())
@@ -171,10 +173,11 @@ def policy_params(state: TensorDict) -> TensorDict:
 
 
 def flatten(obs: Any, space: Space) -> Tensor:
-    """Flatten an observation to float features `[*B, flat_dim(space)]`.
+    """Flatten an observation to float features of shape `[*B, flat_dim(space)]`.
 
-    A Box gives its elements as floats. An image (`ecrl.spaces.is_image`) is divided by 255, as in Stable-Baselines3.
-    A Discrete gives a one-hot vector. A Dict gives its parts in order of name, without `action_mask`.
+    Elements of a Box are converted to float. An image (`ecrl.spaces.is_image`) is divided by 255, as in
+    Stable-Baselines3. A Discrete observation becomes a one-hot vector. The entries of a Dict are concatenated in order
+    of name, without `action_mask`.
 
     >>> from ecrl.spaces import box, dict_space
     >>> space = dict_space({"b": box(0.0, 1.0, 2), "a": box(0.0, 1.0)})
@@ -199,7 +202,7 @@ def flatten(obs: Any, space: Space) -> Tensor:
 
 
 def one_batch(obs: Any, space: Space) -> tuple[Any, torch.Size]:
-    """Reshape an observation `[*B, ...]` to one batch axis, as modules expect; return it with `B`.
+    """Reshape an observation `[*B, ...]` to one batch axis, as modules expect. Return the observation and `B`.
 
     >>> from ecrl.spaces import box
     >>> rows, batch = one_batch(torch.zeros(5, 6, 3, 8, 8), box(0.0, 1.0, 3, 8, 8))
@@ -216,7 +219,7 @@ def one_batch(obs: Any, space: Space) -> tuple[Any, torch.Size]:
 
 
 def example(space: Space) -> Any:
-    """Return two all-zero observations of a space, with every choice allowed, for a trial call of a module."""
+    """Return two all-zero observations of a space, with every action allowed, for a trial call of a module."""
     if isinstance(space, Dict):
         parts = {name: example(part) for name, part in space.items}
         mask = (

@@ -1,7 +1,7 @@
-"""Policy heads: the action distribution of each action space, as functions of the actor's output.
+"""Policy heads, which define the action distribution of each action space as functions of the actor's output.
 
-A Box has a diagonal Gaussian, either unbounded or squashed into the space by tanh. Discrete and MultiDiscrete have
-categorical distributions.
+Box actions have a diagonal Gaussian, either unbounded or squashed into the space by tanh. Discrete and MultiDiscrete
+actions have categorical distributions.
 """
 
 from collections.abc import Callable
@@ -22,9 +22,10 @@ LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
 
 
 class Head(NamedTuple):
-    """Functions of an action distribution, called with (log_std, output, ...), except `noise`.
+    """Functions of an action distribution. All functions except `noise` take `(log_std, output, ...)`.
 
-    `output` `[*B, A]` is the mean of Box actions, or the logits of discrete actions. With logits, log_std is None.
+    `output`, of shape `[*B, A]`, is the mean of Box actions or the logits of discrete actions. For logits, `log_std` is
+    None.
     """
 
     noise: Callable[[Tensor], Tensor]
@@ -35,7 +36,7 @@ class Head(NamedTuple):
 
 
 def bounded(log_std: Tensor) -> Tensor:
-    """Clamp the log-std to its bounds. The gradient passes unchanged, so a parameter outside can move back."""
+    """Clamp the log-std to its bounds. The gradient passes unchanged, so a parameter out of bounds can move back."""
     return log_std + (log_std.clamp(LOG_STD_MIN, LOG_STD_MAX) - log_std).detach()
 
 
@@ -61,9 +62,9 @@ def normal_head(space: Box) -> Head:
 def squashed_head(space: Box) -> Head:
     """Return a Gaussian head squashed into the space: `action = centre + half_width * tanh(latent)`.
 
-    The log-probability belongs to `tanh(latent)`. It leaves out the constant `sum(log(half_width))`, which changes
-    neither ratios nor gradients. Both `act` and `evaluate` compute it from the action, so they agree even if tanh
-    saturates.
+    The log-probability is the log-density of `tanh(latent)`. The constant `sum(log(half_width))` is left out, because
+    it changes neither ratios nor gradients. `act` and `evaluate` both compute the log-probability from the action, so
+    the results agree even if tanh saturates.
     """
     if not all(isfinite(bound) for bound in (*space.low, *space.high)):
         raise ConfigError("policy.squash: the action space has no finite bounds to squash into; use clip_actions")
@@ -71,7 +72,7 @@ def squashed_head(space: Box) -> Head:
     def scale_to_space(unit: Tensor) -> Tensor:
         low, high = unit.new_tensor(space.low), unit.new_tensor(space.high)
         action = (high + low) / 2.0 + (high - low) / 2.0 * unit
-        return _to_space_shape(action.clamp(low, high), space)  # rounding can leave the space
+        return _to_space_shape(action.clamp(low, high), space)  # rounding can push an action out of the space
 
     def log_prob(log_std: Tensor, mean: Tensor, action: Tensor) -> Tensor:
         low, high = action.new_tensor(space.low), action.new_tensor(space.high)
@@ -128,7 +129,7 @@ def make_head(space: Space, squash: bool) -> Head:
 
 
 def is_masked(observation_space: Space, action_space: Space) -> bool:
-    """Return True if observations have an `action_mask`; raise ConfigError if Box actions have one."""
+    """Return True if observations have an `action_mask`. Raise ConfigError if the masked actions are a Box."""
     masked = isinstance(observation_space, Dict) and "action_mask" in dict(observation_space.items)
     if masked and isinstance(action_space, Box):
         raise ConfigError("policy: obs['action_mask'] needs Discrete or MultiDiscrete actions, got Box")
@@ -136,7 +137,7 @@ def is_masked(observation_space: Space, action_space: Space) -> bool:
 
 
 def head_width(space: Space, action_dim: int | None) -> int:
-    """Return the number of outputs that the head of an action space needs, after a check of `action_dim`."""
+    """Check `action_dim`, and return the number of outputs that the head of an action space needs."""
     width = flat_dim(space)
     if action_dim not in (None, width):
         raise ConfigError(
@@ -147,7 +148,7 @@ def head_width(space: Space, action_dim: int | None) -> int:
 
 
 def initial_log_std(space: Space, value: float) -> dict[str, Tensor]:
-    """Return the `log_std` parameter of a Box head; an empty dict for other heads."""
+    """Return the `log_std` parameter of a Box head, or an empty dict for other heads."""
     return {"log_std": torch.full((flat_dim(space),), value)} if isinstance(space, Box) else {}
 
 
@@ -157,7 +158,10 @@ def headed(
     output: Callable[[TensorDict, Any], tuple[Tensor | None, Tensor]],
     value: Callable[[TensorDict, TensorDict, Any], Tensor] | None = None,
 ) -> Policy:
-    """Build a policy from a head and `output(params, obs) -> (log_std, mean or logits)`; log_std is None for logits."""
+    """Build a policy from a head and `output(params, obs) -> (log_std, mean or logits)`.
+
+    For logits, log_std is None.
+    """
 
     def act(params: TensorDict, carry: TensorDict, obs: Any, noise: Tensor | None) -> tuple[TensorDict, TensorDict]:
         log_std, out = output(params, obs)

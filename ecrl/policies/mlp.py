@@ -1,4 +1,4 @@
-"""Multilayer perceptron: `{"type": "mlp", "network_cfg": {"hidden_sizes": [64, 64], ...}}`."""
+"""Multilayer perceptron, configured by `{"type": "mlp", "network_cfg": {"hidden_sizes": [64, 64], ...}}`."""
 
 from collections.abc import Callable, Iterable
 from itertools import pairwise
@@ -28,7 +28,7 @@ Width = Annotated[int, Field(ge=1, le=65536)]
 
 
 class MLPConfig(ConfigModel):
-    """Layers of a multilayer perceptron."""
+    """Settings of a multilayer perceptron."""
 
     hidden_sizes: Annotated[tuple[Width, ...], Field(strict=False)] = Field(description="width of each hidden layer")
     activation: Activation = Field("elu", description="activation after each hidden layer")
@@ -66,7 +66,7 @@ class MLPConfig(ConfigModel):
 
 
 class _MLP(nn.Sequential):
-    """Layers applied to the float features of an observation."""
+    """A multilayer perceptron on the float features of an observation."""
 
     def __init__(self, space: Space, layers: Iterable[nn.Module]):
         super().__init__(*layers)
@@ -78,12 +78,12 @@ class _MLP(nn.Sequential):
 
 @register_network("mlp")
 def mlp(cfg: MLPConfig, space: Space, outputs: int) -> nn.Module:
-    """Build a perceptron for any space. Its inputs are the features of `ecrl.policies.flatten`."""
+    """Build a multilayer perceptron for any space. The inputs are the features of `ecrl.policies.flatten`."""
     return _MLP(space, build_mlp(cfg, flat_dim(space), outputs))
 
 
 def build_mlp(cfg: MLPConfig, inputs: int, outputs: int) -> nn.Sequential:
-    """Build linear layers with new weights; an optional LayerNorm and the activation follow each hidden layer.
+    """Build linear layers with new weights. An optional LayerNorm and the activation follow each hidden layer.
 
     >>> build_mlp(MLPConfig(hidden_sizes=[8], activation="tanh"), 3, 2)
     Sequential(

@@ -1,7 +1,7 @@
-"""Build a policy from any `nn.Module`. Its `forward` returns distribution parameters, or its methods choose actions.
+"""Build a policy from any `nn.Module` whose `forward` returns distribution parameters or whose methods choose actions.
 
-A module gets observations with one batch axis: `[B, *shape]` for a Box, int64 for Discrete and MultiDiscrete, and a
-TensorDict for a Dict. Its weights are `params["module"]`, under the names of its `state_dict`.
+A module receives observations with one batch axis: `[B, *shape]` for a Box, int64 for Discrete and MultiDiscrete, and
+a TensorDict for a Dict. The weights of the module are stored in `params["module"]`, under their `state_dict` names.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,38 +34,41 @@ def module_policy(
     *,
     squash: bool = False,
 ) -> Policy:
-    """Build a policy from the modules that `make` builds, inside a function registered with `register_policy`.
+    """Build a policy from the modules that `make` builds.
+
+    Call `module_policy` inside a function that is registered with `register_policy`.
 
     A module that defines only `forward(obs)` returns `(output, value)` or `(output, value, log_std)`:
 
-    - `output` `[B, A]`: the mean of Box actions, flattened, or the concatenated logits of discrete actions;
-    - `value` `[B]`, or None without a critic;
-    - `log_std` `[A]` or `[B, A]`, for Box actions, clamped to [-5, 2]. A module parameter named `log_std` may replace
-    it.
+    - `output`, of shape `[B, A]`: the mean of Box actions, flattened, or the concatenated logits of discrete actions;
+    - `value`, of shape `[B]`, or None without a critic;
+    - `log_std`, of shape `[A]` or `[B, A]`, for Box actions, clamped to [-5, 2]. A module parameter named `log_std` may
+      be used instead.
 
-    If the observations have an `action_mask`, it masks the logits.
+    An `action_mask` in the observations masks the logits.
 
-    A module may instead choose its own actions. Each method takes a tensordict with "obs" `[B, ...]`, and writes its
-    outputs into the tensordict or returns them in another one:
+    A module may instead choose its own actions. Each of its methods takes a tensordict with "obs" of shape `[B, ...]`,
+    and writes its outputs into this tensordict or returns a new one:
 
     - `get_action(tensordict, deterministic=False)` writes "action" and "sample_log_prob" `[B]`;
     - `evaluate_actions(tensordict)` also reads "action", and writes "log_prob" and "entropy", each `[B]`;
     - `get_value(tensordict)` writes "value" `[B]`. Define it only with a critic.
 
-    Such a module draws from torch's global generator. The generator is seeded from the key of the first environment, so
-    equal keys give equal actions. A run with such a module is not compiled. If `get_action` has a parameter `noise`, it
-    must use no other random numbers, and the run can be compiled. `noise` is `[B, A]` standard normal numbers for Box
-    actions, or Gumbel numbers for discrete actions. It is None if the action must be deterministic.
+    A module that chooses its own actions draws from torch's global generator. The generator is seeded from the key of
+    the first environment, so equal keys give equal actions. A run with such a module is not compiled. If `get_action`
+    has a parameter `noise`, the run can be compiled, and `get_action` must use no other random numbers. `noise`, of
+    shape `[B, A]`, is standard normal for Box actions and standard Gumbel for discrete actions. If the action must be
+    deterministic, `noise` is None.
 
     Args:
         make: builds the module with new weights.
         cfg: the policy's config; `bf16` and `action_dim` are used here.
         observation_space: space of the module's observations.
-        action_space: space of its actions.
+        action_space: space of the module's actions.
         squash: squash Box actions by tanh into their space; only for modules that define only `forward`.
 
-    Raises: ConfigError if a method does not write a field, or writes it in another shape. Also if the output of a layer
-    is random or depends on other rows of the batch, such as BatchNorm in training mode.
+    Raises: ConfigError if a method does not write a field, or writes a field in the wrong shape. Also raised if the
+        output of a layer is random or depends on the rest of the batch, such as BatchNorm in training mode.
 
     >>> from ecrl import rng, spaces
     >>> class Net(nn.Module):
@@ -136,7 +139,7 @@ def _forward_policy(
 
 
 def _check_forward(net: Pure, label: str, observation_space: Space, action_space: Space, width: int) -> bool:
-    """Call a module once and check its outputs. Return True if it has a critic."""
+    """Call a module once and check its outputs. Return True if the module has a critic."""
     weights, forward_label = cast(TensorDict, _initial(net)(rng.key(0))["module"]), f"{label}.forward"
     with torch.no_grad(), seeded(rng.key(0)):
         out = net.forward(weights, example(observation_space))
@@ -175,7 +178,7 @@ def _read_fields(label: str, out: Any, fields: dict[str, list[int]]) -> list[Ten
 
 @contextmanager
 def _without_argument_checks() -> Iterator[None]:
-    """Disable the argument checks of torch.distributions inside the block: a graph cannot read values."""
+    """Disable the argument checks of torch.distributions inside the block, because a graph cannot read values."""
     before = getattr(Distribution, "_validate_args", __debug__)
     Distribution.set_default_validate_args(False)
     try:
@@ -185,7 +188,7 @@ def _without_argument_checks() -> Iterator[None]:
 
 
 def _acting_policy(net: Pure, label: str, observation_space: Space, action_space: Space) -> Policy:
-    """Build the policy of a module with its own methods; `label` names the module in messages."""
+    """Build the policy of a module that chooses its own actions. `label` names the module in error messages."""
     takes_noise = "noise" in signature(net.module.get_action).parameters  # pyright: ignore
     shape, head = element_shape(action_space), make_head(action_space, squash=False)
 
@@ -236,7 +239,7 @@ def _acting_policy(net: Pure, label: str, observation_space: Space, action_space
 
 
 def _check_methods(policy: Policy, label: str, obs: Any, is_box: bool) -> None:
-    """Call each method of a module once, so that an error names the method and the field at fault."""
+    """Call each method of a module once, so that an error names the faulty method and field."""
     params, empty = policy.init(rng.key(0)), TensorDict({}, [])
     with torch.no_grad():
         for noise in (None, policy.draw(torch.arange(2))):

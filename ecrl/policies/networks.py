@@ -1,7 +1,7 @@
 """Turn modules into pure functions, and build networks from a config block `{"type": "mlp", "network_cfg": {...}}`.
 
 `type` is the name of a registered function `make(cfg, space, outputs) -> nn.Module`. `make_network` turns the module
-into functions.
+into pure functions.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ from ecrl.tracing_state import ignoring_draws
 
 
 class NetworkConfig(ConfigModel):
-    """A network: its registered type and its settings."""
+    """Registered type and settings of a network."""
 
     type: str = Field(default="mlp", description='registered network type, such as "mlp"')
     network_cfg: SerializeAsAny[BaseModel] = Field(
@@ -52,14 +52,14 @@ def seeded(key: Tensor) -> Iterator[None]:
     """Seed torch's global generators from a 0-d key inside the block, and restore them afterwards.
 
     Module initialisation draws from these generators, and so do modules that sample their own actions. All threads
-    share the generators, so only one thread at a time can be inside such a block.
+    share the generators, so only one thread at a time can be inside a `seeded` block.
     """
     cuda = [key.device] if key.device.type == "cuda" else []
     with _GENERATORS_LOCK, ignoring_draws(), torch.random.fork_rng(devices=cuda):
-        seed = int(key)  # the global generators, because modules draw from no other
+        seed = int(key)  # modules draw only from the global generators
         torch.default_generator.manual_seed(seed)  # `fork_rng` restores the caller's state
         for device in cuda:
-            torch.cuda.default_generators[device.index or 0].manual_seed(seed)  # restored too
+            torch.cuda.default_generators[device.index or 0].manual_seed(seed)  # `fork_rng` restores this state too
         yield
 
 
@@ -69,7 +69,7 @@ _DROPOUTS = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 
 
 def _varies(layer: nn.Module) -> bool:
-    """Return True if, in its current mode, a layer's output depends on more than its weights and one row of input."""
+    """Return True if a layer, in its current mode, depends on more than its weights and one observation."""
     if isinstance(layer, _BATCH_NORMS):
         return layer.training or layer.running_mean is None
     if isinstance(layer, _INSTANCE_NORMS):
@@ -113,12 +113,12 @@ def floats_as(dtype: torch.dtype, out: Any) -> Any:
 
 
 class Pure(NamedTuple):
-    """A module as functions.
+    """Pure functions of a module.
 
     Attributes:
         init: `init()` returns new weights under the names of `state_dict`. Call it inside `seeded`.
         forward: `forward(weights, *inputs)` calls the module.
-        call: `call(weights, method, *inputs, **named)` calls one of its methods.
+        call: `call(weights, method, *inputs, **named)` calls the named method of the module.
         module: the structure of the module, without weights.
     """
 
@@ -134,12 +134,13 @@ def _constants(module: nn.Module, trained: set[str]) -> dict[str, Tensor]:
 
 
 def pure(make: Callable[[], nn.Module], name: str, bf16: bool) -> Pure:
-    """Return the modules that `make` builds as pure functions.
+    """Turn the modules that `make` builds into pure functions.
 
-    Weights are the parameters that require a gradient. Frozen parameters and buffers are constants, with their values
-    from `make` under seed 0. With `bf16` the module runs in bfloat16 under autocast, and its outputs are cast back.
+    The weights are the parameters that require a gradient. Frozen parameters and buffers are constants, whose values
+    come from a call of `make` under seed 0. With `bf16`, the module runs in bfloat16 under autocast, and its outputs
+    are cast back.
 
-    Raises: ConfigError if a layer's output is random or depends on other rows, or if there are no weights to train.
+    Raises: ConfigError if a layer's output is random or depends on the rest of the batch, or if no weight is trainable.
     """
     with seeded(torch.zeros((), dtype=torch.int64)):
         module = make()
@@ -150,7 +151,7 @@ def pure(make: Callable[[], nn.Module], name: str, bf16: bool) -> Pure:
     constants, first = _constants(module, trained), {}
     tied = {n: first.setdefault(id(w), n) for n, w in module.named_parameters(remove_duplicate=False)}
     tied = {name: shared for name, shared in tied.items() if name != shared}
-    module = deepcopy(module).to("meta")  # calls pass the weights; a copy, because `make` may keep the module
+    module = deepcopy(module).to("meta")  # a copy, because `make` may keep the module; calls pass the weights
     caller, lock = _MethodCaller(module), RLock()
 
     def init() -> TensorDict:
@@ -164,8 +165,8 @@ def pure(make: Callable[[], nn.Module], name: str, bf16: bool) -> Pure:
         }
         tensors |= {name: tensors[shared] for name, shared in tied.items()}
         tensors = {f"module.{name}": tensor for name, tensor in tensors.items()}
-        # `functional_call` puts the weights into the shared module, and takes them out again. The lock keeps out other
-        # threads, such as the one that records videos. Compilers trace without changing the module.
+        # `functional_call` puts the weights into the shared module and removes them afterwards. The lock keeps out
+        # other threads, such as the one that records videos. Compilers trace without changing the module.
         with nullcontext() if torch.compiler.is_compiling() else lock:
             if not bf16:
                 return functional_call(caller, tensors, (method, *inputs), named)
@@ -180,10 +181,10 @@ def pure(make: Callable[[], nn.Module], name: str, bf16: bool) -> Pure:
 
 
 def make_network(cfg: NetworkConfig, space: Space, outputs: int, bf16: bool, key: str = "network") -> Pure:
-    """Build a configured network as pure functions; `forward` maps observations of a space to `[*B, outputs]`.
+    """Build a configured network as pure functions. `forward` maps observations of a space to `[*B, outputs]`.
 
-    The module gets the observations with one batch axis, in the dtypes of the space. It must return `[B, outputs]`.
-    `key` is the path of the network in the config, for messages.
+    The module receives observations with one batch axis, in the dtypes of the space, and must return `[B, outputs]`.
+    `key` is the path of the network in the config, which errors name.
 
     Raises: ConfigError if the module returns another shape for two all-zero observations.
 

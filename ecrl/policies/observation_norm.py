@@ -1,7 +1,7 @@
-"""Wrap a policy so that it gets standardised observations.
+"""Wrap a policy so that it receives standardised observations.
 
 The statistics are part of the state and are updated once per iteration, or once per turn of an off-policy algorithm.
-Training, evaluation and export all use them.
+Training, evaluation and export all use these statistics.
 """
 
 from dataclasses import replace
@@ -22,7 +22,7 @@ _EPS, _CLIP = 1e-8, 10.0
 
 
 def _init(space: Space, device: torch.device) -> TensorDict | None:
-    """Return moments for each Box of floats, nested like the space, or None if the space has no such Box."""
+    """Return moments for each float Box, nested like the space, or None if the space has no float Box."""
     if isinstance(space, Box) and space.dtype.is_floating_point:
         return moments_init(space.shape, device)
     if not isinstance(space, Dict):
@@ -53,13 +53,13 @@ def normalized(policy: Policy, observation_space: Space) -> Policy:
 
         clip((obs - mean) / sqrt(variance + 1e-8), -10, 10)
 
-    The moments are in `params["norm"]`. Every Box of floats in a Dict has its own moments. Integers, such as images,
-    and `action_mask` stay unchanged.
+    The moments are stored in `params["norm"]`. Every float Box in a Dict has its own moments. Integer observations,
+    such as images, and `action_mask` stay unchanged.
 
-    Raises: ConfigError for observations without any Box of floats.
+    Raises: ConfigError for observations without a float Box.
     """
     wrapped = _normalized(policy, observation_space)
-    return replace(wrapped, init=policy.init, init_frozen=policy.init_frozen)  # policies are compared without these
+    return replace(wrapped, init=policy.init, init_frozen=policy.init_frozen)  # equality ignores these two functions
 
 
 @cache
@@ -71,7 +71,7 @@ def _normalized(policy: Policy, observation_space: Space) -> Policy:
         raise ConfigError(f"policy.normalize_obs: {problem}; remove normalize_obs")
 
     def norm_init(device: torch.device) -> TensorDict:
-        # not `norm.to`: it sets the device of the TensorDict, and compiled code would guard on the device
+        # `norm.to` would set the device of the TensorDict, and compiled code would guard on the device
         return norm.apply(lambda moment: moment.to(device, copy=True))
 
     def inner(params: TensorDict, obs: Any) -> tuple[TensorDict, Any]:

@@ -173,7 +173,10 @@ def test_a_noise_process_that_differs_from_the_one_of_the_state_is_refused(case)
     run, state, noise = exploring("off", lambda params, num_envs: TensorDict({"noise": first}))
     with pytest.raises(ConfigError) as error:
         take_steps(run, state, noise)
-    assert str(error.value) == f"policy replay_q: init_exploration {line}, as in state['exploration']; return that"
+    assert (
+        str(error.value)
+        == f"policy replay_q: init_exploration {line}, as in state['exploration']; return such a tensor"
+    )
 
 
 def test_a_noise_process_without_one_of_its_parts_is_refused():
@@ -225,7 +228,7 @@ EXPLORES = {
     ),
     "rows": (
         lambda out: TensorDict({**dict(out.items()), "seen": torch.zeros(2)}),
-        "returns seen as float32 [2], expected [3, ...]; return one row per environment",
+        "returns seen as float32 [2], expected [3, ...]; return one entry per environment",
     ),
     "reserved": (
         lambda out: out.copy().set("reward", torch.zeros(N)),
@@ -247,7 +250,7 @@ def test_an_exploration_that_breaks_its_contract(case, monkeypatch):
 FIRSTS = {
     "scalar": (
         lambda params, num_envs: TensorDict({"epsilon": torch.ones(())}, []),
-        "returns epsilon as float32 [], expected [3, ...]; return one row per environment",
+        "returns epsilon as float32 [], expected [3, ...]; return one entry per environment",
     ),
     "tensor": (
         lambda params, num_envs: torch.ones(num_envs),

@@ -275,7 +275,7 @@ def test_vtrace_names_a_bad_log_prob():
         ({}, [3], [], r"batch shape \[3\], expected \[num_envs, time \+ 1\]"),
         ({}, [2, 1], [], r"batch shape \[2, 1\].*time >= 1"),
         ({}, [2, 3, 4], [], r"batch shape \[2, 3, 4\]"),
-        ({"steps": torch.zeros(2, 3)}, [2], [], "time >= 1; pass the part 'steps' of the batch$"),
+        ({"steps": torch.zeros(2, 3)}, [2], [], "time >= 1; pass the field 'steps' of the batch$"),
         ({"reward": torch.zeros(2, 3)}, [2, 3], ["reward", "done"], "lacks 'done'.*it has reward"),
         ({"value": torch.zeros(2, 3, 1)}, [2, 3], ["value"], r"rollout\['value'\] has shape \[2, 3, 1\]"),
         ({"done": torch.zeros(2, 3)}, [2, 3], ["done"], r"rollout\['done'\] has dtype torch.float32"),

@@ -155,15 +155,15 @@ ACTS = {
     },
     "batch": (
         lambda out: TensorDict({**dict(out.items()), "tokens": torch.zeros(2, 4)}),
-        "returns tokens as float32 [2, 4], expected [4, ...]; return one row per environment",
+        "returns tokens as float32 [2, 4], expected [4, ...]; return one entry per environment",
     ),
     "mask shape": (
         lambda out: out.copy().set("token_mask", torch.ones(4, 2).bool()),
-        "returns token_mask as bool [4, 2], expected bool [4], the shape of sample_log_prob; return that",
+        "returns token_mask as bool [4, 2], expected bool [4], the shape of sample_log_prob; return such a tensor",
     ),
     "mask dtype": (
         lambda out: out.copy().set("token_mask", torch.ones(4)),
-        "returns token_mask as float32 [4], expected bool [4], the shape of sample_log_prob; return that",
+        "returns token_mask as float32 [4], expected bool [4], the shape of sample_log_prob; return such a tensor",
     ),
 }
 
@@ -216,7 +216,7 @@ ACTIONS = {
 @pytest.mark.parametrize("case", ACTIONS)
 def test_an_action_of_another_dtype_or_shape_than_its_space(case, monkeypatch):
     change, line = ACTIONS[case]
-    message = f"policy actor_critic: act returns action as {line} for a Discrete action space; return that"
+    message = f"policy actor_critic: act returns action as {line} for a Discrete action space; return such a tensor"
     assert_refused(
         small(),
         monkeypatch,
@@ -230,7 +230,7 @@ def test_an_action_of_integers_for_a_box(form, monkeypatch):
     cfg = small(**{"env": {"name": "pendulum"}, "trainer.compile": form})
     message = "policy actor_critic: act returns action as int64 [4, 1], expected float32 [4, 1] for a Box action space"
     faulty = with_act(lambda out: out.copy().set("action", out["action"].long()))
-    assert_refused(cfg, monkeypatch, f"{message}; return that", change_policy=faulty)
+    assert_refused(cfg, monkeypatch, f"{message}; return such a tensor", change_policy=faulty)
 
 
 NO_MEMORY = TensorDict({}, [])
@@ -272,7 +272,7 @@ def test_an_action_with_other_leading_axes_than_its_observations(monkeypatch):
 
     message = "policy actor_critic: act returns action as int64 [36], expected int64 [4, 9] for a Discrete action space"
     flat = with_act(lambda out: out.reshape(-1))
-    assert_refused(small(), monkeypatch, f"{message}; return that", acting, flat)
+    assert_refused(small(), monkeypatch, f"{message}; return such a tensor", acting, flat)
 
 
 @dataclass(frozen=True)
@@ -384,9 +384,9 @@ FIRST = {
     "rows": (
         "init_carry",
         TensorDict({"h": torch.zeros(1, 8)}, []),
-        "h as float32 [1, 8], expected [16, ...]; return one row per environment",
+        "h as float32 [1, 8], expected [16, ...]; return one entry per environment",
     ),
-    "noise": ("draw", torch.zeros(3), "noise float32 [3], expected [8, 16, ...]; return a row per key"),
+    "noise": ("draw", torch.zeros(3), "noise float32 [3], expected [8, 16, ...]; return one entry per key"),
 }
 
 
@@ -488,15 +488,15 @@ def test_a_function_of_an_algorithm_with_other_arguments(case, monkeypatch):
 COUNTS = {
     "update": (
         lambda made: replace(made, iterate=of_any(collect, lambda run, state, batch: (state, {}, 3))),
-        "update returns 3 values, expected 2: (state, logs); return these",
+        "update returns 3 values, expected 2: (state, logs); return these values",
     ),
     "no tuple": (
         lambda made: replace(made, iterate=on_policy(collect, lambda run, state, batch: state)),
-        "update returns a TensorDict, expected 2: (state, logs); return these",
+        "update returns a TensorDict, expected 2: (state, logs); return these values",
     ),
     "collect": (
         lambda made: replace(made, iterate=on_policy(lambda run, state: state, lambda run, state, batch: (state, {}))),
-        "collect returns a TensorDict, expected 2: (state, batch); return these",
+        "collect returns a TensorDict, expected 2: (state, batch); return these values",
     ),
     "batch": (
         lambda made: replace(made, iterate=of_any(lambda run, s: (s, None), lambda run, state, batch: (state, {}))),
@@ -504,7 +504,7 @@ COUNTS = {
     ),
     "iterate": (
         lambda made: replace(made, iterate=lambda run, state, borrowed: (state, {})),
-        "iterate returns 2 values, expected 3: (state, writes, logs); return these",
+        "iterate returns 2 values, expected 3: (state, writes, logs); return these values",
     ),
 }
 
@@ -521,7 +521,9 @@ def test_a_turn_with_another_number_of_results(form, monkeypatch):
     def turn(run, state, noise, replay):
         return state, replay
 
-    message = "algorithm replay_td: turn returns 2 values, expected 4: (state, replay, steps, logs); return these"
+    message = (
+        "algorithm replay_td: turn returns 2 values, expected 4: (state, replay, steps, logs); return these values"
+    )
     cfg = replaying(**{"trainer.compile": form})
     assert_refused(cfg, monkeypatch, message, lambda made: replace(made, iterate=of_turn(turn)))
 
@@ -534,7 +536,7 @@ def test_an_update_inside_a_turn_with_another_number_of_results(form, monkeypatc
     def turn(run, state, noise, replay):
         return learn(td_update, run, state, replay.ring)
 
-    message = "algorithm replay_td: td_update returns 3 values, expected 2: (state, logs); return these"
+    message = "algorithm replay_td: td_update returns 3 values, expected 2: (state, logs); return these values"
     cfg = replaying(**{"trainer.compile": form})
     assert_refused(cfg, monkeypatch, message, lambda made: replace(made, iterate=of_turn(turn)))
 
@@ -542,16 +544,19 @@ def test_an_update_inside_a_turn_with_another_number_of_results(form, monkeypatc
 VALUES = {  # the function, its result instead, the line
     "evaluate": (
         lambda made, *args: made.evaluate(*args)[0],
-        "float32 [10], expected 2: (log_prob, entropy); return these",
+        "float32 [10], expected 2: (log_prob, entropy); return these values",
     ),
-    "log_prob": (lambda made, *args: (0.0, made.evaluate(*args)[1]), "log_prob as float 0.0, expected float [10] and"),
+    "log_prob": (
+        lambda made, *args: (0.0, made.evaluate(*args)[1]),
+        "log_prob as float 0.0, expected float [10] with optional token axes",
+    ),
     "entropy": (
         lambda made, *args: (made.evaluate(*args)[0], torch.zeros(())),
         "entropy as float32 [], expected float [10]",
     ),
     "value": (
         lambda made, *args: made.value(*args).unsqueeze(-1),
-        "V as float32 [40, 1], expected float [40]; return that",
+        "V as float32 [40, 1], expected float [40]; return such a tensor",
     ),
 }
 
@@ -574,10 +579,10 @@ def test_results_of_evaluate_and_value(case, monkeypatch):
 def test_values_of_sequences(monkeypatch):
     make = ecrl.loop.build.make_policy
     for result, line in (
-        (lambda value, final: value, "returns float32 [16, 9], expected 2: (V, V_final); return these"),
+        (lambda value, final: value, "returns float32 [16, 9], expected 2: (V, V_final); return these values"),
         (
             lambda value, final: (value[:, :-1], final),
-            "returns V as float32 [16, 8], expected float [16, 9]; return that",
+            "returns V as float32 [16, 8], expected float [16, 9]; return such a tensor",
         ),
     ):
         with monkeypatch.context() as patch:

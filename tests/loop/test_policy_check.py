@@ -307,7 +307,7 @@ EXPLORES = {
     ),
     "rows": (
         {"init_exploration": lambda params, num_envs: first_drift(params, 1)},
-        ["init_exploration returns drift as float32 [1], expected [4, ...]; return one row per environment"],
+        ["init_exploration returns drift as float32 [1], expected [4, ...]; return one entry per environment"],
     ),
 }
 
@@ -373,19 +373,19 @@ CONTRACT = {  # the changed functions, the line
     "arguments": ({"value": lambda params, obs: obs}, "value takes (params, obs), expected (params, carry, obs); take"),
     "action": (
         {"act": changed_out(PLAIN, action=lambda out: out["action"].float())},
-        "act returns action as float32 [4], expected int64 [4] for a Discrete action space; return that",
+        "act returns action as float32 [4], expected int64 [4] for a Discrete action space; return such a tensor",
     ),
     "log-probability": (
         {"evaluate": lambda *args: PLAIN.evaluate(*args)[0]},
-        "evaluate returns float32 [4, 14], expected 2: (log_prob, entropy); return these",
+        "evaluate returns float32 [4, 14], expected 2: (log_prob, entropy); return these values",
     ),
     "entropy": (
         {"evaluate": lambda *args: (PLAIN.evaluate(*args)[0], torch.zeros(()))},
-        "evaluate returns entropy as float32 [], expected float [4, 14] and maybe axes of tokens; return that",
+        "evaluate returns entropy as float32 [], expected float [4, 14] with optional token axes; return such a tensor",
     ),
     "value": (
         {"value": lambda *args: PLAIN.value(*args).unsqueeze(-1)},
-        "value returns V as float32 [4, 14, 1], expected float [4, 14]; return that",
+        "value returns V as float32 [4, 14, 1], expected float [4, 14]; return such a tensor",
     ),
     "global generator": (
         {"act": writing(PLAIN.act, lambda *args: torch.rand(1))},
