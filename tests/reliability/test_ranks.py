@@ -206,7 +206,8 @@ def test_the_iteration_that_ends_all_ranks_is_repeated_by_as_many(tmp_path):
     assert "first reward = nan in env 2, step 1 of the rollout, step 6 of that env" in second
     (output,) = ended(launched(1, ["-c", SPOILT, "replay", str(crash)]))
     assert (
-        output.splitlines()[-1] == f"the iteration had 2 ranks, this command has 1; repeat the iteration with: {again}"
+        output.splitlines()[-1]
+        == f"the iteration had 2 ranks, but this command has 1; repeat the iteration with: {again}"
     )
 
 

@@ -282,7 +282,7 @@ def test_a_damaged_best_checkpoint_warns_and_is_chosen_again(tmp_path):
     state = tmp_path / "checkpoints" / "best" / "state.safetensors"
     state.write_bytes(state.read_bytes()[:-1])
     with pytest.warns(
-        UserWarning, match=r"best/state.safetensors: damaged.*; the search for the best checkpoint starts again"
+        UserWarning, match=r"best/state.safetensors: damaged.*; the search for the best checkpoint restarts"
     ):
         list(with_best_checkpoint(_evaluated([4.0]), small(), tmp_path))
     assert read_manifest(tmp_path / "checkpoints" / "best")["logs"] == {"eval/avg_reward": 4.0}
