@@ -365,7 +365,7 @@ def test_rank_0_alone_writes_and_a_run_resumes_bit_for_bit(tmp_path):
         assert ends[0] == ends[1], name
     one = launched(1, resume)
     text = one[0].communicate(timeout=PATIENCE_S)[0]
-    assert one[0].returncode == 2 and "was saved by 2 ranks, this run has 1" in text
+    assert one[0].returncode == 2 and "was saved by 2 ranks, but this run has 1" in text
 
 
 def test_the_page_on_several_processes_is_true():
