@@ -138,7 +138,7 @@ def test_a_run_resumes_on_a_machine_without_its_device(tmp_path):
     with pytest.raises(ConfigError, match=r'trainer\.device: "cuda:77" -> "cpu"'):
         resume(run, overrides=here)
     with pytest.warns(
-        UserWarning, match="may differ by rounding from an uninterrupted one: device changed from cuda to cpu"
+        UserWarning, match="may differ by rounding from an uninterrupted run: device changed from cuda to cpu"
     ):
         resumed, forced = resume(run, overrides={**here, "trainer.iterations": 3}, force=True)
     assert same(resumed, state)
