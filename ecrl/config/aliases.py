@@ -1,4 +1,4 @@
-"""Replace alternative keys by ecrl's own keys, and apply overrides. These steps transform dicts before validation.
+"""Replace alternative keys by ecrl's own keys, and apply overrides. Validation runs after these steps.
 
 A `RawConfig` stores the original name of each moved key, so that messages use the name that the user wrote.
 """
@@ -35,7 +35,7 @@ COUNT_KEYS = {
 """
 
 SKIP_KEY, GUARD_KEY = "algorithm.cfg.skip_nonfinite_updates", "trainer.finite_guard"
-"""EmbodiChain's key for the algorithm apg, and ecrl's key that replaces it. True becomes "skip", and false "stop"."""
+"""EmbodiChain's key for the algorithm apg, and ecrl's key that replaces it: true is "skip", and false is "stop"."""
 
 SETTINGS = {"name": ("cfg", "kwargs"), "func": ("params",), "type": ("network_cfg",)}
 """Map a key that names a component to the keys that hold its settings. A new name removes the old settings."""

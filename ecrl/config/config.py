@@ -255,7 +255,7 @@ _SIZES = {name: TrainerConfig.model_fields[name].default for name in ("buffer_si
 def config_from_dict(
     data: Any, source: str = "config", overrides: Mapping[str, Any] | None = None, folder: Path = Path()
 ) -> Config:
-    """Validate the four sections of a config. If there are faults, raise a ConfigError with one line for each.
+    """Validate the four sections of a config. If the config has faults, raise a ConfigError with one line per fault.
 
     Keys of EmbodiChain that ecrl ignores (`ecrl.config.embodichain.INERT`) are removed. A UserWarning names each
     removed key.

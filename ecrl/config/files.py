@@ -137,7 +137,7 @@ def read(path: Path) -> Any:
 
 
 def _parse_value(key: str, text: str) -> Any:
-    """Parse the text as JSON. If it is not valid JSON, return the text itself."""
+    """Parse `text` as JSON, or return `text` itself if it is not valid JSON."""
     try:
         value = json.loads(text, object_pairs_hook=ObjectPairs)
     except (RecursionError, ValueError):

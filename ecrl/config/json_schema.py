@@ -38,7 +38,10 @@ def _part_models(models: list[type[BaseModel]]) -> dict[type[BaseModel], str]:
 
 
 def _branch(names: dict[str, Any], keys: list[str], settings: str, config: dict[str, Any], default: bool) -> dict:
-    """Return a section's schema for one component. One of `keys` has its name, and the key `settings` its settings."""
+    """Return a section's schema for one component.
+
+    One of `keys` has the component's name, and `settings` has its settings.
+    """
     required = [settings] if config.get("required") else []
     requirement = {"required": required} if default else {"oneOf": [{"required": [key, *required]} for key in keys]}
     return {"properties": {**dict.fromkeys(keys, names), settings: config["cfg"]}} | requirement

@@ -1,4 +1,4 @@
-"""Strict pydantic models for configs. An error has one line for each fault, and calls types by their JSON names."""
+"""Strict pydantic models for configs. An error has one line per fault, and uses the JSON names of types."""
 
 import re
 from collections import Counter
@@ -21,7 +21,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean
 
-_MESSAGES = {  # messages for pydantic's error types, which call types by their JSON names
+_MESSAGES = {  # messages by pydantic error type, with the JSON names of types
     "missing": "missing",
     "model_type": "expected an object",
     "dict_type": "expected an object",
@@ -161,7 +161,7 @@ def _hashable(value: Any) -> Any:
 
 
 class ConfigModel(BaseModel):
-    """A section of the config: frozen, hashable and strict. If a key is unknown, the error suggests a similar one."""
+    """A section of the config: frozen, hashable and strict. If a key is unknown, the error suggests a similar key."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
     other_names: ClassVar[dict[str, str]] = {}
@@ -273,7 +273,7 @@ def validate_section(
     earlier_faults: Iterable[Fault] = (),
     path_text: Callable[[Loc], str] = format_path,
 ) -> Section:
-    """Validate `data` with `model`. If there are faults, raise a ConfigError with one line for each.
+    """Validate `data` with `model`. If the data has faults, raise a ConfigError with one line per fault.
 
     Args:
         model: model of the section.

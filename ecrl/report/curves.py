@@ -21,7 +21,7 @@ from ecrl.registry import did_you_mean
 DEFAULT_METRICS = ("eval/success_rate", "eval/avg_reward", "charts/episode_reward_avg_100")
 """Metrics to plot by default. The first of these metrics that all runs and result files have is plotted."""
 _METRICS_BY_COLUMN = {"return": ("eval/avg_reward", "charts/episode_reward_avg_100"), "success": ("eval/success_rate",)}
-_IGNORED_KEYS = {"trainer": ("seed", "eval_seed", "exp_name", "wandb_project_name")}  # these may differ between seeds
+_IGNORED_KEYS = {"trainer": ("seed", "eval_seed", "exp_name", "wandb_project_name")}  # seeds may differ in these keys
 _EXPECTED_FILES = "expected a run folder, or a .json or .csv file with results of another library"
 _EXPECTED_ROWS = "expected steps, seconds and return or success"
 
@@ -189,7 +189,7 @@ def choose_metric(sources: Sequence[Source]) -> str:
 
 
 def curve(source: Source, metric: str) -> Curve:
-    """Return the curve of a metric, starting at its first finite value. Null values after that become NaN.
+    """Return the curve of a metric, starting at its first finite value. Later null values become NaN.
 
     Raises: UserError if the source has no value of the metric, or if steps or seconds decrease from row to row.
     """

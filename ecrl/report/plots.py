@@ -130,7 +130,7 @@ def output_files(out: Path) -> list[Path]:
 
 
 def write(picture: Any, out: Path) -> list[Path]:
-    """Write a figure to the paths `output_files(out)`. Equal figures give files with equal bytes."""
+    """Write a figure to the paths `output_files(out)`. Equal figures give byte-identical files."""
     import matplotlib
 
     written = output_files(out)
@@ -145,7 +145,7 @@ def write(picture: Any, out: Path) -> list[Path]:
 
 
 def threshold_point(one: Curve, threshold: float) -> tuple[float, float] | None:
-    """Return the env steps and minutes from which a curve never falls below the threshold, or None.
+    """Return the env steps and minutes where a curve's final stretch at or above the threshold begins, or None.
 
     >>> x = np.array([1.0, 2.0, 3.0, 4.0])
     >>> threshold_point(Curve("", "", "", 10 * x, x, np.array([0.5, 0.96, 0.9, 0.97])), 0.95)
@@ -157,7 +157,7 @@ def threshold_point(one: Curve, threshold: float) -> tuple[float, float] | None:
 
 
 def summary(groups: Iterable[Sequence[Curve]], threshold: float | None) -> list[str]:
-    """Return a line per curve: its last point, its first NaN, and the point from which it stays above the threshold."""
+    """Return a line per curve: its last point, its first NaN, and where it starts to stay above the threshold."""
     lines = []
     for one in (one for group in groups for one in group):
         line = f"{one.name}: {one.values[-1]:.4g} after {one.steps[-1]:,.0f} env steps, {one.minutes[-1]:.1f} minutes"

@@ -1,6 +1,7 @@
-"""Write files and folders atomically. A crash, a kill or a full disk leaves the old or the new version.
+"""Write files and folders atomically.
 
-New files and their folders are synced to disk, so they also survive a power failure.
+A crash, a kill or a full disk leaves either the complete old version or the complete new version on disk. New files and
+their folders are synced to disk, so they also survive a power failure.
 """
 
 import errno
@@ -108,7 +109,7 @@ def complete_folder(path: Path) -> Path:
 
 
 def _finish_replacement(path: Path) -> None:
-    """Clean up after an interrupted write. If `path` exists, remove the old folder, else rename it back to `path`."""
+    """Clean up after an interrupted write. Remove the old folder if `path` exists, else rename the folder back."""
     old = _old_path(path)
     if not old.exists():
         return

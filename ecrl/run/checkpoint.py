@@ -4,11 +4,11 @@ A checkpoint is a folder with `state.safetensors`, `config.json`, extra files, a
 The folder is written under a temporary name, synced to disk and then renamed, so it is never incomplete. Nothing is
 pickled.
 
-Frozen parameters never change, so the disk holds them only once. They have a separate file, and its name contains its
-SHA-256. If a neighbouring checkpoint already has this file, the new checkpoint gets a hard link to the file. Each
-checkpoint folder can therefore be copied, moved or removed. The file system frees the space when the last link is
-removed. If the shared file is damaged, it is damaged in all checkpoints. In this case, `read_files` recreates the
-frozen parameters with the policy's `init_frozen`.
+Frozen parameters never change, so the disk holds them only once, in a file whose name contains its SHA-256. If a
+neighbouring checkpoint already has this file, the new checkpoint gets a hard link to the file. Each checkpoint folder
+can therefore be copied, moved or removed. The file system frees the space when the last link is removed. If the shared
+file is damaged, it is damaged in all checkpoints. In this case, `read_files` recreates the frozen parameters with the
+policy's `init_frozen`.
 """
 
 import hashlib
@@ -235,7 +235,7 @@ def write(path: str | Path, saved: Snapshot) -> None:
 
 
 def _write_with_frozen(path: Path, files: dict[str, bytes], frozen: FrozenLeaves) -> None:
-    """Write a checkpoint folder with frozen leaves. Hard-link their file if another checkpoint has it."""
+    """Write a checkpoint folder. Hard-link the file of the frozen leaves if another checkpoint has the same file."""
     known = frozen.on_disk(path.parent)
     if known is not None:
         try:
@@ -301,7 +301,8 @@ def _read_files(path: str | Path) -> tuple[dict[str, bytes], list[str]]:
     """Return the result of `read_files`, and a warning for each file that `init_frozen` recreated."""
     path, files, remade = complete_folder(Path(path)), {}, []
     checksums = read_manifest(path)["sha256"]
-    for name in sorted(checksums, key=lambda name: name.startswith(_FROZEN)):  # config before frozen leaves
+    # read the frozen leaves last, because recreating them needs the config
+    for name in sorted(checksums, key=lambda name: name.startswith(_FROZEN)):
         problem = None
         if not _is_file(path / name):
             problem = f"{path}/{name}: missing"
@@ -418,7 +419,7 @@ def load(path: str | Path, device: str | None = None) -> tuple[TensorDict, Confi
 
 
 def load_run(path: str | Path, device: str | None = None) -> tuple[Run, TensorDict, Config]:
-    """Load a checkpoint and build the run of its config. Return the run, the state and the config."""
+    """Load a checkpoint, build the run that its config describes, and return the run, the state and the config."""
     path = complete_folder(Path(path))
     files, remade = _read_files(path)
     for line in remade:

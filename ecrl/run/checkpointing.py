@@ -156,7 +156,7 @@ def with_checkpoints(
 
 
 def _best_value(path: Path, name: str) -> float | None:
-    """Return the metric `name` of the best checkpoint, or None if there is no such checkpoint.
+    """Return the metric `name` of the best checkpoint, or None if the checkpoint does not exist.
 
     If the checkpoint is damaged, warn and return None.
     """

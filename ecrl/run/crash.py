@@ -63,7 +63,10 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def _compare_findings(report: dict[str, Any], error: NotFiniteError | None) -> Iterator[str]:
-    """Yield lines that compare a repeated iteration with the crash report. `error` is the new error, or None."""
+    """Yield lines that compare a repeated iteration with the crash report.
+
+    `error` is the repetition's error, or None.
+    """
     mode, earlier = report["form"], ", ".join(report["met"])  # `mode` is compiled, eager or partly eager
     if error is None:
         yield f"{mode}: everything is finite this time; the run had NaN or infinity in {earlier}"

@@ -99,7 +99,7 @@ def _eval_steps(
 
 
 def _outcomes(env_state: TensorDict) -> dict[str, Tensor]:
-    """Map the log names of the environments' success flags and scalar metrics to their values, each of shape `[N]`."""
+    """Return the environments' success flags and scalar metrics, each of shape `[N]`, by log name."""
     info = env_state.get("info", TensorDict({}, []))
     success = {"eval/success_rate": info["success"]} if "success" in info else {}
     # sorted, because the order of the metrics may differ between steps
@@ -195,7 +195,7 @@ def _evaluate_run(
 
 
 def _with_env(run: Run, cfg: Config, name: str) -> Run:
-    """Return a copy of the run with another environment. Raise ConfigError if the spaces of both differ."""
+    """Return a copy of the run with another environment. Raise ConfigError if the spaces differ."""
     env = make_env(name)
     check_spaces(run.env, env, name)
     return run._replace(env=with_training_wrappers(env, cfg, None))
@@ -280,7 +280,7 @@ def with_evaluation(
     first: LogData | None = None,
     run: Run | None = None,
 ) -> Iterator[LogData]:
-    """Evaluate every `trainer.eval_freq` env steps. An `evaluate` record follows the train record of its state.
+    """Evaluate every `trainer.eval_freq` env steps. An `evaluate` record follows the train record of the same state.
 
     If a signal stops the run when an evaluation is due, the resumed run performs the evaluation.
 

@@ -45,7 +45,7 @@ def _leaves(space: Space, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], S
 
 
 def _input_name(path: tuple[str, ...]) -> str:
-    """Return the input name of the leaf at `path`. The name is valid as the name of a keyword argument.
+    """Return the input name of the leaf at `path`. The name can be used as a keyword argument.
 
     >>> _input_name(()), _input_name(("arm", "joints")), _input_name(("0",))
     ('obs', 'arm_joints', 'obs_0')
@@ -76,7 +76,7 @@ def _observation(inputs: dict[str, Tensor], paths: dict[str, tuple]) -> Any:
     """Assemble an observation from its named inputs."""
     if paths == {"obs": ()}:
         return inputs["obs"]
-    # a TensorDict with batch dimensions would fix the batch size to the example's
+    # with batch dimensions, the TensorDict would fix the example's batch size
     return TensorDict({path: inputs[name] for name, path in paths.items()}, [])
 
 

@@ -1,7 +1,7 @@
 """Consumers of training records: generators that take an iterator of records and pass every record on.
 
 The training loop does not copy logs to the host; the consumers do. `with_host_logs` copies the logs of a record once,
-for all consumers that are stacked on it. Each consumer also works without the other consumers:
+for all consumers that are stacked on it. Each consumer also works alone:
 
     for record in with_jsonl(train_iter(state, cfg), "metrics.jsonl"): ...
 
@@ -78,7 +78,7 @@ def scalar_name(log_type: str, name: str) -> str:
 
 
 def with_scalars(records: Iterator[LogData], start: int = 0) -> Iterator[tuple[LogData, dict[str, float]]]:
-    """Yield each record with its logs as floats by `scalar_name`.
+    """Yield each record with its logs as a dict from `scalar_name` to float.
 
     Train records also get `charts/SPS`, the number of env steps per second.
 
@@ -96,7 +96,7 @@ def with_scalars(records: Iterator[LogData], start: int = 0) -> Iterator[tuple[L
 
 
 def with_host_logs(records: Iterator[LogData]) -> Iterator[LogData]:
-    """Move the logs of each record to the host in one copy, so that consumers can then read them at no cost."""
+    """Move the logs of each record to the host in one copy, so that reading the logs later needs no copy."""
     with ending(records):
         for record in records:
             logs = {name: torch.tensor(value, dtype=torch.float64) for name, value in scalars(record).items()}
@@ -175,7 +175,7 @@ def _last_seconds(path: Path) -> float:
 
 
 def with_jsonl(records: Iterator[LogData], path: str | Path, start: int = 0) -> Iterator[LogData]:
-    """Append a JSON row with log_type, sample_step, seconds since the start, and all logs to a file for each record.
+    """Append a JSON row to a file for each record: log_type, sample_step, seconds since the start, and all logs.
 
     NaN and infinity become null. If the file already has rows, as in a resumed run, `seconds` continues from the last
     row.

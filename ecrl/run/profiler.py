@@ -31,7 +31,7 @@ _OTHER = "other"
 
 @dataclass
 class Times:
-    """Times that the phases of a run took.
+    """Time that each phase of a run took.
 
     Attributes:
         seconds: duration of every call of each phase, in seconds, by the path of the phase.
@@ -82,7 +82,7 @@ def timed(times: Times, name: str, fn: Callable[..., Any]) -> Callable[..., Any]
 
 
 def timed_records(times: Times, name: str, records: Iterator[LogData]) -> Iterator[LogData]:
-    """Time how long each record takes, as the phase `name`. Do not include the time of inner `timed_records`."""
+    """Measure how long each record takes, as the phase `name`. Exclude the time of inner `timed_records`."""
     with ending(records):
         iterator = iter(records)
         while True:
@@ -139,7 +139,7 @@ def with_timers(times: Times, run: Run) -> Run:
 
 
 def report(times: Times) -> list[dict[str, Any]]:
-    """Return a row per phase. The rows of its inner phases and a row `other`, for its remaining time, follow.
+    """Return a row per phase, each followed by rows for its inner phases and a row `other` for the remaining time.
 
     `first_seconds` is the time of the first call, which may include compilation. `later_ms` is the mean time of the
     later calls in milliseconds, or None if there is only one call.

@@ -100,7 +100,7 @@ def with_shards_at_crash(records: Iterator[LogData], run: Run) -> Iterator[LogDa
 
 
 def load_own_shard(run: Run, state: TensorDict, path: Path) -> TensorDict:
-    """Return a checkpoint's state in which the environments and replay buffers are replaced by this rank's shard.
+    """Return a checkpoint's state with the environments and replay buffers from this rank's shard.
 
     Raises: CheckpointError if a different number of ranks saved the checkpoint, or if the shard does not fit the state.
     """

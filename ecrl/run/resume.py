@@ -67,7 +67,7 @@ def resume_run(
     overrides: Mapping[str, Any] | None = None,
     force: bool = False,
 ) -> tuple[Run, TensorDict, Config]:
-    """Resume a run as `resume` does. Return the run, built from its config, with the state and the config."""
+    """Resume a run as `resume` does. Return the run, the state and the config."""
     if (Path(run_dir) / "manifest.json").exists():
         raise ConfigError(f"{run_dir}: is a checkpoint; to resume, pass the folder of its run")
     path = latest(run_dir) if step_checkpoints(run_dir) or not (Path(run_dir) / "config.json").exists() else None
@@ -130,10 +130,10 @@ def continues_run(run_dir: str | Path, state: TensorDict, cfg: Config) -> bool:
 
 
 def _apply_changes(state: TensorDict, own: tuple[Run, Config], changed: tuple[Run, Config]) -> TensorDict:
-    """Return the state with the hyperparameters of a changed config. Replace learning rates and the key if changed.
+    """Return the state with the hyperparameters, learning rates and seed of a changed config.
 
-    If an adaptive schedule changes a learning rate, the state has a field for the rate, with a name that ends in
-    `learning_rate`.
+    Learning rates and the random key are replaced only if the config changes them. If an adaptive schedule changes a
+    learning rate, the state has a field for the rate, with a name that ends in `learning_rate`.
 
     Args:
         state: state of the run.
@@ -146,7 +146,7 @@ def _apply_changes(state: TensorDict, own: tuple[Run, Config], changed: tuple[Ru
     names = ["hyper", *(name for name in rates if not torch.equal(before[name], after[name]))]
     if own[1].trainer.seed != changed[1].trainer.seed:
         names.append("key")
-    return replaced(state, after.select(*names)).lock_()  # whole fields: another schedule has other keys
+    return replaced(state, after.select(*names)).lock_()  # replace whole fields, as schedules have different keys
 
 
 def _warn_of_other_conditions(path: Path, run: Run, cfg: Config) -> None:

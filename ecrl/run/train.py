@@ -104,7 +104,7 @@ def _write_config(cfg: Config, folder: Path) -> None:
 def train(
     state: TensorDict, cfg: Config, run_dir: str | Path | None = None, progress: bool = True, profile: bool = False
 ) -> tuple[TensorDict, History]:
-    """Train until the run has `trainer.iterations` iterations.
+    """Train until the run has completed `trainer.iterations` iterations.
 
     Args:
         state: state from `init_state`, from `load`, or from a record that `train_iter` yielded.
@@ -192,7 +192,7 @@ def _announce(run: Run, cfg: Config, folder: Path) -> None:
 
 
 def _new_run(cfg: Config, path: str) -> tuple[Run, TensorDict]:
-    """Check the config, and return the run and its initial state. Errors start with the path of the config."""
+    """Check the config, and return the run and its initial state. Error messages start with the path."""
     try:
         run = build(cfg)
         check_rollout(cfg, run)

@@ -78,7 +78,7 @@ def record(state: TensorDict, cfg: Config, path: str | Path, num_envs: int = 4, 
 
 
 def _add_view(after: TensorDict, before: TensorDict, count: int) -> TensorDict:
-    """Return a copy of `after`, and add the view of the first `count` environments of `before` to its `info`."""
+    """Return a copy of `after` with the view of the first `count` environments of `before` in `info`."""
     return after.copy().set("info", cast(TensorDict, after["info"]).copy().set("view", view(before, count)))
 
 
@@ -114,8 +114,8 @@ def _collect(run: Run) -> Collect:
     collect = collect_of(run.algorithm.iterate)
     if collect is None:
         raise ConfigError(
-            f"trainer.events.train: algorithm {run.algorithm.name} cannot take steps without learning, which videos of "
-            "training need; add `collect` to its `iterate`, or move the cameras to trainer.events.eval"
+            f"trainer.events.train: algorithm {run.algorithm.name} cannot take steps without learning, but videos of "
+            "training need such steps; add `collect` to its `iterate`, or move the cameras to trainer.events.eval"
         )
     return collect
 

@@ -32,7 +32,7 @@ from ecrl.run.loggers import tolerate_errors
 FPS = 20
 """Frames per second of the videos that events record.
 
-As in EmbodiChain, the rate does not depend on the step duration.
+As in EmbodiChain, the frame rate does not depend on the step duration.
 """
 
 _QUEUE_SIZE = 4096
@@ -79,7 +79,7 @@ def check_cameras(cfg: Config) -> None:
 
 
 def encoder() -> str:
-    """Return the path of ffmpeg in the package imageio-ffmpeg. Raise MissingExtraError if it is not installed."""
+    """Return the path of ffmpeg in the package imageio-ffmpeg. Raise MissingExtraError if the package is missing."""
     with extra("video"):
         import imageio_ffmpeg
     return imageio_ffmpeg.get_ffmpeg_exe()
@@ -141,7 +141,7 @@ def render_views(sim: Any, camera: CameraConfig, views: Iterable[TensorDict]) ->
 
 
 def view(state: TensorDict, count: int) -> TensorDict:
-    """Return the `physics` and `targets` of the first `count` environments, which are all that a camera needs."""
+    """Return the state fields that a camera needs, `physics` and `targets`, of the first `count` environments."""
     parts: dict[str, Any] = {"physics": state["world", "physics"][:count]}
     if "targets" in state:
         targets = cast(TensorDict, state["targets"])
@@ -155,7 +155,10 @@ def video_path(folder: Path, camera: Camera, step: int) -> Path:
 
 
 def _lower_priority() -> None:
-    """Give this thread and its child processes the lowest priority. Only Linux allows this for a single thread."""
+    """Give this thread and its child processes the lowest priority.
+
+    Only Linux can set the priority of a single thread.
+    """
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
