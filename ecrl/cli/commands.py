@@ -93,10 +93,10 @@ def plot(
 
     Args:
         runs: run folders, and files with results of other libraries.
-        out: path of the picture. If it has no suffix, a .png and a .svg file are written.
+        out: path of the picture. If the path has no suffix, a .png and a .svg file are written.
         metric: name of a metric in metrics.jsonl. The default is the first of these metrics that all runs and files
             have: eval/success_rate, eval/avg_reward, charts/episode_reward_avg_100.
-        threshold: draw a line at this value, and print the first step after which each curve stays above it.
+        threshold: draw a line at this value, and print when each curve starts to stay above it.
     """
     if not runs:
         raise UserError("ecrl plot needs run folders, such as: ecrl plot outputs/cartpole_ppo_*")
@@ -119,8 +119,8 @@ def bench(
     """Compare ecrl with other libraries. The command needs a checkout of the source and the extra `bench`.
 
     Args:
-        what: speed measures the speed, and results measures how well the shipped configs learn. Each measured seed has
-            a file with its results, and is not measured again.
+        what: speed measures how fast ecrl is, and results measures how well the shipped configs learn. Each measured
+            seed has a file with its results, and is not measured again.
         quick: for speed, run fewer and shorter rounds, and only the first three benchmarks.
         only: names of speed benchmarks, such as end_to_end, or of configs for results, such as cartpole_ppo; all if
             absent.

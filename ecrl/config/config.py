@@ -103,14 +103,14 @@ class TrainerConfig(ConfigModel):
         "generic_exp",
         pattern=r"^[\w.+-]+$",
         max_length=100,
-        description="name of the run folder; may contain letters, digits and _.+-",
+        description="name of the run and part of its folder's name; may contain letters, digits and _.+-",
     )
     seed: int = Field(1, ge=0, lt=2**62, description="seed of all randomness in the run")
     device: str = Field("cpu", description='"cpu", "cuda", "cuda:<index>" or "auto" (cuda if available)')
     compile: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="compile the rollout and the update; auto: only if this shortens the whole run and a C++ compiler "
-        "works",
+        description="compile the rollout and the update; auto: only if compiling shortens the whole run and a C++ "
+        "compiler works",
     )
     num_envs: Count = Field(64, description="number of environments in each process")
     iterations: Count = Field(250, description="training iterations; each collects a rollout and updates the policy")
@@ -126,10 +126,10 @@ class TrainerConfig(ConfigModel):
     )
     num_eval_envs: Count = Field(
         4,
-        description="maximum number of environments in an evaluation; ecrl uses the largest number up to this one that "
-        "divides num_eval_episodes",
+        description="maximum number of environments in an evaluation; ecrl uses the largest divisor of "
+        "num_eval_episodes up to this number",
     )
-    num_eval_episodes: Count = Field(5, description="episodes per evaluation, in all environments together")
+    num_eval_episodes: Count = Field(5, description="total number of episodes per evaluation, over all environments")
     eval_seed: int | None = Field(
         None, ge=0, lt=2**62, description="seed of evaluations; trainer.seed + 10000 if absent"
     )
@@ -148,7 +148,7 @@ class TrainerConfig(ConfigModel):
         "skip: skip the update, and log the number of skipped updates; off: do not check",
     )
     keep_checkpoints: Count | None = Field(
-        None, description="keep only this many of the newest checkpoints, besides checkpoints/best; all if absent"
+        None, description="number of newest checkpoints to keep, besides checkpoints/best; all if absent"
     )
     save_replay: bool = Field(
         True, description="save replay buffers in checkpoints; if false, a resumed run starts with empty replay buffers"
@@ -304,8 +304,8 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Mapping[str, 
     - `trainer.learning_env` becomes `env`.
     - `trainer.segment_length` and `trainer.deterministic_actions` become keys of `algorithm.cfg`.
     - `trainer.update_horizon` becomes `trainer.buffer_size`.
-    - `trainer.total_timesteps` sets `trainer.iterations`. Only a run of one process may use it.
-    - `trainer.save_frequency_updates` sets `trainer.save_freq`. Only a run of one process may use it.
+    - `trainer.total_timesteps` sets `trainer.iterations`. Only a run of one process may set this key.
+    - `trainer.save_frequency_updates` sets `trainer.save_freq`. Only a run of one process may set this key.
 
     Args:
         source: name of a shipped config such as `"cartpole_ppo"`, path of a file, or a dict with the four sections.

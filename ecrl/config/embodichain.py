@@ -144,8 +144,8 @@ def _gym_faults(gym: Any) -> list[Fault]:
 def _add_file_fault(raw: RawConfig, text: str) -> RawConfig:
     """Add a fault about the file at `trainer.gym_config`.
 
-    Without the file, validation would also report a missing `env`. To prevent this, the fault of `env` gets the path
-    `trainer.gym_config`, as only the first fault of a path is reported.
+    Without the file, validation would also report a missing `env`. To suppress that fault, it gets the path
+    `trainer.gym_config`, because only the first fault of a path is reported.
     """
     absent = ("env", "name") if isinstance(raw.data.get("env"), dict) else ("env",)
     origins = dict(raw.origins)
@@ -238,7 +238,7 @@ def translate_config(
     """Translate a config into ecrl's own keys.
 
     Args:
-        data: the config before translation. It is not changed.
+        data: the config before translation, which is not changed.
         overrides: values by dotted key, which replace values of the config.
         folder: folder to search for a relative `trainer.gym_config`, after the working directory.
         defaults: the default values of `trainer.buffer_size` and `trainer.num_envs`, by name.

@@ -72,7 +72,7 @@ def _add_translated_keys(trainer: dict[str, Any], env: dict[str, Any]) -> None:
             kind = {"type": "boolean"} if key == "deterministic_actions" else {"type": "integer", "minimum": 1}
             properties[key] = kind | {"description": f"sets {new}{', in another unit' * (old in COUNT_KEYS)}"}
     properties["learning_env"] = env | {"description": "another name of env"}
-    description = "path of a file with the environment's id and settings; values under env replace its values"
+    description = "path of a file with the environment's id and settings; values under env override the file's values"
     properties["gym_config"] = {"type": "string", "description": description}
 
 

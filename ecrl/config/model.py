@@ -279,8 +279,8 @@ def validate_section(
         model: model of the section.
         data: data of the section, before validation.
         source: start of each line, such as the file's name.
-        earlier_faults: faults of earlier steps, which are also reported. Their paths get no second fault from
-            validation.
+        earlier_faults: faults of earlier steps, which are also reported. Validation adds no second fault for the same
+            path.
         path_text: function that formats a path for a message.
     """
     faults = list(earlier_faults)

@@ -145,7 +145,7 @@ def remove_folder(path: Path) -> None:
 def remove_leftovers(folder: Path) -> None:
     """Remove temporary folders that killed processes left in `folder`.
 
-    No other process may write to `folder` meanwhile.
+    No other process may write to `folder` during the removal.
     """
     for leftover in [*folder.glob(".*.new.*"), *folder.glob(".*.gone")]:
         shutil.rmtree(leftover, ignore_errors=True)

@@ -4,11 +4,11 @@ A checkpoint is a folder with `state.safetensors`, `config.json`, extra files, a
 The folder is written under a temporary name, synced to disk and then renamed, so it is never incomplete. Nothing is
 pickled.
 
-Frozen parameters never change, so the disk holds them only once, in a file whose name contains its SHA-256. If a
-neighbouring checkpoint already has this file, the new checkpoint gets a hard link to the file. Each checkpoint folder
-can therefore be copied, moved or removed. The file system frees the space when the last link is removed. If the shared
-file is damaged, it is damaged in all checkpoints. In this case, `read_files` recreates the frozen parameters with the
-policy's `init_frozen`.
+Frozen parameters never change, so the disk holds them only once, in a file whose name contains the start of its
+SHA-256. If a neighbouring checkpoint already has this file, the new checkpoint gets a hard link to the file. Each
+checkpoint folder can therefore be copied, moved or removed. The file system frees the space when the last link is
+removed. If the shared file is damaged, it is damaged in all checkpoints. In this case, `read_files` recreates the
+frozen parameters with the policy's `init_frozen`.
 """
 
 import hashlib
@@ -118,7 +118,7 @@ def snapshot(
 
     Args:
         run: run built from `cfg`.
-        state: state of the run, with or without its replay buffers; it may be overwritten after this call.
+        state: state of the run, with or without its replay buffers; the caller may overwrite the state after this call.
         cfg: config of the run.
         logs: scalar logs to store in the manifest, such as the results of the evaluation that selected this state.
         files: contents of extra files, by filename; the manifest records their checksums.
@@ -197,8 +197,8 @@ def save(
 ) -> None:
     """Save `state` and `cfg` to the folder `path`. Replace an older checkpoint when the new checkpoint is on disk.
 
-    The folder is self-contained and may be copied. Its file of frozen parameters may be a hard link to the same file in
-    a neighbouring checkpoint.
+    The folder is self-contained and may be copied. The folder's file of frozen parameters may be a hard link to the
+    same file in a neighbouring checkpoint.
 
     Args:
         path: checkpoint folder.
@@ -289,8 +289,8 @@ def _is_file(path: Path) -> bool:
 def read_files(path: str | Path) -> dict[str, bytes]:
     """Return the content of each file of a checkpoint, by filename.
 
-    If the file of frozen parameters is missing or damaged, the policy's `init_frozen` recreates its content. This
-    requires that `init_frozen` returns the saved parameters.
+    If the file of frozen parameters is missing or damaged, the policy's `init_frozen` recreates its content.
+    `init_frozen` must return the saved parameters.
 
     Raises: CheckpointError if another file is missing or damaged, or if `init_frozen` returns other parameters.
     """
@@ -322,7 +322,8 @@ def _read_files(path: str | Path) -> tuple[dict[str, bytes], list[str]]:
 def _remade_frozen(config: bytes, checksum: str, problem: str) -> bytes:
     """Return the content of a file of frozen leaves, recreated with the policy's `init_frozen`.
 
-    Raises: CheckpointError that starts with `problem`, if the content has another checksum or cannot be recreated.
+    Raises: CheckpointError with a message that starts with `problem`, if the content has another checksum or cannot be
+        recreated.
     """
     try:
         cfg = config_from_dict(json.loads(config), "config.json")
@@ -388,7 +389,7 @@ def _upgrade(tensors: dict[str, Tensor], expected: TensorDict) -> dict[str, Tens
 def _fill_structure(structure: TensorDict, tensors: dict[str, Tensor], path: Path) -> TensorDict:
     """Return a copy of the state `structure` with the values of `tensors`.
 
-    Raises: CheckpointError if tensors are missing, unknown, or of another shape or dtype.
+    Raises: CheckpointError if tensors are missing or unknown, or have another shape or dtype.
     """
     places, tensors = _paths(structure), _upgrade(tensors, structure)
     unmatched = sorted(places.keys() ^ tensors.keys())

@@ -197,7 +197,7 @@ def export(state: TensorDict, cfg: Config, folder: str | Path) -> list[Path]:
 
     A recurrent policy also has an input and an output for each tensor of its memory, such as "carry_h" and
     "next_carry_h". Pass the memory outputs of one step as the memory inputs of the next step. The input "is_first", of
-    shape `[N]`, must be True at the first step of an episode. At this step, the policy ignores the memory inputs.
+    shape `[N]`, must be True at the first step of an episode. At the first step, the policy ignores the memory inputs.
 
     A policy with `bf16` is exported in float32, the dtype of its weights. The exported policy's actions differ from the
     run's bfloat16 actions by rounding.
@@ -205,7 +205,7 @@ def export(state: TensorDict, cfg: Config, folder: str | Path) -> list[Path]:
     Args:
         state: state of a run; `params`, `norm` and the last observation are read.
         cfg: config of the run.
-        folder: output folder. It is created if missing, and existing files are replaced.
+        folder: output folder, which is created if missing. Existing files are replaced.
 
     Returns: paths of the written files.
     Raises: UserError if torch.export or torch.onnx cannot trace the policy, or if the extra `export` is missing. If the

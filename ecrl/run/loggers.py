@@ -37,7 +37,7 @@ _GROUP = {"collect": "charts", "train": "train", "evaluate": "eval"}
 def ending(records: Iterable[Any]) -> Iterator[None]:
     """Close the generator `records` at the end of the block, so that its errors are raised even after an early stop.
 
-    If garbage collection closed the generator, Python would only print its errors.
+    If garbage collection closed the generator, Python would only print the generator's errors.
 
     >>> def saving():
     ...     try:

@@ -187,7 +187,8 @@ def with_profile(records: Iterator[LogData], times: Times, run_dir: str | Path) 
         for record in with_profile(records, times, "outputs/mine"): ...
 
     Args:
-        records: records to pass on. They should come from the outermost consumer, so that all consumers are timed.
+        records: records to pass on. The records should come from the outermost consumer, so that all consumers are
+            timed.
         times: times to which the timers of the loop and of the other consumers write.
         run_dir: run folder.
     """

@@ -87,8 +87,8 @@ def with_shards(records: Iterator[LogData], run: Run, cfg: Config) -> Iterator[L
 def with_shards_at_crash(records: Iterator[LogData], run: Run) -> Iterator[LogData]:
     """Add the other ranks' shards to the error that the finite guard raises.
 
-    If the environments keep data outside of the state, leave the error unchanged. Such an iteration cannot be repeated,
-    and some ranks may not raise the error.
+    If the environments keep data outside of the state, leave the error unchanged. An iteration of such environments
+    cannot be repeated, and some ranks may not raise the error.
     """
     try:
         yield from records

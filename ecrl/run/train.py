@@ -109,15 +109,15 @@ def train(
     Args:
         state: state from `init_state`, from `load`, or from a record that `train_iter` yielded.
         cfg: config of the run.
-        run_dir: folder for the config, logs, metrics and checkpoints. It must be a new folder, or the folder of the run
-            that `state` belongs to. If None, nothing is written.
+        run_dir: folder for the config, logs, metrics and checkpoints. The folder must be new, or be the folder of the
+            run that `state` belongs to. If None, nothing is written.
         progress: show a live progress line.
         profile: time the phases and trace two iterations. The results go to `profile/` in `run_dir`.
 
     Returns: the last state and the history of logs. Ctrl-C ends the run early, and the function then returns the last
         state so far.
-    Raises: ConfigError if `run_dir` cannot be written, holds another run or is in use by another process; ConfigError
-        if `profile` is set without `run_dir`; `ecrl.errors.NotSavedError`, with the state and the history, if the last
+    Raises: ConfigError if `run_dir` cannot be written, holds another run or is in use by another process, or if
+        `profile` is set without `run_dir`; `ecrl.errors.NotSavedError`, with the state and the history, if the last
         state could not be saved.
     """
     folder, history, last = None if run_dir is None else Path(run_dir), History(), [state]
@@ -219,7 +219,7 @@ def train_from_config(
     """Train from a config file into a run folder, or resume a run.
 
     Args:
-        path: config file. With `resume_from`, it is a changed config, or None for the run's own config.
+        path: config file. With `resume_from`, this file is a changed config, and None selects the run's own config.
         distributed: if not None, value that replaces `trainer.distributed`.
         run_dir: new run folder; `outputs/<exp_name>_<time>` if None.
         overrides: values by dotted key, such as `{"trainer.seed": 3}`, which replace values of the config.
