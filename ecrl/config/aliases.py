@@ -22,7 +22,7 @@ KEY_ALIASES = {
 }
 """Map each alternative key to ecrl's own key. A config with both keys is invalid.
 
-The exception is `trainer.num_envs`. If this key is set, `env.cfg.num_envs` is ignored.
+However, if `trainer.num_envs` is set, `env.cfg.num_envs` is ignored without an error.
 """
 
 COUNT_KEYS = {

@@ -21,7 +21,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean
 
-_MESSAGES = {  # messages by pydantic error type, with the JSON names of types
+_MESSAGES = {  # messages that replace pydantic's own, by error type
     "missing": "missing",
     "model_type": "expected an object",
     "dict_type": "expected an object",

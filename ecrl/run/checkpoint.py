@@ -7,8 +7,8 @@ pickled.
 Frozen parameters never change, so the disk holds them only once, in a file whose name contains the start of its
 SHA-256. If a neighbouring checkpoint already has this file, the new checkpoint gets a hard link to the file. Each
 checkpoint folder can therefore be copied, moved or removed. The file system frees the space when the last link is
-removed. If the shared file is damaged, it is damaged in all checkpoints. In this case, `read_files` recreates the
-frozen parameters with the policy's `init_frozen`.
+removed. Damage to the shared file affects all checkpoints that link to it. After such damage, `read_files` recreates
+the frozen parameters with the policy's `init_frozen`.
 """
 
 import hashlib
@@ -99,7 +99,7 @@ class Snapshot(NamedTuple):
 
     tensors: dict[str, Tensor]
     cfg: Config
-    conditions: dict[str, Any]  # result of `conditions`, for the manifest
+    conditions: dict[str, Any]  # conditions that the manifest records
     logs: dict[str, float]
     files: dict[str, bytes]
     left_out: list[str]  # names of the buffers that are not in `tensors`
@@ -252,7 +252,7 @@ def _may_be_replaced(path: Path) -> bool:
 
 
 def read_manifest(path: str | Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint folder. Raise CheckpointError if its checksum does not match."""
+    """Return the manifest of a checkpoint folder. Raise CheckpointError if the manifest's checksum does not match."""
     path = complete_folder(Path(path))
     if not _is_file(path / "manifest.json"):
         raise CheckpointError(f"{path}: not a checkpoint: it has no manifest.json")

@@ -1,4 +1,4 @@
-"""Save the state before an iteration that produced NaN or infinity to a crash folder, and replay the iteration."""
+"""Write crash folders with the state before an iteration that produced NaN or infinity, and replay the iteration."""
 
 import json
 import platform
