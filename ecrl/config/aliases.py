@@ -35,7 +35,7 @@ COUNT_KEYS = {
 """
 
 SKIP_KEY, GUARD_KEY = "algorithm.cfg.skip_nonfinite_updates", "trainer.finite_guard"
-"""EmbodiChain's key for the algorithm apg, and ecrl's key that replaces it: true is "skip", and false is "stop"."""
+"""EmbodiChain's key for the algorithm apg, and ecrl's key that replaces it. True means "skip", false means "stop"."""
 
 SETTINGS = {"name": ("cfg", "kwargs"), "func": ("params",), "type": ("network_cfg",)}
 """Map a key that names a component to the keys that hold its settings. A new name removes the old settings."""
@@ -161,7 +161,7 @@ def _drop_invalidated(data: dict, path: str, value: Any) -> dict:
 
 
 def apply_overrides(raw: RawConfig, overrides: Mapping[str, Any]) -> RawConfig:
-    """Set the overrides in the config.
+    """Apply overrides to the config.
 
     Sections and component names are set before single settings, because a new name removes the old component's
     settings.
