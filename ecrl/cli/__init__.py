@@ -1,1 +1,1 @@
-"""The command line `ecrl`."""
+"""The command-line program `ecrl`."""

@@ -1,6 +1,6 @@
 """Commands that need no checkpoint: `ecrl check`, `check-env`, `schema`, `plot` and `bench`.
 
-Each command imports what it needs, so that `ecrl --help` is fast.
+Each command imports its modules only when it runs, so that `ecrl --help` is fast.
 """
 
 import json
@@ -16,7 +16,7 @@ Overrides = Annotated[tuple[str, ...], tyro.conf.Suppress]
 
 
 def check(path: Annotated[str, tyro.conf.Positional], /, *, overrides: Overrides = ()) -> None:
-    """Check a config without training. Print one line for each fault. If there are none, print a summary of the run.
+    """Check a config without training. Print one line for each fault, or a summary of the run if the config is valid.
 
     Args:
         path: name of a shipped config, such as cartpole_ppo, or path of a JSON or YAML file.
@@ -73,7 +73,7 @@ def check_env(
 
 
 def schema() -> None:
-    """Print the JSON schema of config files. It has the settings of every registered part."""
+    """Print the JSON schema of config files, with the settings of every registered component."""
     from ecrl.config.json_schema import json_schema
 
     print(json.dumps(json_schema(), indent=2))
@@ -93,10 +93,10 @@ def plot(
 
     Args:
         runs: run folders, and files with results of other libraries.
-        out: path of the picture. If it has no suffix, a .png and a .svg file are written.
-        metric: name of a metric in metrics.jsonl. The default is the first of these that all runs and files
+        out: path of the picture. If the path has no suffix, a .png and a .svg file are written.
+        metric: name of a metric in metrics.jsonl. The default is the first of these metrics that all runs and files
             have: eval/success_rate, eval/avg_reward, charts/episode_reward_avg_100.
-        threshold: draw a line at this value, and print the first step after which each curve stays above it.
+        threshold: draw a line at this value, and print when each curve starts to stay above it.
     """
     if not runs:
         raise UserError("ecrl plot needs run folders, such as: ecrl plot outputs/cartpole_ppo_*")
@@ -116,17 +116,17 @@ def bench(
     minutes: float | None = None,
     out: str | None = None,
 ) -> None:
-    """Compare ecrl with other libraries. This needs a checkout of the source and the extra `bench`.
+    """Compare ecrl with other libraries. The command needs a checkout of the source and the extra `bench`.
 
     Args:
-        what: speed measures the speed, and results measures how well the shipped configs learn. Each seed has a file
-            with its results, and is not measured again.
+        what: speed measures how fast ecrl is, and results measures how well the shipped configs learn. Each measured
+            seed has a file with its results, and is not measured again.
         quick: for speed, run fewer and shorter rounds, and only the first three benchmarks.
         only: names of speed benchmarks, such as end_to_end, or of configs for results, such as cartpole_ppo; all if
             absent.
         seeds: for results, number of seeds per config. The default is ten for configs that train in less than ten
             minutes, and three for the others.
-        minutes: for results, start no run after this many minutes. With 0, only make the tables and pictures again.
+        minutes: for results, start no run after this many minutes. With 0, only regenerate the tables and pictures.
         out: folder for the results; benchmarks/results if absent.
     """
     root = Path(__file__).resolve().parents[2]

@@ -1,4 +1,4 @@
-"""The command line: `ecrl train CONFIG`, `ecrl eval RUN` and so on. Only commands that need torch import it."""
+"""The command line: `ecrl train CONFIG`, `ecrl eval RUN` and so on. Only commands that need torch import torch."""
 
 import atexit
 import gc
@@ -39,9 +39,9 @@ def train(
 
     Args:
         path: name of a shipped config, such as cartpole_ppo, or path of a JSON or YAML file.
-        config: the same as the first argument, as an option.
-        resume: run folder; training continues from its newest checkpoint, and no config is needed.
-        force: resume even if the config differs from the run's.
+        config: the config, as an option instead of the first argument.
+        resume: folder of a run to continue from its newest checkpoint. No config is needed.
+        force: resume even if the config differs from the run's own config.
         distributed: join the processes that torchrun started, even if the config's trainer.distributed is false.
         no_distributed: do not join the processes that torchrun started, even if trainer.distributed is true.
         run_dir: run folder; outputs/<exp_name>_<time> if absent.
@@ -73,7 +73,7 @@ def _config_path(path: str | None, config: str | None, needed: bool = True) -> s
 
 
 def export(run: Annotated[str, tyro.conf.Positional], /, out: str | None = None) -> None:
-    """Export the newest policy of a run to torch.export and ONNX files, which run without ecrl.
+    """Export the newest policy of a run to torch.export and ONNX files, which do not need ecrl.
 
     The files include the observation normaliser.
 
@@ -104,12 +104,12 @@ def evaluate(
     """Evaluate the newest checkpoint of a run with deterministic actions.
 
     You can set keys of env and trainer, as in --env.cfg.max_episode_steps 200. If the config has cameras for
-    evaluations, they record videos to videos/ in the run folder.
+    evaluations, their videos are saved in videos/ in the run folder.
 
     Args:
         run: run folder or checkpoint folder.
         env: "gymnasium:<id>" for an environment of Gymnasium; the run's environment if absent.
-        num_episodes: number of episodes. Every environment runs the same number of them.
+        num_episodes: total number of episodes. Every environment runs the same number of episodes.
         device: device, such as cuda; the config's trainer.device if absent.
     """
     from pathlib import Path
@@ -127,7 +127,7 @@ def evaluate(
 
 
 def _changed_config(cfg: "Config", run: str, overrides: tuple[str, ...]) -> "Config":
-    """Return a run's config with overrides for keys of env and trainer. They may not change the spaces."""
+    """Return a run's config with overrides for keys of env and trainer. The overrides may not change the spaces."""
     from ecrl.config import config_from_dict
     from ecrl.config.files import parse_overrides
     from ecrl.envs import make_env
@@ -156,7 +156,7 @@ def record(
 ) -> None:
     """Record a real-time video of the newest policy of a run, with deterministic actions.
 
-    The video is taken by the config's first camera. Without a camera, it shows the whole scene.
+    The config's first camera takes the video. Without a camera, the video shows the whole scene.
 
     Args:
         run: run folder or checkpoint folder.
@@ -177,9 +177,9 @@ def record(
 
 
 def replay(crash: Annotated[str, tyro.conf.Positional], /, distributed: bool = False) -> None:
-    """Repeat an iteration that produced NaN or infinity, and print where it occurs first.
+    """Repeat an iteration that produced NaN or infinity, and print where the first such value occurs.
 
-    The iteration is repeated as in its run, and then eagerly, step by step.
+    The iteration first runs in the mode of its run, compiled or eager, and then eagerly, step by step.
 
     Args:
         crash: crash folder of a run, RUN/crash.
@@ -195,12 +195,12 @@ def replay(crash: Annotated[str, tyro.conf.Positional], /, distributed: bool = F
 
 
 def _exit_status() -> int:
-    """Return the exit status of a command that a signal has ended: 128 + the number of the signal, as in shells."""
+    """Return the exit status of a command that a signal has ended: 128 plus the signal number, as in shells."""
     return 128 + (asked() or signal.SIGINT)
 
 
 def _split_overrides(args: list[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Separate the arguments of the command from config keys. Config keys have a dot, as in `--trainer.seed 3`."""
+    """Separate the arguments of the command from config keys. A config key has a dot, as in `--trainer.seed 3`."""
     command_args, keys, remaining = [], [], list(args)
     while remaining:
         arg = remaining.pop(0)
@@ -249,7 +249,9 @@ _NO_OVERRIDES = {
     "schema": schema,
 }
 
-_ABOUT = "Train and evaluate policies. With --import MODULE, any command first imports a module with your own parts."
+_ABOUT = (
+    "Train and evaluate policies. With --import MODULE, any command first imports a module with your own components."
+)
 _FLAGS = (tyro.conf.FlagCreatePairsOff,)
 
 

@@ -1,4 +1,4 @@
-"""Configs of runs: keys, files, validation, JSON schema, and the import of EmbodiChain's configs."""
+"""Configs of runs: keys, files, validation, JSON schema, and translation of EmbodiChain's configs."""
 
 from ecrl.config.config import (
     AlgorithmChoice,

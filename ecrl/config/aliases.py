@@ -1,4 +1,4 @@
-"""Replace alternative keys by ecrl's own keys, and apply overrides. Both steps change plain dicts before validation.
+"""Replace alternative keys by ecrl's own keys, and apply overrides. Validation runs after these steps.
 
 A `RawConfig` stores the original name of each moved key, so that messages use the name that the user wrote.
 """
@@ -20,22 +20,25 @@ KEY_ALIASES = {
     "trainer.segment_length": "algorithm.cfg.segment_length",
     "trainer.deterministic_actions": "algorithm.cfg.deterministic_actions",
 }
-"""Alternative key -> ecrl's own key. A config with both is invalid.
+"""Map each alternative key to ecrl's own key. A config with both keys is invalid.
 
-The exception is `trainer.num_envs`: if it is set, `env.cfg.num_envs` is ignored.
+However, if `trainer.num_envs` is set, `env.cfg.num_envs` is ignored without an error.
 """
 
 COUNT_KEYS = {
     "trainer.total_timesteps": "trainer.iterations",
     "trainer.save_frequency_updates": "trainer.save_freq",
 }
-"""Key of EmbodiChain -> ecrl's key for the same quantity in another unit. `convert_counts` converts the values."""
+"""Map EmbodiChain's keys to ecrl's keys for the same quantities in other units.
+
+`convert_counts` converts the values.
+"""
 
 SKIP_KEY, GUARD_KEY = "algorithm.cfg.skip_nonfinite_updates", "trainer.finite_guard"
-"""EmbodiChain's key of the algorithm apg, and the key that it sets: true means "skip", and false means "stop"."""
+"""EmbodiChain's key for the algorithm apg, and ecrl's key that replaces it. True means "skip", false means "stop"."""
 
 SETTINGS = {"name": ("cfg", "kwargs"), "func": ("params",), "type": ("network_cfg",)}
-"""Key with the name of a part -> the keys with the part's settings. If the name changes, the settings are removed."""
+"""Map a key that names a component to the keys that hold its settings. A new name removes the old settings."""
 
 MISSING = object()
 """Result of `get_path` if a path has no value."""
@@ -46,9 +49,9 @@ class RawConfig(NamedTuple):
 
     Attributes:
         data: the config. Keys that are already translated have ecrl's names.
-        origins: for each moved key, the name that the user wrote.
-        faults: faults up to this point.
-        inert: keys that were removed because ecrl ignores them, each with the reason.
+        origins: for each moved key, the original name that the user wrote.
+        faults: faults found so far.
+        inert: removed keys that ecrl ignores, each with the reason.
     """
 
     data: dict[str, Any]
@@ -57,7 +60,7 @@ class RawConfig(NamedTuple):
     inert: list[Fault]
 
     def source_path(self, path: Loc) -> str:
-        """Return the path of a key as the user wrote it."""
+        """Format the path of a key with the names that the user wrote."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.origins:
                 rest = format_path(path[length:])
@@ -66,7 +69,7 @@ class RawConfig(NamedTuple):
 
 
 def get_path(data: Any, path: Loc) -> Any:
-    """Return the value at a path, or MISSING."""
+    """Return the value at a path, or MISSING if the path has no value."""
     for key in path:
         if not isinstance(data, dict) or key not in data:
             return MISSING
@@ -75,7 +78,7 @@ def get_path(data: Any, path: Loc) -> Any:
 
 
 def set_path(data: dict, path: Loc, value: Any) -> dict:
-    """Return a copy with a new value at `path`. Missing sections are created.
+    """Return a copy of `data` with a new value at `path`. Create missing sections.
 
     Raises: KeyError if a key along the path has a value that is not a section.
     """
@@ -89,7 +92,10 @@ def set_path(data: dict, path: Loc, value: Any) -> dict:
 
 
 def remove_path(data: Any, path: Loc) -> Any:
-    """Return a copy without the key at `path`, which must exist. The path may lead through sections and lists."""
+    """Return a copy of `data` without the key at `path`, which must exist.
+
+    The path may lead through sections and lists.
+    """
     key, *rest = path
     if rest and isinstance(data, dict):
         return data | {key: remove_path(data[key], tuple(rest))}
@@ -99,12 +105,12 @@ def remove_path(data: Any, path: Loc) -> Any:
 
 
 def split_path(path: str) -> Loc:
-    """Return a dotted key as a path."""
+    """Split a dotted key into a path."""
     return tuple(path.split("."))
 
 
 def _expand_env_name(data: dict) -> dict:
-    """Replace an environment that is only a name by a section with this name."""
+    """Replace an environment given as a string by a section with this name."""
     for path in (("env",), ("trainer", "learning_env")):
         if isinstance(name := get_path(data, path), str):
             data = set_path(data, path, {"name": name})
@@ -138,7 +144,7 @@ def _canonical_path(path: str) -> str:
 def _drop_invalidated(data: dict, path: str, value: Any) -> dict:
     """Remove values that contradict a new value at `path`.
 
-    These are nulls along the path, alternative keys for it, and the settings of a part that the new value replaces.
+    The removed values are nulls along the path, alternative keys for `path`, and the settings of a replaced component.
     """
     loc = split_path(path)
     stale = [loc[:length] for length in range(1, len(loc)) if get_path(data, loc[:length]) is None]
@@ -155,9 +161,10 @@ def _drop_invalidated(data: dict, path: str, value: Any) -> dict:
 
 
 def apply_overrides(raw: RawConfig, overrides: Mapping[str, Any]) -> RawConfig:
-    """Set the overrides in the config.
+    """Apply overrides to the config.
 
-    Sections and names of parts are set before single settings, because a new name removes the settings of the old part.
+    Sections and component names are set before single settings, because a new name removes the old component's
+    settings.
     """
     data, origins, faults = raw.data, dict(raw.origins), list(raw.faults)
     values: dict[str, tuple[str, Any]] = {}
@@ -178,7 +185,7 @@ def apply_overrides(raw: RawConfig, overrides: Mapping[str, Any]) -> RawConfig:
 
 
 def _convert_count(count: Any, unit: str, sizes: list[Any]) -> Any:
-    """Convert a count to the key `unit`: steps to `iterations`, or updates to `save_freq`.
+    """Convert a count to the unit of the key `unit`: from steps to `iterations`, or from updates to `save_freq`.
 
     An invalid count is returned unchanged.
     """
@@ -213,7 +220,7 @@ def convert_counts(raw: RawConfig, defaults: Mapping[str, Any]) -> RawConfig:
                 (split_path(old), f"sets {own_name!r} in another unit, and {own_name!r} is also given; keep one")
             )
         elif trainer.get("distributed") is True:
-            faults.append((split_path(old), f"is for runs of one process; in a distributed run, set {own_name!r}"))
+            faults.append((split_path(old), f"is only for runs of one process; in a distributed run, set {own_name!r}"))
         else:
             origins["trainer", own_name] = old
             trainer[own_name] = _convert_count(count, own_name, sizes)
@@ -238,7 +245,7 @@ def convert_skip_flag(raw: RawConfig) -> RawConfig:
 
 
 def part_entry(kind: str, section: Any) -> Entry | None:
-    """Return the registered part that a section names, or None. For `gymnasium:<id>`, return the part `gymnasium`."""
+    """Return the registry entry that a section names, or None. For `gymnasium:<id>`, return the entry `gymnasium`."""
     name = section.get("name") if isinstance(section, dict) else None
     try:
         return lookup(kind, name.partition(":")[0]) if isinstance(name, str) else None
@@ -247,7 +254,7 @@ def part_entry(kind: str, section: Any) -> Entry | None:
 
 
 def reject_unused_aliases(raw: RawConfig) -> RawConfig:
-    """Report each trainer key that was moved to the algorithm's settings, if the chosen algorithm has no such key."""
+    """Report trainer keys that were moved to the algorithm's settings, if the chosen algorithm has no such keys."""
     entry, data, faults = part_entry("algorithm", raw.data.get("algorithm")), raw.data, list(raw.faults)
     for old, new in KEY_ALIASES.items():
         *_, key = loc = split_path(new)

@@ -1,9 +1,9 @@
-"""The config of a run. It is strict and frozen. An error lists all faults, each with its path and a remedy.
+"""The config of a run, which is strict and frozen. An error lists all faults, each with its path and a remedy.
 
 A config has four sections: `trainer`, `env`, `policy` and `algorithm`. Values come from JSON, YAML, the command line or
 `Config.replace`. ecrl always checks for duplicate keys, translates alternative keys and validates with pydantic.
 
-A named part, such as an algorithm, defines the Config model of its settings. The registry stores this model.
+A registered component, such as an algorithm, defines a Config model for its settings. The registry stores this model.
 """
 
 import json
@@ -43,7 +43,7 @@ __all__ = ["Config", "config_from_dict", "diff", "load_config", "parse_overrides
 
 
 def _find_entry(kind: str, section: dict, key: str = "name") -> Entry:
-    """Return the registered part that `section[key]` names."""
+    """Return the registry entry that `section[key]` names."""
     name = section.get(key)
     try:
         if isinstance(name, str):
@@ -56,7 +56,10 @@ def _find_entry(kind: str, section: dict, key: str = "name") -> Entry:
 
 
 def validate_settings(kind: str, section: dict, key: str, settings: str) -> dict:
-    """Validate `section[settings]` with the Config model of the part that `section[key]` names; return the section."""
+    """Validate the settings in a section, and return the section.
+
+    The Config model of the component that `section[key]` names validates `section[settings]`.
+    """
     config = _find_entry(kind, section, key).config
     try:
         return section | {settings: config.model_validate(section.get(settings, {}))}
@@ -75,7 +78,7 @@ class EventConfig(ConfigModel):
         "interval",
         description="startup: once per environment; reset: at every episode start; interval: every interval_step steps",
     )
-    interval_step: Count = Field(1, description="environment steps from one event to the next in mode interval")
+    interval_step: Count = Field(1, description="number of environment steps between two events in mode interval")
     params: SerializeAsAny[BaseModel] = Field(description="settings of the event")
 
     @model_validator(mode="before")
@@ -100,14 +103,14 @@ class TrainerConfig(ConfigModel):
         "generic_exp",
         pattern=r"^[\w.+-]+$",
         max_length=100,
-        description="name of the run folder; may contain letters, digits and _.+-",
+        description="name of the run and part of its folder's name; may contain letters, digits and _.+-",
     )
     seed: int = Field(1, ge=0, lt=2**62, description="seed of all randomness in the run")
     device: str = Field("cpu", description='"cpu", "cuda", "cuda:<index>" or "auto" (cuda if available)')
     compile: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="compile the rollout and the update; auto: only if this shortens the whole run and a C++ compiler "
-        "works",
+        description="compile the rollout and the update; auto: only if compiling shortens the whole run and a C++ "
+        "compiler works",
     )
     num_envs: Count = Field(64, description="number of environments in each process")
     iterations: Count = Field(250, description="training iterations; each collects a rollout and updates the policy")
@@ -123,10 +126,10 @@ class TrainerConfig(ConfigModel):
     )
     num_eval_envs: Count = Field(
         4,
-        description="maximum number of environments in an evaluation; ecrl uses the largest number up to this one that "
-        "divides num_eval_episodes",
+        description="maximum number of environments in an evaluation; ecrl uses the largest divisor of "
+        "num_eval_episodes up to this number",
     )
-    num_eval_episodes: Count = Field(5, description="episodes per evaluation, in all environments together")
+    num_eval_episodes: Count = Field(5, description="total number of episodes per evaluation, over all environments")
     eval_seed: int | None = Field(
         None, ge=0, lt=2**62, description="seed of evaluations; trainer.seed + 10000 if absent"
     )
@@ -145,7 +148,7 @@ class TrainerConfig(ConfigModel):
         "skip: skip the update, and log the number of skipped updates; off: do not check",
     )
     keep_checkpoints: Count | None = Field(
-        None, description="keep only this many of the newest checkpoints, besides checkpoints/best; all if absent"
+        None, description="number of newest checkpoints to keep, besides checkpoints/best; all if absent"
     )
     save_replay: bool = Field(
         True, description="save replay buffers in checkpoints; if false, a resumed run starts with empty replay buffers"
@@ -171,14 +174,14 @@ class TrainerConfig(ConfigModel):
 
 
 class Choice(ConfigModel):
-    """A named part, written `{"name": ..., "cfg": {...}}`. The Config model of the part validates `cfg`."""
+    """A named component, written `{"name": ..., "cfg": {...}}`. The component's Config model validates `cfg`."""
 
     name: str = Field(description="registered name")
-    cfg: SerializeAsAny[BaseModel] = Field(description="settings of the part")
+    cfg: SerializeAsAny[BaseModel] = Field(description="settings of the component")
 
 
 def _gymnasium(section: dict) -> dict:
-    """Replace the name `"gymnasium:<id>"` by the name "gymnasium" and the setting `cfg.id`."""
+    """Split the name `"gymnasium:<id>"` into the name "gymnasium" and the setting `cfg.id`."""
     name, settings = section.get("name"), section.get("cfg", {})
     if not isinstance(name, str) or not name.startswith("gymnasium:") or not isinstance(settings, dict):
         return section
@@ -252,14 +255,15 @@ _SIZES = {name: TrainerConfig.model_fields[name].default for name in ("buffer_si
 def config_from_dict(
     data: Any, source: str = "config", overrides: Mapping[str, Any] | None = None, folder: Path = Path()
 ) -> Config:
-    """Validate the four sections of a config. If there are faults, raise a ConfigError with one line for each.
+    """Validate the four sections of a config. If the config has faults, raise a ConfigError with one line per fault.
 
-    Keys of EmbodiChain that ecrl ignores (`ecrl.config.embodichain.INERT`) are removed. A UserWarning names each one.
+    Keys of EmbodiChain that ecrl ignores (`ecrl.config.embodichain.INERT`) are removed. A UserWarning names each
+    removed key.
 
     Args:
         data: dict with the four sections.
-        source: origin of the data, such as a file name. Each line of an error starts with it.
-        overrides: values by dotted key, such as `{"trainer.seed": 3}`. They replace values of `data`.
+        source: origin of the data, such as a filename. Each line of an error starts with this origin.
+        overrides: values by dotted key, such as `{"trainer.seed": 3}`, which replace values of `data`.
         folder: folder to search for a relative `trainer.gym_config`, after the working directory.
     """
     if not isinstance(data, dict):
@@ -276,9 +280,9 @@ def config_from_dict(
 
 
 def env_choice(name: str, overrides: Mapping[str, Any]) -> EnvChoice:
-    """Return the config of an environment by name, with overrides by dotted key such as `{"env.cfg.gravity": 5.0}`.
+    """Return the config of a named environment, with overrides by dotted key such as `{"env.cfg.gravity": 5.0}`.
 
-    Raises: ConfigError, one line per fault.
+    Raises: ConfigError with one line per fault.
 
     >>> env_choice("gymnasium:CartPole-v1", {}).cfg.id
     'CartPole-v1'
@@ -296,16 +300,16 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Mapping[str, 
     A file is YAML if its name ends in .yaml or .yml, else JSON. ecrl translates these keys of EmbodiChain's configs:
 
     - `trainer.gym_config` is the path of a second file with the environment's name and settings. Values under `env`
-      replace values of this file.
+      replace values from that file.
     - `trainer.learning_env` becomes `env`.
     - `trainer.segment_length` and `trainer.deterministic_actions` become keys of `algorithm.cfg`.
     - `trainer.update_horizon` becomes `trainer.buffer_size`.
-    - `trainer.total_timesteps` sets `trainer.iterations`. Only a run of one process may use it.
-    - `trainer.save_frequency_updates` sets `trainer.save_freq`. Only a run of one process may use it.
+    - `trainer.total_timesteps` sets `trainer.iterations`. Only a run of one process may set this key.
+    - `trainer.save_frequency_updates` sets `trainer.save_freq`. Only a run of one process may set this key.
 
     Args:
         source: name of a shipped config such as `"cartpole_ppo"`, path of a file, or a dict with the four sections.
-        overrides: values by dotted key, such as `{"trainer.seed": 3}`. They replace values of the config.
+        overrides: values by dotted key, such as `{"trainer.seed": 3}`, which replace values of the config.
             `parse_overrides` reads overrides from a command line.
 
     >>> load_config("cartpole_ppo", {"trainer.seed": 3}).trainer.seed
@@ -313,7 +317,7 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Mapping[str, 
 
     Raises: ConfigError with one line per fault: an unknown name, a missing file, a syntax error, a duplicate or unknown
     key, a wrong type, or a number out of range. Keys of EmbodiChain that ecrl ignores are removed. A UserWarning names
-    each one.
+    each removed key.
     """
     if isinstance(source, Mapping):
         return config_from_dict(dict(source), overrides=overrides)
@@ -330,9 +334,9 @@ def _leaves(data: Any, path: str = "") -> dict[str, str]:
 
 
 def diff(a: Config, b: Config) -> list[str]:
-    """List the differences of two configs, one line per key, such as `trainer.seed: 1 -> 3`.
+    """List the differences between two configs, one line per key, such as `trainer.seed: 1 -> 3`.
 
-    If only one config has a key, the value of the other is shown as "absent".
+    If only one config has a key, the other value is shown as "absent".
 
     >>> cfg = load_config("cartpole_ppo")
     >>> diff(cfg, cfg.replace(**{"trainer.seed": 3, "env.name": "probe_delay"}))[:2]

@@ -1,10 +1,11 @@
 """Translate configs of EmbodiChain, a library for robot learning, into ecrl's keys.
 
-- Some keys have another name in ecrl (`ecrl.config.aliases`).
-- `trainer.gym_config` is the path of a second file, with the name and the settings of the environment.
-- *Inert* keys describe EmbodiChain's simulator (window, renderer, scene) or its data sets, and ecrl ignores them. They
-  are removed, and a warning names each one. A key of `env.cfg` is inert only if the environment's Config does not have
-  it. An event is inert only if the environment has no scene and no user has registered an event of that name.
+- Some keys have a different name in ecrl (`ecrl.config.aliases`).
+- `trainer.gym_config` is the path of a second file, which has the name and the settings of the environment.
+- *Inert* keys describe EmbodiChain's simulator (window, renderer, scene) or its data sets, and ecrl ignores them. Inert
+  keys are removed, and a warning names each removed key. A key of `env.cfg` is inert only if the environment's Config
+  does not have this key. An event is inert only if the environment has no scene and no user has registered an event of
+  that name.
 """
 
 import os
@@ -60,12 +61,12 @@ INERT = {
     "env.cfg.max_episodes": "it limits the episodes of a data set; training counts iterations",
     "env.cfg.dataset": "no data sets are recorded",
 }
-"""Inert key -> the reason why ecrl ignores it."""
+"""Map each inert key to the reason why ecrl ignores the key."""
 
 INERT_EVENTS = dict.fromkeys(
     ("record_camera_data", "record_camera_data_async"), "this environment has no scene to film"
 )
-"""Name of an event -> the reason why ecrl ignores the event if the environment has no scene."""
+"""Map the name of an event to the reason why ecrl ignores the event in an environment without a scene."""
 
 
 def _is_builtin_event(func: str) -> bool:
@@ -86,7 +87,7 @@ def _inert_events(events: Any, entry: Entry | None) -> list[Fault]:
 
 
 def inert_keys_in(model: type, data: Any, path: Loc = ()) -> list[Fault]:
-    """List the inert keys of a section and its subsections. Each Config model declares its own inert keys.
+    """List the inert keys of a section and its subsections. Each Config model declares its inert keys.
 
     >>> class Shape(ConfigModel):
     ...     inert = {"texture": "shapes have a color"}
@@ -143,8 +144,8 @@ def _gym_faults(gym: Any) -> list[Fault]:
 def _add_file_fault(raw: RawConfig, text: str) -> RawConfig:
     """Add a fault about the file at `trainer.gym_config`.
 
-    Without the file, validation would also report a missing `env`. Both faults get the path `trainer.gym_config`,
-    because only the first fault of a path is reported.
+    Without the file, validation would also report a missing `env`. To suppress that fault, it gets the path
+    `trainer.gym_config`, because only the first fault of a path is reported.
     """
     absent = ("env", "name") if isinstance(raw.data.get("env"), dict) else ("env",)
     origins = dict(raw.origins)
@@ -154,7 +155,7 @@ def _add_file_fault(raw: RawConfig, text: str) -> RawConfig:
 
 
 def merge_gym_config(raw: RawConfig, folder: Path) -> RawConfig:
-    """Merge the file at `trainer.gym_config` into the config. If both set a key, keep the config's value.
+    """Merge the file at `trainer.gym_config` into the config. The config's values override the file's values.
 
     The file's `id` becomes `env.name`. The file's section `env` and its other top-level keys become `env.cfg`. If the
     config names another environment, the file is ignored with a warning.
@@ -170,7 +171,7 @@ def merge_gym_config(raw: RawConfig, folder: Path) -> RawConfig:
             raw, f"no such file {format_value(name)}, neither in the working directory nor in {folder}"
         )
     if not os.path.isfile(path):  # reading a device may never end
-        return _add_file_fault(raw, f"expected the path of a file, {format_value(name)} is a folder or a device")
+        return _add_file_fault(raw, f"expected the path of a file, but {format_value(name)} is a folder or a device")
     try:
         gym = read(Path(path))
     except ConfigError as error:
@@ -188,7 +189,10 @@ def merge_gym_config(raw: RawConfig, folder: Path) -> RawConfig:
 
 
 def _merge(file_value: Any, inline_value: Any, path: Loc, text: str, origins: dict[Loc, str]) -> Any:
-    """Merge two values key by key, and prefer the inline value. For each key from the file, add `text` to `origins`."""
+    """Merge two values key by key, and prefer the inline value.
+
+    For each key from the file, record `text` in `origins`.
+    """
     if inline_value is MISSING:
         origins[path] = text
         return file_value
@@ -203,7 +207,10 @@ def _merge(file_value: Any, inline_value: Any, path: Loc, text: str, origins: di
 
 
 def _merge_settings(raw: RawConfig, gym: dict, inline: dict, path: str) -> RawConfig:
-    """Merge the settings of a `gym_config` file with the inline settings. If both set a key, keep the inline value."""
+    """Merge the settings of a `gym_config` file into the inline settings.
+
+    An inline value overrides the file's value.
+    """
     origins, cfg, env = dict(raw.origins), inline.get("cfg", {}), gym.get("env", {})
     top_level = {key: value for key, value in gym.items() if key not in ("id", "env")}
     texts = {key: f"{path}: {key}" for key in top_level} | {key: f"{path}: env.{key}" for key in env}
@@ -231,8 +238,8 @@ def translate_config(
     """Translate a config into ecrl's own keys.
 
     Args:
-        data: the config before translation. It is not changed.
-        overrides: values by dotted key. They replace values of the config.
+        data: the config before translation, which is not changed.
+        overrides: values by dotted key, which replace values of the config.
         folder: folder to search for a relative `trainer.gym_config`, after the working directory.
         defaults: the default values of `trainer.buffer_size` and `trainer.num_envs`, by name.
     """

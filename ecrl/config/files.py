@@ -15,11 +15,11 @@ from ecrl.registry import did_you_mean
 
 _YAML_SUFFIXES = (".yaml", ".yml")
 _MAX_BYTES, _MAX_VALUES, _MAX_MERGED = 2**24, 10**6, 10**5
-"""Limits of one file: its bytes, its values, and the values that `<<` merges. They stop malicious files early."""
+"""Limits of one file: its bytes, its values, and the values that `<<` merges. The limits stop malicious files early."""
 
 
 class _YamlLoader(yaml.SafeLoader):
-    """YAML loader that interprets unquoted words as JSON would. `1e-8` is a number; `off`, `yes` and dates are text."""
+    """YAML loader that reads unquoted words as JSON would: `1e-8` is a number, but `off`, `yes` and dates are text."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012  (PyYAML's own name and type)
     merged = 0
@@ -52,7 +52,7 @@ for _kind, _pattern, _start_chars in (
 
 
 def _build_mapping(loader: _YamlLoader, node: yaml.MappingNode) -> ObjectPairs:
-    """Build a mapping and record its duplicate keys. A key may replace a key that `<<` merges."""
+    """Build a mapping and record its duplicate keys. A key may override a key that `<<` merges."""
     try:
         own = [(loader.construct_object(k, deep=True), None) for k, _ in node.value if not k.tag.endswith(":merge")]
         duplicates = ObjectPairs(own).repeated
@@ -87,7 +87,10 @@ def _missing_file_error(path: Path) -> ConfigError:
 
 
 def _count_values(data: Any, counted: dict[int, int]) -> int:
-    """Count the values, once for each YAML alias that repeats them. `counted` caches the counts by object id."""
+    """Count the values in `data`.
+
+    A value counts again for each YAML alias that repeats it. `counted` caches the counts by object id.
+    """
     if not isinstance(data, dict | list):
         return 1
     if id(data) not in counted:
@@ -98,13 +101,13 @@ def _count_values(data: Any, counted: dict[int, int]) -> int:
 
 
 def read(path: Path) -> Any:
-    """Read a file: YAML if its name ends in .yaml or .yml, else JSON. Objects become `ObjectPairs`.
+    """Read a file as YAML if its name ends in .yaml or .yml, else as JSON. Objects become `ObjectPairs`.
 
-    Raises: ConfigError of one line. For a syntax error, it has the line and the column.
+    Raises: ConfigError of one line. For a syntax error, the message has the line and the column.
     """
     text = ""
     try:
-        with path.open("rb") as file:  # the number of bytes is limited, because a device may never end
+        with path.open("rb") as file:  # limit the bytes, because reading a device may never end
             text = file.read(_MAX_BYTES + 1).decode("utf-8-sig")
         if len(text) > _MAX_BYTES:
             raise ConfigError(f"{path}: not a config: longer than {_MAX_BYTES:,} bytes")
@@ -134,7 +137,7 @@ def read(path: Path) -> Any:
 
 
 def _parse_value(key: str, text: str) -> Any:
-    """Parse the text as JSON. If it is not valid JSON, return the text itself."""
+    """Parse `text` as JSON, or return `text` itself if it is not valid JSON."""
     try:
         value = json.loads(text, object_pairs_hook=ObjectPairs)
     except (RecursionError, ValueError):
@@ -152,7 +155,7 @@ def parse_overrides(tokens: Sequence[str]) -> dict[str, Any]:
     >>> parse_overrides(["--trainer.seed", "3", "--algorithm.cfg.gamma=0.9", "--trainer.exp-name", "long run"])
     {'trainer.seed': 3, 'algorithm.cfg.gamma': 0.9, 'trainer.exp_name': 'long run'}
 
-    Raises: ConfigError of one line for a duplicate key, a key without a value, or a token in place of a key.
+    Raises: ConfigError of one line for a duplicate key, a key without a value, or a token that is not a key.
     """
     values, remaining = {}, list(tokens)
     while remaining:

@@ -1,4 +1,7 @@
-"""The JSON schema of a config, with the settings of every registered part. Editors use it to complete keys."""
+"""Generate a JSON schema of configs with the settings of every registered component.
+
+Editors use the schema to complete keys.
+"""
 
 from typing import Any
 
@@ -11,7 +14,7 @@ from ecrl.config.model import ConfigModel, sections_in
 from ecrl.registry import lookup, registered
 
 KINDS = ("env", "policy", "algorithm", "network", "event", "action", "observation", "reward")
-_ANY_SETTINGS = "#/$defs/BaseModel"  # pydantic's reference for the settings of any part
+_ANY_SETTINGS = "#/$defs/BaseModel"  # pydantic's reference for the settings of any component
 _GYMNASIUM = {"type": "string", "pattern": "^gymnasium:."}
 
 
@@ -23,7 +26,7 @@ def _add_other_names(model: type[BaseModel], section: dict[str, Any]) -> None:
 
 
 def _part_models(models: list[type[BaseModel]]) -> dict[type[BaseModel], str]:
-    """Return every config model that names a registered part, at any depth of `models`, with the kind of the part."""
+    """Map every config model that names a registered component, at any depth of `models`, to the component's kind."""
     kinds: dict[type[BaseModel], str] = {}
     pending = list(models)
     while pending:
@@ -35,14 +38,17 @@ def _part_models(models: list[type[BaseModel]]) -> dict[type[BaseModel], str]:
 
 
 def _branch(names: dict[str, Any], keys: list[str], settings: str, config: dict[str, Any], default: bool) -> dict:
-    """Return the schema of a section for one part. One of `keys` has its name, and the key `settings` its settings."""
+    """Return a section's schema for one component.
+
+    One of `keys` has the component's name, and `settings` has its settings.
+    """
     required = [settings] if config.get("required") else []
     requirement = {"required": required} if default else {"oneOf": [{"required": [key, *required]} for key in keys]}
     return {"properties": {**dict.fromkeys(keys, names), settings: config["cfg"]}} | requirement
 
 
 def _add_branches(section: dict[str, Any], kind: str, configs: dict[str, dict[str, Any]]) -> None:
-    """Split the schema of a section that names a part into one alternative per registered part."""
+    """Split the schema of a section that names a component into one alternative per registered component."""
     properties = section["properties"]
     settings = next(key for key, value in properties.items() if value.get("$ref") == _ANY_SETTINGS)
     keys = ["func"] if "func" in properties else [key for key in properties if key in ("name", "id", "type")]
@@ -66,7 +72,7 @@ def _add_translated_keys(trainer: dict[str, Any], env: dict[str, Any]) -> None:
             kind = {"type": "boolean"} if key == "deterministic_actions" else {"type": "integer", "minimum": 1}
             properties[key] = kind | {"description": f"sets {new}{', in another unit' * (old in COUNT_KEYS)}"}
     properties["learning_env"] = env | {"description": "another name of env"}
-    description = "path of a file with the environment's id and settings; values under env replace its values"
+    description = "path of a file with the environment's id and settings; values under env override the file's values"
     properties["gym_config"] = {"type": "string", "description": description}
 
 
@@ -102,7 +108,7 @@ def json_schema() -> dict[str, Any]:
     configs = {k: {n: sections[m] | {"cfg": refs[m]} for n, m in by_name.items()} for k, by_name in parts.items()}
     for model, kind in choices.items():
         _add_branches(sections[model], kind, configs[kind])
-    _add_branches(schema["$defs"]["NetworkConfig"], "network", configs["network"])  # policies follow below
+    _add_branches(schema["$defs"]["NetworkConfig"], "network", configs["network"])  # policies are added below
     plain = {"$ref": refs[PolicyConfig]["$ref"] + "-plain"}  # for policies whose Config adds no keys
     if PolicyConfig in parts["policy"].values():
         schema["$defs"][plain["$ref"].rpartition("/")[2]] = dict(sections[PolicyConfig])

@@ -1,4 +1,4 @@
-"""Strict pydantic models for configs. An error has one line for each fault, and calls types by their JSON names."""
+"""Strict pydantic models for configs. An error has one line per fault, and uses the JSON names of types."""
 
 import re
 from collections import Counter
@@ -21,7 +21,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean
 
-_MESSAGES = {  # pydantic's error type -> our message, which calls types by their JSON names
+_MESSAGES = {  # messages that replace pydantic's own, by error type
     "missing": "missing",
     "model_type": "expected an object",
     "dict_type": "expected an object",
@@ -47,7 +47,7 @@ _MESSAGES = {  # pydantic's error type -> our message, which calls types by thei
 _KIND = "kind"  # error type for values that match no alternative of `by_kind`
 
 NUMBER, LIST, OBJECT = Tag("<number>"), Tag("<list>"), Tag("<object>")
-"""Tags for a key that accepts more than one JSON type, such as a number or a list; see `by_kind`."""
+"""Tags for a key that accepts several JSON types, such as a number or a list; see `by_kind`."""
 
 
 def format_value(value: Any) -> str:
@@ -86,7 +86,8 @@ def _kind_of(value: Any) -> str | None:
 def by_kind(expected: str) -> Discriminator:
     """Choose between the types of a key by the JSON type of the value: number, list or object.
 
-    An error then describes only the type that was chosen. Without this, pydantic would report an error for each type.
+    An error then describes only the chosen type. Without the discriminator, pydantic would report an error for each
+    type.
 
     >>> Numbers = Annotated[Annotated[float, NUMBER] | Annotated[list[float], LIST], by_kind("a number or a list")]
     >>> class Bounds(ConfigModel):
@@ -106,7 +107,7 @@ def format_key(key: Any) -> str:
 
 
 def term_text(section: str, name: str, func: str) -> str:
-    """Format the path and the function of a term or event in a config, for the start of an error message.
+    """Format the path and the function of a term or event for the start of an error message.
 
     >>> term_text("env.cfg.events", "of my own", "push")
     "env.cfg.events.'of my own' (push)"
@@ -115,7 +116,7 @@ def term_text(section: str, name: str, func: str) -> str:
 
 
 Loc = tuple[str | int, ...]  # path of a key in a config: names and list indices
-Fault = tuple[Loc, str]  # an error in a config: the path of the key, and the message
+Fault = tuple[Loc, str]  # a fault in a config: the path of the key, and a message
 
 
 def fault_at(path: Loc, message: str) -> InitErrorDetails:
@@ -126,7 +127,7 @@ def fault_at(path: Loc, message: str) -> InitErrorDetails:
 def faults_from_error(model: type[BaseModel], error: ValidationError) -> list[Fault]:
     """Convert pydantic's errors to faults.
 
-    Each message has the expected value, the actual value and the description of the key.
+    Each message contains the expected value, the actual value and the description of the key.
     """
     faults = []
     for fault in error.errors(include_url=False):
@@ -146,7 +147,7 @@ def faults_from_error(model: type[BaseModel], error: ValidationError) -> list[Fa
 
 
 def _hashable(value: Any) -> Any:
-    """Convert a value to a hashable one. Equal values give equal results."""
+    """Convert a value to a hashable value. Equal values give equal results."""
     match value:
         case BaseModel():
             return type(value), tuple(_hashable(value.__dict__.get(name)) for name in type(value).model_fields)
@@ -160,13 +161,13 @@ def _hashable(value: Any) -> Any:
 
 
 class ConfigModel(BaseModel):
-    """A section of the config: frozen, hashable and strict. If a key is unknown, the error suggests a similar one."""
+    """A section of the config: frozen, hashable and strict. If a key is unknown, the error suggests a similar key."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
     other_names: ClassVar[dict[str, str]] = {}
-    """Alternative name of a key -> the name of the field."""
+    """Map each alternative name of a key to the name of the field."""
     inert: ClassVar[dict[str, str]] = {}
-    """Key of EmbodiChain that ecrl ignores in this section -> the reason."""
+    """Map each EmbodiChain key that ecrl ignores in this section to the reason."""
 
     @model_validator(mode="wrap")
     @classmethod
@@ -220,7 +221,7 @@ Count = Annotated[int, Field(ge=1, lt=2**31)]
 
 
 class ObjectPairs(dict):
-    """A dict made from a JSON object. The attribute `repeated` lists the keys that the object has more than once."""
+    """Dict made from a JSON object. The attribute `repeated` lists the keys that occur more than once in the object."""
 
     def __init__(self, pairs: Iterable[tuple[Any, Any]]):
         pairs = list(pairs)
@@ -231,12 +232,12 @@ class ObjectPairs(dict):
 def repeated_keys(data: Any) -> list[Fault]:
     """List the duplicate keys of all objects in a config.
 
-    The function loops instead of calling itself, because a file may be nested deeper than Python's recursion limit.
+    The function uses a loop instead of recursion, because a file may be nested deeper than Python's recursion limit.
     """
     faults, rest, seen = [], [((), data)], set()
     while rest:
         path, part = rest.pop()
-        if not isinstance(part, dict | list) or id(part) in seen:  # a YAML alias may refer to the same part again
+        if not isinstance(part, dict | list) or id(part) in seen:  # a YAML alias may refer to the same object again
             continue
         seen.add(id(part))
         if isinstance(part, list):
@@ -272,13 +273,14 @@ def validate_section(
     earlier_faults: Iterable[Fault] = (),
     path_text: Callable[[Loc], str] = format_path,
 ) -> Section:
-    """Validate `data` with `model`. If there are faults, raise a ConfigError with one line for each.
+    """Validate `data` with `model`. If the data has faults, raise a ConfigError with one line per fault.
 
     Args:
         model: model of the section.
         data: data of the section, before validation.
         source: start of each line, such as the file's name.
-        earlier_faults: faults of earlier steps, reported too. Validation reports no second fault for their paths.
+        earlier_faults: faults of earlier steps, which are also reported. Validation adds no second fault for the same
+            path.
         path_text: function that formats a path for a message.
     """
     faults = list(earlier_faults)

@@ -1,4 +1,7 @@
-"""Presets: configs that ecrl ships. The preset `cartpole_ppo` is the file `configs/cartpole_ppo.json`."""
+"""Find presets, which are configs that ecrl ships.
+
+The preset `cartpole_ppo` is the file `configs/cartpole_ppo.json`.
+"""
 
 import re
 from difflib import get_close_matches
@@ -25,7 +28,7 @@ def preset_names() -> tuple[str, ...]:
 
 
 def find_config(source: str | Path) -> Path:
-    """Return the path of a config file, or of the preset with this name.
+    """Return the path of the config file `source`, or of the preset with this name.
 
     If the working directory has a file with the name of a preset, return that file.
 

@@ -1,1 +1,1 @@
-"""Learning curves of runs and of other libraries: reading, statistics and plots."""
+"""Read learning curves of runs and of other libraries, compute statistics over seeds, and plot the curves."""

@@ -1,8 +1,8 @@
-"""Read learning curves from run folders and from result files. A result file has the curves of another library.
+"""Read learning curves from run folders and from result files of other libraries.
 
-A result file has rows with `steps`, `seconds`, and `return` or `success` (a success rate). It is a CSV file with these
-columns, or a JSON file. The JSON file has a list of rows, or an object with the list as `curve`, a `name` and a `seed`.
-A CSV file may have a column `seed`. Then it has one curve for each seed.
+Each row of a result file has `steps`, `seconds`, and `return` or `success` (a success rate). The file is a CSV file
+with these columns, or a JSON file. The JSON file contains a list of rows, or an object with a `name`, a `seed` and the
+list of rows as `curve`. A CSV file with a column `seed` has one curve for each seed.
 """
 
 import csv
@@ -19,9 +19,9 @@ from ecrl.errors import UserError
 from ecrl.registry import did_you_mean
 
 DEFAULT_METRICS = ("eval/success_rate", "eval/avg_reward", "charts/episode_reward_avg_100")
-"""Default metrics. The first metric that all runs and result files have is plotted."""
+"""Metrics to plot by default. The first of these metrics that all runs and result files have is plotted."""
 _METRICS_BY_COLUMN = {"return": ("eval/avg_reward", "charts/episode_reward_avg_100"), "success": ("eval/success_rate",)}
-_IGNORED_KEYS = {"trainer": ("seed", "eval_seed", "exp_name", "wandb_project_name")}  # may differ between seeds
+_IGNORED_KEYS = {"trainer": ("seed", "eval_seed", "exp_name", "wandb_project_name")}  # seeds may differ in these keys
 _EXPECTED_FILES = "expected a run folder, or a .json or .csv file with results of another library"
 _EXPECTED_ROWS = "expected steps, seconds and return or success"
 
@@ -29,7 +29,7 @@ Row = dict[str, Any]
 
 
 class Source(NamedTuple):
-    """The rows of one run, or of one seed in a result file. Seeds of the same config or file have an equal `group`."""
+    """The rows of one run, or of one seed in a result file. Seeds of the same config or file share a `group`."""
 
     path: Path
     label: str
@@ -39,7 +39,10 @@ class Source(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """The curve of one metric of a source, as arrays `[n]`. `name` is the name of the source's folder or file."""
+    """One metric of a source as a curve, in arrays of shape `[n]`.
+
+    `name` is the name of the source's folder or file.
+    """
 
     name: str
     label: str
@@ -50,7 +53,7 @@ class Curve(NamedTuple):
 
 
 def canonical_json(data: Any) -> str:
-    """Return the JSON text of data without spaces and with sorted keys. Equal data has equal text.
+    """Return the JSON text of `data`, without spaces and with sorted keys. Equal data gives equal text.
 
     >>> canonical_json({"b": 1, "a": [1.0, None]})
     '{"a":[1.0,null],"b":1}'
@@ -71,7 +74,7 @@ def without_seeds_and_names(config: Row) -> Row:
 
 
 def read_sources(path: Path) -> list[Source]:
-    """Read the curve of a run folder, or the curves of a result file. Raise UserError for any other path."""
+    """Read the curve of a run folder or the curves of a result file. Raise UserError for any other path."""
     if path.is_dir():
         return [_read_run(path)]
     if not path.exists():
@@ -90,7 +93,7 @@ def _read_run(folder: Path) -> Source:
         raise UserError(f"{folder}: has no metrics.jsonl; expected a run folder, such as outputs/<exp_name>_<time>")
     rows = list(_read_metrics(folder / "metrics.jsonl"))
     if not rows:
-        raise UserError(f"{folder}: nothing is logged yet; train for longer, or leave this folder out")
+        raise UserError(f"{folder}: has no logs yet; train for longer, or leave out this folder")
     if not (folder / "config.json").exists():
         return Source(folder, folder.name, str(folder), None, rows)
     config = _read_json(folder / "config.json")
@@ -109,7 +112,7 @@ def _read_json(path: Path) -> Any:
 
 
 def _read_metrics(path: Path) -> Iterator[Row]:
-    """Yield the rows of a metrics file. Skip a last row without a newline, because a run may still be writing it."""
+    """Yield the rows of a metrics file. Skip an incomplete last row, because a run may still be writing it."""
     lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines[:-1], 1):
         try:
@@ -134,7 +137,7 @@ def _read_json_results(path: Path) -> list[Source]:
 
 def _read_csv_results(path: Path) -> list[Source]:
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:  # spreadsheets write a byte-order mark
+        with path.open(encoding="utf-8-sig", newline="") as file:  # some spreadsheets write a byte-order mark
             csv_rows = list(csv.DictReader(file))
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path}: not CSV: {error}") from None
@@ -153,7 +156,7 @@ def _seed(text: str | None, location: str) -> int | None:
 
 
 def _parse_row(row: Row, location: str) -> Row:
-    """Convert a row of a result file to numbers. Repeat return and success under the metric names that runs use."""
+    """Convert a row of a result file to floats. Add `return` and `success` under the metric names that runs use."""
     try:
         numbers = {name: float(value) for name, value in row.items() if name and value not in (None, "")}
     except (TypeError, ValueError) as error:
@@ -177,7 +180,7 @@ def metrics(source: Source) -> set[str]:
 
 
 def choose_metric(sources: Sequence[Source]) -> str:
-    """Return the first of `DEFAULT_METRICS` that all sources have. Raise UserError if there is none."""
+    """Return the first of `DEFAULT_METRICS` that all sources have. Raise UserError if they share no such metric."""
     shared = set.intersection(*map(metrics, sources))
     for name in DEFAULT_METRICS:
         if name in shared:
@@ -186,7 +189,7 @@ def choose_metric(sources: Sequence[Source]) -> str:
 
 
 def curve(source: Source, metric: str) -> Curve:
-    """Return the curve of a metric, from its first finite value on. Later null values become NaN.
+    """Return the curve of a metric, starting at its first finite value. Later null values become NaN.
 
     Raises: UserError if the source has no value of the metric, or if steps or seconds decrease from row to row.
     """

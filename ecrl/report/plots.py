@@ -1,9 +1,9 @@
-"""Plot learning curves over env steps and over minutes. One or two seeds are lines, and three or more seeds are a band.
+"""Plot learning curves over env steps and over minutes. Three or more seeds are drawn as a band, fewer as lines.
 
 Seeds of the same config, or of the same result file of another library, have the same colour. A band shows the
-interquartile mean and its 95 % bootstrap interval. It ends at the last step that all seeds have reached. With three
-seeds, the interval is their range. Over minutes, each point of a band is at the median time of the seeds. This module
-needs the extra `plot`.
+interquartile mean and its 95 % bootstrap interval. A band ends at the last step that all seeds have reached. With three
+seeds, the interval is the range of their values. In the plot over minutes, each point of a band is placed at the median
+time of the seeds. This module needs the extra `plot`.
 """
 
 import math
@@ -23,13 +23,13 @@ MIN_BAND_SEEDS = 3
 """Minimum number of seeds for a band. Fewer seeds are drawn as lines."""
 _SUFFIXES = (".png", ".svg")
 _RESAMPLES, _POINTS = 2000, 200
-_LONG_LABEL = 45  # number of characters; if a label is longer, the legend has one column instead of two
+_LONG_LABEL = 45  # if a label has more characters, the legend has one column instead of two
 _BAND = "three or more seeds: interquartile mean, 95 % bootstrap interval"
 _AXES = {"steps": "environment steps", "minutes": "minutes, including compilation"}
 
 
 class Band(NamedTuple):
-    """Interquartile mean over seeds and its bootstrap interval, as arrays `[n]` at the positions `x`."""
+    """Interquartile mean over seeds and its bootstrap interval at the positions `x`, in arrays of shape `[n]`."""
 
     x: np.ndarray
     middle: np.ndarray
@@ -40,7 +40,7 @@ class Band(NamedTuple):
 def band_positions(lines: Sequence[np.ndarray]) -> np.ndarray:
     """Return the x positions of a band, in the range that all lines cover.
 
-    The positions are the points of all lines, or an even grid of 200 positions if there are more points.
+    The positions are the points of all lines, or an even grid of 200 positions if the lines have more points.
 
     >>> band_positions([np.array([1.0, 2.0, 3.0]), np.array([1.0, 2.0])]).tolist()
     [1.0, 2.0]
@@ -52,7 +52,7 @@ def band_positions(lines: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def band(lines: Sequence[tuple[np.ndarray, np.ndarray]]) -> Band:
-    """Return the band of the lines `(x, y)` of the seeds, with linear interpolation. Equal lines give equal bands."""
+    """Interpolate the line `(x, y)` of each seed linearly, and return the band. Equal lines give equal bands."""
     positions = band_positions([x for x, _ in lines])
     values = np.stack([np.interp(positions, x, y) for x, y in lines])
     low, high = bootstrap_interval(values, np.random.default_rng(0), _RESAMPLES)
@@ -60,7 +60,7 @@ def band(lines: Sequence[tuple[np.ndarray, np.ndarray]]) -> Band:
 
 
 def group_curves(curves: Iterable[Curve]) -> list[list[Curve]]:
-    """Group the seeds of each config or result file, in the order of the curves."""
+    """Group the curves of each config or result file, and keep the order of the curves."""
     groups: dict[str, list[Curve]] = {}
     for one in curves:
         groups.setdefault(one.group, []).append(one)
@@ -68,7 +68,7 @@ def group_curves(curves: Iterable[Curve]) -> list[list[Curve]]:
 
 
 def legend_label(group: Sequence[Curve]) -> str:
-    """Return the label of a group for the legend. It has the number of seeds if there is more than one.
+    """Return the legend label of a group. If the group has several seeds, the label has their number.
 
     >>> one = Curve("", "ppo", "", np.array([]), np.array([]), np.array([]))
     >>> legend_label([one]), legend_label([one] * 2)
@@ -78,9 +78,9 @@ def legend_label(group: Sequence[Curve]) -> str:
 
 
 def draw_group(axes: Any, group: Sequence[Curve], by: str, color: str) -> None:
-    """Draw a group on matplotlib axes over `by`, which is "steps" or "minutes"."""
+    """Draw a group of curves on matplotlib axes over `by`, which is "steps" or "minutes"."""
     steps = [one.steps for one in group]
-    if len(group) < MIN_BAND_SEEDS or not len(band_positions(steps)):  # too few seeds, or no range that all cover
+    if len(group) < MIN_BAND_SEEDS or not len(band_positions(steps)):  # too few seeds, or no shared range
         for number, one in enumerate(group):
             marker = "." if len(one.steps) == 1 else None  # a line of a single point would be invisible
             label = None if number else legend_label(group)
@@ -130,7 +130,7 @@ def output_files(out: Path) -> list[Path]:
 
 
 def write(picture: Any, out: Path) -> list[Path]:
-    """Write a figure to the paths `output_files(out)`. Equal figures give files with equal bytes."""
+    """Write a figure to the paths `output_files(out)`. Equal figures give byte-identical files."""
     import matplotlib
 
     written = output_files(out)
@@ -145,19 +145,19 @@ def write(picture: Any, out: Path) -> list[Path]:
 
 
 def threshold_point(one: Curve, threshold: float) -> tuple[float, float] | None:
-    """Return the first env steps and minutes after which a curve never falls below the threshold, or None.
+    """Return the env steps and minutes where a curve's final stretch at or above the threshold begins, or None.
 
     >>> x = np.array([1.0, 2.0, 3.0, 4.0])
     >>> threshold_point(Curve("", "", "", 10 * x, x, np.array([0.5, 0.96, 0.9, 0.97])), 0.95)
     (40.0, 4.0)
     """
-    below = np.flatnonzero(~(one.values >= threshold))  # also counts NaN
+    below = np.flatnonzero(~(one.values >= threshold))  # NaN counts as below
     first = below[-1] + 1 if len(below) else 0
     return (float(one.steps[first]), float(one.minutes[first])) if first < len(one.values) else None
 
 
 def summary(groups: Iterable[Sequence[Curve]], threshold: float | None) -> list[str]:
-    """Return a line of text per curve: its last point, its first NaN, and from when it stays above the threshold."""
+    """Return a line per curve: its last point, its first NaN, and where it starts to stay above the threshold."""
     lines = []
     for one in (one for group in groups for one in group):
         line = f"{one.name}: {one.values[-1]:.4g} after {one.steps[-1]:,.0f} env steps, {one.minutes[-1]:.1f} minutes"
@@ -179,7 +179,7 @@ def _warn_of_duplicates(sources: Sequence[Source]) -> None:
 
 
 def _with_unique_labels(sources: Sequence[Source]) -> list[Source]:
-    """Make the labels of groups unique: append the name of the file or folder, or the whole path if names are equal."""
+    """Make the labels of groups unique. Append the file or folder name, or the whole path if these names are equal."""
     labelled = []
     for source in sources:
         first = {s.group: s.path for s in reversed(sources) if s.label == source.label}
@@ -196,7 +196,7 @@ def plot(
 
     Args:
         paths: run folders and result files (`ecrl.report.curves`).
-        out: path of the picture; see `output_files`.
+        out: path of the picture, as in `output_files`.
         metric: name of the metric in metrics.jsonl; the result of `ecrl.report.curves.choose_metric` if None.
         threshold: value at which to draw a horizontal line; no line if None.
 

@@ -1,6 +1,6 @@
 """Statistics over many seeds: the interquartile mean and its bootstrap interval.
 
-A single lucky or broken seed can change a mean strongly, and a median uses only the middle seeds. The interquartile
+A single lucky or failed seed can change a mean strongly, while a median uses only the middle seeds. The interquartile
 mean averages the middle half of the seeds. Source: Agarwal et al. 2021, arXiv:2108.13264.
 """
 
@@ -10,7 +10,7 @@ Values = np.ndarray
 
 
 def interquartile_mean(values: Values) -> Values:
-    """Return the mean over the first axis, without the smallest quarter and the largest quarter of the values.
+    """Return the mean over the first axis, without the smallest and the largest quarter of the values.
 
         k = n // 4;  iqm = mean(sort(values)[k : n - k])
 
@@ -29,15 +29,15 @@ def interquartile_mean(values: Values) -> Values:
 def bootstrap_interval(
     values: Values, rng: np.random.Generator, resamples: int, level: float = 0.95
 ) -> tuple[Values, Values]:
-    """Return the percentile bootstrap interval of the interquartile mean, from seeds resampled with replacement.
+    """Return the percentile bootstrap interval of the interquartile mean. Seeds are resampled with replacement.
 
     Args:
         values: `[n, ...]`, one value per seed; the same seeds are drawn at all positions of the other axes.
         rng: random generator.
         resamples: number of resamples, with n seeds each.
-        level: fraction of the resamples whose mean is in the interval.
+        level: fraction of the resamples with a mean in the interval.
 
-    Returns: the lower and the upper end of the interval, `[...]` each.
+    Returns: the lower and the upper end of the interval, each of shape `[...]`.
 
     >>> low, high = bootstrap_interval(np.array([1.0, 2.0, 3.0, 4.0]), np.random.default_rng(0), 1000)
     >>> float(low), float(high)

@@ -1,1 +1,1 @@
-"""Runs: training, run folders, checkpoints, resuming, logging, evaluation, videos and export."""
+"""Everything that a run needs: training, run folders, checkpoints, resuming, logs, evaluation, videos and export."""

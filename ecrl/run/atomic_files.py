@@ -1,6 +1,7 @@
-"""Write files and folders atomically. After a crash, a kill or a full disk, either the old or the new version exists.
+"""Write files and folders atomically.
 
-Files and their folders are synced to disk, so they also survive a power failure.
+A crash, a kill or a full disk leaves either the complete old version or the complete new version on disk. New files and
+their folders are synced to disk, so they also survive a power failure.
 """
 
 import errno
@@ -13,7 +14,7 @@ from pathlib import Path
 
 
 def _write_synced(path: Path, data: bytes | Path) -> None:
-    """Write bytes. For a file on disk, make a hard link to it, or a copy if the file system refuses links."""
+    """Write bytes to `path`, or make `path` a hard link to the file `data`. Copy the file if the link fails."""
     if isinstance(data, Path):
         with suppress(OSError):
             os.link(data, path)
@@ -36,7 +37,8 @@ def _sync_folder(path: Path) -> None:
 def append(path: Path, data: bytes) -> None:
     """Append all of `data` to a file, or raise OSError and append nothing.
 
-    Every call opens the file again, so later calls succeed when a full disk has room or a missing disk is mounted.
+    Each call opens the file again, so that appending works as soon as a full disk has room or a missing disk is
+    mounted.
     """
     with path.open("ab", buffering=0) as file:
         end = file.tell()
@@ -62,11 +64,11 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def write_folder(path: Path, files: Mapping[str, bytes | Path]) -> None:
-    """Replace the folder `path` by a folder with `files`, or raise OSError and keep the old folder.
+    """Replace the folder `path` by a new folder that contains `files`, or raise OSError and keep the old folder.
 
-    The content of a file is its bytes, or the path of a file on disk, to which the new file becomes a hard link.
+    `files` maps each filename to its content: bytes to write, or the path of an existing file to hard-link.
 
-    The old folder is renamed, the new folder gets its name, and then the old folder is removed. If the process is
+    The old folder is renamed, the new folder is moved to `path`, and then the old folder is removed. If the process is
     killed between the two renames, `complete_folder` still finds the old folder.
     """
     _finish_replacement(path)
@@ -101,13 +103,13 @@ def _old_path(path: Path) -> Path:
 
 
 def complete_folder(path: Path) -> Path:
-    """Return `path`, or the temporary name of the old folder if `write_folder` was killed between its renames."""
+    """Return `path`, or the old folder's temporary path if a kill interrupted `write_folder` between its renames."""
     old = _old_path(path)
     return old if old.exists() and not path.exists() else path
 
 
 def _finish_replacement(path: Path) -> None:
-    """Rename the old folder back to `path` after an interrupted write, or remove it if the new folder is complete."""
+    """Clean up after an interrupted write. Remove the old folder if `path` exists, else rename the folder back."""
     old = _old_path(path)
     if not old.exists():
         return
@@ -121,8 +123,8 @@ def _finish_replacement(path: Path) -> None:
 def lock_folder(folder: Path) -> Iterator[None]:
     """Lock a folder for this process. Raise BlockingIOError if another process holds the lock.
 
-    The lock ends with the process, even if it is killed. A process may lock the same folder twice. On a file system
-    without locks, other processes are not kept out.
+    The lock is released when the process ends, even by a kill. A process may lock the same folder twice. If the file
+    system does not support locks, the folder stays unlocked.
     """
     with (folder / ".lock").open("w") as file:
         try:
@@ -134,13 +136,16 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder. It is renamed first, so that a kill during the removal leaves no incomplete folder at `path`."""
+    """Remove a folder. Rename the folder first, so that a kill leaves no incomplete folder at `path`."""
     removed = path.with_name(f".{path.name}.gone")
     path.rename(removed)
     shutil.rmtree(removed, ignore_errors=True)
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove temporary folders that killed processes left in `folder`. No other process may write there meanwhile."""
+    """Remove temporary folders that killed processes left in `folder`.
+
+    No other process may write to `folder` during the removal.
+    """
     for leftover in [*folder.glob(".*.new.*"), *folder.glob(".*.gone")]:
         shutil.rmtree(leftover, ignore_errors=True)

@@ -1,12 +1,14 @@
-"""Checkpoints: folders with `state.safetensors`, `config.json`, other files, and `manifest.json` with checksums.
+"""Save and load checkpoints.
 
-A folder is written under a temporary name, synced to disk and then renamed, so it is never incomplete. Nothing is
+A checkpoint is a folder with `state.safetensors`, `config.json`, extra files, and `manifest.json` with the checksums.
+The folder is written under a temporary name, synced to disk and then renamed, so it is never incomplete. Nothing is
 pickled.
 
-Frozen parameters never change, so they are on disk once. They have their own file, named by its SHA-256. If a
-neighbouring checkpoint already has this file, the new checkpoint gets a hard link to it. So each checkpoint folder can
-be copied, moved or removed, and the file system frees the space when the last link is removed. Damage to the file
-damages it in all checkpoints. `read_files` then makes its content from the policy's `init_frozen`.
+Frozen parameters never change, so the disk holds them only once, in a file whose name contains the start of its
+SHA-256. If a neighbouring checkpoint already has this file, the new checkpoint gets a hard link to the file. Each
+checkpoint folder can therefore be copied, moved or removed. The file system frees the space when the last link is
+removed. Damage to the shared file affects all checkpoints that link to it. After such damage, `read_files` recreates
+the frozen parameters with the policy's `init_frozen`.
 """
 
 import hashlib
@@ -36,31 +38,31 @@ from ecrl.run.atomic_files import complete_folder, write_folder
 from ecrl.tracing_state import version_of
 
 FORMAT = 1
-"""Version of the format of checkpoints, stored in the manifest."""
+"""Version number of the checkpoint format, stored in the manifest."""
 
-_FROZEN = "frozen_"  # beginning of the name of the file with the frozen leaves
+_FROZEN = "frozen_"  # filename prefix of the frozen leaves
 _RESERVED_FILES = ("state.safetensors", "config.json", "manifest.json")
 
 
 @dataclass(frozen=True, eq=False)
 class FrozenLeaves:
-    """Leaves of kind frozen, by name. They are not copied before they are written, because they never change."""
+    """Frozen leaves of a state, by name. Frozen leaves never change, so a snapshot does not copy them."""
 
     leaves: dict[str, Tensor]
     versions: list[int]
 
     @cached_property
     def sha256(self) -> str:
-        """Checksum of the file."""
+        """Return the SHA-256 of the file, in hexadecimal."""
         return _sha256(self.data())
 
     @property
     def file(self) -> str:
-        """Name of the file."""
+        """Return the name of the file."""
         return f"{_FROZEN}{self.sha256[:16]}.safetensors"
 
     def data(self) -> bytes:
-        """Return the content of the file."""
+        """Return the leaves as the bytes of a safetensors file."""
         tensors, storages = {}, set()
         for name, leaf in self.leaves.items():
             x = leaf.detach().to("cpu").contiguous()
@@ -70,7 +72,7 @@ class FrozenLeaves:
         return tensors_to_bytes(tensors)
 
     def on_disk(self, folder: Path) -> Path | None:
-        """Return the same, undamaged file of another checkpoint in `folder` or in its `checkpoints`, or None."""
+        """Return the path of an undamaged copy of the file in a checkpoint under `folder`, or None."""
         for path in [*folder.glob(f"*/{self.file}"), *folder.glob(f"checkpoints/*/{self.file}")]:
             try:
                 with path.open("rb") as file:
@@ -82,7 +84,7 @@ class FrozenLeaves:
 
 
 def _frozen_leaves(leaves: dict[str, Tensor], previous: FrozenLeaves | None) -> FrozenLeaves | None:
-    """Return the leaves of kind frozen; `previous` if it has the same tensors, because it knows their checksum."""
+    """Return the frozen leaves; reuse `previous` if the tensors are the same, because it caches their checksum."""
     if not leaves:
         return None
     versions = [version_of(x) for x in leaves.values()]
@@ -93,11 +95,11 @@ def _frozen_leaves(leaves: dict[str, Tensor], previous: FrozenLeaves | None) -> 
 
 
 class Snapshot(NamedTuple):
-    """Contents of a checkpoint in host memory, so that training can continue during the write."""
+    """Contents of a checkpoint in host memory, so that training can continue while they are written."""
 
     tensors: dict[str, Tensor]
     cfg: Config
-    conditions: dict[str, Any]  # result of `conditions`, for the manifest
+    conditions: dict[str, Any]  # conditions that the manifest records
     logs: dict[str, float]
     files: dict[str, bytes]
     left_out: list[str]  # names of the buffers that are not in `tensors`
@@ -116,18 +118,18 @@ def snapshot(
 
     Args:
         run: run built from `cfg`.
-        state: state of the run, with or without its replay buffers; it may be overwritten after this call.
+        state: state of the run, with or without its replay buffers; the caller may overwrite the state after this call.
         cfg: config of the run.
-        logs: numbers for the manifest, such as the results of the evaluation that chose this state.
-        files: contents of extra files by name; the manifest has their checksums.
-        frozen: those of an earlier snapshot, to calculate their checksum only once.
+        logs: scalar logs to store in the manifest, such as the results of the evaluation that selected this state.
+        files: contents of extra files, by filename; the manifest records their checksums.
+        frozen: frozen leaves of an earlier snapshot; if the leaves are the same, their checksum is not computed again.
 
-    Raises: ValueError if a name in `files` is a path, is hidden or is the name of one of the checkpoint's own files;
-        UserError if a later iteration has overwritten a buffer of the state.
+    Raises: ValueError if a name in `files` is a path, is hidden or is reserved for a file of the checkpoint; UserError
+        if a later iteration has overwritten a buffer of the state.
     """
     for name in files or {}:
         if name in _RESERVED_FILES or name.startswith((".", _FROZEN)) or "/" in name:
-            raise ValueError(f"files: {name!r} is a path, hidden or reserved; choose another name")
+            raise ValueError(f"files: {name!r} is a path, a hidden name or a reserved name; choose another name")
     kinds = kinds_of(run)
     check_current(state, kinds)
     left_out = [name for name in buffer_names(kinds) if name not in state]
@@ -143,7 +145,7 @@ def snapshot(
 
 
 def conditions(run: Run, cfg: Config) -> dict[str, Any]:
-    """Return everything that affects the exact results of a run, besides its state and config."""
+    """Return the conditions, besides state and config, that affect the exact results of a run."""
     threads, device = torch.get_num_threads(), device_of(cfg).type
     return {"torch": str(torch.__version__), "threads": threads, "form": form_in_use(run), "device": device}
 
@@ -193,17 +195,17 @@ def save(
     logs: dict[str, float] | None = None,
     files: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Write `state` and `cfg` to the folder `path`. An older checkpoint there is replaced when the new one is on disk.
+    """Save `state` and `cfg` to the folder `path`. Replace an older checkpoint when the new checkpoint is on disk.
 
-    The folder is complete, and may be copied. Its file of frozen parameters may be a hard link to that of a checkpoint
-    beside it.
+    The folder is self-contained and may be copied. The folder's file of frozen parameters may be a hard link to the
+    same file in a neighbouring checkpoint.
 
     Args:
         path: checkpoint folder.
         state: state of a run.
         cfg: config of the run.
-        logs: numbers for the manifest, such as the results of the evaluation that chose this state.
-        files: contents of extra files by name; the manifest has their checksums.
+        logs: scalar logs to store in the manifest, such as the results of the evaluation that selected this state.
+        files: contents of extra files, by filename; the manifest records their checksums.
 
     Raises: CheckpointError if the checkpoint cannot be written, or if `path` exists and is not a checkpoint.
     """
@@ -233,7 +235,7 @@ def write(path: str | Path, saved: Snapshot) -> None:
 
 
 def _write_with_frozen(path: Path, files: dict[str, bytes], frozen: FrozenLeaves) -> None:
-    """Write a folder with the file of the frozen leaves, as a link if another checkpoint has the file."""
+    """Write a checkpoint folder. Hard-link the file of the frozen leaves if another checkpoint has the same file."""
     known = frozen.on_disk(path.parent)
     if known is not None:
         try:
@@ -245,12 +247,12 @@ def _write_with_frozen(path: Path, files: dict[str, bytes], frozen: FrozenLeaves
 
 
 def _may_be_replaced(path: Path) -> bool:
-    """Return True if a folder is empty or holds a checkpoint, even a damaged one."""
+    """Return True if a folder is empty or holds a checkpoint. The checkpoint may be damaged."""
     return any((path / name).exists() for name in ("manifest.json", "state.safetensors")) or not any(path.iterdir())
 
 
 def read_manifest(path: str | Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint folder. Raise CheckpointError if its checksum does not match."""
+    """Return the manifest of a checkpoint folder. Raise CheckpointError if the manifest's checksum does not match."""
     path = complete_folder(Path(path))
     if not _is_file(path / "manifest.json"):
         raise CheckpointError(f"{path}: not a checkpoint: it has no manifest.json")
@@ -262,9 +264,11 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}/manifest.json: damaged ({error})") from None
     if checksum != _sha256(_json(manifest)) or canonical != data:
-        raise CheckpointError(f"{path}/manifest.json: damaged: its checksum differs")
+        raise CheckpointError(f"{path}/manifest.json: damaged: its checksum does not match")
     if manifest["format"] != FORMAT:
-        raise CheckpointError(f"{path}: has format {manifest['format']}, this version of ecrl reads format {FORMAT}")
+        raise CheckpointError(
+            f"{path}: has format {manifest['format']}, but this version of ecrl reads format {FORMAT}"
+        )
     return manifest
 
 
@@ -278,15 +282,15 @@ def _read(path: Path) -> bytes:
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError as error:  # this user may not open the folder
+    except OSError as error:  # the user has no permission to open the folder
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def read_files(path: str | Path) -> dict[str, bytes]:
-    """Return the contents of a checkpoint's files by name.
+    """Return the content of each file of a checkpoint, by filename.
 
-    If the file of frozen parameters is missing or damaged, its content is made from the policy's `init_frozen`. This
-    works if `init_frozen` returns the saved parameters.
+    If the file of frozen parameters is missing or damaged, the policy's `init_frozen` recreates its content.
+    `init_frozen` must return the saved parameters.
 
     Raises: CheckpointError if another file is missing or damaged, or if `init_frozen` returns other parameters.
     """
@@ -294,30 +298,32 @@ def read_files(path: str | Path) -> dict[str, bytes]:
 
 
 def _read_files(path: str | Path) -> tuple[dict[str, bytes], list[str]]:
-    """Return the result of `read_files`, and a line for each file whose content was made from `init_frozen`."""
+    """Return the result of `read_files`, and a warning for each file that `init_frozen` recreated."""
     path, files, remade = complete_folder(Path(path)), {}, []
     checksums = read_manifest(path)["sha256"]
-    for name in sorted(checksums, key=lambda name: name.startswith(_FROZEN)):  # the frozen leaves need the config
+    # read the frozen leaves last, because recreating them needs the config
+    for name in sorted(checksums, key=lambda name: name.startswith(_FROZEN)):
         problem = None
         if not _is_file(path / name):
             problem = f"{path}/{name}: missing"
         else:
             files[name] = _read(path / name)
             if _sha256(files[name]) != checksums[name]:
-                problem = f"{path}/{name}: damaged: its checksum differs from the manifest's"
+                problem = f"{path}/{name}: damaged: its checksum differs from the checksum in the manifest"
         if problem is None:
             continue
         if not name.startswith(_FROZEN):
             raise CheckpointError(problem)
         files[name] = _remade_frozen(files["config.json"], checksums[name], problem)
-        remade.append(f"{problem}; the parameters that the policy's init_frozen returns are the same and are used")
+        remade.append(f"{problem}; the policy's init_frozen returns the same parameters, and these are used")
     return files, remade
 
 
 def _remade_frozen(config: bytes, checksum: str, problem: str) -> bytes:
-    """Return the content of a file of frozen leaves, made from the policy's `init_frozen`.
+    """Return the content of a file of frozen leaves, recreated with the policy's `init_frozen`.
 
-    Raises: CheckpointError that begins with `problem`, if the content has another checksum or cannot be made.
+    Raises: CheckpointError with a message that starts with `problem`, if the content has another checksum or cannot be
+        recreated.
     """
     try:
         cfg = config_from_dict(json.loads(config), "config.json")
@@ -331,7 +337,7 @@ def _remade_frozen(config: bytes, checksum: str, problem: str) -> bytes:
         reason = "returns other parameters"
         if made.leaves and made.sha256 == checksum:
             return made.data()
-    except Exception as error:  # any error of the policy's code
+    except Exception as error:  # the policy's code may raise any error
         reason = f"cannot replace it ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
     raise CheckpointError(
         f"{problem}, and the policy's init_frozen {reason}; copy a file with the SHA-256 {checksum} here, "
@@ -340,7 +346,7 @@ def _remade_frozen(config: bytes, checksum: str, problem: str) -> bytes:
 
 
 def _tensors(files: Mapping[str, bytes], path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a state by name. An older checkpoint has its frozen leaves in `state.safetensors`."""
+    """Return the tensors of a saved state, by name. Older checkpoints keep frozen leaves in `state.safetensors`."""
     tensors = {}
     for name in (name for name in files if name == "state.safetensors" or name.startswith(_FROZEN)):
         try:
@@ -351,19 +357,20 @@ def _tensors(files: Mapping[str, bytes], path: Path) -> dict[str, Tensor]:
 
 
 def _paths(structure: TensorDict) -> dict[str, tuple[str, ...]]:
-    """Return the path of each tensor in a state, by its name in the file: the keys joined by "/".
+    """Map the name of each tensor in the file to its path in the state. The name is the keys joined by "/".
 
-    The path cannot be computed from the name, because a key may also contain "/".
+    A path cannot be computed from a name, because a key may also contain "/".
     """
     pairs: Any = structure.items(True, True)  # a locked TensorDict caches the result of `keys` in a reference cycle
     return {"/".join(path): path for path in ((key,) if isinstance(key, str) else tuple(key) for key, _ in pairs)}
 
 
 def _upgrade(tensors: dict[str, Tensor], expected: TensorDict) -> dict[str, Tensor]:
-    """Convert the tensors of an older checkpoint to the names of this version.
+    """Rename the tensors of an older checkpoint to the names that this version uses.
 
-    Older checkpoints lack the hyperparameters of schedules and the number of iterations, so take them from `expected`.
-    They also have one optimiser state for all parameter groups: `opt/mu/critic/w` is now `opt/critic/mu/critic/w`.
+    Older checkpoints lack the hyperparameters of schedules and the number of iterations, so these are taken from
+    `expected`. Older checkpoints also have one optimiser state for all parameter groups: `opt/mu/critic/w` is now
+    `opt/critic/mu/critic/w`.
     """
     upgraded = dict(tensors)
     for name, place in _paths(expected).items():
@@ -380,9 +387,9 @@ def _upgrade(tensors: dict[str, Tensor], expected: TensorDict) -> dict[str, Tens
 
 
 def _fill_structure(structure: TensorDict, tensors: dict[str, Tensor], path: Path) -> TensorDict:
-    """Return a state like `structure` with the values of `tensors`.
+    """Return a copy of the state `structure` with the values of `tensors`.
 
-    Raises: CheckpointError if tensors are missing, unknown, or of another shape or dtype.
+    Raises: CheckpointError if tensors are missing or unknown, or have another shape or dtype.
     """
     places, tensors = _paths(structure), _upgrade(tensors, structure)
     unmatched = sorted(places.keys() ^ tensors.keys())
@@ -400,11 +407,11 @@ def _fill_structure(structure: TensorDict, tensors: dict[str, Tensor], path: Pat
 
 
 def load(path: str | Path, device: str | None = None) -> tuple[TensorDict, Config]:
-    """Return the state and config of a checkpoint folder. `device` replaces `trainer.device`.
+    """Return the state and config of a checkpoint folder. If given, `device` replaces `trainer.device`.
 
-    If the checkpoint has no replay buffers, such as `checkpoints/best`, the state has empty replay buffers. If the file
-    of frozen parameters is missing or damaged, and the policy's `init_frozen` returns the same parameters, these are
-    used with a warning.
+    If the checkpoint has no replay buffers, as in `checkpoints/best`, the returned state has empty replay buffers. If
+    the file of frozen parameters is missing or damaged, `load` calls the policy's `init_frozen`. If `init_frozen`
+    returns the saved parameters, `load` uses them and warns.
 
     Raises: CheckpointError if a file is missing or damaged, or if a tensor does not fit the config; ConfigError if the
         config is invalid.
@@ -413,7 +420,7 @@ def load(path: str | Path, device: str | None = None) -> tuple[TensorDict, Confi
 
 
 def load_run(path: str | Path, device: str | None = None) -> tuple[Run, TensorDict, Config]:
-    """Return the run that is built from a checkpoint's config, and the results of `load`."""
+    """Load a checkpoint, build the run that its config describes, and return the run, the state and the config."""
     path = complete_folder(Path(path))
     files, remade = _read_files(path)
     for line in remade:
@@ -446,9 +453,9 @@ def same_weights(path: str | Path, state: TensorDict) -> bool:
 
 
 def _environment_state(tensors: dict[str, Tensor]) -> TensorDict:
-    """Return the environment state in a checkpoint.
+    """Extract the environment state from the tensors of a checkpoint.
 
-    The state of Gymnasium environments is not in tensors, so it is lost. Token 0 marks it as lost.
+    Gymnasium environments keep their state outside of tensors, so their state is lost. Token 0 marks a lost state.
     """
     if "env/token" in tensors:
         tensors["env/token"] = torch.zeros_like(tensors["env/token"])
@@ -461,7 +468,7 @@ def _environment_state(tensors: dict[str, Tensor]) -> TensorDict:
 
 
 def step_checkpoints(run: str | Path) -> list[Path]:
-    """Return the checkpoint folders `step_<N>` of a run folder, oldest first. They may be damaged."""
+    """Return the checkpoint folders `step_<N>` of a run folder, oldest first, including damaged checkpoints."""
     folders = [p for p in (Path(run) / "checkpoints").glob("step_*") if p.name.removeprefix("step_").isdecimal()]
     return sorted(folders, key=lambda p: int(p.name.removeprefix("step_")))
 
@@ -469,8 +476,8 @@ def step_checkpoints(run: str | Path) -> list[Path]:
 def latest(run: str | Path) -> Path:
     """Return the newest undamaged checkpoint of a run folder, or the folder itself if it is a checkpoint.
 
-    The newest checkpoint is the one with the most env steps. All its checksums are verified. If it is damaged, a
-    UserWarning names the damaged file, and the next older checkpoint is tried.
+    The newest checkpoint has the most env steps. All checksums of the checkpoint are verified. If a checkpoint is
+    damaged, a UserWarning names the damaged file, and the next older checkpoint is tried.
     """
     run = Path(run)
     if _is_file(run / "manifest.json"):
@@ -485,6 +492,6 @@ def latest(run: str | Path) -> Path:
             faults.append(str(error))
             continue
         for fault in faults:
-            warnings.warn(f"{fault}; skipped, {path.name} is used instead", stacklevel=2)
+            warnings.warn(f"{fault}; using {path.name} instead", stacklevel=2)
         return path
     raise CheckpointError("\n".join(faults) + f"\n{run}: every checkpoint is damaged; start a new run")

@@ -1,8 +1,8 @@
-"""Consumers that save checkpoints during a run: one at regular intervals, and one for the best state.
+"""Save checkpoints during a run. One consumer saves at regular intervals, and another saves the best state.
 
-To save a state, it is copied to host memory, and a thread writes the copy while training continues. Each save waits for
-the previous write, so memory holds only one copy. If a write fails, ecrl warns once, and the next save tries again. At
-its end, a run waits for the last write. If the last write fails, the run fails.
+A consumer copies the state to host memory, and a thread writes the copy while training continues. Each save waits for
+the previous write, so that memory holds only one copy. If a write fails, ecrl warns once, and the next save tries
+again. A run waits for the last write before it ends. If the last write fails, the run fails.
 """
 
 import math
@@ -32,10 +32,10 @@ _OVERWRITTEN = "the state after {} env steps is not saved: a write to its {} was
 
 
 class Saver(NamedTuple):
-    """Functions for consumers that save checkpoints.
+    """Functions that a consumer calls to save checkpoints.
 
-    `save(path, run, state, cfg, logs, files)` starts to write a checkpoint. `report()` warns if the last write has
-    failed. `retry()` also warns, and then repeats the failed write.
+    `save(path, run, state, cfg, logs, files)` starts writing a checkpoint. `report()` warns if the last write has
+    failed. `retry()` calls `report()`, and then repeats a failed write.
     """
 
     save: Callable[..., None]
@@ -44,7 +44,7 @@ class Saver(NamedTuple):
 
 
 def _write_and_prune(path: Path, saved: Snapshot, keep: int | None, remove_guarded: Callable[..., bool]) -> None:
-    """Write a checkpoint. Then remove older ones, so that `keep` checkpoints remain; remove none if `keep` is None."""
+    """Write a checkpoint; then remove the oldest checkpoints until `keep` remain. If `keep` is None, remove none."""
     write(path, saved)
     step = int(saved.tensors["sample_step"])
     up_to_step = [p for p in step_checkpoints(path.parents[1]) if int(p.name.removeprefix("step_")) <= step]
@@ -54,11 +54,11 @@ def _write_and_prune(path: Path, saved: Snapshot, keep: int | None, remove_guard
 
 @contextmanager
 def _open_saver(keep: int | None = None) -> Iterator[Saver]:
-    """Yield a Saver. Wait for its last write at the end, and raise CheckpointError if that write failed."""
+    """Yield a Saver. At the end of the block, wait for the last write, and raise CheckpointError if it failed."""
     guarded, remove_guarded = tolerate_errors("checkpoints", CheckpointError), tolerate_errors("older checkpoints")
-    last: list[tuple[Path, Snapshot]] = []  # the last checkpoint, until its write has succeeded
+    last: list[tuple[Path, Snapshot]] = []  # the last checkpoint, until it is written
     in_progress: list[Future] = []
-    frozen: list[Any] = [None]  # of the last snapshot
+    frozen: list[Any] = [None]  # frozen leaves of the last snapshot
 
     def wait() -> None:
         if in_progress and guarded(in_progress.pop().result):
@@ -92,7 +92,7 @@ def _open_saver(keep: int | None = None) -> Iterator[Saver]:
     with ThreadPoolExecutor(1, "ecrl-save") as thread:
         try:
             yield Saver(save, report, retry)
-        except Exception:  # the error of the run is raised, not an error of saving
+        except Exception:  # raise the run's own error, not an error from saving
             guarded(end)
             raise
         except BaseException:
@@ -107,17 +107,17 @@ def with_checkpoints(
     """Save the state under `run_dir` every `trainer.save_freq` env steps, and at the end of the run.
 
     Only the newest `trainer.keep_checkpoints` checkpoints remain. If a signal or an error ends the run, the state of
-    the last train record is saved too. If a later iteration has overwritten a buffer of this state, the newest state
+    the last train record is also saved. If a later iteration has overwritten a buffer of that state, the newest state
     is saved instead.
 
     Args:
         records: records to pass on.
         cfg: config of the run.
         run_dir: run folder.
-        run: run built from `cfg`; built here if None.
+        run: run built from `cfg`; if None, the function builds the run.
 
-    Raises: CheckpointError if the last checkpoint could not be written. It is raised at the end, when all files are
-        closed.
+    Raises: CheckpointError if the last checkpoint could not be written. The error is raised at the end, after all files
+        are closed.
     """
     last, newest, saved, freq = None, None, None, cfg.trainer.save_freq
     run = build(cfg) if run is None else run
@@ -156,33 +156,36 @@ def with_checkpoints(
 
 
 def _best_value(path: Path, name: str) -> float | None:
-    """Return metric `name` of the best checkpoint, or None if there is none. If it is damaged, warn and return None."""
+    """Return the metric `name` of the best checkpoint, or None if the checkpoint does not exist.
+
+    If the checkpoint is damaged, warn and return None.
+    """
     if not complete_folder(path).exists():
         return None
     try:
         read_files(path)
         return read_manifest(path)["logs"].get(name)
     except CheckpointError as error:
-        warnings.warn(f"{error}; the search for the best checkpoint starts again", stacklevel=2)
+        warnings.warn(f"{error}; the search for the best checkpoint restarts", stacklevel=2)
         return None
 
 
 def with_best_checkpoint(
     records: Iterator[LogData], cfg: Config, run_dir: str | Path, run: Run | None = None
 ) -> Iterator[LogData]:
-    """Save the state to `checkpoints/best` under `run_dir` when `trainer.best_eval_metric` is better than ever before.
+    """Save the state to `checkpoints/best` under `run_dir` whenever `trainer.best_eval_metric` reaches a new best.
 
-    The checkpoint has no replay buffer. The best value so far is read from the manifest of the existing checkpoint, so
-    a resumed run continues with it. A missing, NaN or infinite metric is never the best.
+    The checkpoint has no replay buffer. A resumed run reads the best value so far from the manifest of the existing
+    checkpoint. A metric that is missing, NaN or infinite is never the best.
 
     Args:
         records: records to pass on.
         cfg: config of the run.
         run_dir: run folder.
-        run: run built from `cfg`; built here if None.
+        run: run built from `cfg`; if None, the function builds the run.
 
-    Raises: CheckpointError if the best checkpoint could not be written. It is raised at the end, when all files are
-        closed.
+    Raises: CheckpointError if the best checkpoint could not be written. The error is raised at the end, after all files
+        are closed.
     """
     name, sign = cfg.trainer.best_eval_metric, 1.0 if cfg.trainer.best_eval_mode == "max" else -1.0
     path, run = Path(run_dir) / "checkpoints" / "best", build(cfg) if run is None else run

@@ -1,4 +1,4 @@
-"""Crash folders: save the state before an iteration that produced NaN or infinity, and replay the iteration."""
+"""Write crash folders with the state before an iteration that produced NaN or infinity, and replay the iteration."""
 
 import json
 import platform
@@ -21,7 +21,7 @@ REPORT = "report.json"
 
 
 def _replay_conditions(run: Run, cfg: Config) -> dict[str, Any]:
-    """Return everything that affects the exact results of an iteration, besides its state and config."""
+    """Return the conditions, besides state and config, that affect the exact results of an iteration."""
     return {**conditions(run, cfg), "machine": platform.machine(), "ranks": world_size()}
 
 
@@ -33,7 +33,7 @@ def _replay_command(folder: Path, ranks: int, cfg: Config) -> str:
 
 
 def with_crash(records: Iterator[LogData], run: Run, cfg: Config, run_dir: str | Path) -> Iterator[LogData]:
-    """If the finite guard stops a run, write a report and the state before the iteration to `crash/` under `run_dir`.
+    """Write a report and the state before the iteration to `crash/` under `run_dir` if the finite guard stops a run.
 
     Raises: NotFiniteError with the run's message and the command that repeats the iteration.
     """
@@ -63,8 +63,11 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def _compare_findings(report: dict[str, Any], error: NotFiniteError | None) -> Iterator[str]:
-    """Yield lines that compare a repeated iteration with the report of the crash. `error` is its error, if any."""
-    mode, earlier = report["form"], ", ".join(report["met"])  # mode: compiled, eager or partly eager
+    """Yield lines that compare a repeated iteration with the crash report.
+
+    `error` is the repetition's error, or None.
+    """
+    mode, earlier = report["form"], ", ".join(report["met"])  # `mode` is compiled, eager or partly eager
     if error is None:
         yield f"{mode}: everything is finite this time; the run had NaN or infinity in {earlier}"
         return
@@ -78,10 +81,11 @@ def _compare_findings(report: dict[str, Any], error: NotFiniteError | None) -> I
 
 
 def replay(folder: str | Path) -> Iterator[str]:
-    """Repeat the iteration of a crash folder, and yield lines of text about it.
+    """Repeat the iteration of a crash folder, and yield lines that describe the result.
 
-    The iteration first runs as in the run, compiled or eager. If it has NaN or infinity again, it is repeated eagerly,
-    step by step, to find the first such number. To repeat an iteration of several ranks, start as many ranks.
+    The iteration first runs in the mode of its run, compiled or eager. If NaN or infinity appears again, the iteration
+    is repeated eagerly, step by step, to find the first such value. To repeat an iteration of several ranks, start the
+    same number of ranks.
 
     Raises: UserError if the folder is not a crash folder; CheckpointError if it is damaged.
     """
@@ -94,7 +98,7 @@ def replay(folder: str | Path) -> Iterator[str]:
     if not run.env.is_pure:
         yield f"environments of {cfg.env.name} keep data outside of the state, so their steps cannot be repeated"
     elif report["ranks"] != world_size():
-        problem = f"the iteration had {report['ranks']} ranks, this command has {world_size()}"
+        problem = f"the iteration had {report['ranks']} ranks, but this command has {world_size()}"
         yield f"{problem}; repeat the iteration with: {_replay_command(folder, report['ranks'], cfg)}"
     else:
         yield from _compare_findings(report, _error_of_iteration(run, load_own_shard(run, state, folder), cfg))

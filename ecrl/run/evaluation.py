@@ -1,7 +1,7 @@
 """Evaluate a policy with deterministic actions over an exact number of episodes.
 
-Every environment contributes the same number of episodes. If the episodes that end first were counted, short episodes
-would be counted too often. Evaluations have their own seed, so they do not change the training.
+Every environment contributes the same number of episodes. Counting the episodes that end first would give short
+episodes too much weight. Evaluations have their own seed, so they do not affect the training.
 """
 
 import math
@@ -33,14 +33,14 @@ from ecrl.run.video_writer import filming, view, with_film
 from ecrl.spaces import Box
 from ecrl.types import LogData
 
-_CHUNK = 128  # steps until the host checks again if all episodes have ended; each check copies data to the host
-_MAX_STEPS = 1_000_000  # an episode with more steps is an error
+_CHUNK = 128  # steps between two checks for the end of all episodes; each check copies data to the host
+_MAX_STEPS = 1_000_000  # a longer episode raises an error
 _GYMNASIUM = "gymnasium:"
 _ALWAYS_LOGGED = ("eval/avg_reward", "eval/std_reward", "eval/avg_length")
 
 
 def eval_envs(num_episodes: int, at_most: int) -> int:
-    """Return the largest number of environments, up to `at_most`, that divides `num_episodes`.
+    """Return the number of environments to evaluate in: the largest divisor of `num_episodes` up to `at_most`.
 
     >>> eval_envs(100, 16), eval_envs(5, 4)
     (10, 1)
@@ -60,8 +60,8 @@ def _eval_step(
 ) -> tuple[tuple[TensorDict, TensorDict], tuple[Tensor, Any]]:
     """Take one step in every environment.
 
-    Returns: `((carry, environment state), (rows, view))`. `rows` `[rows, N]` has a row for the reward, done and
-        counts (1 if the step counts), and a row for each outcome. `view` shows the environments before the step.
+    Returns: `((carry, environment state), (rows, view))`. `rows`, of shape `[K, N]`, stacks the reward, `done`,
+        `counts` (env steps that count) and each outcome. `view` shows the environments before the step.
     """
     carry, env_state = carry_and_env
     before = view(env_state, filmed) if filmed else ()
@@ -88,10 +88,10 @@ def _eval_steps(
     key: Tensor,
     first: Tensor,
 ) -> tuple[tuple[TensorDict, TensorDict], tuple[Tensor, Any]]:
-    """Take `length` steps from step `first`.
+    """Take `length` steps in every environment, starting at step `first`.
 
-    Returns: `((carry, environment state), (rows, views))` as in `_eval_step`, with rows `[length, rows, N]` and views
-        `[length, filmed]`.
+    Returns: `((carry, environment state), (rows, views))` as in `_eval_step`, where `rows` has shape `[length, K, N]`
+        and `views` has shape `[length, filmed]`.
     """
     index, times = torch.arange(num_envs, device=key.device), torch.arange(length, device=key.device).unsqueeze(1)
     noise = env.draw(rng.stream(key, rng.ENV, index, first + times))
@@ -99,7 +99,7 @@ def _eval_steps(
 
 
 def _outcomes(env_state: TensorDict) -> dict[str, Tensor]:
-    """Return the success flags and scalar metrics that the environments report, `[N]` each, by log name."""
+    """Return the environments' success flags and scalar metrics, each of shape `[N]`, by log name."""
     info = env_state.get("info", TensorDict({}, []))
     success = {"eval/success_rate": info["success"]} if "success" in info else {}
     # sorted, because the order of the metrics may differ between steps
@@ -108,13 +108,13 @@ def _outcomes(env_state: TensorDict) -> dict[str, Tensor]:
 
 
 def _first_episodes(steps: Iterator[list[tuple]], num_envs: int, quota: int) -> list[tuple[float, ...]]:
-    """Return (return, length, *outcomes) of the first `quota` episodes of every environment."""
+    """Return a tuple (return, length, *outcomes) for each of the first `quota` episodes of every environment."""
     running, episodes = [(0.0, 0)] * num_envs, [[] for _ in range(num_envs)]
     for row in steps:
         for i, (reward, done, counts, *outcomes) in enumerate(row):
             running[i] = (running[i][0] + reward, running[i][1] + int(counts))
             if running[i][1] > _MAX_STEPS and len(episodes[i]) < quota:
-                problem = f"env {i} ended {len(episodes[i])} of {quota} episodes, the next did not end"
+                problem = f"env {i} finished {len(episodes[i])} of {quota} episodes, but the next did not end"
                 raise UserError(f"{problem} in {_MAX_STEPS} steps; give the environment a time limit")
             if done:
                 episodes[i].append((*running[i], *outcomes))
@@ -131,7 +131,7 @@ def _summary(episodes: list[tuple[float, ...]], names: list[str]) -> dict[str, f
         "eval/std_reward": returns.std(correction=0).item(),
         "eval/avg_length": lengths.mean().item(),
     }
-    # an episode that does not report an outcome has NaN
+    # NaN marks an episode that does not report the outcome
     means = {name: values.nanmean().item() for name, values in zip(names, outcomes, strict=True)}
     return logs | {name: mean for name, mean in means.items() if not math.isnan(mean)}
 
@@ -154,13 +154,13 @@ def evaluate(
         cfg: config of the run.
         num_episodes: number of episodes; `trainer.num_eval_episodes` if None.
         env: `"gymnasium:<id>"` for an environment of Gymnasium; the run's environment if None.
-        videos: folder for videos of the cameras under `trainer.events.eval`; no videos if None. Videos do not change
-            the results.
+        videos: folder for the videos of the cameras under `trainer.events.eval`; if None, no videos are recorded.
+            Recording does not change the results.
 
     Returns: mean (`eval/avg_reward`) and standard deviation (`eval/std_reward`) of the return, mean length
         (`eval/avg_length`), `eval/success_rate` and `eval/metrics/<name>`. The success rate and the metrics are means
-        over the episodes whose last step reports them.
-        A NaN or infinite reward makes the mean return NaN or infinite. The finite guard only checks training.
+        over the episodes whose last step reports them. If a reward is NaN or infinite, the mean return is NaN or
+        infinite, because the finite guard checks only training.
     Raises: ConfigError if `env` is unknown or if its spaces differ from the run's spaces; UserError if an episode does
         not end.
     """
@@ -195,14 +195,17 @@ def _evaluate_run(
 
 
 def _with_env(run: Run, cfg: Config, name: str) -> Run:
-    """Return the run with another environment. Raise ConfigError if its spaces differ from the run's spaces."""
+    """Return a copy of the run with another environment. Raise ConfigError if the spaces differ."""
     env = make_env(name)
     check_spaces(run.env, env, name)
     return run._replace(env=with_training_wrappers(env, cfg, None))
 
 
 def check_spaces(trained: Env, env: Env, name: str) -> None:
-    """Raise ConfigError if the spaces of `env` differ from the spaces of `trained`. `name` describes `env` in it."""
+    """Raise ConfigError if the spaces of `env` differ from the spaces of `trained`.
+
+    `name` describes `env` in the message.
+    """
     for field in ("observation_space", "action_space"):
         own, other = getattr(trained, field), getattr(env, field)
         are_boxes = isinstance(own, Box) and isinstance(other, Box)
@@ -214,17 +217,17 @@ def check_spaces(trained: Env, env: Env, name: str) -> None:
 def eval_steps(
     run: Run, state: TensorDict, cfg: Config, num_envs: int, names: list[str], filmed: int = 0
 ) -> Generator[tuple[list[tuple], TensorDict | None], None, None]:
-    """Step the environments until the caller stops. Environments reset when their episodes end.
+    """Step the environments until the caller closes the generator. An environment resets when its episode ends.
 
-    Each step yields a list of tuples (reward, done, counts, *outcomes), one per environment, and the view before the
-    step. `counts` is 0 for steps that do not count.
+    Each step yields a list and the view before the step. The list has a tuple (reward, done, counts, *outcomes) for
+    each environment. `counts` is the number of env steps that count, and is 0 if the step is masked.
 
     Args:
         run: run with the environment of evaluations.
         state: state of a run; only `params`, `norm`, `frozen_params` and the device of `key` are read.
         cfg: config of the run.
         num_envs: number of environments.
-        names: list to fill with the names of the outcomes.
+        names: list to which the function adds the names of the outcomes.
         filmed: number of environments in the view (`ecrl.run.video_writer.view`); if 0, the view is None.
     """
     env, act = run.env, run.policy.act
@@ -232,7 +235,7 @@ def eval_steps(
     index = torch.arange(num_envs, device=key.device)
     env_state = env.reset(rng.stream(key, rng.START, index, 0))
     names += _outcomes(env_state)
-    sizes = (num_envs, _CHUNK if env.is_pure else 1, filmed)  # a check costs less than a step on the host
+    sizes = (num_envs, _CHUNK if env.is_pure else 1, filmed)  # on the host, a check costs less than a step
     if env.is_pure:
         steps = run.jit(_eval_steps, act, env, run.scan, *sizes)
     else:
@@ -254,7 +257,7 @@ def eval_steps(
 def check_evaluation(run: Run, cfg: Config) -> None:
     """Raise ConfigError if an evaluation event cannot work, or if `trainer.best_eval_metric` is never logged.
 
-    A run calls this before it begins.
+    A run calls this function before it starts.
 
     Args:
         run: run with the environment of evaluations.
@@ -277,16 +280,18 @@ def with_evaluation(
     first: LogData | None = None,
     run: Run | None = None,
 ) -> Iterator[LogData]:
-    """Evaluate every `trainer.eval_freq` env steps. An `evaluate` record follows the train record that it evaluates.
+    """Evaluate every `trainer.eval_freq` env steps. An `evaluate` record follows the train record of the same state.
 
-    If a signal stops the run when an evaluation is due, the resumed run evaluates.
+    If a signal stops the run when an evaluation is due, the resumed run performs the evaluation.
 
     Args:
         records: records to pass on.
         cfg: config of the run.
-        videos: folder for videos of the cameras under `trainer.events.eval`; no videos if None. Videos are rendered
-            while training continues. An evaluation waits until the videos of the previous one are complete.
-        first: record of an interrupted run whose evaluation is pending (`ecrl.run.resume.pending_evaluation`).
+        videos: folder for the videos of the cameras under `trainer.events.eval`; if None, no videos are recorded.
+            Videos are rendered while training continues. An evaluation waits until the videos of the previous
+            evaluation are complete.
+        first: train record of an interrupted run whose evaluation is still pending
+            (`ecrl.run.resume.pending_evaluation`).
         run: run with the environment of evaluations; built from `cfg` if None.
     """
     run = with_eval_events(build(cfg), cfg) if run is None else run

@@ -1,8 +1,8 @@
-"""Export a trained policy to files that run without ecrl: `policy.pt2` (torch.export), `policy.onnx`, `policy.json`.
+"""Export a trained policy to files that do not need ecrl: `policy.pt2` (torch.export), `policy.onnx`, `policy.json`.
 
-The exported function maps raw observations to the actions that the environment receives in an evaluation. It is
-deterministic, includes the statistics of the observation normaliser, and clips Box actions to their space. The first
-dimension of every input is the batch size, which can be any number. The memory of a recurrent policy is both an input
+The exported function maps raw observations to the actions that the environment receives in an evaluation. The function
+is deterministic, includes the statistics of the observation normaliser, and clips Box actions to the action space. The
+first axis of every input is the batch axis, which can have any size. The memory of a recurrent policy is both an input
 and an output.
 """
 
@@ -33,11 +33,11 @@ from ecrl.pytree import paths as tree_paths
 from ecrl.spaces import Box, Dict, Space, is_image
 
 _FORMAT, _OPSET = 1, 18
-_ROWS = 3  # rows of the example batch; torch.export would treat 0 or 1 rows as a constant
+_ROWS = 3  # size of the example batch; torch.export would treat a size of 0 or 1 as a constant
 
 
 def _leaves(space: Space, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Space]:
-    """Return the space of each part of an observation, by path. An observation without parts has the path `()`."""
+    """Map the path of each leaf of an observation to its space. An observation that is one tensor has the path `()`."""
     if not isinstance(space, Dict):
         return {path: space}
     inner = (_leaves(part, (*path, name)) for name, part in space.items)
@@ -45,7 +45,7 @@ def _leaves(space: Space, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], S
 
 
 def _input_name(path: tuple[str, ...]) -> str:
-    """Return the name of the input for the part at `path`. It is a valid name of a keyword argument.
+    """Return the input name of the leaf at `path`. The name can be used as a keyword argument.
 
     >>> _input_name(()), _input_name(("arm", "joints")), _input_name(("0",))
     ('obs', 'arm_joints', 'obs_0')
@@ -57,7 +57,7 @@ def _input_name(path: tuple[str, ...]) -> str:
 class _ActingModule(nn.Module):
     """Module that calls `act(params, inputs)` with named inputs.
 
-    torch.export treats `params` as constants and saves only the ones that `act` uses.
+    torch.export treats `params` as constants, and saves only the parameters that `act` uses.
     """
 
     def __init__(self, act: Callable[[TensorDict, dict[str, Tensor]], Any], params: TensorDict, names: list[str]):
@@ -73,19 +73,19 @@ class _ActingModule(nn.Module):
 
 
 def _observation(inputs: dict[str, Tensor], paths: dict[str, tuple]) -> Any:
-    """Assemble an observation from the named inputs of its parts."""
+    """Assemble an observation from its named inputs."""
     if paths == {"obs": ()}:
         return inputs["obs"]
-    # with batch dimensions, the TensorDict would fix the batch size of the example
+    # with batch dimensions, the TensorDict would fix the example's batch size
     return TensorDict({path: inputs[name] for name, path in paths.items()}, [])
 
 
 def _acting_module(
     state: TensorDict, cfg: Config, env: Env, paths: dict[str, tuple]
 ) -> tuple[_ActingModule, dict[str, Tensor]]:
-    """Return a module that acts in float32 on the CPU, and example inputs for the policy's memory, by name.
+    """Return a module that computes actions in float32 on the CPU, and example inputs for the policy's memory.
 
-    The module clips actions to their space if `policy.clip_actions` is set. If the policy has memory, the module
+    The module clips actions to the action space if `policy.clip_actions` is set. If the policy has memory, the module
     returns the action and the new memory.
     """
     policy = make_policy(cfg.policy.model_copy(update={"bf16": False}), env.observation_space, env.action_space)
@@ -109,15 +109,15 @@ def _acting_module(
 
 
 def _reset_memory(carry: Tensor, first: Tensor, is_first: Tensor) -> Tensor:
-    """Replace rows of `carry` by the initial memory `first` `[1, ...]` if an episode begins (`is_first`)."""
+    """Reset `carry` to the initial memory `first`, of shape `[1, ...]`, for each episode that begins (`is_first`)."""
     return torch.where(is_first.reshape(-1, *[1] * (carry.ndim - 1)), first, carry)
 
 
 def _describe(name: str, tensor: Tensor, space: Space | None = None) -> dict[str, Any]:
     """Describe an input or output for policy.json.
 
-    JSON has no infinity, so an infinite bound becomes null. If all pixels of an image have the same bound, it becomes
-    one number.
+    JSON has no infinity, so an infinite bound becomes null. A bound that all pixels of an image share is written as one
+    number.
     """
     about = {"name": name, "dtype": str(tensor.dtype).split(".")[1], "shape": ["batch", *tensor.shape[1:]]}
     if space is None:
@@ -133,7 +133,7 @@ def _describe(name: str, tensor: Tensor, space: Space | None = None) -> dict[str
 
 @contextmanager
 def _export_errors(cfg: Config, file: str) -> Iterator[None]:
-    """Convert any error in the block to a UserError of one line, because a user's module may raise any error."""
+    """Convert any error in the block to a one-line UserError, because a user's module may raise any error."""
     try:
         yield
     except Exception as error:
@@ -166,7 +166,7 @@ def _program(module: _ActingModule, example: dict[str, Tensor]) -> ExportedProgr
     shapes = {name: {0: Dim("batch")} for name in example}
     with torch.no_grad():
         program = torch.export.export(module, (), example, dynamic_shapes=shapes)
-    program.graph.eliminate_dead_code()  # for outputs of `act` that are not exported
+    program.graph.eliminate_dead_code()  # remove outputs of `act` that are not exported
     program.graph_module.recompile()
     return program
 
@@ -187,28 +187,29 @@ def _write_onnx(
 
 
 def export(state: TensorDict, cfg: Config, folder: str | Path) -> list[Path]:
-    """Write the deterministic policy of a run, with its observation normaliser, to files that run without ecrl.
+    """Write the deterministic policy of a run, with its observation normaliser, to files that do not need ecrl.
 
-    The input is named "obs". For a Dict observation, each part has an input. For example, the part `joints` of `arm` is
-    the input "arm_joints". The output is named "action". `torch.export.load("policy.pt2").module()(obs=obs)` returns
-    the actions for a batch of observations `[N, ...]`. `policy.onnx` has the same inputs and outputs. `policy.json` has
-    their names, dtypes, shapes and spaces. Integers count from 0, as in `ecrl.spaces.from_gymnasium`.
+    The input is named "obs". If the observation is a Dict, each leaf of it is an input. For example, the leaf `joints`
+    of `arm` is the input "arm_joints". The output is named "action".
+    `torch.export.load("policy.pt2").module()(obs=obs)` returns the actions for a batch of observations `[N, ...]`.
+    `policy.onnx` has the same inputs and outputs. `policy.json` lists the name, dtype, shape and space of each input
+    and output. Discrete observations and actions start at 0, as in `ecrl.spaces.from_gymnasium`.
 
-    A recurrent policy also has an input and an output for each part of its memory, such as "carry_h" and
-    "next_carry_h". Pass the output of one step as the input of the next. The input "is_first" `[N]` must be True at the
-    first step of an episode. The memory inputs of that step are ignored.
+    A recurrent policy also has an input and an output for each tensor of its memory, such as "carry_h" and
+    "next_carry_h". Pass the memory outputs of one step as the memory inputs of the next step. The input "is_first", of
+    shape `[N]`, must be True at the first step of an episode. At the first step, the policy ignores the memory inputs.
 
-    A policy with `bf16` is exported in float32, the dtype of its weights. Its actions differ from the run's bfloat16
-    actions by rounding.
+    A policy with `bf16` is exported in float32, the dtype of its weights. The exported policy's actions differ from the
+    run's bfloat16 actions by rounding.
 
     Args:
         state: state of a run; `params`, `norm` and the last observation are read.
         cfg: config of the run.
-        folder: output folder. It is created if missing, and existing files are replaced.
+        folder: output folder, which is created if missing. Existing files are replaced.
 
     Returns: paths of the written files.
-    Raises: UserError if torch.export or torch.onnx cannot trace the policy, or if the extra `export` is missing. In the
-        second case, policy.pt2 and policy.json are already written.
+    Raises: UserError if torch.export or torch.onnx cannot trace the policy, or if the extra `export` is missing. If the
+        extra is missing, policy.pt2 and policy.json are still written.
     """
     env, folder = make_env(cfg.env), Path(folder)
     spaces = _leaves(env.observation_space)

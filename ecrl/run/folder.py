@@ -1,4 +1,4 @@
-"""Run folders: create a folder, claim it for one run, and lock it for one process."""
+"""Create run folders, claim a run folder for one run, and lock a run folder for one process."""
 
 import os
 import time
@@ -22,7 +22,7 @@ def _create(folder: Path, exist_ok: bool) -> None:
 
 
 def claim(folder: Path, new: bool) -> None:
-    """Create a run folder.
+    """Create a run folder if it is missing, and claim it for a run.
 
     Raises: ConfigError if the folder cannot be written, or if `new` is True and the folder already holds a run.
     """
@@ -39,7 +39,7 @@ def claim(folder: Path, new: bool) -> None:
 
 
 def replace_rows(metrics: Path, rows: Iterable[bytes]) -> None:
-    """Replace all rows of the file `metrics`. Raise ConfigError if the file cannot be written."""
+    """Replace all rows of the metrics file. Raise ConfigError if the file cannot be written."""
     try:
         replace_file(metrics, b"".join(rows))
     except OSError as error:
@@ -48,7 +48,7 @@ def replace_rows(metrics: Path, rows: Iterable[bytes]) -> None:
 
 @contextmanager
 def lock_run_folder(folder: Path | None) -> Iterator[None]:
-    """Lock a run folder, so that no other process trains in it. Only rank 0 locks it, because only rank 0 writes."""
+    """Keep other processes from training in a run folder. Only rank 0 takes the lock, because only rank 0 writes."""
     with ExitStack() as stack:
         try:
             if folder is not None and rank() == 0 and folder.is_dir():
@@ -68,7 +68,7 @@ def claimed_before(folder: Path | None) -> bool:
 
 
 def new_run_dir(cfg: Config) -> Path:
-    """Create `outputs/<exp_name>_<YYYYmmdd_HHMMSS>`. If this folder exists, append a number to the name."""
+    """Create `outputs/<exp_name>_<YYYYmmdd_HHMMSS>`. If that folder exists, append a number to the name."""
     stem, number = f"outputs/{cfg.trainer.exp_name}_{time.strftime('%Y%m%d_%H%M%S')}", 1
     while True:
         folder = Path(stem if number == 1 else f"{stem}_{number}")

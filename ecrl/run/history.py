@@ -1,4 +1,4 @@
-"""The logs of a run in memory, for use in a notebook: as rows of numbers, as a DataFrame or as a plot."""
+"""Keep the logs of a run in memory. A notebook can show the logs as rows, as a DataFrame or as a plot."""
 
 import math
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ from ecrl.types import LogData
 
 
 class History(Sequence):
-    """The logs of a run. There is a row for each iteration: a dict with its logs and its env steps, `sample_step`."""
+    """Sequence of the logs of a run. Each iteration has a dict with its logs and its env step count `sample_step`."""
 
     def __init__(self) -> None:
         self._rows: list[dict[str, float]] = []
 
     def add(self, record: LogData) -> None:
-        """Add the logs of a record to the row of the same `sample_step`."""
+        """Add the logs of a record to the row with the same `sample_step`."""
         if not self._rows or self._rows[-1]["sample_step"] != record["sample_step"]:
             self._rows.append({"sample_step": record["sample_step"]})
         self._rows[-1].update(scalars(record))
@@ -38,13 +38,13 @@ class History(Sequence):
         return f"History of {len(self):,} iterations, the last {self._rows[-1]}"
 
     def to_pandas(self) -> Any:
-        """Return the rows as a DataFrame with the index `sample_step`; needs the extra `plot`."""
+        """Return the rows as a DataFrame with the index `sample_step`; this requires the extra `plot`."""
         with extra("plot"):
             import pandas
         return pandas.DataFrame(self._rows, columns=None if self._rows else ["sample_step"]).set_index("sample_step")
 
     def plot(self, name: str = "episode_reward_avg_100") -> Any:
-        """Plot the log `name` against env steps, and return the matplotlib axes; needs the extra `plot`.
+        """Plot the log `name` against env steps, and return the matplotlib axes; this requires the extra `plot`.
 
         Raises: UserError if no row has this log, or if the log has no finite value yet.
         """

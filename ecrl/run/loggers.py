@@ -1,12 +1,12 @@
 """Consumers of training records: generators that take an iterator of records and pass every record on.
 
-The training loop copies no logs to the host; consumers do. `with_host_logs` copies the logs of a record once, for all
-consumers that are stacked on it. You can use any consumer without the others:
+The training loop does not copy logs to the host; the consumers do. `with_host_logs` copies the logs of a record once,
+for all consumers that are stacked on it. Each consumer also works alone:
 
     for record in with_jsonl(train_iter(state, cfg), "metrics.jsonl"): ...
 
 A consumer closes its files when the records end, when its caller stops early, and after an error. `ending` closes the
-iterator that the consumer reads from. A full disk does not end a run: the consumer warns and tries again.
+iterator that the consumer reads from. If the disk is full, the run continues: the consumer warns and tries again.
 """
 
 import json
@@ -37,7 +37,7 @@ _GROUP = {"collect": "charts", "train": "train", "evaluate": "eval"}
 def ending(records: Iterable[Any]) -> Iterator[None]:
     """Close the generator `records` at the end of the block, so that its errors are raised even after an early stop.
 
-    If garbage collection closed the generator, Python would only print its errors.
+    If garbage collection closed the generator, Python would only print the generator's errors.
 
     >>> def saving():
     ...     try:
@@ -59,7 +59,7 @@ def ending(records: Iterable[Any]) -> Iterator[None]:
 
 
 def scalars(record: LogData) -> dict[str, float]:
-    """Return the logs of a record as Python numbers, with one copy to the host."""
+    """Return the logs of a record as Python floats. All logs reach the host in one copy."""
     names, tensors = list(record["logs"]), list(record["logs"].values())
     if not tensors:
         return {}
@@ -78,11 +78,13 @@ def scalar_name(log_type: str, name: str) -> str:
 
 
 def with_scalars(records: Iterator[LogData], start: int = 0) -> Iterator[tuple[LogData, dict[str, float]]]:
-    """Yield each record with its numbers by `scalar_name`. Train records also get `charts/SPS`, the steps per second.
+    """Yield each record with its logs as a dict from `scalar_name` to float.
+
+    Train records also get `charts/SPS`, the number of env steps per second.
 
     Args:
         records: records to pass on.
-        start: env steps before the first record. They do not count for the steps per second.
+        start: env steps before the first record, which `charts/SPS` does not count.
     """
     start_time = time.perf_counter()
     with ending(records):
@@ -94,7 +96,7 @@ def with_scalars(records: Iterator[LogData], start: int = 0) -> Iterator[tuple[L
 
 
 def with_host_logs(records: Iterator[LogData]) -> Iterator[LogData]:
-    """Move the logs of each record to the host with one copy, so that reading them again costs nothing."""
+    """Move the logs of each record to the host in one copy, so that reading the logs later needs no copy."""
     with ending(records):
         for record in records:
             logs = {name: torch.tensor(value, dtype=torch.float64) for name, value in scalars(record).items()}
@@ -102,14 +104,14 @@ def with_host_logs(records: Iterator[LogData]) -> Iterator[LogData]:
 
 
 _MAX_PENDING_ROWS = 1000
-"""Maximum number of rows that wait while a disk is full or unavailable. Older rows are lost."""
+"""Maximum number of rows to hold back while a disk is full or unavailable. Older rows are dropped."""
 
 
 def tolerate_errors(label: str, *kinds: type[Exception]) -> Callable[..., bool]:
     """Return a function `guarded(fn, *args)` that calls `fn` and returns True, or False after an OSError.
 
     A full disk, for example, does not end the run, because the run is worth more than its logs. `guarded` warns when
-    its calls begin to fail, and when they succeed again.
+    its calls start to fail and when they succeed again.
 
     Args:
         label: start of each warning, such as the name of the file.
@@ -149,7 +151,8 @@ def tolerate_errors(label: str, *kinds: type[Exception]) -> Callable[..., bool]:
 def make_appender(path: Path) -> Callable[[bytes], None]:
     """Return a function that appends one row to a file, completely or not at all.
 
-    If a write fails, the run continues, and the next call tries again. Up to 1,000 rows wait, and older rows are lost.
+    If a write fails, the run continues, and the next call tries again. Up to 1,000 rows are held back for that call,
+    and older rows are dropped.
     """
     guarded, pending = tolerate_errors(str(path)), deque(maxlen=_MAX_PENDING_ROWS)
 
@@ -162,7 +165,7 @@ def make_appender(path: Path) -> Callable[[bytes], None]:
 
 
 def _last_seconds(path: Path) -> float:
-    """Return `seconds` of the last complete row of a metrics file, or 0 if there is none."""
+    """Return `seconds` of the last complete row of a metrics file, or 0 if the file has no such row."""
     if not path.is_file():
         return 0.0
     try:
@@ -172,9 +175,10 @@ def _last_seconds(path: Path) -> float:
 
 
 def with_jsonl(records: Iterator[LogData], path: str | Path, start: int = 0) -> Iterator[LogData]:
-    """Append one row per record to a file: JSON with log_type, sample_step, seconds since the start, and all logs.
+    """Append a JSON row to a file for each record: log_type, sample_step, seconds since the start, and all logs.
 
-    NaN and infinity become null. If the file already has rows, as in a resumed run, seconds continue from the last row.
+    NaN and infinity become null. If the file already has rows, as in a resumed run, `seconds` continues from the last
+    row.
 
     Args:
         records: records to pass on.
@@ -193,7 +197,10 @@ def with_jsonl(records: Iterator[LogData], path: str | Path, start: int = 0) -> 
 
 
 def _format_logs(logs: dict[str, float]) -> str:
-    """Format logs for the progress line. Return and length are NaN until the first episode has ended, so omit them."""
+    """Format logs for the progress line.
+
+    Omit the return and length while they are NaN, before the first episode ends.
+    """
     labels = {
         "episode_reward_avg_100": "return",
         "episode_length_avg_100": "length",
@@ -214,7 +221,7 @@ def _format_logs(logs: dict[str, float]) -> str:
 
 @dataclass
 class _Speed:
-    """Training speed as text: steps per second without compile time, and "compiling" or "starting" before any step."""
+    """Training speed as text: steps per second without compile time, or "compiling" or "starting" before any step."""
 
     step: int
     compilations: Sequence[Compilation] = ()
@@ -239,14 +246,14 @@ class _Speed:
 
 
 _CELL_WIDTH = 90
-"""Number of characters per line that fit below a Jupyter cell if the file browser is open."""
+"""Number of characters in a line that fits below a Jupyter cell while the file browser is open."""
 
 
 @contextmanager
 def _in_cell(layout: Any) -> Iterator[None]:
     """Show a rich renderable below a Jupyter cell, and refresh it in place four times a second.
 
-    rich would use a widget, which is not saved with the notebook.
+    rich's own display is a widget, which is not saved with the notebook.
     """
     from IPython.display import display
 
@@ -271,12 +278,13 @@ def with_progress(
 ) -> Iterator[LogData]:
     """Show live steps/s, time, return and losses in a terminal or Jupyter. Elsewhere, print ten lines during the run.
 
-    While the run compiles, the line shows "compiling". Later it shows the compile time, which steps/s do not include.
+    While the run compiles, the progress line shows "compiling". After compilation, the line shows the compile time,
+    which steps/s does not include.
 
     Args:
         records: records to pass on.
-        start: env steps before the first record; actions, if these may take several env steps.
-        end: env steps, or actions, of the whole run.
+        start: number of env steps before the first record, or of actions if an action may take several env steps.
+        end: number of env steps in the whole run, or of actions if an action may take several env steps.
         compilations: compilations of the run's `jit`; the list grows during the run.
     """
     from rich.console import Console

@@ -1,8 +1,9 @@
 """Profile a run: measure the time of each phase, such as the environment or the update, and trace a few iterations.
 
-A phase has a path, such as loop/collect/env. Its time includes the phases inside it. A compiled run usually compiles
-policy and environment together, but a profiled run compiles them separately. Both are then slower, and the results
-differ by rounding from a run without a profile. If the run is eager, a profile does not change the results.
+Each phase has a path, such as loop/collect/env. The time of a phase includes the phases inside it. A compiled run
+usually compiles the policy and the environment together, but a profiled run compiles them separately. Separate
+compilation makes the policy and the environment slower, and changes the results by rounding. Profiling does not change
+the results of an eager run.
 """
 
 import json
@@ -24,18 +25,18 @@ from ecrl.kernels import scan
 from ecrl.run.loggers import ending, tolerate_errors
 from ecrl.types import LogData
 
-_WAIT, _WARM_UP, _TRACED = 1, 1, 2  # numbers of iterations: one to compile, one to warm up the tracer, two to trace
+_WAIT, _WARM_UP, _TRACED = 1, 1, 2  # iterations to compile, to warm up the tracer, and to trace
 _OTHER = "other"
 
 
 @dataclass
 class Times:
-    """Times of a run.
+    """Time that each phase of a run took.
 
     Attributes:
-        seconds: for each phase, the seconds of every call.
-        inside: the current phase.
-        nested: seconds that the current record has spent in the consumers inside the current one.
+        seconds: duration of every call of each phase, in seconds, by the path of the phase.
+        inside: path of the current phase.
+        nested: seconds that the current record has spent in inner consumers.
     """
 
     seconds: dict[tuple[str, ...], list[float]] = field(default_factory=dict)
@@ -45,7 +46,7 @@ class Times:
 
 def _now() -> float:
     if torch.cuda.is_initialized():
-        torch.cuda.synchronize()  # so that work on the GPU counts in the phase that started it
+        torch.cuda.synchronize()  # wait, so that GPU work counts in the phase that started it
     return time.perf_counter()
 
 
@@ -81,7 +82,7 @@ def timed(times: Times, name: str, fn: Callable[..., Any]) -> Callable[..., Any]
 
 
 def timed_records(times: Times, name: str, records: Iterator[LogData]) -> Iterator[LogData]:
-    """Time how long each record takes, as the phase `name`. The time of `timed_records` below is not included."""
+    """Measure how long each record takes, as the phase `name`. Exclude the time of inner `timed_records`."""
     with ending(records):
         iterator = iter(records)
         while True:
@@ -99,9 +100,9 @@ def timed_records(times: Times, name: str, records: Iterator[LogData]) -> Iterat
 
 
 def with_timers(times: Times, run: Run) -> Run:
-    """Return the run with timers around collect, update, environment, policy and every function that `jit` binds.
+    """Return a run that times collect, update, the environment, the policy and every function that `jit` binds.
 
-    Rollouts use a plain loop over the functions of policy and environment. `jit` binds each function separately.
+    Rollouts call the functions of the policy and the environment in a plain loop. `jit` binds each function separately.
     """
 
     def jit(fn: Callable[..., Any], *static: Any) -> Callable[..., Any]:
@@ -138,7 +139,7 @@ def with_timers(times: Times, run: Run) -> Run:
 
 
 def report(times: Times) -> list[dict[str, Any]]:
-    """Return a row per phase, followed by rows for the phases inside it and a row `other` for the rest of its time.
+    """Return a row per phase, each followed by rows for its inner phases and a row `other` for the remaining time.
 
     `first_seconds` is the time of the first call, which may include compilation. `later_ms` is the mean time of the
     later calls in milliseconds, or None if there is only one call.
@@ -175,18 +176,20 @@ def table(rows: list[dict[str, Any]], total: float) -> str:
 
 
 def with_profile(records: Iterator[LogData], times: Times, run_dir: str | Path) -> Iterator[LogData]:
-    """Trace iterations 3 and 4 of a run. When the run ends, write the times of all phases. Rank 0 also prints them.
+    """Trace iterations 3 and 4 of a run. When the run ends, write the time of each phase. Rank 0 also prints the times.
 
-    The files in `profile/` of the run folder are `rank_<r>.json`, with the rows of `report`, and
-    `trace_rank_<r>.json`. Open the second one in chrome://tracing or Perfetto. It has the names of the phases.
+    Each rank writes two files to `profile/` in the run folder: `rank_<r>.json`, with the rows of `report`, and
+    `trace_rank_<r>.json`. You can open the trace in chrome://tracing or Perfetto. The trace contains the names of the
+    phases.
 
         times = Times()
         records = timed_records(times, "loop", train_iter(state, cfg, partial(with_timers, times)))
         for record in with_profile(records, times, "outputs/mine"): ...
 
     Args:
-        records: records to pass on. They should come from the outermost consumer, so that all consumers are timed.
-        times: times that the timers of the loop and of the other consumers record.
+        records: records to pass on. The records should come from the outermost consumer, so that all consumers are
+            timed.
+        times: times to which the timers of the loop and of the other consumers write.
         run_dir: run folder.
     """
     folder = Path(run_dir) / "profile"

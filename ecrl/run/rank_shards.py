@@ -1,7 +1,7 @@
 """Rank shards: files in a checkpoint, each with the environments and replay buffers of one rank other than rank 0.
 
-Weights, statistics and counters are equal on all ranks, so rank 0 can save them for all. Before rank 0 saves a
-state, the other ranks send their shards to it. The shard of rank i becomes the file `rank_<i>.safetensors`.
+Weights, statistics and counters are equal on all ranks, so only rank 0 saves them. Before rank 0 saves a state, the
+other ranks send their shards to rank 0. The shard of rank i becomes the file `rank_<i>.safetensors`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -34,7 +34,10 @@ def _per_rank_tensors(state: TensorDict, kinds: Kinds) -> dict[str, Tensor]:
 
 
 def _gather_shards(state: TensorDict, kinds: Kinds) -> dict[str, bytes]:
-    """Return the other ranks' shards by file name on rank 0, and nothing elsewhere. All ranks must call this."""
+    """Gather the other ranks' shards on rank 0, by filename.
+
+    Return an empty dict on the other ranks. All ranks must call this function.
+    """
     own = {name: x.detach().cpu().contiguous() for name, x in _per_rank_tensors(state, kinds).items()}
     parts = gather_on_rank_0(bytes_of_tensors(own))
     return {f"rank_{i}.safetensors": part for i, part in enumerate(parts) if i > 0}
@@ -65,7 +68,7 @@ def has_all_shards(record: LogData) -> bool:
 
 
 def with_shards(records: Iterator[LogData], run: Run, cfg: Config) -> Iterator[LogData]:
-    """Add the other ranks' shards to rank 0's records whose states may be saved. All ranks must use this consumer.
+    """Add the other ranks' shards to each record on rank 0 whose state may be saved. All ranks must use this consumer.
 
     If a signal asks any rank to stop, the records end on all ranks after the same iteration.
     """
@@ -82,10 +85,10 @@ def with_shards(records: Iterator[LogData], run: Run, cfg: Config) -> Iterator[L
 
 
 def with_shards_at_crash(records: Iterator[LogData], run: Run) -> Iterator[LogData]:
-    """If the finite guard stops a run, add the shards of the other ranks to its error.
+    """Add the other ranks' shards to the error that the finite guard raises.
 
-    If the environments keep data outside of the state, the error stays unchanged. In this case the iteration cannot be
-    repeated, and some ranks may not raise the error.
+    If the environments keep data outside of the state, leave the error unchanged. An iteration of such environments
+    cannot be repeated, and some ranks may not raise the error.
     """
     try:
         yield from records
@@ -97,13 +100,13 @@ def with_shards_at_crash(records: Iterator[LogData], run: Run) -> Iterator[LogDa
 
 
 def load_own_shard(run: Run, state: TensorDict, path: Path) -> TensorDict:
-    """Return the state of a checkpoint with the environments and replay buffers of this rank.
+    """Return a checkpoint's state with the environments and replay buffers from this rank's shard.
 
     Raises: CheckpointError if a different number of ranks saved the checkpoint, or if the shard does not fit the state.
     """
     saved = 1 + len(list(path.glob("rank_*.safetensors")))
     if saved != world_size():
-        problem = f"{path}: was saved by {saved} ranks, this run has {world_size()}"
+        problem = f"{path}: was saved by {saved} ranks, but this run has {world_size()}"
         raise CheckpointError(f"{problem}; resume with {saved} ranks, or start a new run")
     if rank() == 0:
         return state

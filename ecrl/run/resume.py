@@ -40,19 +40,20 @@ def resume(
     overrides: Mapping[str, Any] | None = None,
     force: bool = False,
 ) -> tuple[TensorDict, Config]:
-    """Return the newest state of a run and its config, for `train(state, cfg, run_dir)`.
+    """Return the newest state and the config of a run, as arguments for `train(state, cfg, run_dir)`.
 
-    The resumed run has exactly the same numbers as an uninterrupted one. This holds for the same device, torch version,
-    number of threads and execution (compiled or eager). If one of them has changed, a warning names it. Rows
-    that were logged after the checkpoint are removed from `metrics.jsonl`. If the newest checkpoint is damaged, ecrl
-    warns and uses the previous one. A run without a checkpoint starts from the beginning.
+    A resumed run has exactly the same results as an uninterrupted run under the same conditions. The conditions are the
+    device, the torch version, the number of threads, and compiled or eager execution. A warning names each condition
+    that has changed. Rows that were logged after the checkpoint are removed from `metrics.jsonl`. If the newest
+    checkpoint is damaged, ecrl warns and uses the previous checkpoint. A run without a checkpoint starts from the
+    beginning.
 
     Args:
         run_dir: run folder.
         config: file with a changed config; the run's own config if None.
-        overrides: values by dotted key. They replace values of the config.
-        force: continue even if the config differs from the run's. The hyperparameters of the new config then replace
-            the hyperparameters in the state.
+        overrides: values by dotted key, which replace values of the config.
+        force: continue even if the config differs from the run's own config. The hyperparameters of the new config then
+            replace the hyperparameters in the state.
 
     Raises: ConfigError with a line for each key that differs, unless `force` is set; CheckpointError if the folder is
         not a run, or if all its checkpoints are damaged.
@@ -66,7 +67,7 @@ def resume_run(
     overrides: Mapping[str, Any] | None = None,
     force: bool = False,
 ) -> tuple[Run, TensorDict, Config]:
-    """Return the run that is built from the config, and the results of `resume`."""
+    """Resume a run as `resume` does. Return the run, the state and the config."""
     if (Path(run_dir) / "manifest.json").exists():
         raise ConfigError(f"{run_dir}: is a checkpoint; to resume, pass the folder of its run")
     path = latest(run_dir) if step_checkpoints(run_dir) or not (Path(run_dir) / "config.json").exists() else None
@@ -78,7 +79,9 @@ def resume_run(
     changes = diff(own, cfg)
     if changes and not force:
         lines = "\n".join(f"  {line}" for line in changes)
-        raise ConfigError(f"{run_dir}: the config differs from the run's; to resume with it, add --force:\n{lines}")
+        raise ConfigError(
+            f"{run_dir}: the config differs from the run's own config; to resume with it, add --force:\n{lines}"
+        )
     if path is None:
         if rank() == 0:
             drop_rows_after(Path(run_dir), 0)
@@ -93,7 +96,9 @@ def resume_run(
     if rank() == 0:
         _warn_of_other_conditions(path, run, cfg)
         if left_out := buffers_left_out(path):
-            warnings.warn(f"{path}: has no {', '.join(left_out)}, so the run continues with an empty one", stacklevel=3)
+            warnings.warn(
+                f"{path}: has no {', '.join(left_out)}, so the run continues with an empty buffer", stacklevel=3
+            )
         drop_rows_after(Path(run_dir), int(state["sample_step"]))
     return run, state, cfg
 
@@ -108,8 +113,9 @@ def _has_device(cfg: Config) -> bool:
 def continues_run(run_dir: str | Path, state: TensorDict, cfg: Config) -> bool:
     """Return True if a state belongs to the run in a folder.
 
-    If the folder has a checkpoint with the same env steps, its weights must equal the state's weights. Otherwise the
-    configs must be equal. A state before the first step belongs only to a run that has not logged or saved anything.
+    If the folder has a checkpoint with the same number of env steps, the checkpoint and the state must have equal
+    weights. Otherwise, the configs must be equal. An initial state belongs only to a run that has not logged or saved
+    anything.
     """
     folder, step, metrics = Path(run_dir), int(state["sample_step"]), Path(run_dir) / "metrics.jsonl"
     if step == 0 and (step_checkpoints(folder) or (metrics.is_file() and metrics.stat().st_size)):
@@ -124,10 +130,10 @@ def continues_run(run_dir: str | Path, state: TensorDict, cfg: Config) -> bool:
 
 
 def _apply_changes(state: TensorDict, own: tuple[Run, Config], changed: tuple[Run, Config]) -> TensorDict:
-    """Return the state with the hyperparameters of a changed config, and with its learning rates and key if changed.
+    """Return the state with the hyperparameters, learning rates and seed of a changed config.
 
-    A learning rate is a field of the state if an adaptive schedule changes it. The name of the field ends in
-    `learning_rate`.
+    Learning rates and the random key are replaced only if the config changes them. If an adaptive schedule changes a
+    learning rate, the state has a field for the rate, with a name that ends in `learning_rate`.
 
     Args:
         state: state of the run.
@@ -136,23 +142,23 @@ def _apply_changes(state: TensorDict, own: tuple[Run, Config], changed: tuple[Ru
     """
     before, after = (expected_state(run, cfg, state) for run, cfg in (own, changed))
     rates = [str(name) for name in state.keys() if str(name).endswith("learning_rate")]  # noqa: SIM118
-    rates = [name for name in rates if name in before and name in after]  # `check_state` refuses other differences
+    rates = [name for name in rates if name in before and name in after]  # `check_state` rejects other differences
     names = ["hyper", *(name for name in rates if not torch.equal(before[name], after[name]))]
     if own[1].trainer.seed != changed[1].trainer.seed:
         names.append("key")
-    return replaced(state, after.select(*names)).lock_()  # whole fields: another schedule has other numbers
+    return replaced(state, after.select(*names)).lock_()  # replace whole fields, as schedules have different keys
 
 
 def _warn_of_other_conditions(path: Path, run: Run, cfg: Config) -> None:
     if other := changed_conditions(read_manifest(path), conditions(run, cfg)):
         warnings.warn(
-            f"{path}: the resumed run may differ by rounding from an uninterrupted one: {'; '.join(other)}",
+            f"{path}: the resumed run may differ by rounding from an uninterrupted run: {'; '.join(other)}",
             stacklevel=3,
         )
 
 
 def _step_of(row: bytes) -> float:
-    """Return the env steps of a row of `metrics.jsonl`, or infinity if the row is incomplete because of a kill."""
+    """Return the number of env steps in a row of `metrics.jsonl`, or infinity if a kill has truncated the row."""
     try:
         return json.loads(row)["sample_step"] if row.endswith(b"\n") else math.inf
     except (ValueError, KeyError, TypeError):
@@ -160,7 +166,7 @@ def _step_of(row: bytes) -> float:
 
 
 def drop_rows_after(run_dir: Path, step: int) -> None:
-    """Remove rows after `step` env steps from `metrics.jsonl`, because these iterations will run again."""
+    """Remove rows with more than `step` env steps from `metrics.jsonl`, because these iterations will run again."""
     metrics = run_dir / "metrics.jsonl"
     if not metrics.exists():
         return
@@ -171,11 +177,11 @@ def drop_rows_after(run_dir: Path, step: int) -> None:
 
 
 def pending_evaluation(state: TensorDict, cfg: Config, run_dir: str | Path) -> LogData | None:
-    """Return the train record of `state` if the run stopped before the evaluation of `state` was complete, else None.
+    """Return the train record of `state` if the run stopped before it had evaluated `state`, else None.
 
-    A complete evaluation has a row in `metrics.jsonl`. If it is the best one, the best checkpoint is also saved. If
-    only the row exists, it is removed, because the evaluation will run and log a row again. In a run of several ranks,
-    the record has the shards of the other ranks, read from the checkpoint.
+    A complete evaluation has a row in `metrics.jsonl`. If the evaluation is the best so far, the best checkpoint is
+    also saved. If only the row exists, the function removes it, because the evaluation will run and log a row again. In
+    a run of several ranks, the record has the shards of the other ranks from the checkpoint.
 
     Args:
         state: state with which the run continues.
@@ -187,7 +193,7 @@ def pending_evaluation(state: TensorDict, cfg: Config, run_dir: str | Path) -> L
     if not metrics.is_file():
         return None
     lines = metrics.read_bytes().splitlines(keepends=True)
-    if "decision_step" in state:  # an iteration then has any number of env steps
+    if "decision_step" in state:  # the number of env steps then varies between iterations
         size = step - max((n for line in lines if (n := _row(line).get("sample_step", 0)) < step), default=0)
     if not crossed(step, size, freq):
         return None
@@ -206,7 +212,7 @@ def pending_evaluation(state: TensorDict, cfg: Config, run_dir: str | Path) -> L
 
 
 def _row(line: bytes) -> dict[str, Any]:
-    """Return a row of `metrics.jsonl`, or an empty dict if the row is incomplete because of a kill."""
+    """Return a row of `metrics.jsonl`, or an empty dict if a kill has truncated the row."""
     with suppress(ValueError):
         return json.loads(line)
     return {}

@@ -1,6 +1,7 @@
-"""Consumers that log a run to TensorBoard and to Weights & Biases (W&B). Each package is imported only when it is used.
+"""Log a run to TensorBoard and to Weights & Biases (W&B). Each package is imported only when it is used.
 
-Both show the config and the same scalars, with the names of `ecrl.run.loggers.scalar_name`, against env steps.
+TensorBoard and W&B show the config, and the same scalars against env steps. `ecrl.run.loggers.scalar_name` names the
+scalars.
 """
 
 import io
@@ -22,7 +23,7 @@ from ecrl.run.loggers import ending, make_appender, tolerate_errors, with_scalar
 from ecrl.types import LogData
 
 _METRICS = ("charts/episode_reward_avg_100", "charts/episode_length_avg_100", "charts/SPS")
-_INIT_TIMEOUT, _FINISH_TIMEOUT = 10.0, 60.0  # maximum seconds for W&B's first answer and for its last upload
+_INIT_TIMEOUT, _FINISH_TIMEOUT = 10.0, 60.0  # seconds to wait for W&B's first answer and its last upload
 _RETRY = 60.0  # seconds between two attempts to restart W&B
 
 
@@ -71,7 +72,7 @@ def _event(**content: Any) -> bytes:
 
 
 def _event_file(log_dir: Path) -> Path:
-    """Return the path of a new event file. Its name sorts after the older files, so TensorBoard reads it last."""
+    """Return the path of a new event file. Its name sorts last, so that TensorBoard reads it after older files."""
     number = len(list(log_dir.glob("events.out.tfevents.*")))
     return log_dir / f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{number}"
 
@@ -81,14 +82,14 @@ def with_tensorboard(records: Iterator[LogData], cfg: Config, log_dir: str | Pat
 
         for record in with_tensorboard(train_iter(state, cfg), cfg, "logs"): ...
 
-    The config appears as a table and as hyperparameters (HParams). Each record is written before it is passed on, and
-    not by a thread, so a killed run loses no record.
+    The config appears as a table and as hyperparameters (HParams). The consumer writes each record before it passes the
+    record on, without a thread, so that a killed run loses no record.
 
     Args:
         records: records to pass on.
         cfg: config of the run.
         log_dir: folder of the event files.
-        start: env steps before the first record. If the run is resumed, TensorBoard hides older values of later steps.
+        start: env steps before the first record. In a resumed run, TensorBoard hides older values after this step.
     """
     from tensorboard.compat.proto.event_pb2 import SessionLog  # pyright: ignore
     from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore
@@ -108,7 +109,7 @@ def with_tensorboard(records: Iterator[LogData], cfg: Config, log_dir: str | Pat
 
 
 def _run_id(folder: Path) -> str:
-    """Return the W&B id of the run in this folder. It is stored there, so that a resumed run continues with it."""
+    """Return the W&B id of the run in `folder`. The folder stores the id, so that a resumed run keeps it."""
     path = folder / "wandb" / "run_id"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -128,9 +129,9 @@ def check_wandb(cfg: Config) -> None:
 
 
 def _wandb_run(cfg: Config, folder: Path) -> Any:
-    """Start a W&B run in the mode of the variable WANDB_MODE, which is online by default.
+    """Start a W&B run in the mode that the environment variable WANDB_MODE sets, which is online by default.
 
-    If there is no API key or no connection to the server, warn and track offline.
+    If no API key is set or the server cannot be reached, warn and track offline.
     """
     with extra("wandb"):
         import wandb
@@ -169,7 +170,7 @@ def _wandb_error() -> type[Exception]:
 
 
 def _restart_wandb(cfg: Config, folder: Path) -> Any:
-    """Start a new W&B process after the old one has ended, and continue the run there."""
+    """Start a new W&B process after the old process has ended, and continue the run in the new process."""
     import wandb
 
     with suppress(OSError):
@@ -180,14 +181,14 @@ def _restart_wandb(cfg: Config, folder: Path) -> Any:
 
 
 def with_wandb(records: Iterator[LogData], cfg: Config, run_dir: str | Path, start: int = 0) -> Iterator[LogData]:
-    """Log a run to Weights & Biases: the same scalars as in TensorBoard, against env steps, and the config.
+    """Log the config and the scalars of a run to Weights & Biases. The scalars are the same as in TensorBoard.
 
         for record in with_wandb(train_iter(state, cfg), cfg, "outputs/mine"): ...
 
     Args:
         records: records to pass on.
-        cfg: config of the run; `trainer.wandb_project_name` is the project and `trainer.exp_name` the run's name.
-        run_dir: run folder; W&B's files go to its folder `wandb/`.
+        cfg: config of the run; `trainer.wandb_project_name` is the project, and `trainer.exp_name` is the run's name.
+        run_dir: run folder; W&B writes its files to `wandb/` in this folder.
         start: env steps before the first record.
 
     Raises: UserError if the extra `wandb` is missing.

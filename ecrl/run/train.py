@@ -53,7 +53,7 @@ def consumers(
     progress: bool,
     timed: Timed = _untimed,
 ) -> Iterator[LogData]:
-    """Stack consumers on the records of the training loop, as the config requests.
+    """Stack the consumers that the config requests on the records of the training loop.
 
     Args:
         records: records of the training loop.
@@ -69,7 +69,7 @@ def consumers(
     records = timed("loop", records)
     records = with_shards_at_crash(records, run) if world_size() > 1 else records
     records = records if run_dir is None or rank() > 0 else with_crash(records, run, cfg, run_dir)
-    if rank() > 0:  # these ranks only train and send their shards of a checkpoint to rank 0
+    if rank() > 0:  # other ranks only train, and send their shards to rank 0
         return with_shards(records, run, cfg)
     records = with_shards(records, run, cfg) if world_size() > 1 else records
     videos = None if run_dir is None else run_dir / "videos"
@@ -104,20 +104,21 @@ def _write_config(cfg: Config, folder: Path) -> None:
 def train(
     state: TensorDict, cfg: Config, run_dir: str | Path | None = None, progress: bool = True, profile: bool = False
 ) -> tuple[TensorDict, History]:
-    """Train until the run has `trainer.iterations` iterations.
+    """Train until the run has completed `trainer.iterations` iterations.
 
     Args:
-        state: from `init_state`, from `load`, or the `state` of a record that `train_iter` yielded.
+        state: state from `init_state`, from `load`, or from a record that `train_iter` yielded.
         cfg: config of the run.
-        run_dir: folder for the config, logs, metrics and checkpoints. It must be a new folder, or the folder of the run
-            that `state` belongs to. If None, nothing is written.
+        run_dir: folder for the config, logs, metrics and checkpoints. The folder must be new, or be the folder of the
+            run that `state` belongs to. If None, nothing is written.
         progress: show a live progress line.
         profile: time the phases and trace two iterations. The results go to `profile/` in `run_dir`.
 
-    Returns: the last state and the history of logs. Ctrl-C ends the run early and returns the last state so far.
-    Raises: ConfigError if `run_dir` cannot be written, holds another run or is used by another process, or if `profile`
-        is set without `run_dir`; `ecrl.errors.NotSavedError`, with the state and the history, if the last state could
-        not be saved.
+    Returns: the last state and the history of logs. Ctrl-C ends the run early, and the function then returns the last
+        state so far.
+    Raises: ConfigError if `run_dir` cannot be written, holds another run or is in use by another process, or if
+        `profile` is set without `run_dir`; `ecrl.errors.NotSavedError`, with the state and the history, if the last
+        state could not be saved.
     """
     folder, history, last = None if run_dir is None else Path(run_dir), History(), [state]
     new = folder is not None and not claimed_before(folder) and not continues_run(folder, state, cfg)
@@ -149,13 +150,13 @@ def _train(
         state: state at the start.
         cfg: config of the run.
         folder: run folder; nothing is written if None.
-        new: True if it is an error that the folder already holds a run.
+        new: if True, raise an error if the folder already holds a run.
         progress: show a live progress line.
         profile: time the phases.
         on_record: function that is called with each record.
     """
     if profile and folder is None:
-        raise ConfigError("profile: times and traces are written to the run folder; pass run_dir too")
+        raise ConfigError("profile: times and traces are written to the run folder; also pass run_dir")
     check_rollout(cfg, run)
     if cfg.trainer.enable_eval:
         check_evaluation(with_eval_events(run, cfg), cfg)
@@ -191,7 +192,7 @@ def _announce(run: Run, cfg: Config, folder: Path) -> None:
 
 
 def _new_run(cfg: Config, path: str) -> tuple[Run, TensorDict]:
-    """Check the config, and return the run and its state before the first step. Errors start with the file's path."""
+    """Check the config, and return the run and its initial state. Error messages start with the path."""
     try:
         run = build(cfg)
         check_rollout(cfg, run)
@@ -218,12 +219,12 @@ def train_from_config(
     """Train from a config file into a run folder, or resume a run.
 
     Args:
-        path: config file. With `resume_from`, it is a changed config, or None for the run's own config.
-        distributed: value that replaces `trainer.distributed`, unless None.
+        path: config file. With `resume_from`, this file is a changed config, and None selects the run's own config.
+        distributed: if not None, value that replaces `trainer.distributed`.
         run_dir: new run folder; `outputs/<exp_name>_<time>` if None.
-        overrides: values by dotted key, such as `{"trainer.seed": 3}`. They replace values of the config.
-        resume_from: folder of a run to resume. The run continues in the same folder.
-        force: resume even if the config differs from the run's.
+        overrides: values by dotted key, such as `{"trainer.seed": 3}`, which replace values of the config.
+        resume_from: folder of a run to resume; the run continues in this folder.
+        force: resume even if the config differs from the run's own config.
         profile: time the phases and trace two iterations. The results go to `profile/` in the run folder.
 
     Returns: the last state and the history of logs.
@@ -245,9 +246,9 @@ def run_config(
     profile: bool,
     on_record: Callable[[LogData], Any] = lambda record: None,
 ) -> TensorDict:
-    """Train as `train_from_config` does, but without a history, because a history grows with every iteration.
+    """Train as `train_from_config` does, but keep no history, because a history grows with every iteration.
 
-    Each record is passed to `on_record`. The other arguments are those of `train_from_config`.
+    `on_record` is called with each record. The other arguments are the same as for `train_from_config`.
     """
     changed = dict(overrides) | ({} if distributed is None else {"trainer.distributed": distributed})
     with ExitStack() as stack:
@@ -270,7 +271,7 @@ def run_config(
             elif rank() == 0:
                 drop_rows_after(folder, 0)
         if cfg.trainer.distributed and "WORLD_SIZE" not in os.environ:
-            problem = "torchrun did not start this process, so it is the only one"
+            problem = "torchrun did not start this process, so the run has only one process"
             warnings.warn(f"trainer.distributed: {problem}", stacklevel=2)
         if rank() == 0:
             _announce(run, cfg, folder)

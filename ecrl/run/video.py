@@ -1,4 +1,4 @@
-"""Videos: `record` films a trained policy, and the consumer `with_training_videos` films the rollouts of training."""
+"""Record videos: `record` films a trained policy, and `with_training_videos` films the rollouts of training."""
 
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future
@@ -49,20 +49,20 @@ def _views_until(steps: Iterable[tuple[list[tuple], TensorDict | None]], num_epi
 
 
 def record(state: TensorDict, cfg: Config, path: str | Path, num_envs: int = 4, num_episodes: int = 1) -> int:
-    """Record a video of the policy in real time. Its actions are deterministic, as in evaluations.
+    """Record a real-time video of the policy. The policy's actions are deterministic, as in evaluations.
 
-    The video is taken by the first camera of `trainer.events.eval`, or else of `trainer.events.train`. If the config
-    has no camera, the video shows the whole scene.
+    The first camera of `trainer.events.eval` takes the video, or else the first camera of `trainer.events.train`. If
+    the config has no camera, the video shows the whole scene.
 
     Args:
         state: state of a run.
         cfg: config of the run.
         path: mp4 file.
         num_envs: number of environments, shown in a grid.
-        num_episodes: number of episodes of each environment. An environment that has finished them goes on until all
-            have finished.
+        num_episodes: number of episodes of each environment. An environment that has finished its episodes continues
+            until all environments have finished.
 
-    Returns: the number of frames. There is one per step.
+    Returns: the number of frames, which is one per step.
     Raises: ConfigError if the environment has no scene; UserError if OpenGL or the extra `video` is missing.
     """
     for name, count in (("num_envs", num_envs), ("num_episodes", num_episodes)):
@@ -78,7 +78,7 @@ def record(state: TensorDict, cfg: Config, path: str | Path, num_envs: int = 4, 
 
 
 def _add_view(after: TensorDict, before: TensorDict, count: int) -> TensorDict:
-    """Return `after` with the view of the first `count` environments of `before` in its `info`."""
+    """Return a copy of `after` with the view of the first `count` environments of `before` in `info`."""
     return after.copy().set("info", cast(TensorDict, after["info"]).copy().set("view", view(before, count)))
 
 
@@ -96,7 +96,7 @@ def _with_views(env: Env, count: int) -> Env:
 
 
 def _first_envs(state: TensorDict, cfg: Config, count: int) -> TensorDict:
-    """Return the state of a run with only its first `count` environments, and with their view in `info`."""
+    """Return a run's state with only its first `count` environments. Add the view of these environments to `info`."""
     env_step = decisions(state) // (cfg.trainer.num_envs * world_size())
     episode = cast(TensorDict, state["episode"]).copy()
     episode.update({name: episode[name][:count] for name in ("running_return", "running_length")})
@@ -110,12 +110,12 @@ def _first_envs(state: TensorDict, cfg: Config, count: int) -> TensorDict:
 
 
 def _collect(run: Run) -> Collect:
-    """Return the function that takes an iteration's steps without learning. Raise ConfigError if there is none."""
+    """Return the algorithm's function that takes steps without learning, or raise ConfigError if it has none."""
     collect = collect_of(run.algorithm.iterate)
     if collect is None:
         raise ConfigError(
-            f"trainer.events.train: algorithm {run.algorithm.name} cannot take steps without learning, which videos of "
-            "training need; add `collect` to its `iterate`, or move the cameras to trainer.events.eval"
+            f"trainer.events.train: algorithm {run.algorithm.name} cannot take steps without learning, but videos of "
+            "training need such steps; add `collect` to its `iterate`, or move the cameras to trainer.events.eval"
         )
     return collect
 
@@ -123,9 +123,10 @@ def _collect(run: Run) -> Collect:
 def rollout_views(run: Run, state: TensorDict, cfg: Config, count: int) -> Generator[TensorDict, None, None]:
     """Repeat the rollout of the iteration that begins at `state`, and yield views of the first `count` environments.
 
-    Random numbers depend only on the seed, the stream, the environment and the step. The episodes therefore equal the
-    run's episodes, except for rounding, which depends on the number of environments. The policy does not learn during
-    the repetition. The episodes of an interleaved algorithm are thus equal only up to its first gradient step.
+    Random numbers depend only on the seed, the stream, the environment and the step. The repeated episodes therefore
+    equal the run's episodes, except for rounding, which depends on the number of environments. The policy does not
+    learn during the repetition. For an interleaved algorithm, the episodes are therefore equal only up to the first
+    gradient step.
 
     Raises: ConfigError if the algorithm cannot take steps without learning.
     """
@@ -154,7 +155,8 @@ def with_training_videos(
 
     A video shows the first environments of one iteration, with a frame every `interval_step` steps. The event
     `record_camera_data` records every iteration, and training waits until the previous video is complete. The event
-    `record_camera_data_async` does not make training wait. It skips iterations while it still records an earlier one.
+    `record_camera_data_async` does not make training wait. Instead, the event skips iterations while it still records
+    an earlier iteration.
 
     Args:
         records: records to pass on.

@@ -1,7 +1,8 @@
-"""Render videos of MuJoCo tasks from states, and encode them as mp4, in background threads.
+"""Render videos of MuJoCo tasks from states, and encode them as mp4 files, in background threads.
 
-The run only passes views to the threads: the physics state and the targets of its first environments. A camera works on
-one video at a time and queues at most `_QUEUE_SIZE` views. If its queue is full, the run waits, so no frame is lost.
+The run passes only views to the threads. A view is the physics state and the targets of the first environments. A
+camera works on one video at a time and queues at most `_QUEUE_SIZE` views. If the queue of a camera is full, the run
+waits, so that no frame is lost.
 """
 
 import os
@@ -29,7 +30,10 @@ from ecrl.errors import ConfigError, extra
 from ecrl.run.loggers import tolerate_errors
 
 FPS = 20
-"""Frames per second of the videos that events record. As in EmbodiChain, it is the same for any duration of a step."""
+"""Frames per second of the videos that events record.
+
+As in EmbodiChain, the frame rate does not depend on the step duration.
+"""
 
 _QUEUE_SIZE = 4096
 _ENCODER = ["-c:v", "libx264", "-preset", "veryfast", "-crf", "23", "-pix_fmt", "yuv420p"]
@@ -53,7 +57,7 @@ def cameras(cfg: Config, use: Literal["train", "eval"]) -> list[Camera]:
 
 
 def check_cameras(cfg: Config) -> None:
-    """Raise ConfigError if a camera has no scene, a wrong mode or the same file as another camera.
+    """Raise ConfigError if a camera has no scene to record, a wrong mode, or the same file as another camera.
 
     Raises: UserError if there are cameras, and OpenGL or the extra `video` is missing.
     """
@@ -75,7 +79,7 @@ def check_cameras(cfg: Config) -> None:
 
 
 def encoder() -> str:
-    """Return the path of ffmpeg in the package imageio-ffmpeg. Raise MissingExtraError if it is not installed."""
+    """Return the path of ffmpeg in the package imageio-ffmpeg. Raise MissingExtraError if the package is missing."""
     with extra("video"):
         import imageio_ffmpeg
     return imageio_ffmpeg.get_ffmpeg_exe()
@@ -85,7 +89,7 @@ def encoder() -> str:
 def _encoding(path: Path, height: int, width: int, fps: float) -> Iterator[Callable[[np.ndarray], None]]:
     """Yield a function that adds an image to an mp4 file. Raise OSError if the encoder fails.
 
-    The encoder runs in a new session, so that Ctrl-C does not end it.
+    The encoder runs in a new session, so that Ctrl-C does not stop the encoder.
     """
     raw_input = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", f"{fps:.6g}", "-i", "-"]
     command = [encoder(), "-y", "-v", "error", *raw_input, "-an", *_ENCODER, str(path)]
@@ -100,12 +104,12 @@ def _encoding(path: Path, height: int, width: int, fps: float) -> Iterator[Calla
 
 
 def write_video(path: Path, images: Iterable[np.ndarray], fps: float) -> int:
-    """Write images to an mp4 file, and return their number. The file appears when it is complete.
+    """Write images to an mp4 file, and return the number of images. The file appears only when it is complete.
 
     If there are no images, no file is written.
 
     Args:
-        path: mp4 file; its folder is created.
+        path: path of the mp4 file; its folder is created if missing.
         images: uint8 `[h, w, 3]`, all of the same size. A black row or column is added if the height or width is odd.
         fps: frames per second.
 
@@ -137,7 +141,7 @@ def render_views(sim: Any, camera: CameraConfig, views: Iterable[TensorDict]) ->
 
 
 def view(state: TensorDict, count: int) -> TensorDict:
-    """Return the parts of a state that a camera needs, for the first `count` environments: `physics` and `targets`."""
+    """Return the state fields that a camera needs, `physics` and `targets`, of the first `count` environments."""
     parts: dict[str, Any] = {"physics": state["world", "physics"][:count]}
     if "targets" in state:
         targets = cast(TensorDict, state["targets"])
@@ -146,12 +150,15 @@ def view(state: TensorDict, count: int) -> TensorDict:
 
 
 def video_path(folder: Path, camera: Camera, step: int) -> Path:
-    """Return the file of a camera's video: `<folder>/<save_path>/<name>_<train or eval>_<env steps>.mp4`."""
+    """Return the path of a camera's video: `<folder>/<save_path>/<name>_<train or eval>_<env steps>.mp4`."""
     return folder / camera.params.save_path / f"{camera.params.name}_{camera.use}_{step}.mp4"
 
 
 def _lower_priority() -> None:
-    """Give this thread and its child processes the lowest priority. Only Linux allows this for a single thread."""
+    """Give this thread and its child processes the lowest priority.
+
+    Only Linux can set the priority of a single thread.
+    """
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
@@ -161,7 +168,7 @@ def background_worker() -> Iterator[Callable[..., Future]]:
     """Yield a function that waits for its previous job, and then starts `job(*args)` in a background thread.
 
     If a job raises OSError, for example because the disk is full, the worker warns once and continues. Any other error
-    is raised by the next call or at the end of the block.
+    of a job is raised by the next call or at the end of the block.
     """
     guarded, last = tolerate_errors("videos"), []
     with ThreadPoolExecutor(1, "ecrl-video", _lower_priority) as thread:
@@ -212,14 +219,14 @@ def _open_video(start: Callable[..., Future], path: Path, sim: Any, camera: Came
 
 @contextmanager
 def filming(cfg: Config, folder: Path | None) -> Iterator[Callable[[TensorDict, int], Any]]:
-    """Yield a function `(state, num_envs)` that opens the videos of one evaluation and returns a context with a Film.
+    """Yield a context manager `(state, num_envs)` that opens the videos of one evaluation and yields a Film.
 
     Args:
         cfg: config of the run, with the cameras under `trainer.events.eval`.
         folder: folder of the videos; no videos if None.
     """
     eval_cameras = cameras(cfg, "eval") if folder is not None else []
-    if eval_cameras:  # a missing package is reported before the evaluation, not at its end
+    if eval_cameras:  # report a missing package before the evaluation, not at its end
         backend()
         encoder()
     sim = make_env(cfg.env).scene if eval_cameras else None
@@ -241,7 +248,7 @@ def filming(cfg: Config, folder: Path | None) -> Iterator[Callable[[TensorDict, 
 
 
 def with_film(steps: Iterator[tuple[list[tuple], TensorDict | None]], film: Film) -> Generator[list[tuple], None, None]:
-    """Yield the rows of an evaluation's steps, and add the view before each step to the videos.
+    """Yield the values of each evaluation step, and add the view before each step to the videos.
 
     A video ends when all environments that it shows have finished their first episode. Environments that finish
     earlier start their next episode in the video.

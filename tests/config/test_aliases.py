@@ -117,7 +117,7 @@ def test_other_units_refuse(key, expected):
         f"trainer.{key}: sets '{expected}' in another unit, and '{expected}' is also given; keep one"
     ]
     assert _faults({key: 9, "distributed": True}, env="scene") == [
-        f"trainer.{key}: is for runs of one process; in a distributed run, set '{expected}'"
+        f"trainer.{key}: is only for runs of one process; in a distributed run, set '{expected}'"
     ]
     for value, text in (("x", "expected an integer, got 'x'"), (0, "must be at least 1, got 0"), (True, "expected")):
         (fault,) = _faults({key: value}, env="scene")

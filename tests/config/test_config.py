@@ -89,7 +89,7 @@ FAULTS = [  # key, value, the one line without its source
     (
         "trainer.exp_name",
         "a/b",
-        "trainer.exp_name: not allowed, got 'a/b'; name of the run folder; may contain letters",
+        "trainer.exp_name: not allowed, got 'a/b'; name of the run and part of its folder's name; may contain letters",
     ),
     ("trainer.exp_name", "", "trainer.exp_name: not allowed, got '';"),
     ("trainer.exp_name", 3, "trainer.exp_name: expected a string, got 3;"),

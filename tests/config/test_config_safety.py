@@ -81,7 +81,7 @@ def test_tags_of_yaml_make_nothing(place, tag):
 
 @pytest.mark.parametrize("value", ["/dev/zero", "/dev/stdin", "/dev", "/proc/self/fd/0"])
 def test_a_second_file_is_a_file(place, value):
-    with pytest.raises(ConfigError, match=r"gym_config: expected the path of a file, '.*' is a folder or a dev"):
+    with pytest.raises(ConfigError, match=r"gym_config: expected the path of a file, but '.*' is a folder or a "):
         load_config(CONFIG, {"trainer.gym_config": value})
 
 

@@ -372,7 +372,9 @@ def test_a_folder_that_is_no_crash_is_refused(tmp_path):
         with pytest.raises(UserError, match=r"no report.json: expected the crash folder of a run, such as RUN/crash"):
             list(replay(folder))
     report.write_text("{}")
-    with pytest.raises(CheckpointError, match=r"report.json: damaged: its checksum differs"):
+    with pytest.raises(
+        CheckpointError, match=r"report.json: damaged: its checksum differs from the checksum in the manifest"
+    ):
         list(replay(report.parent))
 
 

@@ -206,7 +206,8 @@ def test_the_iteration_that_ends_all_ranks_is_repeated_by_as_many(tmp_path):
     assert "first reward = nan in env 2, step 1 of the rollout, step 6 of that env" in second
     (output,) = ended(launched(1, ["-c", SPOILT, "replay", str(crash)]))
     assert (
-        output.splitlines()[-1] == f"the iteration had 2 ranks, this command has 1; repeat the iteration with: {again}"
+        output.splitlines()[-1]
+        == f"the iteration had 2 ranks, but this command has 1; repeat the iteration with: {again}"
     )
 
 
@@ -364,7 +365,7 @@ def test_rank_0_alone_writes_and_a_run_resumes_bit_for_bit(tmp_path):
         assert ends[0] == ends[1], name
     one = launched(1, resume)
     text = one[0].communicate(timeout=PATIENCE_S)[0]
-    assert one[0].returncode == 2 and "was saved by 2 ranks, this run has 1" in text
+    assert one[0].returncode == 2 and "was saved by 2 ranks, but this run has 1" in text
 
 
 def test_the_page_on_several_processes_is_true():

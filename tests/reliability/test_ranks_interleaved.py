@@ -130,4 +130,4 @@ def test_two_ranks_save_their_buffers_and_resume_bit_for_bit(tmp_path):
             place = Path("checkpoints") / f"step_{steps[-1]}" / name
             assert (tmp_path / "whole" / place).read_bytes() == (half / place).read_bytes(), (saved, name)
     alone = launched(1, [*TRAIN, "train", "--resume", str(tmp_path / "whole")], PYTHONPATH=PATHS)[0]
-    assert "was saved by 2 ranks, this run has 1" in alone.communicate(timeout=PATIENCE_S)[0]
+    assert "was saved by 2 ranks, but this run has 1" in alone.communicate(timeout=PATIENCE_S)[0]

@@ -270,7 +270,7 @@ def test_the_command_writes_both_pictures_and_prints_the_ends_of_the_curves(tmp_
         (("head.csv",), "head.csv: no rows; expected steps, seconds and return or success"),
         (("latin.csv",), "latin.csv: not CSV: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
         (("rows",), "rows/metrics.jsonl:2: expected numbers for sample_step and seconds; remove that line"),
-        (("new",), "new: nothing is logged yet; train for longer, or leave this folder out"),
+        (("new",), "new: has no logs yet; train for longer, or leave out this folder"),
         (("listed",), "listed/config.json: expected the config of a run"),
         (("r", "--threshold", "nan"), "--threshold nan: expected a finite number"),
         (("r", "--out", "a.txt/x.png"), "--out a.txt/x.png: File exists; choose another path"),

@@ -282,7 +282,7 @@ def test_a_damaged_best_checkpoint_warns_and_is_chosen_again(tmp_path):
     state = tmp_path / "checkpoints" / "best" / "state.safetensors"
     state.write_bytes(state.read_bytes()[:-1])
     with pytest.warns(
-        UserWarning, match=r"best/state.safetensors: damaged.*; the search for the best checkpoint starts again"
+        UserWarning, match=r"best/state.safetensors: damaged.*; the search for the best checkpoint restarts"
     ):
         list(with_best_checkpoint(_evaluated([4.0]), small(), tmp_path))
     assert read_manifest(tmp_path / "checkpoints" / "best")["logs"] == {"eval/avg_reward": 4.0}
@@ -379,7 +379,7 @@ def test_save_replay_decides_if_checkpoints_have_the_buffer_and_resuming_warns(t
     end, _ = train(init_state(cfg), cfg, tmp_path, progress=False)
     path = latest(tmp_path)
     assert ("replay" in names_in(path)) == saves
-    message = "^.*step_36: has no replay, so the run continues with an empty one$"
+    message = "^.*step_36: has no replay, so the run continues with an empty buffer$"
     with nullcontext() if saves else pytest.warns(UserWarning, match=message):
         state, _ = resume(tmp_path, overrides={"trainer.iterations": 5}, force=True)
     assert same(state["replay"], end["replay"] if saves else init_state(cfg)["replay"])

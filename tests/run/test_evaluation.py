@@ -65,7 +65,8 @@ def test_an_env_that_never_ends_is_named(monkeypatch):
     cfg = small(**{"env": {"name": "endless"}})
     with pytest.raises(
         UserError,
-        match=r"env 0 ended 0 of 1 episodes, the next did not end in 200 steps; give the environment a time limit",
+        match=r"env 0 finished 0 of 1 episodes, but the next did not end in 200 steps; "
+        "give the environment a time limit",
     ):
         evaluate(init_state(cfg), cfg, num_episodes=1)
 

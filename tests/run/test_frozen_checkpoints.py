@@ -123,7 +123,7 @@ def test_a_missing_or_damaged_file_is_replaced_by_what_init_frozen_returns(tmp_p
     with pytest.warns(UserWarning) as caught:
         state, cfg = resume(tmp_path)
     assert same(state, states[-1])
-    message = f"{files[1]}: {fault}.*; the parameters that the policy's init_frozen returns are the same and are used"
+    message = f"{files[1]}: {fault}.*; the policy's init_frozen returns the same parameters, and these are used"
     assert len(caught) == 1 and re.match(message, str(caught[0].message))
     save(tmp_path / "checkpoints" / "next", state, cfg)
     assert same(load(tmp_path / "checkpoints" / "next")[0], state), "it does not link the damaged file"
@@ -258,5 +258,5 @@ def test_the_checksum_is_calculated_once_and_again_after_a_write_on_the_leaves(t
 
 def test_the_name_of_the_file_is_reserved(tmp_path):
     cfg = freezing()
-    with pytest.raises(ValueError, match="'frozen_1' is a path, hidden or reserved"):
+    with pytest.raises(ValueError, match="'frozen_1' is a path, a hidden name or a reserved name"):
         save(tmp_path / "one", init_state(cfg), cfg, files={"frozen_1": b""})

@@ -138,7 +138,7 @@ def test_a_run_resumes_on_a_machine_without_its_device(tmp_path):
     with pytest.raises(ConfigError, match=r'trainer\.device: "cuda:77" -> "cpu"'):
         resume(run, overrides=here)
     with pytest.warns(
-        UserWarning, match="may differ by rounding from an uninterrupted one: device changed from cuda to cpu"
+        UserWarning, match="may differ by rounding from an uninterrupted run: device changed from cuda to cpu"
     ):
         resumed, forced = resume(run, overrides={**here, "trainer.iterations": 3}, force=True)
     assert same(resumed, state)
@@ -233,7 +233,7 @@ def test_a_damaged_checkpoint_is_skipped_and_what_was_logged_after_is_dropped(tm
     run, cfg = finished(tmp_path, **{"trainer.iterations": 3})
     expected = load(latest(run))[0]
     (run / "checkpoints" / "step_96" / "manifest.json").write_bytes(b"{}")
-    with pytest.warns(UserWarning, match=r"step_96/manifest.json: damaged .*; skipped, step_64 is used instead"):
+    with pytest.warns(UserWarning, match=r"step_96/manifest.json: damaged .*; using step_64 instead"):
         state, cfg = resume(run)
     assert int(state["sample_step"]) == 64
     state, _ = train(state, cfg, run, progress=False)

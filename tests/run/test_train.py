@@ -280,7 +280,8 @@ def test_two_processes_do_not_go_on_in_one_folder(config_file, monkeypatch, caps
 def test_a_distributed_run_without_torchrun_warns(config_file, monkeypatch, capsys):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.warns(
-        UserWarning, match=r"^trainer.distributed: torchrun did not start this process, so it is the only one$"
+        UserWarning,
+        match=r"^trainer.distributed: torchrun did not start this process, so the run has only one process$",
     ):
         train_from_config(config_file, distributed=True)
 
