@@ -107,7 +107,7 @@ PAGES: dict[str, tuple[str, dict[str, list[str]]]] = {
     ),
 }
 MODULES = {"rng": ("Random numbers", "ecrl.rng"), "world": ("The world of a MuJoCo task", "ecrl.envs.mujoco.world")}
-"""Map the names of pages that document a whole module to the page's title and module."""
+"""Map the name of each page that documents a whole module to the page's title and the module."""
 
 
 def names() -> list[str]:
