@@ -1,8 +1,8 @@
-"""Make the reference pages for `ecrl` and the modules that the how-to pages name, except the kernels."""
+"""Generate the reference pages for `ecrl` and for the modules that the how-to pages mention, except the kernels."""
 
 PAGES: dict[str, tuple[str, dict[str, list[str]]]] = {
     "ecrl": (
-        "A run from Python",
+        "Runs from Python",
         {
             "Configs": ["ecrl.load_config", "ecrl.Config", "ecrl.ConfigModel", "ecrl.PolicyConfig", "ecrl.ConfigError"],
             "Training": [
@@ -25,7 +25,7 @@ PAGES: dict[str, tuple[str, dict[str, list[str]]]] = {
         },
     ),
     "parts": (
-        "Parts",
+        "Components",
         {
             "Records": ["ecrl.Env", "ecrl.Policy", "ecrl.Algorithm", "ecrl.algorithms.Run", "ecrl.algorithms.Static"],
             "Off-policy turns": [
@@ -107,11 +107,11 @@ PAGES: dict[str, tuple[str, dict[str, list[str]]]] = {
     ),
 }
 MODULES = {"rng": ("Random numbers", "ecrl.rng"), "world": ("The world of a MuJoCo task", "ecrl.envs.mujoco.world")}
-"""Pages that document a whole module: title and module by page name."""
+"""Map the name of each page that documents a whole module to the page's title and the module."""
 
 
 def names() -> list[str]:
-    """Return all names in PAGES. The members of MODULES are not included."""
+    """Return all Python names in PAGES, without the members of the modules in MODULES."""
     return [name for _, groups in PAGES.values() for group in groups.values() for name in group]
 
 
@@ -120,7 +120,7 @@ def _entries(group: list[str]) -> str:
 
 
 def api_pages() -> dict[str, str]:
-    """Return the Markdown of each page by its path."""
+    """Return a dict from the path of each page to its Markdown."""
     pages = {
         page: f"# {title}\n\n" + "\n\n".join(f"## {heading}\n\n{_entries(group)}" for heading, group in groups.items())
         for page, (title, groups) in PAGES.items()

@@ -1,4 +1,4 @@
-"""Make the reference page of the command line from the functions that `ecrl COMMAND --help` describes."""
+"""Generate the reference page of the command line from the functions that `ecrl COMMAND --help` describes."""
 
 import inspect
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from ecrl.cli import main as command_line
 _INTRO = """# Commands
 
 `python -m ecrl` is the same as `ecrl`. `ecrl COMMAND --help` prints the same descriptions.
-[The command line](../command_line.md) shows examples."""
+The page [The command line](../command_line.md) shows examples."""
 
 
 def _option(parameter: inspect.Parameter, description: str) -> str:
@@ -22,7 +22,7 @@ def _option(parameter: inspect.Parameter, description: str) -> str:
 
 
 def _command(name: str, function: Callable) -> str:
-    """Return the heading, description and options of a command."""
+    """Return the Markdown of a command: its heading, description and options."""
     descriptions, text = {}, ""
     for section in Docstring(escape(inspect.getdoc(function) or "", quote=False)).parse("google", warnings=False):
         if section.kind is DocstringSectionKind.text:
@@ -36,7 +36,7 @@ def _command(name: str, function: Callable) -> str:
 
 
 def command_page() -> dict[str, str]:
-    """Return the Markdown of the page by its path."""
+    """Return a dict from the path of the page to its Markdown."""
     commands = command_line._WITH_OVERRIDES | command_line._NO_OVERRIDES
-    imports = "- `--import MODULE`, with any command: import your own parts; you may repeat it"
+    imports = "- `--import MODULE`, with any command: import a module that registers components; repeatable"
     return {"reference/commands.md": "\n\n".join((_INTRO, imports, *(_command(*item) for item in commands.items())))}

@@ -1,4 +1,4 @@
-"""Make the config reference from the models that check configs: every key with its type, default and meaning."""
+"""Generate the config reference, with the type, default and meaning of each key, from the models that check configs."""
 
 import inspect
 import json
@@ -19,12 +19,13 @@ from ecrl.registry import lookup, registered
 
 PAGES = {"run": "Keys of a run", "environments": "Keys of environments", "mujoco": "Keys of MuJoCo tasks"}
 _INTRO = {
-    "run": "The sections `trainer`, `env`, `policy` and `algorithm`, and the settings of every registered policy, "
+    "run": "This page lists the keys of `trainer`, `env`, `policy` and `algorithm`, and of every registered policy, "
     "network and algorithm. `ecrl check FILE` reports all errors of a file at once. `ecrl schema` prints these keys as "
     "a JSON schema for editors.",
-    "environments": "The keys of `env.cfg` for each `env.name`, and the settings (`params`) of events that work with "
-    "any environment.",
-    "mujoco": "The keys of `env.cfg` for MuJoCo tasks: scene, robot, and the settings (`params`) of terms and events.",
+    "environments": "This page lists the keys of `env.cfg` for each `env.name`, and the `params` of events that work "
+    "with any environment.",
+    "mujoco": "This page lists the keys of `env.cfg` for MuJoCo tasks: the scene, the robot, and the `params` of terms "
+    "and events.",
 }
 _PLURAL = {"integer": "integers", "number": "numbers", "text": "texts", "true or false": "flags"}
 _HUGE = 2**31 - 1
@@ -44,7 +45,7 @@ def _list(schema: dict[str, Any]) -> str:
 
 
 def kind(schema: dict[str, Any]) -> str:
-    """Describe in words the values that a key's JSON schema allows.
+    """Describe in words which values the JSON schema of a key allows.
 
     >>> kind({"anyOf": [{"type": "integer", "minimum": 1}, {"type": "null"}]}), kind({"enum": ["a", "b"]})
     ('integer at least 1 or null', '"a" or "b"')
@@ -67,7 +68,7 @@ def kind(schema: dict[str, Any]) -> str:
 
 
 def nested(models: Iterable[type[BaseModel]]) -> Iterator[type[BaseModel]]:
-    """Yield the models of all nested sections of these models, breadth first."""
+    """Yield the models of all sections that are nested in `models`, breadth first."""
     queue, visited = list(models), set(models)
     while queue:
         for field in queue.pop(0).model_fields.values():
@@ -89,7 +90,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def plain(text: str) -> str:
-    """Escape a text so that Markdown and HTML show it unchanged."""
+    """Escape special characters so that Markdown and HTML show the text unchanged."""
     return re.sub(r"([\\*_{}\[\]|])", r"\\\1", escape(text, quote=False))
 
 
@@ -111,7 +112,7 @@ def _table(model: type[BaseModel], links: dict[str, str]) -> str:
 
 
 def _parts(page: str) -> dict[str, dict[type[BaseModel], list[str]]]:
-    """Return the names of the registered parts on this page, by kind of part and Config model."""
+    """Return the names of the registered components on this page, grouped by kind of component and Config model."""
     parts: dict[str, dict[type[BaseModel], list[str]]] = {}
     for part in KINDS:
         for name in registered(part):
@@ -137,7 +138,7 @@ _ROOTS = {"run": [Config], "environments": [], "mujoco": []}
 
 
 def _models(page: str) -> list[type[BaseModel]]:
-    """Return the models of the sections on a page, except the Config models of registered parts."""
+    """Return the models of the sections on a page, except the Config models of registered components."""
     part_models = {model for models in _parts(page).values() for model in models}
     sections = nested([*_ROOTS[page], *part_models])
     return [*_ROOTS[page], *(model for model in sections if model not in part_models)]
@@ -159,14 +160,14 @@ def _page(page: str, links: dict[str, str]) -> str:
     if page == "run":
         text += [
             "## Ignored keys",
-            "EmbodiChain's files may contain these keys. ecrl warns once per key and ignores it.",
+            "EmbodiChain's files may contain these keys. ecrl ignores each of these keys with a warning.",
         ]
         text += ["\n".join(f"- `{key}`: {reason}" for key, reason in INERT.items())]
     return "\n\n".join(filter(None, text)) + "\n"
 
 
 def config_pages() -> dict[str, str]:
-    """Return the Markdown of each page by its path."""
+    """Return a dict from the path of each page to its Markdown."""
     links = {}
     for page in PAGES:
         headings = {model: ", ".join(names) for models in _parts(page).values() for model, names in models.items()}

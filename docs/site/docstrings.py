@@ -1,7 +1,7 @@
 """Griffe extension that rewrites this project's docstrings as Markdown for mkdocstrings.
 
-Sections such as `Returns: text` have their text on the same line. They become entries of a definition list. Doctests
-have no heading. They become fenced blocks. Equations are indented, so Markdown already shows them as code.
+Sections such as `Returns: text`, with the text on the same line, become entries of a definition list. Doctests have no
+heading in the docstrings, and become fenced blocks. Equations are indented, so Markdown already shows them as code.
 """
 
 import re
@@ -20,12 +20,12 @@ def _entry(match: re.Match) -> str:
 
 
 def as_markdown(docstring: str) -> str:
-    """Return the docstring with definition lists and fenced doctests."""
+    """Convert a docstring to Markdown with definition lists and fenced doctests."""
     return _DOCTEST.sub(lambda match: f"```pycon\n{match[0]}\n```", _ENTRY.sub(_entry, docstring))
 
 
 class Docstrings(griffe.Extension):
-    """Rewrite every docstring before it is parsed."""
+    """Rewrite every docstring before Griffe parses it."""
 
     def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Rewrite the docstring of an object after griffe has read it from the source."""

@@ -1,4 +1,4 @@
-"""Make the kernel reference from docstrings: one page per file of `ecrl.kernels`, and a table of all kernels."""
+"""Generate the kernel reference from docstrings: one page per file of `ecrl.kernels`, and a table of all kernels."""
 
 import inspect
 from importlib import import_module
@@ -22,11 +22,11 @@ TITLES = {
     "ecrl.kernels.moments": "Running moments",
     "ecrl.kernels.optim": "Optimisers and schedules",
 }
-"""Page titles by module, in the order of the reference. `names_by_file` raises KeyError for any other module."""
+"""Page title of each module, in the order of the reference. `names_by_file` raises KeyError for any other module."""
 
 
 def names_by_file() -> dict[str, list[str]]:
-    """Return the public names of `ecrl.kernels` by the module that defines them, in the order of the source."""
+    """Map each module to the public names of `ecrl.kernels` that it defines, in the order of the source."""
     by_module: dict[str, list[str]] = {module: [] for module in TITLES}
     for name in kernels.__all__:
         by_module[getattr(kernels, name).__module__].append(name)
@@ -37,7 +37,7 @@ def names_by_file() -> dict[str, list[str]]:
 
 
 def file_of(module: str) -> str:
-    """Return the path of a module's page, such as `reference/kernels/returns.md`."""
+    """Return the path of the page for a module, such as `reference/kernels/returns.md`."""
     return f"reference/kernels/{module.rpartition('.')[2]}.md"
 
 
@@ -65,18 +65,19 @@ def _row(name: str) -> str:
 
 _OVERVIEW = """# Kernels
 
-Kernels are pure functions on tensors. You can import each one alone: `from ecrl.kernels import gae`.
+Kernels are pure functions on tensors. You can import a single kernel, for example with
+`from ecrl.kernels import gae`.
 
-Shapes are in brackets. `*B` is any number of leading dimensions, `N` is the number of environments and `T` the number
-of steps. Time is the last axis. `Scalar` is a float or a 0-d tensor.
+Shapes are in brackets. `*B` stands for any leading axes, `N` for the number of environments and `T` for the number of
+steps. Time is the last axis. `Scalar` is a float or a 0-d tensor.
 
-*Gradient* lists the arguments through which gradients flow. *Source* gives the origin of the equation. The tests run
-every example.
+The entry *Gradient* lists the arguments that gradients flow through. The entry *Source* cites the origin of the
+equation. The tests run every example.
 """
 
 
 def kernel_pages() -> dict[str, str]:
-    """Return the Markdown of each page by its path."""
+    """Return a dict from the path of each page to its Markdown."""
     by_file = names_by_file()
     tables = [
         "\n".join((f"## {TITLES[module]}\n", f"`{_path(module)}`\n", "| kernel | |", "|---|---|", *map(_row, names)))
@@ -84,6 +85,6 @@ def kernel_pages() -> dict[str, str]:
     ]
     pages = {file_of(module): _page(module, names) for module, names in by_file.items()}
     pages[file_of("ecrl.types")] += _fields("The fields of a rollout", ROLLOUT_FIELDS)
-    pages[file_of("ecrl.types")] += _fields("The parts of a batch", BATCH_FIELDS)
+    pages[file_of("ecrl.types")] += _fields("The fields of a batch", BATCH_FIELDS)
     pages[file_of("ecrl.types")] += _fields("The fields of a state", STATE_FIELDS)
     return {"reference/kernels/index.md": "\n\n".join((_OVERVIEW, *tables)), **pages}

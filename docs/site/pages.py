@@ -1,4 +1,4 @@
-"""MkDocs hooks that generate pages from the code, add files from outside docs/ and link names to the reference."""
+"""MkDocs hooks, which generate pages from the code, add files from outside docs/ and link names to the reference."""
 
 import re
 from html import unescape
@@ -28,14 +28,14 @@ def _notebooks() -> list[Path]:
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """Insert the notebooks after the start pages of the navigation."""
+    """Insert the notebooks into the navigation after the start pages."""
     if config.nav and _notebooks():
         config.nav.insert(1, {"Notebooks": [f"notebooks/{notebook.name}" for notebook in _notebooks()]})
 
 
 @event_priority(50)  # runs before mkdocs-jupyter, which searches the files for notebooks
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the generated pages and the files outside docs/."""
+    """Add the generated pages, and files from outside docs/, to the site."""
     contributing = {"contributing.md": (ROOT / "CONTRIBUTING.md").read_text().replace("](docs/", "](")}
     for path, text in (kernel_pages() | api_pages() | config_pages() | command_page() | contributing).items():
         files.append(File.generated(config, path, content=text))
@@ -56,7 +56,7 @@ SITE_PATHS = {
     "../benchmarks/results/README.md": "benchmarks/results/README.md",
     "../benchmarks/results/push_cube_ppo.png": "benchmarks/results/push_cube_ppo.png",
 }
-"""Site paths by the link target that a page in docs/ uses for a file outside docs/."""
+"""Map the links that pages in docs/ use for files outside docs/ to paths in the site."""
 _OUTSIDE_LINK = re.compile(r"\]\((\.\./[^)#]*?)([\w.]+\.ipynb)?\)")
 
 
@@ -65,11 +65,11 @@ def _link_name(match: re.Match) -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, **kwargs: Any) -> str:
-    """Link names to their entry in the reference, and links to files outside docs/ to their page."""
+    """Link Python names to their reference entries, and replace links to files outside docs/ by links to site pages."""
     if page.file.src_uri == "benchmarks/results/README.md":
-        page.meta["hide"] = ["navigation", "toc"]  # the table needs the full window width
+        page.meta["hide"] = ["navigation", "toc"]  # the table needs the full width of the window
     if page.file.src_uri.startswith("notebooks/"):
-        return markdown  # still JSON
+        return markdown  # the text is still the notebook's JSON
     if page.file.src_uri.startswith("reference/"):
         return _FENCED_OR_NAME.sub(_link_name, markdown)
     relinked = _OUTSIDE_LINK.sub(lambda match: f"]({SITE_PATHS[match[1]]}{match[2] or ''})", markdown)
@@ -77,14 +77,14 @@ def on_page_markdown(markdown: str, page: Page, **kwargs: Any) -> str:
 
 
 def _label_cells(table: re.Match) -> str:
-    """Add the column name to each cell of a table. Narrow screens stack the cells and show the name."""
+    """Add the column name to each cell of a table. Narrow screens stack the cells and show the column name in each."""
     names = [re.sub(r"<.*?>", "", name) for name in re.findall(r"<th[^>]*>(.*?)</th>", table[0], re.DOTALL)]
     columns = cycle(names if len(names) > 2 else ["", ""])
     return re.sub(r"<td\b", lambda _: f'<td data-label="{next(columns)}"', table[0])
 
 
 def _contents(html: str) -> TableOfContents:
-    """Return the table of contents of a notebook. The one by mkdocs-jupyter drops the code in headings."""
+    """Return the table of contents of a notebook, because mkdocs-jupyter drops code in headings."""
     headings = re.findall(r'<h([1-6]) id="([^"]+)">(.*?)<a class="anchor-link"', html, re.DOTALL)
     tokens = [
         {"level": int(level), "id": anchor, "name": unescape(re.sub(r"<.*?>", "", text)).strip()}
@@ -94,7 +94,7 @@ def _contents(html: str) -> TableOfContents:
 
 
 def on_page_content(html: str, page: Page, **kwargs: Any) -> str:
-    """Label table cells, and point the links in notebooks to the site's pages."""
+    """Label the cells of tables, and make the links in notebooks point to the site's pages."""
     if page.file.src_uri.startswith("notebooks/"):
         html = re.sub(r'href="\.\./docs/(\w+)\.md\b', r'href="../\1.html', html)
         html = re.sub(r'href="(\w+)\.ipynb\b', r'href="\1.html', html)
