@@ -76,7 +76,7 @@ def test_an_update_reads_frozen_and_buffer_fields_of_its_own(env):
 
 
 @pytest.mark.slow
-def test_a_compiled_update_reads_them_too():
+def test_a_compiled_update_reads_them_too(traced_or_compiled):
     assert last_state(borrowed_run(**{"trainer.compile": "on"}))["params", "w"] == 21.0
 
 
@@ -132,7 +132,11 @@ RUNS = {
     "memory": partial(remembering, **TARGETS, **{"env": {"name": "remember_cue", "cfg": {"end": "truncated"}}}),
     "a slot for each step": partial(small, **TARGETS, env=POLE),
 }
-FORMS = ["off", pytest.param("on", marks=pytest.mark.slow)]
+FORMS = [
+    "off",
+    pytest.param("on", marks=[pytest.mark.slow, pytest.mark.traced], id="traced"),
+    pytest.param("on", marks=pytest.mark.long),
+]
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -130,7 +130,7 @@ print("equal")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cache_is", ["free", "blocked"])
+@pytest.mark.parametrize("cache_is", [pytest.param("free", marks=pytest.mark.long), "blocked"])
 def test_products_compile_without_vector_instructions_and_without_a_cache(tmp_path, cache_is):
     env = os.environ | {"ATEN_CPU_CAPABILITY": "default", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", PRODUCT, cache_is], capture_output=True, text=True, env=env)

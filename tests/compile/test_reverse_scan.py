@@ -85,7 +85,7 @@ def test_interpreted_it_is_the_plain_recursion():
 
 
 @triton
-@pytest.mark.slow
+@pytest.mark.long
 def test_interpreted_over_a_long_time_it_keeps_float64s_quality():
     run(INTERPRETED % LONG, TRITON_INTERPRET="1")
 

@@ -105,7 +105,12 @@ def minibatches(weights, memory, obs, target, done):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("length", "dtype"), [(1, torch.float32), (5, torch.float32), (64, torch.float32), (64, torch.float64)]
+    ("length", "dtype"),
+    [(64, torch.float32)]
+    + [
+        pytest.param(*case, marks=pytest.mark.long)
+        for case in [(1, torch.float32), (5, torch.float32), (64, torch.float64)]
+    ],
 )
 def test_the_loop_of_kernels_has_this_gradient_in_cpp(length, dtype):
     inputs = weights_of(dtype), uniform(7, 4, 3, dtype=dtype), *rows_of(length, dtype=dtype).values()

@@ -333,7 +333,7 @@ def steps(env, scan, state, keys, actions):
 
 
 @pytest.mark.slow
-def test_compiled_steps_are_the_eager_ones():
+def test_compiled_steps_are_the_eager_ones(traced_or_compiled):
     env = task({"pose": ("EefPoseTerm", {"pose_dim": 6})})
     form, keys = choose_form("on", "cpu"), rng.split(rng.key(0), 4 * 17).reshape(17, 4)
     chosen = row(*PLACE, 2.9, 0.1, 1.3) + 0.2 * (rng.uniform(rng.key(9), (16, 4, 6)) * 2.0 - 1.0)

@@ -665,7 +665,7 @@ def test_seeds_run_side_by_side_under_vmap():
 
 
 @pytest.mark.slow
-def test_a_compiled_rollout_with_every_mode_equals_the_eager_one():
+def test_a_compiled_rollout_with_every_mode_equals_the_eager_one(traced_or_compiled):
     env = with_events(auto_reset(task(events=ALL, max_episode_steps=5)), outside(NOW | ANEW))
     form = choose_form("on", "cpu")
 

@@ -287,7 +287,7 @@ def test_terms_run_under_vmap_and_as_one_graph(sim):
 
 
 @pytest.mark.slow
-def test_compiled_entries_equal_eager_ones(sim):
+def test_compiled_entries_equal_eager_ones(sim, traced_or_compiled):
     entries, state = every(sim), shaken(sim, (4,))
     for x, e in zip(choose_form("on", "cpu").jit(entries)(state), entries(state), strict=True):
         close(x, e, 1e-5)

@@ -274,9 +274,10 @@ print(*(w.message for w in caught))
     [
         (2, 0, {}, True),
         (2, 1, {}, False),
-        (1, 2, {}, False),
-        (2, 2, {"GOMP_SPINCOUNT": "4000"}, False),
-        (2, 2, {"OMP_WAIT_POLICY": "passive"}, False),
+        *(
+            pytest.param(*case, False, marks=pytest.mark.long)
+            for case in [(1, 2, {}), (2, 2, {"GOMP_SPINCOUNT": "4000"}), (2, 2, {"OMP_WAIT_POLICY": "passive"})]
+        ),
     ],
 )
 def test_spinning_threads_on_mujocos_cores_warn_once(torch_threads, threads, variables, warned):

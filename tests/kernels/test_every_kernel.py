@@ -24,7 +24,7 @@ def test_the_table_is_complete():
 
 
 @pytest.mark.parametrize(
-    "variant", [*SHORT_VARIANTS[1:], pytest.param("inductor", marks=pytest.mark.slow)], indirect=True
+    "variant", [*SHORT_VARIANTS[1:], pytest.param("inductor", marks=pytest.mark.long)], indirect=True
 )
 @pytest.mark.parametrize("name", CALLS)
 def test_every_variant_agrees_with_eager(name, variant):

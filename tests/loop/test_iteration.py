@@ -193,7 +193,7 @@ def test_several_time_limits_in_a_rollout_compile():
 
 
 @pytest.mark.slow
-def test_a_compiled_run_owns_its_tensors():
+def test_a_compiled_run_owns_its_tensors(traced_or_compiled):
     cfg = small(**{"trainer.compile": "on"})
     plain, spoilt = last_state(cfg), None
     for record in train_iter(init_state(cfg), cfg):

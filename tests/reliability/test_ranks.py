@@ -66,7 +66,7 @@ def test_all_ranks_hold_the_same_weights(ends, name):
     assert not torch.equal(first["noise/1"], second["noise/1"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compiled_ranks_learn_what_one_does(tmp_path):
     one, first, second = both(["double"], "on", tmp_path)["double"]
     assert distance(one, first, "params") < 1e-9 and distance(first, second, "params") == 0.0

@@ -54,7 +54,7 @@ def test_mutated_configs_are_refused_in_lines_or_accepted(count):
     [
         pytest.param(
             ("--hours", 0.004, "--every", 0.2, "--period", 20_000, "--memory", 5, "--speed", "inf"),
-            marks=pytest.mark.slow,
+            marks=pytest.mark.long,
         ),
         pytest.param(("--hours", 2), marks=pytest.mark.long),
     ],
@@ -70,8 +70,8 @@ def test_memory_descriptors_and_speed_stay_as_they_are(size):
     [
         pytest.param(("worker_dies",), marks=pytest.mark.slow),
         pytest.param(("disk_full_for_a_while", "disk_full_to_the_end", "disk_of_a_few_pages"), marks=pytest.mark.slow),
-        pytest.param(("worker_raises", "worker_killed", "worker_hangs"), marks=pytest.mark.slow),
-        pytest.param(("video",), marks=pytest.mark.slow),
+        pytest.param(("worker_raises", "worker_killed", "worker_hangs"), marks=pytest.mark.long),
+        pytest.param(("video",), marks=pytest.mark.long),
         pytest.param(("tracker_killed",), marks=pytest.mark.long),
     ],
     ids=lambda faults: faults[0],

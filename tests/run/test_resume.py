@@ -50,7 +50,7 @@ ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
 """As many threads as the process of the tests has: equal bits need equal numbers of threads."""
 
 COMPILED = [
-    pytest.param("ppo", "on", marks=pytest.mark.slow),
+    pytest.param("ppo", "on", marks=pytest.mark.long),
     pytest.param("apg", "on", marks=pytest.mark.long),
     pytest.param("grpo", "on", marks=pytest.mark.long),
 ]
