@@ -199,7 +199,7 @@ def temperature_loss(
     """Return the loss that adjusts the temperature until the policy's entropy equals `target_entropy`.
 
         temperature = exp(log_temperature)
-        mean(-temperature * (log_prob + target_entropy))
+        -temperature * mean(log_prob + target_entropy)
 
     The temperature falls while the entropy is above `target_entropy`, and rises while it is below.
 
@@ -226,7 +226,7 @@ def temperature_loss(
     dtype = common_dtype(log_temperature, log_prob)
     log_temperature, log_prob = widened(log_temperature, log_prob.detach())
     temperature = torch.exp(log_temperature)
-    loss = masked_mean(-temperature * (log_prob + target_entropy), mask)
+    loss = -temperature * masked_mean(log_prob + target_entropy, mask)
     return loss.to(dtype), {
         "temperature_loss": loss.detach(),
         "temperature": temperature.detach(),
