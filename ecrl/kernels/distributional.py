@@ -32,8 +32,8 @@ def categorical_project(probs: Tensor, atoms: Tensor, support: Tensor) -> Tensor
     `gap` is the distance from `support[j]` to its neighbour on the side of `x`. So each atom gives its probability to
     the two points of the support beside it, more to the nearer one. The mean of the clipped atoms is kept.
 
-    There is no scatter, so results have the same bits on every run. Without a compiler, an intermediate result has the
-    shape `[*B, M, K]`.
+    Nothing is scattered, so results have the same bits on every run. In eager mode, intermediate results of shape
+    `[*B, M, K]` take memory and time. A compiled graph stores none of them.
 
     Args:
         probs: `[*B, K]` float, probabilities.
@@ -43,8 +43,7 @@ def categorical_project(probs: Tensor, atoms: Tensor, support: Tensor) -> Tensor
     Returns: `[*B, M]`. It sums to the sum of `probs`.
     Gradient: flows through all three arguments.
     Raises: ValueError naming the arguments whose shapes do not match.
-    Source: Bellemare et al. 2017, arXiv:1707.06887, eq. 7; any support as in Rowland et al. 2018, arXiv:1802.08163,
-        sec. 3.2.
+    Source: Bellemare et al. 2017, arXiv:1707.06887, eq. 7; any support as in Rowland et al. 2018, arXiv:1802.08163.
 
     >>> categorical_project(torch.tensor([0.5, 0.5]), torch.tensor([0.25, 9.0]), torch.tensor([0.0, 1.0, 2.0]))
     tensor([0.3750, 0.1250, 0.5000])
@@ -316,7 +315,7 @@ def hl_gauss(value: Tensor, edges: Tensor, *, sigma: Scalar) -> Tensor:
     Returns: probabilities `[*B, K]`.
     Gradient: flows through `value` and `edges`.
     Raises: ValueError naming the argument, if `edges` has not one axis or a hyperparameter is not 0-d.
-    Source: Farebrother et al. 2024, arXiv:2403.03950, sec. 3.2 and appendix A; Imani and White 2018, arXiv:1806.04613.
+    Source: Farebrother et al. 2024, arXiv:2403.03950; Imani and White 2018, arXiv:1806.04613.
 
     >>> hl_gauss(torch.tensor([0.0, 9.0]), torch.tensor([-1.0, 0.0, 1.0]), sigma=0.1)
     tensor([[0.5000, 0.5000],

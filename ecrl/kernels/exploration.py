@@ -48,7 +48,7 @@ def _for_rows(name: str, number: Scalar, rows: Tensor) -> Scalar:
     if number.shape != rows.shape[:-1]:
         expected = f"a number, a 0-d tensor or {list(rows.shape[:-1])}, one for each row"
         raise ValueError(f"{name} has shape {list(number.shape)}, expected {expected}")
-    return number.unsqueeze(-1)
+    return widened(number)[0].unsqueeze(-1)
 
 
 def epsilon_greedy(q: Tensor, noise: Tensor, *, epsilon: Scalar) -> Tensor:
@@ -68,7 +68,7 @@ def epsilon_greedy(q: Tensor, noise: Tensor, *, epsilon: Scalar) -> Tensor:
     Returns: int64 `[*B]`.
     Gradient: none.
     Raises: ValueError naming the arguments whose shapes do not match.
-    Source: Watkins 1989; Mnih et al. 2015, "Human-level control through deep reinforcement learning", algorithm 1.
+    Source: Mnih et al. 2013, arXiv:1312.5602, algorithm 1; sampled as in `categorical_sample`.
 
     >>> q, noise = torch.tensor([[0.0, 1.0], [0.0, 1.0]]), torch.tensor([[0.0, 0.0], [9.0, 0.0]])
     >>> epsilon_greedy(q, noise, epsilon=0.1), epsilon_greedy(q, noise, epsilon=0.0)
@@ -125,7 +125,7 @@ def ou_noise(state: Tensor, noise: Tensor, *, theta: Scalar, sigma: Scalar, dt: 
     Returns: `[*B, D]`.
     Gradient: flows through `state` and `noise`.
     Raises: ValueError naming the argument, if shapes differ or a hyperparameter is not 0-d.
-    Source: Uhlenbeck and Ornstein 1930; Lillicrap et al. 2016, arXiv:1509.02971, sec. 7.
+    Source: Uhlenbeck and Ornstein 1930; Lillicrap et al. 2016, arXiv:1509.02971, supplement.
 
     >>> ou_noise(torch.tensor([2.0]), torch.tensor([1.0]), theta=0.5, sigma=2.0, dt=0.25)
     tensor([2.7500])
@@ -155,8 +155,8 @@ def held_noise(held: Tensor, steps_left: Tensor, noise: Tensor, duration: int | 
     Returns: `noise` `[*B, D]` in the dtype that `held` and `noise` promote to, and `steps_left` `[*B]`.
     Gradient: flows through `held` and `noise`.
     Raises: ValueError naming the arguments whose shapes do not match.
-    Source: Dabney et al. 2020, arXiv:2006.01782, sec. 4 (random durations); Raffin et al. 2020, arXiv:2005.05719,
-        sec. 3.2 (a fixed duration).
+    Source: Dabney et al. 2020, arXiv:2006.01782 (random durations); Raffin et al. 2020, arXiv:2005.05719 (a fixed
+        duration).
 
     >>> held_noise(torch.tensor([[1.0], [1.0]]), torch.tensor([0, 2]), torch.tensor([[5.0], [5.0]]), 3)
     HeldNoise(noise=tensor([[5.],
@@ -187,7 +187,7 @@ def noise_scales(scale: Tensor, uniform: Tensor, renewed: Tensor, *, low: Scalar
     Returns: `[*B]`.
     Gradient: flows through `scale` and `uniform`.
     Raises: ValueError naming the argument, if shapes differ or a hyperparameter is not 0-d.
-    Source: Seo et al. 2025, arXiv:2505.22642, sec. 3 (mixed noise).
+    Source: Seo et al. 2025, arXiv:2505.22642 (mixed noise).
 
     >>> noise_scales(torch.tensor([0.3, 0.3]), torch.tensor([0.5, 0.5]), torch.tensor([True, False]), low=0.0, high=0.4)
     tensor([0.2000, 0.3000])

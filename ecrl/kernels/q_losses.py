@@ -67,8 +67,8 @@ def td_loss(q: Tensor, target: Tensor, weight: Tensor, mask: Tensor, *, delta: S
     Returns: 0-d loss; logs q_loss (the loss), q_value (mean of `q`), td_error (mean of `|q - target|`), count.
     Gradient: through `q` only.
     Raises: ValueError naming the argument, if shapes do not match or a hyperparameter is not 0-d.
-    Source: Mnih et al. 2015, "Human-level control through deep reinforcement learning", eq. 2 and methods (clipped
-        error); weights as in Schaul et al. 2016, arXiv:1511.05952, algorithm 1.
+    Source: Mnih et al. 2013, arXiv:1312.5602, eq. 2; clipped errors as in Mnih et al. 2015, "Human-level control
+        through deep reinforcement learning"; weights as in Schaul et al. 2016, arXiv:1511.05952, algorithm 1.
 
     >>> q, target, ones = torch.tensor([[1.0, 2.0]]), torch.tensor([0.0, 2.0]), torch.ones(2)
     >>> loss, logs = td_loss(q, target, ones, ones > 0, delta=1.0)

@@ -1,13 +1,12 @@
 """One-step targets of action values: Q-learning, DQN, TD3 and soft actor-critic.
 
-Every target has the form
+All targets have the same form. The kernels differ in `next_value`, the value of the state that the action led to.
 
     reward + gamma * next_value * not terminated
 
-and the kernels differ in `next_value`, the value of the state that the action led to. `gamma` is a number, a 0-d tensor
-or `[*B]`, the discount of each transition. For an n-step target, pass the sum of n discounted rewards as `reward`, the
-state after n steps as the next state, and `gamma ** n` as `gamma`. A time limit is no end: pass `terminated` False and
-the state that was reached.
+`gamma` is a number, a 0-d tensor or `[*B]`, the discount of each transition. For an n-step target, pass the sum of n
+discounted rewards as `reward`, values of the state after n steps, and `gamma ** n` as `gamma`. At a time limit, pass
+`terminated` False and values of the state that was reached.
 
 The values of the next state are not read where `terminated` is True or `gamma` is 0. They may be infinite or NaN there.
 The functions detach nothing, and the losses of `ecrl.kernels.q_losses` detach their targets.
@@ -32,10 +31,7 @@ def _target(reward: Tensor, next_value: Tensor, terminated: Tensor, gamma: Scala
 
 
 def _fill_unread(x: Tensor, reward: Tensor, terminated: Tensor, gamma: Scalar) -> Tensor:
-    """Return `x`, with 0 where it is not read: otherwise NaN in an unread entry would give NaN as gradient.
-
-    The shape of `x` is `[*B, A]` or `[C, *B, A]`.
-    """
+    """Return `x` `[*B, A]` or `[C, *B, A]` with 0 where it is not read. NaN there would make the gradient NaN."""
     return x.masked_fill(or_zero(terminated, step_discounts(gamma, reward)).unsqueeze(-1), 0.0)
 
 
@@ -58,7 +54,7 @@ def q_target(reward: Tensor, next_q: Tensor, terminated: Tensor, *, gamma: Scala
     Returns: `[*B]`.
     Gradient: flows through `reward` and `next_q`.
     Raises: ValueError naming the arguments whose shapes do not match.
-    Source: Watkins and Dayan 1992; Mnih et al. 2015, "Human-level control through deep reinforcement learning".
+    Source: Watkins and Dayan 1992, "Q-learning"; Mnih et al. 2013, arXiv:1312.5602, algorithm 1.
 
     >>> q_target(torch.tensor([1.0]), torch.tensor([[2.0, 4.0]]), torch.tensor([False]), gamma=0.5)
     tensor([3.])
@@ -119,7 +115,7 @@ def expected_q_target(
     Returns: `[*B]`.
     Gradient: flows through `reward`, `next_q` and `next_probs`.
     Raises: ValueError naming the arguments whose shapes do not match.
-    Source: van Seijen et al. 2009, "A theoretical and empirical analysis of Expected Sarsa", eq. 6.
+    Source: Sutton and Barto 2018, eq. 6.9.
 
     >>> half = torch.tensor([[0.5, 0.5]])
     >>> expected_q_target(torch.tensor([1.0]), torch.tensor([[2.0, 4.0]]), half, torch.tensor([False]), gamma=0.5)
@@ -169,7 +165,7 @@ def munchausen_target(
     Returns: `[*B]`.
     Gradient: flows through `reward`, `q` and `next_q`.
     Raises: ValueError naming the argument, if shapes do not match or a hyperparameter other than `gamma` is not 0-d.
-    Source: Vieillard et al. 2020, arXiv:2007.14430, eq. 2 and sec. 5 (clipping).
+    Source: Vieillard et al. 2020, arXiv:2007.14430, the target of M-DQN with the clipped log-policy.
 
     >>> zeros, action = torch.zeros(1, 2), torch.tensor([0])
     >>> munchausen_target(torch.tensor([1.0]), zeros, action, zeros, torch.tensor([True]),
@@ -307,7 +303,7 @@ def smoothed_action(
     Returns: `[*B, D]`.
     Gradient: flows through `action`, where the result is inside the bounds.
     Raises: ValueError naming the argument, if shapes do not match or a hyperparameter is not 0-d.
-    Source: Fujimoto et al. 2018, arXiv:1802.09477, eq. 14 and algorithm 1.
+    Source: Fujimoto et al. 2018, arXiv:1802.09477, algorithm 1 (target policy smoothing).
 
     >>> smoothed_action(torch.tensor([0.0, 0.9]), torch.tensor([4.0, 1.0]), -1.0, 1.0, policy_noise=0.2, noise_clip=0.5)
     tensor([0.5000, 1.0000])

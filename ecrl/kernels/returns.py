@@ -345,7 +345,7 @@ def retrace(
     Returns: `[*B, T]` in the dtype of `reward`.
     Gradient: flows through `reward`, `next_q_taken`, `next_v` and `log_rho`.
     Raises: ValueError naming the argument, if shapes differ or a hyperparameter other than `gamma` is not 0-d.
-    Source: Munos et al. 2016, arXiv:1606.02647, eq. 3 and 4.
+    Source: Munos et al. 2016, arXiv:1606.02647, eq. 3, with the trace coefficients of Retrace(lambda).
 
     >>> f, zero = torch.tensor([False, False]), torch.zeros(2)
     >>> retrace(torch.ones(2), zero, torch.tensor([2.0, 4.0]), zero, f, f, gamma=0.5, trace=1.0).tolist()
