@@ -109,7 +109,7 @@ def test_project_against_loop(seed, shape, atoms, points):
 
 
 def test_targets_by_hand(variant):
-    # support [0, 1, 2], gamma 1/2: atoms 1/2 + [0, 1/2, 1]; a terminated row has all at 1/2; a time limit has not.
+    # With gamma 1/2, the atoms of row 0 are 1/2 + [0, 1/2, 1]. Row 1 is terminated, so all its atoms are 1/2.
     support, reward = torch.tensor([0.0, 1.0, 2.0]), torch.tensor([0.5, 0.5, 9.0])
     probs, ended = torch.tensor([[0.5, 0.25, 0.25], [NAN] * 3, [1.0, 0.0, 0.0]]), torch.tensor([False, True, False])
     expected = [[0.25, 0.625, 0.125], [0.5, 0.5, 0.0], [0.0, 0.0, 1.0]]

@@ -39,7 +39,7 @@ def test_frequencies_of_epsilon_greedy(epsilon):
 
 
 def test_environments_do_not_explore_together():
-    """Of 64 environments, the number that takes a random action varies as independent coins do, never all or none."""
+    """The number of environments with a random action varies as with independent coins. It is never all or none."""
     steps, envs, epsilon = 2000, 64, 0.5
     q = torch.tensor([1.0, 0.0]).expand(steps, envs, 2)
     noise = rng.gumbel(rng.split(rng.key(6), steps * envs).reshape(steps, envs), (2,))

@@ -60,7 +60,9 @@ def random_batch(seed, *shape, dtype=torch.float32):
 
 
 # gamma = temperature = 1/2. Row 1 is terminated, and its next state holds NaN. Row 2 has a probability of 0.
-# double: a* = [0, -, 1];  expected: [1/2 + 3, -, -2];  smallest of two critics: [2, -, -4], and [2, 3], -, [-2, -8]
+# double: a* = [0, -, 1]
+# expected: [1/2 + 3, -, -2]
+# smallest of two critics: [2, -, -4], and for all actions [2, 3], -, [-2, inf]
 # munchausen: pi[action] = [3/4, tiny, 1/2], so tau * log(pi) = [log(3/4) / 2, below -1, log(1/2) / 2];
 #             next value log(1 + 3) / 2, -, log(2) / 2
 HAND = {

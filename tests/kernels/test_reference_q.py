@@ -138,7 +138,7 @@ def test_huber(rlax, delta):
 
 
 def test_rlax_dpg_gradient(rlax):
-    """The gradient that reaches the policy is that of its surrogate, `dq/da` for each action."""
+    """The gradient of the policy's action equals the gradient of rlax's surrogate loss, `-dq/da`."""
     jax = pytest.importorskip("jax")
     action, weights = normal(0, B).requires_grad_(), normal(1, B)
     q = weights * action + 0.5 * action.square()
