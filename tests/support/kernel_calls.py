@@ -112,6 +112,14 @@ def start(seed: int) -> TensorDict:
     return TensorDict(fields, [N])
 
 
+ESTIMATOR = ("reward", "value", "next_value", "terminated", "done")
+TARGETS = ("reward", "next_value", "terminated", "done")
+
+
+def hyper(seed: int, *names: str, **static: Any) -> dict[str, Any]:
+    return {name: scalar(seed + i) for i, name in enumerate(names)} | static
+
+
 def transition(seed: int, *next_fields: Tensor) -> tuple[Tensor, ...]:
     """Reward, the fields of the next state, and `terminated`."""
     return (floats(seed, N, T), *next_fields, bools(seed + 1, N, T))
@@ -123,14 +131,6 @@ def dists(seed: int, *shape: int) -> Tensor:
 
 def support() -> Tensor:
     return torch.linspace(-2.0, 2.0, K)
-
-
-ESTIMATOR = ("reward", "value", "next_value", "terminated", "done")
-TARGETS = ("reward", "next_value", "terminated", "done")
-
-
-def hyper(seed: int, *names: str, **static: Any) -> dict[str, Any]:
-    return {name: scalar(seed + i) for i, name in enumerate(names)} | static
 
 
 def opt_call(seed: int, init: Any, *names: str) -> tuple[tuple, dict]:
@@ -306,10 +306,11 @@ CALLS: dict[str, Any] = {
 # Their functions are bound: no tensors.
 WRAPPED = {"act_and_step": act_and_step, "collect_rollout": collect_rollout, "scan": scan, "loop": loop}
 NO_FLOATS = {  # flags and actions
-    "first_episode_mask", "categorical_sample", "categorical_mode", "multi_discrete_sample", "multi_discrete_mode",
     "epsilon_greedy",
+    "first_episode_mask", "categorical_sample", "categorical_mode", "multi_discrete_sample", "multi_discrete_mode",
 }  # fmt: skip
-NO_TENSORS = {"moments_init": "takes a shape", "episode_init": "takes numbers", "quantile_midpoints": "takes a number"}
+NO_TENSORS = {"moments_init": "takes a shape", "episode_init": "takes numbers"}
+NO_TENSORS["quantile_midpoints"] = "takes a number"
 
 
 def kernel(name: str) -> Any:
