@@ -90,6 +90,26 @@ def same_shape(**tensors: Tensor) -> None:
         raise ValueError(f"{', '.join(wrong)}, expected {list(expected)}, the shape of {first}")
 
 
+def check_axes(batch: Tensor, *, before: str = "", after: str = "", **tensors: Tensor) -> None:
+    """Raise ValueError unless each tensor has the axes of `batch`, with the named axes before and after them.
+
+    One letter names one axis. The axis must have the same size in all tensors of a call.
+
+    >>> check_axes(torch.zeros(3), before="C", after="A", q=torch.zeros(2, 3, 5))
+    >>> check_axes(torch.zeros(3), after="A", q=torch.zeros(3, 2), probs=torch.zeros(3))
+    Traceback (most recent call last):
+    ValueError: probs has shape [3], expected [3, 2]
+    """
+    sizes: dict[str, int] = {}
+    for name, tensor in tensors.items():
+        first, last = ([sizes.get(axis, axis) for axis in axes] for axes in (before, after))
+        expected = [*first, *batch.shape, *last]
+        pairs = list(zip(expected, tensor.shape, strict=False))
+        if len(expected) != tensor.ndim or any(size != actual for size, actual in pairs if not isinstance(size, str)):
+            raise ValueError(f"{name} has shape {list(tensor.shape)}, expected [{', '.join(map(str, expected))}]")
+        sizes |= {size: actual for size, actual in pairs if isinstance(size, str)}
+
+
 def check_rollout(rollout: TensorDict, *keys: str) -> None:
     """Raise ValueError unless `rollout` has shape `[N, T + 1]` and valid fields `keys` (see `ROLLOUT_FIELDS`).
 

@@ -38,6 +38,11 @@ rmsprop rmsprop_init
 running_returns scale scan sgd sgd_init standardize
 step_schedule tanh_normal_entropy tanh_normal_kl tanh_normal_latent tanh_normal_log_prob tanh_normal_mode
 tanh_normal_sample td_lambda_returns transitions value_loss vtrace
+HeldNoise categorical_project categorical_q_target categorical_target categorical_td_loss discrete_soft_actor_loss
+double_q_target dpg_loss epsilon_greedy expected_q_target gaussian_action held_noise hl_gauss huber min_q_target
+munchausen_target noise_scales ou_noise periodic_update q_lambda q_target quantile_huber_loss quantile_midpoints
+quantile_q_target retrace smoothed_action soft_actor_loss soft_min_q_target soft_q_target soft_update td_loss
+temperature_loss
 """
 
 

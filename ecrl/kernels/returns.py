@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ecrl.kernels.dtypes import common_dtype, discounts, exponent_bound, scalars, step_discounts, widened
 from ecrl.kernels.reverse_scan import in_dtype, or_zero, reverse_scan, varies
-from ecrl.types import Scalar, same_shape
+from ecrl.types import Scalar, check_axes, same_shape
 
 
 class GAE(NamedTuple):
@@ -280,6 +280,91 @@ def vtrace(
     target_next = torch.cat((value_target[..., 1:], reached[..., -1:]), -1)
     advantage = rho * (reward + discount * torch.where(done, reached, target_next) - value)
     return VTrace(advantage.to(dtype), value_target.to(dtype))
+
+
+def q_lambda(
+    reward: Tensor, next_q: Tensor, terminated: Tensor, done: Tensor, *, gamma: Scalar, trace: Scalar
+) -> Tensor:
+    """Return the targets of Peng's Q(lambda): lambda-returns with the largest Q of each next state as its value.
+
+        next_value[t] = max_a(next_q[t, a])
+        G[t] = reward[t] + gamma[t] * ((1 - trace) * next_value[t] + trace * G[t + 1])
+        G[t] = reward[t] + gamma[t] * next_value[t] * not terminated[t]      where done[t] or t = T - 1
+
+    The trace goes on after actions that are not greedy, as in PQN.
+
+    Args:
+        reward: `[*B, T]` float, reward units.
+        next_q: `[*B, T, A]` float, Q of all actions in the state that the action led to, before auto-reset.
+        terminated: `[*B, T]` bool.
+        done: `[*B, T]` bool, `terminated | truncated`.
+        gamma: discount, or `[*B, T]`, the discount of each step.
+        trace: lambda; 0 gives one-step targets, 1 Monte-Carlo returns.
+
+    Returns: `[*B, T]` in the dtype of `reward`.
+    Gradient: flows through `reward` and `next_q`.
+    Raises: ValueError naming the argument, if shapes do not match or a hyperparameter other than `gamma` is not 0-d.
+    Source: Peng and Williams 1996, "Incremental multi-step Q-learning"; Gallici et al. 2024, arXiv:2407.04811.
+
+    >>> f, next_q = torch.tensor([False, False]), torch.tensor([[2.0, 0.0], [1.0, 4.0]])
+    >>> q_lambda(torch.ones(2), next_q, f, f, gamma=0.5, trace=0.5).tolist()
+    [2.25, 3.0]
+    """
+    check_axes(reward, after="A", next_q=next_q)
+    (trace,) = discounts(trace=trace)
+    return td_lambda_returns(reward, next_q.max(-1).values, terminated, done, gamma=gamma, gae_lambda=trace)
+
+
+def retrace(
+    reward: Tensor,
+    next_q_taken: Tensor,
+    next_v: Tensor,
+    log_rho: Tensor,
+    terminated: Tensor,
+    done: Tensor,
+    *,
+    gamma: Scalar,
+    trace: Scalar,
+) -> Tensor:
+    """Return the targets of Retrace(lambda), off-policy corrected returns of action values.
+
+        c[t] = trace * min(1, exp(log_rho[t]))
+        G[t] = reward[t] + gamma[t] * (next_v[t] + c[t + 1] * (G[t + 1] - next_q_taken[t]))
+        G[t] = reward[t] + gamma[t] * next_v[t] * not terminated[t]          where done[t] or t = T - 1
+
+    Args:
+        reward: `[*B, T]` float, reward units.
+        next_q_taken: `[*B, T]` float, Q of the next state and the action of step t + 1. It is not read where `done[t]`
+            or `t = T - 1`.
+        next_v: `[*B, T]` float, V of the state that the action led to, before auto-reset: the mean of Q under the
+            policy being trained.
+        log_rho: `[*B, T]` float, nats, log-probability of the action of step t under the policy being trained, minus
+            that under the policy that acted. `log_rho[0]` is not read.
+        terminated: `[*B, T]` bool.
+        done: `[*B, T]` bool, `terminated | truncated`.
+        gamma: discount, or `[*B, T]`, the discount of each step.
+        trace: lambda; 0 gives one-step targets.
+
+    Returns: `[*B, T]` in the dtype of `reward`.
+    Gradient: flows through `reward`, `next_q_taken`, `next_v` and `log_rho`.
+    Raises: ValueError naming the argument, if shapes differ or a hyperparameter other than `gamma` is not 0-d.
+    Source: Munos et al. 2016, arXiv:1606.02647, eq. 3, with the trace coefficients of Retrace(lambda).
+
+    >>> f, zero = torch.tensor([False, False]), torch.zeros(2)
+    >>> retrace(torch.ones(2), zero, torch.tensor([2.0, 4.0]), zero, f, f, gamma=0.5, trace=1.0).tolist()
+    [3.5, 3.0]
+    """
+    same_shape(
+        reward=reward, next_q_taken=next_q_taken, next_v=next_v, log_rho=log_rho, terminated=terminated, done=done
+    )
+    gamma, (trace,) = step_discounts(gamma, reward), discounts(trace=trace)
+    dtype, (reward, next_q_taken, next_v, log_rho) = _widen(reward, next_q_taken, next_v, log_rho)
+    next_log_rho = torch.cat((log_rho[..., 1:], log_rho.new_full(log_rho[..., :1].shape, -torch.inf)), -1)
+    next_c = trace * torch.exp(next_log_rho.masked_fill(done, -torch.inf).clamp(max=0.0))
+    next_v = _zero_where(or_zero(terminated, gamma), next_v)
+    next_q_taken = _zero_where(or_zero(next_c == 0.0, gamma), next_q_taken)
+    corrected = reward + in_dtype(gamma, reward) * (next_v - next_c * next_q_taken)
+    return reverse_scan(corrected, gamma * next_c.double(), done).to(dtype)
 
 
 def episode_discounts(done: Tensor, *, gamma: Scalar) -> Tensor:

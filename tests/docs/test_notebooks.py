@@ -36,6 +36,14 @@ CLAIMS = {  # claims of a notebook about its run
 ELSEWHERE = {"GAE", "VTrace", "Squashed"} | {  # results of kernels, and output that other notebooks show during a run
     "act_and_step", "collect_rollout", "episode_init", "episode_update", "loop", "place_at_truncations",
     "restarted",
+} | {  # learning from replay
+    "HeldNoise",
+    "categorical_project", "categorical_q_target", "categorical_target", "categorical_td_loss",
+    "discrete_soft_actor_loss", "double_q_target", "dpg_loss", "epsilon_greedy", "expected_q_target",
+    "gaussian_action", "held_noise", "hl_gauss", "huber", "min_q_target", "munchausen_target", "noise_scales",
+    "ou_noise", "periodic_update", "q_lambda", "q_target", "quantile_huber_loss", "quantile_midpoints",
+    "quantile_q_target", "retrace", "smoothed_action", "soft_actor_loss", "soft_min_q_target", "soft_q_target",
+    "soft_update", "td_loss", "temperature_loss",
 }  # fmt: skip
 CELL_S = 24 * 3600  # nbmake stops a cell after 300 s by default, which a loaded machine may need
 _OF_A_MACHINE = re.compile(r"/(?:home|root|Users|usr|opt|tmp|work|venv)\b|0x[0-9a-f]{6}")

@@ -70,7 +70,9 @@ STEP_DISCOUNTS = {
     "running_returns",
     "td_lambda_returns",
     "vtrace",
-}
+    "categorical_q_target", "categorical_target", "double_q_target", "expected_q_target", "min_q_target",
+    "munchausen_target", "q_lambda", "q_target", "quantile_q_target", "retrace", "soft_min_q_target", "soft_q_target",
+}  # fmt: skip
 """Kernels whose `gamma` may have the shape of the rewards."""
 
 

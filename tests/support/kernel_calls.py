@@ -120,6 +120,19 @@ def hyper(seed: int, *names: str, **static: Any) -> dict[str, Any]:
     return {name: scalar(seed + i) for i, name in enumerate(names)} | static
 
 
+def transition(seed: int, *next_fields: Tensor) -> tuple[Tensor, ...]:
+    """Reward, the fields of the next state, and `terminated`."""
+    return (floats(seed, N, T), *next_fields, bools(seed + 1, N, T))
+
+
+def dists(seed: int, *shape: int) -> Tensor:
+    return floats(seed, *shape).softmax(-1)
+
+
+def support() -> Tensor:
+    return torch.linspace(-2.0, 2.0, K)
+
+
 def opt_call(seed: int, init: Any, *names: str) -> tuple[tuple, dict]:
     return (params(seed), params(seed + 5), trained(seed + 9, init)), hyper(seed, "learning_rate", *names)
 
@@ -224,13 +237,80 @@ CALLS: dict[str, Any] = {
     "episode_update": lambda s: ((episode(s), *steps(s, "reward", "done", "mask")), {}),
     "restarted": lambda s: ((episode(s),), {}),
     "running_returns": lambda s: ((*steps(s, "reward", "done"), floats(s + 5, N)), hyper(s, "gamma")),
+    "q_target": lambda s: (transition(s, floats(s + 5, N, T, K)), hyper(s, "gamma")),
+    "double_q_target": lambda s: (transition(s, floats(s + 5, N, T, K), floats(s + 6, N, T, K)), hyper(s, "gamma")),
+    "expected_q_target": lambda s: (transition(s, floats(s + 5, N, T, K), dists(s + 6, N, T, K)), hyper(s, "gamma")),
+    "munchausen_target": lambda s: (
+        (
+            floats(s, N, T),
+            floats(s + 1, N, T, K),
+            torch.arange(T).expand(N, T),
+            *transition(s, floats(s + 5, N, T, K))[1:],
+        ),
+        hyper(s, "gamma", "temperature", "munchausen_coef") | {"clip_value_min": -scalar(s + 9)},
+    ),
+    "min_q_target": lambda s: (transition(s, floats(s + 5, 2, N, T)), hyper(s, "gamma")),
+    "soft_min_q_target": lambda s: (
+        transition(s, floats(s + 5, 2, N, T), floats(s + 6, N, T)),
+        hyper(s, "gamma", "temperature"),
+    ),
+    "soft_q_target": lambda s: (
+        transition(s, floats(s + 5, 2, N, T, K), floats(s + 6, N, T, K)),
+        hyper(s, "gamma", "temperature"),
+    ),
+    "smoothed_action": lambda s: (
+        (floats(s, N, A), floats(s + 1, N, A), torch.tensor([-1.0, -0.5, -2.0]), 1.0),
+        hyper(s, "policy_noise", "noise_clip"),
+    ),
+    "q_lambda": lambda s: ((*transition(s, floats(s + 5, N, T, K)), bools(s + 7, N, T)), hyper(s, "gamma", "trace")),
+    "retrace": lambda s: (
+        steps(s, "reward", "next_q_taken", "next_v", "log_rho", "terminated", "done"),
+        hyper(s, "gamma", "trace"),
+    ),
+    "categorical_project": lambda s: ((dists(s, N, K), floats(s + 1, N, K), torch.linspace(-1.0, 1.0, 4)), {}),
+    "categorical_target": lambda s: ((*transition(s, dists(s + 5, N, T, K)), support()), hyper(s, "gamma")),
+    "categorical_q_target": lambda s: (
+        (*transition(s, floats(s + 5, N, T, A, K), floats(s + 6, N, T, A)), support()),
+        hyper(s, "gamma"),
+    ),
+    "categorical_td_loss": lambda s: (
+        (floats(s, 2, N, T, K), dists(s + 1, N, T, K), *steps(s, "weight", "mask")),
+        {},
+    ),
+    "quantile_q_target": lambda s: (
+        transition(s, floats(s + 5, N, T, A, K), floats(s + 6, N, T, A)),
+        hyper(s, "gamma"),
+    ),
+    "quantile_huber_loss": lambda s: ((floats(s, N, K), dists(s + 1, K), floats(s + 2, N, A)), hyper(s, "delta")),
+    "hl_gauss": lambda s: ((floats(s, N, T), support()), hyper(s, "sigma")),
+    "huber": lambda s: ((floats(s, N, T),), hyper(s, "delta")),
+    "td_loss": lambda s: ((floats(s + 5, 2, N, T), *steps(s, "target", "weight", "mask")), hyper(s, "delta")),
+    "dpg_loss": lambda s: (steps(s, "q", "mask"), {}),
+    "soft_actor_loss": lambda s: ((floats(s, N, T), floats(s + 1, 2, N, T), bools(s, N, T)), hyper(s, "temperature")),
+    "discrete_soft_actor_loss": lambda s: (
+        (floats(s, N, T, K), floats(s + 1, 2, N, T, K), bools(s, N, T)),
+        hyper(s, "temperature"),
+    ),
+    "temperature_loss": lambda s: ((scalar(s), *steps(s, "log_prob", "mask")), hyper(s, "target_entropy")),
+    "soft_update": lambda s: ((params(s), params(s + 5)), hyper(s, "tau")),
+    "periodic_update": lambda s: ((params(s), params(s + 5), torch.tensor(s)), {"period": 2}),
+    "epsilon_greedy": lambda s: ((floats(s, N, K), floats(s + 1, N, K)), hyper(s, "epsilon")),
+    "gaussian_action": lambda s: (
+        (floats(s, N, A), floats(s + 1, N, A), torch.tensor([-1.0, -0.5, -2.0]), 1.0),
+        hyper(s, "std"),
+    ),
+    "ou_noise": lambda s: ((floats(s, N, A), floats(s + 1, N, A)), hyper(s, "theta", "sigma", "dt")),
+    "held_noise": lambda s: ((floats(s, N, A), torch.arange(N) % 2, floats(s + 1, N, A), 3), {}),
+    "noise_scales": lambda s: ((*steps(s, "scale", "uniform"), bools(s, N, T)), hyper(s, "low", "high")),
 }
 # Their functions are bound: no tensors.
 WRAPPED = {"act_and_step": act_and_step, "collect_rollout": collect_rollout, "scan": scan, "loop": loop}
 NO_FLOATS = {  # flags and actions
+    "epsilon_greedy",
     "first_episode_mask", "categorical_sample", "categorical_mode", "multi_discrete_sample", "multi_discrete_mode",
 }  # fmt: skip
 NO_TENSORS = {"moments_init": "takes a shape", "episode_init": "takes numbers"}
+NO_TENSORS["quantile_midpoints"] = "takes a number"
 
 
 def kernel(name: str) -> Any:

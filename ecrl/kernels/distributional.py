@@ -1,0 +1,329 @@
+"""Distributional action values: C51's categorical distributions, quantile regression, and HL-Gauss.
+
+A categorical distribution of returns has probabilities `probs` `[*B, K]` of the returns `support` `[K]`, called atoms.
+A quantile distribution is a list of equally probable returns `quantiles` `[*B, K]`. The mean of both is Q.
+
+The distributions of the next state are not read where `terminated` is True or `gamma` is 0. They may hold NaN there.
+The targets detach nothing, and the losses detach their targets.
+
+Half-precision inputs are converted to float32. Results have the dtype that the float inputs promote to.
+"""
+
+from math import sqrt
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ecrl.kernels.dtypes import common_dtype, scalars, step_discounts, widened
+from ecrl.kernels.masked_stats import masked_mean
+from ecrl.kernels.q_losses import huber
+from ecrl.kernels.reverse_scan import in_dtype
+from ecrl.types import Logs, Scalar, check_axes, same_shape
+
+
+def categorical_project(probs: Tensor, atoms: Tensor, support: Tensor) -> Tensor:
+    """Return the distribution on `support` that is closest to the probabilities `probs` of the returns `atoms`.
+
+        x       = clip(atoms[k], support[0], support[M - 1])
+        w[j, k] = max(0, 1 - |x - support[j]| / gap)
+        p[j]    = sum_k(w[j, k] * probs[k])
+
+    `gap` is the distance from `support[j]` to its neighbour on the side of `x`. So each atom gives its probability to
+    the two points of the support beside it, more to the nearer one. The mean of the clipped atoms is kept.
+
+    Nothing is scattered, so results have the same bits on every run. In eager mode, intermediate results of shape
+    `[*B, M, K]` take memory and time. A compiled graph stores none of them.
+
+    Args:
+        probs: `[*B, K]` float, probabilities.
+        atoms: `[*B, K]` float, returns in any order. Infinite returns count as the first or last point.
+        support: `[M]` float, returns in ascending order, evenly spaced or not.
+
+    Returns: `[*B, M]`. It sums to the sum of `probs`.
+    Gradient: flows through all three arguments.
+    Raises: ValueError naming the arguments whose shapes do not match.
+    Source: Bellemare et al. 2017, arXiv:1707.06887, eq. 7; any support as in Rowland et al. 2018, arXiv:1802.08163.
+
+    >>> categorical_project(torch.tensor([0.5, 0.5]), torch.tensor([0.25, 9.0]), torch.tensor([0.0, 1.0, 2.0]))
+    tensor([0.3750, 0.1250, 0.5000])
+    """
+    same_shape(probs=probs, atoms=atoms)
+    _check_vector("support", support)
+    dtype = common_dtype(probs, atoms, support)
+    return _project(*widened(probs, atoms, support)).to(dtype)
+
+
+def _check_vector(name: str, x: Tensor) -> None:
+    if x.ndim != 1:
+        raise ValueError(f"{name} has shape {list(x.shape)}, expected one axis")
+
+
+def _project(probs: Tensor, atoms: Tensor, support: Tensor) -> Tensor:
+    """Return `categorical_project`, but in float32 for half-precision inputs."""
+    end = support.new_full((1,), torch.inf)
+    gap = torch.cat((end, support.diff(), end)).unsqueeze(-1)  # before each point, and after the last one
+    x = torch.minimum(torch.maximum(atoms, support[0]), support[-1]).unsqueeze(-2)
+    offset = x - support.unsqueeze(-1)  # [*B, M, K]
+    weight = torch.minimum(1.0 + offset / gap[:-1], 1.0 - offset / gap[1:]).clamp(min=0.0)
+    return (weight * probs.unsqueeze(-2)).sum(-1)
+
+
+def _select(x: Tensor, selector: Tensor) -> Tensor:
+    """Return the entry of `x` `[*B, A, K]` for the action of the largest `selector` `[*B, A]`: `[*B, K]`."""
+    action = selector.argmax(-1)[..., None, None]
+    return x.gather(-2, action.expand(*action.shape[:-1], x.shape[-1])).squeeze(-2)
+
+
+def categorical_target(
+    reward: Tensor, next_probs: Tensor, terminated: Tensor, support: Tensor, *, gamma: Scalar
+) -> Tensor:
+    """Return the target distribution for a given next action: next returns discounted, shifted and projected.
+
+        atoms[k] = reward + gamma * support[k] * not terminated
+        categorical_project(next_probs, atoms, support)
+
+    Args:
+        reward: `[*B]` float, reward units.
+        next_probs: `[*B, K]` float, distribution of returns of the next state and the next action.
+        terminated: `[*B]` bool.
+        support: `[K]` float, returns in ascending order.
+        gamma: discount, or `[*B]`, the discount of each transition.
+
+    Returns: probabilities `[*B, K]`.
+    Gradient: flows through `reward`, `next_probs` and `support`.
+    Raises: ValueError naming the arguments whose shapes do not match.
+    Source: Bellemare et al. 2017, arXiv:1707.06887, eq. 7.
+
+    >>> support = torch.tensor([0.0, 1.0, 2.0])
+    >>> categorical_target(torch.tensor([1.0]), torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([False]), support,
+    ...     gamma=0.25)
+    tensor([[0.0000, 0.5000, 0.5000]])
+    """
+    same_shape(reward=reward, terminated=terminated)
+    check_axes(reward, after="K", next_probs=next_probs)
+    _check_support(support, next_probs)
+    dtype = common_dtype(reward, next_probs, support)
+    reward, next_probs, support = widened(reward, next_probs, support)
+    return _categorical_target(reward, next_probs, terminated, support, gamma).to(dtype)
+
+
+def _check_support(support: Tensor, dist: Tensor) -> None:
+    if support.shape != dist.shape[-1:]:
+        raise ValueError(f"support has shape {list(support.shape)}, expected {list(dist.shape[-1:])}, the atoms")
+
+
+def _categorical_target(
+    reward: Tensor, next_probs: Tensor, terminated: Tensor, support: Tensor, gamma: Scalar
+) -> Tensor:
+    """Return `categorical_target`, but in float32 for half-precision inputs."""
+    discount = _discount(reward, terminated, gamma).unsqueeze(-1)
+    next_probs = next_probs.masked_fill(discount == 0.0, 1.0 / len(support))  # all atoms are `reward`
+    return _project(next_probs, reward.unsqueeze(-1) + discount * support, support)
+
+
+def _discount(reward: Tensor, terminated: Tensor, gamma: Scalar) -> Tensor:
+    """Return `gamma * not terminated` `[*B]`, in the dtype of `reward`."""
+    gamma = in_dtype(step_discounts(gamma, reward), reward)
+    return torch.where(terminated, 0.0, gamma).to(reward.dtype)  # pyright: ignore
+
+
+def categorical_q_target(
+    reward: Tensor,
+    next_logits: Tensor,
+    next_q_selector: Tensor,
+    terminated: Tensor,
+    support: Tensor,
+    *,
+    gamma: Scalar,
+) -> Tensor:
+    """Return the target distribution of C51, for the next action of the largest `next_q_selector`.
+
+        a* = argmax_a(next_q_selector[a])
+        categorical_target(reward, softmax(next_logits[a*]), terminated, support)
+
+    Args:
+        reward: `[*B]` float, reward units.
+        next_logits: `[*B, A, K]` float, logits of the distributions of all actions in the next state, from the target
+            network.
+        next_q_selector: `[*B, A]` float, means of the distributions from the same network. With means from the online
+            network, it is the target of Double DQN.
+        terminated: `[*B]` bool.
+        support: `[K]` float, returns in ascending order.
+        gamma: discount, or `[*B]`, the discount of each transition.
+
+    Returns: probabilities `[*B, K]`.
+    Gradient: flows through `reward`, `next_logits` and `support`.
+    Raises: ValueError naming the arguments whose shapes do not match.
+    Source: Bellemare et al. 2017, arXiv:1707.06887, algorithm 1; Hessel et al. 2018, arXiv:1710.02298 (double).
+
+    >>> support, logits = torch.tensor([0.0, 1.0]), torch.tensor([[[0.0, 0.0], [-99.0, 99.0]]])
+    >>> categorical_q_target(torch.tensor([0.0]), logits, torch.tensor([[0.5, 1.0]]), torch.tensor([False]), support,
+    ...     gamma=0.5)
+    tensor([[0.5000, 0.5000]])
+    """
+    same_shape(reward=reward, terminated=terminated)
+    check_axes(reward, after="A", next_q_selector=next_q_selector)
+    check_axes(next_q_selector, after="K", next_logits=next_logits)
+    _check_support(support, next_logits)
+    dtype = common_dtype(reward, next_logits, support)
+    reward, next_logits, support = widened(reward, next_logits, support)
+    unread = _discount(reward, terminated, gamma) == 0.0  # filled: softmax of NaN would have the gradient NaN
+    logits = _select(next_logits, next_q_selector).masked_fill(unread.unsqueeze(-1), 0.0)
+    return _categorical_target(reward, F.softmax(logits, -1), terminated, support, gamma).to(dtype)
+
+
+def categorical_td_loss(logits: Tensor, target: Tensor, weight: Tensor, mask: Tensor) -> tuple[Tensor, Logs]:
+    """Return the loss of C51: the weighted cross-entropy of target and prediction, summed over the critics.
+
+        sum_c(mean(weight * -sum_k(target[k] * log_softmax(logits[c])[k])))
+
+    For the priority of each transition, use `categorical_kl(target.log(), logits)`.
+
+    Args:
+        logits: `[C, *B, K]` float, predicted distributions of the taken actions, from C critics.
+        target: `[*B, K]` float, probabilities, from `categorical_q_target`, `categorical_target` or `hl_gauss`.
+        weight: `[*B]` float, importance weights of prioritised replay, else ones.
+        mask: `[*B]` bool.
+
+    Returns: 0-d loss; logs q_loss (the loss), count.
+    Gradient: through `logits` only.
+    Raises: ValueError naming the arguments whose shapes do not match.
+    Source: Bellemare et al. 2017, arXiv:1707.06887, algorithm 1.
+
+    >>> one = torch.ones(1)
+    >>> loss, logs = categorical_td_loss(torch.zeros(1, 1, 2), torch.tensor([[0.25, 0.75]]), one, one > 0)
+    >>> round(float(loss), 4)
+    0.6931
+    """
+    same_shape(weight=weight, mask=mask)
+    check_axes(mask, after="K", target=target)
+    check_axes(target, before="C", logits=logits)
+    dtype = common_dtype(logits, target, weight)
+    logits, target, weight = widened(logits, target.detach(), weight.detach())
+    logits, target = (x.masked_fill(~mask.unsqueeze(-1), 0.0) for x in (logits, target))
+    cross_entropy = -(target * F.log_softmax(logits, -1).masked_fill(target == 0.0, 0.0)).sum(-1)
+    loss = masked_mean((weight.masked_fill(~mask, 0.0) * cross_entropy).sum(0), mask)
+    return loss.to(dtype), {"q_loss": loss.detach(), "count": mask.sum().to(loss.dtype)}
+
+
+def quantile_midpoints(
+    num_quantiles: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
+) -> Tensor:
+    """Return the quantile levels of QR-DQN, the midpoints of `num_quantiles` equal parts of [0, 1].
+
+        (2 i + 1) / (2 num_quantiles)
+
+    Args:
+        num_quantiles: number of quantiles, K.
+        dtype: dtype of the result.
+        device: device of the result.
+
+    Returns: `[K]`.
+    Gradient: none.
+    Source: Dabney et al. 2018, arXiv:1710.10044, lemma 2.
+
+    >>> quantile_midpoints(4)
+    tensor([0.1250, 0.3750, 0.6250, 0.8750])
+    """
+    odd = 2.0 * torch.arange(num_quantiles, dtype=torch.float64, device=device) + 1.0
+    return (odd / (2.0 * num_quantiles)).to(dtype)
+
+
+def quantile_q_target(
+    reward: Tensor, next_quantiles: Tensor, next_q_selector: Tensor, terminated: Tensor, *, gamma: Scalar
+) -> Tensor:
+    """Return the target quantiles of QR-DQN, for the next action of the largest `next_q_selector`.
+
+        a* = argmax_a(next_q_selector[a])
+        reward + gamma * next_quantiles[a*] * not terminated
+
+    Args:
+        reward: `[*B]` float, reward units.
+        next_quantiles: `[*B, A, K]` float, quantiles of all actions in the next state, from the target network.
+        next_q_selector: `[*B, A]` float, means of the quantiles from the same network. With means from the online
+            network, it is the target of Double DQN.
+        terminated: `[*B]` bool.
+        gamma: discount, or `[*B]`, the discount of each transition.
+
+    Returns: `[*B, K]`.
+    Gradient: flows through `reward` and `next_quantiles`.
+    Raises: ValueError naming the arguments whose shapes do not match.
+    Source: Dabney et al. 2018, arXiv:1710.10044, algorithm 1.
+
+    >>> next_quantiles, q = torch.tensor([[[1.0, 3.0], [2.0, 4.0]]]), torch.tensor([[2.0, 3.0]])
+    >>> quantile_q_target(torch.tensor([1.0]), next_quantiles, q, torch.tensor([False]), gamma=0.5)
+    tensor([[2., 3.]])
+    """
+    same_shape(reward=reward, terminated=terminated)
+    check_axes(reward, after="A", next_q_selector=next_q_selector)
+    check_axes(next_q_selector, after="K", next_quantiles=next_quantiles)
+    dtype, (reward, next_quantiles) = common_dtype(reward, next_quantiles), widened(reward, next_quantiles)
+    discount = _discount(reward, terminated, gamma).unsqueeze(-1)
+    selected = _select(next_quantiles, next_q_selector).masked_fill(discount == 0.0, 0.0)
+    return (reward.unsqueeze(-1) + discount * selected).to(dtype)
+
+
+def quantile_huber_loss(quantiles: Tensor, taus: Tensor, target: Tensor, *, delta: Scalar) -> Tensor:
+    """Return the quantile regression loss of each entry, with a Huber loss in place of the absolute error.
+
+        u[i, j] = target[j] - quantiles[i]
+        sum_i(mean_j(|taus[i] - (u[i, j] < 0)| * huber(u[i, j], delta)))
+
+    The loss of a batch is `masked_mean(weight * quantile_huber_loss(...), mask)`. It is also the priority of each
+    transition.
+
+    Args:
+        quantiles: `[*B, K]` float, predicted quantiles.
+        taus: quantile levels in [0, 1], broadcasts to `quantiles`.
+        target: `[*B, M]` float, equally probable target returns.
+        delta: error at which the loss becomes linear, `kappa` in the paper, reward units.
+
+    Returns: `[*B]`.
+    Gradient: through `quantiles` only.
+    Raises: ValueError naming the argument, if shapes do not match or a hyperparameter is not 0-d.
+    Source: Dabney et al. 2018, arXiv:1710.10044, eq. 10 and algorithm 1.
+
+    >>> quantile_huber_loss(torch.tensor([0.0, 2.0]), torch.tensor([0.25, 0.75]), torch.tensor([1.0]), delta=1.0)
+    tensor(0.2500)
+    """
+    check_axes(quantiles[..., 0], after="M", target=target)
+    if taus.shape not in (quantiles.shape, quantiles.shape[-1:]):
+        expected = f"{list(quantiles.shape)}, the shape of quantiles, or {list(quantiles.shape[-1:])}"
+        raise ValueError(f"taus has shape {list(taus.shape)}, expected {expected}")
+    dtype = common_dtype(quantiles, taus, target)
+    quantiles, taus, target = widened(quantiles, taus.detach(), target.detach())
+    u = target.unsqueeze(-2) - quantiles.unsqueeze(-1)  # [*B, K, M]
+    weight = (taus.unsqueeze(-1) - (u < 0.0).to(u.dtype)).abs()
+    return (weight * huber(u, delta=delta)).mean(-1).sum(-1).to(dtype)
+
+
+def hl_gauss(value: Tensor, edges: Tensor, *, sigma: Scalar) -> Tensor:
+    """Return the target of HL-Gauss: the probabilities of the bins under a normal distribution around each value.
+
+        y      = clip(value, edges[0], edges[K])
+        cdf[k] = erf((edges[k] - y) / (sqrt(2) * sigma))
+        p[k]   = (cdf[k + 1] - cdf[k]) / (cdf[K] - cdf[0])
+
+    Train on it with `categorical_td_loss`. A prediction's value is the mean of the centres of the bins.
+
+    Args:
+        value: `[*B]` float, scalar targets.
+        edges: `[K + 1]` float, edges of the K bins in ascending order, in the units of `value`.
+        sigma: positive, standard deviation in the units of `value`. The paper uses 0.75 times the width of a bin.
+
+    Returns: probabilities `[*B, K]`.
+    Gradient: flows through `value` and `edges`.
+    Raises: ValueError naming the argument, if `edges` has not one axis or a hyperparameter is not 0-d.
+    Source: Farebrother et al. 2024, arXiv:2403.03950; Imani and White 2018, arXiv:1806.04613.
+
+    >>> hl_gauss(torch.tensor([0.0, 9.0]), torch.tensor([-1.0, 0.0, 1.0]), sigma=0.1)
+    tensor([[0.5000, 0.5000],
+            [0.0000, 1.0000]])
+    """
+    _check_vector("edges", edges)
+    (sigma,) = scalars(sigma=sigma)
+    dtype, (value, edges) = common_dtype(value, edges), widened(value, edges)
+    y = torch.minimum(torch.maximum(value, edges[0]), edges[-1]).unsqueeze(-1)
+    cdf = torch.erf((edges - y) / (sqrt(2.0) * sigma))
+    return (cdf.diff(dim=-1) / (cdf[..., -1:] - cdf[..., :1])).to(dtype)

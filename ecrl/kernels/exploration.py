@@ -1,0 +1,198 @@
+"""Exploration: random actions, and noise that is added to actions.
+
+Kernels take drawn random numbers as an argument (see `ecrl.rng`). Draw them with a key for each environment, so that
+environments explore independently of each other. Noise that depends on earlier steps has a state, which each call takes
+and returns. Half-precision inputs are converted to float32, and results are converted back.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ecrl.kernels.categorical import categorical_sample
+from ecrl.kernels.dtypes import common_dtype, scalars, widened
+from ecrl.types import Scalar, check_axes, same_shape
+
+
+class HeldNoise(NamedTuple):
+    """Result of `held_noise`: the `noise` to use now, `[*B, D]`, and `steps_left`, int64 `[*B]`."""
+
+    noise: Tensor
+    steps_left: Tensor
+
+
+def clip_to_bounds(action: Tensor, low: Scalar, high: Scalar) -> Tensor:
+    """Return `clip(action, low, high)`. The bounds are numbers, or tensors that broadcast to `action`.
+
+    >>> clip_to_bounds(torch.tensor([-3.0, 3.0]), -1.0, torch.tensor([1.0, 2.0]))
+    tensor([-1.,  2.])
+    """
+    for name, bound in (("low", low), ("high", high)):
+        if isinstance(bound, Tensor):
+            pairs = zip(reversed(bound.shape), reversed(action.shape), strict=False)
+            if bound.ndim > action.ndim or any(size not in (1, expected) for size, expected in pairs):
+                expected = f"one that broadcasts to action {list(action.shape)}"
+                raise ValueError(f"{name} has shape {list(bound.shape)}, expected {expected}")
+    low, high = (x.to(action.dtype) if isinstance(x, Tensor) else x for x in (low, high))
+    return action.clamp(min=low).clamp(max=high)
+
+
+def _for_rows(name: str, number: Scalar, rows: Tensor) -> Scalar:
+    """Return a number or 0-d tensor unchanged, and one number for each row of `rows` `[*B, K]` as `[*B, 1]`.
+
+    Raises: ValueError naming `number` if it has another shape.
+    """
+    if not isinstance(number, Tensor) or not number.ndim:
+        return scalars(**{name: number})[0]
+    if number.shape != rows.shape[:-1]:
+        expected = f"a number, a 0-d tensor or {list(rows.shape[:-1])}, one for each row"
+        raise ValueError(f"{name} has shape {list(number.shape)}, expected {expected}")
+    return widened(number)[0].unsqueeze(-1)
+
+
+def epsilon_greedy(q: Tensor, noise: Tensor, *, epsilon: Scalar) -> Tensor:
+    """Sample a uniformly random action with probability `epsilon`, else the action of the largest Q, in each row.
+
+        p[a] = epsilon / A + (1 - epsilon) * (a == argmax(q))
+        argmax_a(log(p[a]) + noise[a])
+
+    The noise decides in each row whether its action is random, so environments do not explore all at once. The greedy
+    action is the first one of the largest Q.
+
+    Args:
+        q: `[*B, A]` float.
+        noise: `[*B, A]` float, standard Gumbel.
+        epsilon: probability of a random action, or `[*B]`, that of each row.
+
+    Returns: int64 `[*B]`.
+    Gradient: none.
+    Raises: ValueError naming the arguments whose shapes do not match.
+    Source: Mnih et al. 2013, arXiv:1312.5602, algorithm 1; sampled as in `categorical_sample`.
+
+    >>> q, noise = torch.tensor([[0.0, 1.0], [0.0, 1.0]]), torch.tensor([[0.0, 0.0], [9.0, 0.0]])
+    >>> epsilon_greedy(q, noise, epsilon=0.1), epsilon_greedy(q, noise, epsilon=0.0)
+    (tensor([1, 0]), tensor([1, 1]))
+    """
+    same_shape(q=q, noise=noise)
+    epsilon = _for_rows("epsilon", epsilon, q)
+    greedy = torch.arange(q.shape[-1], device=q.device) == q.argmax(-1, keepdim=True)
+    p = epsilon / q.shape[-1] + (1.0 - epsilon) * greedy.to(widened(noise)[0].dtype)
+    return categorical_sample(torch.log(p), noise)
+
+
+def gaussian_action(action: Tensor, noise: Tensor, low: Scalar, high: Scalar, *, std: Scalar) -> Tensor:
+    """Add Gaussian noise to actions and clip the sums to the bounds of the action space.
+
+        clip(action + std * noise, low, high)
+
+    Args:
+        action: `[*B, D]` float, actions of a deterministic policy.
+        noise: `[*B, D]` float, standard normal. To add correlated noise, pass the result of `ou_noise` or `held_noise`.
+        low: smallest action, a number or a tensor that broadcasts to `action`.
+        high: largest action, a number or a tensor that broadcasts to `action`.
+        std: standard deviation of the noise in the units of `action`, or `[*B]`, that of each row.
+
+    Returns: `[*B, D]`.
+    Gradient: flows through `action` and `noise`, where the result is inside the bounds.
+    Raises: ValueError naming the arguments whose shapes do not match.
+    Source: Fujimoto et al. 2018, arXiv:1802.09477, algorithm 1.
+
+    >>> gaussian_action(torch.tensor([0.0, 0.9]), torch.tensor([1.0, 1.0]), -1.0, 1.0, std=0.5)
+    tensor([0.5000, 1.0000])
+    """
+    same_shape(action=action, noise=noise)
+    std = _for_rows("std", std, action)
+    dtype, (action, noise) = common_dtype(action, noise), widened(action, noise)
+    std = std.to(action.dtype) if isinstance(std, Tensor) else std
+    return clip_to_bounds(action + std * noise, low, high).to(dtype)
+
+
+def ou_noise(state: Tensor, noise: Tensor, *, theta: Scalar, sigma: Scalar, dt: Scalar) -> Tensor:
+    """Run one step of an Ornstein-Uhlenbeck process, noise that changes slowly and returns to 0.
+
+        state - theta * state * dt + sigma * sqrt(dt) * noise
+
+    The result is the noise of this step, and the `state` of the next call. Start each episode with zeros.
+
+    Args:
+        state: `[*B, D]` float, the result of the last call.
+        noise: `[*B, D]` float, standard normal.
+        theta: rate at which the process returns to 0, per unit of time.
+        sigma: volatility, in the units of `state` per square root of the unit of time.
+        dt: time of one step.
+
+    Returns: `[*B, D]`.
+    Gradient: flows through `state` and `noise`.
+    Raises: ValueError naming the argument, if shapes differ or a hyperparameter is not 0-d.
+    Source: Uhlenbeck and Ornstein 1930; Lillicrap et al. 2016, arXiv:1509.02971, supplement.
+
+    >>> ou_noise(torch.tensor([2.0]), torch.tensor([1.0]), theta=0.5, sigma=2.0, dt=0.25)
+    tensor([2.7500])
+    """
+    same_shape(state=state, noise=noise)
+    theta, sigma, dt = scalars(theta=theta, sigma=sigma, dt=dt)
+    dtype, (state, noise) = common_dtype(state, noise), widened(state, noise)
+    return (state - theta * state * dt + sigma * dt**0.5 * noise).to(dtype)
+
+
+def held_noise(held: Tensor, steps_left: Tensor, noise: Tensor, duration: int | Tensor) -> HeldNoise:
+    """Keep each row's noise for several steps, then take new noise.
+
+        renewed    = steps_left <= 0
+        noise      = noise if renewed else held
+        steps_left = (duration if renewed else steps_left) - 1
+
+    The result is the `held` and `steps_left` of the next call. Start each episode with `steps_left` 0.
+
+    Args:
+        held: `[*B, D]` float, the noise of the last step.
+        steps_left: `[*B]` int64, the number of steps for which `held` is kept.
+        noise: `[*B, D]` float, new noise.
+        duration: the number of steps for which new noise is kept, an integer or int64 `[*B]`, such as a random number
+            for each row.
+
+    Returns: `noise` `[*B, D]` in the dtype that `held` and `noise` promote to, and `steps_left` `[*B]`.
+    Gradient: flows through `held` and `noise`.
+    Raises: ValueError naming the arguments whose shapes do not match.
+    Source: Dabney et al. 2020, arXiv:2006.01782 (random durations); Raffin et al. 2020, arXiv:2005.05719 (a fixed
+        duration).
+
+    >>> held_noise(torch.tensor([[1.0], [1.0]]), torch.tensor([0, 2]), torch.tensor([[5.0], [5.0]]), 3)
+    HeldNoise(noise=tensor([[5.],
+            [1.]]), steps_left=tensor([2, 1]))
+    """
+    same_shape(held=held, noise=noise)
+    check_axes(steps_left, after="D", noise=noise)
+    if isinstance(duration, Tensor) and duration.ndim:
+        same_shape(steps_left=steps_left, duration=duration)
+    renewed = steps_left <= 0
+    return HeldNoise(torch.where(renewed.unsqueeze(-1), noise, held), torch.where(renewed, duration, steps_left) - 1)
+
+
+def noise_scales(scale: Tensor, uniform: Tensor, renewed: Tensor, *, low: Scalar, high: Scalar) -> Tensor:
+    """Keep a standard deviation of the exploration noise for each environment, and draw a new one for some of them.
+
+        low + (high - low) * uniform if renewed else scale
+
+    Among many environments, some then explore widely and others closely. Renew the scale at the start of an episode.
+
+    Args:
+        scale: `[*B]` float, the result of the last call. It is not read where `renewed` is True.
+        uniform: `[*B]` float, uniform on [0, 1).
+        renewed: `[*B]` bool, True for environments that draw a new scale.
+        low: smallest scale, in the units of actions.
+        high: largest scale, in the units of actions.
+
+    Returns: `[*B]`.
+    Gradient: flows through `scale` and `uniform`.
+    Raises: ValueError naming the argument, if shapes differ or a hyperparameter is not 0-d.
+    Source: Seo et al. 2025, arXiv:2505.22642 (mixed noise).
+
+    >>> noise_scales(torch.tensor([0.3, 0.3]), torch.tensor([0.5, 0.5]), torch.tensor([True, False]), low=0.0, high=0.4)
+    tensor([0.2000, 0.3000])
+    """
+    same_shape(scale=scale, uniform=uniform, renewed=renewed)
+    low, high = scalars(low=low, high=high)
+    dtype, (scale, uniform) = common_dtype(scale, uniform), widened(scale, uniform)
+    return torch.where(renewed, low + (high - low) * uniform, scale).to(dtype)

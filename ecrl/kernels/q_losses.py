@@ -1,0 +1,234 @@
+"""Losses of critics and actors that learn from replay: DQN, DDPG, TD3 and soft actor-critic.
+
+A loss is a mean over the entries whose `mask` is True. Masked entries may hold anything, NaN included. The mean of no
+entries is 0. Losses detach their targets, and return `(0-d loss, {name: detached 0-d tensor})`. The log `count` is the
+number of unmasked entries: the weight of this loss in an average over ranks.
+
+Values of several critics have the shape `[C, *B]`.
+
+Half-precision inputs are converted to float32. A loss has the dtype that its float inputs promote to. Logs have at
+least float32.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ecrl.kernels.dtypes import common_dtype, scalars, widened
+from ecrl.kernels.masked_stats import masked_mean
+from ecrl.types import Logs, Scalar, check_axes, same_shape
+
+
+def _detached(x: Scalar) -> Scalar:
+    return x.detach() if isinstance(x, Tensor) else x
+
+
+def huber(x: Tensor, *, delta: Scalar) -> Tensor:
+    """Return the Huber loss of each error: quadratic near 0, and linear beyond `delta`.
+
+        clipped = min(|x|, delta)
+        clipped * (|x| - clipped / 2)
+
+    This is `x^2 / 2` for `|x| <= delta`, and `delta * (|x| - delta / 2)` beyond it. With an infinite `delta`, it is
+    half the squared error.
+
+    Args:
+        x: `[*B]` float, errors.
+        delta: error at which the loss becomes linear, in the units of `x`.
+
+    Returns: `[*B]`.
+    Gradient: flows through `x`; it is `clip(x, -delta, delta)`.
+    Raises: ValueError if `delta` is not 0-d.
+    Source: Huber 1964, "Robust estimation of a location parameter".
+
+    >>> huber(torch.tensor([1.0, -3.0]), delta=2.0), huber(torch.tensor([-3.0]), delta=float("inf"))
+    (tensor([0.5000, 4.0000]), tensor([4.5000]))
+    """
+    (delta,) = scalars(delta=delta)
+    size = widened(x)[0].abs()
+    clipped = size.clamp(max=delta)
+    return (clipped * (size - clipped / 2.0)).to(common_dtype(x))
+
+
+def td_loss(q: Tensor, target: Tensor, weight: Tensor, mask: Tensor, *, delta: Scalar) -> tuple[Tensor, Logs]:
+    """Return the loss of one or more critics: the weighted Huber loss of the TD errors, summed over the critics.
+
+        sum_c(mean(weight * huber(q[c] - target, delta)))
+
+    An infinite `delta` gives half the squared error, the loss of DDPG, TD3 and soft actor-critic.
+
+    Args:
+        q: `[C, *B]` float, Q of the taken actions, from C critics.
+        target: `[*B]` float, the target of all critics.
+        weight: `[*B]` float, importance weights of prioritised replay, else ones.
+        mask: `[*B]` bool.
+        delta: error at which the loss becomes linear, reward units.
+
+    Returns: 0-d loss; logs q_loss (the loss), q_value (mean of `q`), td_error (mean of `|q - target|`), count.
+    Gradient: through `q` only.
+    Raises: ValueError naming the argument, if shapes do not match or a hyperparameter is not 0-d.
+    Source: Mnih et al. 2013, arXiv:1312.5602, eq. 2; clipped errors as in Mnih et al. 2015, "Human-level control
+        through deep reinforcement learning"; weights as in Schaul et al. 2016, arXiv:1511.05952, algorithm 1.
+
+    >>> q, target, ones = torch.tensor([[1.0, 2.0]]), torch.tensor([0.0, 2.0]), torch.ones(2)
+    >>> loss, logs = td_loss(q, target, ones, ones > 0, delta=1.0)
+    >>> float(loss), float(logs["q_value"]), float(logs["td_error"])
+    (0.25, 1.5, 0.5)
+    """
+    same_shape(target=target, weight=weight, mask=mask)
+    check_axes(target, before="C", q=q)
+    dtype = common_dtype(q, target, weight)
+    q, target, weight = widened(q, target.detach(), weight.detach())
+    # Filled before the square. Its gradient is proportional to the error, so a masked NaN would give 0 * nan = nan.
+    error = (q - target).masked_fill(~mask, 0.0)
+    loss = masked_mean((weight.masked_fill(~mask, 0.0) * huber(error, delta=delta)).sum(0), mask)
+    return loss.to(dtype), {
+        "q_loss": loss.detach(),
+        "q_value": masked_mean(q.detach().mean(0), mask),
+        "td_error": masked_mean(error.detach().abs().mean(0), mask),
+        "count": mask.sum().to(loss.dtype),
+    }
+
+
+def dpg_loss(q: Tensor, mask: Tensor) -> tuple[Tensor, Logs]:
+    """Return the negated mean Q of the policy's actions, the actor's loss in DDPG and TD3.
+
+        -mean(q)
+
+    Compute `q` at `action = policy(obs)`, and differentiate with respect to the policy's parameters only. The gradient
+    is then the deterministic policy gradient. TD3 passes the value of its first critic.
+
+    Args:
+        q: `[*B]` float, Q of the policy's actions.
+        mask: `[*B]` bool.
+
+    Returns: 0-d loss; logs policy_loss, count.
+    Gradient: through `q`.
+    Raises: ValueError naming the arguments whose shapes differ.
+    Source: Silver et al. 2014, "Deterministic policy gradient algorithms", eq. 9; Lillicrap et al. 2016,
+        arXiv:1509.02971, eq. 6.
+
+    >>> float(dpg_loss(torch.tensor([1.0, 3.0]), torch.tensor([True, True]))[0])
+    -2.0
+    """
+    same_shape(q=q, mask=mask)
+    dtype, (q,) = common_dtype(q), widened(q)
+    loss = -masked_mean(q, mask)
+    return loss.to(dtype), {"policy_loss": loss.detach(), "count": mask.sum().to(loss.dtype)}
+
+
+def soft_actor_loss(log_prob: Tensor, q: Tensor, mask: Tensor, *, temperature: Scalar) -> tuple[Tensor, Logs]:
+    """Return the actor's loss of soft actor-critic, for reparametrised actions.
+
+        mean(temperature * log_prob - min_c(q[c]))
+
+    Compute `q` at the action drawn from the policy, and differentiate with respect to the policy's parameters only.
+
+    Args:
+        log_prob: `[*B]` float, nats, log-probability of the drawn action.
+        q: `[C, *B]` float, Q of the drawn action, from C critics.
+        mask: `[*B]` bool.
+        temperature: weight of the entropy, `alpha` in the paper, reward units per nat.
+
+    Returns: 0-d loss; logs policy_loss, entropy (mean of `-log_prob`, nats), count.
+    Gradient: through `log_prob` and `q` only.
+    Raises: ValueError naming the argument, if shapes do not match or a hyperparameter is not 0-d.
+    Source: Haarnoja et al. 2018, arXiv:1812.05905, eq. 9.
+
+    >>> q = torch.tensor([[1.0, 5.0], [2.0, 3.0]])
+    >>> loss, logs = soft_actor_loss(torch.tensor([-2.0, -4.0]), q, torch.tensor([True, True]), temperature=0.5)
+    >>> float(loss), float(logs["entropy"])
+    (-3.5, 3.0)
+    """
+    same_shape(log_prob=log_prob, mask=mask)
+    check_axes(log_prob, before="C", q=q)
+    (temperature,) = scalars(temperature=_detached(temperature))
+    dtype, (log_prob, q) = common_dtype(log_prob, q), widened(log_prob, q)
+    q = q.masked_fill(~mask, 0.0)  # the gradient of the minimum would be nan for masked NaN
+    loss = masked_mean(temperature * log_prob - q.amin(0), mask)
+    return loss.to(dtype), {
+        "policy_loss": loss.detach(),
+        "entropy": -masked_mean(log_prob.detach(), mask),
+        "count": mask.sum().to(loss.dtype),
+    }
+
+
+def discrete_soft_actor_loss(logits: Tensor, q: Tensor, mask: Tensor, *, temperature: Scalar) -> tuple[Tensor, Logs]:
+    """Return the actor's loss of soft actor-critic for discrete actions: the mean over all actions, not of a sample.
+
+        p = softmax(logits)
+        mean(sum_a(p[a] * (temperature * log(p[a]) - min_c(q[c, a]))))
+
+    Actions of probability 0 contribute 0.
+
+    Args:
+        logits: `[*B, A]` float, logits of the policy.
+        q: `[C, *B, A]` float, Q of all actions, from C critics.
+        mask: `[*B]` bool.
+        temperature: weight of the entropy, `alpha` in the paper, reward units per nat.
+
+    Returns: 0-d loss; logs policy_loss, entropy (mean entropy of the policy, nats), count.
+    Gradient: through `logits` only.
+    Raises: ValueError naming the argument, if shapes do not match or a hyperparameter is not 0-d.
+    Source: Christodoulou 2019, arXiv:1910.07207, eq. 12.
+
+    >>> q = torch.tensor([[[1.0, 3.0]], [[2.0, 2.0]]])
+    >>> loss, logs = discrete_soft_actor_loss(torch.zeros(1, 2), q, torch.tensor([True]), temperature=0.0)
+    >>> float(loss), round(float(logs["entropy"]), 4)
+    (-1.5, 0.6931)
+    """
+    check_axes(mask, after="A", logits=logits)
+    check_axes(logits, before="C", q=q)
+    (temperature,) = scalars(temperature=_detached(temperature))
+    dtype, (logits, q) = common_dtype(logits, q), widened(logits, q.detach())
+    log_p = F.log_softmax(logits.masked_fill(~mask.unsqueeze(-1), 0.0), -1)
+    p = log_p.exp()
+    log_p = log_p.masked_fill(p == 0.0, 0.0)
+    cost = (temperature * log_p - q.amin(0)).masked_fill((p == 0.0) | ~mask.unsqueeze(-1), 0.0)
+    loss = masked_mean((p * cost).sum(-1), mask)
+    return loss.to(dtype), {
+        "policy_loss": loss.detach(),
+        "entropy": -masked_mean((p * log_p).detach().sum(-1), mask),
+        "count": mask.sum().to(loss.dtype),
+    }
+
+
+def temperature_loss(
+    log_temperature: Tensor, log_prob: Tensor, mask: Tensor, *, target_entropy: Scalar
+) -> tuple[Tensor, Logs]:
+    """Return the loss that adjusts the temperature until the policy's entropy equals `target_entropy`.
+
+        temperature = exp(log_temperature)
+        -temperature * mean(log_prob + target_entropy)
+
+    The temperature falls while the entropy is above `target_entropy`, and rises while it is below.
+
+    Args:
+        log_temperature: 0-d float, the learnt parameter.
+        log_prob: `[*B]` float, nats, log-probability of actions drawn from the current policy. For discrete actions,
+            pass the policy's entropy times -1, which is the mean of the log-probability.
+        mask: `[*B]` bool.
+        target_entropy: the entropy that the policy should have, nats.
+
+    Returns: 0-d loss; logs temperature_loss, temperature, count.
+    Gradient: through `log_temperature` only.
+    Raises: ValueError naming the argument, if shapes differ, or `log_temperature` or a hyperparameter is not 0-d.
+    Source: Haarnoja et al. 2018, arXiv:1812.05905, eq. 18.
+
+    >>> loss, logs = temperature_loss(torch.tensor(0.0), torch.tensor([-1.0, -4.0]), torch.tensor([True, True]),
+    ...     target_entropy=2.0)
+    >>> float(loss), float(logs["temperature"])
+    (0.5, 1.0)
+    """
+    same_shape(log_prob=log_prob, mask=mask)
+    scalars(log_temperature=log_temperature)
+    (target_entropy,) = scalars(target_entropy=_detached(target_entropy))
+    dtype = common_dtype(log_temperature, log_prob)
+    log_temperature, log_prob = widened(log_temperature, log_prob.detach())
+    temperature = torch.exp(log_temperature)
+    loss = -temperature * masked_mean(log_prob + target_entropy, mask)
+    return loss.to(dtype), {
+        "temperature_loss": loss.detach(),
+        "temperature": temperature.detach(),
+        "count": mask.sum().to(loss.dtype),
+    }

@@ -1,0 +1,86 @@
+"""Target networks: parameters that follow the parameters being trained, slowly or from time to time.
+
+Parameters are TensorDicts with the same structure. Compute the target of a value with the result, so that the target
+changes slowly.
+"""
+
+from collections.abc import Callable
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from ecrl.kernels.dtypes import computed_in, scalars
+from ecrl.types import Scalar
+
+
+def _combined(fn: Callable[[Tensor, Tensor], Tensor], params: TensorDict, target_params: TensorDict) -> TensorDict:
+    """Apply `fn` to matching leaves. Raise ValueError if keys or shapes differ."""
+    shapes, target_shapes = ({k: list(x.shape) for k, x in tree.items(True, True)} for tree in (params, target_params))
+    unmatched = sorted(map(str, shapes.keys() ^ target_shapes.keys()))
+    if unmatched:
+        raise ValueError(f"params and target_params must have the same leaves; only one has {', '.join(unmatched)}")
+    wrong = [f"{k} {shapes[k]} and {target_shapes[k]}" for k in shapes if shapes[k] != target_shapes[k]]
+    if wrong:
+        raise ValueError(
+            f"params and target_params must have leaves of the same shapes; these differ: {', '.join(wrong)}"
+        )
+    return target_params.apply(fn, params)
+
+
+def soft_update(params: TensorDict, target_params: TensorDict, *, tau: Scalar) -> TensorDict:
+    """Return target parameters that moved a small step towards the parameters, an exponential moving average.
+
+        tau * params + (1 - tau) * target_params
+
+    Leaves of integers, such as counters, are those of `params`. Half-precision leaves are computed in float32 and
+    rounded back. A small step may then be rounded away, so keep target parameters in float32.
+
+    Args:
+        params: TensorDict of the parameters being trained.
+        target_params: TensorDict of the same structure.
+        tau: share of `params`, 0 to 1.
+
+    Returns: new target parameters, with the dtypes of `target_params`. The inputs do not change.
+    Gradient: flows through both arguments.
+    Raises: ValueError naming the leaves whose keys or shapes do not match, or `tau` if it is not 0-d.
+    Source: Lillicrap et al. 2016, arXiv:1509.02971, algorithm 1.
+
+    >>> params, target = TensorDict({"w": torch.tensor([4.0])}, []), TensorDict({"w": torch.tensor([0.0])}, [])
+    >>> soft_update(params, target, tau=0.25)["w"]
+    tensor([1.])
+    """
+    (tau,) = scalars(tau=tau)
+
+    def step(old: Tensor, new: Tensor) -> Tensor:
+        if not old.is_floating_point():
+            return new.to(old.dtype)
+        dtype = computed_in(old.dtype)
+        return (tau * new.to(dtype) + (1.0 - tau) * old.to(dtype)).to(old.dtype)
+
+    return _combined(step, params, target_params)
+
+
+def periodic_update(params: TensorDict, target_params: TensorDict, step: Tensor, *, period: int | Tensor) -> TensorDict:
+    """Return the parameters at every `period`-th step, else the target parameters.
+
+        params if step % period == 0 else target_params
+
+    Args:
+        params: TensorDict of the parameters being trained.
+        target_params: TensorDict of the same structure.
+        step: 0-d int64, number of updates so far.
+        period: number of updates from one copy to the next, an integer or a 0-d int64 tensor.
+
+    Returns: new target parameters, with the dtypes of `target_params`. The inputs do not change.
+    Gradient: flows through both arguments.
+    Raises: ValueError naming the leaves whose keys or shapes do not match, or an argument that is not 0-d.
+    Source: Mnih et al. 2015, "Human-level control through deep reinforcement learning", algorithm 1.
+
+    >>> params, target = TensorDict({"w": torch.tensor([4.0])}, []), TensorDict({"w": torch.tensor([0.0])}, [])
+    >>> [float(periodic_update(params, target, torch.tensor(step), period=2)["w"]) for step in (3, 4)]
+    [0.0, 4.0]
+    """
+    step, period = scalars(step=step, period=period)  # pyright: ignore
+    copied = step % period == 0
+    return _combined(lambda old, new: torch.where(copied, new.to(old.dtype), old), params, target_params)

@@ -1,0 +1,93 @@
+"""Target networks: their values, bits, gradients and errors."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.checks import close
+from tensordict import TensorDict
+
+from ecrl.kernels import periodic_update, soft_update
+
+
+def tree(weight, steps=0, dtype=torch.float32):
+    w = torch.tensor(weight, dtype=dtype)
+    return TensorDict({"net": {"w": w, "b": -w[:1]}, "steps": torch.tensor(steps)}, [])
+
+
+def test_soft_update_by_hand(variant):
+    for tau in (0.25, torch.tensor(0.25)):
+        out = variant(soft_update)(tree([4.0, 8.0], 7), tree([0.0, 4.0], 3), tau=tau)
+        close(out["net", "w"], [1.0, 5.0])
+        close(out["net", "b"], [-1.0])
+        assert out["steps"] == 7  # integers are copied
+
+
+def test_periodic_update_by_hand(variant):
+    new, old = tree([4.0, 8.0], 7), tree([0.0, 4.0], 3)
+    for step, period, expected in ((3, 3, new), (4, torch.tensor(3), old)):
+        out = variant(periodic_update)(new, old, torch.tensor(step), period=period)
+        for key in (("net", "w"), ("net", "b"), "steps"):
+            close(out[key], expected[key], tol=0.0)
+
+
+def test_copies_are_a_period_apart():
+    copied = [
+        bool(periodic_update(tree([1.0]), tree([0.0]), torch.tensor(step), period=3)["net", "w"]) for step in range(7)
+    ]
+    assert copied == [True, False, False, True, False, False, True]
+
+
+@given(tau=st.floats(0.0, 1.0), steps=st.integers(1, 20))
+def test_soft_updates_are_an_exponential_moving_average(tau, steps):
+    new, target = tree([4.0, -8.0], dtype=torch.float64), tree([0.0, 4.0], dtype=torch.float64)
+    for _ in range(steps):
+        target = soft_update(new, target, tau=tau)
+    left = (1.0 - tau) ** steps
+    close(target["net", "w"], [4.0 - left * 4.0, -8.0 + left * 12.0])
+
+
+def test_a_share_of_none_or_all_copies_the_bits():
+    g = torch.Generator().manual_seed(0)
+    new, old = (TensorDict({"w": torch.randn(1000, generator=g)}, []) for _ in range(2))
+    assert torch.equal(soft_update(new, old, tau=1.0)["w"], new["w"])
+    assert torch.equal(soft_update(new, old, tau=0.0)["w"], old["w"])
+
+
+@pytest.mark.parametrize("update", [soft_update, periodic_update])
+def test_the_dtype_is_that_of_the_target(update):
+    """A target in float32 follows parameters in bfloat16, in small steps that bfloat16 could not hold."""
+    args = ({"tau": 0.001},) if update is soft_update else ({"period": 1},)
+    more = () if update is soft_update else (torch.tensor(0),)
+    new, old = tree([2.0, 2.0], dtype=torch.bfloat16), tree([1.0, 1.0])
+    out = update(new, old, *more, **args[0])
+    assert out["net", "w"].dtype == torch.float32
+    close(out["net", "w"], [1.001, 1.001] if update is soft_update else [2.0, 2.0], tol=1e-6)
+    assert update(old, new, *more, **args[0])["net", "w"].dtype == torch.bfloat16
+
+
+def test_gradients_flow_through_both_arguments():
+    new, old = (torch.randn(3, dtype=torch.float64).requires_grad_() for _ in range(2))
+
+    def soft(new, old):
+        return soft_update(TensorDict({"w": new}, []), TensorDict({"w": old}, []), tau=0.3)["w"]
+
+    def copied(new, old):
+        params, target = TensorDict({"w": new}, []), TensorDict({"w": old}, [])
+        steps = (torch.tensor(2), torch.tensor(3))
+        return torch.stack([periodic_update(params, target, step, period=2)["w"] for step in steps])
+
+    assert torch.autograd.gradcheck(soft, (new, old)) and torch.autograd.gradcheck(copied, (new, old))
+
+
+def test_leaves_that_do_not_match_are_named():
+    new, old = tree([1.0, 2.0]), tree([1.0, 2.0])
+    one_step = {"step": torch.tensor(0), "period": 1}
+    for update, numbers in ((soft_update, {"tau": 0.1}), (periodic_update, one_step)):
+        with pytest.raises(ValueError, match=r"only one has \('net', 'w'\)"):
+            update(new.exclude(("net", "w")), old, **numbers)
+        with pytest.raises(ValueError, match=r"these differ: \('net', 'w'\) \[2\] and \[3\]$"):
+            update(new, old.clone().set(("net", "w"), torch.zeros(3)), **numbers)
+    for name in one_step:
+        with pytest.raises(ValueError, match=rf"^{name} has shape \[1\]"):
+            periodic_update(new, old, **one_step | {name: torch.tensor([1])})
