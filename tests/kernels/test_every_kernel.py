@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.checks import SHORT_VARIANTS, assert_no_retrace
+from support.checks import SHORT_VARIANTS, assert_pure
 from support.kernel_calls import CALLS, NO_FLOATS, NO_TENSORS, N, T, kernel
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -23,22 +23,25 @@ def test_the_table_is_complete():
     assert set(CALLS) | set(NO_TENSORS) == functions
 
 
-@pytest.mark.parametrize(
-    "variant", [*SHORT_VARIANTS[1:], pytest.param("inductor", marks=pytest.mark.long)], indirect=True
-)
+def assert_equal_results(actual: Any, expected: Any) -> None:
+    """Check that two results of a kernel are equal to the rounding of float32."""
+    for a, e in zip(pytree.tree_leaves(actual), pytree.tree_leaves(expected), strict=True):
+        a, e = (x.double().clamp(min=-1e30) for x in (a, e))  # mask_logits: the lowest float depends on the dtype
+        torch.testing.assert_close(a, e, rtol=2e-5, atol=2e-5)
+
+
+OTHERS = [pytest.param(x, marks=pytest.mark.long) if x == "compiled" else x for x in SHORT_VARIANTS if x != "eager"]
+
+
+@pytest.mark.parametrize("variant", [*OTHERS, pytest.param("inductor", marks=pytest.mark.long)], indirect=True)
 @pytest.mark.parametrize("name", CALLS)
 def test_every_variant_agrees_with_eager(name, variant):
     args, kwargs = CALLS[name](3)
-    expected = pytree.tree_leaves(kernel(name)(*args, **kwargs))
-    actual = pytree.tree_leaves(variant(kernel(name))(*args, **kwargs))
-    assert len(actual) == len(expected)
-    for a, e in zip(actual, expected, strict=True):
-        a, e = (x.double().clamp(min=-1e30) for x in (a, e))  # mask_logits: the lowest float depends on the dtype
-        torch.testing.assert_close(a, e, rtol=2e-5, atol=2e-5)  # float32 against float64 and inductor
+    assert_equal_results(variant(kernel(name))(*args, **kwargs), kernel(name)(*args, **kwargs))
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_new_values_do_not_retrace(name):
+def test_compiled_it_agrees_with_eager_and_new_values_do_not_retrace(name):
     (first, first_kw), (second, second_kw) = CALLS[name](3), CALLS[name](4)
     names = [key for key, value in first_kw.items() if isinstance(value, Tensor)]
     static = {key: value for key, value in first_kw.items() if key not in names}
@@ -46,7 +49,12 @@ def test_new_values_do_not_retrace(name):
     def call(args: tuple, numbers: tuple) -> Any:
         return kernel(name)(*args, **dict(zip(names, numbers, strict=True)), **static)
 
-    assert_no_retrace(call, (first, tuple(first_kw[n] for n in names)), (second, tuple(second_kw[n] for n in names)))
+    torch._dynamo.reset()
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    numbers = tuple(first_kw[n] for n in names)
+    assert_equal_results(assert_pure(compiled, first, numbers), call(first, numbers))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        compiled(second, tuple(second_kw[n] for n in names))
 
 
 @pytest.mark.parametrize("name", CALLS)
