@@ -1,5 +1,7 @@
 # `make train` and `make test` do all the set-up: they need Python 3.11+, pip, make and g++.
 PYTHON ?= python3
+# The published measurements were made with torch 2.13.
+TORCH ?= torch>=2.11,<2.14
 VENV := .venv
 BIN := $(VENV)/bin
 
@@ -46,15 +48,15 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV) || (rm -rf $(VENV); exit 1)
 
 $(VENV)/installed: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --editable .
+	$(BIN)/python -m pip install --quiet --editable . "$(TORCH)"
 	touch $@
 
 $(VENV)/installed-dev: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --editable ".[dev]" "$(TORCH)"
 	touch $(VENV)/installed $@
 
 $(VENV)/installed-docs: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --editable ".[docs]"
+	$(BIN)/python -m pip install --quiet --editable ".[docs]" "$(TORCH)"
 	touch $(VENV)/installed $@
 
 clean:
