@@ -59,6 +59,23 @@ from ecrl.kernels.optim import (
     sgd_init,
     step_schedule,
 )
+from ecrl.kernels.prioritized_replay import (
+    importance_weights,
+    replay_add_priority,
+    replay_prioritized_index,
+    replay_set_priority,
+)
+from ecrl.kernels.replay import (
+    Replay,
+    replay_add,
+    replay_count,
+    replay_index,
+    replay_init,
+    replay_read,
+    replay_stack,
+    replay_start,
+    replay_writes,
+)
 from ecrl.kernels.returns import (
     GAE,
     VTrace,
@@ -86,11 +103,14 @@ from ecrl.kernels.rollout_estimators import (
     compute_vtrace,
 )
 from ecrl.kernels.scan_loop import loop, scan
+from ecrl.kernels.sum_tree import TreeWrites, tree_find, tree_init, tree_set, tree_writes
 from ecrl.types import transitions
 
 __all__ = [
     "GAE",
+    "Replay",
     "Squashed",
+    "TreeWrites",
     "VTrace",
     "act_and_step",
     "adam",
@@ -123,6 +143,7 @@ __all__ = [
     "group_advantages",
     "grpo_advantages",
     "grpo_loss",
+    "importance_weights",
     "kl_k1",
     "kl_k2",
     "kl_k3",
@@ -149,6 +170,17 @@ __all__ = [
     "place_at_truncations",
     "ppo_loss",
     "ppo_loss_clipped_value",
+    "replay_add",
+    "replay_add_priority",
+    "replay_count",
+    "replay_index",
+    "replay_init",
+    "replay_prioritized_index",
+    "replay_read",
+    "replay_set_priority",
+    "replay_stack",
+    "replay_start",
+    "replay_writes",
     "restarted",
     "rmsprop",
     "rmsprop_init",
@@ -167,6 +199,10 @@ __all__ = [
     "tanh_normal_sample",
     "td_lambda_returns",
     "transitions",
+    "tree_find",
+    "tree_init",
+    "tree_set",
+    "tree_writes",
     "value_loss",
     "vtrace",
 ]

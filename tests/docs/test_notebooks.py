@@ -36,6 +36,10 @@ CLAIMS = {  # claims of a notebook about its run
 ELSEWHERE = {"GAE", "VTrace", "Squashed"} | {  # results of kernels, and output that other notebooks show during a run
     "act_and_step", "collect_rollout", "episode_init", "episode_update", "loop", "place_at_truncations",
     "restarted",
+} | {  # the replay buffer needs a run: `tests/kernels/test_replay.py` has numbers by hand
+    "Replay", "TreeWrites", "importance_weights", "replay_add", "replay_add_priority", "replay_count", "replay_index",
+    "replay_init", "replay_prioritized_index", "replay_read", "replay_set_priority", "replay_stack", "replay_start",
+    "replay_writes", "tree_find", "tree_init", "tree_set", "tree_writes",
 }  # fmt: skip
 CELL_S = 24 * 3600  # nbmake stops a cell after 300 s by default, which a loaded machine may need
 _OF_A_MACHINE = re.compile(r"/(?:home|root|Users|usr|opt|tmp|work|venv)\b|0x[0-9a-f]{6}")
