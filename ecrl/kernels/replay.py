@@ -334,10 +334,9 @@ def _gather(old: Any, new: Any, is_new: Tensor, old_row: Tensor, new_row: Tensor
     new_row = (new_row.clamp(0, len(flatten(new)[0][0]) - 1) * num_envs + env).flatten()
 
     def read(x: Tensor, y: Tensor) -> Tensor:
-        rows = [z.flatten(0, 1).index_select(0, row) for z, row in ((x, old_row), (y, new_row))]
-        return torch.where(_append_axes(is_new.flatten(), x.flatten(0, 1)), rows[1], rows[0]).reshape(
-            *shape, *x.shape[2:]
-        )
+        before, after = x.flatten(0, 1).index_select(0, old_row), y.flatten(0, 1).index_select(0, new_row)
+        rows = torch.where(_append_axes(is_new.flatten(), before), after, before)
+        return rows.reshape(*shape, *x.shape[2:])
 
     leaves = [read(*pair) for pair in zip(flatten(old)[0], flatten(new)[0], strict=True)]
     return unflatten(flatten(old)[1], leaves, lambda size: (*shape, *size[2:]))
@@ -387,7 +386,7 @@ def _transitions(
     discount = torch.pow(gamma, executed.double()).masked_fill(terminated, 0.0)
     discount = discount.masked_fill(is_cut & (final["step"] != last), torch.nan)
 
-    batch = _read_steps(replay, [name for name in fields if name not in ("truncated", "executed")], step, env)
+    batch = _read_steps(replay, [name for name in fields if name not in read], step, env)
     following = _read_steps(replay, ["obs"], last + 1, env)["obs"]
     next_obs = mapped(lambda x, y: torch.where(_append_axes(is_cut, x), x, y), final["obs"], following)
     results = {

@@ -1,13 +1,14 @@
 """An example call of every public kernel."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl import kernels
+from support.replay_history import stored
 
 N, T, A, K = 4, 5, 3, 6
 
@@ -125,18 +126,17 @@ def replay_rows(seed: int, length: int) -> TensorDict:
     return TensorDict(fields, [length, N])
 
 
+def example_rows(seed: int) -> TensorDict:
+    return cast(TensorDict, replay_rows(seed, 1).exclude("final_obs")[0])
+
+
 def replay(seed: int) -> kernels.Replay:
     """A buffer of 12 steps after 18 steps, of which the last 6 are in the block."""
-    ring = kernels.replay_init(replay_rows(seed, 1)[0].exclude("final_obs"), steps=12, min_truncation_gap=1)
-    for start in (0, 6, 12):
+    ring = kernels.replay_init(example_rows(seed), steps=12, min_truncation_gap=1)
+    for start in (0, 6):
         now = kernels.replay_start(ring, torch.tensor(start), steps=6)
-        now = kernels.replay_add(now, replay_rows(seed + start, 6))
-        if start == 12:
-            return now
-        for part, write in kernels.replay_writes(now).items():
-            for name, rows in write["rows"].items():
-                ring[part, name].index_copy_(0, write["index"], rows)
-    raise AssertionError
+        ring = stored(kernels.replay_add(now, replay_rows(seed + start, 6)))
+    return kernels.replay_add(kernels.replay_start(ring, torch.tensor(12), steps=6), replay_rows(seed + 12, 6))
 
 
 def drawn(seed: int) -> Tensor:
@@ -260,7 +260,7 @@ CALLS: dict[str, Any] = {
     "act_and_step": lambda s: ((params(s), start(s), floats(s, N)), {}),
     "collect_rollout": lambda s: ((params(s), start(s), torch.arange(T * N).reshape(T, N) + s), {}),
     "place_at_truncations": lambda s: ((floats(s, N, 2), truncated(s)), {}),
-    "replay_init": lambda s: ((replay_rows(s, 1)[0].exclude("final_obs"),), {"steps": 5, "min_truncation_gap": 2}),
+    "replay_init": lambda s: ((example_rows(s),), {"steps": 5, "min_truncation_gap": 2}),
     "replay_start": lambda s: ((replay(s).ring, torch.tensor(18 + s)), {"steps": 4}),
     "replay_add": lambda s: (
         (kernels.replay_start(replay(s).ring, torch.tensor(s), steps=4), replay_rows(s + 9, 2)),
