@@ -40,7 +40,7 @@ def replay_add_priority(replay: Replay, tree: Tensor, largest: Tensor, *, steps:
         stack: number of frames in an observation, 1 without frame stacks.
 
     Returns: `TreeWrites`.
-    Gradient: flows through `tree` and `largest`.
+    Gradient: none; the arguments are detached.
     Raises: ValueError if the tree is too small, if a number is below 1, or if the ring has fewer than
         `steps + n + stack` steps.
     Source: Schaul et al. 2016, arXiv:1511.05952, algorithm 1, line 6.
@@ -55,11 +55,14 @@ def replay_add_priority(replay: Replay, tree: Tensor, largest: Tensor, *, steps:
     [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
     """
     capacity, num_envs = replay.ring["steps"].shape
-    if steps < 1 or steps + n + stack > capacity:
-        raise ValueError(f"steps={steps}, n={n} and stack={stack} need 1 to {capacity} steps in sum, those of the ring")
+    (first, end), now = valid_steps(replay, n, stack), replay.start + replay.added
+    if steps < 1:
+        raise ValueError(f"steps is {steps}, expected at least 1")
+    if (least := steps + n + stack) > capacity:
+        numbers = f"steps={steps}, n={n} and stack={stack}"
+        raise ValueError(f"{numbers} need a ring of at least {least} steps, it has {capacity}")
     if 2 * capacity * num_envs > len(tree):
         raise ValueError(f"tree has {len(tree) // 2} leaves, expected at least {capacity * num_envs}, one per row")
-    (first, end), now = valid_steps(replay, n, stack), replay.start + replay.added
     device, env = replay.start.device, torch.arange(num_envs, device=replay.start.device)
     newest = now - steps - n + torch.arange(steps + n, device=device)
     oldest = now - capacity + torch.arange(stack - 1, device=device)
@@ -87,7 +90,7 @@ def replay_prioritized_index(tree: Tensor, keys: Tensor) -> tuple[Tensor, Tensor
         keys: `[B]` int64, one key of `ecrl.rng` for each draw.
 
     Returns: index, int64 `[B]`, and probability, float64 `[B]`.
-    Gradient: `probability` has that of `tree`.
+    Gradient: none; `tree` is detached.
     Raises: ValueError if `keys` is not `[B]`, or if `tree` is not `[2 * P]`.
     Source: Schaul et al. 2016, arXiv:1511.05952, eq. 1 and appendix B.2.1.
 
@@ -99,7 +102,7 @@ def replay_prioritized_index(tree: Tensor, keys: Tensor) -> tuple[Tensor, Tensor
     """
     if keys.ndim != 1:
         raise ValueError(f"keys has shape {list(keys.shape)}, expected [B]")
-    part = torch.arange(len(keys), device=keys.device)
+    tree, part = tree.detach(), torch.arange(len(keys), device=keys.device)
     mass = (part + rng.uniform(keys, dtype=torch.float64)) / len(keys) * tree[1]
     index = tree_find(tree, mass)
     return index, tree.index_select(0, len(tree) // 2 + index) / tree[1]
@@ -122,7 +125,7 @@ def replay_set_priority(
         eps: added to the error, in reward units. It must be above 0, or a row whose error is 0 is never drawn again.
 
     Returns: `TreeWrites`, and the new `largest`.
-    Gradient: none; `td_error` is detached.
+    Gradient: none; the arguments are detached.
     Raises: ValueError if shapes differ, if a hyperparameter is not 0-d, or if `tree` is not `[2 * P]`.
     Source: Schaul et al. 2016, arXiv:1511.05952, sec. 3.3 (proportional variant) and algorithm 1.
 
@@ -135,8 +138,8 @@ def replay_set_priority(
     same_shape(index=index, td_error=td_error)
     alpha, eps = scalars(alpha=alpha, eps=eps)
     error = td_error.detach().abs().to(tree.dtype)
-    priority = torch.where(error.isfinite(), torch.pow(error + eps, alpha), largest)
-    return tree_writes(tree, index, priority), torch.maximum(largest, priority.amax())
+    priority = torch.where(error.isfinite(), torch.pow(error + eps, alpha), largest.detach()).detach()
+    return tree_writes(tree, index, priority), torch.maximum(largest.detach(), priority.amax())
 
 
 def importance_weights(probability: Tensor, *, beta: Scalar) -> Tensor:

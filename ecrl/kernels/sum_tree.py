@@ -104,20 +104,20 @@ def tree_writes(tree: Tensor, index: Tensor, priority: Tensor) -> TreeWrites:
         priority: `[*B]` float, at least 0.
 
     Returns: `TreeWrites`, with M = (log2(P) + 1) * B. To store them, run `tree.index_put_((node,), value)`.
-    Gradient: flows through `tree` and `priority`.
+    Gradient: none; `tree` and `priority` are detached.
     Raises: ValueError if `tree` is not `[2 * P]`, or if the shapes of `index` and `priority` differ.
 
     >>> writes = tree_writes(tree_init(4), torch.tensor([2]), torch.tensor([5.0]))
     >>> writes.node.tolist(), writes.value.tolist()
     ([6, 3, 1], [5.0, 5.0, 5.0])
     """
-    depth = _depth(tree)
+    depth, tree = _depth(tree), tree.detach()
     same_shape(index=index, priority=priority)
     # Sorted nodes stay sorted from level to level, and equal nodes are neighbours. `first` and `last` are the ends of
     # the run of nodes that equal a node. The sibling is next to the run, if it changes too.
     node, order = torch.sort(index.flatten() + len(tree) // 2, stable=True)
     first, last = torch.searchsorted(node, node), torch.searchsorted(node, node, right=True) - 1
-    value = priority.flatten().to(tree.dtype).index_select(0, order).index_select(0, last)
+    value = priority.detach().flatten().to(tree.dtype).index_select(0, order).index_select(0, last)
     nodes, values = [node], [value]
     for _ in range(depth):
         sibling, is_left = node ^ 1, node % 2 == 0
@@ -141,11 +141,11 @@ def tree_set(tree: Tensor, index: Tensor, priority: Tensor) -> Tensor:
         priority: `[*B]` float, at least 0.
 
     Returns: float64 `[2 * P]`.
-    Gradient: flows through `tree` and `priority`.
+    Gradient: none; `tree` and `priority` are detached.
     Raises: ValueError if `tree` is not `[2 * P]`, or if the shapes of `index` and `priority` differ.
 
     >>> tree_set(tree_init(4), torch.tensor([0, 3]), torch.tensor([1.0, 2.0])).tolist()
     [0.0, 3.0, 1.0, 2.0, 1.0, 0.0, 0.0, 2.0]
     """
     node, value = tree_writes(tree, index, priority)
-    return tree.index_put((node,), value)
+    return tree.detach().index_put((node,), value)
