@@ -77,6 +77,12 @@ from ecrl.kernels.optim import (
     sgd_init,
     step_schedule,
 )
+from ecrl.kernels.prioritized_replay import (
+    importance_weights,
+    replay_add_priority,
+    replay_prioritized_index,
+    replay_set_priority,
+)
 from ecrl.kernels.q_losses import (
     discrete_soft_actor_loss,
     dpg_loss,
@@ -94,6 +100,17 @@ from ecrl.kernels.q_targets import (
     smoothed_action,
     soft_min_q_target,
     soft_q_target,
+)
+from ecrl.kernels.replay import (
+    Replay,
+    replay_add,
+    replay_count,
+    replay_index,
+    replay_init,
+    replay_read,
+    replay_stack,
+    replay_start,
+    replay_writes,
 )
 from ecrl.kernels.returns import (
     GAE,
@@ -124,13 +141,16 @@ from ecrl.kernels.rollout_estimators import (
     compute_vtrace,
 )
 from ecrl.kernels.scan_loop import loop, scan
+from ecrl.kernels.sum_tree import TreeWrites, tree_find, tree_init, tree_set, tree_writes
 from ecrl.kernels.tracking import periodic_update, soft_update
 from ecrl.types import transitions
 
 __all__ = [
     "GAE",
     "HeldNoise",
+    "Replay",
     "Squashed",
+    "TreeWrites",
     "VTrace",
     "act_and_step",
     "adam",
@@ -176,6 +196,7 @@ __all__ = [
     "held_noise",
     "hl_gauss",
     "huber",
+    "importance_weights",
     "kl_k1",
     "kl_k2",
     "kl_k3",
@@ -212,6 +233,17 @@ __all__ = [
     "quantile_huber_loss",
     "quantile_midpoints",
     "quantile_q_target",
+    "replay_add",
+    "replay_add_priority",
+    "replay_count",
+    "replay_index",
+    "replay_init",
+    "replay_prioritized_index",
+    "replay_read",
+    "replay_set_priority",
+    "replay_stack",
+    "replay_start",
+    "replay_writes",
     "restarted",
     "retrace",
     "rmsprop",
@@ -238,6 +270,10 @@ __all__ = [
     "td_loss",
     "temperature_loss",
     "transitions",
+    "tree_find",
+    "tree_init",
+    "tree_set",
+    "tree_writes",
     "value_loss",
     "vtrace",
 ]

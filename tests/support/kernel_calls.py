@@ -1,13 +1,14 @@
 """An example call of every public kernel."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl import kernels
+from support.replay_history import stored
 
 N, T, A, K = 4, 5, 3, 6
 
@@ -110,6 +111,46 @@ def start(seed: int) -> TensorDict:
         "final_obs": zero.clone(),
     }
     return TensorDict(fields, [N])
+
+
+def replay_rows(seed: int, length: int) -> TensorDict:
+    """Steps `[length, N]` for a replay buffer."""
+    fields = {
+        "obs": floats(seed, length, N, A),
+        "final_obs": floats(seed + 1, length, N, A),
+        "action": (8 * floats(seed + 2, length, N)).to(torch.int64),
+        "reward": floats(seed + 3, length, N),
+        "terminated": bools(seed + 4, length, N, share=0.1),
+        "truncated": bools(seed + 5, length, N, share=0.2),
+    }
+    return TensorDict(fields, [length, N])
+
+
+def example_rows(seed: int) -> TensorDict:
+    return cast(TensorDict, replay_rows(seed, 1).exclude("final_obs")[0])
+
+
+def replay(seed: int) -> kernels.Replay:
+    """A buffer of 12 steps after 18 steps, of which the last 6 are in the block."""
+    ring = kernels.replay_init(example_rows(seed), steps=12, min_truncation_gap=1)
+    for start in (0, 6):
+        now = kernels.replay_start(ring, torch.tensor(start), steps=6)
+        ring = stored(kernels.replay_add(now, replay_rows(seed + start, 6)))
+    return kernels.replay_add(kernels.replay_start(ring, torch.tensor(12), steps=6), replay_rows(seed + 12, 6))
+
+
+def drawn(seed: int) -> Tensor:
+    return kernels.replay_index(replay(seed), torch.arange(7) + seed, n=3, stack=2)
+
+
+def tree(seed: int) -> Tensor:
+    index = torch.arange(12 * N)
+    return kernels.tree_set(kernels.tree_init(12 * N), index, floats(seed, 12 * N).double().exp())
+
+
+def priorities(seed: int) -> tuple[Tensor, Tensor]:
+    """Leaves, one of them twice, and their priorities."""
+    return torch.tensor([5, 4 + seed, 5, 30, 31]), floats(seed, 5).exp()
 
 
 ESTIMATOR = ("reward", "value", "next_value", "terminated", "done")
@@ -232,6 +273,24 @@ CALLS: dict[str, Any] = {
     "act_and_step": lambda s: ((params(s), start(s), floats(s, N)), {}),
     "collect_rollout": lambda s: ((params(s), start(s), torch.arange(T * N).reshape(T, N) + s), {}),
     "place_at_truncations": lambda s: ((floats(s, N, 2), truncated(s)), {}),
+    "replay_init": lambda s: ((example_rows(s),), {"steps": 5, "min_truncation_gap": 2}),
+    "replay_start": lambda s: ((replay(s).ring, torch.tensor(18 + s)), {"steps": 4}),
+    "replay_add": lambda s: (
+        (kernels.replay_start(replay(s).ring, torch.tensor(s), steps=4), replay_rows(s + 9, 2)),
+        {},
+    ),
+    "replay_writes": lambda s: ((replay(s),), {}),
+    "replay_count": lambda s: ((replay(s),), {"n": 3, "stack": 2}),
+    "replay_index": lambda s: ((replay(s), torch.arange(7) + s), {"n": 3, "stack": 2}),
+    "replay_read": lambda s: ((replay(s), drawn(s)), hyper(s, "gamma", n=3)),
+    "replay_stack": lambda s: ((replay(s), drawn(s)), hyper(s, "gamma", n=3, stack=2)),
+    "replay_add_priority": lambda s: ((replay(s), tree(s), scalar(s).double()), {"steps": 6, "n": 3, "stack": 2}),
+    "replay_prioritized_index": lambda s: ((tree(s), torch.arange(7) + s), {}),
+    "replay_set_priority": lambda s: ((tree(s), scalar(s).double(), *priorities(s)), hyper(s, "alpha", "eps")),
+    "importance_weights": lambda s: ((floats(s, N).exp(),), hyper(s, "beta")),
+    "tree_find": lambda s: ((tree(s), floats(s, 7).sigmoid().double() * tree(s)[1]), {}),
+    "tree_writes": lambda s: ((tree(s), *priorities(s)), {}),
+    "tree_set": lambda s: ((tree(s), *priorities(s)), {}),
     "scan": lambda s: ((floats(s, N), floats(s + 1, T, N), floats(s + 2, N)), {}),
     "loop": lambda s: ((floats(s, N), floats(s + 1, T, N), floats(s + 2, N)), {}),
     "episode_update": lambda s: ((episode(s), *steps(s, "reward", "done", "mask")), {}),
@@ -308,9 +367,14 @@ WRAPPED = {"act_and_step": act_and_step, "collect_rollout": collect_rollout, "sc
 NO_FLOATS = {  # flags and actions
     "epsilon_greedy",
     "first_episode_mask", "categorical_sample", "categorical_mode", "multi_discrete_sample", "multi_discrete_mode",
+    "replay_count", "replay_index", "tree_find",
 }  # fmt: skip
-NO_TENSORS = {"moments_init": "takes a shape", "episode_init": "takes numbers"}
-NO_TENSORS["quantile_midpoints"] = "takes a number"
+NO_TENSORS = {
+    "moments_init": "takes a shape",
+    "tree_init": "takes a number",
+    "episode_init": "takes numbers",
+    "quantile_midpoints": "takes a number",
+}
 
 
 def kernel(name: str) -> Any:

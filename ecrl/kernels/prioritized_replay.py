@@ -1,0 +1,168 @@
+"""Prioritised replay: draw the rows of a replay buffer in proportion to their last temporal-difference errors.
+
+    writes                = replay_add_priority(replay, tree, largest, steps=S, n=n, stack=1)    # after `replay_add`
+    index, probability    = replay_prioritized_index(tree, keys)
+    weight                = importance_weights(probability, beta=beta)                           # weights of the loss
+    writes, largest       = replay_set_priority(tree, largest, index, td_error, alpha=alpha, eps=eps)
+
+The sum tree (`ecrl.kernels.sum_tree`) has a leaf for each row of the ring, at the row's index. The priority of a row
+that cannot be drawn is 0. `largest` is the largest priority so far, 1 at first. Both functions that change the tree
+return `TreeWrites`. Store these with `tree.index_put_` before the next function reads the tree.
+
+Source: Schaul et al. 2016, arXiv:1511.05952.
+"""
+
+import torch
+from torch import Tensor
+
+from ecrl import rng
+from ecrl.kernels.dtypes import common_dtype, scalars, widened
+from ecrl.kernels.replay import Replay, valid_steps
+from ecrl.kernels.sum_tree import TreeWrites, tree_find, tree_writes
+from ecrl.types import Scalar, same_shape
+
+
+def replay_add_priority(replay: Replay, tree: Tensor, largest: Tensor, *, steps: int, n: int, stack: int) -> TreeWrites:
+    """Give the rows that can be drawn since the last `replay_add` the largest priority, and the others 0.
+
+        priority[t] = largest    for now - steps - n <= t < now - n
+        priority[t] = 0          for now - n <= t < now
+        priority[t] = 0          for now - R <= t < now - R + stack - 1, if now > R
+
+    `now` is `start + added`. The n newest steps cannot be drawn yet, and the `stack - 1` oldest steps no longer.
+
+    Args:
+        replay: the buffer after `replay_add`.
+        tree: a sum tree with at least R * N leaves.
+        largest: 0-d float64, the largest priority so far.
+        steps: S, the number of steps that `replay_add` has added.
+        n: number of steps of a return, at least 1.
+        stack: number of frames in an observation, 1 without frame stacks.
+
+    Returns: `TreeWrites`.
+    Gradient: none; the arguments are detached.
+    Raises: ValueError if the tree is too small, if a number is below 1, or if the ring has fewer than
+        `steps + n + stack` steps.
+    Source: Schaul et al. 2016, arXiv:1511.05952, algorithm 1, line 6.
+
+    >>> from ecrl.kernels import replay_init, replay_start, tree_init
+    >>> flag = torch.zeros(1, dtype=torch.bool)
+    >>> from tensordict import TensorDict
+    >>> rows = TensorDict({name: flag for name in ("obs", "reward", "terminated", "truncated")}, [1])
+    >>> replay = replay_start(replay_init(rows, steps=8, min_truncation_gap=3), torch.tensor(6), steps=1)
+    >>> writes = replay_add_priority(replay, tree_init(8), torch.tensor(1.0), steps=4, n=2, stack=1)
+    >>> tree_init(8).index_put(writes[:1], writes.value)[8:].tolist()
+    [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    """
+    capacity, num_envs = replay.ring["steps"].shape
+    (first, end), now = valid_steps(replay, n, stack), replay.start + replay.added
+    if steps < 1:
+        raise ValueError(f"steps is {steps}, expected at least 1")
+    if (least := steps + n + stack) > capacity:
+        numbers = f"steps={steps}, n={n} and stack={stack}"
+        raise ValueError(f"{numbers} need a ring of at least {least} steps, it has {capacity}")
+    if 2 * capacity * num_envs > len(tree):
+        raise ValueError(f"tree has {len(tree) // 2} leaves, expected at least {capacity * num_envs}, one per row")
+    device, env = replay.start.device, torch.arange(num_envs, device=replay.start.device)
+    newest = now - steps - n + torch.arange(steps + n, device=device)
+    oldest = now - capacity + torch.arange(stack - 1, device=device)
+    step = torch.cat((newest, oldest)).unsqueeze(1)
+    index = step % capacity * num_envs + env
+    can_be_drawn = (step >= first) & (step < end)
+    priority = torch.where(can_be_drawn, largest.to(tree.dtype), 0.0).expand(index.shape)
+    # Until the ring is full, the oldest steps are those of the first episode, or are not written yet: no change.
+    old = tree.index_select(0, len(tree) // 2 + index.flatten()).reshape(index.shape)
+    unchanged = (torch.arange(len(step), device=device) >= steps + n).unsqueeze(1) & (now <= capacity)
+    return tree_writes(tree, index, torch.where(unchanged, old, priority))
+
+
+def replay_prioritized_index(tree: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw rows with probabilities in proportion to their priorities, with replacement.
+
+        mass[i]        = (i + uniform[i]) / B * sum of all priorities
+        probability[i] = priority[index[i]] / sum of all priorities
+
+    One mass is drawn from each of B equal parts of the sum. Over the whole batch, the expected number of draws of a row
+    is B times its probability, and its variance is smaller than with independent draws.
+
+    Args:
+        tree: a sum tree with a priority above 0.
+        keys: `[B]` int64, one key of `ecrl.rng` for each draw.
+
+    Returns: index, int64 `[B]`, and probability, float64 `[B]`.
+    Gradient: none; `tree` is detached.
+    Raises: ValueError if `keys` is not `[B]`, or if `tree` is not `[2 * P]`.
+    Source: Schaul et al. 2016, arXiv:1511.05952, eq. 1 and appendix B.2.1.
+
+    >>> from ecrl.kernels import tree_init, tree_set
+    >>> tree = tree_set(tree_init(4), torch.tensor([1, 2]), torch.tensor([1.0, 3.0]))
+    >>> index, probability = replay_prioritized_index(tree, torch.arange(4))
+    >>> index.tolist(), probability.tolist()
+    ([1, 2, 2, 2], [0.25, 0.75, 0.75, 0.75])
+    """
+    if keys.ndim != 1:
+        raise ValueError(f"keys has shape {list(keys.shape)}, expected [B]")
+    tree, part = tree.detach(), torch.arange(len(keys), device=keys.device)
+    mass = (part + rng.uniform(keys, dtype=torch.float64)) / len(keys) * tree[1]
+    index = tree_find(tree, mass)
+    return index, tree.index_select(0, len(tree) // 2 + index) / tree[1]
+
+
+def replay_set_priority(
+    tree: Tensor, largest: Tensor, index: Tensor, td_error: Tensor, *, alpha: Scalar, eps: Scalar
+) -> tuple[TreeWrites, Tensor]:
+    """Give rows new priorities after a gradient step.
+
+        priority = (|td_error| + eps) ^ alpha
+        largest  = max(largest, priority)
+
+    Args:
+        tree: the sum tree.
+        largest: 0-d float64, the largest priority so far.
+        index: `[*B]` int64, the rows. If a row occurs twice, its last priority counts.
+        td_error: `[*B]` float, reward units. If it is NaN or infinite, the priority is `largest`.
+        alpha: exponent. With 0, all priorities are equal.
+        eps: added to the error, in reward units. It must be above 0, or a row whose error is 0 is never drawn again.
+
+    Returns: `TreeWrites`, and the new `largest`.
+    Gradient: none; the arguments are detached.
+    Raises: ValueError if shapes differ, if a hyperparameter is not 0-d, or if `tree` is not `[2 * P]`.
+    Source: Schaul et al. 2016, arXiv:1511.05952, sec. 3.3 (proportional variant) and algorithm 1.
+
+    >>> from ecrl.kernels import tree_init
+    >>> index, error = torch.tensor([0, 1]), torch.tensor([-3.0, 8.0])
+    >>> writes, largest = replay_set_priority(tree_init(2), torch.tensor(1.0), index, error, alpha=0.5, eps=1.0)
+    >>> writes.value.tolist(), float(largest)
+    ([2.0, 3.0, 5.0, 5.0], 3.0)
+    """
+    same_shape(index=index, td_error=td_error)
+    alpha, eps = scalars(alpha=alpha, eps=eps)
+    error = td_error.detach().abs().to(tree.dtype)
+    priority = torch.where(error.isfinite(), torch.pow(error + eps, alpha), largest.detach()).detach()
+    return tree_writes(tree, index, priority), torch.maximum(largest.detach(), priority.amax())
+
+
+def importance_weights(probability: Tensor, *, beta: Scalar) -> Tensor:
+    """Return the weights that correct for unequal probabilities. The largest weight of the batch is 1.
+
+        weight[i] = (count * probability[i])^-beta / max over j of (count * probability[j])^-beta
+                  = (min over j of probability[j] / probability[i])^beta
+
+    `count`, the number of rows that can be drawn, has no effect. To use the largest weight of several ranks, multiply
+    by `(smallest probability of all ranks / smallest probability of this rank)^beta`.
+
+    Args:
+        probability: `[*B]` float, above 0.
+        beta: 0 for no correction, 1 for the full one. It is usually raised to 1 during training.
+
+    Returns: `[*B]` in the dtype of `probability`.
+    Gradient: flows through `probability`.
+    Raises: ValueError if `beta` is not 0-d.
+    Source: Schaul et al. 2016, arXiv:1511.05952, sec. 3.4.
+
+    >>> importance_weights(torch.tensor([0.5, 0.125]), beta=0.5)
+    tensor([0.5000, 1.0000])
+    """
+    (beta,) = scalars(beta=beta)
+    (p,) = widened(probability)
+    return torch.pow(p.amin() / p, beta).to(common_dtype(probability))

@@ -1,0 +1,490 @@
+"""A replay buffer of R steps of N environments: a ring that an iteration only reads, and a block of its new rows.
+
+    replay = replay_start(ring, step, steps=K * S)           # an empty block
+    for each of K turns:
+        replay = replay_add(replay, rows)                    # S steps of every environment
+        index  = replay_index(replay, keys, n=n, stack=1)    # draw rows
+        batch  = replay_read(replay, index, gamma=gamma, n=n)
+    writes = replay_writes(replay)                           # rows, and where they go in the ring
+
+In a compiled loop, the ring and `start` are constants, and the block and `added` are in the carry. After the loop, one
+`index_copy_` per field writes the block into the ring. A row leaves the buffer in the turn that replaces it, although
+it is still in the ring. So the results do not depend on the number of turns in an iteration.
+
+All environments step together. Step t of environment e has the index `(t % R) * N + e`, in the ring and in the block.
+Observations are stored once, because the successor of an observation is that of the next step. Only a truncated step
+needs another successor, its final observation. It is in slot `(t // G) % F` of its environment, and F is
+`ceil(R / min_truncation_gap) + 1`. G is the width of a slot in steps, `ceil(R / (F - 1))`. It is at most
+`min_truncation_gap`, so two truncations in the buffer never share a slot. If an environment truncates earlier than it
+declares, the discount of the step that lost its final observation is NaN.
+
+A row can be drawn if the buffer has the n steps after it and the `stack - 1` frames before it. So the n newest steps
+wait, and the `stack - 1` oldest steps are only read as frames.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from ecrl import rng
+from ecrl.kernels.dtypes import common_dtype, computed_in, discounts
+from ecrl.pytree import flatten, mapped, names, unflatten
+from ecrl.types import Scalar
+
+_NEEDED = ("obs", "reward", "terminated", "truncated")
+
+
+class Replay(NamedTuple):
+    """A replay buffer during an iteration.
+
+    Attributes:
+        ring: the buffer before the iteration, from `replay_init`.
+        block: the rows of the iteration, with the fields of the ring.
+        start: steps of each environment before the iteration, 0-d int64.
+        added: steps of each environment added in the iteration, 0-d int64.
+    """
+
+    ring: TensorDict
+    block: TensorDict
+    start: Tensor
+    added: Tensor
+
+
+def replay_init(rows: TensorDict, *, steps: int, min_truncation_gap: int) -> TensorDict:
+    """Return an empty ring.
+
+    Args:
+        rows: `[N]`, one example row for each environment, with `obs`, `reward`, `terminated`, `truncated` and any other
+            fields. `obs` may be a TensorDict. Values are not used.
+        steps: R, the number of steps of each environment that the ring holds, at least 2.
+        min_truncation_gap: the smallest number of steps between two truncations of an environment, 1 if it is unknown.
+
+    Returns: TensorDict with `steps`, the fields of `rows` as `[R, N, ...]`, and `final` `[F, N]`, the slots for final
+        observations with F = ceil(R / min_truncation_gap) + 1. A slot holds `obs` and its `step`, -1 if it is empty.
+    Gradient: none.
+    Raises: ValueError if a field is missing, if rows are not `[N]`, or if a number is too small.
+
+    >>> flag = torch.zeros(3, dtype=torch.bool)
+    >>> rows = {"obs": torch.zeros(3, 8, dtype=torch.uint8), "reward": flag.float(), "terminated": flag}
+    >>> ring = replay_init(TensorDict(rows | {"truncated": flag}, [3]), steps=100, min_truncation_gap=40)
+    >>> ring["steps", "obs"].shape, ring["final", "obs"].shape
+    (torch.Size([100, 3, 8]), torch.Size([4, 3, 8]))
+    """
+    if missing := [name for name in _NEEDED if name not in rows]:
+        raise ValueError(f"rows lacks {', '.join(missing)}; it has {', '.join(sorted(map(str, rows.keys())))}")
+    if rows.ndim != 1:
+        raise ValueError(f"rows has batch shape {list(rows.shape)}, expected [num_envs]")
+    for name, number, least in (("steps", steps, 2), ("min_truncation_gap", min_truncation_gap, 1)):
+        if number < least:
+            raise ValueError(f"replay_init needs {name} >= {least}, got {number}")
+    slots, device = -(-steps // min_truncation_gap) + 1, rows["reward"].device
+    final = TensorDict(
+        {
+            "obs": _zeros(rows["obs"], slots),
+            "step": torch.full((slots, len(rows)), -1, dtype=torch.int64, device=device),
+        },
+        [slots, len(rows)],
+    )
+    return TensorDict({"steps": _zeros(rows, steps), "final": final}, [])
+
+
+def _zeros(rows: Any, length: int) -> Any:
+    """Return zeros `[length, N, ...]` for rows `[N, ...]`."""
+    return mapped(lambda x: x.new_zeros((length, *x.shape)), rows, batch=lambda size: (length, *size))
+
+
+def _slot_width(ring: TensorDict) -> int:
+    """Return the number of steps whose truncations share a slot."""
+    return -(-len(ring["steps"]) // (len(ring["final"]) - 1))
+
+
+def replay_start(ring: TensorDict, start: Tensor, *, steps: int) -> Replay:
+    """Return the buffer at the start of an iteration, with an empty block.
+
+    Args:
+        ring: from `replay_init`, with the rows of earlier iterations.
+        start: steps of each environment before the iteration, 0-d int64.
+        steps: steps of each environment in the iteration, at most the length of the ring.
+
+    Returns: `Replay`. It shares the ring.
+    Gradient: none.
+    Raises: ValueError if `steps` is not 1 to R, or if `start` is not 0-d int64.
+
+    >>> flag = torch.zeros(3, dtype=torch.bool)
+    >>> rows = TensorDict({name: flag for name in ("obs", "reward", "terminated", "truncated")}, [3])
+    >>> ring = replay_init(rows, steps=100, min_truncation_gap=40)
+    >>> replay_start(ring, torch.tensor(0), steps=5).block["steps", "obs"].shape
+    torch.Size([5, 3])
+    """
+    if not 1 <= steps <= (capacity := len(ring["steps"])):
+        raise ValueError(f"replay_start needs 1 <= steps <= {capacity}, the length of the ring, got {steps}")
+    if start.ndim or start.dtype != torch.int64:
+        raise ValueError(f"start is {start.dtype} {list(start.shape)}, expected torch.int64 []")
+    # The slots that `steps` consecutive steps can use, wherever the first one is in its slot.
+    slots = (steps - 2) // _slot_width(ring) + 2
+
+    def zeros(tree: Any, length: int) -> Any:
+        return mapped(lambda x: x.new_zeros((length, *x.shape[1:])), tree, batch=lambda size: (length, *size[1:]))
+
+    final = zeros(ring["final"], slots)
+    block = TensorDict({"steps": zeros(ring["steps"], steps), "final": final.set("step", final["step"] - 1)}, [])
+    return Replay(ring, block, start, torch.zeros_like(start))
+
+
+def replay_add(replay: Replay, rows: TensorDict) -> Replay:
+    """Add steps to the block. From then on, they replace the oldest steps of the buffer.
+
+    The block must have room for the rows. A row that does not fit is not stored.
+
+    Args:
+        replay: the buffer.
+        rows: `[S, N]`, with the fields of the ring and `final_obs`. `final_obs` is the observation that the step led
+            to, before the reset. It is read where `truncated`.
+
+    Returns: the buffer with `added + S`.
+    Gradient: flows through `rows`.
+    Raises: ValueError if the fields differ from the ring's, or if a field has another shape or dtype.
+
+    >>> f, t = torch.tensor([[False]] * 2), torch.tensor([[False], [True]])
+    >>> x = torch.tensor([[1.0], [2.0]])
+    >>> rows = TensorDict({"obs": x, "reward": x, "terminated": f, "truncated": t, "final_obs": 10 * x}, [2, 1])
+    >>> ring = replay_init(rows[0].exclude("final_obs"), steps=9, min_truncation_gap=1)
+    >>> replay = replay_add(replay_start(ring, torch.tensor(0), steps=2), rows)
+    >>> replay.block["steps", "obs"].tolist(), replay.block["final", "obs"].tolist()
+    ([[1.0], [2.0]], [[0.0], [20.0]])
+    """
+    block, length = replay.block["steps"], len(rows)
+    if "final_obs" not in rows:
+        raise ValueError("rows lacks final_obs, the observations that the steps led to, before the reset")
+    new, final_obs = cast(TensorDict, rows.exclude("final_obs")), rows["final_obs"]
+    _check_rows("rows", new, block)
+    _check_rows("rows['final_obs']", final_obs, replay.block["final", "obs"])
+    device = replay.start.device
+    place = torch.arange(len(block), device=device) - replay.added
+    is_now, place = (place >= 0) & (place < length), place.clamp(0, length - 1)
+
+    def write(old: Tensor, rows: Tensor) -> Tensor:
+        return torch.where(_append_axes(is_now, old), rows.index_select(0, place), old)
+
+    steps = _combine(write, block, new)
+    final = _with_final(replay, rows["truncated"], final_obs)
+    return replay._replace(block=TensorDict({"steps": steps, "final": final}, []), added=replay.added + length)
+
+
+def _combine(fn: Callable[..., Tensor], first: Any, *others: Any) -> Any:
+    """Apply `fn` to the matching tensors of trees with the same fields. The result has the batch sizes of `first`."""
+    leaves, structure = flatten(first)
+    return unflatten(structure, map(fn, leaves, *(flatten(other)[0] for other in others)))
+
+
+def _check_rows(label: str, rows: Any, stored: Any) -> None:
+    """Raise ValueError unless rows `[S, N]` have the fields, shapes and dtypes of a stored tree `[T, N]`."""
+    (new, structure), (old, expected) = flatten(rows), flatten(stored)
+    if names(structure) != names(expected):
+        raise ValueError(f"{label} has the fields {names(structure)}, the ring has {names(expected)}")
+    for name, x, y in zip(names(expected), new, old, strict=True):
+        if x.shape[1:] != y.shape[1:] or x.dtype != y.dtype:
+            field = f"{label} has {name}".rstrip()
+            raise ValueError(f"{field} {x.dtype} {list(x.shape)}, expected {y.dtype} [S, {str(list(y.shape[1:]))[1:]}")
+
+
+def _append_axes(x: Tensor, like: Tensor) -> Tensor:
+    """Append axes of size 1, so that `x` has as many axes as `like`."""
+    return x.reshape(*x.shape, *[1] * (like.ndim - x.ndim))
+
+
+def _with_final(replay: Replay, truncated: Tensor, final_obs: Any) -> TensorDict:
+    """Return the final observations of the block after S steps with these flags `[S, N]`."""
+    final, width = replay.block["final"], _slot_width(replay.ring)
+    length, num_envs = truncated.shape
+    number = torch.arange(length, device=truncated.device)
+    first = replay.start + replay.added
+    slot = (first + number) // width - replay.start // width
+    slots = torch.arange(len(final), device=truncated.device)
+    here = truncated.unsqueeze(1) & (slot.unsqueeze(-1) == slots).unsqueeze(-1)  # [S, slots, N]
+    latest = torch.where(here, number.reshape(-1, 1, 1), -1).amax(0)  # the step that each slot takes, -1 for none
+    source = (latest.clamp(min=0) * num_envs + torch.arange(num_envs, device=truncated.device)).flatten()
+
+    def fill(old: Tensor, new: Tensor) -> Tensor:
+        rows = new.flatten(0, 1).index_select(0, source).reshape(old.shape)
+        return torch.where(_append_axes(latest >= 0, old), rows, old)
+
+    obs = _combine(fill, final["obs"], final_obs)
+    step = torch.where(latest >= 0, first + latest, final["step"])
+    return TensorDict({"obs": obs, "step": step}, final.batch_size)
+
+
+def replay_writes(replay: Replay) -> TensorDict:
+    """Return the rows of a full block and their places in the ring.
+
+    To store them, run `ring[part][field].index_copy_(0, index, rows[field])` for each part and each field.
+
+    Args:
+        replay: the buffer after the last `replay_add` of the iteration.
+
+    Returns: for each part of the ring, `steps` and `final`, the `rows` and their `index` on the first axis of the ring.
+        Slots without a new final observation get their old rows.
+    Gradient: flows through the block.
+
+    >>> flag = torch.zeros(1, dtype=torch.bool)
+    >>> rows = TensorDict({name: flag for name in ("obs", "reward", "terminated", "truncated")}, [1])
+    >>> ring = replay_init(rows, steps=5, min_truncation_gap=3)
+    >>> replay_writes(replay_start(ring, torch.tensor(4), steps=3))["steps", "index"]
+    tensor([4, 0, 1])
+    """
+    ring, block, device = replay.ring, replay.block, replay.start.device
+    index = (replay.start + torch.arange(len(block["steps"]), device=device)) % len(ring["steps"])
+    slots = replay.start // _slot_width(ring) + torch.arange(len(block["final"]), device=device)
+    slots = slots % len(ring["final"])
+    filled = block["final", "step"] >= 0
+
+    def keep(new: Tensor, old: Tensor) -> Tensor:
+        return torch.where(_append_axes(filled, new), new, old.index_select(0, slots))
+
+    final = _combine(keep, block["final"], ring["final"])
+    return TensorDict(
+        {
+            "steps": TensorDict({"rows": block["steps"], "index": index}, []),
+            "final": TensorDict({"rows": final, "index": slots}, []),
+        },
+        [],
+    )
+
+
+def valid_steps(replay: Replay, n: int, stack: int) -> tuple[Tensor, Tensor]:
+    """Return the first step that can be drawn, and the first newer step that cannot."""
+    capacity = len(replay.ring["steps"])
+    for name, number in (("n", n), ("stack", stack)):
+        if number < 1:
+            raise ValueError(f"{name} is {number}, expected at least 1")
+    if n + stack > capacity:
+        raise ValueError(f"n={n} and stack={stack} need a ring of at least {n + stack} steps, it has {capacity}")
+    now = replay.start + replay.added
+    # While nothing is overwritten, all steps back to the start of the first episode are there.
+    return torch.where(now > capacity, now - capacity + stack - 1, 0), now - n
+
+
+def replay_count(replay: Replay, *, n: int, stack: int) -> Tensor:
+    """Return the number of rows that can be drawn.
+
+        count = N * max(0, now - n - first),  now = start + added
+        first = now - R + stack - 1 if now > R else 0
+
+    Args:
+        replay: the buffer.
+        n: number of steps of a return, at least 1.
+        stack: number of frames in an observation, 1 without frame stacks.
+
+    Returns: 0-d int64.
+    Gradient: none.
+    Raises: ValueError if a number is below 1, or if the ring has fewer than `n + stack` steps.
+
+    >>> flag = torch.zeros(2, dtype=torch.bool)
+    >>> rows = TensorDict({name: flag for name in ("obs", "reward", "terminated", "truncated")}, [2])
+    >>> ring = replay_init(rows, steps=10, min_truncation_gap=3)
+    >>> [int(replay_count(replay_start(ring, torch.tensor(t), steps=1), n=3, stack=1)) for t in (2, 5, 10, 11, 99)]
+    [0, 4, 14, 14, 14]
+    """
+    first, end = valid_steps(replay, n, stack)
+    return (end - first).clamp(min=0) * replay.ring["steps"].shape[1]
+
+
+def replay_index(replay: Replay, keys: Tensor, *, n: int, stack: int) -> Tensor:
+    """Draw rows with equal probabilities, with replacement.
+
+    Args:
+        replay: the buffer. At least one row can be drawn (`replay_count`).
+        keys: `[*B]` int64, one key of `ecrl.rng` for each draw.
+        n: number of steps of a return, at least 1.
+        stack: number of frames in an observation, 1 without frame stacks.
+
+    Returns: int64 `[*B]`, indices for `replay_read`.
+    Gradient: none.
+    Raises: ValueError if a number is below 1, or if the ring has fewer than `n + stack` steps.
+
+    >>> flag = torch.zeros(2, dtype=torch.bool)
+    >>> rows = TensorDict({name: flag for name in ("obs", "reward", "terminated", "truncated")}, [2])
+    >>> replay = replay_start(replay_init(rows, steps=10, min_truncation_gap=3), torch.tensor(12), steps=1)
+    >>> drawn = replay_index(replay, torch.arange(1000), n=3, stack=1)
+    >>> sorted(set((drawn // 2).tolist()))  # steps 2 to 8 of 0 to 11
+    [2, 3, 4, 5, 6, 7, 8]
+    """
+    first, _ = valid_steps(replay, n, stack)
+    capacity, num_envs = replay.ring["steps"].shape
+    draw = rng.randint(keys, low=0, high=replay_count(replay, n=n, stack=stack))
+    return (first + draw // num_envs) % capacity * num_envs + draw % num_envs
+
+
+def _step_and_env(replay: Replay, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the steps and the environments of indices. The step is the newest one with this place in the ring."""
+    if index.dtype != torch.int64:
+        raise ValueError(f"index has dtype {index.dtype}, expected torch.int64")
+    capacity, num_envs = replay.ring["steps"].shape
+    newest = replay.start + replay.added - 1
+    return newest - (newest - index // num_envs) % capacity, index % num_envs
+
+
+def _gather(old: Any, new: Any, is_new: Tensor, old_row: Tensor, new_row: Tensor, env: Tensor) -> Any:
+    """Read rows `[*B]` of a part of the ring `[R, N]`, or of the block where `is_new`."""
+    num_envs, shape = flatten(old)[0][0].shape[1], is_new.shape
+    old_row = (old_row * num_envs + env).flatten()
+    new_row = (new_row.clamp(0, len(flatten(new)[0][0]) - 1) * num_envs + env).flatten()
+
+    def read(x: Tensor, y: Tensor) -> Tensor:
+        before, after = x.flatten(0, 1).index_select(0, old_row), y.flatten(0, 1).index_select(0, new_row)
+        rows = torch.where(_append_axes(is_new.flatten(), before), after, before)
+        return rows.reshape(*shape, *x.shape[2:])
+
+    leaves = [read(*pair) for pair in zip(flatten(old)[0], flatten(new)[0], strict=True)]
+    return unflatten(flatten(old)[1], leaves, lambda size: (*shape, *size[2:]))
+
+
+def _read_steps(replay: Replay, fields: Any, step: Tensor, env: Tensor) -> TensorDict:
+    """Read fields of steps `[*B]` of environments `[*B]`."""
+    old, new = (x["steps"].select(*fields) for x in (replay.ring, replay.block))
+    env = env.expand(step.shape)
+    return _gather(old, new, step >= replay.start, step % len(old), step - replay.start, env)
+
+
+def _read_final(replay: Replay, step: Tensor, env: Tensor) -> TensorDict:
+    """Read the final observations of truncated steps `[*B]`."""
+    old, new, width = replay.ring["final"], replay.block["final"], _slot_width(replay.ring)
+    slot = step // width
+    return _gather(old, new, step >= replay.start, slot % len(old), slot - replay.start // width, env)
+
+
+def _transitions(
+    replay: Replay, index: Tensor, gamma: Scalar, n: int
+) -> tuple[TensorDict, tuple[Tensor, Tensor, Tensor]]:
+    """Return the result of `replay_read`, and the first step, the last step and the environment of each row."""
+    valid_steps(replay, n, 1)
+    (gamma,) = discounts(gamma=gamma)
+    step, env = _step_and_env(replay, index)
+    fields = replay.ring["steps"].keys()
+    read = [name for name in ("reward", "terminated", "truncated", "executed") if name in fields]
+    ahead = step.unsqueeze(-1) + torch.arange(n, device=step.device)
+    ahead = _read_steps(replay, read, ahead, env.unsqueeze(-1))  # [*B, n]
+    out = common_dtype(ahead["reward"])
+    rewards, dtype = ahead["reward"].to(computed_in(out)), computed_in(out)
+
+    running = torch.ones_like(index, dtype=torch.bool)
+    terminated, truncated = torch.zeros_like(running), torch.zeros_like(running)
+    total, last, executed = torch.zeros_like(rewards[..., 0]), step, torch.zeros_like(step)
+    for k in range(n):
+        weight = torch.pow(gamma, executed.double()).to(dtype)
+        total = torch.where(running & (weight != 0), total + weight * rewards[..., k], total)
+        last = torch.where(running, step + k, last)
+        executed = executed + torch.where(running, ahead["executed"][..., k] if "executed" in fields else 1, 0)
+        terminated = terminated | (running & ahead["terminated"][..., k])
+        truncated = truncated | (running & ahead["truncated"][..., k])
+        running = running & ~(terminated | truncated)
+    is_cut = truncated & ~terminated
+    final = _read_final(replay, last, env)
+    discount = torch.pow(gamma, executed.double()).masked_fill(terminated, 0.0)
+    discount = discount.masked_fill(is_cut & (final["step"] != last), torch.nan)
+
+    batch = _read_steps(replay, [name for name in fields if name not in read], step, env)
+    following = _read_steps(replay, ["obs"], last + 1, env)["obs"]
+    next_obs = mapped(lambda x, y: torch.where(_append_axes(is_cut, x), x, y), final["obs"], following)
+    results = {
+        "reward": total.to(out),
+        "discount": discount.to(dtype).to(out),
+        "next_obs": next_obs,
+        "terminated": terminated,
+    }
+    return batch.update(results), (step, last, env)
+
+
+def replay_read(replay: Replay, index: Tensor, *, gamma: Scalar, n: int) -> TensorDict:
+    """Read transitions of up to n steps. They end earlier at the end of an episode.
+
+        m        = the smallest k with terminated[t + k - 1] or truncated[t + k - 1], at most n
+        reward   = sum of gamma^k * reward[t + k] over k = 0 .. m - 1
+        discount = 0 if terminated[t + m - 1] else gamma^m
+        next_obs = final_obs[t + m - 1] if truncated[t + m - 1] else obs[t + m]
+
+    The target of a value V is `reward + discount * V(next_obs)`. If the ring has the field `executed`, the environment
+    steps of each step, then each k is the number of environment steps before step t + k.
+
+    Args:
+        replay: the buffer.
+        index: int64 `[*B]`, from `replay_index` or `replay_prioritized_index`.
+        gamma: discount per step.
+        n: largest number of rewards in a sum, at least 1.
+
+    Returns: `[*B]`, with `reward` (reward units), `discount`, `next_obs`, and `terminated` of the last step. `obs`,
+        `action` and the other fields of the ring are those of step t. `obs` and `next_obs` keep their dtype. `discount`
+        has the dtype of `reward`. If `terminated`, `next_obs` is any observation. If the final observation of a
+        truncated step is lost, `discount` is NaN.
+    Gradient: flows through the rows and `gamma`.
+    Raises: ValueError if `n` is not 1 to R - 1, if `gamma` is not 0-d, or if `index` is not int64.
+    Source: Sutton and Barto 2018, eq. 7.1; time limits as in Pardo et al. 2018, arXiv:1712.00378.
+
+    >>> x, f = torch.arange(6.0).reshape(6, 1), torch.zeros(6, 1, dtype=torch.bool)
+    >>> cut = (x == 3) | f
+    >>> rows = TensorDict({"obs": x, "reward": x, "terminated": f, "truncated": cut, "final_obs": 10 * x}, [6, 1])
+    >>> ring = replay_init(rows[0].exclude("final_obs"), steps=8, min_truncation_gap=3)
+    >>> replay = replay_add(replay_start(ring, torch.tensor(0), steps=6), rows)
+    >>> batch = replay_read(replay, torch.tensor([1, 2, 3]), gamma=0.5, n=2)
+    >>> batch["reward"].tolist(), batch["discount"].tolist(), batch["next_obs"].tolist()
+    ([2.0, 3.5, 3.0], [0.25, 0.25, 0.5], [3.0, 30.0, 30.0])
+    """
+    return _transitions(replay, index, gamma, n)[0]
+
+
+def replay_stack(replay: Replay, index: Tensor, *, gamma: Scalar, n: int, stack: int) -> TensorDict:
+    """Read transitions of up to n steps, with stacks of the latest frames as observations.
+
+        obs[i] = frame[max(t - stack + 1 + i, start of the episode)],  i = 0 .. stack - 1
+
+    A stack that would reach into an earlier episode repeats the first frame of its own episode. `FrameStackObservation`
+    of Gymnasium does the same by default. The last frame of `next_obs` is that of `replay_read`.
+
+    Args:
+        replay: the buffer. It holds single frames.
+        index: int64 `[*B]`, drawn with this `stack`.
+        gamma: discount per step.
+        n: largest number of rewards in a sum, at least 1.
+        stack: number of frames, at least 1.
+
+    Returns: `[*B]` as `replay_read`, but `obs` and `next_obs` are `[*B, stack, ...]`, oldest frame first.
+    Gradient: flows through the rows and `gamma`.
+    Raises: ValueError if a number is below 1, if the ring has fewer than `n + stack` steps, if `gamma` is not 0-d, or
+        if `index` is not int64.
+    Source: Mnih et al. 2015, "Human-level control through deep reinforcement learning", methods.
+
+    >>> x, f = torch.arange(6.0).reshape(6, 1), torch.zeros(6, 1, dtype=torch.bool)
+    >>> cut = (x == 3) | f
+    >>> rows = TensorDict({"obs": x, "reward": x, "terminated": f, "truncated": cut, "final_obs": 10 * x}, [6, 1])
+    >>> ring = replay_init(rows[0].exclude("final_obs"), steps=8, min_truncation_gap=3)
+    >>> replay = replay_add(replay_start(ring, torch.tensor(0), steps=6), rows)
+    >>> batch = replay_stack(replay, torch.tensor([3, 4]), gamma=0.5, n=1, stack=3)
+    >>> batch["obs"].tolist(), batch["next_obs"].tolist()
+    ([[1.0, 2.0, 3.0], [4.0, 4.0, 4.0]], [[2.0, 3.0, 30.0], [4.0, 4.0, 5.0]])
+    """
+    valid_steps(replay, n, stack)
+    batch, (step, last, env) = _transitions(replay, index, gamma, n)
+    obs, older = _frames(replay, step, env, stack), _frames(replay, last, env, stack)
+    axis = index.ndim
+
+    def append(frames: Tensor, newest: Tensor) -> Tensor:
+        return torch.cat((frames.narrow(axis, 1, stack - 1), newest.unsqueeze(axis)), axis)
+
+    return batch.update({"obs": obs, "next_obs": _combine(append, older, batch["next_obs"])})
+
+
+def _frames(replay: Replay, step: Tensor, env: Tensor, stack: int) -> Any:
+    """Return the observations of the `stack` steps up to `step` `[*B]`, `[*B, stack, ...]`, oldest first."""
+    earlier = step.unsqueeze(-1) - torch.arange(1, stack, device=step.device)
+    flags = _read_steps(replay, ["terminated", "truncated"], earlier, env.unsqueeze(-1))
+    ends = flags["terminated"] | flags["truncated"] | (earlier < 0)
+    inside, age = torch.ones_like(step, dtype=torch.bool), torch.zeros_like(step)
+    for k in range(stack - 1):
+        inside = inside & ~ends[..., k]
+        age = age + inside
+    back = torch.arange(stack - 1, -1, -1, device=step.device)
+    frames = step.unsqueeze(-1) - torch.minimum(back, age.unsqueeze(-1))
+    return _read_steps(replay, ["obs"], frames, env.unsqueeze(-1))["obs"]
