@@ -70,7 +70,7 @@ def replay_add_priority(replay: Replay, tree: Tensor, largest: Tensor, *, steps:
     index = step % capacity * num_envs + env
     can_be_drawn = (step >= first) & (step < end)
     priority = torch.where(can_be_drawn, largest.to(tree.dtype), 0.0).expand(index.shape)
-    # Until the ring is full, the oldest steps are those of the first episode, or are not written yet: no change.
+    # Until the ring is full, nothing leaves it: the oldest steps keep their priorities.
     old = tree.index_select(0, len(tree) // 2 + index.flatten()).reshape(index.shape)
     unchanged = (torch.arange(len(step), device=device) >= steps + n).unsqueeze(1) & (now <= capacity)
     return tree_writes(tree, index, torch.where(unchanged, old, priority))

@@ -11,8 +11,8 @@ In a compiled loop, the ring and `start` are constants, and the block and `added
 `index_copy_` per field writes the block into the ring. A row leaves the buffer in the turn that replaces it, although
 it is still in the ring. So the results do not depend on the number of turns in an iteration.
 
-All environments step together. Step t of environment e has the index `(t % R) * N + e`, in the ring and in the block.
-Observations are stored once, because the successor of an observation is that of the next step. Only a truncated step
+All environments step together. Step t of environment e has the index `(t % R) * N + e`, in the ring or in the block.
+Observations are stored once, because the next step has the successor. Only a truncated step
 needs another successor, its final observation. It is in slot `(t // G) % F` of its environment, and F is
 `ceil(R / min_truncation_gap) + 1`. G is the width of a slot in steps, `ceil(R / (F - 1))`. It is at most
 `min_truncation_gap`, so two truncations in the buffer never share a slot. If an environment truncates earlier than it

@@ -138,7 +138,7 @@ def test_the_rows_with_a_priority_are_those_that_can_be_drawn(length, n, stack, 
 
 
 def test_adding_by_hand(variant):
-    """A ring of 6 steps after step 8, of which 2 are new. The steps 3 to 8 are there, at 3, 4, 5, 0, 1, 2."""
+    """A ring of 6 steps after step 8. The last 2 steps are new. The steps 3 to 8 are there, at 3, 4, 5, 0, 1, 2."""
     history = History(1, 3, 0)
     replay = Replay(start_of(history, 6), start_of(history, 2), torch.tensor(7), torch.tensor(2))
     before = tree_set(tree_init(6), torch.arange(6), torch.full((6,), 9.0))

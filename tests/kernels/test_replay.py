@@ -255,7 +255,7 @@ def test_draws_from_a_million_rows_are_uniform():
 
 
 def test_targets_equal_those_of_a_rollout():
-    """A return from the buffer, with a value of the next observation, is that of `n_step_returns` along the steps."""
+    """A target from the buffer equals the result of `n_step_returns` along the steps."""
     history, ring = fresh(3, 2, 5, 24)
     rows = history.take(20)
     replay = replay_add(replay_start(ring, torch.tensor(0), steps=20), rows)

@@ -38,7 +38,8 @@ def test_every_node_equals_that_of_a_list(depth, batch, seed):
     for _ in range(4):
         index = torch.randint(0, size, (batch,), generator=g)
         priority = torch.rand(batch, generator=g) * (torch.rand(batch, generator=g) < 0.8)
-        tree = tree_set(tree, index, priority)
+        writes, tree = tree_writes(tree, index, priority), tree_set(tree, index, priority)
+        assert torch.equal(writes.value, tree[writes.node]), "equal nodes have equal values"
         for leaf, number in zip(index.tolist(), priority.tolist(), strict=True):
             plain.set(leaf, number)
         assert tree.tolist() == plain.nodes
