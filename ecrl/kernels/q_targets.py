@@ -31,8 +31,9 @@ def _target(reward: Tensor, next_value: Tensor, terminated: Tensor, gamma: Scala
 
 
 def _fill_unread(x: Tensor, reward: Tensor, terminated: Tensor, gamma: Scalar) -> Tensor:
-    """Return `x` `[*B, A]` or `[C, *B, A]` with 0 where it is not read. NaN there would make the gradient NaN."""
-    return x.masked_fill(or_zero(terminated, step_discounts(gamma, reward)).unsqueeze(-1), 0.0)
+    """Return `x` `[*B]`, `[*B, A]` or `[C, *B, A]` with 0 where it is not read. NaN there would make gradients NaN."""
+    unread = or_zero(terminated, step_discounts(gamma, reward))
+    return x.masked_fill(unread if x.ndim == reward.ndim else unread.unsqueeze(-1), 0.0)
 
 
 def _expectation(probs: Tensor, x: Tensor) -> Tensor:
@@ -241,6 +242,7 @@ def soft_min_q_target(
     (temperature,) = scalars(temperature=temperature)
     dtype = common_dtype(reward, next_q, next_log_prob)
     reward, next_q, next_log_prob = widened(reward, next_q, next_log_prob)
+    next_log_prob = _fill_unread(next_log_prob, reward, terminated, gamma)
     next_value = next_q.min(0).values - temperature * next_log_prob
     return _target(reward, next_value, terminated, gamma).to(dtype)
 

@@ -170,14 +170,16 @@ def test_any_shape_and_discount(kernel, seed, shape, gamma):
 def test_the_next_state_is_not_read_where_its_weight_is_zero(kernel, junk):
     """Neither the target nor a gradient depends on it, after an end and with a discount of 0."""
     batch, gamma = random_batch(1, 6), torch.tensor([0.5, 0.0] * 3)
+    hyper = {name: torch.tensor(value) for name, value in HYPER[kernel].items()} | {"gamma": gamma}
     unread, axes = batch["terminated"] | (gamma == 0.0), {"next_log_prob", "next_q_of_critics"}
     filled = {
         name: x.masked_fill(unread if name in axes else unread.unsqueeze(-1), junk) if name in UNREAD else x
         for name, x in batch.items()
     }
     leaves = [filled[name].requires_grad_() for name in FIELDS[kernel] if filled[name].is_floating_point()]
-    out = run(kernel, filled, gamma=gamma)
-    assert torch.equal(out, run(kernel, batch, gamma=gamma))
+    leaves += [value.requires_grad_() for value in hyper.values()]
+    out = run(kernel, filled, **hyper)
+    assert torch.equal(out, run(kernel, batch, **hyper))
     for grad in torch.autograd.grad(out.sum(), leaves, allow_unused=True, materialize_grads=True):
         assert grad.isfinite().all()
     zero = run(kernel, filled | {"terminated": torch.ones_like(unread)}, gamma=torch.tensor(0.9))
