@@ -6,7 +6,8 @@ A quantile distribution is a list of equally probable returns `quantiles` `[*B, 
 The distributions of the next state are not read where `terminated` is True or `gamma` is 0. They may hold NaN there.
 The targets detach nothing, and the losses detach their targets.
 
-Half-precision inputs are converted to float32. Results have the dtype that the float inputs promote to.
+Half-precision inputs are converted to float32. Results have the dtype that the float inputs promote to, except the
+`weight` of a loss.
 """
 
 from math import sqrt
@@ -186,7 +187,8 @@ def categorical_td_loss(logits: Tensor, target: Tensor, weight: Tensor, mask: Te
         weight: `[*B]` float, importance weights of prioritised replay, else ones.
         mask: `[*B]` bool.
 
-    Returns: 0-d loss; logs q_loss (the loss), count.
+    Returns: 0-d loss in the dtype that `logits` and `target` promote to, whatever the dtype of `weight`; logs q_loss
+        (the loss), count.
     Gradient: through `logits` only.
     Raises: ValueError naming the arguments whose shapes do not match.
     Source: Bellemare et al. 2017, arXiv:1707.06887, algorithm 1.
@@ -199,8 +201,8 @@ def categorical_td_loss(logits: Tensor, target: Tensor, weight: Tensor, mask: Te
     same_shape(weight=weight, mask=mask)
     check_axes(mask, after="K", target=target)
     check_axes(target, before="C", logits=logits)
-    dtype = common_dtype(logits, target, weight)
-    logits, target, weight = widened(logits, target.detach(), weight.detach())
+    dtype, (logits, target) = common_dtype(logits, target), widened(logits, target.detach())
+    weight = weight.detach().to(logits.dtype)
     logits, target = (x.masked_fill(~mask.unsqueeze(-1), 0.0) for x in (logits, target))
     cross_entropy = -(target * F.log_softmax(logits, -1).masked_fill(target == 0.0, 0.0)).sum(-1)
     loss = masked_mean((weight.masked_fill(~mask, 0.0) * cross_entropy).sum(0), mask)
@@ -270,8 +272,8 @@ def quantile_huber_loss(quantiles: Tensor, taus: Tensor, target: Tensor, *, delt
         u[i, j] = target[j] - quantiles[i]
         sum_i(mean_j(|taus[i] - (u[i, j] < 0)| * huber(u[i, j], delta)))
 
-    The loss of a batch is `masked_mean(weight * quantile_huber_loss(...), mask)`. It is also the priority of each
-    transition.
+    The loss of a batch is `masked_mean(weight * quantile_huber_loss(...), mask)`, with `weight` in the dtype of the
+    result. The result is also the priority of each transition.
 
     Args:
         quantiles: `[*B, K]` float, predicted quantiles.

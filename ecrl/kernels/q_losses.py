@@ -6,8 +6,8 @@ number of unmasked entries: the weight of this loss in an average over ranks.
 
 Values of several critics have the shape `[C, *B]`.
 
-Half-precision inputs are converted to float32. A loss has the dtype that its float inputs promote to. Logs have at
-least float32.
+Half-precision inputs are converted to float32. A loss has the dtype that its float inputs promote to. The importance
+weights of prioritised replay do not count, because `importance_weights` returns float64. Logs have at least float32.
 """
 
 import torch
@@ -64,7 +64,8 @@ def td_loss(q: Tensor, target: Tensor, weight: Tensor, mask: Tensor, *, delta: S
         mask: `[*B]` bool.
         delta: error at which the loss becomes linear, reward units.
 
-    Returns: 0-d loss; logs q_loss (the loss), q_value (mean of `q`), td_error (mean of `|q - target|`), count.
+    Returns: 0-d loss in the dtype that `q` and `target` promote to, whatever the dtype of `weight`; logs q_loss (the
+        loss), q_value (mean of `q`), td_error (mean of `|q - target|`), count.
     Gradient: through `q` only.
     Raises: ValueError naming the argument, if shapes do not match or a hyperparameter is not 0-d.
     Source: Mnih et al. 2013, arXiv:1312.5602, eq. 2; clipped errors as in Mnih et al. 2015, "Human-level control
@@ -77,8 +78,8 @@ def td_loss(q: Tensor, target: Tensor, weight: Tensor, mask: Tensor, *, delta: S
     """
     same_shape(target=target, weight=weight, mask=mask)
     check_axes(target, before="C", q=q)
-    dtype = common_dtype(q, target, weight)
-    q, target, weight = widened(q, target.detach(), weight.detach())
+    dtype, (q, target) = common_dtype(q, target), widened(q, target.detach())
+    weight = weight.detach().to(q.dtype)
     # Filled before the square. Its gradient is proportional to the error, so a masked NaN would give 0 * nan = nan.
     error = (q - target).masked_fill(~mask, 0.0)
     loss = masked_mean((weight.masked_fill(~mask, 0.0) * huber(error, delta=delta)).sum(0), mask)

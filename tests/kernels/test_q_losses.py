@@ -14,6 +14,7 @@ from ecrl.kernels import (
     discrete_soft_actor_loss,
     dpg_loss,
     huber,
+    importance_weights,
     soft_actor_loss,
     td_loss,
     temperature_loss,
@@ -227,6 +228,18 @@ def test_bad_shapes_are_named(loss):
         named = rf"^{parameter} has shape|the shape of {parameter}$|expected \[(C, )?3, 8"
         with pytest.raises(ValueError, match=named):
             run(loss, batch | {name: bad})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("loss", [td_loss, categorical_td_loss], ids=lambda k: k.__name__)
+def test_float64_importance_weights_do_not_widen(loss, dtype):
+    batch = {name: x.to(dtype) if x.is_floating_point() else x for name, x in random_batch(6, 5).items()}
+    batch["weight"] = importance_weights(torch.linspace(0.1, 1.0, 5, dtype=torch.float64), beta=0.5)
+    out, logs = run(loss, batch)
+    assert batch["weight"].dtype == torch.float64
+    assert out.dtype == dtype
+    assert {log.dtype for log in logs.values()} == {torch.float32}
+    close(out, loop(loss, batch), tol=4.0 * torch.finfo(dtype).eps)
 
 
 def test_a_loss_of_several_critics_is_the_sum_of_their_losses():
