@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -24,6 +25,7 @@ from ecrl.kernels import (
     tanh_normal_mode,
     tanh_normal_sample,
 )
+from ecrl.kernels.normal import _QUADRATURE
 
 F32, F64 = torch.float32, torch.float64
 LOG2 = math.log(2.0)
@@ -150,6 +152,15 @@ def entropy_by_integration(mean, std):
     log_slope = 2.0 * (LOG2 - x - torch.log1p(torch.exp(-2.0 * x)))
     expected = torch.trapezoid(torch.exp(-0.5 * z**2) / math.sqrt(2.0 * math.pi) * log_slope, z)
     return 0.5 + HALF_LOG_2PI + math.log(std) + float(expected)
+
+
+def test_the_quadrature_is_that_of_numpy():
+    nodes, weights = map(np.array, _QUADRATURE)
+    expected_nodes, expected_weights = np.polynomial.hermite_e.hermegauss(48)
+    np.testing.assert_allclose(nodes, expected_nodes, rtol=1e-14)
+    large = expected_weights > 1e-15  # numpy's smaller weights have rounding errors above 1e-14
+    np.testing.assert_allclose(weights[large], expected_weights[large], rtol=1e-14)
+    np.testing.assert_allclose(weights, expected_weights, rtol=1e-12)
 
 
 @pytest.mark.parametrize(
