@@ -110,6 +110,18 @@ def check_axes(batch: Tensor, *, before: str = "", after: str = "", **tensors: T
         sizes |= {size: actual for size, actual in pairs if isinstance(size, str)}
 
 
+def check_bool(**tensors: Tensor) -> None:
+    """Raise ValueError unless all tensors have dtype bool. The message names each argument of another dtype.
+
+    >>> check_bool(done=torch.tensor([True]), mask=torch.ones(1))
+    Traceback (most recent call last):
+    ValueError: mask has dtype float32, expected bool
+    """
+    wrong = [f"{name} has dtype {str(x.dtype)[6:]}" for name, x in tensors.items() if x.dtype != torch.bool]
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)}, expected bool")
+
+
 def check_rollout(rollout: TensorDict, *keys: str) -> None:
     """Raise ValueError unless `rollout` has shape `[N, T + 1]` and valid fields `keys` (see `ROLLOUT_FIELDS`).
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ecrl.kernels.dtypes import common_dtype, widened
-from ecrl.types import same_shape
+from ecrl.types import check_bool, same_shape
 
 
 def mask_logits(logits: Tensor, action_mask: Tensor) -> Tensor:
@@ -26,13 +26,14 @@ def mask_logits(logits: Tensor, action_mask: Tensor) -> Tensor:
 
     Returns: `[*B, K]`.
     Gradient: flows through the logits of allowed actions.
-    Raises: ValueError naming the arguments whose shapes differ.
+    Raises: ValueError naming the argument, if shapes differ or `action_mask` is not bool.
     Source: Huang and Ontanon 2022, arXiv:2006.14171.
 
     >>> categorical_mode(mask_logits(torch.tensor([3.0, 1.0]), torch.tensor([False, True])))
     tensor(1)
     """
     same_shape(logits=logits, action_mask=action_mask)
+    check_bool(action_mask=action_mask)
     return logits.masked_fill(~action_mask, torch.finfo(logits.dtype).min)
 
 

@@ -20,7 +20,7 @@ from ecrl.kernels.dtypes import common_dtype, scalars, step_discounts, widened
 from ecrl.kernels.masked_stats import masked_mean
 from ecrl.kernels.q_losses import huber
 from ecrl.kernels.reverse_scan import in_dtype
-from ecrl.types import Logs, Scalar, check_axes, same_shape
+from ecrl.types import Logs, Scalar, check_axes, check_bool, same_shape
 
 
 def categorical_project(probs: Tensor, atoms: Tensor, support: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ def categorical_target(
 
     Returns: probabilities `[*B, K]`.
     Gradient: flows through `reward`, `next_probs` and `support`.
-    Raises: ValueError naming the arguments whose shapes do not match.
+    Raises: ValueError naming the argument, if shapes do not match or `terminated` is not bool.
     Source: Bellemare et al. 2017, arXiv:1707.06887, eq. 7.
 
     >>> support = torch.tensor([0.0, 1.0, 2.0])
@@ -102,6 +102,7 @@ def categorical_target(
     tensor([[0.0000, 0.5000, 0.5000]])
     """
     same_shape(reward=reward, terminated=terminated)
+    check_bool(terminated=terminated)
     check_axes(reward, after="K", next_probs=next_probs)
     _check_support(support, next_probs)
     dtype = common_dtype(reward, next_probs, support)
@@ -155,7 +156,7 @@ def categorical_q_target(
 
     Returns: probabilities `[*B, K]`.
     Gradient: flows through `reward`, `next_logits` and `support`.
-    Raises: ValueError naming the arguments whose shapes do not match.
+    Raises: ValueError naming the argument, if shapes do not match or `terminated` is not bool.
     Source: Bellemare et al. 2017, arXiv:1707.06887, algorithm 1; Hessel et al. 2018, arXiv:1710.02298 (double).
 
     >>> support, logits = torch.tensor([0.0, 1.0]), torch.tensor([[[0.0, 0.0], [-99.0, 99.0]]])
@@ -164,6 +165,7 @@ def categorical_q_target(
     tensor([[0.5000, 0.5000]])
     """
     same_shape(reward=reward, terminated=terminated)
+    check_bool(terminated=terminated)
     check_axes(reward, after="A", next_q_selector=next_q_selector)
     check_axes(next_q_selector, after="K", next_logits=next_logits)
     _check_support(support, next_logits)
@@ -190,7 +192,7 @@ def categorical_td_loss(logits: Tensor, target: Tensor, weight: Tensor, mask: Te
     Returns: 0-d loss in the dtype that `logits` and `target` promote to, whatever the dtype of `weight`; logs q_loss
         (the loss), count.
     Gradient: through `logits` only.
-    Raises: ValueError naming the arguments whose shapes do not match.
+    Raises: ValueError naming the argument, if shapes do not match or `mask` is not bool.
     Source: Bellemare et al. 2017, arXiv:1707.06887, algorithm 1.
 
     >>> one = torch.ones(1)
@@ -199,6 +201,7 @@ def categorical_td_loss(logits: Tensor, target: Tensor, weight: Tensor, mask: Te
     0.6931
     """
     same_shape(weight=weight, mask=mask)
+    check_bool(mask=mask)
     check_axes(mask, after="K", target=target)
     check_axes(target, before="C", logits=logits)
     dtype, (logits, target) = common_dtype(logits, target), widened(logits, target.detach())
@@ -250,7 +253,7 @@ def quantile_q_target(
 
     Returns: `[*B, K]`.
     Gradient: flows through `reward` and `next_quantiles`.
-    Raises: ValueError naming the arguments whose shapes do not match.
+    Raises: ValueError naming the argument, if shapes do not match or `terminated` is not bool.
     Source: Dabney et al. 2018, arXiv:1710.10044, algorithm 1.
 
     >>> next_quantiles, q = torch.tensor([[[1.0, 3.0], [2.0, 4.0]]]), torch.tensor([[2.0, 3.0]])
@@ -258,6 +261,7 @@ def quantile_q_target(
     tensor([[2., 3.]])
     """
     same_shape(reward=reward, terminated=terminated)
+    check_bool(terminated=terminated)
     check_axes(reward, after="A", next_q_selector=next_q_selector)
     check_axes(next_q_selector, after="K", next_quantiles=next_quantiles)
     dtype, (reward, next_quantiles) = common_dtype(reward, next_quantiles), widened(reward, next_quantiles)
@@ -289,6 +293,8 @@ def quantile_huber_loss(quantiles: Tensor, taus: Tensor, target: Tensor, *, delt
     >>> quantile_huber_loss(torch.tensor([0.0, 2.0]), torch.tensor([0.25, 0.75]), torch.tensor([1.0]), delta=1.0)
     tensor(0.2500)
     """
+    if not quantiles.ndim:
+        raise ValueError("quantiles has shape [], expected [*B, K]")
     check_axes(quantiles[..., 0], after="M", target=target)
     if taus.shape not in (quantiles.shape, quantiles.shape[-1:]):
         expected = f"{list(quantiles.shape)}, the shape of quantiles, or {list(quantiles.shape[-1:])}"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ecrl.kernels.categorical import categorical_sample
 from ecrl.kernels.dtypes import common_dtype, scalars, widened
-from ecrl.types import Scalar, check_axes, same_shape
+from ecrl.types import Scalar, check_axes, check_bool, same_shape
 
 
 class HeldNoise(NamedTuple):
@@ -186,13 +186,14 @@ def noise_scales(scale: Tensor, uniform: Tensor, renewed: Tensor, *, low: Scalar
 
     Returns: `[*B]`.
     Gradient: flows through `scale` and `uniform`.
-    Raises: ValueError naming the argument, if shapes differ or a hyperparameter is not 0-d.
+    Raises: ValueError naming the argument, if shapes differ, `renewed` is not bool or a hyperparameter is not 0-d.
     Source: Seo et al. 2025, arXiv:2505.22642 (mixed noise).
 
     >>> noise_scales(torch.tensor([0.3, 0.3]), torch.tensor([0.5, 0.5]), torch.tensor([True, False]), low=0.0, high=0.4)
     tensor([0.2000, 0.3000])
     """
     same_shape(scale=scale, uniform=uniform, renewed=renewed)
+    check_bool(renewed=renewed)
     low, high = scalars(low=low, high=high)
     dtype, (scale, uniform) = common_dtype(scale, uniform), widened(scale, uniform)
     return torch.where(renewed, low + (high - low) * uniform, scale).to(dtype)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ecrl.kernels.dtypes import common_dtype, rounding, scalars, widened
 from ecrl.kernels.rollout_estimators import compute_returns
-from ecrl.types import Scalar, check_rollout, same_shape
+from ecrl.types import Scalar, check_bool, check_rollout, same_shape
 
 
 def group_advantages(score: Tensor, mask: Tensor, *, group_size: int, eps: Scalar) -> Tensor:
@@ -30,8 +30,8 @@ def group_advantages(score: Tensor, mask: Tensor, *, group_size: int, eps: Scala
         their standard deviation is at most the mean of |score| times 9.5e-7 in float32, 1e-3 in float16 and 8e-3 in
         bfloat16 (`ecrl.kernels.dtypes.rounding`).
     Gradient: flows through `score`.
-    Raises: ValueError if `group_size` is below 2 or does not divide N, or naming the argument, if shapes differ or
-        `eps` is not 0-d.
+    Raises: ValueError if `group_size` is below 2 or does not divide N, or naming the argument, if shapes differ,
+        `mask` is not bool or `eps` is not 0-d.
     Source: Shao et al. 2024, arXiv:2402.03300, sec. 4.1.2. The standard deviation divides by the count, as in numpy;
         TRL divides by the count minus 1.
 
@@ -39,6 +39,7 @@ def group_advantages(score: Tensor, mask: Tensor, *, group_size: int, eps: Scala
     [-1.0, 1.0]
     """
     same_shape(score=score, mask=mask)
+    check_bool(mask=mask)
     (eps,) = scalars(eps=eps)
     if group_size < 2 or score.shape[0] % group_size:
         raise ValueError(f"group_size={group_size} must be at least 2 and divide the {score.shape[0]} entries of score")
@@ -66,10 +67,12 @@ def first_episode_mask(done: Tensor) -> Tensor:
 
     Returns: bool `[*B, T]`.
     Gradient: none.
+    Raises: ValueError if `done` is not bool.
 
     >>> first_episode_mask(torch.tensor([False, True, False, True])).tolist()
     [True, True, False, False]
     """
+    check_bool(done=done)
     return (done.cumsum(-1) - done.to(torch.int64)) == 0
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ecrl.kernels.dtypes import common_dtype, exponent_bound, scalars, widened
 from ecrl.kernels.masked_stats import explained_variance, masked_mean
-from ecrl.types import Logs, Scalar, same_shape
+from ecrl.types import Logs, Scalar, check_bool, same_shape
 
 
 def _expand_to_tokens(advantage: Tensor, like: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ def clipped_surrogate(
 
     Returns: 0-d loss; logs policy_loss, approx_kl (estimate k3 of KL(old | new)), clip_frac.
     Gradient: through `log_prob` only.
-    Raises: ValueError naming the argument, if shapes differ or a hyperparameter is not 0-d.
+    Raises: ValueError naming the argument, if shapes differ, `mask` is not bool or a hyperparameter is not 0-d.
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7.
 
     >>> loss, logs = clipped_surrogate(torch.tensor([0.0]), torch.tensor([0.0]), torch.tensor([2.0]),
@@ -66,6 +66,7 @@ def _surrogate(
 ) -> tuple[Tensor, Logs]:
     """Compute `clipped_surrogate`, but return a float32 loss for half-precision inputs."""
     same_shape(log_prob=log_prob, old_log_prob=old_log_prob, mask=mask)
+    check_bool(mask=mask)
     (clip_coef,) = scalars(clip_coef=clip_coef)
     bound = exponent_bound(common_dtype(log_prob, old_log_prob))
     advantage = _expand_to_tokens(advantage, log_prob)
@@ -94,13 +95,14 @@ def value_loss(value: Tensor, value_target: Tensor, mask: Tensor) -> Tensor:
 
     Returns: 0-d.
     Gradient: through `value` only.
-    Raises: ValueError naming the arguments whose shapes differ.
+    Raises: ValueError naming the argument, if shapes differ or `mask` is not bool.
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 9.
 
     >>> value_loss(torch.tensor([1.0]), torch.tensor([3.0]), torch.tensor([True]))
     tensor(4.)
     """
     same_shape(value=value, value_target=value_target, mask=mask)
+    check_bool(mask=mask)
     dtype, (value, value_target) = common_dtype(value, value_target), widened(value, value_target.detach())
     # Filled before the square, whose gradient is proportional to the error: a masked NaN would give 0 * nan = nan.
     return masked_mean((value - value_target).masked_fill(~mask, 0.0).square(), mask).to(dtype)
@@ -123,7 +125,7 @@ def clipped_value_loss(
 
     Returns: 0-d.
     Gradient: through `value` only.
-    Raises: ValueError naming the argument, if shapes differ or a hyperparameter is not 0-d.
+    Raises: ValueError naming the argument, if shapes differ, `mask` is not bool or a hyperparameter is not 0-d.
     Source: Engstrom et al. 2020, arXiv:2005.12729, sec. 3.
 
     >>> two, yes = torch.tensor([2.0]), torch.tensor([True])
@@ -131,6 +133,7 @@ def clipped_value_loss(
     tensor(2.2500)
     """
     same_shape(value=value, old_value=old_value, value_target=value_target, mask=mask)
+    check_bool(mask=mask)
     (clip_coef,) = scalars(clip_coef=clip_coef)
     dtype = common_dtype(value, old_value, value_target)
     value, old_value, value_target = widened(value, old_value.detach(), value_target.detach())
@@ -243,7 +246,7 @@ def ppo_loss(
 
     Returns: 0-d loss; logs policy_loss, value_loss, entropy, approx_kl (k3), clip_frac, explained_variance, count.
     Gradient: through `log_prob`, `entropy` and `value` only.
-    Raises: ValueError naming the argument, if shapes differ or a hyperparameter is not 0-d.
+    Raises: ValueError naming the argument, if shapes differ, `mask` is not bool or a hyperparameter is not 0-d.
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 9.
 
     >>> x, yes = torch.zeros(2), torch.tensor([True, True])
@@ -291,7 +294,7 @@ def ppo_loss_clipped_value(
 
     Returns: 0-d loss; logs with the same names as in `ppo_loss`.
     Gradient: through `log_prob`, `entropy` and `value` only.
-    Raises: ValueError naming the argument, if shapes differ or a hyperparameter is not 0-d.
+    Raises: ValueError naming the argument, if shapes differ, `mask` is not bool or a hyperparameter is not 0-d.
     Source: Engstrom et al. 2020, arXiv:2005.12729, sec. 3.
 
     >>> x, yes = torch.zeros(2), torch.tensor([True, True])
@@ -362,7 +365,7 @@ def grpo_loss(
 
     Returns: 0-d loss; logs policy_loss, entropy, approx_kl (k3), clip_frac, kl_ref, count.
     Gradient: through `log_prob` and `entropy` only.
-    Raises: ValueError naming the argument, if shapes differ or a hyperparameter is not 0-d.
+    Raises: ValueError naming the argument, if shapes differ, `mask` is not bool or a hyperparameter is not 0-d.
     Source: Shao et al. 2024, arXiv:2402.03300, eq. 3 and 4.
 
     >>> x, yes = torch.zeros(2), torch.tensor([True, True])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ecrl.kernels.dtypes import common_dtype, computed_in, rounding, scalars, widened
-from ecrl.types import Scalar, same_shape
+from ecrl.types import Scalar, check_bool, same_shape
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
@@ -20,12 +20,13 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 
     Returns: 0-d, in the dtype of `x`; half precision is summed in float32.
     Gradient: flows through the unmasked entries of `x`.
-    Raises: ValueError naming the arguments whose shapes differ.
+    Raises: ValueError naming the argument, if shapes differ or `mask` is not bool.
 
     >>> masked_mean(torch.tensor([1.0, float("nan")]), torch.tensor([True, False]))
     tensor(1.)
     """
     same_shape(x=x, mask=mask)
+    check_bool(mask=mask)
     total = x.to(computed_in(x.dtype)).masked_fill(~mask, 0.0).sum()
     mean = total / mask.sum().clamp(min=1)
     return mean.to(x.dtype) if x.is_floating_point() else mean
@@ -53,12 +54,13 @@ def standardize(x: Tensor, mask: Tensor, *, eps: Scalar, total: Callable[[Tensor
 
     Returns: `[*B]`, in the dtype of `x`; half precision is computed in float32.
     Gradient: flows through `x`.
-    Raises: ValueError naming the argument, if shapes differ or a hyperparameter is not 0-d.
+    Raises: ValueError naming the argument, if shapes differ, `mask` is not bool or a hyperparameter is not 0-d.
 
     >>> standardize(torch.tensor([0.0, 2.0, 9.0]), torch.tensor([True, True, False]), eps=1e-8).tolist()
     [-0.7071067690849304, 0.7071067690849304, 0.0]
     """
     same_shape(x=x, mask=mask)
+    check_bool(mask=mask)
     (eps,) = scalars(eps=eps)
     dtype, (x,) = common_dtype(x), widened(x)
     count = total(mask.sum())
@@ -89,12 +91,13 @@ def explained_variance(value: Tensor, value_target: Tensor, mask: Tensor) -> Ten
 
     Returns: 0-d; half precision is computed in float32.
     Gradient: none; the result is detached.
-    Raises: ValueError naming the arguments whose shapes differ.
+    Raises: ValueError naming the argument, if shapes differ or `mask` is not bool.
 
     >>> explained_variance(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0]), torch.tensor([True, True]))
     tensor(1.)
     """
     same_shape(value=value, value_target=value_target, mask=mask)
+    check_bool(mask=mask)
     dtype, (value, value_target) = common_dtype(value, value_target), widened(value.detach(), value_target.detach())
 
     def variance(x: Tensor) -> Tensor:

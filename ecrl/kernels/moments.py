@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ecrl.kernels.dtypes import common_dtype, scalars, widened
 from ecrl.kernels.masked_stats import identity
-from ecrl.types import Scalar
+from ecrl.types import Scalar, check_bool
 
 
 def moments_init(shape: tuple[int, ...], device: torch.device | str | None = None) -> TensorDict:
@@ -77,13 +77,14 @@ def moments_update(
 
     Returns: new moments. The inputs do not change.
     Gradient: none; `x` is detached.
-    Raises: ValueError if the shape of `x` does not match `mask` and `moments`.
+    Raises: ValueError if the shape of `x` does not match `mask` and `moments`, or if `mask` is not bool.
     Source: see `moments_merge`.
 
     >>> m = moments_update(moments_init(()), torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False]))
     >>> float(m["mean"]), float(moments_variance(m))
     (2.0, 1.0)
     """
+    check_bool(mask=mask)
     shape = moments["mean"].shape
     if x.shape != (*mask.shape, *shape):
         raise ValueError(

@@ -119,7 +119,7 @@ def replay_set_priority(
     Args:
         tree: the sum tree.
         largest: 0-d float64, the largest priority so far.
-        index: `[*B]` int64, the rows. If a row occurs twice, its last priority counts.
+        index: `[*B]` int64, the rows. If a row occurs twice, its last priority counts. Without rows, nothing changes.
         td_error: `[*B]` float, reward units. If it is NaN or infinite, the priority is `largest`.
         alpha: exponent. With 0, all priorities are equal.
         eps: added to the error, in reward units. It must be above 0, or a row whose error is 0 is never drawn again.
@@ -139,7 +139,8 @@ def replay_set_priority(
     alpha, eps = scalars(alpha=alpha, eps=eps)
     error = td_error.detach().abs().to(tree.dtype)
     priority = torch.where(error.isfinite(), torch.pow(error + eps, alpha), largest.detach()).detach()
-    return tree_writes(tree, index, priority), torch.maximum(largest.detach(), priority.amax())
+    writes, largest = tree_writes(tree, index, priority), largest.detach()
+    return writes, torch.maximum(largest, priority.amax()) if index.numel() else largest
 
 
 def importance_weights(probability: Tensor, *, beta: Scalar) -> Tensor:
@@ -165,4 +166,6 @@ def importance_weights(probability: Tensor, *, beta: Scalar) -> Tensor:
     """
     (beta,) = scalars(beta=beta)
     (p,) = widened(probability)
+    if not p.numel():  # no smallest probability
+        return p.to(common_dtype(probability))
     return torch.pow(p.amin() / p, beta).to(common_dtype(probability))

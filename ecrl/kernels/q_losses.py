@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ecrl.kernels.dtypes import common_dtype, scalars, widened
 from ecrl.kernels.masked_stats import masked_mean
-from ecrl.types import Logs, Scalar, check_axes, same_shape
+from ecrl.types import Logs, Scalar, check_axes, check_bool, same_shape
 
 
 def _detached(x: Scalar) -> Scalar:
@@ -67,7 +67,7 @@ def td_loss(q: Tensor, target: Tensor, weight: Tensor, mask: Tensor, *, delta: S
     Returns: 0-d loss in the dtype that `q` and `target` promote to, whatever the dtype of `weight`; logs q_loss (the
         loss), q_value (mean of `q`), td_error (mean of `|q - target|`), count.
     Gradient: through `q` only.
-    Raises: ValueError naming the argument, if shapes do not match or a hyperparameter is not 0-d.
+    Raises: ValueError naming the argument, if shapes do not match, `mask` is not bool or a hyperparameter is not 0-d.
     Source: Mnih et al. 2013, arXiv:1312.5602, eq. 2; clipped errors as in Mnih et al. 2015, "Human-level control
         through deep reinforcement learning"; weights as in Schaul et al. 2016, arXiv:1511.05952, algorithm 1.
 
@@ -77,6 +77,7 @@ def td_loss(q: Tensor, target: Tensor, weight: Tensor, mask: Tensor, *, delta: S
     (0.25, 1.5, 0.5)
     """
     same_shape(target=target, weight=weight, mask=mask)
+    check_bool(mask=mask)
     check_axes(target, before="C", q=q)
     dtype, (q, target) = common_dtype(q, target), widened(q, target.detach())
     weight = weight.detach().to(q.dtype)
@@ -105,7 +106,7 @@ def dpg_loss(q: Tensor, mask: Tensor) -> tuple[Tensor, Logs]:
 
     Returns: 0-d loss; logs policy_loss, count.
     Gradient: through `q`.
-    Raises: ValueError naming the arguments whose shapes differ.
+    Raises: ValueError naming the argument, if shapes differ or `mask` is not bool.
     Source: Silver et al. 2014, "Deterministic policy gradient algorithms", eq. 9; Lillicrap et al. 2016,
         arXiv:1509.02971, eq. 6.
 
@@ -113,6 +114,7 @@ def dpg_loss(q: Tensor, mask: Tensor) -> tuple[Tensor, Logs]:
     -2.0
     """
     same_shape(q=q, mask=mask)
+    check_bool(mask=mask)
     dtype, (q,) = common_dtype(q), widened(q)
     loss = -masked_mean(q, mask)
     return loss.to(dtype), {"policy_loss": loss.detach(), "count": mask.sum().to(loss.dtype)}
@@ -133,7 +135,7 @@ def soft_actor_loss(log_prob: Tensor, q: Tensor, mask: Tensor, *, temperature: S
 
     Returns: 0-d loss; logs policy_loss, entropy (mean of `-log_prob`, nats), count.
     Gradient: through `log_prob` and `q` only.
-    Raises: ValueError naming the argument, if shapes do not match or a hyperparameter is not 0-d.
+    Raises: ValueError naming the argument, if shapes do not match, `mask` is not bool or a hyperparameter is not 0-d.
     Source: Haarnoja et al. 2018, arXiv:1812.05905, eq. 9.
 
     >>> q = torch.tensor([[1.0, 5.0], [2.0, 3.0]])
@@ -142,6 +144,7 @@ def soft_actor_loss(log_prob: Tensor, q: Tensor, mask: Tensor, *, temperature: S
     (-3.5, 3.0)
     """
     same_shape(log_prob=log_prob, mask=mask)
+    check_bool(mask=mask)
     check_axes(log_prob, before="C", q=q)
     (temperature,) = scalars(temperature=_detached(temperature))
     dtype, (log_prob, q) = common_dtype(log_prob, q), widened(log_prob, q)
@@ -170,7 +173,7 @@ def discrete_soft_actor_loss(logits: Tensor, q: Tensor, mask: Tensor, *, tempera
 
     Returns: 0-d loss; logs policy_loss, entropy (mean entropy of the policy, nats), count.
     Gradient: through `logits` only.
-    Raises: ValueError naming the argument, if shapes do not match or a hyperparameter is not 0-d.
+    Raises: ValueError naming the argument, if shapes do not match, `mask` is not bool or a hyperparameter is not 0-d.
     Source: Christodoulou 2019, arXiv:1910.07207, eq. 12.
 
     >>> q = torch.tensor([[[1.0, 3.0]], [[2.0, 2.0]]])
@@ -179,6 +182,7 @@ def discrete_soft_actor_loss(logits: Tensor, q: Tensor, mask: Tensor, *, tempera
     (-1.5, 0.6931)
     """
     check_axes(mask, after="A", logits=logits)
+    check_bool(mask=mask)
     check_axes(logits, before="C", q=q)
     (temperature,) = scalars(temperature=_detached(temperature))
     dtype, (logits, q) = common_dtype(logits, q), widened(logits, q.detach())
@@ -213,7 +217,8 @@ def temperature_loss(
 
     Returns: 0-d loss; logs temperature_loss, temperature, count.
     Gradient: through `log_temperature` only.
-    Raises: ValueError naming the argument, if shapes differ, or `log_temperature` or a hyperparameter is not 0-d.
+    Raises: ValueError naming the argument, if shapes differ, `mask` is not bool, or `log_temperature` or a
+        hyperparameter is not 0-d.
     Source: Haarnoja et al. 2018, arXiv:1812.05905, eq. 18.
 
     >>> loss, logs = temperature_loss(torch.tensor(0.0), torch.tensor([-1.0, -4.0]), torch.tensor([True, True]),
@@ -222,6 +227,7 @@ def temperature_loss(
     (0.5, 1.0)
     """
     same_shape(log_prob=log_prob, mask=mask)
+    check_bool(mask=mask)
     scalars(log_temperature=log_temperature)
     (target_entropy,) = scalars(target_entropy=_detached(target_entropy))
     dtype = common_dtype(log_temperature, log_prob)

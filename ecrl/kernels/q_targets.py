@@ -21,7 +21,7 @@ from torch import Tensor
 from ecrl.kernels.dtypes import common_dtype, scalars, step_discounts, widened
 from ecrl.kernels.exploration import clip_to_bounds
 from ecrl.kernels.reverse_scan import in_dtype, or_zero
-from ecrl.types import Scalar, check_axes, same_shape
+from ecrl.types import Scalar, check_axes, check_bool, same_shape
 
 
 def _target(reward: Tensor, next_value: Tensor, terminated: Tensor, gamma: Scalar) -> Tensor:
@@ -54,13 +54,14 @@ def q_target(reward: Tensor, next_q: Tensor, terminated: Tensor, *, gamma: Scala
 
     Returns: `[*B]`.
     Gradient: flows through `reward` and `next_q`.
-    Raises: ValueError naming the arguments whose shapes do not match.
+    Raises: ValueError naming the argument, if shapes do not match or `terminated` is not bool.
     Source: Watkins and Dayan 1992, "Q-learning"; Mnih et al. 2013, arXiv:1312.5602, algorithm 1.
 
     >>> q_target(torch.tensor([1.0]), torch.tensor([[2.0, 4.0]]), torch.tensor([False]), gamma=0.5)
     tensor([3.])
     """
     same_shape(reward=reward, terminated=terminated)
+    check_bool(terminated=terminated)
     check_axes(reward, after="A", next_q=next_q)
     dtype, (reward, next_q) = common_dtype(reward, next_q), widened(reward, next_q)
     return _target(reward, next_q.max(-1).values, terminated, gamma).to(dtype)
@@ -83,7 +84,7 @@ def double_q_target(
 
     Returns: `[*B]`.
     Gradient: flows through `reward` and `next_q`.
-    Raises: ValueError naming the arguments whose shapes do not match.
+    Raises: ValueError naming the argument, if shapes do not match or `terminated` is not bool.
     Source: van Hasselt et al. 2016, arXiv:1509.06461, eq. 4.
 
     >>> double_q_target(torch.tensor([1.0]), torch.tensor([[2.0, 4.0]]), torch.tensor([[1.0, 0.0]]),
@@ -91,6 +92,7 @@ def double_q_target(
     tensor([2.])
     """
     same_shape(reward=reward, terminated=terminated)
+    check_bool(terminated=terminated)
     check_axes(reward, after="A", next_q=next_q, next_q_selector=next_q_selector)
     dtype, (reward, next_q) = common_dtype(reward, next_q), widened(reward, next_q)
     next_action = next_q_selector.argmax(-1, keepdim=True)
@@ -115,7 +117,7 @@ def expected_q_target(
 
     Returns: `[*B]`.
     Gradient: flows through `reward`, `next_q` and `next_probs`.
-    Raises: ValueError naming the arguments whose shapes do not match.
+    Raises: ValueError naming the argument, if shapes do not match or `terminated` is not bool.
     Source: Sutton and Barto 2018, eq. 6.9.
 
     >>> half = torch.tensor([[0.5, 0.5]])
@@ -123,6 +125,7 @@ def expected_q_target(
     tensor([2.5000])
     """
     same_shape(reward=reward, terminated=terminated)
+    check_bool(terminated=terminated)
     check_axes(reward, after="A", next_q=next_q, next_probs=next_probs)
     dtype = common_dtype(reward, next_q, next_probs)
     reward, next_q, next_probs = widened(reward, next_q, next_probs)
@@ -165,7 +168,8 @@ def munchausen_target(
 
     Returns: `[*B]`.
     Gradient: flows through `reward`, `q` and `next_q`.
-    Raises: ValueError naming the argument, if shapes do not match or a hyperparameter other than `gamma` is not 0-d.
+    Raises: ValueError naming the argument, if shapes do not match, `terminated` is not bool or a hyperparameter other
+        than `gamma` is not 0-d.
     Source: Vieillard et al. 2020, arXiv:2007.14430, the target of M-DQN with the clipped log-policy.
 
     >>> zeros, action = torch.zeros(1, 2), torch.tensor([0])
@@ -174,6 +178,7 @@ def munchausen_target(
     tensor([0.6534])
     """
     same_shape(reward=reward, action=action, terminated=terminated)
+    check_bool(terminated=terminated)
     check_axes(reward, after="A", q=q, next_q=next_q)
     temperature, munchausen_coef, clip_value_min = scalars(
         temperature=temperature, munchausen_coef=munchausen_coef, clip_value_min=clip_value_min
@@ -199,13 +204,14 @@ def min_q_target(reward: Tensor, next_q: Tensor, terminated: Tensor, *, gamma: S
 
     Returns: `[*B]`.
     Gradient: flows through `reward` and `next_q`.
-    Raises: ValueError naming the arguments whose shapes do not match.
+    Raises: ValueError naming the argument, if shapes do not match or `terminated` is not bool.
     Source: Fujimoto et al. 2018, arXiv:1802.09477, algorithm 1; Lillicrap et al. 2016, arXiv:1509.02971, algorithm 1.
 
     >>> min_q_target(torch.tensor([1.0]), torch.tensor([[2.0], [4.0]]), torch.tensor([False]), gamma=0.5)
     tensor([2.])
     """
     same_shape(reward=reward, terminated=terminated)
+    check_bool(terminated=terminated)
     check_axes(reward, before="C", next_q=next_q)
     dtype, (reward, next_q) = common_dtype(reward, next_q), widened(reward, next_q)
     return _target(reward, next_q.min(0).values, terminated, gamma).to(dtype)
@@ -230,7 +236,8 @@ def soft_min_q_target(
 
     Returns: `[*B]`.
     Gradient: flows through `reward`, `next_q`, `next_log_prob` and `temperature`.
-    Raises: ValueError naming the argument, if shapes do not match or a hyperparameter other than `gamma` is not 0-d.
+    Raises: ValueError naming the argument, if shapes do not match, `terminated` is not bool or a hyperparameter other
+        than `gamma` is not 0-d.
     Source: Haarnoja et al. 2018, arXiv:1812.05905, eq. 2, 3 and 5.
 
     >>> soft_min_q_target(torch.tensor([1.0]), torch.tensor([[2.0], [4.0]]), torch.tensor([-2.0]),
@@ -238,6 +245,7 @@ def soft_min_q_target(
     tensor([3.])
     """
     same_shape(reward=reward, next_log_prob=next_log_prob, terminated=terminated)
+    check_bool(terminated=terminated)
     check_axes(reward, before="C", next_q=next_q)
     (temperature,) = scalars(temperature=temperature)
     dtype = common_dtype(reward, next_q, next_log_prob)
@@ -268,7 +276,8 @@ def soft_q_target(
 
     Returns: `[*B]`.
     Gradient: flows through `reward`, `next_q`, `next_logits` and `temperature`.
-    Raises: ValueError naming the argument, if shapes do not match or a hyperparameter other than `gamma` is not 0-d.
+    Raises: ValueError naming the argument, if shapes do not match, `terminated` is not bool or a hyperparameter other
+        than `gamma` is not 0-d.
     Source: Christodoulou 2019, arXiv:1910.07207, eq. 10.
 
     >>> next_q = torch.tensor([[[2.0, 4.0]], [[3.0, 3.0]]])
@@ -276,6 +285,7 @@ def soft_q_target(
     tensor([2.2500])
     """
     same_shape(reward=reward, terminated=terminated)
+    check_bool(terminated=terminated)
     check_axes(reward, after="A", next_logits=next_logits)
     check_axes(next_logits, before="C", next_q=next_q)
     (temperature,) = scalars(temperature=temperature)

@@ -32,7 +32,7 @@ from torch import Tensor
 from ecrl import rng
 from ecrl.kernels.dtypes import common_dtype, computed_in, discounts
 from ecrl.pytree import flatten, mapped, names, unflatten
-from ecrl.types import Scalar
+from ecrl.types import Scalar, check_bool
 
 _NEEDED = ("obs", "reward", "terminated", "truncated")
 
@@ -65,7 +65,7 @@ def replay_init(rows: TensorDict, *, steps: int, min_truncation_gap: int) -> Ten
     Returns: TensorDict with `steps`, the fields of `rows` as `[R, N, ...]`, and `final` `[F, N]`, the slots for final
         observations with F = ceil(R / min_truncation_gap) + 1. A slot holds `obs` and its `step`, -1 if it is empty.
     Gradient: none.
-    Raises: ValueError if a field is missing, if rows are not `[N]`, or if a number is too small.
+    Raises: ValueError if a field is missing, if a flag is not bool, if rows are not `[N]`, or if a number is too small.
 
     >>> flag = torch.zeros(3, dtype=torch.bool)
     >>> rows = {"obs": torch.zeros(3, 8, dtype=torch.uint8), "reward": flag.float(), "terminated": flag}
@@ -75,6 +75,7 @@ def replay_init(rows: TensorDict, *, steps: int, min_truncation_gap: int) -> Ten
     """
     if missing := [name for name in _NEEDED if name not in rows]:
         raise ValueError(f"rows lacks {', '.join(missing)}; it has {', '.join(sorted(map(str, rows.keys())))}")
+    check_bool(**{f"rows[{name!r}]": rows[name] for name in ("terminated", "truncated")})
     if rows.ndim != 1:
         raise ValueError(f"rows has batch shape {list(rows.shape)}, expected [num_envs]")
     for name, number, least in (("steps", steps, 2), ("min_truncation_gap", min_truncation_gap, 1)):

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ecrl.kernels.dtypes import common_dtype, discounts, exponent_bound, scalars, step_discounts, widened
 from ecrl.kernels.reverse_scan import in_dtype, or_zero, reverse_scan, varies
-from ecrl.types import Scalar, check_axes, same_shape
+from ecrl.types import Scalar, check_axes, check_bool, same_shape
 
 
 class GAE(NamedTuple):
@@ -72,7 +72,8 @@ def discounted_returns(
 
     Returns: `[*B, T]` in the dtype of `reward`.
     Gradient: flows through `reward` and `next_value`.
-    Raises: ValueError naming the argument, if shapes differ or a hyperparameter other than `gamma` is not 0-d.
+    Raises: ValueError naming the argument, if shapes differ, `terminated` or `done` is not bool or a hyperparameter
+        other than `gamma` is not 0-d.
     Source: Sutton and Barto 2018, eq. 3.8; time limits as in Pardo et al. 2018, arXiv:1712.00378.
 
     >>> f = torch.tensor([False, False])
@@ -80,6 +81,7 @@ def discounted_returns(
     [2.5, 3.0]
     """
     same_shape(reward=reward, next_value=next_value, terminated=terminated, done=done)
+    check_bool(terminated=terminated, done=done)
     gamma = step_discounts(gamma, reward)
     dtype, (reward, next_value) = _widen(reward, next_value)
     reached = _zero_where(or_zero(terminated, gamma), next_value)
@@ -107,7 +109,7 @@ def n_step_returns(
 
     Returns: `[*B, T]` in the dtype of `reward`.
     Gradient: flows through `reward` and `next_value`.
-    Raises: ValueError naming the arguments of a wrong shape, or if `n < 1`.
+    Raises: ValueError naming the arguments of a wrong shape, if `terminated` or `done` is not bool, or if `n < 1`.
     Source: Sutton and Barto 2018, eq. 7.1.
 
     >>> f, ones = torch.tensor([False] * 3), torch.ones(3)
@@ -115,6 +117,7 @@ def n_step_returns(
     [3.5, 3.5, 5.0]
     """
     same_shape(reward=reward, next_value=next_value, terminated=terminated, done=done)
+    check_bool(terminated=terminated, done=done)
     gamma = step_discounts(gamma, reward)
     if n < 1:
         raise ValueError(f"n_step_returns needs n >= 1, got n={n}")
@@ -148,7 +151,8 @@ def td_lambda_returns(
     Returns: `[*B, T]` in the dtype of `reward`. The result equals `gae(...).value_target` if `next_value[t]` is
         `value[t + 1]`.
     Gradient: flows through `reward` and `next_value`.
-    Raises: ValueError naming the argument, if shapes differ or a hyperparameter other than `gamma` is not 0-d.
+    Raises: ValueError naming the argument, if shapes differ, `terminated` or `done` is not bool or a hyperparameter
+        other than `gamma` is not 0-d.
     Source: Sutton and Barto 2018, eq. 12.2 and 12.3.
 
     >>> f = torch.tensor([False, False])
@@ -156,6 +160,7 @@ def td_lambda_returns(
     [2.25, 3.0]
     """
     same_shape(reward=reward, next_value=next_value, terminated=terminated, done=done)
+    check_bool(terminated=terminated, done=done)
     gamma, (gae_lambda,) = step_discounts(gamma, reward), discounts(gae_lambda=gae_lambda)
     dtype, (reward, next_value) = _widen(reward, next_value)
     reached = _zero_where(or_zero(terminated, gamma), next_value)
@@ -190,7 +195,8 @@ def gae(
 
     Returns: `advantage` and `value_target = advantage + value`, each `[*B, T]` in the dtype of `reward`.
     Gradient: flows through `reward`, `value` and `next_value`; nothing is detached.
-    Raises: ValueError naming the argument, if shapes differ or a hyperparameter other than `gamma` is not 0-d.
+    Raises: ValueError naming the argument, if shapes differ, `terminated` or `done` is not bool or a hyperparameter
+        other than `gamma` is not 0-d.
     Source: Schulman et al. 2016, arXiv:1506.02438, eq. 16; time limits as in Pardo et al. 2018, arXiv:1712.00378.
 
     >>> t, f = True, False
@@ -199,6 +205,7 @@ def gae(
     [-0.5, 0.0]
     """
     same_shape(reward=reward, value=value, next_value=next_value, terminated=terminated, done=done)
+    check_bool(terminated=terminated, done=done)
     gamma, (gae_lambda,) = step_discounts(gamma, reward), discounts(gae_lambda=gae_lambda)
     dtype, (reward, value, next_value) = _widen(reward, value, next_value)
     reached = _zero_where(or_zero(terminated, gamma), next_value)
@@ -250,7 +257,8 @@ def vtrace(
 
     Returns: `advantage` and `value_target`, each `[*B, T]` in the dtype of `reward`.
     Gradient: flows through every float argument; nothing is detached.
-    Raises: ValueError naming the argument, if shapes differ or a hyperparameter other than `gamma` is not 0-d.
+    Raises: ValueError naming the argument, if shapes differ, `terminated` or `done` is not bool or a hyperparameter
+        other than `gamma` is not 0-d.
     Source: Espeholt et al. 2018, arXiv:1802.01561, eq. 1 and sec. 4.2.
 
     >>> f, zero = torch.tensor([False, False]), torch.zeros(2)
@@ -267,6 +275,7 @@ def vtrace(
         terminated=terminated,
         done=done,
     )
+    check_bool(terminated=terminated, done=done)
     gamma, (gae_lambda,) = step_discounts(gamma, reward), discounts(gae_lambda=gae_lambda)
     clip_rho, clip_c = scalars(clip_rho=clip_rho, clip_c=clip_c)
     bound = exponent_bound(common_dtype(log_prob, old_log_prob))
@@ -303,7 +312,8 @@ def q_lambda(
 
     Returns: `[*B, T]` in the dtype of `reward`.
     Gradient: flows through `reward` and `next_q`.
-    Raises: ValueError naming the argument, if shapes do not match or a hyperparameter other than `gamma` is not 0-d.
+    Raises: ValueError naming the argument, if shapes do not match, `terminated` or `done` is not bool or a
+        hyperparameter other than `gamma` is not 0-d.
     Source: Peng and Williams 1996, "Incremental multi-step Q-learning"; Gallici et al. 2024, arXiv:2407.04811.
 
     >>> f, next_q = torch.tensor([False, False]), torch.tensor([[2.0, 0.0], [1.0, 4.0]])
@@ -347,7 +357,8 @@ def retrace(
 
     Returns: `[*B, T]` in the dtype of `reward`.
     Gradient: flows through `reward`, `next_q_taken`, `next_v` and `log_rho`.
-    Raises: ValueError naming the argument, if shapes differ or a hyperparameter other than `gamma` is not 0-d.
+    Raises: ValueError naming the argument, if shapes differ, `terminated` or `done` is not bool or a hyperparameter
+        other than `gamma` is not 0-d.
     Source: Munos et al. 2016, arXiv:1606.02647, eq. 3, with the trace coefficients of Retrace(lambda).
 
     >>> f, zero = torch.tensor([False, False]), torch.zeros(2)
@@ -357,6 +368,7 @@ def retrace(
     same_shape(
         reward=reward, next_q_taken=next_q_taken, next_v=next_v, log_rho=log_rho, terminated=terminated, done=done
     )
+    check_bool(terminated=terminated, done=done)
     gamma, (trace,) = step_discounts(gamma, reward), discounts(trace=trace)
     dtype, (reward, next_q_taken, next_v, log_rho) = _widen(reward, next_q_taken, next_v, log_rho)
     next_log_rho = torch.cat((log_rho[..., 1:], log_rho.new_full(log_rho[..., :1].shape, -torch.inf)), -1)
@@ -378,11 +390,13 @@ def episode_discounts(done: Tensor, *, gamma: Scalar) -> Tensor:
 
     Returns: `[*B, T]` float, in the dtype of `gamma` (torch's default float dtype for a Python number).
     Gradient: flows through `gamma`.
-    Raises: ValueError if `gamma` is not a number, a 0-d tensor or a tensor with the shape of `done`.
+    Raises: ValueError if `done` is not bool, or if `gamma` is not a number, a 0-d tensor or a tensor with the shape of
+        `done`.
 
     >>> episode_discounts(torch.tensor([False, False, True, False, False]), gamma=0.5).tolist()
     [1.0, 0.5, 0.25, 1.0, 0.5]
     """
+    check_bool(done=done)
     dtype = gamma.dtype if isinstance(gamma, Tensor) else torch.get_default_dtype()
     if varies(gamma) and gamma.shape == done.shape:  # pyright: ignore
         return _products(done, gamma.double()).to(dtype)  # pyright: ignore

@@ -17,7 +17,7 @@ from ecrl.kernels.dtypes import common_dtype, step_discounts, widened
 from ecrl.kernels.reverse_scan import reverse_scan, varies
 from ecrl.kernels.scan_loop import Scan, in_chunks, loop, scan
 from ecrl.pytree import flatten, mapped, unflatten
-from ecrl.types import Scalar, same_shape
+from ecrl.types import Scalar, check_bool, same_shape
 
 _STEP_FIELDS = ("reward", "terminated", "truncated")
 _OPTIONAL = ("info", "mask", "executed")
@@ -255,13 +255,14 @@ def place_at_truncations(value: Tensor, truncated: Tensor) -> Tensor:
 
     Returns: `[*B, T + 1]` in the dtype of `value`.
     Gradient: flows through `value`.
-    Raises: ValueError naming `value` if its shape does not fit.
+    Raises: ValueError naming the argument, if the shape of `value` does not fit or `truncated` is not bool.
     Source: Pardo et al. 2018, arXiv:1712.00378.
 
     >>> truncated = torch.tensor([False, True, True, False, False])
     >>> place_at_truncations(torch.tensor([7.0, 9.0]), truncated).tolist()
     [0.0, 7.0, 9.0, 0.0, 0.0]
     """
+    check_bool(truncated=truncated)
     steps = truncated.shape[-1] - 1
     if value.shape[:-1] != truncated.shape[:-1] or not 1 <= value.shape[-1] <= steps:
         shapes = f"value has shape {list(value.shape)}, but truncated {list(truncated.shape)}"
@@ -473,13 +474,15 @@ def running_returns(reward: Tensor, done: Tensor, before: Tensor, *, gamma: Scal
 
     Returns: `[*B, T]` in the dtype of `reward`; half precision is computed in float32.
     Gradient: flows through `reward` and `before`.
-    Raises: ValueError naming the argument, if shapes differ or a hyperparameter other than `gamma` is not 0-d.
+    Raises: ValueError naming the argument, if shapes differ, `done` is not bool or a hyperparameter other than `gamma`
+        is not 0-d.
     Source: Engstrom et al. 2020, arXiv:2005.12729, sec. 3 (reward scaling).
 
     >>> running_returns(torch.ones(3), torch.tensor([False, True, False]), torch.tensor(4.0), gamma=0.5).tolist()
     [3.0, 2.5, 1.0]
     """
     same_shape(reward=reward, done=done)
+    check_bool(done=done)
     gamma = step_discounts(gamma, reward)
     if before.shape != reward.shape[:-1]:
         expected = f"expected {list(reward.shape[:-1])}, the shape of reward without its time axis"
@@ -531,11 +534,13 @@ def episode_update(
         False for slots without an episode. A nonfinite reward makes the return of its episode NaN. Sums are computed in
         float64.
     Gradient: none.
+    Raises: ValueError if `done` or `mask` is not bool.
 
     >>> e = episode_update(episode_init(1, 2), torch.tensor([[1.0, 2.0, 4.0]]), torch.tensor([[False, True, False]]))
     >>> e["finished_return"][e["finished"]], e["running_return"]
     (tensor([3.]), tensor([4.]))
     """
+    check_bool(done=done, **{} if mask is None else {"mask": mask})
     taken = torch.ones_like(reward) if executed is None else executed.to(reward.dtype)
     if mask is not None:
         reward, taken = reward.masked_fill(~mask, 0.0), taken.masked_fill(~mask, 0.0)

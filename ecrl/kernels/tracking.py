@@ -70,11 +70,13 @@ def periodic_update(params: TensorDict, target_params: TensorDict, step: Tensor,
         params: TensorDict of the parameters being trained.
         target_params: TensorDict of the same structure.
         step: 0-d int64, number of updates so far.
-        period: number of updates from one copy to the next, an integer or a 0-d int64 tensor.
+        period: number of updates from one copy to the next, an integer or a 0-d int64 tensor, at least 1. The value of
+            a tensor is not checked.
 
     Returns: new target parameters, with the dtypes of `target_params`. The inputs do not change.
     Gradient: flows through both arguments.
-    Raises: ValueError naming the leaves whose keys or shapes do not match, or an argument that is not 0-d.
+    Raises: ValueError naming the leaves whose keys or shapes do not match, or an argument that is not 0-d, or if
+        `period` is an integer below 1.
     Source: Mnih et al. 2015, "Human-level control through deep reinforcement learning", algorithm 1.
 
     >>> params, target = TensorDict({"w": torch.tensor([4.0])}, []), TensorDict({"w": torch.tensor([0.0])}, [])
@@ -82,5 +84,7 @@ def periodic_update(params: TensorDict, target_params: TensorDict, step: Tensor,
     [0.0, 4.0]
     """
     step, period = scalars(step=step, period=period)  # pyright: ignore
+    if not isinstance(period, Tensor) and period < 1:
+        raise ValueError(f"period is {period}, expected at least 1")
     copied = step % period == 0
     return _combined(lambda old, new: torch.where(copied, new.to(old.dtype), old), params, target_params)

@@ -300,6 +300,8 @@ def test_bad_shapes_are_named():
         ("edges", lambda: hl_gauss(row, x, sigma=1.0)),
         ("target", lambda: quantile_huber_loss(x, row, row, delta=1.0)),
         ("taus", lambda: quantile_huber_loss(x, torch.zeros(3), x, delta=1.0)),
+        ("taus", lambda: quantile_huber_loss(x, torch.zeros(1, 4), x, delta=1.0)),
+        ("quantiles", lambda: quantile_huber_loss(row[0], row, row, delta=1.0)),
     ]
     for name, call in calls:
         with pytest.raises(ValueError, match=rf"^{name} has shape"):

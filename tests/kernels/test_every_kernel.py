@@ -68,6 +68,20 @@ def test_double_in_double_out(name):
     assert dtypes == (set() if name in NO_FLOATS else {torch.float64})
 
 
+def flags_of(name: str) -> dict[int, str]:
+    """Return the positions and names of the bool arguments of a kernel's example call."""
+    named = enumerate(zip(inspect.signature(kernel(name)).parameters, CALLS[name](3)[0], strict=False))
+    return {i: flag for i, (flag, x) in named if isinstance(x, Tensor) and x.dtype == torch.bool}
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if flags_of(name)])
+def test_flags_of_a_wrong_dtype_are_named(name):
+    args, kwargs = CALLS[name](3)
+    for i, flag in flags_of(name).items():
+        with pytest.raises(ValueError, match=rf"^{flag} has dtype float32, expected bool$"):
+            kernel(name)(*args[:i], args[i].float(), *args[i + 1 :], **kwargs)
+
+
 STEP_DISCOUNTS = {
     "compute_vtrace",
     "discounted_returns",

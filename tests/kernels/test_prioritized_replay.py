@@ -201,6 +201,13 @@ def test_without_errors_priorities_draw_as_uniform_indices_do():
     close(importance_weights(probability, beta=1.0), torch.ones(500))
 
 
+def test_no_rows_change_no_priority():
+    tree, index = tree_set(tree_init(4), torch.tensor([1]), ONE[None]), torch.tensor([], dtype=torch.int64)
+    writes, largest = replay_set_priority(tree, 2.0 * ONE, index, index.float(), alpha=0.5, eps=1.0)
+    assert torch.equal(put(tree, writes), tree) and float(largest) == 2.0
+    assert len(importance_weights(replay_prioritized_index(tree, index)[1], beta=0.5)) == 0
+
+
 def message(text: str) -> Any:
     return pytest.raises(ValueError, match=f"^{re.escape(text)}")
 

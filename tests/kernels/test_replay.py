@@ -393,6 +393,8 @@ def test_bad_arguments_are_named():
     replay = replay_start(ring, torch.tensor(0), steps=4)
     with message("rows lacks obs, truncated; it has action, reward, terminated"):
         replay_init(example.exclude("obs", "truncated"), steps=3, min_truncation_gap=1)
+    with message("rows['truncated'] has dtype float32, expected bool"):
+        replay_init(example.clone().set("truncated", example["truncated"].float()), steps=3, min_truncation_gap=1)
     with message("rows has batch shape [2, 2], expected [num_envs]"):
         replay_init(rows, steps=3, min_truncation_gap=1)
     with message("replay_init needs steps >= 2, got 1"):

@@ -91,3 +91,5 @@ def test_leaves_that_do_not_match_are_named():
     for name in one_step:
         with pytest.raises(ValueError, match=rf"^{name} has shape \[1\]"):
             periodic_update(new, old, **one_step | {name: torch.tensor([1])})
+    with pytest.raises(ValueError, match=r"^period is 0, expected at least 1$"):
+        periodic_update(new, old, torch.tensor(0), period=0)
