@@ -50,9 +50,9 @@ temperature_loss
 
 ALGORITHMS = """
 APGConfig Algorithm GRPOConfig Group GroupSettings Interleaved Kind LEARNER_KINDS LearningConfig MinibatchConfig
-PPOConfig REPLAY_KINDS REWARD_NORM_KINDS Replay Run SGD Static add_rows apg check_log_prob collect from_reset
+PPOConfig REPLAY_KINDS REWARD_NORM_KINDS RowReplay Run SGD Static add_rows apg check_log_prob collect from_reset
 gradient_steps groups_of grpo interleaved learn learning_state make_algorithm minibatch_epochs minibatch_sgd on_policy
-ppo read_rows replay_init reward_norm_init row_count rows_of sgd_choices standardize_over_ranks take_steps
+ppo read_rows reward_norm_init row_count row_replay_init rows_of sgd_choices standardize_over_ranks take_steps
 uniform_index with_scaled_rewards
 """
 

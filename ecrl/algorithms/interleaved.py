@@ -62,8 +62,10 @@ _STEPS = ("key", *COUNTERS, "params", "norm", "env", "exploration", "carry", "fr
 _SUMMED = "skipped_steps"
 
 
-class Replay(NamedTuple):
+class RowReplay(NamedTuple):
     """The replay buffer inside a turn: the ring as it was before the iteration, and the rows added since.
+
+    The rows may be of any kind. `ecrl.kernels.Replay` holds steps, and reads n-step returns and frame stacks from them.
 
     Row `i` of the buffer is in `block` if this iteration wrote it, and in `ring` otherwise. `read_rows` reads from
     both.
@@ -83,7 +85,7 @@ class Replay(NamedTuple):
     is_complete: bool = False
 
 
-Turn = Callable[[Run, TensorDict, Any, Replay], tuple[TensorDict, Replay, TensorDict, Logs]]
+Turn = Callable[[Run, TensorDict, Any, RowReplay], tuple[TensorDict, RowReplay, TensorDict, Logs]]
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ def interleaved(turn: Turn, steps: int = 1) -> Interleaved:
         steps: number of steps of each environment per turn. `turn` may then take any number of gradient steps. With 4
             steps and 1 gradient step, there is a quarter of a gradient step for each step of an environment.
 
-    The state needs a replay buffer in the field `replay` (see `replay_init`). Declare the kinds of its fields with
+    The state needs a replay buffer in the field `replay` (see `row_replay_init`). Declare the kinds of its fields with
     `REPLAY_KINDS`.
 
     Raises: ConfigError in the first iteration if `steps` does not divide `buffer_size`, if the buffer is shorter than
@@ -194,7 +196,7 @@ def _turn(
         "iterations": fixed["iterations"] * turns,
     } | ({} if executed is None else {"decision_step": fixed["decision_step"] + taken})
     before = replaced(replaced(moving, fixed), counters)
-    replay = Replay(ring, block, start, moving["replay", "cursor"] - start)
+    replay = RowReplay(ring, block, start, moving["replay", "cursor"] - start)
     after, replay, steps, logs = turn(run._replace(static=static), before, noise, replay)
     if not replay.is_complete:
         raise ValueError("a turn returned a replay without its rows; call add_rows once, and return its result")
@@ -323,8 +325,8 @@ def _lines(block: TensorDict) -> TensorDict:
     return mapped(lambda x: x.flatten(0, 1), block, batch=lambda size: (block.shape.numel(), *size[2:]))
 
 
-def replay_init(run: Run, rows: TensorDict, capacity: int) -> TensorDict:
-    """Return an empty replay buffer, for the field `replay` of the state.
+def row_replay_init(run: Run, rows: TensorDict, capacity: int) -> TensorDict:
+    """Return an empty replay buffer of rows, for the field `replay` of the state.
 
     Args:
         run: the run.
@@ -368,7 +370,7 @@ def check_replay(run: Run, capacity: int) -> None:
         )
 
 
-def add_rows(replay: Replay, rows: TensorDict) -> Replay:
+def add_rows(replay: RowReplay, rows: TensorDict) -> RowReplay:
     """Add the rows of a turn to the buffer. If the buffer is full, new rows immediately replace the oldest rows.
 
     Args:
@@ -396,12 +398,12 @@ def add_rows(replay: Replay, rows: TensorDict) -> Replay:
     return replay._replace(block=unflatten(structure, leaves), added=replay.added + lines, is_complete=True)
 
 
-def row_count(replay: Replay) -> Tensor:
+def row_count(replay: RowReplay) -> Tensor:
     """Return the number of rows in the buffer, as 0-d int64."""
     return (replay.start + replay.added).clamp(max=len(replay.ring))
 
 
-def uniform_index(run: Run, state: TensorDict, replay: Replay, size: int) -> Tensor:
+def uniform_index(run: Run, state: TensorDict, replay: RowReplay, size: int) -> Tensor:
     """Draw row indices of the buffer uniformly and with replacement, as int64 `[size]`.
 
     The draw depends on the key of the run, the rank and the number of steps that each environment took before.
@@ -411,7 +413,7 @@ def uniform_index(run: Run, state: TensorDict, replay: Replay, size: int) -> Ten
     return rng.randint(keys, low=0, high=row_count(replay))
 
 
-def read_rows(replay: Replay, index: Tensor, *fields: str) -> TensorDict:
+def read_rows(replay: RowReplay, index: Tensor, *fields: str) -> TensorDict:
     """Read rows of the buffer, from this iteration or from earlier ones.
 
     Args:

@@ -281,7 +281,7 @@ def quantile_huber_loss(quantiles: Tensor, taus: Tensor, target: Tensor, *, delt
 
     Args:
         quantiles: `[*B, K]` float, predicted quantiles.
-        taus: quantile levels in [0, 1], broadcasts to `quantiles`.
+        taus: `[*B, K]` or `[K]` float, quantile levels in [0, 1].
         target: `[*B, M]` float, equally probable target returns.
         delta: error at which the loss becomes linear, `kappa` in the paper, reward units.
 

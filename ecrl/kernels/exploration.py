@@ -94,7 +94,7 @@ def gaussian_action(action: Tensor, noise: Tensor, low: Scalar, high: Scalar, *,
         std: standard deviation of the noise in the units of `action`, or `[*B]`, that of each row.
 
     Returns: `[*B, D]`.
-    Gradient: flows through `action` and `noise`, where the result is inside the bounds.
+    Gradient: flows through `action`, `noise` and `std`, where the result is inside the bounds.
     Raises: ValueError naming the arguments whose shapes do not match.
     Source: Fujimoto et al. 2018, arXiv:1802.09477, algorithm 1.
 

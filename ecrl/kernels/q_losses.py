@@ -30,7 +30,7 @@ def huber(x: Tensor, *, delta: Scalar) -> Tensor:
         clipped * (|x| - clipped / 2)
 
     This is `x^2 / 2` for `|x| <= delta`, and `delta * (|x| - delta / 2)` beyond it. With an infinite `delta`, it is
-    half the squared error.
+    half the squared error, but NaN for an infinite error.
 
     Args:
         x: `[*B]` float, errors.

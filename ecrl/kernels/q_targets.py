@@ -167,7 +167,7 @@ def munchausen_target(
         clip_value_min: lower bound of the log-probability times `temperature`, `l_0` in the paper.
 
     Returns: `[*B]`.
-    Gradient: flows through `reward`, `q` and `next_q`.
+    Gradient: flows through `reward`, `q`, `next_q` and `temperature`.
     Raises: ValueError naming the argument, if shapes do not match, `terminated` is not bool or a hyperparameter other
         than `gamma` is not 0-d.
     Source: Vieillard et al. 2020, arXiv:2007.14430, the target of M-DQN with the clipped log-policy.
@@ -313,7 +313,8 @@ def smoothed_action(
         noise_clip: largest absolute value of the noise, in the units of `action`.
 
     Returns: `[*B, D]`.
-    Gradient: flows through `action`, where the result is inside the bounds.
+    Gradient: flows through `action`, where the result is inside the bounds, and through `noise`, where it is also not
+        clipped.
     Raises: ValueError naming the argument, if shapes do not match or a hyperparameter is not 0-d.
     Source: Fujimoto et al. 2018, arXiv:1802.09477, algorithm 1 (target policy smoothing).
 

@@ -38,7 +38,9 @@ _NEEDED = ("obs", "reward", "terminated", "truncated")
 
 
 class Replay(NamedTuple):
-    """A replay buffer during an iteration.
+    """A replay buffer of steps during an iteration.
+
+    `ecrl.algorithms.RowReplay` is a simpler buffer, of rows that an algorithm has prepared.
 
     Attributes:
         ring: the buffer before the iteration, from `replay_init`.

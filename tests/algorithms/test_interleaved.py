@@ -20,7 +20,7 @@ from ecrl import rng
 from ecrl.algorithms import interleaved
 from ecrl.algorithms.core import counted_after
 from ecrl.algorithms.interleaved import (
-    Replay,
+    RowReplay,
     add_rows,
     check_replay,
     read_rows,
@@ -390,12 +390,12 @@ def test_vmapped_seeds_equal_single_ones_and_share_a_phase():
         torch.func.vmap(iteration)(many)
 
 
-def empty(capacity: int, turns: int, lines: int) -> Replay:
+def empty(capacity: int, turns: int, lines: int) -> RowReplay:
     """A buffer before the first row, in an iteration of so many turns."""
     ring = TensorDict({"x": torch.zeros(capacity), "deep": TensorDict({"y": torch.zeros(capacity, 2)})}, [capacity])
     block = TensorDict({"x": torch.zeros(turns, lines), "deep": {"y": torch.zeros(turns, lines, 2)}}, [turns, lines])
     zero = torch.tensor(0)
-    return Replay(ring, block, zero, zero)
+    return RowReplay(ring, block, zero, zero)
 
 
 def numbered(first: int, lines: int) -> TensorDict:

@@ -16,10 +16,10 @@ from ecrl.algorithms import Algorithm, interleaved
 from ecrl.algorithms.core import LEARNER_KINDS, Run, Static, learn
 from ecrl.algorithms.interleaved import (
     REPLAY_KINDS,
-    Replay,
+    RowReplay,
     add_rows,
     read_rows,
-    replay_init,
+    row_replay_init,
     take_steps,
     uniform_index,
 )
@@ -109,7 +109,7 @@ def init(cfg: ReplayTDConfig, run: Run, key: torch.Tensor) -> dict[str, Any]:
     return learning_state(cfg, params, numbers, key.device) | {
         "target_params": params.clone(),
         "exploration": TensorDict({"epsilon": torch.ones(run.static.num_envs, device=key.device)}),
-        "replay": replay_init(run, TensorDict(rows, [2]).to(key.device), cfg.capacity),
+        "replay": row_replay_init(run, TensorDict(rows, [2]).to(key.device), cfg.capacity),
     }
 
 
@@ -151,7 +151,7 @@ def update(run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, 
     return replaced(state, {"target_params": slow}), logs
 
 
-def turn(run: Run, state: TensorDict, noise: Any, replay: Replay) -> tuple[TensorDict, Replay, TensorDict, Logs]:
+def turn(run: Run, state: TensorDict, noise: Any, replay: RowReplay) -> tuple[TensorDict, RowReplay, TensorDict, Logs]:
     """Step, store, sample and learn."""
     choices = run.algorithm.choices
     state, steps = take_steps(run, with_epsilon(state), noise)
