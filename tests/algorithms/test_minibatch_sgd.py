@@ -14,6 +14,7 @@ from ecrl import rng
 from ecrl.algorithms.core import Run, Static
 from ecrl.algorithms.minibatch_sgd import (
     MinibatchConfig,
+    _at_most,
     gradient_steps,
     mean_logs,
     minibatch_sgd,
@@ -108,6 +109,7 @@ def test_sizes(cfg, rows, sizes):
 
 @pytest.mark.parametrize("key", ["batch_size", "num_minibatches"])
 def test_sizes_above_the_rollout_are_lowered_with_one_warning(key):
+    _at_most.cache_clear()  # the warning appears once in a process
     cfg, expected = MinibatchConfig(**{key: 11}), {"batch_size": [7], "num_minibatches": [1] * 7}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -116,6 +118,7 @@ def test_sizes_above_the_rollout_are_lowered_with_one_warning(key):
 
 
 def test_a_number_of_minibatches_above_the_sequences_names_sequences():
+    _at_most.cache_clear()
     with pytest.warns(UserWarning, match="num_minibatches 13 is above the rollout's 3 sequences; using 3"):
         assert sizes_of(MinibatchConfig(num_minibatches=13), 3, 8) == [1, 1, 1]
 

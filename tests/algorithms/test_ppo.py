@@ -14,7 +14,7 @@ from support.checks import close
 from tensordict import TensorDict
 
 from ecrl import rng
-from ecrl.algorithms.minibatch_sgd import pass_keys
+from ecrl.algorithms.minibatch_sgd import _at_most, pass_keys
 from ecrl.config import Config, config_from_dict
 from ecrl.errors import ConfigError
 from ecrl.kernels import moments_variance, transitions
@@ -375,6 +375,7 @@ def test_a_policy_without_a_critic_is_refused():
 
 
 def test_a_batch_above_the_rollout_is_clamped_with_one_warning():
+    _at_most.cache_clear()  # the warning appears once in a process
     big, whole = (run("cartpole", **{"algorithm.cfg.batch_size": n, "trainer.iterations": 2}) for n in (1000, 256))
     with pytest.warns(UserWarning, match=r"algorithm.cfg.batch_size 1000 is above the rollout's 256") as caught:
         assert same_params(big, whole)
