@@ -59,8 +59,8 @@ def test_doubles_and_nothing_are_left_to_the_library(shape):
 
 MATRICES = [  # rows, sum, columns, which are turned, and who multiplies them
     (128, 64, 64, (False, True), "bmm"),
-    (64, 2048, 64, (True, False), "bmm"),
-    (9, 64, 64, (False, False), "bmm"),
+    pytest.param(64, 2048, 64, (True, False), "bmm", marks=pytest.mark.long),
+    pytest.param(9, 64, 64, (False, False), "bmm", marks=pytest.mark.long),
     (13, 300, 17, (False, True), "bmm"),
     (100, 9, 31, (True, True), "bmm"),
     (8, 1024, 1024, (False, True), "linear"),
