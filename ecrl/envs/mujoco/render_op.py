@@ -90,7 +90,7 @@ torch.library.register_vmap(_NAME, _vmap_image)
 
 
 def _vectors(state: TensorDict, batch: torch.Size) -> Tensor:
-    """Stack the target vectors on which an image depends, `[*B, V, 3]`.
+    """Stack the target vectors that an image depends on, `[*B, V, 3]`.
 
     The first four vectors set the camera and the light. Each of the four is NaN if the state has no such target. The
     other vectors are the positions that the image marks.

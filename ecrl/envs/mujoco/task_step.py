@@ -97,7 +97,7 @@ def error_prefix(where: str) -> Iterator[None]:
 
 
 def initial_state(task: Task, keys: Tensor) -> TensorDict:
-    """Return the state before any event happens, in which the scene is as the config describes it."""
+    """Return the state before any event happens, with the scene as the config describes it."""
     zeros = partial(torch.zeros, device=keys.device)
     width = sum(len(term.low) for term in task.actions)
     fields: dict[str, Any] = {"world": start(task.sim, keys.shape, keys.device)}
@@ -130,7 +130,7 @@ def _apply_startup(task: Task, state: TensorDict) -> TensorDict:
 
 
 def _start_keys(task: Task, state: TensorDict, keys: Tensor) -> Tensor:
-    """Choose the random keys with which the reset events are applied.
+    """Choose the random keys for the reset events.
 
     `state` is the state after the startup events. For each environment, up to `_TRIES` keys are tried, and the first
     key that gives an acceptable start is chosen. If all starts are unacceptable, the task's `spare_key` is chosen.

@@ -41,7 +41,7 @@ def _read(sim: Simulation, world: TensorDict, part: str) -> Tensor:
 
 
 def _replaced(row: Tensor, columns: Sequence[int], values: Tensor) -> Tensor:
-    """Return a copy of `row` in which the entries at the indices `columns` are `values`.
+    """Return a copy of `row` with the entries at the indices `columns` set to `values`.
 
     The copy is concatenated from slices, because slices compile better than indexing.
     """
@@ -57,7 +57,7 @@ def _replaced(row: Tensor, columns: Sequence[int], values: Tensor) -> Tensor:
 
 
 def _write(sim: Simulation, world: TensorDict, columns: Sequence[int], values: Tensor) -> TensorDict:
-    """Return worlds in which the given columns of `physics` are `values`."""
+    """Return worlds with the given columns of `physics` set to `values`."""
     values = values.double().expand(*world.batch_size, len(columns))
     return world.copy().set("physics", _replaced(world["physics"], columns, values))
 
@@ -152,7 +152,7 @@ def _position_joints(sim: Simulation) -> tuple[str, ...]:
 
 
 def hold_controls(sim: Simulation, world: TensorDict) -> Tensor:
-    """Return controls `[*B, nu]` with which the robot's position drives hold their joints at the current positions.
+    """Return controls `[*B, nu]` that make the robot's position drives hold their joints at the current positions.
 
     All other controls have the values that they have at the start of an episode.
     """
@@ -180,13 +180,13 @@ def joint_limits(sim: Simulation, joints: Sequence[str]) -> tuple[tuple[float, .
 
 
 def with_joint_positions(sim: Simulation, world: TensorDict, joints: Sequence[str], values: Tensor) -> TensorDict:
-    """Return worlds in which the given joints have the positions `values`, `[*B, len(joints)]` (rad or m)."""
+    """Return worlds with the positions of the given joints set to `values`, `[*B, len(joints)]` (rad or m)."""
     first = _columns(sim, "QPOS").start
     return _write(sim, world, [first + i for i in _joints(sim, tuple(joints))[0]], values)
 
 
 def with_joint_velocities(sim: Simulation, world: TensorDict, joints: Sequence[str], values: Tensor) -> TensorDict:
-    """Return worlds in which the given joints have the velocities `values`, `[*B, len(joints)]` (rad/s or m/s)."""
+    """Return worlds with the velocities of the given joints set to `values`, `[*B, len(joints)]` (rad/s or m/s)."""
     first = _columns(sim, "QVEL").start
     return _write(sim, world, [first + i for i in _joints(sim, tuple(joints))[1]], values)
 
@@ -276,7 +276,7 @@ def _free_joint(sim: Simulation, name: str) -> int | None:
 def with_body_pose(
     sim: Simulation, world: TensorDict, name: str, position: Tensor | None = None, quaternion: Tensor | None = None
 ) -> TensorDict:
-    """Return worlds in which a dynamic or kinematic object has a new pose.
+    """Return worlds with a dynamic or kinematic object moved to a new pose.
 
     `position` is `[*B, 3]` (m) and `quaternion` is `[*B, 4]`. If `position` is None, the object keeps its position. If
     `quaternion` is None, the object keeps its rotation.
@@ -317,7 +317,8 @@ def body_velocity(sim: Simulation, world: TensorDict, name: str) -> tuple[Tensor
 
 
 def with_body_velocity(sim: Simulation, world: TensorDict, name: str, linear: Tensor, angular: Tensor) -> TensorDict:
-    """Return worlds in which a dynamic object has a new linear velocity (m/s) and a new angular velocity (rad/s).
+    """Return worlds with the linear velocity (m/s) and the angular velocity (rad/s) of a dynamic object set to new
+    values.
 
     The velocities are `[*B, 3]` and in the world frame.
     """
@@ -328,7 +329,7 @@ def with_body_velocity(sim: Simulation, world: TensorDict, name: str, linear: Te
 
 
 def with_body_at_rest(sim: Simulation, world: TensorDict, name: str) -> TensorDict:
-    """Return worlds in which the linear and angular velocities of a dynamic object are 0."""
+    """Return worlds with the linear and the angular velocity of a dynamic object set to 0."""
     first = _columns(sim, "QVEL").start + _first_dof(sim, name)
     return _write(sim, world, range(first, first + 6), world["physics"].new_zeros(torch.Size((6,))))
 
@@ -360,7 +361,7 @@ def parameter(sim: Simulation, world: TensorDict, field: str, name: str) -> Tens
 
 
 def with_parameter(sim: Simulation, world: TensorDict, field: str, name: str, values: Tensor) -> TensorDict:
-    """Return worlds in which a varied model field has the given values for one object.
+    """Return worlds with the values of a varied model field for one object set to `values`.
 
     A new mass of a body does not change the body's inertia.
     """

@@ -39,7 +39,7 @@ class Simulation:
         nu: number of actuators.
         nv: number of degrees of freedom.
         home: the `MjData` at the start of an episode.
-        varied: pairs of a model field that differs between environments and an object's name.
+        varied: pairs of a model field's name and an object's name, for all fields that differ between environments.
         row: value of a world's field `physics` at the start of an episode.
         sensors: value of a world's field `sensors` at the start of an episode.
         parameters: value of a world's field `parameters` at the start of an episode.

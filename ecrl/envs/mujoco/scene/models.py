@@ -16,7 +16,7 @@ CONTROL = ("CTRL", "QFRC_APPLIED")
 """Components of a step's input: the controls of the actuators, and the forces along the degrees of freedom."""
 
 Varied = tuple[tuple[str, str], ...]
-"""Pairs of a model field that differs between simulations and an object's name, such as `("body_mass", "cube")`."""
+"""Pairs of the name of a model field that varies and the name of an object, such as `("body_mass", "cube")`."""
 
 Backend = Literal["mujoco", "warp"]
 """Library that steps a model: MuJoCo on the CPU, or MuJoCo Warp for GPUs."""
@@ -69,7 +69,7 @@ def load(model: Any, threads: int = 0, varied: Varied = (), backend: Backend = "
     Args:
         model: a `mujoco.MjModel`.
         threads: number of physics threads; 0 means as many threads as torch uses.
-        varied: pairs of a model field that may differ between simulations and the name of an object.
+        varied: pairs of a model field's name and an object's name, for all fields that may differ between simulations.
         backend: the library that steps the model.
     """
     buffer = np.zeros(mujoco().mj_sizeModel(model), np.uint8)

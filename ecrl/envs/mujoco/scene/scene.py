@@ -140,7 +140,7 @@ def build(cfg: SceneConfig, drives: Mapping[str, Drive] | None = None) -> Scene:
 
 
 def _start(model: Any, cfg: SceneConfig, robot: Robot, home: tuple[float, ...]) -> Any:
-    """Return the `MjData` at the start of an episode, in which the drives hold the robot at its home position."""
+    """Return the `MjData` at the start of an episode. The drives hold the robot at its home position."""
     data = mujoco().MjData(model)
     if cfg.keyframe is not None:
         names = [model.key(i).name for i in range(model.nkey)]

@@ -1,4 +1,4 @@
-"""CartPoleRL, a task from EmbodiChain: hold a pole upright on a cart. The cart and the pole each have a drive."""
+"""The task CartPoleRL of EmbodiChain: hold a pole upright on a cart. The cart and the pole each have a drive."""
 
 from dataclasses import replace
 from functools import partial

@@ -1,4 +1,4 @@
-"""PushCubeRL, a task in which an arm pushes a cube to a goal. The constants are the same as in EmbodiChain."""
+"""The task PushCubeRL: an arm pushes a cube to a goal on the floor. The constants are the same as in EmbodiChain."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""ReachRL, a task in which an arm moves its tool to a point in space."""
+"""The task ReachRL: an arm moves its tool to a point in space."""
 
 from functools import partial
 from typing import Any
