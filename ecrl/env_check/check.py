@@ -83,7 +83,7 @@ def random_actions(space: Space, keys: Tensor, obs: Any) -> Tensor:
 
 
 def _fields(tree: Any) -> dict[str, Tensor]:
-    """Map the dotted name of each tensor in a tree to the tensor."""
+    """Return a dictionary that maps the dotted name of each tensor in a tree to the tensor."""
     leaves, structure = flatten(tree)
     return dict(zip(names(structure), leaves, strict=True))
 
@@ -247,7 +247,7 @@ def _first_mismatch(one: Any, other: Any) -> str | None:
 
 
 def _part(tree: Any, *index: Any) -> Any:
-    """Index every tensor of a tree along its leading axes."""
+    """Index every tensor of a tree along the tensor's leading axes."""
     return mapped(lambda x: x[index], tree, batch=lambda size: torch.empty(size)[index].shape)
 
 

@@ -84,7 +84,7 @@ def _action_terms(cfg: TaskConfig, sim: Simulation) -> tuple[ActionTerm, ...]:
 
 
 def _varied(cfg: TaskConfig) -> Varied:
-    """Return pairs of a model field and an object's name for all fields that events vary between environments."""
+    """Return the model fields that events vary between environments, each in a pair with the name of an object."""
     fields: dict[tuple[str, str], None] = {}
     for name, event in sorted(cfg.events.items()):
         for field, uid in getattr(event.params, "varied", ()):
@@ -192,12 +192,12 @@ def task_env(
             the episode uses an acceptable start that was found when the task was created. `task_env` tests the starts
             of 256 episodes, and raises ConfigError if one of these episodes finds no acceptable start.
 
-    The field `info` of the state has the fields `success`, `fail`, `metrics` and `rewards`. For each reward term,
-    `rewards` contains the unweighted value as `<name>` and the weighted value as `<name>_weighted`.
+    The state contains `success`, `fail`, `metrics` and `rewards` under `info`. For each reward term, `rewards` contains
+    the unweighted value as `<name>` and the weighted value as `<name>_weighted`.
 
     The Config model of an event may define the properties `stores` and `varied`. `stores` maps the name of each target
     that the event sets to the target's initial value. `varied` lists the model fields that the event changes per
-    environment. The list has the format of the argument `varied` of `simulation`.
+    environment. The list has the same format as the argument `varied` of `simulation`.
 
     Raises: ConfigError if the config or a function is invalid. The error message begins with a config path.
     """

@@ -89,7 +89,7 @@ class Task:
 
 @contextmanager
 def error_prefix(where: str) -> Iterator[None]:
-    """Prefix the message of any ConfigError that the `with` block raises with the config path `where`."""
+    """If the `with` block raises a ConfigError, prefix the error's message with the config path `where`."""
     try:
         yield
     except ConfigError as error:
@@ -132,8 +132,9 @@ def _apply_startup(task: Task, state: TensorDict) -> TensorDict:
 def _start_keys(task: Task, state: TensorDict, keys: Tensor) -> Tensor:
     """Choose the random keys for the reset events.
 
-    `state` is the state after the startup events. For each environment, up to `_TRIES` keys are tried, and the first
-    key that gives an acceptable start is chosen. If all starts are unacceptable, the task's `spare_key` is chosen.
+    The startup events are already applied to `state`. For each environment, up to `_TRIES` keys are tried, and the
+    first key that gives an acceptable start is chosen. If all starts are unacceptable, the task's `spare_key` is
+    chosen.
     """
     accept, keys = task.acceptable, rng.fold_in(keys, rng.START)
     if not accept:
@@ -206,7 +207,7 @@ def _info(success: Tensor, fail: Tensor, metrics: dict[str, Tensor], rewards: di
 
 
 def carry_over(task: Task, new_start: TensorDict, ended: TensorDict) -> TensorDict:
-    """Return the start of the next episode, which keeps the startup events and the step count of the ended episode.
+    """Return the initial state of the next episode, with the startup events and the step count of the ended episode.
 
     The task chose `new_start` under different startup events. If startup events can affect which starts are acceptable,
     `carry_over` chooses the start again.
@@ -243,7 +244,7 @@ def _control(task: Task, state: TensorDict, action: Tensor) -> Tensor:
 
 
 def reward_names(task: Task) -> list[str]:
-    """Return the names under which the components of the reward are logged."""
+    """Return the names that the components of the reward have in the logs."""
     task_reward = ["task"] if task.get_reward else []
     return task_reward + [name + suffix for name, *_ in task.rewards for suffix in ("", "_weighted")]
 
@@ -259,7 +260,7 @@ def check_per_env(name: str, result: Any, like: Tensor) -> None:
 
 
 def compute_reward(task: Task, before: TensorDict, after: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the total reward of a step, and a dictionary with the weighted and unweighted values of its terms."""
+    """Return the total reward of a step, and a dictionary with the weighted and the unweighted value of each term."""
     total, parts = torch.zeros_like(before["force"][..., 0]), {}
     if task.get_reward:
         total = parts["task"] = task.get_reward(task.sim, before, after)
@@ -300,7 +301,7 @@ def step(task: Task, state: TensorDict, action: Tensor, noise: Tensor) -> Tensor
 
 
 def observe(task: Task, state: TensorDict) -> Tensor:
-    """Return the observation, the concatenation of all flattened entries in the order of their names.
+    """Concatenate all flattened entries of the observation in the order of their names.
 
     The observation is `[*B, D]` float32.
     """

@@ -43,7 +43,7 @@ def _read(sim: Simulation, world: TensorDict, part: str) -> Tensor:
 def _replaced(row: Tensor, columns: Sequence[int], values: Tensor) -> Tensor:
     """Return a copy of `row` with the entries at the indices `columns` set to `values`.
 
-    The copy is concatenated from slices, because slices compile better than indexing.
+    The copy is concatenated from slices, because slices compile better than indices.
     """
     source = {column: i for i, column in enumerate(columns)}
     pieces, at = [], 0
@@ -247,8 +247,8 @@ def site_pose(sim: Simulation, world: TensorDict, name: str) -> Tensor:
 def site_jacobian(sim: Simulation, world: TensorDict, name: str, joints: Sequence[str]) -> Tensor:
     """Return the Jacobian of a site's pose with respect to joint positions, `[*B, 6, len(joints)]`.
 
-    Each column belongs to a joint. A column contains the site's translation (m) and rotation (rad) per rad or m of the
-    joint. The column of a joint that does not move the site is 0.
+    Each column contains the site's translation (m) and rotation (rad) per rad or m of one joint. The column of a joint
+    that does not move the site is 0.
     """
     return kinematics.jacobian(_to_site(sim, name), _positions(sim, world), _joints(sim, tuple(joints))[1])
 
@@ -317,10 +317,9 @@ def body_velocity(sim: Simulation, world: TensorDict, name: str) -> tuple[Tensor
 
 
 def with_body_velocity(sim: Simulation, world: TensorDict, name: str, linear: Tensor, angular: Tensor) -> TensorDict:
-    """Return worlds with the linear velocity (m/s) and the angular velocity (rad/s) of a dynamic object set to new
-    values.
+    """Return worlds with the velocities of a dynamic object set to `linear` (m/s) and `angular` (rad/s).
 
-    The velocities are `[*B, 3]` and in the world frame.
+    Each velocity is `[*B, 3]` and in the world frame.
     """
     first = _columns(sim, "QVEL").start + _first_dof(sim, name)
     local = body_pose(sim, world, name)[..., :3, :3].mT @ angular.unsqueeze(-1)

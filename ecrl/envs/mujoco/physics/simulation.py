@@ -92,8 +92,8 @@ def simulation(cfg: SceneConfig, drives: tuple[tuple[str, Drive], ...] = (), var
         cfg: config of the scene.
         drives: pairs of a joint's name and a kind of drive, for all joints without a position drive, such as
             `(("elbow_joint", "velocity"),)`.
-        varied: pairs of a model field that differs between environments and an object's name, such as
-            `(("body_mass", "cube"), ("body_inertia", "cube"), ("geom_friction", "cube"))`.
+        varied: pairs of a model field's name and an object's name, for all fields that differ between environments,
+            such as `(("body_mass", "cube"), ("body_inertia", "cube"), ("geom_friction", "cube"))`.
 
     Raises: ConfigError if the config is invalid (see `ecrl.envs.mujoco.scene.scene.build`), or if the backend does not
         support the scene.
@@ -117,7 +117,7 @@ def simulation(cfg: SceneConfig, drives: tuple[tuple[str, Drive], ...] = (), var
 
 
 def start(sim: Simulation, batch: Sequence[int], device: torch.device | str | None = None) -> TensorDict:
-    """Return worlds `[*batch]` with the robot held at its home position and objects at their initial poses."""
+    """Return worlds `[*batch]` with the robot at its home position and all objects at their initial poses."""
     fields = {"physics": sim.row, "sensors": sim.sensors, "parameters": sim.parameters}
     batch = torch.Size(batch)
     tensors = {name: torch.from_numpy(row).to(device) for name, row in fields.items() if row.size}
@@ -144,7 +144,7 @@ def advance(
         force: forces (N or N m) along the degrees of freedom, `[*B, nv]` float; see `push`. None applies no force.
 
     Returns: the worlds after the step, and a mask of the failed steps, bool `[*B]`. A step fails if a control, a force
-        or an entry of the next state is not finite, or has a magnitude of 1e10 or more. A world whose step failed is
+        or an entry of the next state is not finite, or its magnitude reaches 1e10. A world whose step failed is
         returned unchanged. The caller must end the episode of this world.
     Gradient: none. Raises ValueError if autograd would record the step.
     """

@@ -33,7 +33,7 @@ _PARTS = {
 """Name of Warp's array for each component of a state or control. `warp_model.check` rejects all other components."""
 
 _HARMLESS = ("ITERATIONS", "LS_ITERATIONS")
-"""Overflow flags that report no lost data, but only that the solver reached its iteration limit, as in MuJoCo."""
+"""Overflow flags without a loss of data. The solver reached its iteration limit, which also happens in MuJoCo."""
 
 
 class _Worlds(NamedTuple):
@@ -49,7 +49,7 @@ class _Worlds(NamedTuple):
     overflow: Tensor
     loss_bits: int  # bits of `overflow` that report lost contacts or constraints
     buffers: list[tuple[Tensor, int]]  # for each buffer, the number of used slots and the buffer's size
-    graphs: list[Any]  # Warp's objects for the captures that use these arrays
+    graphs: list[Any]  # Warp's objects for the CUDA graph captures that use these arrays
 
 
 def _view(warp: Any, array: Any, count: int) -> Tensor:

@@ -1,9 +1,9 @@
-"""Built-in robots made of primitive shapes: a cart-pole, and an arm.
+"""Built-in robots made of primitive shapes: a cart-pole and an arm.
 
 The arm has the proportions of a UR10, and its tool is a pusher.
 
 The arm follows the Denavit-Hartenberg table of Universal Robots. Joint i turns about the z axis of frame i. In frame i
-after this rotation, frame i + 1 is at `(a_i, 0, d_i)` and is rotated by `alpha_i` about the x axis. At its home
+after the turn of joint i, frame i + 1 is at `(a_i, 0, d_i)` and is rotated by `alpha_i` about the x axis. At its home
 position, the arm faces the direction -x, and the tool of the arm points down.
 """
 
@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 from ecrl.envs.mujoco.scene.models import mujoco
 
-_A = (0.0, -0.612, -0.5723, 0.0, 0.0)  # m
+_A = (0.0, -0.612, -0.5723, 0.0, 0.0)  # in m
 _D = (0.1273, 0.0, 0.0, 0.163941, 0.1157, 0.0922)  # in m; the last offset is from the last joint to the flange
-_ALPHA = (pi / 2, 0.0, 0.0, pi / 2, -pi / 2)  # rad
-_MASS = (7.778, 12.93, 3.87, 1.96, 1.96, 0.202)  # kg
-_ARMATURE = (1.0, 1.0, 0.5, 0.1, 0.1, 0.1)  # kg m^2
-_LIMIT = (2 * pi, 2 * pi, pi, 2 * pi, 2 * pi, 2 * pi)  # rad
+_ALPHA = (pi / 2, 0.0, 0.0, pi / 2, -pi / 2)  # in rad
+_MASS = (7.778, 12.93, 3.87, 1.96, 1.96, 0.202)  # in kg
+_ARMATURE = (1.0, 1.0, 0.5, 0.1, 0.1, 0.1)  # in kg m^2
+_LIMIT = (2 * pi, 2 * pi, pi, 2 * pi, 2 * pi, 2 * pi)  # in rad
 _SHAPES = (  # capsule of each link in the frame of the link: start, end and radius, all in m
     ((0.0, 0.0, 0.09), (0.0, 0.0, 0.15), 0.075),
     ((0.0, 0.0, 0.13), (-0.612, 0.0, 0.13), 0.06),  # the offset from the joint lets the link pass the shoulder

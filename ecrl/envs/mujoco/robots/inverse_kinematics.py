@@ -26,7 +26,7 @@ _MIN_SINE = 1e-6
 
 
 class Reached(NamedTuple):
-    """Result of a search: joint positions `[*B, J]`, and the remaining pose error.
+    """Result of inverse kinematics: joint positions `[*B, J]`, and the remaining pose error.
 
     The pose error consists of a `distance` (m) and an `angle` (rad), each `[*B]`.
     """

@@ -21,7 +21,7 @@ from ecrl.envs.mujoco.scene.models import mujoco
 class Joint(NamedTuple):
     """A hinge or slide joint.
 
-    `index` is the column of the joint's position in the `positions` argument of `follow`. The displacement q is the
+    `index` is the column of the joint's position in the argument `positions` of `follow`. The displacement q is the
     position minus `zero`. `dof` is the index of the joint's degree of freedom. `terms` stacks the matrices A, B and C.
     """
 
@@ -74,7 +74,7 @@ _POSITION, _ONE = np.eye(16)[[3, 7, 11]], np.eye(16)[15]  # masks of a flattened
 def pose(position: Tensor | None, quaternion: Tensor) -> Tensor:
     """Convert a position `[*B, 3]` and a quaternion `[*B, 4]` in the order w, x, y, z to a pose `[*B, 4, 4]`.
 
-    If `position` is None, the position is the origin. The quaternion is normalised, so its length must not be 0.
+    If `position` is None, the pose is at the origin. The quaternion is normalised, so its length must not be 0.
 
     >>> pose(None, torch.tensor([0.0, 0.0, 0.0, 2.0]))[:3, :3]  # half a turn about z
     tensor([[-1.,  0.,  0.],

@@ -180,8 +180,8 @@ def _parts(cfg: RobotConfig, built: Builtin) -> dict[str, tuple[str, ...]]:
 def _mount(built: Builtin, part: str, joints: tuple[str, ...]) -> tuple[str, tuple[float, float, float]]:
     """Return the joint whose body holds the end effector of a part, and the flange position in that body's frame.
 
-    A part with the name of a built-in part ends at the same joint as the built-in part, even if the config gives the
-    part fewer joints. A part with any other name ends at its last joint.
+    A part with the name of a built-in part ends at the same joint as the built-in part, even if it has fewer joints. A
+    part with any other name ends at its last joint.
     """
     joint = built.parts[part][-1] if part in built.flange else joints[-1]
     flanges = (position for name, position in built.flange.items() if built.parts[name][-1] == joint)

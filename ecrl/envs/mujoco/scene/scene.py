@@ -154,7 +154,7 @@ def _start(model: Any, cfg: SceneConfig, robot: Robot, home: tuple[float, ...]) 
             raise ConfigError(f"robot.init_qpos: {fault}; start within the limits")
         data.joint(name).qpos[0] = position
     has_robot = cfg.robot is not None
-    # if there is a keyframe, it sets the controls of the actuators that do not drive the robot
+    # the keyframe sets the controls of actuators that do not drive the robot
     actuators = [i for i in range(model.nu) if cfg.keyframe is None or (has_robot and _drives_robot(model, i, robot))]
     _hold_positions(model, data, actuators)
     return data

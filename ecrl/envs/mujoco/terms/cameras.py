@@ -108,13 +108,13 @@ class RandomizeCameraConfig(ConfigModel):
 
     @property
     def ranges(self) -> dict[str, tuple[Triple, Triple]]:
-        """Ranges of the random offsets, by the name of the target that stores each offset."""
+        """Dictionary that maps the name of each target to the range of the target's random offset."""
         ranges = {EYE: self.eye_range, TARGET: self.target_range}
         return {name: box for name, box in ranges.items() if box is not None}
 
     @property
     def stores(self) -> dict[str, tuple[float, ...]]:
-        """Initial values of the targets that the event sets. The value 0 does not move the cameras."""
+        """Dictionary that maps the name of each target to its initial value 0, which does not move the cameras."""
         return dict.fromkeys(self.ranges, (0.0, 0.0, 0.0))
 
 
@@ -134,13 +134,13 @@ class RandomizeLightConfig(ConfigModel):
 
     @property
     def ranges(self) -> dict[str, tuple[Triple, Triple]]:
-        """Ranges of the random vectors, by the name of the target that stores each vector."""
+        """Dictionary that maps the name of each target to the range of the target's random values."""
         ranges = {DIRECTION: self.direction_range, COLOR: self.color_range}
         return {name: box for name, box in ranges.items() if box is not None}
 
     @property
     def stores(self) -> dict[str, tuple[float, ...]]:
-        """Initial values of the targets that the event sets, for a scene without a light."""
+        """Dictionary that maps the name of each target to its initial value in a scene without a light."""
         default = LightConfig.model_construct()
         return {name: {DIRECTION: default.direction, COLOR: default.color}[name] for name in self.ranges}
 

@@ -103,8 +103,8 @@ def randomize_rigid_object_pose(cfg: RandomizeRigidObjectPoseConfig, sim: Simula
 
         position' = draw, or home + draw        rotation' = R(draw), or home R(draw)
 
-    `home` is the object's pose in the scene config, with the position in m. `R(a) = Rx Ry Rz` is the rotation by three
-    angles in degrees.
+    `home` is the object's pose in the scene config, with the position in m. `R(a) = Rx Ry Rz` is the rotation by the
+    three angles a in degrees.
     """
     uid, initial = cfg.entity_cfg.uid, start(sim, ())
     _look_up("entity_cfg.uid", lambda: world.with_body_pose(sim, initial, uid))
@@ -146,7 +146,7 @@ class RandomizeTargetPoseConfig(ConfigModel):
 
     @property
     def stores(self) -> dict[str, tuple[float, ...]]:
-        """Initial value of the target that the event sets, by the name of the target."""
+        """Dictionary that maps the name of the target to the target's initial value."""
         return {self.store_key: (0.0, 0.0, 0.0)}
 
 
@@ -244,8 +244,8 @@ def randomize_rigid_object_mass(cfg: RandomizeRigidObjectMassConfig, sim: Simula
 
         m' = draw, or m + draw, kg;  inertia' = inertia m' / m;  damping' = damping m' / m
 
-    `m` is the object's mass in the scene config. The damping changes with the mass, so that velocities decay at an
-    unchanged rate.
+    `m` is the object's mass in the scene config. The damping changes with the mass, so that velocities still decay at
+    the same rate.
     """
     uid = cfg.entity_cfg.uid
     _look_up("entity_cfg.uid", lambda: world.push(sim, uid, torch.zeros(3)))

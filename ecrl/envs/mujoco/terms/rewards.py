@@ -81,7 +81,9 @@ class ReachingBehindConfig(ConfigModel):
 
 
 def _closeness(offset: Tensor, exponential: bool, sigma: float) -> Tensor:
-    """Return -d, or exp(-d^2 / (2 sigma^2)) if `exponential` is True, where d is the length of `offset` `[*B, n]`.
+    """Return -d, or exp(-d^2 / (2 sigma^2)) if `exponential` is True, where d is the length of `offset`.
+
+    The offset is `[*B, n]`.
 
     >>> _closeness(torch.tensor([3.0, 4.0]), False, 1.0), _closeness(torch.tensor([3.0, 4.0]), True, 5.0)
     (tensor(-5.), tensor(0.6065))
@@ -150,7 +152,7 @@ def incremental_distance_to_target(cfg: IncrementalDistanceConfig, sim: Simulati
 
 @register_reward("joint_velocity_penalty")
 def joint_velocity_penalty(cfg: JointsConfig, sim: Simulation) -> Reward:
-    """Penalise the speed of joints after the step: the reward is -|dq/dt| (rad/s or m/s), `[*B]`."""
+    """Penalise the speed of joints after the step with the reward -|dq/dt| (rad/s or m/s), `[*B]`."""
     joints = joints_of(cfg, sim)
 
     def reward(before: TensorDict, after: TensorDict) -> Tensor:
@@ -223,7 +225,8 @@ def _push_point(position: Tensor, goal: Tensor, offset: float, height: float) ->
     """
     to_goal = (goal - position)[..., :2]
     length = torch.linalg.vector_norm(to_goal, dim=-1, keepdim=True)
-    back = -offset * to_goal / torch.where(length > 0.0, length, 1.0)  # 0 at the goal, where the direction is undefined
+    # at the goal, the direction is undefined, so the offset is 0
+    back = -offset * to_goal / torch.where(length > 0.0, length, 1.0)
     return position + torch.cat((back, torch.full_like(length, height)), -1)
 
 

@@ -1,4 +1,4 @@
-"""Types of a task's terms, and settings that several terms share.
+"""Types of the terms of a task, and settings that several terms share.
 
 To define a term, register a function `make(cfg, sim)`, where `cfg` holds the term's settings and `sim` is a
 `Simulation`. `make` returns a pure function of the task's state. The module `ecrl.envs.mujoco.task_step` describes this
