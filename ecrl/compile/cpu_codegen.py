@@ -8,7 +8,7 @@ from torch._inductor import sizevars
 from torch._inductor.cpu_vec_isa import VecAVX512, VecAVX512VNNI, VecISA
 
 _ALWAYS_COMPILES = (VecAVX512._avx512_bf16_code, VecAVX512VNNI._avx512_vnni_code)
-"""Test programs that every C++20 compiler accepts. Inductor compiles each program only on CPUs with its instructions."""
+"""Test programs that every C++20 compiler accepts. Inductor compiles each one only on CPUs with its instructions."""
 
 
 def is_sum(index: sympy.Basic) -> bool:

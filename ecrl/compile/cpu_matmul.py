@@ -30,8 +30,8 @@ from ecrl.compile.cpu_codegen import skip_redundant_codegen
 _LARGE = 2**18  # a second matrix with more elements does not fit in the cache, so use a library
 _THIN = 8  # the largest dimension of a product that becomes a sum
 _MIN_OUTER = 16  # the minimum number of rows of `b` for `_rows`, which is not faster for fewer rows
-_MANY_ROWS = 32  # the minimum number of rows of `a` for which copying a transposed `b` is worthwhile
-_PARALLEL = 2**18  # the minimum number of multiplications for which several threads are worthwhile
+_MANY_ROWS = 32  # copying a transposed `b` is worthwhile if `a` has at least this number of rows
+_PARALLEL = 2**18  # several threads are worthwhile for at least this number of multiplications
 _NAME = str(Placeholder.KERNEL_NAME)
 _CPP = """
 #include <torch/csrc/inductor/cpp_prefix.h>
