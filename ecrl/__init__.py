@@ -1,4 +1,4 @@
-"""Reinforcement learning library for PyTorch that consists of pure functions and one short training loop.
+"""Train reinforcement learning agents in PyTorch with pure functions and one short training loop.
 
 One TensorDict holds every value that changes during a run. A frozen config holds every setting that stays fixed during
 a run. Every computation of a run is a module-level function.

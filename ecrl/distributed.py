@@ -29,7 +29,7 @@ The timeout can be long, because torchrun stops all ranks as soon as one rank di
 
 
 class _Ranks(NamedTuple):
-    """The rank of this process, the number of ranks, and a key-value store that survives restarts by torchrun."""
+    """Rank of this process, number of ranks, and a key-value store that survives restarts by torchrun."""
 
     rank: int
     size: int
@@ -51,7 +51,7 @@ def world_size() -> int:
 
 @contextmanager
 def _short_errors() -> Iterator[None]:
-    """Convert a communication error in the block to a one-line UserError.
+    """Convert a communication error inside this context to a one-line UserError.
 
     The function drops the traceback of the error, because its frames would keep the process group alive.
     """
@@ -199,7 +199,7 @@ def _stop_at_exit() -> None:
     for the other ranks, so this function aborts the process group first.
     """
     if world_size() > 1 and dist.group.WORLD is not None:
-        dist.group.WORLD.abort()  # gloo has nothing to abort
+        dist.group.WORLD.abort()  # `abort` has no effect with gloo
         stop()
 
 

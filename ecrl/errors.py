@@ -1,4 +1,7 @@
-"""Define errors that a user can fix. For such an error, the command line prints one line per fault and exits with 2."""
+"""Define errors that a user can fix.
+
+For such an error, the command line prints one line per fault and exits with status 2.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,7 +54,7 @@ class MissingExtraError(UserError, ModuleNotFoundError):
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:
-    """Convert an import error in the block to a one-line error with the command that installs the extra `name`."""
+    """Convert an import error inside this context to an error with the command that installs the extra `name`."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -50,7 +50,7 @@ def check_room(need: int, device: "torch.device", label: str) -> None:
 
 @contextmanager
 def enough_memory(label: str, advice: str) -> Iterator[None]:
-    """Convert a failed allocation in the block to a UserError with a one-line message.
+    """Convert a failed allocation inside this context to a UserError with a one-line message.
 
     Args:
         label: the start of the error message.

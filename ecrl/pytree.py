@@ -61,7 +61,7 @@ class Borrowed(NamedTuple):
 
 
 def is_borrowed(structure: Any, inside: bool = False) -> list[bool]:
-    """Return one bool for each leaf of a structure, which is True if the leaf is inside a `Borrowed`.
+    """Return a list with one bool per leaf of a structure: True if the leaf is inside a `Borrowed`.
 
     >>> from torch import zeros
     >>> is_borrowed(flatten((zeros(1), Borrowed([zeros(1)])))[1])
@@ -87,7 +87,7 @@ def flatten(tree: Any) -> tuple[list[Tensor], Hashable]:
 
 
 def names(structure: Any, name: str = "") -> list[str]:
-    """Return a name for each leaf of a structure. The name joins the keys and indices that lead to the leaf by dots.
+    """Return a name for each leaf of a structure: the keys and indices on the path to the leaf, joined by dots.
 
     >>> names(flatten(({"a": TensorDict({"x": 1.0}, [])}, None))[1])
     ['0.a.x']

@@ -89,7 +89,7 @@ _IMPORTED_GROUPS: list[str] = []  # filled before the plugins are imported, beca
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """Return the end of an error message that suggests the most similar known name, or lists all known names.
+    """Suggest the known name that is most similar to `name`, or list all known names, as text for an error message.
 
     >>> did_you_mean("sede", ["seed", "device"]), did_you_mean("x", ["seed", "device"])
     ("did you mean 'seed'?", 'known: device, seed')
@@ -100,7 +100,7 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 
 
 def _with_name(make: Callable, name: str) -> Callable:
-    """Wrap `make` so that the field `name` of its result is the registered name, which error messages contain."""
+    """Wrap `make` so that its result stores the registered name in the field `name`, for use in error messages."""
 
     @wraps(make)
     def named(*args: Any, **kwargs: Any) -> Any:
@@ -220,7 +220,7 @@ def _import_builtin() -> None:
 
 
 def _import_parts() -> None:
-    """Import the built-in components, and import the installed plugins once. Warn about each plugin that fails."""
+    """Import the built-in components and, only once, the installed plugins. Warn if a plugin cannot be imported."""
     _import_builtin()
     if _IMPORTED_GROUPS:
         return

@@ -23,7 +23,7 @@ from torch import Tensor
 from ecrl.tracing_state import in_graph, transforms
 
 START, ENV, ACTION, UPDATE, INIT, EVAL, EVENT = range(7)
-"""Identifiers of the purposes of random numbers, an argument of `stream`.
+"""Integers that identify the purpose of random numbers in calls of `stream`.
 
 The purposes are episode starts, environment noise, actions, minibatches, weights, evaluation and events.
 """
@@ -164,7 +164,7 @@ def stream(key: Tensor, name: int, index: Tensor, step: Tensor | int) -> Tensor:
 
 
 def _pairs(key: Tensor, n: int) -> Tensor:
-    """Draw n int64 values of shape `[*B, n]`, each with two random words. Value i contains words 2i and 2i + 1."""
+    """Draw int64 values of shape `[*B, n]` that pack two random words each. Value i has words 2i and 2i + 1."""
     block = _counter((n + 1) // 2, key.device)
     pairs = _philox(key.unsqueeze(-1), block, torch.full_like(block, _DRAW << 32))
     return torch.stack(pairs, -1).flatten(-2)[..., :n]
@@ -201,7 +201,9 @@ def uniform(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.f
 
 
 def normal(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Tensor:
-    """Draw standard normal samples of shape `[*B, *shape]`. Two uniform samples give two normal samples.
+    """Draw standard normal samples of shape `[*B, *shape]`.
+
+    The Box-Muller transform converts each pair of uniform samples to two normal samples:
 
         z[2i], z[2i+1] = sqrt(-2 log(1 - u[2i])) * (cos, sin)(2 pi u[2i+1])
 
@@ -225,7 +227,7 @@ def gumbel(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.fl
     >>> bool(gumbel(key(0), (1000,)).isfinite().all())
     True
     """
-    half_step = 2.0**-25 if dtype != torch.float64 else 2.0**-54  # the smallest u; u is always below 1
+    half_step = 2.0**-25 if dtype != torch.float64 else 2.0**-54  # the minimum of u, which is always below 1
     return -torch.log(-torch.log(uniform(key, shape, dtype).clamp(min=half_step)))
 
 

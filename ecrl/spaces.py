@@ -18,7 +18,7 @@ _DTYPES = (
 
 @dataclass(frozen=True, repr=False)
 class Box:
-    """Space of arrays that have shape `[*shape]` and the same dtype.
+    """Space of arrays with the shape `shape` and the dtype `dtype`.
 
     The bounds `low` and `high` have one entry per element of an array, in C order. States and rollouts store
     observations in the dtype of their space. Networks convert observations to float. Images have dtype uint8.

@@ -48,7 +48,7 @@ _DRAWS: ContextVar[Draws | None] = ContextVar("_DRAWS", default=None)
 
 @contextmanager
 def tracing_graph() -> Iterator[None]:
-    """Make `in_graph` return True inside this context. The module `ecrl.compile.trace` traces functions inside it.
+    """Make `in_graph` return True inside this context, where `ecrl.compile.trace` traces functions.
 
     >>> with tracing_graph():
     ...     in_graph()
@@ -146,7 +146,7 @@ def note_if_drawing(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> N
 
 
 def knows_transforms() -> bool:
-    """Return True if this version of torch reports the active transforms, which `ecrl.compile` needs."""
+    """Return True if this version of torch reports which transforms are active, as `ecrl.compile` requires."""
     return _ACTIVE_TRANSFORMS is not None
 
 

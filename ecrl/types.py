@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 Scalar = float | Tensor
-"""Type of a hyperparameter: a Python number or a 0-d tensor. A new value of a tensor needs no recompilation."""
+"""Type of a hyperparameter: a Python number or a 0-d tensor. The value of a tensor can change without recompilation."""
 
 Logs = dict[str, Tensor]
 """Type of logs: a dict that maps names to 0-d tensors."""
@@ -77,7 +77,7 @@ class LogData(TypedDict):
 
 
 def same_shape(**tensors: Tensor) -> None:
-    """Raise ValueError unless all tensors have the same shape. The message names all that differ from the first tensor.
+    """Raise ValueError unless all tensors have the same shape. The message names each tensor with a different shape.
 
     >>> same_shape(reward=torch.zeros(2, 3), value=torch.zeros(2, 4))
     Traceback (most recent call last):
@@ -111,7 +111,7 @@ def check_axes(batch: Tensor, *, before: str = "", after: str = "", **tensors: T
 
 
 def check_rollout(rollout: TensorDict, *keys: str) -> None:
-    """Raise ValueError unless `rollout` has batch shape `[N, T + 1]`, with T at least 1, and the fields `keys`.
+    """Raise ValueError unless `rollout` has batch shape `[N, T + 1]`, with T at least 1, and the fields in `keys`.
 
     Per-step fields must have the batch shape, and flags must have dtype bool (see `ROLLOUT_FIELDS`).
 

@@ -36,7 +36,7 @@ def cpu_identity(cpuinfo: str = "/proc/cpuinfo") -> str:
 
 
 def sources_hash() -> str:
-    """Return a hash of this package's source files, because a change in a file may change the code from inductor."""
+    """Return a hash of this package's source files. A change in a source file may change the code from inductor."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 

@@ -46,14 +46,14 @@ COMPILE_LOCK = RLock()  # only one thread may compile at a time, because all thr
 
 
 def _unexpected_aliases(tensors: Sequence[Tensor], storages: Sequence[int | None]) -> list[int]:
-    """Return the index of each tensor that shares memory with an earlier tensor of another entry in `storages`."""
+    """Return the index of each tensor that shares memory with an earlier tensor but has a different graph storage."""
     owner: dict[int, int | None] = {}
     addresses = [tensor.untyped_storage().data_ptr() for tensor in tensors]
     return [i for i, at in enumerate(addresses) if owner.setdefault(at, storages[i]) != storages[i] and at]
 
 
 def _separate_results(graph: GraphModule, run: Callable[..., Sequence[Tensor]]) -> Callable[..., list[Tensor]]:
-    """Wrap `run` to clone a result that shares memory with another tensor, if the graph has separate storages for both.
+    """Wrap `run` to clone each result that shares memory with another tensor but has its own storage in the graph.
 
     For example, if a graph returns two copies of one tensor, inductor may return the tensor itself twice.
     """

@@ -1,4 +1,4 @@
-"""Skip steps of inductor that do not change the generated code. This shortens a first compilation by a tenth."""
+"""Skip steps of inductor that do not change the generated code, to shorten a first compilation by a tenth."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,10 @@ from torch._inductor import sizevars
 from torch._inductor.cpu_vec_isa import VecAVX512, VecAVX512VNNI, VecISA
 
 _ALWAYS_COMPILES = (VecAVX512._avx512_bf16_code, VecAVX512VNNI._avx512_vnni_code)
-"""Test programs that every C++20 compiler accepts. Inductor compiles each one only on CPUs with its instructions."""
+"""Test programs that every C++20 compiler accepts.
+
+Inductor compiles a test program only on CPUs that have the tested instructions.
+"""
 
 
 def is_sum(index: sympy.Basic) -> bool:

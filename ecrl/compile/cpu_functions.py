@@ -50,7 +50,7 @@ _ERF = (
 
 
 def _polynomial(coefficients: tuple[str, ...]) -> str:
-    """Write C++ that evaluates a polynomial in `z` by Horner's scheme. The first coefficient has the highest power."""
+    """Write C++ that evaluates a polynomial in `z` by Horner's scheme. `coefficients` starts with the highest power."""
     total = f"T({coefficients[0]})"
     for coefficient in coefficients[1:]:
         total = f"at::vec::fmadd({total}, z, T({coefficient}))"
@@ -64,7 +64,7 @@ def _ratio(bound: str, numerator: tuple[str, ...], denominator: tuple[str, ...])
     """
     return (
         "[](const auto& x) { using T = std::decay_t<decltype(x)>;"
-        f" const T c = at::vec::minimum(at::vec::maximum(x, T(-{bound})), T({bound})), z = c * c;"  # keeps NaN
+        f" const T c = at::vec::minimum(at::vec::maximum(x, T(-{bound})), T({bound})), z = c * c;"  # clamping keeps NaN
         f" const T y = c * ({_polynomial(numerator)} / {_polynomial(denominator)});"
         " return at::vec::minimum(at::vec::maximum(y, T(-1.0f)), T(1.0f)); }"
     )

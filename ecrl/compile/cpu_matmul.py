@@ -99,7 +99,7 @@ def has_vector_instructions() -> bool:
 
 
 def _unrolled(a: Tensor, b: Tensor) -> Tensor:
-    """Compute the product of `a` with shape `[M, K]` and `b` with shape `[K, N]` as a sum of K outer products."""
+    """Multiply `a`, of shape `[M, K]`, by `b`, of shape `[K, N]`, as a sum of K outer products."""
     total = a[:, :1] * b[0]
     for k in range(1, a.shape[1]):
         total = total + a[:, k : k + 1] * b[k]
@@ -107,7 +107,7 @@ def _unrolled(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _rows(a: Tensor, b: Tensor) -> Tensor:
-    """Compute the product of `a` with shape `[M, K]` and `b` with shape `[K, N]` as M weighted sums of rows of `b`."""
+    """Multiply `a`, of shape `[M, K]`, by `b`, of shape `[K, N]`, as M weighted sums of the rows of `b`."""
     return torch.stack([(a[m].unsqueeze(1) * b).sum(0, dtype=a.dtype) for m in range(a.shape[0])])
 
 

@@ -24,7 +24,7 @@ Step = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], tuple[li
 
 @dataclass(frozen=True)
 class Loop:
-    """Loop over time with a gradient.
+    """Loop over time that supports reverse-mode gradients.
 
     Attributes:
         step: the body of the loop.
@@ -58,7 +58,7 @@ class _Backward:
 
     loop: Loop
     needed: Sequence[bool]  # for each tensor of carry, xs and constants, True if the caller needs its gradient
-    has_gradient: Sequence[bool]  # for each tensor of the last carry and `y`, True if its gradient is not None
+    has_gradient: Sequence[bool]  # for each tensor of the final carry and `y`, True if its gradient is not None
 
     def forward(self, *leaves: Tensor) -> tuple[Tensor, ...]:
         """Compute the needed gradients with respect to the initial carry, `xs` and the constants.

@@ -155,7 +155,7 @@ def storage_of(node: Node) -> int | None:
 
 
 def _skip_views(node: Node) -> Node:
-    """Return the node that a chain of views with the same layout starts from.
+    """Return the node at the start of a chain of views that all have the same layout.
 
     If a loop reads a view instead, inductor frees the view after the first iteration of the loop.
     """

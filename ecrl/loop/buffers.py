@@ -44,7 +44,7 @@ def kinds_of(run: Run) -> Kinds:
 
 
 def check_kinds(state: TensorDict, kinds: Kinds) -> None:
-    """Raise ConfigError for a leaf without a declared kind, or for a buffer that lacks `cursor` or `written`."""
+    """Raise ConfigError if a leaf has no declared kind, or if a buffer lacks `cursor` or `written`."""
     buffers = {path[0] for path, kind in leaf_kinds(state, kinds).items() if kind is Kind.BUFFER}
     for name in sorted(buffers):
         field, expected = state[name], dict(zip(_COUNTS, (Kind.COUNTER, Kind.BUFFER), strict=True))

@@ -84,7 +84,7 @@ def form_of(cfg: Config) -> Form:
 
 
 def form_in_use(run: Run) -> str:
-    """Return "compiled", "eager", or "partly eager" if some of the run's functions could not be compiled."""
+    """Return "compiled", "eager", or, if only some of the run's functions could be compiled, "partly eager"."""
     if run.jit is partial:
         return "eager"
     compilations = compilations_of(run.jit)
@@ -135,7 +135,7 @@ def build(cfg: Config) -> Run:
 
 
 def with_eval_events(run: Run, cfg: Config) -> Run:
-    """Replace the run's training events by the config's evaluation events."""
+    """Return a copy of the run with the config's evaluation events instead of its training events."""
     return run._replace(env=with_training_wrappers(make_env(cfg.env), cfg, "eval"))
 
 

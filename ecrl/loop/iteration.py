@@ -64,7 +64,7 @@ def unwatched(run: Run) -> Run:
 
 @contextmanager
 def _matmul_precision(tf32: bool) -> Iterator[None]:
-    """If `tf32` is True, allow TF32 in matrix products inside this context. Then restore torch's global setting."""
+    """Allow TF32 in matrix products inside this context if `tf32` is True. On exit, restore torch's global setting."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if tf32 else before)
     try:
@@ -74,7 +74,7 @@ def _matmul_precision(tf32: bool) -> Iterator[None]:
 
 
 def init_state(cfg: Config, key: Tensor | None = None) -> TensorDict:
-    """Create the initial state of a run. By default, the random key `key` derives from `trainer.seed`.
+    """Create the initial state of a run. By default, the random key of the run is made from `trainer.seed`.
 
     >>> from ecrl.config import load_config
     >>> state = init_state(load_config("configs/cartpole_ppo.json"))
@@ -88,7 +88,7 @@ def first_state(run: Run, cfg: Config, key: Tensor | None = None) -> TensorDict:
     """Create the initial state of a run that is already built (see `init_state`)."""
     check_envs(cfg, run.env, cfg.trainer.num_envs, "trainer.num_envs")
     key = (rng.key(cfg.trainer.seed) if key is None else key).to(device_of(cfg))
-    state = _state_without_env(run, cfg, key)  # call before opening environments, because `init` may reject the config
+    state = _state_without_env(run, cfg, key)  # must precede opening environments, as `init` may reject the config
     return _with_envs(state, _first_envs(run, cfg, key)).lock_()
 
 
@@ -162,10 +162,10 @@ def empty_buffers(run: Run, cfg: Config) -> TensorDict:
 
 
 def reopened(run: Run, state: TensorDict) -> TensorDict:
-    """Return a state that matches its environments. If environments that step in Python do not match, warn and reset.
+    """Reset environments that step in Python and do not match `state`, with a warning. Return the resulting state.
 
-    Environments that step in Python do not exist in another process. After an interrupted iteration, such environments
-    are ahead of the state. Such environments are also ahead of every state except the newest.
+    Environments that step in Python exist only in the process that opened them. These environments are ahead of `state`
+    after an interrupted iteration, or if `state` is not the newest state.
     """
     env = cast(TensorDict, state["env"])
     if run.env.is_current(env):

@@ -399,7 +399,7 @@ _PLACES = {
 
 
 def explained(report: dict[str, Any]) -> str:
-    """Describe a report in one line: the value that is not finite, its place, the value before it and advice."""
+    """Describe a report in one line: the first value that is not finite, its position, its old value and advice."""
     begin = f"iteration {report['update_step']} (after {report['sample_step']} env steps)"
     problem = f"{begin}: NaN or infinity in {', '.join(report['met'])}"
     first, guard = report["found"], 'or set trainer.finite_guard to "skip" to leave such updates out'
@@ -456,7 +456,7 @@ def with_checked_actions(run: Run) -> Run:
 
 
 def action_error(run: Run, state: TensorDict, refused: NonfiniteAction) -> NotFiniteError:
-    """Return the error for an iteration that began at `state` and stopped at an action with NaN or infinity."""
+    """Create the error for an iteration that began at `state` and stopped at an action with NaN or infinity."""
     # The last pair is repeated, because the last entry of a rollout is padding.
     rows = [(env_state["obs"], action) for env_state, action in (*refused.last, refused.last[-1])]
     obs, action = (torch.stack(x, 1) for x in zip(*rows, strict=True))

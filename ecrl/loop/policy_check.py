@@ -205,7 +205,7 @@ def _act(findings: list[str], policy: Policy, params: TensorDict, obs: Any, keys
 
 
 def _explore(findings: list[str], notes: list[str], policy: Policy, record: _Record) -> None:
-    """Check `init_exploration` and `explore` in the first step.
+    """Check `init_exploration` and `explore` on the first step of the record.
 
     The algorithm creates the fields of the exploration state that no episode resets. If `explore` reads such a field,
     the function records the KeyError as a note.
@@ -383,20 +383,20 @@ def check_policy(
     seed: int = 0,
     tolerance: float = _TOLERANCE,
 ) -> PolicyCheck:
-    """Let a policy act on random observations, and report its faults.
+    """Let a policy act on random observations, and report the faults of the policy.
 
-    The function checks:
+    A policy without faults has the following properties:
 
-    - that every function takes the arguments and returns the shapes and dtypes that `ecrl.Policy` describes;
-    - that `init` depends on its key alone;
-    - that `draw`, `act`, `explore`, `init_exploration`, `evaluate` and `value` depend on their arguments alone, draw
-      from no global generator and write to no argument;
-    - that the policy's memory keeps its fields, shapes and dtypes;
-    - that `evaluate` returns the log-probabilities that `act` returned, also after the end of an episode;
-    - that `value` returns the same values for many steps in one call as for each step alone;
-    - that V_final, computed from the memory after `act`, equals the value of the next observation;
-    - that gradients reach every parameter, if the functions pass the other checks. For a policy with `q` and Box
-      actions, the check includes the gradient of `q` with respect to the actions of `act`.
+    - Every function takes the arguments and returns the shapes and dtypes that `ecrl.Policy` describes.
+    - The function `init` depends on its key alone.
+    - The functions `draw`, `act`, `explore`, `init_exploration`, `evaluate` and `value` depend on their arguments
+      alone, draw from no global generator and write to no argument.
+    - The policy's memory keeps its fields, shapes and dtypes.
+    - The function `evaluate` returns the log-probabilities that `act` returned, also after the end of an episode.
+    - The function `value` returns the same values for many steps in one call as for each step alone.
+    - V_final, computed from the memory after `act`, equals the value of the next observation.
+    - Gradients reach every parameter. This property is checked only if the policy has all other properties. For a
+      policy with `q` and Box actions, the check includes the gradient of `q` with respect to the actions of `act`.
 
     The policy acts in four environments on the CPU. The function adds noise to the parameters of `init`, because
     parameters equal to zero may hide a fault. Errors raised by the policy's own code are not caught.
