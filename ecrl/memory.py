@@ -1,6 +1,6 @@
 """Raise one-line errors for allocations that do not fit in memory, or that have failed.
 
-Linux grants an allocation that exceeds the free memory, and later kills the process when it uses the memory.
+Linux grants an allocation that exceeds the free memory, and later kills the process when the process uses the memory.
 `check_room` therefore checks the size of a large allocation in advance. This module imports torch only inside
 functions, because the command line must start fast.
 """

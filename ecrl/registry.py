@@ -186,7 +186,7 @@ def register_network(name: str, *, override: bool = False) -> Callable[[Callable
 def register_event(name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
     """Return a decorator that registers the function `make` as an event for `trainer.events`.
 
-    The result of `make(cfg)` is a function `(env state, keys) -> env state`. If `make` has two parameters, it receives
+    The result of `make(cfg)` is a function `(env state, keys) -> env state`. If `make` has two parameters, `make` takes
     the config and the simulation of a MuJoCo task. The task's own config can then also contain the event in `events`.
     """
     return _register("event", name, override=override)

@@ -106,7 +106,7 @@ def _merge_duplicates(graph: GraphModule) -> None:
 def _store_numbers(graph: GraphModule) -> None:
     """Make the compiler store each small tensor that many elements of other tensors depend on, such as a step size.
 
-    Without this rewrite, the compiler computes the values of such a tensor again for each element that reads them.
+    Without this rewrite, the compiler computes the values of such a tensor again for each element that reads it.
     """
     for node in list(graph.graph.nodes):
         if not _is_pointwise(node):

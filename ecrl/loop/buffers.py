@@ -32,7 +32,7 @@ LOOP_KINDS: Kinds = {
     "update_step": Kind.COUNTER,
     "iterations": Kind.COUNTER,
 }
-"""Map each field that the loop itself adds to the state to the kind of the field."""
+"""The kinds of the state's fields that the training loop itself adds."""
 
 _COUNTS = ("cursor", "written")
 
@@ -102,7 +102,7 @@ class ZerosWithoutMemory(TorchFunctionMode):
 
 
 def take_over(borrowed: TensorDict, kinds: Kinds) -> TensorDict:
-    """Copy the borrowed buffers, so that a loop can write to them. Return the copies and the same frozen leaves."""
+    """Copy the borrowed buffers for a loop that writes to the copies. Return the copies and the same frozen leaves."""
 
     def taken(path: tuple[str, ...], value: Any) -> Any:
         if isinstance(value, TensorDict):

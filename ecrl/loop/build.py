@@ -84,7 +84,7 @@ def form_of(cfg: Config) -> Form:
 
 
 def form_in_use(run: Run) -> str:
-    """Return "compiled", "eager", or, if only some of the run's functions could be compiled, "partly eager"."""
+    """Return "compiled" if no function of the run is eager, "eager" if all functions are eager, else "partly eager"."""
     if run.jit is partial:
         return "eager"
     compilations = compilations_of(run.jit)

@@ -101,7 +101,7 @@ def undo_update(nonfinite: Tensor, start: TensorDict, state: TensorDict, kinds: 
 
     Without the update, leaves of kind environment keep their new values, because the environments have already stepped.
     All other leaves get their values from before the iteration, so schedules do not advance. If a reward is not finite,
-    the statistics of finished episodes also get their old values, and the returns and lengths of running episodes
+    the statistics of finished episodes also get their old values. The returns and lengths of running episodes then
     restart at 0. Running discounted returns restart at 0 in each environment where they are NaN or infinity.
 
     Args:

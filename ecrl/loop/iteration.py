@@ -134,7 +134,7 @@ def _frozen_params(policy: Policy, state: TensorDict) -> TensorDict:
 
 
 def expected_state(run: Run, cfg: Config, state: TensorDict) -> TensorDict:
-    """Create an initial state from the config, for comparison with `state`. Its large buffers take no memory.
+    """Create a new state from the config, for comparison with `state`. Large buffers of the new state take no memory.
 
     If the environments step in Python, the new state contains the environments of `state`, so the function opens no
     environments.
@@ -150,7 +150,7 @@ def expected_state(run: Run, cfg: Config, state: TensorDict) -> TensorDict:
 def with_iterations_of(cfg: Config, state: TensorDict) -> TensorDict:
     """Set the field `iterations` of the state, which schedules read, to the number of iterations in the config.
 
-    The two numbers differ, for example, if a run is resumed to train for more iterations.
+    The number in the state differs from the number in the config if, for example, a resumed run trains for longer.
     """
     return replaced(state, {"iterations": torch.full_like(state["iterations"], cfg.trainer.iterations)})
 
@@ -235,7 +235,10 @@ def run_summary(run: Run, cfg: Config, world_size: int) -> list[str]:
 
 
 def steps_per_iteration(cfg: Config) -> int:
-    """Return the environment steps of one iteration on all ranks. If actions may take several steps, count actions."""
+    """Return the number of environment steps that all ranks take in one iteration.
+
+    If an action may take several environment steps, the function counts actions instead.
+    """
     return cfg.trainer.buffer_size * cfg.trainer.num_envs * world_size()
 
 
@@ -256,7 +259,10 @@ def is_due(record: LogData, cfg: Config, freq: int) -> bool:
 
 
 def decisions_of(record: LogData) -> int:
-    """Return the number of actions up to a record. If each action is one environment step, return `sample_step`."""
+    """Return the number of actions that a run took before it yielded this record.
+
+    If each action is one environment step, this number is the `sample_step` of the record.
+    """
     return int(decisions(record["state"])) if "taken" in record else record["sample_step"]
 
 
@@ -269,7 +275,7 @@ def _statistics(norm_update: Callable[..., TensorDict], norm: TensorDict, steps:
 def _iteration(
     run: Run, guard: str, start: TensorDict, borrowed: Borrowed
 ) -> tuple[TensorDict, TensorDict, dict[str, Logs], Tensor | None]:
-    """Run one iteration. Return the state, the writes to commit, the logs, and the finite guard's flags or None."""
+    """Run one iteration. Return the state, the new buffer entries, the logs, and the finite guard's flags or None."""
     stops_here = guard == "stop" and not run.env.is_pure  # the error report cannot repeat steps in Python
     checked = with_checked_actions(run) if stops_here else run
     try:
@@ -314,7 +320,7 @@ def _iteration_of_leaves(
 
 
 def phase_of(run: Run, steps: list[int]) -> Hashable:
-    """Return the phase of an iteration (see `Algorithm.phase`) from the number of environment steps of each seed."""
+    """Compute the phase of an iteration (see `Algorithm.phase`) from the number of environment steps of each seed."""
     if run.algorithm.phase is None:
         return None
     phases = {run.algorithm.phase(step) for step in steps}
@@ -394,7 +400,7 @@ def _is_skipped(run: Run, guard: str, nonfinite: Tensor | None, before: TensorDi
 
 
 def _warn_of_skip(nonfinite: Tensor | None, logs: Logs, step: int) -> bool:
-    """Warn if the finite guard left out an update or gradient steps. Return True after a warning."""
+    """Warn if the finite guard left out an update or gradient steps. Return True if the function warned."""
     kinds = [] if nonfinite is None else [kind for kind, flag in zip(KINDS, nonfinite[1].tolist(), strict=True) if flag]
     if kinds:
         text = f"NaN or infinity in {', '.join(kinds)}: the update is left out; counted as skipped_updates"

@@ -11,7 +11,7 @@ from ecrl.kernels import masked_mean
 from ecrl.types import Logs
 
 WINDOW = 100
-"""The number of last finished episodes in the averages of return and length."""
+"""The number of recent episodes over which returns and lengths are averaged."""
 
 
 def _episode_logs(episode: TensorDict) -> Logs:
@@ -37,7 +37,7 @@ def _info_logs(steps: TensorDict) -> Logs:
 
     The logs `rewards/<term>` and `metrics/<name>` are means over the unmasked steps. The mean of a metric also leaves
     out steps where the metric is NaN. The logs `success_rate` and `fail_rate` are means over the episodes that ended.
-    A mean without steps or episodes is NaN.
+    A mean over zero steps or episodes is NaN.
     """
     if "info" not in steps:
         return {}
@@ -61,7 +61,10 @@ def collect_logs(episode: TensorDict, steps: TensorDict) -> Logs:
 
 
 def over_ranks(logs: Logs) -> Logs:
-    """Average each log, with equal weights, over the ranks where the log is not NaN. Without such ranks, return NaN."""
+    """Average each log, with equal weights, over the ranks where the log is not NaN.
+
+    If a log is NaN on all ranks, its average is NaN.
+    """
     if world_size() == 1 or not logs:
         return logs
     values = torch.stack([log.to(torch.float64) for log in logs.values()])

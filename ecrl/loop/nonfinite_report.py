@@ -86,7 +86,9 @@ def _nonfinite_steps(steps: TensorDict) -> dict[str, Tensor]:
 
 
 def first_in_steps(run: Run, state: TensorDict, steps: TensorDict) -> FirstNonfinite | None:
-    """Return the first value in unmasked steps that is not finite. The search order is steps, fields, environments.
+    """Return the first value in unmasked steps that is not finite.
+
+    The values are ordered by step, then by field, then by environment.
 
     Args:
         run: the run.
@@ -108,7 +110,7 @@ def first_in_steps(run: Run, state: TensorDict, steps: TensorDict) -> FirstNonfi
 
 
 class Finding(NamedTuple):
-    """Value of an update that is not finite, with the fields of `FirstNonfinite`.
+    """Value that is not finite in an update, with the fields of `FirstNonfinite`.
 
     The field `place` is the position of the value in the loops of the update.
     """
@@ -149,7 +151,7 @@ def _parameters(objective: Objective, packed: Any) -> dict[str, Tensor]:
 def _gradient_step(
     objective: Objective, number: int, length: int, carry: Any, output: Any
 ) -> tuple[dict[str, int], dict[str, Tensor], dict[str, Tensor], set[str], bool]:
-    """Return the position, logs, parameters and names of gradient norms of a gradient step of `minibatch_sgd`.
+    """Describe a gradient step of `minibatch_sgd` by its position, logs, parameters and names of gradient norms.
 
     The last result is True if the minibatch has unmasked steps, and a loss, a gradient norm or a parameter is not
     finite. Only in this case does the search read the other logs, because such logs may overflow in a run without an
@@ -208,7 +210,7 @@ class _Watched(torch.autograd.Function):
 
 
 def _watched_steps(run: Run, body: Any, length: int, findings: list[Finding]) -> Callable[..., Any]:
-    """Wrap the body of a loop so that the backward pass searches its gradients, from the last step to the first.
+    """Wrap a loop's body so that the backward pass searches the gradients for NaN and infinity, last step first.
 
     The gradient with respect to the carry at step t is called the costate of step t. The gradient with respect to a
     constant, such as a parameter, contains only the contribution of step t.
@@ -244,11 +246,12 @@ def _watched_steps(run: Run, body: Any, length: int, findings: list[Finding]) ->
 def _searching_scan(run: Run, findings: list[Finding]) -> Callable[..., Any]:
     """Return a scan that runs a loop and appends the first value that is not finite to `findings`.
 
-    If a loss, a gradient norm or a parameter is not finite after a step, the scan searches the logs and the new
-    parameters of this step. The scan ignores a log that was not finite in an earlier step. In a loop other than
-    `minibatch_sgd`, a log that is neither a loss nor a gradient norm must also have an earlier value, because such logs
-    may be NaN in a run without an error. If a loop is differentiated, the scan searches the gradients of the loop. The
-    scan continues after the first finding, because the other ranks continue, too.
+    The scan looks for a step after which a loss, a gradient norm or a parameter is not finite. In this step, the scan
+    searches the logs and the new parameters. The scan ignores a log that was not finite in an earlier step. In a loop
+    other than `minibatch_sgd`, the scan also ignores a log without an earlier value, unless the log is a loss or a
+    gradient norm. The reason is that such a log may be NaN in a run without an error. If a loop is differentiated, the
+    scan searches the gradients of the loop. The scan continues after the first finding, because the other ranks
+    continue, too.
     """
     is_interleaved = isinstance(run.algorithm.iterate, Interleaved)
     around: list[int | None] = []  # for each enclosing loop, its step index, or None in `minibatch_sgd`
@@ -333,7 +336,7 @@ def search(run: Run, start: TensorDict, in_steps: bool, collected: Collected | N
     Args:
         run: the run.
         start: the state before the iteration.
-        in_steps: True to search only the collected steps, because the steps of a rank have NaN or infinity.
+        in_steps: True to search only the collected steps, which have NaN or infinity on some rank.
         collected: the results of the iteration, or None to collect the steps again.
     """
     if collected is not None and not _can_repeat(run):
@@ -399,7 +402,10 @@ _PLACES = {
 
 
 def explained(report: dict[str, Any]) -> str:
-    """Describe a report in one line: the first value that is not finite, its position, its old value and advice."""
+    """Describe a report in one line.
+
+    The line contains the first value that is not finite, its position, the last finite value and advice.
+    """
     begin = f"iteration {report['update_step']} (after {report['sample_step']} env steps)"
     problem = f"{begin}: NaN or infinity in {', '.join(report['met'])}"
     first, guard = report["found"], 'or set trainer.finite_guard to "skip" to leave such updates out'
