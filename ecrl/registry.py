@@ -13,7 +13,7 @@ Components made from equal configs have equal functions, so runs with equal conf
 - The functions of an environment, an event or a term may read every field of their config. The registry calls `make`
   once for each config, and returns the same object for equal configs.
 - The functions of a policy may read every config field except the fields marked with `InitOnly`. If two configs differ
-  only in such fields, the two policies share all functions except `init` and `init_frozen`.
+  only in `InitOnly` fields, the two policies share all functions except `init` and `init_frozen`.
 
 An installed package can register its components automatically. The package declares an entry point in the group
 `ecrl.plugins`, which names the module that registers the components.

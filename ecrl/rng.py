@@ -1,4 +1,4 @@
-"""Draw random numbers without a global state: every draw is a pure function of an int64 key.
+"""Draw random numbers without global state: every draw is a pure function of an int64 key.
 
 A tensor of shape `[*B]` contains a batch of independent keys. A draw appends the requested shape to `[*B]`, so
 `uniform(keys, (3,))` has shape `[*B, 3]`. Use each key only once, and derive new keys with `split` or `fold_in`. The

@@ -2,7 +2,7 @@
 
 Inductor's cache key is a hash of the graph, the layouts of its inputs, the torch version and inductor's settings. But
 compiled code also depends on the CPU and on the source files of this package. The name of the cache directory therefore
-contains `cpu_identity`, and inductor's settings contain `sources_hash`.
+contains the result of `cpu_identity`, and inductor's settings contain the result of `sources_hash`.
 """
 
 import atexit

@@ -119,8 +119,8 @@ def build(cfg: Config) -> Run:
     """Build a run from its config. The run's environment has auto-reset and the training events of the config.
 
     Call this function once, and pass the run to other functions. Two runs are equal and share compiled functions if
-    their configs differ only in settings that a run does not contain. Such settings are the seed, the run name, file
-    paths, the number of iterations, hyperparameters in `state["hyper"]`, and settings that only `init` reads. The run
+    their configs differ only in settings that a run does not contain. A run does not contain the seed, the run name,
+    file paths, the number of iterations, hyperparameters in `state["hyper"]`, or settings that only `init` reads. A run
     has no camera events, because `ecrl.run.video_writer` renders videos from the states.
 
     >>> from ecrl import load_config
