@@ -51,8 +51,10 @@ class Group(NamedTuple):
     """A group of parameters that one optimiser updates.
 
     Attributes:
-        name: key of the group's state in `state["opt"]`. If there is a single group, `state["opt"]` is its state.
-        paths: path prefixes of the group's parameters; None for every parameter in no other group.
+        name: key of the group's state in `state["opt"]`. If there is a single group, `state["opt"]` is the group's
+            state.
+        paths: path prefixes of the group's parameters. If None, the group has all parameters that are in no other
+            group.
         optimizer: adam, adamw, sgd or rmsprop.
         schedule: name of the learning-rate schedule; None for a constant rate.
         prefix: name prefix of the group's hyperparameters in `hyper` and of its logs.
@@ -69,7 +71,7 @@ class GroupSettings(NamedTuple):
     """Settings of one group. If a setting is None, the group uses the config's setting.
 
     Attributes:
-        learning_rate: step size, before the schedule; if None, the step size in `optimizer`, if there is one.
+        learning_rate: step size, before the schedule. If None, the group uses the step size in `optimizer`, if any.
         optimizer: optimiser and its hyperparameters.
         lr_scheduler: schedule of the learning rate.
         max_grad_norm: largest norm of the group's gradients.
@@ -89,11 +91,11 @@ def groups_of(
     paths: Mapping[str, tuple[Path, ...] | None] | None = None,
     own: Mapping[str, GroupSettings] | None = None,
 ) -> tuple[Group, ...]:
-    """Return the groups of a config: one for all parameters, or one for each name in `paths`.
+    """Return the optimiser groups of a config: one for all parameters, or one for each name in `paths`.
 
     The first group has no prefix and uses the settings of the config. The prefix of every other group is its
-    name. Such a group uses the optimiser and schedule in `own`, if any, or else the config's. Pass `own` to
-    `learning_state` too.
+    name. Such a group uses the optimiser and schedule in `own`, if any, or else the optimiser and schedule of the
+    config. Also pass `own` to `learning_state`.
 
     >>> [(group.name, group.prefix) for group in groups_of(LearningConfig(), {"actor": None, "critic": (("critic",),)})]
     [('actor', ''), ('critic', 'critic_')]
@@ -142,14 +144,14 @@ class GroupLayout(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The structure of all parameters, and the layout of each group."""
+    """Structure of all parameters, and layout of each group."""
 
     structure: Hashable
     groups: tuple[GroupLayout, ...]
 
 
 def layout_of(params: TensorDict, groups: tuple[Group, ...]) -> Layout:
-    """Assign parameters to groups, and return the layout.
+    """Assign each parameter to a group, and return the layout.
 
     Raises: ConfigError for a parameter in no group or in two, and for a path that no parameter has.
     """
@@ -308,13 +310,13 @@ def optimizer_step(
 
     Args:
         params: parameters, from `pack`.
-        grads: their gradients, from `pack`.
+        grads: gradients of the parameters, from `pack`.
         opts: optimiser states, from `pack_opt`.
         rates: learning rate of each group, 0-d.
         hyper: the hyperparameters of the state.
         layout: the layout of the groups.
         moves: 0-d bool flags by group name. A group whose flag is False keeps its parameters and its optimiser state,
-            step counter included. A group without a flag is updated.
+            including the step counter. A group without a flag is updated.
 
     Returns: the new parameters and optimiser states.
     Raises: ValueError if `moves` names a group that does not exist.
@@ -355,7 +357,7 @@ def learning_rates(state: TensorDict, groups: tuple[Group, ...]) -> dict[str, Te
 
 
 def rate_logs(rates: dict[str, Tensor], groups: tuple[Group, ...], state: TensorDict) -> Logs:
-    """Return the logs `learning_rate`, and `<prefix>learning_rate` of each group with its own rate."""
+    """Return the log `learning_rate`, and the log `<prefix>learning_rate` for each group with its own rate."""
     logs = {}
     for group in groups:
         own = f"{group.prefix}learning_rate"
@@ -382,9 +384,9 @@ def learning_state(
 ) -> dict[str, Any]:
     """Return the fields `params`, `opt` and `hyper` of a state.
 
-    An adaptive learning rate is not in `hyper`, because the update changes the rate. Adaptive rates are the state field
-    `learning_rate`, or `<prefix>learning_rate` for a group with its own rate. The algorithm's `kinds` must declare
-    these fields as counters.
+    An adaptive learning rate is not in `hyper`, because the update changes the rate. The state field `learning_rate`
+    stores an adaptive rate, or `<prefix>learning_rate` for a group with its own rate. The algorithm's `kinds` must
+    declare these fields as counters.
 
     Args:
         cfg: optimiser, schedule and clipping that groups share.
@@ -392,7 +394,7 @@ def learning_state(
         numbers: further hyperparameters by name; None values are left out.
         device: device of the hyperparameters.
         groups: the optimiser groups. If None, one group has all parameters.
-        own: settings of single groups, as for `groups_of`.
+        own: settings of individual groups, the same as for `groups_of`.
     """
     groups, own = groups_of(cfg) if groups is None else groups, own or {}
     _check_own(own, [group.name for group in groups])

@@ -65,7 +65,7 @@ def checking() -> Iterator[None]:
 
 
 def _generator_states() -> list[bytes]:
-    """Return the states of torch's global generators."""
+    """Return the states of torch's global random number generators."""
     states = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
     # inside a transform of torch.func, a new tensor has no memory that NumPy can read
     return [bytes(state.tolist()) if transforms() else state.numpy().tobytes() for state in states]
@@ -75,8 +75,8 @@ def _generator_states() -> list[bytes]:
 def _refusing_draws(label: str, keys: str) -> Iterator[None]:
     """Raise ConfigError if the block draws from torch's global generators.
 
-    While a graph is traced, nothing is drawn, and the tracer records the operation instead. Other threads may draw, and
-    so may code that restores the generator's state inside the block.
+    While a graph is traced, nothing is drawn, and the tracer records the operation instead. Other threads may draw.
+    Code inside the block may draw if it restores the generator's state.
     """
     before = [] if in_graph() else _generator_states()
     with noting_draws() as noted:
@@ -123,7 +123,7 @@ class Checked:
 
     @property
     def __name__(self) -> str:
-        """Name of the function, shown when its compilation is reported."""
+        """Name of the function, which appears in reports of its compilation."""
         return getattr(self.fn, "__name__", type(self.fn).__name__)
 
     def __call__(self, *args: Any) -> Any:
@@ -160,7 +160,7 @@ def check_arguments(label: str, fn: Any, *names: str, note: str = "") -> None:
 
 
 def check_functions(policy: Policy) -> None:
-    """Raise ConfigError if a policy's function takes the wrong arguments, or if unit is 'sequence' without memory."""
+    """Raise ConfigError if a function takes the wrong arguments, or if a policy of unit 'sequence' has no memory."""
     is_sequence, label = policy.unit == "sequence", policy_label(policy)
     if is_sequence and policy.init_carry is no_carry:
         raise ConfigError(
@@ -181,7 +181,7 @@ def policy_label(policy: Policy) -> str:
 
 
 def returned(label: str, out: Any, *names: str) -> Any:
-    """Return the result of a function. Raise ConfigError unless the result has one value per name."""
+    """Return the result `out` of a function. Raise ConfigError unless the result has one value per name."""
     if not isinstance(out, tuple | list) or len(out) != len(names):
         values = f"{len(out)} values" if isinstance(out, tuple | list) else described(out)
         raise ConfigError(f"{label} returns {values}, expected {len(names)}: ({', '.join(names)}); return these values")
@@ -224,7 +224,7 @@ def check_fields(label: str, before: TensorDict, after: Any, what: str = "state"
 
 
 def _batch_of(obs: Any, space: Space) -> list[int]:
-    """Return the sizes of the batch axes of observations of a space."""
+    """Return the sizes of the batch axes of observations, which precede the axes of the observation space."""
     while isinstance(space, Dict):
         name, space = space.items[0]
         obs = obs[name]
@@ -258,7 +258,7 @@ def _check_init(label: str, args: tuple[Any, ...], out: Any) -> None:
 
 
 def _check_first(label: str, args: tuple[Any, ...], out: Any, what: str) -> None:
-    """Check the initial memory or exploration state of an episode. `what` names the checked tree."""
+    """Raise ConfigError if an episode's initial memory or exploration state is wrong. `what` names the checked tree."""
     if not isinstance(out, TensorDictBase):
         raise ConfigError(f"{label} returns {described(out)}, expected the {what} as a TensorDict; return one")
     _check_rows(label, what, _leaves(out), [args[1]])
@@ -299,7 +299,7 @@ def _check_action(label: str, action: Any, batch: list[int], space: Space) -> No
         return
     dtype, shape = element_dtype(space), [*batch, *element_shape(space)]
     is_right = isinstance(action, Tensor) and list(action.shape) == shape
-    # an action of a Box may have the dtype of the network, such as float64
+    # a Box action may have the dtype of the network, such as float64
     if not is_right or not (action.is_floating_point() if isinstance(space, Box) else action.dtype == dtype):
         expected = f"{dtype} {shape} for a {type(space).__name__} action space".removeprefix("torch.")
         raise ConfigError(f"{label} returns action as {described(action)}, expected {expected}; return such a tensor")
@@ -387,7 +387,7 @@ def _check_q(label: str, args: tuple[Any, ...], out: Any) -> None:
 
 
 def checked_policy(policy: Policy, observation_space: Space, action_space: Space) -> Policy:
-    """Return a policy whose functions are checked inside `checking`."""
+    """Return a copy of a policy whose functions are checked inside a `checking` block."""
     label, required = policy_label(policy), ("action",)
     required = required if policy.evaluate is None else (*required, "sample_log_prob")
     value = _check_sequence_value if policy.unit == "sequence" else _check_value

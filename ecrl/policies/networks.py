@@ -1,7 +1,7 @@
 """Turn modules into pure functions, and build networks from a config block `{"type": "mlp", "network_cfg": {...}}`.
 
-`type` is the name of a registered function `make(cfg, space, outputs) -> nn.Module`. `make_network` turns the module
-into pure functions.
+`type` is the name of a registered function `make(cfg, space, outputs) -> nn.Module`. `make_network` turns the returned
+module into pure functions.
 """
 
 from collections.abc import Callable, Iterator
@@ -69,7 +69,7 @@ _DROPOUTS = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 
 
 def _varies(layer: nn.Module) -> bool:
-    """Return True if a layer, in its current mode, depends on more than its weights and one observation."""
+    """Return True if a layer's output, in its current mode, depends on more than its weights and one observation."""
     if isinstance(layer, _BATCH_NORMS):
         return layer.training or layer.running_mean is None
     if isinstance(layer, _INSTANCE_NORMS):
@@ -151,7 +151,7 @@ def pure(make: Callable[[], nn.Module], name: str, bf16: bool) -> Pure:
     constants, first = _constants(module, trained), {}
     tied = {n: first.setdefault(id(w), n) for n, w in module.named_parameters(remove_duplicate=False)}
     tied = {name: shared for name, shared in tied.items() if name != shared}
-    module = deepcopy(module).to("meta")  # a copy, because `make` may keep the module; calls pass the weights
+    module = deepcopy(module).to("meta")  # a copy, because `make` may keep the module. Calls pass the weights.
     caller, lock = _MethodCaller(module), RLock()
 
     def init() -> TensorDict:

@@ -1,4 +1,4 @@
-"""Adapt Gymnasium environments to `Env`. Part of a Gymnasium environment's state is in Python objects."""
+"""Adapt Gymnasium environments to `Env`. Python objects hold part of the state of a Gymnasium environment."""
 
 import sys
 from collections.abc import Callable
@@ -212,7 +212,7 @@ def _state(outcome: Outcome, spaces: tuple[Space, Space], like: Tensor) -> Tenso
         if not isinstance(obs, TensorDict) or MASK not in obs:
             mask = {MASK: allowed(outcome.masks, nvec)}
             obs, final = (_parts(x, n).update(mask) for x in (obs, final))
-        done = outcome.terminated | outcome.truncated  # with `counts`, the next step ignores its action and mask
+        done = outcome.terminated | outcome.truncated  # with `counts`, the next step ignores the action and the mask
         check_allowed(obs[MASK] | done.unsqueeze(-1) if outcome.counts is not None else obs[MASK], nvec)
     fields = {
         "obs": obs,

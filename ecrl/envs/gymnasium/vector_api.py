@@ -97,7 +97,7 @@ def vector_of(spaces: tuple, ask: Callable[[str, Any], Sequence[tuple]], close: 
 
 
 def serial(env_id: str, kwargs: dict[str, Any], num_envs: int) -> Vector:
-    """Open environments in this process, which resets and steps them one after the other."""
+    """Open environments in this process. The returned `Vector` resets and steps one environment after the other."""
     envs: list[gymnasium.Env] = []
 
     def ask(command: str, values: Sequence[Any]) -> list[tuple]:
