@@ -94,7 +94,7 @@ def init(cfg: APGConfig, run: Run, key: Tensor) -> dict[str, Any]:
 def _step(
     run: Run, world: _World, at: tuple[Any, Any, Tensor | None], params: TensorDict, initial: TensorDict
 ) -> tuple[_World, tuple[TensorDict, Tensor]]:
-    """Step every environment. Return the next memory and environment state, the transition, and the entropy `[N]`.
+    """Take a step in every environment. Return the next memory and environment state, the transition, and the entropy.
 
     No gradient flows back beyond a step whose `is_first` is True. Without segments, `is_first` is None.
     """
@@ -179,8 +179,7 @@ def collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
 
 
 class Iterate(NamedTuple):
-    """Callable `iterate` of APG. The function in its field `collect` takes the steps of an iteration without learning.
-    """
+    """Callable `iterate` of APG. Its function `collect` takes the steps of an iteration without learning."""
 
     collect: Collect = collect
 

@@ -60,7 +60,7 @@ class Static(NamedTuple):
         world_size: number of ranks.
         skips_nonfinite: True if gradient steps with NaN or infinity are skipped (`trainer.finite_guard: skip`).
         row_steps: number of steps in each row of a minibatch. For a policy of unit "step", this number is 1. For unit
-            "sequence", it is the algorithm's `segment_length`, or `buffer_size` by default.
+            "sequence", the number is the algorithm's `segment_length`, or `buffer_size` by default.
         phase: phase of the iteration (`Algorithm.phase`), or None if the algorithm has no phases.
     """
 
@@ -77,7 +77,7 @@ class Run(NamedTuple):
 
     Attributes:
         env: environment with auto-reset and events.
-        policy: policy for the spaces of the environment.
+        policy: policy for the environment's observation space and action space.
         algorithm: algorithm that trains the policy.
         jit: `jit(fn, *static)` binds static arguments to `fn` and may compile it.
         scan: loop over time, for functions that `jit` may compile.
@@ -112,14 +112,15 @@ class Algorithm:
             this iteration. The loop computes statistics and logs from the batch's `steps`, of shape `[N, T + 1]`. Every
             other field of `writes` has the name of a buffer, and holds the buffer's new `rows` and the `index` of each
             row. To record training videos, `iterate` needs an attribute `collect` (see `collect_of`).
-        kinds: kinds of the algorithm's own fields (`ecrl.algorithms.state_kinds`).
+        kinds: kinds of the state fields that the algorithm adds (see `ecrl.algorithms.state_kinds`).
         group_size: number of consecutive environments that share their starts and their noise.
-        gradient_steps: static -> number of gradient steps per iteration. `trainer.compile: auto` uses this number to
-            estimate whether compiling shortens the run. If `gradient_steps` is None, `auto` always compiles.
+        gradient_steps: function from `Static` to the number of gradient steps per iteration. `trainer.compile: auto`
+            uses this number to estimate whether compiling shortens the run. If `gradient_steps` is None, `auto` always
+            compiles.
         as_one: True if an iteration works only on tensors, and may be compiled as one graph.
-        phase: sample_step -> the phase of the next iteration, such as "collect" or "learn". The loop calls `phase` in
-            Python, with the number of environment steps so far over all ranks. `iterate` reads the result from
-            `run.static.phase`, and may run different code in each phase. Each phase is compiled once. Bind
+        phase: function from sample_step to the phase of the next iteration, such as "collect" or "learn". The loop
+            calls `phase` in Python, with the number of environment steps so far over all ranks. `iterate` reads the
+            result from `run.static.phase`, and may run different code in each phase. Each phase is compiled once. Bind
             hyperparameters of the config, such as `learning_starts`, with `partial`.
         name: name under which the algorithm is registered, for error messages.
     """
@@ -137,7 +138,7 @@ class Algorithm:
 
 @dataclass(frozen=True)
 class OnPolicy:
-    """An `iterate` that collects steps with the current policy and learns only from these steps (see `on_policy`)."""
+    """Callable `iterate` that collects steps with the current policy and learns only from them (see `on_policy`)."""
 
     collect: Collect
     update: Update
@@ -187,7 +188,7 @@ def batch_of(steps: TensorDict) -> TensorDict:
 
 
 def learn(update: Update, run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:
-    """Call `update(run, state, batch)`, compiled as one function if the algorithm allows it."""
+    """Call `update(run, state, batch)`, compiled as one function if the algorithm sets `as_one`."""
     if not run.algorithm.as_one:
         return _updated(update, run, state, batch)
     changed, logs = run.jit(_learn, update, run)(state, batch)
@@ -248,7 +249,7 @@ def counted_after(run: Run, state: TensorDict, executed: Tensor | None) -> dict[
     If the environment does not report `executed`, every action is one step, and the result has no `decision_step`.
 
     Args:
-        run: the run, whose `static` has the sizes.
+        run: the run, whose `static` gives the numbers of steps, environments and ranks.
         state: state with the counters before the iteration.
         executed: the field `executed` of this rank's steps, with 0 as padding.
 
@@ -303,7 +304,7 @@ def max_truncations(env: Env, steps: int) -> int:
 
 
 def _collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
-    """Collect a batch. Return the new state fields `env`, `episode` and, if present, `carry`, and return the batch."""
+    """Collect a batch. Return the new state fields (`env`, `episode` and any `carry`) and the batch."""
     env_keys, action_keys = step_keys(run, state)
     params, before = policy_params(state), state.get("carry", TensorDict({}, []))
     carry, env_state, batch = collect_rollout(
@@ -358,7 +359,7 @@ def _restart(run: Run, key: Tensor, step: Tensor, env_state: TensorDict) -> Tens
 
 @dataclass(frozen=True)
 class _FromReset:
-    """Callable that `from_reset` returns, compared by value."""
+    """Callable that `from_reset` returns. Instances are compared by value."""
 
     collect: Collect
 
@@ -384,7 +385,7 @@ def standardize_over_ranks(x: Tensor, mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _WithScaledRewards:
-    """Callable that `with_scaled_rewards` returns, compared by value."""
+    """Callable that `with_scaled_rewards` returns. Instances are compared by value."""
 
     update: Update
 
@@ -422,7 +423,8 @@ def scaled_rewards(state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Te
 def reward_norm_init(num_envs: int, device: torch.device) -> TensorDict:
     """Return the initial statistics of `scaled_rewards`, for the field `norm` of the state.
 
-    `moments` holds the moments of discounted returns, and `running` the discounted returns `[N]` of current episodes.
+    `moments` holds the moments of discounted returns, and `running` holds the discounted returns `[N]` of current
+    episodes.
     """
     running = torch.zeros(num_envs, device=device)
     return TensorDict({"reward": {"moments": moments_init((), device), "running": running}}, [])

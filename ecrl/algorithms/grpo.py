@@ -88,7 +88,7 @@ def check_groups(run: Run, cfg: GRPOConfig) -> None:
 def init(cfg: GRPOConfig, run: Run, key: Tensor) -> dict[str, Any]:
     """Return parameters, optimiser state, hyperparameters and, if `kl_coef` is not 0, the reference parameters.
 
-    The reference keeps its own observation statistics, so that the reference policy stays the same function.
+    The reference keeps its own observation statistics, so that new statistics do not change the reference policy.
     """
     check_groups(run, cfg)
     check_log_prob(run.policy, "grpo")

@@ -1,4 +1,4 @@
-"""Stochastic gradient descent on minibatches, which several algorithms use, and the config of its minibatches.
+"""Stochastic gradient descent on minibatches, and its config, for use in several algorithms.
 
 `minibatch_epochs` learns from the steps of a batch. `minibatch_sgd` learns from rows of any kind.
 
@@ -128,7 +128,7 @@ def shuffled(keys: Tensor, sizes: Sequence[int], width: int) -> tuple[Tensor, Te
     return index.flatten(0, 1), real.expand(len(keys), -1, -1).flatten(0, 1)
 
 
-@cache  # warns once
+@cache  # each warning appears only once
 def _at_most(key: str, value: int, most: int, unit: str) -> int:
     if value > most:
         text = f"algorithm.cfg.{key} {value} is above the rollout's {most} {unit}; using {most}"
@@ -146,7 +146,7 @@ def check_batch_size(cfg: MinibatchConfig | SGD, length: int) -> None:
 
 
 def sizes_of(cfg: MinibatchConfig | SGD, rows: int, length: int = 1) -> list[int]:
-    """Return the number of rows of each minibatch of a pass.
+    """Return the number of rows in each minibatch of one pass.
 
     With `batch_size`, the last minibatch may be smaller. With `num_minibatches`, all minibatches are nearly equal. A
     setting above the size of the rollout is lowered to this size, with one warning. A row has `length` steps and is
@@ -202,7 +202,7 @@ def _chunk_gradients(
 def _add_chunk(
     of: Objective, total: Packed, rows_of_chunk: tuple[Tensor, Tensor, dict[str, Tensor]], *rest: Any
 ) -> tuple[Packed, tuple[Tensor, Logs]]:
-    """Add the gradients of a chunk, times its count, to the total, as the body of a scan over chunks."""
+    """Add a chunk's gradients, weighted by its count, to the total. The function is the body of a scan over chunks."""
     grads, (count, logs) = _chunk_gradients(of, rows_of_chunk, *rest)
     return mapped(lambda t, g: t + g * count, total, grads), (count, logs)
 
@@ -243,9 +243,9 @@ def _gradient_step(
 ) -> tuple[_Carry, tuple[Tensor, Tensor, Logs]]:
     """Take one step of every optimiser on one minibatch.
 
-    Return the new (params, opt, rates, stopped), and the count, `stopped` and logs of the step. Steps change neither
-    parameters nor optimiser state from the first step whose distance exceeds the limit. This first step still adapts an
-    adaptive learning rate. If the run skips nonfinite steps, a step with NaN or infinity changes nothing.
+    Return the new carry (params, opt, rates, stopped), and the count, `stopped` and logs of the step. From the first
+    step whose distance exceeds the limit, parameters and optimiser state no longer change. This first step still adapts
+    an adaptive learning rate. If the run skips nonfinite steps, a step with NaN or infinity changes nothing.
     """
     params, opts, rates, stopped = carry
     grads, (count, logs) = _gradients(of, params, chosen, fixed, rows, hyper)
@@ -307,10 +307,10 @@ def minibatch_epochs(
         batch: the batch that `collect` returned. A policy of unit "sequence" learns from the whole step sequence of an
             environment or from its segments, and other policies learn from single steps.
         fields: fields that the algorithm adds to the steps, `[N, T]`: a bool `mask`, True for the steps to learn from,
-            and others such as advantages. The policy's `act` may not return fields of the same names.
-        loss: (run, params, minibatch, mask, hyper) -> loss and logs. `minibatch` has rows of `rows_of` with `fields`,
-            for `run.policy.evaluate_rows` and `value_rows`. The minibatch's `sample_log_prob` is summed over the tokens
-            of an action.
+            and other fields such as advantages. The policy's `act` may not return fields of the same names.
+        loss: (run, params, minibatch, mask, hyper) -> loss and logs. `minibatch` has rows from `rows_of`, which include
+            `fields`. Pass the minibatch to `run.policy.evaluate_rows` and `value_rows`. The minibatch's
+            `sample_log_prob` is summed over the tokens of an action.
         sgd: same as for `minibatch_sgd`. The remaining arguments and the result are also the same as for
             `minibatch_sgd`.
     """
@@ -335,8 +335,8 @@ def minibatch_sgd(
         run: the run.
         state: state with `params`, `opt`, `hyper`, `norm`, `key`, `update_step` and `iterations`, with `learning_rate`
             if the rate is adaptive, and optionally with `frozen_params`.
-        rows: `[M]`, with a bool `mask` that is False for rows to ignore, if there are any. The rows of a policy of unit
-            "sequence" have a `mask` of shape `[M, T]`, and a minibatch never splits a row.
+        rows: TensorDict `[M]`. If some rows must be ignored, `rows` has a bool `mask` that is False for these rows. The
+            rows of a policy of unit "sequence" have a `mask` of shape `[M, T]`, and a minibatch never splits a row.
         loss: (run, params, minibatch, mask, hyper) -> 0-d loss and logs, all means over the elements whose `mask` is
             True. `params` include the observation statistics and the frozen parameters. If the means are over another
             number of elements, return this number as the log `count`.
@@ -345,13 +345,13 @@ def minibatch_sgd(
             receives a whole minibatch, while `loss` may receive a minibatch in several chunks.
         distance: name of the log that measures how far the policy moved from the policy that collected the rows.
             Adaptive rates need this log.
-        limit: name of a hyperparameter in `hyper`. Once the distance exceeds its value, the remaining steps are
-            skipped.
+        limit: name of a hyperparameter in `hyper`. Once the distance exceeds the value of this hyperparameter, the
+            remaining steps are skipped.
 
     Returns: the state with new `params`, `opt` and `learning_rate`, and the logs. The logs contain the logs of the loss
         function, `loss`, gradient norms, learning rates and, if there is a limit, `skipped_frac`. If
         `trainer.finite_guard` is "skip", a step whose gradients or new parameters hold NaN or infinity changes nothing.
-        `skipped_steps` counts these steps.
+        The log `skipped_steps` counts such steps.
     """
     hyper, params, opt = (cast(TensorDict, state[key]) for key in ("hyper", "params", "opt"))
     length = prod(rows["mask"].shape[1:]) if "mask" in rows else 1

@@ -1,4 +1,4 @@
-"""Optimisers over named groups of parameters.
+"""Optimise named groups of parameters.
 
 Each group has its own optimiser, clipping norm, learning rate and schedule, and its own state with a step counter. The
 parameters of a group are packed into one vector per dtype, because few large tensors are faster to update than many
@@ -68,7 +68,7 @@ class Group(NamedTuple):
 
 
 class GroupSettings(NamedTuple):
-    """Settings of one group. If a setting is None, the group uses the config's setting.
+    """Settings of one optimiser group. If a setting is None, the group uses the config's setting.
 
     Attributes:
         learning_rate: step size, before the schedule. If None, the group uses the step size in `optimizer`, if any.
@@ -130,7 +130,7 @@ class GroupLayout(NamedTuple):
 
     Attributes:
         group: the group.
-        index: positions of the group's parameters among the leaves of all parameters, in order of path.
+        index: positions of the group's parameters among the leaves of all parameters, in the order of the paths.
         shapes: shape of each parameter.
         networks: first key of each parameter's path.
         vectors: pairs of a dtype and the positions, in `index`, of the parameters in the vector of this dtype.
@@ -261,7 +261,8 @@ def unpack_opt(packed: Packed, opt: TensorDict, layout: Layout) -> TensorDict:
 def optimizer_init(params: TensorDict, groups: tuple[Group, ...]) -> TensorDict:
     """Return the initial optimiser state, for the field `opt` of the state.
 
-    With one group, the result is the state of its optimiser. With several groups, the result is `{group: state}`.
+    With one group, the result is the state of the group's optimiser. With several groups, the result is
+    `{group: state}`.
 
     >>> params = TensorDict({"actor": {"w": torch.zeros(2)}, "critic": {"w": torch.zeros(2)}}, [])
     >>> list(optimizer_init(params, groups_of(LearningConfig(), {"actor": None, "critic": (("critic",),)})).keys())
@@ -367,7 +368,7 @@ def rate_logs(rates: dict[str, Tensor], groups: tuple[Group, ...], state: Tensor
 
 
 def optimizer_numbers(cfg: OptimizerConfig) -> dict[str, float]:
-    """Return the hyperparameters of an optimiser for `hyper`, except the learning rate."""
+    """Return the entries of an optimiser for `hyper`: all hyperparameters except the learning rate."""
     numbers: dict[str, Any] = {name: getattr(cfg.kwargs, name) for name in USED[cfg.name]}
     if "betas" in numbers:
         numbers["beta1"], numbers["beta2"] = numbers.pop("betas")
@@ -391,7 +392,7 @@ def learning_state(
     Args:
         cfg: optimiser, schedule and clipping that groups share.
         params: the parameters.
-        numbers: further hyperparameters by name; None values are left out.
+        numbers: mapping from the names of further hyperparameters to their values. None values are left out.
         device: device of the hyperparameters.
         groups: the optimiser groups. If None, one group has all parameters.
         own: settings of individual groups, the same as for `groups_of`.

@@ -66,7 +66,7 @@ def adapted_rate(rate: Tensor, distance: Tensor, numbers: TensorDict) -> Tensor:
 
     Args:
         rate: current learning rate, 0-d.
-        distance: how far the policy moved, measured by the algorithm, 0-d.
+        distance: distance by which the policy moved, as measured by the algorithm, 0-d.
         numbers: the parameters of the schedule: the desired distance (key `DESIRED_DISTANCE`, in the unit of
             `distance`), `factor`, `min_rate` and `max_rate`.
 

@@ -62,7 +62,7 @@ def kind_of(path: Path, kinds: Kinds) -> Kind:
 
 
 def leaf_kinds(state: TensorDict, kinds: Kinds) -> dict[Path, Kind]:
-    """Return the kind of every leaf by its path. Raise ConfigError for a leaf without a kind."""
+    """Return a dict from the path of every leaf to the leaf's kind. Raise ConfigError for a leaf without a kind."""
     return {path: kind_of(path, kinds) for path in paths(flatten(state)[1])}
 
 

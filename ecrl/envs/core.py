@@ -74,7 +74,7 @@ class Env:
             closed or have taken further steps.
         carry_over: maps (start of the next episode, last state of the ended episode) to the start state that is used.
             This start state keeps the values that outlast an episode, such as a mass that a startup event drew.
-        scene: the simulation of a MuJoCo task, which events may change. None for other environments.
+        scene: the simulation of a MuJoCo task, which events may change, or None for other environments.
         min_truncation_gap: number of the first step that may truncate its episode. Two truncations of one copy are
             therefore at least this many steps apart. Use 1 if the gap is unknown, and `NEVER` if `step` never
             truncates. `time_limit` lowers the gap to `max_episode_steps`. The gap must hold for every state that events

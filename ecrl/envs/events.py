@@ -3,8 +3,8 @@
 An event changes the state in addition to the dynamics. For example, an event draws a physical constant. To define an
 event, register a function `make(cfg)` that returns a function `apply`. `apply(state, keys)` returns the state after the
 event happened in every environment of the batch. `apply` is a pure function of the state and of one int64 key per
-environment. This module decides when an event happens, and selects the environments with `where`. Events can therefore
-run inside compiled and vmapped rollouts.
+environment. This module decides when an event happens, and selects the affected environments with `where`. Events can
+therefore run inside compiled and vmapped rollouts.
 """
 
 from collections.abc import Callable, Mapping
@@ -66,8 +66,8 @@ def _apply_event(env: Env, event: _Event, state: TensorDict, keys: Tensor, selec
 def make_event(event: EventConfig, scene: Any, label: str) -> Apply:
     """Return the `apply` function of an event. If the event's `make` takes a second argument, `make` receives `scene`.
 
-    Raises: ConfigError that begins with `label`, if the event needs a scene and `scene` is None, or if its settings do
-        not fit the scene.
+    Raises: ConfigError whose message begins with `label`, if the event needs a scene and `scene` is None, or if its
+        settings do not fit the scene.
     """
     make = lookup("event", event.func).make
     needs_scene = len(signature(make).parameters) > 1
@@ -127,10 +127,10 @@ def with_events(env: Env, events: Mapping[str, EventConfig], where: str = "train
     `reset`, and `key` is the key of the startup events. Events do not change the fields reward, terminated, truncated,
     info, mask, executed, final_obs and elapsed. After an event, `env.observe` recomputes the observation.
 
-    An event may change a field so that the environment truncates episodes earlier. The Config of such an event needs a
-    property `min_truncation_gap`, the first step that may truncate an episode. The returned environment has the
-    smallest gap of `env` and the events. Events cannot shorten the limit of `time_limit`, because `elapsed` is hidden
-    from events.
+    An event may change a field so that the environment truncates episodes earlier. The config class of such an event
+    needs a property `min_truncation_gap`, the first step that may truncate an episode. The gap of the returned
+    environment is the smallest gap among `env` and the events. Events cannot shorten the limit of `time_limit`, because
+    `elapsed` is hidden from events.
 
     If `events` is empty, `env` itself is returned. Error messages begin with the config section `where` and the name of
     the event.

@@ -30,7 +30,7 @@ def _zero_action(space: Space, batch: torch.Size) -> Tensor:
 
 
 def _field_types(state: Any, batch: torch.Size, call: str) -> dict[str, str]:
-    """Return the dtype and shape of each tensor in a state, by dotted name. Error messages begin with `call`."""
+    """Map the dotted name of each tensor in a state to its dtype and shape. Error messages begin with `call`."""
     if not isinstance(state, TensorDictBase):
         raise ConfigError(f"{call} returns {type(state).__name__}, expected {_STATE}")
     if state.batch_size != batch:
@@ -41,7 +41,7 @@ def _field_types(state: Any, batch: torch.Size, call: str) -> dict[str, str]:
 
 
 def _obs_types(space: Space, name: str, batch: torch.Size) -> dict[str, tuple[str, ...]]:
-    """Return the allowed dtypes and shapes of each observation tensor, by dotted name.
+    """Map the dotted name of each observation tensor to its allowed dtypes and shapes.
 
     An action mask may also be bool.
     """

@@ -45,7 +45,7 @@ def categorical_sample(logits: Tensor, noise: Tensor) -> Tensor:
 
     Args:
         logits: `[*B, K]` float.
-        noise: `[*B, K]` float, standard Gumbel.
+        noise: `[*B, K]` float, standard Gumbel noise.
 
     Returns: int64 `[*B]`.
     Gradient: none.
@@ -171,7 +171,7 @@ def multi_discrete_sample(logits: Tensor, noise: Tensor, *, nvec: tuple[int, ...
 
     Args:
         logits: `[*B, sum(nvec)]` float.
-        noise: `[*B, sum(nvec)]` float, standard Gumbel.
+        noise: `[*B, sum(nvec)]` float, standard Gumbel noise.
         nvec: number of choices per component.
 
     Returns: int64 `[*B, len(nvec)]`.

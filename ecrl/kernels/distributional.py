@@ -94,7 +94,7 @@ def categorical_target(
         categorical_project(next_probs, atoms, support)
 
     Args:
-        reward: `[*B]` float, reward units.
+        reward: `[*B]` float, in reward units.
         next_probs: `[*B, K]` float, return distribution of the next state and the next action.
         terminated: `[*B]` bool.
         support: `[K]` float, returns in ascending order.
@@ -153,7 +153,7 @@ def categorical_q_target(
         categorical_target(reward, softmax(next_logits[a*]), terminated, support)
 
     Args:
-        reward: `[*B]` float, reward units.
+        reward: `[*B]` float, in reward units.
         next_logits: `[*B, A, K]` float, logits of each action's return distribution in the next state, from the target
             network.
         next_q_selector: `[*B, A]` float, means of the return distributions that the target network predicts. For the
@@ -249,7 +249,7 @@ def quantile_q_target(
         reward + gamma * next_quantiles[a*] * not terminated
 
     Args:
-        reward: `[*B]` float, reward units.
+        reward: `[*B]` float, in reward units.
         next_quantiles: `[*B, A, K]` float, quantiles of all actions in the next state, from the target network.
         next_q_selector: `[*B, A]` float, means of the quantiles that the target network predicts. For the target of
             Double DQN, pass the means from the online network instead.

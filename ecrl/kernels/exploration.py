@@ -1,6 +1,6 @@
 """Exploration by random actions, and by noise that is added to actions.
 
-The kernels take random numbers as an argument. Draw the random numbers by `ecrl.rng` with one key per environment, so
+The kernels take random numbers as an argument. Draw the random numbers with `ecrl.rng` and one key per environment, so
 that environments explore independently. If noise depends on earlier steps, the kernel takes the state of the noise as
 an argument and returns the new state. Half-precision inputs are converted to float32, and results are converted back to
 half precision.
@@ -69,7 +69,7 @@ def epsilon_greedy(q: Tensor, noise: Tensor, *, epsilon: Scalar) -> Tensor:
 
     Args:
         q: `[*B, A]` float, Q-values.
-        noise: `[*B, A]` float, standard Gumbel.
+        noise: `[*B, A]` float, standard Gumbel noise.
         epsilon: probability of a random action, or a `[*B]` tensor with the probability for each row.
 
     Returns: int64 `[*B]`.
@@ -95,7 +95,8 @@ def gaussian_action(action: Tensor, noise: Tensor, low: Scalar, high: Scalar, *,
 
     Args:
         action: `[*B, D]` float, actions of a deterministic policy.
-        noise: `[*B, D]` float, standard normal. To add correlated noise, pass the result of `ou_noise` or `held_noise`.
+        noise: `[*B, D]` float, standard normal noise. To add correlated noise, pass the result of `ou_noise` or
+            `held_noise`.
         low: lower bound of the action, a number or a tensor that broadcasts to `action`.
         high: upper bound of the action, a number or a tensor that broadcasts to `action`.
         std: standard deviation of the noise in the units of `action`, or a `[*B]` tensor with one value per row.
@@ -125,7 +126,7 @@ def ou_noise(state: Tensor, noise: Tensor, *, theta: Scalar, sigma: Scalar, dt: 
 
     Args:
         state: `[*B, D]` float, the result of the previous call.
-        noise: `[*B, D]` float, standard normal.
+        noise: `[*B, D]` float, standard normal noise.
         theta: rate at which the process drifts back to 0, per unit of time.
         sigma: volatility, in the units of `state` per square root of the unit of time.
         dt: duration of one step, in the unit of time.
@@ -160,7 +161,7 @@ def held_noise(held: Tensor, steps_left: Tensor, noise: Tensor, duration: int | 
         duration: the number of steps for which new noise is kept. Pass an integer, or an int64 `[*B]` tensor, for
             example of random durations.
 
-    Returns: `noise` `[*B, D]` in the dtype that `held` and `noise` promote to, and `steps_left` `[*B]`.
+    Returns: `noise` of shape `[*B, D]` in the common dtype of `held` and `noise`, and `steps_left` of shape `[*B]`.
     Gradient: flows through `held` and `noise`.
     Raises: ValueError naming the arguments whose shapes do not match.
     Source: Dabney et al. 2020, arXiv:2006.01782 (random durations); Raffin et al. 2020, arXiv:2005.05719 (fixed

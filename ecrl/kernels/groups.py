@@ -21,7 +21,7 @@ def group_advantages(score: Tensor, mask: Tensor, *, group_size: int, eps: Scala
         advantage = (score - mean_g(score)) / (std_g(score) + eps)        mean and std over unmasked members
 
     Args:
-        score: `[N, *F]` float, reward units. Masked entries may hold any value, including NaN.
+        score: `[N, *F]` float, in reward units. Masked entries may hold any value, including NaN.
         mask: `[N, *F]` bool.
         group_size: number of members per group, at least 2 and a divisor of N.
         eps: constant added to the standard deviation, in reward units.

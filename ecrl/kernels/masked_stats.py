@@ -41,8 +41,9 @@ def standardize(x: Tensor, mask: Tensor, *, eps: Scalar, total: Callable[[Tensor
 
         (x - mean) / max(std, eps)        std divides by max(count - 1, 1)
 
-    If the unmasked entries differ only by rounding, all entries become 0. Entries differ only by rounding if their
-    standard deviation is at most |mean| times the dtype's eps, or at most an eighth of the mean's rounding error.
+    If the unmasked entries differ only by rounding, all entries become 0. Entries count as equal up to rounding if
+    their standard deviation is at most |mean| times the dtype's eps. The entries also count as equal if the standard
+    deviation is at most an eighth of the mean's rounding error.
 
     Args:
         x: `[*B]` float.

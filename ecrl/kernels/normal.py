@@ -44,7 +44,7 @@ def normal_sample(mean: Tensor, log_std: Tensor, noise: Tensor) -> Tensor:
     Args:
         mean: `[*B, A]` float.
         log_std: log standard deviation, in a shape that broadcasts to `mean`.
-        noise: `[*B, A]` float, standard normal.
+        noise: `[*B, A]` float, standard normal noise.
 
     Returns: `[*B, A]`.
     Gradient: flows through `mean`, `log_std` and `noise`.
@@ -168,7 +168,7 @@ def tanh_normal_sample(mean: Tensor, log_std: Tensor, noise: Tensor) -> Squashed
     Args:
         mean: `[*B, A]` float, mean of the Gaussian before tanh.
         log_std: log standard deviation, in a shape that broadcasts to `mean`.
-        noise: `[*B, A]` float, standard normal.
+        noise: `[*B, A]` float, standard normal noise.
 
     Returns: `action` and `latent`, each `[*B, A]`.
     Gradient: flows through `mean`, `log_std` and `noise`.

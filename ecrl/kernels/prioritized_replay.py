@@ -45,7 +45,7 @@ def replay_add_priority(replay: Replay, tree: Tensor, largest: Tensor, *, steps:
         stack: number of frames in an observation, 1 without frame stacking.
 
     Returns: `TreeWrites`.
-    Gradient: none; the arguments are detached.
+    Gradient: none, because the arguments are detached.
     Raises: ValueError if the tree is too small, if `steps`, `n` or `stack` is below 1, or if the ring has fewer than
         `steps + n + stack` steps.
     Source: Schaul et al. 2016, arXiv:1511.05952, algorithm 1, line 6.
@@ -96,7 +96,7 @@ def replay_prioritized_index(tree: Tensor, keys: Tensor) -> tuple[Tensor, Tensor
         keys: `[B]` int64, one key of `ecrl.rng` for each draw.
 
     Returns: the indices of the rows, int64 `[B]`, and the rows' probabilities, float64 `[B]`.
-    Gradient: none; `tree` is detached.
+    Gradient: none, because `tree` is detached.
     Raises: ValueError if `keys` is not `[B]`, or if `tree` is not `[2 * P]`.
     Source: Schaul et al. 2016, arXiv:1511.05952, eq. 1 and appendix B.2.1.
 
@@ -133,7 +133,7 @@ def replay_set_priority(
             never drawn again.
 
     Returns: `TreeWrites` and the new `largest`.
-    Gradient: none; the arguments are detached.
+    Gradient: none, because the arguments are detached.
     Raises: ValueError if shapes differ, if a hyperparameter is not 0-d, or if `tree` is not `[2 * P]`.
     Source: Schaul et al. 2016, arXiv:1511.05952, sec. 3.3 (proportional variant) and algorithm 1.
 

@@ -50,7 +50,7 @@ def q_target(reward: Tensor, next_q: Tensor, terminated: Tensor, *, gamma: Scala
         reward + gamma * max_a(next_q[a]) * not terminated
 
     Args:
-        reward: `[*B]` float, reward units.
+        reward: `[*B]` float, in reward units.
         next_q: `[*B, A]` float, Q-values of all actions in the next state. In DQN, the target network computes
             `next_q`.
         terminated: `[*B]` bool.
@@ -79,7 +79,7 @@ def double_q_target(
         reward + gamma * next_q[a*] * not terminated
 
     Args:
-        reward: `[*B]` float, reward units.
+        reward: `[*B]` float, in reward units.
         next_q: `[*B, A]` float, Q-values of all actions in the next state, from the target network.
         next_q_selector: `[*B, A]` float, Q-values of all actions in the next state, from the online network.
         terminated: `[*B]` bool.
@@ -111,7 +111,7 @@ def expected_q_target(
     The Q-value of an action with probability 0 is not read.
 
     Args:
-        reward: `[*B]` float, reward units.
+        reward: `[*B]` float, in reward units.
         next_q: `[*B, A]` float, Q-values of all actions in the next state.
         next_probs: `[*B, A]` float, probabilities of the actions in the next state.
         terminated: `[*B]` bool.
@@ -157,7 +157,7 @@ def munchausen_target(
     `sum_a(pi[a] * (next_q[a] - temperature * log(pi[a])))` of the paper.
 
     Args:
-        reward: `[*B]` float, reward units.
+        reward: `[*B]` float, in reward units.
         q: `[*B, A]` float, Q-values of all actions in the state in which `action` was taken, from the target network.
         action: `[*B]` int64.
         next_q: `[*B, A]` float, Q-values of all actions in the next state, from the target network.
@@ -196,7 +196,7 @@ def min_q_target(reward: Tensor, next_q: Tensor, terminated: Tensor, *, gamma: S
         reward + gamma * min_c(next_q[c]) * not terminated
 
     Args:
-        reward: `[*B]` float, reward units.
+        reward: `[*B]` float, in reward units.
         next_q: `[C, *B]` float, Q-values of the target policy's action in the next state, from C target critics.
         terminated: `[*B]` bool.
         gamma: discount, or a `[*B]` tensor with the discount of each transition.
@@ -225,7 +225,7 @@ def soft_min_q_target(
     Draw the action in the next state from the current policy, because soft actor-critic has no target policy.
 
     Args:
-        reward: `[*B]` float, reward units.
+        reward: `[*B]` float, in reward units.
         next_q: `[C, *B]` float, Q-values of the action drawn in the next state, from C target critics.
         next_log_prob: `[*B]` float, log-probability of the action drawn in the next state, in nats.
         terminated: `[*B]` bool.
@@ -262,7 +262,7 @@ def soft_q_target(
     Actions of probability 0 contribute 0 to the sum.
 
     Args:
-        reward: `[*B]` float, reward units.
+        reward: `[*B]` float, in reward units.
         next_q: `[C, *B, A]` float, Q-values of all actions in the next state, from C target critics.
         next_logits: `[*B, A]` float, logits of the current policy in the next state.
         terminated: `[*B]` bool.
@@ -299,7 +299,7 @@ def smoothed_action(
 
     Args:
         action: `[*B, D]` float, the target policy's action in the next state.
-        noise: `[*B, D]` float, standard normal.
+        noise: `[*B, D]` float, standard normal noise.
         low: lower bound of the action, a number or a tensor that broadcasts to `action`.
         high: upper bound of the action, a number or a tensor that broadcasts to `action`.
         policy_noise: standard deviation of the noise, in the units of `action`.

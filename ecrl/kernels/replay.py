@@ -203,7 +203,7 @@ def _append_axes(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _with_final(replay: Replay, truncated: Tensor, final_obs: Any) -> TensorDict:
-    """Return the block's slots after S steps, whose flags `truncated` have the shape `[S, N]`."""
+    """Store the final observations of new truncated steps, and return the updated slots of the block."""
     final, width = replay.block["final"], _slot_width(replay.ring)
     length, num_envs = truncated.shape
     number = torch.arange(length, device=truncated.device)

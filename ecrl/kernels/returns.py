@@ -63,7 +63,7 @@ def discounted_returns(
         G[t] = reward[t] + gamma[t] * (next_value[t] * not terminated[t] if done[t] or t = T - 1 else G[t + 1])
 
     Args:
-        reward: `[*B, T]` float, reward units.
+        reward: `[*B, T]` float, in reward units.
         next_value: `[*B, T]` float, value of the state that the action led to, before auto-reset. Pass
             zeros to leave out the bootstrap.
         terminated: `[*B, T]` bool.
@@ -98,7 +98,7 @@ def n_step_returns(
         Gk[t] = G1[t] if done[t] or t = T - 1 else reward[t] + gamma[t] * G(k-1)[t + 1]
 
     Args:
-        reward: `[*B, T]` float, reward units.
+        reward: `[*B, T]` float, in reward units.
         next_value: `[*B, T]` float, value of the state that the action led to, before auto-reset.
         terminated: `[*B, T]` bool.
         done: `[*B, T]` bool, `terminated | truncated`.
@@ -138,7 +138,7 @@ def td_lambda_returns(
         G[t] = reward[t] + gamma[t] * next_value[t] * not terminated[t]      where done[t] or t = T - 1
 
     Args:
-        reward: `[*B, T]` float, reward units.
+        reward: `[*B, T]` float, in reward units.
         next_value: `[*B, T]` float, value of the state that the action led to, before auto-reset.
         terminated: `[*B, T]` bool.
         done: `[*B, T]` bool, `terminated | truncated`.
@@ -180,7 +180,7 @@ def gae(
         advantage[t] = delta[t] + gamma[t] * gae_lambda * advantage[t + 1] * not done[t]
 
     Args:
-        reward: `[*B, T]` float, reward units.
+        reward: `[*B, T]` float, in reward units.
         value: `[*B, T]` float, value of the state in which the action was taken.
         next_value: `[*B, T]` float, value of the state that the action led to, before auto-reset.
         terminated: `[*B, T]` bool.
@@ -238,7 +238,7 @@ def vtrace(
     Args:
         log_prob: `[*B, T]` float, log-probability in nats under the policy being trained.
         old_log_prob: `[*B, T]` float, log-probability in nats under the policy that acted.
-        reward: `[*B, T]` float, reward units.
+        reward: `[*B, T]` float, in reward units.
         value: `[*B, T]` float, value of the state in which the action was taken.
         next_value: `[*B, T]` float, value of the state that the action led to, before auto-reset.
         terminated: `[*B, T]` bool.
@@ -294,7 +294,7 @@ def q_lambda(
     As in PQN, actions that are not greedy do not cut the trace.
 
     Args:
-        reward: `[*B, T]` float, reward units.
+        reward: `[*B, T]` float, in reward units.
         next_q: `[*B, T, A]` float, Q-values of all actions in the state that the action led to, before auto-reset.
         terminated: `[*B, T]` bool.
         done: `[*B, T]` bool, `terminated | truncated`.
@@ -333,7 +333,7 @@ def retrace(
         G[t] = reward[t] + gamma[t] * next_v[t] * not terminated[t]          where done[t] or t = T - 1
 
     Args:
-        reward: `[*B, T]` float, reward units.
+        reward: `[*B, T]` float, in reward units.
         next_q_taken: `[*B, T]` float, Q-value of the next state and the action of step t + 1. Entries with `done[t]` or
             `t = T - 1` are not read.
         next_v: `[*B, T]` float, value of the state that the action led to, before auto-reset. The value is the mean

@@ -49,11 +49,11 @@ def act_and_step(
         action_noise: noise from the policy's `draw` for this step, or None for the deterministic action.
         env_noise: noise from the environment's `draw` for this step.
 
-    Returns: carry, env_state and the transition `[N]`. The transition has the fields of `out`, reward, terminated,
-        truncated, done and final_obs, and info, mask and executed if the environment has them. The carry is the
-        policy's memory after `act`. Pass the carry through `restarted_carry` before the next step, because the episode
-        may have ended.
-    Gradient: flows as `act` and `step` define it.
+    Returns: the new carry, the new env_state and the transition `[N]`. The transition has the fields of `out`, and
+        reward, terminated, truncated, done and final_obs. The transition also has info, mask and executed if the
+        environment reports these fields. The carry is the policy's memory after `act`. Pass the carry through
+        `restarted_carry` before the next step, because the episode may have ended.
+    Gradient: flows through `act` and `step`.
     Raises: ValueError if `act` returns a field that the collector sets, such as reward.
 
     >>> act = lambda params, carry, obs, noise: (carry, TensorDict({"action": obs + noise}, obs.shape))
@@ -125,7 +125,7 @@ def _transition(
 
 
 _Slots = tuple[Tensor, dict[str, Any]]
-"""Truncation count of each environment, of shape `[N]`, and the states at these truncations, of shape `[N, F, ...]`."""
+"""Pair of the number of truncations per environment (`[N]`) and the states at these truncations (`[N, F, ...]`)."""
 
 
 def _empty_slots(carry: TensorDict, obs: Any, size: int) -> _Slots:
@@ -178,8 +178,9 @@ def _run_loop(
     """Run the loop over time, in segments of `length` steps.
 
     Return the carry and the environment state, the steps `[T, N]`, the final states, and the memory before each
-    segment, of shape `[S, N]`. If `size` is None, there is a final state for each step, in shape `[N, T]`. If `size` is
-    0, the final states are None. Otherwise there is a final state for each truncation, in shape `[N, size]`.
+    segment, of shape `[S, N]`. If `size` is None, the final states have the shape `[N, T]`, with one state for each
+    step. If `size` is 0, the final states are None. Otherwise, the final states have the shape `[N, size]`, with one
+    state for each truncation.
     """
     if size is None:
         body = partial(_transition, policy, env)
@@ -212,9 +213,9 @@ def _scan_segments(
         scan: function that runs a loop.
         length: number of steps per segment, a divisor of T.
         memory_of: function that returns the policy's memory from a carry.
-        body: the body of the loop.
+        body: the function that the loop calls at each step.
         carry: the carry before the first step.
-        noise: `[T, N]`.
+        noise: the noise of all steps, `[T, N]`.
         constants: further arguments of `body`, the same in every step.
 
     Returns: the last carry, the steps `[T, N]`, and the memory before the first step of each segment, `[S, N]`.
@@ -268,7 +269,7 @@ def place_at_truncations(value: Tensor, truncated: Tensor) -> Tensor:
     if value.shape[:-1] != truncated.shape[:-1] or not 1 <= value.shape[-1] <= steps:
         shapes = f"value has shape {list(value.shape)}, but truncated {list(truncated.shape)}"
         raise ValueError(f"{shapes}; expected the same axes, and between 1 and {steps} slots in the last one")
-    value, truncated = value.movedim(-1, 0), truncated.movedim(-1, 0)  # time is the first axis in memory
+    value, truncated = value.movedim(-1, 0), truncated.movedim(-1, 0)  # in memory, time is the first axis
     if len(value) == steps:
         placed = torch.cat((value, value[-1:]))
     else:
@@ -312,10 +313,10 @@ def collect_rollout(
         env_state: environment states, a TensorDict `[N]` with `obs`.
         env_keys: int64 `[T, N]`, one key per step and environment, for the environment's noise.
         action_keys: int64 `[T, N]`, one key per step and environment, for the actions.
-        scan: the loop over time. The default is a Python loop.
+        scan: function that runs the loop over time. The default runs a Python loop.
         max_truncations: the largest number of truncations of one environment in the T steps, or None if it is
             unknown. A small bound saves memory and time, because the function stores only this many final observations
-            per environment, and the critic evaluates only these.
+            per environment, and the critic evaluates only these observations.
         segment_length: number of steps per segment, a divisor of T. The batch has the policy's memory before the first
             step of each segment. If None, all T steps form one segment.
 
@@ -469,7 +470,7 @@ def running_returns(reward: Tensor, done: Tensor, before: Tensor, *, gamma: Scal
         y[t] = reward[t] + gamma[t] * y[t - 1] * not done[t - 1],    y[-1] = before
 
     Args:
-        reward: `[*B, T]` float, reward units.
+        reward: `[*B, T]` float, in reward units.
         done: `[*B, T]` bool.
         before: `[*B]` float, the sum before the first step, 0 for a new episode.
         gamma: discount, or a `[*B, T]` tensor with the discount of each step.
@@ -524,7 +525,7 @@ def episode_update(
 
     Args:
         episode: episode statistics from `episode_init` or `episode_update`.
-        reward: `[N, T]` float, reward units.
+        reward: `[N, T]` float, in reward units.
         done: `[N, T]` bool.
         mask: `[N, T]` bool, False for a step that does not count. If None, all steps count.
         executed: `[N, T]` int64, the number of environment steps that each step took. If None, each step took one

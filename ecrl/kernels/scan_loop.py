@@ -34,14 +34,15 @@ def scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: 
 
     Args:
         body: a pure function that reads only its arguments.
-        carry: tensors and TensorDicts, also in tuples, lists and dicts. `body` must not change their shapes and dtypes.
+        carry: tensors or TensorDicts, optionally nested in tuples, lists and dicts. `body` must preserve all shapes and
+            dtypes.
         xs: tensors in the same kinds of containers. The first axis of all tensors has the same length, at least 1.
         constants: further arguments of `body`, the same in every step.
 
     Returns: the last carry, and all `y` stacked along a new first axis.
-    Gradient: flows as `body` defines it.
-    Raises: ValueError if `xs` holds no tensor, if the first axes of its tensors differ, or if `body` changes the
-        structure of the carry or the shape or dtype of one of its tensors.
+    Gradient: flows through `body`.
+    Raises: ValueError if `xs` holds no tensor, or if the first axes of its tensors differ in length. ValueError if
+        `body` changes the structure of the carry, or the shape or dtype of a tensor in the carry.
 
     >>> scan(lambda total, x: (total + x, total), torch.tensor(0), torch.arange(1, 4))
     (tensor(6), tensor([0, 1, 3]))
@@ -98,16 +99,18 @@ def loop(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: 
 
     Args:
         body: a pure function that reads no tensors except its arguments, so pass all tensors in `xs` or `constants`.
-        carry: tensors and TensorDicts, also in tuples, lists and dicts. `body` must not change their shapes and dtypes.
+        carry: tensors or TensorDicts, optionally nested in tuples, lists and dicts. `body` must preserve all shapes and
+            dtypes.
         xs: tensors in the same kinds of containers. The first axis of all tensors has the same length, at least 1.
         constants: further arguments of `body`, the same in every step.
 
     Returns: the last carry, and all `y` stacked along a new first axis.
-    Gradient: flows through `carry`, `xs` and `constants` as `body` defines it. In a compiled graph, a second loop
-        computes the gradient backwards in time, so the carry of every step is kept in memory. A compiled graph does not
-        support second derivatives.
-    Raises: ValueError in the same cases as `scan`. In a compiled graph, ConfigError if `body` uses a tensor of the
-        graph that is not one of its arguments, or if second or forward-mode derivatives are taken.
+    Gradient: flows through `body` to `carry`, `xs` and `constants`. In a compiled graph, a second loop computes the
+        gradient backwards in time, so the carry of every step is kept in memory. A compiled graph does not support
+        second derivatives.
+    Raises: ValueError in the same cases as `scan`. A compiled graph raises ConfigError if `body` uses a tensor of the
+        graph that is not one of its arguments. A compiled graph also raises ConfigError if second or forward-mode
+        derivatives are taken.
 
     >>> loop(lambda x, _: (0.5 * (x + 2.0 / x), None), torch.tensor(1.0), torch.zeros(4))[0]  # Heron's root of 2
     tensor(1.4142)
@@ -136,8 +139,8 @@ def chunking(rows: int, device: torch.device, one_row: int, length: int = 1) -> 
     """Split rows into chunks that a network processes one by one. Return the number of chunks and the rows per chunk.
 
     On a CPU, chunks are small enough for the activations to stay in a core's cache. On a GPU, chunks limit the memory
-    use. A chunk has at most 2,048 rows and 4 MiB on a CPU, at most 65,536 rows and 128 MiB on another device, and at
-    least one row. If each row is a sequence, the limits apply to steps instead of rows.
+    use. On a CPU, a chunk has at most 2,048 rows and 4 MiB. On another device, a chunk has at most 65,536 rows and 128
+    MiB. Each chunk has at least one row. If each row is a sequence, the limits apply to steps instead of rows.
 
     Args:
         rows: number of rows.

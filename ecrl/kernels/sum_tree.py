@@ -108,7 +108,7 @@ def tree_writes(tree: Tensor, index: Tensor, priority: Tensor) -> TreeWrites:
         priority: `[*B]` float, new priorities of the leaves, at least 0.
 
     Returns: `TreeWrites`, with M = (log2(P) + 1) * B. To store the values, run `tree.index_put_((node,), value)`.
-    Gradient: none; `tree` and `priority` are detached.
+    Gradient: none, because `tree` and `priority` are detached.
     Raises: ValueError if `tree` is not `[2 * P]`, or if the shapes of `index` and `priority` differ.
 
     >>> writes = tree_writes(tree_init(4), torch.tensor([2]), torch.tensor([5.0]))
@@ -147,7 +147,7 @@ def tree_set(tree: Tensor, index: Tensor, priority: Tensor) -> Tensor:
         priority: `[*B]` float, new priorities of the leaves, at least 0.
 
     Returns: float64 `[2 * P]`.
-    Gradient: none; `tree` and `priority` are detached.
+    Gradient: none, because `tree` and `priority` are detached.
     Raises: ValueError if `tree` is not `[2 * P]`, or if the shapes of `index` and `priority` differ.
 
     >>> tree_set(tree_init(4), torch.tensor([0, 3]), torch.tensor([1.0, 2.0])).tolist()

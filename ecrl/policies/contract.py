@@ -105,14 +105,16 @@ class Unchecked:
 
 @dataclass(frozen=True)
 class Checked:
-    """A function whose results are checked, and whose draws from global generators are rejected, inside `checking`.
+    """A function whose results and random draws are checked inside a `checking` block.
+
+    The function must not draw from torch's global generators.
 
     Attributes:
         label: name of the policy or algorithm, followed by the name of the function.
         fn: the function.
         check: `check(label, args, out, *options)` raises ConfigError if `out` is not a result for `args`.
         options: further arguments of `check`.
-        keys: source of the function's random numbers, named in errors.
+        keys: description of the keys for the function's random numbers, for error messages.
     """
 
     label: str
@@ -142,7 +144,7 @@ def check_arguments(label: str, fn: Any, *names: str, note: str = "") -> None:
     Args:
         label: name of the policy or algorithm, followed by the name of the function.
         fn: the function.
-        names: names of the arguments.
+        names: names of the expected arguments.
         note: text appended to the list of expected arguments in the error.
     """
     if not callable(fn):
@@ -232,13 +234,13 @@ def _batch_of(obs: Any, space: Space) -> list[int]:
 
 
 def _leaves(tree: Any) -> dict[str, Any]:
-    """Return the leaves of a tree by path, such as `noise/x`."""
+    """Return a dict from the path of each leaf in a tree, such as `noise/x`, to the leaf."""
     leaves, structure = flatten(tree)
     return {"/".join(path): leaf for path, leaf in zip(paths(structure), leaves, strict=True)}
 
 
 def _check_rows(label: str, what: str, leaves: dict[str, Any], batch: Sequence[int]) -> None:
-    """Raise ConfigError for a leaf whose leading axes are not `batch`. `what` names a leaf without a path."""
+    """Raise ConfigError for a leaf whose leading axes differ from `batch`. `what` names a leaf without a path."""
     for name, leaf in leaves.items():
         if list(leaf.shape[: len(batch)]) != [*batch]:
             expected = f"[{', '.join(map(str, batch))}, ...]"
@@ -268,7 +270,7 @@ def check_restart(policy: Policy, exploration: TensorDict, initial: TensorDict) 
     """Raise ConfigError unless the exploration state has the fields that `init_exploration` returns.
 
     Args:
-        policy: the policy that an error names.
+        policy: the policy, which error messages name.
         exploration: the exploration state.
         initial: the result of `init_exploration`.
     """
@@ -308,7 +310,7 @@ def _check_action(label: str, action: Any, batch: list[int], space: Space) -> No
 def _check_act(
     label: str, args: tuple[Any, ...], result: Any, space: Space, action_space: Space, required: Sequence[str]
 ) -> None:
-    """Raise ConfigError if the output of `act` lacks a required field, or a field or the carry is wrong."""
+    """Raise ConfigError if the output of `act` lacks a required field, or if a field or the carry is wrong."""
     carry, out = returned(label, result, "carry", "out")
     if not isinstance(out, TensorDictBase):
         raise ConfigError(f"{label} returns {type(out).__name__} as its output, expected a TensorDict; return one")

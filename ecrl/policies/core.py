@@ -36,8 +36,8 @@ class Policy:
 
         value(params, carry, steps, final) -> (V [n, S], V_final [n, F])
 
-    `final`, of shape `[n, F]`, has `obs`, the observations at time limits, and `carry`, the memory after `act` and
-    before the restart. If only V is needed, `final` and V_final are None.
+    `final`, of shape `[n, F]`, has two fields. `obs` holds the observations at time limits. `carry` holds the memory
+    after `act` and before the restart. If only V is needed, `final` and V_final are None.
 
     Two policies are equal and share compiled functions if all their functions except `init` and `init_frozen` are the
     same. `init` and `init_frozen` are never compiled.
@@ -50,13 +50,14 @@ class Policy:
         evaluate: (params, carry, steps) -> (log_prob, entropy), in nats; None for a policy without probabilities, such
             as a policy that takes the action with the largest value.
         value: (params, carry, obs) -> V `[*B]`, or as above for a sequence policy; None for a policy without a critic.
-        norm_init: device -> the statistics of `normalized` before the first step.
+        norm_init: device -> the initial statistics of `normalized`.
         norm_update: (statistics, obs, mask) -> the statistics updated with a batch.
         compiles: False if the policy cannot be compiled, because its module draws its own random numbers.
         init_carry: (params, num_envs) -> carry, a TensorDict `[num_envs]`, at the start of an episode.
         unit: unit of a minibatch, "step" or "sequence".
-        init_frozen: device -> parameters that are not trained, such as a backbone, or None. The other functions read
-            these parameters from `params`. Frozen parameters are neither optimised nor copied.
+        init_frozen: device -> parameters that are not trained, such as a backbone; None for a policy without such
+            parameters. The other functions read these parameters from `params`. Frozen parameters are neither optimised
+            nor copied.
         explore: (params, exploration, out, noise) -> (exploration, out); changes the `out` of `act` while steps for a
             replay buffer are collected. For example, `explore` takes a random action or adds noise. `exploration` is a
             TensorDict `[*B]` with the state and the parameters of the exploration, such as the last noise or epsilon.
@@ -97,8 +98,8 @@ class Policy:
     def evaluate_rows(self, params: TensorDict, rows: TensorDict) -> tuple[Tensor, Tensor]:
         """For each step of a minibatch, return the log-probability of its action and the policy's entropy, in nats.
 
-        The results are summed over tokens by `sum_tokens`. `ecrl.algorithms.rows.rows_of` creates `rows` for policies
-        of either unit. The policy must have log-probabilities.
+        `sum_tokens` sums the results over the tokens of an action. `ecrl.algorithms.rows.rows_of` creates `rows` for
+        policies of either unit. The policy must have log-probabilities.
         """
         evaluate: Any = self.evaluate
         log_prob, entropy = evaluate(params, *_carry_and_steps(self, rows))
@@ -148,8 +149,9 @@ def acting_params(params: TensorDict, fixed: TensorDict) -> TensorDict:
 
     Args:
         params: the learned parameters.
-        fixed: the result of `fixed_params`, or the field `norm` of a state. Observation statistics in its field `obs`
-            become the field `norm` of the result. The result also has all fields of `fixed["frozen_params"]`, if any.
+        fixed: the result of `fixed_params`, or the field `norm` of a state. Observation statistics in the field `obs`
+            of `fixed` become the field `norm` of the result. The result also has all fields of
+            `fixed["frozen_params"]`, if any.
     """
     merged = params.copy().set("norm", fixed["obs"]) if "obs" in fixed else params.copy()
     return replaced(merged, fixed["frozen_params"]) if "frozen_params" in fixed else merged

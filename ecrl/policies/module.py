@@ -61,15 +61,16 @@ def module_policy(
     deterministic, `noise` is None.
 
     Args:
-        make: builds the module with new weights.
+        make: function that builds the module with new weights.
         cfg: the policy's config, whose settings `bf16` and `action_dim` are used.
         observation_space: space of the module's observations.
         action_space: space of the module's actions.
         squash: if True, squash Box actions into their space by tanh. Only modules that define only `forward` support
             this.
 
-    Raises: ConfigError if a method does not write a field, or writes a field in the wrong shape. ConfigError also if
-        the output of a layer is random or depends on the rest of the batch, such as BatchNorm in training mode.
+    Raises: ConfigError if a method does not write a field, or writes a field in the wrong shape. `module_policy` also
+        raises ConfigError if the output of a layer is random or depends on the rest of the batch, such as BatchNorm in
+        training mode.
 
     >>> from ecrl import rng, spaces
     >>> class Net(nn.Module):

@@ -116,7 +116,7 @@ class Pure(NamedTuple):
     """Pure functions of a module.
 
     Attributes:
-        init: `init()` returns new weights under the names of `state_dict`. Call it inside `seeded`.
+        init: `init()` returns new weights under the names of `state_dict`. Call `init` inside `seeded`.
         forward: `forward(weights, *inputs)` calls the module.
         call: `call(weights, method, *inputs, **named)` calls the named method of the module.
         module: the structure of the module, without weights.
@@ -137,8 +137,8 @@ def pure(make: Callable[[], nn.Module], name: str, bf16: bool) -> Pure:
     """Turn the modules that `make` builds into pure functions.
 
     The weights are the parameters that require a gradient. Frozen parameters and buffers are constants, whose values
-    come from a call of `make` under seed 0. With `bf16`, the module runs in bfloat16 under autocast, and its outputs
-    are cast back.
+    come from a call of `make` with seed 0. With `bf16`, the module runs in bfloat16 under autocast, and its outputs are
+    cast back.
 
     Raises: ConfigError if a layer's output is random or depends on the rest of the batch, or if no weight is trainable.
     """

@@ -231,7 +231,7 @@ def _to_device_of(like: Tensor, state: TensorDict) -> TensorDict:
     """Copy a state to the device of `like`. Pinned memory lets the host continue during a copy to a GPU."""
     device = like.device
     if device.type == "cpu":
-        return state  # `to` would take as long as ten CartPole steps
+        return state  # calling `to` would take as long as ten CartPole steps
     return state.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else state.to(device)
 
 

@@ -36,7 +36,7 @@ def _entries(info: dict, key: str, n: int) -> list[Any]:
 
 
 def _success(info: dict, n: int) -> torch.Tensor:
-    """Return each environment's success in the step, `[N]`.
+    """Return the success of each environment in this step, in shape `[N]`.
 
     If the vector env resets in the same step, `info` describes the reset, and `final_info` overrides `info`.
     """
@@ -116,7 +116,7 @@ def _close(venv: VectorEnv) -> None:
 
 
 def _reset_with_seeds(venv: VectorEnv, seeds: list[int]) -> tuple[Any, dict]:
-    """Reset with one seed per environment, or with the first seed if the vector env takes only one integer."""
+    """Reset a vector env with one seed per environment, or with the first seed if `reset` takes only one integer."""
     try:
         return venv.reset(seed=seeds)  # pyright: ignore[reportArgumentType]  (most vector envs take a list)
     except (gymnasium.error.Error, TypeError):
