@@ -105,13 +105,14 @@ class Algorithm:
         choices: hashable tuple of the settings that determine the compiled graph. The tuple has no floats, and is
             compared by value.
         init: (run, key) -> {name: TensorDict or Tensor}, the fields that the algorithm keeps in the state: `params`,
-            `opt`, `hyper`, and maybe `norm` and others. Only `init` reads the floats of the config, and stores
+            `opt`, `hyper`, and possibly others, such as `norm`. Only `init` reads the floats of the config, and stores
             them in `hyper`. Bind the config with `partial(init, cfg)`.
-        iterate: (run, state, borrowed) -> (state, writes, logs), one iteration; see `on_policy` and `interleaved`.
-            `borrowed` has the read-only leaves of kind buffer and frozen. `writes` may have `batch`, the batch of
-            this iteration. The loop computes statistics and logs from the batch's `steps`, of shape `[N, T + 1]`. Every
-            other field of `writes` has the name of a buffer, and holds the buffer's new `rows` and the `index` of each
-            row. To record training videos, `iterate` needs an attribute `collect` (see `collect_of`).
+        iterate: (run, state, borrowed) -> (state, writes, logs); runs one iteration (see `on_policy` and
+            `interleaved`). `borrowed` has the read-only leaves of kind buffer and frozen. `writes` may have `batch`,
+            the batch of this iteration. The loop computes statistics and logs from the batch's `steps`, of shape
+            `[N, T + 1]`. Every other field of `writes` has the name of a buffer, and holds the buffer's new `rows` and
+            the `index` of each row. To record training videos, `iterate` needs an attribute `collect` (see
+            `collect_of`).
         kinds: kinds of the state fields that the algorithm adds (see `ecrl.algorithms.state_kinds`).
         group_size: number of consecutive environments that share their starts and their noise.
         gradient_steps: function from `Static` to the number of gradient steps per iteration. `trainer.compile: auto`

@@ -150,7 +150,7 @@ def sizes_of(cfg: MinibatchConfig | SGD, rows: int, length: int = 1) -> list[int
 
     With `batch_size`, the last minibatch may be smaller. With `num_minibatches`, all minibatches are nearly equal. A
     setting above the size of the rollout is lowered to this size, with one warning. A row has `length` steps and is
-    never split. Only a recurrent policy has rows of more than one step. A minibatch has as many rows as fit into
+    never split. Only rows of a recurrent policy have more than one step. A minibatch has as many rows as fit into
     `batch_size` steps.
 
     Raises: ConfigError if `batch_size` is below the length of a row.
@@ -341,8 +341,8 @@ def minibatch_sgd(
             True. `params` include the observation statistics and the frozen parameters. If the means are over another
             number of elements, return this number as the log `count`.
         sgd: number and size of the minibatches, and the optimiser groups.
-        whole: dict from the name of a field to a function (field, mask) -> new field of the chosen rows. The function
-            receives a whole minibatch, while `loss` may receive a minibatch in several chunks.
+        whole: dict from the name of a field to a function `fn(field, mask)` that returns the new field of the chosen
+            rows. The function receives a whole minibatch, while `loss` may receive a minibatch in several chunks.
         distance: name of the log that measures how far the policy moved from the policy that collected the rows.
             Adaptive rates need this log.
         limit: name of a hyperparameter in `hyper`. Once the distance exceeds the value of this hyperparameter, the

@@ -215,7 +215,7 @@ def unpack(packed: Packed, layout: Layout) -> TensorDict:
 
 
 def network_vectors(vectors: TensorDict, layout: GroupLayout) -> dict[str, Tensor]:
-    """Split the packed vectors of a group into one vector per network and dtype. The returned vectors are views."""
+    """Split the packed vectors of a group into one vector per network and dtype, as views of the packed vectors."""
     pieces: dict[str, Tensor] = {}
     several = len(layout.vectors) > 1
     for name, places in layout.vectors:

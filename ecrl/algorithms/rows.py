@@ -30,8 +30,8 @@ def rows_of(run: Run, batch: TensorDict, **fields: Tensor) -> TensorDict:
             `[N, T / L]`.
         fields: further fields of the rows, `[N, T]`, such as advantages.
 
-    Returns: `[N * T]` rows with obs, action, done and the other fields of the policy's `act`. For sequences of L =
-        `run.static.row_steps` steps, the result has `[N * T / L]` rows, whose fields have the shape
+    Returns: `[N * T]` rows with obs, action, done and the other fields of the policy's `act`. A sequence has L =
+        `run.static.row_steps` steps. For sequences, the result has `[N * T / L]` rows, whose fields have the shape
         `[N * T / L, L, ...]`. If the policy has memory, the result also has `carry`, of shape `[N * T / L, ...]`. The
         segments of an environment are consecutive. `sample_log_prob` is summed over the tokens of an action.
     Raises: ConfigError if `act` returned one of `fields`, or a field that estimators of returns add.

@@ -82,7 +82,7 @@ def _check_same(before: dict[str, str], after: dict[str, str], label: str) -> No
 
 @cache
 def check_fields(env: Env, name: str) -> None:
-    """Raise ConfigError if a run cannot use the states of an environment.
+    """Raise ConfigError if an environment returns states that a run cannot use.
 
     The check resets and steps two copies of the environment on the CPU. Each `env` is checked only once. `reset` and
     `step` must return TensorDicts of batch size `[*B]` with the same fields, shapes and dtypes. The required fields are

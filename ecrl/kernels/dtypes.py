@@ -2,7 +2,7 @@
 
 Kernels convert half-precision inputs to float32, and convert the results back to half precision.
 
-The module also computes the rounding error and the exponent bound of a dtype, and checks hyperparameters.
+Other functions return the rounding error and the exponent bound of a dtype, and check hyperparameters.
 """
 
 from functools import reduce
@@ -57,7 +57,7 @@ def rounding(dtype: torch.dtype) -> float:
 
 
 def scalars(**named: Scalar) -> tuple[Scalar, ...]:
-    """Check that hyperparameters are scalars, and return the hyperparameters, with half-precision tensors as float32.
+    """Return hyperparameters after checking that each is a scalar and converting half-precision tensors to float32.
 
     Raises: ValueError naming a hyperparameter that is neither a number nor a 0-d tensor.
 
@@ -74,7 +74,7 @@ def scalars(**named: Scalar) -> tuple[Scalar, ...]:
 
 
 def discounts(**named: Scalar) -> tuple[Scalar, ...]:
-    """Check that discount factors are scalars, and return the discount factors, with tensors as float64.
+    """Return discount factors after checking that each is a scalar and converting tensors to float64.
 
     In float32, a product of discounts is rounded in the same direction at every step, so the error would grow with the
     number of steps.
@@ -88,7 +88,7 @@ def discounts(**named: Scalar) -> tuple[Scalar, ...]:
 
 
 def step_discounts(gamma: Scalar, reward: Tensor) -> Scalar:
-    """Check that `gamma` is a scalar or has the shape of `reward`, and convert a tensor to float64.
+    """Check that `gamma` is a scalar or has the shape of `reward`. If `gamma` is a tensor, convert it to float64.
 
     Raises: ValueError unless `gamma` is a number, a 0-d tensor or a tensor with the shape of `reward`.
 

@@ -22,7 +22,7 @@ from ecrl.types import Logs, Scalar, same_shape
 
 
 def _expand_to_tokens(advantage: Tensor, like: Tensor) -> Tensor:
-    """Expand `advantage` along the trailing token axes of `like`, and detach it."""
+    """Return `advantage`, detached and expanded along the trailing token axes of `like`."""
     if advantage.shape != like.shape[: advantage.ndim]:
         raise ValueError(
             f"advantage has shape {list(advantage.shape)}, expected the shape of log_prob, {list(like.shape)}, or its "

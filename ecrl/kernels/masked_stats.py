@@ -80,7 +80,8 @@ def standardize(x: Tensor, mask: Tensor, *, eps: Scalar, total: Callable[[Tensor
 def explained_variance(value: Tensor, value_target: Tensor, mask: Tensor) -> Tensor:
     """Return the share of the targets' variance that the critic explains.
 
-    A value of 1 means a perfect fit, and 0 means no better than predicting the mean of the targets.
+    A result of 1 means that the critic fits perfectly. With a result of 0, the critic is as good as the mean of the
+    targets.
 
         1 - var(value_target - value) / var(value_target)        0 if the targets vary only by rounding
 

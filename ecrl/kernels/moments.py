@@ -140,7 +140,7 @@ def normalize(x: Tensor, moments: TensorDict, *, eps: Scalar, clip: Scalar) -> T
 
 
 def scale(x: Tensor, moments: TensorDict, *, eps: Scalar, clip: Scalar) -> Tensor:
-    """Scale rewards by their running standard deviation and clip the result. The mean is not subtracted.
+    """Divide rewards by their running standard deviation and clip the result. The function does not subtract the mean.
 
         clip(x / sqrt(variance + eps), -clip, clip)
 

@@ -269,7 +269,7 @@ def tanh_normal_kl(mean: Tensor, log_std: Tensor, other_mean: Tensor, other_log_
     The result equals the KL divergence of the Gaussians before tanh, because an invertible map does not change a KL
     divergence.
 
-    Arguments, result, gradient and errors are the same as for `normal_kl`.
+    The arguments, the result, the gradient and the errors are the same as for `normal_kl`.
 
     >>> tanh_normal_kl(torch.tensor([0.0]), torch.tensor([0.0]), torch.tensor([1.0]), torch.tensor([0.0]))
     tensor(0.5000)

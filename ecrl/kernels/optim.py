@@ -94,8 +94,8 @@ def adam(
         grads: TensorDict of gradients, with the same structure as `params`.
         opt: optimiser state from `adam_init` or from the previous step.
         learning_rate: step size.
-        beta1: decay of the first moment.
-        beta2: decay of the second moment.
+        beta1: decay rate of the first moment.
+        beta2: decay rate of the second moment.
         eps: constant added to the square root in the denominator, in the units of the gradients.
 
     Returns: the new params and opt. The inputs do not change.
@@ -143,10 +143,10 @@ def adamw(
         grads: TensorDict of gradients, with the same structure as `params`.
         opt: optimiser state from `adam_init` or from the previous step.
         learning_rate: step size.
-        beta1: decay of the first moment.
-        beta2: decay of the second moment.
+        beta1: decay rate of the first moment.
+        beta2: decay rate of the second moment.
         eps: constant added to the square root in the denominator, in the units of the gradients.
-        weight_decay: decay of the parameters, per unit of learning rate.
+        weight_decay: decay rate of the parameters, per unit of learning rate.
 
     Returns: the new params and opt. The inputs do not change.
     Gradient: flows through every input. The gradient is not finite where the new `nu` is 0.
@@ -184,7 +184,7 @@ def sgd(
         grads: TensorDict of gradients, with the same structure as `params`.
         opt: optimiser state from `sgd_init` or from the previous step.
         learning_rate: step size.
-        momentum: decay of the momentum buffer. Use 0 for plain gradient descent.
+        momentum: decay rate of the momentum buffer. Use 0 for plain gradient descent.
 
     Returns: the new params and opt. The inputs do not change.
     Gradient: flows through every input.
@@ -224,7 +224,7 @@ def rmsprop(
         grads: TensorDict of gradients, with the same structure as `params`.
         opt: optimiser state from `rmsprop_init` or from the previous step.
         learning_rate: step size.
-        alpha: decay of the second moment.
+        alpha: decay rate of the second moment.
         eps: constant added to the square root in the denominator, in the units of the gradients.
 
     Returns: the new params and opt. The inputs do not change.

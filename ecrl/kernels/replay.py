@@ -233,7 +233,7 @@ def replay_writes(replay: Replay) -> TensorDict:
 
     Returns: TensorDict with the parts `steps` and `final`. Each part has the `rows` and the `index` of each row on the
         first axis of the ring. A slot without a new final observation keeps its old row.
-    Gradient: flows through the block.
+    Gradient: flows through the rows of the block.
 
     >>> flag = torch.zeros(1, dtype=torch.bool)
     >>> rows = TensorDict({name: flag for name in ("obs", "reward", "terminated", "truncated")}, [1])

@@ -143,7 +143,7 @@ def td_lambda_returns(
         terminated: `[*B, T]` bool.
         done: `[*B, T]` bool, `terminated | truncated`.
         gamma: discount, or a `[*B, T]` tensor with the discount of each step.
-        gae_lambda: 0 gives one-step targets and 1 gives Monte-Carlo returns.
+        gae_lambda: the parameter lambda; 0 gives one-step targets and 1 gives Monte-Carlo returns.
 
     Returns: `[*B, T]` in the dtype of `reward`. The result equals `gae(...).value_target` if `next_value[t]` is
         `value[t + 1]`.
@@ -186,7 +186,7 @@ def gae(
         terminated: `[*B, T]` bool.
         done: `[*B, T]` bool, `terminated | truncated`.
         gamma: discount, or a `[*B, T]` tensor with the discount of each step.
-        gae_lambda: 0 gives the one-step TD error and 1 gives the Monte-Carlo advantage.
+        gae_lambda: the parameter lambda; 0 gives the one-step TD error and 1 gives the Monte-Carlo advantage.
 
     Returns: `advantage` and `value_target = advantage + value`, each `[*B, T]` in the dtype of `reward`.
     Gradient: flows through `reward`, `value` and `next_value`.

@@ -81,7 +81,7 @@ def restarted_carry(carry: TensorDict, initial: TensorDict, row: TensorDict) -> 
     environment.
 
     Args:
-        carry: `[N]`, the memory after `act`.
+        carry: the policy's memory after `act`, of shape `[N]`.
         initial: the memory at the start of an episode, with the same fields.
         row: the transition `[N]`, with terminated, truncated and, if present, mask.
 
@@ -309,12 +309,13 @@ def collect_rollout(
             has `init_carry`.
         env: record with `step` (wrapped by auto-reset) and `draw`.
         params: the policy's parameters.
-        carry: the policy's memory before the first step, a TensorDict `[N]`. For a feed-forward policy it is empty.
+        carry: the policy's memory before the first step, a TensorDict `[N]`. For a feed-forward policy, the memory is
+            empty.
         env_state: environment states, a TensorDict `[N]` with `obs`.
         env_keys: int64 `[T, N]`, one key per step and environment, for the environment's noise.
         action_keys: int64 `[T, N]`, one key per step and environment, for the actions.
         scan: function that runs the loop over time. The default runs a Python loop.
-        max_truncations: the largest number of truncations of one environment in the T steps, or None if it is
+        max_truncations: the largest number of truncations of one environment in the T steps, or None if this number is
             unknown. A small bound saves memory and time, because the function stores only this many final observations
             per environment, and the critic evaluates only these observations.
         segment_length: number of steps per segment, a divisor of T. The batch has the policy's memory before the first

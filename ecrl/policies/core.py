@@ -25,8 +25,8 @@ class Policy:
     action, done and every other field that `act` returned. All values in `steps` must be finite.
 
     If an action has several tokens, `sample_log_prob` and the results of `evaluate` may have further axes, with one
-    entry per token. The log-probability of an action is then the sum over its tokens. If only some tokens count, `act`
-    also returns a bool field `token_mask` of the same shape, True for the tokens that count.
+    entry per token. The log-probability of an action is then the sum of the log-probabilities of its tokens. If only
+    some tokens count, `act` also returns a bool field `token_mask` of the same shape, True for the tokens that count.
 
     Most policies have the unit "step": `evaluate` and `value` process every step independently and accept any leading
     axes. A policy with memory has the unit "sequence". The `steps` of a sequence policy have shape `[n, S]`, with time

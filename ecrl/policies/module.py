@@ -50,9 +50,9 @@ def module_policy(
     A module may instead choose its own actions. Each of its methods takes a tensordict with "obs" of shape `[B, ...]`,
     and writes its outputs into this tensordict or returns a new one:
 
-    - `get_action(tensordict, deterministic=False)` writes "action" and "sample_log_prob" `[B]`;
+    - `get_action(tensordict, deterministic=False)` writes "action", and "sample_log_prob" of shape `[B]`;
     - `evaluate_actions(tensordict)` also reads "action", and writes "log_prob" and "entropy", each of shape `[B]`;
-    - `get_value(tensordict)` writes "value" `[B]`. Define `get_value` only for a module with a critic.
+    - `get_value(tensordict)` writes "value", of shape `[B]`. Define `get_value` only for a module with a critic.
 
     A module that chooses its own actions draws from torch's global generator. The generator is seeded from the key of
     the first environment, so equal keys give equal actions. A run with such a module is not compiled. If `get_action`
@@ -65,8 +65,8 @@ def module_policy(
         cfg: the policy's config, whose settings `bf16` and `action_dim` are used.
         observation_space: space of the module's observations.
         action_space: space of the module's actions.
-        squash: if True, squash Box actions into their space by tanh. Only modules that define only `forward` support
-            this.
+        squash: if True, squash Box actions into their space by tanh. Modules that choose their own actions do not
+            support `squash`.
 
     Raises: ConfigError if a method does not write a field, or writes a field in the wrong shape. `module_policy` also
         raises ConfigError if the output of a layer is random or depends on the rest of the batch, such as BatchNorm in

@@ -50,7 +50,7 @@ class GymnasiumConfig(ConfigModel):
 
 @register_env("gymnasium")
 def gymnasium_env(cfg: GymnasiumConfig) -> Env:
-    """Make a Gymnasium environment with `gymnasium.make`. A key seeds the first episode and all later episodes.
+    """Make a Gymnasium environment with `gymnasium.make`. Each key seeds all episodes of one environment.
 
     Observation spaces may be Box, Discrete, MultiDiscrete, MultiBinary, Dict and Tuple. The elements of a Tuple are
     named "0", "1" and so on. All floats become float32, and uint8 images stay uint8. `ecrl.spaces.from_gymnasium` lists

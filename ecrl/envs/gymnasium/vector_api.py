@@ -29,9 +29,9 @@ class Fault(Exception):
 class Outcome(NamedTuple):
     """Result of a step or reset of N environments.
 
-    `counts` is False for an environment that the step only reset. `counts` is None if resets never take a step.
-    `success` is NaN for an environment that does not report success. `masks` holds the action mask of each environment,
-    or None for an environment without a mask.
+    `counts` is False for an environment that the step only reset. `counts` is None if a reset never takes a step of its
+    own. `success` is NaN for an environment that does not report success. `masks` holds the action mask of each
+    environment, or None for an environment without a mask.
     """
 
     obs: Any
@@ -55,7 +55,7 @@ class Vector(NamedTuple):
 
 
 def replace_rows(obs: Any, envs: Sequence[int], space: gymnasium.Space, rows: Sequence[Any]) -> Any:
-    """Replace the observations of the environments `envs` by `rows`, in a copy of `obs`."""
+    """Return a copy of `obs` with `rows` as the observations of the environments `envs`."""
     out = obs.clone()
     if envs:
         try:

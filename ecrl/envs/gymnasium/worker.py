@@ -63,7 +63,7 @@ def make(env_id: str, kwargs: dict[str, Any]) -> gymnasium.Env:
     known = gymnasium.registry.get(env_id)  # None for an id that begins with "module:"
     with _explain_missing_package():
         if known and isinstance(known.entry_point, str):
-            load_env_creator(known.entry_point)  # imports MuJoCo if the environment needs it
+            load_env_creator(known.entry_point)  # this call imports MuJoCo if the environment needs it
         _no_log_file()
         env = gymnasium.make(env_id, disable_env_checker=True, **kwargs)
     _no_log_file()
