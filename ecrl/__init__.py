@@ -1,9 +1,9 @@
-"""Reinforcement learning from pure functions in PyTorch, and one short training loop that calls them.
+"""Train reinforcement learning agents in PyTorch with pure functions and one short training loop.
 
-One TensorDict holds everything that changes during a run. A frozen config holds everything that does not change. All
-code that runs is in module-level functions.
+One TensorDict holds every value that changes during a run. A frozen config holds every setting that stays fixed during
+a run. Every computation of a run is a module-level function.
 
-`import ecrl` imports no other package. Each public name is imported when it is first used.
+`import ecrl` imports neither torch nor any other package. A public name of ecrl is imported when it is first used.
 """
 
 import os
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ecrl.run.train import train, train_from_config
 
 if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
-    # By default, OpenMP's threads keep their cores busy for milliseconds while they wait. MuJoCo needs these cores.
+    # By default, idle OpenMP threads spin for milliseconds, which takes CPU cores away from MuJoCo.
     os.environ.setdefault("GOMP_SPINCOUNT", "4000")
 
 _HOME = {
@@ -75,7 +75,7 @@ _HOME = {
     "train_from_config": "run.train",
     "train_iter": "loop.iteration",
 }
-"""The module of each public name, without the prefix `ecrl.`."""
+"""Map each public name to the module that defines it, without the prefix `ecrl.`."""
 
 __all__ = [
     "Algorithm",

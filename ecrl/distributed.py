@@ -1,8 +1,8 @@
-"""Train in several processes, called ranks, which torchrun starts.
+"""Train in several processes (ranks) that torchrun starts.
 
 All ranks have the same weights, and each rank has its own environments. Inside an iteration, ranks exchange data only
-through `all_sum` and `all_mean`. In a compiled graph, both functions use the operator `ecrl::all_sum`. Before `start`
-is called, there is one rank, and `all_sum` returns its argument.
+through `all_sum` and `all_mean`. Both functions call the custom operator `ecrl::all_sum`, which a compiled graph can
+contain. Before `start` is called, the world size is 1, and `all_sum` returns its argument unchanged.
 """
 
 import atexit
@@ -22,21 +22,21 @@ from ecrl.pytree import flatten, unflatten
 
 T = TypeVar("T")
 _TIMEOUT = timedelta(days=7)
-"""Longest time that a rank waits for the others, for example while rank 0 evaluates.
+"""Maximum time that a rank waits for the other ranks, for example while rank 0 evaluates the policy.
 
-The timeout can be long, because torchrun ends all ranks if one rank dies.
+The timeout can be long, because torchrun stops all ranks as soon as one rank dies.
 """
 
 
 class _Ranks(NamedTuple):
-    """The index of this rank, the number of ranks, and a key-value store that outlasts torchrun's restarts."""
+    """Rank of this process, number of ranks, and a key-value store that survives restarts by torchrun."""
 
     rank: int
     size: int
     store: Any
 
 
-_ranks = _Ranks(0, 1, None)  # set once, by `start`
+_ranks = _Ranks(0, 1, None)  # `start` sets this value, and `stop` resets it
 
 
 def rank() -> int:
@@ -51,9 +51,9 @@ def world_size() -> int:
 
 @contextmanager
 def _short_errors() -> Iterator[None]:
-    """Convert a communication error to a one-line UserError.
+    """Convert a communication error inside this context to a one-line UserError.
 
-    The traceback is dropped, because its frames would keep the process group alive.
+    The function drops the traceback of the error, because its frames would keep the process group alive.
     """
     try:
         yield
@@ -86,7 +86,7 @@ torch.library.register_vmap("ecrl::all_sum", _all_sum_vmap)
 
 
 def all_sum(x: Tensor) -> Tensor:
-    """Return the sum of `x` over ranks, with equal bits on every rank. With one rank, return `x`.
+    """Return the sum of `x` over all ranks, bitwise identical on every rank. If there is only one rank, return `x`.
 
     >>> all_sum(torch.ones(2))
     tensor([1., 1.])
@@ -95,15 +95,15 @@ def all_sum(x: Tensor) -> Tensor:
 
 
 def all_mean(x: T, *, weight: Tensor) -> T:
-    """Return the mean over ranks of every float tensor in `x`, weighted by `weight`. With one rank, return `x`.
+    """Average every float tensor in `x` over all ranks, weighted by `weight`. If there is only one rank, return `x`.
 
         sum_ranks(weight * x) / sum_ranks(weight)        0 if all weights are 0
 
-    On a rank with weight 0, tensors may be NaN or infinite. All tensors are sent in one message.
+    On a rank with weight 0, the tensors may have NaN or infinity. A single message sends all tensors.
 
     Args:
-        x: tensors in TensorDicts, tuples, lists and dicts.
-        weight: 0-d weight of this rank.
+        x: a tree of tensors: nested TensorDicts, tuples, lists and dicts.
+        weight: the weight of this rank, a 0-d tensor.
 
     >>> all_mean(torch.ones(2), weight=torch.tensor(3.0))
     tensor([1., 1.])
@@ -121,7 +121,7 @@ def all_mean(x: T, *, weight: Tensor) -> T:
 
 
 def any_rank(flag: bool) -> bool:
-    """Return True if the flag is True on any rank. Every rank must call this function, and only between iterations."""
+    """Return True if `flag` is True on any rank. All ranks must call this function together, between two iterations."""
     return flag if world_size() == 1 else bool(all_sum(torch.tensor([int(flag)])) > 0)
 
 
@@ -134,11 +134,11 @@ def _read_number(name: str, environ: Mapping[str, str]) -> int:
 
 
 def local_device(name: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Return the device of this rank: `name`, or the GPU of index LOCAL_RANK.
+    """Return the device of this rank: the GPU with index LOCAL_RANK, or `name` itself.
 
-    The device is the GPU if there are several ranks, GPUs are available, and `name` is `cuda` or `auto`.
+    The function returns the GPU if there are several ranks, GPUs are available, and `name` is `cuda` or `auto`.
 
-    Raises: ConfigError that lists the GPUs of this machine if there are too few.
+    Raises: ConfigError if this machine has fewer GPUs than ranks. The error message lists the GPUs.
     """
     if world_size() == 1 or name not in ("cuda", "auto") or not torch.cuda.is_available():
         return name
@@ -150,12 +150,12 @@ def local_device(name: str, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def start(distributed: bool, environ: Mapping[str, str] = os.environ) -> None:
-    """Join the other processes that torchrun started, if the run is distributed.
+    """Join the process group of the processes that torchrun started, if `distributed` is True.
 
-    Call `start` once, before any other function. Each restart uses new names in the store, so that ranks do not read
-    messages from processes of an earlier attempt.
+    Call `start` once, before any other function of this module. After each restart, the process group uses a new key
+    prefix in the store, so that ranks do not read messages of an earlier attempt.
 
-    Raises: ConfigError that names a missing environment variable of torchrun.
+    Raises: ConfigError if an environment variable that torchrun sets is missing. The error message names the variable.
     """
     global _ranks
     one_process = environ.get("WORLD_SIZE", "1") == "1"
@@ -183,7 +183,7 @@ def start(distributed: bool, environ: Mapping[str, str] = os.environ) -> None:
 
 
 def stop() -> None:
-    """Leave the process group."""
+    """Destroy the process group, if there is one, and reset this module to a single rank."""
     global _ranks
     if world_size() > 1:
         dist.destroy_process_group()
@@ -191,15 +191,15 @@ def stop() -> None:
 
 
 def _stop_at_exit() -> None:
-    """Leave the process group if this process ends without `stop`, for example after an error.
+    """Destroy the process group if this process exits without calling `stop`, for example after an error.
 
-    A thread of gloo holds the tensors of the last message, and needs the GIL to release these tensors. While the
-    interpreter shuts down, it kills this thread, and the process fails with "terminate called without an active
-    exception". Destroying the group ends the thread before the shutdown. With NCCL, destroying the group would wait for
-    the other ranks, so the group is aborted first.
+    A thread of gloo holds the tensors of the last message, and needs the GIL to release these tensors. During shutdown,
+    the Python interpreter kills this thread, and the process fails with "terminate called without an active exception".
+    Destroying the process group ends the thread before the shutdown. With NCCL, destroying the process group would wait
+    for the other ranks, so this function aborts the process group first.
     """
     if world_size() > 1 and dist.group.WORLD is not None:
-        dist.group.WORLD.abort()  # gloo has nothing to abort
+        dist.group.WORLD.abort()  # `abort` has no effect with gloo
         stop()
 
 
@@ -209,7 +209,10 @@ def restarts(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def value_of_rank_0(name: str, make: Callable[[], str]) -> str:
-    """Call `make` on rank 0, and return its text on every rank. After a restart, return the first text of this name."""
+    """Call `make` on rank 0, and return the resulting text on every rank.
+
+    After a restart by torchrun, return the text that was stored first under `name`, without calling `make`.
+    """
     if _ranks.store is None:
         return make()
     store = PrefixStore("ecrl", _ranks.store)
@@ -219,13 +222,13 @@ def value_of_rank_0(name: str, make: Callable[[], str]) -> str:
 
 
 def set_flag(name: str) -> None:
-    """Set a flag that processes can read with `has_flag` after a later restart by torchrun."""
+    """Set the flag `name`, which `has_flag` reports after the next restart by torchrun."""
     if _ranks.store is not None and not (store := PrefixStore("ecrl", _ranks.store)).check([name]):
         store.set(name, str(restarts()))
 
 
 def has_flag(name: str) -> bool:
-    """Return True if this flag was set before the last restart by torchrun."""
+    """Return True if the flag `name` was set before the last restart by torchrun."""
     if not restarts():
         return False
     store = PrefixStore("ecrl", _ranks.store)
@@ -233,7 +236,7 @@ def has_flag(name: str) -> bool:
 
 
 def gather_on_rank_0(own: bytes) -> list[bytes]:
-    """Return the bytes of all ranks, in order of rank, on rank 0. Return an empty list on other ranks.
+    """Gather the byte strings of all ranks on rank 0, in order of rank. On other ranks, return an empty list.
 
     Every rank must call this function.
     """

@@ -1,4 +1,7 @@
-"""Errors that a user can fix. For such an error, the command line prints one line per fault and exits with status 2."""
+"""Define errors that a user can fix.
+
+For such an error, the command line prints one line per fault and exits with status 2.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,11 +9,14 @@ from typing import Any
 
 
 class UserError(ValueError):
-    """Error that a user can fix. Each line of the message names the given value, the expected value and a remedy."""
+    """Base class of errors that a user can fix.
+
+    Each line of an error message names the given value, the expected value and a remedy.
+    """
 
 
 class ConfigError(UserError):
-    """Error for faults in a config, with one line per fault: `source: path: what is wrong; what to do`."""
+    """Error that reports the faults in a config, one line per fault: `source: path: what is wrong; what to do`."""
 
 
 class CheckpointError(UserError):
@@ -18,7 +24,7 @@ class CheckpointError(UserError):
 
 
 class NotSavedError(CheckpointError):
-    """Error that `ecrl.train` raises if it cannot save the last state.
+    """Error that `ecrl.train` raises if it cannot save the final state of a run.
 
     The attributes `state` and `history` hold the values that `ecrl.train` would have returned.
     """
@@ -32,9 +38,9 @@ class NotFiniteError(UserError):
     """Error for an iteration that produced NaN or infinity.
 
     Attributes:
-        report: the positions of NaN and infinity, by the name of the tensor.
+        report: the kinds of values that are not finite (`met`), the first such value (`found`), and the step counts.
         state: the state before the iteration.
-        files: the other ranks' checkpoint files for this state, by name.
+        files: the contents of the other ranks' checkpoint files for this state, by file name.
     """
 
     def __init__(self, message: str, report: dict[str, Any], state: Any = None, files: dict[str, bytes] | None = None):
@@ -43,12 +49,12 @@ class NotFiniteError(UserError):
 
 
 class MissingExtraError(UserError, ModuleNotFoundError):
-    """Error for a missing package that belongs to an optional extra of ecrl."""
+    """Error that is raised if a package of an optional extra of ecrl is not installed."""
 
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:
-    """Convert a failed import in the block to a one-line error with the command that installs the extra `name`."""
+    """Convert an import error inside this context to an error with the command that installs the extra `name`."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,7 +1,8 @@
-"""Raise one-line errors for allocations that cannot fit in memory, or that failed.
+"""Raise one-line errors for allocations that do not fit in memory, or that have failed.
 
-Linux grants allocations that do not fit, and kills the process when it uses the memory. Large allocations are therefore
-checked in advance. This module imports torch only inside functions, because the command line must start fast.
+Linux grants an allocation that exceeds the free memory, and later kills the process when the process uses the memory.
+`check_room` therefore checks the size of a large allocation in advance. This module imports torch only inside
+functions, because the command line must start fast.
 """
 
 import os
@@ -29,12 +30,12 @@ def total_memory(device: "torch.device") -> int:
 
 
 def check_room(need: int, device: "torch.device", label: str) -> None:
-    """Raise ConfigError if an allocation needs more bytes than the device has.
+    """Raise ConfigError if an allocation needs more memory than the device has in total.
 
     Args:
         need: the size of the allocation, in bytes.
-        device: the device of the allocation.
-        label: the start of the message: the config key, and a plural noun for the objects that need the memory.
+        device: the device on which to allocate.
+        label: the start of the error message: a config key, and a plural noun for the objects that need the memory.
 
     >>> import torch
     >>> check_room(10**18, torch.device("cpu"), "trainer.num_envs: 10**15 environments")  # doctest: +ELLIPSIS
@@ -49,11 +50,11 @@ def check_room(need: int, device: "torch.device", label: str) -> None:
 
 @contextmanager
 def enough_memory(label: str, advice: str) -> Iterator[None]:
-    """Turn an allocation failure in the block into a UserError with a one-line message.
+    """Convert a failed allocation inside this context to a UserError with a one-line message.
 
     Args:
-        label: the start of the message.
-        advice: the end of the message: a way to use less memory.
+        label: the start of the error message.
+        advice: the end of the error message, which suggests a way to use less memory.
 
     >>> with enough_memory("policy.actor", "make it smaller"):
     ...     raise MemoryError

@@ -1,7 +1,8 @@
 """Flatten nested TensorDicts, dicts, lists and tuples of tensors into a list of leaves and a hashable structure.
 
-Keys are sorted, so a structure does not depend on the insertion order of the keys, unlike in torch's pytrees. If a
-function adds or removes an axis of the tensors, `unflatten` can change the batch sizes of the TensorDicts to match.
+Keys are sorted. Unlike the structures of torch's pytrees, a structure therefore does not depend on the insertion order
+of its keys. If an operation adds or removes an axis of the tensors, `unflatten` can adapt the batch sizes of the
+TensorDicts.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -12,11 +13,12 @@ from typing import Any, NamedTuple
 from tensordict import TensorDict, TensorDictBase
 from torch import Size, Tensor
 
-_LEAF, _TENSORDICT = "tensor", "TensorDict"  # strings, because torch.compile of torch 2.11 cannot compare classes
+# These markers are strings, because `torch.compile` of torch 2.11 cannot compare classes.
+_LEAF, _TENSORDICT = "tensor", "TensorDict"
 
 
 def _sorted_items(tree: TensorDictBase) -> list[tuple[Any, Any]]:
-    return sorted(tree.items(), key=lambda pair: pair[0])  # torch.compile cannot sort whole pairs
+    return sorted(tree.items(), key=lambda pair: pair[0])  # `torch.compile` cannot sort the pairs without `key`
 
 
 def _flatten(tree: Any, leaves: list[Tensor]) -> Hashable:
@@ -29,13 +31,15 @@ def _flatten(tree: Any, leaves: list[Tensor]) -> Hashable:
         return dict, None, tuple([(key, _flatten(tree[key], leaves)) for key in sorted(tree)])
     if isinstance(tree, list | tuple):
         return type(tree), None, tuple([_flatten(part, leaves) for part in tree])
-    # Values other than tensors are part of the structure, with type and sign, because 2 == 2.0 and 0.0 == -0.0.
+    # The structure contains each value other than a tensor with its type and sign, because 2 == 2.0 and 0.0 == -0.0.
     sign = copysign(1.0, tree) if isinstance(tree, float) and tree == 0.0 else None
     return None, (type(tree), tree, exact(tree) if is_dataclass(tree) else sign), ()
 
 
 def exact(value: Any) -> Hashable:
-    """Return a key that distinguishes equal values of different types or signs, also inside tuples and dataclasses.
+    """Return a hashable key that differs for equal values of different types or signs.
+
+    The key also distinguishes such values inside tuples and dataclasses.
 
     >>> exact((1, 0.0)) == exact((1, 0.0)), exact((1, 0.0)) == exact((True, 0.0)), exact((1, 0.0)) == exact((1, -0.0))
     (True, False, False)
@@ -51,13 +55,13 @@ def exact(value: Any) -> Hashable:
 
 
 class Borrowed(NamedTuple):
-    """Wrapper of tensors that a function only reads and compiled code never copies, such as a large replay buffer."""
+    """Wrapper for read-only tensors, such as a large replay buffer, that compiled code never copies."""
 
     fields: Any
 
 
 def is_borrowed(structure: Any, inside: bool = False) -> list[bool]:
-    """Return a list with True for each leaf that is inside a `Borrowed`, and False for each other leaf.
+    """Return a list with one bool per leaf of a structure: True if the leaf is inside a `Borrowed`.
 
     >>> from torch import zeros
     >>> is_borrowed(flatten((zeros(1), Borrowed([zeros(1)])))[1])
@@ -71,7 +75,7 @@ def is_borrowed(structure: Any, inside: bool = False) -> list[bool]:
 
 
 def flatten(tree: Any) -> tuple[list[Tensor], Hashable]:
-    """Return the leaves and the structure of a tree. Values other than tensors, such as None, are in the structure.
+    """Return the leaves and the structure of a tree. The structure contains every value that is not a tensor.
 
     >>> from torch import zeros
     >>> flatten({"b": None, "a": (zeros(2), 3)})[1] == flatten({"a": (zeros(2), 3), "b": None})[1]
@@ -83,7 +87,7 @@ def flatten(tree: Any) -> tuple[list[Tensor], Hashable]:
 
 
 def names(structure: Any, name: str = "") -> list[str]:
-    """Return a name for each leaf: the keys and indices that lead to the leaf, joined by dots.
+    """Return a name for each leaf of a structure: the keys and indices on the path to the leaf, joined by dots.
 
     >>> names(flatten(({"a": TensorDict({"x": 1.0}, [])}, None))[1])
     ['0.a.x']
@@ -98,7 +102,7 @@ def names(structure: Any, name: str = "") -> list[str]:
 
 
 def paths(structure: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """Return the path of keys that leads to each leaf of nested TensorDicts and dicts.
+    """Return the path of each leaf of nested TensorDicts and dicts. A path is the tuple of keys that leads to a leaf.
 
     >>> paths(flatten(TensorDict({"a": {"x": 1.0}, "b": 2.0}))[1])
     [('a', 'x'), ('b',)]
@@ -118,9 +122,9 @@ def _build(structure: Any, leaves: Iterator[Any], batch: _NewSize | None) -> Any
     if kind is None:
         return value[1]
     if kind == _TENSORDICT:
-        # Avoid a recursive call per leaf: with few environments, this function takes most of the time in Python.
+        # Avoid a recursive call per leaf. With few environments, this function takes most of a run's time in Python.
         tensors = {key: next(leaves) if part == _LEAF else _build(part, leaves, batch) for key, part in parts}
-        # Skip tensordict's checks: the tree was valid, and the checks take longer than a step of a small network.
+        # Skip tensordict's checks. The tree was valid, and the checks take longer than a step of a small network.
         return TensorDict._new_unsafe(tensors, value if batch is None else Size(batch(value)))
     if kind is dict:
         return {key: _build(part, leaves, batch) for key, part in parts}
@@ -129,7 +133,7 @@ def _build(structure: Any, leaves: Iterator[Any], batch: _NewSize | None) -> Any
 
 
 def unflatten(structure: Hashable, leaves: Any, batch: _NewSize | None = None) -> Any:
-    """Rebuild a tree from its structure and new leaves. The optional `batch` maps each old batch size to a new one.
+    """Rebuild a tree from its structure and new leaves. The optional `batch` maps each old batch size to the new size.
 
     >>> leaves, structure = flatten({"a": TensorDict({"x": 1.0}, [])})
     >>> unflatten(structure, [leaf.expand(3) for leaf in leaves], lambda size: (3, *size))["a"].batch_size
@@ -139,7 +143,7 @@ def unflatten(structure: Hashable, leaves: Any, batch: _NewSize | None = None) -
 
 
 def mapped(fn: Callable[..., Tensor], tree: Any, *others: Any, batch: _NewSize | None = None) -> Any:
-    """Apply `fn` to the matching tensors of trees with the same structure.
+    """Apply `fn` to the corresponding tensors of trees with the same structure, and return the tree of results.
 
     Raises: ValueError if the structures differ.
 
@@ -155,7 +159,7 @@ def mapped(fn: Callable[..., Tensor], tree: Any, *others: Any, batch: _NewSize |
 
 
 def replaced(tree: TensorDict, fields: Any) -> TensorDict:
-    """Return a TensorDict with some fields of `tree` replaced or added. All other fields are shared with `tree`.
+    """Return a copy of `tree` with `fields` replaced or added. The copy shares all other fields with `tree`.
 
     >>> replaced(TensorDict({"a": 1.0, "b": 2.0}), {"b": TensorDict({"x": 3.0})})["b", "x"]
     tensor(3.)

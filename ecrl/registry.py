@@ -1,20 +1,22 @@
-"""Registry of components by name: environments, policies, algorithms, networks, events and terms of MuJoCo tasks.
+"""Register environments, policies, algorithms, networks, events and the terms of MuJoCo tasks under names.
 
-Each name maps to `(Config, make)`. A decorator registers `make`, whose first parameter is annotated with the Config:
+Each name maps to a config class and a function `make`. A decorator registers `make`, and reads the config class from
+the annotation of the first parameter:
 
     @register_env("my_task")
     def my_task(cfg: MyTaskConfig) -> Env: ...
 
-Functions made from equal configs are equal, so equal configs share compiled functions:
+Components made from equal configs have equal functions, so runs with equal configs share compiled functions:
 
-- An algorithm is built again each time, from module-level functions and choices that are compared by value.
-- The functions of an environment, an event or a term may read every field of their config. `make` is called once for
-  each config, and equal configs give the same object.
-- The functions of a policy may read every field except the fields marked with `InitOnly`. If two configs differ only in
-  such fields, their policies share all functions but `init` and `init_frozen`.
+- An algorithm consists of module-level functions and of settings that are compared by value. Each call of `make`
+  builds a new algorithm.
+- The functions of an environment, an event or a term may read every field of their config. The registry calls `make`
+  once for each config, and returns the same object for equal configs.
+- The functions of a policy may read every config field except the fields marked with `InitOnly`. If two configs differ
+  only in `InitOnly` fields, the two policies share all functions except `init` and `init_frozen`.
 
-An installed package can register its components automatically. The package's entry point in the group `ecrl.plugins`
-names the module that registers the components.
+An installed package can register its components automatically. The package declares an entry point in the group
+`ecrl.plugins`, which names the module that registers the components.
 """
 
 import json
@@ -31,24 +33,27 @@ from warnings import warn
 from ecrl.errors import UserError
 
 BUILTIN = ("ecrl.envs", "ecrl.policies", "ecrl.algorithms")
-"""Packages that register the built-in components, imported before a user's first lookup or registration."""
+"""Packages that register the built-in components.
+
+The registry imports these packages before a user's first lookup or registration.
+"""
 
 PLUGINS = "ecrl.plugins"
-"""Entry-point group of plugins, which register components. Plugins are imported after the built-in packages."""
+"""Entry-point group of the plugins. The registry imports the plugins after the built-in packages."""
 
 
 class Entry(NamedTuple):
-    """A registered component: its config class, and the function that makes the component from a config."""
+    """Registry entry of a component: its config class, and the function that creates the component from a config."""
 
     config: type
     make: Callable[..., Any]
 
 
 class InitOnly:
-    """Marker of a config field that only affects the initial values of a policy's parameters.
+    """Marker for a config field that only affects the initial values of a policy's parameters.
 
-    Changing a marked field recompiles nothing. A module passed to `pure` or `module_policy` may read a marked field
-    too, if the module's `forward` does not depend on it.
+    Changing a marked field causes no recompilation. A module passed to `pure` or `module_policy` may also read a marked
+    field, if the module's `forward` does not depend on the field.
 
     >>> from typing import Annotated
     >>> from pydantic import BaseModel
@@ -61,30 +66,30 @@ class InitOnly:
 
 
 def _shape_of(value: Any) -> Hashable:
-    """Return a hashable key of a config, which depends on all fields except fields marked `InitOnly`."""
+    """Return a hashable key that depends on all fields of a config except the fields marked with `InitOnly`."""
     if isinstance(value, list | tuple):
         return tuple(map(_shape_of, value))
     if isinstance(value, dict):
         return tuple(sorted((key, _shape_of(part)) for key, part in value.items()))
     if (known := getattr(type(value), "model_fields", None)) is None:
-        return type(value), repr(value) if isinstance(value, float) else value  # 0.0 equals -0.0
+        return type(value), repr(value) if isinstance(value, float) else value  # distinguishes 0.0 from -0.0
     shaping = (name for name, field in known.items() if not any(isinstance(x, InitOnly) for x in field.metadata))
     return type(value), tuple((name, _shape_of(getattr(value, name))) for name in shaping)
 
 
 _KINDS = ("env", "policy", "algorithm", "network", "event", "action", "observation", "reward")
 _KINDS_WITH_NAME = ("policy", "algorithm")
-"""Kinds of components that have a field `name`."""
+"""The kinds of components that have a field `name`."""
 _ENTRIES: dict[str, dict[str, Entry]] = {kind: {} for kind in _KINDS}
 
 
 _IMPORT_FIRST = "import its module first: import MODULE in Python, --import MODULE in a shell"
-_FAILED_PLUGINS: list[str] = []  # messages about plugins that failed to import
-_IMPORTED_GROUPS: list[str] = []  # filled before the import, during which plugins register components
+_FAILED_PLUGINS: list[str] = []  # error messages of plugins that failed to import
+_IMPORTED_GROUPS: list[str] = []  # filled before the plugins are imported, because plugins register components
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """Return the end of an error message, which suggests the nearest known name or lists all names.
+    """Suggest the known name that is most similar to `name`, or list all known names, as text for an error message.
 
     >>> did_you_mean("sede", ["seed", "device"]), did_you_mean("x", ["seed", "device"])
     ("did you mean 'seed'?", 'known: device, seed')
@@ -95,7 +100,7 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 
 
 def _with_name(make: Callable, name: str) -> Callable:
-    """Wrap `make` to set the field `name` of its result to the registered name, for error messages."""
+    """Wrap `make` so that its result stores the registered name in the field `name`, for use in error messages."""
 
     @wraps(make)
     def named(*args: Any, **kwargs: Any) -> Any:
@@ -106,7 +111,10 @@ def _with_name(make: Callable, name: str) -> Callable:
 
 
 def _sharing_functions(make: Callable) -> Callable:
-    """Wrap a policy's `make` so that configs that differ only in `InitOnly` fields share the compared functions."""
+    """Wrap a policy's `make` so that policies share functions if their configs differ only in `InitOnly` fields.
+
+    The policies share every function that a comparison of two policies considers.
+    """
     first: dict[Hashable, tuple[Any, Any]] = {}
 
     @wraps(make)
@@ -127,7 +135,7 @@ def _sharing_functions(make: Callable) -> Callable:
 def _register(kind: str, name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
     def decorate(make: Callable) -> Callable:
         if not str(getattr(make, "__module__", None)).startswith("ecrl."):
-            _import_parts()  # otherwise a built-in component that is imported later would find its name taken
+            _import_parts()  # prevents a user from taking the name of a built-in component
         if name in _ENTRIES[kind] and not override:
             raise ValueError(f"{kind} {name!r} is already registered; pass override=True to replace it")
         first = next(iter(signature(make).parameters), None)
@@ -140,7 +148,7 @@ def _register(kind: str, name: str, *, override: bool = False) -> Callable[[Call
         # Networks are not memoised, because two policies with one network object would share its weights.
         memoised = {"network": made, "algorithm": made, "policy": _sharing_functions(made)}
         _ENTRIES[kind][name] = Entry(config, memoised[kind] if kind in memoised else cache(made))
-        if kind == "network" and override:  # memoised policies contain the old network
+        if kind == "network" and override:  # memoised policies still contain the old network
             for policy in _ENTRIES["policy"].values():
                 cast(Any, policy.make).cache_clear()
         return make
@@ -149,53 +157,59 @@ def _register(kind: str, name: str, *, override: bool = False) -> Callable[[Call
 
 
 def register_env(name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
-    """Decorate `make(cfg) -> Env` to register it under `name`.
+    """Return a decorator that registers the function `make(cfg) -> Env` under `name`.
 
-    Raise ValueError if the name is taken, unless `override` is True.
+    The decorator raises ValueError if the name is already registered, unless `override` is True.
     """
     return _register("env", name, override=override)
 
 
 def register_policy(name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
-    """Decorate `make(cfg, observation_space, action_space) -> Policy` to register it under `name`."""
+    """Return a decorator that registers the function `make(cfg, observation_space, action_space) -> Policy`."""
     return _register("policy", name, override=override)
 
 
 def register_algorithm(name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
-    """Decorate `make(cfg) -> Algorithm` to register it under `name`."""
+    """Return a decorator that registers the function `make(cfg) -> Algorithm` under `name`."""
     return _register("algorithm", name, override=override)
 
 
 def register_network(name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
-    """Decorate `make(cfg, space, outputs) -> nn.Module` to register it for networks `{"type": name}`.
+    """Return a decorator that registers `make(cfg, space, outputs) -> nn.Module` for networks `{"type": name}`.
 
-    The module's `forward` receives a batch of observations, in the same layout as a module of `module_policy`, and
-    returns `[B, outputs]`. `ecrl.policies.flatten` converts observations to float features.
+    The module's `forward` receives a batch of observations in the same layout as a module of `module_policy`. The
+    result of `forward` has shape `[B, outputs]`. `ecrl.policies.flatten` converts observations to float features.
     """
     return _register("network", name, override=override)
 
 
 def register_event(name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
-    """Decorate `make(cfg) -> (env state, keys) -> env state` to register it for `trainer.events`.
+    """Return a decorator that registers the function `make` as an event for `trainer.events`.
 
-    If `make` has two parameters, it receives the config and the simulation of a MuJoCo task. The `events` of the task's
-    own config can use the event too.
+    The result of `make(cfg)` is a function `(env state, keys) -> env state`. If `make` has two parameters, `make` takes
+    the config and the simulation of a MuJoCo task. The task's own config can then also contain the event in `events`.
     """
     return _register("event", name, override=override)
 
 
 def register_action(name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
-    """Decorate `make(cfg, sim) -> ActionTerm` to register it for the `actions` of a MuJoCo task."""
+    """Return a decorator that registers `make(cfg, sim) -> ActionTerm` for the `actions` of a MuJoCo task."""
     return _register("action", name, override=override)
 
 
 def register_observation(name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
-    """Decorate `make(cfg, sim) -> (state, value) -> value` to register it for the `observations` of a MuJoCo task."""
+    """Return a decorator that registers the function `make` for the `observations` of a MuJoCo task.
+
+    The result of `make(cfg, sim)` is a function `(state, value) -> value`.
+    """
     return _register("observation", name, override=override)
 
 
 def register_reward(name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
-    """Decorate `make(cfg, sim) -> (before, after) -> reward` to register it for the `rewards` of a MuJoCo task."""
+    """Return a decorator that registers the function `make` for the `rewards` of a MuJoCo task.
+
+    The result of `make(cfg, sim)` is a function `(before, after) -> reward`.
+    """
     return _register("reward", name, override=override)
 
 
@@ -206,7 +220,7 @@ def _import_builtin() -> None:
 
 
 def _import_parts() -> None:
-    """Import the built-in components and, once, the installed plugins. Warn about a failing plugin and skip it."""
+    """Import the built-in components and, only once, the installed plugins. Warn if a plugin cannot be imported."""
     _import_builtin()
     if _IMPORTED_GROUPS:
         return
@@ -214,7 +228,7 @@ def _import_parts() -> None:
     for point in entry_points(group=PLUGINS):
         try:
             point.load()
-        except Exception as error:  # a plugin may raise any error, and must not break the others
+        except Exception as error:  # a plugin may raise any error, but must not break other plugins
             package = f"{point.dist.name} {point.dist.version}" if point.dist else "an unknown package"
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             _FAILED_PLUGINS.append(
@@ -224,9 +238,11 @@ def _import_parts() -> None:
 
 
 def import_user_module(module: str) -> None:
-    """Import a user's module that registers components, for the option `--import`. Configs cannot import modules.
+    """Import the user's module that the option `--import` names. The module registers components.
 
-    Raises: UserError if there is no such module. Errors inside the module are raised unchanged.
+    A config cannot import modules.
+
+    Raises: UserError if the module does not exist. Errors inside the module are raised unchanged.
     """
     try:
         import_module(module)
@@ -237,9 +253,9 @@ def import_user_module(module: str) -> None:
 
 
 def user_modules(config: str) -> list[str]:
-    """List the modules outside ecrl that registered a component whose name occurs in a config's JSON.
+    """List the modules outside ecrl that registered components whose names occur in a config's JSON text.
 
-    Another process must import these modules before it loads the config.
+    Another process must import the listed modules before it loads the config.
 
     >>> user_modules('{"env": {"name": "cartpole"}}')
     []
@@ -250,7 +266,7 @@ def user_modules(config: str) -> list[str]:
 
 
 def registered(kind: str) -> tuple[str, ...]:
-    """List the registered names of a kind: env, policy, algorithm, network, event, action, observation or reward.
+    """List all registered names of a kind: env, policy, algorithm, network, event, action, observation or reward.
 
     >>> "cartpole" in registered("env")
     True
@@ -262,7 +278,7 @@ def registered(kind: str) -> tuple[str, ...]:
 
 
 def lookup(kind: str, name: str) -> Entry:
-    """Return the registered entry of a name. For an unknown name, raise a KeyError that suggests known names.
+    """Return the registry entry of a component. For an unknown name, raise a KeyError that suggests known names.
 
     >>> lookup("env", "cartpol")  # doctest: +ELLIPSIS
     Traceback (most recent call last):

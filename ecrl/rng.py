@@ -1,14 +1,15 @@
-"""Stateless random numbers: a key is one int64, and every draw is a pure function of its key.
+"""Draw random numbers without global state: every draw is a pure function of an int64 key.
 
-A key of shape `[*B]` is a batch of independent keys. A draw appends its shape to `[*B]`, so `uniform(keys, (3,))` has
-shape `[*B, 3]`. Use each key once. Derive new keys with `split` or `fold_in`. A longer draw from a key starts with the
-numbers of a shorter draw. Integers, uniform numbers and permutations have the same bits in eager and compiled code,
-under vmap and on every device. Normal numbers agree within 1e-6.
+A tensor of shape `[*B]` contains a batch of independent keys. A draw appends the requested shape to `[*B]`, so
+`uniform(keys, (3,))` has shape `[*B, 3]`. Use each key only once, and derive new keys with `split` or `fold_in`. The
+values of a short draw are the first values of a longer draw from the same key. Integers, uniform samples and
+permutations have the same bits in eager and compiled code, under vmap and on every device. Normal samples agree within
+1e-6.
 
-The random bits come from Philox4x32-10, a random function of a key and a counter (Salmon et al. 2011, "Parallel random
-numbers: as easy as 1, 2, 3"). Philox works on unsigned 32-bit words and needs the high half of their products. PyTorch
-has no operation for this high half, so a round takes about twenty operations on int64. In a compiled graph on a CPU,
-the operator `ecrl::philox` computes two words at once, with faster C++ code (`ecrl.compile.cpu_philox`).
+Philox4x32-10 computes the random bits from a key and a counter (Salmon et al. 2011, "Parallel random numbers: as easy
+as 1, 2, 3"). Philox multiplies unsigned 32-bit words, and needs the high 32 bits of each product. PyTorch has no
+operation for these bits, so one round of Philox takes about twenty operations on int64 tensors. In a compiled graph on
+a CPU, the operator `ecrl::philox` computes two words at once, with faster C++ code (`ecrl.compile.cpu_philox`).
 """
 
 from collections.abc import Sequence
@@ -22,19 +23,23 @@ from torch import Tensor
 from ecrl.tracing_state import in_graph, transforms
 
 START, ENV, ACTION, UPDATE, INIT, EVAL, EVENT = range(7)
-"""Purposes of random numbers: episode starts, environment noise, actions, minibatches, weights, evaluation, events."""
+"""Integers that identify the purpose of random numbers in calls of `stream`.
+
+The purposes are episode starts, environment noise, actions, minibatches, weights, evaluation and events.
+"""
 
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
-_DRAW, _SPLIT, _FOLD, _STREAM = range(4)  # fourth word of a counter, so that draws, splits, folds and streams differ
+# The fourth word of a counter has a different value for draws, splits, folds and streams.
+_DRAW, _SPLIT, _FOLD, _STREAM = range(4)
 _WORD = 0xFFFFFFFF
 
 
 def _multiply(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
     """Return the high and the low 32 bits of the product of a 32-bit word and an odd 32-bit factor.
 
-    No step may overflow int64, because an overflow has undefined results in compiled C++.
+    No intermediate value may overflow int64, because signed overflow is undefined behaviour in compiled C++.
     """
-    # The product is too small by factor * 2**31. For an odd factor, this error is 2**31 modulo 2**32.
+    # `product` is too small by factor * 2**31. Because the factor is odd, this error is 2**31 modulo 2**32.
     product = (word - 2**31) * factor
     return ((product >> 31) + factor) >> 1, (product + 2**31) & _WORD
 
@@ -42,7 +47,7 @@ def _multiply(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
 def philox4x32(key: Tensor, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run ten rounds of Philox4x32 on a 64-bit key and four 32-bit counter words.
 
-    All tensors are int64. Words are in [0, 2**32).
+    All tensors are int64, and every word is in [0, 2**32).
 
     >>> zero = torch.tensor(0)
     >>> [f"{int(word):08x}" for word in philox4x32(zero, (zero, zero, zero, zero))]
@@ -82,21 +87,21 @@ def _(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, i
 
 
 def _philox_pairs(key: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the four words of `philox4x32` as two int64 tensors. The first word of each pair is in the low 32 bits."""
+    """Pack the four words of `philox4x32` into two int64 tensors. The first word of a pair is in the low 32 bits."""
     a, b, c, d = philox4x32(key, (low & _WORD, (low >> 32) & _WORD, high & _WORD, (high >> 32) & _WORD))
     return a | (b << 32), c | (d << 32)
 
 
 def _only_vmap_is_active() -> bool:
-    """Return True unless a transform other than vmap is active. `ecrl::philox` has no rule for other transforms."""
+    """Return True if no transform other than vmap is active. The operator `ecrl::philox` supports only vmap."""
     return all(kind == "Vmap" for kind in transforms())
 
 
 def _philox(key: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the four Philox words of a key and a counter as two int64 tensors.
+    """Compute the four Philox words of a key and a counter, packed into two int64 tensors.
 
-    The first word of each pair is in the low 32 bits. `low` and `high` are the halves of the counter, 64 bits each. The
-    arguments broadcast.
+    The low 32 bits of each tensor contain the first word of a pair. The arguments `low` and `high` are the low and the
+    high 64 bits of the counter. All arguments broadcast.
 
     >>> zero = torch.tensor(0)
     >>> [f"{int(pair) % 2**64:016x}" for pair in _philox(zero, zero, zero)]
@@ -108,12 +113,12 @@ def _philox(key: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _counter(n: int, device: torch.device) -> Tensor:
-    """Return the integers 0 to n - 1. The `&` stops inductor from using 32-bit indices (pytorch issue 175966)."""
+    """Return the integers 0 to n - 1. The `&` prevents 32-bit indices in inductor's code (pytorch issue 175966)."""
     return torch.arange(n, device=device) & _WORD
 
 
 def key(seed: int, device: torch.device | str | None = None) -> Tensor:
-    """Create a key, a 0-d int64 tensor, from a seed.
+    """Create a key from a seed. The key is a 0-d int64 tensor.
 
     >>> key(3)
     tensor(3)
@@ -122,9 +127,9 @@ def key(seed: int, device: torch.device | str | None = None) -> Tensor:
 
 
 def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
-    """Derive a new key of shape `[*B]` from a key and an integer. The arguments broadcast.
+    """Derive a new key from a key and the integer `data`.
 
-    Different data give independent keys.
+    The two arguments broadcast to the shape `[*B]` of the result. Different values of `data` give independent keys.
 
     >>> fold_in(key(0), torch.arange(2)).shape, bool(fold_in(key(0), 1) == fold_in(key(0), torch.arange(2))[1])
     (torch.Size([2]), True)
@@ -134,7 +139,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
 
 
 def split(key: Tensor, num: int = 2) -> Tensor:
-    """Derive `num` new keys from each key, along a new first axis. The result has shape `[num, *B]`.
+    """Derive `num` new keys from each key, stacked along a new first axis. The result has shape `[num, *B]`.
 
     >>> split(key(0), 3).shape
     torch.Size([3])
@@ -144,10 +149,10 @@ def split(key: Tensor, num: int = 2) -> Tensor:
 
 
 def stream(key: Tensor, name: int, index: Tensor, step: Tensor | int) -> Tensor:
-    """Derive the key for one purpose, such as `ENV`, one environment and one step.
+    """Derive a key for one environment, one step and one purpose of random numbers, such as `ENV`.
 
-    The result depends only on `key`, on the purpose `name`, on the environment's `index` below 2**32, and on `step`.
-    `index` and `step` broadcast, so shapes `[N]` and `[T, 1]` give `[T, N]`.
+    The result depends only on `key`, the purpose `name`, the environment's `index` (below 2**32) and `step`. The
+    arguments `index` and `step` broadcast. For example, shapes `[N]` and `[T, 1]` give a result of shape `[T, N]`.
 
     >>> few, many = (stream(key(1), ENV, torch.arange(n), 7) for n in (8, 16))
     >>> bool((few == many[:8]).all())
@@ -159,14 +164,14 @@ def stream(key: Tensor, name: int, index: Tensor, step: Tensor | int) -> Tensor:
 
 
 def _pairs(key: Tensor, n: int) -> Tensor:
-    """Draw n pairs of random words, of shape `[*B, n]`. Entry i holds words 2i and 2i + 1 of a draw in one int64."""
+    """Draw int64 values of shape `[*B, n]` that pack two random words each. Value i has words 2i and 2i + 1."""
     block = _counter((n + 1) // 2, key.device)
     pairs = _philox(key.unsqueeze(-1), block, torch.full_like(block, _DRAW << 32))
     return torch.stack(pairs, -1).flatten(-2)[..., :n]
 
 
 def bits(key: Tensor, shape: Sequence[int] = ()) -> Tensor:
-    """Draw independent 32-bit words of shape `[*B, *shape]`, as int64 in [0, 2**32).
+    """Draw independent random 32-bit words of shape `[*B, *shape]`, stored as int64 in [0, 2**32).
 
     >>> bits(key(0), (4,))[:1].tolist() == bits(key(0), (1,)).tolist()
     True
@@ -178,11 +183,11 @@ def bits(key: Tensor, shape: Sequence[int] = ()) -> Tensor:
 
 
 def uniform(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Tensor:
-    """Draw uniform numbers in [0, 1), of shape `[*B, *shape]`.
+    """Draw samples of shape `[*B, *shape]` from the uniform distribution on [0, 1).
 
-    The numbers are multiples of `2**-24` in float32 and of `2**-53` in float64.
+    The samples are multiples of `2**-24` in float32 and of `2**-53` in float64.
 
-    Raises: ValueError for any other dtype. In half precision, a number near 1 would be rounded up to 1.
+    Raises: ValueError for any other dtype, because half precision would round samples near 1 up to 1.
 
     >>> 0.0 <= float(uniform(key(0))) < 1.0
     True
@@ -196,7 +201,9 @@ def uniform(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.f
 
 
 def normal(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Tensor:
-    """Draw standard normal numbers of shape `[*B, *shape]`, two from each pair of uniform numbers.
+    """Draw standard normal samples of shape `[*B, *shape]`.
+
+    The Box-Muller transform converts each pair of uniform samples to two normal samples:
 
         z[2i], z[2i+1] = sqrt(-2 log(1 - u[2i])) * (cos, sin)(2 pi u[2i+1])
 
@@ -213,26 +220,27 @@ def normal(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.fl
 
 
 def gumbel(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Tensor:
-    """Draw standard Gumbel numbers of shape `[*B, *shape]`, as `-log(-log(u))` with u uniform in (0, 1).
+    """Draw standard Gumbel samples `-log(-log(u))` of shape `[*B, *shape]`, where u is uniform in (0, 1).
 
-    `argmax(logits + gumbel)` samples a categorical distribution.
+    The index `argmax(logits + gumbel)` is a sample from the categorical distribution with these logits.
 
     >>> bool(gumbel(key(0), (1000,)).isfinite().all())
     True
     """
-    half_step = 2.0**-25 if dtype != torch.float64 else 2.0**-54  # keeps u above 0; u is always below 1
+    half_step = 2.0**-25 if dtype != torch.float64 else 2.0**-54  # the minimum of u, which is always below 1
     return -torch.log(-torch.log(uniform(key, shape, dtype).clamp(min=half_step)))
 
 
 def randint(key: Tensor, shape: Sequence[int] = (), *, low: int | Tensor, high: int | Tensor) -> Tensor:
-    """Draw int64 numbers in [low, high), of shape `[*B, *shape]`.
+    """Draw uniform int64 samples of shape `[*B, *shape]` from [low, high).
 
-    `low` and `high` are Python or NumPy integers, or integer tensors that broadcast to `[*B, *shape]`. `high - low`
-    must be between 1 and 2**31. The values of tensors are not checked. A draw is `low` plus the high 32 bits of `bits *
-    (high - low)`, so the relative error of its probability is below (high - low) / 2**32.
+    The bounds `low` and `high` are Python or NumPy integers, or integer tensors that broadcast to `[*B, *shape]`. The
+    difference `high - low` must be between 1 and 2**31. The function does not check the values of tensors. A sample is
+    `low + (word * (high - low) >> 32)` for a random 32-bit word. The relative error of the probability of each value is
+    therefore below (high - low) / 2**32.
 
-    Raises: ValueError if a bound is not an integer, if a Python or NumPy number does not fit in int64, or if
-        `high - low` of two such numbers is out of range.
+    Raises: ValueError if a bound is not an integer, or if a Python or NumPy bound does not fit in int64. If both bounds
+        are Python or NumPy integers, also ValueError if `high - low` is out of range.
 
     >>> sorted(set(randint(key(0), (100,), low=-1, high=2).tolist()))
     [-1, 0, 1]
@@ -244,7 +252,7 @@ def randint(key: Tensor, shape: Sequence[int] = (), *, low: int | Tensor, high: 
 
 
 def _bound(name: str, bound: Any) -> Any:
-    """Convert a bound of `randint` to an int64 tensor or a Python int, because a narrower difference could overflow."""
+    """Convert a bound of `randint` to an int64 tensor or a Python int, because a narrower dtype could overflow."""
     if isinstance(bound, Tensor):
         if bound.dtype not in _INTEGERS:
             raise ValueError(f"randint needs an integer {name}, got a tensor of dtype {bound.dtype}")
@@ -259,12 +267,13 @@ def _bound(name: str, bound: Any) -> Any:
 
 
 def categorical(key: Tensor, logits: Tensor) -> Tensor:
-    """Draw one index per row of logits, with probability softmax(logits).
+    """Draw one category index for each key, with probabilities softmax(logits).
 
-    Keys `[*B]` and logits `[*B, K]` give int64 indices `[*B]`. The function subtracts the maximum from the logits, adds
-    Gumbel noise, and returns the index of the largest sum. Half precision is computed in float32.
+    The keys have shape `[*B]`, the logits have shape `[*B, K]`, and the int64 indices have shape `[*B]`. The function
+    subtracts the maximum from the logits, adds Gumbel noise, and returns the index of the largest sum. Logits in half
+    precision are converted to float32.
 
-    Raises: ValueError if the shape of `key` is not `[*B]`. Rows of logits with a shared key would have equal noise.
+    Raises: ValueError if the shape of `key` is not `[*B]`, because distributions with a shared key have equal noise.
 
     >>> int(categorical(key(0), torch.tensor([-100.0, 0.0])))
     1
@@ -277,10 +286,11 @@ def categorical(key: Tensor, logits: Tensor) -> Tensor:
 
 
 def permutation(key: Tensor, n: int) -> Tensor:
-    """Return random permutations of 0 to n - 1, int64 `[*B, n]`, by sorting n random numbers of 62 bits.
+    """Draw a random permutation of 0 to n - 1 for each key, as int64 `[*B, n]`.
 
-    All rows are sorted as one row, because torch sorts a single row of integers several times faster, by radix sort. To
-    keep the rows apart, each number starts with the bits of its row index, and as many of its last bits are dropped.
+    For each key, the function sorts n random 62-bit integers, and returns their order. One sort handles the integers of
+    all keys, because torch sorts a single row of integers several times faster, by radix sort. To keep the keys apart,
+    each integer starts with the bits of its key's index, and as many of its last bits are dropped.
 
     >>> sorted(permutation(key(0), 5).tolist())
     [0, 1, 2, 3, 4]

@@ -1,6 +1,6 @@
-"""Observation and action spaces, which are hashable so that functions of a space can be memoised.
+"""Define observation and action spaces. Spaces are hashable, so that functions of a space can be memoised.
 
-`to_gymnasium` and `from_gymnasium` convert to and from Gymnasium's spaces.
+`to_gymnasium` and `from_gymnasium` convert between these spaces and Gymnasium's spaces.
 """
 
 from collections.abc import Mapping
@@ -18,11 +18,12 @@ _DTYPES = (
 
 @dataclass(frozen=True, repr=False)
 class Box:
-    """Arrays of shape `[*shape]` and one dtype. `low` and `high` have one entry per element, in C order.
+    """Space of arrays with the shape `shape` and the dtype `dtype`.
 
-    Observations have this dtype in states and rollouts. Networks convert observations to float. Images are uint8.
+    The bounds `low` and `high` have one entry per element of an array, in C order. States and rollouts store
+    observations in the dtype of their space. Networks convert observations to float. Images have dtype uint8.
 
-    Raises: ValueError for a dtype other than a float or an integer of up to 64 bits.
+    Raises: ValueError unless the dtype is a float, uint8 or a signed integer of up to 64 bits.
     """
 
     low: tuple[float, ...]
@@ -30,9 +31,9 @@ class Box:
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     is_image: bool = field(init=False, compare=False)
-    """True if the dtype is uint8, the shape has three axes, in any order, and the bounds are 0 and 255.
+    """True if the dtype is uint8, the shape has three axes in any order, and all bounds are 0 and 255.
 
-    The field is computed once, because an image has thousands of bounds.
+    The constructor computes this field once, because an image has thousands of bounds.
     """
 
     def __post_init__(self):
@@ -44,7 +45,7 @@ class Box:
         object.__setattr__(self, "is_image", is_image)
 
     def __repr__(self) -> str:
-        """Return a Python expression that creates the space. The expression is short if all bounds are equal."""
+        """Return a Python expression that creates the space. Unless the dtype is float32, abbreviate equal bounds."""
         if self.dtype == torch.float32:
             return f"Box(low={self.low}, high={self.high}, shape={self.shape})"
         if self.low and {*self.low} == {self.low[0]} and {*self.high} == {self.high[0]}:
@@ -54,21 +55,21 @@ class Box:
 
 @dataclass(frozen=True)
 class Discrete:
-    """Integers from 0 to n - 1, as 0-d int64 tensors."""
+    """Space of the integers from 0 to n - 1. Each element is a 0-d int64 tensor."""
 
     n: int
 
 
 @dataclass(frozen=True)
 class MultiDiscrete:
-    """Integer vectors, as int64 tensors of shape `[len(nvec)]`. Entry i is between 0 and nvec[i] - 1."""
+    """Space of integer vectors, as int64 tensors of shape `[len(nvec)]`. Entry i is between 0 and nvec[i] - 1."""
 
     nvec: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Dict:
-    """Named spaces, sorted by name. Observations of a Dict are TensorDicts."""
+    """Space that combines several named spaces, sorted by name. Each element is a TensorDict."""
 
     items: tuple[tuple[str, "Space"], ...]
 
@@ -77,7 +78,7 @@ Space = Box | Discrete | MultiDiscrete | Dict
 
 
 def box(low: float, high: float, *shape: int, dtype: torch.dtype = torch.float32) -> Box:
-    """Return a Box with the same bounds for every element.
+    """Create a Box with the same bounds for every element.
 
     >>> box(-2.0, 2.0, 1)
     Box(low=(-2.0,), high=(2.0,), shape=(1,))
@@ -88,12 +89,12 @@ def box(low: float, high: float, *shape: int, dtype: torch.dtype = torch.float32
 
 
 def dict_space(parts: Mapping[str, Space]) -> Dict:
-    """Return a Dict space from a mapping of names to spaces."""
+    """Create a Dict space from a mapping of names to spaces."""
     return Dict(tuple(sorted(parts.items())))
 
 
 def without_mask(space: Space) -> Space:
-    """Return a Dict space without entries named `action_mask`, and any other space unchanged.
+    """Remove all entries named `action_mask` from a Dict space. Return any other space unchanged.
 
     >>> without_mask(dict_space({"gear": Discrete(4), "action_mask": MultiDiscrete((2, 2))}))
     Dict(items=(('gear', Discrete(n=4)),))
@@ -104,7 +105,7 @@ def without_mask(space: Space) -> Space:
 
 
 def element_shape(space: Space) -> tuple[int, ...]:
-    """Return the shape of one element, without batch axes.
+    """Return the shape of one element of a space, without batch axes.
 
     >>> element_shape(MultiDiscrete((2, 3))), element_shape(Discrete(4))
     ((2,), ())
@@ -113,7 +114,7 @@ def element_shape(space: Space) -> tuple[int, ...]:
 
 
 def element_dtype(space: Space) -> torch.dtype:
-    """Return the dtype of an element that is not a Dict.
+    """Return the dtype of the elements of a space that is not a Dict.
 
     >>> element_dtype(box(0, 255, 8, 8, 1, dtype=torch.uint8)), element_dtype(Discrete(4))
     (torch.uint8, torch.int64)
@@ -122,7 +123,7 @@ def element_dtype(space: Space) -> torch.dtype:
 
 
 def element_bytes(space: Space) -> int:
-    """Return the number of bytes that one element takes in a state or rollout.
+    """Return the number of bytes that one element of a space takes in a state or rollout.
 
     >>> camera = box(0, 255, 8, 8, 3, dtype=torch.uint8)
     >>> element_bytes(dict_space({"joints": box(-1.0, 1.0, 3), "gear": Discrete(4), "camera": camera}))
@@ -134,7 +135,7 @@ def element_bytes(space: Space) -> int:
 
 
 def is_image(space: Space) -> bool:
-    """Return True for a uint8 Box with three axes, in any order, and bounds 0 and 255.
+    """Return True if a space is a uint8 Box with three axes, in any order, and bounds 0 and 255.
 
     >>> is_image(box(0, 255, 8, 8, 1, dtype=torch.uint8)), is_image(box(0, 1, 8, 8, 1, dtype=torch.uint8))
     (True, False)
@@ -143,10 +144,10 @@ def is_image(space: Space) -> bool:
 
 
 def flat_dim(space: Space) -> int:
-    """Return the number of float features of a space.
+    """Return the number of float features that represent one element of a space.
 
-    A Box has one feature per element, and a Discrete has one feature per value, because values are one-hot encoded. A
-    MultiDiscrete and a Dict have the features of all their entries, except entries named `action_mask`.
+    A Box has one feature per element of its arrays. A Discrete has one feature per value, because values are one-hot
+    encoded. A MultiDiscrete and a Dict have the features of all their entries, except entries named `action_mask`.
 
     >>> flat_dim(dict_space({"joints": box(-1.0, 1.0, 2, 3), "gear": Discrete(4), "action_mask": Discrete(2)}))
     10
@@ -184,7 +185,7 @@ _STORED = {"bool": torch.uint8, "uint16": torch.int32, "uint32": torch.int64, "u
 
 
 def box_dtype(dtype: Any) -> torch.dtype:
-    """Return the tensor dtype for a Gymnasium Box of a NumPy dtype (see `from_gymnasium`).
+    """Return the tensor dtype that stores the values of a Gymnasium Box with this NumPy dtype (see `from_gymnasium`).
 
     >>> import numpy as np
     >>> box_dtype(np.dtype(np.float64)), box_dtype(np.dtype(np.uint8)), box_dtype(np.dtype(np.uint16))
@@ -196,17 +197,17 @@ def box_dtype(dtype: Any) -> torch.dtype:
 
 
 def from_gymnasium(space: Any) -> Space:
-    """Convert a `gymnasium.spaces` object to a space.
+    """Convert a `gymnasium.spaces` object to a space of ecrl.
 
-    - Box: floats become float32, and most integers keep their dtype. PyTorch has few operations for other dtypes, so
-      bool becomes uint8, uint16 becomes int32, and wider unsigned integers become int64.
-    - Discrete and MultiDiscrete: values count from 0. Arrays are flattened in C order.
+    - Box: floating-point dtypes become float32, and most integer dtypes stay the same. PyTorch has few operations for
+      the other dtypes, so bool becomes uint8, uint16 becomes int32, and wider unsigned integers become int64.
+    - Discrete and MultiDiscrete: the smallest value becomes 0. An array of sizes is flattened in C order.
     - MultiBinary: the space becomes a MultiDiscrete with two values per entry.
     - Tuple: the space becomes a Dict with the names "0", "1" and so on.
 
-    `ecrl.envs.gymnasium.spaces` converts the values.
+    The module `ecrl.envs.gymnasium.spaces` converts the elements of the spaces.
 
-    Raises: TypeError for any other space.
+    Raises: TypeError for any other kind of space.
     """
     from gymnasium import spaces
 

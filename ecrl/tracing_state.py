@@ -1,7 +1,7 @@
-"""Query the state of torch: graphs being traced, random draws, active transforms and writes in place.
+"""Query the state of torch: graph tracing, random draws, active transforms and in-place writes.
 
-Some queries need private names of torch, which this module looks up once, at import. If a name is missing, runs return
-the same results, but are slower or have fewer checks. The table in `docs/design.md` lists the private names.
+Some queries need private names of torch, which this module looks up once, at import. If a private name is missing, runs
+return the same results, but are slower or have fewer checks. The table in `docs/design.md` lists the private names.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-# These two private names are optional. The table in `docs/design.md` describes a run without each name.
+# The two private names below are optional. The table in `docs/design.md` describes runs that lack one of these names.
 try:
     from torch._C._functorch import get_interpreter_stack
 except ImportError:
@@ -32,11 +32,11 @@ _Mode: Any = nullcontext if TorchDispatchMode is None else TorchDispatchMode
 
 
 class Draws(NamedTuple):
-    """The names of operations in this thread that draw from torch's global generators.
+    """Names of the operations of this thread that draw from torch's global random generators.
 
     Attributes:
-        traced: operations that were traced into a graph.
-        run: operations that ran eagerly.
+        traced: the operations that were traced into a graph.
+        run: the operations that ran eagerly.
     """
 
     traced: list[str]
@@ -48,7 +48,7 @@ _DRAWS: ContextVar[Draws | None] = ContextVar("_DRAWS", default=None)
 
 @contextmanager
 def tracing_graph() -> Iterator[None]:
-    """Make `in_graph` return True inside this context. `ecrl.compile.trace` traces functions in such a context.
+    """Make `in_graph` return True inside this context, where `ecrl.compile.trace` traces functions.
 
     >>> with tracing_graph():
     ...     in_graph()
@@ -71,7 +71,7 @@ def in_graph() -> bool:
 
 
 class _DrawMode(_Mode):
-    """Record each operation of the current thread that draws from a global generator."""
+    """Dispatch mode that records each operation of the current thread that draws from a global generator."""
 
     supports_higher_order_operators = True  # without this attribute, torch refuses to trace loops
 
@@ -84,15 +84,15 @@ class _DrawMode(_Mode):
 
 
 def _arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an operation by name, with default values for arguments that the call leaves out."""
+    """Map the parameter names of an operation to the arguments of a call, with defaults for omitted arguments."""
     parameters = func._schema.arguments
     values = {x.name: x.default_value for x in parameters}
     return values | {x.name: value for x, value in zip(parameters, args, strict=False)} | kwargs
 
 
 def _draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return True if an operation draws random numbers. Attention with dropout 0, for example, draws none."""
-    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):  # a loop has no tags
+    """Return True if an operation draws random numbers. For example, attention with dropout 0 draws no numbers."""
+    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):  # a loop operation has no tags
         return False
     values = _arguments(func, args, kwargs)
     is_off = values.get("dropout_p") == 0.0 or values.get("dropout") == 0.0
@@ -100,7 +100,7 @@ def _draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 
 def _draws_globally(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return True if an operation draws random numbers without a generator among its arguments."""
+    """Return True if an operation draws random numbers and has no generator among its arguments."""
     return _draws(func, args, kwargs) and _arguments(func, args, kwargs).get("generator") is None
 
 
@@ -115,7 +115,9 @@ def _draws_into(noted: Draws | None) -> Iterator[None]:
 
 @contextmanager
 def noting_draws() -> Iterator[Draws]:
-    """Record this thread's draws from torch's global generators inside this context, in the yielded lists alone.
+    """Record this thread's draws from torch's global generators inside this context.
+
+    The yielded lists contain the names of the operations. An enclosing `noting_draws` does not record these draws.
 
     >>> with noting_draws() as noted:
     ...     x = torch.rand(2, generator=torch.Generator()) + torch.rand(2)
@@ -123,20 +125,20 @@ def noting_draws() -> Iterator[Draws]:
     ['aten.rand.default']
     """
     noted = Draws([], [])
-    is_watched = _IN_GRAPH.get() or _DRAWS.get() is not None  # a thread needs only one mode
+    is_watched = _IN_GRAPH.get() or _DRAWS.get() is not None  # a thread needs only one dispatch mode
     with nullcontext() if is_watched else _DrawMode(), _draws_into(noted):
         yield noted
 
 
 def ignoring_draws() -> AbstractContextManager[None]:
-    """Return a context that stops recording draws of this thread."""
+    """Return a context manager that pauses the recording of this thread's draws."""
     return _draws_into(None)
 
 
 def note_if_drawing(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Record an operation of a graph that is being traced, if the operation draws random numbers.
+    """Record an operation that is traced into a graph, if the operation draws random numbers.
 
-    Draws from any other generator are recorded, too, because a graph cannot contain a generator.
+    The function also records draws from an explicit generator, because a graph cannot contain a generator.
     """
     noted = _DRAWS.get()
     if noted is not None and _draws(func, args, kwargs):
@@ -144,7 +146,7 @@ def note_if_drawing(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> N
 
 
 def knows_transforms() -> bool:
-    """Return True if this version of torch reports active transforms, which compiling a function requires."""
+    """Return True if this version of torch reports which transforms are active, as `ecrl.compile` requires."""
     return _ACTIVE_TRANSFORMS is not None
 
 
@@ -165,7 +167,7 @@ def transforms() -> tuple[str, ...]:
 
 
 def in_forward_mode(leaves: Iterable[Tensor]) -> bool:
-    """Return True while torch computes forward-mode derivatives of operations on `leaves`.
+    """Return True if operations on `leaves` are being differentiated in forward mode.
 
     >>> in_forward_mode([torch.ones(1)])
     False
@@ -176,7 +178,7 @@ def in_forward_mode(leaves: Iterable[Tensor]) -> bool:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return a number that changes with every write in place on the tensor. For an inference tensor, return 0.
+    """Return an integer that changes with every in-place write to a tensor. For an inference tensor, return 0.
 
     >>> x = torch.ones(2)
     >>> before = version_of(x)

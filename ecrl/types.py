@@ -1,11 +1,11 @@
-"""Fields of rollouts, batches and a run's state, and checks of rollouts.
+"""Define the fields of rollouts, batches and run states, and check the shapes and dtypes of rollouts.
 
 A rollout is a TensorDict with batch shape `[num_envs, time + 1]`, also written `[N, T+1]`. Index `t` of the time axis
-holds one transition. The last index of every field except `obs` and `value` is padding. The collector sets
-padding to zero, and functions that use a rollout ignore padding.
+contains one transition. At the last index of the time axis, every field except `obs` and `value` is padding. The
+collector sets padding to zero, and functions that use a rollout ignore padding.
 
-A batch is a TensorDict with batch shape `[num_envs]`. The field `steps` is a rollout, and the second axis of the other
-fields is not time.
+A batch is a TensorDict with batch shape `[num_envs]`. The field `steps` of a batch is a rollout. In the other fields of
+a batch, the second axis is not time.
 """
 
 from typing import Literal, NotRequired, TypedDict, cast
@@ -15,10 +15,10 @@ from tensordict import TensorDict
 from torch import Tensor
 
 Scalar = float | Tensor
-"""A hyperparameter: a Python number or a 0-d tensor. A tensor can change its value without recompilation."""
+"""Type of a hyperparameter: a Python number or a 0-d tensor. The value of a tensor can change without recompilation."""
 
 Logs = dict[str, Tensor]
-"""Logged 0-d tensors by name."""
+"""Type of logs: a dict that maps names to 0-d tensors."""
 
 ROLLOUT_FIELDS = {
     "obs": "[N, T+1, ...] observations, may be a TensorDict; obs[:, -1] is the observation after the last step",
@@ -60,11 +60,11 @@ _PER_STEP_FIELDS = ("value", "reward", "terminated", "truncated", "done", "final
 
 
 class LogData(TypedDict):
-    """A record that the training loop yields: its kind, the environment steps so far, logs, and the current state.
+    """Record that the training loop yields: its kind, the number of environment steps so far, logs and the state.
 
-    If several ranks train, `files` holds the other ranks' checkpoint files by name, in records whose state may be
-    saved. `stopping` is True in the last record of a run that was stopped on request. If the environment reports
-    `executed`, `taken` is the number of environment steps in the iteration.
+    If several ranks train, `files` maps the names of the other ranks' checkpoint files to their contents. Only records
+    whose state may be saved have `files`. In the last record of a run that was stopped on request, `stopping` is True.
+    If the environment reports `executed`, `taken` is the number of environment steps in the iteration.
     """
 
     log_type: Literal["collect", "train", "evaluate"]
@@ -77,7 +77,7 @@ class LogData(TypedDict):
 
 
 def same_shape(**tensors: Tensor) -> None:
-    """Raise ValueError if shapes differ. The message names each argument whose shape differs from the first argument's.
+    """Raise ValueError unless all tensors have the same shape. The message names each tensor with a different shape.
 
     >>> same_shape(reward=torch.zeros(2, 3), value=torch.zeros(2, 4))
     Traceback (most recent call last):
@@ -91,9 +91,9 @@ def same_shape(**tensors: Tensor) -> None:
 
 
 def check_axes(batch: Tensor, *, before: str = "", after: str = "", **tensors: Tensor) -> None:
-    """Raise ValueError unless each tensor has the axes of `batch`, with the named axes before and after them.
+    """Raise ValueError unless the shape of each tensor is `[*before, *batch.shape, *after]`.
 
-    One letter names one axis. The axis must have the same size in all tensors of a call.
+    Each letter of `before` and `after` names one axis. An axis must have the same size in all tensors.
 
     >>> check_axes(torch.zeros(3), before="C", after="A", q=torch.zeros(2, 3, 5))
     >>> check_axes(torch.zeros(3), after="A", q=torch.zeros(3, 2), probs=torch.zeros(3))
@@ -123,9 +123,9 @@ def check_bool(**tensors: Tensor) -> None:
 
 
 def check_rollout(rollout: TensorDict, *keys: str) -> None:
-    """Raise ValueError unless `rollout` has shape `[N, T + 1]` and valid fields `keys` (see `ROLLOUT_FIELDS`).
+    """Raise ValueError unless `rollout` has batch shape `[N, T + 1]`, with T at least 1, and the fields in `keys`.
 
-    T must be at least 1.
+    Per-step fields must have the batch shape, and flags must have dtype bool (see `ROLLOUT_FIELDS`).
 
     >>> check_rollout(TensorDict({"reward": torch.zeros(2, 3)}, [2, 3]), "reward", "done")
     Traceback (most recent call last):
@@ -151,19 +151,19 @@ def check_rollout(rollout: TensorDict, *keys: str) -> None:
 
 
 def transitions(rollout: TensorDict) -> TensorDict:
-    """Return the first T steps of a `[N, T + 1]` rollout, with `next_value` added if the rollout has values.
+    """Return the T transitions of a rollout, with the additional field `next_value` if the rollout has values.
 
         next_value[t] = final_value[t] if truncated[t] else value[t + 1]
 
-    Without `final_value`, a time limit counts as a termination: `next_value` is 0 at truncated steps. The other fields
-    are views of the rollout.
+    If the rollout has no `final_value`, a time limit counts as a termination, so `next_value` is 0 at truncated steps.
+    All fields except `next_value` are views of the rollout's fields.
 
     Args:
-        rollout: `[N, T + 1]`.
+        rollout: a rollout with batch shape `[N, T + 1]`.
 
-    Returns: TensorDict `[N, T]` with every field of the rollout.
+    Returns: a TensorDict with batch shape `[N, T]` and every field of the rollout.
     Gradient: flows through `value` and `final_value`.
-    Raises: ValueError naming a field that is missing or has a wrong shape.
+    Raises: ValueError if a field is missing or has a wrong shape or dtype. The error message names the field.
     Source: Pardo et al. 2018, arXiv:1712.00378.
 
     >>> rollout = TensorDict({"value": torch.tensor([[1.0, 2.0, 3.0]]),

@@ -89,6 +89,8 @@ def test_a_draw_from_the_global_generator_is_noted(case):
 
 @pytest.mark.parametrize("case", DRAWS)
 def test_a_draw_in_a_graph_is_noted(case):
+    if case == "dropout of attention" and torch.__version__ < "2.13":
+        pytest.skip("torch before 2.13 cannot trace it")
     with noting_draws() as noted:
         graph_of(lambda: [DRAWS[case]()][:0])
     assert noted.traced and not noted.run

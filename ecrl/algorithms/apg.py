@@ -61,18 +61,18 @@ _READ = ("key", *COUNTERS, "update_step", "iterations", "norm", "hyper", "frozen
 _FIELDS = (*_READ, "params", "opt", "env", "episode", "carry")  # `_iterate` changes all fields after _READ
 _STORED = ("obs", "action", "reward", "done", "info", "executed")
 _World = tuple[TensorDict, TensorDict]
-"""The policy's memory before a step, and the state of the environments, each `[N]`."""
+"""Pair of the policy's memory before a step and the state of the environments, each of shape `[N]`."""
 
 
 class Choices(NamedTuple):
-    """Settings of a config that shape the compiled graph."""
+    """Settings of a config that determine the compiled graph."""
 
     deterministic_actions: bool
     group: Group
 
 
 def init(cfg: APGConfig, run: Run, key: Tensor) -> dict[str, Any]:
-    """Check the environment and the segment length. Return parameters, optimiser state and hyperparameters."""
+    """Check the environment and the segment length, and return parameters, optimiser state and hyperparameters."""
     horizon, length = run.static.buffer_size, cfg.segment_length
     if not run.env.is_pure:
         raise ConfigError(
@@ -94,7 +94,7 @@ def init(cfg: APGConfig, run: Run, key: Tensor) -> dict[str, Any]:
 def _step(
     run: Run, world: _World, at: tuple[Any, Any, Tensor | None], params: TensorDict, initial: TensorDict
 ) -> tuple[_World, tuple[TensorDict, Tensor]]:
-    """Step every environment. Return the next memory and environment state, the transition, and the entropy `[N]`.
+    """Take a step in every environment. Return the next memory and environment state, the transition, and the entropy.
 
     No gradient flows back beyond a step whose `is_first` is True. Without segments, `is_first` is None.
     """
@@ -120,7 +120,7 @@ def _entropy(run: Run, params: TensorDict, memory: TensorDict, row: TensorDict) 
 
 
 def _loss(params: TensorDict, run: Run, state: TensorDict) -> tuple[Tensor, tuple[_World, TensorDict, Logs]]:
-    """Take `buffer_size` steps, and return the loss and auxiliary results.
+    """Take `buffer_size` steps in every environment, and return the loss and auxiliary results.
 
     The auxiliary results are the last memory and environment state, the steps `[T, N]` and the terms of the loss.
     """
@@ -140,7 +140,7 @@ def _loss(params: TensorDict, run: Run, state: TensorDict) -> tuple[Tensor, tupl
 
 
 def optimize(run: Run, state: TensorDict, grads: TensorDict) -> tuple[TensorDict, Logs]:
-    """Take one optimiser step. Return new params and opt, and the logs of gradient norm and learning rate."""
+    """Take one optimiser step. Return the new params and opt, and logs of the gradient norm and the learning rate."""
     params, opt, hyper = (cast(TensorDict, state[key]) for key in ("params", "opt", "hyper"))
     group = run.algorithm.choices.group
     rate = learning_rates(state, (group,))[group.name]
@@ -156,7 +156,7 @@ def _steps(rows: TensorDict, env: TensorDict) -> TensorDict:
 
 
 def _iterate(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict, Logs]:
-    """Run one iteration. Return the state fields that change, the steps `[N, T + 1]`, and logs."""
+    """Run one iteration. Return the state fields that change, the steps `[N, T + 1]`, and the logs."""
     gradient = torch.func.grad_and_value(_loss, has_aux=True)
     grads, (loss, aux) = gradient(cast(TensorDict, state["params"]), run, state)
     loss, ((memory, env), rows, parts) = mapped(torch.Tensor.detach, (loss, aux))
@@ -179,7 +179,7 @@ def collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
 
 
 class Iterate(NamedTuple):
-    """The `iterate` function of APG. The field `collect` takes the steps of an iteration without learning."""
+    """Callable `iterate` of APG. Its function `collect` takes the steps of an iteration without learning."""
 
     collect: Collect = collect
 
@@ -193,7 +193,8 @@ class Iterate(NamedTuple):
         the loop that takes the steps, up to the first step of each segment. The logs `objective` and `entropy` are the
         mean discounted sums of rewards and entropies, so `loss = -objective - ent_coef * entropy`.
 
-        Returns: the state after learning, a `batch` whose `steps`, of shape `[N, T + 1]`, have no values, and the logs.
+        Returns: the state after learning, the writes with the field `batch`, and the logs. The batch's `steps` have
+            shape `[N, T + 1]`, and contain no values of a critic.
         """
         whole = replaced(state, borrowed.select("frozen_params", strict=False))
         changed, steps, logs = run.jit(_iterate, run)(whole.select(*_FIELDS, strict=False))
@@ -201,7 +202,7 @@ class Iterate(NamedTuple):
 
 
 def gradient_steps(static: Static) -> int:
-    """Return the cost of an iteration in gradient steps, about one per time step."""
+    """Return the cost of an iteration in gradient steps: about one gradient step per time step."""
     return static.buffer_size
 
 

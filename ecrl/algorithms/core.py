@@ -52,16 +52,16 @@ COUNTERS = ("sample_step", "decision_step")
 
 
 class Static(NamedTuple):
-    """Settings that shape the graph of an iteration.
+    """Settings that determine the compiled graph of an iteration.
 
     Attributes:
         num_envs: number of environments of this rank.
         buffer_size: number of steps of each environment per iteration.
         world_size: number of ranks.
-        skips_nonfinite: True if gradient steps with NaN or infinity are left out (`trainer.finite_guard: skip`).
-        row_steps: number of steps per row of a minibatch: 1 for a policy of unit "step"; for unit "sequence", the
-            algorithm's `segment_length`, or `buffer_size` by default.
-        phase: phase of the iteration (`Algorithm.phase`); None if the algorithm has none.
+        skips_nonfinite: True if gradient steps with NaN or infinity are skipped (`trainer.finite_guard: skip`).
+        row_steps: number of steps in each row of a minibatch. For a policy of unit "step", this number is 1. For unit
+            "sequence", the number is the algorithm's `segment_length`, or `buffer_size` by default.
+        phase: phase of the iteration (`Algorithm.phase`), or None if the algorithm has no phases.
     """
 
     num_envs: int
@@ -73,15 +73,15 @@ class Static(NamedTuple):
 
 
 class Run(NamedTuple):
-    """The components of a run that do not change.
+    """The components of a run that stay constant during the run.
 
     Attributes:
         env: environment with auto-reset and events.
-        policy: policy for the spaces of the environment.
+        policy: policy for the environment's observation space and action space.
         algorithm: algorithm that trains the policy.
         jit: `jit(fn, *static)` binds static arguments to `fn` and may compile it.
         scan: loop over time, for functions that `jit` may compile.
-        static: settings that shape the graph.
+        static: settings that determine the compiled graph.
     """
 
     env: Env
@@ -102,23 +102,26 @@ class Algorithm:
     """Functions and static settings of an algorithm.
 
     Attributes:
-        choices: hashable tuple of the settings that shape the compiled graph, without floats; compared by value.
+        choices: hashable tuple of the settings that determine the compiled graph. The tuple has no floats, and is
+            compared by value.
         init: (run, key) -> {name: TensorDict or Tensor}, the fields that the algorithm keeps in the state: `params`,
-            `opt`, `hyper`, and maybe `norm` and others. Only `init` reads the floats of the config, and stores
+            `opt`, `hyper`, and possibly others, such as `norm`. Only `init` reads the floats of the config, and stores
             them in `hyper`. Bind the config with `partial(init, cfg)`.
-        iterate: (run, state, borrowed) -> (state, writes, logs), one iteration; see `on_policy` and `interleaved`.
-            `borrowed` has the read-only leaves of kind buffer and frozen. `writes` may have `batch`, the batch of
-            this iteration. The loop computes statistics and logs from the batch's `steps`, of shape `[N, T + 1]`. Every
-            other field of `writes` has the name of a buffer, and holds the buffer's new `rows` and the `index` of each
-            row. To record training videos, `iterate` needs an attribute `collect` (see `collect_of`).
-        kinds: kinds of the algorithm's own fields (`ecrl.algorithms.state_kinds`).
+        iterate: (run, state, borrowed) -> (state, writes, logs); runs one iteration (see `on_policy` and
+            `interleaved`). `borrowed` has the read-only leaves of kind buffer and frozen. `writes` may have `batch`,
+            the batch of this iteration. The loop computes statistics and logs from the batch's `steps`, of shape
+            `[N, T + 1]`. Every other field of `writes` has the name of a buffer, and holds the buffer's new `rows` and
+            the `index` of each row. To record training videos, `iterate` needs an attribute `collect` (see
+            `collect_of`).
+        kinds: kinds of the state fields that the algorithm adds (see `ecrl.algorithms.state_kinds`).
         group_size: number of consecutive environments that share their starts and their noise.
-        gradient_steps: static -> number of gradient steps per iteration. `trainer.compile: auto` uses this number to
-            estimate if compiling shortens the run. If `gradient_steps` is None, auto always compiles.
+        gradient_steps: function from `Static` to the number of gradient steps per iteration. `trainer.compile: auto`
+            uses this number to estimate whether compiling shortens the run. If `gradient_steps` is None, `auto` always
+            compiles.
         as_one: True if an iteration works only on tensors, and may be compiled as one graph.
-        phase: sample_step -> the phase of the next iteration, such as "collect" or "learn". The loop calls `phase` in
-            Python, with the number of environment steps so far over all ranks. `iterate` reads the result from
-            `run.static.phase`, and may run different code in each phase. Each phase is compiled once. Bind
+        phase: function from sample_step to the phase of the next iteration, such as "collect" or "learn". The loop
+            calls `phase` in Python, with the number of environment steps so far over all ranks. `iterate` reads the
+            result from `run.static.phase`, and may run different code in each phase. Each phase is compiled once. Bind
             hyperparameters of the config, such as `learning_starts`, with `partial`.
         name: name under which the algorithm is registered, for error messages.
     """
@@ -136,7 +139,7 @@ class Algorithm:
 
 @dataclass(frozen=True)
 class OnPolicy:
-    """An `iterate` that collects steps with the current policy and learns only from these steps (see `on_policy`)."""
+    """Callable `iterate` that collects steps with the current policy and learns only from them (see `on_policy`)."""
 
     collect: Collect
     update: Update
@@ -172,7 +175,7 @@ def on_policy(collect: Collect, update: Update) -> OnPolicy:
 
 
 def collect_of(iterate: Iterate) -> Collect | None:
-    """Return the attribute `collect` of an `iterate`, or None.
+    """Return the attribute `collect` of an `iterate` callable, or None if the attribute is missing.
 
     `collect` is a function (run, state) -> (state, batch) that takes the steps of an iteration without learning. The
     batch has the field `steps`. A single rank may call `collect`, so the function must not wait for other ranks.
@@ -186,7 +189,7 @@ def batch_of(steps: TensorDict) -> TensorDict:
 
 
 def learn(update: Update, run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:
-    """Call `update(run, state, batch)`, compiled as one function if the algorithm allows it."""
+    """Call `update(run, state, batch)`, compiled as one function if the algorithm sets `as_one`."""
     if not run.algorithm.as_one:
         return _updated(update, run, state, batch)
     changed, logs = run.jit(_learn, update, run)(state, batch)
@@ -200,14 +203,14 @@ def _updated(update: Update, run: Run, state: TensorDict, batch: TensorDict) -> 
 
 
 def _learn(update: Update, run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:
-    """Call `update` and return the changed state fields and the logs. Unchanged fields need no copy."""
+    """Call `update`, and return the logs and only the changed state fields, so that unchanged fields are not copied."""
     after, logs = _updated(update, run, state, batch)
     changed = {k: v for k, v in cast(Any, after.items()) if not _are_same(v, state.get(k, None))}
     return TensorDict(changed, []), logs
 
 
 def _are_same(tree: Any, other: Any) -> bool:
-    """Return True if two trees hold the same tensors, not only equal ones."""
+    """Return True if two trees hold the same tensor objects, and not only tensors with equal values."""
     leaves, others = flatten(tree)[0], flatten(other)[0]
     return len(leaves) == len(others) and all(a is b for a, b in zip(leaves, others, strict=True))
 
@@ -233,7 +236,7 @@ def steps_taken(run: Run, state: TensorDict) -> Tensor:
 def decisions(state: TensorDict) -> Tensor:
     """Return the number of actions taken over all environments and ranks, as 0-d int64.
 
-    The number is `sample_step`, unless the environment reports `executed`, the number of steps that an action took.
+    The result is `sample_step`, unless the environment reports `executed`, the number of steps that an action took.
     """
     return state["decision_step"] if "decision_step" in state else state["sample_step"]
 
@@ -247,10 +250,11 @@ def counted_after(run: Run, state: TensorDict, executed: Tensor | None) -> dict[
     If the environment does not report `executed`, every action is one step, and the result has no `decision_step`.
 
     Args:
-        run: the run, whose `static` has the sizes.
+        run: the run, whose `static` gives the numbers of steps, environments and ranks.
         state: state with the counters before the iteration.
-        executed: field `executed` of this rank's steps, with 0 as padding.
-    Raises: ConfigError if the environment reports `executed`, but the steps lack this field.
+        executed: the field `executed` of this rank's steps, with 0 as padding.
+
+            Raises: ConfigError if the environment reports `executed`, but the steps lack this field.
     """
     taken = run.static.buffer_size * run.static.num_envs * run.static.world_size
     if "decision_step" not in state:
@@ -275,13 +279,13 @@ def step_keys(run: Run, state: TensorDict) -> tuple[Tensor, Tensor]:
 
 
 def initial_carry(run: Run, state: TensorDict) -> dict[str, TensorDict]:
-    """Return the field `carry` of a state before its first step, or an empty dict if the policy has no memory."""
+    """Return a dict with the initial `carry` of a state, or an empty dict if the policy has no memory."""
     carry = run.policy.init_carry(policy_params(state), run.static.num_envs)
     return {} if carry.is_empty() else {"carry": carry}
 
 
 def initial_exploration(run: Run, state: TensorDict) -> dict[str, TensorDict]:
-    """Return the field `exploration` with every episode restarted, or an empty dict if the state has no such field."""
+    """Return a dict with `exploration` restarted for every episode, or an empty dict if the state has no such field."""
     if "exploration" not in state:
         return {}
     first = run.policy.init_exploration(policy_params(state), run.static.num_envs)
@@ -301,7 +305,7 @@ def max_truncations(env: Env, steps: int) -> int:
 
 
 def _collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
-    """Collect a batch. Return the state's new `env`, `episode` and `carry`, if present, and the batch."""
+    """Collect a batch. Return the new state fields (`env`, `episode` and any `carry`) and the batch."""
     env_keys, action_keys = step_keys(run, state)
     params, before = policy_params(state), state.get("carry", TensorDict({}, []))
     carry, env_state, batch = collect_rollout(
@@ -356,7 +360,7 @@ def _restart(run: Run, key: Tensor, step: Tensor, env_state: TensorDict) -> Tens
 
 @dataclass(frozen=True)
 class _FromReset:
-    """Callable that `from_reset` returns, compared by value."""
+    """Callable that `from_reset` returns. Instances are compared by value."""
 
     collect: Collect
 
@@ -368,7 +372,7 @@ class _FromReset:
 
 
 def from_reset(collect: Collect) -> Collect:
-    """Return a `collect` that first resets every environment. The environments of a group then share their start."""
+    """Return a `collect` that first resets every environment, so that the environments of a group share their start."""
     return _FromReset(collect)
 
 
@@ -382,7 +386,7 @@ def standardize_over_ranks(x: Tensor, mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _WithScaledRewards:
-    """Callable that `with_scaled_rewards` returns, compared by value."""
+    """Callable that `with_scaled_rewards` returns. Instances are compared by value."""
 
     update: Update
 
@@ -420,7 +424,8 @@ def scaled_rewards(state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Te
 def reward_norm_init(num_envs: int, device: torch.device) -> TensorDict:
     """Return the initial statistics of `scaled_rewards`, for the field `norm` of the state.
 
-    `moments` holds the moments of discounted returns, and `running` the discounted returns `[N]` of current episodes.
+    `moments` holds the moments of discounted returns, and `running` holds the discounted returns `[N]` of current
+    episodes.
     """
     running = torch.zeros(num_envs, device=device)
     return TensorDict({"reward": {"moments": moments_init((), device), "running": running}}, [])

@@ -1,7 +1,9 @@
 """Group-relative policy optimisation, whose baseline is the mean return of environments with the same start.
 
-The members of a group share their start and the noise of the environment, and differ only in their actions. No critic
-is needed. Source: Shao et al. 2024, arXiv:2402.03300, applied to environment steps instead of tokens.
+The members of a group share their start and the noise of the environment, and differ only in their actions. GRPO needs
+no critic.
+
+Source: Shao et al. 2024, arXiv:2402.03300, applied to environment steps instead of tokens.
 """
 
 from functools import partial
@@ -63,7 +65,7 @@ class GRPOConfig(MinibatchConfig):
 
 
 class Choices(NamedTuple):
-    """Settings of a config that shape the compiled graph."""
+    """Settings of a config that determine the compiled graph."""
 
     has_reference: bool
     truncate_at_first_done: bool
@@ -71,7 +73,7 @@ class Choices(NamedTuple):
 
 
 def check_groups(run: Run, cfg: GRPOConfig) -> None:
-    """Raise ConfigError for groups whose members would not share their starts."""
+    """Raise ConfigError if the members of a group would not share their starts."""
     num_envs, keys = run.static.num_envs, ("reset_every_rollout", "truncate_at_first_done")
     if num_envs % cfg.group_size:
         raise ConfigError(f"algorithm.cfg.group_size: {cfg.group_size} does not divide trainer.num_envs {num_envs}")
@@ -84,9 +86,9 @@ def check_groups(run: Run, cfg: GRPOConfig) -> None:
 
 
 def init(cfg: GRPOConfig, run: Run, key: Tensor) -> dict[str, Any]:
-    """Return parameters, optimiser state, hyperparameters and, unless `kl_coef` is 0, the reference parameters.
+    """Return parameters, optimiser state, hyperparameters and, if `kl_coef` is not 0, the reference parameters.
 
-    The reference keeps its own observation statistics, so that the reference policy stays the same function.
+    The reference keeps its own observation statistics, so that new statistics do not change the reference policy.
     """
     check_groups(run, cfg)
     check_log_prob(run.policy, "grpo")
@@ -113,7 +115,7 @@ def collect_groups(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]
 
 
 def advantages(run: Run, state: TensorDict, batch: TensorDict) -> dict[str, Tensor]:
-    """Return advantages, the mask of steps to learn from and any reference log-probabilities, each `[N, T]`."""
+    """Return the advantages, the mask of steps to learn from and any reference log-probabilities, each `[N, T]`."""
     hyper, group_size = cast(TensorDict, state["hyper"]), run.algorithm.group_size
     advantage, mask = grpo_advantages(batch["steps"], gamma=hyper["gamma"], group_size=group_size, eps=hyper["eps"])
     if not run.algorithm.choices.has_reference:
@@ -142,7 +144,7 @@ def loss(run: Run, params: TensorDict, minibatch: TensorDict, mask: Tensor, hype
 
 
 def update(run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:
-    """Learn from a batch in `n_epochs` passes over its minibatches, then refresh the reference if due."""
+    """Learn from a batch in `n_epochs` passes. Refresh the reference policy every `ref_update_freq` iterations."""
     choices, batch = run.algorithm.choices, batch.exclude(("steps", "value"))
     fields = advantages(run, state, batch)
     state, logs = minibatch_epochs(

@@ -1,6 +1,6 @@
-"""Stochastic gradient descent on minibatches, shared by several algorithms, and its config.
+"""Stochastic gradient descent on minibatches, and its config, for use in several algorithms.
 
-`minibatch_epochs` learns from the steps of a batch, and `minibatch_sgd` learns from any rows.
+`minibatch_epochs` learns from the steps of a batch. `minibatch_sgd` learns from rows of any kind.
 
 Each gradient step is one function of tensors. Gradient steps can be compiled, because their branches depend only on the
 config.
@@ -76,7 +76,7 @@ class MinibatchConfig(LearningConfig):
 
 
 class SGD(NamedTuple):
-    """Config values and optimiser groups of `minibatch_sgd`, which shape the compiled graph."""
+    """Config values and optimiser groups of `minibatch_sgd`, which determine the compiled graph."""
 
     n_epochs: int
     batch_size: int | None
@@ -85,7 +85,7 @@ class SGD(NamedTuple):
 
 
 def sgd_choices(cfg: MinibatchConfig, groups: tuple[Group, ...] | None = None) -> SGD:
-    """Return the settings `SGD` of a config. If `groups` is None, one optimiser group has all parameters."""
+    """Return the `SGD` settings of a config. If `groups` is None, one optimiser group has all parameters."""
     return SGD(cfg.n_epochs, cfg.batch_size, cfg.num_minibatches, groups_of(cfg) if groups is None else groups)
 
 
@@ -102,20 +102,20 @@ class Objective(NamedTuple):
 
 
 def pass_keys(state: TensorDict, n_epochs: int) -> Tensor:
-    """Return a key for each pass over the rows, `[n_epochs]`."""
+    """Return one key for each pass over the rows, in shape `[n_epochs]`."""
     index = torch.arange(n_epochs, device=state["key"].device)
     return rng.stream(state["key"], rng.UPDATE, index, state["update_step"])
 
 
 def _chunking(rows: TensorDict, most: int, length: int, device: torch.device) -> tuple[int, int]:
-    """Return the number and size of chunks for at most `most` rows of `length` steps (see `chunking`)."""
+    """Return the number and size of the chunks for at most `most` rows of `length` steps each (see `chunking`)."""
     number, _ = chunking(most * length, device, row_bytes(rows) // length)
     number = min(most, number)
     return number, -(-most // number)
 
 
 def shuffled(keys: Tensor, sizes: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
-    """Return shuffled row indices `[len(keys) * len(sizes), width]`, one minibatch per key and size.
+    """Return shuffled row indices `[len(keys) * len(sizes), width]`, with one minibatch per key and size.
 
     `width` is at least `max(sizes)`. A minibatch with fewer rows repeats its first row. The second result is a mask of
     the same shape, which is False for repeated rows.
@@ -128,7 +128,7 @@ def shuffled(keys: Tensor, sizes: Sequence[int], width: int) -> tuple[Tensor, Te
     return index.flatten(0, 1), real.expand(len(keys), -1, -1).flatten(0, 1)
 
 
-@cache  # warns once
+@cache  # each warning appears only once
 def _at_most(key: str, value: int, most: int, unit: str) -> int:
     if value > most:
         text = f"algorithm.cfg.{key} {value} is above the rollout's {most} {unit}; using {most}"
@@ -146,11 +146,12 @@ def check_batch_size(cfg: MinibatchConfig | SGD, length: int) -> None:
 
 
 def sizes_of(cfg: MinibatchConfig | SGD, rows: int, length: int = 1) -> list[int]:
-    """Return the number of rows of each minibatch of a pass.
+    """Return the number of rows in each minibatch of one pass.
 
     With `batch_size`, the last minibatch may be smaller. With `num_minibatches`, all minibatches are nearly equal. A
-    setting above the size of the rollout is lowered to this size, with one warning. A row has `length` steps, more than
-    one for a recurrent policy, and is never split. A minibatch has as many rows as fit into `batch_size` steps.
+    setting above the size of the rollout is lowered to this size, with one warning. A row has `length` steps and is
+    never split. Only rows of a recurrent policy have more than one step. A minibatch has as many rows as fit into
+    `batch_size` steps.
 
     Raises: ConfigError if `batch_size` is below the length of a row.
 
@@ -189,7 +190,7 @@ def _chunk_gradients(
     rows: TensorDict,
     hyper: TensorDict,
 ) -> tuple[Packed, tuple[Tensor, Logs]]:
-    """Return the gradients of the mean loss over the unmasked chosen rows, the number of these rows, and logs."""
+    """Return the gradients of the mean loss over the unmasked chosen rows, the number of these rows, and the logs."""
     index, real, replaced_fields = rows_of_chunk
     minibatch = cast(TensorDict, rows[index]).update(replaced_fields)
     mask = counted(minibatch["mask"], real) if "mask" in minibatch else real
@@ -201,7 +202,7 @@ def _chunk_gradients(
 def _add_chunk(
     of: Objective, total: Packed, rows_of_chunk: tuple[Tensor, Tensor, dict[str, Tensor]], *rest: Any
 ) -> tuple[Packed, tuple[Tensor, Logs]]:
-    """Add the gradients of a chunk, times its count, to the total, as the body of a scan over chunks."""
+    """Add a chunk's gradients, weighted by its count, to the total. The function is the body of a scan over chunks."""
     grads, (count, logs) = _chunk_gradients(of, rows_of_chunk, *rest)
     return mapped(lambda t, g: t + g * count, total, grads), (count, logs)
 
@@ -214,7 +215,7 @@ def _gradients(
     rows: TensorDict,
     hyper: TensorDict,
 ) -> tuple[Packed, tuple[Tensor, Logs]]:
-    """Return the gradients of the mean loss over the unmasked rows of a minibatch, the number of these rows, and logs.
+    """Return the gradients of the mean loss over a minibatch's unmasked rows, the number of these rows, and the logs.
 
     The gradients are computed chunk by chunk, to save memory.
     """
@@ -242,10 +243,9 @@ def _gradient_step(
 ) -> tuple[_Carry, tuple[Tensor, Tensor, Logs]]:
     """Take one step of every optimiser on one minibatch.
 
-    Return the new (params, opt, rates, stopped), and the count, `stopped` and logs of the step. From the
-    first step whose distance exceeds the limit, no step changes parameters or optimiser state. The first such step
-    still adapts an adaptive learning rate. If the run skips nonfinite steps, a step with NaN or infinity changes
-    nothing.
+    Return the new carry (params, opt, rates, stopped), and the count, `stopped` and logs of the step. From the first
+    step whose distance exceeds the limit, parameters and optimiser state no longer change. This first step still adapts
+    an adaptive learning rate. If the run skips nonfinite steps, a step with NaN or infinity changes nothing.
     """
     params, opts, rates, stopped = carry
     grads, (count, logs) = _gradients(of, params, chosen, fixed, rows, hyper)
@@ -281,7 +281,7 @@ def _is_finite(tree: Any) -> Tensor:
 
 
 def mean_logs(logs: Logs, counts: Tensor) -> Logs:
-    """Average logs `[S]` over steps, weighting each step by its count."""
+    """Average logs of shape `[S]` over the S steps, weighting each step by its count."""
     weight = counts / counts.sum().clamp(min=1.0)
     # The logs of a step with weight 0 may be infinite, and 0 * inf is nan.
     return {name: (column.masked_fill(weight == 0.0, 0.0) * weight).sum() for name, column in logs.items()}
@@ -303,15 +303,16 @@ def minibatch_epochs(
 
     Args:
         run: the run.
-        state: as for `minibatch_sgd`.
+        state: same as for `minibatch_sgd`.
         batch: the batch that `collect` returned. A policy of unit "sequence" learns from the whole step sequence of an
             environment or from its segments, and other policies learn from single steps.
         fields: fields that the algorithm adds to the steps, `[N, T]`: a bool `mask`, True for the steps to learn from,
-            and others such as advantages. The policy's `act` may not return fields of the same names.
-        loss: (run, params, minibatch, mask, hyper) -> loss and logs. `minibatch` has rows of `rows_of` with `fields`,
-            for `run.policy.evaluate_rows` and `value_rows`. The minibatch's `sample_log_prob` is summed over the tokens
-            of an action.
-        sgd: as for `minibatch_sgd`, like the other arguments and the result.
+            and other fields such as advantages. The policy's `act` may not return fields of the same names.
+        loss: (run, params, minibatch, mask, hyper) -> loss and logs. `minibatch` has rows from `rows_of`, which include
+            `fields`. Pass the minibatch to `run.policy.evaluate_rows` and `value_rows`. The minibatch's
+            `sample_log_prob` is summed over the tokens of an action.
+        sgd: same as for `minibatch_sgd`. The remaining arguments and the result are also the same as for
+            `minibatch_sgd`.
     """
     rows = rows_of(run, batch, **fields)
     return minibatch_sgd(run, state, rows, loss, sgd, whole=whole, distance=distance, limit=limit)
@@ -334,22 +335,23 @@ def minibatch_sgd(
         run: the run.
         state: state with `params`, `opt`, `hyper`, `norm`, `key`, `update_step` and `iterations`, with `learning_rate`
             if the rate is adaptive, and optionally with `frozen_params`.
-        rows: `[M]`, with a bool `mask` that is False for rows to ignore, if there are any. The rows of a policy of unit
-            "sequence" have a `mask` of shape `[M, T]`, and a minibatch never splits a row.
+        rows: TensorDict `[M]`. If some rows must be ignored, `rows` has a bool `mask` that is False for these rows. The
+            rows of a policy of unit "sequence" have a `mask` of shape `[M, T]`, and a minibatch never splits a row.
         loss: (run, params, minibatch, mask, hyper) -> 0-d loss and logs, all means over the elements whose `mask` is
             True. `params` include the observation statistics and the frozen parameters. If the means are over another
-            number of elements, return it as the log `count`.
+            number of elements, return this number as the log `count`.
         sgd: number and size of the minibatches, and the optimiser groups.
-        whole: field name -> function (field, mask) -> new field of the chosen rows. The function receives a whole
-            minibatch, while `loss` may receive a minibatch in several chunks.
-        distance: name of the log that measures how far the policy moved from the one that collected the rows. Adaptive
-            rates need this log.
-        limit: name of a hyperparameter in `hyper`. Once the distance exceeds its value, the remaining steps are
-            skipped.
+        whole: dict from the name of a field to a function `fn(field, mask)` that returns the new field of the chosen
+            rows. The function receives a whole minibatch, while `loss` may receive a minibatch in several chunks.
+        distance: name of the log that measures how far the policy moved from the policy that collected the rows.
+            Adaptive rates need this log.
+        limit: name of a hyperparameter in `hyper`. Once the distance exceeds the value of this hyperparameter, the
+            remaining steps are skipped.
 
-    Returns: the state with new `params`, `opt` and `learning_rate`; the logs of the loss, `loss`, gradient norms and
-        learning rates, and `skipped_frac` if there is a limit. If `trainer.finite_guard` is "skip", a step whose
-        gradients or new parameters hold NaN or infinity changes nothing. `skipped_steps` counts these steps.
+    Returns: the state with new `params`, `opt` and `learning_rate`, and the logs. The logs contain the logs of the loss
+        function, `loss`, gradient norms, learning rates and, if there is a limit, `skipped_frac`. If
+        `trainer.finite_guard` is "skip", a step whose gradients or new parameters hold NaN or infinity changes nothing.
+        The log `skipped_steps` counts such steps.
     """
     hyper, params, opt = (cast(TensorDict, state[key]) for key in ("hyper", "params", "opt"))
     length = prod(rows["mask"].shape[1:]) if "mask" in rows else 1

@@ -1,4 +1,4 @@
-"""Optimisers over named groups of parameters.
+"""Optimise named groups of parameters.
 
 Each group has its own optimiser, clipping norm, learning rate and schedule, and its own state with a step counter. The
 parameters of a group are packed into one vector per dtype, because few large tensors are faster to update than many
@@ -51,8 +51,10 @@ class Group(NamedTuple):
     """A group of parameters that one optimiser updates.
 
     Attributes:
-        name: key of the group's state in `state["opt"]`. If there is a single group, `state["opt"]` is its state.
-        paths: path prefixes of the group's parameters; None for every parameter in no other group.
+        name: key of the group's state in `state["opt"]`. If there is a single group, `state["opt"]` is the group's
+            state.
+        paths: path prefixes of the group's parameters. If None, the group has all parameters that are in no other
+            group.
         optimizer: adam, adamw, sgd or rmsprop.
         schedule: name of the learning-rate schedule; None for a constant rate.
         prefix: name prefix of the group's hyperparameters in `hyper` and of its logs.
@@ -66,10 +68,10 @@ class Group(NamedTuple):
 
 
 class GroupSettings(NamedTuple):
-    """Settings of one group. If a setting is None, the group uses the config's setting.
+    """Settings of one optimiser group. If a setting is None, the group uses the config's setting.
 
     Attributes:
-        learning_rate: step size, before the schedule; if None, the step size in `optimizer`, if there is one.
+        learning_rate: step size, before the schedule. If None, the group uses the step size in `optimizer`, if any.
         optimizer: optimiser and its hyperparameters.
         lr_scheduler: schedule of the learning rate.
         max_grad_norm: largest norm of the group's gradients.
@@ -89,11 +91,11 @@ def groups_of(
     paths: Mapping[str, tuple[Path, ...] | None] | None = None,
     own: Mapping[str, GroupSettings] | None = None,
 ) -> tuple[Group, ...]:
-    """Return the groups of a config: one for all parameters, or one for each name in `paths`.
+    """Return the optimiser groups of a config: one for all parameters, or one for each name in `paths`.
 
     The first group has no prefix and uses the settings of the config. The prefix of every other group is its
-    name. Such a group uses the optimiser and schedule in `own`, if any, or else the config's. Pass `own` to
-    `learning_state` too.
+    name. Such a group uses the optimiser and schedule in `own`, if any, or else the optimiser and schedule of the
+    config. Also pass `own` to `learning_state`.
 
     >>> [(group.name, group.prefix) for group in groups_of(LearningConfig(), {"actor": None, "critic": (("critic",),)})]
     [('actor', ''), ('critic', 'critic_')]
@@ -128,7 +130,7 @@ class GroupLayout(NamedTuple):
 
     Attributes:
         group: the group.
-        index: positions of the group's parameters among the leaves of all parameters, in order of path.
+        index: positions of the group's parameters among the leaves of all parameters, in the order of the paths.
         shapes: shape of each parameter.
         networks: first key of each parameter's path.
         vectors: pairs of a dtype and the positions, in `index`, of the parameters in the vector of this dtype.
@@ -142,14 +144,14 @@ class GroupLayout(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The structure of all parameters, and the layout of each group."""
+    """Structure of all parameters, and layout of each group."""
 
     structure: Hashable
     groups: tuple[GroupLayout, ...]
 
 
 def layout_of(params: TensorDict, groups: tuple[Group, ...]) -> Layout:
-    """Assign parameters to groups, and return the layout.
+    """Assign each parameter to a group, and return the layout.
 
     Raises: ConfigError for a parameter in no group or in two, and for a path that no parameter has.
     """
@@ -213,7 +215,7 @@ def unpack(packed: Packed, layout: Layout) -> TensorDict:
 
 
 def network_vectors(vectors: TensorDict, layout: GroupLayout) -> dict[str, Tensor]:
-    """Split the packed vectors of a group into one vector per network and dtype. The returned vectors are views."""
+    """Split the packed vectors of a group into one vector per network and dtype, as views of the packed vectors."""
     pieces: dict[str, Tensor] = {}
     several = len(layout.vectors) > 1
     for name, places in layout.vectors:
@@ -259,7 +261,8 @@ def unpack_opt(packed: Packed, opt: TensorDict, layout: Layout) -> TensorDict:
 def optimizer_init(params: TensorDict, groups: tuple[Group, ...]) -> TensorDict:
     """Return the initial optimiser state, for the field `opt` of the state.
 
-    With one group, the result is the state of its optimiser. With several groups, the result is `{group: state}`.
+    With one group, the result is the state of the group's optimiser. With several groups, the result is
+    `{group: state}`.
 
     >>> params = TensorDict({"actor": {"w": torch.zeros(2)}, "critic": {"w": torch.zeros(2)}}, [])
     >>> list(optimizer_init(params, groups_of(LearningConfig(), {"actor": None, "critic": (("critic",),)})).keys())
@@ -308,13 +311,13 @@ def optimizer_step(
 
     Args:
         params: parameters, from `pack`.
-        grads: their gradients, from `pack`.
+        grads: gradients of the parameters, from `pack`.
         opts: optimiser states, from `pack_opt`.
         rates: learning rate of each group, 0-d.
         hyper: the hyperparameters of the state.
         layout: the layout of the groups.
         moves: 0-d bool flags by group name. A group whose flag is False keeps its parameters and its optimiser state,
-            step counter included. A group without a flag is updated.
+            including the step counter. A group without a flag is updated.
 
     Returns: the new parameters and optimiser states.
     Raises: ValueError if `moves` names a group that does not exist.
@@ -355,7 +358,7 @@ def learning_rates(state: TensorDict, groups: tuple[Group, ...]) -> dict[str, Te
 
 
 def rate_logs(rates: dict[str, Tensor], groups: tuple[Group, ...], state: TensorDict) -> Logs:
-    """Return the logs `learning_rate`, and `<prefix>learning_rate` of each group with its own rate."""
+    """Return the log `learning_rate`, and the log `<prefix>learning_rate` for each group with its own rate."""
     logs = {}
     for group in groups:
         own = f"{group.prefix}learning_rate"
@@ -365,7 +368,7 @@ def rate_logs(rates: dict[str, Tensor], groups: tuple[Group, ...], state: Tensor
 
 
 def optimizer_numbers(cfg: OptimizerConfig) -> dict[str, float]:
-    """Return the hyperparameters of an optimiser for `hyper`, except the learning rate."""
+    """Return the entries of an optimiser for `hyper`: all hyperparameters except the learning rate."""
     numbers: dict[str, Any] = {name: getattr(cfg.kwargs, name) for name in USED[cfg.name]}
     if "betas" in numbers:
         numbers["beta1"], numbers["beta2"] = numbers.pop("betas")
@@ -382,17 +385,17 @@ def learning_state(
 ) -> dict[str, Any]:
     """Return the fields `params`, `opt` and `hyper` of a state.
 
-    An adaptive learning rate is not in `hyper`, because the update changes the rate. Adaptive rates are the state field
-    `learning_rate`, or `<prefix>learning_rate` for a group with its own rate. The algorithm's `kinds` must declare
-    these fields as counters.
+    An adaptive learning rate is not in `hyper`, because the update changes the rate. The state field `learning_rate`
+    stores an adaptive rate, or `<prefix>learning_rate` for a group with its own rate. The algorithm's `kinds` must
+    declare these fields as counters.
 
     Args:
         cfg: optimiser, schedule and clipping that groups share.
         params: the parameters.
-        numbers: further hyperparameters by name; None values are left out.
+        numbers: mapping from the names of further hyperparameters to their values. None values are left out.
         device: device of the hyperparameters.
         groups: the optimiser groups. If None, one group has all parameters.
-        own: settings of single groups, as for `groups_of`.
+        own: settings of individual groups, the same as for `groups_of`.
     """
     groups, own = groups_of(cfg) if groups is None else groups, own or {}
     _check_own(own, [group.name for group in groups])

@@ -1,4 +1,4 @@
-"""Config blocks of optimisers and learning-rate schedules: `optimizer`, `lr_scheduler` and related keys."""
+"""Config blocks for optimisers and learning-rate schedules: `optimizer`, `lr_scheduler` and related keys."""
 
 from typing import Annotated, Any, Literal, Self
 
@@ -21,7 +21,7 @@ USED = {
 """The keyword arguments that each optimiser and each schedule uses."""
 
 DESIRED_DISTANCE = "desired_kl"
-"""Config key of the target distance of an adaptive rate. Each algorithm measures its own distance."""
+"""Config key for the target distance of an adaptive learning rate. Each algorithm defines its own distance."""
 
 _Below1 = Annotated[float, Field(ge=0.0, lt=1.0)]
 

@@ -82,13 +82,13 @@ class PPOConfig(MinibatchConfig):
 
 
 class Choices(NamedTuple):
-    """Settings of a config that shape the compiled graph.
+    """Settings of a config that determine the compiled graph.
 
     Attributes:
         normalize_advantage: steps over which advantages are standardised: rollout, minibatch or none.
         ppo_loss: the kernel `ppo_loss`, or `ppo_loss_clipped_value`.
-        critic_fields: minibatch fields that `ppo_loss` compares with the critic's value. The field is the value target,
-            preceded by the value at collection if the kernel clips.
+        critic_fields: names of the minibatch fields that `ppo_loss` compares with the critic's value: the value target
+            and, if the kernel clips, the value at collection.
         sgd: settings of the minibatches and the optimiser groups.
     """
 
@@ -99,7 +99,7 @@ class Choices(NamedTuple):
 
 
 def init(cfg: PPOConfig, run: Run, key: Tensor) -> dict[str, Any]:
-    """Return parameters, optimiser state, hyperparameters and, if rewards are scaled, the reward statistics."""
+    """Return the parameters, optimiser state, hyperparameters and, if rewards are scaled, the reward statistics."""
     if run.policy.value is None:
         raise ConfigError("policy.name: this policy has no critic, which ppo needs; use actor_critic")
     check_log_prob(run.policy, "ppo")
@@ -115,7 +115,7 @@ def init(cfg: PPOConfig, run: Run, key: Tensor) -> dict[str, Any]:
 
 
 def check_critic(params: TensorDict, cfg: PPOConfig) -> None:
-    """Raise ConfigError for settings of the critic's optimiser if the policy has no parameters `critic`."""
+    """Raise ConfigError if the critic's optimiser has settings, but the policy has no parameters `critic`."""
     for key in _CRITIC_KEYS:
         if getattr(cfg, key) is not None and "critic" not in params:
             have = ", ".join(sorted(map(str, params.keys())))
@@ -123,7 +123,7 @@ def check_critic(params: TensorDict, cfg: PPOConfig) -> None:
 
 
 def advantages(run: Run, hyper: TensorDict, steps: TensorDict) -> dict[str, Tensor]:
-    """Return advantages, value targets and the mask of the steps to learn from, each `[N, T]`."""
+    """Return the advantages, the value targets and the mask of the steps to learn from, each `[N, T]`."""
     advantage, value_target = compute_gae(steps, hyper["gamma"], hyper["gae_lambda"])
     mask = steps["mask"][:, :-1] if "mask" in steps else torch.ones_like(steps["done"][:, :-1])
     if run.algorithm.choices.normalize_advantage == "rollout":

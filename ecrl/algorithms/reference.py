@@ -1,4 +1,4 @@
-"""Keep the parameters of an earlier policy as a reference, so that a loss can penalise the distance from it."""
+"""Keep earlier policy parameters as a reference, so that a loss can penalise deviations from the reference."""
 
 from functools import partial
 from typing import cast
@@ -35,11 +35,12 @@ def reference_log_prob(run: Run, state: TensorDict, batch: TensorDict) -> Tensor
 
 
 def refreshed_reference(state: TensorDict, freq: Tensor) -> TensorDict:
-    """Refresh the reference policy if due, and return the state.
+    """Refresh the reference policy every `freq` iterations (0-d int64), and return the state.
 
-    Every `freq` iterations (0-d int64), `ref_params` becomes a copy of the current parameters of the policy.
+    In a refresh, `ref_params` becomes a copy of the current parameters of the policy.
 
-    The reference also keeps the current observation statistics, so that the reference policy stays the same function.
+    The reference also keeps the current observation statistics, so that new statistics do not change the reference
+    policy.
     """
     due = (state["update_step"] + 1) % freq == 0
     params, norm, reference = (cast(TensorDict, state[key]) for key in ("params", "norm", "ref_params"))

@@ -1,4 +1,4 @@
-"""Convert batches to rows of minibatches.
+"""Convert batches to the rows that minibatches are drawn from.
 
 For a policy of unit "step", a row is one step of a batch. For a policy of unit "sequence", a row has all steps of one
 environment in the iteration, or a segment of these steps if `segment_length` is set. A sequence row also has the
@@ -30,10 +30,10 @@ def rows_of(run: Run, batch: TensorDict, **fields: Tensor) -> TensorDict:
             `[N, T / L]`.
         fields: further fields of the rows, `[N, T]`, such as advantages.
 
-    Returns: `[N * T]` rows with obs, action, done and the other fields of the policy's `act`. For sequences of L steps,
-        `[N * T / L]` rows with fields `[N * T / L, L, ...]`, and `carry` `[N * T / L, ...]` if the policy has memory. L
-        is `run.static.row_steps`. The segments of an environment are consecutive. `sample_log_prob` is summed over
-        the tokens of an action.
+    Returns: `[N * T]` rows with obs, action, done and the other fields of the policy's `act`. A sequence has L =
+        `run.static.row_steps` steps. For sequences, the result has `[N * T / L]` rows, whose fields have the shape
+        `[N * T / L, L, ...]`. If the policy has memory, the result also has `carry`, of shape `[N * T / L, ...]`. The
+        segments of an environment are consecutive. `sample_log_prob` is summed over the tokens of an action.
     Raises: ConfigError if `act` returned one of `fields`, or a field that estimators of returns add.
     """
     steps = cast(TensorDict, batch["steps"][:, :-1]).exclude(*_OUTCOMES)  # the last step is padding
@@ -64,7 +64,7 @@ def check_log_prob(policy: Policy, algorithm: str) -> None:
 
 
 def counted(mask: Tensor, real: Tensor) -> Tensor:
-    """Return True for each step whose `mask` is True and whose row is not a repetition.
+    """Return a mask that is True for each step whose `mask` is True and whose row is not a repeated row.
 
     >>> import torch
     >>> counted(torch.ones(2, 3).bool(), torch.tensor([True, False])).tolist()

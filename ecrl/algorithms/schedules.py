@@ -1,7 +1,8 @@
 """Learning-rate schedules, which the config block `lr_scheduler` selects by name.
 
-Only the name of a schedule shapes the graph. The schedule's parameters are stored in `state["hyper"]["schedule"]`. A
-schedule without a length of its own lasts for the whole run of `state["iterations"]` iterations.
+The compiled graph depends only on the name of a schedule. The schedule's parameters are stored in
+`state["hyper"]["schedule"]`. A schedule without a length of its own lasts for the whole run of `state["iterations"]`
+iterations.
 """
 
 from typing import Any, cast
@@ -65,10 +66,12 @@ def adapted_rate(rate: Tensor, distance: Tensor, numbers: TensorDict) -> Tensor:
 
     Args:
         rate: current learning rate, 0-d.
-        distance: how far the policy moved, measured by the algorithm, 0-d.
-        numbers: the desired distance in the same unit (`DESIRED_DISTANCE`), `factor`, `min_rate` and `max_rate`.
+        distance: distance by which the policy moved, as measured by the algorithm, 0-d.
+        numbers: the parameters of the schedule: the desired distance (key `DESIRED_DISTANCE`, in the unit of
+            `distance`), `factor`, `min_rate` and `max_rate`.
 
-    Source: Heess et al. 2017, arXiv:1707.02286, sec. 3, with the rate in place of the penalty.
+    Source: Heess et al. 2017, arXiv:1707.02286, sec. 3, where the penalty coefficient is adapted instead of the
+        learning rate.
     """
     desired, factor = numbers[DESIRED_DISTANCE], numbers["factor"]
     too_far, too_near = distance > 2.0 * desired, distance < desired / 2.0

@@ -1,4 +1,4 @@
-"""Kinds of the leaves of a run's state. The loop, the ranks and checkpoints handle a leaf by its kind.
+"""Kinds of the leaves in a run's state. A leaf's kind determines how the loop, the ranks and checkpoints handle it.
 
 | kind | examples | copied for records | across ranks | saved |
 |---|---|---|---|---|
@@ -25,7 +25,7 @@ Path = tuple[str, ...]
 
 
 class Kind(StrEnum):
-    """Kind of a leaf of the state, as in the table of this module."""
+    """Kind of a leaf in the state. The table of this module describes each kind."""
 
     LEARNED = "learned"
     STATISTICS = "statistics"
@@ -36,7 +36,7 @@ class Kind(StrEnum):
 
 
 Kinds = Mapping[str | Path, Kind]
-"""Declared kinds, by the name of a field or by a path inside a field."""
+"""Mapping from the name of a field, or from a path inside a field, to the declared kind."""
 
 BORROWED = (Kind.BUFFER, Kind.FROZEN)
 PER_RANK = (Kind.ENVIRONMENT, Kind.BUFFER)
@@ -62,7 +62,7 @@ def kind_of(path: Path, kinds: Kinds) -> Kind:
 
 
 def leaf_kinds(state: TensorDict, kinds: Kinds) -> dict[Path, Kind]:
-    """Return the kind of every leaf by its path. Raise ConfigError for a leaf without a kind."""
+    """Return a dict from the path of every leaf to the leaf's kind. Raise ConfigError for a leaf without a kind."""
     return {path: kind_of(path, kinds) for path in paths(flatten(state)[1])}
 
 

@@ -1,1 +1,4 @@
-"""Compile functions. This package has all code that depends on torch.compile, inductor, Triton or CUDA graphs."""
+"""Compile the functions of a run.
+
+This package contains all code that depends on torch.compile, inductor, Triton or CUDA graphs.
+"""

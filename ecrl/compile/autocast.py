@@ -1,7 +1,7 @@
-"""Read the state of autocast for the keys of compiled functions, and turn autocast off while a graph runs.
+"""Include the autocast state in the keys of compiled functions, and disable autocast while a graph runs.
 
-A graph contains the casts that autocast inserted during the trace. A compiled function's key therefore includes the
-state of autocast, and autocast is off while the graph runs.
+A traced graph already contains the casts that autocast inserted. The key of a compiled function therefore includes the
+autocast state, and autocast is disabled while the graph runs.
 """
 
 from collections.abc import Hashable, Iterator
@@ -18,7 +18,7 @@ def _is_on() -> bool:
 
 
 def settings() -> Hashable:
-    """Return the torch settings that change a graph's operations: the default dtype and the state of autocast.
+    """Return the torch settings that affect the operations of a graph: the default dtype and the autocast state.
 
     >>> settings()
     torch.float32
@@ -36,7 +36,7 @@ def _all_off() -> Iterator[None]:
 
 
 def without_autocast() -> AbstractContextManager[None]:
-    """Turn autocast off inside this context, if autocast is on.
+    """Return a context that disables autocast if autocast is enabled.
 
     >>> with torch.autocast("cpu"), without_autocast():
     ...     torch.is_autocast_enabled("cpu")

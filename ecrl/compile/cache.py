@@ -1,8 +1,8 @@
 """Store compiled code on disk, in a separate cache directory for each CPU.
 
-Inductor looks up compiled code by a hash of the graph, the layouts of its inputs, the version of torch and inductor's
-settings. The code also depends on the CPU and on this package. `cpu_identity` therefore names the cache directory after
-the CPU and its instruction set. `sources_hash` adds a hash of this package to inductor's settings.
+Inductor's cache key is a hash of the graph, the layouts of its inputs, the torch version and inductor's settings. But
+compiled code also depends on the CPU and on the source files of this package. The name of the cache directory therefore
+contains the result of `cpu_identity`, and inductor's settings contain the result of `sources_hash`.
 """
 
 import atexit
@@ -25,7 +25,7 @@ _IDENTITY = ("vendor_id", "cpu family", "model", "model name", "flags", "Feature
 
 
 def cpu_identity(cpuinfo: str = "/proc/cpuinfo") -> str:
-    """Return a hash of this CPU's model and instruction set. With -march=native, g++ compiles for exactly this CPU."""
+    """Return a hash of this CPU's model and instruction set, because g++ with -march=native compiles for this CPU."""
     try:
         first = Path(cpuinfo).read_text().split("\n\n")[0]
     except OSError:
@@ -36,14 +36,14 @@ def cpu_identity(cpuinfo: str = "/proc/cpuinfo") -> str:
 
 
 def sources_hash() -> str:
-    """Return a hash of this package's source files. A change in any file may change the code that inductor writes."""
+    """Return a hash of this package's source files. A change in a source file may change the code from inductor."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 @cache
 def _folder(base: str) -> str:
-    """Return this CPU's cache directory inside `base`, or warn and return a temporary one if writing there fails."""
+    """Return this CPU's cache directory inside `base`. If it is not writable, warn and return a temporary directory."""
     folder = os.path.join(base, f"cpu_{cpu_identity()}")
     try:
         os.makedirs(folder, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Compile a function for the CPU: trace the function into one graph, which inductor translates into C++."""
+"""Compile functions for the CPU. Each function is traced into one graph, which inductor translates to C++."""
 
 import os
 from collections.abc import Callable, Hashable, Sequence
@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 import ecrl.compile.cpu_functions  # registers C++ code for tanh, erf, expm1 and atanh
-import ecrl.compile.reverse_scan  # noqa: F401  # registers the version of `reverse_scan` for graphs
+import ecrl.compile.reverse_scan  # noqa: F401  # registers the implementation of `reverse_scan` for graphs
 from ecrl.compile.autocast import without_autocast
 from ecrl.compile.cache import cache_folder, sources_hash
 from ecrl.compile.cpu_builds import parallel_builds
@@ -32,27 +32,28 @@ _OPTIONS: dict[str, Any] = {
     "aot_inductor.enable_line_tables": False,
     # With -Og, loops and kernel calls run as fast as with -O1 and compile in half the time.
     "aot_inductor.compile_wrapper_opt_level": "Og",
-    # Precompiled headers save time only for six or more graphs, but a run has two. Inductor's variable turns them on.
+    # Precompiled headers save time only for six or more graphs, but a run has two graphs. Users can enable precompiled
+    # headers with inductor's environment variable.
     "cpp_cache_precompile_headers": os.environ.get("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS") == "1",
     "epilogue_fusion": False,  # do not fuse operations into the kernels of `cpu_matmul.py`
-    "size_asserts": False,  # not needed, because a compiled function's key contains every shape
+    "size_asserts": False,  # skip checks of sizes, because a compiled function's key contains every shape
     "cpp.vec_isa_ok": True,  # trust the CPU's list of instruction sets, because testing each set takes seconds
-    # Let inductor cache graphs with loops on disk. Inductor's cache key covers the bodies of the loops.
+    # Let inductor cache graphs with loops on disk. Inductor's cache key includes the bodies of the loops.
     "unsafe_marked_cacheable_functions": {_SCAN: f"{torch.__version__} {sources_hash()}"},
 }
 
-COMPILE_LOCK = RLock()  # needed because all threads share inductor's settings
+COMPILE_LOCK = RLock()  # only one thread may compile at a time, because all threads share inductor's settings
 
 
 def _unexpected_aliases(tensors: Sequence[Tensor], storages: Sequence[int | None]) -> list[int]:
-    """Return the index of each tensor that shares memory with an earlier tensor although their `storages` differ."""
+    """Return the index of each tensor that shares memory with an earlier tensor but has a different graph storage."""
     owner: dict[int, int | None] = {}
     addresses = [tensor.untyped_storage().data_ptr() for tensor in tensors]
     return [i for i, at in enumerate(addresses) if owner.setdefault(at, storages[i]) != storages[i] and at]
 
 
 def _separate_results(graph: GraphModule, run: Callable[..., Sequence[Tensor]]) -> Callable[..., list[Tensor]]:
-    """Wrap `run` to clone each result that shares memory with another tensor but has a separate storage in the graph.
+    """Wrap `run` to clone each result that shares memory with another tensor but has its own storage in the graph.
 
     For example, if a graph returns two copies of one tensor, inductor may return the tensor itself twice.
     """
@@ -63,7 +64,7 @@ def _separate_results(graph: GraphModule, run: Callable[..., Sequence[Tensor]]) 
     def call(*leaves: Tensor) -> list[Tensor]:
         nonlocal aliases
         out = [*run(*leaves)]
-        if aliases is None:  # detect aliases only once, because they depend on the compiled code alone
+        if aliases is None:  # detect aliases only once, because the compiled code alone determines them
             aliases = [i - len(leaves) for i in _unexpected_aliases((*leaves, *out), storages) if i >= len(leaves)]
         for number in aliases:
             out[number] = out[number].clone()

@@ -1,4 +1,4 @@
-"""Compile the two C++ files of a graph in parallel: the file with the kernels and the file that calls them.
+"""Compile the two C++ files of a graph in parallel: the file with the kernels and the file that calls the kernels.
 
 Without this module, inductor compiles the two files one after the other.
 """
@@ -18,12 +18,12 @@ from torch.utils._filelock import FileLock
 
 
 def missing(builders: Sequence[CppBuilder]) -> list[CppBuilder]:
-    """Return each builder whose target file does not exist yet."""
+    """Return the builders whose target files do not exist yet."""
     return [builder for builder in builders if not Path(builder.get_target_file_path()).exists()]
 
 
 def run_builders(builders: Sequence[CppBuilder]) -> None:
-    """Run all builders in parallel, without output. Remove the file of a builder that fails or is interrupted."""
+    """Run all builders in parallel, and discard their output. If a builder fails or is interrupted, remove its file."""
     silent: dict[str, Any] = {"stdin": DEVNULL, "stdout": DEVNULL, "stderr": DEVNULL, "start_new_session": True}
     compilers: list[Popen[Any]] = []
     try:
@@ -34,16 +34,16 @@ def run_builders(builders: Sequence[CppBuilder]) -> None:
     finally:
         for compiler in compilers:
             if compiler.poll() is None:
-                os.killpg(compiler.pid, SIGTERM)  # also end the compiler's child processes
-        for compiler, builder in zip(compilers, builders, strict=False):  # after an error, some did not start
+                os.killpg(compiler.pid, SIGTERM)  # end the compiler and its child processes
+        for compiler, builder in zip(compilers, builders, strict=False):  # some compilers may not have started
             if compiler.wait():
                 Path(builder.get_target_file_path()).unlink(missing_ok=True)
 
 
 def build(lock_path: str, builders: Sequence[CppBuilder]) -> None:
-    """Build the object files in parallel, then link them.
+    """Compile the object files in parallel, then link the object files.
 
-    If building a file fails, inductor's own function builds the file again and reports the error.
+    If a builder fails, inductor's own build function builds the file again and reports the error.
     """
     with FileLock(lock_path, timeout=codecache.LOCK_TIMEOUT):
         for stage in (builders[:-1], builders[-1:]):
@@ -54,7 +54,7 @@ def build(lock_path: str, builders: Sequence[CppBuilder]) -> None:
 
 @contextmanager
 def parallel_builds() -> Iterator[None]:
-    """Make inductor build its C++ files with the function `build`."""
+    """Make inductor build its C++ files with the function `build` inside this context."""
     usual = codecache._worker_compile_cpp
     codecache._worker_compile_cpp = build
     try:

@@ -1,4 +1,4 @@
-"""Skip steps of inductor that do not change its output. A first compilation then takes a tenth less time."""
+"""Skip steps of inductor that do not change the generated code, to shorten a first compilation by a tenth."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,17 +8,20 @@ from torch._inductor import sizevars
 from torch._inductor.cpu_vec_isa import VecAVX512, VecAVX512VNNI, VecISA
 
 _ALWAYS_COMPILES = (VecAVX512._avx512_bf16_code, VecAVX512VNNI._avx512_vnni_code)
-"""Test programs that every C++20 compiler accepts. Inductor compiles each only on CPUs with the tested instructions."""
+"""Test programs that every C++20 compiler accepts.
+
+Inductor compiles a test program only on CPUs that have the tested instructions.
+"""
 
 
 def is_sum(index: sympy.Basic) -> bool:
-    """Return True if an index is a sum of integer multiples of variables, which inductor cannot simplify.
+    """Return True if an index expression is a sum of integer multiples of variables, which inductor cannot simplify.
 
     >>> x, y = sympy.symbols("x y", integer=True)
     >>> is_sum(4 * x + y + 3), is_sum(4 * x * y), is_sum(x % 4), is_sum(x + sympy.floor(y / 4))
     (True, False, False, False)
     """
-    if not isinstance(index, sympy.Expr):  # a comparison
+    if not isinstance(index, sympy.Expr):  # the index is a comparison
         return False
     terms = [term.as_coeff_Mul() for term in sympy.Add.make_args(index)]
     return all(number.is_Integer and (rest.is_Symbol or rest == 1) for number, rest in terms)

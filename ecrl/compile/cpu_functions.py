@@ -1,10 +1,10 @@
-"""Make inductor write C++ for tanh, erf, expm1 and atanh that is accurate for small arguments.
+"""Make inductor generate C++ for tanh, erf, expm1 and atanh that is accurate for small arguments.
 
-Inductor computes tanh as `2 / (1 + exp(-2 x)) - 1`. For small `x`, this formula subtracts two numbers near 1, so the
-result loses its digits: for `x = 1e-9`, the result is 0. Inductor's functions expm1 and atanh, and torch's vectorised
-erf in float32, have the same fault. This module computes tanh and erf in float32 as `x` times a ratio of polynomials in
-`x**2`. The ratio takes as much time as the formula with `exp`. Because `x` is a factor, the relative error is below
-5e-7 for every `x`. For expm1, atanh and other dtypes, this module calls torch's vector library.
+Inductor computes tanh as `2 / (1 + exp(-2 x)) - 1`. For small `x`, this formula subtracts two values near 1, so the
+result loses precision: for `x = 1e-9`, the result is 0. Inductor's functions expm1 and atanh, and torch's vectorised
+erf in float32, have the same problem. This module computes tanh and erf in float32 as `x` times a ratio of polynomials
+in `x**2`. Evaluating the ratio takes as much time as the formula with `exp`. Because `x` is a factor of the result, the
+relative error is below 5e-7 for every `x`. For expm1, atanh and other dtypes, this module calls torch's vector library.
 """
 
 from typing import Any
@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch._inductor.codegen.cpp import CppVecOverrides
 
-# These tuples have the coefficients of numerator and denominator, the highest power of x**2 first. The ratios are
-# minimax approximations of tanh for |x| <= 9 and of erf for |x| <= 4. Beyond these bounds, both functions are 1 or -1
-# in float32. The coefficients of tanh are from `ptanh_float` of Eigen (Eigen/src/Core/MathFunctionsImpl.h). Here, the
-# last coefficients of numerator and denominator are equal, so that tanh(x) is x for small x. The coefficients of erf
-# are from EmitErfF32 of XLA (xla/service/elemental_ir_emitter.cc).
+# The tuples below contain the coefficients of the numerator and the denominator, starting with the highest power of
+# x**2. The ratios are minimax approximations of tanh for |x| <= 9 and of erf for |x| <= 4. For larger |x|, tanh and erf
+# are 1 or -1 in float32. The coefficients of tanh are from `ptanh_float` of Eigen (Eigen/src/Core/MathFunctionsImpl.h).
+# In contrast to Eigen, the last coefficients of numerator and denominator are equal, so that tanh(x) is x for small x.
+# The coefficients of erf are from EmitErfF32 of XLA (xla/service/elemental_ir_emitter.cc).
 _TANH = (
     (
         "-2.76076847742355e-16f",
@@ -50,7 +50,7 @@ _ERF = (
 
 
 def _polynomial(coefficients: tuple[str, ...]) -> str:
-    """Write C++ for a polynomial in `z` by Horner's scheme. The coefficient of the highest power comes first."""
+    """Write C++ that evaluates a polynomial in `z` by Horner's scheme. `coefficients` starts with the highest power."""
     total = f"T({coefficients[0]})"
     for coefficient in coefficients[1:]:
         total = f"at::vec::fmadd({total}, z, T({coefficient}))"
@@ -58,10 +58,13 @@ def _polynomial(coefficients: tuple[str, ...]) -> str:
 
 
 def _ratio(bound: str, numerator: tuple[str, ...], denominator: tuple[str, ...]) -> str:
-    """Write a C++ lambda: x times a ratio of polynomials in x**2 for |x| <= `bound`, and 1 or -1 beyond the bound."""
+    """Write a C++ lambda that returns x times a ratio of polynomials in x**2.
+
+    The lambda clamps x to the interval [-bound, bound], and clamps the result to [-1, 1].
+    """
     return (
         "[](const auto& x) { using T = std::decay_t<decltype(x)>;"
-        f" const T c = at::vec::minimum(at::vec::maximum(x, T(-{bound})), T({bound})), z = c * c;"  # keeps NaN
+        f" const T c = at::vec::minimum(at::vec::maximum(x, T(-{bound})), T({bound})), z = c * c;"  # clamping keeps NaN
         f" const T y = c * ({_polynomial(numerator)} / {_polynomial(denominator)});"
         " return at::vec::minimum(at::vec::maximum(y, T(-1.0f)), T(1.0f)); }"
     )
@@ -71,22 +74,22 @@ _TANH_CPP, _ERF_CPP = _ratio("9.0f", *_TANH), _ratio("4.0f", *_ERF)
 
 
 def tanh(a: Any) -> str:
-    """Write C++ for tanh of a vector: a ratio of polynomials for float32, else a call of torch's vector library."""
+    """Write C++ that computes tanh of a vector, in float32 with polynomials, else with torch's vector library."""
     return f"({_TANH_CPP})({a})" if a.dtype == torch.float32 else f"{a}.tanh()"
 
 
 def erf(x: Any) -> str:
-    """Write C++ for erf of a vector: a ratio of polynomials for float32, else a call of torch's vector library."""
+    """Write C++ that computes erf of a vector, in float32 with polynomials, else with torch's vector library."""
     return f"({_ERF_CPP})({x})" if x.dtype == torch.float32 else f"{x}.erf()"
 
 
 def expm1(x: Any) -> str:
-    """Write C++ for expm1 of a vector: a call of torch's vector library."""
+    """Write C++ that computes expm1 of a vector with torch's vector library."""
     return f"{x}.expm1()"
 
 
 def atanh(x: Any) -> str:
-    """Write C++ for atanh of a vector: a call of torch's vector library."""
+    """Write C++ that computes atanh of a vector with torch's vector library."""
     return f"{x}.atanh()"
 
 

@@ -1,17 +1,19 @@
 """Replace matrix products by faster operations while a graph for a CPU is traced. The results agree up to rounding.
 
-Libraries for matrix products are optimised for large matrices. With such libraries, the first and last layers of a
+Libraries for matrix products are optimised for large matrices. With such a library, the first and last layers of a
 perceptron, and their gradients, run at a tenth of the possible speed. This module therefore distinguishes three kinds
-of products:
+of matrix products:
 
-- Products with a dimension of at most 8 become sums, which the compiler fuses with neighbouring operations.
-- Other small products become C++ of this module, which computes the result tile by tile in vector registers. Libraries
-  take up to three times as long as this C++. Every row is summed in the same order for any number of threads.
-- Large products call the library oneDNN, which generates code for the CPU that it runs on. The library MKL has only
+- A product with a dimension of at most 8 becomes a sum, which the compiler fuses with neighbouring operations.
+- Any other small product becomes C++ code of this module, which computes the result tile by tile in vector registers.
+  Libraries take up to three times as long as this code. For any number of threads, the code adds the terms of a sum in
+  the same order.
+- A large product calls oneDNN, a library that generates code for the CPU at hand. In contrast, the library MKL has only
   generic code for AMD's CPUs.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any, cast
 
@@ -26,11 +28,11 @@ from torch._inductor.utils import Placeholder, parallel_num_threads
 
 from ecrl.compile.cpu_codegen import skip_redundant_codegen
 
-_LARGE = 2**18  # use a library for a second matrix with more elements, which does not fit in the cache
+_LARGE = 2**18  # a second matrix with more elements does not fit in the cache, so use a library
 _THIN = 8  # the largest dimension of a product that becomes a sum
-_MIN_OUTER = 16  # the smallest number of rows that `_rows` sums over, because a sum over fewer rows is not faster
-_MANY_ROWS = 32  # the smallest number of rows of `a` that makes a transposed copy of `b` worthwhile
-_PARALLEL = 2**18  # the smallest number of multiplications that makes several threads worthwhile
+_MIN_OUTER = 16  # the minimum number of rows of `b` for `_rows`, which is not faster for fewer rows
+_MANY_ROWS = 32  # copying a transposed `b` is worthwhile if `a` has at least this number of rows
+_PARALLEL = 2**18  # several threads are worthwhile for at least this number of multiplications
 _NAME = str(Placeholder.KERNEL_NAME)
 _CPP = """
 #include <torch/csrc/inductor/cpp_prefix.h>
@@ -93,12 +95,13 @@ extern "C" {kernel}
 @cache
 def has_vector_instructions() -> bool:
     """Return True if inductor supports this CPU's vector instructions, which the C++ of this module needs."""
-    with config.patch({"cpp.vec_isa_ok": True}), skip_redundant_codegen():  # testing each instruction set takes seconds
+    faster = skip_redundant_codegen() if torch.__version__ >= "2.13" else nullcontext()  # older ones compile no loops
+    with config.patch({"cpp.vec_isa_ok": True}), faster:  # testing each instruction set takes seconds
         return bool(pick_vec_isa())
 
 
 def _unrolled(a: Tensor, b: Tensor) -> Tensor:
-    """Compute the product of `a`, `[M, K]`, and `b`, `[K, N]`, as a sum of K outer products."""
+    """Multiply `a`, of shape `[M, K]`, by `b`, of shape `[K, N]`, as a sum of K outer products."""
     total = a[:, :1] * b[0]
     for k in range(1, a.shape[1]):
         total = total + a[:, k : k + 1] * b[k]
@@ -106,18 +109,18 @@ def _unrolled(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _rows(a: Tensor, b: Tensor) -> Tensor:
-    """Compute the product of `a`, `[M, K]`, and `b`, `[K, N]`, as M sums over the rows of `b`."""
+    """Multiply `a`, of shape `[M, K]`, by `b`, of shape `[K, N]`, as M weighted sums of the rows of `b`."""
     return torch.stack([(a[m].unsqueeze(1) * b).sum(0, dtype=a.dtype) for m in range(a.shape[0])])
 
 
 def _check_dtypes(a: Tensor, b: Tensor) -> None:
-    """Raise RuntimeError if the dtypes of two matrices differ, because torch does not check dtypes during a trace."""
+    """Raise RuntimeError if two matrices have different dtypes, which torch does not detect during tracing."""
     if a.dtype != b.dtype:
         raise RuntimeError(f"cannot multiply matrices of {a.dtype} and {b.dtype}; convert one of them")
 
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
-    """Return `a @ b`, or NotImplemented to let torch compute the product or report wrong shapes."""
+    """Return `a @ b`, or return NotImplemented so that torch computes the product or reports wrong shapes."""
     (m, k), n = a.shape, b.shape[1]
     _check_dtypes(a, b)
     if min(m, k, n) == 0 or k != b.shape[0]:
@@ -138,16 +141,16 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    """Return `bias + a @ b`, or NotImplemented if `alpha` or `beta` is not 1."""
+    """Return `bias + a @ b`. If `alpha` or `beta` is not 1, return NotImplemented so that torch computes the result."""
     if beta != 1 or alpha != 1:
         return NotImplemented
     product = mm(a, b)
-    # Subtract -bias: inductor would merge a product and a sum into one call, which copies the bias to all rows.
+    # Subtract -bias, because inductor would merge a product and a sum into one call that copies the bias to all rows.
     return torch.mm(a, b) - (-bias) if product is NotImplemented else product + bias
 
 
 def bmm(a: Tensor, b: Tensor) -> Tensor:
-    """Return `a @ b` for batches of matrices, or NotImplemented if torch computes the product as fast."""
+    """Return `a @ b` for batches of matrices. If torch computes the product as fast, return NotImplemented."""
     m, n = a.shape[1], b.shape[2]
     _check_dtypes(a, b)
     if a.dtype != torch.float32 or b.shape[:2] != (a.shape[0], a.shape[2]):
@@ -166,7 +169,7 @@ PRODUCTS: dict[Any, Callable[..., Tensor]] = {
     torch.ops.aten.addmm.default: addmm,
     torch.ops.aten.bmm.default: bmm,
 }
-"""Decompositions of matrix products, an argument of `torch.fx.experimental.proxy_tensor.make_fx`."""
+"""Decompositions of matrix products, in the format that `torch.fx.experimental.proxy_tensor.make_fx` takes."""
 
 
 @torch.library.custom_op("ecrl::linear", mutates_args=())
@@ -196,7 +199,7 @@ def _(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _tiles_code(kernel: CppTemplateKernel, a: Any, b: Any, product: Any) -> str:
-    """Write the C++ that multiplies two factors with the layouts of `a` and `b`."""
+    """Write the C++ that multiplies batches of matrices with the memory layouts of `a` and `b`."""
     (batch, m, k), n = a.get_size(), b.get_size()[2]
     threads = parallel_num_threads() if batch * m * k * n >= _PARALLEL else 1
     parts = 1 if batch >= threads else min(threads, max(m // 12, 1))
@@ -215,16 +218,16 @@ def _tiles_code(kernel: CppTemplateKernel, a: Any, b: Any, product: Any) -> str:
 
 
 def _tiles_kernel(product: Any, **options: Any) -> tuple[CppTemplateKernel, Callable[[], str]]:
-    """Return inductor's kernel object for a product, and a function that writes the kernel's C++."""
+    """Return inductor's kernel object for a matrix product, and a function that writes the kernel's C++ code."""
     kernel = CppTemplateKernel(_NAME, parallel_num_threads())
     return kernel, partial(_tiles_code, kernel, *product.inputs, product)
 
 
 def _store_factor(x: Any) -> Any:
-    """Store a factor in memory at a constant offset, and return the stored factor.
+    """Store a factor of a matrix product in memory at a constant offset, and return the stored factor.
 
-    In a loop over time, each iteration reads another row of `xs`. A factor in such a row has no constant offset, so it
-    is copied.
+    In a loop over time, each iteration reads a different row of the tensors to loop over. A factor in such a row has no
+    constant offset, so this function copies the factor.
     """
     x = ir.ExternKernel.realize_input(x)
     _, layout = ir.as_storage_and_layout(x, freeze=True)

@@ -1,7 +1,7 @@
-"""Add the random function Philox, which `ecrl.rng` uses, to the operations that inductor translates to C++.
+"""Make inductor generate C++ for Philox, the random function of `ecrl.rng`.
 
-Inductor has no Philox function with a key for each element. In C++, a round of Philox takes a few operations on
-unsigned integers. With torch operations on int64 tensors, a round takes about twenty operations.
+Inductor has no Philox function that takes a separate key for each element. In C++, a round of Philox takes a few
+operations on unsigned integers. In torch, a round of Philox takes about twenty operations on int64 tensors.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
 from torch._inductor.lowering import broadcast_tensors, make_pointwise, register_lowering
 from torch._inductor.ops_handler import DefaultHandler
 
-import ecrl.rng  # noqa: F401  # registers the operation
+import ecrl.rng  # noqa: F401  # registers the operator
 
 _CPP = """[](uint64_t key, uint64_t low, uint64_t high) -> int64_t {
     uint32_t c0 = low, c1 = low >> 32, c2 = high, c3 = high >> 32, k0 = key, k1 = key >> 32;
@@ -28,7 +28,7 @@ _CPP = """[](uint64_t key, uint64_t low, uint64_t high) -> int64_t {
 
 
 def _add(name: str, half: str) -> None:
-    """Add an operation to inductor that returns two of the four 32-bit words that Philox computes."""
+    """Register an operation in inductor that computes two of the four 32-bit words of Philox."""
 
     def scalar(key: str, low: str, high: str) -> str:
         return f"({_CPP % half})({key}, {low}, {high})"

@@ -1,9 +1,9 @@
-"""Compile a function for CUDA. Inductor compiles pieces of the function, and one CUDA graph captures a whole call.
+"""Compile functions for CUDA. Inductor compiles segments of a function, and one CUDA graph captures a whole call.
 
-A CUDA graph reads and writes the same memory at every replay. A call copies its arguments into this memory and copies
-the results out of this memory, so the next call does not overwrite the results. Copying a state takes little time
-compared with a rollout. All CUDA graphs share one memory pool for intermediate values, because only one graph runs at a
-time.
+A CUDA graph reads and writes the same memory at every replay. Each call of a compiled function therefore copies its
+arguments into the graph's memory. The call also copies the results out of the graph's memory, so that the next call
+does not overwrite the results. Copying a state takes little time compared with a rollout. All CUDA graphs share one
+memory pool for intermediate values, because only one graph runs at a time.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -16,7 +16,7 @@ from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule
 
-import ecrl.compile.reverse_scan  # noqa: F401  # registers `reverse_scan` as one operation of a graph
+import ecrl.compile.reverse_scan  # noqa: F401  # registers `reverse_scan` as a single operation of a graph
 from ecrl.compile.autocast import without_autocast
 from ecrl.compile.cache import cache_folder
 from ecrl.compile.cpu import COMPILE_LOCK
@@ -25,9 +25,9 @@ from ecrl.compile.trace import captured, traced
 from ecrl.pytree import is_borrowed
 
 Capture = Callable[[Run, list[Tensor]], tuple[Callable[[], None], Sequence[Tensor]]]
-"""Type of a function that captures one run of another function on tensors.
+"""Type of a function that captures one call of another function on tensors.
 
-The result is a function that repeats the run in the same memory, and the run's results in this memory.
+Such a function returns a second function, which repeats the call in the same memory, and the call's result tensors.
 """
 
 
@@ -39,8 +39,8 @@ def _pool(device: torch.device) -> Any:
 def cuda_graph(run: Run, inputs: list[Tensor]) -> tuple[Callable[[], None], Sequence[Tensor]]:
     """Capture `run(*inputs)` as one CUDA graph.
 
-    A first run outside the capture compiles the function, because compiling synchronises with the GPU, which is an
-    error during a capture.
+    A first call outside the capture compiles the function, because compilation synchronises with the GPU. During a
+    capture, synchronisation is an error.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -55,13 +55,13 @@ def cuda_graph(run: Run, inputs: list[Tensor]) -> tuple[Callable[[], None], Sequ
 
 
 def compile_segment(graph: GraphModule, inputs: list[Tensor]) -> Run:
-    """Compile a segment with inductor. Turn off inductor's CUDA graphs, because this module captures whole calls."""
+    """Compile a segment with inductor, but without inductor's CUDA graphs, because this module captures whole calls."""
     with config.patch({"triton.cudagraphs": False}), cache_folder():
         return compile_fx(graph, inputs)  # pyright: ignore
 
 
 def _copy(to: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
-    """Copy `leaves` to `to`, with one kernel per dtype if torch has the function `_foreach_copy_`."""
+    """Copy the tensors `leaves` into the tensors `to`. If torch has `_foreach_copy_`, use one kernel per dtype."""
     if not hasattr(torch, "_foreach_copy_"):
         for target, leaf in zip(to, leaves, strict=True):
             target.copy_(leaf)
@@ -80,9 +80,9 @@ def compiled(
 ) -> tuple[Run, Hashable, list[Tensor]]:
     """Compile `fn` for tensors with the shapes and dtypes of `leaves`.
 
-    A call copies leaves on the host, such as a learning rate that a user set, to the device of the other leaves. The
-    call does not copy borrowed leaves (`ecrl.pytree.Borrowed`): the CUDA graph reads borrowed leaves at their own
-    addresses. If an address changes, the call captures a new CUDA graph.
+    A call of the compiled function copies tensors on the host, such as a learning rate that a user set, to the GPU. The
+    call does not copy borrowed leaves (`ecrl.pytree.Borrowed`), because the CUDA graph reads borrowed leaves at their
+    own addresses. If the address of a borrowed leaf changes, the call captures a new CUDA graph.
 
     Returns: the compiled function, the structure of its results, and the tensors that `fn` captured.
     """

@@ -1,36 +1,39 @@
-"""Compile a function, or run it eagerly. This module is the entry point of the package.
+"""Run functions compiled or eagerly. This module is the entry point of the package `ecrl.compile`.
 
-A run executes its functions either compiled or eagerly. `choose_form` chooses one of these forms from
+A run executes its functions in one of two forms, compiled or eager. `choose_form` chooses the form from
 `trainer.compile`, the device and the installed versions. The result is a `Form` with two functions, `jit(fn, *static)`
-and `scan`. `jit` binds the static arguments of `fn`: functions, and settings that determine the graph. In a compiled
-run, `jit` also compiles `fn` at the first call. Calls of `jit` with equal `fn` and `static` share one compiled
-function. A new seed, name or learning rate therefore needs no new compilation.
+and `scan`. The function `jit` binds the static arguments of `fn`, which are functions and settings that determine the
+graph. In a compiled run, `jit` also compiles `fn` at the first call of the bound function. Calls of `jit` with equal
+`fn` and `static` share one compiled function. A new seed, run name or learning rate therefore needs no new compilation.
 
 A function is compiled in four steps:
 
 1. Compute the key of the call (`jit.py`). The key contains the structure of the arguments, and the shape, dtype and
-   device of each tensor. The key also contains the default dtype and the state of autocast (`autocast.py`). A call with
-   a known key runs the compiled function of this key. A call with a new key continues with step 2. Under
-   `torch.func.vmap`, one call handles the whole batch (`vmap.py`).
+   device of each tensor. The key also contains the default dtype and the autocast state (`autocast.py`). A call with a
+   known key runs the compiled function for this key. A call with a new key continues with step 2. Under
+   `torch.func.vmap`, one call of a compiled function handles the whole batch (`vmap.py`).
 2. Trace the function (`trace.py`). The function runs once on tensors without data, and torch records the operations in
-   a graph. A scan becomes a loop of the graph (`scan.py`), and its gradient becomes a second loop (`scan_gradient.py`).
-   An impure function raises ConfigError (`user_code.py`), which reports the user's line (`user_line.py`).
+   a graph. A scan becomes a loop of the graph (`scan.py`), and the gradient of a scan becomes a second loop
+   (`scan_gradient.py`). An impure function raises a ConfigError (`user_code.py`) that names the line of the user's code
+   (`user_line.py`).
 3. Rewrite the graph. On a CPU, faster operations replace small matrix products (`cpu_matmul.py`). Duplicate operations
-   are merged (`trace.py`). On a GPU, the graph is cut at its loops (`partition.py`).
-4. Generate code. On a CPU (`cpu.py`), inductor writes C++. This package makes the C++ for random numbers
+   are merged (`trace.py`). On a GPU, the graph is split at its loops (`partition.py`).
+4. Generate code. On a CPU (`cpu.py`), inductor writes C++. This package makes the C++ code of random numbers
    (`cpu_philox.py`) and loops (`cpu_loops.py`) faster. This package also makes functions such as tanh more accurate
-   (`cpu_functions.py`) and the compilation shorter (`cpu_codegen.py`, `cpu_builds.py`). On a GPU (`cuda_graph.py`),
-   inductor writes Triton kernels, and one CUDA graph captures the whole function. This package has faster code for
-   returns and advantages on both devices (`reverse_scan.py`, `reverse_triton.py`). Compiled code is stored on disk for
+   (`cpu_functions.py`), and shortens the compilation (`cpu_codegen.py`, `cpu_builds.py`). On a GPU (`cuda_graph.py`),
+   inductor writes Triton kernels, and one CUDA graph captures the whole function. On both devices, this package has
+   faster code for returns and advantages (`reverse_scan.py`, `reverse_triton.py`). Compiled code is stored on disk for
    the next process (`cache.py`).
 
-A compiled function must be pure. It may depend only on its arguments, the default dtype and the state of autocast.
+A compiled function must be pure: its results may depend only on its arguments, the default dtype and the autocast
+state.
 
-- A write in place on an argument, or on a tensor from outside the function, raises ConfigError, which reports the line.
-- Tensors that the function captures from outside are frozen at compile time. After a write in place on a captured
-  tensor, the next call compiles the function again, which takes seconds. Pass tensors that change as arguments.
-- A new value of a captured Python number or name has no effect on a compiled function.
-- A write that torch does not count, such as through `x.data` or a NumPy array of the same memory, has no effect either.
+- An in-place write to an argument, or to a tensor from outside the function, raises a ConfigError that names the line.
+- Tensors that the function captures from outside are frozen at compile time. After an in-place write to a captured
+  tensor, the next call compiles the function again, which takes seconds. Pass a tensor that changes as an argument.
+- A captured Python variable keeps its old value in a compiled function after the variable is assigned again.
+- A write that torch's version counter does not record, such as a write through `x.data`, has no effect on a compiled
+  function. Writes through a NumPy array of the same memory have no effect either.
 """
 
 import gc
@@ -64,9 +67,9 @@ from ecrl.tracing_state import in_forward_mode, in_graph, knows_transforms, tran
 
 
 class Form(NamedTuple):
-    """The form of a run, compiled or eager, with the functions `jit` and `scan` that algorithms call.
+    """Form of a run (compiled or eager), with the functions `jit` and `scan` that algorithms call.
 
-    The field `name` is "compiled" or "eager", and `reason` explains the choice in one line.
+    The field `name` is "compiled" or "eager", and the field `reason` explains the choice in one line.
     """
 
     name: str
@@ -76,11 +79,12 @@ class Form(NamedTuple):
 
 
 class _CompiledFunction(NamedTuple):
-    """A compiled function of a list of tensors, and the properties that its arguments must have."""
+    """Compiled function that takes a list of tensors, and the properties that its arguments must have."""
 
     run: Callable[..., list[Tensor]]
     settings: Hashable
-    captured: list[tuple[Tensor, int]]  # each captured tensor with its version, the number of writes in place
+    # Each captured tensor has its version counter (the number of in-place writes to it).
+    captured: list[tuple[Tensor, int]]
     structure: Hashable
     strides: list[tuple[int, ...]]
     layout_guard: Any
@@ -89,8 +93,8 @@ class _CompiledFunction(NamedTuple):
 
 
 def _layout_guard(leaves: list[Tensor]) -> Any:
-    """Return an object whose `check` compares every shape, stride, dtype and device, ten times as fast as Python."""
-    from torch._C._dynamo.guards import TensorGuards  # imported here because eager runs must not need private names
+    """Return a guard whose `check` compares all shapes, strides, dtypes and devices, ten times as fast as Python."""
+    from torch._C._dynamo.guards import TensorGuards  # imported here because eager runs must work without private names
 
     sizes: Any = [list(leaf.shape) for leaf in leaves]
     strides: Any = [list(leaf.stride()) for leaf in leaves]
@@ -99,7 +103,7 @@ def _layout_guard(leaves: list[Tensor]) -> Any:
 
 def _without_overlap(leaf: Tensor) -> Tensor:
     """Copy a tensor whose elements share memory, such as a sliding window. Return other tensors unchanged."""
-    reach = 0  # the distance in memory between the first and the last element along the axes so far
+    reach = 0  # the distance in memory between the first and last elements along the visited axes
     for stride, size in sorted(zip(leaf.stride(), leaf.shape, strict=True)):
         if size > 1 and stride <= reach:
             return leaf.contiguous()
@@ -108,10 +112,10 @@ def _without_overlap(leaf: Tensor) -> Tensor:
 
 
 def _with_own_storage(leaves: list[Tensor]) -> list[Tensor]:
-    """Copy each leaf that shares its storage with an earlier leaf, and return all leaves.
+    """Copy each leaf that shares its storage with an earlier leaf. Return all leaves.
 
-    If two arguments are the same tensor, the tracer makes them one input of the graph. But a later call may pass two
-    different tensors.
+    If two arguments are the same tensor, the tracer merges the arguments into one input of the graph. But a later call
+    may pass two different tensors.
     """
     seen: set[int] = set()
     for i, leaf in enumerate(leaves):
@@ -126,7 +130,7 @@ def _bool_positions(leaves: list[Tensor]) -> list[int]:
 
 
 def _with_aligned_bools(leaves: list[Tensor], positions: list[int]) -> list[Tensor]:
-    """Copy each bool leaf that starts at an odd byte, because graphs read two bools at a time. Return all leaves."""
+    """Copy each bool leaf that starts at an odd byte, because a graph reads two bools at a time. Return all leaves."""
     for i in positions:
         if leaves[i].storage_offset() % 2:
             leaves[i] = leaves[i].clone()
@@ -134,24 +138,24 @@ def _with_aligned_bools(leaves: list[Tensor], positions: list[int]) -> list[Tens
 
 
 def _with_stride(leaf: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """Copy a leaf to the strides that the compiled function expects, if the leaf has other strides."""
+    """Copy a leaf to the strides that the compiled function expects, unless the leaf already has these strides."""
     if leaf.stride() == stride:
         return leaf
     return torch.empty_strided(leaf.shape, stride, dtype=leaf.dtype, device=leaf.device).copy_(leaf)
 
 
 def _is_current(compiled: _CompiledFunction) -> bool:
-    """Return True if no captured tensor was changed in place after the compilation."""
+    """Return True if no captured tensor was written to in place after the compilation."""
     return all(version_of(tensor) == version for tensor, version in compiled.captured)
 
 
 class Compilation(NamedTuple):
-    """A record of one compilation.
+    """Record of one compilation of a function.
 
     Attributes:
-        text: the function's name, and the reason for compiling: the first call, or what differs from the last call.
-        seconds: the duration of the compilation, or None until the compilation ends.
-        fault: the reason for running the function eagerly after a failed compilation, else None.
+        text: the function's name, and the reason for the compilation, such as the first call or a new shape.
+        seconds: the duration of the compilation in seconds, or None until the compilation ends.
+        fault: the reason why the compilation failed and the function runs eagerly, or None.
     """
 
     text: str
@@ -161,25 +165,25 @@ class Compilation(NamedTuple):
 
 @dataclass(frozen=True)
 class Jit:
-    """A callable `jit(fn, *static)` that binds the static arguments of `fn` and compiles `fn` at the first call.
+    """Callable `jit(fn, *static)` that binds the static arguments of `fn`, and compiles `fn` at the first call.
 
-    If compiling fails, a `strict` instance raises ConfigError. Other instances warn and run the function eagerly.
-    Instances with equal `strict` are equal and share compiled functions. Each instance records the compilations of its
-    own calls.
+    If a compilation fails, an instance with `strict=True` raises ConfigError. Other instances warn and run the function
+    eagerly. Instances with equal `strict` are equal, and share compiled functions. Each instance records the
+    compilations that its own calls cause.
     """
 
     strict: bool = False
     compilations: list[Compilation] = field(default_factory=list, compare=False)
 
     def __call__(self, fn: Callable, *static: Any) -> Callable[..., Any]:
-        """Bind the static arguments of `fn`. Calls with equal arguments share one compiled function."""
+        """Bind the static arguments of `fn`. For equal `fn` and `static`, two calls share one compiled function."""
         compiled = _compiled if self.strict else _compiled_or_eager
         return partial(compiled(fn, *map(_static, static)), self.compilations)
 
 
 @dataclass(frozen=True)
 class _Static:
-    """A static argument. Two static arguments are equal if their keys are equal."""
+    """Static argument of a function. Two static arguments are equal if their keys are equal."""
 
     key: Hashable
     value: Any = field(compare=False)
@@ -190,12 +194,12 @@ def _static(value: Any) -> _Static:
 
 
 def compilations_of(jit: Callable) -> list[Compilation]:
-    """Return the compilations that a `jit` recorded, or an empty list if the `jit` never compiles."""
+    """Return the compilations that `jit` recorded, or an empty list if `jit` never compiles."""
     return getattr(jit, "compilations", [])
 
 
 def _difference(before: tuple[Any, ...], now: tuple[Any, ...]) -> str:
-    """Describe how the key of a call differs from the last key."""
+    """Describe how the key of a call differs from the key of the previous compilation."""
     old, new = (dict(zip(names(structure), leaves, strict=True)) for _, structure, *leaves in (before, now))
     differences = [f"{name} is gone" for name in old.keys() - new.keys()]
     differences += [f"{name} is new" for name in new.keys() - old.keys()]
@@ -223,22 +227,22 @@ def _compiler_for(leaves: list[Tensor]) -> Callable[..., tuple[Callable[..., Any
 
 @lru_cache(None)
 def _compiled(fn: Callable, *static: "_Static") -> Callable[..., Any]:
-    """Bind the static arguments of `fn` and compile `fn`. Raise ConfigError if compiling fails."""
+    """Bind the static arguments of `fn`, and compile `fn` at the first call. If compiling fails, raise ConfigError."""
     return _compile_at_call(_compiled, fn, tuple(one.value for one in static))
 
 
 @lru_cache(None)
 def _compiled_or_eager(fn: Callable, *static: "_Static") -> Callable[..., Any]:
-    """Bind the static arguments of `fn` and compile `fn`. If compiling fails, warn and always run `fn` eagerly."""
+    """Bind the static arguments of `fn`, and compile `fn` at the first call. If this fails, warn and run eagerly."""
     return _compile_at_call(_compiled_or_eager, fn, tuple(one.value for one in static))
 
 
 @dataclass(frozen=True)
 class _Fault:
-    """The reason why a function could not be compiled.
+    """Reason why a function could not be compiled.
 
-    Two reasons are equal if both have the same line of the user's code, or if neither has a line. `_warn_eager` warns
-    only once for equal reasons.
+    Two faults are equal if both have the same line of the user's code, or if neither fault has a line. For equal
+    faults, `_warn_eager` warns only once.
     """
 
     text: str = field(compare=False)
@@ -247,16 +251,16 @@ class _Fault:
 
 @cache
 def _warn_eager(fault: _Fault) -> None:
-    """Warn that functions run eagerly, once for each distinct `fault`."""
+    """Warn that functions run eagerly. For equal values of `fault`, warn only once."""
     warnings.warn(f"running eager, slower per step: {fault.text}", RuntimeWarning, stacklevel=4)
 
 
 _RUNS_EAGER = ContextVar("_RUNS_EAGER", default=False)
-"""True inside a function that could not be compiled. The function's calls of other functions are eager, too."""
+"""True during a call of a function that could not be compiled. All functions that it calls are then eager, too."""
 
 
 def _call_eagerly(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Call `fn` without compiling the functions that it calls."""
+    """Call `fn` eagerly, and do not compile the functions that `fn` calls."""
     token = _RUNS_EAGER.set(True)
     try:
         return fn(*args)
@@ -265,12 +269,12 @@ def _call_eagerly(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the first 300 characters of the first line of an error's message that is not blank."""
+    """Return the first line of an error's message that is not blank, shortened to 300 characters."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
 
 
 def _fault(name: str, error: Exception) -> _Fault:
-    """Describe in one line the error that prevented compiling the function `name`."""
+    """Describe in one line the error that prevented the compilation of the function `name`."""
     if isinstance(error, ConfigError):
         return _Fault(text := str(error).removeprefix("trainer.compile: ").split("\n")[0], text)
     advice = "set trainer.compile to off"
@@ -283,7 +287,7 @@ def _fault(name: str, error: Exception) -> _Fault:
 
 
 def _compiler_error(message: str) -> str | None:
-    """Return the first error in the output of a C++ compiler, or None if the message has no such output."""
+    """Return the first error that the C++ compiler printed, or None if `message` contains no compiler output."""
     if "C++ compile error" not in message:
         return None
     lines = [line.strip() for line in message.partition("Output:")[2].splitlines() if line.strip()]
@@ -292,14 +296,14 @@ def _compiler_error(message: str) -> str | None:
 
 
 def _is_user_error(error: Exception) -> bool:
-    """Return True for a UserError, and for an error whose traceback ends in the user's own code."""
+    """Return True if an error is a UserError, or if the error's traceback ends in the user's own code."""
     frames = traceback.extract_tb(error.__traceback__)
     return isinstance(error, UserError) or user_frames(frames)[-1:] == frames[-1:]
 
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Pause Python's garbage collector, which would repeatedly scan the many permanent objects of inductor."""
+    """Pause garbage collection inside this context, because it would repeatedly scan inductor's permanent objects."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -310,10 +314,10 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 def _compile_at_call(jit: Callable[..., Callable[..., Any]], fn: Callable, static: tuple) -> Callable[..., Any]:
-    """Return a function that compiles `fn` if a call has a new key, and then calls the compiled function.
+    """Return a function that compiles `fn` once for each key of its calls, and runs the compiled code.
 
-    The argument `jit` is `_compiled` or `_compiled_or_eager`. Under vmap, `jit` compiles a function for the whole
-    batch.
+    The argument `jit` is `_compiled` or `_compiled_or_eager`. Under vmap, the returned function uses `jit` to compile a
+    function of the whole batch.
     """
     bound, by_key, last = partial(fn, *static), {}, []
     eager_because: str | None = None
@@ -383,7 +387,8 @@ def _compile_at_call(jit: Callable[..., Callable[..., Any]], fn: Callable, stati
                 fault = None
             if fault is not None:
                 eager_because, record[-1] = fault.text, record[-1]._replace(fault=fault.text)
-                out = _call_eagerly(bound, args)  # before the warning, which is wrong if this call raises an error
+                # Call the function before warning. If the call raises an error, the warning would be wrong.
+                out = _call_eagerly(bound, args)
                 _warn_eager(fault)
                 return out
         last[:] = [known := by_key[key]]
@@ -396,7 +401,7 @@ def _compile_at_call(jit: Callable[..., Callable[..., Any]], fn: Callable, stati
 def _compiled_batch(
     jit: Callable, record: list[Compilation], fn: Callable, static: tuple, structure: Hashable, leaves: list[Tensor]
 ) -> Any:
-    """Call `fn` under vmap, with one call of a compiled function for the whole batch."""
+    """Evaluate `fn` under vmap with one call of a compiled function that handles the whole batch."""
     output_structure: list[Hashable] = []
 
     def call_batch(batched: tuple[bool, ...], *leaves: Tensor) -> list[Tensor]:
@@ -411,7 +416,7 @@ def _compiled_batch(
 
 
 _LOOPS_FAIL = torch.__version__ < "2.13"
-"""True for torch before 2.13, whose inductor cannot write C++ for a loop."""
+"""True if torch is older than 2.13, because inductor then cannot generate C++ for a loop."""
 
 
 @cache
@@ -448,10 +453,11 @@ def gpu_fault() -> str | None:
 
 
 def choose_form(mode: str, device: str) -> Form:
-    """Decide whether a run with `trainer.compile` set to `mode` compiles its functions on `device`.
+    """Choose the form (compiled or eager) of a run on `device` with `trainer.compile` set to `mode`.
 
-    With "off", a run is eager. With "on", a run is compiled and raises ConfigError if compiling fails. With "auto", a
-    run is compiled, but warns and continues eagerly if compiling fails. The record of compilations starts empty.
+    With "off", a run is eager. With "on", a run is compiled, and raises ConfigError if a compilation fails. With
+    "auto", a run is compiled, but warns and continues eagerly if a compilation fails. The returned form has no recorded
+    compilations.
     """
     form = _form_for(mode, device)
     return form if form.name == "eager" else form._replace(jit=Jit(mode == "on"))

@@ -1,9 +1,9 @@
-"""Cut a graph for a GPU into compiled segments and Python loops.
+"""Split a graph for a GPU into compiled segments and Python loops.
 
-A graph is cut at its loops over time. The operations between two loops form a segment, which is compiled as a whole.
-The body of a loop is a graph, too, and is cut in the same way. Each iteration of a loop writes its outputs into one row
-of a buffer. The Python code that calls the segments never reads the values of tensors, so a CUDA graph can capture a
-call.
+A graph is split at its loops over time. The operations between two loops form a segment, which is compiled as a whole.
+The body of a loop is also a graph, which is split in the same way. Each iteration of a loop writes its outputs into one
+row of a buffer. The Python code that calls the segments never reads the values of tensors, so a CUDA graph can capture
+a call of the whole function.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,11 +17,11 @@ from torch.fx import Graph, GraphModule, Node
 
 Run = Callable[..., Sequence[Tensor]]
 Compile = Callable[[GraphModule, list[Tensor]], Run]
-"""Type of a function that compiles a segment for tensors with the strides and the alignment of its second argument."""
+"""Type of a function that compiles a graph for tensors with the strides and the alignment of the given tensors."""
 
 
 class Piece(NamedTuple):
-    """A segment or a loop of a graph, with a function `run` from the values of `inputs` to the values of `outputs`."""
+    """Segment or loop of a graph. Its function `run` computes the values of `outputs` from the values of `inputs`."""
 
     run: Run
     inputs: list[Node]
@@ -29,10 +29,10 @@ class Piece(NamedTuple):
 
 
 def segmented(graph: GraphModule, compile: Compile) -> Run:
-    """Return a function that runs the graph piece by piece.
+    """Return a function that runs the segments and loops of a graph in order.
 
-    The first call compiles the segments, so a CUDA graph must not capture the first call. Each call frees a tensor
-    after the last piece that reads this tensor.
+    The first call compiles the segments, so a CUDA graph must not capture the first call. Each call frees a tensor as
+    soon as no other segment or loop reads the tensor.
     """
     pieces, nodes = _pieces(graph, compile), graph.graph.nodes
     inputs, out = graph.graph.find_nodes(op="placeholder"), _outputs(graph)
@@ -56,13 +56,13 @@ def _outputs(graph: GraphModule) -> list[Node]:
 
 
 def _constant(graph: GraphModule, node: Node, inputs: list[Node]) -> Any:
-    """Copy a constant to the device of the inputs, so that calls do not copy the constant from the host."""
+    """Copy a constant to the device of the inputs once, so that calls need not copy the constant from the host."""
     constant = getattr(graph, cast(str, node.target))
     return constant.detach().to(inputs[0].meta["val"].device) if isinstance(constant, Tensor) else None
 
 
 def _pieces(graph: GraphModule, compile: Compile) -> list[Piece]:
-    """Return the segments and loops of a graph in the order of its operations."""
+    """Return the segments and loops of a graph in the order of execution."""
     pieces, segment = [], []
     for node in [*graph.graph.nodes]:
         if node.op != "call_function":
@@ -80,7 +80,7 @@ def _is_loop_result(node: Node) -> bool:
 
 
 def _segment(graph: GraphModule, nodes: list[Node], compile: Compile) -> list[Piece]:
-    """Return a list with one compiled segment that has these nodes, or an empty list if `nodes` is empty."""
+    """Return a list with one compiled segment of the operations `nodes`, or an empty list if `nodes` is empty."""
     if not nodes:
         return []
     inside, part, copies = set(nodes), Graph(), {}
@@ -106,7 +106,7 @@ def _compile_at_first_run(graph: GraphModule, compile: Compile) -> Run:
 
 
 def _loop(graph: GraphModule, node: Node, compile: Compile) -> Piece:
-    """Convert a loop of the graph into a Python loop over a compiled body."""
+    """Convert a loop operation of the graph into a Python loop that calls the compiled body."""
     body_node, *groups = cast(Any, node.args)
     carry, rows, constants = (list(group) for group in groups)
     body, outputs = getattr(graph, body_node.target), list(node.users)
@@ -122,15 +122,15 @@ def _loop(graph: GraphModule, node: Node, compile: Compile) -> Piece:
 def _loop_over_rows(body: GraphModule, carried: int, xs: int, out: Sequence[Tensor], compile: Compile) -> Run:
     """Return a function that runs a loop over time.
 
-    The function takes the tensors of the carry, the tensors to loop over and the constants. It returns the last carry
-    and the stacked outputs.
+    The arguments of the returned function are the tensors of the carry, the tensors to loop over and the constants. The
+    results of the returned function are the final carry and the stacked outputs.
 
     Args:
         body: the graph of one iteration.
         carried: the number of tensors in the carry.
         xs: the number of tensors to loop over.
-        out: example results, with the shapes, strides and dtypes that the function returns.
-        compile: compiles a segment of the body.
+        out: example results with the shapes, strides and dtypes of the actual results.
+        compile: the function that compiles a segment of the body.
     """
     step, compiled = segmented(_writing_rows(body, carried), compile), []
 
@@ -141,7 +141,7 @@ def _loop_over_rows(body: GraphModule, carried: int, xs: int, out: Sequence[Tens
         def step_at(t: int) -> Sequence[Tensor]:
             return step(*carry, *[row[t] for row in rows], *constants, *[row[t] for row in buffers])
 
-        if not compiled:  # compile for the second row, because the first row may be better aligned in memory
+        if not compiled:  # compile for row 1, because row 0 may be better aligned in memory than the other rows
             step_at(1)
             compiled.append(True)
         for t in range(len(rows[0])):
@@ -152,7 +152,7 @@ def _loop_over_rows(body: GraphModule, carried: int, xs: int, out: Sequence[Tens
 
 
 def _writing_rows(body: GraphModule, carried: int) -> GraphModule:
-    """Return a copy of a loop's body that writes each stacked output on an additional input."""
+    """Return a copy of a loop's body that writes each stacked output into a buffer, which is an additional input."""
     graph, copies = Graph(), {}
     out = cast(Any, graph.graph_copy(body.graph, copies))
     for row in out[carried:]:

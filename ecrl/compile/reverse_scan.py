@@ -1,4 +1,4 @@
-"""Speed up `ecrl.kernels.reverse_scan` in a compiled graph, with faster operations on a CPU and Triton on a GPU.
+"""Speed up `ecrl.kernels.reverse_scan` in compiled graphs, with faster operations on a CPU and Triton on a GPU.
 
 Importing this module makes `reverse_scan` call `scan_for_device`.
 """
@@ -14,7 +14,7 @@ from ecrl.tracing_state import in_graph, transforms
 from ecrl.types import Scalar
 
 _INDUCTOR_VIEWS_BOOLS = torch.__version__ >= "2.13"
-"""True if inductor can view bools as another dtype. In torch 2.11, such a view is an error."""
+"""True if inductor can view a bool tensor as another dtype. In torch 2.11, such a view is an error."""
 
 
 @torch.library.custom_op("ecrl::reverse_scan", mutates_args=())
@@ -32,7 +32,7 @@ def _(x: Tensor, decay: Tensor, cut: Tensor, last: Tensor) -> Tensor:
 def can_use_triton(x: Tensor, *others: Any) -> bool:
     """Return True if `x` is on a GPU, Triton is installed, no gradient is recorded and no transform is active.
 
-    The operation `ecrl::reverse_scan` has no rules for derivatives and vmap.
+    The operator `ecrl::reverse_scan` supports neither derivatives nor vmap.
 
     >>> can_use_triton(torch.ones(2))
     False
@@ -48,9 +48,9 @@ def materialize(x: Tensor) -> Tensor:
 
 
 def as_bytes(mask: Tensor) -> Tensor:
-    """Return a bool mask that a compiled graph loads as bytes, 15 times as fast as bools, which load one at a time.
+    """Return a bool mask that a compiled graph loads as bytes. Loading bytes is 15 times as fast as loading bools.
 
-    The mask is viewed as int16 and then as uint8, because inductor converts the dtype in a direct view as uint8.
+    The mask is viewed as int16 and then as uint8, because inductor would convert the dtype in a direct view as uint8.
     """
     if not _INDUCTOR_VIEWS_BOOLS or not mask.is_contiguous() or mask.numel() % 2 or mask.storage_offset() % 2:
         return mask
@@ -59,7 +59,7 @@ def as_bytes(mask: Tensor) -> Tensor:
 
 @use_scan
 def scan_for_device(x: Tensor, decay: Scalar, cut: Tensor, last: Tensor) -> Tensor:
-    """Run `scan_time_major`. While a graph is being traced, choose the fastest operations for the device."""
+    """Run `scan_time_major`. In a graph that is being traced, use the fastest operations for the device of `x`."""
     if not in_graph():
         return scan_time_major(x, decay, cut, last)
     if can_use_triton(x, decay, last):
@@ -68,7 +68,7 @@ def scan_for_device(x: Tensor, decay: Scalar, cut: Tensor, last: Tensor) -> Tens
 
 
 def triton_scan(x: Tensor, decay: Scalar, cut: Tensor, last: Tensor) -> Tensor:
-    """Run the recursion of `scan_time_major` as the operation `ecrl::reverse_scan`, which calls Triton kernels."""
+    """Run the recursion of `scan_time_major` as the operator `ecrl::reverse_scan`, which calls Triton kernels."""
     as_float64 = decay if isinstance(decay, Tensor) else x.new_full((), decay, dtype=torch.float64)
     x_rows, cut_rows = (t.reshape(len(x), -1) for t in (x, cut))
     decay_rows = as_float64.reshape(x_rows.shape) if as_float64.ndim else as_float64

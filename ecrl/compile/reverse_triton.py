@@ -1,10 +1,11 @@
 """Triton kernels for the recursion of `ecrl.kernels.reverse_scan`. Import this module only if Triton is installed.
 
-Each thread handles one row of the batch and steps backwards through time. A thread loads 16 steps before it computes
-the first of these steps. If a small number of rows cannot fill a GPU, the time axis is cut into chunks that run in
-parallel. A step computes `y = b + a * y_next`. Two consecutive steps are equivalent to one step with another `a` and
-`b`. The first kernel therefore composes all steps of a chunk into one step. The second kernel runs the composed steps
-of all later chunks, and then the steps of its own chunk. Both kernels compute in float64.
+Each thread processes one row of the batch, from the last time step to the first. A thread loads the inputs of 16 time
+steps before it computes the first of these 16 steps. If the batch has too few rows to fill a GPU, the time axis is
+split into chunks that run in parallel. A time step computes `y = b + a * y_next`. Two consecutive time steps are
+equivalent to one step with other values of `a` and `b`. The first kernel therefore composes all steps of a chunk into
+one step. For each chunk, the second kernel runs the composed steps of all chunks that are later in time. The second
+kernel then runs the time steps of the chunk itself. Both kernels compute in float64.
 """
 
 import torch
@@ -12,8 +13,8 @@ import triton  # pyright: ignore
 import triton.language as tl  # pyright: ignore
 from torch import Tensor
 
-_STEPS, _ROWS = 16, 32  # steps that a thread loads at once, and rows per program, because a warp has 32 threads
-_PROGRAMS, _CHUNKS = 2048, 32  # limits: 2048 programs fill a large GPU, and more chunks slow down the second kernel
+_STEPS, _ROWS = 16, 32  # the steps that a thread loads at once, and the rows per program (a warp has 32 threads)
+_PROGRAMS, _CHUNKS = 2048, 32  # maxima: 2048 programs fill a large GPU, and more chunks slow down the second kernel
 
 
 @triton.jit
@@ -24,7 +25,7 @@ def _step(y, a, b):
 
 @triton.jit
 def _load_steps(x, decay, cut, after, row, rows, VARIES: tl.constexpr, STEPS: tl.constexpr):
-    """Load `a` and `b` of the steps before time `after`, the last step first. For t < 0, set `a` to 1 and `b` to 0."""
+    """Load `a` and `b` of the steps before time `after`, in reverse order. For t < 0, return 1 as `a` and 0 as `b`."""
     a, b = (), ()
     for i in tl.static_range(STEPS):
         t = after - 1 - i
@@ -39,7 +40,7 @@ def _load_steps(x, decay, cut, after, row, rows, VARIES: tl.constexpr, STEPS: tl
 
 @triton.jit
 def _load_chunks(a_in, b_in, first, end, row, rows, STEPS: tl.constexpr):
-    """Load `a` and `b` of the composed chunks from `first` on. From chunk `end` on, set `a` to 1 and `b` to 0."""
+    """Load `a` and `b` of the chunks from index `first` on. From index `end` on, return 1 as `a` and 0 as `b`."""
     a, b = (), ()
     for i in tl.static_range(STEPS):
         chunk = first + i
@@ -53,7 +54,10 @@ def _load_chunks(a_in, b_in, first, end, row, rows, STEPS: tl.constexpr):
 def _compose_chunks(
     x, decay, cut, a_out, b_out, time, rows, tiles, VARIES: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Compose the steps of each chunk into one step, `[chunks, rows]`. Chunk 0 is the last chunk in time."""
+    """Compose the steps of each chunk into one step, and store its `a` and `b`, each of shape `[chunks, rows]`.
+
+    Chunk 0 is the last chunk in time.
+    """
     chunk, row = tl.program_id(1), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     a_all, b_all = tl.full((ROWS,), 1.0, tl.float64), tl.full((ROWS,), 0.0, tl.float64)
     for tile in range(chunk * tiles, (chunk + 1) * tiles):
@@ -69,7 +73,7 @@ def _step_through(
     x, decay, cut, last, a_in, b_in, y_out, time, rows, tiles, VARIES: tl.constexpr, STEPS: tl.constexpr,
     ROWS: tl.constexpr
 ):  # fmt: skip
-    """Run the composed steps of all chunks that are later in time, then the steps of this chunk."""
+    """Run the composed steps of all chunks that are later in time, then the time steps of this chunk."""
     chunk, row = tl.program_id(1), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     y = tl.load(last + row, mask=row < rows, other=0.0).to(tl.float64)
     for first in range(0, chunk, STEPS):
@@ -86,9 +90,9 @@ def _step_through(
 
 
 def chunks_of(time: int, rows: int) -> tuple[int, int]:
-    """Return the number of chunks, and the number of tiles in each chunk. A tile has 16 steps, and no chunk is empty.
+    """Return the number of chunks and the number of tiles per chunk, where a tile has 16 time steps.
 
-    Fewer rows give more chunks, so that enough programs run to fill a GPU.
+    A smaller number of rows gives more chunks, so that enough programs run to fill a GPU. No chunk is empty.
     """
     tiles, programs_per_chunk = -(-time // _STEPS), -(-rows // _ROWS)
     tiles_per_chunk = -(-tiles // max(1, min(tiles, _CHUNKS, _PROGRAMS // programs_per_chunk)))
@@ -96,13 +100,13 @@ def chunks_of(time: int, rows: int) -> tuple[int, int]:
 
 
 def reverse_scan(x: Tensor, decay: Tensor, cut: Tensor, last: Tensor) -> Tensor:
-    """Run the recursion on a GPU, and return `y`, `[T, R]`.
+    """Run the recursion on a GPU, and return `y` with shape `[T, R]`.
 
     Args:
-        x: the terms of the recursion, `[T, R]`.
-        decay: the factors of the next `y`, `[T, R]` or 0-d.
-        cut: True where the recursion restarts from `x`, bool `[T, R]`.
-        last: the value after the last step, `[R]`.
+        x: the term that each step adds, `[T, R]`.
+        decay: the factor of the next step's `y`, `[T, R]` or 0-d.
+        cut: True at each step where the recursion restarts from `x`, bool `[T, R]`.
+        last: the value of `y` after the last step, `[R]`.
     """
     x, cut, last = x.contiguous(), cut.contiguous().view(torch.uint8), last.contiguous()
     decay, y = decay.double().contiguous(), torch.empty_like(x)

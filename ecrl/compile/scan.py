@@ -1,6 +1,6 @@
-"""Convert each loop over time into a loop of the graph that is being traced.
+"""Convert each loop over time into a loop operation of the graph that is being traced.
 
-Reading or writing a tensor in an iteration of a loop takes more time than the arithmetic of a small network. Small
+In an iteration of a loop, reading or writing a tensor takes more time than the arithmetic of a small network. Small
 tensors of the same dtype therefore share a buffer, and the loop reads and writes the buffers.
 """
 
@@ -29,12 +29,12 @@ from ecrl.tracing_state import in_graph
 
 @use_loop
 def loop_or_scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: Any) -> tuple[Any, Any]:
-    """Run `graph_scan` while a graph is being traced, and otherwise run `ecrl.kernels.scan`."""
+    """Run `graph_scan` if a graph is being traced. Otherwise, run `ecrl.kernels.scan`."""
     return (graph_scan if in_graph() else scan)(body, carry, xs, *constants)
 
 
 def graph_scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: Any) -> tuple[Any, Any]:
-    """Run `ecrl.kernels.scan` as one loop operation of the graph that is being traced.
+    """Run a scan as a single loop operation of the graph that is being traced.
 
     If no graph is being traced, or if the loop has a single iteration, run `ecrl.kernels.scan` itself.
     """
@@ -65,10 +65,10 @@ def graph_scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *const
 def _packed_scan(
     mode: Any, flat_body: Callable, length: int, *parts: list[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Add a loop to the graph, and let the small tensors of the loop share buffers.
+    """Add a loop to the graph, with the loop's small tensors packed into shared buffers.
 
-    The argument `parts` has the leaves of the carry, of xs and of the constants. Return the last carry and the stacked
-    outputs y.
+    The argument `parts` contains three lists: the leaves of the carry, of `xs` and of the constants. The function
+    returns the final carry and the stacked outputs.
     """
     carry, xs, constants = (list(map(_in_graph, part)) for part in parts)
     packings = _pack_small(carry), _pack_small(xs, 1), _pack_small(constants)
@@ -81,7 +81,7 @@ def _packed_scan(
         with protected(inputs):
             after, y = flat_body(*(p.unpack(group) for p, group in zip(packings, groups, strict=True)))
         y_packing[:] = [_pack_small(y)]
-        ys = y_packing[0].pack(y) or [inputs[0].new_zeros(())]  # the scan operator needs an output to stack
+        ys = y_packing[0].pack(y) or [inputs[0].new_zeros(())]  # the scan operator needs a stacked output
         after = [_with_stride(leaf, old.stride()) for leaf, old in zip(packings[0].pack(after), inputs, strict=False)]
         return _without_aliases([*after, *ys], inputs)
 
@@ -93,7 +93,7 @@ def _packed_scan(
 
 
 def _flatten_body(body: Callable[..., tuple[Any, Any]], structures: Sequence[Hashable], y_structure: list) -> Callable:
-    """Convert `body` into a function of lists of tensors, which stores the structure of y in `y_structure`."""
+    """Convert `body` to a function of lists of tensors, which stores the structure of its output in `y_structure`."""
     c, x, k = structures
 
     def flat_body(
@@ -112,10 +112,10 @@ def _flatten_body(body: Callable[..., tuple[Any, Any]], structures: Sequence[Has
 
 
 def _batched_scan(flat_body: Callable, *parts: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Run a loop under vmap as one loop whose iterations compute the whole batch.
+    """Run a loop under vmap as a single loop that computes a step of the whole batch in each iteration.
 
-    The argument `parts` has the leaves of the carry, of xs and of the constants. Return the last carry and the stacked
-    outputs y.
+    The argument `parts` contains three lists: the leaves of the carry, of `xs` and of the constants. The function
+    returns the final carry and the stacked outputs.
     """
     at, to = len(parts[0]), len(parts[0]) + len(parts[1])
 
@@ -144,22 +144,22 @@ def _batched_scan(flat_body: Callable, *parts: list[Tensor]) -> tuple[list[Tenso
     return list(out[:at]), list(out[at:])
 
 
-_SMALL = 4096  # the largest number of elements of a tensor that shares a buffer with other tensors
+_SMALL = 4096  # a tensor with more elements does not share a buffer with other tensors
 
 
 class Packing(NamedTuple):
-    """The layout of tensors in shared buffers.
+    """Layout of several tensors in shared buffers.
 
     Attributes:
-        positions: the buffer's index, the index of the first element, and the shape of each tensor.
-        buffers: the indices of the tensors in each buffer. A large tensor has its own buffer.
+        positions: for each tensor, the index of its buffer, the index of its first element, and its shape.
+        buffers: for each buffer, the indices of its tensors. A large tensor has its own buffer.
     """
 
     positions: list[tuple[int, int, torch.Size]]
     buffers: list[list[int]]
 
     def pack(self, leaves: Sequence[Tensor], lead: int = 0) -> list[Tensor]:
-        """Copy tensors into buffers. The first `lead` axes of the tensors are the first axes of the buffers."""
+        """Copy tensors into buffers. The first `lead` axes of the tensors are also the first axes of the buffers."""
         flat = [leaf.reshape(*leaf.shape[:lead], -1) for leaf in leaves]
         return [
             torch.cat([flat[i] for i in members], -1) if len(members) > 1 else leaves[members[0]]
@@ -167,7 +167,7 @@ class Packing(NamedTuple):
         ]
 
     def unpack(self, buffers: Sequence[Tensor], lead: tuple[int, ...] = ()) -> list[Tensor]:
-        """Return the tensors as views of the buffers, whose first axes have the shape `lead`."""
+        """Return the tensors as views of `buffers`. The first axes of each buffer have the shape `lead`."""
         return [
             buffers[which]
             if len(self.buffers[which]) == 1
@@ -177,7 +177,7 @@ class Packing(NamedTuple):
 
 
 def _pack_small(leaves: Sequence[Tensor], lead: int = 0) -> Packing:
-    """Assign all small tensors of a dtype to one buffer, and each large tensor to its own buffer.
+    """Assign all small tensors of the same dtype to one buffer, and each large tensor to its own buffer.
 
     The first `lead` axes of the tensors become the first axes of the buffers.
     """
@@ -193,7 +193,7 @@ def _pack_small(leaves: Sequence[Tensor], lead: int = 0) -> Packing:
 
 
 def _refuse_captured_variables(root: torch.nn.Module) -> None:
-    """Raise ConfigError if the body of the last loop captures a tensor of the graph that contains the loop."""
+    """Raise ConfigError if the body of the most recent loop captures a tensor of the graph around the loop."""
     body = cast(GraphModule, [*root.children()][-1])
     for node in body.graph.find_nodes(op="get_attr"):
         value = getattr(body, node.target)
@@ -207,7 +207,7 @@ def _refuse_captured_variables(root: torch.nn.Module) -> None:
 
 
 def _affects_output(node: Node) -> bool:
-    """Return True if an output depends on the values of a tensor, not only on the tensor's shape, dtype and device."""
+    """Return True if an output depends on the values of a node's tensor, not only on its shape, dtype and device."""
     dependent, todo = {node}, [node]
     while todo:
         for user in todo.pop().users.keys() - dependent:
@@ -222,8 +222,8 @@ def _affects_output(node: Node) -> bool:
 def _share_constants(root: torch.nn.Module) -> None:
     """Register the constants of loop bodies with the graph that contains the loops.
 
-    If code uses a constant in a loop and again after the loop, the tracer looks for the constant in the loop's body.
-    But it can read only constants that the graph itself has.
+    If the traced code uses a constant in a loop and again after the loop, the tracer looks up the constant in the
+    loop's body. But code outside the loop can only read constants that are registered with the outer graph.
     """
     for name, constant in [*root.named_buffers(), *root.named_parameters()]:
         if "." in name:
@@ -232,17 +232,17 @@ def _share_constants(root: torch.nn.Module) -> None:
 
 
 def _in_graph(leaf: Tensor) -> Tensor:
-    """Convert a captured tensor into a tensor of the graph, because the scan operator takes no captured tensors."""
+    """Copy a captured tensor into the graph, because the scan operator does not accept captured tensors."""
     return leaf if isinstance(leaf, FakeTensor) else leaf.clone()
 
 
 def _dense(leaf: Tensor) -> Tensor:
-    """Return a tensor without gaps in memory unchanged, and copy any other tensor in row-major order."""
+    """Copy a tensor with gaps in memory to row-major order. Return a tensor without gaps unchanged."""
     return leaf if leaf.stride() == torch.empty_like(leaf, device="meta").stride() else leaf.contiguous()
 
 
 def _with_stride(leaf: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """Return a tensor with the given strides, which must describe a dense tensor. Copy the tensor only if necessary."""
+    """Return `leaf` with the given strides, which must describe a dense tensor. Copy `leaf` only if necessary."""
     if leaf.stride() == strides:
         return leaf
     order = sorted(range(leaf.ndim), key=lambda axis: -strides[axis])
@@ -250,9 +250,9 @@ def _with_stride(leaf: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 
 def _without_aliases(tensors: list[Tensor], inputs: tuple[Tensor, ...]) -> list[Tensor]:
-    """Copy each tensor that is an alias of an input or of an earlier tensor, and return all tensors.
+    """Copy each tensor that shares memory with an input or with an earlier tensor. Return all tensors.
 
-    The copies are needed because a loop of a graph must not return aliases.
+    The copies are needed because a loop operation of a graph must not return aliases.
     """
     seen, out = {leaf.untyped_storage()._cdata for leaf in inputs}, []
     for leaf in tensors:

@@ -1,11 +1,11 @@
-"""Compute the gradient of a loop over time in a graph by a second loop, which runs backwards.
+"""Compute the gradient of a loop over time with a second loop in the graph, which runs backwards in time.
 
     carry[t + 1], y[t] = body(carry[t], x[t], *constants)
 
-The forward loop stores every `carry[t]`. The backward loop repeats each step of the forward loop, from the last to the
-first. In each step, the backward loop applies the vector-Jacobian product to the gradients of `carry[t + 1]` and
-`y[t]`. The results are the gradients of `carry[t]` and `x[t]`, and one term of the gradients of the constants. Memory
-holds all carries, but the intermediate results of only one step.
+The forward loop stores every `carry[t]`. The backward loop repeats each step of the forward loop, from the last step to
+the first. In each step, the backward loop applies the vector-Jacobian product of the step to the gradients of
+`carry[t + 1]` and `y[t]`. The results are the gradients of `carry[t]` and `x[t]`, and one term of the gradients of the
+constants. Memory contains the carries of all steps, but the intermediate results of only one step.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,13 +24,13 @@ Step = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], tuple[li
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop over time.
+    """Loop over time that supports reverse-mode gradients.
 
     Attributes:
         step: the body of the loop.
         scan: the function that adds the loop to the graph.
         carried: the number of tensors in the carry.
-        rows: the number of tensors in xs.
+        rows: the number of tensors to loop over.
         line: the line of the user's code that calls the scan.
     """
 
@@ -41,7 +41,7 @@ class Loop:
     line: str
 
     def forward(self, *leaves: Tensor) -> tuple[Tensor, ...]:
-        """Run the loop. Return the last carry, the stacked outputs `y`, and the carry before each step."""
+        """Run the loop. Return the final carry, the stacked outputs `y`, and the carry before each step."""
         at, to = self.carried, self.carried + self.rows
 
         def body(carry: list[Tensor], x: list[Tensor], *constants: Tensor) -> tuple[list[Tensor], Any]:
@@ -54,17 +54,17 @@ class Loop:
 
 @dataclass(frozen=True)
 class _Backward:
-    """A loop that computes the gradient of another loop."""
+    """Loop that computes the gradient of another loop."""
 
     loop: Loop
     needed: Sequence[bool]  # for each tensor of carry, xs and constants, True if the caller needs its gradient
-    has_gradient: Sequence[bool]  # for each tensor of the last carry and `y`, True if its gradient is not None
+    has_gradient: Sequence[bool]  # for each tensor of the final carry and `y`, True if its gradient is not None
 
     def forward(self, *leaves: Tensor) -> tuple[Tensor, ...]:
-        """Return the needed gradients with respect to the first carry, xs and the constants.
+        """Compute the needed gradients with respect to the initial carry, `xs` and the constants.
 
-        The argument `leaves` has the carries before each step, xs, the constants and the gradients of the last carry
-        and of `y`.
+        The argument `leaves` contains the carry before each step, `xs`, the constants, and the gradients of the final
+        carry and of `y`.
         """
         step, at, to = self.loop.step, self.loop.carried, self.loop.carried + self.loop.rows
         start, rows, fixed = self.needed[:at], self.needed[at:to], self.needed[to:]
@@ -116,7 +116,7 @@ def _select(leaves: Sequence[Any], selected: Sequence[bool]) -> list[Any]:
 
 
 def _replace_selected(leaves: Sequence[Any], selected: Sequence[bool], others: Sequence[Any]) -> list[Any]:
-    """Replace the selected leaves by `others`, and return all leaves."""
+    """Return `leaves` with the selected leaves replaced by `others`, in order."""
     new = iter(others)
     return [next(new) if is_selected else leaf for leaf, is_selected in zip(leaves, selected, strict=True)]
 
@@ -168,6 +168,6 @@ class _BackwardFunction(_Function):
 
 
 def differentiable(loop: Loop, leaves: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Run a loop and record its gradient. Return the last carry and the stacked outputs `y`."""
+    """Run a loop so that autograd can differentiate it. Return the final carry and the stacked outputs `y`."""
     out: Any = _ForwardFunction.apply(loop, *leaves)
     return [*out[: loop.carried]], [*out[loop.carried : len(out) - loop.carried]]

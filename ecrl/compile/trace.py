@@ -1,7 +1,7 @@
-"""Trace a function into one graph of tensor operations. Each loop over time becomes a loop of the graph.
+"""Trace a function into one graph of tensor operations. Each loop over time becomes a loop operation of the graph.
 
-The function runs once on tensors without data, and torch records the operations. Tensors that the function captures
-from outside become constants of the graph.
+During the trace, the function runs once on tensors without data, and torch records the operations. Tensors that the
+function captures from outside become constants of the graph.
 """
 
 import re
@@ -24,7 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import ecrl.compile.cpu_philox  # registers C++ code for Philox
-import ecrl.compile.scan  # noqa: F401  # registers the version of `ecrl.kernels.loop` for graphs
+import ecrl.compile.scan  # noqa: F401  # registers the implementation of `ecrl.kernels.loop` for graphs
 from ecrl.compile.cpu_matmul import PRODUCTS
 from ecrl.compile.user_code import checking_writes, user_line
 from ecrl.compile.user_line import call_pure
@@ -34,7 +34,7 @@ from ecrl.tracing_state import tracing_graph
 
 
 def traced(fn: Callable[..., Any], structure: Hashable, leaves: list[Tensor]) -> tuple[GraphModule, Hashable]:
-    """Trace `fn` on tensors like `leaves`. Return a graph that takes the leaves, and the structure of its results."""
+    """Trace `fn` on tensors like `leaves`. Return a graph with these inputs, and the structure of its results."""
     output_structure: list[Hashable] = []
 
     def flat_fn(*inputs: Tensor) -> list[Tensor]:
@@ -64,14 +64,14 @@ def traced(fn: Callable[..., Any], structure: Hashable, leaves: list[Tensor]) ->
 
 
 def captured(graph: GraphModule) -> list[Tensor]:
-    """Return the constants of a graph, which the traced function captured or created from Python numbers."""
+    """Return the constants of a graph: tensors that the traced function captured or created from Python numbers."""
     return [*graph.buffers(), *graph.parameters()]
 
 
 _STORE_LIMIT = 64
-"""The maximum number of elements that `_store_numbers` stores, and the minimum number of reads per stored element."""
+"""The maximum size of a tensor that `_store_numbers` stores, and the minimum number of readers per stored element."""
 _CONVERSION = "aten::_to_copy"
-"""Name of the operation that converts a dtype. The operation is pointwise, but lacks torch's tag `pointwise`."""
+"""Name of the operation that converts dtypes. This pointwise operation lacks torch's tag `pointwise`."""
 
 _READ_MESSAGES = (
     r"\.numpy\(\)|Cannot access data pointer|unsupported format string passed to FakeTensor.__format__"
@@ -81,11 +81,11 @@ _READS = DataDependentOutputException, DynamicOutputShapeException
 
 
 def _merge_duplicates(graph: GraphModule) -> None:
-    """Merge operations that compute the same value from the same arguments.
+    """Merge operations of a graph that compute the same value from the same arguments.
 
-    Operations that draw random numbers are not merged. Three kinds of tensors must not become aliases: tensors changed
-    in place, tensors that a loop reads or returns, and tensors that the graph returns. An operation is not merged if
-    its result or an argument shares memory with such a tensor.
+    The function does not merge operations that draw random numbers. Three kinds of tensors must not become aliases:
+    tensors written in place, tensors that a loop reads or returns, and tensors that the graph returns. The function
+    therefore does not merge an operation whose result or argument shares memory with such a tensor.
     """
     nodes = graph.graph.nodes
     separate = [n for n in nodes if n.op == "output" or n.target is scan_op or _writes(n)]
@@ -104,9 +104,9 @@ def _merge_duplicates(graph: GraphModule) -> None:
 
 
 def _store_numbers(graph: GraphModule) -> None:
-    """Make the compiler store a small tensor that many elements read, such as a step size.
+    """Make the compiler store each small tensor that many elements of other tensors depend on, such as a step size.
 
-    Without this rewrite, the compiler computes the tensor's values again for each element that reads them.
+    Without this rewrite, the compiler computes the values of such a tensor again for each element that reads it.
     """
     for node in list(graph.graph.nodes):
         if not _is_pointwise(node):
@@ -123,7 +123,7 @@ def _store_numbers(graph: GraphModule) -> None:
 
 
 def _is_pointwise(node: Node) -> bool:
-    """Return True if the operation, which is not a view, computes a dense float tensor element by element."""
+    """Return True if an operation, other than a view, computes a dense float tensor element by element."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     if torch.Tag.pointwise not in node.target.tags and node.target.name() != _CONVERSION:
@@ -134,13 +134,13 @@ def _is_pointwise(node: Node) -> bool:
 
 
 def _elements(node: Node) -> int:
-    """Return the number of elements of the tensor that an operation returns. For a loop, return 0."""
+    """Return the number of elements of an operation's result. For a loop or several results, return 0."""
     value = node.meta.get("val")
     return value.numel() if isinstance(value, Tensor) and node.target is not scan_op else 0
 
 
 def _is_random(node: Node) -> bool:
-    """Return True if the operation draws random numbers."""
+    """Return True if an operation draws random numbers."""
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
@@ -149,15 +149,15 @@ def _writes(node: Node) -> bool:
 
 
 def storage_of(node: Node) -> int | None:
-    """Return a number that identifies the storage of a node's tensor, or None if the node has no tensor."""
+    """Return an identifier of the storage of a node's tensor, or None if the node's value is not a tensor."""
     value = node.meta.get("val")
     return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
 
 
 def _skip_views(node: Node) -> Node:
-    """Return the node at the start of a chain of views that do not change the layout.
+    """Return the node at the start of a chain of views that all have the same layout.
 
-    If a loop reads such a view, inductor frees the view after the loop's first iteration.
+    If a loop reads a view instead, inductor frees the view after the first iteration of the loop.
     """
     while node.op == "call_function" and not _writes(node) and len(node.all_input_nodes) == 1:
         (base,) = node.all_input_nodes
@@ -173,9 +173,10 @@ def _layout(node: Node) -> tuple[Any, ...]:
 
 
 def _lift_constants(graph: GraphModule) -> GraphModule:
-    """Turn the constants of loop bodies into inputs of the loops, because a body must not have constants.
+    """Convert the constants of loop bodies to inputs of the loops, because a loop body must not have constants.
 
-    Also apply `_merge_duplicates` and `_store_numbers` to the graph and to each loop body. Return the graph.
+    The function also applies `_merge_duplicates` and `_store_numbers` to the graph and to each loop body. The function
+    returns the graph.
     """
     _merge_duplicates(graph)
     _store_numbers(graph)
@@ -187,7 +188,7 @@ def _lift_constants(graph: GraphModule) -> GraphModule:
             constant = getattr(body, node.target)
             if isinstance(constant, Tensor):
                 name = f"{kind}_constant_{len(constants)}"
-                graph.register_buffer(name, constant.clone())  # a copy, because inputs must not be aliases
+                graph.register_buffer(name, constant.clone())  # a copy, because inputs of a loop must not be aliases
                 with graph.graph.inserting_before(loop):
                     outside = graph.graph.get_attr(name)
                 with body.graph.inserting_after([n for n in body.graph.nodes if n.op == "placeholder"][-1]):

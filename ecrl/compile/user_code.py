@@ -1,4 +1,4 @@
-"""Raise ConfigError for an impure function during a trace. The error reports the line of the user's code."""
+"""Raise ConfigError if a function that is being traced is impure. The error names the line of the user's code."""
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -18,10 +18,10 @@ _NOT_IN_CPU_LOOPS = ("_linalg_solve_ex", "linalg_inv_ex", "linalg_cholesky_ex", 
 
 
 class _WriteCheck:
-    """A dispatcher for tensors without data that raises ConfigError for operations that cannot be compiled.
+    """Dispatcher for tensors without data that raises ConfigError for operations that cannot be compiled.
 
-    The dispatcher refuses writes in place on protected tensors. In a loop on the CPU, it also refuses the operators in
-    `_NOT_IN_CPU_LOOPS`.
+    The dispatcher rejects in-place writes to protected tensors. In a loop on the CPU, the dispatcher also rejects the
+    operators in `_NOT_IN_CPU_LOOPS`.
     """
 
     def __init__(self, mode: FakeTensorMode):
@@ -30,7 +30,7 @@ class _WriteCheck:
 
     @contextmanager
     def protected(self, leaves: Sequence[Tensor]) -> Iterator[None]:
-        """Raise ConfigError for writes in place on `leaves` or their views inside this context."""
+        """Raise ConfigError for each in-place write to `leaves` or their views inside this context."""
         self._protected.append({leaf.untyped_storage()._cdata for leaf in leaves})
         try:
             yield
@@ -38,7 +38,7 @@ class _WriteCheck:
             self._protected.pop()
 
     def __call__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if self._protected and func._schema.is_mutable and func.namespace != "prims":  # prims mark views as writes
+        if self._protected and func._schema.is_mutable and func.namespace != "prims":  # prims declare views as writes
             for tensor in _tensors_written(func._schema, args, kwargs):
                 self._check(tensor, func)
         note_if_drawing(func, args, kwargs)
@@ -60,7 +60,7 @@ class _WriteCheck:
 
 
 def _refuse_in_cpu_loop(func: Any, out: Any) -> None:
-    """Raise ConfigError if the result of an operator inside a loop is on the CPU."""
+    """Raise ConfigError if an operator inside a loop returns a tensor on the CPU."""
     first = out if isinstance(out, Tensor) else out[0]
     if first.device.type == "cpu":
         raise ConfigError(
@@ -70,7 +70,7 @@ def _refuse_in_cpu_loop(func: Any, out: Any) -> None:
 
 
 def _tensors_written(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """Yield each tensor argument that an operation changes in place."""
+    """Yield each tensor argument that an operation writes to in place."""
     for number, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[number] if number < len(args) else kwargs.get(argument.name)
@@ -79,10 +79,10 @@ def _tensors_written(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
 
 @contextmanager
 def checking_writes(mode: FakeTensorMode) -> Iterator[_WriteCheck]:
-    """Check each operation on tensors of the fake-tensor mode `mode`, inside this context.
+    """Check each operation on tensors of the fake-tensor mode `mode` inside this context.
 
-    The function replaces the method `dispatch` of `mode`. A new mode class would not work, because torch looks up rules
-    by the type of the mode.
+    The function replaces the method `dispatch` of `mode`. A new class of mode would not work, because torch looks up
+    rules by the type of the mode.
     """
     check = mode.dispatch = _WriteCheck(mode)  # pyright: ignore
     try:
@@ -92,7 +92,10 @@ def checking_writes(mode: FakeTensorMode) -> Iterator[_WriteCheck]:
 
 
 def protected(leaves: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """Raise ConfigError for writes in place on `leaves`, the arguments of a loop's body, during a trace."""
+    """Return a context that raises ConfigError for each in-place write to `leaves`, the arguments of a loop's body.
+
+    Outside a trace, the context has no effect.
+    """
     context = TracingContext.try_get()
     check = getattr(context and context.fake_mode, "dispatch", None)
     return check.protected(leaves) if isinstance(check, _WriteCheck) else nullcontext()

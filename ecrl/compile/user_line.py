@@ -28,19 +28,19 @@ _PYTHON = Path(traceback.__file__).parent
 
 
 def is_outside(frame: traceback.FrameSummary) -> bool:
-    """Return True if a frame is outside torch, tensordict, sympy, this package and Python's standard library."""
+    """Return True if a stack frame is outside torch, tensordict, sympy, this package and Python's standard library."""
     path = Path(frame.filename)
     in_python = _PYTHON in path.parents and not {"site-packages", "dist-packages"} & {*path.parts}
     return not in_python and not _INSIDE & {path, *path.parents}
 
 
 def user_frames(frames: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
-    """Return the frames of the user's code, and leave out all frames after the first frame of inductor."""
+    """Return the stack frames of the user's code that precede the first frame of inductor."""
     return [f for f in takewhile(lambda f: _INDUCTOR not in Path(f.filename).parents, frames) if is_outside(f)]
 
 
 def user_line(frames: Sequence[traceback.FrameSummary]) -> str:
-    """Describe the last line of the user's code in a traceback, or the last line of all if no line is the user's."""
+    """Describe the last line of the user's code in a traceback. If the user has no line, describe the last line."""
     last = (user_frames(frames) or frames)[-1]
     return f"{last.filename}:{last.lineno}, in {last.name},"
 
@@ -48,8 +48,8 @@ def user_line(frames: Sequence[traceback.FrameSummary]) -> str:
 def call_pure(fn: Callable[..., Any], build_args: Callable[[], Sequence[Any]]) -> Any:
     """Call `fn` with the arguments that `build_args` returns.
 
-    Raises: ConfigError while a graph is traced, if `fn` sets or removes a key of an argument, or replaces the data of
-        a tensor. Compiled code would not change the caller's arguments in these ways.
+    Raises: ConfigError during a trace, if `fn` sets or removes a key of an argument, or replaces the data of an
+        argument. Compiled code would not make these changes to the caller's arguments.
     """
     args = build_args()
     if not in_graph():
@@ -71,7 +71,7 @@ def call_pure(fn: Callable[..., Any], build_args: Callable[[], Sequence[Any]]) -
 
 
 def _line_of_new_key(fn: Callable[..., Any], args: Sequence[Any]) -> str:
-    """Find the line that sets or removes a key, by calling `fn` again with locked TensorDicts."""
+    """Find the line of `fn` that sets or removes a key, by calling `fn` again with locked TensorDicts."""
     _lock(args)
     try:
         fn(*args)
@@ -90,7 +90,7 @@ def _lock(tree: Any) -> None:
 
 
 def _line_of(fn: Any) -> str:
-    """Describe where a function is defined: the file, the number of the first line and the function's name."""
+    """Describe where a function is defined, with the file, the first line number and the function's name."""
     while isinstance(fn, partial):
         fn = fn.func
     code = getattr(fn, "__code__", None)

@@ -1,7 +1,8 @@
 """Run a compiled function, or a loop of a graph, once for a whole batch under `torch.func.vmap`.
 
-`torch.func.vmap` batches a function operation by operation. This module makes a compiled function, or a loop of a
-graph, a single operation for vmap. The operation runs once, outside vmap, on tensors whose first axis is the batch.
+By default, `torch.func.vmap` batches each operation of a function separately. This module makes vmap treat a compiled
+function, or a loop of a graph, as a single operation. The operation runs once, outside vmap, on tensors whose first
+axis is the batch axis.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -26,7 +27,7 @@ def vmapped() -> bool:
 
 
 def is_forward_mode(leaves: Sequence[Tensor]) -> bool:
-    """Return True if `torch.func.jvp` or dual tensors compute forward-mode derivatives of operations on these leaves.
+    """Return True if any leaf is being differentiated in forward mode (by `torch.func.jvp` or as a dual tensor).
 
     >>> is_forward_mode([torch.ones(1)])
     False
@@ -35,7 +36,7 @@ def is_forward_mode(leaves: Sequence[Tensor]) -> bool:
 
 
 def records_gradients(*leaves: Tensor) -> bool:
-    """Return True if torch tracks derivatives of operations on these leaves, in reverse or forward mode.
+    """Return True if operations on these leaves are being differentiated, in reverse or forward mode.
 
     >>> records_gradients(torch.ones(1)), records_gradients(torch.ones(1, requires_grad=True))
     (False, True)
@@ -65,8 +66,8 @@ class _OutsideVmap(torch.autograd.Function):
 def outside_vmap(rule: BatchRule, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Call `rule(batched, *leaves)` outside the innermost vmap.
 
-    The argument `batched` of `rule` has True for each leaf whose first axis is the batch. The first axis of every
-    result must be the batch.
+    The argument `batched` of `rule` is a tuple with one bool per leaf, which is True if the leaf's first axis is the
+    batch axis. The first axis of every result of `rule` must be the batch axis.
 
     >>> def add(batched, x, y):
     ...     print(batched, list(x.shape), list(y.shape))
@@ -79,7 +80,7 @@ def outside_vmap(rule: BatchRule, leaves: Sequence[Tensor]) -> tuple[Tensor, ...
 
 
 def host_values(number: Tensor) -> list[int]:
-    """Return the value of a 0-d integer tensor as a list. Under vmap, the list has the values of the whole batch.
+    """Return a list with the value of a 0-d integer tensor. Under vmap, return the values of the whole batch.
 
     >>> def shown(x):
     ...     print(host_values(x))
@@ -103,8 +104,8 @@ def host_values(number: Tensor) -> list[int]:
 def over_batch(fn: Callable, static: tuple, structure: Hashable, batched: tuple[bool, ...], *leaves: Tensor) -> Any:
     """Call `fn(*static, *args)` for each entry of a batch, where `structure` and `leaves` are the flattened `args`.
 
-    The batch is the first axis of each leaf whose entry in `batched` is True, and the first axis of every tensor in the
-    result. The `batch_size` of a TensorDict in the result does not include the batch axis.
+    The batch axis is the first axis of each leaf whose entry in `batched` is True. The batch axis is also the first
+    axis of every tensor in the result. The `batch_size` of a TensorDict in the result does not include the batch axis.
     """
     if not any(batched):
         return fn(*static, *unflatten(structure, leaves))

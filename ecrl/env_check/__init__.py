@@ -1,1 +1,1 @@
-"""Checks that `ecrl check-env` and `ecrl.check_env` run."""
+"""The checks of environments that `ecrl check-env` and `ecrl.check_env` run."""

@@ -1,7 +1,7 @@
-"""Check that an environment fulfils the contract of `Env`, for `ecrl check-env ENV` and `ecrl.check_env`.
+"""Check that an environment fulfils the contract of `Env`, as `ecrl check-env ENV` and `ecrl.check_env` do.
 
-The first functions in the file take random actions in the environment. The next functions find faults in the resulting
-trajectory. The last functions run all checks.
+The first functions in this file take random actions in the environment. The functions in the middle of the file find
+faults in the trajectory of these actions. The last functions in this file run all checks.
 """
 
 import time
@@ -25,7 +25,7 @@ from ecrl.spaces import Box, Dict, Discrete, MultiDiscrete, Space
 from ecrl.tracing_state import version_of
 
 _NUM_ENVS, _MANY, _SECONDS = 4, 256, 0.3
-# fields that identify open Gymnasium environments and differ between repetitions
+# fields that identify open Gymnasium environments, and therefore differ if a rollout is repeated
 _REFERENCES = ("token", "step")
 _MASK = "action_mask"
 
@@ -34,8 +34,8 @@ class EnvCheck(NamedTuple):
     """Result of `check_env`.
 
     Attributes:
-        findings: one line for each fault. The list is empty for a correct environment.
-        notes: further results, such as the speed.
+        findings: one message for each fault. The list is empty if the environment has no fault.
+        notes: messages about other results, such as the speed of the environment.
     """
 
     findings: list[str]
@@ -46,11 +46,12 @@ class Trajectory(NamedTuple):
     """States, actions and noise of a rollout with random actions.
 
     Attributes:
-        start: the state after reset, `[N]`.
+        start: the state that `reset` returned, `[N]`.
         states: the state after each step, `[T, N]`.
         actions: the action of each step, `[T, N]`.
         noise: the noise of each step, `[T, N]`.
-        written: maps `reset`, `draw` and `step` to the names of the inputs that the function modified.
+        written: a dictionary that maps each of `reset`, `draw` and `step` to the names of the inputs that the function
+            modified.
     """
 
     start: TensorDict
@@ -61,9 +62,9 @@ class Trajectory(NamedTuple):
 
 
 def random_actions(space: Space, keys: Tensor, obs: Any) -> Tensor:
-    """Draw one action per key, uniform over the space, or normal for a Box element without bounds.
+    """Draw one random action per key: uniform over the space, or normal for Box elements without bounds.
 
-    An action mask in `obs` restricts the choices.
+    If `obs` contains an action mask, only actions that the mask allows are drawn.
 
     >>> random_actions(Discrete(3), rng.key(0).expand(2), TensorDict({"action_mask": torch.eye(3)[:2]}, [2]))
     tensor([0, 1])
@@ -82,7 +83,7 @@ def random_actions(space: Space, keys: Tensor, obs: Any) -> Tensor:
 
 
 def _fields(tree: Any) -> dict[str, Tensor]:
-    """Map the dotted name of each tensor in a tree to the tensor."""
+    """Return a dictionary that maps the dotted name of each tensor in a tree to the tensor."""
     leaves, structure = flatten(tree)
     return dict(zip(names(structure), leaves, strict=True))
 
@@ -98,7 +99,10 @@ def _record_writes(written: list[str], fn: Callable[..., Any], **inputs: Any) ->
 
 
 def roll_out(env: Env, keys: Tensor, num_steps: int) -> Trajectory:
-    """Take random actions in one environment per key. `env` must reset itself, as with `auto_reset`."""
+    """Take random actions in one environment per key, and return the trajectory.
+
+    `env` must reset itself after the end of an episode, as with `auto_reset`.
+    """
     written: dict[str, list[str]] = {"reset": [], "draw": [], "step": []}
     index, times = torch.zeros_like(keys), torch.arange(num_steps, device=keys.device).unsqueeze(1)
     start = _record_writes(written["reset"], env.reset, keys=keys.clone())
@@ -114,23 +118,23 @@ def roll_out(env: Env, keys: Tensor, num_steps: int) -> Trajectory:
 
 
 def _state_history(trajectory: Trajectory) -> dict[str, Tensor]:
-    """Map the dotted name of each field to its values at the start and after each step, `[T + 1, N, ...]`."""
+    """Map the dotted name of each field to the field's values at the start and after each step, `[T + 1, N, ...]`."""
     states = _fields(trajectory.states)
     return {name: torch.cat((x.unsqueeze(0), states[name])) for name, x in _fields(trajectory.start).items()}
 
 
 def _place_text(time: int, env: int) -> str:
-    """Describe an environment and a time step for a message."""
+    """Return the words that name an environment and a time step in a message."""
     return f"in env {env} " + (f"after step {time}" if time else "at the start")
 
 
 def _first_index(bad: Tensor) -> list[int]:
-    """Return the index of the first True in `bad`."""
+    """Return the index of the first True element of `bad`."""
     return bad.nonzero()[0].tolist()
 
 
 def _any(bad: Tensor) -> Tensor:
-    """Reduce `[T, N, ...]` to `[T, N]` by a logical or."""
+    """Reduce a bool tensor from `[T, N, ...]` to `[T, N]` with a logical or."""
     return bad.reshape(*bad.shape[:2], -1).any(-1)
 
 
@@ -157,7 +161,7 @@ def _out_of_space(space: Space, name: str, history: dict[str, Tensor]) -> Iterat
         return
     low, high = _bounds(space)
     x = history[name].reshape(*history[name].shape[:2], len(low))
-    bad = (x < low) | (x > high)  # False for NaN
+    bad = (x < low) | (x > high)  # comparisons with NaN are False
     if bad.any():
         time, env, i = _first_index(bad)
         value = f"{name}[{i}] is {x[time, env, i]:g}" if history[name].ndim > 2 else f"{name} is {x[time, env, i]:g}"
@@ -202,7 +206,10 @@ def _executed_faults(history: dict[str, Tensor]) -> Iterator[str]:
 
 
 def _early_truncations(history: dict[str, Tensor], gap: int) -> Iterator[str]:
-    """Report the first truncation before step `gap` of an episode. A run would lose the episode's final observation."""
+    """Report the first truncation before step `gap` of an episode.
+
+    A run would lose the final observation of this episode.
+    """
     elapsed = torch.zeros_like(history["reward"][0], dtype=torch.int64)
     for step, (terminated, truncated) in enumerate(zip(history["terminated"], history["truncated"], strict=True)):
         early = truncated & (elapsed < gap)
@@ -216,7 +223,10 @@ def _early_truncations(history: dict[str, Tensor], gap: int) -> Iterator[str]:
 
 
 def _difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> tuple[str, list[int]] | None:
-    """Return the first field that differs between two trajectories, and the index of the difference. NaN equals NaN."""
+    """Return the name of the first field that differs between two trajectories, and the index of the difference.
+
+    Two NaN values count as equal.
+    """
     mismatches: list[tuple[list[int], str]] = []
     for name, x in one.items():
         y = other[name]
@@ -228,7 +238,7 @@ def _difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> tuple[str, 
 
 
 def _first_mismatch(one: Any, other: Any) -> str | None:
-    """Describe the first field that differs between two states by more than rounding, and the largest difference."""
+    """Name the first field that differs between two states by more than rounding, and state the largest difference."""
     for name, x in _fields(one).items():
         y = _fields(other)[name]
         if not torch.allclose(x.double(), y.double(), rtol=1e-4, atol=1e-5, equal_nan=True):
@@ -237,12 +247,12 @@ def _first_mismatch(one: Any, other: Any) -> str | None:
 
 
 def _part(tree: Any, *index: Any) -> Any:
-    """Index every tensor of a tree along its leading axes."""
+    """Index every tensor of a tree along the tensor's leading axes."""
     return mapped(lambda x: x[index], tree, batch=lambda size: torch.empty(size)[index].shape)
 
 
 def _check_repeatable(env: Env, keys: Tensor, trajectory: Trajectory) -> Iterator[str]:
-    """Report the first value that differs if the same actions are repeated from the same keys."""
+    """Repeat a rollout from the same keys, and report the first value that differs."""
     repeat = roll_out(env, keys, len(trajectory.actions))
     env.close(_part(repeat.states, -1))
     one, other = ({k: x for k, x in _state_history(p).items() if k not in _REFERENCES} for p in (trajectory, repeat))
@@ -255,7 +265,10 @@ def _check_repeatable(env: Env, keys: Tensor, trajectory: Trajectory) -> Iterato
 
 
 def _check_independent_rows(env: Env, keys: Tensor, trajectory: Trajectory) -> Iterator[str]:
-    """Report if environments of a batch depend on each other. The last environment must give the same values alone."""
+    """Report functions whose results for one environment depend on the other environments of the batch.
+
+    The last environment of the batch must give the same values if it is run alone.
+    """
     last, advice = slice(len(keys) - 1, None), "without the other envs; compute each env independently"
     who = f"env {len(keys) - 1} a different"
     if mismatch := _first_mismatch(_part(trajectory.start, last), env.reset(keys[last])):
@@ -271,18 +284,18 @@ def _check_independent_rows(env: Env, keys: Tensor, trajectory: Trajectory) -> I
 
 
 def _check_traceable(env: Env, trajectory: Trajectory) -> Iterator[str]:
-    """Report a `step` that cannot be traced into a graph, or whose graph gives different values."""
+    """Report if `step` cannot be traced into a graph, or if the graph gives different values than `step`."""
     last = len(trajectory.actions) - 1
     inputs = _part(trajectory.states, last - 1), _part(trajectory.actions, last), _part(trajectory.noise, last)
     leaves, structure = flatten(inputs)
-    from ecrl.compile.trace import traced  # import here, because this module needs private parts of torch
+    from ecrl.compile.trace import traced  # import here, because the module needs private functions of torch
 
     try:
         graph, out = traced(env.step, structure, leaves)
         mismatch = _first_mismatch(unflatten(out, graph(*leaves)), _part(trajectory.states, last))
     except ConfigError as error:
         yield f"step cannot be compiled: {str(error).removeprefix('trainer.compile: ')}"
-    except Exception as error:  # an environment may raise any error on tensors without data
+    except Exception as error:  # an environment may raise any error if its tensors have no data
         reason = next(iter(str(error).splitlines()), "")
         yield f"step cannot be compiled, it raises {type(error).__name__}: {reason}; or set trainer.compile to off"
     else:
@@ -291,7 +304,10 @@ def _check_traceable(env: Env, trajectory: Trajectory) -> Iterator[str]:
 
 
 def _steps_per_second(env: Env, keys: Tensor) -> float:
-    """Measure environment steps per second without compilation. The random actions are drawn only once."""
+    """Measure the number of environment steps per second without compilation.
+
+    The random actions are drawn only once.
+    """
     state, noise = env.reset(keys), env.draw(keys)
     action, steps = random_actions(env.action_space, keys, state["obs"]), 0
     state, began = env.step(state, action, noise), time.perf_counter()
@@ -326,7 +342,7 @@ def _gymnasium_checker(cfg: GymnasiumConfig) -> tuple[list[str], list[str]]:
         env = gymnasium.make(cfg.id, max_episode_steps=cfg.max_episode_steps, **kwargs)
         try:
             gymnasium_check(env.unwrapped, skip_render_check=True)
-        except Exception as error:  # raised by the checker or by the environment
+        except Exception as error:  # the checker or the environment may raise any error
             findings = [f"Gymnasium's checker: {type(error).__name__}: {' '.join(str(error).split())}"]
         env.close()
     plain = [str(w.message).replace("\033[33mWARN: ", "").replace("\033[0m", "") for w in captured]
@@ -336,25 +352,26 @@ def _gymnasium_checker(cfg: GymnasiumConfig) -> tuple[list[str], list[str]]:
 def check_env(env: Env | EnvChoice | dict | str, *, num_steps: int = 256, seed: int = 0) -> EnvCheck:
     """Take random actions in an environment and report its faults.
 
-    The checks are:
+    The function makes these checks:
 
     - States have the required fields, shapes and dtypes, and observations are within their space.
     - Observations and rewards are finite.
-    - The same keys and actions give the same bits twice.
+    - A repeated rollout with the same keys and actions gives the same bits.
     - No function modifies its inputs, and the environments of a batch are independent.
     - Episode starts, episode ends, final observations and `executed` are consistent.
     - A step can be compiled, and the compiled step gives the same values.
-    - A batch is faster than its environments one by one.
+    - Stepping a batch is faster than stepping its environments one by one.
 
-    For a Gymnasium environment, Gymnasium's own checker runs too. The random actions are taken in four environments on
-    the CPU. Errors raised by the environment's own code are not caught.
+    For a Gymnasium environment, Gymnasium's own checker also runs. The random actions are taken in four environments on
+    the CPU. Errors that the environment's own code raises are not caught.
 
     Args:
         env: an environment, its name, or the `env` section of a config.
         num_steps: number of steps with random actions.
-        seed: seed of the starts, noise and actions.
+        seed: random seed of the initial states, the noise and the actions.
 
-    Raises: ConfigError if the environment is unknown or its settings are wrong. UserError for fewer than two steps.
+    Raises: ConfigError if the environment is unknown or its settings are wrong. UserError if `num_steps` is less than
+        2.
 
     >>> check_env("cartpole", num_steps=64).findings
     []
@@ -378,7 +395,7 @@ def check_env(env: Env | EnvChoice | dict | str, *, num_steps: int = 256, seed: 
 
 
 def _check_rollout(env: Env, keys: Tensor, num_steps: int) -> tuple[list[str], list[str]]:
-    """Take random actions in the environment. Return findings and notes."""
+    """Take random actions in the environment, and check the trajectory. Return findings and notes."""
     trajectory = roll_out(env, keys, num_steps)
     env.close(_part(trajectory.states, -1))
     history = _state_history(trajectory)

@@ -64,20 +64,21 @@ class Env:
         action_space: the space of one copy's actions.
         draw: maps keys to the noise of a step. A rollout calls `draw` with keys `[T, N]` before the loop over its
             steps, so the noise cannot depend on the state.
-        observe: maps a state to its observation. `observe` recomputes the observation after an event changed the state.
+        observe: maps a state to its observation. `observe` recomputes the observation after an event has changed the
+            state.
         lockstep: True if every episode has the same length.
         is_pure: False if part of the state is outside the tensors, as in Gymnasium environments. An environment that is
             not pure resets itself, sets `final_obs`, and is released by `close`.
-        close: releases a state's resources outside the tensors, such as processes.
+        close: releases the resources of a state that are not tensors, such as processes.
         is_current: returns False for a state if `step` cannot continue from the state, because its environments are
             closed or have taken further steps.
-        carry_over: maps (start of the next episode, last state of the ended episode) to the start to use. This start
-            keeps the values that outlast an episode, such as a mass that a startup event drew.
-        scene: the simulation of a MuJoCo task, which events may change. None for other environments.
-        min_truncation_gap: the first step of an episode that may truncate the episode. Two truncations of one copy are
-            therefore at least this many steps apart. Use 1 if the gap is unknown, and `NEVER` if `step` never
-            truncates. `time_limit` lowers the gap to `max_episode_steps`. The gap must hold for every state that events
-            may produce. An event that allows earlier truncations declares its own gap.
+        carry_over: maps (start of the next episode, last state of the ended episode) to the start state that is used.
+            This start state keeps the values that outlast an episode, such as a mass that a startup event drew.
+        scene: the simulation of a MuJoCo task, which events may change, or None for other environments.
+        min_truncation_gap: the earliest step of an episode that may truncate the episode, counted from 1. Two
+            truncations of one copy are therefore at least this many steps apart. Use 1 if the gap is unknown, and
+            `NEVER` if `step` never truncates. `time_limit` lowers the gap to `max_episode_steps`. The gap must hold for
+            every state that events may produce. An event that allows earlier truncations declares its own gap.
     """
 
     reset: Callable[[Tensor], TensorDict]

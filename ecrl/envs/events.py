@@ -3,8 +3,8 @@
 An event changes the state in addition to the dynamics. For example, an event draws a physical constant. To define an
 event, register a function `make(cfg)` that returns a function `apply`. `apply(state, keys)` returns the state after the
 event happened in every environment of the batch. `apply` is a pure function of the state and of one int64 key per
-environment. This module decides when an event happens, and selects the environments with `where`. Events can therefore
-run inside compiled and vmapped rollouts.
+environment. This module decides when an event happens, and selects the affected environments with `where`. Events can
+therefore run inside compiled and vmapped rollouts.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,7 +32,7 @@ _HIDDEN = ("reward", "terminated", "truncated", "info", "mask", "executed", "fin
 
 
 class _Event(NamedTuple):
-    """An event, with its settings and its `apply` function.
+    """An event with its settings and its `apply` function.
 
     Error messages begin with `label`. `position` is the index of the event among all events of the environment.
     `rng.fold_in` mixes this index into the keys, so that each event draws different values.
@@ -64,10 +64,10 @@ def _apply_event(env: Env, event: _Event, state: TensorDict, keys: Tensor, selec
 
 
 def make_event(event: EventConfig, scene: Any, label: str) -> Apply:
-    """Return the `apply` function of an event. If `make` of the event takes a second argument, it receives `scene`.
+    """Return the `apply` function of an event. If the event's `make` takes a second argument, `make` receives `scene`.
 
-    Raises: ConfigError that begins with `label`, if the event needs a scene and `scene` is None, or if its settings do
-        not fit the scene.
+    Raises: ConfigError whose message begins with `label`, if the event needs a scene and `scene` is None, or if its
+        settings do not fit the scene.
     """
     make = lookup("event", event.func).make
     needs_scene = len(signature(make).parameters) > 1
@@ -103,34 +103,34 @@ def check_event(label: str, apply: Apply, before: TensorDict, keys: Tensor) -> N
 
 
 def lowered_gap(gap: int, events: Mapping[str, EventConfig]) -> int:
-    """Return the smallest of `gap` and the `min_truncation_gap` that events declare; see `with_events`."""
+    """Return the minimum of `gap` and of every `min_truncation_gap` that an event declares (see `with_events`)."""
     return min((gap, *(getattr(event.params, "min_truncation_gap", gap) for event in events.values())))
 
 
 def with_events(env: Env, events: Mapping[str, EventConfig], where: str = "trainer.events") -> Env:
     """Add events to an environment that is wrapped by `auto_reset`.
 
-    The mode of an event decides when the event happens:
+    The mode of an event determines when the event happens:
 
-    startup: once, at `reset`. Later episodes start from a new state, so the event is applied again with the same key
-        and has the same effect.
-    reset: at the start of every episode, after the startup events, with a new key each time.
-    interval: before every `interval_step`-th step of an environment. Steps are counted from `reset`. The policy
-        observes the effect of the event after this step.
+    startup: The event happens once, at `reset`. Later episodes start from a new state, so the event is applied again
+        with the same key and has the same effect.
+    reset: The event happens at the start of every episode, after the startup events, with a new key each time.
+    interval: The event happens before every `interval_step`-th step of an environment. Steps are counted from `reset`.
+        The policy observes the effect of the event after this step.
 
     Events that happen at the same time are applied in the order of their names. Event keys are derived from the keys of
     the environments. Environments with equal keys, as in a GRPO group, therefore get equal events. The starts and the
     noise of an environment are the same with and without events. `reset` draws the startup events again, and `restart`
-    keeps them.
+    keeps the startup events.
 
     The state gains a TensorDict `events` with two int64 fields of shape `[*B]`. `count` is the number of steps since
     `reset`, and `key` is the key of the startup events. Events do not change the fields reward, terminated, truncated,
     info, mask, executed, final_obs and elapsed. After an event, `env.observe` recomputes the observation.
 
-    An event may change a field so that the environment truncates episodes earlier. The Config of such an event needs a
-    property `min_truncation_gap`, the first step that may truncate an episode. The returned environment has the
-    smallest gap of `env` and the events. Events cannot shorten the limit of `time_limit`, because `elapsed` is hidden
-    from events.
+    An event may change a field so that the environment truncates episodes earlier. The config class of such an event
+    needs a property `min_truncation_gap`, the first step that may truncate an episode. The gap of the returned
+    environment is the smallest gap among `env` and the events. Events cannot shorten the limit of `time_limit`, because
+    `elapsed` is hidden from events.
 
     If `events` is empty, `env` itself is returned. Error messages begin with the config section `where` and the name of
     the event.
@@ -160,7 +160,7 @@ def with_events(env: Env, events: Mapping[str, EventConfig], where: str = "train
 
 
 def restart(env: Env, state: TensorDict, keys: Tensor) -> TensorDict:
-    """Start an episode in every environment, but keep the startup events and the counters of `state`."""
+    """Start a new episode in every environment, but keep the startup events and the event counters of `state`."""
     if not env.is_pure or "events" in state:
         # `reset` accepts the old state here, and keeps its startup events or its open environments
         return cast(Any, env.reset)(keys, state)

@@ -20,7 +20,7 @@ from ecrl.spaces import box
 _GOAL, _START, _OBSTACLE = 0.7, 0.6, 0.8  # largest random coordinates in units of workspace_half
 _TRIES = 8  # candidate positions per obstacle; by default, 92 % of the candidates are far enough from the goal
 _WEIGHTS = {"distance": 1.0, "near": 0.5, "penetration": -2.0, "speed": -0.01, "change": -0.001}
-_NEAR = 0.05  # width of the bonus around the goal, m
+_NEAR = 0.05  # width of the bonus around the goal, in m
 
 
 class PointMassConfig(ConfigModel):
@@ -56,7 +56,7 @@ class PointMassConfig(ConfigModel):
 
 
 def _obstacles(uniforms: Tensor, goal: Tensor, half_width: float, min_distance: float) -> Tensor:
-    """Return the obstacles' centres, `[*B, 2, 2]`.
+    """Return the centres of the two obstacles, in shape `[*B, 2, 2]`.
 
     Each centre is the first of `_TRIES` uniform candidates that is farther than `min_distance` from the goal `[*B, 2]`.
     If all candidates are too close, the centre is the corner opposite to the goal, which is always far enough.
@@ -93,7 +93,7 @@ def point_mass(cfg: PointMassConfig) -> Env:
     The episode ends if d < success_threshold. The observation `[*B, 14]` consists of the position, velocity, goal, last
     action, obstacle centres and obstacle radii, in m and m/s. The action `[*B, 2]` is the force along each axis, in
     units of force_scale. `info` has the fields `success`, `rewards` and `metrics`. `rewards` holds each reward term
-    without its weight. `metrics` describes the episode up to this step.
+    without its weight. `metrics` describes the episode up to the current step.
 
     Gradient: flows through every operation. The gradient of a norm at 0 is 0.
     Source: EmbodiChain's `PointMassRL`.

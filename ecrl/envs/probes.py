@@ -9,8 +9,8 @@ Each environment reveals an error in one component of an algorithm.
     probe_action       0            1 for action 1, else -1     1      1 once learnt  the policy's gradient is wrong
     probe_match        0 or 1       1 if action = obs, else -1  1      1 once learnt  envs of the batch are mixed up
 
-The column "steps" gives the length of an episode, and "value" gives the value of each observation. An algorithm also
-fails in `probe_delay` if its bootstrapping is wrong, and in `probe_action` if its advantages are wrong.
+The column "steps" gives the length of an episode, and the column "value" gives the value of each observation. An
+algorithm also fails in `probe_delay` if its bootstrapping is wrong, and in `probe_action` if its advantages are wrong.
 
 Source: Andy Jones 2021, "Debugging RL, without the agonizing pain".
 """

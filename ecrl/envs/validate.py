@@ -30,7 +30,7 @@ def _zero_action(space: Space, batch: torch.Size) -> Tensor:
 
 
 def _field_types(state: Any, batch: torch.Size, call: str) -> dict[str, str]:
-    """Return the dtype and shape of each tensor in a state, by dotted name. Error messages begin with `call`."""
+    """Map the dotted name of each tensor in a state to its dtype and shape. Error messages begin with `call`."""
     if not isinstance(state, TensorDictBase):
         raise ConfigError(f"{call} returns {type(state).__name__}, expected {_STATE}")
     if state.batch_size != batch:
@@ -41,7 +41,7 @@ def _field_types(state: Any, batch: torch.Size, call: str) -> dict[str, str]:
 
 
 def _obs_types(space: Space, name: str, batch: torch.Size) -> dict[str, tuple[str, ...]]:
-    """Return the allowed dtypes and shapes of each observation tensor, by dotted name.
+    """Map the dotted name of each observation tensor to its allowed dtypes and shapes.
 
     An action mask may also be bool.
     """
@@ -82,7 +82,7 @@ def _check_same(before: dict[str, str], after: dict[str, str], label: str) -> No
 
 @cache
 def check_fields(env: Env, name: str) -> None:
-    """Raise ConfigError if a run cannot use the states of an environment.
+    """Raise ConfigError if an environment returns states that a run cannot use.
 
     The check resets and steps two copies of the environment on the CPU. Each `env` is checked only once. `reset` and
     `step` must return TensorDicts of batch size `[*B]` with the same fields, shapes and dtypes. The required fields are

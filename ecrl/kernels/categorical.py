@@ -1,4 +1,4 @@
-"""Categorical and multi-discrete distributions as functions of logits: sample, mode, log_prob, entropy and kl.
+"""Functions of categorical and multi-discrete distributions with given logits: sample, mode, log_prob, entropy and kl.
 
 Samplers take standard Gumbel noise as an argument (see `ecrl.rng`). Logits have the shape `[*B, K]`. `mask_logits`
 applies an action mask to logits, so the other functions take no mask. Half-precision inputs are converted to float32,
@@ -46,7 +46,7 @@ def categorical_sample(logits: Tensor, noise: Tensor) -> Tensor:
 
     Args:
         logits: `[*B, K]` float.
-        noise: `[*B, K]` float, standard Gumbel.
+        noise: `[*B, K]` float, standard Gumbel noise.
 
     Returns: int64 `[*B]`.
     Gradient: none.
@@ -62,7 +62,7 @@ def categorical_sample(logits: Tensor, noise: Tensor) -> Tensor:
 
 
 def categorical_mode(logits: Tensor) -> Tensor:
-    """Return the most probable index, or the first of several equally probable ones.
+    """Return the index with the highest probability. If several indices tie, return the first of them.
 
         argmax_k(logits[k])
 
@@ -172,7 +172,7 @@ def multi_discrete_sample(logits: Tensor, noise: Tensor, *, nvec: tuple[int, ...
 
     Args:
         logits: `[*B, sum(nvec)]` float.
-        noise: `[*B, sum(nvec)]` float, standard Gumbel.
+        noise: `[*B, sum(nvec)]` float, standard Gumbel noise.
         nvec: number of choices per component.
 
     Returns: int64 `[*B, len(nvec)]`.
@@ -194,7 +194,7 @@ def multi_discrete_mode(logits: Tensor, *, nvec: tuple[int, ...]) -> Tensor:
 
     Returns: int64 `[*B, len(nvec)]`.
     Gradient: none.
-    Raises: ValueError if the last axis is not sum(nvec).
+    Raises: ValueError if the last axis does not have sum(nvec) entries.
 
     >>> multi_discrete_mode(torch.tensor([0.0, 1.0, 0.0]), nvec=(2, 1))
     tensor([1, 0])
@@ -234,7 +234,7 @@ def multi_discrete_entropy(logits: Tensor, *, nvec: tuple[int, ...]) -> Tensor:
 
     Returns: `[*B]`.
     Gradient: flows through `logits`.
-    Raises: ValueError if the last axis is not sum(nvec).
+    Raises: ValueError if the last axis does not have sum(nvec) entries.
 
     >>> multi_discrete_entropy(torch.zeros(3), nvec=(2, 1))
     tensor(0.6931)

@@ -1,13 +1,14 @@
-"""Distributional action values: C51's categorical distributions, quantile regression, and HL-Gauss.
+"""Kernels of distributional reinforcement learning: C51, quantile regression (QR-DQN) and HL-Gauss.
 
-A categorical distribution of returns has probabilities `probs` `[*B, K]` of the returns `support` `[K]`, called atoms.
-A quantile distribution is a list of equally probable returns `quantiles` `[*B, K]`. The mean of both is Q.
+A categorical distribution assigns the probabilities `probs`, of shape `[*B, K]`, to the returns `support`, of shape
+`[K]`. These returns are called atoms. A quantile distribution consists of K equally probable returns `quantiles`, of
+shape `[*B, K]`. The mean of either distribution is the Q-value.
 
-The distributions of the next state are not read where `terminated` is True or `gamma` is 0. They may hold NaN there.
-The targets detach nothing, and the losses detach their targets.
+Where `terminated` is True or `gamma` is 0, the distributions of the next state are not read and may hold NaN. Functions
+that compute targets do not detach their inputs. The losses detach their targets.
 
-Half-precision inputs are converted to float32. Results have the dtype that the float inputs promote to, except the
-`weight` of a loss.
+Half-precision inputs are converted to float32. Results have the common dtype of the float inputs, as given by
+`torch.promote_types`. The `weight` of a loss does not count.
 """
 
 from math import sqrt
@@ -24,27 +25,30 @@ from ecrl.types import Logs, Scalar, check_axes, check_bool, same_shape
 
 
 def categorical_project(probs: Tensor, atoms: Tensor, support: Tensor) -> Tensor:
-    """Return the distribution on `support` that is closest to the probabilities `probs` of the returns `atoms`.
+    """Project the distribution with probabilities `probs` and returns `atoms` onto the returns `support`.
 
         x       = clip(atoms[k], support[0], support[M - 1])
         w[j, k] = max(0, 1 - |x - support[j]| / gap)
         p[j]    = sum_k(w[j, k] * probs[k])
 
-    `gap` is the distance from `support[j]` to its neighbour on the side of `x`. So each atom gives its probability to
-    the two points of the support beside it, more to the nearer one. The mean of the clipped atoms is kept.
+    `gap` is the distance from `support[j]` to the next support point in the direction of `x`. Each atom's probability
+    is therefore split between the two neighbouring support points, and the nearer point gets more. The projection
+    preserves the mean of the clipped atoms.
 
-    Nothing is scattered, so results have the same bits on every run. In eager mode, intermediate results of shape
-    `[*B, M, K]` take memory and time. A compiled graph stores none of them.
+    The function uses no scatter operation, so its results are bitwise equal in every run. In eager mode, intermediate
+    results of shape `[*B, M, K]` take memory and time. A compiled graph does not store these intermediate results.
 
     Args:
         probs: `[*B, K]` float, probabilities.
-        atoms: `[*B, K]` float, returns in any order. Infinite returns count as the first or last point.
-        support: `[M]` float, returns in ascending order, evenly spaced or not.
+        atoms: `[*B, K]` float, returns in any order. An infinite return is clipped to the first or last point of
+            `support`.
+        support: `[M]` float, returns in ascending order, with equal or unequal spacing.
 
-    Returns: `[*B, M]`. It sums to the sum of `probs`.
+    Returns: `[*B, M]`, with the same sum as `probs`.
     Gradient: flows through all three arguments.
     Raises: ValueError naming the arguments whose shapes do not match.
-    Source: Bellemare et al. 2017, arXiv:1707.06887, eq. 7; any support as in Rowland et al. 2018, arXiv:1802.08163.
+    Source: Bellemare et al. 2017, arXiv:1707.06887, eq. 7; for an arbitrary support, Rowland et al. 2018,
+        arXiv:1802.08163.
 
     >>> categorical_project(torch.tensor([0.5, 0.5]), torch.tensor([0.25, 9.0]), torch.tensor([0.0, 1.0, 2.0]))
     tensor([0.3750, 0.1250, 0.5000])
@@ -61,9 +65,9 @@ def _check_vector(name: str, x: Tensor) -> None:
 
 
 def _project(probs: Tensor, atoms: Tensor, support: Tensor) -> Tensor:
-    """Return `categorical_project`, but in float32 for half-precision inputs."""
+    """Compute `categorical_project`, but return float32 for half-precision inputs."""
     end = support.new_full((1,), torch.inf)
-    gap = torch.cat((end, support.diff(), end)).unsqueeze(-1)  # before each point, and after the last one
+    gap = torch.cat((end, support.diff(), end)).unsqueeze(-1)  # gap before each point and after the last
     x = torch.minimum(torch.maximum(atoms, support[0]), support[-1]).unsqueeze(-2)
     offset = x - support.unsqueeze(-1)  # [*B, M, K]
     weight = torch.minimum(1.0 + offset / gap[:-1], 1.0 - offset / gap[1:]).clamp(min=0.0)
@@ -71,7 +75,10 @@ def _project(probs: Tensor, atoms: Tensor, support: Tensor) -> Tensor:
 
 
 def _select(x: Tensor, selector: Tensor) -> Tensor:
-    """Return the entry of `x` `[*B, A, K]` for the action of the largest `selector` `[*B, A]`: `[*B, K]`."""
+    """Return the entry of `x`, of shape `[*B, A, K]`, for the action with the largest `selector`.
+
+    `selector` has the shape `[*B, A]`, and the result has the shape `[*B, K]`.
+    """
     action = selector.argmax(-1)[..., None, None]
     return x.gather(-2, action.expand(*action.shape[:-1], x.shape[-1])).squeeze(-2)
 
@@ -79,17 +86,19 @@ def _select(x: Tensor, selector: Tensor) -> Tensor:
 def categorical_target(
     reward: Tensor, next_probs: Tensor, terminated: Tensor, support: Tensor, *, gamma: Scalar
 ) -> Tensor:
-    """Return the target distribution for a given next action: next returns discounted, shifted and projected.
+    """Return the target distribution for a given next action.
+
+    The return distribution of the next state is discounted, shifted by the reward, and projected onto `support`.
 
         atoms[k] = reward + gamma * support[k] * not terminated
         categorical_project(next_probs, atoms, support)
 
     Args:
-        reward: `[*B]` float, reward units.
-        next_probs: `[*B, K]` float, distribution of returns of the next state and the next action.
+        reward: `[*B]` float, in reward units.
+        next_probs: `[*B, K]` float, return distribution of the next state and the next action.
         terminated: `[*B]` bool.
         support: `[K]` float, returns in ascending order.
-        gamma: discount, or `[*B]`, the discount of each transition.
+        gamma: discount, or a `[*B]` tensor with the discount of each transition.
 
     Returns: probabilities `[*B, K]`.
     Gradient: flows through `reward`, `next_probs` and `support`.
@@ -118,14 +127,14 @@ def _check_support(support: Tensor, dist: Tensor) -> None:
 def _categorical_target(
     reward: Tensor, next_probs: Tensor, terminated: Tensor, support: Tensor, gamma: Scalar
 ) -> Tensor:
-    """Return `categorical_target`, but in float32 for half-precision inputs."""
+    """Compute `categorical_target`, but return float32 for half-precision inputs."""
     discount = _discount(reward, terminated, gamma).unsqueeze(-1)
-    next_probs = next_probs.masked_fill(discount == 0.0, 1.0 / len(support))  # all atoms are `reward`
+    next_probs = next_probs.masked_fill(discount == 0.0, 1.0 / len(support))  # every atom then equals `reward`
     return _project(next_probs, reward.unsqueeze(-1) + discount * support, support)
 
 
 def _discount(reward: Tensor, terminated: Tensor, gamma: Scalar) -> Tensor:
-    """Return `gamma * not terminated` `[*B]`, in the dtype of `reward`."""
+    """Return `gamma * not terminated`, of shape `[*B]`, in the dtype of `reward`."""
     gamma = in_dtype(step_discounts(gamma, reward), reward)
     return torch.where(terminated, 0.0, gamma).to(reward.dtype)  # pyright: ignore
 
@@ -139,20 +148,20 @@ def categorical_q_target(
     *,
     gamma: Scalar,
 ) -> Tensor:
-    """Return the target distribution of C51, for the next action of the largest `next_q_selector`.
+    """Return the target distribution of C51 for the next action with the largest `next_q_selector`.
 
         a* = argmax_a(next_q_selector[a])
         categorical_target(reward, softmax(next_logits[a*]), terminated, support)
 
     Args:
-        reward: `[*B]` float, reward units.
-        next_logits: `[*B, A, K]` float, logits of the distributions of all actions in the next state, from the target
+        reward: `[*B]` float, in reward units.
+        next_logits: `[*B, A, K]` float, logits of each action's return distribution in the next state, from the target
             network.
-        next_q_selector: `[*B, A]` float, means of the distributions from the same network. With means from the online
-            network, it is the target of Double DQN.
+        next_q_selector: `[*B, A]` float, means of the return distributions that the target network predicts. For the
+            target of Double DQN, pass the means from the online network instead.
         terminated: `[*B]` bool.
         support: `[K]` float, returns in ascending order.
-        gamma: discount, or `[*B]`, the discount of each transition.
+        gamma: discount, or a `[*B]` tensor with the discount of each transition.
 
     Returns: probabilities `[*B, K]`.
     Gradient: flows through `reward`, `next_logits` and `support`.
@@ -171,27 +180,27 @@ def categorical_q_target(
     _check_support(support, next_logits)
     dtype = common_dtype(reward, next_logits, support)
     reward, next_logits, support = widened(reward, next_logits, support)
-    unread = _discount(reward, terminated, gamma) == 0.0  # filled: softmax of NaN would have the gradient NaN
+    unread = _discount(reward, terminated, gamma) == 0.0  # filled, because softmax of NaN has a NaN gradient
     logits = _select(next_logits, next_q_selector).masked_fill(unread.unsqueeze(-1), 0.0)
     return _categorical_target(reward, F.softmax(logits, -1), terminated, support, gamma).to(dtype)
 
 
 def categorical_td_loss(logits: Tensor, target: Tensor, weight: Tensor, mask: Tensor) -> tuple[Tensor, Logs]:
-    """Return the loss of C51: the weighted cross-entropy of target and prediction, summed over the critics.
+    """Return the C51 loss: the weighted cross-entropy between target and prediction, summed over the critics.
 
         sum_c(mean(weight * -sum_k(target[k] * log_softmax(logits[c])[k])))
 
-    For the priority of each transition, use `categorical_kl(target.log(), logits)`.
+    To compute the priority of each transition, use `categorical_kl(target.log(), logits)`.
 
     Args:
-        logits: `[C, *B, K]` float, predicted distributions of the taken actions, from C critics.
+        logits: `[C, *B, K]` float, logits of the return distributions that C critics predict for the actions taken.
         target: `[*B, K]` float, probabilities, from `categorical_q_target`, `categorical_target` or `hl_gauss`.
-        weight: `[*B]` float, importance weights of prioritised replay, else ones.
+        weight: `[*B]` float, importance weights of prioritised replay, or ones for uniform replay.
         mask: `[*B]` bool.
 
-    Returns: 0-d loss in the dtype that `logits` and `target` promote to, whatever the dtype of `weight`; logs q_loss
-        (the loss), count.
-    Gradient: through `logits` only.
+    Returns: the 0-d loss, and the logs q_loss (the loss) and count. The dtype of the loss is the common dtype of
+        `logits` and `target`, whatever the dtype of `weight`.
+    Gradient: flows through `logits` only.
     Raises: ValueError naming the argument, if shapes do not match or `mask` is not bool.
     Source: Bellemare et al. 2017, arXiv:1707.06887, algorithm 1.
 
@@ -215,12 +224,12 @@ def categorical_td_loss(logits: Tensor, target: Tensor, weight: Tensor, mask: Te
 def quantile_midpoints(
     num_quantiles: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
 ) -> Tensor:
-    """Return the quantile levels of QR-DQN, the midpoints of `num_quantiles` equal parts of [0, 1].
+    """Return the quantile levels of QR-DQN: the midpoints of `num_quantiles` equal intervals of [0, 1].
 
         (2 i + 1) / (2 num_quantiles)
 
     Args:
-        num_quantiles: number of quantiles, K.
+        num_quantiles: the number K of quantiles.
         dtype: dtype of the result.
         device: device of the result.
 
@@ -238,18 +247,18 @@ def quantile_midpoints(
 def quantile_q_target(
     reward: Tensor, next_quantiles: Tensor, next_q_selector: Tensor, terminated: Tensor, *, gamma: Scalar
 ) -> Tensor:
-    """Return the target quantiles of QR-DQN, for the next action of the largest `next_q_selector`.
+    """Return the target quantiles of QR-DQN for the next action with the largest `next_q_selector`.
 
         a* = argmax_a(next_q_selector[a])
         reward + gamma * next_quantiles[a*] * not terminated
 
     Args:
-        reward: `[*B]` float, reward units.
+        reward: `[*B]` float, in reward units.
         next_quantiles: `[*B, A, K]` float, quantiles of all actions in the next state, from the target network.
-        next_q_selector: `[*B, A]` float, means of the quantiles from the same network. With means from the online
-            network, it is the target of Double DQN.
+        next_q_selector: `[*B, A]` float, means of the quantiles that the target network predicts. For the target of
+            Double DQN, pass the means from the online network instead.
         terminated: `[*B]` bool.
-        gamma: discount, or `[*B]`, the discount of each transition.
+        gamma: discount, or a `[*B]` tensor with the discount of each transition.
 
     Returns: `[*B, K]`.
     Gradient: flows through `reward` and `next_quantiles`.
@@ -271,22 +280,22 @@ def quantile_q_target(
 
 
 def quantile_huber_loss(quantiles: Tensor, taus: Tensor, target: Tensor, *, delta: Scalar) -> Tensor:
-    """Return the quantile regression loss of each entry, with a Huber loss in place of the absolute error.
+    """Return the quantile regression loss of each batch entry, with the Huber loss in place of the absolute error.
 
         u[i, j] = target[j] - quantiles[i]
         sum_i(mean_j(|taus[i] - (u[i, j] < 0)| * huber(u[i, j], delta)))
 
     The loss of a batch is `masked_mean(weight * quantile_huber_loss(...), mask)`, with `weight` in the dtype of the
-    result. The result is also the priority of each transition.
+    result. The result of `quantile_huber_loss` also serves as the priority of each transition.
 
     Args:
         quantiles: `[*B, K]` float, predicted quantiles.
-        taus: `[*B, K]` or `[K]` float, quantile levels in [0, 1].
+        taus: quantile levels in [0, 1], of shape `[K]` or `[*B, K]`.
         target: `[*B, M]` float, equally probable target returns.
-        delta: error at which the loss becomes linear, `kappa` in the paper, reward units.
+        delta: error above which the loss is linear, in reward units; `kappa` in the paper.
 
     Returns: `[*B]`.
-    Gradient: through `quantiles` only.
+    Gradient: flows through `quantiles` only.
     Raises: ValueError naming the argument, if shapes do not match or a hyperparameter is not 0-d.
     Source: Dabney et al. 2018, arXiv:1710.10044, eq. 10 and algorithm 1.
 
@@ -307,22 +316,23 @@ def quantile_huber_loss(quantiles: Tensor, taus: Tensor, target: Tensor, *, delt
 
 
 def hl_gauss(value: Tensor, edges: Tensor, *, sigma: Scalar) -> Tensor:
-    """Return the target of HL-Gauss: the probabilities of the bins under a normal distribution around each value.
+    """Return the HL-Gauss target: the probability of each bin under a normal distribution centred at the value.
 
         y      = clip(value, edges[0], edges[K])
         cdf[k] = erf((edges[k] - y) / (sqrt(2) * sigma))
         p[k]   = (cdf[k + 1] - cdf[k]) / (cdf[K] - cdf[0])
 
-    Train on it with `categorical_td_loss`. A prediction's value is the mean of the centres of the bins.
+    Pass the result to `categorical_td_loss` as `target`. The predicted value is the mean of the bin centres under the
+    predicted probabilities.
 
     Args:
         value: `[*B]` float, scalar targets.
         edges: `[K + 1]` float, edges of the K bins in ascending order, in the units of `value`.
-        sigma: positive, standard deviation in the units of `value`. The paper uses 0.75 times the width of a bin.
+        sigma: standard deviation, above 0, in the units of `value`. The paper uses 0.75 times the width of a bin.
 
     Returns: probabilities `[*B, K]`.
     Gradient: flows through `value` and `edges`.
-    Raises: ValueError naming the argument, if `edges` has not one axis or a hyperparameter is not 0-d.
+    Raises: ValueError naming the argument, if `edges` does not have exactly one axis or a hyperparameter is not 0-d.
     Source: Farebrother et al. 2024, arXiv:2403.03950; Imani and White 2018, arXiv:1806.04613.
 
     >>> hl_gauss(torch.tensor([0.0, 9.0]), torch.tensor([-1.0, 0.0, 1.0]), sigma=0.1)

@@ -1,6 +1,8 @@
-"""Dtype conversions for kernels, which compute half-precision inputs in float32 and convert the results back.
+"""Dtype conversions for kernels.
 
-The module also computes the rounding error and the exponent bound of a dtype, and checks hyperparameters.
+Kernels convert half-precision inputs to float32, and convert the results back to half precision.
+
+Other functions return the rounding error and the exponent bound of a dtype, and check hyperparameters.
 """
 
 from functools import reduce
@@ -15,7 +17,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def computed_in(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype to compute in, which is float32 for half precision and `dtype` otherwise.
+    """Return the dtype for computations: float32 if `dtype` is half precision, or else `dtype` itself.
 
     >>> computed_in(torch.bfloat16), computed_in(torch.float64)
     (torch.float32, torch.float64)
@@ -24,7 +26,7 @@ def computed_in(dtype: torch.dtype) -> torch.dtype:
 
 
 def common_dtype(*tensors: Tensor) -> torch.dtype:
-    """Return the float dtype that torch promotes `tensors` to, or torch's default float dtype if all are integers.
+    """Return the common float dtype of `tensors`, or torch's default float dtype if all tensors hold integers.
 
     >>> common_dtype(torch.ones(1), torch.ones(1, dtype=torch.bfloat16)), common_dtype(torch.tensor([1]))
     (torch.float32, torch.float32)
@@ -34,7 +36,7 @@ def common_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 def widened(*tensors: Tensor) -> list[Tensor]:
-    """Convert the tensors to their common dtype, or to float32 if that dtype is half precision.
+    """Convert the tensors to their common dtype, or to float32 if the common dtype is half precision.
 
     >>> [x.dtype for x in widened(torch.ones(1, dtype=torch.float16), torch.ones(1, dtype=torch.float16))]
     [torch.float32, torch.float32]
@@ -55,7 +57,7 @@ def rounding(dtype: torch.dtype) -> float:
 
 
 def scalars(**named: Scalar) -> tuple[Scalar, ...]:
-    """Check that hyperparameters are scalars, convert half-precision tensors to float32, and return them in order.
+    """Return hyperparameters after checking that each is a scalar and converting half-precision tensors to float32.
 
     Raises: ValueError naming a hyperparameter that is neither a number nor a 0-d tensor.
 
@@ -72,7 +74,7 @@ def scalars(**named: Scalar) -> tuple[Scalar, ...]:
 
 
 def discounts(**named: Scalar) -> tuple[Scalar, ...]:
-    """Check that discount factors are scalars, convert tensors to float64, and return them in order.
+    """Return discount factors after checking that each is a scalar and converting tensors to float64.
 
     In float32, a product of discounts is rounded in the same direction at every step, so the error would grow with the
     number of steps.
@@ -86,7 +88,7 @@ def discounts(**named: Scalar) -> tuple[Scalar, ...]:
 
 
 def step_discounts(gamma: Scalar, reward: Tensor) -> Scalar:
-    """Check that `gamma` is a scalar or has the shape of `reward`, and convert a tensor to float64.
+    """Check that `gamma` is a scalar or has the shape of `reward`. If `gamma` is a tensor, convert it to float64.
 
     Raises: ValueError unless `gamma` is a number, a 0-d tensor or a tensor with the shape of `reward`.
 
@@ -105,7 +107,7 @@ def step_discounts(gamma: Scalar, reward: Tensor) -> Scalar:
 
 
 def exponent_bound(dtype: torch.dtype) -> float:
-    """Return half the logarithm of the largest finite value of `dtype`, the upper bound of a log-ratio.
+    """Return the upper bound for log-ratios of a dtype: half the logarithm of the dtype's largest finite value.
 
     Kernels clamp log-ratios to this bound, so that a ratio is at most the square root of the largest finite value.
     Products of ratios and advantages, and sums of such products, then stay finite. The bound is 44.36 for float32 and

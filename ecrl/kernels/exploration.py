@@ -1,8 +1,9 @@
-"""Exploration: random actions, and noise that is added to actions.
+"""Exploration by random actions, and by noise that is added to actions.
 
-Kernels take drawn random numbers as an argument (see `ecrl.rng`). Draw them with a key for each environment, so that
-environments explore independently of each other. Noise that depends on earlier steps has a state, which each call takes
-and returns. Half-precision inputs are converted to float32, and results are converted back.
+The kernels take random numbers as an argument. Draw the random numbers with `ecrl.rng` and one key per environment, so
+that environments explore independently. If noise depends on earlier steps, the kernel takes the state of the noise as
+an argument and returns the new state. Half-precision inputs are converted to float32, and results are converted back to
+half precision.
 """
 
 from typing import NamedTuple
@@ -16,14 +17,18 @@ from ecrl.types import Scalar, check_axes, check_bool, same_shape
 
 
 class HeldNoise(NamedTuple):
-    """Result of `held_noise`: the `noise` to use now, `[*B, D]`, and `steps_left`, int64 `[*B]`."""
+    """Result of `held_noise`.
+
+    `noise`, of shape `[*B, D]`, is the noise of this step. `steps_left`, int64 `[*B]`, is the number of further steps
+    for which this noise is kept.
+    """
 
     noise: Tensor
     steps_left: Tensor
 
 
 def clip_to_bounds(action: Tensor, low: Scalar, high: Scalar) -> Tensor:
-    """Return `clip(action, low, high)`. The bounds are numbers, or tensors that broadcast to `action`.
+    """Clip actions to bounds. Each bound is a number, or a tensor that broadcasts to `action`.
 
     >>> clip_to_bounds(torch.tensor([-3.0, 3.0]), -1.0, torch.tensor([1.0, 2.0]))
     tensor([-1.,  2.])
@@ -39,9 +44,11 @@ def clip_to_bounds(action: Tensor, low: Scalar, high: Scalar) -> Tensor:
 
 
 def _for_rows(name: str, number: Scalar, rows: Tensor) -> Scalar:
-    """Return a number or 0-d tensor unchanged, and one number for each row of `rows` `[*B, K]` as `[*B, 1]`.
+    """Return a hyperparameter in a shape that broadcasts to `rows`, of shape `[*B, K]`.
 
-    Raises: ValueError naming `number` if it has another shape.
+    A number or a 0-d tensor keeps its shape. A `[*B]` tensor with one value per row becomes `[*B, 1]`.
+
+    Raises: ValueError naming the hyperparameter if it has any other shape.
     """
     if not isinstance(number, Tensor) or not number.ndim:
         return scalars(**{name: number})[0]
@@ -52,23 +59,23 @@ def _for_rows(name: str, number: Scalar, rows: Tensor) -> Scalar:
 
 
 def epsilon_greedy(q: Tensor, noise: Tensor, *, epsilon: Scalar) -> Tensor:
-    """Sample a uniformly random action with probability `epsilon`, else the action of the largest Q, in each row.
+    """In each row, sample a uniformly random action with probability `epsilon`, or else take the greedy action.
 
         p[a] = epsilon / A + (1 - epsilon) * (a == argmax(q))
         argmax_a(log(p[a]) + noise[a])
 
-    The noise decides in each row whether its action is random, so environments do not explore all at once. The greedy
-    action is the first one of the largest Q.
+    The noise decides for each row whether the action is random, so environments explore at different steps. The greedy
+    action is the action with the largest Q-value, or the first such action if several tie.
 
     Args:
-        q: `[*B, A]` float.
-        noise: `[*B, A]` float, standard Gumbel.
-        epsilon: probability of a random action, or `[*B]`, that of each row.
+        q: `[*B, A]` float, Q-values.
+        noise: `[*B, A]` float, standard Gumbel noise.
+        epsilon: probability of a random action, or a `[*B]` tensor with the probability for each row.
 
     Returns: int64 `[*B]`.
     Gradient: none.
     Raises: ValueError naming the arguments whose shapes do not match.
-    Source: Mnih et al. 2013, arXiv:1312.5602, algorithm 1; sampled as in `categorical_sample`.
+    Source: Mnih et al. 2013, arXiv:1312.5602, algorithm 1. The actions are sampled as in `categorical_sample`.
 
     >>> q, noise = torch.tensor([[0.0, 1.0], [0.0, 1.0]]), torch.tensor([[0.0, 0.0], [9.0, 0.0]])
     >>> epsilon_greedy(q, noise, epsilon=0.1), epsilon_greedy(q, noise, epsilon=0.0)
@@ -88,10 +95,11 @@ def gaussian_action(action: Tensor, noise: Tensor, low: Scalar, high: Scalar, *,
 
     Args:
         action: `[*B, D]` float, actions of a deterministic policy.
-        noise: `[*B, D]` float, standard normal. To add correlated noise, pass the result of `ou_noise` or `held_noise`.
-        low: smallest action, a number or a tensor that broadcasts to `action`.
-        high: largest action, a number or a tensor that broadcasts to `action`.
-        std: standard deviation of the noise in the units of `action`, or `[*B]`, that of each row.
+        noise: `[*B, D]` float, standard normal noise. To add correlated noise, pass the result of `ou_noise` or
+            `held_noise`.
+        low: lower bound of the action, a number or a tensor that broadcasts to `action`.
+        high: upper bound of the action, a number or a tensor that broadcasts to `action`.
+        std: standard deviation of the noise in the units of `action`, or a `[*B]` tensor with one value per row.
 
     Returns: `[*B, D]`.
     Gradient: flows through `action`, `noise` and `std`, where the result is inside the bounds.
@@ -109,18 +117,19 @@ def gaussian_action(action: Tensor, noise: Tensor, low: Scalar, high: Scalar, *,
 
 
 def ou_noise(state: Tensor, noise: Tensor, *, theta: Scalar, sigma: Scalar, dt: Scalar) -> Tensor:
-    """Run one step of an Ornstein-Uhlenbeck process, noise that changes slowly and returns to 0.
+    """Run one step of an Ornstein-Uhlenbeck process, whose noise changes slowly and drifts back to 0.
 
         state - theta * state * dt + sigma * sqrt(dt) * noise
 
-    The result is the noise of this step, and the `state` of the next call. Start each episode with zeros.
+    Use the result as the noise of this step and as the `state` of the next call. Start each episode with a `state` of
+    zeros.
 
     Args:
-        state: `[*B, D]` float, the result of the last call.
-        noise: `[*B, D]` float, standard normal.
-        theta: rate at which the process returns to 0, per unit of time.
+        state: `[*B, D]` float, the result of the previous call.
+        noise: `[*B, D]` float, standard normal noise.
+        theta: rate at which the process drifts back to 0, per unit of time.
         sigma: volatility, in the units of `state` per square root of the unit of time.
-        dt: time of one step.
+        dt: duration of one step, in the unit of time.
 
     Returns: `[*B, D]`.
     Gradient: flows through `state` and `noise`.
@@ -137,25 +146,25 @@ def ou_noise(state: Tensor, noise: Tensor, *, theta: Scalar, sigma: Scalar, dt: 
 
 
 def held_noise(held: Tensor, steps_left: Tensor, noise: Tensor, duration: int | Tensor) -> HeldNoise:
-    """Keep each row's noise for several steps, then take new noise.
+    """Hold the noise of each environment for several steps before new noise replaces it.
 
         renewed    = steps_left <= 0
         noise      = noise if renewed else held
         steps_left = (duration if renewed else steps_left) - 1
 
-    The result is the `held` and `steps_left` of the next call. Start each episode with `steps_left` 0.
+    Pass the two results to the next call as `held` and `steps_left`. Start each episode with a `steps_left` of 0.
 
     Args:
-        held: `[*B, D]` float, the noise of the last step.
-        steps_left: `[*B]` int64, the number of steps for which `held` is kept.
+        held: `[*B, D]` float, the noise of the previous step.
+        steps_left: `[*B]` int64, the number of further steps for which `held` is kept.
         noise: `[*B, D]` float, new noise.
-        duration: the number of steps for which new noise is kept, an integer or int64 `[*B]`, such as a random number
-            for each row.
+        duration: the number of steps for which new noise is kept. Pass an integer, or an int64 `[*B]` tensor, for
+            example of random durations.
 
-    Returns: `noise` `[*B, D]` in the dtype that `held` and `noise` promote to, and `steps_left` `[*B]`.
+    Returns: `noise` of shape `[*B, D]` in the common dtype of `held` and `noise`, and `steps_left` of shape `[*B]`.
     Gradient: flows through `held` and `noise`.
     Raises: ValueError naming the arguments whose shapes do not match.
-    Source: Dabney et al. 2020, arXiv:2006.01782 (random durations); Raffin et al. 2020, arXiv:2005.05719 (a fixed
+    Source: Dabney et al. 2020, arXiv:2006.01782 (random durations); Raffin et al. 2020, arXiv:2005.05719 (fixed
         duration).
 
     >>> held_noise(torch.tensor([[1.0], [1.0]]), torch.tensor([0, 2]), torch.tensor([[5.0], [5.0]]), 3)
@@ -171,15 +180,16 @@ def held_noise(held: Tensor, steps_left: Tensor, noise: Tensor, duration: int | 
 
 
 def noise_scales(scale: Tensor, uniform: Tensor, renewed: Tensor, *, low: Scalar, high: Scalar) -> Tensor:
-    """Keep a standard deviation of the exploration noise for each environment, and draw a new one for some of them.
+    """Redraw the standard deviation of the exploration noise for each environment whose `renewed` is True.
 
         low + (high - low) * uniform if renewed else scale
 
-    Among many environments, some then explore widely and others closely. Renew the scale at the start of an episode.
+    With many environments, some environments then explore with large noise and others with small noise. Renew the scale
+    of an environment at the start of each episode.
 
     Args:
-        scale: `[*B]` float, the result of the last call. It is not read where `renewed` is True.
-        uniform: `[*B]` float, uniform on [0, 1).
+        scale: `[*B]` float, the result of the previous call. Entries whose `renewed` is True are not read.
+        uniform: `[*B]` float, random numbers from the uniform distribution on [0, 1).
         renewed: `[*B]` bool, True for environments that draw a new scale.
         low: smallest scale, in the units of actions.
         high: largest scale, in the units of actions.

@@ -1,8 +1,9 @@
-"""Group-relative advantages, which compare each environment with the others of its group and need no critic.
+"""Group-relative advantages, which compare each environment with the other environments of its group.
 
-A group consists of `group_size` consecutive environments. Scores are standardised separately for each index of the
-trailing axes, so a return is compared with the other returns of the same time step. The advantages of a group are 0 if
-fewer than two members are unmasked, or if their scores differ only by rounding.
+Group-relative advantages need no critic. A group consists of `group_size` consecutive environments. Scores are
+standardised separately for each index of the trailing axes, so a return is compared with the other returns of the same
+time step. The advantages of a group are 0 if fewer than two members are unmasked, or if the scores of the unmasked
+members differ only by rounding.
 """
 
 import torch
@@ -20,18 +21,18 @@ def group_advantages(score: Tensor, mask: Tensor, *, group_size: int, eps: Scala
         advantage = (score - mean_g(score)) / (std_g(score) + eps)        mean and std over unmasked members
 
     Args:
-        score: `[N, *F]` float, reward units. Masked entries may hold any value, including NaN.
+        score: `[N, *F]` float, in reward units. Masked entries may hold any value, including NaN.
         mask: `[N, *F]` bool.
         group_size: number of members per group, at least 2 and a divisor of N.
         eps: constant added to the standard deviation, in reward units.
 
-    Returns: `[N, *F]` in the dtype of `score`; half precision is computed in float32. Masked entries are 0. The
-        advantages of a group are 0 if fewer than two members are unmasked, or if the scores differ only by rounding:
-        their standard deviation is at most the mean of |score| times 9.5e-7 in float32, 1e-3 in float16 and 8e-3 in
-        bfloat16 (`ecrl.kernels.dtypes.rounding`).
+    Returns: `[N, *F]` in the dtype of `score`. Half-precision scores are converted to float32 first. Masked entries are
+        0. The advantages of a group are 0 if fewer than two members are unmasked, or if the scores differ only by
+        rounding. Scores differ only by rounding if their standard deviation is at most the mean of |score| times
+        `ecrl.kernels.dtypes.rounding`: 9.5e-7 in float32, 1e-3 in float16 and 8e-3 in bfloat16.
     Gradient: flows through `score`.
-    Raises: ValueError if `group_size` is below 2 or does not divide N, or naming the argument, if shapes differ,
-        `mask` is not bool or `eps` is not 0-d.
+    Raises: ValueError if `group_size` is below 2 or does not divide N. ValueError naming the argument, if shapes
+        differ, `mask` is not bool or `eps` is not 0-d.
     Source: Shao et al. 2024, arXiv:2402.03300, sec. 4.1.2. The standard deviation divides by the count, as in numpy;
         TRL divides by the count minus 1.
 
@@ -58,7 +59,7 @@ def group_advantages(score: Tensor, mask: Tensor, *, group_size: int, eps: Scala
 
 
 def first_episode_mask(done: Tensor) -> Tensor:
-    """Return a mask of the first episode, which is True up to and including the first `done` on the last axis.
+    """Return a mask that is True up to and including the first `done` step on the last axis.
 
         mask[t] = not (done[0] or ... or done[t - 1])
 
@@ -77,13 +78,14 @@ def first_episode_mask(done: Tensor) -> Tensor:
 
 
 def grpo_advantages(rollout: TensorDict, *, gamma: Scalar, group_size: int, eps: Scalar) -> tuple[Tensor, Tensor]:
-    """Apply `group_advantages` to the returns of a rollout. Return advantages and mask, each of shape `[N, T]`.
+    """Apply `group_advantages` to the returns of a rollout. Return the advantages and the mask, each `[N, T]`.
 
     The rollout has the shape `[N, T + 1]` and the fields `reward`, `terminated`, `truncated` and `done`. The fields
     `mask` and `executed` are optional; without a mask, every step counts. The padding in the last time slot is ignored.
     The fields `value` and `final_value` are ignored too, so returns do not bootstrap at a truncation or at the end.
 
-    Raises: ValueError naming a field that is missing or has a wrong shape, or as `group_advantages` does.
+    Raises: ValueError naming a field that is missing or has a wrong shape, and ValueError in the same cases as
+        `group_advantages`.
     Source: Shao et al. 2024, arXiv:2402.03300, sec. 4.1.
 
     >>> no = torch.zeros(2, 2, dtype=torch.bool)

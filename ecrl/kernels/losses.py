@@ -1,16 +1,16 @@
 """Policy-gradient losses and estimates of the KL divergence.
 
-A loss is a mean over the entries whose `mask` is True, or 0 if there are none. Masked entries may hold any value,
-including NaN. Losses detach their targets. A loss with logs returns `(loss, logs)`, where `loss` is 0-d and `logs` maps
-names to detached 0-d tensors. The log `count` is the number of unmasked entries, which weights the loss in an average
-over ranks.
+A loss is a mean over the entries whose `mask` is True, or 0 if all entries are masked. Masked entries may hold any
+value, including NaN. Losses detach their targets. A function with logs returns `(loss, logs)`, where `loss` is 0-d and
+`logs` maps names to detached 0-d tensors. The log `count` is the number of unmasked entries, which weights the loss in
+an average over ranks.
 
 Log-ratios are clamped to at most `bound`, so that losses and gradients stay finite. `bound` is half the logarithm of
 the dtype's largest finite value, 44.36 in float32 (`ecrl.kernels.dtypes.exponent_bound`). No gradient flows through a
 log-ratio above `bound`.
 
-Half-precision inputs are converted to float32. A loss has the dtype that its float inputs promote to. The dtype of a
-log is at least float32.
+Half-precision inputs are converted to float32. A loss has the common dtype of its float inputs, as given by
+`torch.promote_types`. Logged values are float32 or wider.
 """
 
 import torch
@@ -22,7 +22,7 @@ from ecrl.types import Logs, Scalar, check_bool, same_shape
 
 
 def _expand_to_tokens(advantage: Tensor, like: Tensor) -> Tensor:
-    """Expand `advantage` along the trailing token axes of `like`, and detach it."""
+    """Return `advantage`, detached and expanded along the trailing token axes of `like`."""
     if advantage.shape != like.shape[: advantage.ndim]:
         raise ValueError(
             f"advantage has shape {list(advantage.shape)}, expected the shape of log_prob, {list(like.shape)}, or its "
@@ -41,13 +41,13 @@ def clipped_surrogate(
 
     Args:
         log_prob: `[*B]` float, log-probability in nats under the policy being trained; may have trailing token axes.
-        old_log_prob: the shape of `log_prob`, log-probability in nats under the policy that acted.
-        advantage: the shape of `log_prob`, or only the leading axes.
-        mask: bool, the shape of `log_prob`.
+        old_log_prob: float, with the shape of `log_prob`; log-probability in nats under the policy that acted.
+        advantage: float, with the shape of `log_prob` or of its leading axes.
+        mask: bool, with the shape of `log_prob`.
         clip_coef: largest distance of the clipped ratio from 1.
 
-    Returns: 0-d loss; logs policy_loss, approx_kl (estimate k3 of KL(old | new)), clip_frac.
-    Gradient: through `log_prob` only.
+    Returns: the 0-d loss, and the logs policy_loss, approx_kl (the estimate k3 of KL(old | new)) and clip_frac.
+    Gradient: flows through `log_prob` only.
     Raises: ValueError naming the argument, if shapes differ, `mask` is not bool or a hyperparameter is not 0-d.
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7.
 
@@ -94,7 +94,7 @@ def value_loss(value: Tensor, value_target: Tensor, mask: Tensor) -> Tensor:
         mask: `[*B]` bool.
 
     Returns: 0-d.
-    Gradient: through `value` only.
+    Gradient: flows through `value` only.
     Raises: ValueError naming the argument, if shapes differ or `mask` is not bool.
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 9.
 
@@ -104,14 +104,15 @@ def value_loss(value: Tensor, value_target: Tensor, mask: Tensor) -> Tensor:
     same_shape(value=value, value_target=value_target, mask=mask)
     check_bool(mask=mask)
     dtype, (value, value_target) = common_dtype(value, value_target), widened(value, value_target.detach())
-    # Filled before the square, whose gradient is proportional to the error: a masked NaN would give 0 * nan = nan.
+    # Fill masked entries before the square. The square's gradient is proportional to the error, so a masked NaN would
+    # give 0 * nan = nan.
     return masked_mean((value - value_target).masked_fill(~mask, 0.0).square(), mask).to(dtype)
 
 
 def clipped_value_loss(
     value: Tensor, old_value: Tensor, value_target: Tensor, mask: Tensor, *, clip_coef: Scalar
 ) -> Tensor:
-    """Return the critic's mean squared error, taking the larger error of the value and the clipped value.
+    """Return the mean of the larger squared error, of the critic's value or of the clipped value.
 
         clipped = old_value + clip(value - old_value, -clip_coef, clip_coef)
         mean(max((value - value_target)^2, (clipped - value_target)^2))
@@ -124,7 +125,7 @@ def clipped_value_loss(
         clip_coef: largest distance of the clipped value from `old_value`, in reward units.
 
     Returns: 0-d.
-    Gradient: through `value` only.
+    Gradient: flows through `value` only.
     Raises: ValueError naming the argument, if shapes differ, `mask` is not bool or a hyperparameter is not 0-d.
     Source: Engstrom et al. 2020, arXiv:2005.12729, sec. 3.
 
@@ -143,7 +144,7 @@ def clipped_value_loss(
 
 
 def kl_k1(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
-    """Estimate KL(policy | ref) per sample of the policy. The estimate is unbiased but has a high variance.
+    """Estimate KL(policy | ref) from samples of the policy. The estimate is unbiased but has a high variance.
 
         log_prob - ref_log_prob        may be negative
 
@@ -151,7 +152,7 @@ def kl_k1(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
         log_prob: `[*B]` float, log-probability in nats under the policy that drew the samples.
         ref_log_prob: `[*B]` float, log-probability in nats under the reference policy.
 
-    Returns: `[*B]`, nats.
+    Returns: `[*B]`, in nats.
     Gradient: flows through both arguments.
     Raises: ValueError naming the arguments whose shapes differ.
     Source: Schulman 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.html.
@@ -160,11 +161,11 @@ def kl_k1(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
     tensor([1.])
     """
     same_shape(log_prob=log_prob, ref_log_prob=ref_log_prob)
-    return log_prob - ref_log_prob  # a difference is rounded once in any dtype, so it needs no float32
+    return log_prob - ref_log_prob  # a single subtraction is rounded only once, so float32 is not needed
 
 
 def kl_k2(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
-    """Estimate KL(policy | ref) per sample of the policy. The estimate is biased, has a low variance and is >= 0.
+    """Estimate KL(policy | ref) from samples of the policy. The estimate is biased, has a low variance and is >= 0.
 
         (log_prob - ref_log_prob)^2 / 2
 
@@ -172,7 +173,7 @@ def kl_k2(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
         log_prob: `[*B]` float, log-probability in nats under the policy that drew the samples.
         ref_log_prob: `[*B]` float, log-probability in nats under the reference policy.
 
-    Returns: `[*B]`, nats.
+    Returns: `[*B]`, in nats.
     Gradient: flows through both arguments.
     Raises: ValueError naming the arguments whose shapes differ.
     Source: Schulman 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.html.
@@ -186,7 +187,7 @@ def kl_k2(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
 
 
 def kl_k3(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
-    """Estimate KL(policy | ref) per sample of the policy. The estimate is unbiased, has a low variance and is >= 0.
+    """Estimate KL(policy | ref) from samples of the policy. The estimate is unbiased, has a low variance and is >= 0.
 
         exp(q) - 1 - q,    q = min(ref_log_prob - log_prob, bound)
         bound = exponent_bound(dtype), 44.36 in float32
@@ -195,7 +196,7 @@ def kl_k3(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
         log_prob: `[*B]` float, log-probability in nats under the policy that drew the samples.
         ref_log_prob: `[*B]` float, log-probability in nats under the reference policy.
 
-    Returns: `[*B]`, nats.
+    Returns: `[*B]`, in nats.
     Gradient: flows through both arguments.
     Raises: ValueError naming the arguments whose shapes differ.
     Source: Schulman 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.html.
@@ -236,7 +237,7 @@ def ppo_loss(
         log_prob: `[*B]` float, log-probability in nats under the policy being trained.
         old_log_prob: `[*B]` float, log-probability in nats under the policy that acted.
         advantage: `[*B]` float.
-        entropy: `[*B]` float, nats.
+        entropy: `[*B]` float, in nats.
         value: `[*B]` float, the current output of the critic.
         value_target: `[*B]` float.
         mask: `[*B]` bool.
@@ -244,8 +245,9 @@ def ppo_loss(
         vf_coef: weight of the value loss.
         ent_coef: weight of the entropy bonus.
 
-    Returns: 0-d loss; logs policy_loss, value_loss, entropy, approx_kl (k3), clip_frac, explained_variance, count.
-    Gradient: through `log_prob`, `entropy` and `value` only.
+    Returns: the 0-d loss, and the logs policy_loss, value_loss, entropy, approx_kl (k3), clip_frac, explained_variance
+        and count.
+    Gradient: flows through `log_prob`, `entropy` and `value` only.
     Raises: ValueError naming the argument, if shapes differ, `mask` is not bool or a hyperparameter is not 0-d.
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 9.
 
@@ -282,7 +284,7 @@ def ppo_loss_clipped_value(
         log_prob: `[*B]` float, log-probability in nats under the policy being trained.
         old_log_prob: `[*B]` float, log-probability in nats under the policy that acted.
         advantage: `[*B]` float.
-        entropy: `[*B]` float, nats.
+        entropy: `[*B]` float, in nats.
         value: `[*B]` float, the current output of the critic.
         old_value: `[*B]` float, the critic's output when the rollout was collected.
         value_target: `[*B]` float.
@@ -292,8 +294,8 @@ def ppo_loss_clipped_value(
         vf_coef: weight of the value loss.
         ent_coef: weight of the entropy bonus.
 
-    Returns: 0-d loss; logs with the same names as in `ppo_loss`.
-    Gradient: through `log_prob`, `entropy` and `value` only.
+    Returns: the 0-d loss, and logs with the same names as in `ppo_loss`.
+    Gradient: flows through `log_prob`, `entropy` and `value` only.
     Raises: ValueError naming the argument, if shapes differ, `mask` is not bool or a hyperparameter is not 0-d.
     Source: Engstrom et al. 2020, arXiv:2005.12729, sec. 3.
 
@@ -354,17 +356,17 @@ def grpo_loss(
 
     Args:
         log_prob: `[*B]` float, log-probability in nats under the policy being trained; may have trailing token axes.
-        old_log_prob: the shape of `log_prob`, log-probability in nats under the policy that acted.
-        ref_log_prob: the shape of `log_prob`, log-probability in nats under the frozen reference policy.
-        advantage: the shape of `log_prob`, or only the leading axes.
-        entropy: the shape of `log_prob`, nats.
-        mask: bool, the shape of `log_prob`.
+        old_log_prob: float, with the shape of `log_prob`; log-probability in nats under the policy that acted.
+        ref_log_prob: float, with the shape of `log_prob`; log-probability in nats under the frozen reference policy.
+        advantage: float, with the shape of `log_prob` or of its leading axes.
+        entropy: float, with the shape of `log_prob`, in nats.
+        mask: bool, with the shape of `log_prob`.
         clip_coef: largest distance of the clipped ratio from 1.
         kl_coef: weight of the KL penalty.
         ent_coef: weight of the entropy bonus.
 
-    Returns: 0-d loss; logs policy_loss, entropy, approx_kl (k3), clip_frac, kl_ref, count.
-    Gradient: through `log_prob` and `entropy` only.
+    Returns: the 0-d loss, and the logs policy_loss, entropy, approx_kl (k3), clip_frac, kl_ref and count.
+    Gradient: flows through `log_prob` and `entropy` only.
     Raises: ValueError naming the argument, if shapes differ, `mask` is not bool or a hyperparameter is not 0-d.
     Source: Shao et al. 2024, arXiv:2402.03300, eq. 3 and 4.
 
@@ -376,7 +378,7 @@ def grpo_loss(
     kl_coef, ent_coef = scalars(kl_coef=kl_coef, ent_coef=ent_coef)
     same_shape(log_prob=log_prob, ref_log_prob=ref_log_prob, entropy=entropy, mask=mask)
     policy, logs = _surrogate(log_prob, old_log_prob, advantage, mask, clip_coef)
-    # Filled before the exponential, because a masked NaN would make the gradient NaN.
+    # Fill masked entries before the exponential, because a masked NaN would make the gradient NaN.
     penalty = masked_mean(_k3(log_prob.masked_fill(~mask, 0.0), ref_log_prob.detach().masked_fill(~mask, 0.0)), mask)
     bonus = masked_mean(widened(entropy)[0], mask)
     logs |= {"entropy": bonus.detach(), "kl_ref": penalty.detach(), "count": mask.sum().to(policy.dtype)}

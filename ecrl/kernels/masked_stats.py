@@ -10,7 +10,7 @@ from ecrl.types import Scalar, check_bool, same_shape
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean over the entries whose `mask` is True, or 0 if there are none.
+    """Return the mean over the entries whose `mask` is True, or 0 if all entries are masked.
 
         sum(x where mask) / max(1, count(mask))
 
@@ -18,7 +18,7 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
         x: `[*B]` float. Masked entries may hold any value.
         mask: `[*B]` bool.
 
-    Returns: 0-d, in the dtype of `x`; half precision is summed in float32.
+    Returns: 0-d, in the dtype of `x`. Half-precision entries are summed in float32.
     Gradient: flows through the unmasked entries of `x`.
     Raises: ValueError naming the argument, if shapes differ or `mask` is not bool.
 
@@ -33,7 +33,7 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def identity(x: Tensor) -> Tensor:
-    """Return `x`. The function is the default of `total` arguments, because with one process the sum is `x` itself."""
+    """Return `x`. `identity` is the default of `total` arguments, because the sum over one process is `x` itself."""
     return x
 
 
@@ -42,17 +42,19 @@ def standardize(x: Tensor, mask: Tensor, *, eps: Scalar, total: Callable[[Tensor
 
         (x - mean) / max(std, eps)        std divides by max(count - 1, 1)
 
-    All entries become 0 if they differ only by rounding. The criterion is a standard deviation of at most |mean| times
-    the dtype's eps, or at most an eighth of the rounding error of the mean.
+    If the unmasked entries differ only by rounding, all entries become 0. Entries count as equal up to rounding if
+    their standard deviation is at most |mean| times the dtype's eps. The entries also count as equal if the standard
+    deviation is at most an eighth of the mean's rounding error.
 
     Args:
         x: `[*B]` float.
         mask: `[*B]` bool.
         eps: lower bound of the divisor, in the units of `x`.
-        total: a function that sums a tensor over all processes, such as `ecrl.distributed.all_sum`. Pass it if each
-            process holds a share of the batch, to use the mean and the standard deviation of the whole batch.
+        total: a function that sums a tensor over all processes, such as `ecrl.distributed.all_sum`. Pass `total` if
+            each process holds a share of the batch. The function then uses the mean and the standard deviation of the
+            whole batch.
 
-    Returns: `[*B]`, in the dtype of `x`; half precision is computed in float32.
+    Returns: `[*B]`, in the dtype of `x`. Half-precision entries are converted to float32 first.
     Gradient: flows through `x`.
     Raises: ValueError naming the argument, if shapes differ, `mask` is not bool or a hyperparameter is not 0-d.
 
@@ -72,7 +74,7 @@ def standardize(x: Tensor, mask: Tensor, *, eps: Scalar, total: Callable[[Tensor
     error = rest / count.clamp(min=1)
     spacing = torch.finfo(dtype).eps * mean
     flat = variance - error.square() <= torch.maximum(spacing.square(), error.square() / 64.0)
-    # Filled before sqrt, whose gradient at 0 is infinite.
+    # Fill the variance before the square root, whose gradient at 0 is infinite.
     std = torch.sqrt(variance.masked_fill(flat, 1.0).clamp(min=eps**2))
     return (centred / std.masked_fill(flat, torch.inf)).to(dtype)
 
@@ -80,7 +82,8 @@ def standardize(x: Tensor, mask: Tensor, *, eps: Scalar, total: Callable[[Tensor
 def explained_variance(value: Tensor, value_target: Tensor, mask: Tensor) -> Tensor:
     """Return the share of the targets' variance that the critic explains.
 
-    A value of 1 means a perfect fit, and 0 means no better than predicting the mean of the targets.
+    A result of 1 means that the critic fits perfectly. With a result of 0, the critic is as good as the mean of the
+    targets.
 
         1 - var(value_target - value) / var(value_target)        0 if the targets vary only by rounding
 
@@ -89,8 +92,8 @@ def explained_variance(value: Tensor, value_target: Tensor, mask: Tensor) -> Ten
         value_target: `[*B]` float.
         mask: `[*B]` bool.
 
-    Returns: 0-d; half precision is computed in float32.
-    Gradient: none; the result is detached.
+    Returns: 0-d. Half-precision inputs are converted to float32 first.
+    Gradient: none, because the result is detached.
     Raises: ValueError naming the argument, if shapes differ or `mask` is not bool.
 
     >>> explained_variance(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0]), torch.tensor([True, True]))

@@ -1,7 +1,7 @@
 """Running mean and variance of a stream of batches, in float64 to stay accurate over a billion samples.
 
-Moments are a TensorDict of the 0-d `count`, the `mean` and `m2`, the sum of squared deviations. `mean` and `m2` have
-the shape of one sample.
+Moments are a TensorDict with three fields: the 0-d `count`, the `mean`, and the sum of squared deviations `m2`. `mean`
+and `m2` have the shape of one sample.
 """
 
 from collections.abc import Callable
@@ -16,13 +16,13 @@ from ecrl.types import Scalar, check_bool
 
 
 def moments_init(shape: tuple[int, ...], device: torch.device | str | None = None) -> TensorDict:
-    """Return the initial moments, before any sample.
+    """Return the moments of a stream without samples.
 
     Args:
         shape: shape of one sample.
         device: device of the moments.
 
-    Returns: TensorDict of count, mean and m2, float64.
+    Returns: TensorDict with the float64 fields count, mean and m2.
 
     >>> float(moments_init((2,))["count"])
     0.0
@@ -39,8 +39,8 @@ def moments_merge(moments: TensorDict, other: TensorDict) -> TensorDict:
         m2    = m2_a + m2_b + d^2 * count_a * count_b / count
 
     Args:
-        moments: from `moments_init`, `moments_update` or `moments_merge`.
-        other: moments of the same sample shape.
+        moments: moments of one stream, from `moments_init`, `moments_update` or `moments_merge`.
+        other: moments of the other stream, with the same sample shape.
 
     Returns: new moments. The inputs do not change.
     Gradient: flows through all tensors of both arguments.
@@ -72,11 +72,11 @@ def moments_update(
         moments: the moments before this batch.
         x: `[*B, *shape]` float. Masked entries may hold any value.
         mask: `[*B]` bool, True for samples that count.
-        total: a function that sums a tensor over all processes, such as `ecrl.distributed.all_sum`. Pass it if each
-            process holds a share of the batch, to get the moments of the whole batch on every process.
+        total: a function that sums a tensor over all processes, such as `ecrl.distributed.all_sum`. Pass `total` if
+            each process holds a share of the batch. Every process then gets the moments of the whole batch.
 
     Returns: new moments. The inputs do not change.
-    Gradient: none; `x` is detached.
+    Gradient: none, because `x` is detached.
     Raises: ValueError if the shape of `x` does not match `mask` and `moments`, or if `mask` is not bool.
     Source: see `moments_merge`.
 
@@ -119,12 +119,12 @@ def normalize(x: Tensor, moments: TensorDict, *, eps: Scalar, clip: Scalar) -> T
 
     Args:
         x: `[*B, *shape]` float or integer.
-        moments: running moments of samples of shape `shape`.
+        moments: running moments of samples with the shape `shape`.
         eps: constant added to the variance, in squared units of `x`.
         clip: largest absolute value of the result.
 
-    Returns: `[*B, *shape]` in the dtype of `x`, or in torch's default float dtype if `x` holds integers. Half precision
-        is computed in float32.
+    Returns: `[*B, *shape]` in the dtype of `x`, or in torch's default float dtype if `x` holds integers. Half-precision
+        values are converted to float32 first.
     Gradient: flows through `x`.
     Raises: ValueError if `x` does not end in one sample's shape, or if `eps` or `clip` is not 0-d.
 
@@ -141,18 +141,18 @@ def normalize(x: Tensor, moments: TensorDict, *, eps: Scalar, clip: Scalar) -> T
 
 
 def scale(x: Tensor, moments: TensorDict, *, eps: Scalar, clip: Scalar) -> Tensor:
-    """Scale rewards by their running standard deviation and clip the result. The mean is not subtracted.
+    """Divide rewards by their running standard deviation and clip the result. The function does not subtract the mean.
 
         clip(x / sqrt(variance + eps), -clip, clip)
 
     Args:
         x: `[*B, *shape]` float or integer.
-        moments: running moments of samples of shape `shape`.
+        moments: running moments of samples with the shape `shape`.
         eps: constant added to the variance, in squared units of `x`.
         clip: largest absolute value of the result.
 
-    Returns: `[*B, *shape]` in the dtype of `x`, or in torch's default float dtype if `x` holds integers. Half precision
-        is computed in float32.
+    Returns: `[*B, *shape]` in the dtype of `x`, or in torch's default float dtype if `x` holds integers. Half-precision
+        values are converted to float32 first.
     Gradient: flows through `x`.
     Raises: ValueError if `x` does not end in one sample's shape, or if `eps` or `clip` is not 0-d.
     Source: Engstrom et al. 2020, arXiv:2005.12729, sec. 3 (reward scaling).

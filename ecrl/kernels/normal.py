@@ -48,7 +48,7 @@ _QUADRATURE = tuple(zip(*((-x, w) for x, w in reversed(_POSITIVE_NODES)), *_POSI
 
 
 class Squashed(NamedTuple):
-    """A tanh-normal sample: the `action` in (-1, 1) and the `latent` before tanh, each `[*B, A]`."""
+    """A tanh-normal sample: the `action` in (-1, 1) and the `latent` before tanh, each of shape `[*B, A]`."""
 
     action: Tensor
     latent: Tensor
@@ -70,8 +70,8 @@ def normal_sample(mean: Tensor, log_std: Tensor, noise: Tensor) -> Tensor:
 
     Args:
         mean: `[*B, A]` float.
-        log_std: broadcasts to `mean`.
-        noise: `[*B, A]` float, standard normal.
+        log_std: log standard deviation, in a shape that broadcasts to `mean`.
+        noise: `[*B, A]` float, standard normal noise.
 
     Returns: `[*B, A]`.
     Gradient: flows through `mean`, `log_std` and `noise`.
@@ -88,7 +88,7 @@ def normal_sample(mean: Tensor, log_std: Tensor, noise: Tensor) -> Tensor:
 
 
 def normal_mode(mean: Tensor) -> Tensor:
-    """Return the mode of the Gaussian, which is the mean, of shape `[*B, A]`.
+    """Return the mode of the Gaussian, which equals the mean. The shape is `[*B, A]`.
 
     Gradient: flows through `mean`.
 
@@ -105,7 +105,7 @@ def normal_log_prob(mean: Tensor, log_std: Tensor, action: Tensor) -> Tensor:
 
     Args:
         mean: `[*B, A]` float.
-        log_std: broadcasts to `mean`.
+        log_std: log standard deviation, in a shape that broadcasts to `mean`.
         action: `[*B, A]` float.
 
     Returns: `[*B]`.
@@ -135,8 +135,8 @@ def normal_entropy(mean: Tensor, log_std: Tensor) -> Tensor:
         sum_a(log_std + log(2 pi e) / 2)
 
     Args:
-        mean: `[*B, A]` float. Only its shape matters.
-        log_std: broadcasts to `mean`.
+        mean: `[*B, A]` float. Only the shape is used.
+        log_std: log standard deviation, in a shape that broadcasts to `mean`.
 
     Returns: `[*B]`.
     Gradient: flows through `log_std`.
@@ -161,9 +161,9 @@ def normal_kl(mean: Tensor, log_std: Tensor, other_mean: Tensor, other_log_std: 
 
     Args:
         mean: `[*B, A]` float.
-        log_std: broadcasts to `mean`.
+        log_std: log standard deviation, in a shape that broadcasts to `mean`.
         other_mean: `[*B, A]` float.
-        other_log_std: broadcasts to `mean`.
+        other_log_std: log standard deviation, in a shape that broadcasts to `mean`.
 
     Returns: `[*B]`.
     Gradient: flows through all four arguments.
@@ -183,7 +183,7 @@ def normal_kl(mean: Tensor, log_std: Tensor, other_mean: Tensor, other_log_std: 
 
 
 def _log_slope(latent: Tensor) -> Tensor:
-    """Return `log(1 - tanh(latent)^2)` without cancellation."""
+    """Return `log(1 - tanh(latent)^2)`, computed without numerical cancellation."""
     return 2.0 * (log(2.0) - latent - F.softplus(-2.0 * latent))
 
 
@@ -193,9 +193,9 @@ def tanh_normal_sample(mean: Tensor, log_std: Tensor, noise: Tensor) -> Squashed
         latent = mean + exp(log_std) * noise;  action = tanh(latent)
 
     Args:
-        mean: `[*B, A]` float, before tanh.
-        log_std: broadcasts to `mean`.
-        noise: `[*B, A]` float, standard normal.
+        mean: `[*B, A]` float, mean of the Gaussian before tanh.
+        log_std: log standard deviation, in a shape that broadcasts to `mean`.
+        noise: `[*B, A]` float, standard normal noise.
 
     Returns: `action` and `latent`, each `[*B, A]`.
     Gradient: flows through `mean`, `log_std` and `noise`.
@@ -229,7 +229,7 @@ def tanh_normal_latent(action: Tensor) -> Tensor:
     Args:
         action: `[*B, A]` float in [-1, 1].
 
-    Returns: `[*B, A]`, finite.
+    Returns: `[*B, A]`. All values are finite.
     Gradient: flows through entries of `action` that are not clipped.
 
     >>> tanh_normal_latent(torch.tensor([0.0, 1.0])).isfinite().all()
@@ -246,8 +246,8 @@ def tanh_normal_log_prob(mean: Tensor, log_std: Tensor, latent: Tensor) -> Tenso
         log(1 - tanh(x)^2) = 2 (log 2 - x - softplus(-2 x))
 
     Args:
-        mean: `[*B, A]` float, before tanh.
-        log_std: broadcasts to `mean`.
+        mean: `[*B, A]` float, mean of the Gaussian before tanh.
+        log_std: log standard deviation, in a shape that broadcasts to `mean`.
         latent: `[*B, A]` float, the sample before tanh (`tanh_normal_latent` recovers it from an action).
 
     Returns: `[*B]`.
@@ -269,11 +269,11 @@ def tanh_normal_entropy(mean: Tensor, log_std: Tensor) -> Tensor:
         normal_entropy + sum_a(E[log(1 - tanh(latent)^2)])
 
     The expectation has no closed form and is computed by 48-point Gauss-Hermite quadrature. The error per axis is below
-    1e-3 for standard deviations up to 3, and 2e-2 for a standard deviation of 5.
+    1e-3 for standard deviations up to 3, and below 2e-2 for a standard deviation of 5.
 
     Args:
-        mean: `[*B, A]` float, before tanh.
-        log_std: broadcasts to `mean`.
+        mean: `[*B, A]` float, mean of the Gaussian before tanh.
+        log_std: log standard deviation, in a shape that broadcasts to `mean`.
 
     Returns: `[*B]`.
     Gradient: flows through both arguments.
@@ -293,9 +293,10 @@ def tanh_normal_entropy(mean: Tensor, log_std: Tensor) -> Tensor:
 def tanh_normal_kl(mean: Tensor, log_std: Tensor, other_mean: Tensor, other_log_std: Tensor) -> Tensor:
     """Return the KL divergence KL(first | other) of squashed Gaussians, in nats.
 
-    The result equals the KL divergence of the Gaussians before tanh, because an invertible map does not change it.
+    The result equals the KL divergence of the Gaussians before tanh, because an invertible map does not change a KL
+    divergence.
 
-    Arguments, result, gradient and errors are the same as for `normal_kl`.
+    The arguments, the result, the gradient and the errors are the same as for `normal_kl`.
 
     >>> tanh_normal_kl(torch.tensor([0.0]), torch.tensor([0.0]), torch.tensor([1.0]), torch.tensor([0.0]))
     tensor(0.5000)

@@ -1,8 +1,10 @@
-"""Optimisers as functions `(params, grads, opt, *, learning_rate, ...) -> (params, opt)`, and schedule factors.
+"""Optimisers and learning-rate schedules as pure functions.
 
-`params`, `grads` and the moments in `opt` are TensorDicts with the same structure. Results agree with `torch.optim`.
-Bias corrections and schedules are computed in float64, because `1 - 0.999 ** t` loses five digits in float32.
-Half-precision leaves are converted to float32, and results are converted back to half precision.
+An optimiser is a function `(params, grads, opt, *, learning_rate, ...) -> (params, opt)`. `params`, `grads` and the
+moments in `opt` are TensorDicts with the same structure. The results agree with `torch.optim`. A schedule returns a
+factor for the learning rate. Bias corrections and schedules are computed in float64, because `1 - 0.999 ** t` loses
+five digits in float32. Half-precision leaves are converted to float32, and results are converted back to half
+precision.
 """
 
 from collections.abc import Callable
@@ -31,7 +33,7 @@ def _zero_steps(params: TensorDict) -> Tensor:
 
 
 def _map(fn: Callable[..., Tensor], first: TensorDict, *others: TensorDict) -> TensorDict:
-    """Apply `fn` to matching leaves. Raise ValueError if keys or shapes differ.
+    """Apply `fn` to the matching leaves of several TensorDicts. Raise ValueError if keys or shapes differ.
 
     Results have the dtypes of `first`, with float32 in place of half precision.
     """
@@ -89,14 +91,14 @@ def adam(
 
     Args:
         params: TensorDict of parameters.
-        grads: gradients, in the same structure as `params`.
+        grads: TensorDict of gradients, with the same structure as `params`.
         opt: optimiser state from `adam_init` or from the previous step.
         learning_rate: step size.
-        beta1: decay of the first moment.
-        beta2: decay of the second moment.
+        beta1: decay rate of the first moment.
+        beta2: decay rate of the second moment.
         eps: constant added to the square root in the denominator, in the units of the gradients.
 
-    Returns: new params and opt. The inputs do not change.
+    Returns: the new params and opt. The inputs do not change.
     Gradient: flows through every input. The gradient is not finite where the new `nu` is 0.
     Raises: ValueError naming the leaves whose keys or shapes do not match, or a hyperparameter that is not 0-d.
     Source: Kingma and Ba 2015, arXiv:1412.6980, algorithm 1.
@@ -132,21 +134,21 @@ def adamw(
     eps: Scalar,
     weight_decay: Scalar,
 ) -> tuple[TensorDict, TensorDict]:
-    """Run one step of Adam with decoupled weight decay. The decay does not enter the moments.
+    """Run one step of Adam with decoupled weight decay. The weight decay does not affect the moments.
 
         p = p * (1 - learning_rate * weight_decay), then one step of `adam`
 
     Args:
         params: TensorDict of parameters.
-        grads: gradients, in the same structure as `params`.
+        grads: TensorDict of gradients, with the same structure as `params`.
         opt: optimiser state from `adam_init` or from the previous step.
         learning_rate: step size.
-        beta1: decay of the first moment.
-        beta2: decay of the second moment.
+        beta1: decay rate of the first moment.
+        beta2: decay rate of the second moment.
         eps: constant added to the square root in the denominator, in the units of the gradients.
-        weight_decay: decay per unit of learning rate.
+        weight_decay: decay rate of the parameters, per unit of learning rate.
 
-    Returns: new params and opt. The inputs do not change.
+    Returns: the new params and opt. The inputs do not change.
     Gradient: flows through every input. The gradient is not finite where the new `nu` is 0.
     Raises: ValueError naming the leaves whose keys or shapes do not match, or a hyperparameter that is not 0-d.
     Source: Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2.
@@ -179,12 +181,12 @@ def sgd(
 
     Args:
         params: TensorDict of parameters.
-        grads: gradients, in the same structure as `params`.
+        grads: TensorDict of gradients, with the same structure as `params`.
         opt: optimiser state from `sgd_init` or from the previous step.
         learning_rate: step size.
-        momentum: decay of the buffer; 0 for plain gradient descent.
+        momentum: decay rate of the momentum buffer. Use 0 for plain gradient descent.
 
-    Returns: new params and opt. The inputs do not change.
+    Returns: the new params and opt. The inputs do not change.
     Gradient: flows through every input.
     Raises: ValueError naming the leaves whose keys or shapes do not match, or a hyperparameter that is not 0-d.
     Source: Sutskever et al. 2013, "On the importance of initialization and momentum in deep learning", eq. 1 and 2.
@@ -219,13 +221,13 @@ def rmsprop(
 
     Args:
         params: TensorDict of parameters.
-        grads: gradients, in the same structure as `params`.
+        grads: TensorDict of gradients, with the same structure as `params`.
         opt: optimiser state from `rmsprop_init` or from the previous step.
         learning_rate: step size.
-        alpha: decay of the second moment.
+        alpha: decay rate of the second moment.
         eps: constant added to the square root in the denominator, in the units of the gradients.
 
-    Returns: new params and opt. The inputs do not change.
+    Returns: the new params and opt. The inputs do not change.
     Gradient: flows through every input. The gradient is not finite where the new `nu` is 0.
     Raises: ValueError naming the leaves whose keys or shapes do not match, or a hyperparameter that is not 0-d.
     Source: Tieleman and Hinton 2012, "Neural networks for machine learning", lecture 6e.
@@ -241,7 +243,7 @@ def rmsprop(
 
 
 def global_norm(grads: TensorDict) -> Tensor:
-    """Return the Euclidean norm over all leaves, as a 0-d tensor.
+    """Return the Euclidean norm of all gradients together, as a 0-d tensor.
 
         sqrt(sum_leaves(sum(g^2)))
 
@@ -315,7 +317,7 @@ def cosine_schedule(step: Tensor, *, end: Scalar, horizon: int | Tensor) -> Tens
 
 
 def step_schedule(step: Tensor, *, every: int | Tensor, gamma: Scalar) -> Tensor:
-    """Return a float64 factor that starts at 1 and is multiplied by `gamma` after every `every` steps.
+    """Return a float64 factor that starts at 1 and is multiplied by `gamma` once per `every` steps.
 
         gamma ^ floor(step / every)
 

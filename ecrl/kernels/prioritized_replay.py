@@ -1,13 +1,14 @@
-"""Prioritised replay: draw the rows of a replay buffer in proportion to their last temporal-difference errors.
+"""Prioritised replay, which draws transitions with probabilities based on their latest temporal-difference errors.
 
     writes                = replay_add_priority(replay, tree, largest, steps=S, n=n, stack=1)    # after `replay_add`
     index, probability    = replay_prioritized_index(tree, keys)
     weight                = importance_weights(probability, beta=beta)                           # weights of the loss
     writes, largest       = replay_set_priority(tree, largest, index, td_error, alpha=alpha, eps=eps)
 
-The sum tree (`ecrl.kernels.sum_tree`) has a leaf for each row of the ring, at the row's index. The priority of a row
-that cannot be drawn is 0. `largest` is the largest priority so far, 1 at first. Both functions that change the tree
-return `TreeWrites`. Store these with `tree.index_put_` before the next function reads the tree.
+The sum tree (`ecrl.kernels.sum_tree`) has one leaf for each row of the ring, at the row's index. A row that cannot be
+drawn has the priority 0. `largest` is the largest priority so far, and starts at 1. `replay_add_priority` and
+`replay_set_priority` return `TreeWrites`, the new values of tree nodes. Store the new values with `tree.index_put_`
+before another function reads the tree.
 
 Source: Schaul et al. 2016, arXiv:1511.05952.
 """
@@ -23,25 +24,29 @@ from ecrl.types import Scalar, same_shape
 
 
 def replay_add_priority(replay: Replay, tree: Tensor, largest: Tensor, *, steps: int, n: int, stack: int) -> TreeWrites:
-    """Give the rows that can be drawn since the last `replay_add` the largest priority, and the others 0.
+    """Return the writes that update the priorities of rows after `replay_add`.
+
+    Rows that can now be drawn for the first time get the priority `largest`. Rows that cannot be drawn get the priority
+    0.
 
         priority[t] = largest    for now - steps - n <= t < now - n
         priority[t] = 0          for now - n <= t < now
         priority[t] = 0          for now - R <= t < now - R + stack - 1, if now > R
 
-    `now` is `start + added`. The n newest steps cannot be drawn yet, and the `stack - 1` oldest steps no longer.
+    `now` is `start + added`. The n newest steps cannot be drawn yet. The `stack - 1` oldest steps can no longer be
+    drawn.
 
     Args:
         replay: the buffer after `replay_add`.
         tree: a sum tree with at least R * N leaves.
         largest: 0-d float64, the largest priority so far.
-        steps: S, the number of steps that `replay_add` has added.
-        n: number of steps of a return, at least 1.
-        stack: number of frames in an observation, 1 without frame stacks.
+        steps: the number S of steps that the last `replay_add` added.
+        n: number of steps in a return, at least 1.
+        stack: number of frames in an observation, 1 without frame stacking.
 
     Returns: `TreeWrites`.
-    Gradient: none; the arguments are detached.
-    Raises: ValueError if the tree is too small, if a number is below 1, or if the ring has fewer than
+    Gradient: none, because the arguments are detached.
+    Raises: ValueError if the tree is too small, if `steps`, `n` or `stack` is below 1, or if the ring has fewer than
         `steps + n + stack` steps.
     Source: Schaul et al. 2016, arXiv:1511.05952, algorithm 1, line 6.
 
@@ -70,27 +75,28 @@ def replay_add_priority(replay: Replay, tree: Tensor, largest: Tensor, *, steps:
     index = step % capacity * num_envs + env
     can_be_drawn = (step >= first) & (step < end)
     priority = torch.where(can_be_drawn, largest.to(tree.dtype), 0.0).expand(index.shape)
-    # Until the ring is full, nothing leaves it: the oldest steps keep their priorities.
+    # Until the ring is full, no step has been overwritten, so the priorities of the oldest steps do not change.
     old = tree.index_select(0, len(tree) // 2 + index.flatten()).reshape(index.shape)
     unchanged = (torch.arange(len(step), device=device) >= steps + n).unsqueeze(1) & (now <= capacity)
     return tree_writes(tree, index, torch.where(unchanged, old, priority))
 
 
 def replay_prioritized_index(tree: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw rows with probabilities in proportion to their priorities, with replacement.
+    """Draw rows with replacement, each row with a probability proportional to its priority.
 
         mass[i]        = (i + uniform[i]) / B * sum of all priorities
         probability[i] = priority[index[i]] / sum of all priorities
 
-    One mass is drawn from each of B equal parts of the sum. Over the whole batch, the expected number of draws of a row
-    is B times its probability, and its variance is smaller than with independent draws.
+    The interval from 0 to the sum of all priorities is divided into B equal parts, and one mass is drawn from each
+    part. The expected number of draws of a row in the batch is B times the row's probability. The variance of this
+    number is smaller than with independent draws.
 
     Args:
-        tree: a sum tree with a priority above 0.
+        tree: a sum tree with at least one priority above 0.
         keys: `[B]` int64, one key of `ecrl.rng` for each draw.
 
-    Returns: index, int64 `[B]`, and probability, float64 `[B]`.
-    Gradient: none; `tree` is detached.
+    Returns: the indices of the rows, int64 `[B]`, and the rows' probabilities, float64 `[B]`.
+    Gradient: none, because `tree` is detached.
     Raises: ValueError if `keys` is not `[B]`, or if `tree` is not `[2 * P]`.
     Source: Schaul et al. 2016, arXiv:1511.05952, eq. 1 and appendix B.2.1.
 
@@ -111,7 +117,7 @@ def replay_prioritized_index(tree: Tensor, keys: Tensor) -> tuple[Tensor, Tensor
 def replay_set_priority(
     tree: Tensor, largest: Tensor, index: Tensor, td_error: Tensor, *, alpha: Scalar, eps: Scalar
 ) -> tuple[TreeWrites, Tensor]:
-    """Give rows new priorities after a gradient step.
+    """Return the writes that set the priorities of the drawn rows after a gradient step.
 
         priority = (|td_error| + eps) ^ alpha
         largest  = max(largest, priority)
@@ -119,13 +125,16 @@ def replay_set_priority(
     Args:
         tree: the sum tree.
         largest: 0-d float64, the largest priority so far.
-        index: `[*B]` int64, the rows. If a row occurs twice, its last priority counts. Without rows, nothing changes.
-        td_error: `[*B]` float, reward units. If it is NaN or infinite, the priority is `largest`.
-        alpha: exponent. With 0, all priorities are equal.
-        eps: added to the error, in reward units. It must be above 0, or a row whose error is 0 is never drawn again.
+        index: `[*B]` int64, indices of the rows. If an index occurs twice, the last priority for this index is stored.
+            Without rows, nothing changes.
+        td_error: `[*B]` float, temporal-difference errors in reward units. A row whose error is NaN or infinite gets
+            the priority `largest`.
+        alpha: exponent of the priority. An exponent of 0 makes all priorities equal.
+        eps: constant added to |td_error|, in reward units. Use a value above 0. Otherwise, a row whose error is 0 is
+            never drawn again.
 
-    Returns: `TreeWrites`, and the new `largest`.
-    Gradient: none; the arguments are detached.
+    Returns: `TreeWrites` and the new `largest`.
+    Gradient: none, because the arguments are detached.
     Raises: ValueError if shapes differ, if a hyperparameter is not 0-d, or if `tree` is not `[2 * P]`.
     Source: Schaul et al. 2016, arXiv:1511.05952, sec. 3.3 (proportional variant) and algorithm 1.
 
@@ -144,17 +153,19 @@ def replay_set_priority(
 
 
 def importance_weights(probability: Tensor, *, beta: Scalar) -> Tensor:
-    """Return the weights that correct for unequal probabilities. The largest weight of the batch is 1.
+    """Return importance weights that correct for unequal probabilities. The largest weight of the batch is 1.
 
         weight[i] = (count * probability[i])^-beta / max over j of (count * probability[j])^-beta
                   = (min over j of probability[j] / probability[i])^beta
 
-    `count`, the number of rows that can be drawn, has no effect. To use the largest weight of several ranks, multiply
-    by `(smallest probability of all ranks / smallest probability of this rank)^beta`.
+    `count` is the number of rows that can be drawn, and has no effect on the result. To divide by the largest weight of
+    several ranks instead, multiply the result by
+    `(smallest probability of all ranks / smallest probability of this rank)^beta`.
 
     Args:
-        probability: `[*B]` float, above 0.
-        beta: 0 for no correction, 1 for the full one. It is usually raised to 1 during training.
+        probability: `[*B]` float, probabilities of the drawn rows, above 0.
+        beta: strength of the correction, from 0 (no correction) to 1 (full correction). `beta` usually rises to 1
+            during training.
 
     Returns: `[*B]` in the dtype of `probability`.
     Gradient: flows through `probability`.

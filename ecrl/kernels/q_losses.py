@@ -1,13 +1,15 @@
-"""Losses of critics and actors that learn from replay: DQN, DDPG, TD3 and soft actor-critic.
+"""Losses of off-policy critics and actors: DQN, DDPG, TD3 and soft actor-critic.
 
-A loss is a mean over the entries whose `mask` is True. Masked entries may hold anything, NaN included. The mean of no
-entries is 0. Losses detach their targets, and return `(0-d loss, {name: detached 0-d tensor})`. The log `count` is the
-number of unmasked entries: the weight of this loss in an average over ranks.
+A loss is a mean over the entries whose `mask` is True, or 0 if all entries are masked. Masked entries may hold any
+value, including NaN. Losses detach their targets. A function with logs returns `(loss, logs)`, where `loss` is 0-d and
+`logs` maps names to detached 0-d tensors. The log `count` is the number of unmasked entries, which weights the loss in
+an average over ranks.
 
-Values of several critics have the shape `[C, *B]`.
+The values of C critics have the shape `[C, *B]`.
 
-Half-precision inputs are converted to float32. A loss has the dtype that its float inputs promote to. The importance
-weights of prioritised replay do not count, because `importance_weights` returns float64. Logs have at least float32.
+Half-precision inputs are converted to float32. A loss has the common dtype of its float inputs, as given by
+`torch.promote_types`. The importance weights of prioritised replay do not count, because `importance_weights` returns
+float64 for priorities from a sum tree. Logged values are float32 or wider.
 """
 
 import torch
@@ -24,20 +26,20 @@ def _detached(x: Scalar) -> Scalar:
 
 
 def huber(x: Tensor, *, delta: Scalar) -> Tensor:
-    """Return the Huber loss of each error: quadratic near 0, and linear beyond `delta`.
+    """Return the Huber loss of each error, which is quadratic near 0 and linear beyond `delta`.
 
         clipped = min(|x|, delta)
         clipped * (|x| - clipped / 2)
 
-    This is `x^2 / 2` for `|x| <= delta`, and `delta * (|x| - delta / 2)` beyond it. With an infinite `delta`, it is
-    half the squared error, but NaN for an infinite error.
+    The loss is `x^2 / 2` if `|x| <= delta`, and `delta * (|x| - delta / 2)` otherwise. With an infinite `delta`, the
+    loss is half the squared error, but NaN for an infinite error.
 
     Args:
         x: `[*B]` float, errors.
-        delta: error at which the loss becomes linear, in the units of `x`.
+        delta: size of the error above which the loss is linear, in the units of `x`.
 
     Returns: `[*B]`.
-    Gradient: flows through `x`; it is `clip(x, -delta, delta)`.
+    Gradient: flows through `x`. The gradient equals `clip(x, -delta, delta)`.
     Raises: ValueError if `delta` is not 0-d.
     Source: Huber 1964, "Robust estimation of a location parameter".
 
@@ -58,15 +60,15 @@ def td_loss(q: Tensor, target: Tensor, weight: Tensor, mask: Tensor, *, delta: S
     An infinite `delta` gives half the squared error, the loss of DDPG, TD3 and soft actor-critic.
 
     Args:
-        q: `[C, *B]` float, Q of the taken actions, from C critics.
-        target: `[*B]` float, the target of all critics.
-        weight: `[*B]` float, importance weights of prioritised replay, else ones.
+        q: `[C, *B]` float, Q-values of the actions taken, from C critics.
+        target: `[*B]` float, the target that all critics share.
+        weight: `[*B]` float, importance weights of prioritised replay, or ones for uniform replay.
         mask: `[*B]` bool.
-        delta: error at which the loss becomes linear, reward units.
+        delta: size of the error above which the loss is linear, in reward units.
 
-    Returns: 0-d loss in the dtype that `q` and `target` promote to, whatever the dtype of `weight`; logs q_loss (the
-        loss), q_value (mean of `q`), td_error (mean of `|q - target|`), count.
-    Gradient: through `q` only.
+    Returns: the 0-d loss, and the logs q_loss (the loss), q_value (mean of `q`), td_error (mean of `|q - target|`) and
+        count.
+    Gradient: flows through `q` only.
     Raises: ValueError naming the argument, if shapes do not match, `mask` is not bool or a hyperparameter is not 0-d.
     Source: Mnih et al. 2013, arXiv:1312.5602, eq. 2; clipped errors as in Mnih et al. 2015, "Human-level control
         through deep reinforcement learning"; weights as in Schaul et al. 2016, arXiv:1511.05952, algorithm 1.
@@ -81,7 +83,8 @@ def td_loss(q: Tensor, target: Tensor, weight: Tensor, mask: Tensor, *, delta: S
     check_axes(target, before="C", q=q)
     dtype, (q, target) = common_dtype(q, target), widened(q, target.detach())
     weight = weight.detach().to(q.dtype)
-    # Filled before the square. Its gradient is proportional to the error, so a masked NaN would give 0 * nan = nan.
+    # Fill masked entries before the square. The square's gradient is proportional to the error, so a masked NaN would
+    # give 0 * nan = nan.
     error = (q - target).masked_fill(~mask, 0.0)
     loss = masked_mean((weight.masked_fill(~mask, 0.0) * huber(error, delta=delta)).sum(0), mask)
     return loss.to(dtype), {
@@ -93,19 +96,19 @@ def td_loss(q: Tensor, target: Tensor, weight: Tensor, mask: Tensor, *, delta: S
 
 
 def dpg_loss(q: Tensor, mask: Tensor) -> tuple[Tensor, Logs]:
-    """Return the negated mean Q of the policy's actions, the actor's loss in DDPG and TD3.
+    """Return the actor loss of DDPG and TD3: the negated mean Q-value of the policy's actions.
 
         -mean(q)
 
     Compute `q` at `action = policy(obs)`, and differentiate with respect to the policy's parameters only. The gradient
-    is then the deterministic policy gradient. TD3 passes the value of its first critic.
+    is then the deterministic policy gradient. For TD3, pass the Q-values of the first critic.
 
     Args:
-        q: `[*B]` float, Q of the policy's actions.
+        q: `[*B]` float, Q-values of the policy's actions.
         mask: `[*B]` bool.
 
-    Returns: 0-d loss; logs policy_loss, count.
-    Gradient: through `q`.
+    Returns: the 0-d loss, and the logs policy_loss and count.
+    Gradient: flows through `q`.
     Raises: ValueError naming the argument, if shapes differ or `mask` is not bool.
     Source: Silver et al. 2014, "Deterministic policy gradient algorithms", eq. 9; Lillicrap et al. 2016,
         arXiv:1509.02971, eq. 6.
@@ -121,20 +124,20 @@ def dpg_loss(q: Tensor, mask: Tensor) -> tuple[Tensor, Logs]:
 
 
 def soft_actor_loss(log_prob: Tensor, q: Tensor, mask: Tensor, *, temperature: Scalar) -> tuple[Tensor, Logs]:
-    """Return the actor's loss of soft actor-critic, for reparametrised actions.
+    """Return the actor loss of soft actor-critic for reparametrised actions.
 
         mean(temperature * log_prob - min_c(q[c]))
 
     Compute `q` at the action drawn from the policy, and differentiate with respect to the policy's parameters only.
 
     Args:
-        log_prob: `[*B]` float, nats, log-probability of the drawn action.
-        q: `[C, *B]` float, Q of the drawn action, from C critics.
+        log_prob: `[*B]` float, log-probability of the drawn action, in nats.
+        q: `[C, *B]` float, Q-values of the drawn action, from C critics.
         mask: `[*B]` bool.
-        temperature: weight of the entropy, `alpha` in the paper, reward units per nat.
+        temperature: weight of the entropy, in reward units per nat; `alpha` in the paper.
 
-    Returns: 0-d loss; logs policy_loss, entropy (mean of `-log_prob`, nats), count.
-    Gradient: through `log_prob` and `q` only.
+    Returns: the 0-d loss, and the logs policy_loss, entropy (mean of `-log_prob`, in nats) and count.
+    Gradient: flows through `log_prob` and `q` only.
     Raises: ValueError naming the argument, if shapes do not match, `mask` is not bool or a hyperparameter is not 0-d.
     Source: Haarnoja et al. 2018, arXiv:1812.05905, eq. 9.
 
@@ -148,7 +151,7 @@ def soft_actor_loss(log_prob: Tensor, q: Tensor, mask: Tensor, *, temperature: S
     check_axes(log_prob, before="C", q=q)
     (temperature,) = scalars(temperature=_detached(temperature))
     dtype, (log_prob, q) = common_dtype(log_prob, q), widened(log_prob, q)
-    q = q.masked_fill(~mask, 0.0)  # the gradient of the minimum would be nan for masked NaN
+    q = q.masked_fill(~mask, 0.0)  # a masked NaN would make the gradient of the minimum NaN
     loss = masked_mean(temperature * log_prob - q.amin(0), mask)
     return loss.to(dtype), {
         "policy_loss": loss.detach(),
@@ -158,21 +161,21 @@ def soft_actor_loss(log_prob: Tensor, q: Tensor, mask: Tensor, *, temperature: S
 
 
 def discrete_soft_actor_loss(logits: Tensor, q: Tensor, mask: Tensor, *, temperature: Scalar) -> tuple[Tensor, Logs]:
-    """Return the actor's loss of soft actor-critic for discrete actions: the mean over all actions, not of a sample.
+    """Return the actor loss of soft actor-critic for discrete actions, as an expectation over all actions.
 
         p = softmax(logits)
         mean(sum_a(p[a] * (temperature * log(p[a]) - min_c(q[c, a]))))
 
-    Actions of probability 0 contribute 0.
+    Actions of probability 0 contribute 0 to the sum.
 
     Args:
         logits: `[*B, A]` float, logits of the policy.
-        q: `[C, *B, A]` float, Q of all actions, from C critics.
+        q: `[C, *B, A]` float, Q-values of all actions, from C critics.
         mask: `[*B]` bool.
-        temperature: weight of the entropy, `alpha` in the paper, reward units per nat.
+        temperature: weight of the entropy, in reward units per nat; `alpha` in the paper.
 
-    Returns: 0-d loss; logs policy_loss, entropy (mean entropy of the policy, nats), count.
-    Gradient: through `logits` only.
+    Returns: the 0-d loss, and the logs policy_loss, entropy (mean entropy of the policy, in nats) and count.
+    Gradient: flows through `logits` only.
     Raises: ValueError naming the argument, if shapes do not match, `mask` is not bool or a hyperparameter is not 0-d.
     Source: Christodoulou 2019, arXiv:1910.07207, eq. 12.
 
@@ -201,22 +204,22 @@ def discrete_soft_actor_loss(logits: Tensor, q: Tensor, mask: Tensor, *, tempera
 def temperature_loss(
     log_temperature: Tensor, log_prob: Tensor, mask: Tensor, *, target_entropy: Scalar
 ) -> tuple[Tensor, Logs]:
-    """Return the loss that adjusts the temperature until the policy's entropy equals `target_entropy`.
+    """Return the loss that moves the temperature so that the policy's entropy approaches `target_entropy`.
 
         temperature = exp(log_temperature)
         -temperature * mean(log_prob + target_entropy)
 
-    The temperature falls while the entropy is above `target_entropy`, and rises while it is below.
+    The temperature falls while the entropy is above `target_entropy`, and rises while the entropy is below.
 
     Args:
-        log_temperature: 0-d float, the learnt parameter.
-        log_prob: `[*B]` float, nats, log-probability of actions drawn from the current policy. For discrete actions,
-            pass the policy's entropy times -1, which is the mean of the log-probability.
+        log_temperature: 0-d float, the logarithm of the temperature, which is learnt.
+        log_prob: `[*B]` float, log-probability of actions drawn from the current policy, in nats. For discrete actions,
+            pass the policy's entropy times -1, which is the mean log-probability.
         mask: `[*B]` bool.
-        target_entropy: the entropy that the policy should have, nats.
+        target_entropy: the desired entropy of the policy, in nats.
 
-    Returns: 0-d loss; logs temperature_loss, temperature, count.
-    Gradient: through `log_temperature` only.
+    Returns: the 0-d loss, and the logs temperature_loss, temperature and count.
+    Gradient: flows through `log_temperature` only.
     Raises: ValueError naming the argument, if shapes differ, `mask` is not bool, or `log_temperature` or a
         hyperparameter is not 0-d.
     Source: Haarnoja et al. 2018, arXiv:1812.05905, eq. 18.

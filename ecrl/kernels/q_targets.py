@@ -1,17 +1,18 @@
-"""One-step targets of action values: Q-learning, DQN, TD3 and soft actor-critic.
+"""One-step targets for action values, as in Q-learning, DQN, TD3 and soft actor-critic.
 
-All targets have the same form. The kernels differ in `next_value`, the value of the state that the action led to.
+All targets have the form below. The kernels differ in `next_value`, the value of the state that the action led to.
 
     reward + gamma * next_value * not terminated
 
-`gamma` is a number, a 0-d tensor or `[*B]`, the discount of each transition. For an n-step target, pass the sum of n
-discounted rewards as `reward`, values of the state after n steps, and `gamma ** n` as `gamma`. At a time limit, pass
-`terminated` False and values of the state that was reached.
+`gamma` is a number, a 0-d tensor, or a `[*B]` tensor with the discount of each transition. For an n-step target, pass
+the sum of n discounted rewards as `reward`, `gamma ** n` as `gamma`, and values of the state after n steps. If a time
+limit ended the episode, pass False as `terminated`, and values of the state that was reached.
 
-The values of the next state are not read where `terminated` is True or `gamma` is 0. They may be infinite or NaN there.
-The functions detach nothing, and the losses of `ecrl.kernels.q_losses` detach their targets.
+Where `terminated` is True or `gamma` is 0, the values of the next state are not read and may be infinite or NaN. The
+functions do not detach their inputs. The losses in `ecrl.kernels.q_losses` detach their targets.
 
-Results have the dtype that the float arguments promote to. Half precision is computed in float32.
+Results have the common dtype of the float arguments, as given by `torch.promote_types`. Half-precision inputs are
+converted to float32 first.
 """
 
 import torch
@@ -31,26 +32,30 @@ def _target(reward: Tensor, next_value: Tensor, terminated: Tensor, gamma: Scala
 
 
 def _fill_unread(x: Tensor, reward: Tensor, terminated: Tensor, gamma: Scalar) -> Tensor:
-    """Return `x` `[*B]`, `[*B, A]` or `[C, *B, A]` with 0 where it is not read. NaN there would make gradients NaN."""
+    """Set entries of `x` that the target does not read to 0.
+
+    `x` has the shape `[*B]`, `[*B, A]` or `[C, *B, A]`. A NaN in an entry that is not read would make gradients NaN.
+    """
     unread = or_zero(terminated, step_discounts(gamma, reward))
     return x.masked_fill(unread if x.ndim == reward.ndim else unread.unsqueeze(-1), 0.0)
 
 
 def _expectation(probs: Tensor, x: Tensor) -> Tensor:
-    """Return the sum of `probs * x` over the last axis. Entries of probability 0 may hold anything."""
+    """Return the sum of `probs * x` over the last axis. Entries of `x` with probability 0 may hold any value."""
     return (probs * x.masked_fill(probs == 0.0, 0.0)).sum(-1)
 
 
 def q_target(reward: Tensor, next_q: Tensor, terminated: Tensor, *, gamma: Scalar) -> Tensor:
-    """Return the target of Q-learning and DQN: the largest Q of the next state.
+    """Return the target of Q-learning and DQN, which uses the largest Q-value of the next state.
 
         reward + gamma * max_a(next_q[a]) * not terminated
 
     Args:
-        reward: `[*B]` float, reward units.
-        next_q: `[*B, A]` float, Q of all actions in the next state. In DQN, it comes from the target network.
+        reward: `[*B]` float, in reward units.
+        next_q: `[*B, A]` float, Q-values of all actions in the next state. In DQN, the target network computes
+            `next_q`.
         terminated: `[*B]` bool.
-        gamma: discount, or `[*B]`, the discount of each transition.
+        gamma: discount, or a `[*B]` tensor with the discount of each transition.
 
     Returns: `[*B]`.
     Gradient: flows through `reward` and `next_q`.
@@ -70,17 +75,17 @@ def q_target(reward: Tensor, next_q: Tensor, terminated: Tensor, *, gamma: Scala
 def double_q_target(
     reward: Tensor, next_q: Tensor, next_q_selector: Tensor, terminated: Tensor, *, gamma: Scalar
 ) -> Tensor:
-    """Return the target of Double DQN: one network selects the next action, the other one evaluates it.
+    """Return the target of Double DQN, where one network selects the next action and the other network evaluates it.
 
         a* = argmax_a(next_q_selector[a])
         reward + gamma * next_q[a*] * not terminated
 
     Args:
-        reward: `[*B]` float, reward units.
-        next_q: `[*B, A]` float, Q of all actions in the next state, from the target network.
-        next_q_selector: `[*B, A]` float, the same from the online network.
+        reward: `[*B]` float, in reward units.
+        next_q: `[*B, A]` float, Q-values of all actions in the next state, from the target network.
+        next_q_selector: `[*B, A]` float, Q-values of all actions in the next state, from the online network.
         terminated: `[*B]` bool.
-        gamma: discount, or `[*B]`, the discount of each transition.
+        gamma: discount, or a `[*B]` tensor with the discount of each transition.
 
     Returns: `[*B]`.
     Gradient: flows through `reward` and `next_q`.
@@ -102,18 +107,18 @@ def double_q_target(
 def expected_q_target(
     reward: Tensor, next_q: Tensor, next_probs: Tensor, terminated: Tensor, *, gamma: Scalar
 ) -> Tensor:
-    """Return the target of Expected SARSA: the mean Q of the next state under a policy.
+    """Return the target of Expected SARSA, which uses the mean Q-value of the next state under a policy.
 
         reward + gamma * sum_a(next_probs[a] * next_q[a]) * not terminated
 
-    The Q of an action of probability 0 is not read.
+    The Q-value of an action with probability 0 is not read.
 
     Args:
-        reward: `[*B]` float, reward units.
-        next_q: `[*B, A]` float, Q of all actions in the next state.
+        reward: `[*B]` float, in reward units.
+        next_q: `[*B, A]` float, Q-values of all actions in the next state.
         next_probs: `[*B, A]` float, probabilities of the actions in the next state.
         terminated: `[*B]` bool.
-        gamma: discount, or `[*B]`, the discount of each transition.
+        gamma: discount, or a `[*B]` tensor with the discount of each transition.
 
     Returns: `[*B]`.
     Gradient: flows through `reward`, `next_q` and `next_probs`.
@@ -145,26 +150,26 @@ def munchausen_target(
     munchausen_coef: Scalar,
     clip_value_min: Scalar,
 ) -> Tensor:
-    """Return the target of Munchausen DQN: a soft target, with the scaled log-probability of the action as a bonus.
+    """Return the target of Munchausen DQN: a soft target plus a bonus, the scaled log-probability of the action.
 
         log_pi     = log_softmax(q / temperature)
         bonus      = munchausen_coef * clip(temperature * log_pi[action], clip_value_min, 0)
         next_value = temperature * logsumexp_a(next_q[a] / temperature)
         reward + bonus + gamma * next_value * not terminated
 
-    The next value equals `sum_a(pi[a] * (next_q[a] - temperature * log(pi[a])))` for `pi = softmax(next_q /
-    temperature)`, as the paper writes it.
+    With `pi = softmax(next_q / temperature)`, `next_value` equals the expression
+    `sum_a(pi[a] * (next_q[a] - temperature * log(pi[a])))` of the paper.
 
     Args:
-        reward: `[*B]` float, reward units.
-        q: `[*B, A]` float, Q of all actions in the state of the action, from the target network.
+        reward: `[*B]` float, in reward units.
+        q: `[*B, A]` float, Q-values of all actions in the state in which `action` was taken, from the target network.
         action: `[*B]` int64.
-        next_q: `[*B, A]` float, Q of all actions in the next state, from the target network.
+        next_q: `[*B, A]` float, Q-values of all actions in the next state, from the target network.
         terminated: `[*B]` bool.
-        gamma: discount, or `[*B]`, the discount of each transition.
-        temperature: positive, `tau` in the paper, reward units.
-        munchausen_coef: `alpha` in the paper.
-        clip_value_min: lower bound of the log-probability times `temperature`, `l_0` in the paper.
+        gamma: discount, or a `[*B]` tensor with the discount of each transition.
+        temperature: temperature of the softmax, above 0, in reward units; `tau` in the paper.
+        munchausen_coef: weight of the bonus; `alpha` in the paper.
+        clip_value_min: lower bound of the log-probability times `temperature`; `l_0` in the paper.
 
     Returns: `[*B]`.
     Gradient: flows through `reward`, `q`, `next_q` and `temperature`.
@@ -192,15 +197,15 @@ def munchausen_target(
 
 
 def min_q_target(reward: Tensor, next_q: Tensor, terminated: Tensor, *, gamma: Scalar) -> Tensor:
-    """Return the target of TD3: the smallest of the critics' values. With one critic, it is the target of DDPG.
+    """Return the target of TD3, which uses the smallest critic value. A single critic gives the target of DDPG.
 
         reward + gamma * min_c(next_q[c]) * not terminated
 
     Args:
-        reward: `[*B]` float, reward units.
-        next_q: `[C, *B]` float, Q of the next state and of the target policy's action, from C target critics.
+        reward: `[*B]` float, in reward units.
+        next_q: `[C, *B]` float, Q-values of the target policy's action in the next state, from C target critics.
         terminated: `[*B]` bool.
-        gamma: discount, or `[*B]`, the discount of each transition.
+        gamma: discount, or a `[*B]` tensor with the discount of each transition.
 
     Returns: `[*B]`.
     Gradient: flows through `reward` and `next_q`.
@@ -224,15 +229,15 @@ def soft_min_q_target(
 
         reward + gamma * (min_c(next_q[c]) - temperature * next_log_prob) * not terminated
 
-    Draw the action in the next state from the current policy. Soft actor-critic has no target policy.
+    Draw the action in the next state from the current policy, because soft actor-critic has no target policy.
 
     Args:
-        reward: `[*B]` float, reward units.
-        next_q: `[C, *B]` float, Q of the next state and the action drawn there, from C target critics.
-        next_log_prob: `[*B]` float, nats, log-probability of this action.
+        reward: `[*B]` float, in reward units.
+        next_q: `[C, *B]` float, Q-values of the action drawn in the next state, from C target critics.
+        next_log_prob: `[*B]` float, log-probability of the action drawn in the next state, in nats.
         terminated: `[*B]` bool.
-        gamma: discount, or `[*B]`, the discount of each transition.
-        temperature: weight of the entropy, `alpha` in the paper, reward units per nat.
+        gamma: discount, or a `[*B]` tensor with the discount of each transition.
+        temperature: weight of the entropy, in reward units per nat; `alpha` in the paper.
 
     Returns: `[*B]`.
     Gradient: flows through `reward`, `next_q`, `next_log_prob` and `temperature`.
@@ -258,21 +263,21 @@ def soft_min_q_target(
 def soft_q_target(
     reward: Tensor, next_q: Tensor, next_logits: Tensor, terminated: Tensor, *, gamma: Scalar, temperature: Scalar
 ) -> Tensor:
-    """Return the target of soft actor-critic for discrete actions, with the mean over actions in place of a sample.
+    """Return the target of soft actor-critic for discrete actions, as an expectation over the next action.
 
         p = softmax(next_logits)
         next_value = sum_a(p[a] * (min_c(next_q[c, a]) - temperature * log(p[a])))
         reward + gamma * next_value * not terminated
 
-    Actions of probability 0 contribute 0.
+    Actions of probability 0 contribute 0 to the sum.
 
     Args:
-        reward: `[*B]` float, reward units.
-        next_q: `[C, *B, A]` float, Q of all actions in the next state, from C target critics.
+        reward: `[*B]` float, in reward units.
+        next_q: `[C, *B, A]` float, Q-values of all actions in the next state, from C target critics.
         next_logits: `[*B, A]` float, logits of the current policy in the next state.
         terminated: `[*B]` bool.
-        gamma: discount, or `[*B]`, the discount of each transition.
-        temperature: weight of the entropy, `alpha` in the paper, reward units per nat.
+        gamma: discount, or a `[*B]` tensor with the discount of each transition.
+        temperature: weight of the entropy, in reward units per nat; `alpha` in the paper.
 
     Returns: `[*B]`.
     Gradient: flows through `reward`, `next_q`, `next_logits` and `temperature`.
@@ -306,15 +311,15 @@ def smoothed_action(
 
     Args:
         action: `[*B, D]` float, the target policy's action in the next state.
-        noise: `[*B, D]` float, standard normal.
-        low: smallest action, a number or a tensor that broadcasts to `action`.
-        high: largest action, a number or a tensor that broadcasts to `action`.
+        noise: `[*B, D]` float, standard normal noise.
+        low: lower bound of the action, a number or a tensor that broadcasts to `action`.
+        high: upper bound of the action, a number or a tensor that broadcasts to `action`.
         policy_noise: standard deviation of the noise, in the units of `action`.
         noise_clip: largest absolute value of the noise, in the units of `action`.
 
     Returns: `[*B, D]`.
-    Gradient: flows through `action`, where the result is inside the bounds, and through `noise`, where it is also not
-        clipped.
+    Gradient: flows through `action`, where the result is inside the bounds. It also flows through `noise` there, unless
+        the noise is clipped.
     Raises: ValueError naming the argument, if shapes do not match or a hyperparameter is not 0-d.
     Source: Fujimoto et al. 2018, arXiv:1802.09477, algorithm 1 (target policy smoothing).
 

@@ -1,4 +1,4 @@
-"""A replay buffer of R steps of N environments: a ring that an iteration only reads, and a block of its new rows.
+"""Replay buffer for R steps of N environments, with a ring for old rows and a block for the rows of an iteration.
 
     replay = replay_start(ring, step, steps=K * S)           # an empty block
     for each of K turns:
@@ -7,19 +7,22 @@
         batch  = replay_read(replay, index, gamma=gamma, n=n)
     writes = replay_writes(replay)                           # rows, and where they go in the ring
 
-In a compiled loop, the ring and `start` are constants, and the block and `added` are in the carry. After the loop, one
-`index_copy_` per field writes the block into the ring. A row leaves the buffer in the turn that replaces it, although
-it is still in the ring. So the results do not depend on the number of turns in an iteration.
+An iteration only reads the ring. In a compiled loop, the ring and `start` are constants, and the loop's carry holds the
+block and `added`. After the loop, one `index_copy_` per field writes the block into the ring. As soon as a new row
+replaces an old row, the old row can no longer be drawn, although the ring still stores it. The results therefore do not
+depend on the number of turns in an iteration.
 
 All environments step together. Step t of environment e has the index `(t % R) * N + e`, in the ring or in the block.
-Observations are stored once, because the next step has the successor. Only a truncated step
-needs another successor, its final observation. It is in slot `(t // G) % F` of its environment, and F is
-`ceil(R / min_truncation_gap) + 1`. G is the width of a slot in steps, `ceil(R / (F - 1))`. It is at most
-`min_truncation_gap`, so two truncations in the buffer never share a slot. If an environment truncates earlier than it
-declares, the discount of the step that lost its final observation is NaN.
+Each observation is stored once, because the next observation of a step is the observation of the following step. Only a
+truncated step also needs its final observation, which precedes the reset.
 
-A row can be drawn if the buffer has the n steps after it and the `stack - 1` frames before it. So the n newest steps
-wait, and the `stack - 1` oldest steps are only read as frames.
+The final observation of step t is stored in slot `(t // G) % F` of its environment. The number of slots F is
+`ceil(R / min_truncation_gap) + 1`. The width of a slot G, in steps, is `ceil(R / (F - 1))`. G is at most
+`min_truncation_gap`, so two truncations in the buffer never share a slot. If an environment truncates earlier than it
+declares, a final observation may be overwritten. The discount of the truncated step is then NaN.
+
+A row can be drawn if the buffer has the n steps after the row and the `stack - 1` frames before the row. The n newest
+steps therefore cannot be drawn yet. The `stack - 1` oldest steps are only read as frames of later observations.
 """
 
 from collections.abc import Callable
@@ -38,15 +41,15 @@ _NEEDED = ("obs", "reward", "terminated", "truncated")
 
 
 class Replay(NamedTuple):
-    """A replay buffer of steps during an iteration.
+    """State of a replay buffer of steps during an iteration.
 
     `ecrl.algorithms.RowReplay` is a simpler buffer, of rows that an algorithm has prepared.
 
     Attributes:
-        ring: the buffer before the iteration, from `replay_init`.
-        block: the rows of the iteration, with the fields of the ring.
-        start: steps of each environment before the iteration, 0-d int64.
-        added: steps of each environment added in the iteration, 0-d int64.
+        ring: the rows of earlier iterations, in a ring from `replay_init`.
+        block: the rows of this iteration, with the same fields as the ring.
+        start: number of steps of each environment before the iteration, 0-d int64.
+        added: number of steps of each environment that the iteration has added, 0-d int64.
     """
 
     ring: TensorDict
@@ -56,18 +59,21 @@ class Replay(NamedTuple):
 
 
 def replay_init(rows: TensorDict, *, steps: int, min_truncation_gap: int) -> TensorDict:
-    """Return an empty ring.
+    """Return an empty ring for a replay buffer.
 
     Args:
         rows: `[N]`, one example row for each environment, with `obs`, `reward`, `terminated`, `truncated` and any other
-            fields. `obs` may be a TensorDict. Values are not used.
-        steps: R, the number of steps of each environment that the ring holds, at least 2.
-        min_truncation_gap: the smallest number of steps between two truncations of an environment, 1 if it is unknown.
+            fields. `obs` may be a TensorDict. The values of the rows are not used.
+        steps: the number R of steps that the ring stores for each environment, at least 2.
+        min_truncation_gap: the smallest number of steps between two truncations of an environment. Use 1 if this number
+            is unknown.
 
-    Returns: TensorDict with `steps`, the fields of `rows` as `[R, N, ...]`, and `final` `[F, N]`, the slots for final
-        observations with F = ceil(R / min_truncation_gap) + 1. A slot holds `obs` and its `step`, -1 if it is empty.
+    Returns: TensorDict with `steps` and `final`. `steps` has the fields of `rows`, in the shape `[R, N, ...]`. `final`,
+        of shape `[F, N]`, has F = ceil(R / min_truncation_gap) + 1 slots for final observations of each environment. A
+        slot stores an `obs` and its `step`, which is -1 for an empty slot.
     Gradient: none.
-    Raises: ValueError if a field is missing, if a flag is not bool, if rows are not `[N]`, or if a number is too small.
+    Raises: ValueError if `rows` lacks a field or is not `[N]`, if `terminated` or `truncated` is not bool, or if
+        `steps` or `min_truncation_gap` is too small.
 
     >>> flag = torch.zeros(3, dtype=torch.bool)
     >>> rows = {"obs": torch.zeros(3, 8, dtype=torch.uint8), "reward": flag.float(), "terminated": flag}
@@ -95,12 +101,12 @@ def replay_init(rows: TensorDict, *, steps: int, min_truncation_gap: int) -> Ten
 
 
 def _zeros(rows: Any, length: int) -> Any:
-    """Return zeros `[length, N, ...]` for rows `[N, ...]`."""
+    """Return zeros of shape `[length, N, ...]` with the fields of `rows`, of shape `[N, ...]`."""
     return mapped(lambda x: x.new_zeros((length, *x.shape)), rows, batch=lambda size: (length, *size))
 
 
 def _slot_width(ring: TensorDict) -> int:
-    """Return the number of steps whose truncations share a slot."""
+    """Return the width of a slot: the number of consecutive steps whose final observations share this slot."""
     return -(-len(ring["steps"]) // (len(ring["final"]) - 1))
 
 
@@ -108,13 +114,13 @@ def replay_start(ring: TensorDict, start: Tensor, *, steps: int) -> Replay:
     """Return the buffer at the start of an iteration, with an empty block.
 
     Args:
-        ring: from `replay_init`, with the rows of earlier iterations.
-        start: steps of each environment before the iteration, 0-d int64.
-        steps: steps of each environment in the iteration, at most the length of the ring.
+        ring: ring from `replay_init`, with the rows of earlier iterations.
+        start: number of steps of each environment before the iteration, 0-d int64.
+        steps: number of steps of each environment in the iteration, at most the length of the ring.
 
-    Returns: `Replay`. It shares the ring.
+    Returns: a `Replay` that shares the tensors of `ring`.
     Gradient: none.
-    Raises: ValueError if `steps` is not 1 to R, or if `start` is not 0-d int64.
+    Raises: ValueError if `steps` is not between 1 and R, or if `start` is not 0-d int64.
 
     >>> flag = torch.zeros(3, dtype=torch.bool)
     >>> rows = TensorDict({name: flag for name in ("obs", "reward", "terminated", "truncated")}, [3])
@@ -126,7 +132,7 @@ def replay_start(ring: TensorDict, start: Tensor, *, steps: int) -> Replay:
         raise ValueError(f"replay_start needs 1 <= steps <= {capacity}, the length of the ring, got {steps}")
     if start.ndim or start.dtype != torch.int64:
         raise ValueError(f"start is {start.dtype} {list(start.shape)}, expected torch.int64 []")
-    # The slots that `steps` consecutive steps can use, wherever the first one is in its slot.
+    # The largest number of slots that `steps` consecutive steps can span.
     slots = (steps - 2) // _slot_width(ring) + 2
 
     def zeros(tree: Any, length: int) -> Any:
@@ -138,18 +144,19 @@ def replay_start(ring: TensorDict, start: Tensor, *, steps: int) -> Replay:
 
 
 def replay_add(replay: Replay, rows: TensorDict) -> Replay:
-    """Add steps to the block. From then on, they replace the oldest steps of the buffer.
+    """Add steps to the block. The new steps replace the oldest steps of the buffer.
 
     The block must have room for the rows. A row that does not fit is not stored.
 
     Args:
         replay: the buffer.
         rows: `[S, N]`, with the fields of the ring and `final_obs`. `final_obs` is the observation that the step led
-            to, before the reset. It is read where `truncated`.
+            to, before any reset. Only the `final_obs` of truncated steps is read.
 
-    Returns: the buffer with `added + S`.
+    Returns: the buffer with the new rows, and with `added` increased by S.
     Gradient: flows through `rows`.
-    Raises: ValueError if the fields differ from the ring's, or if a field has another shape or dtype.
+    Raises: ValueError if the fields of `rows` differ from the fields of the ring, or if a field has another shape or
+        dtype.
 
     >>> f, t = torch.tensor([[False]] * 2), torch.tensor([[False], [True]])
     >>> x = torch.tensor([[1.0], [2.0]])
@@ -178,13 +185,13 @@ def replay_add(replay: Replay, rows: TensorDict) -> Replay:
 
 
 def _combine(fn: Callable[..., Tensor], first: Any, *others: Any) -> Any:
-    """Apply `fn` to the matching tensors of trees with the same fields. The result has the batch sizes of `first`."""
+    """Apply `fn` to the matching tensors of trees with equal fields. The result has the batch sizes of `first`."""
     leaves, structure = flatten(first)
     return unflatten(structure, map(fn, leaves, *(flatten(other)[0] for other in others)))
 
 
 def _check_rows(label: str, rows: Any, stored: Any) -> None:
-    """Raise ValueError unless rows `[S, N]` have the fields, shapes and dtypes of a stored tree `[T, N]`."""
+    """Raise ValueError unless new rows (`[S, N]`) have the same fields, shapes and dtypes as stored rows (`[T, N]`)."""
     (new, structure), (old, expected) = flatten(rows), flatten(stored)
     if names(structure) != names(expected):
         raise ValueError(f"{label} has the fields {names(structure)}, the ring has {names(expected)}")
@@ -200,7 +207,7 @@ def _append_axes(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _with_final(replay: Replay, truncated: Tensor, final_obs: Any) -> TensorDict:
-    """Return the final observations of the block after S steps with these flags `[S, N]`."""
+    """Store the final observations of new truncated steps, and return the updated slots of the block."""
     final, width = replay.block["final"], _slot_width(replay.ring)
     length, num_envs = truncated.shape
     number = torch.arange(length, device=truncated.device)
@@ -208,7 +215,7 @@ def _with_final(replay: Replay, truncated: Tensor, final_obs: Any) -> TensorDict
     slot = (first + number) // width - replay.start // width
     slots = torch.arange(len(final), device=truncated.device)
     here = truncated.unsqueeze(1) & (slot.unsqueeze(-1) == slots).unsqueeze(-1)  # [S, slots, N]
-    latest = torch.where(here, number.reshape(-1, 1, 1), -1).amax(0)  # the step that each slot takes, -1 for none
+    latest = torch.where(here, number.reshape(-1, 1, 1), -1).amax(0)  # last truncated step of each slot, or -1
     source = (latest.clamp(min=0) * num_envs + torch.arange(num_envs, device=truncated.device)).flatten()
 
     def fill(old: Tensor, new: Tensor) -> Tensor:
@@ -221,16 +228,16 @@ def _with_final(replay: Replay, truncated: Tensor, final_obs: Any) -> TensorDict
 
 
 def replay_writes(replay: Replay) -> TensorDict:
-    """Return the rows of a full block and their places in the ring.
+    """Return the rows of a full block and the indices of these rows in the ring.
 
-    To store them, run `ring[part][field].index_copy_(0, index, rows[field])` for each part and each field.
+    To store the rows, run `ring[part][field].index_copy_(0, index, rows[field])` for each part and each field.
 
     Args:
         replay: the buffer after the last `replay_add` of the iteration.
 
-    Returns: for each part of the ring, `steps` and `final`, the `rows` and their `index` on the first axis of the ring.
-        Slots without a new final observation get their old rows.
-    Gradient: flows through the block.
+    Returns: TensorDict with the parts `steps` and `final`. Each part has the `rows` and the `index` of each row on the
+        first axis of the ring. A slot without a new final observation keeps its old row.
+    Gradient: flows through the rows of the block.
 
     >>> flag = torch.zeros(1, dtype=torch.bool)
     >>> rows = TensorDict({name: flag for name in ("obs", "reward", "terminated", "truncated")}, [1])
@@ -258,7 +265,7 @@ def replay_writes(replay: Replay) -> TensorDict:
 
 
 def valid_steps(replay: Replay, n: int, stack: int) -> tuple[Tensor, Tensor]:
-    """Return the first step that can be drawn, and the first newer step that cannot."""
+    """Return the range of steps that can be drawn: the first step, and the first step after the range."""
     capacity = len(replay.ring["steps"])
     for name, number in (("n", n), ("stack", stack)):
         if number < 1:
@@ -266,7 +273,7 @@ def valid_steps(replay: Replay, n: int, stack: int) -> tuple[Tensor, Tensor]:
     if n + stack > capacity:
         raise ValueError(f"n={n} and stack={stack} need a ring of at least {n + stack} steps, it has {capacity}")
     now = replay.start + replay.added
-    # While nothing is overwritten, all steps back to the start of the first episode are there.
+    # Until the ring is full, all steps since the start of the first episode are stored.
     return torch.where(now > capacity, now - capacity + stack - 1, 0), now - n
 
 
@@ -278,12 +285,12 @@ def replay_count(replay: Replay, *, n: int, stack: int) -> Tensor:
 
     Args:
         replay: the buffer.
-        n: number of steps of a return, at least 1.
-        stack: number of frames in an observation, 1 without frame stacks.
+        n: number of steps in a return, at least 1.
+        stack: number of frames in an observation, 1 without frame stacking.
 
     Returns: 0-d int64.
     Gradient: none.
-    Raises: ValueError if a number is below 1, or if the ring has fewer than `n + stack` steps.
+    Raises: ValueError if `n` or `stack` is below 1, or if the ring has fewer than `n + stack` steps.
 
     >>> flag = torch.zeros(2, dtype=torch.bool)
     >>> rows = TensorDict({name: flag for name in ("obs", "reward", "terminated", "truncated")}, [2])
@@ -296,17 +303,17 @@ def replay_count(replay: Replay, *, n: int, stack: int) -> Tensor:
 
 
 def replay_index(replay: Replay, keys: Tensor, *, n: int, stack: int) -> Tensor:
-    """Draw rows with equal probabilities, with replacement.
+    """Draw the indices of rows uniformly at random, with replacement.
 
     Args:
-        replay: the buffer. At least one row can be drawn (`replay_count`).
+        replay: the buffer, with at least one row that can be drawn (see `replay_count`).
         keys: `[*B]` int64, one key of `ecrl.rng` for each draw.
-        n: number of steps of a return, at least 1.
-        stack: number of frames in an observation, 1 without frame stacks.
+        n: number of steps in a return, at least 1.
+        stack: number of frames in an observation, 1 without frame stacking.
 
     Returns: int64 `[*B]`, indices for `replay_read`.
     Gradient: none.
-    Raises: ValueError if a number is below 1, or if the ring has fewer than `n + stack` steps.
+    Raises: ValueError if `n` or `stack` is below 1, or if the ring has fewer than `n + stack` steps.
 
     >>> flag = torch.zeros(2, dtype=torch.bool)
     >>> rows = TensorDict({name: flag for name in ("obs", "reward", "terminated", "truncated")}, [2])
@@ -322,7 +329,7 @@ def replay_index(replay: Replay, keys: Tensor, *, n: int, stack: int) -> Tensor:
 
 
 def _step_and_env(replay: Replay, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the steps and the environments of indices. The step is the newest one with this place in the ring."""
+    """Return the step and the environment of each index. If several steps have this index, return the newest step."""
     if index.dtype != torch.int64:
         raise ValueError(f"index has dtype {index.dtype}, expected torch.int64")
     capacity, num_envs = replay.ring["steps"].shape
@@ -331,7 +338,7 @@ def _step_and_env(replay: Replay, index: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gather(old: Any, new: Any, is_new: Tensor, old_row: Tensor, new_row: Tensor, env: Tensor) -> Any:
-    """Read rows `[*B]` of a part of the ring `[R, N]`, or of the block where `is_new`."""
+    """Read rows of shape `[*B]`, from the block `new` where `is_new` is True and from the ring `old` elsewhere."""
     num_envs, shape = flatten(old)[0][0].shape[1], is_new.shape
     old_row = (old_row * num_envs + env).flatten()
     new_row = (new_row.clamp(0, len(flatten(new)[0][0]) - 1) * num_envs + env).flatten()
@@ -346,14 +353,14 @@ def _gather(old: Any, new: Any, is_new: Tensor, old_row: Tensor, new_row: Tensor
 
 
 def _read_steps(replay: Replay, fields: Any, step: Tensor, env: Tensor) -> TensorDict:
-    """Read fields of steps `[*B]` of environments `[*B]`."""
+    """Read fields of the given steps and environments, each of shape `[*B]`."""
     old, new = (x["steps"].select(*fields) for x in (replay.ring, replay.block))
     env = env.expand(step.shape)
     return _gather(old, new, step >= replay.start, step % len(old), step - replay.start, env)
 
 
 def _read_final(replay: Replay, step: Tensor, env: Tensor) -> TensorDict:
-    """Read the final observations of truncated steps `[*B]`."""
+    """Read the final observations of the given truncated steps and environments, each of shape `[*B]`."""
     old, new, width = replay.ring["final"], replay.block["final"], _slot_width(replay.ring)
     slot = step // width
     return _gather(old, new, step >= replay.start, slot % len(old), slot - replay.start // width, env)
@@ -402,15 +409,15 @@ def _transitions(
 
 
 def replay_read(replay: Replay, index: Tensor, *, gamma: Scalar, n: int) -> TensorDict:
-    """Read transitions of up to n steps. They end earlier at the end of an episode.
+    """Read n-step transitions. A transition has fewer steps if its episode ends earlier.
 
         m        = the smallest k with terminated[t + k - 1] or truncated[t + k - 1], at most n
         reward   = sum of gamma^k * reward[t + k] over k = 0 .. m - 1
         discount = 0 if terminated[t + m - 1] else gamma^m
         next_obs = final_obs[t + m - 1] if truncated[t + m - 1] else obs[t + m]
 
-    The target of a value V is `reward + discount * V(next_obs)`. If the ring has the field `executed`, the environment
-    steps of each step, then each k is the number of environment steps before step t + k.
+    The target for a value function V is `reward + discount * V(next_obs)`. If the ring has the field `executed`, a step
+    may consist of several environment steps. The exponents k and m of `gamma` then count environment steps.
 
     Args:
         replay: the buffer.
@@ -418,12 +425,12 @@ def replay_read(replay: Replay, index: Tensor, *, gamma: Scalar, n: int) -> Tens
         gamma: discount per step.
         n: largest number of rewards in a sum, at least 1.
 
-    Returns: `[*B]`, with `reward` (reward units), `discount`, `next_obs`, and `terminated` of the last step. `obs`,
-        `action` and the other fields of the ring are those of step t. `obs` and `next_obs` keep their dtype. `discount`
-        has the dtype of `reward`. If `terminated`, `next_obs` is any observation. If the final observation of a
-        truncated step is lost, `discount` is NaN.
+    Returns: TensorDict `[*B]` with `reward` (reward units), `discount`, `next_obs`, and `terminated` of the last step.
+        `obs`, `action` and the other fields of the ring belong to step t. `obs` and `next_obs` keep their dtype.
+        `discount` has the dtype of `reward`. If `terminated` is True, `next_obs` is an arbitrary observation. If the
+        final observation of a truncated step was overwritten, `discount` is NaN.
     Gradient: flows through the rows and `gamma`.
-    Raises: ValueError if `n` is not 1 to R - 1, if `gamma` is not 0-d, or if `index` is not int64.
+    Raises: ValueError if `n` is not between 1 and R - 1, if `gamma` is not 0-d, or if `index` is not int64.
     Source: Sutton and Barto 2018, eq. 7.1; time limits as in Pardo et al. 2018, arXiv:1712.00378.
 
     >>> x, f = torch.arange(6.0).reshape(6, 1), torch.zeros(6, 1, dtype=torch.bool)
@@ -439,24 +446,26 @@ def replay_read(replay: Replay, index: Tensor, *, gamma: Scalar, n: int) -> Tens
 
 
 def replay_stack(replay: Replay, index: Tensor, *, gamma: Scalar, n: int, stack: int) -> TensorDict:
-    """Read transitions of up to n steps, with stacks of the latest frames as observations.
+    """Read n-step transitions whose observations are stacks of the latest frames.
 
         obs[i] = frame[max(t - stack + 1 + i, start of the episode)],  i = 0 .. stack - 1
 
-    A stack that would reach into an earlier episode repeats the first frame of its own episode. `FrameStackObservation`
-    of Gymnasium does the same by default. The last frame of `next_obs` is that of `replay_read`.
+    A stack that would reach into an earlier episode repeats the first frame of its own episode. Gymnasium's
+    `FrameStackObservation` also repeats the first frame by default. The last frame of `next_obs` equals the `next_obs`
+    of `replay_read`.
 
     Args:
-        replay: the buffer. It holds single frames.
-        index: int64 `[*B]`, drawn with this `stack`.
+        replay: the buffer, which stores single frames.
+        index: int64 `[*B]`, drawn with the same `stack`.
         gamma: discount per step.
         n: largest number of rewards in a sum, at least 1.
         stack: number of frames, at least 1.
 
-    Returns: `[*B]` as `replay_read`, but `obs` and `next_obs` are `[*B, stack, ...]`, oldest frame first.
+    Returns: TensorDict `[*B]` with the same fields as for `replay_read`. `obs` and `next_obs` have the shape
+        `[*B, stack, ...]`, with the oldest frame first.
     Gradient: flows through the rows and `gamma`.
-    Raises: ValueError if a number is below 1, if the ring has fewer than `n + stack` steps, if `gamma` is not 0-d, or
-        if `index` is not int64.
+    Raises: ValueError if `n` or `stack` is below 1, if the ring has fewer than `n + stack` steps, if `gamma` is not
+        0-d, or if `index` is not int64.
     Source: Mnih et al. 2015, "Human-level control through deep reinforcement learning", methods.
 
     >>> x, f = torch.arange(6.0).reshape(6, 1), torch.zeros(6, 1, dtype=torch.bool)
@@ -480,7 +489,7 @@ def replay_stack(replay: Replay, index: Tensor, *, gamma: Scalar, n: int, stack:
 
 
 def _frames(replay: Replay, step: Tensor, env: Tensor, stack: int) -> Any:
-    """Return the observations of the `stack` steps up to `step` `[*B]`, `[*B, stack, ...]`, oldest first."""
+    """Return the last `stack` frames up to `step`, in shape `[*B, stack, ...]`, with the oldest frame first."""
     earlier = step.unsqueeze(-1) - torch.arange(1, stack, device=step.device)
     flags = _read_steps(replay, ["terminated", "truncated"], earlier, env.unsqueeze(-1))
     ends = flags["terminated"] | flags["truncated"] | (earlier < 0)

@@ -1,23 +1,23 @@
 """Estimators of returns and advantages on `[*B, T]` tensors. Time is the last axis.
 
 The `next_value` of a `terminated` step is not read and may be NaN, because no state follows. Steps after a `done` step
-belong to another episode and do not contribute. If a time limit truncates an episode, the estimators bootstrap from
-`next_value`, the value of the last state before the reset. The functions detach nothing. `ecrl.kernels.reverse_scan`
-runs the recursion over time.
+belong to another episode, so they do not contribute to the returns of earlier steps. If a time limit truncates an
+episode, the estimators bootstrap from `next_value`, the value of the last state before the reset. The functions do not
+detach their inputs. `ecrl.kernels.reverse_scan` runs the recursion over time.
 
 `gamma` is a number, a 0-d tensor, or a `[*B, T]` tensor with the discount `gamma[t]` of each step. If a step executes a
 chunk of several actions, its discount is `gamma ** executed`.
 
 A term with weight 0 is left out, so the term may be infinite or NaN:
 
-- With `gae_lambda` 0, the returns of later steps are not read.
-- With `gae_lambda` 1, `td_lambda_returns` does not read values inside an episode.
-- With `gamma` 0, only rewards and `value` are read.
+- With a `gae_lambda` of 0, the returns of later steps are not read.
+- With a `gae_lambda` of 1, `td_lambda_returns` does not read values inside an episode.
+- With a `gamma` of 0, only rewards and `value` are read.
 
 A term that is left out contributes no gradient to `gamma` and `gae_lambda`.
 
-Results have the dtype of `reward`, or the dtype that the inputs promote to if `reward` is not float. Half precision is
-computed in float32.
+Results have the dtype of `reward`. If `reward` is not float, results have the common dtype of the inputs, as given by
+`torch.promote_types`. Half-precision inputs are converted to float32 first.
 """
 
 from typing import NamedTuple
@@ -31,21 +31,21 @@ from ecrl.types import Scalar, check_axes, check_bool, same_shape
 
 
 class GAE(NamedTuple):
-    """Result of `gae`: `advantage` and `value_target`, each `[*B, T]`."""
+    """Result of `gae`: `advantage` and `value_target`, each of shape `[*B, T]`."""
 
     advantage: Tensor
     value_target: Tensor
 
 
 class VTrace(NamedTuple):
-    """Result of `vtrace`: `advantage` and `value_target`, each `[*B, T]`."""
+    """Result of `vtrace`: `advantage` and `value_target`, each of shape `[*B, T]`."""
 
     advantage: Tensor
     value_target: Tensor
 
 
 def _widen(first: Tensor, *others: Tensor) -> tuple[torch.dtype, list[Tensor]]:
-    """Return the dtype of the results, and the tensors in the dtype of the computation, which is at least float32."""
+    """Return the dtype of the results, and the tensors converted to a common dtype of float32 or wider."""
     dtype = first.dtype if first.is_floating_point() else common_dtype(first, *others)
     return dtype, widened(first, *others)
 
@@ -63,7 +63,7 @@ def discounted_returns(
         G[t] = reward[t] + gamma[t] * (next_value[t] * not terminated[t] if done[t] or t = T - 1 else G[t + 1])
 
     Args:
-        reward: `[*B, T]` float, reward units.
+        reward: `[*B, T]` float, in reward units.
         next_value: `[*B, T]` float, value of the state that the action led to, before auto-reset. Pass
             zeros to leave out the bootstrap.
         terminated: `[*B, T]` bool.
@@ -94,13 +94,13 @@ def n_step_returns(
 ) -> Tensor:
     """Return n-step returns: discounted sums of up to `n` rewards plus a bootstrap value.
 
-    A sum ends before `n` rewards at a `done` step and at the last step.
+    A sum has fewer than `n` rewards if it reaches a `done` step or the last step.
 
         G1[t] = reward[t] + gamma[t] * next_value[t] * not terminated[t]
         Gk[t] = G1[t] if done[t] or t = T - 1 else reward[t] + gamma[t] * G(k-1)[t + 1]
 
     Args:
-        reward: `[*B, T]` float, reward units.
+        reward: `[*B, T]` float, in reward units.
         next_value: `[*B, T]` float, value of the state that the action led to, before auto-reset.
         terminated: `[*B, T]` bool.
         done: `[*B, T]` bool, `terminated | truncated`.
@@ -109,7 +109,7 @@ def n_step_returns(
 
     Returns: `[*B, T]` in the dtype of `reward`.
     Gradient: flows through `reward` and `next_value`.
-    Raises: ValueError naming the arguments of a wrong shape, if `terminated` or `done` is not bool, or if `n < 1`.
+    Raises: ValueError naming the arguments with a wrong shape, if `terminated` or `done` is not bool, or if `n < 1`.
     Source: Sutton and Barto 2018, eq. 7.1.
 
     >>> f, ones = torch.tensor([False] * 3), torch.ones(3)
@@ -141,12 +141,12 @@ def td_lambda_returns(
         G[t] = reward[t] + gamma[t] * next_value[t] * not terminated[t]      where done[t] or t = T - 1
 
     Args:
-        reward: `[*B, T]` float, reward units.
+        reward: `[*B, T]` float, in reward units.
         next_value: `[*B, T]` float, value of the state that the action led to, before auto-reset.
         terminated: `[*B, T]` bool.
         done: `[*B, T]` bool, `terminated | truncated`.
         gamma: discount, or a `[*B, T]` tensor with the discount of each step.
-        gae_lambda: 0 gives one-step targets and 1 gives Monte-Carlo returns.
+        gae_lambda: the parameter lambda; 0 gives one-step targets and 1 gives Monte-Carlo returns.
 
     Returns: `[*B, T]` in the dtype of `reward`. The result equals `gae(...).value_target` if `next_value[t]` is
         `value[t + 1]`.
@@ -185,16 +185,16 @@ def gae(
         advantage[t] = delta[t] + gamma[t] * gae_lambda * advantage[t + 1] * not done[t]
 
     Args:
-        reward: `[*B, T]` float, reward units.
+        reward: `[*B, T]` float, in reward units.
         value: `[*B, T]` float, value of the state in which the action was taken.
         next_value: `[*B, T]` float, value of the state that the action led to, before auto-reset.
         terminated: `[*B, T]` bool.
         done: `[*B, T]` bool, `terminated | truncated`.
         gamma: discount, or a `[*B, T]` tensor with the discount of each step.
-        gae_lambda: 0 gives the one-step TD error and 1 gives the Monte-Carlo advantage.
+        gae_lambda: the parameter lambda; 0 gives the one-step TD error and 1 gives the Monte-Carlo advantage.
 
     Returns: `advantage` and `value_target = advantage + value`, each `[*B, T]` in the dtype of `reward`.
-    Gradient: flows through `reward`, `value` and `next_value`; nothing is detached.
+    Gradient: flows through `reward`, `value` and `next_value`.
     Raises: ValueError naming the argument, if shapes differ, `terminated` or `done` is not bool or a hyperparameter
         other than `gamma` is not 0-d.
     Source: Schulman et al. 2016, arXiv:1506.02438, eq. 16; time limits as in Pardo et al. 2018, arXiv:1712.00378.
@@ -245,18 +245,18 @@ def vtrace(
     Args:
         log_prob: `[*B, T]` float, log-probability in nats under the policy being trained.
         old_log_prob: `[*B, T]` float, log-probability in nats under the policy that acted.
-        reward: `[*B, T]` float, reward units.
+        reward: `[*B, T]` float, in reward units.
         value: `[*B, T]` float, value of the state in which the action was taken.
         next_value: `[*B, T]` float, value of the state that the action led to, before auto-reset.
         terminated: `[*B, T]` bool.
         done: `[*B, T]` bool, `terminated | truncated`.
         gamma: discount, or a `[*B, T]` tensor with the discount of each step.
-        gae_lambda: extra decay of `c`, which is 1 in the paper.
+        gae_lambda: additional decay of `c`. The paper uses 1.
         clip_rho: upper bound of the ratio in `rho`.
         clip_c: upper bound of the ratio in `c`.
 
     Returns: `advantage` and `value_target`, each `[*B, T]` in the dtype of `reward`.
-    Gradient: flows through every float argument; nothing is detached.
+    Gradient: flows through every float argument.
     Raises: ValueError naming the argument, if shapes differ, `terminated` or `done` is not bool or a hyperparameter
         other than `gamma` is not 0-d.
     Source: Espeholt et al. 2018, arXiv:1802.01561, eq. 1 and sec. 4.2.
@@ -294,21 +294,21 @@ def vtrace(
 def q_lambda(
     reward: Tensor, next_q: Tensor, terminated: Tensor, done: Tensor, *, gamma: Scalar, trace: Scalar
 ) -> Tensor:
-    """Return the targets of Peng's Q(lambda): lambda-returns with the largest Q of each next state as its value.
+    """Return the targets of Peng's Q(lambda): lambda-returns whose next values are the largest next Q-values.
 
         next_value[t] = max_a(next_q[t, a])
         G[t] = reward[t] + gamma[t] * ((1 - trace) * next_value[t] + trace * G[t + 1])
         G[t] = reward[t] + gamma[t] * next_value[t] * not terminated[t]      where done[t] or t = T - 1
 
-    The trace goes on after actions that are not greedy, as in PQN.
+    As in PQN, actions that are not greedy do not cut the trace.
 
     Args:
-        reward: `[*B, T]` float, reward units.
-        next_q: `[*B, T, A]` float, Q of all actions in the state that the action led to, before auto-reset.
+        reward: `[*B, T]` float, in reward units.
+        next_q: `[*B, T, A]` float, Q-values of all actions in the state that the action led to, before auto-reset.
         terminated: `[*B, T]` bool.
         done: `[*B, T]` bool, `terminated | truncated`.
-        gamma: discount, or `[*B, T]`, the discount of each step.
-        trace: lambda; 0 gives one-step targets, 1 Monte-Carlo returns.
+        gamma: discount, or a `[*B, T]` tensor with the discount of each step.
+        trace: the parameter lambda; 0 gives one-step targets and 1 gives Monte-Carlo returns.
 
     Returns: `[*B, T]` in the dtype of `reward`.
     Gradient: flows through `reward` and `next_q`.
@@ -336,24 +336,24 @@ def retrace(
     gamma: Scalar,
     trace: Scalar,
 ) -> Tensor:
-    """Return the targets of Retrace(lambda), off-policy corrected returns of action values.
+    """Return the targets of Retrace(lambda), which are off-policy corrected returns for action values.
 
         c[t] = trace * min(1, exp(log_rho[t]))
         G[t] = reward[t] + gamma[t] * (next_v[t] + c[t + 1] * (G[t + 1] - next_q_taken[t]))
         G[t] = reward[t] + gamma[t] * next_v[t] * not terminated[t]          where done[t] or t = T - 1
 
     Args:
-        reward: `[*B, T]` float, reward units.
-        next_q_taken: `[*B, T]` float, Q of the next state and the action of step t + 1. It is not read where `done[t]`
-            or `t = T - 1`.
-        next_v: `[*B, T]` float, V of the state that the action led to, before auto-reset: the mean of Q under the
-            policy being trained.
-        log_rho: `[*B, T]` float, nats, log-probability of the action of step t under the policy being trained, minus
-            that under the policy that acted. `log_rho[0]` is not read.
+        reward: `[*B, T]` float, in reward units.
+        next_q_taken: `[*B, T]` float, Q-value of the next state and the action of step t + 1. Entries with `done[t]` or
+            `t = T - 1` are not read.
+        next_v: `[*B, T]` float, value of the state that the action led to, before auto-reset. The value is the mean
+            Q-value under the policy being trained.
+        log_rho: `[*B, T]` float, log-ratio of the action of step t, in nats. The log-ratio is the log-probability under
+            the policy being trained minus the log-probability under the policy that acted. `log_rho[0]` is not read.
         terminated: `[*B, T]` bool.
         done: `[*B, T]` bool, `terminated | truncated`.
-        gamma: discount, or `[*B, T]`, the discount of each step.
-        trace: lambda; 0 gives one-step targets.
+        gamma: discount, or a `[*B, T]` tensor with the discount of each step.
+        trace: the parameter lambda; 0 gives one-step targets.
 
     Returns: `[*B, T]` in the dtype of `reward`.
     Gradient: flows through `reward`, `next_q_taken`, `next_v` and `log_rho`.
@@ -408,7 +408,7 @@ def episode_discounts(done: Tensor, *, gamma: Scalar) -> Tensor:
 
 
 def _products(done: Tensor, gamma: Tensor) -> Tensor:
-    """Compute `episode_discounts` for a separate `gamma` per step, by a recursion forwards in time."""
+    """Compute `episode_discounts` for a tensor `gamma` with one value per step, by a recursion forwards in time."""
     is_first = torch.cat((torch.ones_like(done[..., :1]), done[..., :-1]), -1)
     decay = torch.cat((torch.ones_like(gamma[..., :1]), gamma[..., :-1]), -1)
     first = is_first.to(gamma.dtype)

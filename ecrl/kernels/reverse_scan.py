@@ -51,11 +51,11 @@ def scan_time_major(
 ) -> Tensor:
     """Run the recursion of `reverse_scan` over the first axis.
 
-    A long time axis is cut into blocks of 8 steps, and scanned in three passes:
+    A long time axis is split into blocks of 8 steps, and the blocks are scanned in three passes:
 
-    1. Scan all blocks in parallel, each with `last` 0.
-    2. Scan the results of the blocks to get the `y` that follows each block. The second pass is cut into blocks too.
-    3. Scan all blocks in parallel again, each from the `y` that follows it.
+    1. Scan all blocks in parallel, each with a `last` of 0.
+    2. Scan the results of the blocks to get the `y` that follows each block. The second pass is also split into blocks.
+    3. Scan all blocks in parallel again, each from the `y` that follows the block.
 
     The scan takes about 16 operations for each factor of 8 in T, instead of T operations. The values of `y` between
     blocks are float64, so float32 rounding errors add up only within a block.
@@ -110,7 +110,7 @@ def _steps(x: Tensor, decay: Scalar, cut: Tensor, last: Tensor, store: Callable[
     y, ys, zero = last, [], x.new_zeros(())
     decays = decay.unbind(0) if varies(decay) else [decay] * len(x)  # pyright: ignore
     for x_t, decay_t, cut_t in list(zip(x.unbind(0), decays, cut.unbind(0), strict=True))[::-1]:
-        y = torch.where(cut_t, zero, y)  # not a product, because 0 * nan is nan
+        y = torch.where(cut_t, zero, y)  # not multiplied by 0, because 0 * nan is nan
         y = store(torch.addcmul(x_t, y, decay_t) if isinstance(decay_t, Tensor) else x_t.add(y, alpha=decay_t))
         ys.append(y)
     return ys[::-1]

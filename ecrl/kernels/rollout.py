@@ -34,7 +34,7 @@ def act_and_step(
     action_noise: Any,
     env_noise: Any,
 ) -> tuple[TensorDict, TensorDict, TensorDict]:
-    """Run one transition: the policy acts on the last observation, and the environment steps.
+    """Run one transition: the policy acts on the last observation, and the environment takes a step.
 
         carry, out = act(params, carry, env_state["obs"], action_noise)
         env_state  = step(env_state, out["action"], env_noise)
@@ -49,10 +49,11 @@ def act_and_step(
         action_noise: noise from the policy's `draw` for this step, or None for the deterministic action.
         env_noise: noise from the environment's `draw` for this step.
 
-    Returns: carry, env_state and the transition `[N]`. The transition has the fields of `out`, reward, terminated,
-        truncated, done and final_obs, and info, mask and executed if the environment has them. The carry is the memory
-        after `act`. Pass the carry through `restarted_carry` before the next step, because the episode may have ended.
-    Gradient: flows as `act` and `step` define it.
+    Returns: the new carry, the new env_state and the transition `[N]`. The transition has the fields of `out`, and
+        reward, terminated, truncated, done and final_obs. The transition also has info, mask and executed if the
+        environment reports these fields. The carry is the policy's memory after `act`. Pass the carry through
+        `restarted_carry` before the next step, because the episode may have ended.
+    Gradient: flows through `act` and `step`.
     Raises: ValueError if `act` returns a field that the collector sets, such as reward.
 
     >>> act = lambda params, carry, obs, noise: (carry, TensorDict({"action": obs + noise}, obs.shape))
@@ -80,7 +81,7 @@ def restarted_carry(carry: TensorDict, initial: TensorDict, row: TensorDict) -> 
     environment.
 
     Args:
-        carry: `[N]`, the memory after `act`.
+        carry: the policy's memory after `act`, of shape `[N]`.
         initial: the memory at the start of an episode, with the same fields.
         row: the transition `[N]`, with terminated, truncated and, if present, mask.
 
@@ -124,7 +125,7 @@ def _transition(
 
 
 _Slots = tuple[Tensor, dict[str, Any]]
-"""Truncation count of each environment, of shape `[N]`, and the states at these truncations, of shape `[N, F, ...]`."""
+"""Pair of the number of truncations per environment (`[N]`) and the states at these truncations (`[N, F, ...]`)."""
 
 
 def _empty_slots(carry: TensorDict, obs: Any, size: int) -> _Slots:
@@ -177,8 +178,9 @@ def _run_loop(
     """Run the loop over time, in segments of `length` steps.
 
     Return the carry and the environment state, the steps `[T, N]`, the final states, and the memory before each
-    segment, of shape `[S, N]`. If `size` is None, there is a final state for each step, in shape `[N, T]`. If `size` is
-    0, the final states are None. Otherwise there is a final state for each truncation, in shape `[N, size]`.
+    segment, of shape `[S, N]`. If `size` is None, the final states have the shape `[N, T]`, with one state for each
+    step. If `size` is 0, the final states are None. Otherwise, the final states have the shape `[N, size]`, with one
+    state for each truncation.
     """
     if size is None:
         body = partial(_transition, policy, env)
@@ -208,13 +210,13 @@ def _scan_segments(
     """Scan `body` over time, in segments of `length` steps.
 
     Args:
-        scan: the loop.
+        scan: function that runs a loop.
         length: number of steps per segment, a divisor of T.
         memory_of: function that returns the policy's memory from a carry.
-        body: the body of the loop.
+        body: the function that the loop calls at each step.
         carry: the carry before the first step.
-        noise: `[T, N]`.
-        constants: passed to every step.
+        noise: the noise of all steps, `[T, N]`.
+        constants: further arguments of `body`, the same in every step.
 
     Returns: the last carry, the steps `[T, N]`, and the memory before the first step of each segment, `[S, N]`.
     """
@@ -242,20 +244,22 @@ def _swap_axes(tree: Any) -> Any:
 
 
 def place_at_truncations(value: Tensor, truncated: Tensor) -> Tensor:
-    """Move the values of states at time limits from slots to the steps that the time limits ended.
+    """Move the values of final states from slots to the steps at which a time limit ended the episode.
 
         placed[t] = value[sum(truncated[:t])] if truncated[t] else 0
 
-    If F = T, there is a state for each step, and `value[t]` replaces `value[sum(truncated[:t])]`.
+    If F = T, each step has its own slot, and `value[t]` replaces `value[sum(truncated[:t])]`.
 
     Args:
         value: `[*B, F]` with 1 <= F <= T, the value of each slot in `final` of a batch (`collect_rollout`). Slots
             without a time limit may hold any value.
-        truncated: `[*B, T + 1]` bool, the field of the batch's steps. The last step is padding, and False.
+        truncated: `[*B, T + 1]` bool, the field `truncated` of the batch's steps. The last step is padding, and its
+            flag is False.
 
     Returns: `[*B, T + 1]` in the dtype of `value`.
     Gradient: flows through `value`.
-    Raises: ValueError naming the argument, if the shape of `value` does not fit or `truncated` is not bool.
+    Raises: ValueError naming `value` if its shape does not match the shape of `truncated`, or `truncated` if it is not
+        bool.
     Source: Pardo et al. 2018, arXiv:1712.00378.
 
     >>> truncated = torch.tensor([False, True, True, False, False])
@@ -267,7 +271,7 @@ def place_at_truncations(value: Tensor, truncated: Tensor) -> Tensor:
     if value.shape[:-1] != truncated.shape[:-1] or not 1 <= value.shape[-1] <= steps:
         shapes = f"value has shape {list(value.shape)}, but truncated {list(truncated.shape)}"
         raise ValueError(f"{shapes}; expected the same axes, and between 1 and {steps} slots in the last one")
-    value, truncated = value.movedim(-1, 0), truncated.movedim(-1, 0)  # time is the first axis in memory
+    value, truncated = value.movedim(-1, 0), truncated.movedim(-1, 0)  # in memory, time is the first axis
     if len(value) == steps:
         placed = torch.cat((value, value[-1:]))
     else:
@@ -307,14 +311,15 @@ def collect_rollout(
             has `init_carry`.
         env: record with `step` (wrapped by auto-reset) and `draw`.
         params: the policy's parameters.
-        carry: the policy's memory before the first step, a TensorDict `[N]`. For a feed-forward policy it is empty.
+        carry: the policy's memory before the first step, a TensorDict `[N]`. For a feed-forward policy, the memory is
+            empty.
         env_state: environment states, a TensorDict `[N]` with `obs`.
         env_keys: int64 `[T, N]`, one key per step and environment, for the environment's noise.
         action_keys: int64 `[T, N]`, one key per step and environment, for the actions.
-        scan: the loop over time. The default is a Python loop.
-        max_truncations: the largest number of truncations of one environment in the T steps, or None if it is
+        scan: function that runs the loop over time. The default runs a Python loop.
+        max_truncations: the largest number of truncations of one environment in the T steps, or None if this number is
             unknown. A small bound saves memory and time, because the function stores only this many final observations
-            per environment, and the critic evaluates only these.
+            per environment, and the critic evaluates only these observations.
         segment_length: number of steps per segment, a divisor of T. The batch has the policy's memory before the first
             step of each segment. If None, all T steps form one segment.
 
@@ -330,10 +335,10 @@ def collect_rollout(
         policy has no memory, the batch has no `carry`.
 
         `final`, of shape `[N, F]`, holds the states at time limits, before the reset: `obs`, `value` and, if the policy
-        has memory, the `carry` after `act`. F is max_truncations. The slot of a state is the number of truncations that
-        its environment had before. If max_truncations is None or at least T, F is T and slot t is step t. Slots without
-        a time limit hold arbitrary values. `final` is absent without a critic, or if F is 0. `place_at_truncations`
-        moves values from slots to steps.
+        has memory, the `carry` after `act`. F is max_truncations. The index of a state's slot is the number of earlier
+        truncations of the same environment. If max_truncations is None or at least T, F is T and slot t belongs to step
+        t. Slots without a time limit hold arbitrary values. `final` is absent if the policy has no critic, or if F is
+        0. `place_at_truncations` moves values from slots to steps.
     Gradient: none, because the function runs under `no_grad`.
     Raises: ValueError if the keys are not both `[T, N]` with T >= 1, or if `segment_length` does not divide T.
     Source: for the value at a time limit, Pardo et al. 2018, arXiv:1712.00378.
@@ -443,7 +448,8 @@ def _sequence_values(
 def episode_init(num_envs: int, window: int, device: torch.device | str | None = None) -> TensorDict:
     """Return the initial episode statistics.
 
-    The statistics hold the return and length so far of each running episode, and of the last `window` finished ones.
+    The statistics hold the return and length so far of each running episode, and the return and length of each of the
+    last `window` finished episodes.
 
     >>> episode_init(2, 100)["finished_return"].shape
     torch.Size([100])
@@ -467,12 +473,12 @@ def running_returns(reward: Tensor, done: Tensor, before: Tensor, *, gamma: Scal
         y[t] = reward[t] + gamma[t] * y[t - 1] * not done[t - 1],    y[-1] = before
 
     Args:
-        reward: `[*B, T]` float, reward units.
+        reward: `[*B, T]` float, in reward units.
         done: `[*B, T]` bool.
         before: `[*B]` float, the sum before the first step, 0 for a new episode.
-        gamma: discount, or `[*B, T]`, the discount of each step.
+        gamma: discount, or a `[*B, T]` tensor with the discount of each step.
 
-    Returns: `[*B, T]` in the dtype of `reward`; half precision is computed in float32.
+    Returns: `[*B, T]` in the dtype of `reward`. Half-precision rewards are converted to float32 first.
     Gradient: flows through `reward` and `before`.
     Raises: ValueError naming the argument, if shapes differ, `done` is not bool or a hyperparameter other than `gamma`
         is not 0-d.
@@ -523,16 +529,16 @@ def episode_update(
     """Update the episode statistics with T more steps.
 
     Args:
-        episode: from `episode_init` or `episode_update`.
-        reward: `[N, T]` float, reward units.
+        episode: episode statistics from `episode_init` or `episode_update`.
+        reward: `[N, T]` float, in reward units.
         done: `[N, T]` bool.
         mask: `[N, T]` bool, False for a step that does not count. If None, all steps count.
-        executed: `[N, T]` int64, the number of environment steps that each step took. If None, each step took one.
+        executed: `[N, T]` int64, the number of environment steps that each step took. If None, each step took one
+            environment step.
 
     Returns: new statistics in the dtypes of `episode`. `finished_return` and `finished_length` hold the most recent
-        episodes, oldest first. Episodes that end at the same step are in the order of their environments. `finished` is
-        False for slots without an episode. A nonfinite reward makes the return of its episode NaN. Sums are computed in
-        float64.
+        episodes, oldest first. Episodes that end at the same step are ordered by environment. `finished` is False for
+        slots without an episode. A nonfinite reward makes the return of its episode NaN. Sums are computed in float64.
     Gradient: none.
     Raises: ValueError if `done` or `mask` is not bool.
 
@@ -569,9 +575,9 @@ def restarted(episode: TensorDict) -> TensorDict:
     """Set the return and length of every running episode to 0, and keep the statistics of finished episodes.
 
     Args:
-        episode: from `episode_init` or `episode_update`.
+        episode: episode statistics from `episode_init` or `episode_update`.
 
-    Returns: new statistics.
+    Returns: the new statistics.
     Gradient: none.
 
     >>> restarted(episode_init(1, 2).set("running_return", torch.ones(1)))["running_return"]

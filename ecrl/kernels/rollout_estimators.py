@@ -1,4 +1,4 @@
-"""Apply the estimators of `returns.py` to `[N, T + 1]` rollouts, by selecting the fields that each estimator needs.
+"""Apply the estimators of `returns.py` to rollouts of shape `[N, T + 1]`, by selecting the fields that they need.
 
 The padding in the last time slot is ignored. Without the field `final_value`, a time limit counts as a termination. If
 the rollout has `executed`, the discount of a step is `gamma ** executed`.
@@ -13,7 +13,7 @@ from ecrl.types import Scalar, check_rollout, transitions
 
 
 def decision_discounts(steps: TensorDict, gamma: Scalar) -> Scalar:
-    """Return the discount of each decision in steps `[*B]`, or `gamma` if the steps have no field `executed`.
+    """Return the discount of each step, in shape `[*B]`, or return `gamma` if the steps have no field `executed`.
 
         discount[t] = gamma ** executed[t]
 
@@ -34,8 +34,8 @@ def decision_discounts(steps: TensorDict, gamma: Scalar) -> Scalar:
 def compute_returns(rollout: TensorDict, gamma: Scalar) -> Tensor:
     """Apply `discounted_returns` to a rollout of shape `[N, T + 1]`. The result has shape `[N, T]`.
 
-    The function reads reward, terminated, truncated and done, and, if present, value, final_value and executed. Without
-    `value`, the returns do not bootstrap.
+    The function reads the fields reward, terminated, truncated and done and, if present, value, final_value and
+    executed. Without `value`, the returns do not bootstrap.
 
     Raises: ValueError naming a field that is missing or has a wrong shape.
 
@@ -55,7 +55,8 @@ def compute_returns(rollout: TensorDict, gamma: Scalar) -> Tensor:
 def compute_n_step_returns(rollout: TensorDict, gamma: Scalar, n: int) -> Tensor:
     """Apply `n_step_returns` to a rollout of shape `[N, T + 1]`. The result has shape `[N, T]`.
 
-    The function reads reward, value, terminated, truncated, done and, if present, final_value and executed.
+    The function reads the fields reward, value, terminated, truncated and done and, if present, final_value and
+    executed.
 
     Raises: ValueError naming a field that is missing or has a wrong shape, or if `n < 1`.
 
@@ -73,7 +74,8 @@ def compute_n_step_returns(rollout: TensorDict, gamma: Scalar, n: int) -> Tensor
 def compute_td_lambda_returns(rollout: TensorDict, gamma: Scalar, gae_lambda: Scalar) -> Tensor:
     """Apply `td_lambda_returns` to a rollout of shape `[N, T + 1]`. The result has shape `[N, T]`.
 
-    The function reads reward, value, terminated, truncated, done and, if present, final_value and executed.
+    The function reads the fields reward, value, terminated, truncated and done and, if present, final_value and
+    executed.
 
     Raises: ValueError naming a field that is missing or has a wrong shape.
 
@@ -91,9 +93,10 @@ def compute_td_lambda_returns(rollout: TensorDict, gamma: Scalar, gae_lambda: Sc
 
 
 def compute_gae(rollout: TensorDict, gamma: Scalar, gae_lambda: Scalar) -> GAE:
-    """Apply `gae` to a rollout of shape `[N, T + 1]`. Return advantages and value targets, each of shape `[N, T]`.
+    """Apply `gae` to a rollout of shape `[N, T + 1]`. Return the advantages and value targets, each `[N, T]`.
 
-    The function reads reward, value, terminated, truncated, done and, if present, final_value and executed.
+    The function reads the fields reward, value, terminated, truncated and done and, if present, final_value and
+    executed.
 
     Raises: ValueError naming a field that is missing or has a wrong shape.
 
@@ -112,11 +115,11 @@ def compute_gae(rollout: TensorDict, gamma: Scalar, gae_lambda: Scalar) -> GAE:
 def compute_vtrace(
     rollout: TensorDict, log_prob: Tensor, *, gamma: Scalar, gae_lambda: Scalar, clip_rho: Scalar, clip_c: Scalar
 ) -> VTrace:
-    """Apply `vtrace` to a rollout of shape `[N, T + 1]`. Return advantages and value targets, each of shape `[N, T]`.
+    """Apply `vtrace` to a rollout of shape `[N, T + 1]`. Return the advantages and value targets, each `[N, T]`.
 
     `log_prob`, of shape `[N, T]`, holds the log-probabilities of the actions under the policy being trained. The
-    function reads sample_log_prob, reward, value, terminated, truncated, done and, if present, final_value and executed
-    of the rollout.
+    function reads the rollout's fields sample_log_prob, reward, value, terminated, truncated and done and, if present,
+    final_value and executed.
 
     Raises: ValueError naming a field that is missing or has a wrong shape.
 

@@ -1,4 +1,7 @@
-"""Loops over time, run in Python or compiled. `collect_rollout` takes the loop to use as its argument `scan`."""
+"""Loops over time, which run in Python or in a compiled graph.
+
+The argument `scan` of `collect_rollout` selects the loop.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,16 +12,16 @@ from torch import Tensor
 from ecrl.pytree import flatten, mapped, names, unflatten
 
 _CPU_ROWS, _GPU_ROWS = 2048, 65_536
-"""Largest number of rows in a chunk, or of steps if a row is a sequence.
+"""Largest number of rows in a chunk, or largest number of steps in a chunk if each row is a sequence.
 
-On a CPU, the activations of a small network then fit in a cache. A chunk of this size keeps a GPU busy.
+With the CPU limit, the activations of a small network fit in a cache. A chunk with the GPU limit keeps a GPU busy.
 """
 
 _CPU_BYTES, _GPU_BYTES = 2048 * _CPU_ROWS, 2048 * _GPU_ROWS
 """Largest number of bytes in a chunk: 4 MiB on a CPU and 128 MiB on a GPU.
 
-If a row has more than 2 KiB, chunks have fewer rows. For example, the activations of a convolutional network take
-several times the bytes of its images.
+If a row has more than 2 KiB, a chunk has fewer rows than the limit above. The activations of a convolutional network,
+for example, take several times as much memory as its images.
 """
 Scan = Callable[..., tuple[Any, Any]]
 """Type of a function with the same arguments and results as `scan`."""
@@ -31,14 +34,15 @@ def scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: 
 
     Args:
         body: a pure function that reads only its arguments.
-        carry: tensors, TensorDicts, and tuples, lists and dicts of them. `body` must keep shapes and dtypes.
-        xs: tensors in the same containers. The first axis has the same length in all tensors, at least 1.
+        carry: tensors or TensorDicts, optionally nested in tuples, lists and dicts. `body` must preserve all shapes and
+            dtypes.
+        xs: tensors in the same kinds of containers. The first axis of all tensors has the same length, at least 1.
         constants: further arguments of `body`, the same in every step.
 
     Returns: the last carry, and all `y` stacked along a new first axis.
-    Gradient: flows as `body` defines it.
-    Raises: ValueError if `xs` holds no tensor, if the first axes of its tensors differ, or if `body` changes the
-        structure of the carry or the shape or dtype of one of its tensors.
+    Gradient: flows through `body`.
+    Raises: ValueError if `xs` holds no tensor, or if the first axes of its tensors differ in length. ValueError if
+        `body` changes the structure of the carry, or the shape or dtype of a tensor in the carry.
 
     >>> scan(lambda total, x: (total + x, total), torch.tensor(0), torch.arange(1, 4))
     (tensor(6), tensor([0, 1, 3]))
@@ -95,16 +99,18 @@ def loop(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: 
 
     Args:
         body: a pure function that reads no tensors except its arguments, so pass all tensors in `xs` or `constants`.
-        carry: tensors, TensorDicts, and tuples, lists and dicts of them. `body` must keep shapes and dtypes.
-        xs: tensors in the same containers. The first axis has the same length in all tensors, at least 1.
+        carry: tensors or TensorDicts, optionally nested in tuples, lists and dicts. `body` must preserve all shapes and
+            dtypes.
+        xs: tensors in the same kinds of containers. The first axis of all tensors has the same length, at least 1.
         constants: further arguments of `body`, the same in every step.
 
     Returns: the last carry, and all `y` stacked along a new first axis.
-    Gradient: flows through `carry`, `xs` and `constants` as `body` defines it. In a compiled graph, a second loop
-        computes the gradient backwards in time, and the carry of every step is kept in memory for it. A compiled graph
-        does not support second derivatives.
-    Raises: ValueError in the same cases as `scan`. In a compiled graph, ConfigError if `body` uses a tensor of the
-        graph that is not one of its arguments, or if second or forward-mode derivatives are taken.
+    Gradient: flows through `body` to `carry`, `xs` and `constants`. In a compiled graph, a second loop computes the
+        gradient backwards in time, so the carry of every step is kept in memory. A compiled graph does not support
+        second derivatives.
+    Raises: ValueError in the same cases as `scan`. A compiled graph raises ConfigError if `body` uses a tensor of the
+        graph that is not one of its arguments. A compiled graph also raises ConfigError if second or forward-mode
+        derivatives are taken.
 
     >>> loop(lambda x, _: (0.5 * (x + 2.0 / x), None), torch.tensor(1.0), torch.zeros(4))[0]  # Heron's root of 2
     tensor(1.4142)
@@ -132,17 +138,17 @@ def row_bytes(rows: Any) -> int:
 def chunking(rows: int, device: torch.device, one_row: int, length: int = 1) -> tuple[int, int]:
     """Split rows into chunks that a network processes one by one. Return the number of chunks and the rows per chunk.
 
-    On a CPU, chunks are small enough for the activations to stay in a core's cache. On a GPU, chunks limit the memory.
-    A chunk has at most 2,048 rows and 4 MiB on a CPU, at most 65,536 rows and 128 MiB on another device, and at least
-    one row. If each row is a sequence, the limits apply to steps instead of rows.
+    On a CPU, chunks are small enough for the activations to stay in a core's cache. On a GPU, chunks limit the memory
+    use. On a CPU, a chunk has at most 2,048 rows and 4 MiB. On another device, a chunk has at most 65,536 rows and 128
+    MiB. Each chunk has at least one row. If each row is a sequence, the limits apply to steps instead of rows.
 
     Args:
         rows: number of rows.
         device: device of the rows.
-        one_row: bytes of one row (`row_bytes`).
+        one_row: size of one row in bytes (see `row_bytes`).
         length: number of steps in a row, if a row is a sequence.
 
-    Returns: `number` and `size` with `number * size >= rows`.
+    Returns: the `number` of chunks and the `size` of a chunk in rows, with `number * size >= rows`.
 
     >>> cpu = torch.device("cpu")
     >>> chunking(5000, cpu, 400), chunking(5000, cpu, 84 * 84 * 4), chunking(50, cpu, 400, length=1000)

@@ -1,15 +1,17 @@
-"""Sum tree: draw an index with a probability in proportion to its priority, in a time logarithmic in their number.
+"""Sum tree, which draws an index with a probability proportional to its priority, in logarithmic time.
 
-A tree of P leaves, a power of two, is one float64 tensor `[2 * P]`. Node 1 is the root. Node i has the children 2 i and
-2 i + 1, and leaf k is node P + k. Node 0 is not used. Each inner node is the sum of its children:
+A tree with P leaves is a float64 tensor of shape `[2 * P]`, where P is a power of two. Node 1 is the root, and node 0
+is not used. The children of node i are the nodes 2 i and 2 i + 1. Leaf k is node P + k. Each inner node is the sum of
+its children:
 
     tree[i] = tree[2 * i] + tree[2 * i + 1]
 
-A new priority changes its leaf and all nodes up to the root. They are computed again from their children. If a
-difference was added to them instead, rounding errors would grow with every update. Float64 is needed, because sums of a
-million float32 priorities misplace a percent of the draws.
+A new priority changes its leaf and all nodes from the leaf to the root. Each changed inner node is recomputed as the
+sum of its children. If an update added a difference to the nodes instead, rounding errors would grow with every update.
+The tree is float64, because sums of a million float32 priorities would misplace one percent of the draws.
 
-`tree_writes` returns the new nodes without writing them, so that a loop can store them with one `index_put_`.
+`tree_writes` returns the new values of nodes without storing them, so that a loop can store all values with one
+`index_put_`.
 
 Source: Schaul et al. 2016, arXiv:1511.05952, appendix B.2.1.
 """
@@ -23,10 +25,10 @@ from ecrl.types import same_shape
 
 
 class TreeWrites(NamedTuple):
-    """New nodes of a sum tree, from `tree_writes`.
+    """New values of nodes of a sum tree, returned by `tree_writes`.
 
     Attributes:
-        node: `[M]` int64, positions in the tree. Equal positions have equal values.
+        node: `[M]` int64, indices of the nodes. Equal indices have equal values.
         value: `[M]` float64.
     """
 
@@ -35,13 +37,13 @@ class TreeWrites(NamedTuple):
 
 
 def tree_init(size: int, device: torch.device | str | None = None) -> Tensor:
-    """Return a sum tree with all priorities 0.
+    """Return a sum tree whose priorities are all 0.
 
     Args:
         size: number of priorities, at least 1.
         device: device of the tree.
 
-    Returns: float64 `[2 * P]`, with P the smallest power of two that is at least 2 and at least `size`.
+    Returns: float64 `[2 * P]`, where P is the smallest power of two that is at least 2 and at least `size`.
     Gradient: none.
     Raises: ValueError if `size < 1`.
 
@@ -62,16 +64,17 @@ def _depth(tree: Tensor) -> int:
 
 
 def tree_find(tree: Tensor, mass: Tensor) -> Tensor:
-    """Return the leaf that contains a mass, if the leaves are put one after the other on a line.
+    """Return the first leaf at which the cumulative sum of the priorities exceeds `mass`.
 
         leaf = min k with priority[0] + ... + priority[k] > mass
 
-    From the root on, a mass goes left if it is smaller than the left child. Otherwise it goes right, less the left
-    child. It never goes to a child that is 0, unless the tree is empty.
+    The search begins at the root. If the mass is smaller than the value of the left child, the search continues at the
+    left child. Otherwise, the value of the left child is subtracted from the mass, and the search continues at the
+    right child. The search never continues at a child whose value is 0, unless the tree is empty.
 
     Args:
         tree: a sum tree.
-        mass: `[*B]` float64, 0 to below the sum `tree[1]`, in the unit of the priorities.
+        mass: `[*B]` float64, at least 0 and below `tree[1]`, the sum of all priorities.
 
     Returns: int64 `[*B]`.
     Gradient: none.
@@ -93,18 +96,19 @@ def tree_find(tree: Tensor, mass: Tensor) -> Tensor:
 
 
 def tree_writes(tree: Tensor, index: Tensor, priority: Tensor) -> TreeWrites:
-    """Return the nodes that new priorities change: their leaves and all nodes above them.
+    """Return the new values of all nodes that new priorities change, from the leaves to the root.
 
         tree[P + index] = priority
         tree[i]         = tree[2 * i] + tree[2 * i + 1]      for all i above a changed leaf
 
     Args:
         tree: a sum tree.
-        index: `[*B]` int64, 0 to P - 1. If an index occurs twice, its last priority counts.
-        priority: `[*B]` float, at least 0.
+        index: `[*B]` int64, indices of leaves, 0 to P - 1. If an index occurs twice, the last priority for this index
+            is stored.
+        priority: `[*B]` float, new priorities of the leaves, at least 0.
 
-    Returns: `TreeWrites`, with M = (log2(P) + 1) * B. To store them, run `tree.index_put_((node,), value)`.
-    Gradient: none; `tree` and `priority` are detached.
+    Returns: `TreeWrites`, with M = (log2(P) + 1) * B. To store the values, run `tree.index_put_((node,), value)`.
+    Gradient: none, because `tree` and `priority` are detached.
     Raises: ValueError if `tree` is not `[2 * P]`, or if the shapes of `index` and `priority` differ.
 
     >>> writes = tree_writes(tree_init(4), torch.tensor([2]), torch.tensor([5.0]))
@@ -113,8 +117,9 @@ def tree_writes(tree: Tensor, index: Tensor, priority: Tensor) -> TreeWrites:
     """
     depth, tree = _depth(tree), tree.detach()
     same_shape(index=index, priority=priority)
-    # Sorted nodes stay sorted from level to level, and equal nodes are neighbours. `first` and `last` are the ends of
-    # the run of nodes that equal a node. The sibling is next to the run, if it changes too.
+    # Sorted nodes stay sorted from level to level, so equal nodes are adjacent. For each node, `first` and `last` are
+    # the first and last positions of equal nodes. If the node's sibling also changes, the sibling is adjacent to these
+    # positions.
     node, order = torch.sort(index.flatten() + len(tree) // 2, stable=True)
     first, last = torch.searchsorted(node, node), torch.searchsorted(node, node, right=True) - 1
     value = priority.detach().flatten().to(tree.dtype).index_select(0, order).index_select(0, last)
@@ -133,15 +138,16 @@ def tree_writes(tree: Tensor, index: Tensor, priority: Tensor) -> TreeWrites:
 
 
 def tree_set(tree: Tensor, index: Tensor, priority: Tensor) -> Tensor:
-    """Return the tree with new priorities. The result is a copy.
+    """Return a copy of the tree with new priorities.
 
     Args:
         tree: a sum tree.
-        index: `[*B]` int64, 0 to P - 1. If an index occurs twice, its last priority counts.
-        priority: `[*B]` float, at least 0.
+        index: `[*B]` int64, indices of leaves, 0 to P - 1. If an index occurs twice, the last priority for this index
+            is stored.
+        priority: `[*B]` float, new priorities of the leaves, at least 0.
 
     Returns: float64 `[2 * P]`.
-    Gradient: none; `tree` and `priority` are detached.
+    Gradient: none, because `tree` and `priority` are detached.
     Raises: ValueError if `tree` is not `[2 * P]`, or if the shapes of `index` and `priority` differ.
 
     >>> tree_set(tree_init(4), torch.tensor([0, 3]), torch.tensor([1.0, 2.0])).tolist()

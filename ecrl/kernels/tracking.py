@@ -1,7 +1,7 @@
-"""Target networks: parameters that follow the parameters being trained, slowly or from time to time.
+"""Target networks, whose parameters follow the trained parameters slowly or at fixed intervals.
 
-Parameters are TensorDicts with the same structure. Compute the target of a value with the result, so that the target
-changes slowly.
+Parameters are TensorDicts with the same structure. Compute value targets with the target parameters, so that the value
+targets change slowly.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from ecrl.types import Scalar
 
 
 def _combined(fn: Callable[[Tensor, Tensor], Tensor], params: TensorDict, target_params: TensorDict) -> TensorDict:
-    """Apply `fn` to matching leaves. Raise ValueError if keys or shapes differ."""
+    """Apply `fn` to the matching leaves of both TensorDicts. Raise ValueError if keys or shapes differ."""
     shapes, target_shapes = ({k: list(x.shape) for k, x in tree.items(True, True)} for tree in (params, target_params))
     unmatched = sorted(map(str, shapes.keys() ^ target_shapes.keys()))
     if unmatched:
@@ -29,19 +29,19 @@ def _combined(fn: Callable[[Tensor, Tensor], Tensor], params: TensorDict, target
 
 
 def soft_update(params: TensorDict, target_params: TensorDict, *, tau: Scalar) -> TensorDict:
-    """Return target parameters that moved a small step towards the parameters, an exponential moving average.
+    """Return target parameters after a small step towards the trained parameters, as an exponential moving average.
 
         tau * params + (1 - tau) * target_params
 
-    Leaves of integers, such as counters, are those of `params`. Half-precision leaves are computed in float32 and
-    rounded back. A small step may then be rounded away, so keep target parameters in float32.
+    Integer leaves, such as counters, are copied from `params`. Half-precision leaves are computed in float32, and the
+    results are rounded to half precision. The rounding may remove a small step, so keep target parameters in float32.
 
     Args:
         params: TensorDict of the parameters being trained.
-        target_params: TensorDict of the same structure.
-        tau: share of `params`, 0 to 1.
+        target_params: TensorDict of the target parameters, with the same structure as `params`.
+        tau: weight of `params` in the average, 0 to 1.
 
-    Returns: new target parameters, with the dtypes of `target_params`. The inputs do not change.
+    Returns: the new target parameters, with the dtypes of `target_params`. The inputs do not change.
     Gradient: flows through both arguments.
     Raises: ValueError naming the leaves whose keys or shapes do not match, or `tau` if it is not 0-d.
     Source: Lillicrap et al. 2016, arXiv:1509.02971, algorithm 1.
@@ -62,18 +62,18 @@ def soft_update(params: TensorDict, target_params: TensorDict, *, tau: Scalar) -
 
 
 def periodic_update(params: TensorDict, target_params: TensorDict, step: Tensor, *, period: int | Tensor) -> TensorDict:
-    """Return the parameters at every `period`-th step, else the target parameters.
+    """Return the trained parameters at every `period`-th step, and the target parameters at all other steps.
 
         params if step % period == 0 else target_params
 
     Args:
         params: TensorDict of the parameters being trained.
-        target_params: TensorDict of the same structure.
+        target_params: TensorDict of the target parameters, with the same structure as `params`.
         step: 0-d int64, number of updates so far.
-        period: number of updates from one copy to the next, an integer or a 0-d int64 tensor, at least 1. The value of
-            a tensor is not checked.
+        period: number of updates between two copies, an integer or a 0-d int64 tensor, at least 1. The value of a
+            tensor is not checked.
 
-    Returns: new target parameters, with the dtypes of `target_params`. The inputs do not change.
+    Returns: the new target parameters, with the dtypes of `target_params`. The inputs do not change.
     Gradient: flows through both arguments.
     Raises: ValueError naming the leaves whose keys or shapes do not match, or an argument that is not 0-d, or if
         `period` is an integer below 1.

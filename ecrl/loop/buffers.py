@@ -1,12 +1,13 @@
-"""Declare the kind of each leaf of a run's state, and write on its buffers, the only leaves that change in place.
+"""Declare the kind of each leaf of a run's state, and write to the state's buffers in place.
 
-The leaves of kind buffer and frozen are borrowed: an iteration only reads such leaves, and returns new rows as
-`writes`. The loop commits these rows after the finite guard has checked the iteration, so a failed iteration leaves the
-buffers unchanged.
+Leaves of the kinds buffer and frozen are borrowed: an iteration only reads such leaves. An iteration returns the new
+entries of the buffers as `writes`. The loop writes the new entries into the buffers after the finite guard has checked
+the iteration. A failed iteration therefore leaves the buffers unchanged.
 
-A buffer is a field of the state with preallocated rings of shape `[capacity, ...]`. Two 0-d int64 tensors count the
-rows written so far. The count `written` is of kind buffer, so all states that borrow the rings share this count. The
-count `cursor` is of kind counter, so each state has its own. If the two counts differ, the state is out of date.
+A buffer is a field of the state that contains preallocated ring buffers of shape `[capacity, ...]`. Two 0-d int64
+tensors count the entries that were written so far. The leaf `written` has kind buffer, so all states that borrow the
+ring buffers share this count. The leaf `cursor` has kind counter, so each state has its own count. If `cursor` and
+`written` differ, the state is out of date.
 """
 
 from typing import Any, cast
@@ -31,7 +32,7 @@ LOOP_KINDS: Kinds = {
     "update_step": Kind.COUNTER,
     "iterations": Kind.COUNTER,
 }
-"""The kind of each field that the loop itself adds to the state."""
+"""The kinds of the state's fields that the training loop itself adds."""
 
 _COUNTS = ("cursor", "written")
 
@@ -43,7 +44,7 @@ def kinds_of(run: Run) -> Kinds:
 
 
 def check_kinds(state: TensorDict, kinds: Kinds) -> None:
-    """Raise ConfigError for a leaf without a declared kind, or for a buffer that lacks `cursor` or `written`."""
+    """Raise ConfigError if a leaf has no declared kind, or if a buffer lacks `cursor` or `written`."""
     buffers = {path[0] for path, kind in leaf_kinds(state, kinds).items() if kind is Kind.BUFFER}
     for name in sorted(buffers):
         field, expected = state[name], dict(zip(_COUNTS, (Kind.COUNTER, Kind.BUFFER), strict=True))
@@ -53,14 +54,17 @@ def check_kinds(state: TensorDict, kinds: Kinds) -> None:
 
 
 def borrowed_leaves(state: TensorDict, kinds: Kinds) -> tuple[TensorDict, TensorDict]:
-    """Split a state into its own leaves and its borrowed leaves. If no kind is borrowed, do not search the state."""
+    """Split a state into its own leaves and its borrowed leaves.
+
+    If `kinds` contains no borrowed kind, the function returns the state itself and an empty TensorDict.
+    """
     if not any(kind in BORROWED for kind in kinds.values()):
         return state, TensorDict({}, [])
     return split(state, kinds)
 
 
 _LARGE = 2**20
-"""The size in bytes above which `ZerosWithoutMemory` does not allocate a tensor."""
+"""The size, in bytes, above which `ZerosWithoutMemory` replaces a tensor of zeros."""
 
 
 _ALLOCATING = (torch.zeros, torch.empty, torch.zeros_like, torch.empty_like, Tensor.new_zeros, Tensor.new_empty)
@@ -71,10 +75,10 @@ def _is_one_element(x: Any) -> bool:
 
 
 class ZerosWithoutMemory(TorchFunctionMode):
-    """Create large tensors of zeros inside this context as a single zero, expanded to the shape of the tensor.
+    """Context that replaces each large tensor of zeros by a single zero, expanded to the shape of the tensor.
 
-    Use this context to get the shapes and dtypes of a state with large buffers. Writing on a replaced tensor has no
-    effect, and copying it returns the tensor itself.
+    Use this context to get the shapes and dtypes of a state without allocating its large buffers. Writing to an
+    expanded zero has no effect, and copying an expanded zero returns the same tensor.
 
     >>> with ZerosWithoutMemory():
     ...     ring = torch.zeros(2**30, 8).clone()
@@ -98,7 +102,7 @@ class ZerosWithoutMemory(TorchFunctionMode):
 
 
 def take_over(borrowed: TensorDict, kinds: Kinds) -> TensorDict:
-    """Copy the borrowed buffers for a loop that writes on them. Return the copies and the same frozen leaves."""
+    """Copy the borrowed buffers for a loop that writes to the copies. Return the copies and the same frozen leaves."""
 
     def taken(path: tuple[str, ...], value: Any) -> Any:
         if isinstance(value, TensorDict):
@@ -110,7 +114,7 @@ def take_over(borrowed: TensorDict, kinds: Kinds) -> TensorDict:
 
 
 def buffer_names(kinds: Kinds) -> list[str]:
-    """Return the names of the fields that are buffers.
+    """Return the names of the state's fields that are buffers.
 
     >>> buffer_names({"params": Kind.LEARNED, "replay": Kind.BUFFER, ("replay", "cursor"): Kind.COUNTER})
     ['replay']
@@ -119,18 +123,21 @@ def buffer_names(kinds: Kinds) -> list[str]:
 
 
 def without_buffers(state: TensorDict, kinds: Kinds) -> TensorDict:
-    """Return a state without its buffers and their counts."""
+    """Return a copy of a state without the fields that are buffers."""
     return cast(TensorDict, state.exclude(*buffer_names(kinds)))
 
 
 def overwritten_buffers(state: TensorDict, kinds: Kinds) -> list[str]:
-    """Return the names of the state's buffers that a later iteration has changed."""
+    """Return the names of the buffers in `state` that are out of date.
+
+    A buffer is out of date if it was overwritten by an iteration after the one that returned `state`.
+    """
     names = buffer_names(kinds)
     return [n for n in names if n in state and int(state[n, "cursor"]) != int(state[n, "written"])]
 
 
 def check_current(state: TensorDict, kinds: Kinds) -> None:
-    """Raise UserError if a later iteration has changed a buffer of the state."""
+    """Raise UserError if a buffer in `state` was overwritten by an iteration after the one that returned `state`."""
     for name in overwritten_buffers(state, kinds):
         raise UserError(
             f"state: the buffer {name} was overwritten by a later iteration; use a yielded state before the next "
@@ -139,13 +146,14 @@ def check_current(state: TensorDict, kinds: Kinds) -> None:
 
 
 def commit(borrowed: TensorDict, writes: TensorDict) -> None:
-    """Write an iteration's rows into the buffers, in place. No other function writes on a state.
+    """Write the new entries of an iteration into the buffers, in place. No other function writes to a state.
 
-    The function increases the count `written` first, so an interrupted write leaves every state out of date.
+    The function increases the count `written` first, so after an interrupted write every state is out of date.
 
     Args:
-        borrowed: the buffers.
-        writes: for each buffer to write on, new `rows` of shape `[B, ...]` and their `index` in the rings, `[B]`.
+        borrowed: the borrowed leaves, which contain the buffers.
+        writes: for each buffer to change, the new entries `rows`, of shape `[B, ...]`, and their positions `index` in
+            the ring buffers, of shape `[B]`.
     """
     for name, write in cast(Any, writes.items()):
         borrowed[name, "written"].add_(len(write["index"]))
@@ -156,7 +164,10 @@ def commit(borrowed: TensorDict, writes: TensorDict) -> None:
 
 
 def committed(borrowed: TensorDict, writes: TensorDict, skipped: Tensor) -> TensorDict:
-    """Write an iteration's rows into copies of the buffers, unless `skipped`, 0-d bool, is True. Return the copies."""
+    """Write the new entries of an iteration into copies of the buffers, and return the copies.
+
+    If `skipped`, a 0-d bool tensor, is True, the copies equal the buffers.
+    """
     after = borrowed.copy()
     for name, write in cast(Any, writes.items()):
         field, index = cast(TensorDict, borrowed[name]).copy(), write["index"]

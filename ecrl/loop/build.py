@@ -1,4 +1,4 @@
-"""Build a run from its config: choose the device and compiled or eager code, and create the run's components."""
+"""Build a run from its config: choose the device, choose compiled or eager execution, and create the components."""
 
 import warnings
 from functools import partial
@@ -23,11 +23,11 @@ from ecrl.policies import Policy, make_policy
 from ecrl.spaces import element_bytes
 
 _COMPILING_S, _VECTOR_STEP_S, _GRADIENT_STEP_S = 30.0, 0.35e-3, 4.5e-3
-"""The time to compile with an empty cache, and the time saved per vectorised step and per gradient step, in seconds."""
+"""The seconds to compile with an empty cache, and the seconds that compiling saves per vectorised and gradient step."""
 
 
 def device_of(cfg: Config) -> torch.device:
-    """Return the device of a run. With "auto", choose cuda if a GPU is available, else cpu.
+    """Return the device of a run. If the config sets "auto", choose cuda if a GPU is available, else cpu.
 
     Raises: ConfigError if the device is not available.
     """
@@ -51,25 +51,26 @@ def _env_and_policy(cfg: Config) -> tuple[Env, Policy]:
 
 
 def check_envs(cfg: Config, env: Env, num_envs: int, key: str) -> None:
-    """Raise ConfigError for the config key `key` if the observations of `num_envs` environments exceed the memory."""
+    """Raise ConfigError for the config key `key` if `num_envs` environments have observations too large for memory."""
     check_room(num_envs * element_bytes(env.observation_space), device_of(cfg), f"{key}: {num_envs:,} environments")
 
 
 def check_rollout(cfg: Config, run: Run) -> None:
     """Raise ConfigError if a rollout does not fit in memory."""
     row = element_bytes(run.env.observation_space) + element_bytes(run.env.action_space)
-    row += 19  # bytes: four float32 (log-probability, reward, two values) and three bool flags
+    row += 19  # bytes per step: four float32 (log-probability, reward, two values) and three bool flags
     num_envs, buffer_size = cfg.trainer.num_envs, cfg.trainer.buffer_size
     steps = num_envs * (buffer_size + 1)
     need = steps * row
-    if isinstance(run.algorithm.iterate, OnPolicy) and run.policy.value is not None:  # has observations at time limits
+    # An on-policy batch also contains the observations at time limits.
+    if isinstance(run.algorithm.iterate, OnPolicy) and run.policy.value is not None:
         final = num_envs * min(buffer_size, max_truncations(run.env, buffer_size))
         need += final * element_bytes(run.env.observation_space)
     check_room(need, device_of(cfg), f"trainer.num_envs: num_envs * (buffer_size + 1) = {steps:,} steps")
 
 
 def _saved_s(algorithm: Algorithm, static: Static, iterations: int) -> float:
-    """Estimate the seconds that compiling saves in a run, or return infinity if its gradient steps are unknown."""
+    """Estimate the seconds that compiling saves in a run. If the number of gradient steps is unknown, return inf."""
     if algorithm.gradient_steps is None:
         return inf
     per_iteration = static.buffer_size * _VECTOR_STEP_S + algorithm.gradient_steps(static) * _GRADIENT_STEP_S
@@ -77,13 +78,13 @@ def _saved_s(algorithm: Algorithm, static: Static, iterations: int) -> float:
 
 
 def form_of(cfg: Config) -> Form:
-    """Choose the initial form of a run of this config, compiled or eager, and explain the choice."""
+    """Choose the initial form (compiled or eager) of a run with this config, and explain the choice."""
     policy = _env_and_policy(cfg)[1]
     return planned_form(cfg, policy, make_algorithm(cfg.algorithm), static_of(cfg, policy))
 
 
 def form_in_use(run: Run) -> str:
-    """Return "compiled", "eager", or "partly eager" if some of the run's functions could not be compiled."""
+    """Return "compiled" if no function of the run is eager, "eager" if all functions are eager, else "partly eager"."""
     if run.jit is partial:
         return "eager"
     compilations = compilations_of(run.jit)
@@ -94,7 +95,7 @@ def form_in_use(run: Run) -> str:
 
 
 def planned_form(cfg: Config, policy: Policy, algorithm: Algorithm, static: Static) -> Form:
-    """Choose the form of a run with this policy and algorithm, compiled or eager, and explain the choice."""
+    """Choose the form (compiled or eager) of a run with this policy and algorithm, and explain the choice."""
     device, mode = device_of(cfg).type, cfg.trainer.compile
     if not policy.compiles:
         reason = f"policy {cfg.policy.name} draws its own random numbers, which cannot be compiled"
@@ -115,12 +116,12 @@ def planned_form(cfg: Config, policy: Policy, algorithm: Algorithm, static: Stat
 
 
 def build(cfg: Config) -> Run:
-    """Build a run from its config: environment with auto-reset and training events, policy, algorithm and `jit`.
+    """Build a run from its config. The run's environment has auto-reset and the training events of the config.
 
-    Call this function once and pass the run to other functions. Two runs are equal and share compiled functions if only
-    settings outside the run differ. Such settings are the seed, the name, files, the length, hyperparameters in
-    `state["hyper"]` and settings that only `init` reads. The run has no camera events, because `ecrl.run.video_writer`
-    renders videos from the states.
+    Call this function once, and pass the run to other functions. Two runs are equal and share compiled functions if
+    their configs differ only in settings that a run does not contain. A run does not contain the seed, the run name,
+    file paths, the number of iterations, hyperparameters in `state["hyper"]`, or settings that only `init` reads. A run
+    has no camera events, because `ecrl.run.video_writer` renders videos from the states.
 
     >>> from ecrl import load_config
     >>> cfg = load_config("configs/cartpole_ppo.json")
@@ -134,12 +135,12 @@ def build(cfg: Config) -> Run:
 
 
 def with_eval_events(run: Run, cfg: Config) -> Run:
-    """Replace the run's training events by the config's evaluation events."""
+    """Return a copy of the run with the config's evaluation events instead of its training events."""
     return run._replace(env=with_training_wrappers(make_env(cfg.env), cfg, "eval"))
 
 
 def with_training_wrappers(env: Env, cfg: Config, events: Literal["train", "eval"] | None) -> Env:
-    """Add auto-reset and the config's action clipping to an environment, and its events unless `events` is None."""
+    """Wrap an environment with auto-reset and the config's action clipping, and with events unless `events` is None."""
     env = auto_reset(clip_action(env) if cfg.policy.clip_actions else env)
     if events is None:
         return env
@@ -156,7 +157,7 @@ def static_of(cfg: Config, policy: Policy) -> Static:
 
 
 def _row_steps(cfg: Config, policy: Policy) -> int:
-    """Return the number of steps in each row of a minibatch."""
+    """Return the number of consecutive steps in each entry of a minibatch."""
     own, steps, key = cfg.algorithm.cfg, cfg.trainer.buffer_size, "algorithm.cfg.segment_length"
     length = own.segment_length if isinstance(own, MinibatchConfig) else None
     if length is None:

@@ -1,7 +1,7 @@
-"""Check the results of the functions of an algorithm and a policy. An error names the function, field and shape.
+"""Check the results of the functions of an algorithm and a policy. Errors name the function, the field and the shape.
 
 The checks run when a state is created and in the first iteration. In compiled code, the checks run during the trace.
-Later iterations run without checks.
+Iterations after the first iteration run without checks.
 """
 
 from collections.abc import Mapping
@@ -48,7 +48,7 @@ def _check_init(label: str, args: tuple[Any, ...], fields: Any) -> None:
 
 
 def check_batch(label: str, batch: Any) -> None:
-    """Raise ConfigError unless a batch is a TensorDict with `steps`. The error message starts with `label`."""
+    """Raise ConfigError unless `batch` is a TensorDict with the field `steps`. The message starts with `label`."""
     if not isinstance(batch, TensorDictBase):
         raise ConfigError(f"{label} returns {described(batch)} as the batch, expected a TensorDict; return one")
     if "steps" not in batch:
@@ -97,7 +97,8 @@ def _checked_algorithm(algorithm: Algorithm) -> Algorithm:
 def with_contract(run: Run) -> Run:
     """Return a run whose policy and algorithm check their results inside `ecrl.policies.contract.checking`.
 
-    The returned run does not check random numbers that the environments draw. Use `ecrl.check_env` to check them.
+    The returned run does not check its environments for random draws from torch's global generators. Use
+    `ecrl.check_env` for this check.
     """
     env = run.env
     unchecked = {name: Unchecked(getattr(env, name)) for name in ("reset", "draw", "step")}

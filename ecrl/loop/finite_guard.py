@@ -1,7 +1,7 @@
-"""Detect NaN and infinity inside an iteration, with a check called the finite guard.
+"""Detect NaN and infinity in the results of an iteration. This check is called the finite guard.
 
 The guard computes a few sums over the collected steps, the logs and the parameters. If the guard detects NaN or
-infinity, `ecrl.loop.nonfinite_report` finds the first such value.
+infinity, `ecrl.loop.nonfinite_report` finds the first value that is not finite.
 """
 
 from typing import cast
@@ -22,17 +22,20 @@ KINDS = ("observation", "reward", "action", "loss", "gradient", "parameters")
 """The kinds of values that the guard checks, in the order of its flags."""
 
 FIELDS = {"obs": "observation", "action": "action", "sample_log_prob": "action", "reward": "reward"}
-"""The kind of each field that the guard checks in a batch's steps."""
+"""Map each field that the guard checks in the collected steps to the kind of its values."""
 
 
 def _has_nonfinite(tensors: list[Tensor], device: torch.device) -> Tensor:
-    """Return a 0-d bool, True if any tensor has NaN or infinity, because `(0 * x).sum()` is then NaN."""
+    """Return a 0-d bool tensor that is True if any tensor has NaN or infinity, because `(0 * x).sum()` is then NaN."""
     sums = [(x.detach() * 0.0).sum().to(torch.float32) for x in tensors if x.is_floating_point()]
     return torch.stack(sums).sum().isnan() if sums else torch.zeros((), dtype=torch.bool, device=device)
 
 
 def _counted(steps: TensorDict, key: str) -> list[Tensor]:
-    """Return the unmasked steps of a field, without the padding. If the steps have no mask, keep all observations."""
+    """Return the tensors of a field without padding, and with zeros at masked steps.
+
+    If the steps have no mask, the tensors of `obs` keep their last entry, which is not padding.
+    """
     leaves: list[Tensor] = flatten(steps[key])[0]
     if "mask" not in steps:
         return leaves if key == "obs" else [x[:, :-1] for x in leaves]
@@ -41,11 +44,13 @@ def _counted(steps: TensorDict, key: str) -> list[Tensor]:
 
 
 def flags(steps: TensorDict, logs: Logs, params: TensorDict) -> Tensor:
-    """Return flags for the kinds in KINDS, bool `[2, 6]`: first for NaN or infinity on this rank, then on any rank.
+    """Return bool flags `[2, 6]`, which are True for each kind in KINDS with NaN or infinity.
+
+    Index 0 of the first axis is for the values on this rank, and index 1 is for the values on all ranks.
 
     Args:
-        steps: the collected steps, `[N, T + 1]`. The fields in `FIELDS` and `mask` are read if present.
-        logs: the update's logs. A loss is named `loss` or `*_loss`, and a gradient norm `*grad_norm`.
+        steps: the collected steps, `[N, T + 1]`. The function reads the fields in `FIELDS` and `mask`, if present.
+        logs: the logs of the update. Losses are named `loss` or `*_loss`, and gradient norms are named `*grad_norm`.
         params: the parameters after the update.
 
     >>> steps, params = TensorDict({"reward": torch.tensor([[torch.inf, 0.0]])}, [1, 2]), TensorDict({"w": 1.0}, [])
@@ -63,7 +68,7 @@ def flags(steps: TensorDict, logs: Logs, params: TensorDict) -> Tensor:
 
 
 def restart_nonfinite(carry: TensorDict, first: TensorDict) -> TensorDict:
-    """Reset the fields of `carry`, `[N]`, to `first` in each environment where a field has NaN or infinity.
+    """Reset `carry`, `[N]`, to `first`, `[N]`, in each environment where a field of `carry` has NaN or infinity.
 
     >>> carry, first = (TensorDict({"h": torch.tensor([[x], [2.0]])}, [2]) for x in (torch.nan, 0.0))
     >>> restart_nonfinite(carry, first)["h"].tolist()
@@ -75,9 +80,10 @@ def restart_nonfinite(carry: TensorDict, first: TensorDict) -> TensorDict:
 
 
 def restarted_exploration(run: Run, state: TensorDict) -> dict[str, TensorDict]:
-    """Restart the field `exploration` in the environments where a field of `init_exploration` is not finite.
+    """Reset the exploration state in each environment where the exploration state has NaN or infinity.
 
-    Only the fields that `init_exploration` returns restart. If it returns no fields, the result is an empty dict.
+    The function checks and resets only the fields that `init_exploration` returns. If `init_exploration` returns no
+    fields, the result is an empty dict.
     """
     if "exploration" not in state:
         return {}
@@ -91,12 +97,12 @@ def restarted_exploration(run: Run, state: TensorDict) -> dict[str, TensorDict]:
 
 
 def undo_update(nonfinite: Tensor, start: TensorDict, state: TensorDict, kinds: Kinds) -> TensorDict:
-    """Return the state after an iteration, but leave out the update if any flag in `nonfinite` is set.
+    """Return the state after an iteration, without the update if any flag in `nonfinite` is True.
 
-    Leaves of kind environment keep their new values, because the environments have moved on. All other leaves get their
-    old values back, so schedules do not advance. If a reward is not finite, the episode statistics get their old
-    values, and the running episodes count from 0 again. Running discounted returns restart at 0 in the environments
-    where they are NaN or infinity.
+    Without the update, leaves of kind environment keep their new values, because the environments have already stepped.
+    All other leaves get their values from before the iteration, so schedules do not advance. If a reward is not finite,
+    the statistics of finished episodes also get their old values. The returns and lengths of running episodes then
+    restart at 0. Running discounted returns restart at 0 in each environment where they are NaN or infinity.
 
     Args:
         nonfinite: the guard's flags for all ranks together, bool `[6]`.

@@ -1,7 +1,7 @@
-"""Define one training iteration, a function `(state) -> (state, logs)`, and the generator that repeats it.
+"""Define one training iteration as a function `(state) -> (state, logs)`, and a generator that runs iterations.
 
-The loop contains only control flow. Logging, checkpoints, evaluation and progress displays read the records that the
-generator yields.
+The generator contains only control flow. Logging, checkpoints, evaluation and progress displays read the records that
+the generator yields.
 """
 
 import warnings
@@ -64,7 +64,7 @@ def unwatched(run: Run) -> Run:
 
 @contextmanager
 def _matmul_precision(tf32: bool) -> Iterator[None]:
-    """Allow TF32 in matrix products inside this context, then restore torch's global setting."""
+    """Allow TF32 in matrix products inside this context if `tf32` is True. On exit, restore torch's global setting."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if tf32 else before)
     try:
@@ -74,7 +74,7 @@ def _matmul_precision(tf32: bool) -> Iterator[None]:
 
 
 def init_state(cfg: Config, key: Tensor | None = None) -> TensorDict:
-    """Return the initial state of a run. The argument `key` replaces the random key derived from `trainer.seed`.
+    """Create the initial state of a run. By default, the random key of the run is made from `trainer.seed`.
 
     >>> from ecrl.config import load_config
     >>> state = init_state(load_config("configs/cartpole_ppo.json"))
@@ -85,22 +85,22 @@ def init_state(cfg: Config, key: Tensor | None = None) -> TensorDict:
 
 
 def first_state(run: Run, cfg: Config, key: Tensor | None = None) -> TensorDict:
-    """Return the initial state of a run that is already built, like `init_state`."""
+    """Create the initial state of a run that is already built (see `init_state`)."""
     check_envs(cfg, run.env, cfg.trainer.num_envs, "trainer.num_envs")
     key = (rng.key(cfg.trainer.seed) if key is None else key).to(device_of(cfg))
-    state = _state_without_env(run, cfg, key)  # before opening environments, as `init` may reject the config
+    state = _state_without_env(run, cfg, key)  # must precede opening environments, as `init` may reject the config
     return _with_envs(state, _first_envs(run, cfg, key)).lock_()
 
 
 def _with_envs(state: TensorDict, env: TensorDict) -> TensorDict:
-    """Add environments to an initial state. If an action may take several steps, also add a counter of actions."""
+    """Add the environments' states to an initial state. If actions may take several steps, also add `decision_step`."""
     if "executed" in env:
         state.set("decision_step", torch.zeros_like(state["sample_step"]))
     return state.set("env", env)
 
 
 def _first_envs(run: Run, cfg: Config, key: Tensor) -> TensorDict:
-    """Reset the environments for the first step, and return their state."""
+    """Reset the environments before the first step, and return the states of the environments."""
     return run.env.reset(start_keys(key, cfg.trainer.num_envs, 0, run.algorithm.group_size))
 
 
@@ -125,7 +125,7 @@ def _fields_without_env(run: Run, cfg: Config, key: Tensor) -> TensorDict:
 
 
 def _frozen_params(policy: Policy, state: TensorDict) -> TensorDict:
-    """Return the untrained parameters. Raise ConfigError if a trained and an untrained parameter share a name."""
+    """Create the policy's frozen parameters. Raise ConfigError if a trained and a frozen parameter share a name."""
     frozen = cast(Any, policy.init_frozen)(state["key"].device).detach()
     shared = ", ".join(sorted({*frozen.keys()} & {*cast(TensorDict, state["params"]).keys(), "norm"}))
     if shared:
@@ -134,9 +134,10 @@ def _frozen_params(policy: Policy, state: TensorDict) -> TensorDict:
 
 
 def expected_state(run: Run, cfg: Config, state: TensorDict) -> TensorDict:
-    """Create a state from the config, to compare with `state`. Large buffers in the new state take no memory.
+    """Create a new state from the config, for comparison with `state`. Large buffers of the new state take no memory.
 
-    If environments step in Python, the new state has the environments of `state`, so no environments are opened.
+    If the environments step in Python, the new state contains the environments of `state`, so the function opens no
+    environments.
     """
     if not run.env.is_pure and "token" not in state["env"]:
         raise ConfigError(f"state: it has no environments of {cfg.env.name}; use the config of its run")
@@ -147,24 +148,24 @@ def expected_state(run: Run, cfg: Config, state: TensorDict) -> TensorDict:
 
 
 def with_iterations_of(cfg: Config, state: TensorDict) -> TensorDict:
-    """Set the state's number of iterations, which schedules read, to the config's number.
+    """Set the field `iterations` of the state, which schedules read, to the number of iterations in the config.
 
-    The two numbers differ, for example, if a run is resumed to train for longer.
+    The number in the state differs from the number in the config if, for example, a resumed run trains for longer.
     """
     return replaced(state, {"iterations": torch.full_like(state["iterations"], cfg.trainer.iterations)})
 
 
 def empty_buffers(run: Run, cfg: Config) -> TensorDict:
-    """Return the empty buffers of a run's initial state."""
+    """Create the empty buffers of a run's initial state."""
     state = _state_without_env(run, cfg, rng.key(cfg.trainer.seed, device_of(cfg)))
     return cast(TensorDict, state.select(*buffer_names(kinds_of(run))))
 
 
 def reopened(run: Run, state: TensorDict) -> TensorDict:
-    """Return the state. If environments that step in Python do not match the state, reset them and warn.
+    """Reset environments that step in Python and do not match `state`, with a warning. Return the resulting state.
 
-    Such environments do not exist in another process. After an interrupted iteration, the environments are ahead of the
-    state. They are also ahead of every state except the newest.
+    Environments that step in Python exist only in the process that opened them. These environments are ahead of `state`
+    after an interrupted iteration, or if `state` is not the newest state.
     """
     env = cast(TensorDict, state["env"])
     if run.env.is_current(env):
@@ -184,13 +185,13 @@ def reopened(run: Run, state: TensorDict) -> TensorDict:
 def close(state: TensorDict, cfg: Config) -> None:
     """Close a state's Gymnasium environments and their worker processes. Other environments need no closing.
 
-    Gymnasium environments that are still open when the process ends are closed, too.
+    Gymnasium environments that are still open at the end of the process are closed automatically.
     """
     build(cfg).env.close(cast(TensorDict, state["env"]))
 
 
 def check_state(run: Run, state: TensorDict, cfg: Config) -> None:
-    """Raise ConfigError if a leaf's shape or dtype does not fit the config. Warn if hyperparameters differ.
+    """Raise ConfigError if the shape or dtype of a leaf does not match the config. Warn if hyperparameters differ.
 
     An iteration reads hyperparameters from `state["hyper"]`, so you can change hyperparameters during a run.
     """
@@ -234,12 +235,17 @@ def run_summary(run: Run, cfg: Config, world_size: int) -> list[str]:
 
 
 def steps_per_iteration(cfg: Config) -> int:
-    """Count the environment steps of one iteration on all ranks. If an action may take several steps, count actions."""
+    """Return the number of environment steps that all ranks take in one iteration.
+
+    If an action may take several environment steps, the function counts actions instead.
+    """
     return cfg.trainer.buffer_size * cfg.trainer.num_envs * world_size()
 
 
 def crossed(step: int, size: int, freq: int) -> bool:
-    """Return True if an iteration of `size` env steps that ends at `step` reached or passed a multiple of `freq`.
+    """Return True if an iteration of `size` environment steps that ends at `step` passed a multiple of `freq`.
+
+    Ending exactly at a multiple of `freq` counts as passing the multiple.
 
     >>> [crossed(step, 4, 10) for step in (4, 8, 12, 16, 20)]
     [False, False, True, False, True]
@@ -248,17 +254,20 @@ def crossed(step: int, size: int, freq: int) -> bool:
 
 
 def is_due(record: LogData, cfg: Config, freq: int) -> bool:
-    """Return True if the iteration of a record reached or passed a multiple of `freq` environment steps."""
+    """Return True if the recorded iteration reached or passed a multiple of `freq` environment steps."""
     return crossed(record["sample_step"], record.get("taken", steps_per_iteration(cfg)), freq)
 
 
 def decisions_of(record: LogData) -> int:
-    """Return the number of actions so far. If each action is one environment step, this number is `sample_step`."""
+    """Return the number of actions that a run took before it yielded this record.
+
+    If each action is one environment step, this number is the `sample_step` of the record.
+    """
     return int(decisions(record["state"])) if "taken" in record else record["sample_step"]
 
 
 def _statistics(norm_update: Callable[..., TensorDict], norm: TensorDict, steps: TensorDict) -> TensorDict:
-    """Update the observation statistics with these steps. During the steps, the policy used the old statistics."""
+    """Update the observation statistics with the collected steps. The policy acted with the old statistics."""
     obs = norm_update(cast(TensorDict, norm["obs"]), steps["obs"][:, :-1], counted_steps(steps))
     return norm.copy().set("obs", obs)
 
@@ -266,8 +275,8 @@ def _statistics(norm_update: Callable[..., TensorDict], norm: TensorDict, steps:
 def _iteration(
     run: Run, guard: str, start: TensorDict, borrowed: Borrowed
 ) -> tuple[TensorDict, TensorDict, dict[str, Logs], Tensor | None]:
-    """Run one iteration. Return the state, the rows to commit, the logs and the finite guard's flags, None if off."""
-    stops_here = guard == "stop" and not run.env.is_pure  # the report cannot repeat steps in Python
+    """Run one iteration. Return the state, the new buffer entries, the logs, and the finite guard's flags or None."""
+    stops_here = guard == "stop" and not run.env.is_pure  # the error report cannot repeat steps in Python
     checked = with_checked_actions(run) if stops_here else run
     try:
         state, writes, train_logs = run.algorithm.iterate(checked, start, borrowed.fields)
@@ -300,7 +309,7 @@ def _iteration(
 def _iteration_of_leaves(
     run: Run, guard: str, structure: Hashable, leaves: list[Tensor], borrowed: Borrowed
 ) -> tuple[list[Tensor], TensorDict, TensorDict, dict[str, Logs], Tensor | None]:
-    """Run `_iteration` on a list of a state's tensors. Also return copies of the new state and the logs."""
+    """Run `_iteration` on a state given as a list of tensors. Also return copies of the new state and the logs."""
     state, writes, logs, nonfinite = _iteration(run, guard, unflatten(structure, leaves), borrowed)
     after, structure_after = flatten(state)
     if structure_after != structure:
@@ -311,7 +320,7 @@ def _iteration_of_leaves(
 
 
 def phase_of(run: Run, steps: list[int]) -> Hashable:
-    """Return an iteration's phase, as defined by `Algorithm.phase`, from the environment steps so far of each seed."""
+    """Compute the phase of an iteration (see `Algorithm.phase`) from the number of environment steps of each seed."""
     if run.algorithm.phase is None:
         return None
     phases = {run.algorithm.phase(step) for step in steps}
@@ -321,7 +330,7 @@ def phase_of(run: Run, steps: list[int]) -> Hashable:
 
 
 def with_phase(run: Run, phase: Hashable) -> Run:
-    """Return the run with its phase set to `phase`."""
+    """Return a copy of the run with its phase set to `phase`."""
     return run._replace(static=run.static._replace(phase=phase))
 
 
@@ -330,9 +339,9 @@ def _uses_tf32(cfg: Config) -> bool:
 
 
 def _bound(fn: Callable[..., Any], run: Run, tf32: bool, *static: Any) -> Callable[..., Any]:
-    """Bind `run` and `static` to `fn`. Compile `fn` as one graph if the algorithm and the environment allow one graph.
+    """Bind `run` and `static` to `fn`. If the algorithm and the environment allow one graph, compile `fn` as one graph.
 
-    The first call checks the results of the policy and the algorithm. Later calls of an eager run check nothing.
+    The first call checks the results of the policy and the algorithm. In an eager run, all other calls skip the checks.
     """
     one_graph = run.algorithm.as_one and run.env.is_pure and run.static.world_size == 1
     checked = (run.jit if one_graph else partial)(fn, with_contract(run), *static)
@@ -357,10 +366,10 @@ def make_iteration(cfg: Config, watch: Watch = unwatched) -> Iteration:
 
         (state) -> (state, {"collect": logs, "train": logs})
 
-    The argument `watch` may replace functions of the run: `ecrl.run.profiler` uses it to measure their time. With
-    `trainer.finite_guard` set to "skip", an iteration leaves out updates with NaN or infinity. With other settings, the
-    results contain the NaN or infinity, and the iteration does not stop. The pure iteration copies the buffers of the
-    state, while `train_iter` writes on the buffers in place.
+    The function `watch` may replace functions of the run. For example, `ecrl.run.profiler` replaces functions to
+    measure their run time. If `trainer.finite_guard` is "skip", an iteration leaves out an update with NaN or infinity.
+    With other settings, the iteration raises no error, and its results may contain NaN or infinity. `train_iter` writes
+    to the buffers of a state in place, but the pure iteration copies the buffers.
     """
     run, guard = build(cfg), "skip" if cfg.trainer.finite_guard == "skip" else "off"
     run, kinds, tf32 = watch(run), kinds_of(run), _uses_tf32(cfg)
@@ -391,7 +400,7 @@ def _is_skipped(run: Run, guard: str, nonfinite: Tensor | None, before: TensorDi
 
 
 def _warn_of_skip(nonfinite: Tensor | None, logs: Logs, step: int) -> bool:
-    """Warn if the finite guard left out an update or gradient steps, and return True after a warning."""
+    """Warn if the finite guard left out an update or gradient steps. Return True if the function warned."""
     kinds = [] if nonfinite is None else [kind for kind, flag in zip(KINDS, nonfinite[1].tolist(), strict=True) if flag]
     if kinds:
         text = f"NaN or infinity in {', '.join(kinds)}: the update is left out; counted as skipped_updates"
@@ -404,22 +413,22 @@ def _warn_of_skip(nonfinite: Tensor | None, logs: Logs, step: int) -> bool:
 
 
 def train_iter(state: TensorDict, cfg: Config, watch: Watch = unwatched) -> Iterator[LogData]:
-    """Run one iteration at a time. After each iteration, yield a record of its collection and a record of its update.
+    """Run iterations one at a time. After each iteration, yield a record of its collection and a record of its update.
 
-    The generator never prints, logs, evaluates or saves. You can stop with `break` and continue later with
-    `train_iter(log_data["state"], cfg)`: the results equal those of an uninterrupted run, bit for bit. Both records of
-    an iteration have the `sample_step` and the `state` after the iteration. The state is a locked copy that belongs to
-    you, except its buffers, which belong to the generator. The next iteration writes on the buffers in place, and using
-    an older state with buffers then raises an error. To keep such a state, call `state.clone()`. At the start, the
-    generator copies the buffers of its argument `state`.
+    The generator never prints, logs, evaluates or saves. You can stop with `break`, and continue with
+    `train_iter(log_data["state"], cfg)`. The results then equal the results of an uninterrupted run, bit for bit. Both
+    records of an iteration contain the `sample_step` and the `state` after the iteration. A yielded state is a locked
+    copy that belongs to you, except its buffers, which belong to the generator. The next iteration writes to the
+    buffers in place, so using an older state with buffers then raises an error. To keep a state with buffers, call
+    `state.clone()`. At the start, the generator copies the buffers of its argument `state`.
 
-    The setting `trainer.finite_guard` determines the reaction to NaN or infinity. By default, the generator raises
-    NotFiniteError, which has the state before the iteration.
+    The setting `trainer.finite_guard` determines the reaction to NaN or infinity. By default, the generator raises a
+    NotFiniteError that contains the state before the iteration.
 
     An iteration reads hyperparameters from `state["hyper"]`. To change a hyperparameter during a run, edit a copy:
     `state = state.clone(); state["hyper", "learning_rate"] = torch.tensor(1e-4)`.
 
-    Raises: ConfigError at the call, before the first iteration, if the state does not fit the config.
+    Raises: ConfigError if the state does not match the config. The call raises this error before the first iteration.
     """
     run = build(cfg)
     check_state(run, state, cfg)
@@ -427,13 +436,13 @@ def train_iter(state: TensorDict, cfg: Config, watch: Watch = unwatched) -> Iter
 
 
 def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
-    """Yield the records of `train_iter` for a run and a state that were checked before."""
+    """Yield the records of `train_iter` for a run and a state that have already been checked."""
     state, guard = with_iterations_of(cfg, reopened(run, state)), cfg.trainer.finite_guard
     size, step, end = steps_per_iteration(cfg), int(decisions(state)), total_steps(cfg, run.static.world_size)
     settled, phase, sample_step = step + 2 * size, None, int(state["sample_step"])
     own, borrowed = borrowed_leaves(state, kinds_of(run))
     borrowed = take_over(borrowed, kinds_of(run))
-    leaves, structure = flatten(own.clone())  # compiled code takes a list of tensors faster than a TensorDict
+    leaves, structure = flatten(own.clone())  # passing a list of tensors is faster than passing a TensorDict
     tf32, compilations, warned = _uses_tf32(cfg), compilations_of(run.jit), False
     bound = cache(lambda phase: _bound(_iteration_of_leaves, with_phase(run, phase), tf32, guard, structure))
     while step < end:

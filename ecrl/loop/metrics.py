@@ -11,7 +11,7 @@ from ecrl.kernels import masked_mean
 from ecrl.types import Logs
 
 WINDOW = 100
-"""The number of episodes in the running averages of return and length."""
+"""The number of recent episodes over which returns and lengths are averaged."""
 
 
 def _episode_logs(episode: TensorDict) -> Logs:
@@ -23,21 +23,21 @@ def _episode_logs(episode: TensorDict) -> Logs:
 
 
 def counted_steps(steps: TensorDict) -> Tensor:
-    """Return the mask of `steps`, bool `[N, T]`, without the padding. If `steps` has no mask, return all True."""
+    """Return the mask of `steps` without padding, as bool `[N, T]`. If `steps` has no mask, every entry is True."""
     return steps["mask"][:, :-1] if "mask" in steps else torch.ones_like(steps["done"][:, :-1])
 
 
 def _mean_or_nan(x: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean over the entries whose `mask` is True, or NaN if no entry is True."""
+    """Return the mean of `x` over the entries where `mask` is True, or NaN if `mask` is False everywhere."""
     return torch.where(mask.any(), masked_mean(x, mask), torch.full((), torch.nan, device=x.device))
 
 
 def _info_logs(steps: TensorDict) -> Logs:
-    """Average the values in the environment's `info`.
+    """Average the values that the environment reported in `info`.
 
     The logs `rewards/<term>` and `metrics/<name>` are means over the unmasked steps. The mean of a metric also leaves
-    out steps where the metric is NaN. The logs `success_rate` and `fail_rate` are means over the episodes that ended. A
-    mean over no steps is NaN.
+    out steps where the metric is NaN. The logs `success_rate` and `fail_rate` are means over the episodes that ended.
+    A mean over zero steps or episodes is NaN.
     """
     if "info" not in steps:
         return {}
@@ -56,12 +56,15 @@ def _info_logs(steps: TensorDict) -> Logs:
 
 
 def collect_logs(episode: TensorDict, steps: TensorDict) -> Logs:
-    """Return the logs of the last finished episodes and the means of the `info` in these steps."""
+    """Return the statistics of the last finished episodes, and the means of `info` over the collected steps."""
     return _episode_logs(episode) | _info_logs(steps)
 
 
 def over_ranks(logs: Logs) -> Logs:
-    """Average each log with equal weights over the ranks where the log is not NaN. Return NaN if all ranks have NaN."""
+    """Average each log, with equal weights, over the ranks where the log is not NaN.
+
+    If a log is NaN on all ranks, its average is NaN.
+    """
     if world_size() == 1 or not logs:
         return logs
     values = torch.stack([log.to(torch.float64) for log in logs.values()])

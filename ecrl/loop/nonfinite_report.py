@@ -1,14 +1,14 @@
-"""Find the first NaN or infinity of an iteration, and raise an error that describes it in one line.
+"""Find the first NaN or infinity of an iteration, and create an error that describes the value in one line.
 
 The search repeats the iteration eagerly, step by step. In the collected steps, the search reports the field, the
-environment and the step of the first value that is not finite. The search follows the update in the order of
-computation. The search finds the first step of a loop after which a loss, a gradient norm or a parameter is not finite.
-In this step, the search also checks the other logs. If a loop is differentiated, the search checks the gradients of
-each step. The error contains the report and the state before the iteration.
+environment and the step of the first value that is not finite. In the update, the search follows the order of
+computation. In each loop of the update, the search finds the first step after which a loss, a gradient norm or a
+parameter is not finite. The search then also checks the other logs of this step. If a loop is differentiated, the
+search checks the gradients of each step. The error contains the report and the state before the iteration.
 
-The search cannot repeat the steps of host environments. For an on-policy algorithm with host environments, the search
-repeats only the update. An off-policy iteration mixes steps and updates, so the search checks only the results of such
-an iteration.
+The search cannot repeat the steps of environments that step in Python (host environments). For an on-policy algorithm
+with host environments, the search repeats only the update. An off-policy iteration with host environments mixes steps
+and updates, so the search checks only the results of the iteration.
 """
 
 from collections import deque
@@ -37,14 +37,15 @@ from ecrl.pytree import flatten, names, replaced, unflatten
 from ecrl.tracing_state import transforms
 from ecrl.types import Logs
 
-_FIELDS = ("obs", "action", "sample_log_prob", "value", "reward", "final_value")  # in the order of their computation
+_FIELDS = ("obs", "action", "sample_log_prob", "value", "reward", "final_value")  # fields in the order of computation
 _SHOWN = 8
 
 
 class Collected(NamedTuple):
-    """The state, batch and logs that an iteration on host environments returned.
+    """State, batch and logs that an iteration with host environments returned.
 
-    The report needs these results because the steps cannot be repeated. Without steps, the batch is empty.
+    The report needs these results because host environments cannot repeat their steps. If the iteration returned no
+    steps, the batch is empty.
     """
 
     state: TensorDict
@@ -53,7 +54,7 @@ class Collected(NamedTuple):
 
 
 class FirstNonfinite(NamedTuple):
-    """The first value that is not finite, with its kind in `KINDS`, its name, its place and the value before it."""
+    """First value that is not finite, with its kind in `KINDS`, its name, its position and the previous value."""
 
     what: str
     key: str
@@ -73,23 +74,25 @@ def _as_numbers(x: Tensor) -> Any:
 
 
 def _nonfinite_steps(steps: TensorDict) -> dict[str, Tensor]:
-    """Return a bool tensor `[N, T + 1]` per field, True for each unmasked step where the field is not finite."""
+    """Map each field to a bool tensor `[N, T + 1]`, which is True at unmasked steps where the field is not finite."""
     counted = torch.ones_like(steps["done"])
     counted[:, -1] = False
     counts = counted if "mask" not in steps else counted & steps["mask"]
     fields = steps.select(*_FIELDS, strict=False)
     ordered = {name: x for field in _FIELDS if field in fields for name, x in _named({field: fields[field]}).items()}
-    with_last = ("obs", "value") if "mask" not in steps else ()  # fields whose last step is not padding
+    with_last = ("obs", "value") if "mask" not in steps else ()  # fields whose last entry is not padding
     wrong = {name: ~x.isfinite().flatten(2).all(-1) if x.ndim > 2 else ~x.isfinite() for name, x in ordered.items()}
     return {name: x & (counts | (~counted if name.startswith(with_last) else False)) for name, x in wrong.items()}
 
 
 def first_in_steps(run: Run, state: TensorDict, steps: TensorDict) -> FirstNonfinite | None:
-    """Return the first value in unmasked steps that is not finite, in the order of steps, fields and environments.
+    """Return the first value in unmasked steps that is not finite.
+
+    The values are ordered by step, then by field, then by environment.
 
     Args:
         run: the run.
-        state: the state before the steps, which has the reward before the first step.
+        state: the state before the steps, which contains the reward before the first step.
         steps: the collected steps, `[N, T + 1]`.
     """
     first = {name: int(x.any(0).int().argmax()) for name, x in _nonfinite_steps(steps).items() if x.any()}
@@ -99,7 +102,7 @@ def first_in_steps(run: Run, state: TensorDict, steps: TensorDict) -> FirstNonfi
     t, x = first[name], cast(Tensor, steps[tuple(name.split("."))])
     env = int(_nonfinite_steps(steps)[name][:, t].int().argmax())
     before = x[env, t - 1] if t else cast(TensorDict, state["env"])["reward"][env] if name == "reward" else None
-    before = None if name == "final_value" else before  # only steps at a time limit have this value
+    before = None if name == "final_value" else before  # only steps at time limits have a `final_value`
     count = "env_action" if "decision_step" in state else "env_step"  # an action may take several environment steps
     place = {"env": env + rank() * len(x), "step": t, count: int(steps_taken(run, state)) + t}
     what = FIELDS.get(name.partition(".")[0], "loss")
@@ -107,7 +110,10 @@ def first_in_steps(run: Run, state: TensorDict, steps: TensorDict) -> FirstNonfi
 
 
 class Finding(NamedTuple):
-    """A value of the update that is not finite, like `FirstNonfinite`, with its place in the loops of the update."""
+    """Value that is not finite in an update, with the fields of `FirstNonfinite`.
+
+    The field `place` is the position of the value in the loops of the update.
+    """
 
     what: str
     key: str
@@ -117,7 +123,10 @@ class Finding(NamedTuple):
 
 
 def _first_of(numbers: dict[str, Tensor], last: dict[str, Tensor]) -> tuple[str, Any, Any] | None:
-    """Return the first value that is not finite, with its name and its value in `last`, or None if all are finite."""
+    """Return the name of the first value that is not finite, the value, and the corresponding value in `last`.
+
+    If all values are finite, return None.
+    """
     for name, x in numbers.items():
         if x.is_floating_point() and not x.isfinite().all():
             at = int((~x.isfinite()).flatten().int().argmax())
@@ -142,10 +151,11 @@ def _parameters(objective: Objective, packed: Any) -> dict[str, Tensor]:
 def _gradient_step(
     objective: Objective, number: int, length: int, carry: Any, output: Any
 ) -> tuple[dict[str, int], dict[str, Tensor], dict[str, Tensor], set[str], bool]:
-    """Return a gradient step's place, logs, parameters and names of gradient norms, for a step of `minibatch_sgd`.
+    """Describe a gradient step of `minibatch_sgd` by its position, logs, parameters and names of gradient norms.
 
-    The last result is True if the step counts and its loss, a gradient norm or a parameter is not finite. Only then are
-    the step's logs searched, because a log of the algorithm may overflow in a run without an error.
+    The last result is True if the minibatch has unmasked steps, and a loss, a gradient norm or a parameter is not
+    finite. Only in this case does the search read the other logs, because such logs may overflow in a run without an
+    error.
     """
     each = length // objective.n_epochs
     logs, after = _logs_of(output), _parameters(objective, carry[0])
@@ -156,7 +166,7 @@ def _gradient_step(
 
 
 def _losses_of(logs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the losses and then the gradient norms in the logs, which the finite guard recognises by name."""
+    """Select the losses, and then the gradient norms, from the logs by the names that the finite guard recognises."""
     losses = {name: x for name, x in logs.items() if name == "loss" or name.endswith("_loss")}
     return losses | {name: x for name, x in logs.items() if name.endswith("grad_norm")}
 
@@ -200,10 +210,10 @@ class _Watched(torch.autograd.Function):
 
 
 def _watched_steps(run: Run, body: Any, length: int, findings: list[Finding]) -> Callable[..., Any]:
-    """Wrap the body of a loop so that the backward pass searches the gradients from the last step to the first.
+    """Wrap a loop's body so that the backward pass searches the gradients for NaN and infinity, last step first.
 
-    The gradient with respect to the carry at step t is called the costate of t. The gradient with respect to a
-    constant, such as a parameter, is the contribution of step t alone.
+    The gradient with respect to the carry at step t is called the costate of step t. The gradient with respect to a
+    constant, such as a parameter, contains only the contribution of step t.
     """
     steps, last, num_envs = iter(range(length)), {}, run.static.num_envs
 
@@ -226,20 +236,22 @@ def _watched_steps(run: Run, body: Any, length: int, findings: list[Finding]) ->
 
     def step(carry: Any, x: Any, *constants: Any) -> tuple[Any, Any]:
         t = next(steps)
-        constants = watched(constants, "gradient", t)  # before the carry, whose gradient the backward pass reads first
+        # Wrap the constants before the carry, because the backward pass reads the carry's gradient first.
+        constants = watched(constants, "gradient", t)
         return body(watched(carry, "costate", t), x, *constants)
 
     return step
 
 
 def _searching_scan(run: Run, findings: list[Finding]) -> Callable[..., Any]:
-    """Return a scan that appends the first value that is not finite to `findings`.
+    """Return a scan that runs a loop and appends the first value that is not finite to `findings`.
 
-    The scan searches the logs and the new parameters of a step after which a loss, a gradient norm or a parameter is
-    not finite. A log counts if the log was finite in the steps before. In a loop other than `minibatch_sgd`, a log that
-    is neither a loss nor a gradient norm must also have an earlier value. The reason is that such logs may be NaN in a
-    run without an error. If a loop is differentiated, the scan searches its gradients. The scan continues after the
-    first finding, because the other ranks continue, too.
+    The scan looks for a step after which a loss, a gradient norm or a parameter is not finite. In this step, the scan
+    searches the logs and the new parameters. The scan ignores a log that was not finite in an earlier step. In a loop
+    other than `minibatch_sgd`, the scan also ignores a log without an earlier value, unless the log is a loss or a
+    gradient norm. The reason is that such a log may be NaN in a run without an error. If a loop is differentiated, the
+    scan searches the gradients of the loop. The scan continues after the first finding, because the other ranks
+    continue, too.
     """
     is_interleaved = isinstance(run.algorithm.iterate, Interleaved)
     around: list[int | None] = []  # for each enclosing loop, its step index, or None in `minibatch_sgd`
@@ -277,7 +289,7 @@ def _searching_scan(run: Run, findings: list[Finding]) -> Callable[..., Any]:
                 searched = {name: log for name, log in logs.items() if name in losses or name in last} | after
             searched = {name: new for name, new in searched.items() if name not in harmless}
             first = _first_of(searched, last) if is_bad and not findings else None
-            if not is_bad and (objective is None or float(y[0]) > 0.0):  # ignore minibatches without unmasked rows
+            if not is_bad and (objective is None or float(y[0]) > 0.0):  # ignore minibatches without unmasked steps
                 harmless.update(name for name, log in logs.items() if not _is_finite(log))
             if first is not None:
                 what = "gradient" if first[0] in norms else "parameters" if first[0] in after else "loss"
@@ -291,7 +303,7 @@ def _searching_scan(run: Run, findings: list[Finding]) -> Callable[..., Any]:
 
 
 def _can_repeat(run: Run) -> bool:
-    """Return True if the update of an iteration can be repeated without steps of host environments."""
+    """Return True if the update of an iteration can be repeated without stepping host environments."""
     return run.env.is_pure or isinstance(run.algorithm.iterate, OnPolicy)
 
 
@@ -324,7 +336,7 @@ def search(run: Run, start: TensorDict, in_steps: bool, collected: Collected | N
     Args:
         run: the run.
         start: the state before the iteration.
-        in_steps: True to search only the collected steps, because those of a rank have NaN or infinity.
+        in_steps: True to search only the collected steps, which have NaN or infinity on some rank.
         collected: the results of the iteration, or None to collect the steps again.
     """
     if collected is not None and not _can_repeat(run):
@@ -390,7 +402,10 @@ _PLACES = {
 
 
 def explained(report: dict[str, Any]) -> str:
-    """Describe a report in one line: the value that is not finite, its place, the value before it and advice."""
+    """Describe a report in one line.
+
+    The line contains the first value that is not finite, its position, the last finite value and advice.
+    """
     begin = f"iteration {report['update_step']} (after {report['sample_step']} env steps)"
     problem = f"{begin}: NaN or infinity in {', '.join(report['met'])}"
     first, guard = report["found"], 'or set trainer.finite_guard to "skip" to leave such updates out'
@@ -406,9 +421,9 @@ def explained(report: dict[str, Any]) -> str:
 
 
 class NonfiniteAction(Exception):
-    """Report an action with NaN or infinity that follows `taken` finite actions in this iteration.
+    """Exception for an action with NaN or infinity, raised after `taken` finite actions in the same iteration.
 
-    The attribute `last` has at most two pairs: the last states of the environment, each with its action.
+    The attribute `last` contains the last one or two states of the environment, each with its action.
     """
 
     def __init__(self, last: Sequence[tuple[TensorDict, Tensor]], taken: int) -> None:
@@ -418,7 +433,10 @@ class NonfiniteAction(Exception):
 
 @dataclass(frozen=True)
 class _CheckedStep:
-    """Wrap an environment's `step` to refuse actions with NaN or infinity. Two wrappers of equal steps are equal."""
+    """Wrapper of an environment's `step` that rejects actions with NaN or infinity.
+
+    Two wrappers of equal `step` functions are equal.
+    """
 
     step: Callable[[TensorDict, Tensor, Any], TensorDict]
     last: deque[tuple[TensorDict, Tensor]] = field(default_factory=lambda: deque(maxlen=2), compare=False)
@@ -427,25 +445,26 @@ class _CheckedStep:
     def __call__(self, env_state: TensorDict, action: Tensor, noise: Any) -> TensorDict:
         self.last.append((env_state, action))
         taken = next(self.taken)
-        if not isfinite(sum(action.flatten().tolist())):  # faster than torch for a few values
+        if not isfinite(sum(action.flatten().tolist())):  # for a few values, Python is faster than torch
             raise NonfiniteAction(self.last, taken)
         return self.step(env_state, action, noise)
 
 
 def with_checked_actions(run: Run) -> Run:
-    """Return a run for one iteration whose environment refuses actions with NaN or infinity.
+    """Return a run, for one iteration, whose environment rejects actions with NaN or infinity.
 
     Actions are checked before each step because a robot may execute them. All other values are checked after the
-    collection. Runs that this function returns for the same run are equal, so they share compiled functions.
+    collection. For equal runs, the function returns equal runs, which share compiled functions.
 
-    Raises: NonfiniteAction, when the environment steps.
+    Raises: NonfiniteAction, if the environment of the returned run steps with such an action.
     """
     return run._replace(env=replace(run.env, step=_CheckedStep(run.env.step)))
 
 
 def action_error(run: Run, state: TensorDict, refused: NonfiniteAction) -> NotFiniteError:
-    """Return the error for an iteration that began at `state` and stopped at an action with NaN or infinity."""
-    rows = [(env_state["obs"], action) for env_state, action in (*refused.last, refused.last[-1])]  # pads the end
+    """Create the error for an iteration that began at `state` and stopped at an action with NaN or infinity."""
+    # The last pair is repeated, because the last entry of a rollout is padding.
+    rows = [(env_state["obs"], action) for env_state, action in (*refused.last, refused.last[-1])]
     obs, action = (torch.stack(x, 1) for x in zip(*rows, strict=True))
     done = torch.zeros(action.shape[:2], dtype=torch.bool, device=action.device)
     first = cast(
@@ -464,15 +483,15 @@ def _steps(state: TensorDict) -> dict[str, int]:
 def nonfinite_error(
     run: Run, state: TensorDict, nonfinite: Tensor, collected: Collected | None = None
 ) -> NotFiniteError:
-    """Return the error for an iteration with NaN or infinity. If possible, repeat the iteration eagerly for the report.
+    """Create the error for an iteration with NaN or infinity. If possible, repeat the iteration eagerly for the report.
 
-    All ranks must call this function, because they repeat the update together.
+    All ranks must call this function, because the ranks repeat the update together.
 
     Args:
         run: the run.
         state: the state before the iteration.
         nonfinite: the flags of the finite guard, `[2, 6]`.
-        collected: the results of the iteration. If None, the steps are collected again.
+        collected: the results of the iteration, or None to collect the steps again.
     """
     with torch.no_grad():
         first = search(run, state, bool(nonfinite[1, :3].any()), collected)

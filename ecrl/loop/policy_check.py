@@ -1,4 +1,4 @@
-"""Check that the functions of a policy agree with each other: `ecrl.check_policy`.
+"""Define `ecrl.check_policy`, which checks that the functions of a policy agree with each other.
 
 The check lets the policy act on random observations and ends episodes at random steps. Then the check compares the
 results of `act` with the results of `evaluate` and `value` for the same steps.
@@ -31,7 +31,7 @@ class PolicyCheck(NamedTuple):
 
     Attributes:
         findings: one line for each fault, so the list is empty for a correct policy.
-        notes: further results, such as the number of compared steps.
+        notes: other results, such as the number of compared steps.
     """
 
     findings: list[str]
@@ -39,7 +39,7 @@ class PolicyCheck(NamedTuple):
 
 
 class _Record(NamedTuple):
-    """Steps of a policy on random observations.
+    """Record of a policy that acts on random observations.
 
     Attributes:
         params: the parameters that the policy's functions take as an argument.
@@ -57,10 +57,10 @@ class _Record(NamedTuple):
 
 
 def random_observations(space: Space, keys: Tensor, others: tuple[int, ...] = ()) -> Any:
-    """Draw one observation of a space for each key, uniformly.
+    """Draw one observation per key from the uniform distribution on a space.
 
-    For an unbounded Box, draw standard normal values. For an `action_mask`, draw masks that allow at least one choice
-    of every group. The argument `others` has the sizes of these groups.
+    If the bounds of a Box are infinite or far apart, the observation has standard normal values. An `action_mask`
+    allows at least one choice in every group of choices. The argument `others` contains the sizes of these groups.
 
     >>> random_observations(Discrete(3), rng.key(0).expand(2)).shape
     torch.Size([2])
@@ -90,7 +90,7 @@ def random_observations(space: Space, keys: Tensor, others: tuple[int, ...] = ()
 
 
 def _random_mask(keys: Tensor, groups: tuple[int, ...]) -> Tensor:
-    """Draw an action mask, bool `[*B, sum(groups)]`, that allows at least one choice of every group."""
+    """Draw random action masks, bool `[*B, sum(groups)]`, that allow at least one choice in every group."""
     score = rng.uniform(keys, (sum(groups),))
     allowed = [part >= part.amax(-1, keepdim=True).clamp(max=0.5) for part in score.split(groups, -1)]
     return torch.cat(allowed, -1)
@@ -102,7 +102,7 @@ def _fields(tree: Any) -> dict[str, Tensor]:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Return True if two trees have the same structure and equal values, including NaN."""
+    """Return True if two trees have the same structure and equal values. NaN counts as equal to NaN."""
     (a, structure), (b, structure_of_b) = flatten(one), flatten(other)
     return structure == structure_of_b and all(
         torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(a, b, strict=True)
@@ -110,7 +110,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _called(findings: list[str], name: str, fn: Callable[..., Any], *args: Any) -> Any:
-    """Call `fn` twice and return its result. Add a finding if `fn` writes on an argument or returns unequal results."""
+    """Call `fn` twice and return its result. Add a finding if `fn` writes to an argument or the two results differ."""
     before = {key: (x, version_of(x)) for key, x in _fields(args).items()}
     out = fn(*args)
     after = _fields(args)
@@ -124,7 +124,7 @@ def _called(findings: list[str], name: str, fn: Callable[..., Any], *args: Any) 
 
 
 def _at(tree: Any, *index: Any) -> Any:
-    """Index every tensor of a tree with batch shape `[N, T]`."""
+    """Apply `index` to every tensor of a tree with batch shape `[N, T]`."""
     return mapped(lambda x: x[index], tree, batch=lambda size: torch.empty(size)[index[: len(size)]].shape)
 
 
@@ -143,7 +143,7 @@ def _stacked(rows: list[Any]) -> Any:
 
 
 def _check_init(policy: Policy, key: Tensor) -> Iterator[str]:
-    """Report a policy whose `init` ignores its key or depends on more than its key."""
+    """Yield a finding if the policy's `init` ignores its key, or depends on more than its key."""
     first, again, other = policy.init(key), policy.init(key), policy.init(rng.fold_in(key, 1))
     if not _is_same(first, again):
         yield "init returns other params for the same key; draw all numbers from the key with ecrl.rng"
@@ -154,8 +154,8 @@ def _check_init(policy: Policy, key: Tensor) -> Iterator[str]:
 def _params(policy: Policy, key: Tensor, obs: Any) -> tuple[TensorDict, TensorDict]:
     """Return initial parameters with noise, and a TensorDict that adds observation statistics and frozen parameters.
 
-    Noise is added so that a parameter that is initially zero, such as a bias, affects the results. The observation
-    statistics are computed from `obs`, `[N, T]`.
+    The noise ensures that a parameter with the initial value zero, such as a bias, affects the results. The function
+    computes the observation statistics from `obs`, `[N, T]`.
     """
     leaves, structure = flatten(policy.init(key))
     noise = [rng.normal(rng.fold_in(key, i), x.shape).to(x.device) for i, x in enumerate(leaves)]
@@ -172,16 +172,16 @@ def _params(policy: Policy, key: Tensor, obs: Any) -> tuple[TensorDict, TensorDi
 
 
 def _ends(key: Tensor, num_steps: int) -> Tensor:
-    """Draw ends of episodes, bool `[N, T]`. The first episodes end at step 2, and no episode ends at step 3."""
+    """Draw the steps where episodes end, as bool `[N, T]`. The first episodes end at step 2, and none at step 3."""
     done = rng.uniform(rng.split(key, _NUM_ENVS * num_steps)).reshape(_NUM_ENVS, num_steps) < 0.2
     done[:, :2], done[:, 2], done[:, 3] = False, True, False
     return done
 
 
 def _act(findings: list[str], policy: Policy, params: TensorDict, obs: Any, keys: Tensor) -> _Record:
-    """Let a policy act on observations, `[N, T]`, with a new memory after each end of an episode.
+    """Let a policy act on observations, `[N, T]`, and reset the policy's memory after each episode.
 
-    The record begins after two steps of an episode, so its first memory is not the initial memory.
+    The record begins after two steps of an episode, so the first recorded memory is not the initial memory.
     """
     noise = _called(findings, "draw", policy.draw, keys)
     first = carry = policy.init_carry(params, _NUM_ENVS)
@@ -205,10 +205,10 @@ def _act(findings: list[str], policy: Policy, params: TensorDict, obs: Any, keys
 
 
 def _explore(findings: list[str], notes: list[str], policy: Policy, record: _Record) -> None:
-    """Call `init_exploration` and `explore` for the first step.
+    """Check `init_exploration` and `explore` on the first step of the record.
 
-    The algorithm creates the fields of the exploration that do not restart. If `explore` reads such a field, the
-    function records the KeyError as a note.
+    The algorithm creates the fields of the exploration state that no episode resets. If `explore` reads such a field,
+    the function records the KeyError as a note.
     """
     if policy.explore is None:
         return
@@ -224,7 +224,7 @@ def _explore(findings: list[str], notes: list[str], policy: Policy, record: _Rec
 
 
 def _first_difference(one: Tensor, other: Tensor, tolerance: float, counted: Tensor | None = None) -> list[int] | None:
-    """Return the index [env, step, ...] of the first step where two tensors differ by more than rounding, or None."""
+    """Return the index [env, step, ...] of the first step where two tensors differ by over `tolerance`, or None."""
     same = torch.isclose(one.double(), other.double(), rtol=tolerance, atol=tolerance, equal_nan=True)
     wrong = ~same if counted is None else ~same & counted
     if not wrong.any():
@@ -248,7 +248,7 @@ def _place(place: list[int]) -> str:
 
 
 def _check_evaluate(findings: list[str], policy: Policy, record: _Record, tolerance: float) -> None:
-    """Compare the log-probabilities of `evaluate` with the log-probabilities of `act`."""
+    """Compare the log-probabilities from `evaluate` with the log-probabilities from `act`."""
     evaluate, steps = cast(Any, policy.evaluate), record.steps
     log_prob, entropy = _called(findings, "evaluate", evaluate, record.params, _step(record.before, 0), steps)
     expected, mask = cast(Tensor, steps["sample_log_prob"]), steps.get("token_mask", None)
@@ -266,7 +266,7 @@ def _check_evaluate(findings: list[str], policy: Policy, record: _Record, tolera
 
 
 def _check_value(findings: list[str], policy: Policy, record: _Record, tolerance: float) -> None:
-    """Compare the values of all steps in one call with the values of single steps."""
+    """Compare the results of `value` for all steps in one call with the results of `value` for single steps."""
     value, params, steps = cast(Any, policy.value), record.params, record.steps
     first, every = _step(record.before, 0), range(steps["done"].shape[1])
     if policy.unit == "step":
@@ -286,7 +286,7 @@ def _check_value(findings: list[str], policy: Policy, record: _Record, tolerance
 
 
 def _check_final_value(findings: list[str], policy: Policy, record: _Record, tolerance: float, values: Tensor) -> None:
-    """Compare V_final, computed from the memory after a step, with V of the next step in the same episode."""
+    """Compare V_final, computed from the memory after a step, with the value of the next step in the same episode."""
     steps, later = record.steps, slice(1, None)
     final = TensorDict(
         {"obs": _at(steps["obs"], slice(None), later), "carry": _at(record.after, slice(None), slice(None, -1))},
@@ -312,7 +312,7 @@ def _values_of_actions(policy: Policy, params: TensorDict, record: _Record) -> T
 
 
 def _check_gradients(policy: Policy, action_space: Space, params: TensorDict, record: _Record) -> Iterator[str]:
-    """Report each parameter that no gradient reaches, or whose gradient has NaN or infinity."""
+    """Yield a finding for each parameter that no gradient reaches, or that has a gradient with NaN or infinity."""
     leaves = {name: x for name, x in _fields(params).items() if x.is_floating_point()}
     if not leaves or (policy.evaluate is None and policy.value is None and policy.q is None):
         return
@@ -370,7 +370,7 @@ def _findings(
             check(lines, policy, record, tolerance)
             yield from lines
             functions_agree = functions_agree and not lines
-    if functions_agree:  # a function that writes on its arguments has no gradient
+    if functions_agree:  # a function that writes to its arguments in place has no gradient
         yield from _check_gradients(policy, action_space, params, record)
 
 
@@ -383,23 +383,23 @@ def check_policy(
     seed: int = 0,
     tolerance: float = _TOLERANCE,
 ) -> PolicyCheck:
-    """Let a policy act on random observations, and report its faults.
+    """Let a policy act on random observations, and report the faults of the policy.
 
-    The function checks:
+    A policy without faults has the following properties:
 
-    - that every function takes the arguments and returns the shapes and dtypes that `ecrl.Policy` describes;
-    - that `init` depends on its key alone;
-    - that `draw`, `act`, `explore`, `init_exploration`, `evaluate` and `value` depend on their arguments alone, draw
-      from no global generator and write on no argument;
-    - that the memory keeps its fields, shapes and dtypes;
-    - that `evaluate` returns the log-probabilities that `act` returned, also after the end of an episode;
-    - that `value` returns the same values for many steps in one call as for each step alone;
-    - that V_final equals V with the memory after `act`;
-    - that gradients reach every parameter, if the functions pass the other checks. For Box actions and a policy with
-      `q`, this check includes the gradient through `q` with respect to the actions of `act`.
+    - Every function takes the arguments and returns the shapes and dtypes that `ecrl.Policy` describes.
+    - The function `init` depends on its key alone.
+    - The functions `draw`, `act`, `explore`, `init_exploration`, `evaluate` and `value` depend on their arguments
+      alone, draw from no global generator and write to no argument.
+    - The policy's memory keeps its fields, shapes and dtypes.
+    - The function `evaluate` returns the log-probabilities that `act` returned, also after the end of an episode.
+    - The function `value` returns the same values for many steps in one call as for each step alone.
+    - V_final, computed from the memory after `act`, equals the value of the next observation.
+    - Gradients reach every parameter. This property is checked only if the policy has all other properties. For a
+      policy with `q` and Box actions, the check includes the gradient of `q` with respect to the actions of `act`.
 
-    The policy acts in four environments on the CPU. Noise is added to the parameters of `init`, so that parameters
-    equal to zero hide no fault. Errors raised by the policy's own code are not caught.
+    The policy acts in four environments on the CPU. The function adds noise to the parameters of `init`, because
+    parameters equal to zero may hide a fault. Errors raised by the policy's own code are not caught.
 
     Args:
         policy: a policy, a `Config`, or any other argument that `load_config` accepts.
@@ -410,8 +410,8 @@ def check_policy(
         tolerance: the largest absolute and relative difference that counts as rounding. If a config sets `policy.bf16`,
             the tolerance is at least 0.05.
 
-    Raises: ConfigError if the config is wrong; UserError if `num_steps` is less than 8, or if the spaces are missing
-        for a policy or given for a config.
+    Raises: ConfigError if the config is wrong; UserError if `num_steps` is less than 8, if a policy is given without
+        spaces, or if a config is given with spaces.
 
     >>> check_policy("cartpole_ppo").findings
     []

@@ -1,10 +1,10 @@
-"""Stop a run at SIGINT or SIGTERM: finish the iteration, save the state and close the files.
+"""Stop a run after SIGINT or SIGTERM: finish the iteration, save the state and close the files.
 
-The first signal asks the run to end. If the current iteration or evaluation then takes longer than `GRACE`, the run
-abandons this work and saves the last state. No result is lost, because a run resumed by `ecrl.run.resume` repeats the
-abandoned work with the same bits. The run always finishes other work, such as saving. With several ranks, the run also
-finishes the iteration, because the ranks cannot abandon it together. The second signal abandons any work at once, and
-the third kills the process.
+The first signal asks the run to end. If the current iteration or evaluation then takes more than `GRACE` seconds, the
+run abandons the iteration or evaluation, and saves the last state. No result is lost, because a run resumed by
+`ecrl.run.resume` repeats the abandoned work, bit for bit. The run always finishes other work, such as saving. With
+several ranks, the run also finishes the iteration, because the ranks cannot abandon an iteration together. The second
+signal abandons any work at once, and the third signal kills the process.
 """
 
 import signal
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 GRACE = 3.0
-"""The seconds that an iteration may continue after the first signal, and between repeated interruptions."""
+"""The seconds that an iteration may continue after the first signal, and the seconds between repeated interruptions."""
 
 _asked: list[int] = []
 _loops: list[bool] = []  # for each running loop, True if the loop may abandon an iteration
@@ -27,7 +27,7 @@ class Stopped(KeyboardInterrupt):
 
 
 def asked() -> int | None:
-    """Return the number of the first signal that asked the run to end, or None."""
+    """Return the number of the first signal that asked the run to end, or None if there was no signal."""
     return _asked[0] if _asked else None
 
 
@@ -49,7 +49,7 @@ def _grace_ended(number: int, frame: object) -> None:
 
 
 def listen() -> None:
-    """Install signal handlers: SIGINT and SIGTERM end a run cleanly, and raise KeyboardInterrupt outside a run."""
+    """Install handlers for SIGINT and SIGTERM, which end a run cleanly, and raise KeyboardInterrupt outside a run."""
     _asked.clear()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
@@ -58,7 +58,7 @@ def listen() -> None:
 
 @contextmanager
 def in_loop(may_abandon: bool = True) -> Iterator[None]:
-    """Enclose a loop that calls `asked` after every iteration.
+    """Mark the code inside this context as a loop that calls `asked` after every iteration.
 
     Args:
         may_abandon: True if the loop may abandon an iteration, as in a run with a single process.
@@ -74,7 +74,7 @@ def in_loop(may_abandon: bool = True) -> Iterator[None]:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Enclose code that a signal may interrupt. The loop must be able to repeat the code from the loop's state."""
+    """Mark the code inside this context as interruptible. The loop must be able to repeat the code from its state."""
     _interruptible_parts.append(True)
     try:
         yield

@@ -65,7 +65,7 @@ def checking() -> Iterator[None]:
 
 
 def _generator_states() -> list[bytes]:
-    """Return the states of torch's global generators."""
+    """Return the states of torch's global random number generators."""
     states = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
     # inside a transform of torch.func, a new tensor has no memory that NumPy can read
     return [bytes(state.tolist()) if transforms() else state.numpy().tobytes() for state in states]
@@ -75,8 +75,8 @@ def _generator_states() -> list[bytes]:
 def _refusing_draws(label: str, keys: str) -> Iterator[None]:
     """Raise ConfigError if the block draws from torch's global generators.
 
-    While a graph is traced, nothing is drawn, and the tracer records the operation instead. Other threads may draw, and
-    so may code that restores the generator's state inside the block.
+    While a graph is traced, nothing is drawn, and the tracer records the operation instead. Other threads may draw.
+    Code inside the block may draw if it restores the generator's state.
     """
     before = [] if in_graph() else _generator_states()
     with noting_draws() as noted:
@@ -105,14 +105,16 @@ class Unchecked:
 
 @dataclass(frozen=True)
 class Checked:
-    """A function whose results are checked, and whose draws from global generators are rejected, inside `checking`.
+    """A function whose results and random draws are checked inside a `checking` block.
+
+    The function must not draw from torch's global generators.
 
     Attributes:
         label: name of the policy or algorithm, followed by the name of the function.
         fn: the function.
         check: `check(label, args, out, *options)` raises ConfigError if `out` is not a result for `args`.
         options: further arguments of `check`.
-        keys: source of the function's random numbers, named in errors.
+        keys: description of the keys for the function's random numbers, for error messages.
     """
 
     label: str
@@ -123,7 +125,7 @@ class Checked:
 
     @property
     def __name__(self) -> str:
-        """Name of the function, shown when its compilation is reported."""
+        """Name of the function, which appears in reports of its compilation."""
         return getattr(self.fn, "__name__", type(self.fn).__name__)
 
     def __call__(self, *args: Any) -> Any:
@@ -142,7 +144,7 @@ def check_arguments(label: str, fn: Any, *names: str, note: str = "") -> None:
     Args:
         label: name of the policy or algorithm, followed by the name of the function.
         fn: the function.
-        names: names of the arguments.
+        names: names of the expected arguments.
         note: text appended to the list of expected arguments in the error.
     """
     if not callable(fn):
@@ -160,7 +162,7 @@ def check_arguments(label: str, fn: Any, *names: str, note: str = "") -> None:
 
 
 def check_functions(policy: Policy) -> None:
-    """Raise ConfigError if a policy's function takes the wrong arguments, or if unit is 'sequence' without memory."""
+    """Raise ConfigError if a function takes the wrong arguments, or if a policy of unit 'sequence' has no memory."""
     is_sequence, label = policy.unit == "sequence", policy_label(policy)
     if is_sequence and policy.init_carry is no_carry:
         raise ConfigError(
@@ -181,7 +183,7 @@ def policy_label(policy: Policy) -> str:
 
 
 def returned(label: str, out: Any, *names: str) -> Any:
-    """Return the result of a function. Raise ConfigError unless the result has one value per name."""
+    """Return the result `out` of a function. Raise ConfigError unless the result has one value per name."""
     if not isinstance(out, tuple | list) or len(out) != len(names):
         values = f"{len(out)} values" if isinstance(out, tuple | list) else described(out)
         raise ConfigError(f"{label} returns {values}, expected {len(names)}: ({', '.join(names)}); return these values")
@@ -224,7 +226,7 @@ def check_fields(label: str, before: TensorDict, after: Any, what: str = "state"
 
 
 def _batch_of(obs: Any, space: Space) -> list[int]:
-    """Return the sizes of the batch axes of observations of a space."""
+    """Return the sizes of the batch axes of observations, which precede the axes of the observation space."""
     while isinstance(space, Dict):
         name, space = space.items[0]
         obs = obs[name]
@@ -232,13 +234,13 @@ def _batch_of(obs: Any, space: Space) -> list[int]:
 
 
 def _leaves(tree: Any) -> dict[str, Any]:
-    """Return the leaves of a tree by path, such as `noise/x`."""
+    """Return a dict from the path of each leaf in a tree, such as `noise/x`, to the leaf."""
     leaves, structure = flatten(tree)
     return {"/".join(path): leaf for path, leaf in zip(paths(structure), leaves, strict=True)}
 
 
 def _check_rows(label: str, what: str, leaves: dict[str, Any], batch: Sequence[int]) -> None:
-    """Raise ConfigError for a leaf whose leading axes are not `batch`. `what` names a leaf without a path."""
+    """Raise ConfigError for a leaf whose leading axes differ from `batch`. `what` names a leaf without a path."""
     for name, leaf in leaves.items():
         if list(leaf.shape[: len(batch)]) != [*batch]:
             expected = f"[{', '.join(map(str, batch))}, ...]"
@@ -258,7 +260,7 @@ def _check_init(label: str, args: tuple[Any, ...], out: Any) -> None:
 
 
 def _check_first(label: str, args: tuple[Any, ...], out: Any, what: str) -> None:
-    """Check the initial memory or exploration state of an episode. `what` names the checked tree."""
+    """Raise ConfigError if an episode's initial memory or exploration state is wrong. `what` names the checked tree."""
     if not isinstance(out, TensorDictBase):
         raise ConfigError(f"{label} returns {described(out)}, expected the {what} as a TensorDict; return one")
     _check_rows(label, what, _leaves(out), [args[1]])
@@ -268,7 +270,7 @@ def check_restart(policy: Policy, exploration: TensorDict, initial: TensorDict) 
     """Raise ConfigError unless the exploration state has the fields that `init_exploration` returns.
 
     Args:
-        policy: the policy that an error names.
+        policy: the policy, which error messages name.
         exploration: the exploration state.
         initial: the result of `init_exploration`.
     """
@@ -299,7 +301,7 @@ def _check_action(label: str, action: Any, batch: list[int], space: Space) -> No
         return
     dtype, shape = element_dtype(space), [*batch, *element_shape(space)]
     is_right = isinstance(action, Tensor) and list(action.shape) == shape
-    # an action of a Box may have the dtype of the network, such as float64
+    # a Box action may have the dtype of the network, such as float64
     if not is_right or not (action.is_floating_point() if isinstance(space, Box) else action.dtype == dtype):
         expected = f"{dtype} {shape} for a {type(space).__name__} action space".removeprefix("torch.")
         raise ConfigError(f"{label} returns action as {described(action)}, expected {expected}; return such a tensor")
@@ -308,7 +310,7 @@ def _check_action(label: str, action: Any, batch: list[int], space: Space) -> No
 def _check_act(
     label: str, args: tuple[Any, ...], result: Any, space: Space, action_space: Space, required: Sequence[str]
 ) -> None:
-    """Raise ConfigError if the output of `act` lacks a required field, or a field or the carry is wrong."""
+    """Raise ConfigError if the output of `act` lacks a required field, or if a field or the carry is wrong."""
     carry, out = returned(label, result, "carry", "out")
     if not isinstance(out, TensorDictBase):
         raise ConfigError(f"{label} returns {type(out).__name__} as its output, expected a TensorDict; return one")
@@ -387,7 +389,7 @@ def _check_q(label: str, args: tuple[Any, ...], out: Any) -> None:
 
 
 def checked_policy(policy: Policy, observation_space: Space, action_space: Space) -> Policy:
-    """Return a policy whose functions are checked inside `checking`."""
+    """Return a copy of a policy whose functions are checked inside a `checking` block."""
     label, required = policy_label(policy), ("action",)
     required = required if policy.evaluate is None else (*required, "sample_log_prob")
     value = _check_sequence_value if policy.unit == "sequence" else _check_value

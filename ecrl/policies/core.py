@@ -1,4 +1,4 @@
-"""A policy is a frozen record of pure functions over a TensorDict of parameters."""
+"""Define `Policy`, a frozen record of pure functions that take the parameters as a TensorDict."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,14 +19,14 @@ def no_carry(params: TensorDict, num_envs: int) -> TensorDict:
 
 @dataclass(frozen=True)
 class Policy:
-    """Pure functions that make up a policy.
+    """Record of the pure functions of a policy.
 
     `carry` is the policy's memory, an empty TensorDict for feed-forward policies. `steps` is a TensorDict with obs,
-    action, done and every other field that `act` returned. All values in these fields must be finite.
+    action, done and every other field that `act` returned. All values in `steps` must be finite.
 
     If an action has several tokens, `sample_log_prob` and the results of `evaluate` may have further axes, with one
-    entry per token. The log-probability of an action is then the sum over its tokens. If only some tokens count, `act`
-    also returns a bool field `token_mask` of the same shape, True for the tokens that count.
+    entry per token. The log-probability of an action is then the sum of the log-probabilities of its tokens. If only
+    some tokens count, `act` also returns a bool field `token_mask` of the same shape, True for the tokens that count.
 
     Most policies have the unit "step": `evaluate` and `value` process every step independently and accept any leading
     axes. A policy with memory has the unit "sequence". The `steps` of a sequence policy have shape `[n, S]`, with time
@@ -36,8 +36,8 @@ class Policy:
 
         value(params, carry, steps, final) -> (V [n, S], V_final [n, F])
 
-    `final`, of shape `[n, F]`, has `obs`, the observations at time limits, and `carry`, the memory after `act` and
-    before the restart. If only V is needed, `final` and V_final are None.
+    `final`, of shape `[n, F]`, has two fields. `obs` holds the observations at time limits. `carry` holds the memory
+    after `act` and before the restart. If only V is needed, `final` and V_final are None.
 
     Two policies are equal and share compiled functions if all their functions except `init` and `init_frozen` are the
     same. `init` and `init_frozen` are never compiled.
@@ -48,27 +48,29 @@ class Policy:
         act: (params, carry, obs, noise) -> (carry, out); `out` has `action`, and `sample_log_prob` if the policy
             has `evaluate`. If noise is None, the action is deterministic.
         evaluate: (params, carry, steps) -> (log_prob, entropy), in nats; None for a policy without probabilities, such
-            as one that takes the action with the largest value.
-        value: (params, carry, obs) -> V `[*B]`, or as above for a sequence policy; None without a critic.
-        norm_init: device -> the statistics of `normalized` before the first step.
+            as a policy that takes the action with the largest value.
+        value: (params, carry, obs) -> V `[*B]`, or as above for a sequence policy; None for a policy without a critic.
+        norm_init: device -> the initial statistics of `normalized`.
         norm_update: (statistics, obs, mask) -> the statistics updated with a batch.
-        compiles: False if a module draws its own random numbers.
+        compiles: False if the policy cannot be compiled, because its module draws its own random numbers.
         init_carry: (params, num_envs) -> carry, a TensorDict `[num_envs]`, at the start of an episode.
         unit: unit of a minibatch, "step" or "sequence".
-        init_frozen: device -> parameters that are not trained, such as a backbone, or None. The other functions read
-            these parameters from `params`. Frozen parameters are neither optimised nor copied.
-        explore: (params, exploration, out, noise) -> (exploration, out); changes the `out` of `act` while a replay
-            buffer is collected, for example by a random action or added noise. `exploration` is a TensorDict `[*B]`
-            with the state and the parameters of the exploration, such as the last noise or epsilon. The algorithm
-            creates `exploration` and changes its parameters. `noise` is the noise passed to `act`. Evaluations do not
-            explore. If `explore` is None, the actions of `act` are collected.
+        init_frozen: device -> parameters that are not trained, such as a backbone; None for a policy without such
+            parameters. The other functions read these parameters from `params`. Frozen parameters are neither optimised
+            nor copied.
+        explore: (params, exploration, out, noise) -> (exploration, out); changes the `out` of `act` while steps for a
+            replay buffer are collected. For example, `explore` takes a random action or adds noise. `exploration` is a
+            TensorDict `[*B]` with the state and the parameters of the exploration, such as the last noise or epsilon.
+            The algorithm creates `exploration` and changes its parameters. `noise` is the noise passed to `act`.
+            Evaluations do not explore. If `explore` is None, the collected steps take the actions of `act`.
         init_exploration: (params, num_envs) -> the fields of `exploration` at the start of an episode, a TensorDict
-            `[num_envs]`, such as the first noise of an Ornstein-Uhlenbeck process. The fields restart after each end of
-            an episode. Fields that `init_exploration` does not return, such as epsilon, do not restart.
+            `[num_envs]`, such as the first noise of an Ornstein-Uhlenbeck process. These fields restart whenever an
+            episode ends. Fields that `init_exploration` does not return, such as epsilon, do not restart.
         q: (params, obs, action, noise) -> Q `[critics, *B]`, the values of actions. For Discrete actions, `action` may
-            be None, and the result then has the values of all actions, `[critics, *B, actions]`. Value distributions
-            have a last axis of atoms. `noise` is None for deterministic values. `q` is None without a Q-function.
-        name: name under which the policy is registered, for messages.
+            be None, and the result then has the values of all actions, `[critics, *B, actions]`. If the critics return
+            value distributions, the last axis has one entry per atom. `noise` is None for deterministic values. `q` is
+            None for a policy without a Q-function.
+        name: registered name of the policy, for error messages.
     """
 
     init: Callable[[Tensor], TensorDict] = field(compare=False)
@@ -96,8 +98,8 @@ class Policy:
     def evaluate_rows(self, params: TensorDict, rows: TensorDict) -> tuple[Tensor, Tensor]:
         """For each step of a minibatch, return the log-probability of its action and the policy's entropy, in nats.
 
-        The results are summed over tokens by `sum_tokens`. `ecrl.algorithms.rows.rows_of` creates `rows` for policies
-        of either unit. The policy must have log-probabilities.
+        `sum_tokens` sums the results over the tokens of an action. `ecrl.algorithms.rows.rows_of` creates `rows` for
+        policies of either unit. The policy must have log-probabilities.
         """
         evaluate: Any = self.evaluate
         log_prob, entropy = evaluate(params, *_carry_and_steps(self, rows))
@@ -147,8 +149,9 @@ def acting_params(params: TensorDict, fixed: TensorDict) -> TensorDict:
 
     Args:
         params: the learned parameters.
-        fixed: the result of `fixed_params`, or the field `norm` of a state. Observation statistics in its field `obs`
-            become the field `norm` of the result. The result also has all fields of `fixed["frozen_params"]`, if any.
+        fixed: the result of `fixed_params`, or the field `norm` of a state. Observation statistics in the field `obs`
+            of `fixed` become the field `norm` of the result. The result also has all fields of
+            `fixed["frozen_params"]`, if any.
     """
     merged = params.copy().set("norm", fixed["obs"]) if "obs" in fixed else params.copy()
     return replaced(merged, fixed["frozen_params"]) if "frozen_params" in fixed else merged
@@ -202,7 +205,7 @@ def flatten(obs: Any, space: Space) -> Tensor:
 
 
 def one_batch(obs: Any, space: Space) -> tuple[Any, torch.Size]:
-    """Reshape an observation `[*B, ...]` to one batch axis, as modules expect. Return the observation and `B`.
+    """Reshape an observation `[*B, ...]` to the single batch axis that modules expect. Return the observation and `B`.
 
     >>> from ecrl.spaces import box
     >>> rows, batch = one_batch(torch.zeros(5, 6, 3, 8, 8), box(0.0, 1.0, 3, 8, 8))

@@ -1,7 +1,7 @@
 """Policy heads, which define the action distribution of each action space as functions of the actor's output.
 
-Box actions have a diagonal Gaussian, either unbounded or squashed into the space by tanh. Discrete and MultiDiscrete
-actions have categorical distributions.
+Box actions have a diagonal Gaussian distribution, either unbounded or squashed into the space by tanh. Discrete and
+MultiDiscrete actions have categorical distributions.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
 
 
 class Head(NamedTuple):
-    """Functions of an action distribution. All functions except `noise` take `(log_std, output, ...)`.
+    """Functions of an action distribution. All functions except `noise` take the arguments `(log_std, output, ...)`.
 
     `output`, of shape `[*B, A]`, is the mean of Box actions or the logits of discrete actions. For logits, `log_std` is
     None.
@@ -36,7 +36,7 @@ class Head(NamedTuple):
 
 
 def bounded(log_std: Tensor) -> Tensor:
-    """Clamp the log-std to its bounds. The gradient passes unchanged, so a parameter out of bounds can move back."""
+    """Clamp the log-std to its bounds. The gradient passes unchanged, so a value outside the bounds can move back."""
     return log_std + (log_std.clamp(LOG_STD_MIN, LOG_STD_MAX) - log_std).detach()
 
 
@@ -49,7 +49,7 @@ def _to_flat(action: Tensor, space: Box) -> Tensor:
 
 
 def normal_head(space: Box) -> Head:
-    """Return a diagonal Gaussian head that ignores the bounds of the space."""
+    """Return a head for a diagonal Gaussian that ignores the bounds of the space."""
     return Head(
         noise=lambda keys: rng.normal(keys, (flat_dim(space),)),
         sample=lambda log_std, mean, noise: _to_space_shape(k.normal_sample(mean, bounded(log_std), noise), space),
@@ -60,7 +60,7 @@ def normal_head(space: Box) -> Head:
 
 
 def squashed_head(space: Box) -> Head:
-    """Return a Gaussian head squashed into the space: `action = centre + half_width * tanh(latent)`.
+    """Return a head for a Gaussian squashed into the space: `action = centre + half_width * tanh(latent)`.
 
     The log-probability is the log-density of `tanh(latent)`. The constant `sum(log(half_width))` is left out, because
     it changes neither ratios nor gradients. `act` and `evaluate` both compute the log-probability from the action, so
@@ -129,7 +129,7 @@ def make_head(space: Space, squash: bool) -> Head:
 
 
 def is_masked(observation_space: Space, action_space: Space) -> bool:
-    """Return True if observations have an `action_mask`. Raise ConfigError if the masked actions are a Box."""
+    """Return True if observations have an `action_mask`. Raise ConfigError if the mask belongs to Box actions."""
     masked = isinstance(observation_space, Dict) and "action_mask" in dict(observation_space.items)
     if masked and isinstance(action_space, Box):
         raise ConfigError("policy: obs['action_mask'] needs Discrete or MultiDiscrete actions, got Box")

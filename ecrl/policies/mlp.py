@@ -1,4 +1,4 @@
-"""Multilayer perceptron, configured by `{"type": "mlp", "network_cfg": {"hidden_sizes": [64, 64], ...}}`."""
+"""Multilayer perceptron, configured as `{"type": "mlp", "network_cfg": {"hidden_sizes": [64, 64], ...}}`."""
 
 from collections.abc import Callable, Iterable
 from itertools import pairwise
@@ -83,7 +83,7 @@ def mlp(cfg: MLPConfig, space: Space, outputs: int) -> nn.Module:
 
 
 def build_mlp(cfg: MLPConfig, inputs: int, outputs: int) -> nn.Sequential:
-    """Build linear layers with new weights. An optional LayerNorm and the activation follow each hidden layer.
+    """Build linear layers with new weights. An optional LayerNorm and an activation follow each hidden layer.
 
     >>> build_mlp(MLPConfig(hidden_sizes=[8], activation="tanh"), 3, 2)
     Sequential(

@@ -41,7 +41,7 @@ def module_policy(
     A module that defines only `forward(obs)` returns `(output, value)` or `(output, value, log_std)`:
 
     - `output`, of shape `[B, A]`: the mean of Box actions, flattened, or the concatenated logits of discrete actions;
-    - `value`, of shape `[B]`, or None without a critic;
+    - `value`, of shape `[B]`, or None for a module without a critic;
     - `log_std`, of shape `[A]` or `[B, A]`, for Box actions, clamped to [-5, 2]. A module parameter named `log_std` may
       be used instead.
 
@@ -50,9 +50,9 @@ def module_policy(
     A module may instead choose its own actions. Each of its methods takes a tensordict with "obs" of shape `[B, ...]`,
     and writes its outputs into this tensordict or returns a new one:
 
-    - `get_action(tensordict, deterministic=False)` writes "action" and "sample_log_prob" `[B]`;
-    - `evaluate_actions(tensordict)` also reads "action", and writes "log_prob" and "entropy", each `[B]`;
-    - `get_value(tensordict)` writes "value" `[B]`. Define it only with a critic.
+    - `get_action(tensordict, deterministic=False)` writes "action", and "sample_log_prob" of shape `[B]`;
+    - `evaluate_actions(tensordict)` also reads "action", and writes "log_prob" and "entropy", each of shape `[B]`;
+    - `get_value(tensordict)` writes "value", of shape `[B]`. Define `get_value` only for a module with a critic.
 
     A module that chooses its own actions draws from torch's global generator. The generator is seeded from the key of
     the first environment, so equal keys give equal actions. A run with such a module is not compiled. If `get_action`
@@ -61,14 +61,16 @@ def module_policy(
     deterministic, `noise` is None.
 
     Args:
-        make: builds the module with new weights.
-        cfg: the policy's config; `bf16` and `action_dim` are used here.
+        make: function that builds the module with new weights.
+        cfg: the policy's config, whose settings `bf16` and `action_dim` are used.
         observation_space: space of the module's observations.
         action_space: space of the module's actions.
-        squash: squash Box actions by tanh into their space; only for modules that define only `forward`.
+        squash: if True, squash Box actions into their space by tanh. Modules that choose their own actions do not
+            support `squash`.
 
-    Raises: ConfigError if a method does not write a field, or writes a field in the wrong shape. Also raised if the
-        output of a layer is random or depends on the rest of the batch, such as BatchNorm in training mode.
+    Raises: ConfigError if a method does not write a field, or writes a field in the wrong shape. `module_policy` also
+        raises ConfigError if the output of a layer is random or depends on the rest of the batch, such as BatchNorm in
+        training mode.
 
     >>> from ecrl import rng, spaces
     >>> class Net(nn.Module):

@@ -1,7 +1,7 @@
 """Turn modules into pure functions, and build networks from a config block `{"type": "mlp", "network_cfg": {...}}`.
 
-`type` is the name of a registered function `make(cfg, space, outputs) -> nn.Module`. `make_network` turns the module
-into pure functions.
+`type` is the name of a registered function `make(cfg, space, outputs) -> nn.Module`. `make_network` turns the returned
+module into pure functions.
 """
 
 from collections.abc import Callable, Iterator
@@ -69,7 +69,7 @@ _DROPOUTS = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 
 
 def _varies(layer: nn.Module) -> bool:
-    """Return True if a layer, in its current mode, depends on more than its weights and one observation."""
+    """Return True if a layer's output, in its current mode, depends on more than its weights and one observation."""
     if isinstance(layer, _BATCH_NORMS):
         return layer.training or layer.running_mean is None
     if isinstance(layer, _INSTANCE_NORMS):
@@ -116,7 +116,7 @@ class Pure(NamedTuple):
     """Pure functions of a module.
 
     Attributes:
-        init: `init()` returns new weights under the names of `state_dict`. Call it inside `seeded`.
+        init: `init()` returns new weights under the names of `state_dict`. Call `init` inside `seeded`.
         forward: `forward(weights, *inputs)` calls the module.
         call: `call(weights, method, *inputs, **named)` calls the named method of the module.
         module: the structure of the module, without weights.
@@ -137,8 +137,8 @@ def pure(make: Callable[[], nn.Module], name: str, bf16: bool) -> Pure:
     """Turn the modules that `make` builds into pure functions.
 
     The weights are the parameters that require a gradient. Frozen parameters and buffers are constants, whose values
-    come from a call of `make` under seed 0. With `bf16`, the module runs in bfloat16 under autocast, and its outputs
-    are cast back.
+    come from a call of `make` with seed 0. With `bf16`, the module runs in bfloat16 under autocast, and its outputs are
+    cast back.
 
     Raises: ConfigError if a layer's output is random or depends on the rest of the batch, or if no weight is trainable.
     """
@@ -151,7 +151,7 @@ def pure(make: Callable[[], nn.Module], name: str, bf16: bool) -> Pure:
     constants, first = _constants(module, trained), {}
     tied = {n: first.setdefault(id(w), n) for n, w in module.named_parameters(remove_duplicate=False)}
     tied = {name: shared for name, shared in tied.items() if name != shared}
-    module = deepcopy(module).to("meta")  # a copy, because `make` may keep the module; calls pass the weights
+    module = deepcopy(module).to("meta")  # a copy, because `make` may keep the module. Calls pass the weights.
     caller, lock = _MethodCaller(module), RLock()
 
     def init() -> TensorDict:

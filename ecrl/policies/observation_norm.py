@@ -1,7 +1,7 @@
 """Wrap a policy so that it receives standardised observations.
 
-The statistics are part of the state and are updated once per iteration, or once per turn of an off-policy algorithm.
-Training, evaluation and export all use these statistics.
+The statistics are part of the state. These statistics are updated once per iteration, or once per turn of acting and
+learning in an off-policy algorithm. Training, evaluation and export all use these statistics.
 """
 
 from dataclasses import replace

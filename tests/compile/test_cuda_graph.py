@@ -142,7 +142,9 @@ ON_HOST = "mountain_car_continuous_ppo"  # Gymnasium's: the functions around the
 
 @pytest.mark.slow
 @pytest.mark.parametrize("replayer", ["as it is"], indirect=True)
-@pytest.mark.parametrize("name", [*SHIPPED, ON_HOST])
+@pytest.mark.parametrize(
+    "name", ["cartpole_ppo", ON_HOST] + [pytest.param(name, marks=pytest.mark.long) for name in SHIPPED[1:]]
+)
 def test_shipped_configs_agree_with_eager(replayer, name):
     sizes = {"trainer.num_envs": 8, "trainer.buffer_size": 6, "trainer.compile": "off"}
     batch = {} if name.endswith("apg") else {"algorithm.cfg.batch_size": 20}  # the third one of a pass is padded

@@ -172,7 +172,7 @@ def test_no_retrace():
 
 @pytest.mark.parametrize("size", [1, 0, -2, 3, 8])
 def test_bad_group_size(size):
-    with pytest.raises(ValueError, match=f"group_size={size} .*4 rows"):
+    with pytest.raises(ValueError, match=f"group_size={size} .*the 4 entries of score"):
         group_advantages(torch.zeros(4), torch.ones(4, dtype=torch.bool), group_size=size, eps=0.0)
 
 

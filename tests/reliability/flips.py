@@ -41,7 +41,7 @@ def caught(run: Path, file: Path) -> bool:
     with warnings.catch_warnings(record=True, action="always") as recorded:
         used, (state, _) = latest(run), resume(run)
     messages = [str(warning.message) for warning in recorded]
-    named = all(str(file) in line and "skipped" in line and "\n" not in line for line in messages)
+    named = all(str(file) in line and " instead" in line and "\n" not in line for line in messages)
     try:
         load(file.parent)
     except ValueError as error:

@@ -86,7 +86,7 @@ def test_two_ranks_learn_the_same_and_each_turn_has_the_steps_of_all_environment
         torch.testing.assert_close(end["environment/exploration/epsilon"], expected)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_length_of_an_iteration_changes_no_bit_on_two_ranks(tmp_path):
     ends = []
     for size in (T, 2 * T):

@@ -21,7 +21,8 @@ def test_killed_runs_go_on_bit_for_bit(count):
     assert f"{count} of {count} resumed bit for bit" in run_script("kills.py", "--kills", count)
 
 
-@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("count", [20])
 def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(count):
     *lines, compiling = run_script("signals.py", "--signals", count).splitlines()
     for line, status in zip(lines, (143, 130), strict=True):

@@ -1,4 +1,4 @@
-"""Gymnasium environments by id, such as `"gymnasium:LunarLander-v3"`, or from vector envs by `from_vector`."""
+"""Make Gymnasium environments from an id, such as `"gymnasium:LunarLander-v3"`, or by `from_vector`."""
 
 from ecrl.envs.gymnasium.env import GymnasiumConfig, from_vector, gymnasium_env
 

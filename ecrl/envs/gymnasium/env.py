@@ -1,4 +1,4 @@
-"""Adapt Gymnasium environments to `Env`. Part of a Gymnasium environment's state is in Python objects."""
+"""Adapt Gymnasium environments to `Env`. Python objects hold part of the state of a Gymnasium environment."""
 
 import sys
 from collections.abc import Callable
@@ -50,7 +50,7 @@ class GymnasiumConfig(ConfigModel):
 
 @register_env("gymnasium")
 def gymnasium_env(cfg: GymnasiumConfig) -> Env:
-    """Make a Gymnasium environment with `gymnasium.make`. A key seeds the first episode and all later episodes.
+    """Make a Gymnasium environment with `gymnasium.make`. Each key seeds all episodes of one environment.
 
     Observation spaces may be Box, Discrete, MultiDiscrete, MultiBinary, Dict and Tuple. The elements of a Tuple are
     named "0", "1" and so on. All floats become float32, and uint8 images stay uint8. `ecrl.spaces.from_gymnasium` lists
@@ -212,7 +212,7 @@ def _state(outcome: Outcome, spaces: tuple[Space, Space], like: Tensor) -> Tenso
         if not isinstance(obs, TensorDict) or MASK not in obs:
             mask = {MASK: allowed(outcome.masks, nvec)}
             obs, final = (_parts(x, n).update(mask) for x in (obs, final))
-        done = outcome.terminated | outcome.truncated  # with `counts`, the next step ignores its action and mask
+        done = outcome.terminated | outcome.truncated  # with `counts`, the next step ignores the action and the mask
         check_allowed(obs[MASK] | done.unsqueeze(-1) if outcome.counts is not None else obs[MASK], nvec)
     fields = {
         "obs": obs,
@@ -231,7 +231,7 @@ def _to_device_of(like: Tensor, state: TensorDict) -> TensorDict:
     """Copy a state to the device of `like`. Pinned memory lets the host continue during a copy to a GPU."""
     device = like.device
     if device.type == "cpu":
-        return state  # `to` would take as long as ten CartPole steps
+        return state  # calling `to` would take as long as ten CartPole steps
     return state.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else state.to(device)
 
 

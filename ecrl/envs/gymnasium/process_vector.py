@@ -21,8 +21,8 @@ import gymnasium
 from ecrl.envs.gymnasium import worker
 from ecrl.envs.gymnasium.vector_api import Fault, Vector, vector_of
 
-_START = 60.0  # additional seconds that a worker may take to start Python
-_GRACE = 2.0  # seconds that workers may take to close their environments
+_START = 60.0  # additional time that a worker may take to start Python, in seconds
+_GRACE = 2.0  # time that workers may take to close their environments, in seconds
 
 
 class _Worker(NamedTuple):
@@ -90,7 +90,7 @@ def _stop(workers: list[_Worker]) -> None:
 
 
 def parallel(env_id: str, kwargs: dict[str, Any], num_envs: int, timeout: float) -> Vector:
-    """Open environments in at most one worker process per core. `serial` gives the same results, without processes."""
+    """Open environments in at most one worker process per core. `serial` gives the same results without workers."""
     import cloudpickle
 
     spec = gymnasium.registry.get(env_id.rpartition(":")[2])

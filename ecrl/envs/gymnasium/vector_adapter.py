@@ -1,8 +1,8 @@
 """Convert a `gymnasium.vector.VectorEnv` with any of the three autoreset modes to a `Vector`.
 
 SAME_STEP: the vector env resets in the step that ends an episode. `info["final_obs"]` becomes `final`.
-NEXT_STEP: the vector env resets in the step after an episode ended. `counts` is False for this step, whose action is
-    ignored.
+NEXT_STEP: the vector env resets in the step after an episode ended. `counts` is False for a step that resets, and the
+    action of this step is ignored.
 DISABLED: the vector env does not reset by itself. The adapter calls `reset(options={"reset_mask": ...})`.
 """
 
@@ -36,7 +36,7 @@ def _entries(info: dict, key: str, n: int) -> list[Any]:
 
 
 def _success(info: dict, n: int) -> torch.Tensor:
-    """Return each environment's success in the step, `[N]`.
+    """Return the success of each environment in this step, in shape `[N]`.
 
     If the vector env resets in the same step, `info` describes the reset, and `final_info` overrides `info`.
     """
@@ -75,7 +75,7 @@ def _with_timeout(venv: AsyncVectorEnv, wait: Callable[[], Any], timeout: float)
     """Wrap `wait` so that a Fault is raised if `wait` does not return within `timeout` seconds."""
 
     def wait_or_fail(close_timeout: float | None = None) -> Any:
-        if close_timeout is not None:  # called by `AsyncVectorEnv.close`, which then ends the workers
+        if close_timeout is not None:  # `AsyncVectorEnv.close` made this call, and then ends the workers
             raise multiprocessing.TimeoutError
         deadline = time.monotonic() + timeout
         for i, pipe in enumerate(venv.parent_pipes):
@@ -108,7 +108,7 @@ def _kill(venv: VectorEnv) -> None:
 
 
 def _close(venv: VectorEnv) -> None:
-    """Close a vector env. If Gymnasium's `close` raises, as after the death of a worker, kill the workers."""
+    """Close a vector env. If Gymnasium's `close` raises, for example because a worker died, kill all workers."""
     try:
         venv.close()
     except Exception:
@@ -116,7 +116,7 @@ def _close(venv: VectorEnv) -> None:
 
 
 def _reset_with_seeds(venv: VectorEnv, seeds: list[int]) -> tuple[Any, dict]:
-    """Reset with one seed per environment, or with the first seed if the vector env takes only one integer."""
+    """Reset a vector env with one seed per environment, or with the first seed if `reset` takes only one integer."""
     try:
         return venv.reset(seed=seeds)  # pyright: ignore[reportArgumentType]  (most vector envs take a list)
     except (gymnasium.error.Error, TypeError):

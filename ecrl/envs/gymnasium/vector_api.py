@@ -1,4 +1,4 @@
-"""The interface `Vector` to N open Gymnasium environments, and its implementation in this process.
+"""Define `Vector`, an interface to N open Gymnasium environments, and implement `Vector` in this process.
 
 A `Vector` resets an environment in the step that ends its episode. In the outcome of such a step, `obs` is the first
 observation of the next episode, and `final` is the observation before the reset. Only a `Vector` whose outcomes have
@@ -29,9 +29,9 @@ class Fault(Exception):
 class Outcome(NamedTuple):
     """Result of a step or reset of N environments.
 
-    `counts` is False for an environment that the step only reset. `counts` is None if resets never take a step.
-    `success` is NaN for an environment that does not report success. `masks` holds the action mask of each environment,
-    or None for an environment without a mask.
+    `counts` is False for an environment that the step only reset. `counts` is None if a reset never takes a step of its
+    own. `success` is NaN for an environment that does not report success. `masks` holds the action mask of each
+    environment, or None for an environment without a mask.
     """
 
     obs: Any
@@ -55,7 +55,7 @@ class Vector(NamedTuple):
 
 
 def replace_rows(obs: Any, envs: Sequence[int], space: gymnasium.Space, rows: Sequence[Any]) -> Any:
-    """Replace the observations of the environments `envs` by `rows`, in a copy of `obs`."""
+    """Return a copy of `obs` with `rows` as the observations of the environments `envs`."""
     out = obs.clone()
     if envs:
         try:
@@ -97,7 +97,7 @@ def vector_of(spaces: tuple, ask: Callable[[str, Any], Sequence[tuple]], close: 
 
 
 def serial(env_id: str, kwargs: dict[str, Any], num_envs: int) -> Vector:
-    """Open environments in this process, which resets and steps them one after the other."""
+    """Open environments in this process. The returned `Vector` resets and steps one environment after the other."""
     envs: list[gymnasium.Env] = []
 
     def ask(command: str, values: Sequence[Any]) -> list[tuple]:

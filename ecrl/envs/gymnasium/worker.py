@@ -47,7 +47,7 @@ def _no_log_file() -> None:
 
 @contextlib.contextmanager
 def _explain_missing_package() -> Iterator[None]:
-    """If a package of an extra is missing, raise an error with the command that installs the extra."""
+    """Convert an import error inside the block to an error that shows how to install the missing package."""
     try:
         yield
     except (ImportError, DependencyNotInstalled) as error:
@@ -59,11 +59,11 @@ def _explain_missing_package() -> Iterator[None]:
 
 
 def make(env_id: str, kwargs: dict[str, Any]) -> gymnasium.Env:
-    """Call `gymnasium.make` without its checker, which checks only the first steps. ecrl checks every step."""
+    """Call `gymnasium.make` without Gymnasium's checker, which checks only the first steps. ecrl checks every step."""
     known = gymnasium.registry.get(env_id)  # None for an id that begins with "module:"
     with _explain_missing_package():
         if known and isinstance(known.entry_point, str):
-            load_env_creator(known.entry_point)  # imports MuJoCo if the environment needs it
+            load_env_creator(known.entry_point)  # this call imports MuJoCo if the environment needs it
         _no_log_file()
         env = gymnasium.make(env_id, disable_env_checker=True, **kwargs)
     _no_log_file()
@@ -121,7 +121,7 @@ def _open(env_id: str, kwargs: dict[str, Any], spec: bytes | None) -> gymnasium.
 
 
 def _answers(envs: list[gymnasium.Env], command: str, values: list) -> Iterator[Any]:
-    """Run a command in each environment in turn, and yield the results."""
+    """Run a command in one environment after the other, and yield the results."""
     for i, value in enumerate(values):
         if command == "open":
             envs.append(_open(*value))

@@ -1,1 +1,1 @@
-"""MuJoCo environments as pure functions, with a torch operator for the physics and scenes from JSON configs."""
+"""MuJoCo environments as pure functions. A torch operator steps the physics, and JSON configs describe the scenes."""

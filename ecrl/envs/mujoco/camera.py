@@ -1,7 +1,9 @@
-"""Render images of a scene from its `physics` state. EGL or OSMesa renders without a screen.
+"""Render images of a scene from the `physics` state of its simulation.
 
-The camera is a pinhole camera. A point is x metres to the right of the camera, y metres below and z metres in front.
-The point's pixel, counted from the upper left corner, is:
+EGL or OSMesa renders the images, so no display is needed.
+
+The camera is a pinhole camera. Take a point x metres to the right of the camera, y metres below it and z metres in
+front of it. The point appears at these pixel coordinates, measured from the upper left corner of the image:
 
     (fx x / z + cx, fy y / z + cy)
 """
@@ -25,19 +27,19 @@ from ecrl.envs.mujoco.scene.models import mujoco
 from ecrl.errors import UserError
 
 EYE, TARGET, DIRECTION, COLOR = "camera_eye_offset", "camera_target_offset", "light_direction", "light_color"
-"""Names of the targets that set the camera and the light. Images show a disc at each other target position."""
+"""Names of the targets that move cameras or change the light. A disc in the images marks each other target position."""
 
 _GOAL = np.array([0.1, 0.75, 0.3, 0.5], np.float32)
-_GOAL_SIZE = np.array([0.1, 0.002, 0.0])  # radius and half the thickness of the disc, m
+_GOAL_SIZE = np.array([0.1, 0.002, 0.0])  # radius and half thickness of the disc, in m
 _PROBE = "import mujoco.{0} as gl; context = gl.GLContext(8, 8); context.make_current(); context.free()"
 _Pixels = Annotated[int, Field(ge=1, le=4096)]
 
 Draw = Callable[[Tensor, Mapping[str, Tensor]], np.ndarray]
-"""Map one environment's `physics` (`[nstate]`) and its targets by name to an image (uint8 `[h, w, 3]`)."""
+"""Function that draws an image (uint8 `[h, w, 3]`) from one environment's `physics` (`[nstate]`) and named targets."""
 
 
 class CameraConfig(ConfigModel):
-    """Pose, resolution and intrinsics of a camera."""
+    """Config of a camera: its pose, resolution and intrinsics."""
 
     resolution: Annotated[tuple[_Pixels, _Pixels], Field(strict=False)] = Field(
         (640, 480), description="width and height, pixels"
@@ -62,12 +64,12 @@ class CameraConfig(ConfigModel):
 
 @cache
 def backend() -> str:
-    """Return the OpenGL backend that works on this machine, `egl` or `osmesa`.
+    """Return the name of an OpenGL backend that works on this machine, either `egl` or `osmesa`.
 
-    If $MUJOCO_GL names one of these backends, only this backend is tried. A backend that fails cannot be unloaded, so
-    each backend is tried in a separate process.
+    If $MUJOCO_GL is `egl` or `osmesa`, only the named backend is tried. Each backend is tried in a separate process,
+    because a process cannot unload a backend that failed.
 
-    Raises: UserError if neither backend works.
+    Raises: UserError if none of the tried backends works.
     """
     requested = os.environ.get("MUJOCO_GL", "").lower()
     names = (requested,) if requested in ("egl", "osmesa") else ("egl", "osmesa")
@@ -86,7 +88,7 @@ def backend() -> str:
 def _context(width: int, height: int) -> Any:
     if sys.platform != "linux":
         return mujoco().GLContext(width, height)
-    os.environ["MUJOCO_GL"] = backend()  # MuJoCo reads this variable when it creates a context
+    os.environ["MUJOCO_GL"] = backend()  # MuJoCo reads MUJOCO_GL when it creates an OpenGL context
     if backend() == "egl":
         from mujoco.egl import GLContext
     else:
@@ -96,7 +98,10 @@ def _context(width: int, height: int) -> Any:
 
 @contextmanager
 def _canvas(model: Any, width: int, height: int) -> Iterator[Callable[[Any], np.ndarray]]:
-    """Yield a function that draws an `MjvScene`. Call the function only in the thread that entered this context."""
+    """Open an offscreen renderer, and yield a function that draws an `MjvScene` with this renderer.
+
+    Call the yielded function only in the thread that entered the context manager.
+    """
     window, viewport = _context(width, height), mujoco().MjrRect(0, 0, width, height)
     try:
         window.make_current()
@@ -106,7 +111,7 @@ def _canvas(model: Any, width: int, height: int) -> Iterator[Callable[[Any], np.
 
         def draw(scene: Any) -> np.ndarray:
             image = np.empty((height, width, 3), np.uint8)
-            window.make_current()  # another context may be current in this thread
+            window.make_current()  # another OpenGL context may be current in this thread
             mujoco().mjr_render(viewport, scene, context)
             mujoco().mjr_readPixels(image, None, viewport, context)
             return image[::-1]
@@ -121,7 +126,7 @@ def _canvas(model: Any, width: int, height: int) -> Iterator[Callable[[Any], np.
 
 
 def _aim(camera: CameraConfig, eye: np.ndarray, target: np.ndarray, views: Any) -> None:
-    """Set the pose and intrinsics of `views`, the left-eye and right-eye cameras of an `MjvScene`."""
+    """Set the pose and the intrinsics of `views`, which are the left-eye and right-eye cameras of an `MjvScene`."""
     distance = float(np.linalg.norm(target - eye))
     forward = (target - eye) / distance
     up = np.array(camera.up if camera.up is not None else (0.0, 0.0, 1.0))
@@ -138,9 +143,9 @@ def _aim(camera: CameraConfig, eye: np.ndarray, target: np.ndarray, views: Any) 
 
 
 def scene_light(sim: Simulation) -> dict[str, tuple[float, ...]]:
-    """Return the direction and color of the scene's first light, by target name.
+    """Return a dictionary that maps target names to the direction and the color of the scene's first light.
 
-    Return {} if the scene has no light.
+    The dictionary is empty if the scene has no light.
     """
     model = sim.model
     return {DIRECTION: tuple(model.light_dir[0]), COLOR: tuple(model.light_diffuse[0])} if model.nlight else {}
@@ -155,7 +160,7 @@ def _set_light(scene: Any, targets: Mapping[str, np.ndarray]) -> None:
 
 
 def _add_mark(scene: Any, position: np.ndarray) -> None:
-    """Add a translucent green disc to an `MjvScene`."""
+    """Add a translucent green disc at `position` to an `MjvScene`."""
     if scene.ngeom < scene.maxgeom:
         kind = int(mujoco().mjtGeom.mjGEOM_CYLINDER)
         mujoco().mjv_initGeom(scene.geoms[scene.ngeom], kind, _GOAL_SIZE, position, np.eye(3).ravel(), _GOAL)
@@ -164,19 +169,19 @@ def _add_mark(scene: Any, position: np.ndarray) -> None:
 
 @contextmanager
 def drawing(sim: Simulation, camera: CameraConfig) -> Iterator[Draw]:
-    """Yield a function that draws states of a simulation.
+    """Open a renderer for a camera, and yield a function that draws states of a simulation.
 
-    Call the function only in the thread that entered this context.
+    Call the yielded function only in the thread that entered the context manager.
 
-    Discs mark the targets that are positions. The targets of `randomize_camera` move the camera, and the targets of
-    `randomize_light` change the light.
+    Discs in the images mark the targets that are positions. The targets of `randomize_camera` move the camera, and the
+    targets of `randomize_light` change the light.
 
     Raises: UserError if neither EGL nor OSMesa works.
     """
     gl, model = mujoco(), sim.model
     data, scene = gl.MjData(model), gl.MjvScene(model, 1000)
     option, free, everything = gl.MjvOption(), gl.MjvCamera(), gl.mjtCatBit.mjCAT_ALL.value
-    for flag in ("SHADOW", "REFLECTION"):  # each of these effects makes drawing several times slower
+    for flag in ("SHADOW", "REFLECTION"):  # shadows and reflections each make drawing several times slower
         scene.flags[int(getattr(gl.mjtRndFlag, f"mjRND_{flag}"))] = 0
     no_offset = np.zeros(3)
     with _canvas(model, *camera.resolution) as paint:

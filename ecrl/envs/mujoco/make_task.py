@@ -1,4 +1,4 @@
-"""Build the environment of a task from a config and task functions, and check the config and the functions."""
+"""Build and check the environment of a MuJoCo task, from a config and from functions that define the task."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -45,7 +45,7 @@ _simulation = cast(Callable[..., Simulation], simulation)  # pyright does not kn
 
 
 def _make(kind: str, sim: Simulation, terms: dict[str, Any]) -> Iterator[tuple[str, str, Any, Any]]:
-    """Yield the name, config path, settings and function of each term, sorted by name."""
+    """Make the terms of one kind. Yield the name, config path, config and function of each term, sorted by name."""
     for name, term in sorted(terms.items()):
         where = term_text(f"env.cfg.{kind}s", name, term.func)
         with error_prefix(where):
@@ -53,7 +53,7 @@ def _make(kind: str, sim: Simulation, terms: dict[str, Any]) -> Iterator[tuple[s
 
 
 def _limit_to_control_parts(cfg: TaskConfig, sim: Simulation) -> Simulation:
-    """Restrict the robot of the simulation to the joints of `control_parts`."""
+    """Return the simulation with its robot restricted to the joints of `control_parts`."""
     if cfg.control_parts is None:
         return sim
     with error_prefix("env.cfg.control_parts"):
@@ -63,9 +63,10 @@ def _limit_to_control_parts(cfg: TaskConfig, sim: Simulation) -> Simulation:
 
 
 def _action_terms(cfg: TaskConfig, sim: Simulation) -> tuple[ActionTerm, ...]:
-    """Make the action terms.
+    """Make the action terms of a task.
 
-    Raise ConfigError if two terms drive one joint, or if a joint is not in `control_parts`.
+    Raises: ConfigError if there is no term, if two terms drive the same joint, or if a driven joint is not in
+        `control_parts`.
     """
     terms, driven = [], {}
     for name, where, _, term in _make("action", sim, cfg.actions):
@@ -83,7 +84,7 @@ def _action_terms(cfg: TaskConfig, sim: Simulation) -> tuple[ActionTerm, ...]:
 
 
 def _varied(cfg: TaskConfig) -> Varied:
-    """Return the model fields that events vary between environments, each with the name of its object."""
+    """Return the model fields that events vary between environments, each in a pair with the name of an object."""
     fields: dict[tuple[str, str], None] = {}
     for name, event in sorted(cfg.events.items()):
         for field, uid in getattr(event.params, "varied", ()):
@@ -94,7 +95,7 @@ def _varied(cfg: TaskConfig) -> Varied:
 
 
 def _build_scene(cfg: TaskConfig) -> tuple[Simulation, tuple[ActionTerm, ...]]:
-    """Return the action terms, and the simulation with the drives that these terms need."""
+    """Build the simulation with the drives that the action terms need. Return the simulation and the terms."""
     with error_prefix("env.cfg"):
         _simulation(cfg)
     varied = _varied(cfg)
@@ -114,7 +115,7 @@ def _build_scene(cfg: TaskConfig) -> tuple[Simulation, tuple[ActionTerm, ...]]:
 def _check_drives(cfg: TaskConfig, sim: Simulation, actions: tuple[ActionTerm, ...]) -> None:
     """Raise ConfigError if a joint does not have the kind of drive that its action term needs.
 
-    The kinds differ if the robot's file defines another actuator.
+    A joint can have another kind of drive if an MJCF file defines the joint's actuator.
     """
     for (name, action), term in zip(sorted(cfg.actions.items()), actions, strict=True):
         with error_prefix(term_text("env.cfg.actions", name, action.func)):
@@ -133,7 +134,7 @@ def _make_events(cfg: TaskConfig, sim: Simulation) -> tuple[Event, ...]:
 
 
 def _check_names(where: str, names: list[str]) -> None:
-    """Raise ConfigError for names that collide in logs or checkpoints, such as `a` and `a/b`."""
+    """Raise ConfigError if two names are equal, or collide as paths in logs or checkpoints, such as `a` and `a/b`."""
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"{where}: the logs would contain {name!r} twice, from two terms or the task; rename one")
@@ -142,9 +143,9 @@ def _check_names(where: str, names: list[str]) -> None:
 
 
 def _check_functions(task: Task, state: TensorDict) -> None:
-    """Call the functions and rewards of a task.
+    """Call the functions and the reward terms of a task to check their results.
 
-    Raise ConfigError if a result does not have one value per environment.
+    Raises: ConfigError if a result does not have one value per environment.
     """
     sim, flags = task.sim, state["elapsed"] > 0
     with error_prefix("env.cfg (compute_task_state)"):
@@ -162,7 +163,10 @@ def _check_functions(task: Task, state: TensorDict) -> None:
 
 
 def never(sim: Simulation, state: TensorDict) -> Tensor:
-    """Return False. With this default of `check_truncated`, only the time limit truncates an episode."""
+    """Return False for every environment, so that only the time limit truncates episodes.
+
+    `task_env` uses this function if the argument `check_truncated` is not given.
+    """
     return torch.zeros_like(state["elapsed"], dtype=torch.bool)
 
 
@@ -173,28 +177,29 @@ def task_env(
     get_reward: Callable[[Simulation, TensorDict, TensorDict], Tensor] | None = None,
     acceptable: Check | None = None,
 ) -> Env:
-    """Make the environment of a task from the terms in a config and from task functions.
+    """Make the environment of a task from its config and from functions that define the task.
 
     Args:
-        cfg: the scene and the terms.
-        compute_task_state: maps (sim, state) to success, fail and metrics. Success and failure terminate an episode.
-        check_truncated: maps (sim, state) to bool `[*B]`, True to truncate an episode before the time limit. If this
-            function is given, the `min_truncation_gap` of the task is 1.
-        get_reward: maps (sim, state before a step, state after the step) to a reward `[*B]`. This reward is added to
-            the reward terms, and logged as `rewards/task`.
-        acceptable: maps (sim, state) to bool `[*B]`, True if an episode may start in this state. For each episode, up
-            to 12 random starts are drawn until a start is acceptable. If all 12 starts are unacceptable, the episode
-            uses an acceptable start that was found when the task was created. `task_env` tests the starts of 256
-            episodes, and raises ConfigError if one of these episodes finds no acceptable start.
+        cfg: config of the scene and of the terms.
+        compute_task_state: a function that maps (sim, state) to success, fail and metrics. An episode terminates if
+            success or fail is True.
+        check_truncated: a function that maps (sim, state) to bool `[*B]`. The value True truncates an episode before
+            the time limit. If `check_truncated` is given, the environment's `min_truncation_gap` is 1.
+        get_reward: a function that maps (sim, state before a step, state after the step) to a reward `[*B]`. The reward
+            terms are added to this reward, which is logged as `rewards/task`.
+        acceptable: a function that maps (sim, state) to bool `[*B]`, True if an episode may start in the state. Each
+            episode draws up to 12 random starts and uses the first acceptable start. If all 12 starts are unacceptable,
+            the episode uses an acceptable start that was found when the task was created. `task_env` tests the starts
+            of 256 episodes, and raises ConfigError if one of these episodes finds no acceptable start.
 
-    `info` has the fields `success`, `fail`, `metrics` and `rewards`. `rewards` has two entries for each term: `<name>`
-    without its weight, and `<name>_weighted` with its weight.
+    The state contains `success`, `fail`, `metrics` and `rewards` under `info`. For each reward term, `rewards` contains
+    the unweighted value as `<name>` and the weighted value as `<name>_weighted`.
 
-    The Config of an event may have two properties. `stores` maps each target that the event sets to its initial value.
-    `varied` lists the model fields that the event changes per environment, in the format of the argument `varied` of
-    `simulation`.
+    The Config model of an event may define the properties `stores` and `varied`. `stores` maps the name of each target
+    that the event sets to the target's initial value. `varied` lists the model fields that the event changes per
+    environment. The list has the same format as the argument `varied` of `simulation`.
 
-    Raises: ConfigError that begins with the config path of the term.
+    Raises: ConfigError if the config or a function is invalid. The error message begins with a config path.
     """
     sim, actions = _build_scene(cfg)
     observations = tuple(

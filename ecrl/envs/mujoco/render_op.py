@@ -1,7 +1,7 @@
 """Draw images with the torch operator `ecrl::mujoco_image`, which works inside compiled code.
 
-The host draws one image after the other. Each thread keeps one renderer per camera open until the process ends. Opening
-a renderer takes as long as drawing dozens of small images.
+The CPU draws the images one after the other. Each thread keeps one renderer per camera open until the process ends.
+Opening a renderer takes as long as drawing dozens of small images.
 """
 
 import atexit
@@ -35,9 +35,9 @@ torch.library.define(_NAME, "(Tensor physics, Tensor vectors, int camera) -> Ten
 
 
 def camera_handle(sim: Simulation, camera: CameraConfig) -> int:
-    """Register a camera and return its handle.
+    """Register a camera of a simulation, and return an integer that identifies the camera.
 
-    The handle is a hash of the model and the camera, so every process gets the same handle.
+    The returned handle is a hash of the model and of the camera's settings, so it is the same in every process.
     """
     content = sha256(f"{sim.handle} {camera.model_dump_json()}".encode()).digest()
     handle = int.from_bytes(content[:7])
@@ -90,9 +90,10 @@ torch.library.register_vmap(_NAME, _vmap_image)
 
 
 def _vectors(state: TensorDict, batch: torch.Size) -> Tensor:
-    """Return the targets that determine an image, `[*B, V, 3]`.
+    """Stack the target vectors that an image depends on, `[*B, V, 3]`.
 
-    The first four targets set the camera and the light, and are NaN if absent. The other targets are positions to mark.
+    The first four vectors set the camera and the light. Each of the four is NaN if the state has no such target. The
+    other vectors are the positions that the image marks.
     """
     targets: Any = state.get("targets", {})
     absent = torch.full((*batch, 3), torch.nan)
@@ -102,15 +103,15 @@ def _vectors(state: TensorDict, batch: torch.Size) -> Tensor:
 
 
 def image(handle: int, state: TensorDict) -> Tensor:
-    """Draw the image of a camera for each environment.
+    """Draw the image that a camera sees in each environment.
 
         pixel = red, green, blue / 255
 
     Args:
-        handle: a handle that `camera_handle` returned.
+        handle: the handle of the camera, as returned by `camera_handle`.
         state: the state of a task, `[*B]`.
 
-    Returns: images `[*B, h, w, 3]`, float32 from 0 to 1, with the top row first.
+    Returns: images `[*B, h, w, 3]`, float32 from 0 to 1, with the top row of pixels first.
     Gradient: none.
     Raises: ConfigError if the state is not on the CPU. UserError if neither EGL nor OSMesa works.
     """

@@ -1,4 +1,4 @@
-"""Config models of a task's scene and of its action, observation, reward and event terms."""
+"""Config models of a MuJoCo task: its scene, and its action, observation, reward and event terms."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -10,7 +10,7 @@ from ecrl.envs.mujoco.scene.config import Real, SceneConfig
 
 
 class _Term(ConfigModel):
-    """Config of a term, which names a registered function and gives the function's settings."""
+    """Config of a term, with the name of a registered function and the settings of this function."""
 
     part_kind: ClassVar[str]
 
@@ -55,13 +55,13 @@ class RewardConfig(_Term):
 
 
 class TaskEventConfig(EventConfig):
-    """Config of a task's event, which happens both in training and in evaluation."""
+    """Config of an event that belongs to a task. The event happens in training and in evaluation."""
 
     interval_step: Count = Field(10, description="mode interval: environment steps between two events")
 
 
 class TaskConfig(SceneConfig):
-    """Config of a task, with a scene and terms. Terms of one kind are applied in the order of their names."""
+    """Config of a task: a scene and terms. Terms of one kind are applied in the order of their names."""
 
     max_episode_steps: Count = Field(300, description="time limit, steps")
     control_parts: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = Field(
@@ -78,5 +78,8 @@ class TaskConfig(SceneConfig):
 
 
 def parse_terms(kind: type[ConfigModel], terms: dict[str, Any]) -> dict[str, Any]:
-    """Validate terms that are written as in a config file. A task's Config uses this function for its default terms."""
+    """Validate terms that are given as dictionaries, as in a config file.
+
+    The Config models of tasks use this function to define their default terms.
+    """
     return {name: kind.model_validate(term) for name, term in terms.items()}

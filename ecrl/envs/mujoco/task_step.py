@@ -1,15 +1,15 @@
-"""Pure functions that reset, step, observe and reward a task.
+"""Pure functions that reset and step a task, observe its state and compute its reward.
 
-The state of a task has the fields of every environment's state, and these fields:
-    world       TensorDict, read and written by `ecrl.envs.mujoco.world`
-    targets     TensorDict of vectors `[*B, n]` that events store, such as goals (m); absent without such events
-    action      `[*B, A]` float32, the last action, within its bounds; 0 at the start
-    force       `[*B, nv]` float32, forces along the degrees of freedom during the next step, N or N m
-    elapsed     `[*B]` int64, steps since the episode started
-    life        TensorDict of int64 `[*B]`; absent without events of mode startup or interval
-    life.count  steps since `reset`
-    life.key    key of the startup events, which outlast episodes
-    life.start  key of this episode's start
+In addition to the fields that the state of every environment has, the state of a task has these fields:
+    world       TensorDict that the functions of `ecrl.envs.mujoco.world` read and write
+    targets     TensorDict of vectors `[*B, n]` that events store, such as goals (m); absent if no event stores a target
+    action      `[*B, A]` float32, the last action, which is within its bounds; 0 at the start of an episode
+    force       `[*B, nv]` float32, forces (N or N m) along the degrees of freedom during the next step
+    elapsed     `[*B]` int64, number of steps since the episode started
+    life        TensorDict of int64 tensors `[*B]`; absent if no event has mode startup or interval
+    life.count  number of steps since `reset`
+    life.key    random key of the startup events, whose effects outlast episodes
+    life.start  random key of the start of the current episode
 """
 
 from collections.abc import Callable, Iterator
@@ -31,22 +31,26 @@ from ecrl.envs.mujoco.terms.term import ActionTerm, Observe, Reward
 from ecrl.errors import ConfigError
 from ecrl.kernels.scan_loop import loop
 
-_TRIES = 12  # candidate starts per episode, if a task accepts only some starts
+_TRIES = 12  # largest number of random starts per episode, if a task accepts only some starts
 _CHECKED_EPISODES = 256  # number of episodes whose starts are tested when a task is created
-EVENT_FIELDS = ("world", "targets", "action", "force")  # fields that events can read and change
+EVENT_FIELDS = ("world", "targets", "action", "force")  # fields of the state that events can read and change
 
 ComputeTaskState = Callable[[Simulation, TensorDict], tuple[Tensor, Tensor, dict[str, Tensor]]]
-"""Map (sim, state after a step) to success and fail (bool `[*B]`) and metrics by name.
+"""Function that maps (sim, state after a step) to success and fail (bool `[*B]`) and a dictionary of metrics.
 
-Success and failure end an episode.
+An episode ends if success or fail is True.
 """
 
 Check = Callable[[Simulation, TensorDict], Tensor]
-"""Map (sim, state) to a bool tensor `[*B]`."""
+"""Function that maps (sim, state) to a bool tensor `[*B]`."""
 
 
 class Event(NamedTuple):
-    """An event of a task. `rng.fold_in` mixes the event's index `position` into its keys."""
+    """An event of a task.
+
+    `position` is the index of the event among all events of the task. `rng.fold_in` mixes this index into the keys, so
+    that each event draws different values.
+    """
 
     mode: str
     interval_step: int
@@ -56,9 +60,9 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """A task with its terms.
+    """A task, with its simulation, its terms and the functions that define the task.
 
-    `prepare_starts` sets two attributes:
+    `prepare_starts` sets these two attributes:
         spare_key: the key of an acceptable start. An episode uses this key if all its random starts are unacceptable.
         startup_neutral: True if startup events do not affect which starts are acceptable.
     """
@@ -85,7 +89,7 @@ class Task:
 
 @contextmanager
 def error_prefix(where: str) -> Iterator[None]:
-    """Prefix the message of a ConfigError with the config path `where`."""
+    """If the `with` block raises a ConfigError, prefix the error's message with the config path `where`."""
     try:
         yield
     except ConfigError as error:
@@ -93,7 +97,7 @@ def error_prefix(where: str) -> Iterator[None]:
 
 
 def initial_state(task: Task, keys: Tensor) -> TensorDict:
-    """Return the state before any event, with the scene as in the config."""
+    """Return the state before any event happens, with the scene as the config describes it."""
     zeros = partial(torch.zeros, device=keys.device)
     width = sum(len(term.low) for term in task.actions)
     fields: dict[str, Any] = {"world": start(task.sim, keys.shape, keys.device)}
@@ -112,7 +116,7 @@ def initial_state(task: Task, keys: Tensor) -> TensorDict:
 
 
 def _apply(events: list[Event], state: TensorDict, keys: Tensor) -> TensorDict:
-    """Apply events one after the other."""
+    """Apply the given events to a state, one after the other."""
     for event in events:
         fields = state.select(*EVENT_FIELDS, strict=False).clone()
         state = state.copy().update(event.apply(fields, rng.fold_in(keys, event.position)))
@@ -120,16 +124,17 @@ def _apply(events: list[Event], state: TensorDict, keys: Tensor) -> TensorDict:
 
 
 def _apply_startup(task: Task, state: TensorDict) -> TensorDict:
-    """Apply the startup events with the keys stored in the state."""
+    """Apply the startup events with the random keys that are stored in the state."""
     startup = task.events_of("startup")
     return _apply(startup, state, state["life", "key"]) if startup else state
 
 
 def _start_keys(task: Task, state: TensorDict, keys: Tensor) -> Tensor:
-    """Return the keys of the reset events.
+    """Choose the random keys for the reset events.
 
-    `state` is the state after the startup events. Up to `_TRIES` keys are tried, and the first key with an acceptable
-    start is returned. If all starts are unacceptable, the spare key is returned.
+    The startup events are already applied to `state`. For each environment, up to `_TRIES` keys are tried, and the
+    first key that gives an acceptable start is chosen. If all starts are unacceptable, the task's `spare_key` is
+    chosen.
     """
     accept, keys = task.acceptable, rng.fold_in(keys, rng.START)
     if not accept:
@@ -146,7 +151,7 @@ def _start_keys(task: Task, state: TensorDict, keys: Tensor) -> Tensor:
 
 
 def _start_episode(task: Task, state: TensorDict, keys: Tensor) -> TensorDict:
-    """Apply the startup events, then the reset events with the keys of an acceptable start."""
+    """Apply the startup events, and then the reset events with keys that give an acceptable start."""
     state = _apply_startup(task, state)
     chosen = _start_keys(task, state, keys)
     state = _apply(task.events_of("reset"), state, chosen)
@@ -156,7 +161,7 @@ def _start_episode(task: Task, state: TensorDict, keys: Tensor) -> TensorDict:
 
 
 def _is_startup_neutral(task: Task, keys: Tensor) -> bool:
-    """Return True if startup events change only model parameters and do not affect the acceptance of starts."""
+    """Return True if startup events change only model parameters and do not affect which starts are acceptable."""
     one, reset_events = initial_state(task, keys), task.events_of("reset")
     life = cast(TensorDict, one["life"]).copy()
     other = one.copy().set("life", life.set("key", life["key"].flip(0)))
@@ -167,9 +172,9 @@ def _is_startup_neutral(task: Task, keys: Tensor) -> bool:
 
 
 def prepare_starts(task: Task) -> Task:
-    """Return the task with `spare_key` and `startup_neutral` set.
+    """Return the task, with `spare_key` and `startup_neutral` set if the task accepts only some starts.
 
-    Raises: ConfigError if one of `_CHECKED_EPISODES` episodes finds no acceptable start.
+    Raises: ConfigError if any of the `_CHECKED_EPISODES` tested episodes finds no acceptable start.
     """
     if not task.acceptable:
         return task
@@ -185,7 +190,7 @@ def prepare_starts(task: Task) -> Task:
 
 
 def reset(task: Task, keys: Tensor) -> TensorDict:
-    """Return states at the start of an episode, `[*B]`."""
+    """Return the state of every environment at the start of an episode, `[*B]`."""
     state = _start_episode(task, initial_state(task, keys), keys)
     false = torch.zeros(keys.shape, dtype=torch.bool, device=keys.device)
     zero = torch.zeros(keys.shape, device=keys.device)
@@ -198,14 +203,14 @@ def reset(task: Task, keys: Tensor) -> TensorDict:
 
 def _info(success: Tensor, fail: Tensor, metrics: dict[str, Tensor], rewards: dict[str, Tensor]) -> TensorDict:
     info = TensorDict({"success": success, "fail": fail, "metrics": metrics, "rewards": rewards}, success.shape)
-    return info.clone()  # fields must not share a tensor: compiled code would depend on the sharing
+    return info.clone()  # no two fields may share a tensor, because compiled code would depend on the sharing
 
 
 def carry_over(task: Task, new_start: TensorDict, ended: TensorDict) -> TensorDict:
-    """Return the start of the next episode, with the startup events and the step count of the ended episode.
+    """Return the initial state of the next episode, with the startup events and the step count of the ended episode.
 
-    `new_start` was chosen with different startup events. If startup events can affect which starts are acceptable, the
-    start is chosen again.
+    The task chose `new_start` under different startup events. If startup events can affect which starts are acceptable,
+    `carry_over` chooses the start again.
     """
     life = cast(TensorDict, new_start["life"])
     life = life.copy().update(cast(TensorDict, ended["life"]).select("count", "key"))
@@ -220,7 +225,10 @@ def carry_over(task: Task, new_start: TensorDict, ended: TensorDict) -> TensorDi
 
 
 def _control(task: Task, state: TensorDict, action: Tensor) -> Tensor:
-    """Return the controls of all actuators, `[*B, nu]`. Actuators without a term keep their initial controls."""
+    """Convert an action to the controls of all actuators, `[*B, nu]`.
+
+    Actuators that no action term drives keep their initial controls.
+    """
     columns, first = list(task.home.to(action.device).expand(*action.shape[:-1], -1).unbind(-1)), 0
     for term in task.actions:
         control = term.control(state, action[..., first : first + len(term.low)])
@@ -236,13 +244,13 @@ def _control(task: Task, state: TensorDict, action: Tensor) -> Tensor:
 
 
 def reward_names(task: Task) -> list[str]:
-    """Return the log names of the reward's components."""
+    """Return the names that the components of the reward have in the logs."""
     task_reward = ["task"] if task.get_reward else []
     return task_reward + [name + suffix for name, *_ in task.rewards for suffix in ("", "_weighted")]
 
 
 def check_per_env(name: str, result: Any, like: Tensor) -> None:
-    """Raise ConfigError if a result does not have the dtype and shape of `like`, one value per environment."""
+    """Raise ConfigError if `result` does not have the dtype of `like` and one value per environment."""
     actual, expected = (
         f"{x.dtype} {list(x.shape)}".removeprefix("torch.") if isinstance(x, Tensor) else type(x).__name__
         for x in (result, like)
@@ -252,7 +260,7 @@ def check_per_env(name: str, result: Any, like: Tensor) -> None:
 
 
 def compute_reward(task: Task, before: TensorDict, after: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the reward of a step, and each term with and without its weight."""
+    """Return the total reward of a step, and a dictionary with the weighted and the unweighted value of each term."""
     total, parts = torch.zeros_like(before["force"][..., 0]), {}
     if task.get_reward:
         total = parts["task"] = task.get_reward(task.sim, before, after)
@@ -267,10 +275,10 @@ def compute_reward(task: Task, before: TensorDict, after: TensorDict) -> tuple[T
 
 
 def step(task: Task, state: TensorDict, action: Tensor, noise: Tensor) -> TensorDict:
-    """Step every environment of the batch.
+    """Advance every environment of the batch by one step.
 
-    A step applies the interval events and steps the physics. After that, the step computes success and failure, then
-    the reward, then the observation.
+    The function applies the interval events and steps the physics. The function then computes, in this order, success
+    and failure, the reward, and the observation.
     """
     if "life" in state:
         count = state["life", "count"] + 1
@@ -279,7 +287,7 @@ def step(task: Task, state: TensorDict, action: Tensor, noise: Tensor) -> Tensor
             state = changed.where(count % event.interval_step == 0, state)
         state = state.copy().set("life", cast(TensorDict, state["life"]).copy().set("count", count))
     worlds, failed = advance(task.sim, cast(TensorDict, state["world"]), _control(task, state, action), state["force"])
-    # joint limits clamp the target of an infinite action, but rewards that use the action would be infinite
+    # joint limits clamp the target of an infinite action, but rewards computed from the action would be infinite
     invalid = failed | ~action.isfinite().all(-1)
     last_action = torch.where(invalid.unsqueeze(-1), state["action"], action)
     fields = {"world": worlds, "action": last_action, "force": torch.zeros_like(state["force"])}
@@ -293,7 +301,10 @@ def step(task: Task, state: TensorDict, action: Tensor, noise: Tensor) -> Tensor
 
 
 def observe(task: Task, state: TensorDict) -> Tensor:
-    """Return the observation, `[*B, D]` float32, which joins all flattened entries in the order of their names."""
+    """Concatenate all flattened entries of the observation in the order of their names.
+
+    The observation is `[*B, D]` float32.
+    """
     sim, joints, worlds = task.sim, task.sim.robot.joints, cast(TensorDict, state["world"])
     entries: dict[str, Tensor] = {}
     if joints:

@@ -1,8 +1,9 @@
 """Read and write the state of a simulation by the names of bodies, joints, sites and sensors.
 
-All functions are pure. Most take a `Simulation` and a world `[*B]` of `ecrl.envs.mujoco.physics.simulation`. Values are
-float32, in m, rad, s and N. A pose is a homogeneous 4x4 matrix. The components of a quaternion are in the order w, x,
-y, z. Gradients flow through all functions that read a world.
+All functions in this module are pure. Most functions take a `Simulation` and a world `[*B]`, which
+`ecrl.envs.mujoco.physics.simulation` defines. Values are float32 tensors in SI units, with angles in rad. A pose is a
+homogeneous 4x4 matrix. The components of a quaternion are in the order w, x, y, z. Gradients flow through all functions
+that read a world.
 """
 
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ from ecrl.errors import ConfigError
 
 @cache
 def _columns(sim: Simulation, part: str) -> slice:
-    """Return the columns of `physics` that hold a component of the state, such as "QPOS"."""
+    """Return the slice of `physics` that holds one component of the state, such as "QPOS"."""
     first = size_of(sim.model, *STATE[: STATE.index(part)])
     return slice(first, first + size_of(sim.model, part))
 
@@ -40,9 +41,9 @@ def _read(sim: Simulation, world: TensorDict, part: str) -> Tensor:
 
 
 def _replaced(row: Tensor, columns: Sequence[int], values: Tensor) -> Tensor:
-    """Return a copy of `row`, with `columns` set to `values`.
+    """Return a copy of `row` with the entries at the indices `columns` set to `values`.
 
-    The copy is concatenated from slices, because slices compile better than indexing.
+    The copy is concatenated from slices, because slices compile better than indices.
     """
     source = {column: i for i, column in enumerate(columns)}
     pieces, at = [], 0
@@ -56,29 +57,29 @@ def _replaced(row: Tensor, columns: Sequence[int], values: Tensor) -> Tensor:
 
 
 def _write(sim: Simulation, world: TensorDict, columns: Sequence[int], values: Tensor) -> TensorDict:
-    """Return worlds with some `columns` of `physics` set to `values`."""
+    """Return worlds with the given columns of `physics` set to `values`."""
     values = values.double().expand(*world.batch_size, len(columns))
     return world.copy().set("physics", _replaced(world["physics"], columns, values))
 
 
 def time(sim: Simulation, world: TensorDict) -> Tensor:
-    """Return the time since the start of the episode in seconds, `[*B]` float32."""
+    """Return the time in seconds since the start of the episode, `[*B]` float32."""
     return _read(sim, world, "TIME")[..., 0]
 
 
 def qpos(sim: Simulation, world: TensorDict) -> Tensor:
-    """Return all positions in MuJoCo's layout, `[*B, nq]` float32."""
+    """Return the positions of all joints in the layout of MuJoCo's `qpos`, `[*B, nq]` float32."""
     return _read(sim, world, "QPOS")
 
 
 def qvel(sim: Simulation, world: TensorDict) -> Tensor:
-    """Return all velocities in MuJoCo's layout, `[*B, nv]` float32."""
+    """Return the velocities of all joints in the layout of MuJoCo's `qvel`, `[*B, nv]` float32."""
     return _read(sim, world, "QVEL")
 
 
 @cache
 def _joints(sim: Simulation, names: tuple[str, ...]) -> tuple[list[int], list[int]]:
-    """Return the indices of hinge and slide joints in MuJoCo's position and velocity vectors."""
+    """Return two lists: the indices of hinge and slide joints in MuJoCo's `qpos`, and their indices in `qvel`."""
     model, free, ball = sim.model, mujoco().mjtJoint.mjJNT_FREE, mujoco().mjtJoint.mjJNT_BALL
     ids = [id_of(model, "jnt", name) for name in names]
     for name, i in zip(names, ids, strict=True):
@@ -98,13 +99,16 @@ def joint_velocities(sim: Simulation, world: TensorDict, joints: Sequence[str]) 
 
 
 def joint_forces(sim: Simulation, world: TensorDict, joints: Sequence[str]) -> Tensor:
-    """Return the forces that drives applied to robot joints in the last substep, `[*B, len(joints)]` (N m or N)."""
+    """Return the forces (N m or N) that the drives applied to joints in the last substep, `[*B, len(joints)]`."""
     return torch.cat([sensor(sim, world, f"{name}_force") for name in joints], -1)
 
 
 @cache
 def actuators_of(sim: Simulation, joints: tuple[str, ...]) -> list[int]:
-    """Return the index of each joint's actuator. Raise ConfigError for a joint with no actuator or with several."""
+    """Return the index of each joint's actuator.
+
+    Raises: ConfigError if a joint does not have exactly one actuator.
+    """
     model, kind = sim.model, int(mujoco().mjtTrn.mjTRN_JOINT)
     on_joints = [i for i in range(model.nu) if model.actuator_trntype[i] == kind]
     actuators = []
@@ -119,7 +123,7 @@ def actuators_of(sim: Simulation, joints: tuple[str, ...]) -> list[int]:
 
 
 def drive_of(sim: Simulation, joint: str) -> Drive | None:
-    """Return the kind of a joint's drive, or None for an actuator that is not a `Drive`."""
+    """Return the kind of a joint's drive, or None if no kind in `Drive` describes the joint's actuator."""
     model, (i,) = sim.model, actuators_of(sim, (joint,))
     if not is_linear_in_control(model, i):
         return None
@@ -131,13 +135,16 @@ def drive_of(sim: Simulation, joint: str) -> Drive | None:
 
 @cache
 def controls_per_target(sim: Simulation, joints: tuple[str, ...]) -> tuple[float, ...]:
-    """Return each joint's ratio of control to target or force, which is 1 unless a file defines gears or gains."""
+    """Return, for each joint, the factor that converts a target or a force to a control of the joint's actuator.
+
+    The factor is 1 unless an MJCF file defines gears or gains.
+    """
     return tuple(control_per_target(sim.model, i) for i in actuators_of(sim, joints))
 
 
 @cache
 def _position_joints(sim: Simulation) -> tuple[str, ...]:
-    """Return the robot's joints whose only actuator is a position drive."""
+    """Return the names of the robot's joints whose only actuator is a position drive."""
     kind, targets = int(mujoco().mjtTrn.mjTRN_JOINT), sim.model.actuator_trnid[:, 0]
     driven = targets[sim.model.actuator_trntype == kind].tolist()
     single = (joint for joint in sim.robot.joints if driven.count(id_of(sim.model, "jnt", joint)) == 1)
@@ -145,9 +152,9 @@ def _position_joints(sim: Simulation) -> tuple[str, ...]:
 
 
 def hold_controls(sim: Simulation, world: TensorDict) -> Tensor:
-    """Return controls `[*B, nu]` that hold the robot's position drives at their current positions.
+    """Return controls `[*B, nu]` that make the robot's position drives hold their joints at the current positions.
 
-    All other controls keep their values from the start of an episode.
+    All other controls have the values that they have at the start of an episode.
     """
     home = torch.from_numpy(sim.home.ctrl).to(world["physics"])
     columns = list(home.float().expand(*world.batch_size, -1).unbind(-1))
@@ -173,13 +180,13 @@ def joint_limits(sim: Simulation, joints: Sequence[str]) -> tuple[tuple[float, .
 
 
 def with_joint_positions(sim: Simulation, world: TensorDict, joints: Sequence[str], values: Tensor) -> TensorDict:
-    """Return worlds with new joint positions `values`, `[*B, len(joints)]` (rad or m)."""
+    """Return worlds with the positions of the given joints set to `values`, `[*B, len(joints)]` (rad or m)."""
     first = _columns(sim, "QPOS").start
     return _write(sim, world, [first + i for i in _joints(sim, tuple(joints))[0]], values)
 
 
 def with_joint_velocities(sim: Simulation, world: TensorDict, joints: Sequence[str], values: Tensor) -> TensorDict:
-    """Return worlds with new joint velocities `values`, `[*B, len(joints)]` (rad/s or m/s)."""
+    """Return worlds with the velocities of the given joints set to `values`, `[*B, len(joints)]` (rad/s or m/s)."""
     first = _columns(sim, "QVEL").start
     return _write(sim, world, [first + i for i in _joints(sim, tuple(joints))[1]], values)
 
@@ -187,7 +194,7 @@ def with_joint_velocities(sim: Simulation, world: TensorDict, joints: Sequence[s
 def sensor(sim: Simulation, world: TensorDict, name: str) -> Tensor:
     """Return the reading of a sensor, `[*B, dim]`.
 
-    The reading belongs to the last substep. Before the first step, the reading belongs to the scene's initial state.
+    The sensor is read in the last substep or, before the first step, in the scene's initial state.
     """
     i = id_of(sim.model, "sensor", name)
     first = int(sim.model.sensor_adr[i])
@@ -195,7 +202,7 @@ def sensor(sim: Simulation, world: TensorDict, name: str) -> Tensor:
 
 
 def _positions(sim: Simulation, world: TensorDict) -> Tensor:
-    """Return the argument `positions` of `kinematics.follow`."""
+    """Return the joint positions and the mocap poses of worlds in the layout that `kinematics.follow` takes."""
     parts = ("QPOS", "MOCAP_POS", "MOCAP_QUAT") if sim.model.nmocap else ("QPOS",)
     return torch.cat([_read(sim, world, part) for part in parts], -1) if len(parts) > 1 else qpos(sim, world)
 
@@ -213,9 +220,9 @@ def _to_site(sim: Simulation, name: str) -> kinematics.Chain:
 
 
 def body_pose(sim: Simulation, world: TensorDict, name: str) -> Tensor:
-    """Return the pose of a body, `[*B, 4, 4]`. For an object, `name` is its uid.
+    """Return the pose of a body, `[*B, 4, 4]`. To get the pose of an object, pass its uid as `name`.
 
-    The pose is computed from the joint positions, so it is also correct right after a reset.
+    The pose is computed from the joint positions and is therefore also correct right after a reset.
     """
     return kinematics.follow(_to_body(sim, name), _positions(sim, world))[0]
 
@@ -230,18 +237,18 @@ def body_position(sim: Simulation, world: TensorDict, name: str) -> Tensor:
 
 
 def site_pose(sim: Simulation, world: TensorDict, name: str) -> Tensor:
-    """Return the pose `[*B, 4, 4]` of a site, such as the site `sim.robot.tcp["arm"]`.
+    """Return the pose of a site, such as the site with the name `sim.robot.tcp["arm"]`, `[*B, 4, 4]`.
 
-    The pose is computed from the joint positions, so it is also correct right after a reset.
+    The pose is computed from the joint positions and is therefore also correct right after a reset.
     """
     return kinematics.follow(_to_site(sim, name), _positions(sim, world))[0]
 
 
 def site_jacobian(sim: Simulation, world: TensorDict, name: str, joints: Sequence[str]) -> Tensor:
-    """Return the Jacobian of a site, `[*B, 6, len(joints)]`.
+    """Return the Jacobian of a site's pose with respect to joint positions, `[*B, 6, len(joints)]`.
 
-    Each column is the site's translation (m) and rotation (rad) per unit of a joint. A column is 0 if its joint does
-    not move the site.
+    Each column contains the site's translation (m) and rotation (rad) per rad or m of one joint. The column of a joint
+    that does not move the site is 0.
     """
     return kinematics.jacobian(_to_site(sim, name), _positions(sim, world), _joints(sim, tuple(joints))[1])
 
@@ -249,10 +256,10 @@ def site_jacobian(sim: Simulation, world: TensorDict, name: str, joints: Sequenc
 def site_motion(
     sim: Simulation, world: TensorDict, name: str, joints: Sequence[str], values: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the pose `[*B, 4, 4]` and the Jacobian `[*B, 6, len(joints)]` of a site at other joint positions.
+    """Return the pose `[*B, 4, 4]` and the Jacobian `[*B, 6, len(joints)]` of a site at given joint positions.
 
-    `values` are the positions of `joints`, `[*B, len(joints)]` (rad or m). All other joints keep their positions in
-    the world.
+    `values` contains the positions of `joints`, `[*B, len(joints)]` (rad or m). All other joints have the positions
+    that they have in `world`.
     """
     indices, dofs = _joints(sim, tuple(joints))
     return kinematics.motion(_to_site(sim, name), _replaced(_positions(sim, world), indices, values), dofs)
@@ -269,12 +276,12 @@ def _free_joint(sim: Simulation, name: str) -> int | None:
 def with_body_pose(
     sim: Simulation, world: TensorDict, name: str, position: Tensor | None = None, quaternion: Tensor | None = None
 ) -> TensorDict:
-    """Return worlds with a dynamic or kinematic object at a new pose.
+    """Return worlds with a dynamic or kinematic object moved to a new pose.
 
-    `position` is `[*B, 3]` (m) and `quaternion` is `[*B, 4]`. If an argument is None, the position or the rotation
-    stays unchanged.
+    `position` is `[*B, 3]` (m) and `quaternion` is `[*B, 4]`. If `position` is None, the object keeps its position. If
+    `quaternion` is None, the object keeps its rotation.
 
-    Raises: ConfigError for a body that is neither dynamic nor kinematic.
+    Raises: ConfigError if the body is neither dynamic nor kinematic.
     """
     model, joint, body = sim.model, _free_joint(sim, name), id_of(sim.model, "body", name)
     mocap = int(model.body_mocapid[body])
@@ -292,7 +299,7 @@ def with_body_pose(
 
 
 def _first_dof(sim: Simulation, name: str) -> int:
-    """Return the first degree of freedom of a free body. Raise ConfigError for a body that is not free."""
+    """Return the index of a free body's first degree of freedom. Raise ConfigError if the body is not free."""
     joint = _free_joint(sim, name)
     if joint is None:
         raise ConfigError(f"body {name!r} is not free; the body moves with its joints or not at all")
@@ -300,14 +307,20 @@ def _first_dof(sim: Simulation, name: str) -> int:
 
 
 def body_velocity(sim: Simulation, world: TensorDict, name: str) -> tuple[Tensor, Tensor]:
-    """Return the linear and angular velocity of a dynamic object in the world frame, `[*B, 3]` (m/s and rad/s)."""
+    """Return the linear velocity (m/s) and the angular velocity (rad/s) of a dynamic object, each `[*B, 3]`.
+
+    The velocities are in the world frame.
+    """
     first, velocity = _first_dof(sim, name), qvel(sim, world)
     angular = body_pose(sim, world, name)[..., :3, :3] @ velocity[..., first + 3 : first + 6, None]
     return velocity[..., first : first + 3], angular.squeeze(-1)
 
 
 def with_body_velocity(sim: Simulation, world: TensorDict, name: str, linear: Tensor, angular: Tensor) -> TensorDict:
-    """Return worlds with new velocities of a dynamic object in the world frame, `[*B, 3]` (m/s and rad/s)."""
+    """Return worlds with the velocities of a dynamic object set to `linear` (m/s) and `angular` (rad/s).
+
+    Each velocity is `[*B, 3]` and in the world frame.
+    """
     first = _columns(sim, "QVEL").start + _first_dof(sim, name)
     local = body_pose(sim, world, name)[..., :3, :3].mT @ angular.unsqueeze(-1)
     local = local.squeeze(-1)
@@ -315,15 +328,15 @@ def with_body_velocity(sim: Simulation, world: TensorDict, name: str, linear: Te
 
 
 def with_body_at_rest(sim: Simulation, world: TensorDict, name: str) -> TensorDict:
-    """Return worlds with a dynamic object at rest, with velocity 0."""
+    """Return worlds with the linear and the angular velocity of a dynamic object set to 0."""
     first = _columns(sim, "QVEL").start + _first_dof(sim, name)
     return _write(sim, world, range(first, first + 6), world["physics"].new_zeros(torch.Size((6,))))
 
 
 def push(sim: Simulation, name: str, force: Tensor) -> Tensor:
-    """Convert a force on the centre of a dynamic object to forces along the degrees of freedom, for `advance`.
+    """Convert a force on the centre of a dynamic object to forces along the degrees of freedom, `[*B, nv]`.
 
-    `force` is in N in the world frame, `[*B, 3]`. The result is `[*B, nv]`.
+    The argument `force` is in N and in the world frame, `[*B, 3]`. Pass the result to `advance` as `force`.
     """
     first, batch = _first_dof(sim, name), force.shape[:-1]
     rest = sim.model.nv - first - 3
@@ -342,12 +355,15 @@ def _parameter_columns(sim: Simulation, field: str, name: str) -> slice:
 
 
 def parameter(sim: Simulation, world: TensorDict, field: str, name: str) -> Tensor:
-    """Return an object's values of a varied model field, `[*B, size]`, in MuJoCo's units."""
+    """Return the values of a varied model field for one object, `[*B, size]`, in MuJoCo's units."""
     return world["parameters"][..., _parameter_columns(sim, field, name)].float()
 
 
 def with_parameter(sim: Simulation, world: TensorDict, field: str, name: str, values: Tensor) -> TensorDict:
-    """Return worlds with new values of a varied model field. Changing a body's mass does not change its inertia."""
+    """Return worlds with the values of a varied model field for one object set to `values`.
+
+    A new mass of a body does not change the body's inertia.
+    """
     columns, row = _parameter_columns(sim, field, name), world["parameters"]
     values = values.double().expand(*world.batch_size, columns.stop - columns.start)
     parameters = torch.cat((row[..., : columns.start], values, row[..., columns.stop :]), -1)

@@ -1,1 +1,1 @@
-"""Physics of MuJoCo tasks, by MuJoCo on the CPU or MuJoCo Warp on a GPU."""
+"""Physics of MuJoCo tasks, computed by MuJoCo on the CPU or by MuJoCo Warp on a GPU."""

@@ -1,9 +1,9 @@
-"""Simulations of scenes. The state of a simulation is a TensorDict called a world, which the function `advance` steps.
+"""Simulations of scenes. The state of a simulation is a TensorDict called a world. The function `advance` steps worlds.
 
-A world of batch shape `[*B]` has these fields, which `ecrl.envs.mujoco.world` reads and writes:
+A world of batch shape `[*B]` has these fields, which the functions of `ecrl.envs.mujoco.world` read and write:
     physics     float64, the state that `ecrl.envs.mujoco.physics.step_op` steps
-    sensors     float32, readings in the last substep; only if the scene has sensors
-    parameters  float64, model fields that differ between environments; only if there are any
+    sensors     float32, sensor readings of the last substep; absent if the scene has no sensors
+    parameters  float64, values of model fields that differ between environments; absent if no field differs
 """
 
 from collections.abc import Sequence
@@ -23,26 +23,26 @@ from ecrl.envs.mujoco.scene.models import STATE, Backend, Varied, load, loaded, 
 from ecrl.envs.mujoco.scene.scene import build
 from ecrl.errors import ConfigError
 
-_SUBSTEPS = 4  # default number of substeps; with 0.01 s per substep, an environment takes 25 steps per second
-_HUGE = 1e10  # MuJoCo's mjMAXVAL; MuJoCo treats larger values as invalid
+_SUBSTEPS = 4  # default number of substeps; with substeps of 0.01 s, an environment takes 25 steps per second
+_HUGE = 1e10  # value of MuJoCo's mjMAXVAL; MuJoCo treats values of larger magnitude as invalid
 
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """A scene that is ready for stepping. Equal configs give the same `Simulation` object.
+    """A scene that is ready to be simulated. The function `simulation` returns the same object for equal configs.
 
     Attributes:
-        model: MuJoCo's model.
+        model: the `MjModel` of the scene.
         robot: names of the robot's joints, parts and end effectors.
-        handle: handle of the model, for `step_op.step`.
-        substeps: physics steps per step of the environment.
+        handle: handle of the model, which `step_op.step` takes as an argument.
+        substeps: number of physics steps per environment step.
         nu: number of actuators.
         nv: number of degrees of freedom.
-        home: MuJoCo's data at the start of an episode.
-        varied: fields of the model that differ between environments.
-        row: a world's `physics` at the start of an episode.
-        sensors: a world's `sensors` at the start of an episode.
-        parameters: a world's `parameters` at the start of an episode.
+        home: the `MjData` at the start of an episode.
+        varied: pairs of a model field's name and an object's name, for all fields that differ between environments.
+        row: value of a world's field `physics` at the start of an episode.
+        sensors: value of a world's field `sensors` at the start of an episode.
+        parameters: value of a world's field `parameters` at the start of an episode.
     """
 
     model: Any
@@ -86,16 +86,17 @@ def _substeps(cfg: SceneConfig, dt: float) -> int:
 
 @cache
 def simulation(cfg: SceneConfig, drives: tuple[tuple[str, Drive], ...] = (), varied: Varied = ()) -> Simulation:
-    """Return the simulation of a scene. Simulations are cached, so a process reads a scene's files only once.
+    """Return the simulation of a scene. Simulations are cached, so a process reads the files of a scene only once.
 
     Args:
-        cfg: the scene.
-        drives: joints whose drives are not position drives, each with its kind of drive, such as
+        cfg: config of the scene.
+        drives: pairs of a joint's name and a kind of drive, for all joints without a position drive, such as
             `(("elbow_joint", "velocity"),)`.
-        varied: fields of the model that differ between environments, each with the name of its object, such as
-            `(("body_mass", "cube"), ("body_inertia", "cube"), ("geom_friction", "cube"))`.
+        varied: pairs of a model field's name and an object's name, for all fields that differ between environments,
+            such as `(("body_mass", "cube"), ("body_inertia", "cube"), ("geom_friction", "cube"))`.
 
-    Raises: ConfigError if `ecrl.envs.mujoco.scene.scene.build` raises it, or if the backend does not support the scene.
+    Raises: ConfigError if the config is invalid (see `ecrl.envs.mujoco.scene.scene.build`), or if the backend does not
+        support the scene.
     """
     scene = build(cfg, dict(drives))
     model, data = scene.model, scene.data
@@ -116,7 +117,7 @@ def simulation(cfg: SceneConfig, drives: tuple[tuple[str, Drive], ...] = (), var
 
 
 def start(sim: Simulation, batch: Sequence[int], device: torch.device | str | None = None) -> TensorDict:
-    """Return worlds `[*batch]` with the robot held at its home position and objects at their initial poses."""
+    """Return worlds `[*batch]` with the robot at its home position and all objects at their initial poses."""
     fields = {"physics": sim.row, "sensors": sim.sensors, "parameters": sim.parameters}
     batch = torch.Size(batch)
     tensors = {name: torch.from_numpy(row).to(device) for name, row in fields.items() if row.size}
@@ -124,7 +125,7 @@ def start(sim: Simulation, batch: Sequence[int], device: torch.device | str | No
 
 
 def _inputs(sim: Simulation, world: TensorDict, control: Tensor, force: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the arguments of `step_op.step`: state, control and parameters."""
+    """Convert worlds, controls and forces to the arguments `state`, `control` and `parameters` of `step_op.step`."""
     row, batch = world["physics"], world.batch_size
     force = row.new_zeros(torch.Size((*batch, sim.nv))) if force is None else force.double()
     parameters = world["parameters"] if sim.varied else row.new_zeros(torch.Size((*batch, 0)))
@@ -134,17 +135,17 @@ def _inputs(sim: Simulation, world: TensorDict, control: Tensor, force: Tensor |
 def advance(
     sim: Simulation, world: TensorDict, control: Tensor, force: Tensor | None = None
 ) -> tuple[TensorDict, Tensor]:
-    """Advance worlds by one environment step, and return which worlds failed.
+    """Advance worlds by one environment step, and return a mask of the worlds whose step failed.
 
     Args:
         sim: the simulation.
         world: the worlds to step, `[*B]`.
-        control: controls of the actuators, `[*B, nu]` float. Controls are constant during the step.
-        force: forces along the degrees of freedom, `[*B, nv]` float, N or N m; see `push`. None for no force.
+        control: controls of the actuators, `[*B, nu]` float. The controls are constant during the step.
+        force: forces (N or N m) along the degrees of freedom, `[*B, nv]` float; see `push`. None applies no force.
 
-    Returns: the worlds, and `failed`, bool `[*B]`. A step fails if a control, a force or an entry of the next state is
-        not finite, or has a magnitude of 1e10 or more. A world whose step failed is returned unchanged, and the caller
-        must end its episode.
+    Returns: the worlds after the step, and a mask of the failed steps, bool `[*B]`. A step fails if a control, a force
+        or an entry of the next state is not finite, or its magnitude reaches 1e10. A world whose step failed is
+        returned unchanged. The caller must end the episode of this world.
     Gradient: none. Raises ValueError if autograd would record the step.
     """
     before, inputs = world["physics"], _inputs(sim, world, control, force)
@@ -157,13 +158,13 @@ def advance(
 
 
 def with_current_sensors(sim: Simulation, world: TensorDict, control: Tensor) -> TensorDict:
-    """Update the sensor readings of worlds to their current state under a control `[*B, nu]`, by one `mj_forward`."""
+    """Recompute the sensor readings of worlds from the current state and a control `[*B, nu]`, with `mj_forward`."""
     _, sensors = step_op.step(*_inputs(sim, world, control, None), handle=sim.handle, substeps=0)
     return world.copy().set("sensors", sensors.float())
 
 
 def to_data(sim: Simulation, row: Tensor, data: Any = None) -> Any:
-    """Return MuJoCo's data for one world's `physics` after `mj_forward`, for rendering or inspection."""
+    """Convert the `physics` of one world to an `MjData` for rendering or inspection, and run `mj_forward` on it."""
     data = mujoco().MjData(sim.model) if data is None else data
     mujoco().mj_setState(sim.model, data, row.double().cpu().numpy(), _state_bits())
     mujoco().mj_forward(sim.model, data)

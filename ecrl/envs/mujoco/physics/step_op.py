@@ -1,9 +1,10 @@
 """Step any number of MuJoCo simulations at once with the torch operator `ecrl::mujoco_step`.
 
-A state is a float64 vector in the layout of `mj_getState` for `models.STATE`. The state holds everything that a
-simulation needs for its next step. `mujoco.batch` steps the simulations in parallel, on its own threads and without the
-GIL. The same state, control and parameters give the same bits for any number of threads and in any batch. If a model is
-loaded for Warp, `ecrl.envs.mujoco.physics.warp_step` steps the model on the device of the state.
+A state is a float64 vector in the layout of `mj_getState` for the components in `models.STATE`. The state holds
+everything that a simulation needs for its next step. `mujoco.batch` steps the simulations in parallel, on its own
+threads and without the GIL. Equal states, controls and parameters give bitwise equal results for any number of threads
+and in any batch. If a model is loaded for Warp, `ecrl.envs.mujoco.physics.warp_step` steps the model on the device of
+the state.
 """
 
 import os
@@ -23,16 +24,16 @@ from ecrl.envs.mujoco.scene.models import CONTROL, STATE, loaded, mujoco, rows_o
 
 
 class _Pool(NamedTuple):
-    """Simulations of one model that are stepped together.
+    """A batch of simulations of one model, which are stepped together.
 
-    Each call overwrites their states, controls and parameters.
+    Each call of the operator overwrites the states, controls and parameters of the simulations.
     """
 
     batch: Any
-    parts: list[tuple[slice, slice]]  # columns of each component in MuJoCo's and in ecrl's layout
+    parts: list[tuple[slice, slice]]  # slices of each component in MuJoCo's layout and in ecrl's layout
     control: slice  # columns of the control in MuJoCo's layout
     sensors: np.ndarray
-    fields: list[tuple[np.ndarray, slice]]  # varied fields of the models, and their columns in the parameters
+    fields: list[tuple[np.ndarray, slice]]  # views of the varied model fields, and their columns in the parameters
     parameters: np.ndarray
     lock: Any
 
@@ -41,7 +42,7 @@ def _slices(model: Any, names: Sequence[str]) -> list[tuple[slice, slice]]:
     """Return the slices of each state component in MuJoCo's layout and in ecrl's layout.
 
     MuJoCo's layout has all components of `mjSTATE_INTEGRATION` in the order of their bits. ecrl's layout has only the
-    components `names`. Neighbouring components share one slice.
+    components in `names`. Neighbouring components are merged into one slice.
     """
     states, firsts, at = mujoco().mjtState, {}, 0
     for bit in sorted(int(state) for state in states.__members__.values() if int(state).bit_count() == 1):
@@ -60,7 +61,7 @@ def _slices(model: Any, names: Sequence[str]) -> list[tuple[slice, slice]]:
 
 
 def _warn_if_threads_compete(threads: int) -> None:
-    """Warn if idle OpenMP threads of torch may occupy the cores of MuJoCo's threads."""
+    """Warn if idle OpenMP threads of torch may occupy the cores that MuJoCo's threads need."""
     is_set = any(name in os.environ for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"))
     if min(threads, torch.get_num_threads()) > 1 and sys.platform == "linux" and not is_set:
         cost = "idle threads of torch compete with MuJoCo's threads for the cores, which can halve the speed"
@@ -73,7 +74,7 @@ def _pool(handle: int, count: int) -> _Pool:
     threads = threads or torch.get_num_threads()
     _warn_if_threads_compete(threads)
     batch = mujoco().batch.Batch(model, count, threads)
-    batch.warning[:] = 1  # MuJoCo writes a warning to a file only when its count is 0
+    batch.warning[:] = 1  # MuJoCo writes a warning to a file only if the warning's count is 0
     fields, at = [], 0
     for field, name in varied:
         rows = rows_of(model, field, name)
@@ -86,9 +87,9 @@ def _pool(handle: int, count: int) -> _Pool:
 
 
 def _set_parameters(pool: _Pool, parameters: np.ndarray) -> None:
-    """Write the parameters into the models.
+    """Write the parameters of all simulations into the simulations' models.
 
-    Recompute the dependent constants of each model whose parameters changed.
+    For each model whose parameters changed, MuJoCo then recomputes the constants that depend on the parameters.
     """
     changed = np.flatnonzero((parameters != pool.parameters).any(1))
     if len(changed):
@@ -156,15 +157,17 @@ def step(state: Tensor, control: Tensor, parameters: Tensor, *, handle: int, sub
         state, sensors = mj_step(state, control) ** substeps
 
     Args:
-        state: `[*B, nstate]` float64, in the layout of `models.STATE`.
-        control: `[*B, nu + nv]` float64, actuator controls in their own units, then generalised forces (N or N m).
-        parameters: `[*B, nparameters]` float64, values of the fields in `varied` of `models.load`, in the same order.
-        handle: a handle that `models.load` returned.
-        substeps: number of time steps; 0 calls `mj_forward`, which computes the sensors of the state.
+        state: states of the simulations in the layout of `models.STATE`, `[*B, nstate]` float64.
+        control: controls in the units of the actuators, followed by generalised forces (N or N m),
+            `[*B, nu + nv]` float64.
+        parameters: values of the model fields that `models.load` received as `varied`, in the same order,
+            `[*B, nparameters]` float64.
+        handle: the handle of the model, as returned by `models.load`.
+        substeps: number of physics steps. With 0 steps, `mj_forward` computes the sensor readings of the state.
 
-    Returns: the next states, and `sensors` `[*B, nsensordata]` float64. After a step, the sensors belong to the last
-    substep. Sensors describe the state before this substep, and the forces during the substep. States that are not
-    finite are stepped like any other state. For a model loaded for Warp, the tensors may be on a GPU.
+    Returns: the next states, and the sensor readings, `[*B, nsensordata]` float64. The sensors are read in the last
+    substep. The readings describe the state before the last substep, and the forces during the last substep. States
+    that are not finite are stepped like any other state. If the model was loaded for Warp, the tensors may be on a GPU.
     Gradient: none.
     Raises: ValueError if a tensor has a wrong shape, dtype or device, or if autograd would record the step.
         `mujoco.batch.SimulationError` with the index of the simulation, if MuJoCo fails.

@@ -43,10 +43,10 @@ VARIES = {
     "actuator_forcerange": (),
     "actuator_ctrlrange": (),
 }
-"""Fields that may differ between simulations, each with the groups of constants that depend on it."""
+"""Model fields that may differ between simulations, mapped to the groups of constants that depend on each field."""
 
 _CONTACTS = 8
-"""Average number of contact slots per geom that can move and collide, over the simulations."""
+"""Number of contact slots in Warp's buffer, per simulation and per geom that can move and collide."""
 
 WARP_LOCK = RLock()  # Warp has one current device and stream per process
 
@@ -70,18 +70,18 @@ def packages() -> Iterator[tuple[Any, Any]]:
 def make_warp_model(mjw: Any, model: Any, batch_sizes: dict[str, int]) -> Any:
     """Convert a MuJoCo model to a Warp model on Warp's current device.
 
-    `batch_sizes` maps each varied field to its number of copies. The flag that disables automatic resets is cleared,
-    because Warp does not know this flag. Warp never resets a simulation by itself.
+    `batch_sizes` maps each varied field to the number of its copies. The flag that disables automatic resets is
+    cleared, because Warp does not know this flag. Warp never resets a simulation automatically.
     """
     model = copy(model)
     model.opt.disableflags = int(model.opt.disableflags) & ~int(mujoco().mjtDisableBit.mjDSBL_AUTORESET)
     out = mjw.put_model(model, batch_sizes)
-    out.opt.warn_overflow = 0  # an overflow sets states to NaN instead of printing a warning
+    out.opt.warn_overflow = 0  # no warning is needed, because `warp_step.step` returns NaN after an overflow
     return out
 
 
 def check(model: Any, varied: Varied) -> None:
-    """Raise ConfigError with a list of unsupported features if Warp does not support the scene or `varied`."""
+    """Raise ConfigError with a list of the unsupported features if Warp does not support a scene or a varied field."""
     bits = mujoco().mjtEnableBit
     parts = {
         "flexible bodies": model.nflex,
@@ -95,7 +95,7 @@ def check(model: Any, varied: Varied) -> None:
         with packages() as (warp, mjw), warp.ScopedDevice("cpu"):
             try:
                 make_warp_model(mjw, model, {})
-            except (NotImplementedError, ValueError) as error:  # the message names the features
+            except (NotImplementedError, ValueError) as error:  # the message names the unsupported features
                 unsupported = [" ".join(str(error).split())]
     if unsupported:
         known = f"; fields that may vary: {', '.join(VARIES)}" if varied else ""
@@ -104,9 +104,9 @@ def check(model: Any, varied: Varied) -> None:
 
 
 def capacity(model: Any) -> tuple[int, int]:
-    """Return the number of contacts and of constraint rows per simulation in Warp's buffers.
+    """Return how many contacts and how many constraint rows Warp's buffers can hold per simulation.
 
-    All simulations share the buffer of contacts, so a single simulation may have more contacts than this average.
+    All simulations share one contact buffer, so a single simulation may have more contacts than the returned number.
     """
     moves = model.body_weldid[model.geom_bodyid] > 0
     touches = (model.geom_contype > 0) | (model.geom_conaffinity > 0)

@@ -1,9 +1,9 @@
-"""Step simulations with MuJoCo Warp for the operator `ecrl::mujoco_step`, on a GPU or, in tests, on the CPU.
+"""Implement the operator `ecrl::mujoco_step` with MuJoCo Warp, on a GPU or (for tests) on the CPU.
 
-States have the same layout as for MuJoCo. Warp steps in float32. Torch tensors share the memory of Warp's arrays. Each
-call writes everything that a step depends on to these arrays, so earlier calls have no effect. The host does not read
-the results. In a CUDA graph captured by torch, conditional nodes stop the solver once it has converged. On a GPU
-without a capture, the solver always runs all its iterations.
+States have the same layout as in `step_op`. Warp computes in float32. Torch tensors share the memory of Warp's arrays.
+Each call writes all inputs of a step to Warp's arrays, so earlier calls do not affect the results. The CPU never reads
+results from the GPU. In a CUDA graph captured by torch, conditional nodes stop the solver once it has converged. On a
+GPU without a CUDA graph, the solver always runs all its iterations.
 """
 
 import math
@@ -30,26 +30,26 @@ _PARTS = {
     "CTRL": "ctrl",
     "QFRC_APPLIED": "qfrc_applied",
 }
-"""Warp's array for each component of a state or control. `warp_model.check` rejects scenes with other components."""
+"""Name of Warp's array for each component of a state or control. `warp_model.check` rejects all other components."""
 
 _HARMLESS = ("ITERATIONS", "LS_ITERATIONS")
-"""Overflow flags without loss of data: the solver reached its iteration limit, which also happens in MuJoCo."""
+"""Overflow flags without a loss of data. The solver reached its iteration limit, which also happens in MuJoCo."""
 
 
 class _Worlds(NamedTuple):
-    """Simulations that have one model and one device, and are stepped together."""
+    """A batch of simulations of one model on one device, which are stepped together."""
 
     model: Any  # Warp's model
     data: Any  # Warp's data
     state: list[tuple[Tensor, slice]]  # views `[count, size]` of the components, and their columns in a state
     control: list[tuple[Tensor, slice]]
     parameters: list[tuple[Tensor, slice]]
-    constants: int  # bits of the groups of constants that depend on the parameters
+    constants: int  # bit mask of the constant groups that depend on the parameters
     sensors: Tensor
     overflow: Tensor
     loss_bits: int  # bits of `overflow` that report lost contacts or constraints
-    buffers: list[tuple[Tensor, int]]  # number of used slots and size of each buffer
-    graphs: list[Any]  # Warp's objects for the captures that use these arrays
+    buffers: list[tuple[Tensor, int]]  # for each buffer, the number of used slots and the buffer's size
+    graphs: list[Any]  # Warp's objects for the CUDA graph captures that use these arrays
 
 
 def _view(warp: Any, array: Any, count: int) -> Tensor:
@@ -60,7 +60,7 @@ def _view(warp: Any, array: Any, count: int) -> Tensor:
 
 
 def _slices(model: Any, names: tuple[str, ...]) -> dict[str, slice]:
-    """Map the name of each component to its columns in a state or control. Empty components are left out."""
+    """Map the name of each component that is not empty to the component's columns in a state or control."""
     slices, at = {}, 0
     for name in names:
         if size := size_of(model, name):
@@ -70,7 +70,7 @@ def _slices(model: Any, names: tuple[str, ...]) -> dict[str, slice]:
 
 
 def _parameter_views(warp: Any, warp_model: Any, model: Any, varied: Varied, count: int) -> list[tuple[Tensor, slice]]:
-    """Return a view of each varied field in Warp's model, and the field's columns in the parameters."""
+    """For each varied field, return a view of the field in Warp's model and the field's columns in the parameters."""
     views, at = [], 0
     for field, name in varied:
         rows = rows_of(model, field, name)
@@ -80,7 +80,7 @@ def _parameter_views(warp: Any, warp_model: Any, model: Any, varied: Varied, cou
     return views
 
 
-@cache  # never freed: captured graphs keep reading and writing these arrays
+@cache  # the arrays are never freed, because captured graphs keep reading and writing them
 def _worlds(handle: int, count: int, device: torch.device) -> _Worlds:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -111,9 +111,9 @@ def _worlds(handle: int, count: int, device: torch.device) -> _Worlds:
 
 @cache
 def _stream(pointer: int, device: torch.device) -> Any:
-    """Return the only Warp object for a torch stream.
+    """Return the Warp object that represents a torch stream. Each stream has only one such object.
 
-    The object identifies a capture, so a stream must not have two objects.
+    Warp identifies a capture by this object, so a stream must not have two objects.
     """
     with packages() as (warp, _):
         return warp.Stream(warp.device_from_torch(device), cuda_stream=pointer)
@@ -121,13 +121,13 @@ def _stream(pointer: int, device: torch.device) -> Any:
 
 @contextmanager
 def _on_gpu(worlds: _Worlds, warp: Any, device: torch.device) -> Iterator[None]:
-    """Run Warp's kernels after torch's earlier kernels and before torch's later kernels.
+    """Run the Warp kernels of the `with` block in order with the kernels on torch's current stream.
 
     If torch captures a CUDA graph, the graph includes Warp's kernels. Outside a capture, Warp's kernels run on Warp's
-    own stream. On another stream, Warp might free memory that is still in use.
+    own stream, because Warp might free memory that another stream still uses.
     """
     current, capturing = torch.cuda.current_stream(device), torch.cuda.is_current_stream_capturing()
-    # in a capture, the graph itself loops until the solver has converged; a loop on the host would wait for the GPU
+    # a captured graph can itself loop until the solver has converged; a loop on the CPU would wait for the GPU
     worlds.model.opt.graph_conditional = capturing and warp.is_conditional_graph_supported()
     if capturing:
         stream = _stream(current.cuda_stream, device)
@@ -146,7 +146,7 @@ def _on_gpu(worlds: _Worlds, warp: Any, device: torch.device) -> Iterator[None]:
 
 
 def _run(worlds: _Worlds, device: torch.device, substeps: int) -> None:
-    """Step the simulations in Warp's arrays. With 0 substeps, compute only the sensors."""
+    """Step the simulations in Warp's arrays `substeps` times. If `substeps` is 0, compute only the sensor readings."""
     model, data = worlds.model, worlds.data
     with packages() as (warp, mjw), ExitStack() as contexts:
         if device.type == "cpu":
@@ -163,13 +163,13 @@ def _run(worlds: _Worlds, device: torch.device, substeps: int) -> None:
 
 
 def _overflowed(worlds: _Worlds) -> Tensor:
-    """Return True for each simulation that needed more contacts or constraints than the buffers hold, `[count]`.
+    """Return a mask of the simulations that needed more contacts or constraints than the buffers hold, bool `[count]`.
 
-    All simulations share the contact buffer. If the buffer is full, Warp does not report which simulations lost
-    contacts, so the result is True for all simulations.
+    All simulations share the contact buffer. If the contact buffer overflows, Warp does not report which simulations
+    lost contacts, so the result is True for all simulations.
     """
-    lost = (worlds.overflow & worlds.loss_bits) != 0  # set by any substep
-    for used, size in worlds.buffers:  # `forward` does not set `overflow`
+    lost = (worlds.overflow & worlds.loss_bits) != 0  # any substep may have set the bits
+    for used, size in worlds.buffers:  # check the buffers, because `forward` does not set `overflow`
         lost = lost | (used > size)
     return lost
 
@@ -178,17 +178,18 @@ def step(state: Tensor, control: Tensor, parameters: Tensor, handle: int, subste
     """Step MuJoCo Warp `substeps` times from each state, as `ecrl.envs.mujoco.physics.step_op.step` steps MuJoCo.
 
     The results have float32 precision. A simulation's results are NaN if the simulation needs more constraints than its
-    buffer holds; see `capacity`. All results are NaN if the contacts of all simulations exceed the contact buffer.
+    buffer holds; see `capacity`. All results are NaN if the simulations together have more contacts than the contact
+    buffer holds.
 
     Args:
-        state: `[N, nstate]` float64.
-        control: `[N, nu + nv]` float64.
-        parameters: `[N, nparameters]` float64.
+        state: states of the simulations, `[N, nstate]` float64.
+        control: controls and generalised forces, `[N, nu + nv]` float64.
+        parameters: values of the varied model fields, `[N, nparameters]` float64.
         handle: the handle of a model that was loaded for Warp.
-        substeps: number of time steps; 0 computes the sensors of the state.
+        substeps: number of physics steps. With 0 steps, only the sensor readings of the state are computed.
 
     Gradient: none.
-    Raises: RuntimeError if the first call with this number of simulations is within a CUDA graph capture.
+    Raises: RuntimeError if the first call with this number of simulations happens during a CUDA graph capture.
     """
     count, sensors = len(state), state.new_empty(len(state), loaded(handle).model.nsensordata)
     after = state.clone(memory_format=torch.contiguous_format)

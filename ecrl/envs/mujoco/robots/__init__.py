@@ -1,1 +1,1 @@
-"""Robots of MuJoCo tasks: the built-in arm, drives and kinematics."""
+"""Robots of MuJoCo tasks: the built-in robots, their drives, and kinematics."""

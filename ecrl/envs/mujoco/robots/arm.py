@@ -1,8 +1,10 @@
-"""Built-in robots made of primitive shapes: a cart-pole, and an arm with a pusher and the proportions of a UR10.
+"""Built-in robots made of primitive shapes: a cart-pole and an arm.
 
-The arm follows the Denavit-Hartenberg table of Universal Robots. Joint i turns about the z axis of frame i. In the
-turned frame i, frame i + 1 is at `(a_i, 0, d_i)` and rotated by `alpha_i` about the x axis. At its home position, the
-arm faces -x and its tool points down.
+The arm has the proportions of a UR10, and its tool is a pusher.
+
+The arm follows the Denavit-Hartenberg table of Universal Robots. Joint i turns about the z axis of frame i. In frame i
+after the turn of joint i, frame i + 1 is at `(a_i, 0, d_i)` and is rotated by `alpha_i` about the x axis. At its home
+position, the arm faces the direction -x, and the tool of the arm points down.
 """
 
 from collections.abc import Callable
@@ -11,15 +13,15 @@ from typing import Any, NamedTuple
 
 from ecrl.envs.mujoco.scene.models import mujoco
 
-_A = (0.0, -0.612, -0.5723, 0.0, 0.0)  # m
-_D = (0.1273, 0.0, 0.0, 0.163941, 0.1157, 0.0922)  # m; the last offset is from the last joint to the flange
-_ALPHA = (pi / 2, 0.0, 0.0, pi / 2, -pi / 2)  # rad
-_MASS = (7.778, 12.93, 3.87, 1.96, 1.96, 0.202)  # kg
-_ARMATURE = (1.0, 1.0, 0.5, 0.1, 0.1, 0.1)  # kg m^2
-_LIMIT = (2 * pi, 2 * pi, pi, 2 * pi, 2 * pi, 2 * pi)  # rad
-_SHAPES = (  # capsules of the links, in the link frames: start, end and radius, m
+_A = (0.0, -0.612, -0.5723, 0.0, 0.0)  # in m
+_D = (0.1273, 0.0, 0.0, 0.163941, 0.1157, 0.0922)  # in m; the last offset is from the last joint to the flange
+_ALPHA = (pi / 2, 0.0, 0.0, pi / 2, -pi / 2)  # in rad
+_MASS = (7.778, 12.93, 3.87, 1.96, 1.96, 0.202)  # in kg
+_ARMATURE = (1.0, 1.0, 0.5, 0.1, 0.1, 0.1)  # in kg m^2
+_LIMIT = (2 * pi, 2 * pi, pi, 2 * pi, 2 * pi, 2 * pi)  # in rad
+_SHAPES = (  # capsule of each link in the frame of the link: start, end and radius, all in m
     ((0.0, 0.0, 0.09), (0.0, 0.0, 0.15), 0.075),
-    ((0.0, 0.0, 0.13), (-0.612, 0.0, 0.13), 0.06),  # offset from the joint, so that the link can pass the shoulder
+    ((0.0, 0.0, 0.13), (-0.612, 0.0, 0.13), 0.06),  # the offset from the joint lets the link pass the shoulder
     ((0.0, 0.0, 0.03), (-0.5723, 0.0, 0.03), 0.05),
     ((0.0, 0.0, 0.05), (0.0, 0.0, 0.163941), 0.045),
     ((0.0, 0.0, 0.0), (0.0, 0.0, 0.1157), 0.045),
@@ -31,11 +33,11 @@ Matrix = tuple[tuple[float, ...], ...]
 
 
 class Builtin(NamedTuple):
-    """A built-in robot, with the function that builds the robot, its joint names and its default settings.
+    """A built-in robot: a function that builds the robot, the names of its joints, and its default settings.
 
-    `build(base, tcp)` adds the robot to the body `base` of an MjSpec. `tcp` maps a part to the pose of its end
-    effector. `flange` maps a part to the position (m) of its tool in the frame of the part's last link. `stiffness`,
-    `damping` and `max_effort` are the drives' default settings.
+    `build(base, tcp)` adds the robot to the body `base` of an MjSpec. `tcp` maps each part of the robot to the pose of
+    the part's end effector. `flange` maps each part to the position (m) of the part's tool in the frame of the last
+    link. `stiffness`, `damping` and `max_effort` are the default settings of the drives.
     """
 
     build: Callable[[Any, dict[str, Matrix]], None]
@@ -107,4 +109,4 @@ ROBOTS = {
         max_effort=(100.0, 0.1),
     ),
 }
-"""Built-in robots by `robot.robot_type`. The cart-pole has the drives and home position of EmbodiChain's CartPoleRL."""
+"""Built-in robots by name. The cart-pole has the same drives and home position as in EmbodiChain's CartPoleRL."""

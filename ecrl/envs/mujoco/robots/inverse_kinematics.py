@@ -1,6 +1,7 @@
 """Inverse kinematics by damped least squares, for a batch of poses at once.
 
-Each step dq reduces the pose error e with the Jacobian J. The damping lambda keeps dq bounded if J loses rank:
+Each step adds dq to the joint positions, which reduces the pose error e. J is the Jacobian of the pose. The damping
+lambda keeps dq bounded if J loses rank:
 
     dq = J^T (J J^T + lambda I)^-1 e = (J^T J + lambda I)^-1 J^T e,        lambda = 0.05 e.e + 1e-4
 
@@ -20,12 +21,15 @@ from ecrl.envs.mujoco.physics.simulation import Simulation
 from ecrl.kernels.scan_loop import loop
 
 _DAMPING, _MIN_DAMPING = 0.05, 1e-4
-_MAX_STEP = 1.0  # largest change of a joint in one step, rad or m
+_MAX_STEP = 1.0  # largest change (rad or m) of a joint position in one step
 _MIN_SINE = 1e-6
 
 
 class Reached(NamedTuple):
-    """Joint positions, `[*B, J]`, and the remaining pose error, a distance (m) and an angle (rad), both `[*B]`."""
+    """Result of inverse kinematics: joint positions `[*B, J]`, and the remaining pose error.
+
+    The pose error consists of a `distance` (m) and an `angle` (rad), each `[*B]`.
+    """
 
     positions: Tensor
     distance: Tensor
@@ -33,7 +37,7 @@ class Reached(NamedTuple):
 
 
 def _axis_trace_terms() -> list[list[float]]:
-    """Return the matrix `[9, 4]` that maps a flattened rotation matrix to axis * sin(angle) and the trace."""
+    """Return the matrix `[9, 4]` that maps a flattened rotation matrix to axis * sin(angle) and to the trace."""
     terms = np.zeros((3, 3, 4))
     for i in range(3):
         terms[(i + 2) % 3, (i + 1) % 3, i], terms[(i + 1) % 3, (i + 2) % 3, i] = 0.5, -0.5
@@ -47,7 +51,7 @@ _AXIS_TRACE = _axis_trace_terms()
 def _rotation_between(pose: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return axis * sin(angle), sin(angle) and angle (rad) of the rotation from `pose` to `target`.
 
-    The shapes are `[*B, 3]`, `[*B, 1]` and `[*B, 1]`.
+    The three results have the shapes `[*B, 3]`, `[*B, 1]` and `[*B, 1]`.
     """
     rotation = target[..., :3, :3] @ pose[..., :3, :3].mT
     terms = (rotation.flatten(-2).unsqueeze(-1) * rotation.new_tensor(_AXIS_TRACE)).sum(-2)
@@ -58,8 +62,8 @@ def _rotation_between(pose: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Ten
 def pose_error(pose: Tensor, target: Tensor) -> Tensor:
     """Return the translation (m) and the rotation (axis * angle, rad) from `pose` to `target`, `[*B, 6]`.
 
-    Both poses are `[*B, 4, 4]`. Within 1e-6 rad of half a turn, the axis is not well defined. In this range, the
-    returned rotation is smaller than pi, or even 0.
+    `pose` and `target` are `[*B, 4, 4]`. If the angle is within 1e-6 rad of half a turn, the axis is not well defined.
+    For such an angle, the returned rotation is smaller than pi, or even 0.
 
     >>> target = torch.tensor([[0.0, -1.0, 0.0, 1.0], [1.0, 0.0, 0.0, 2.0], [0.0, 0.0, 1.0, 3.0], [0.0, 0.0, 0.0, 1.0]])
     >>> pose_error(torch.eye(4), target)  # a quarter turn about z
@@ -70,7 +74,7 @@ def pose_error(pose: Tensor, target: Tensor) -> Tensor:
 
 
 def solve(matrix: Tensor, right: Tensor) -> Tensor:
-    """Return `matrix^-1 right` for small symmetric positive definite matrices `[*B, n, n]` and vectors `[*B, n]`.
+    """Solve `matrix x = right` for small symmetric positive definite matrices `[*B, n, n]` and vectors `[*B, n]`.
 
     The method is Gauss-Jordan elimination, vectorised over the batch. Positive definite matrices need no pivoting.
 
@@ -102,12 +106,13 @@ def _step(chain: tuple, positions: Tensor, _: Tensor, target: Tensor, worlds: Te
 def inverse_kinematics(
     sim: Simulation, worlds: TensorDict, site: str, joints: tuple[str, ...], target: Tensor, *, iterations: int
 ) -> Reached:
-    """Search for joint positions that bring a site to a pose, step by step from the current positions.
+    """Search for joint positions that move a site to a target pose, starting from the current joint positions.
 
         positions = clamp(positions + scaled(dq), lowest, highest),        dq as in the module's description
 
     A step is scaled down if a joint would move by more than 1 rad or 1 m. The target may be out of reach, or the search
-    may end before reaching the target. Check the `distance` and `angle` of the result.
+    may end before the site reaches the target. The caller must therefore check the `distance` and the `angle` of the
+    result.
 
     Args:
         sim: the simulation.
@@ -115,10 +120,11 @@ def inverse_kinematics(
         site: name of the site, such as `sim.robot.tcp["arm"]`.
         joints: names of the hinge and slide joints to move.
         target: target pose in the world frame, `[*B, 4, 4]` float32, with the position in m.
-        iterations: number of steps.
+        iterations: number of steps of the search.
 
-    Returns: `Reached`. A target that is not finite gives results that are not finite.
-    Gradient: flows, except through the scaling and beyond a joint limit.
+    Returns: the joint positions and the remaining error, as a `Reached`. If a target is not finite, the results are not
+        finite.
+    Gradient: flows, except through the scaling of a step and beyond a joint limit.
     Source: damped least squares by Wampler 1986, "Manipulator inverse kinematic solutions based on vector formulations
         and damped least-squares methods", and Nakamura and Hanafusa 1986, "Inverse kinematic solutions with singularity
         robustness for robot manipulator control"; damping by the error as in Sugihara 2011, "Solvability-unconcerned

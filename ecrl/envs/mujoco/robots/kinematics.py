@@ -1,12 +1,12 @@
-"""Forward kinematics: exact, differentiable poses and Jacobians as tensor functions of the joint positions.
+"""Forward kinematics: compute exact, differentiable poses and Jacobians from joint positions with tensor functions.
 
-The functions do not call MuJoCo, so the start of an episode can be observed like any other state. A pose is a
-homogeneous 4x4 matrix, with the position in m. The local pose of a joint includes the fixed transform before the joint.
-The local pose depends on the joint's displacement q and on constant matrices A, B and C:
+The tensor functions do not call MuJoCo, so the state at the start of an episode can be observed like any other state. A
+pose is a homogeneous 4x4 matrix whose position is in m. The local pose of a joint includes the fixed transform before
+the joint. The local pose of a joint depends on the joint's displacement q and on constant matrices A, B and C:
 
     hinge  A + sin(q) B + (1 - cos(q)) C        slide  A + q B
 
-The local poses of all joints in a chain can therefore be computed at once, and are then multiplied.
+The local poses of all joints in a chain are therefore computed at once, and are then multiplied.
 """
 
 from typing import Any, NamedTuple
@@ -21,8 +21,8 @@ from ecrl.envs.mujoco.scene.models import mujoco
 class Joint(NamedTuple):
     """A hinge or slide joint.
 
-    `index` is the column of the joint's position in the `positions` argument of `follow`. The displacement q is the
-    position minus `zero`. `dof` is the joint's degree of freedom. `terms` stacks the matrices A, B and C.
+    `index` is the column of the joint's position in the argument `positions` of `follow`. The displacement q is the
+    position minus `zero`. `dof` is the index of the joint's degree of freedom. `terms` stacks the matrices A, B and C.
     """
 
     index: int
@@ -37,8 +37,8 @@ class Joint(NamedTuple):
 class FreeRotation(NamedTuple):
     """A ball joint, free body or mocap body, with the fixed transforms before and after its rotation.
 
-    `position` and `quaternion` are the first columns of the position and the quaternion in the `positions` argument of
-    `follow`. `position` is None for a ball joint.
+    `position` and `quaternion` are the first columns of the position and of the quaternion in the argument `positions`
+    of `follow`. `position` is None for a ball joint.
     """
 
     position: int | None
@@ -48,14 +48,14 @@ class FreeRotation(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """The joints from the world to a body or site, and the fixed transform after the last joint."""
+    """A kinematic chain: the joints from the world to a body or site, and the fixed transform after the last joint."""
 
     steps: tuple[Joint | FreeRotation, ...]
     end: np.ndarray
 
 
 def _quaternion_terms() -> np.ndarray:
-    """Return the matrix `[16, 16]` that maps products of a quaternion's components to a pose, flattened by rows."""
+    """Return the matrix `[16, 16]` that maps products of a quaternion's components to a pose, flattened row by row."""
     terms = np.zeros((4, 4, 4, 4))
     for i in range(3):
         j, k = (i + 1) % 3, (i + 2) % 3
@@ -68,13 +68,13 @@ def _quaternion_terms() -> np.ndarray:
 
 
 _ROTATION = _quaternion_terms()
-_POSITION, _ONE = np.eye(16)[[3, 7, 11]], np.eye(16)[15]  # masks of a flattened pose: position, last entry
+_POSITION, _ONE = np.eye(16)[[3, 7, 11]], np.eye(16)[15]  # masks of a flattened pose's position and last entry
 
 
 def pose(position: Tensor | None, quaternion: Tensor) -> Tensor:
-    """Return the pose `[*B, 4, 4]` with a position `[*B, 3]` and a quaternion `[*B, 4]` in the order w, x, y, z.
+    """Convert a position `[*B, 3]` and a quaternion `[*B, 4]` in the order w, x, y, z to a pose `[*B, 4, 4]`.
 
-    If `position` is None, the position is the origin. The quaternion is normalised, so its length must not be 0.
+    If `position` is None, the pose is at the origin. The quaternion is normalised, so its length must not be 0.
 
     >>> pose(None, torch.tensor([0.0, 0.0, 0.0, 2.0]))[:3, :3]  # half a turn about z
     tensor([[-1.,  0.,  0.],
@@ -89,7 +89,7 @@ def pose(position: Tensor | None, quaternion: Tensor) -> Tensor:
 
 
 def constant_pose(position: Any, quaternion: Any) -> np.ndarray:
-    """Return the pose with a position and a quaternion as a NumPy array."""
+    """Convert a position and a quaternion to a pose, and return the pose as a NumPy array `[4, 4]`."""
     out, matrix = np.eye(4), np.zeros(9)
     mujoco().mju_quat2Mat(matrix, np.asarray(quaternion, float))
     out[:3, :3], out[:3, 3] = matrix.reshape(3, 3), position
@@ -140,7 +140,10 @@ def chain(model: Any, body: int, end: np.ndarray | None = None) -> Chain:
 
 
 def columns(values: Tensor, indices: list[int]) -> Tensor:
-    """Select columns of the last axis. Neighbouring columns are read by one slice, because a slice is faster."""
+    """Select columns of the last axis.
+
+    Contiguous columns are read by one slice, because a slice is faster than separate reads.
+    """
     if indices == list(range(indices[0], indices[0] + len(indices))):
         return values[..., indices[0] : indices[0] + len(indices)]
     return torch.stack([values[..., i] for i in indices], -1)
@@ -160,14 +163,15 @@ def _joint_poses(joints: list[Joint], positions: Tensor) -> Tensor:
 
 
 def follow(chain: Chain, positions: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
-    """Return the pose at the end of a chain, and the pose after each hinge or slide, by its degree of freedom.
+    """Compute the pose at the end of a chain, and the pose after each hinge or slide of the chain.
 
     Args:
         chain: the chain to follow.
         positions: `[*B, nq + 7 nmocap]` float: joint positions in MuJoCo's layout, then the positions and then the
             quaternions of mocap bodies.
 
-    Returns: poses `[*B, 4, 4]`.
+    Returns: the pose at the end, and a dictionary that maps the degree of freedom of each hinge or slide to the pose
+        after it. All poses are `[*B, 4, 4]`.
     """
     joints = [step for step in chain.steps if isinstance(step, Joint)]
     local: dict[int, Tensor] = {}
@@ -194,9 +198,9 @@ def follow(chain: Chain, positions: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
 def motion(chain: Chain, positions: Tensor, dofs: list[int]) -> tuple[Tensor, Tensor]:
     """Return the pose at the end of a chain, `[*B, 4, 4]`, and its Jacobian `[*B, 6, len(dofs)]`.
 
-    The first three rows of the Jacobian are the translation, `axis x (end - anchor)` for a hinge (m/rad) and `axis` for
-    a slide (m/m). The last three rows are the rotation, `axis` for a hinge (rad/rad) and 0 for a slide. A column is 0
-    if its degree of freedom does not move the end of the chain.
+    The first three rows of the Jacobian are the translation: `axis x (end - anchor)` for a hinge (m/rad) and `axis` for
+    a slide (m/m). The last three rows of the Jacobian are the rotation: `axis` for a hinge (rad/rad) and 0 for a slide.
+    The column of a degree of freedom that does not move the end of the chain is 0.
     """
     end, after = follow(chain, positions)
     joints = [step for step in chain.steps if isinstance(step, Joint) and step.dof in dofs]

@@ -1,4 +1,4 @@
-"""Build a scene's robot from a built-in robot or an MJCF file, and add drives, force sensors and end effectors."""
+"""Build the robot of a scene from a built-in robot or an MJCF file, with drives, force sensors and end effectors."""
 
 import os
 from collections.abc import Mapping
@@ -14,14 +14,14 @@ from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean
 
 Drive = Literal["position", "velocity", "force"]
-"""Meaning of a joint's control: target position (m or rad), target velocity (m/s or rad/s) or force (N or N m)."""
+"""Kind of drive. A control is a target position (m or rad), a target velocity (m/s or rad/s) or a force (N or N m)."""
 
 
 class Robot(NamedTuple):
     """Names of a robot's joints and end effector sites in the model.
 
-    `joints` has all joints, in the order of config lists. `parts` maps a part to its joints, and `tcp` maps a part to
-    the site of its end effector.
+    `joints` names all joints. A list in the config that has one value per joint has the same order. `parts` maps each
+    part to the part's joints. `tcp` maps each part that has an end effector to the end effector's site.
     """
 
     joints: tuple[str, ...]
@@ -29,7 +29,7 @@ class Robot(NamedTuple):
     tcp: dict[str, str]
 
     def with_prefix(self, prefix: str) -> "Robot":
-        """Prefix all names of the robot, as in the model of a scene."""
+        """Return a copy of the robot with `prefix` before all its names, as in the model of a scene."""
         parts = {part: tuple(prefix + name for name in names) for part, names in self.parts.items()}
         tcp = {part: prefix + site for part, site in self.tcp.items()}
         return Robot(tuple(prefix + name for name in self.joints), parts, tcp)
@@ -38,9 +38,10 @@ class Robot(NamedTuple):
 def spec_of(source: str, key: str, root: str = "") -> Any:
     """Return the MjSpec of an MJCF file.
 
-    `source` is a path or the file's text, and `root` is a second folder to search.
+    `source` is the path or the text of the file. A relative path is also searched below the folder `root`, if `root` is
+    not empty.
 
-    Raises: ConfigError that begins with `key`, if the file does not exist or is not MJCF.
+    Raises: ConfigError that begins with `key`, if the file does not exist or is not an MJCF file.
     """
     spec, paths = mujoco().MjSpec, [source, *([os.path.join(root, source)] if root else [])]
     try:
@@ -56,7 +57,7 @@ def spec_of(source: str, key: str, root: str = "") -> Any:
 
 
 def hinges_and_slides(spec: Any) -> tuple[str, ...]:
-    """Return the names of the hinge and slide joints of an MjSpec, in the order of the MjSpec."""
+    """Return the names of all hinge and slide joints of an MjSpec, in the order of the joints in the MjSpec."""
     kinds = (mujoco().mjtJoint.mjJNT_HINGE, mujoco().mjtJoint.mjJNT_SLIDE)
     return tuple(joint.name for joint in spec.joints if joint.type in kinds)
 
@@ -79,7 +80,7 @@ def add_force_sensors(spec: Any, joints: tuple[str, ...], key: str) -> None:
 def _per_joint(
     values: PerJoint | None, defaults: tuple[float, ...], joints: tuple[str, ...], key: str
 ) -> tuple[float, ...]:
-    """Expand a config value to one value per joint. The robot's defaults are used for missing values."""
+    """Expand a config value to one value per joint. Missing values are replaced by the robot's defaults."""
     if isinstance(values, dict):
         for name in values:
             if name not in joints:
@@ -113,7 +114,7 @@ def _add_drives(spec: Any, cfg: DriveConfig, built: Builtin, drives: Mapping[str
 
 
 def _add_tcp(spec: Any, part: str, joint: str, flange: tuple[float, float, float], tcp: Matrix) -> str:
-    """Add a site at a part's end effector to the body of a joint. Return the name of the site."""
+    """Add a site at the end effector of a part to the body of `joint`, and return the name of the site."""
     quaternion, rotation = np.zeros(4), np.array([row[:3] for row in tcp[:3]])
     if not np.allclose(rotation @ rotation.T, np.eye(3), atol=1e-3) or np.linalg.det(rotation) < 0.0:
         raise ConfigError(f"robot.solver_cfg.{part}.tcp: the first three columns are not a rotation")
@@ -128,7 +129,7 @@ def _add_tcp(spec: Any, part: str, joint: str, flange: tuple[float, float, float
 
 
 def _from_file(cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Builtin]:
-    """Read a robot from an MJCF file. Without drives in the config, the file's actuators are kept."""
+    """Read a robot from an MJCF file. If the config has no drive settings, the actuators of the file are kept."""
     spec = spec_of(cfg.mjcf or "", "robot.mjcf", os.environ.get("MENAGERIE_ROOT", ""))
     drive_cfg = cfg.drive_pros
     settings = (drive_cfg.stiffness, drive_cfg.damping, drive_cfg.max_effort)
@@ -179,8 +180,8 @@ def _parts(cfg: RobotConfig, built: Builtin) -> dict[str, tuple[str, ...]]:
 def _mount(built: Builtin, part: str, joints: tuple[str, ...]) -> tuple[str, tuple[float, float, float]]:
     """Return the joint whose body holds the end effector of a part, and the flange position in that body's frame.
 
-    A part with the name of a built-in part ends at the same joint as the built-in part, even if it has fewer joints in
-    the config. A part with any other name ends at its last joint.
+    A part with the name of a built-in part ends at the same joint as the built-in part, even if it has fewer joints. A
+    part with any other name ends at its last joint.
     """
     joint = built.parts[part][-1] if part in built.flange else joints[-1]
     flanges = (position for name, position in built.flange.items() if built.parts[name][-1] == joint)
@@ -188,10 +189,10 @@ def _mount(built: Builtin, part: str, joints: tuple[str, ...]) -> tuple[str, tup
 
 
 def _tool_poses(built: Builtin, poses: dict[str, Matrix], mounts: Mapping[str, tuple[str, Any]]) -> dict[str, Matrix]:
-    """Return the pose of each built-in tool, by the name of its built-in part.
+    """Return a dictionary that maps the name of each built-in part with a tool to the pose of the tool.
 
-    A tool gets the pose of the configured part that ends at the tool's joint. If several parts end at this joint, the
-    part with the name of the built-in part is used.
+    A tool gets the pose of the configured part that ends at the tool's joint. If several parts end at the tool's joint,
+    the part with the name of the built-in part is used.
     """
     ends = {built.parts[name][-1]: name for name in built.flange}
     by_joint = {ends[joint]: poses[part] for part, (joint, _) in mounts.items() if joint in ends}
@@ -199,9 +200,9 @@ def _tool_poses(built: Builtin, poses: dict[str, Matrix], mounts: Mapping[str, t
 
 
 def robot_spec(cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Robot, tuple[float, ...]]:
-    """Return the MjSpec of the robot, the robot's names, and its joint positions at the start.
+    """Return the MjSpec of a robot, the `Robot` with its names, and the joint positions at the start of an episode.
 
-    The positions are empty if the MJCF file defines them.
+    The tuple of joint positions is empty if the MJCF file defines the positions.
     """
     spec, built = _from_file(cfg, drives) if cfg.mjcf is not None else _builtin(cfg)
     parts = _parts(cfg, built)

@@ -1,1 +1,1 @@
-"""Scenes of MuJoCo tasks: their configs, and the models that are built from the configs."""
+"""Config models of scenes, and functions that build MuJoCo models of scenes from configs."""

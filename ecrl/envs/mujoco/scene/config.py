@@ -1,7 +1,7 @@
 """Config models of a scene: the robot, the objects, a floor or an MJCF file, and the physics step.
 
-The keys are the same as in EmbodiChain. The attribute `inert` of a config lists the keys that MuJoCo cannot use, each
-with the reason. Inert keys are ignored with a warning.
+The config keys are the same as in EmbodiChain. The attribute `inert` of a Config model maps each key that MuJoCo cannot
+use to the reason. An inert key is ignored with a warning.
 """
 
 from typing import Annotated, ClassVar, Literal
@@ -15,14 +15,14 @@ Triple = Annotated[tuple[Real, Real, Real], Field(strict=False)]
 Shade = Annotated[tuple[Fraction, Fraction, Fraction], Field(strict=False)]
 Color = Annotated[tuple[Fraction, Fraction, Fraction, Fraction], Field(strict=False)]
 Steps = Annotated[int, Field(ge=1, le=10_000)]
-"""Number of physics steps or solver iterations. The upper limit exists because a step cannot be interrupted."""
+"""Number of physics steps or solver iterations. The number is limited, because a running step cannot be interrupted."""
 _Row = Annotated[tuple[Real, Real, Real, Real], Field(strict=False)]
 _List = Annotated[tuple[NonNegative, ...], Field(strict=False, min_length=1), LIST]
 PerJoint = Annotated[
     Annotated[NonNegative, NUMBER] | _List | Annotated[dict[str, NonNegative], OBJECT],
     by_kind("a number, a list of numbers, or an object with a number for each joint name"),
 ]
-"""One value for all joints, a list with one value per joint, or values by joint name."""
+"""One value for all joints, a list with one value per joint, or a dictionary that maps joint names to values."""
 
 _NAME = r"^[^\x00]+$"  # MuJoCo truncates a name at the first NUL character
 _OWN_SOLVER = "the action term EefPoseTerm has its own inverse kinematics, on the robot's joints"
@@ -30,7 +30,7 @@ _ONE_FRICTION = "MuJoCo has one sliding friction, static_friction"
 
 
 class ShapeConfig(ConfigModel):
-    """A primitive shape."""
+    """Config of a primitive shape."""
 
     inert: ClassVar = {"visual_material": "see color of the object"}
 
@@ -51,7 +51,7 @@ class ShapeConfig(ConfigModel):
 
 
 class AttrsConfig(ConfigModel):
-    """Mass, friction and damping of a rigid object."""
+    """Config of the mass, the friction and the damping of a rigid object."""
 
     inert: ClassVar = {
         "dynamic_friction": _ONE_FRICTION,
@@ -72,7 +72,7 @@ class AttrsConfig(ConfigModel):
 
 
 class RigidObjectConfig(ConfigModel):
-    """A rigid object that is one primitive shape."""
+    """Config of a rigid object with a primitive shape."""
 
     inert: ClassVar = {
         "max_convex_hull_num": "shapes are primitives",
@@ -94,7 +94,7 @@ class RigidObjectConfig(ConfigModel):
 
 
 class BackgroundConfig(RigidObjectConfig):
-    """A rigid object that is static by default."""
+    """Config of a rigid object that is static by default."""
 
     body_type: Literal["dynamic", "kinematic", "static"] = Field(
         "static", description="static: part of the world; kinematic: moved only by events; dynamic: moved by forces"
@@ -102,7 +102,9 @@ class BackgroundConfig(RigidObjectConfig):
 
 
 class DriveConfig(ConfigModel):
-    """Drives of the robot's joints. A drive acts like a spring and a damper between a joint and its target.
+    """Config of the drives that move the robot's joints.
+
+    A drive acts like a spring and a damper between a joint and the joint's target.
 
     force = clamp(stiffness (target - position) - damping velocity, +-max_effort)
     """
@@ -124,7 +126,7 @@ class DriveConfig(ConfigModel):
 
 
 class SolverConfig(ConfigModel):
-    """Config of the end effector of a robot part."""
+    """Config of the end effector of one part of the robot."""
 
     inert: ClassVar = dict.fromkeys(
         ("class_type", "urdf_path", "joint_names", "end_link_name", "root_link_name", "ik_nearest_weight"), _OWN_SOLVER
@@ -164,7 +166,7 @@ class RobotConfig(ConfigModel):
 
 
 class LightConfig(ConfigModel):
-    """The directional light in rendered images."""
+    """Config of the directional light in rendered images."""
 
     inert: ClassVar = dict.fromkeys(("direct", "indirect"), "images have one light; set light.direction and color")
 
@@ -180,7 +182,7 @@ class LightConfig(ConfigModel):
 
 
 class PhysicsConfig(ConfigModel):
-    """Time step, solver and backend of MuJoCo."""
+    """Config of the physics: time step, solver iterations, threads and backend."""
 
     dt: Positive | None = Field(
         None, description="time step, s; if absent, as in the MJCF scene file, or 0.01 without a file"
@@ -201,7 +203,7 @@ class PhysicsConfig(ConfigModel):
 
 
 class SceneConfig(ConfigModel):
-    """Config of a scene. A task's Config inherits the keys of this config."""
+    """Config of a scene. The Config model of a task inherits all keys of `SceneConfig`."""
 
     inert: ClassVar = {
         "rigid_object_group": "list the objects in rigid_object",

@@ -1,4 +1,4 @@
-"""Table of the MuJoCo models that this process has loaded, and the layout of their states and fields."""
+"""Keep a table of the loaded MuJoCo models, and define the layout of a model's states and fields."""
 
 import os
 from copy import copy
@@ -10,13 +10,13 @@ import numpy as np
 from ecrl.errors import ConfigError, UserError, extra
 
 STATE = ("TIME", "QPOS", "QVEL", "ACT", "HISTORY", "WARMSTART", "MOCAP_POS", "MOCAP_QUAT", "PLUGIN", "PLASTIC")
-"""Components of a state, with MuJoCo's names and in MuJoCo's order. In most models, many components are empty."""
+"""Components of a simulation's state, named and ordered as in MuJoCo. In most models, many components are empty."""
 
 CONTROL = ("CTRL", "QFRC_APPLIED")
-"""Inputs of a step: controls of the actuators, and forces along the degrees of freedom."""
+"""Components of a step's input: the controls of the actuators, and the forces along the degrees of freedom."""
 
 Varied = tuple[tuple[str, str], ...]
-"""Fields of the model that differ between simulations, each with its object, such as `("body_mass", "cube")`."""
+"""Pairs of the name of a model field that varies and the name of an object, such as `("body_mass", "cube")`."""
 
 Backend = Literal["mujoco", "warp"]
 """Library that steps a model: MuJoCo on the CPU, or MuJoCo Warp for GPUs."""
@@ -25,12 +25,12 @@ _PREFIXES = ("body", "geom", "jnt", "dof", "actuator", "site", "tendon")
 
 
 class Loaded(NamedTuple):
-    """A model that this process has loaded."""
+    """A MuJoCo model that this process has loaded, with its settings."""
 
     model: Any
     threads: int
     varied: Varied
-    widths: tuple[int, int, int]  # sizes of a simulation's state, control and parameters
+    widths: tuple[int, int, int]  # lengths of a simulation's state, control and parameters
     backend: Backend
 
 
@@ -38,12 +38,12 @@ _LOADED: dict[int, Loaded] = {}
 
 
 def mujoco() -> Any:
-    """Return the package mujoco, which is imported at the first call.
+    """Import the package `mujoco` at the first call, and return the package.
 
     The import loads the OpenGL library that $MUJOCO_GL names, even if no camera is used.
 
-    Raises: MissingExtraError with the install command, if mujoco is missing. UserError if the OpenGL library does not
-        work.
+    Raises: MissingExtraError with the install command, if the package is not installed. UserError if the OpenGL library
+        does not work.
     """
     try:
         with extra("mujoco"):
@@ -54,22 +54,22 @@ def mujoco() -> Any:
         fault = f"MUJOCO_GL={library} does not work here ({error})"
         packages = "libosmesa6 for osmesa, libegl1 for egl"
         raise UserError(f"{fault}; unset MUJOCO_GL, or install the library with apt-get: {packages}") from None
-    log = getattr(mujoco, "MjLogConfig").get()  # noqa: B009  (MuJoCo's stubs do not have it)
-    if log.logto_file:  # write no log file into the working directory; warnings still go to stderr
+    log = getattr(mujoco, "MjLogConfig").get()  # noqa: B009  (MuJoCo's type stubs lack MjLogConfig)
+    if log.logto_file:  # do not write a log file into the working directory; warnings still go to stderr
         log.logto_file = False
         log.set()
     return mujoco
 
 
 def load(model: Any, threads: int = 0, varied: Varied = (), backend: Backend = "mujoco") -> int:
-    """Load a model and return its handle.
+    """Store a copy of a model for this process, and return an integer that identifies the copy.
 
-    The handle is a hash of the arguments, so equal models have the same handle in every process.
+    The returned handle is a hash of the arguments, so equal models have the same handle in every process.
 
     Args:
-        model: a `mujoco.MjModel`. The table stores a copy.
-        threads: number of threads; 0 for as many as torch uses.
-        varied: model fields that may differ between simulations.
+        model: a `mujoco.MjModel`.
+        threads: number of physics threads; 0 means as many threads as torch uses.
+        varied: pairs of a model field's name and an object's name, for all fields that may differ between simulations.
         backend: the library that steps the model.
     """
     buffer = np.zeros(mujoco().mj_sizeModel(model), np.uint8)
@@ -84,18 +84,19 @@ def load(model: Any, threads: int = 0, varied: Varied = (), backend: Backend = "
 
 
 def loaded(handle: int) -> Loaded:
-    """Return the model of a handle. Raise ConfigError if this process has not loaded the model."""
+    """Return the model with the given handle. Raise ConfigError if this process has not loaded the model."""
     if handle not in _LOADED:
         raise ConfigError(f"mujoco model {handle} is not loaded in this process; make its environment first")
     return _LOADED[handle]
 
 
 def control_per_target(model: Any, i: int) -> float:
-    """Return the factor that converts a joint's target position, target velocity or force to a control of actuator `i`.
+    """Return the factor that converts a target position, target velocity or force to the control of actuator `i`.
 
         torque = gear (gain control + bias1 gear q + bias2 gear dq/dt)
 
-    The factor is -bias1 gear / gain for positions, -bias2 gear / gain for velocities and 1 / (gear gain) for forces.
+    The factor is -bias1 gear / gain for a target position, -bias2 gear / gain for a target velocity, and
+    1 / (gear gain) for a force.
     """
     gear, gain = float(model.actuator_gear[i, 0]), float(model.actuator_gainprm[i, 0])
     if model.actuator_biastype[i] == int(mujoco().mjtBias.mjBIAS_NONE):
@@ -107,7 +108,7 @@ def control_per_target(model: Any, i: int) -> float:
 def is_linear_in_control(model: Any, i: int) -> bool:
     """Return True if the force of actuator `i` is linear in the control or in the filtered control.
 
-    The result is False for an integrator, a muscle or an actuator without gain.
+    The result is False if the actuator is an integrator or a muscle, or if its gain or gear is 0.
     """
     kinds, gains = mujoco().mjtDyn, mujoco().mjtGain
     direct = int(kinds.mjDYN_NONE), int(kinds.mjDYN_FILTER), int(kinds.mjDYN_FILTEREXACT)
@@ -117,15 +118,15 @@ def is_linear_in_control(model: Any, i: int) -> bool:
 
 
 def size_of(model: Any, *parts: str) -> int:
-    """Return the total size of the named components of a state."""
+    """Return the total number of values in the given components of a model's state."""
     states = mujoco().mjtState
     return sum(mujoco().mj_stateSize(model, getattr(states, f"mjSTATE_{part}").value) for part in parts)
 
 
 def _dofs_of(model: Any, name: str) -> tuple[int, int]:
-    """Return the first degree of freedom of a joint or body, and its number of degrees of freedom.
+    """Return the index of the first degree of freedom of a joint, and the number of the joint's degrees of freedom.
 
-    Free joints often have no name, so the name of their body also works.
+    `name` may also be the name of the joint's body, because free joints often have no name.
     """
     kinds = mujoco().mjtObj.mjOBJ_JOINT, mujoco().mjtObj.mjOBJ_BODY
     joint, body = (mujoco().mj_name2id(model, kind, name) for kind in kinds)
@@ -153,9 +154,9 @@ def rows_of(model: Any, field: str, name: str) -> range:
 
 
 def id_of(model: Any, kind: str, name: str) -> int:
-    """Return the index of an object of a kind, such as "body".
+    """Return the index of an object in a model, given the object's name and its kind, such as "body".
 
-    Raise ConfigError with all known names if the object is absent.
+    Raises: ConfigError if the object does not exist. The error message lists all names of the kind.
     """
     kind_name = {"jnt": "joint"}.get(kind, kind)
     index = mujoco().mj_name2id(model, getattr(mujoco().mjtObj, f"mjOBJ_{kind_name.upper()}"), name)

@@ -1,4 +1,7 @@
-"""Build the MuJoCo model of a scene from its config, with a robot, objects, and a floor or an MJCF file."""
+"""Build the MuJoCo model of a scene from its config.
+
+A scene consists of a robot, objects, and either a floor or the content of an MJCF file.
+"""
 
 from collections.abc import Mapping
 from math import inf, radians
@@ -13,11 +16,11 @@ from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean
 
 _TOUCH = {"contype": 1, "conaffinity": 3, "condim": 4}  # objects collide with everything, including robots
-_SLACK = 1e-6  # rounding tolerance for a config that repeats a joint limit of a file, rad or m
+_SLACK = 1e-6  # rounding tolerance (rad or m) for a config that repeats a joint limit from an MJCF file
 
 
 class Scene(NamedTuple):
-    """A MuJoCo model, its data at the start of an episode, and the robot."""
+    """A scene: the `MjModel`, the `MjData` at the start of an episode, and the robot."""
 
     model: Any
     data: Any
@@ -25,7 +28,7 @@ class Scene(NamedTuple):
 
 
 def _quaternion(degrees: tuple[float, float, float]) -> np.ndarray:
-    """Return the quaternion of a rotation about x, then the rotated y, then the rotated z: Rx Ry Rz."""
+    """Convert angles in degrees about x, the rotated y and the rotated z to the quaternion of the rotation Rx Ry Rz."""
     quaternion = np.zeros(4)
     mujoco().mju_euler2Quat(quaternion, np.array([radians(x) for x in degrees]), "xyz")
     return quaternion
@@ -43,13 +46,13 @@ def _add_object(spec: Any, cfg: RigidObjectConfig) -> None:
     if cfg.body_type == "dynamic":
         body.add_joint(name=cfg.uid, type=mujoco().mjtJoint.mjJNT_FREE)
     friction = [cfg.attrs.static_friction, 0.005, 0.0001]
-    # with priority 1, MuJoCo uses the object's friction if the object touches the floor or the robot
+    # with priority 1, MuJoCo uses the object's friction in contacts with the floor and the robot
     attributes = {"mass": cfg.attrs.mass, "friction": friction, "priority": 1, "rgba": cfg.color}
     body.add_geom(name=cfg.uid, type=kind, size=size, **attributes, **_TOUCH)
 
 
 def _set_damping(model: Any, cfg: RigidObjectConfig) -> None:
-    """Set the damping coefficients of a free body, so that its velocities decay at the rates in the config."""
+    """Set the damping coefficients of a free body so that the body's velocities decay at the rates in the config."""
     body, attrs = model.body(cfg.uid), cfg.attrs
     first = int(body.dofadr[0])
     model.dof_damping[first : first + 3] = attrs.linear_damping * body.mass
@@ -57,7 +60,7 @@ def _set_damping(model: Any, cfg: RigidObjectConfig) -> None:
 
 
 def _set_light(spec: Any, cfg: LightConfig) -> None:
-    """Replace the lights of the scene by one directional light."""
+    """Replace all lights of the scene with one directional light."""
     for light in list(spec.lights):
         spec.delete(light)
     directional = mujoco().mjtLightType.mjLIGHT_DIRECTIONAL
@@ -67,7 +70,7 @@ def _set_light(spec: Any, cfg: LightConfig) -> None:
 
 
 def _floor() -> Any:
-    """Return an MjSpec with a floor, and with physics options that suit stiff drives."""
+    """Return an MjSpec that contains a floor and has physics options for stiff drives."""
     spec, plane = mujoco().MjSpec(), mujoco().mjtGeom.mjGEOM_PLANE
     spec.option.timestep, spec.option.iterations = 0.01, 20
     spec.option.integrator = mujoco().mjtIntegrator.mjINT_IMPLICITFAST
@@ -79,16 +82,17 @@ def _set_options(spec: Any, cfg: SceneConfig) -> None:
     option, reset = spec.option, mujoco().mjtDisableBit.mjDSBL_AUTORESET
     option.timestep = cfg.physics.dt or option.timestep
     option.iterations = cfg.physics.iterations or option.iterations
-    # MuJoCo must not reset a diverged simulation, so that its divergence stays visible
+    # disable MuJoCo's automatic reset, so that callers can detect from the state that a simulation diverged
     option.disableflags = int(option.disableflags) | int(reset)
 
 
 def _add_robot(spec: Any, cfg: SceneConfig, drives: Mapping[str, Drive]) -> tuple[Robot, tuple[float, ...]]:
-    """Add the robot of the config.
+    """Add the robot that the config describes to an MjSpec.
 
-    If the config has no robot, the joints that the scene file's actuators drive form the robot.
+    If the config has no robot, the robot consists of the joints that the actuators of the MJCF file drive.
 
-    Returns: the robot, and the robot's joint positions at the start. The positions are empty if the file defines them.
+    Returns: the robot, and a tuple of the robot's joint positions at the start. The tuple is empty if an MJCF file
+        defines the positions.
     """
     if cfg.robot is None:
         on_joint = mujoco().mjtTrn.mjTRN_JOINT
@@ -105,14 +109,15 @@ def _add_robot(spec: Any, cfg: SceneConfig, drives: Mapping[str, Drive]) -> tupl
 
 
 def build(cfg: SceneConfig, drives: Mapping[str, Drive] | None = None) -> Scene:
-    """Build the model of a scene.
+    """Build the MuJoCo model of a scene.
 
     Args:
-        cfg: the scene.
-        drives: the kind of drive by joint name. A joint that is not in `drives` has a position drive.
+        cfg: config of the scene.
+        drives: a dictionary that maps joint names to kinds of drive. A joint that is not in the dictionary has a
+            position drive.
 
-    Raises: ConfigError that names the config key. Possible causes are a missing or invalid file, a list of the wrong
-    length, a duplicate name, or an unknown robot, joint, part or keyframe.
+    Raises: ConfigError that names the invalid config key. Possible causes are a missing or invalid file, a list of the
+    wrong length, a duplicate name, or an unknown robot, joint, part or keyframe.
     """
     spec = spec_of(cfg.mjcf, "mjcf") if cfg.mjcf is not None else _floor()
     _set_options(spec, cfg)
@@ -135,7 +140,7 @@ def build(cfg: SceneConfig, drives: Mapping[str, Drive] | None = None) -> Scene:
 
 
 def _start(model: Any, cfg: SceneConfig, robot: Robot, home: tuple[float, ...]) -> Any:
-    """Return MuJoCo's data at the start of an episode, with the robot at its home position and held by its drives."""
+    """Return the `MjData` at the start of an episode. The drives hold the robot at its home position."""
     data = mujoco().MjData(model)
     if cfg.keyframe is not None:
         names = [model.key(i).name for i in range(model.nkey)]
@@ -149,7 +154,7 @@ def _start(model: Any, cfg: SceneConfig, robot: Robot, home: tuple[float, ...]) 
             raise ConfigError(f"robot.init_qpos: {fault}; start within the limits")
         data.joint(name).qpos[0] = position
     has_robot = cfg.robot is not None
-    # a keyframe sets the controls of the actuators that do not drive the robot
+    # the keyframe sets the controls of actuators that do not drive the robot
     actuators = [i for i in range(model.nu) if cfg.keyframe is None or (has_robot and _drives_robot(model, i, robot))]
     _hold_positions(model, data, actuators)
     return data
@@ -162,11 +167,11 @@ def _drives_robot(model: Any, i: int, robot: Robot) -> bool:
 
 
 def _hold_positions(model: Any, data: Any, actuators: list[int]) -> None:
-    """Set the target of each position drive to the position of its joint."""
+    """Set the target of each position drive to the current position of the joint that it drives."""
     for i in actuators:
         on_joint = model.actuator_trntype[i] == int(mujoco().mjtTrn.mjTRN_JOINT)
         if on_joint and model.actuator_biasprm[i, 1] < 0.0 and is_linear_in_control(model, i):
             joint = int(model.actuator_trnid[i, 0])
             data.ctrl[i] = control_per_target(model, i) * data.qpos[model.jnt_qposadr[joint]]
-            if model.actuator_actadr[i] >= 0:  # the filter starts at the control, so its state does not change
+            if model.actuator_actadr[i] >= 0:  # start the actuator's filter in its steady state
                 data.act[model.actuator_actadr[i]] = data.ctrl[i]

@@ -1,4 +1,4 @@
-"""EmbodiChain's task CartPoleRL: hold a pole upright on a cart. The cart and the pole each have a drive."""
+"""The task CartPoleRL of EmbodiChain: hold a pole upright on a cart. The cart and the pole each have a drive."""
 
 from dataclasses import replace
 from functools import partial
@@ -27,7 +27,7 @@ _REWARDS: Any = {
 
 
 class CartRobotConfig(RobotConfig):
-    """Config of the robot, by default the built-in cart-pole."""
+    """Config of the robot, which is the built-in cart-pole by default."""
 
     uid: str = Field("Cart", min_length=1, description="name of the robot")
     robot_type: str = Field("CartPole", description="name of a built-in robot; not used if mjcf is set")
@@ -36,7 +36,7 @@ class CartRobotConfig(RobotConfig):
 
 
 class CartPoleExtensions(ConfigModel):
-    """Thresholds for success."""
+    """Settings of the success condition: the largest angle and velocity of the pole."""
 
     angle_threshold: Positive = Field(0.02, description="at the time limit, a success needs a smaller pole angle, rad")
     velocity_threshold: Positive = Field(
@@ -45,7 +45,7 @@ class CartPoleExtensions(ConfigModel):
 
 
 class CartPoleRLConfig(TaskConfig):
-    """Settings of CartPoleRL. The defaults are the scene and the terms of EmbodiChain's config."""
+    """Config of CartPoleRL. The default scene and the default terms are the same as in EmbodiChain's config."""
 
     robot: CartRobotConfig | None = Field(CartRobotConfig.model_construct(), description="the cart-pole")
     max_episode_steps: int = Field(500, ge=1, lt=2**31, description="time limit, steps")
@@ -66,14 +66,14 @@ class CartPoleRLConfig(TaskConfig):
 
 @register_env("CartPoleRL")
 def cart_pole(cfg: CartPoleRLConfig) -> Env:
-    """Hold a pole upright on a cart. The joint of the pole has a weak drive.
+    """Hold a pole upright on a cart. The joint between the cart and the pole has a weak drive.
 
         reward = 1 - |angle| / pi + the reward terms;    failure: |angle| > pi / 2
         success: at the time limit, |angle| < angle_threshold and |angular velocity| < velocity_threshold
 
-    The metric `pole_angle` is |angle| in rad. All episodes have the same start, unless events change the start. Success
-    does not terminate the episode. The time limit truncates the episode, so the value of the last state is
-    bootstrapped.
+    The metric `pole_angle` is |angle| in rad. All episodes start in the same state, unless events change the initial
+    state. Success does not terminate the episode. The time limit truncates the episode, so the return is bootstrapped
+    from the value of the last state.
     """
 
     def pole(sim: Simulation, state: TensorDict) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""PushCubeRL: an arm pushes a cube to a goal on the floor. The constants are the same as in EmbodiChain."""
+"""The task PushCubeRL: an arm pushes a cube to a goal on the floor. The constants are the same as in EmbodiChain."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -66,7 +66,7 @@ _OBJECT: Any = {
 
 
 class PushCubeExtensions(ConfigModel):
-    """Settings of the object, the goal and the success condition."""
+    """Settings of PushCubeRL: the object, the goal and the success condition."""
 
     success_threshold: Positive = Field(
         0.1, description="horizontal distance to the goal, m, below which the episode is a success"
@@ -82,7 +82,7 @@ class PushCubeExtensions(ConfigModel):
 
 
 class PushCubeConfig(TaskConfig):
-    """Settings of PushCubeRL. The defaults are the scene and the terms of EmbodiChain's config."""
+    """Config of PushCubeRL. The default scene and the default terms are the same as in EmbodiChain's config."""
 
     robot: RobotConfig | None = Field(
         RobotConfig.model_construct(uid="Manipulator"), description="the arm, with its base at the origin"
@@ -115,13 +115,13 @@ class PushCubeConfig(TaskConfig):
 
 
 Distance = Callable[[Simulation, TensorDict], Tensor]
-"""Map (sim, state) to the distance from the cube to the goal, `[*B]` (m)."""
+"""Function that maps (sim, state) to the distance in m from the cube to the goal, `[*B]`."""
 
 
 def _inside_later(sim: Simulation, state: TensorDict, distance: Distance, ext: PushCubeExtensions) -> Tensor:
-    """Return True if the cube is at the goal after the arm is held still for `hold_time`, bool `[*B]`.
+    """Hold the arm still for `hold_time` seconds, and return True if the cube is at the goal afterwards, bool `[*B]`.
 
-    The result is False if the simulation fails.
+    The result is False for an environment whose simulation fails.
     """
     steps = max(1, round(ext.hold_time / sim.model.opt.timestep))
     later, failed = advance(replace(sim, substeps=steps), state["world"], world.hold_controls(sim, state["world"]))
@@ -129,7 +129,10 @@ def _inside_later(sim: Simulation, state: TensorDict, distance: Distance, ext: P
 
 
 def _with_hold_check(env: Env, distance: Distance, ext: PushCubeExtensions) -> Env:
-    """Add the metric `still_inside`. `reset` does not compute this metric, because a start is not a success."""
+    """Add the metric `still_inside` to the environment.
+
+    `reset` sets this metric to NaN, because the start of an episode is not a success.
+    """
 
     def add_metric(state: TensorDict, inside: Tensor) -> TensorDict:
         info = cast(TensorDict, state["info"]).copy()
@@ -150,16 +153,17 @@ def _with_hold_check(env: Env, distance: Distance, ext: PushCubeExtensions) -> E
 
 @register_env("PushCubeRL")
 def push_cube(cfg: PushCubeConfig) -> Env:
-    """Push a cube to a goal.
+    """Push a cube to a goal with a robot arm.
 
         d = |cube_xy - goal_xy|, m;    success: d < success_threshold;    failure: cube_z < -0.1 m
 
-    Success and failure end the episode. An episode starts with d >= start_distance. Up to 12 random states are drawn,
-    and the episode starts in the first state that meets this condition. If all 12 states violate the condition, the
-    episode starts in a state that was found when the task was created.
+    Success or failure ends the episode. A state is an acceptable start if d >= start_distance. Up to 12 random states
+    are drawn, and the episode starts in the first acceptable state. If none of the 12 states is acceptable, the episode
+    starts in an acceptable state that was found when the task was created.
 
-    The metric `distance_to_goal` is d. With `hold_time`, the metric `still_inside` is 1 if the cube is still at the
-    goal `hold_time` seconds after a success, else 0. Without a success, `still_inside` is NaN.
+    The metric `distance_to_goal` is d. If `hold_time` is set, the task has the metric `still_inside`. The metric is 1
+    if the cube is still at the goal `hold_time` seconds after a success, and 0 otherwise. In a step without a success,
+    `still_inside` is NaN.
     """
     ext, uid, key = cfg.extensions, cfg.extensions.object_uid, cfg.extensions.target_pose_key
 

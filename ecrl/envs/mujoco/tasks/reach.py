@@ -1,4 +1,4 @@
-"""ReachRL: an arm brings its tool to a point in space."""
+"""The task ReachRL: an arm moves its tool to a point in space."""
 
 from functools import partial
 from typing import Any
@@ -46,7 +46,7 @@ _EVENTS: Any = {
 
 
 class ReachExtensions(ConfigModel):
-    """Settings of the target and the success condition."""
+    """Settings of ReachRL: the target and the success condition."""
 
     success_threshold: Positive = Field(
         0.05, description="distance to the target, m, below which the episode is a success"
@@ -56,7 +56,7 @@ class ReachExtensions(ConfigModel):
 
 
 class ReachConfig(TaskConfig):
-    """Settings of ReachRL. By default, the built-in arm reaches for a target in front of the arm."""
+    """Config of ReachRL. By default, the robot is the built-in arm, and the target is in front of the arm."""
 
     robot: RobotConfig | None = Field(RobotConfig.model_construct(), description="the arm")
     max_episode_steps: int = Field(50, ge=1, lt=2**31, description="time limit, steps")
@@ -83,7 +83,7 @@ class ReachConfig(TaskConfig):
 
 @register_env("ReachRL")
 def reach(cfg: ReachConfig) -> Env:
-    """Bring the end effector to a target.
+    """Move the end effector of an arm to a target.
 
         d = |end effector - target|, m;    reward = -d + the reward terms;    success: d < success_threshold
 

@@ -1,4 +1,4 @@
-"""Action terms for joint positions, changes of joint positions, end effector poses, joint velocities and forces.
+"""Action terms that set joint positions, changes of joint positions, end effector poses, joint velocities or forces.
 
 Each term defines the bounds of its action. The task clamps target positions to the joint limits.
 """
@@ -22,11 +22,11 @@ from ecrl.envs.mujoco.terms.term import ActionTerm, JointsConfig, joints_of, ran
 from ecrl.registry import register_action
 
 Scale = Annotated[float, Field(ge=1e-6, le=1e6)]
-_MIN_LENGTH = 1e-6  # a shorter quaternion has no direction
+_MIN_LENGTH = 1e-6  # a shorter quaternion does not define a rotation
 
 
 class ScaledConfig(JointsConfig):
-    """Settings of a term with scaled actions: the joints and the scale."""
+    """Settings of a term that scales its actions: the joints, and the scale."""
 
     scale: Scale = Field(1.0, description="factor from action to control, in rad or m, rad/s or m/s, N m or N")
 
@@ -54,7 +54,7 @@ class NormalizedConfig(DenormalizedConfig):
 
 
 class EefPoseConfig(ConfigModel):
-    """Settings of `EefPoseTerm`: the robot's part, the pose format, and the search for joint positions."""
+    """Settings of `EefPoseTerm`: a part of the robot, the pose format, and the search for joint positions."""
 
     robot_uid: str | None = Field(None, description="name of the robot")
     part_name: str = Field("arm", description="part of the robot that has the end effector")
@@ -79,7 +79,7 @@ def _joints(cfg: JointsConfig, sim: Simulation) -> tuple[str, ...]:
 
 @register_action("DeltaQposTerm")
 def delta_qpos(cfg: ScaledConfig, sim: Simulation) -> ActionTerm:
-    """Set target positions (rad or m) relative to the current positions: `qpos + scale * a` with a in [-1, 1]."""
+    """Set the target positions of joints (rad or m) to `qpos + scale * a`, where the action a is in [-1, 1]."""
     joints = _joints(cfg, sim)
 
     def control(state: TensorDict, action: Tensor) -> Tensor:
@@ -90,7 +90,10 @@ def delta_qpos(cfg: ScaledConfig, sim: Simulation) -> ActionTerm:
 
 @register_action("QposTerm")
 def qpos(cfg: ScaledConfig, sim: Simulation) -> ActionTerm:
-    """Set target positions (rad or m) to `scale * a` with a in [lowest / scale, highest / scale]."""
+    """Set the target positions of joints (rad or m) to `scale * a`.
+
+    The action a is in [lowest / scale, highest / scale], where lowest and highest are the joint limits.
+    """
     joints = _joints(cfg, sim)
     low, high = (tuple(x / cfg.scale for x in limits) for limits in ranges_of(sim, joints))
     return ActionTerm(joints, "position", low, high, lambda state, action: cfg.scale * action)
@@ -98,11 +101,12 @@ def qpos(cfg: ScaledConfig, sim: Simulation) -> ActionTerm:
 
 @register_action("QposDenormalizedTerm")
 def qpos_denormalized(cfg: DenormalizedConfig, sim: Simulation) -> ActionTerm:
-    """Set target positions (rad or m) relative to the limits of the joints.
+    """Set the target positions of joints (rad or m) by mapping actions from `range` to the joint limits.
 
         target = lowest + (scale * a - range[0]) / (range[1] - range[0]) * (highest - lowest)
 
-    The action a is in [range[0] / scale, range[1] / scale]. For a hinge without limits, -pi and pi are used.
+    The action a is in [range[0] / scale, range[1] / scale]. A hinge without limits is treated as if its limits were -pi
+    and pi.
     """
     joints, (first, last) = _joints(cfg, sim), cfg.range
     limits = ranges_of(sim, joints)
@@ -117,16 +121,16 @@ def qpos_denormalized(cfg: DenormalizedConfig, sim: Simulation) -> ActionTerm:
 
 @register_action("QposNormalizedTerm")
 def qpos_normalized(cfg: NormalizedConfig, sim: Simulation) -> ActionTerm:
-    """Set target positions by normalised actions, 0 for the lowest and 1 for the highest position of a joint.
+    """Set the target positions of joints by normalised actions: 0 is a joint's lowest position and 1 the highest.
 
-    This term is `QposDenormalizedTerm` with a range of [0, 1]. EmbodiChain's term of the same name is the inverse map,
-    from positions to the range, which a drive cannot use.
+    This term is `QposDenormalizedTerm` with a default `range` of [0, 1]. EmbodiChain's term of the same name computes
+    the inverse map, from positions to `range`. A drive cannot use the result of this inverse map.
     """
     return qpos_denormalized(cfg, sim)
 
 
 def _quaternion(angles: Tensor) -> Tensor:
-    """Convert rotations `[*B, 3]` (rad) about x, then the rotated y and z, to quaternions `[*B, 4]`, w x y z."""
+    """Convert angles `[*B, 3]` (rad) about x, the rotated y and the rotated z to quaternions `[*B, 4]` (w, x, y, z)."""
     (cx, cy, cz), (sx, sy, sz) = torch.cos(0.5 * angles).unbind(-1), torch.sin(0.5 * angles).unbind(-1)
     real, x = cx * cy * cz - sx * sy * sz, sx * cy * cz + cx * sy * sz
     return torch.stack((real, x, cx * sy * cz - sx * cy * sz, cx * cy * sz + sx * sy * cz), -1)
@@ -134,15 +138,15 @@ def _quaternion(angles: Tensor) -> Tensor:
 
 @register_action("EefPoseTerm")
 def eef_pose(cfg: EefPoseConfig, sim: Simulation) -> ActionTerm:
-    """Set target positions that bring a part's end effector to a pose in the world frame, by inverse kinematics.
+    """Set target positions of joints that move an end effector to a pose in the world frame, by inverse kinematics.
 
         x y z = scale * a[0:3], m                                          a in [-reach / scale, reach / scale]
         pose_dim 6: rotation by scale * a[3:6], rad, about x, rotated y, rotated z    [-pi / scale, pi / scale]
         pose_dim 7: rotation by the quaternion a[3:7], w x y z, normalised      [-1, 1]
 
-    The search by `inverse_kinematics` starts from the current joint positions. The search fails if the remaining error
-    is larger than `position_tolerance` or `rotation_tolerance`, or if the quaternion is shorter than 1e-6. After a
-    failed search, the targets are the current positions.
+    `inverse_kinematics` searches for the joint positions, starting from the current positions. The search fails if the
+    remaining error is larger than `position_tolerance` or `rotation_tolerance`, or if the length of the quaternion is
+    below 1e-6. If the search fails, the target positions are the current positions.
     """
     joints = _joints(JointsConfig(robot_uid=cfg.robot_uid, part_name=cfg.part_name, joint_ids=None), sim)
     site = tcp_of(sim, cfg.part_name)
@@ -171,17 +175,20 @@ def _proportional(cfg: ScaledConfig, sim: Simulation, drive: Drive) -> ActionTer
 
 @register_action("QvelTerm")
 def qvel(cfg: ScaledConfig, sim: Simulation) -> ActionTerm:
-    """Set target velocities (rad/s or m/s) to `scale * a` with a in [-1, 1].
+    """Set the target velocities of joints (rad/s or m/s) to `scale * a`, where the action a is in [-1, 1].
 
-    The force of the drive is damping * (target - qvel), limited to max_effort. The drive does not hold a position.
+    The drive applies the force damping * (target - qvel), limited to max_effort. The drive does not hold a position.
     While max_effort limits the force, MuJoCo integrates the force explicitly. If damping * time step also exceeds the
     inertia at the joint, the velocity oscillates around targets that are more than max_effort / damping away. Reduce
-    the damping if this happens.
+    the damping if the velocity oscillates.
     """
     return _proportional(cfg, sim, "velocity")
 
 
 @register_action("QfTerm")
 def qf(cfg: ScaledConfig, sim: Simulation) -> ActionTerm:
-    """Set forces (N m or N) to `scale * a` with a in [-1, 1]. `max_effort` limits the forces."""
+    """Set the forces on joints (N m or N) to `scale * a`, where the action a is in [-1, 1].
+
+    The drive setting `max_effort` limits the forces.
+    """
     return _proportional(cfg, sim, "force")

@@ -1,4 +1,4 @@
-"""Camera terms: events that record videos or vary the camera and the light, and image observations."""
+"""Camera terms: events that record videos, events that vary the camera or the light, and an image observation."""
 
 from pathlib import Path, PurePosixPath
 from typing import Annotated, cast
@@ -32,7 +32,7 @@ _Colors = Annotated[tuple[_Shade, _Shade], Field(strict=False), AfterValidator(_
 
 
 class RecordCameraConfig(CameraConfig):
-    """Settings of `record_camera_data`: a camera that records videos."""
+    """Settings of `record_camera_data`: a camera, and the videos that the camera records."""
 
     name: str = Field("camera", pattern=r"^[\w-]+$", description="name of the videos")
     max_env_num: Count = Field(16, description="most environments in a video, which shows them in a grid")
@@ -61,17 +61,18 @@ def _refuse_in_task(cfg: RecordCameraConfig, sim: Simulation) -> Apply:
 
 @register_event("record_camera_data")
 def record_camera_data(cfg: RecordCameraConfig, sim: Simulation) -> Apply:
-    """Record an mp4 of every evaluation, or of every iteration's rollout, with 20 frames per second.
+    """Record an mp4 video of every evaluation, or of the rollout of every iteration, at 20 frames per second.
 
     The video is written in the background. If writing is slower than training, training waits for the video. Recording
-    does not change the environments. The event's `interval_step` is the number of steps from one frame to the next.
+    does not change the environments. The event's `interval_step` is the number of environment steps from one frame to
+    the next.
     """
     return _refuse_in_task(cfg, sim)
 
 
 @register_event("record_camera_data_async")
 def record_camera_data_async(cfg: RecordCameraAsyncConfig, sim: Simulation) -> Apply:
-    """Record an mp4 like `record_camera_data`, but without making training wait.
+    """Record an mp4 video like `record_camera_data`, but never make training wait for the video.
 
     By default, a video shows at most 4 environments. An iteration gets no video if its rollout ends while an earlier
     video is still being drawn.
@@ -81,12 +82,12 @@ def record_camera_data_async(cfg: RecordCameraAsyncConfig, sim: Simulation) -> A
 
 @register_observation("camera_image")
 def camera_image(cfg: CameraConfig, sim: Simulation) -> Observe:
-    """Observe the image of a camera, with marked targets. Use this term in mode add.
+    """Observe the image of a camera. Discs in the image mark the target positions. Use this term in mode add.
 
         pixel = red, green, blue / 255
 
-    The image is `[*B, h, w, 3]`, float32 from 0 to 1, with the top row first. The observation contains the flattened
-    image. The host draws one environment after the other, so use a small resolution.
+    The image is `[*B, h, w, 3]`, float32 from 0 to 1, with the top row of pixels first. The observation contains the
+    flattened image. The CPU draws the images of the environments one after the other, so use a small resolution.
     """
     backend()
     handle = camera_handle(sim, cfg)
@@ -107,13 +108,13 @@ class RandomizeCameraConfig(ConfigModel):
 
     @property
     def ranges(self) -> dict[str, tuple[Triple, Triple]]:
-        """Range of each random offset, by the name of the target that stores the offset."""
+        """Dictionary that maps the name of each target to the range of the target's random offset."""
         ranges = {EYE: self.eye_range, TARGET: self.target_range}
         return {name: box for name, box in ranges.items() if box is not None}
 
     @property
     def stores(self) -> dict[str, tuple[float, ...]]:
-        """Targets that the event sets. Their initial value 0 does not move the cameras."""
+        """Dictionary that maps the name of each target to its initial value 0, which does not move the cameras."""
         return dict.fromkeys(self.ranges, (0.0, 0.0, 0.0))
 
 
@@ -133,13 +134,13 @@ class RandomizeLightConfig(ConfigModel):
 
     @property
     def ranges(self) -> dict[str, tuple[Triple, Triple]]:
-        """Range of each random vector, by the name of the target that stores the vector."""
+        """Dictionary that maps the name of each target to the range of the target's random values."""
         ranges = {DIRECTION: self.direction_range, COLOR: self.color_range}
         return {name: box for name, box in ranges.items() if box is not None}
 
     @property
     def stores(self) -> dict[str, tuple[float, ...]]:
-        """Targets that the event sets, with their initial values in a scene without a light."""
+        """Dictionary that maps the name of each target to its initial value in a scene without a light."""
         default = LightConfig.model_construct()
         return {name: {DIRECTION: default.direction, COLOR: default.color}[name] for name in self.ranges}
 
@@ -159,7 +160,7 @@ def _draw_targets(cfg: RandomizeCameraConfig | RandomizeLightConfig) -> Apply:
 
 @register_event("randomize_camera")
 def randomize_camera(cfg: RandomizeCameraConfig, sim: Simulation) -> Apply:
-    """Move all cameras, including the cameras of videos, by random offsets.
+    """Move all cameras by random offsets. The event also moves the cameras that record videos.
 
     eye' = eye + draw,  target' = target + draw;    draw uniform between lowest and highest, m
     """
@@ -168,7 +169,7 @@ def randomize_camera(cfg: RandomizeCameraConfig, sim: Simulation) -> Apply:
 
 @register_event("randomize_light")
 def randomize_light(cfg: RandomizeLightConfig, sim: Simulation) -> Apply:
-    """Draw a random direction and color of the light in images. The physics does not change.
+    """Set the direction and the color of the light in images to random values. The physics does not change.
 
     direction = draw, of any length;  color = draw;    draw uniform between lowest and highest
     """

@@ -1,6 +1,6 @@
-"""Scene events that move, push or change objects at random, move the robot, or draw targets.
+"""Random events of a scene, which move, push or change objects, move the robot or draw targets.
 
-Events draw new values whenever they happen, uniformly between two bounds:
+Each time an event happens, the event draws new values uniformly between two bounds:
 
     draw = low + (high - low) u,    u uniform over the multiples of 2**-24 in [0, 1)
 """
@@ -49,14 +49,14 @@ _Frictions = Annotated[tuple[NonNegative, NonNegative], Field(strict=False), Aft
 
 
 def _draw(keys: Tensor, bounds: tuple[Any, Any], count: int) -> Tensor:
-    """Draw uniform values between two bounds, float32 `[*B, count]`. A bound is one value or `count` values."""
+    """Draw values uniformly between two bounds, float32 `[*B, count]`. Each bound has one value or `count` values."""
     u = rng.uniform(keys, (count,))
     low, high = (u.new_tensor(_numbers(bound)) for bound in bounds)
     return low + (high - low) * u
 
 
 def _look_up(parameter: str, find: Callable[[], Any]) -> Any:
-    """Return `find()`. If `find` raises a ConfigError, prefix the message with the name of the parameter."""
+    """Call `find` and return its result. Prefix the message of a ConfigError with the name of the parameter."""
     try:
         return find()
     except ConfigError as error:
@@ -64,7 +64,7 @@ def _look_up(parameter: str, find: Callable[[], Any]) -> Any:
 
 
 def _multiply(a: Tensor, b: Tensor) -> Tensor:
-    """Return the product `a b` of quaternions w x y z, `[*B, 4]`: the rotation `b` followed by the rotation `a`."""
+    """Multiply quaternions (w, x, y, z), `[*B, 4]`. The product rotates by `b` first and then by `a`."""
     (aw, av), (bw, bv) = (q.split((1, 3), -1) for q in (a, b))
     real = aw * bw - (av * bv).sum(-1, keepdim=True)
     return torch.cat((real, aw * bv + bw * av + torch.linalg.cross(av, bv)), -1)
@@ -99,12 +99,12 @@ class RandomizeRigidObjectPoseConfig(ConfigModel):
 
 @register_event("randomize_rigid_object_pose")
 def randomize_rigid_object_pose(cfg: RandomizeRigidObjectPoseConfig, sim: Simulation) -> Apply:
-    """Move an object to a random pose, at rest.
+    """Move an object to a random pose, and set the velocities of the object to 0.
 
         position' = draw, or home + draw        rotation' = R(draw), or home R(draw)
 
-    `home` is the object's pose in the scene config, with the position in m. `R(a) = Rx Ry Rz` is the rotation by three
-    angles in degrees. The object's velocities become 0.
+    `home` is the object's pose in the scene config, with the position in m. `R(a) = Rx Ry Rz` is the rotation by the
+    three angles a in degrees.
     """
     uid, initial = cfg.entity_cfg.uid, start(sim, ())
     _look_up("entity_cfg.uid", lambda: world.with_body_pose(sim, initial, uid))
@@ -146,13 +146,13 @@ class RandomizeTargetPoseConfig(ConfigModel):
 
     @property
     def stores(self) -> dict[str, tuple[float, ...]]:
-        """Target that the event sets, with its initial value."""
+        """Dictionary that maps the name of the target to the target's initial value."""
         return {self.store_key: (0.0, 0.0, 0.0)}
 
 
 @register_event("randomize_target_pose")
 def randomize_target_pose(cfg: RandomizeTargetPoseConfig, sim: Simulation) -> Apply:
-    """Draw a target position, `[*B, 3]` (m).
+    """Draw a random target position and store it in the state, `[*B, 3]` (m).
 
     target' = draw, or draw + the current position of the reference object
     """
@@ -183,12 +183,12 @@ class RandomizeRobotQposConfig(JointsConfig):
 
 @register_event("randomize_robot_qpos")
 def randomize_robot_qpos(cfg: RandomizeRobotQposConfig, sim: Simulation) -> Apply:
-    """Move joints of the robot to random positions, at rest.
+    """Move joints of the robot to random positions, and set the velocities of the joints to 0.
 
         q' = clamp(q + draw, or draw, limits),  rad or m;  velocities become 0
 
-    The event does not change the targets of the drives. The next action sets the targets of the joints that it drives.
-    All other joints return to their home positions.
+    The event does not change the targets of the drives. The next action sets new targets for all joints that the action
+    drives. All other joints return to their home positions.
     """
     joints = joints_of(cfg, sim)
     if not joints:
@@ -212,7 +212,10 @@ def randomize_robot_qpos(cfg: RandomizeRobotQposConfig, sim: Simulation) -> Appl
 
 
 def _scene_values(sim: Simulation, field: str, uid: str) -> list[float]:
-    """Return an object's values of a model field. Raise ConfigError if the field cannot differ between environments."""
+    """Return the values of a model field for one object, as in the scene config.
+
+    Raises: ConfigError if the field cannot differ between environments.
+    """
     rows = _look_up("entity_cfg.uid", lambda: rows_of(sim.model, field, uid))
     if (field, uid) not in sim.varied:
         raise ConfigError(
@@ -231,18 +234,18 @@ class RandomizeRigidObjectMassConfig(ConfigModel):
 
     @property
     def varied(self) -> tuple[tuple[str, str], ...]:
-        """Model fields that differ between environments."""
+        """Pairs of the name of a model field and the name of the object, for all fields that the event changes."""
         return tuple((field, self.entity_cfg.uid) for field in ("body_mass", "body_inertia", "dof_damping"))
 
 
 @register_event("randomize_rigid_object_mass")
 def randomize_rigid_object_mass(cfg: RandomizeRigidObjectMassConfig, sim: Simulation) -> Apply:
-    """Draw the mass of an object. The object keeps its shape and a uniform density.
+    """Set the mass of an object to a random value. The object keeps its shape and a uniform density.
 
         m' = draw, or m + draw, kg;  inertia' = inertia m' / m;  damping' = damping m' / m
 
-    `m` is the object's mass in the scene config. The damping changes with the mass, so that velocities decay at the
-    same rate.
+    `m` is the object's mass in the scene config. The damping changes with the mass, so that velocities still decay at
+    the same rate.
     """
     uid = cfg.entity_cfg.uid
     _look_up("entity_cfg.uid", lambda: world.push(sim, uid, torch.zeros(3)))
@@ -272,18 +275,18 @@ class RandomizeRigidObjectFrictionConfig(ConfigModel):
 
     @property
     def varied(self) -> tuple[tuple[str, str], ...]:
-        """Model fields that differ between environments."""
+        """Pairs of the name of a model field and the name of the object, for all fields that the event changes."""
         return (("geom_friction", self.entity_cfg.uid),)
 
 
 @register_event("randomize_rigid_object_friction")
 def randomize_rigid_object_friction(cfg: RandomizeRigidObjectFrictionConfig, sim: Simulation) -> Apply:
-    """Draw the coefficient of sliding friction of an object, at rest and in motion.
+    """Set an object's coefficient of sliding friction, at rest and in motion, to a random value.
 
         friction' = draw, tangential force per normal force
 
-    The coefficient applies to contacts with the floor, the robot and fixed geoms of a file. If two objects touch, the
-    larger of their coefficients applies.
+    The coefficient applies to contacts with the floor, with the robot, and with fixed geoms of an MJCF file. If two
+    objects touch, the larger coefficient of the two objects applies.
     """
     uid = cfg.entity_cfg.uid
     _scene_values(sim, "geom_friction", uid)
@@ -297,7 +300,7 @@ def randomize_rigid_object_friction(cfg: RandomizeRigidObjectFrictionConfig, sim
 
 
 class PushRigidObjectConfig(ConfigModel):
-    """Settings of `push_rigid_object`: an object, and the range of the random force on the object."""
+    """Settings of `push_rigid_object`: an object, and the range of the random force."""
 
     entity_cfg: EntityConfig = Field(description="the object, dynamic")
     force_range: _Box = Field(description="[lowest, highest] force along x y z of the world, N")

@@ -1,7 +1,7 @@
 """Observation terms: poses and velocities of the robot and of objects, targets, and normalised joint positions.
 
-Observations are float32. Poses, positions and velocities are in the world frame. A pose is a homogeneous 4x4 matrix,
-with the position in m.
+Observations are float32. Poses, positions and velocities are in the world frame. A pose is a homogeneous 4x4 matrix
+whose position is in m.
 """
 
 from typing import Annotated
@@ -44,7 +44,7 @@ class NormalizeJointsConfig(JointsConfig):
 
 
 class EefConfig(ConfigModel):
-    """Settings of a term for an end effector."""
+    """Settings of a term that observes an end effector."""
 
     part_name: str = Field("arm", description="part of the robot that has the end effector")
 
@@ -56,7 +56,7 @@ class RobotEefPoseConfig(EefConfig):
 
 
 class ObjectConfig(ConfigModel):
-    """Settings of a term for an object."""
+    """Settings of a term that observes an object."""
 
     entity_cfg: EntityConfig = Field(description="the object")
 
@@ -74,14 +74,20 @@ class TargetPositionConfig(ConfigModel):
 
 
 def _new_entry(value: Tensor | None, entry: Tensor) -> Tensor:
-    """Return `entry`. Raise ConfigError in mode modify, which passes the `value` of an existing entry."""
+    """Return `entry`, the new entry of a term.
+
+    Raises: ConfigError if the mode is modify. In this mode, `value` is the existing entry.
+    """
     if value is not None:
         raise ConfigError("mode: this term makes a new entry; use mode add")
     return entry
 
 
 def _joint_entry(state: TensorDict, value: Tensor | None, joints: tuple[str, ...]) -> Tensor:
-    """Return the entry to modify. Raise ConfigError if the entry does not have one value per joint."""
+    """Return `value`, the existing entry that a term modifies.
+
+    Raises: ConfigError if the mode is add, or if the entry does not have one value per joint.
+    """
     if value is None:
         raise ConfigError("mode: this term changes an existing entry; use mode modify")
     if value.shape[state.batch_dims :] != (len(joints),):
@@ -92,12 +98,12 @@ def _joint_entry(state: TensorDict, value: Tensor | None, joints: tuple[str, ...
 
 @register_observation("normalize_robot_joint_data")
 def normalize_robot_joint_data(cfg: NormalizeJointsConfig, sim: Simulation) -> Observe:
-    """Scale an entry with one value per joint, such as robot/qpos, by the joint limits. Use this term in mode modify.
+    """Scale an entry such as robot/qpos from the joint limits to `range`. Use this term in mode modify.
 
         value'[j] = a + (b - a) (value[j] - low[j]) / (high[j] - low[j]),  (a, b) = range
 
-    The result is `[*B, J]` and has no unit. For a hinge without limits, -pi and pi are used. Values of other joints are
-    unchanged.
+    The entry has one value per joint and no unit, `[*B, J]`. A hinge without limits is scaled as if its limits were -pi
+    and pi. The values of joints that are not selected are unchanged.
     """
     known, chosen = sim.robot.joints, joints_of(cfg, sim)
     if others := [name for name in chosen if name not in known]:
@@ -167,7 +173,7 @@ def get_rigid_object_velocity(cfg: ObjectConfig, sim: Simulation) -> Observe:
 
 
 def _joints_to(sim: Simulation, site: str) -> tuple[str, ...]:
-    """Return all joints between the world and a site, including joints that no action drives."""
+    """Return the names of all joints between the world and a site, including joints that no action drives."""
     model, names = sim.model, []
     body = int(model.site(site).bodyid[0])
     while body:
@@ -185,7 +191,7 @@ def get_robot_eef_velocity(cfg: EefConfig, sim: Simulation) -> Observe:
     """
     site = tcp_of(sim, cfg.part_name)
     joints = _joints_to(sim, site)
-    world.joint_velocities(sim, start(sim, ()), joints)  # raises for other kinds of joints, such as a free base
+    world.joint_velocities(sim, start(sim, ()), joints)  # raises ConfigError if a joint is not a hinge or slide
 
     def observe(state: TensorDict, value: Tensor | None) -> Tensor:
         jacobian = world.site_jacobian(sim, state["world"], site, joints)

@@ -1,7 +1,7 @@
 """Reward terms, which are functions of the states before and after a step.
 
-A reward term has no memory of earlier steps. Distances are Euclidean and in m. The gradient of a distance of 0 is 0.
-The task applies the weights.
+A reward term has no memory of earlier steps. Distances are Euclidean and in m. The gradient of a distance is 0 where
+the distance is 0. The task multiplies the value of each reward term by the term's weight.
 """
 
 from math import isinf
@@ -21,7 +21,7 @@ from ecrl.registry import register_reward
 
 
 class NothingConfig(ConfigModel):
-    """The config of a term that has no settings."""
+    """Config of a term that has no settings."""
 
 
 class ObjectsConfig(ConfigModel):
@@ -39,7 +39,7 @@ class DistanceBetweenObjectsConfig(ObjectsConfig):
 
 
 class TargetConfig(ConfigModel):
-    """Settings of a term for an object and its target."""
+    """Settings of a term that compares an object with its target."""
 
     source_entity_cfg: EntityConfig = Field(description="the object")
     target_pose_key: str = Field("target_pose", min_length=1, description="store_key of the event that sets the target")
@@ -54,7 +54,7 @@ class DistanceToTargetConfig(TargetConfig):
 
 
 class IncrementalDistanceConfig(TargetConfig):
-    """Settings of `incremental_distance_to_target`: an object, its target, and weights of the distance's change."""
+    """Settings of `incremental_distance_to_target`: an object, its target, and weights for changes in distance."""
 
     tanh_scale: Positive = Field(10.0, description="scale k of the change in distance, 1/m")
     positive_weight: Real = Field(1.0, description="weight of steps that reduce the distance")
@@ -81,7 +81,9 @@ class ReachingBehindConfig(ConfigModel):
 
 
 def _closeness(offset: Tensor, exponential: bool, sigma: float) -> Tensor:
-    """Return -d, or exp(-d^2 / (2 sigma^2)), where d is the length of offsets `[*B, n]`.
+    """Return -d, or exp(-d^2 / (2 sigma^2)) if `exponential` is True, where d is the length of `offset`.
+
+    The offset is `[*B, n]`.
 
     >>> _closeness(torch.tensor([3.0, 4.0]), False, 1.0), _closeness(torch.tensor([3.0, 4.0]), True, 5.0)
     (tensor(-5.), tensor(0.6065))
@@ -135,8 +137,8 @@ def incremental_distance_to_target(cfg: IncrementalDistanceConfig, sim: Simulati
 
         reward = w tanh(k (d_before - d_after)),  w = positive_weight if d decreased, else negative_weight
 
-    d is in m, and k is tanh_scale in 1/m. Both distances belong to the same step, so nothing carries over from one
-    episode to the next.
+    The distance d is in m, and k is tanh_scale in 1/m. The distances d_before and d_after belong to the same step, so
+    no distance carries over to the next episode.
     """
     object_of(sim, cfg.source_entity_cfg, "source_entity_cfg")
 
@@ -150,7 +152,7 @@ def incremental_distance_to_target(cfg: IncrementalDistanceConfig, sim: Simulati
 
 @register_reward("joint_velocity_penalty")
 def joint_velocity_penalty(cfg: JointsConfig, sim: Simulation) -> Reward:
-    """Penalise fast joints after the step by the reward -|dq/dt| (rad/s or m/s), `[*B]`."""
+    """Penalise the speed of joints after the step with the reward -|dq/dt| (rad/s or m/s), `[*B]`."""
     joints = joints_of(cfg, sim)
 
     def reward(before: TensorDict, after: TensorDict) -> Tensor:
@@ -161,13 +163,13 @@ def joint_velocity_penalty(cfg: JointsConfig, sim: Simulation) -> Reward:
 
 @register_reward("joint_limit_penalty")
 def joint_limit_penalty(cfg: JointLimitConfig, sim: Simulation) -> Reward:
-    """Penalise joints close to their limits after the step, `[*B]`, in fractions of the joint ranges.
+    """Penalise joints that are close to their limits after the step, `[*B]`.
 
         reward = -sum_j max(0, margin - min(t[j], 1 - t[j])),  t[j] = (q[j] - low[j]) / (high[j] - low[j])
 
-    Joints without limits are left out.
+    The penalty is measured in fractions of the joint ranges. Joints without limits are not penalised.
 
-    Raises: ConfigError if no joint has limits.
+    Raises: ConfigError if none of the joints has limits.
     """
     chosen = joints_of(cfg, sim)
     limited = [row for row in zip(chosen, *world.joint_limits(sim, chosen), strict=True) if not isinf(row[2])]
@@ -185,7 +187,7 @@ def joint_limit_penalty(cfg: JointLimitConfig, sim: Simulation) -> Reward:
 
 @register_reward("action_smoothness_penalty")
 def action_smoothness_penalty(cfg: NothingConfig, sim: Simulation) -> Reward:
-    """Penalise a change of the policy's action, `[*B]`, in units of the action.
+    """Penalise the change of the action from one step to the next, `[*B]`, in the unit of the action.
 
     reward = -|action[t] - action[t - 1]|, 0 in the first step of an episode
     """
@@ -216,26 +218,27 @@ def orientation_alignment(cfg: ObjectsConfig, sim: Simulation) -> Reward:
 def _push_point(position: Tensor, goal: Tensor, offset: float, height: float) -> Tensor:
     """Return the point where the end effector should push an object, `[*B, 3]`.
 
-    As seen from the goal, the point is `offset` behind the object and `height` above the object's centre.
+    As seen from the goal, the point is `offset` metres behind the object and `height` metres above the object's centre.
 
     >>> _push_point(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 7.0, 9.0]), 0.5, 0.25)
     tensor([1.0000, 1.5000, 3.2500])
     """
     to_goal = (goal - position)[..., :2]
     length = torch.linalg.vector_norm(to_goal, dim=-1, keepdim=True)
-    back = -offset * to_goal / torch.where(length > 0.0, length, 1.0)  # 0 at the goal, where the direction is undefined
+    # at the goal, the direction is undefined, so the offset is 0
+    back = -offset * to_goal / torch.where(length > 0.0, length, 1.0)
     return position + torch.cat((back, torch.full_like(length, height)), -1)
 
 
 @register_reward("reaching_behind_object")
 def reaching_behind_object(cfg: ReachingBehindConfig, sim: Simulation) -> Reward:
-    """Reward an end effector close to the point for pushing an object to its target, `[*B]`, from 0 to 1.
+    """Reward an end effector close to the point where it should push an object to its target, `[*B]`, from 0 to 1.
 
         reward = 1 - tanh(k |eef - (object - behind_offset u + height_offset z)|)
 
-    u is the horizontal unit vector from the object to its target. u is 0 if the object is exactly above or below the
-    target. z is the upward unit vector. Lengths are in m, and k is distance_scale in 1/m. All positions are taken after
-    the step.
+    The horizontal unit vector u points from the object to its target. The vector u is 0 if the object is exactly above
+    or below the target. The unit vector z points up. Lengths are in m, and k is distance_scale in 1/m. All positions
+    are the positions after the step.
     """
     body, site = object_of(sim, cfg.object_cfg, "object_cfg"), tcp_of(sim, cfg.part_name)
 

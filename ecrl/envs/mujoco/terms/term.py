@@ -1,7 +1,8 @@
-"""Types of a task's terms, and settings that several terms share.
+"""Types of the terms of a task, and settings that several terms share.
 
-A term is registered as a function `make(cfg, sim)` of a Config model and a `Simulation`. `make` returns a pure function
-of the task's state, which `ecrl.envs.mujoco.task_step` describes.
+To define a term, register a function `make(cfg, sim)`, where `cfg` holds the term's settings and `sim` is a
+`Simulation`. `make` returns a pure function of the task's state. The module `ecrl.envs.mujoco.task_step` describes this
+state.
 """
 
 from collections.abc import Callable
@@ -21,18 +22,18 @@ from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean
 
 Observe = Callable[[TensorDict, Tensor | None], Tensor]
-"""Map (state, entry) to an observation entry, float32 `[*B, ...]`. The input entry is None in mode add."""
+"""Function that maps (state, entry) to a new entry, float32 `[*B, ...]`. In mode add, the argument `entry` is None."""
 
 Reward = Callable[[TensorDict, TensorDict], Tensor]
-"""Map (state before the step, state after the step) to a reward without its weight, float32 `[*B]`."""
+"""Function that maps (state before the step, state after the step) to an unweighted reward, float32 `[*B]`."""
 
 
 class ActionTerm(NamedTuple):
-    """An action term, with the joints that it drives, its bounds and its function `control(state, action)`.
+    """An action term: the joints that it drives, the bounds of its action, and its function `control(state, action)`.
 
-    The action is `[*B, len(low)]` and the control is `[*B, len(joints)]`. `drive` defines the meaning of the control:
-    target positions, target velocities or forces, in units of m, rad, s and N. Target positions are clamped to the
-    joint limits.
+    The function `control` maps an action, `[*B, len(low)]`, to a control, `[*B, len(joints)]`. `drive` defines the
+    meaning of the control: target positions, target velocities or forces, in units of m, rad, s and N. Target positions
+    are clamped to the joint limits.
     """
 
     joints: tuple[str, ...]
@@ -43,13 +44,13 @@ class ActionTerm(NamedTuple):
 
 
 class EntityConfig(ConfigModel):
-    """An object of the scene."""
+    """Config that names an object of the scene."""
 
     uid: str = Field(min_length=1, description="name of the object")
 
 
 class JointsConfig(ConfigModel):
-    """Settings that select joints of the robot, by default all joints."""
+    """Settings that select joints of the robot. By default, all joints are selected."""
 
     robot_uid: str | None = Field(None, description="name of the robot")
     part_name: str | None = Field(None, description="part of the robot whose joints are used")
@@ -67,14 +68,14 @@ class JointsConfig(ConfigModel):
 
 
 def part_of(sim: Simulation, name: str) -> tuple[str, ...]:
-    """Return the joints of a part of the robot."""
+    """Return the names of the joints in a part of the robot."""
     if name not in sim.robot.parts:
         raise ConfigError(f"params.part_name: unknown part {name!r}; {did_you_mean(name, sim.robot.parts)}")
     return sim.robot.parts[name]
 
 
 def tcp_of(sim: Simulation, part: str) -> str:
-    """Return the site of a part's end effector."""
+    """Return the name of the site at the end effector of a part of the robot."""
     if part not in sim.robot.tcp:
         fault = f"no end effector of {part!r}; {did_you_mean(part, sim.robot.tcp)}"
         raise ConfigError(f"params.part_name: {fault}; robot.solver_cfg adds end effectors")
@@ -82,7 +83,7 @@ def tcp_of(sim: Simulation, part: str) -> str:
 
 
 def object_of(sim: Simulation, entity: EntityConfig, key: str) -> str:
-    """Return the body name of an object. Errors name `key`, the term's setting for the object."""
+    """Return the name of an object's body. Raise ConfigError with the setting `key` if the object does not exist."""
     known = [sim.model.body(i).name for i in range(1, sim.model.nbody)]
     if entity.uid not in known:
         raise ConfigError(f"params.{key}.uid: unknown object {entity.uid!r}; {did_you_mean(entity.uid, known)}")
@@ -90,7 +91,7 @@ def object_of(sim: Simulation, entity: EntityConfig, key: str) -> str:
 
 
 def joints_of(cfg: JointsConfig, sim: Simulation) -> tuple[str, ...]:
-    """Return the joints that the settings of a term select."""
+    """Return the names of the joints that the settings of a term select."""
     known = sim.robot.joints
     if cfg.robot_uid is not None and not all(name.startswith(f"{cfg.robot_uid}/") for name in known):
         raise ConfigError(f"params.robot_uid: no robot {cfg.robot_uid!r}; known joints: {', '.join(known) or 'none'}")
@@ -105,9 +106,9 @@ def joints_of(cfg: JointsConfig, sim: Simulation) -> tuple[str, ...]:
 
 
 def ranges_of(sim: Simulation, joints: tuple[str, ...]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return finite limits of joints. The limits of a hinge without limits are +-pi.
+    """Return the lowest and the highest positions of joints. For a hinge without limits, return -pi and pi.
 
-    Raises: ConfigError for a slide without limits.
+    Raises: ConfigError if a slide has no limits.
     """
     low, high = world.joint_limits(sim, joints)
     slide = int(mujoco().mjtJoint.mjJNT_SLIDE)
@@ -120,7 +121,7 @@ def ranges_of(sim: Simulation, joints: tuple[str, ...]) -> tuple[tuple[float, ..
 def target(state: TensorDict, key: str) -> Tensor:
     """Return the position `[*B, 3]` (m) of a target that an event stored.
 
-    Raises: ConfigError if no target has this name, or if the target does not have 3 elements.
+    Raises: ConfigError if no target has the name `key`, or if the target does not have 3 elements.
     """
     known = [str(name) for name, _ in cast(TensorDict, state["targets"]).items()] if "targets" in state else []
     if key not in known:
