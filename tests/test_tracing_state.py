@@ -105,6 +105,8 @@ def test_operations_that_draw_nothing_from_it_are_not_noted(case):
 
 @pytest.mark.parametrize("case", NO_DRAWS)
 def test_operations_that_draw_nothing_from_it_are_not_noted_in_a_graph(case):
+    if case == "own generator" and torch.__version__ < "2.13":
+        pytest.skip("torch before 2.13 cannot trace it")
     with noting_draws() as noted:
         graph_of(lambda: [NO_DRAWS[case]()][:0])
     drawn = ["aten.normal_.default"] if case == "own generator" else []  # a graph cannot contain a generator

@@ -110,9 +110,9 @@ class Algorithm:
         iterate: (run, state, borrowed) -> (state, writes, logs); runs one iteration (see `on_policy` and
             `interleaved`). `borrowed` has the read-only leaves of kind buffer and frozen. `writes` may have `batch`,
             the batch of this iteration. The loop computes statistics and logs from the batch's `steps`, of shape
-            `[N, T + 1]`. Every other field of `writes` has the name of a buffer, and holds the buffer's new `rows` and
-            the `index` of each row. To record training videos, `iterate` needs an attribute `collect` (see
-            `collect_of`).
+            `[N, T + 1]`. Every other field of `writes` has the name of a buffer. It holds new `rows` `[B]`, with every
+            field of the buffer, and their `index` in the buffer, int64 `[B]`. To record training videos, `iterate`
+            needs an attribute `collect` (see `collect_of`).
         kinds: kinds of the state fields that the algorithm adds (see `ecrl.algorithms.state_kinds`).
         group_size: number of consecutive environments that share their starts and their noise.
         gradient_steps: function from `Static` to the number of gradient steps per iteration. `trainer.compile: auto`
@@ -167,8 +167,8 @@ def on_policy(collect: Collect, update: Update) -> OnPolicy:
 
     Args:
         collect: (run, state) -> (state, batch), such as `collect` of this module. The batch `[N]` has `steps` of
-            shape `[N, T + 1]`. The loop reads these fields of the steps, if present: `obs`, `action`,
-            `sample_log_prob`, `reward`, `done`, `info`, `mask` and `executed`.
+            shape `[N, T + 1]`. The steps need `obs`, `reward` and `done`. The loop also reads these fields, if present:
+            `action`, `sample_log_prob`, `info`, `mask` and `executed`.
         update: (run, state, batch) -> (state, logs).
     """
     return OnPolicy(collect, update)

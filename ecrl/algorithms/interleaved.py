@@ -59,7 +59,8 @@ REPLAY_KINDS: Kinds = {
 
 _FIXED = ("key", "hyper", "episode", *COUNTERS, "update_step", "iterations", "frozen_params")
 _STEPS = ("key", *COUNTERS, "params", "norm", "env", "exploration", "carry", "frozen_params")
-_SUMMED = "skipped_steps"
+SUMMED_LOG = "skipped_steps"
+"""The log of a turn that an iteration sums over its turns. Other logs are averaged."""
 
 
 class RowReplay(NamedTuple):
@@ -100,6 +101,11 @@ class Interleaved:
         self, run: Run, state: TensorDict, borrowed: TensorDict
     ) -> tuple[TensorDict, TensorDict, dict[str, Tensor]]:
         """Run the turns of one iteration as one loop, without copying the ring."""
+        if "replay" not in borrowed:
+            advice = "return one of `replay_init` from `init`, and add REPLAY_KINDS to `kinds`"
+            raise ConfigError(
+                f"algorithm {run.algorithm.name}: the state lacks replay, a field of kind buffer; {advice}"
+            )
         fields = dict(cast(TensorDict, borrowed["replay"]).exclude("written").items())
         ring = TensorDict(cast(Any, fields), [len(flatten(fields)[0][0])])
         check_replay(run, len(ring))
@@ -150,17 +156,18 @@ def interleaved(turn: Turn, steps: int = 1) -> Interleaved:
 
     Args:
         turn: (run, state, noise, replay) -> (state, replay, steps, logs), which runs one turn, as in the module
-            docstring. Pass `noise` to `take_steps`, and return the `steps` of `take_steps`. The logs of an iteration
-            are means over its turns, except that `skipped_steps` is a sum. All fields of the state may change except
-            `key`, `hyper`, `episode`, `sample_step`, `decision_step`, `update_step`, `iterations` and `frozen_params`.
+            docstring. Pass `noise` to `take_steps`, and return the `steps` of `take_steps`. The logs are floats. The
+            logs of an iteration are means over its turns, except that `skipped_steps` is a sum. All fields of the state
+            may change except `key`, `hyper`, `episode`, `sample_step`, `decision_step`, `update_step`, `iterations` and
+            `frozen_params`.
         steps: number of steps of each environment per turn. `turn` may then take any number of gradient steps. With 4
             steps and 1 gradient step, there is a quarter of a gradient step for each step of an environment.
 
     The state needs a replay buffer in the field `replay` (see `row_replay_init`). Declare the kinds of its fields with
     `REPLAY_KINDS`.
 
-    Raises: ConfigError in the first iteration if `steps` does not divide `buffer_size`, if the buffer is shorter than
-        an iteration, or if a `segment_length` below `steps` does not divide `steps`.
+    Raises: ConfigError in the first iteration if the state lacks `replay`, if `steps` does not divide `buffer_size`, if
+        the buffer is shorter than an iteration, or if a `segment_length` below `steps` does not divide `steps`.
     """
     if steps < 1:
         raise ValueError(f"interleaved needs steps >= 1, got {steps}")
@@ -221,7 +228,7 @@ def _over_turns(run: Run, logs: Logs) -> Logs:
     If all gradient steps of a turn were left out because of NaN or infinity, the means leave out the turn's logs.
     """
     mean = torch.nanmean if run.static.skips_nonfinite else torch.mean
-    return {name: log.sum() if name == _SUMMED else mean(log) for name, log in logs.items()}
+    return {name: log.sum() if name == SUMMED_LOG else mean(log) for name, log in logs.items()}
 
 
 def _draw(run: Run, keys: tuple[Tensor, Tensor]) -> tuple[Any, Any]:

@@ -8,19 +8,36 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from tensordict import TensorDictBase
+import torch
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from ecrl.algorithms import Algorithm, Interleaved, Run
-from ecrl.algorithms.core import OnPolicy
+from ecrl.algorithms.core import OnPolicy, Static
+from ecrl.algorithms.interleaved import SUMMED_LOG, Replay
+from ecrl.algorithms.state_kinds import Kind, Kinds, kind_of
 from ecrl.errors import ConfigError
-from ecrl.policies.contract import Checked, Unchecked, check_fields, checked_policy, described, returned
+from ecrl.loop.buffers import buffer_names
+from ecrl.policies.contract import (
+    Checked,
+    Unchecked,
+    check_fields,
+    checked_policy,
+    described,
+    named_leaves,
+    returned,
+)
 from ecrl.types import STATE_FIELDS
 
 _NEEDED = ("params", "hyper")
 _SET_BY_LOOP = ("env", "episode", "carry", "key", "frozen_params")
 _SET_BY_LOOP += ("sample_step", "decision_step", "update_step", "iterations")
 _KEY = '`state["key"]`'
+_STEP_FIELDS = ("obs", "reward", "done")
+"""Fields that the steps of every batch and every turn have."""
+
+_ONE_PER_STEP, _FLAGS = ("reward", "done", "executed"), ("done", "mask")
+"""Fields of the steps without further axes, and fields of dtype bool."""
 
 
 def check_logs(label: str, logs: Any) -> None:
@@ -47,19 +64,52 @@ def _check_init(label: str, args: tuple[Any, ...], fields: Any) -> None:
             raise ConfigError(f"{label} returns the field {name}, which the loop sets itself; give it another name")
 
 
-def check_batch(label: str, batch: Any) -> None:
-    """Raise ConfigError unless `batch` is a TensorDict with the field `steps`. The message starts with `label`."""
+def check_batch(label: str, batch: Any, static: Static) -> None:
+    """Raise ConfigError unless a batch is a TensorDict with valid `steps`, `[num_envs, buffer_size + 1]`.
+
+    Args:
+        label: name of the algorithm, followed by the name of the function that returned the batch.
+        batch: the batch.
+        static: the settings of the run, with the sizes.
+    """
     if not isinstance(batch, TensorDictBase):
         raise ConfigError(f"{label} returns {described(batch)} as the batch, expected a TensorDict; return one")
     if "steps" not in batch:
-        have = ", ".join(sorted(map(str, batch.keys()))) or "no fields"
-        raise ConfigError(f"{label} returns a batch without steps, only {have}; return TensorDict({{'steps': ...}})")
+        raise ConfigError(
+            f"{label} returns a batch without steps, only {_names(batch)}; return TensorDict({{'steps': ...}})"
+        )
+    _check_steps(label, batch["steps"], [static.num_envs, static.buffer_size + 1], "[num_envs, buffer_size + 1]")
+
+
+def _names(tree: TensorDictBase) -> str:
+    return ", ".join(sorted(map(str, tree.keys()))) or "no fields"
+
+
+def _check_steps(label: str, steps: Any, axes: list[int], meaning: str, also: tuple[str, ...] = ()) -> None:
+    """Raise ConfigError unless `steps` is a TensorDict with the fields that the loop reads and the leading `axes`.
+
+    `meaning` names the axes in the error. `also` has the names of further fields that the loop needs.
+    """
+    if not isinstance(steps, TensorDictBase):
+        raise ConfigError(f"{label} returns {described(steps)} as the steps, expected a TensorDict; return one")
+    for name in (*_STEP_FIELDS, *also):
+        if name not in steps:
+            raise ConfigError(f"{label} returns steps without {name}, only {_names(steps)}; add the field")
+    for name, x in named_leaves(steps).items():
+        dtype = "bool " if name in _FLAGS else ""
+        has_axes = list(x.shape if name in _ONE_PER_STEP else x.shape[:2]) == axes
+        if not has_axes or (dtype and x.dtype != torch.bool):
+            more = "" if name in _ONE_PER_STEP else ", ..."
+            expected = f"{dtype}[{axes[0]}, {axes[1]}{more}] for {meaning}"
+            raise ConfigError(
+                f"{label} returns the steps' {name} as {described(x)}, expected {expected}; return such a tensor"
+            )
 
 
 def _check_collect(label: str, args: tuple[Any, ...], out: Any) -> None:
     state, batch = returned(label, out, "state", "batch")
     check_fields(label, args[1], state)
-    check_batch(label, batch)
+    check_batch(label, batch, args[0].static)
 
 
 def _check_update(label: str, args: tuple[Any, ...], out: Any) -> None:
@@ -69,15 +119,78 @@ def _check_update(label: str, args: tuple[Any, ...], out: Any) -> None:
 
 
 def _check_turn(label: str, args: tuple[Any, ...], out: Any) -> None:
-    state, _, _, logs = returned(label, out, "state", "replay", "steps", "logs")
+    state, replay, steps, logs = returned(label, out, "state", "replay", "steps", "logs")
     check_fields(label, args[1], state)
+    if not isinstance(replay, Replay):
+        raise ConfigError(
+            f"{label} returns {described(replay)} as the replay, expected the result of `add_rows`; return it"
+        )
+    static, also = args[0].static, ("executed",) if "decision_step" in args[1] else ()
+    _check_steps(label, steps, [static.buffer_size, static.num_envs], "[steps of a turn, num_envs]", also)
     check_logs(label, logs)
+    for name, log in logs.items():
+        if name != SUMMED_LOG and not log.is_floating_point():
+            problem = f"{label} returns the log {name} as {described(log)}, expected a float for the mean over turns"
+            raise ConfigError(f"{problem}; convert it")
 
 
 def _check_iterate(label: str, args: tuple[Any, ...], out: Any) -> None:
-    state, _, logs = returned(label, out, "state", "writes", "logs")
+    state, writes, logs = returned(label, out, "state", "writes", "logs")
     check_fields(label, args[1], state)
+    _check_writes(label, args[0], args[2], writes)
     check_logs(label, logs)
+
+
+def _check_writes(label: str, run: Run, borrowed: TensorDict, writes: Any) -> None:
+    """Raise ConfigError unless `writes` has only a valid batch, and valid rows of buffers."""
+    if not isinstance(writes, TensorDictBase):
+        raise ConfigError(f"{label} returns {described(writes)} as writes, expected a TensorDict; return one")
+    kinds = run.algorithm.kinds
+    buffers = [name for name in buffer_names(kinds) if name in borrowed]
+    for name in map(str, writes.keys()):
+        if name == "batch":
+            check_batch(label, writes[name], run.static)
+        elif name in buffers:
+            _check_rows(label, name, _rings(name, borrowed[name], kinds), writes[name])
+        else:
+            expected = " or ".join(("batch", *buffers))
+            raise ConfigError(f"{label} returns the field {name} of writes, expected {expected}; remove or rename it")
+
+
+def _rings(name: str, buffer: TensorDict, kinds: Kinds) -> dict[str, Tensor]:
+    """Return the rings of a buffer by their names, without the count of written rows and without frozen leaves."""
+    leaves = named_leaves(buffer)
+    return {k: x for k, x in leaves.items() if k != "written" and kind_of((name, *k.split("/")), kinds) is Kind.BUFFER}
+
+
+def _check_rows(label: str, name: str, rings: dict[str, Tensor], write: Any) -> None:
+    """Raise ConfigError unless a write has an int64 `index` `[B]`, and `rows` `[B]` with the fields of the rings."""
+    if not isinstance(write, TensorDictBase):
+        raise ConfigError(
+            f"{label} returns the writes of {name} as {described(write)}, expected a TensorDict; return one"
+        )
+    given, tree = write.get("rows", None), "a TensorDict of the fields of the buffer"
+    for part, expected in (("rows", tree), ("index", "int64 [B], one entry per row")):
+        if part not in write:
+            raise ConfigError(
+                f"{label} returns the writes of {name} without {part}, only {_names(write)}; add {expected}"
+            )
+    if not isinstance(given, TensorDictBase):
+        raise ConfigError(f"{label} returns the rows of {name} as {described(given)}, expected {tree}; return one")
+    index, rows = write["index"], named_leaves(write["rows"])
+    for problem, fields in (("without", rings.keys() - rows.keys()), ("with the unknown", rows.keys() - rings.keys())):
+        if fields:
+            given = f"rows of {name} {problem} {', '.join(sorted(fields))}"
+            raise ConfigError(f"{label} returns {given}, expected {', '.join(sorted(rings))}; return these fields")
+    if not isinstance(index, Tensor) or index.dtype != torch.int64 or index.ndim != 1:
+        problem = f"{label} returns the index of {name} as {described(index)}, expected int64 [B], one entry per row"
+        raise ConfigError(f"{problem}; return such a tensor")
+    for field, x in rows.items():
+        shape = [len(index), *rings[field].shape[1:]]
+        if list(x.shape) != shape or x.dtype != rings[field].dtype:
+            expected = f"{rings[field].dtype} {shape} for an index {[*index.shape]}".removeprefix("torch.")
+            given = f"the rows' {field} of {name} as {described(x)}"
+            raise ConfigError(f"{label} returns {given}, expected {expected}; return such a tensor")
 
 
 def _checked_algorithm(algorithm: Algorithm) -> Algorithm:

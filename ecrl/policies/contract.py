@@ -18,7 +18,7 @@ from torch import Tensor
 from ecrl.errors import ConfigError
 from ecrl.policies.core import Policy, no_carry
 from ecrl.pytree import flatten, paths
-from ecrl.spaces import Box, Dict, Space, element_dtype, element_shape
+from ecrl.spaces import Box, Dict, Discrete, Space, element_dtype, element_shape
 from ecrl.tracing_state import ignoring_draws, in_graph, noting_draws, transforms
 
 _ARGUMENTS = {
@@ -233,7 +233,7 @@ def _batch_of(obs: Any, space: Space) -> list[int]:
     return list(obs.shape[: obs.ndim - len(element_shape(space))])
 
 
-def _leaves(tree: Any) -> dict[str, Any]:
+def named_leaves(tree: Any) -> dict[str, Any]:
     """Return a dict from the path of each leaf in a tree, such as `noise/x`, to the leaf."""
     leaves, structure = flatten(tree)
     return {"/".join(path): leaf for path, leaf in zip(paths(structure), leaves, strict=True)}
@@ -254,16 +254,20 @@ def _check_names(label: str, out: TensorDictBase) -> None:
         raise ConfigError(f"{label} returns the field {name}, which the rollout has itself; give it another name")
 
 
-def _check_init(label: str, args: tuple[Any, ...], out: Any) -> None:
+def _check_tree(label: str, args: tuple[Any, ...], out: Any, what: str) -> None:
+    """Raise ConfigError unless a function returned a TensorDict. `what` names the checked tree."""
     if not isinstance(out, TensorDictBase):
-        raise ConfigError(f"{label} returns {described(out)}, expected the params as a TensorDict; return one")
+        raise ConfigError(f"{label} returns {described(out)}, expected the {what} as a TensorDict; return one")
+
+
+def _check_norm_update(label: str, args: tuple[Any, ...], out: Any) -> None:
+    check_fields(label, args[0], out, "norm", "norm_init")
 
 
 def _check_first(label: str, args: tuple[Any, ...], out: Any, what: str) -> None:
-    """Raise ConfigError if an episode's initial memory or exploration state is wrong. `what` names the checked tree."""
-    if not isinstance(out, TensorDictBase):
-        raise ConfigError(f"{label} returns {described(out)}, expected the {what} as a TensorDict; return one")
-    _check_rows(label, what, _leaves(out), [args[1]])
+    """Check the initial memory or exploration state of an episode. `what` names the checked tree."""
+    _check_tree(label, args, out, what)
+    _check_rows(label, what, named_leaves(out), [args[1]])
 
 
 def check_restart(policy: Policy, exploration: TensorDict, initial: TensorDict) -> None:
@@ -275,7 +279,7 @@ def check_restart(policy: Policy, exploration: TensorDict, initial: TensorDict) 
         initial: the result of `init_exploration`.
     """
     label, chosen = f"{policy_label(policy)}: init_exploration", exploration.select(*initial.keys(), strict=False)
-    old, new = _leaves(chosen), _leaves(initial)
+    old, new = named_leaves(chosen), named_leaves(initial)
     for name in sorted(new.keys() - old.keys()):
         advice = "add it in the `init` of the algorithm"
         raise ConfigError(f"{label} returns the field {name}, which state['exploration'] lacks; {advice}")
@@ -321,7 +325,7 @@ def _check_act(
     _check_names(label, out)
     batch = _batch_of(args[2], space)
     _check_action(label, out["action"], batch, action_space)
-    _check_rows(label, "out", _leaves(out), batch)
+    _check_rows(label, "out", named_leaves(out), batch)
     if "token_mask" in out and "sample_log_prob" in out:
         mask, log_prob = cast(Tensor, out["token_mask"]), cast(Tensor, out["sample_log_prob"])
         if mask.dtype != torch.bool or mask.shape != log_prob.shape:
@@ -373,7 +377,7 @@ def _check_explore(label: str, args: tuple[Any, ...], out: Any, action_space: Sp
     check_fields(label, args[1], exploration, "exploration")
     if not isinstance(after, TensorDictBase):
         raise ConfigError(f"{label} returns {type(after).__name__} as the output, expected a TensorDict; return one")
-    old, new = _leaves(args[2]), _leaves(after)
+    old, new = named_leaves(args[2]), named_leaves(after)
     if dropped := ", ".join(sorted(old.keys() - new.keys())):
         raise ConfigError(f"{label} drops fields of the output: {dropped}; return the fields that `act` returns")
     for name, x in old.items():
@@ -383,9 +387,17 @@ def _check_explore(label: str, args: tuple[Any, ...], out: Any, action_space: Sp
     _check_rows(label, "out", added, _batch_of(args[2]["action"], action_space))
 
 
-def _check_q(label: str, args: tuple[Any, ...], out: Any) -> None:
-    if not isinstance(out, Tensor) or not out.is_floating_point():
-        raise ConfigError(f"{label} returns {described(out)}, expected float [critics, ...]; return such a tensor")
+def _check_q(label: str, args: tuple[Any, ...], out: Any, space: Space, action_space: Space) -> None:
+    """Raise ConfigError unless Q has the shape `[critics, *B]`, or `[critics, *B, actions]` without an action."""
+    axes, more = _batch_of(args[1], space), 1
+    if args[2] is None and isinstance(action_space, Discrete):
+        axes = [*axes, action_space.n]
+    elif args[2] is None:  # the contract leaves the axis of the actions of other spaces open
+        more = 2
+    shape = list(out.shape) if isinstance(out, Tensor) and out.is_floating_point() else []
+    if not shape or shape[1 : 1 + len(axes)] != axes or len(shape) > 1 + len(axes) + more:
+        expected = f"float [{', '.join(map(str, ('critics', *axes)))}] with an optional last axis of atoms"
+        raise ConfigError(f"{label} returns {described(out)}, expected {expected}; return such a tensor")
 
 
 def checked_policy(policy: Policy, observation_space: Space, action_space: Space) -> Policy:
@@ -394,13 +406,16 @@ def checked_policy(policy: Policy, observation_space: Space, action_space: Space
     required = required if policy.evaluate is None else (*required, "sample_log_prob")
     value = _check_sequence_value if policy.unit == "sequence" else _check_value
     checks: dict[str, tuple[Any, ...]] = {
-        "init": (_check_init, (), "its key"),
+        "init": (_check_tree, ("params",), "its key"),
         "draw": (_check_draw, (), "its keys"),
         "act": (_check_act, (observation_space, action_space, required)),
         "evaluate": (_check_evaluate, (observation_space,)),
         "value": (value, (observation_space,)),
         "explore": (_check_explore, (action_space,)),
-        "q": (_check_q, ()),
+        "q": (_check_q, (observation_space, action_space)),
+        "norm_init": (_check_tree, ("norm",), "a fixed key"),
+        "norm_update": (_check_norm_update, (), "a fixed key"),
+        "init_frozen": (_check_tree, ("frozen params",), "a fixed key"),
     }
     for name, what in (("init_carry", "carry"), ("init_exploration", "exploration")):
         if getattr(policy, name) is not no_carry:

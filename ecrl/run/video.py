@@ -134,7 +134,7 @@ def rollout_views(run: Run, state: TensorDict, cfg: Config, count: int) -> Gener
     env, static = _with_views(run.env, count), run.static._replace(num_envs=count)
     run = run._replace(env=env, static=static, jit=partial, scan=scan)
     _, batch = _collect(run)(run, _first_envs(state, cfg, count))
-    check_batch(f"algorithm {run.algorithm.name}: collect", batch)
+    check_batch(f"algorithm {run.algorithm.name}: collect", batch, run.static)
     views = cast(TensorDict, batch["steps", "info", "view"][:, :-1]).cpu()
     yield from (cast(TensorDict, views[:, t]) for t in range(views.shape[1]))
 

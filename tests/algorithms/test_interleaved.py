@@ -28,7 +28,7 @@ from ecrl.algorithms.interleaved import (
     take_steps,
     uniform_index,
 )
-from ecrl.algorithms.state_kinds import merge
+from ecrl.algorithms.state_kinds import Kind, merge
 from ecrl.config import Config
 from ecrl.config.model import ConfigModel
 from ecrl.envs import Env, state_of, time_limit
@@ -245,6 +245,100 @@ def test_an_exploration_that_breaks_its_contract(case, monkeypatch):
     with pytest.raises(ConfigError) as error:
         next(train_iter(init_state(cfg), cfg))
     assert str(error.value).startswith(f"policy replay_q: explore {line}")
+
+
+AXES = "for [steps of a turn, num_envs]; return such a tensor"
+RESULTS = {  # other results of a turn, and the line
+    "no replay": (
+        lambda state, replay, steps, logs: (state, None, steps, logs),
+        "NoneType None as the replay, expected the result of `add_rows`; return it",
+    ),
+    "ring": (
+        lambda state, replay, steps, logs: (state, replay.ring, steps, logs),
+        "a TensorDict as the replay, expected the result of `add_rows`; return it",
+    ),
+    "no steps": (
+        lambda state, replay, steps, logs: (state, replay, None, logs),
+        "NoneType None as the steps, expected a TensorDict; return one",
+    ),
+    "no reward": (
+        lambda state, replay, steps, logs: (state, replay, steps.select("obs", "done"), logs),
+        "steps without reward, only done, obs; add the field",
+    ),
+    "env-major": (
+        lambda state, replay, steps, logs: (state, replay, steps.select("obs", "reward", "done").transpose(0, 1), logs),
+        f"the steps' done as bool [3, 2], expected bool [2, 3] {AXES}",
+    ),
+    "float done": (
+        lambda state, replay, steps, logs: (state, replay, steps.copy().set("done", steps["done"].float()), logs),
+        f"the steps' done as float32 [2, 3], expected bool [2, 3] {AXES}",
+    ),
+    "integer log": (
+        lambda state, replay, steps, logs: (state, replay, steps, {"taken": state["sample_step"]}),
+        "the log taken as int64 [], expected a float for the mean over turns; convert it",
+    ),
+}
+
+
+def with_turn(monkeypatch, change):
+    """A run of turns of two steps with other results."""
+    make = build_module.make_algorithm
+
+    def turn(run, state, noise, replay):
+        return change(*td_turn(run, state, noise, replay))
+
+    monkeypatch.setattr(
+        build_module, "make_algorithm", lambda block: replace(make(block), iterate=interleaved(turn, steps=2))
+    )
+    return replaying(**{"trainer.iterations": 1})
+
+
+@pytest.mark.parametrize("case", RESULTS)
+def test_a_turn_that_breaks_its_contract(case, monkeypatch):
+    change, line = RESULTS[case]
+    cfg = with_turn(monkeypatch, change)
+    with pytest.raises(ConfigError) as error:
+        next(train_iter(init_state(cfg), cfg))
+    assert str(error.value) == f"algorithm replay_td: turn returns {line}"
+
+
+def test_a_turn_without_the_executed_steps_of_the_environment_is_refused():
+    def turn(run, state, noise, replay):
+        state, replay, steps, logs = td_turn(run, state, noise, replay)
+        return state, replay, steps.exclude("executed"), logs
+
+    cfg = replaying(**{"trainer.iterations": 1})
+    run, state = counting(build(cfg)), init_state(cfg).clone()
+    state["env", "executed"] = torch.zeros(N, dtype=torch.int64)
+    state["decision_step"] = torch.tensor(0)
+    run = run._replace(algorithm=replace(run.algorithm, iterate=interleaved(turn)))
+    with pytest.raises(ConfigError, match=r"^algorithm replay_td: turn returns steps without executed, only action, "):
+        next(iterations(run, state, cfg))
+
+
+def test_a_turn_may_count_skipped_steps_as_integers(monkeypatch):
+    cfg = with_turn(monkeypatch, lambda *out: (*out[:3], {"skipped_steps": torch.ones_like(out[0]["key"])}))
+    *_, record = train_iter(init_state(cfg), cfg)
+    assert int(record["logs"]["skipped_steps"]) == T // 2
+
+
+@pytest.mark.parametrize("kinds", [{}, {"replay": Kind.ENVIRONMENT}])
+def test_turns_without_a_replay_buffer_are_refused(kinds, monkeypatch):
+    """The state has no buffer, or its field `replay` is declared as another kind."""
+    make = build_module.make_algorithm
+
+    def change(made):
+        init = made.init if kinds else lambda run, key: {k: v for k, v in made.init(run, key).items() if k != "replay"}
+        return replace(made, init=init, kinds={**made.kinds, **kinds})
+
+    monkeypatch.setattr(build_module, "make_algorithm", lambda block: change(make(block)))
+    cfg = replaying()
+    with pytest.raises(ConfigError) as error:
+        next(train_iter(init_state(cfg), cfg))
+    assert str(error.value) == (
+        "algorithm replay_td: the state lacks replay, a field of kind buffer; return one of `replay_init` from `init`, "
+        "and add REPLAY_KINDS to `kinds`"
+    )
 
 
 FIRSTS = {

@@ -57,6 +57,9 @@ def test_doubles_and_nothing_are_left_to_the_library(shape):
     assert mm(torch.ones(m, k).double(), torch.ones(k, n).double()) is NotImplemented
 
 
+needs_cpu_compiler = pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="ecrl compiles for the CPU with torch 2.13 or newer"
+)
 MATRICES = [  # rows, sum, columns, which are turned, and who multiplies them
     (128, 64, 64, (False, True), "bmm"),
     pytest.param(64, 2048, 64, (True, False), "bmm", marks=pytest.mark.long),
@@ -68,7 +71,7 @@ MATRICES = [  # rows, sum, columns, which are turned, and who multiplies them
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="ecrl compiles for the CPU with torch 2.13 or newer")
+@needs_cpu_compiler
 @pytest.mark.parametrize(("m", "k", "n", "turned", "by"), MATRICES)
 def test_matrices_of_any_size_are_multiplied_in_single_precision_alike_by_any_threads(m, k, n, turned, by):
     a, b = (x.float() for x in (_matrix(m, k, turned[0]), _matrix(k, n, turned[1])))
@@ -91,6 +94,7 @@ def _two_products(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.slow
+@needs_cpu_compiler
 def test_what_a_loop_takes_in_a_turn_is_multiplied_where_it_lies():
     a, b = torch.linspace(-1.0, 1.0, 5 * 20 * 16).reshape(5, 20, 16), torch.linspace(0.0, 1.0, 256).reshape(16, 16)
     leaves, structure = flatten((a, b))

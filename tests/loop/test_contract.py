@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.recurrent_agent import remembering
 from support.replay_agent import replaying
-from support.small_runs import last_state, small
+from support.small_runs import last_state, same, small
 from tensordict import TensorDict
 
 import ecrl.loop.build
@@ -135,6 +135,149 @@ def test_an_iterate_that_breaks_its_contract(form, monkeypatch):
 
     message = "algorithm replay_td: iterate changes the state's replay/cursor from int64 [] to float64 []"
     assert_refused(replaying(**{"trainer.compile": form}), monkeypatch, f"{message}; keep its shape and dtype", widened)
+
+
+def with_rows(change):
+    """A change of `writes` that gives the buffer other rows."""
+    return lambda writes: changed(writes, ("replay", "rows"), change(writes["replay", "rows"]))
+
+
+def with_index(change):
+    """A change of `writes` that gives the rows another index."""
+    return lambda writes: changed(writes, ("replay", "index"), change(writes["replay", "index"]))
+
+
+RING = "action, mask, next_obs, obs, padding, reward, terminated"
+TREE = "a TensorDict of the fields of the buffer"
+WRITES = {
+    "none": (lambda w: None, "NoneType None as writes, expected a TensorDict; return one"),
+    "dict": (lambda w: {}, "a dict as writes, expected a TensorDict; return one"),
+    "unknown": (
+        lambda w: w.copy().set("params", torch.zeros(2)),
+        "the field params of writes, expected batch or replay; remove or rename it",
+    ),
+    "no steps": (
+        lambda w: changed(w, "batch", TensorDict({}, [])),
+        "a batch without steps, only no fields; return TensorDict({'steps': ...})",
+    ),
+    "tensor": (
+        lambda w: changed(w, "replay", torch.zeros(12)),
+        "the writes of replay as float32 [12], expected a TensorDict; return one",
+    ),
+    "no index": (
+        lambda w: changed(w, "replay", w["replay"].exclude("index")),
+        "the writes of replay without index, only rows; add int64 [B], one entry per row",
+    ),
+    "no rows": (
+        lambda w: changed(w, "replay", w["replay"].exclude("rows")),
+        f"the writes of replay without rows, only index; add {TREE}",
+    ),
+    "a tensor of rows": (
+        with_rows(lambda rows: rows["obs"]),
+        f"the rows of replay as float32 [12, 4], expected {TREE}; return one",
+    ),
+    "stale": (
+        with_rows(lambda rows: rows.exclude("reward", "mask")),
+        f"rows of replay without mask, reward, expected {RING}; return these fields",
+    ),
+    "unknown row": (
+        with_rows(lambda rows: rows.copy().set("value", rows["reward"])),
+        f"rows of replay with the unknown value, expected {RING}; return these fields",
+    ),
+    "row dtype": (
+        with_rows(lambda rows: changed(rows, "reward", rows["reward"].double())),
+        "the rows' reward of replay as float64 [12], expected float32 [12] for an index [12]; return such a tensor",
+    ),
+    "row shape": (
+        with_rows(lambda rows: changed(rows, "obs", rows["obs"][:, :3])),
+        "the rows' obs of replay as float32 [12, 3], expected float32 [12, 4] for an index [12]; return such a tensor",
+    ),
+    "index dtype": (
+        with_index(lambda index: index.int()),
+        "the index of replay as int32 [12], expected int64 [B], one entry per row; return such a tensor",
+    ),
+    "index axes": (
+        with_index(lambda index: index.unsqueeze(-1)),
+        "the index of replay as int64 [12, 1], expected int64 [B], one entry per row; return such a tensor",
+    ),
+    "index size": (
+        with_index(lambda index: index[:5]),
+        "the rows' action of replay as int64 [12], expected int64 [5] for an index [5]; return such a tensor",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRITES)
+def test_writes_that_break_their_contract_are_refused_before_anything_is_written(case, monkeypatch):
+    change, line = WRITES[case]
+
+    def faulty(made):
+        def iterate(run, state, borrowed):
+            state, writes, logs = made.iterate(run, state, borrowed)
+            return state, change(writes), logs
+
+        return replace(made, iterate=iterate)
+
+    monkeypatch.setattr("ecrl.loop.iteration.commit", lambda *args: pytest.fail("rows were written"))
+    assert_refused(replaying(), monkeypatch, f"algorithm replay_td: iterate returns {line}", faulty)
+
+
+def test_sound_writes_of_an_iterate_are_written(monkeypatch):
+    make, expected = ecrl.loop.build.make_algorithm, last_state(replaying())
+    wrapped = lambda made: replace(made, iterate=lambda *args: made.iterate(*args))  # noqa: E731
+    monkeypatch.setattr("ecrl.loop.build.make_algorithm", lambda block: wrapped(make(block)))
+    assert same(last_state(replaying()), expected)
+
+
+STEPS = {
+    "no TensorDict": (lambda steps: steps["reward"], "float32 [4, 9] as the steps, expected a TensorDict; return one"),
+    **{
+        f"no {name}": (
+            lambda steps, name=name: steps.select("obs", "reward", "done").exclude(name),
+            f"steps without {name}, only {', '.join(sorted({'obs', 'reward', 'done'} - {name}))}; add the field",
+        )
+        for name in ("obs", "reward", "done")
+    },
+    "no last step": (
+        lambda steps: steps.select("obs", "reward", "done")[:, :-1],
+        "the steps' done as bool [4, 8], expected bool [4, 9] for [num_envs, buffer_size + 1]; return such a tensor",
+    ),
+    "time first": (
+        lambda steps: TensorDict({**dict(steps.items()), "action": steps["action"].t()}, []),
+        "the steps' action as int64 [9, 4], expected [4, 9, ...] for [num_envs, buffer_size + 1]; return such a tensor",
+    ),
+    "float done": (
+        lambda steps: changed(steps, "done", steps["done"].float()),
+        "the steps' done as float32 [4, 9], expected bool [4, 9] for [num_envs, buffer_size + 1]; return such a tensor",
+    ),
+    "float mask": (
+        lambda steps: changed(steps, "mask", torch.ones(4, 9)),
+        "the steps' mask as float32 [4, 9], expected bool [4, 9, ...] for [num_envs, buffer_size + 1]; return such a "
+        "tensor",
+    ),
+    "rewards": (
+        lambda steps: changed(steps, "reward", steps["reward"].unsqueeze(-1)),
+        "the steps' reward as float32 [4, 9, 1], expected [4, 9] for [num_envs, buffer_size + 1]; return such a tensor",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["collect", "iterate"])
+@pytest.mark.parametrize("case", STEPS)
+def test_a_batch_with_other_steps_than_those_of_a_rollout(case, name, monkeypatch):
+    change, line = STEPS[case]
+
+    def faulty(run, state):
+        state, batch = collect(run, state)
+        return state, TensorDict({"steps": change(batch["steps"])}, [])
+
+    def iterate(run, state, borrowed):
+        state, batch = faulty(run, state)
+        return state, TensorDict({"batch": batch}, []), {}
+
+    chosen = iterate if name == "iterate" else on_policy(faulty, lambda run, state, batch: (state, {}))
+    change_algorithm = lambda made: replace(made, iterate=chosen)  # noqa: E731
+    assert_refused(small(), monkeypatch, f"algorithm ppo: {name} returns {line}", change_algorithm)
 
 
 RESERVED = ["reward", "next_value", "value", "final_value", "terminated", "truncated", "done", "mask"]

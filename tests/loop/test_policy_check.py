@@ -21,6 +21,7 @@ from ecrl.envs import make_env
 from ecrl.errors import ConfigError, UserError
 from ecrl.loop.policy_check import check_policy, random_observations
 from ecrl.policies import Policy, make_policy
+from ecrl.policies.contract import checked_policy, checking
 from ecrl.policies.networks import NetworkConfig, make_network, seeded
 from ecrl.spaces import Discrete, MultiDiscrete, box, dict_space
 
@@ -283,6 +284,47 @@ def test_the_gradient_of_a_deterministic_actor_goes_through_q():
     assert lines[0].startswith(line)
 
 
+VALUES = {  # Q for observations [2, 5] without an action, and its description; None for sound values
+    "actions": ((3, 2, 5, 4), None),
+    "atoms": ((1, 2, 5, 4, 51), None),
+    "no critics": ((2, 5, 4), "float32 [2, 5, 4]"),
+    "no actions": ((3, 2, 5), "float32 [3, 2, 5]"),
+    "other actions": ((3, 2, 5, 3), "float32 [3, 2, 5, 3]"),
+    "critics last": ((2, 5, 4, 3), "float32 [2, 5, 4, 3]"),
+    "more axes": ((3, 2, 5, 4, 51, 1), "float32 [3, 2, 5, 4, 51, 1]"),
+    "scalar": ((), "float32 []"),
+}
+
+
+@pytest.mark.parametrize("case", VALUES)
+def test_the_axes_of_q_of_all_actions(case):
+    shape, given = VALUES[case]
+    policy = checked_policy(replace(deterministic(), q=lambda *args: torch.zeros(shape)), SPACE, Discrete(4))
+    q: Any = policy.q
+    with checking():
+        if given is None:
+            assert q(TensorDict({}, []), torch.zeros(2, 5, 3), None, None).shape == shape
+            return
+        with pytest.raises(ConfigError) as error:
+            q(TensorDict({}, []), torch.zeros(2, 5, 3), None, None)
+    expected = "float [critics, 2, 5, 4] with an optional last axis of atoms; return such a tensor"
+    assert str(error.value) == f"the policy: q returns {given}, expected {expected}"
+
+
+def test_the_axes_of_q_of_an_action():
+    policy = deterministic()
+    q: Any = policy.q
+    for change, given in (
+        (lambda x: x[0], "float32 [4, 14]"),
+        (lambda x: x.squeeze(0).unsqueeze(-1), "float32 [4, 14, 1]"),
+        (lambda x: x.mean((1, 2)), "float32 [1]"),
+        (lambda x: x > 0.0, "bool [1, 4, 14]"),
+    ):
+        other = replace(policy, q=lambda *args, change=change: change(q(*args)))
+        expected = "float [critics, 4, 14] with an optional last axis of atoms; return such a tensor"
+        assert check_policy(other, SPACE, TORQUE).findings == [f"q returns {given}, expected {expected}"]
+
+
 def drifted(params, exploration, out, noise):
     return exploration, out.copy().set("action", out["action"] + exploration["drift"].unsqueeze(-1))
 
@@ -399,6 +441,60 @@ def test_a_function_that_breaks_the_contract(case):
     changes, line = CONTRACT[case]
     lines = findings("feed-forward", **changes)
     assert lines[-1].startswith(line), lines
+
+
+NORMALIZED: Any = make_policy(small(**{"policy.normalize_obs": True}).policy, *spaces_of(small()))
+FROZEN: Any = make_policy(freezing().policy, *spaces_of(freezing()))
+DRAWS = "draws random numbers from torch's global generator, so equal states give unequal results; draw them from a"
+
+
+def updated(change):
+    """Changed functions: `norm_update` returns other statistics."""
+    return {"norm_update": lambda *args: change(NORMALIZED.norm_update(*args))}
+
+
+STATISTICS = {  # the changed functions, the line
+    "no first": (
+        {"norm_init": lambda device: None},
+        "norm_init returns NoneType None, expected the norm as a TensorDict",
+    ),
+    "dict": (
+        {"norm_init": lambda device: {}},
+        "norm_init returns a dict, expected the norm as a TensorDict; return one",
+    ),
+    "none": (updated(lambda norm: None), "norm_update returns NoneType as the norm, expected a TensorDict; return one"),
+    "tensors": (updated(dict), "norm_update returns dict as the norm, expected a TensorDict; return one"),
+    "dtype": (
+        updated(lambda norm: norm.copy().set("count", norm["count"].half())),
+        "norm_update changes the norm's count from float64 [] to float16 []; keep its shape and dtype",
+    ),
+    "fields": (
+        updated(lambda norm: norm.copy().set("last", norm["count"])),
+        "norm_update adds fields of the norm: last; return the fields that `norm_init` returns",
+    ),
+    "draws": ({"norm_update": writing(NORMALIZED.norm_update, lambda *args: torch.rand(1))}, f"norm_update {DRAWS}"),
+}
+
+
+@pytest.mark.parametrize("case", STATISTICS)
+def test_statistics_of_observations_that_break_the_contract(case):
+    changes, line = STATISTICS[case]
+    lines = check_policy(replace(NORMALIZED, **changes), *spaces_of(small())).findings
+    assert len(lines) == 1 and lines[0].startswith(line), lines
+
+
+FROZEN_PARAMS = {
+    "none": (lambda device: None, "init_frozen returns NoneType None, expected the frozen params as a TensorDict"),
+    "dict": (lambda device: {}, "init_frozen returns a dict, expected the frozen params as a TensorDict; return one"),
+    "draws": (writing(FROZEN.init_frozen, lambda device: torch.rand(1)), f"init_frozen {DRAWS}"),
+}
+
+
+@pytest.mark.parametrize("case", FROZEN_PARAMS)
+def test_frozen_parameters_that_break_the_contract(case):
+    fn, line = FROZEN_PARAMS[case]
+    lines = check_policy(replace(FROZEN, init_frozen=fn), *spaces_of(freezing())).findings
+    assert len(lines) == 1 and lines[0].startswith(line), lines
 
 
 def test_a_memory_that_breaks_the_contract():
