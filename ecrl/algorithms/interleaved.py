@@ -102,7 +102,7 @@ class Interleaved:
     ) -> tuple[TensorDict, TensorDict, dict[str, Tensor]]:
         """Run the turns of one iteration as one loop, without copying the ring."""
         if "replay" not in borrowed:
-            advice = "return one of `replay_init` from `init`, and add REPLAY_KINDS to `kinds`"
+            advice = "return one of `row_replay_init` from `init`, and add REPLAY_KINDS to `kinds`"
             raise ConfigError(
                 f"algorithm {run.algorithm.name}: the state lacks replay, a field of kind buffer; {advice}"
             )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ecrl.algorithms import Algorithm, Interleaved, Run
 from ecrl.algorithms.core import OnPolicy, Static
-from ecrl.algorithms.interleaved import SUMMED_LOG, Replay
+from ecrl.algorithms.interleaved import SUMMED_LOG, RowReplay
 from ecrl.algorithms.state_kinds import Kind, Kinds, kind_of
 from ecrl.errors import ConfigError
 from ecrl.loop.buffers import buffer_names
@@ -121,7 +121,7 @@ def _check_update(label: str, args: tuple[Any, ...], out: Any) -> None:
 def _check_turn(label: str, args: tuple[Any, ...], out: Any) -> None:
     state, replay, steps, logs = returned(label, out, "state", "replay", "steps", "logs")
     check_fields(label, args[1], state)
-    if not isinstance(replay, Replay):
+    if not isinstance(replay, RowReplay):
         raise ConfigError(
             f"{label} returns {described(replay)} as the replay, expected the result of `add_rows`; return it"
         )

@@ -415,11 +415,13 @@ def checked_policy(policy: Policy, observation_space: Space, action_space: Space
         "q": (_check_q, (observation_space, action_space)),
         "norm_init": (_check_tree, ("norm",), "a fixed key"),
         "norm_update": (_check_norm_update, (), "a fixed key"),
-        "init_frozen": (_check_tree, ("frozen params",), "a fixed key"),
+        "init_frozen": (_check_tree, ("frozen params",)),
     }
     for name, what in (("init_carry", "carry"), ("init_exploration", "exploration")):
         if getattr(policy, name) is not no_carry:
             checks[name] = (_check_first, (what,), "its params")
-    present = {name: check for name, check in checks.items() if getattr(policy, name) is not None}
-    checked = {name: Checked(f"{label}: {name}", getattr(policy, name), *check) for name, check in present.items()}
+    functions = {name: getattr(policy, name) for name in checks if getattr(policy, name) is not None}
+    if policy.init_frozen is not None:  # building a module draws weights, which the pretrained weights then replace
+        functions["init_frozen"] = Unchecked(policy.init_frozen)
+    checked = {name: Checked(f"{label}: {name}", fn, *checks[name]) for name, fn in functions.items()}
     return replace(policy, **checked)
