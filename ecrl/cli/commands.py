@@ -1,6 +1,6 @@
-"""Commands that need no checkpoint: `ecrl check`, `check-env`, `schema`, `plot` and `bench`.
+"""Define the commands that need no checkpoint: `ecrl check`, `check-env`, `schema`, `plot` and `bench`.
 
-Each command imports its modules only when it runs, so that `ecrl --help` is fast.
+Each command imports its modules only when the command runs, so that `ecrl --help` is fast.
 """
 
 import json

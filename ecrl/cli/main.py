@@ -1,4 +1,4 @@
-"""The command line: `ecrl train CONFIG`, `ecrl eval RUN` and so on. Only commands that need torch import torch."""
+"""Define the command line, such as `ecrl train CONFIG` and `ecrl eval RUN`. Only commands that need torch import it."""
 
 import atexit
 import gc
@@ -179,10 +179,10 @@ def record(
 def replay(crash: Annotated[str, tyro.conf.Positional], /, distributed: bool = False) -> None:
     """Repeat an iteration that produced NaN or infinity, and print where the first such value occurs.
 
-    The iteration first runs in the mode of its run, compiled or eager, and then eagerly, step by step.
+    The iteration first runs compiled or eagerly, as in the original run, and then eagerly, step by step.
 
     Args:
-        crash: crash folder of a run, RUN/crash.
+        crash: crash folder of a run, such as RUN/crash.
         distributed: join the processes that torchrun started. Start as many processes as the run had.
     """
     from ecrl.distributed import rank, start, stop, world_size
@@ -231,7 +231,7 @@ def _import_user_modules(args: list[str]) -> list[str]:
 
 
 def _shorten(line: str) -> str:
-    """Remove the middle of a very long line, because a message may quote a long value."""
+    """Remove the middle of a very long line, because an error message may quote a long value."""
     return line if len(line) <= 1000 else f"{line[:800]} ... {line[-200:]}"
 
 
@@ -263,7 +263,7 @@ def main() -> None:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # because Python flushes stdout when it exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # because Python flushes stdout at exit
         sys.exit(128 + signal.SIGPIPE)
 
 

@@ -1,4 +1,4 @@
-"""Strict pydantic models for configs. An error has one line per fault, and uses the JSON names of types."""
+"""Define strict pydantic models for configs. Error messages have one line per fault, and use JSON's names of types."""
 
 import re
 from collections import Counter
@@ -21,7 +21,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean
 
-_MESSAGES = {  # messages that replace pydantic's own, by error type
+_MESSAGES = {  # messages by error type, which replace pydantic's messages
     "missing": "missing",
     "model_type": "expected an object",
     "dict_type": "expected an object",
@@ -84,10 +84,10 @@ def _kind_of(value: Any) -> str | None:
 
 
 def by_kind(expected: str) -> Discriminator:
-    """Choose between the types of a key by the JSON type of the value: number, list or object.
+    """Return a discriminator that chooses the type of a key by the JSON type of its value: number, list or object.
 
-    An error then describes only the chosen type. Without the discriminator, pydantic would report an error for each
-    type.
+    Error messages then describe only the chosen type. Without the discriminator, pydantic would report an error for
+    each type.
 
     >>> Numbers = Annotated[Annotated[float, NUMBER] | Annotated[list[float], LIST], by_kind("a number or a list")]
     >>> class Bounds(ConfigModel):
@@ -100,7 +100,7 @@ def by_kind(expected: str) -> Discriminator:
 
 
 def format_key(key: Any) -> str:
-    """Format one key of a path. The key is quoted unless it is a plain word."""
+    """Format one key of a path. Quote the key unless it is a plain word."""
     if isinstance(key, str):
         return key if re.fullmatch(r"[\w-]{1,60}", key) else format_value(key)
     return repr(key)
@@ -203,7 +203,7 @@ class ConfigModel(BaseModel):
 
 
 def known_keys(model: type[BaseModel]) -> set[str]:
-    """Return the keys that a section may have, including alternative names."""
+    """Return the keys that a section may have, including the alternative names of keys."""
     return {*model.model_fields, *(model.other_names if issubclass(model, ConfigModel) else ())}
 
 

@@ -1,9 +1,8 @@
 """Save and load rank shards: files in a checkpoint with the environments and replay buffers of one rank.
 
-Each rank other than rank 0 has a shard.
-
-Weights, statistics and counters are equal on all ranks, so only rank 0 saves them. Before rank 0 saves a state, the
-other ranks send their shards to rank 0. The shard of rank i is saved as the file `rank_<i>.safetensors`.
+Every rank except 0 has a shard. Weights, statistics and counters are equal on all ranks, so only rank 0 saves them.
+Before rank 0 saves a state, the other ranks send their shards to rank 0. The shard of rank i is saved as the file
+`rank_<i>.safetensors`.
 """
 
 from collections.abc import Iterator, Mapping
