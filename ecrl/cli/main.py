@@ -39,7 +39,7 @@ def train(
 
     Args:
         path: name of a shipped config, such as cartpole_ppo, or path of a JSON or YAML file.
-        config: the config, as an option instead of the first argument.
+        config: name or path of the config, if the first argument is absent.
         resume: folder of a run to continue from its newest checkpoint. No config is needed.
         force: resume even if the config differs from the run's own config.
         distributed: join the processes that torchrun started, even if the config's trainer.distributed is false.

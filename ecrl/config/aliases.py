@@ -254,7 +254,7 @@ def part_entry(kind: str, section: Any) -> Entry | None:
 
 
 def reject_unused_aliases(raw: RawConfig) -> RawConfig:
-    """Report trainer keys that were moved to the algorithm's settings, if the chosen algorithm has no such keys."""
+    """Report the trainer keys that were moved to the algorithm's settings but do not exist in the chosen algorithm."""
     entry, data, faults = part_entry("algorithm", raw.data.get("algorithm")), raw.data, list(raw.faults)
     for old, new in KEY_ALIASES.items():
         *_, key = loc = split_path(new)

@@ -144,7 +144,7 @@ def _gym_faults(gym: Any) -> list[Fault]:
 def _add_file_fault(raw: RawConfig, text: str) -> RawConfig:
     """Add a fault about the file at `trainer.gym_config`.
 
-    Without the file, validation would also report a missing `env`. The missing `env` gets the path
+    Without the file, validation would also report a missing `env`. The fault about the missing `env` gets the path
     `trainer.gym_config`, because ecrl reports only the first fault of a path.
     """
     absent = ("env", "name") if isinstance(raw.data.get("env"), dict) else ("env",)

@@ -15,11 +15,11 @@ from ecrl.registry import did_you_mean
 
 _YAML_SUFFIXES = (".yaml", ".yml")
 _MAX_BYTES, _MAX_VALUES, _MAX_MERGED = 2**24, 10**6, 10**5
-"""Maximum bytes, values, and values merged by `<<` in one file. The limits stop malicious files early."""
+"""Maximum numbers of bytes, values and values merged by `<<` in a file. The limits stop malicious files early."""
 
 
 class _YamlLoader(yaml.SafeLoader):
-    """YAML loader that reads unquoted words as JSON would: `1e-8` is a number, but `off`, `yes` and dates are text."""
+    """YAML loader with JSON's types: the unquoted word `1e-8` is a number, but `off`, `yes` and dates are text."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012  (PyYAML's own name and type)
     merged = 0
@@ -150,7 +150,7 @@ def _parse_value(key: str, text: str) -> Any:
 def parse_overrides(tokens: Sequence[str]) -> dict[str, Any]:
     """Parse command-line tokens into dotted keys and values, for `load_config(path, overrides)`.
 
-    Values are parsed as JSON. A value that is not valid JSON is a string. In keys, `-` is replaced by `_`.
+    Values are parsed as JSON. A value that is not valid JSON is a string. In a key, each `-` is replaced by `_`.
 
     >>> parse_overrides(["--trainer.seed", "3", "--algorithm.cfg.gamma=0.9", "--trainer.exp-name", "long run"])
     {'trainer.seed': 3, 'algorithm.cfg.gamma': 0.9, 'trainer.exp_name': 'long run'}

@@ -132,7 +132,7 @@ def faults_from_error(model: type[BaseModel], error: ValidationError) -> list[Fa
     faults = []
     for fault in error.errors(include_url=False):
         place = tuple(part for part in fault["loc"] if part not in (NUMBER.tag, LIST.tag, OBJECT.tag))
-        place = place[:1] if fault["type"] == "recursion_depth_exceeded" else place  # a full path would fill a page
+        place = place[:1] if fault["type"] == "recursion_depth_exceeded" else place  # the full path would be very long
         key, *indices = place or ("",)
         is_own = isinstance(key, str) and key in model.model_fields and all(isinstance(index, int) for index in indices)
         about = model.model_fields[str(key)].description if is_own else None
@@ -167,7 +167,7 @@ class ConfigModel(BaseModel):
     other_names: ClassVar[dict[str, str]] = {}
     """Map each alternative name of a key to the name of the field."""
     inert: ClassVar[dict[str, str]] = {}
-    """Map each EmbodiChain key that ecrl ignores in this section to the reason."""
+    """Map each EmbodiChain key that ecrl ignores in this section to the reason why."""
 
     @model_validator(mode="wrap")
     @classmethod
@@ -276,7 +276,7 @@ def validate_section(
     """Validate `data` with `model`. If the data has faults, raise a ConfigError with one line per fault.
 
     Args:
-        model: model of the section.
+        model: Config model that validates the section.
         data: data of the section, before validation.
         source: start of each line, such as the file's name.
         earlier_faults: faults of earlier steps, which are also reported. Validation adds no second fault for the same

@@ -39,7 +39,7 @@ class Source(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """One metric of a source as a curve, in arrays of shape `[n]`.
+    """Curve of one metric of a source, in arrays of shape `[n]`.
 
     `name` is the name of the source's folder or file.
     """

@@ -78,7 +78,7 @@ def legend_label(group: Sequence[Curve]) -> str:
 
 
 def draw_group(axes: Any, group: Sequence[Curve], by: str, color: str) -> None:
-    """Draw a group of curves on matplotlib axes over `by`, which is "steps" or "minutes"."""
+    """Draw a group of curves on matplotlib axes. The x-axis is `by`, which is "steps" or "minutes"."""
     steps = [one.steps for one in group]
     if len(group) < MIN_BAND_SEEDS or not len(band_positions(steps)):  # the seeds are too few or share no range
         for number, one in enumerate(group):

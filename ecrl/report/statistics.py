@@ -34,7 +34,7 @@ def bootstrap_interval(
     Args:
         values: array of shape `[n, ...]` with one value per seed; the same seeds are drawn at all positions of the
             other axes.
-        rng: random generator.
+        rng: NumPy random generator.
         resamples: number of resamples, each with n seeds.
         level: fraction of the resamples whose interquartile mean lies in the interval.
 

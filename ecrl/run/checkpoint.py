@@ -121,7 +121,7 @@ def snapshot(
         state: state of the run, with or without its replay buffers; the caller may overwrite the state after this call.
         cfg: config of the run.
         logs: scalar logs to store in the manifest, such as the results of the evaluation that selected this state.
-        files: contents of extra files, by filename; the manifest records their checksums.
+        files: dict from the filename of each extra file to its content; the manifest records the checksums.
         frozen: frozen leaves of an earlier snapshot; if `state` has the same frozen leaves, their checksum is not
             computed again.
 
@@ -208,7 +208,7 @@ def save(
         state: state of a run.
         cfg: config of the run.
         logs: scalar logs to store in the manifest, such as the results of the evaluation that selected this state.
-        files: contents of extra files, by filename; the manifest records their checksums.
+        files: dict from the filename of each extra file to its content; the manifest records the checksums.
 
     Raises: CheckpointError if the checkpoint cannot be written, or if `path` exists and is not a checkpoint.
     """
@@ -304,7 +304,7 @@ def _read_files(path: str | Path) -> tuple[dict[str, bytes], list[str]]:
     """Return the result of `read_files`, and a warning for each file that `init_frozen` recreated."""
     path, files, remade = complete_folder(Path(path)), {}, []
     checksums = read_manifest(path)["sha256"]
-    # read the frozen leaves last, because recreating them needs the config
+    # read the frozen leaves last, because the config is needed to recreate the frozen leaves
     for name in sorted(checksums, key=lambda name: name.startswith(_FROZEN)):
         problem = None
         if not _is_file(path / name):

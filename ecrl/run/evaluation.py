@@ -61,8 +61,8 @@ def _eval_step(
     """Take one step in every environment.
 
     Returns: the tuple `((carry, environment state), (rows, view))`. The tensor `rows`, of shape `[K, N]`, stacks the
-        reward, `done`, the number of env steps to count and each outcome. `view` holds the camera's fields of the state
-        before the step.
+        reward, `done`, the number of env steps to count and each outcome. `view` holds the fields that a camera needs,
+        from the state before the step.
     """
     carry, env_state = carry_and_env
     before = view(env_state, filmed) if filmed else ()
@@ -237,7 +237,7 @@ def eval_steps(
     index = torch.arange(num_envs, device=key.device)
     env_state = env.reset(rng.stream(key, rng.START, index, 0))
     names += _outcomes(env_state)
-    sizes = (num_envs, _CHUNK if env.is_pure else 1, filmed)  # checks are cheap for environments on the host
+    sizes = (num_envs, _CHUNK if env.is_pure else 1, filmed)  # a check is cheap if the environment runs on the host
     if env.is_pure:
         steps = run.jit(_eval_steps, act, env, run.scan, *sizes)
     else:

@@ -36,7 +36,7 @@ class Times:
     Attributes:
         seconds: dict from the path of each phase to the durations of its calls, in seconds.
         inside: path of the current phase.
-        nested: seconds that the current record has spent in inner consumers.
+        nested: time that inner consumers have taken for the current record, in seconds.
     """
 
     seconds: dict[tuple[str, ...], list[float]] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """Save and load rank shards: files in a checkpoint with the environments and replay buffers of one rank.
 
-Every rank except 0 has a shard. Weights, statistics and counters are equal on all ranks, so only rank 0 saves them.
-Before rank 0 saves a state, the other ranks send their shards to rank 0. The shard of rank i is saved as the file
+Every rank other than rank 0 has a shard. Weights, statistics and counters are equal on all ranks, so only rank 0 saves
+them. Before rank 0 saves a state, the other ranks send their shards to rank 0. The shard of rank i is saved as the file
 `rank_<i>.safetensors`.
 """
 
@@ -29,7 +29,7 @@ from ecrl.types import LogData
 
 
 def _per_rank_tensors(state: TensorDict, kinds: Kinds) -> dict[str, Tensor]:
-    """Return the tensors of environments and replay buffers by name. Only these tensors differ between ranks."""
+    """Return the tensors that differ between ranks (environments and replay buffers) by name."""
     paths = [path for path, kind in leaf_kinds(state, kinds).items() if kind in PER_RANK]
     return {"/".join(path): cast(Tensor, state[path]) for path in paths}
 

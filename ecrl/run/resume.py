@@ -130,7 +130,7 @@ def continues_run(run_dir: str | Path, state: TensorDict, cfg: Config) -> bool:
 
 
 def _apply_changes(state: TensorDict, own: tuple[Run, Config], changed: tuple[Run, Config]) -> TensorDict:
-    """Return the state with the hyperparameters, learning rates and seed of a changed config.
+    """Replace the hyperparameters, learning rates and seed in a state by the values of a changed config.
 
     Learning rates and the random key are replaced only if the config changes them. If an adaptive schedule changes a
     learning rate, the state stores the rate in a field whose name ends in `learning_rate`.

@@ -1,4 +1,7 @@
-"""Train runs with all their consumers. Notebooks call `train`, and scripts and the shell call `train_from_config`."""
+"""Train a run and pass its records through all consumers.
+
+Notebooks call `train`, and scripts and the shell call `train_from_config`.
+"""
 
 import json
 import os
