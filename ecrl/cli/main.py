@@ -1,4 +1,4 @@
-"""Define the command line, such as `ecrl train CONFIG` and `ecrl eval RUN`. Only commands that need torch import it."""
+"""Define the command line, such as `ecrl train CONFIG`. Only the commands that need torch import torch."""
 
 import atexit
 import gc
@@ -268,7 +268,7 @@ def main() -> None:
 
 
 def _run_command() -> None:
-    """Run the command. If the user can fix an error, print one line per fault to stderr and exit with status 2."""
+    """Run the command in `sys.argv`. If the user can fix an error, print one line per fault and exit with status 2."""
     warnings.formatwarning = _format_warning
     atexit.register(gc.freeze)  # after compilation, a garbage collection at exit would take two seconds
     try:

@@ -307,8 +307,9 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Mapping[str, 
     - `trainer.learning_env` becomes `env`.
     - `trainer.segment_length` and `trainer.deterministic_actions` become keys of `algorithm.cfg`.
     - `trainer.update_horizon` becomes `trainer.buffer_size`.
-    - `trainer.total_timesteps` sets `trainer.iterations`. Only a run of one process may set this key.
-    - `trainer.save_frequency_updates` sets `trainer.save_freq`. Only a run of one process may set this key.
+    - `trainer.total_timesteps` sets `trainer.iterations`. Only a run of one process may set `trainer.total_timesteps`.
+    - `trainer.save_frequency_updates` sets `trainer.save_freq`. Only a run of one process may set
+      `trainer.save_frequency_updates`.
 
     Args:
         source: name of a shipped config such as `"cartpole_ppo"`, path of a file, or a dict with the four sections.

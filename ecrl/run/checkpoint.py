@@ -84,7 +84,7 @@ class FrozenLeaves:
 
 
 def _frozen_leaves(leaves: dict[str, Tensor], previous: FrozenLeaves | None) -> FrozenLeaves | None:
-    """Wrap the frozen leaves. If the tensors have not changed, return `previous`, which caches their checksum."""
+    """Return the frozen leaves. If the tensors are unchanged, return `previous`, which caches their checksum."""
     if not leaves:
         return None
     versions = [version_of(x) for x in leaves.values()]

@@ -259,7 +259,7 @@ def eval_steps(
 def check_evaluation(run: Run, cfg: Config) -> None:
     """Raise ConfigError if an evaluation event cannot work, or if `trainer.best_eval_metric` is never logged.
 
-    A run calls this function before it starts.
+    `train` calls this function before the run starts.
 
     Args:
         run: run whose environment is the evaluation environment.

@@ -76,7 +76,7 @@ def _observation(inputs: dict[str, Tensor], paths: dict[str, tuple]) -> Any:
     """Assemble an observation from its named inputs."""
     if paths == {"obs": ()}:
         return inputs["obs"]
-    # no batch dimensions, because the exported policy would then accept only the batch size of the example
+    # leave out the batch dimensions, because they would fix the batch size to the size of the example
     return TensorDict({path: inputs[name] for name, path in paths.items()}, [])
 
 

@@ -100,7 +100,7 @@ def timed_records(times: Times, name: str, records: Iterator[LogData]) -> Iterat
 
 
 def with_timers(times: Times, run: Run) -> Run:
-    """Return a copy of the run that times collect, update, the environment, the policy and each function of `jit`.
+    """Return a copy of the run with timers around collect, update, the environment, the policy and jitted functions.
 
     Rollouts call the functions of the policy and the environment in a plain loop. In a compiled run, each of these
     functions is compiled separately.
