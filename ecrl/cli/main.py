@@ -268,7 +268,10 @@ def main() -> None:
 
 
 def _run_command() -> None:
-    """Run the command in `sys.argv`. If the user can fix an error, print one line per fault and exit with status 2."""
+    """Run the command in `sys.argv`.
+
+    If the user can fix an error, print one line per fault to stderr and exit with status 2.
+    """
     warnings.formatwarning = _format_warning
     atexit.register(gc.freeze)  # after compilation, a garbage collection at exit would take two seconds
     try:
