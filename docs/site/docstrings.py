@@ -1,7 +1,7 @@
 """Griffe extension that rewrites this project's docstrings as Markdown for mkdocstrings.
 
-Sections such as `Returns: text`, with the text on the same line, become entries of a definition list. Doctests have no
-heading in the docstrings, and become fenced blocks. Equations are indented, so Markdown already shows them as code.
+Sections such as `Returns: text`, whose text begins on the same line, become entries of a definition list. Doctests have
+no heading in the docstrings, and become fenced blocks. Equations are indented, so Markdown already shows them as code.
 """
 
 import re

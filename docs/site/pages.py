@@ -69,7 +69,7 @@ def on_page_markdown(markdown: str, page: Page, **kwargs: Any) -> str:
     if page.file.src_uri == "benchmarks/results/README.md":
         page.meta["hide"] = ["navigation", "toc"]  # the table needs the full width of the window
     if page.file.src_uri.startswith("notebooks/"):
-        return markdown  # the text is still the notebook's JSON
+        return markdown  # the Markdown is still the notebook's JSON
     if page.file.src_uri.startswith("reference/"):
         return _FENCED_OR_NAME.sub(_link_name, markdown)
     relinked = _OUTSIDE_LINK.sub(lambda match: f"]({SITE_PATHS[match[1]]}{match[2] or ''})", markdown)
@@ -77,7 +77,7 @@ def on_page_markdown(markdown: str, page: Page, **kwargs: Any) -> str:
 
 
 def _label_cells(table: re.Match) -> str:
-    """Add the column name to each cell of a table. Narrow screens stack the cells and show the column name in each."""
+    """Add the column name to each cell of a table. On narrow screens, a cell shows its column name."""
     names = [re.sub(r"<.*?>", "", name) for name in re.findall(r"<th[^>]*>(.*?)</th>", table[0], re.DOTALL)]
     columns = cycle(names if len(names) > 2 else ["", ""])
     return re.sub(r"<td\b", lambda _: f'<td data-label="{next(columns)}"', table[0])

@@ -1,1 +1,1 @@
-"""The command-line program `ecrl`."""
+"""Command-line program `ecrl`."""

@@ -1,6 +1,6 @@
-"""Commands that need no checkpoint: `ecrl check`, `check-env`, `schema`, `plot` and `bench`.
+"""Define the commands that need no checkpoint: `ecrl check`, `check-env`, `schema`, `plot` and `bench`.
 
-Each command imports its modules only when it runs, so that `ecrl --help` is fast.
+Each command imports its modules only when the command runs, so that `ecrl --help` is fast.
 """
 
 import json
@@ -119,14 +119,15 @@ def bench(
     """Compare ecrl with other libraries. The command needs a checkout of the source and the extra `bench`.
 
     Args:
-        what: speed measures how fast ecrl is, and results measures how well the shipped configs learn. Each measured
-            seed has a file with its results, and is not measured again.
-        quick: for speed, run fewer and shorter rounds, and only the first three benchmarks.
+        what: name of the comparison. speed measures how fast ecrl is, and results measures how well the shipped configs
+            learn. Each measured seed has a file with its results, and is not measured again.
+        quick: run fewer and shorter rounds, and only the first three speed benchmarks.
         only: names of speed benchmarks, such as end_to_end, or of configs for results, such as cartpole_ppo; all if
             absent.
-        seeds: for results, number of seeds per config. The default is ten for configs that train in less than ten
+        seeds: number of seeds per config for results. The default is ten for configs that train in less than ten
             minutes, and three for the others.
-        minutes: for results, start no run after this many minutes. With 0, only regenerate the tables and pictures.
+        minutes: start no run of results after this many minutes. With 0 minutes, only regenerate the tables and
+            pictures.
         out: folder for the results; benchmarks/results if absent.
     """
     root = Path(__file__).resolve().parents[2]

@@ -1,4 +1,4 @@
-"""The command line: `ecrl train CONFIG`, `ecrl eval RUN` and so on. Only commands that need torch import torch."""
+"""Define the command line, such as `ecrl train CONFIG`. Only the commands that need torch import torch."""
 
 import atexit
 import gc
@@ -39,7 +39,7 @@ def train(
 
     Args:
         path: name of a shipped config, such as cartpole_ppo, or path of a JSON or YAML file.
-        config: the config, as an option instead of the first argument.
+        config: name or path of the config, if the first argument is absent.
         resume: folder of a run to continue from its newest checkpoint. No config is needed.
         force: resume even if the config differs from the run's own config.
         distributed: join the processes that torchrun started, even if the config's trainer.distributed is false.
@@ -179,10 +179,10 @@ def record(
 def replay(crash: Annotated[str, tyro.conf.Positional], /, distributed: bool = False) -> None:
     """Repeat an iteration that produced NaN or infinity, and print where the first such value occurs.
 
-    The iteration first runs in the mode of its run, compiled or eager, and then eagerly, step by step.
+    The iteration first runs compiled or eagerly, as in the original run, and then eagerly, step by step.
 
     Args:
-        crash: crash folder of a run, RUN/crash.
+        crash: crash folder of a run, such as RUN/crash.
         distributed: join the processes that torchrun started. Start as many processes as the run had.
     """
     from ecrl.distributed import rank, start, stop, world_size
@@ -231,7 +231,7 @@ def _import_user_modules(args: list[str]) -> list[str]:
 
 
 def _shorten(line: str) -> str:
-    """Remove the middle of a very long line, because a message may quote a long value."""
+    """Remove the middle of a very long line, because an error message may quote a long value."""
     return line if len(line) <= 1000 else f"{line[:800]} ... {line[-200:]}"
 
 
@@ -263,12 +263,15 @@ def main() -> None:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # because Python flushes stdout when it exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # because Python flushes stdout at exit
         sys.exit(128 + signal.SIGPIPE)
 
 
 def _run_command() -> None:
-    """Run the command. If the user can fix an error, print one line per fault to stderr and exit with status 2."""
+    """Run the command in `sys.argv`.
+
+    If the user can fix an error, print one line per fault to stderr and exit with status 2.
+    """
     warnings.formatwarning = _format_warning
     atexit.register(gc.freeze)  # after compilation, a garbage collection at exit would take two seconds
     try:

@@ -1,4 +1,4 @@
-"""Configs of runs: keys, files, validation, JSON schema, and translation of EmbodiChain's configs."""
+"""Read, validate and translate the configs of runs, and generate their JSON schema."""
 
 from ecrl.config.config import (
     AlgorithmChoice,

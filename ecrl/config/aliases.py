@@ -35,7 +35,7 @@ COUNT_KEYS = {
 """
 
 SKIP_KEY, GUARD_KEY = "algorithm.cfg.skip_nonfinite_updates", "trainer.finite_guard"
-"""EmbodiChain's key for the algorithm apg, and ecrl's key that replaces it. True means "skip", false means "stop"."""
+"""EmbodiChain's key `SKIP_KEY` for apg, and ecrl's key `GUARD_KEY`. True becomes "skip", and false becomes "stop"."""
 
 SETTINGS = {"name": ("cfg", "kwargs"), "func": ("params",), "type": ("network_cfg",)}
 """Map a key that names a component to the keys that hold its settings. A new name removes the old settings."""
@@ -45,13 +45,13 @@ MISSING = object()
 
 
 class RawConfig(NamedTuple):
-    """A config during its translation, before validation.
+    """Config during its translation, before validation.
 
     Attributes:
-        data: the config. Keys that are already translated have ecrl's names.
-        origins: for each moved key, the original name that the user wrote.
-        faults: faults found so far.
-        inert: removed keys that ecrl ignores, each with the reason.
+        data: config, in which the keys that are already translated have ecrl's names.
+        origins: dict from the path of each moved key to the name that the user wrote.
+        faults: faults that have been found so far.
+        inert: keys that ecrl ignores and has removed, each with the reason.
     """
 
     data: dict[str, Any]
@@ -110,7 +110,7 @@ def split_path(path: str) -> Loc:
 
 
 def _expand_env_name(data: dict) -> dict:
-    """Replace an environment given as a string by a section with this name."""
+    """Replace an environment that is given as a string by a section whose `name` is the string."""
     for path in (("env",), ("trainer", "learning_env")):
         if isinstance(name := get_path(data, path), str):
             data = set_path(data, path, {"name": name})
@@ -190,7 +190,7 @@ def _convert_count(count: Any, unit: str, sizes: list[Any]) -> Any:
     An invalid count is returned unchanged.
     """
     if not all(isinstance(x, int) and not isinstance(x, bool) and x > 0 for x in (count, *sizes)):
-        return count  # validation reports the fault
+        return count  # validation reports the invalid count
     return -(-count // prod(sizes)) if unit == "iterations" else count * prod(sizes)
 
 
@@ -200,8 +200,8 @@ def convert_counts(raw: RawConfig, defaults: Mapping[str, Any]) -> RawConfig:
         iterations = ceil(total_timesteps / (buffer_size * num_envs))
         save_freq  = save_frequency_updates * buffer_size * num_envs
 
-    If `trainer.segment_length` is set and `trainer.buffer_size` is not, the segment length is also the buffer size, as
-    in EmbodiChain.
+    If `trainer.segment_length` is set but `trainer.buffer_size` is not, the buffer size is the segment length, as in
+    EmbodiChain.
     """
     trainer = get_path(raw.data, ("trainer",))
     if not isinstance(trainer, dict):
@@ -254,7 +254,7 @@ def part_entry(kind: str, section: Any) -> Entry | None:
 
 
 def reject_unused_aliases(raw: RawConfig) -> RawConfig:
-    """Report trainer keys that were moved to the algorithm's settings, if the chosen algorithm has no such keys."""
+    """Report the trainer keys that were moved to the algorithm's settings but do not exist in the chosen algorithm."""
     entry, data, faults = part_entry("algorithm", raw.data.get("algorithm")), raw.data, list(raw.faults)
     for old, new in KEY_ALIASES.items():
         *_, key = loc = split_path(new)

@@ -1,9 +1,11 @@
-"""The config of a run, which is strict and frozen. An error lists all faults, each with its path and a remedy.
+"""Define the strict and frozen config of a run. An error lists all faults of a config, each with its path and a remedy.
 
-A config has four sections: `trainer`, `env`, `policy` and `algorithm`. Values come from JSON, YAML, the command line or
-`Config.replace`. ecrl always checks for duplicate keys, translates alternative keys and validates with pydantic.
+A config has four sections: `trainer`, `env`, `policy` and `algorithm`. The values of a config come from JSON, YAML, the
+command line or `Config.replace`. ecrl always checks for duplicate keys, translates alternative keys and validates the
+config with pydantic.
 
-A registered component, such as an algorithm, defines a Config model for its settings. The registry stores this model.
+A registered component, such as an algorithm, defines a Config model for its settings. The registry stores the Config
+model of each component.
 """
 
 import json
@@ -58,7 +60,7 @@ def _find_entry(kind: str, section: dict, key: str = "name") -> Entry:
 def validate_settings(kind: str, section: dict, key: str, settings: str) -> dict:
     """Validate the settings in a section, and return the section.
 
-    The Config model of the component that `section[key]` names validates `section[settings]`.
+    The component that `section[key]` names has a Config model, which validates `section[settings]`.
     """
     config = _find_entry(kind, section, key).config
     try:
@@ -69,7 +71,7 @@ def validate_settings(kind: str, section: dict, key: str, settings: str) -> dict
 
 
 class EventConfig(ConfigModel):
-    """A registered event that changes the environments: its name, its settings and when it happens."""
+    """Name, mode and settings of a registered event, which changes the environments."""
 
     part_kind: ClassVar = "event"
 
@@ -88,7 +90,7 @@ class EventConfig(ConfigModel):
 
 
 class EventsConfig(ConfigModel):
-    """Events of training and of evaluation. The key of each event is a name of your choice."""
+    """Events of training and of evaluation. You can choose the key of each event freely."""
 
     train: dict[str, EventConfig] = Field(default_factory=dict, description="events of the training environments")
     eval: dict[str, EventConfig] = Field(default_factory=dict, description="events of the evaluation environments")
@@ -174,7 +176,7 @@ class TrainerConfig(ConfigModel):
 
 
 class Choice(ConfigModel):
-    """A named component, written `{"name": ..., "cfg": {...}}`. The component's Config model validates `cfg`."""
+    """Registered component, written as `{"name": ..., "cfg": {...}}`. The component's Config model validates `cfg`."""
 
     name: str = Field(description="registered name")
     cfg: SerializeAsAny[BaseModel] = Field(description="settings of the component")
@@ -192,7 +194,7 @@ def _gymnasium(section: dict) -> dict:
 
 
 class EnvChoice(Choice):
-    """The environment: its settings and its registered name, under the key `name` or `id`."""
+    """Settings and registered name of the environment. The key of the name is `name` or `id`."""
 
     other_names: ClassVar = {"id": "name"}
     part_kind: ClassVar = "env"
@@ -205,7 +207,7 @@ class EnvChoice(Choice):
 
 
 class AlgorithmChoice(Choice):
-    """The algorithm: its registered name and hyperparameters."""
+    """Registered name and hyperparameters of the algorithm."""
 
     part_kind: ClassVar = "algorithm"
 
@@ -216,7 +218,7 @@ class AlgorithmChoice(Choice):
 
 
 class PolicyConfig(ConfigModel):
-    """Settings that all policies have. The Config model of the named policy validates the section."""
+    """Settings that all policies have. The Config model of the named policy validates the whole section."""
 
     name: str = Field(description='registered name, such as "actor_critic"')
     action_dim: Count | None = Field(
@@ -234,7 +236,7 @@ class PolicyConfig(ConfigModel):
 
 
 class Config(ConfigModel):
-    """The config of a whole run."""
+    """Config of a whole run."""
 
     trainer: TrainerConfig = Field(
         TrainerConfig.model_construct(),
@@ -262,9 +264,9 @@ def config_from_dict(
 
     Args:
         data: dict with the four sections.
-        source: origin of the data, such as a filename. Each line of an error starts with this origin.
-        overrides: values by dotted key, such as `{"trainer.seed": 3}`, which replace values of `data`.
-        folder: folder to search for a relative `trainer.gym_config`, after the working directory.
+        source: origin of the data, such as a filename. Each line of an error message starts with this origin.
+        overrides: dict from dotted key to a value that replaces the value in `data`, such as `{"trainer.seed": 3}`.
+        folder: folder that is searched for a relative `trainer.gym_config` after the working directory.
     """
     if not isinstance(data, dict):
         return validate_section(Config, data, source)
@@ -295,21 +297,23 @@ def env_choice(name: str, overrides: Mapping[str, Any]) -> EnvChoice:
 
 
 def load_config(source: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Config:
-    """Read and validate a config: a preset by name, a file or a dict.
+    """Read and validate a config from a preset, a file or a dict.
 
-    A file is YAML if its name ends in .yaml or .yml, else JSON. ecrl translates these keys of EmbodiChain's configs:
+    A file is read as YAML if its name ends in .yaml or .yml, else as JSON. ecrl translates these keys of EmbodiChain's
+    configs:
 
     - `trainer.gym_config` is the path of a second file with the environment's name and settings. Values under `env`
-      replace values from that file.
+      replace values from the second file.
     - `trainer.learning_env` becomes `env`.
     - `trainer.segment_length` and `trainer.deterministic_actions` become keys of `algorithm.cfg`.
     - `trainer.update_horizon` becomes `trainer.buffer_size`.
-    - `trainer.total_timesteps` sets `trainer.iterations`. Only a run of one process may set this key.
-    - `trainer.save_frequency_updates` sets `trainer.save_freq`. Only a run of one process may set this key.
+    - `trainer.total_timesteps` sets `trainer.iterations`. Only a run of one process may set `trainer.total_timesteps`.
+    - `trainer.save_frequency_updates` sets `trainer.save_freq`. Only a run of one process may set
+      `trainer.save_frequency_updates`.
 
     Args:
         source: name of a shipped config such as `"cartpole_ppo"`, path of a file, or a dict with the four sections.
-        overrides: values by dotted key, such as `{"trainer.seed": 3}`, which replace values of the config.
+        overrides: dict from dotted key to a value that replaces the config's value, such as `{"trainer.seed": 3}`.
             `parse_overrides` reads overrides from a command line.
 
     >>> load_config("cartpole_ppo", {"trainer.seed": 3}).trainer.seed
@@ -326,7 +330,7 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Mapping[str, 
 
 
 def _leaves(data: Any, path: str = "") -> dict[str, str]:
-    """Return the JSON text of every value, by dotted key. A list counts as one value."""
+    """Map the dotted key of every value to the value's JSON text. A list counts as one value."""
     if not isinstance(data, dict):
         return {path: json.dumps(data)}
     nested = (_leaves(value, f"{path}.{key}" if path else key) for key, value in data.items())
@@ -336,7 +340,7 @@ def _leaves(data: Any, path: str = "") -> dict[str, str]:
 def diff(a: Config, b: Config) -> list[str]:
     """List the differences between two configs, one line per key, such as `trainer.seed: 1 -> 3`.
 
-    If only one config has a key, the other value is shown as "absent".
+    If only one config has a key, the value in the other config is shown as "absent".
 
     >>> cfg = load_config("cartpole_ppo")
     >>> diff(cfg, cfg.replace(**{"trainer.seed": 3, "env.name": "probe_delay"}))[:2]

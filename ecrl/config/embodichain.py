@@ -102,7 +102,7 @@ def inert_keys_in(model: type, data: Any, path: Loc = ()) -> list[Fault]:
     for name, field in model.model_fields.items():
         for section in sections_in(field.annotation):
             parts = data.get(name)
-            if "dict" in str(field.annotation) and isinstance(parts, dict):  # a dict of sections
+            if "dict" in str(field.annotation) and isinstance(parts, dict):  # the field is a dict of sections
                 faults += [f for key, part in parts.items() for f in inert_keys_in(section, part, (*path, name, key))]
             else:
                 faults += inert_keys_in(section, parts, (*path, name))
@@ -144,8 +144,8 @@ def _gym_faults(gym: Any) -> list[Fault]:
 def _add_file_fault(raw: RawConfig, text: str) -> RawConfig:
     """Add a fault about the file at `trainer.gym_config`.
 
-    Without the file, validation would also report a missing `env`. To suppress that fault, it gets the path
-    `trainer.gym_config`, because only the first fault of a path is reported.
+    Without the file, validation would also report a missing `env`. The fault about the missing `env` gets the path
+    `trainer.gym_config`, because ecrl reports only the first fault of a path.
     """
     absent = ("env", "name") if isinstance(raw.data.get("env"), dict) else ("env",)
     origins = dict(raw.origins)
@@ -189,9 +189,9 @@ def merge_gym_config(raw: RawConfig, folder: Path) -> RawConfig:
 
 
 def _merge(file_value: Any, inline_value: Any, path: Loc, text: str, origins: dict[Loc, str]) -> Any:
-    """Merge two values key by key, and prefer the inline value.
+    """Merge an inline value with the file's value key by key, and prefer the inline value.
 
-    For each key from the file, record `text` in `origins`.
+    For each value from the file, record its place in the file, `text`, in `origins`.
     """
     if inline_value is MISSING:
         origins[path] = text
@@ -238,10 +238,10 @@ def translate_config(
     """Translate a config into ecrl's own keys.
 
     Args:
-        data: the config before translation, which is not changed.
-        overrides: values by dotted key, which replace values of the config.
-        folder: folder to search for a relative `trainer.gym_config`, after the working directory.
-        defaults: the default values of `trainer.buffer_size` and `trainer.num_envs`, by name.
+        data: config before translation, which the function does not change.
+        overrides: dict from dotted key to a value that replaces the config's value.
+        folder: folder that is searched for a relative `trainer.gym_config` after the working directory.
+        defaults: dict with the default values of `buffer_size` and `num_envs` in the trainer section.
     """
     raw = apply_aliases(RawConfig(data, {}, repeated_keys(data), []))
     raw = apply_aliases(apply_overrides(raw, overrides))

@@ -15,11 +15,11 @@ from ecrl.registry import did_you_mean
 
 _YAML_SUFFIXES = (".yaml", ".yml")
 _MAX_BYTES, _MAX_VALUES, _MAX_MERGED = 2**24, 10**6, 10**5
-"""Limits of one file: its bytes, its values, and the values that `<<` merges. The limits stop malicious files early."""
+"""Maximum numbers of bytes, values and values merged by `<<` in a file. The limits stop malicious files early."""
 
 
 class _YamlLoader(yaml.SafeLoader):
-    """YAML loader that reads unquoted words as JSON would: `1e-8` is a number, but `off`, `yes` and dates are text."""
+    """YAML loader with JSON's types: the unquoted word `1e-8` is a number, but `off`, `yes` and dates are text."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012  (PyYAML's own name and type)
     merged = 0
@@ -89,7 +89,7 @@ def _missing_file_error(path: Path) -> ConfigError:
 def _count_values(data: Any, counted: dict[int, int]) -> int:
     """Count the values in `data`.
 
-    A value counts again for each YAML alias that repeats it. `counted` caches the counts by object id.
+    A value is counted again for each YAML alias that repeats the value. `counted` caches the counts by object id.
     """
     if not isinstance(data, dict | list):
         return 1
@@ -103,7 +103,7 @@ def _count_values(data: Any, counted: dict[int, int]) -> int:
 def read(path: Path) -> Any:
     """Read a file as YAML if its name ends in .yaml or .yml, else as JSON. Objects become `ObjectPairs`.
 
-    Raises: ConfigError of one line. For a syntax error, the message has the line and the column.
+    Raises: ConfigError with a one-line message. For a syntax error, the message has the line and the column.
     """
     text = ""
     try:
@@ -150,12 +150,13 @@ def _parse_value(key: str, text: str) -> Any:
 def parse_overrides(tokens: Sequence[str]) -> dict[str, Any]:
     """Parse command-line tokens into dotted keys and values, for `load_config(path, overrides)`.
 
-    Values are parsed as JSON. A value that is not valid JSON is a string. In keys, `-` is replaced by `_`.
+    Values are parsed as JSON. A value that is not valid JSON is a string. In a key, each `-` is replaced by `_`.
 
     >>> parse_overrides(["--trainer.seed", "3", "--algorithm.cfg.gamma=0.9", "--trainer.exp-name", "long run"])
     {'trainer.seed': 3, 'algorithm.cfg.gamma': 0.9, 'trainer.exp_name': 'long run'}
 
-    Raises: ConfigError of one line for a duplicate key, a key without a value, or a token that is not a key.
+    Raises: ConfigError with a one-line message for a duplicate key, a key without a value, or a token that is not a
+        key.
     """
     values, remaining = {}, list(tokens)
     while remaining:

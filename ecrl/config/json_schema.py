@@ -1,6 +1,6 @@
 """Generate a JSON schema of configs with the settings of every registered component.
 
-Editors use the schema to complete keys.
+Editors use the schema to complete the keys of a config.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ def _add_other_names(model: type[BaseModel], section: dict[str, Any]) -> None:
 
 
 def _part_models(models: list[type[BaseModel]]) -> dict[type[BaseModel], str]:
-    """Map every config model that names a registered component, at any depth of `models`, to the component's kind."""
+    """Map each config model that names a registered component, at any depth of `models`, to the component's kind."""
     kinds: dict[type[BaseModel], str] = {}
     pending = list(models)
     while pending:
@@ -40,7 +40,7 @@ def _part_models(models: list[type[BaseModel]]) -> dict[type[BaseModel], str]:
 def _branch(names: dict[str, Any], keys: list[str], settings: str, config: dict[str, Any], default: bool) -> dict:
     """Return a section's schema for one component.
 
-    One of `keys` has the component's name, and `settings` has its settings.
+    The component's name is under one of `keys`, and its settings are under the key `settings`.
     """
     required = [settings] if config.get("required") else []
     requirement = {"required": required} if default else {"oneOf": [{"required": [key, *required]} for key in keys]}
@@ -109,7 +109,7 @@ def json_schema() -> dict[str, Any]:
     for model, kind in choices.items():
         _add_branches(sections[model], kind, configs[kind])
     _add_branches(schema["$defs"]["NetworkConfig"], "network", configs["network"])  # policies are added below
-    plain = {"$ref": refs[PolicyConfig]["$ref"] + "-plain"}  # for policies whose Config adds no keys
+    plain = {"$ref": refs[PolicyConfig]["$ref"] + "-plain"}  # reference for policies whose Config adds no keys
     if PolicyConfig in parts["policy"].values():
         schema["$defs"][plain["$ref"].rpartition("/")[2]] = dict(sections[PolicyConfig])
     policies = [

@@ -1,4 +1,4 @@
-"""Strict pydantic models for configs. An error has one line per fault, and uses the JSON names of types."""
+"""Define strict pydantic models for configs. Error messages have one line per fault, and use JSON's names of types."""
 
 import re
 from collections import Counter
@@ -21,7 +21,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean
 
-_MESSAGES = {  # messages that replace pydantic's own, by error type
+_MESSAGES = {  # messages by error type, which replace pydantic's messages
     "missing": "missing",
     "model_type": "expected an object",
     "dict_type": "expected an object",
@@ -84,10 +84,10 @@ def _kind_of(value: Any) -> str | None:
 
 
 def by_kind(expected: str) -> Discriminator:
-    """Choose between the types of a key by the JSON type of the value: number, list or object.
+    """Return a discriminator that chooses the type of a key by the JSON type of its value: number, list or object.
 
-    An error then describes only the chosen type. Without the discriminator, pydantic would report an error for each
-    type.
+    Error messages then describe only the chosen type. Without the discriminator, pydantic would report an error for
+    each type.
 
     >>> Numbers = Annotated[Annotated[float, NUMBER] | Annotated[list[float], LIST], by_kind("a number or a list")]
     >>> class Bounds(ConfigModel):
@@ -100,7 +100,7 @@ def by_kind(expected: str) -> Discriminator:
 
 
 def format_key(key: Any) -> str:
-    """Format one key of a path. The key is quoted unless it is a plain word."""
+    """Format one key of a path. Quote the key unless it is a plain word."""
     if isinstance(key, str):
         return key if re.fullmatch(r"[\w-]{1,60}", key) else format_value(key)
     return repr(key)
@@ -132,7 +132,7 @@ def faults_from_error(model: type[BaseModel], error: ValidationError) -> list[Fa
     faults = []
     for fault in error.errors(include_url=False):
         place = tuple(part for part in fault["loc"] if part not in (NUMBER.tag, LIST.tag, OBJECT.tag))
-        place = place[:1] if fault["type"] == "recursion_depth_exceeded" else place  # a full path would fill a page
+        place = place[:1] if fault["type"] == "recursion_depth_exceeded" else place  # the full path would be very long
         key, *indices = place or ("",)
         is_own = isinstance(key, str) and key in model.model_fields and all(isinstance(index, int) for index in indices)
         about = model.model_fields[str(key)].description if is_own else None
@@ -167,7 +167,7 @@ class ConfigModel(BaseModel):
     other_names: ClassVar[dict[str, str]] = {}
     """Map each alternative name of a key to the name of the field."""
     inert: ClassVar[dict[str, str]] = {}
-    """Map each EmbodiChain key that ecrl ignores in this section to the reason."""
+    """Map each EmbodiChain key that ecrl ignores in this section to the reason why."""
 
     @model_validator(mode="wrap")
     @classmethod
@@ -203,7 +203,7 @@ class ConfigModel(BaseModel):
 
 
 def known_keys(model: type[BaseModel]) -> set[str]:
-    """Return the keys that a section may have, including alternative names."""
+    """Return the keys that a section may have, including the alternative names of keys."""
     return {*model.model_fields, *(model.other_names if issubclass(model, ConfigModel) else ())}
 
 
@@ -276,7 +276,7 @@ def validate_section(
     """Validate `data` with `model`. If the data has faults, raise a ConfigError with one line per fault.
 
     Args:
-        model: model of the section.
+        model: Config model that validates the section.
         data: data of the section, before validation.
         source: start of each line, such as the file's name.
         earlier_faults: faults of earlier steps, which are also reported. Validation adds no second fault for the same

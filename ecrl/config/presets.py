@@ -19,7 +19,7 @@ def preset_folder() -> Path:
 
 
 def preset_names() -> tuple[str, ...]:
-    """Return the names of all presets, sorted.
+    """Return the names of all presets in alphabetical order.
 
     >>> "cartpole_ppo" in preset_names()
     True

@@ -1,8 +1,8 @@
 """Read learning curves from run folders and from result files of other libraries.
 
-Each row of a result file has `steps`, `seconds`, and `return` or `success` (a success rate). The file is a CSV file
-with these columns, or a JSON file. The JSON file contains a list of rows, or an object with a `name`, a `seed` and the
-list of rows as `curve`. A CSV file with a column `seed` has one curve for each seed.
+A result file is a CSV file or a JSON file. Each row of a result file has the fields `steps`, `seconds`, and `return` or
+`success` (a success rate). A JSON file contains a list of rows, or an object with a `name`, a `seed` and the list of
+rows as `curve`. A CSV file with a column `seed` has one curve for each seed.
 """
 
 import csv
@@ -19,7 +19,7 @@ from ecrl.errors import UserError
 from ecrl.registry import did_you_mean
 
 DEFAULT_METRICS = ("eval/success_rate", "eval/avg_reward", "charts/episode_reward_avg_100")
-"""Metrics to plot by default. The first of these metrics that all runs and result files have is plotted."""
+"""By default, ecrl plots the first of these metrics that all runs and result files have."""
 _METRICS_BY_COLUMN = {"return": ("eval/avg_reward", "charts/episode_reward_avg_100"), "success": ("eval/success_rate",)}
 _IGNORED_KEYS = {"trainer": ("seed", "eval_seed", "exp_name", "wandb_project_name")}  # seeds may differ in these keys
 _EXPECTED_FILES = "expected a run folder, or a .json or .csv file with results of another library"
@@ -29,17 +29,17 @@ Row = dict[str, Any]
 
 
 class Source(NamedTuple):
-    """The rows of one run, or of one seed in a result file. Seeds of the same config or file share a `group`."""
+    """Rows of one run, or of one seed in a result file. Seeds of the same config or file share a `group`."""
 
     path: Path
     label: str
     group: str
     seed: int | None
-    rows: list[Row]  # each row has steps, seconds and metrics by name
+    rows: list[Row]  # each row has steps, seconds and each metric by name
 
 
 class Curve(NamedTuple):
-    """One metric of a source as a curve, in arrays of shape `[n]`.
+    """Curve of one metric of a source, in arrays of shape `[n]`.
 
     `name` is the name of the source's folder or file.
     """
@@ -156,7 +156,7 @@ def _seed(text: str | None, location: str) -> int | None:
 
 
 def _parse_row(row: Row, location: str) -> Row:
-    """Convert a row of a result file to floats. Add `return` and `success` under the metric names that runs use."""
+    """Convert a row of a result file to floats. Copy `return` and `success` to the metric names that runs use."""
     try:
         numbers = {name: float(value) for name, value in row.items() if name and value not in (None, "")}
     except (TypeError, ValueError) as error:
@@ -180,7 +180,7 @@ def metrics(source: Source) -> set[str]:
 
 
 def choose_metric(sources: Sequence[Source]) -> str:
-    """Return the first of `DEFAULT_METRICS` that all sources have. Raise UserError if they share no such metric."""
+    """Return the first of `DEFAULT_METRICS` that all sources have. Raise UserError if there is no such metric."""
     shared = set.intersection(*map(metrics, sources))
     for name in DEFAULT_METRICS:
         if name in shared:
@@ -189,7 +189,7 @@ def choose_metric(sources: Sequence[Source]) -> str:
 
 
 def curve(source: Source, metric: str) -> Curve:
-    """Return the curve of a metric, starting at its first finite value. Later null values become NaN.
+    """Return the curve of a metric from its first finite value on. Null values after the first finite value become NaN.
 
     Raises: UserError if the source has no value of the metric, or if steps or seconds decrease from row to row.
     """

@@ -1,9 +1,9 @@
-"""Plot learning curves over env steps and over minutes. Three or more seeds are drawn as a band, fewer as lines.
+"""Plot learning curves over env steps and over minutes. Three or more seeds are drawn as a band, fewer seeds as lines.
 
 Seeds of the same config, or of the same result file of another library, have the same colour. A band shows the
 interquartile mean and its 95 % bootstrap interval. A band ends at the last step that all seeds have reached. With three
 seeds, the interval is the range of their values. In the plot over minutes, each point of a band is placed at the median
-time of the seeds. This module needs the extra `plot`.
+of the seeds' times. This module needs the extra `plot`.
 """
 
 import math
@@ -40,7 +40,7 @@ class Band(NamedTuple):
 def band_positions(lines: Sequence[np.ndarray]) -> np.ndarray:
     """Return the x positions of a band, in the range that all lines cover.
 
-    The positions are the points of all lines, or an even grid of 200 positions if the lines have more points.
+    The positions are the points of all lines, or 200 evenly spaced positions if the lines have more than 200 points.
 
     >>> band_positions([np.array([1.0, 2.0, 3.0]), np.array([1.0, 2.0])]).tolist()
     [1.0, 2.0]
@@ -60,7 +60,7 @@ def band(lines: Sequence[tuple[np.ndarray, np.ndarray]]) -> Band:
 
 
 def group_curves(curves: Iterable[Curve]) -> list[list[Curve]]:
-    """Group the curves of each config or result file, and keep the order of the curves."""
+    """Group the curves by config or result file, and keep their order."""
     groups: dict[str, list[Curve]] = {}
     for one in curves:
         groups.setdefault(one.group, []).append(one)
@@ -68,7 +68,7 @@ def group_curves(curves: Iterable[Curve]) -> list[list[Curve]]:
 
 
 def legend_label(group: Sequence[Curve]) -> str:
-    """Return the legend label of a group. If the group has several seeds, the label has their number.
+    """Return the legend label of a group. If the group has several seeds, the label includes the number of seeds.
 
     >>> one = Curve("", "ppo", "", np.array([]), np.array([]), np.array([]))
     >>> legend_label([one]), legend_label([one] * 2)
@@ -78,9 +78,9 @@ def legend_label(group: Sequence[Curve]) -> str:
 
 
 def draw_group(axes: Any, group: Sequence[Curve], by: str, color: str) -> None:
-    """Draw a group of curves on matplotlib axes over `by`, which is "steps" or "minutes"."""
+    """Draw a group of curves on matplotlib axes. The x-axis is `by`, which is "steps" or "minutes"."""
     steps = [one.steps for one in group]
-    if len(group) < MIN_BAND_SEEDS or not len(band_positions(steps)):  # too few seeds, or no shared range
+    if len(group) < MIN_BAND_SEEDS or not len(band_positions(steps)):  # the seeds are too few or share no range
         for number, one in enumerate(group):
             marker = "." if len(one.steps) == 1 else None  # a line of a single point would be invisible
             label = None if number else legend_label(group)
@@ -108,7 +108,7 @@ def figure(groups: Sequence[Sequence[Curve]], metric: str, threshold: float | No
         axes.set(xlabel=label)
         axes.grid(alpha=0.3)
     panels[0].set(ylabel=metric)
-    panels[0].xaxis.set_major_formatter(EngFormatter(sep=""))  # 2M instead of 2000000
+    panels[0].xaxis.set_major_formatter(EngFormatter(sep=""))  # write 2M instead of 2000000
     handles, labels = panels[0].get_legend_handles_labels()
     columns = 1 if max(map(len, labels), default=0) > _LONG_LABEL else min(2, len(groups))
     title = _BAND if panels[0].collections else None
@@ -130,7 +130,7 @@ def output_files(out: Path) -> list[Path]:
 
 
 def write(picture: Any, out: Path) -> list[Path]:
-    """Write a figure to the paths `output_files(out)`. Equal figures give byte-identical files."""
+    """Write a figure to each path in `output_files(out)`. Equal figures give byte-identical files."""
     import matplotlib
 
     written = output_files(out)
@@ -145,19 +145,19 @@ def write(picture: Any, out: Path) -> list[Path]:
 
 
 def threshold_point(one: Curve, threshold: float) -> tuple[float, float] | None:
-    """Return the env steps and minutes where a curve's final stretch at or above the threshold begins, or None.
+    """Return the env steps and minutes from which a curve stays at or above the threshold, or None.
 
     >>> x = np.array([1.0, 2.0, 3.0, 4.0])
     >>> threshold_point(Curve("", "", "", 10 * x, x, np.array([0.5, 0.96, 0.9, 0.97])), 0.95)
     (40.0, 4.0)
     """
-    below = np.flatnonzero(~(one.values >= threshold))  # NaN counts as below
+    below = np.flatnonzero(~(one.values >= threshold))  # NaN counts as below the threshold
     first = below[-1] + 1 if len(below) else 0
     return (float(one.steps[first]), float(one.minutes[first])) if first < len(one.values) else None
 
 
 def summary(groups: Iterable[Sequence[Curve]], threshold: float | None) -> list[str]:
-    """Return a line per curve: its last point, its first NaN, and where it starts to stay above the threshold."""
+    """Describe each curve in a line: its last point, its first NaN, and when it starts to stay above the threshold."""
     lines = []
     for one in (one for group in groups for one in group):
         line = f"{one.name}: {one.values[-1]:.4g} after {one.steps[-1]:,.0f} env steps, {one.minutes[-1]:.1f} minutes"
@@ -179,7 +179,7 @@ def _warn_of_duplicates(sources: Sequence[Source]) -> None:
 
 
 def _with_unique_labels(sources: Sequence[Source]) -> list[Source]:
-    """Make the labels of groups unique. Append the file or folder name, or the whole path if these names are equal."""
+    """Make the labels of groups unique by appending the file or folder name, or the whole path if names are equal."""
     labelled = []
     for source in sources:
         first = {s.group: s.path for s in reversed(sources) if s.label == source.label}
@@ -197,8 +197,8 @@ def plot(
     Args:
         paths: run folders and result files (`ecrl.report.curves`).
         out: path of the picture, as in `output_files`.
-        metric: name of the metric in metrics.jsonl; the result of `ecrl.report.curves.choose_metric` if None.
-        threshold: value at which to draw a horizontal line; no line if None.
+        metric: name of the metric in metrics.jsonl; if None, `ecrl.report.curves.choose_metric` chooses the metric.
+        threshold: value at which to draw a horizontal line; if None, no line is drawn.
 
     Returns: the paths of the pictures, and the groups of curves.
     Raises: UserError if a path is not a run folder or result file, if a metric is missing, or if the extra `plot` is

@@ -1,4 +1,4 @@
-"""Statistics over many seeds: the interquartile mean and its bootstrap interval.
+"""Compute statistics over many seeds: the interquartile mean and its bootstrap interval.
 
 A single lucky or failed seed can change a mean strongly, while a median uses only the middle seeds. The interquartile
 mean averages the middle half of the seeds. Source: Agarwal et al. 2021, arXiv:2108.13264.
@@ -15,9 +15,9 @@ def interquartile_mean(values: Values) -> Values:
         k = n // 4;  iqm = mean(sort(values)[k : n - k])
 
     Args:
-        values: `[n, ...]`, one value per seed; for fewer than four seeds, the result is the mean.
+        values: array of shape `[n, ...]` with one value per seed; for fewer than four seeds, the result is the mean.
 
-    Returns: `[...]`.
+    Returns: the interquartile mean, of shape `[...]`.
 
     >>> float(interquartile_mean(np.array([9.0, 1.0, 2.0, 100.0])))
     5.5
@@ -32,10 +32,11 @@ def bootstrap_interval(
     """Return the percentile bootstrap interval of the interquartile mean. Seeds are resampled with replacement.
 
     Args:
-        values: `[n, ...]`, one value per seed; the same seeds are drawn at all positions of the other axes.
-        rng: random generator.
-        resamples: number of resamples, with n seeds each.
-        level: fraction of the resamples with a mean in the interval.
+        values: array of shape `[n, ...]` with one value per seed; the same seeds are drawn at all positions of the
+            other axes.
+        rng: NumPy random generator.
+        resamples: number of resamples, each with n seeds.
+        level: fraction of the resamples whose interquartile mean lies in the interval.
 
     Returns: the lower and the upper end of the interval, each of shape `[...]`.
 

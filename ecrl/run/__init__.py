@@ -1,1 +1,1 @@
-"""Everything that a run needs: training, run folders, checkpoints, resuming, logs, evaluation, videos and export."""
+"""Train and resume runs, write logs and checkpoints, evaluate and export policies, and record videos."""

@@ -1,7 +1,7 @@
 """Write files and folders atomically.
 
-A crash, a kill or a full disk leaves either the complete old version or the complete new version on disk. New files and
-their folders are synced to disk, so they also survive a power failure.
+After a crash, a kill or a full disk, each file or folder has either its complete old content or its complete new
+content. Each new file and its folder are synced to disk, so that the file survives a power failure.
 """
 
 import errno
@@ -14,7 +14,10 @@ from pathlib import Path
 
 
 def _write_synced(path: Path, data: bytes | Path) -> None:
-    """Write bytes to `path`, or make `path` a hard link to the file `data`. Copy the file if the link fails."""
+    """Write the bytes `data` to `path`, or hard-link `path` to the file at the path `data`.
+
+    If the hard link fails, copy the file.
+    """
     if isinstance(data, Path):
         with suppress(OSError):
             os.link(data, path)
@@ -103,13 +106,13 @@ def _old_path(path: Path) -> Path:
 
 
 def complete_folder(path: Path) -> Path:
-    """Return `path`, or the old folder's temporary path if a kill interrupted `write_folder` between its renames."""
+    """Return `path`, or the path of the old folder if a kill interrupted `write_folder` between its renames."""
     old = _old_path(path)
     return old if old.exists() and not path.exists() else path
 
 
 def _finish_replacement(path: Path) -> None:
-    """Clean up after an interrupted write. Remove the old folder if `path` exists, else rename the folder back."""
+    """Remove the old folder of an interrupted write if `path` exists, else rename the old folder to `path`."""
     old = _old_path(path)
     if not old.exists():
         return
@@ -123,8 +126,8 @@ def _finish_replacement(path: Path) -> None:
 def lock_folder(folder: Path) -> Iterator[None]:
     """Lock a folder for this process. Raise BlockingIOError if another process holds the lock.
 
-    The lock is released when the process ends, even by a kill. A process may lock the same folder twice. If the file
-    system does not support locks, the folder stays unlocked.
+    The lock is released when the process ends, even if the process is killed. A process may lock the same folder twice.
+    If the file system does not support locks, the folder stays unlocked.
     """
     with (folder / ".lock").open("w") as file:
         try:
@@ -136,7 +139,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder. Rename the folder first, so that a kill leaves no incomplete folder at `path`."""
+    """Rename a folder and then remove it, so that a kill leaves no incomplete folder at `path`."""
     removed = path.with_name(f".{path.name}.gone")
     path.rename(removed)
     shutil.rmtree(removed, ignore_errors=True)

@@ -1,14 +1,14 @@
 """Save and load checkpoints.
 
-A checkpoint is a folder with `state.safetensors`, `config.json`, extra files, and `manifest.json` with the checksums.
-The folder is written under a temporary name, synced to disk and then renamed, so it is never incomplete. Nothing is
-pickled.
+A checkpoint is a folder with `state.safetensors`, `config.json`, extra files, and a `manifest.json` that holds the
+files' checksums. ecrl writes a checkpoint folder under a temporary name, syncs it to disk and then renames it, so the
+folder is never incomplete. A checkpoint contains no pickled data.
 
-Frozen parameters never change, so the disk holds them only once, in a file whose name contains the start of its
-SHA-256. If a neighbouring checkpoint already has this file, the new checkpoint gets a hard link to the file. Each
-checkpoint folder can therefore be copied, moved or removed. The file system frees the space when the last link is
-removed. Damage to the shared file affects all checkpoints that link to it. After such damage, `read_files` recreates
-the frozen parameters with the policy's `init_frozen`.
+Frozen parameters never change, so they are stored only once, in a file whose name contains the first 16 hex digits of
+its SHA-256. If another checkpoint of the run already has the file of frozen parameters, a new checkpoint hard-links
+that file. Each checkpoint folder can still be copied, moved or removed on its own. The file system frees the file's
+disk space when the last hard link is removed. Damage to a hard-linked file affects every checkpoint that links to it.
+If the file of frozen parameters is damaged, `read_files` recreates the parameters with the policy's `init_frozen`.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ from ecrl.tracing_state import version_of
 FORMAT = 1
 """Version number of the checkpoint format, stored in the manifest."""
 
-_FROZEN = "frozen_"  # filename prefix of the frozen leaves
+_FROZEN = "frozen_"  # prefix of the names of files with frozen leaves
 _RESERVED_FILES = ("state.safetensors", "config.json", "manifest.json")
 
 
@@ -53,16 +53,16 @@ class FrozenLeaves:
 
     @cached_property
     def sha256(self) -> str:
-        """Return the SHA-256 of the file, in hexadecimal."""
+        """Return the SHA-256 of the frozen leaves' file in hexadecimal."""
         return _sha256(self.data())
 
     @property
     def file(self) -> str:
-        """Return the name of the file."""
+        """Return the name of the frozen leaves' file in a checkpoint."""
         return f"{_FROZEN}{self.sha256[:16]}.safetensors"
 
     def data(self) -> bytes:
-        """Return the leaves as the bytes of a safetensors file."""
+        """Return the frozen leaves as the bytes of a safetensors file."""
         tensors, storages = {}, set()
         for name, leaf in self.leaves.items():
             x = leaf.detach().to("cpu").contiguous()
@@ -72,7 +72,7 @@ class FrozenLeaves:
         return tensors_to_bytes(tensors)
 
     def on_disk(self, folder: Path) -> Path | None:
-        """Return the path of an undamaged copy of the file in a checkpoint under `folder`, or None."""
+        """Return the path of an undamaged copy of the frozen leaves' file in a checkpoint under `folder`, or None."""
         for path in [*folder.glob(f"*/{self.file}"), *folder.glob(f"checkpoints/*/{self.file}")]:
             try:
                 with path.open("rb") as file:
@@ -84,7 +84,7 @@ class FrozenLeaves:
 
 
 def _frozen_leaves(leaves: dict[str, Tensor], previous: FrozenLeaves | None) -> FrozenLeaves | None:
-    """Return the frozen leaves; reuse `previous` if the tensors are the same, because it caches their checksum."""
+    """Return the frozen leaves. If the tensors are unchanged, return `previous`, which caches their checksum."""
     if not leaves:
         return None
     versions = [version_of(x) for x in leaves.values()]
@@ -95,11 +95,11 @@ def _frozen_leaves(leaves: dict[str, Tensor], previous: FrozenLeaves | None) -> 
 
 
 class Snapshot(NamedTuple):
-    """Contents of a checkpoint in host memory, so that training can continue while they are written."""
+    """Contents of a checkpoint in host memory, which a thread can write to disk while training continues."""
 
     tensors: dict[str, Tensor]
     cfg: Config
-    conditions: dict[str, Any]  # conditions that the manifest records
+    conditions: dict[str, Any]  # conditions that affect exact results, such as the torch version
     logs: dict[str, float]
     files: dict[str, bytes]
     left_out: list[str]  # names of the buffers that are not in `tensors`
@@ -121,11 +121,12 @@ def snapshot(
         state: state of the run, with or without its replay buffers; the caller may overwrite the state after this call.
         cfg: config of the run.
         logs: scalar logs to store in the manifest, such as the results of the evaluation that selected this state.
-        files: contents of extra files, by filename; the manifest records their checksums.
-        frozen: frozen leaves of an earlier snapshot; if the leaves are the same, their checksum is not computed again.
+        files: dict from the filename of each extra file to its content; the manifest records the checksums.
+        frozen: frozen leaves of an earlier snapshot; if `state` has the same frozen leaves, their checksum is not
+            computed again.
 
     Raises: ValueError if a name in `files` is a path, is hidden or is reserved for a file of the checkpoint; UserError
-        if a later iteration has overwritten a buffer of the state.
+        if a buffer in `state` was overwritten by an iteration after the one that returned `state`.
     """
     for name in files or {}:
         if name in _RESERVED_FILES or name.startswith((".", _FROZEN)) or "/" in name:
@@ -145,13 +146,13 @@ def snapshot(
 
 
 def conditions(run: Run, cfg: Config) -> dict[str, Any]:
-    """Return the conditions, besides state and config, that affect the exact results of a run."""
+    """Return the torch version, threads, execution mode and device, which affect the exact results of a run."""
     threads, device = torch.get_num_threads(), device_of(cfg).type
     return {"torch": str(torch.__version__), "threads": threads, "form": form_in_use(run), "device": device}
 
 
 def changed_conditions(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Describe each condition that has changed. A condition that is missing in `old` is not compared.
+    """Describe each condition that differs between `old` and `new`. Skip conditions that are missing in `old`.
 
     >>> changed_conditions({"torch": "2.12", "threads": 2}, {"torch": "2.13", "threads": 2, "device": "cpu"})
     ['torch changed from 2.12 to 2.13']
@@ -195,17 +196,19 @@ def save(
     logs: dict[str, float] | None = None,
     files: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Save `state` and `cfg` to the folder `path`. Replace an older checkpoint when the new checkpoint is on disk.
+    """Save `state` and `cfg` as a checkpoint in the folder `path`.
 
-    The folder is self-contained and may be copied. The folder's file of frozen parameters may be a hard link to the
-    same file in a neighbouring checkpoint.
+    An older checkpoint at `path` is replaced only after the new checkpoint has been written to disk.
+
+    A checkpoint folder is self-contained and may be copied. The file of frozen parameters in the folder may be a hard
+    link to a file of another checkpoint.
 
     Args:
         path: checkpoint folder.
         state: state of a run.
         cfg: config of the run.
         logs: scalar logs to store in the manifest, such as the results of the evaluation that selected this state.
-        files: contents of extra files, by filename; the manifest records their checksums.
+        files: dict from the filename of each extra file to its content; the manifest records the checksums.
 
     Raises: CheckpointError if the checkpoint cannot be written, or if `path` exists and is not a checkpoint.
     """
@@ -235,7 +238,7 @@ def write(path: str | Path, saved: Snapshot) -> None:
 
 
 def _write_with_frozen(path: Path, files: dict[str, bytes], frozen: FrozenLeaves) -> None:
-    """Write a checkpoint folder. Hard-link the file of the frozen leaves if another checkpoint has the same file."""
+    """Write a checkpoint folder. If another checkpoint has the same file of frozen leaves, hard-link this file."""
     known = frozen.on_disk(path.parent)
     if known is not None:
         try:
@@ -247,7 +250,7 @@ def _write_with_frozen(path: Path, files: dict[str, bytes], frozen: FrozenLeaves
 
 
 def _may_be_replaced(path: Path) -> bool:
-    """Return True if a folder is empty or holds a checkpoint. The checkpoint may be damaged."""
+    """Return True if a folder is empty or holds a checkpoint, even a damaged checkpoint."""
     return any((path / name).exists() for name in ("manifest.json", "state.safetensors")) or not any(path.iterdir())
 
 
@@ -290,9 +293,9 @@ def read_files(path: str | Path) -> dict[str, bytes]:
     """Return the content of each file of a checkpoint, by filename.
 
     If the file of frozen parameters is missing or damaged, the policy's `init_frozen` recreates its content.
-    `init_frozen` must return the saved parameters.
+    `init_frozen` must return the same parameters that the checkpoint saved.
 
-    Raises: CheckpointError if another file is missing or damaged, or if `init_frozen` returns other parameters.
+    Raises: CheckpointError if any other file is missing or damaged, or if `init_frozen` returns different parameters.
     """
     return _read_files(path)[0]
 
@@ -301,7 +304,7 @@ def _read_files(path: str | Path) -> tuple[dict[str, bytes], list[str]]:
     """Return the result of `read_files`, and a warning for each file that `init_frozen` recreated."""
     path, files, remade = complete_folder(Path(path)), {}, []
     checksums = read_manifest(path)["sha256"]
-    # read the frozen leaves last, because recreating them needs the config
+    # read the frozen leaves last, because the config is needed to recreate the frozen leaves
     for name in sorted(checksums, key=lambda name: name.startswith(_FROZEN)):
         problem = None
         if not _is_file(path / name):
@@ -320,16 +323,16 @@ def _read_files(path: str | Path) -> tuple[dict[str, bytes], list[str]]:
 
 
 def _remade_frozen(config: bytes, checksum: str, problem: str) -> bytes:
-    """Return the content of a file of frozen leaves, recreated with the policy's `init_frozen`.
+    """Recreate the content of a file of frozen leaves by calling the policy's `init_frozen`.
 
-    Raises: CheckpointError with a message that starts with `problem`, if the content has another checksum or cannot be
-        recreated.
+    Raises: CheckpointError with a message that starts with `problem` if the content cannot be recreated or has the
+        wrong checksum.
     """
     try:
         cfg = config_from_dict(json.loads(config), "config.json")
         try:
             device = device_of(cfg)
-        except ConfigError:  # this machine lacks the device of the run
+        except ConfigError:  # this machine does not have the run's device
             device = torch.device("cpu")
         init_frozen = build(cfg.replace(**{"trainer.device": str(device)})).policy.init_frozen
         leaves = TensorDict({} if init_frozen is None else {"frozen_params": init_frozen(device)}, [])
@@ -346,7 +349,7 @@ def _remade_frozen(config: bytes, checksum: str, problem: str) -> bytes:
 
 
 def _tensors(files: Mapping[str, bytes], path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a saved state, by name. Older checkpoints keep frozen leaves in `state.safetensors`."""
+    """Map names to the tensors of a saved state. Older versions of ecrl saved frozen leaves in `state.safetensors`."""
     tensors = {}
     for name in (name for name in files if name == "state.safetensors" or name.startswith(_FROZEN)):
         try:
@@ -357,20 +360,20 @@ def _tensors(files: Mapping[str, bytes], path: Path) -> dict[str, Tensor]:
 
 
 def _paths(structure: TensorDict) -> dict[str, tuple[str, ...]]:
-    """Map the name of each tensor in the file to its path in the state. The name is the keys joined by "/".
+    """Map each tensor's name in a checkpoint to its path in the state. A name is the path's keys joined by "/".
 
-    A path cannot be computed from a name, because a key may also contain "/".
+    A path cannot be computed from a name alone, because a key may itself contain "/".
     """
     pairs: Any = structure.items(True, True)  # a locked TensorDict caches the result of `keys` in a reference cycle
     return {"/".join(path): path for path in ((key,) if isinstance(key, str) else tuple(key) for key, _ in pairs)}
 
 
 def _upgrade(tensors: dict[str, Tensor], expected: TensorDict) -> dict[str, Tensor]:
-    """Rename the tensors of an older checkpoint to the names that this version uses.
+    """Rename the tensors of an older checkpoint to the names that this version of ecrl uses.
 
-    Older checkpoints lack the hyperparameters of schedules and the number of iterations, so these are taken from
-    `expected`. Older checkpoints also have one optimiser state for all parameter groups: `opt/mu/critic/w` is now
-    `opt/critic/mu/critic/w`.
+    Older checkpoints lack schedule hyperparameters and the number of iterations, so the function copies these values
+    from `expected`. Older checkpoints have one optimiser state for all parameter groups, so the tensor
+    `opt/mu/critic/w` is renamed to `opt/critic/mu/critic/w`.
     """
     upgraded = dict(tensors)
     for name, place in _paths(expected).items():
@@ -387,9 +390,9 @@ def _upgrade(tensors: dict[str, Tensor], expected: TensorDict) -> dict[str, Tens
 
 
 def _fill_structure(structure: TensorDict, tensors: dict[str, Tensor], path: Path) -> TensorDict:
-    """Return a copy of the state `structure` with the values of `tensors`.
+    """Return a copy of the state `structure` with its values replaced by `tensors`.
 
-    Raises: CheckpointError if tensors are missing or unknown, or have another shape or dtype.
+    Raises: CheckpointError if a tensor is missing, is unknown, or has the wrong shape or dtype.
     """
     places, tensors = _paths(structure), _upgrade(tensors, structure)
     unmatched = sorted(places.keys() ^ tensors.keys())
@@ -407,7 +410,7 @@ def _fill_structure(structure: TensorDict, tensors: dict[str, Tensor], path: Pat
 
 
 def load(path: str | Path, device: str | None = None) -> tuple[TensorDict, Config]:
-    """Return the state and config of a checkpoint folder. If given, `device` replaces `trainer.device`.
+    """Load the state and the config of a checkpoint folder. If `device` is not None, it replaces `trainer.device`.
 
     If the checkpoint has no replay buffers, as in `checkpoints/best`, the returned state has empty replay buffers. If
     the file of frozen parameters is missing or damaged, `load` calls the policy's `init_frozen`. If `init_frozen`
@@ -438,12 +441,12 @@ def load_run(path: str | Path, device: str | None = None) -> tuple[Run, TensorDi
 
 
 def buffers_left_out(path: str | Path) -> list[str]:
-    """Return the names of the replay buffers that were left out of a checkpoint."""
+    """Return the names of the replay buffers that a checkpoint does not contain."""
     return read_manifest(path).get("left_out", [])
 
 
 def same_weights(path: str | Path, state: TensorDict) -> bool:
-    """Return True if the policy of a checkpoint has exactly the parameters of `state`."""
+    """Return True if the policy parameters in a checkpoint are exactly equal to the parameters in `state`."""
     saved = tensors_from_bytes(read_files(path)["state.safetensors"])
     old = {name: x for name, x in saved.items() if name.startswith("params/")}
     params = cast(TensorDict, state.select("params"))
@@ -455,7 +458,8 @@ def same_weights(path: str | Path, state: TensorDict) -> bool:
 def _environment_state(tensors: dict[str, Tensor]) -> TensorDict:
     """Extract the environment state from the tensors of a checkpoint.
 
-    Gymnasium environments keep their state outside of tensors, so their state is lost. Token 0 marks a lost state.
+    Gymnasium environments keep their state outside of tensors, so a checkpoint does not contain their state. The value
+    0 of `env/token` marks a lost state.
     """
     if "env/token" in tensors:
         tensors["env/token"] = torch.zeros_like(tensors["env/token"])
@@ -468,7 +472,7 @@ def _environment_state(tensors: dict[str, Tensor]) -> TensorDict:
 
 
 def step_checkpoints(run: str | Path) -> list[Path]:
-    """Return the checkpoint folders `step_<N>` of a run folder, oldest first, including damaged checkpoints."""
+    """Return the checkpoint folders `step_<N>` of a run from oldest to newest, including damaged checkpoints."""
     folders = [p for p in (Path(run) / "checkpoints").glob("step_*") if p.name.removeprefix("step_").isdecimal()]
     return sorted(folders, key=lambda p: int(p.name.removeprefix("step_")))
 
@@ -476,8 +480,8 @@ def step_checkpoints(run: str | Path) -> list[Path]:
 def latest(run: str | Path) -> Path:
     """Return the newest undamaged checkpoint of a run folder, or the folder itself if it is a checkpoint.
 
-    The newest checkpoint has the most env steps. All checksums of the checkpoint are verified. If a checkpoint is
-    damaged, a UserWarning names the damaged file, and the next older checkpoint is tried.
+    The newest checkpoint is the checkpoint with the most env steps. `latest` verifies all checksums of a checkpoint. If
+    a checkpoint is damaged, `latest` warns with the name of the damaged file and tries the next older checkpoint.
     """
     run = Path(run)
     if _is_file(run / "manifest.json"):

@@ -1,8 +1,11 @@
-"""Save checkpoints during a run. One consumer saves at regular intervals, and another saves the best state.
+"""Save checkpoints during a run.
 
-A consumer copies the state to host memory, and a thread writes the copy while training continues. Each save waits for
-the previous write, so that memory holds only one copy. If a write fails, ecrl warns once, and the next save tries
-again. A run waits for the last write before it ends. If the last write fails, the run fails.
+One consumer saves the state at regular intervals, and another consumer saves the best state.
+
+A consumer copies the state to host memory, and a thread writes the copy while training continues. Each save waits until
+the previous write has finished, so that host memory holds only one copy of the state. If a write fails, ecrl warns once
+and tries again at the next save. A run waits for the last write before it ends. If the last write fails, the run raises
+an error.
 """
 
 import math
@@ -44,7 +47,7 @@ class Saver(NamedTuple):
 
 
 def _write_and_prune(path: Path, saved: Snapshot, keep: int | None, remove_guarded: Callable[..., bool]) -> None:
-    """Write a checkpoint; then remove the oldest checkpoints until `keep` remain. If `keep` is None, remove none."""
+    """Write a checkpoint, and remove the oldest checkpoints so that at most `keep` remain, unless `keep` is None."""
     write(path, saved)
     step = int(saved.tensors["sample_step"])
     up_to_step = [p for p in step_checkpoints(path.parents[1]) if int(p.name.removeprefix("step_")) <= step]
@@ -54,9 +57,9 @@ def _write_and_prune(path: Path, saved: Snapshot, keep: int | None, remove_guard
 
 @contextmanager
 def _open_saver(keep: int | None = None) -> Iterator[Saver]:
-    """Yield a Saver. At the end of the block, wait for the last write, and raise CheckpointError if it failed."""
+    """Yield a Saver. When the block ends, wait for the last write, and raise CheckpointError if the write failed."""
     guarded, remove_guarded = tolerate_errors("checkpoints", CheckpointError), tolerate_errors("older checkpoints")
-    last: list[tuple[Path, Snapshot]] = []  # the last checkpoint, until it is written
+    last: list[tuple[Path, Snapshot]] = []  # the last checkpoint while it is not yet on disk
     in_progress: list[Future] = []
     frozen: list[Any] = [None]  # frozen leaves of the last snapshot
 
@@ -106,18 +109,18 @@ def with_checkpoints(
 ) -> Iterator[LogData]:
     """Save the state under `run_dir` every `trainer.save_freq` env steps, and at the end of the run.
 
-    Only the newest `trainer.keep_checkpoints` checkpoints remain. If a signal or an error ends the run, the state of
-    the last train record is also saved. If a later iteration has overwritten a buffer of that state, the newest state
-    is saved instead.
+    Only the newest `trainer.keep_checkpoints` checkpoints are kept. If a signal or an error ends the run, the state of
+    the last train record is also saved. If an iteration has already overwritten a buffer of this state, the newest
+    state is saved instead.
 
     Args:
-        records: records to pass on.
+        records: records of the run; the function yields each record again.
         cfg: config of the run.
         run_dir: run folder.
         run: run built from `cfg`; if None, the function builds the run.
 
-    Raises: CheckpointError if the last checkpoint could not be written. The error is raised at the end, after all files
-        are closed.
+    Raises: CheckpointError if the last checkpoint could not be written. The error is raised when the records end, after
+        all files are closed.
     """
     last, newest, saved, freq = None, None, None, cfg.trainer.save_freq
     run = build(cfg) if run is None else run
@@ -173,19 +176,19 @@ def _best_value(path: Path, name: str) -> float | None:
 def with_best_checkpoint(
     records: Iterator[LogData], cfg: Config, run_dir: str | Path, run: Run | None = None
 ) -> Iterator[LogData]:
-    """Save the state to `checkpoints/best` under `run_dir` whenever `trainer.best_eval_metric` reaches a new best.
+    """Save the state to `checkpoints/best` under `run_dir` whenever `trainer.best_eval_metric` improves.
 
-    The checkpoint has no replay buffer. A resumed run reads the best value so far from the manifest of the existing
-    checkpoint. A metric that is missing, NaN or infinite is never the best.
+    `checkpoints/best` contains no replay buffer. A resumed run reads the best value so far from the manifest of the
+    existing checkpoint. A missing, NaN or infinite metric never counts as the best value.
 
     Args:
-        records: records to pass on.
+        records: records of the run; the function yields each record again.
         cfg: config of the run.
         run_dir: run folder.
         run: run built from `cfg`; if None, the function builds the run.
 
-    Raises: CheckpointError if the best checkpoint could not be written. The error is raised at the end, after all files
-        are closed.
+    Raises: CheckpointError if the best checkpoint could not be written. The error is raised when the records end, after
+        all files are closed.
     """
     name, sign = cfg.trainer.best_eval_metric, 1.0 if cfg.trainer.best_eval_mode == "max" else -1.0
     path, run = Path(run_dir) / "checkpoints" / "best", build(cfg) if run is None else run

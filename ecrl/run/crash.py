@@ -1,4 +1,4 @@
-"""Write crash folders with the state before an iteration that produced NaN or infinity, and replay the iteration."""
+"""Write a crash folder if an iteration produces NaN or infinity, and repeat the iteration from its crash folder."""
 
 import json
 import platform
@@ -21,7 +21,7 @@ REPORT = "report.json"
 
 
 def _replay_conditions(run: Run, cfg: Config) -> dict[str, Any]:
-    """Return the conditions, besides state and config, that affect the exact results of an iteration."""
+    """Return the conditions that, besides the state and the config, affect the exact results of an iteration."""
     return {**conditions(run, cfg), "machine": platform.machine(), "ranks": world_size()}
 
 
@@ -33,9 +33,9 @@ def _replay_command(folder: Path, ranks: int, cfg: Config) -> str:
 
 
 def with_crash(records: Iterator[LogData], run: Run, cfg: Config, run_dir: str | Path) -> Iterator[LogData]:
-    """Write a report and the state before the iteration to `crash/` under `run_dir` if the finite guard stops a run.
+    """Write a report and the state before the iteration to `crash/` in `run_dir` if the finite guard stops the run.
 
-    Raises: NotFiniteError with the run's message and the command that repeats the iteration.
+    Raises: NotFiniteError with the message of the original error and the command that repeats the iteration.
     """
     folder = Path(run_dir) / "crash"
     try:
@@ -65,7 +65,7 @@ def _read(folder: Path) -> dict[str, Any]:
 def _compare_findings(report: dict[str, Any], error: NotFiniteError | None) -> Iterator[str]:
     """Yield lines that compare a repeated iteration with the crash report.
 
-    `error` is the repetition's error, or None.
+    `error` is the NotFiniteError that the repeated iteration raised, or None.
     """
     mode, earlier = report["form"], ", ".join(report["met"])  # `mode` is compiled, eager or partly eager
     if error is None:
@@ -81,13 +81,13 @@ def _compare_findings(report: dict[str, Any], error: NotFiniteError | None) -> I
 
 
 def replay(folder: str | Path) -> Iterator[str]:
-    """Repeat the iteration of a crash folder, and yield lines that describe the result.
+    """Repeat the iteration that a crash folder describes, and yield lines of text about the result.
 
-    The iteration first runs in the mode of its run, compiled or eager. If NaN or infinity appears again, the iteration
-    is repeated eagerly, step by step, to find the first such value. To repeat an iteration of several ranks, start the
-    same number of ranks.
+    The iteration first runs compiled or eagerly, as in the original run. If NaN or infinity appears again, the
+    iteration is repeated eagerly, step by step, to find the first NaN or infinite value. To repeat an iteration of a
+    run with several ranks, start the same number of ranks.
 
-    Raises: UserError if the folder is not a crash folder; CheckpointError if it is damaged.
+    Raises: UserError if the folder is not a crash folder; CheckpointError if the crash folder is damaged.
     """
     folder = Path(folder)
     report = _read(folder)

@@ -1,7 +1,7 @@
 """Evaluate a policy with deterministic actions over an exact number of episodes.
 
-Every environment contributes the same number of episodes. Counting the episodes that end first would give short
-episodes too much weight. Evaluations have their own seed, so they do not affect the training.
+Every environment contributes the same number of episodes. If only the episodes that end first were counted, short
+episodes would get too much weight. Evaluations have their own seed, so that they do not change the results of training.
 """
 
 import math
@@ -33,14 +33,14 @@ from ecrl.run.video_writer import filming, view, with_film
 from ecrl.spaces import Box
 from ecrl.types import LogData
 
-_CHUNK = 128  # steps between two checks for the end of all episodes; each check copies data to the host
-_MAX_STEPS = 1_000_000  # a longer episode raises an error
+_CHUNK = 128  # number of steps between checks for the end of all episodes; each check copies data to the host
+_MAX_STEPS = 1_000_000  # maximum length of an episode; a longer episode raises an error
 _GYMNASIUM = "gymnasium:"
 _ALWAYS_LOGGED = ("eval/avg_reward", "eval/std_reward", "eval/avg_length")
 
 
 def eval_envs(num_episodes: int, at_most: int) -> int:
-    """Return the number of environments to evaluate in: the largest divisor of `num_episodes` up to `at_most`.
+    """Return the number of evaluation environments, the largest divisor of `num_episodes` that is at most `at_most`.
 
     >>> eval_envs(100, 16), eval_envs(5, 4)
     (10, 1)
@@ -60,8 +60,9 @@ def _eval_step(
 ) -> tuple[tuple[TensorDict, TensorDict], tuple[Tensor, Any]]:
     """Take one step in every environment.
 
-    Returns: `((carry, environment state), (rows, view))`. `rows`, of shape `[K, N]`, stacks the reward, `done`,
-        `counts` (env steps that count) and each outcome. `view` shows the environments before the step.
+    Returns: the tuple `((carry, environment state), (rows, view))`. The tensor `rows`, of shape `[K, N]`, stacks the
+        reward, `done`, the number of env steps to count and each outcome. `view` holds the fields that a camera needs,
+        from the state before the step.
     """
     carry, env_state = carry_and_env
     before = view(env_state, filmed) if filmed else ()
@@ -90,8 +91,8 @@ def _eval_steps(
 ) -> tuple[tuple[TensorDict, TensorDict], tuple[Tensor, Any]]:
     """Take `length` steps in every environment, starting at step `first`.
 
-    Returns: `((carry, environment state), (rows, views))` as in `_eval_step`, where `rows` has shape `[length, K, N]`
-        and `views` has shape `[length, filmed]`.
+    Returns: the tuple `((carry, environment state), (rows, views))`, where `rows` and `views` stack the results of
+        `_eval_step`. `rows` has shape `[length, K, N]`, and `views` has shape `[length, filmed]`.
     """
     index, times = torch.arange(num_envs, device=key.device), torch.arange(length, device=key.device).unsqueeze(1)
     noise = env.draw(rng.stream(key, rng.ENV, index, first + times))
@@ -99,10 +100,10 @@ def _eval_steps(
 
 
 def _outcomes(env_state: TensorDict) -> dict[str, Tensor]:
-    """Return the environments' success flags and scalar metrics, each of shape `[N]`, by log name."""
+    """Map log names to the environments' success flags and scalar metrics, each of shape `[N]`."""
     info = env_state.get("info", TensorDict({}, []))
     success = {"eval/success_rate": info["success"]} if "success" in info else {}
-    # sorted, because the order of the metrics may differ between steps
+    # sort the metrics, because their order may differ between steps
     metrics = sorted(info.get("metrics", TensorDict({}, [])).items())
     return success | {f"eval/metrics/{name}": value for name, value in metrics if value.shape == env_state.batch_size}
 
@@ -152,15 +153,15 @@ def evaluate(
     Args:
         state: state of a run; only `params`, `norm` and `frozen_params` are read.
         cfg: config of the run.
-        num_episodes: number of episodes; `trainer.num_eval_episodes` if None.
-        env: `"gymnasium:<id>"` for an environment of Gymnasium; the run's environment if None.
+        num_episodes: number of episodes; if None, `trainer.num_eval_episodes` is used.
+        env: name of a Gymnasium environment, as `"gymnasium:<id>"`; if None, the run's environment is used.
         videos: folder for the videos of the cameras under `trainer.events.eval`; if None, no videos are recorded.
             Recording does not change the results.
 
-    Returns: mean (`eval/avg_reward`) and standard deviation (`eval/std_reward`) of the return, mean length
-        (`eval/avg_length`), `eval/success_rate` and `eval/metrics/<name>`. The success rate and the metrics are means
-        over the episodes whose last step reports them. If a reward is NaN or infinite, the mean return is NaN or
-        infinite, because the finite guard checks only training.
+    Returns: a dict with the mean return `eval/avg_reward`, its standard deviation `eval/std_reward`, the mean episode
+        length `eval/avg_length`, the success rate `eval/success_rate`, and each metric as `eval/metrics/<name>`. The
+        success rate and the metrics are means over the episodes whose last step reports them. If a reward is NaN or
+        infinite, the mean return is also NaN or infinite, because the finite guard does not check evaluations.
     Raises: ConfigError if `env` is unknown or if its spaces differ from the run's spaces; UserError if an episode does
         not end.
     """
@@ -204,7 +205,7 @@ def _with_env(run: Run, cfg: Config, name: str) -> Run:
 def check_spaces(trained: Env, env: Env, name: str) -> None:
     """Raise ConfigError if the spaces of `env` differ from the spaces of `trained`.
 
-    `name` describes `env` in the message.
+    The error message refers to `env` by `name`.
     """
     for field in ("observation_space", "action_space"):
         own, other = getattr(trained, field), getattr(env, field)
@@ -219,15 +220,16 @@ def eval_steps(
 ) -> Generator[tuple[list[tuple], TensorDict | None], None, None]:
     """Step the environments until the caller closes the generator. An environment resets when its episode ends.
 
-    Each step yields a list and the view before the step. The list has a tuple (reward, done, counts, *outcomes) for
-    each environment. `counts` is the number of env steps that count, and is 0 if the step is masked.
+    Each step yields a list and the view of the environments before the step. The list has a tuple (reward, done,
+    counts, *outcomes) for each environment. `counts` is the number of env steps that the action took, or 0 if the step
+    is masked.
 
     Args:
-        run: run with the environment of evaluations.
+        run: run whose environment is the evaluation environment.
         state: state of a run; only `params`, `norm`, `frozen_params` and the device of `key` are read.
         cfg: config of the run.
         num_envs: number of environments.
-        names: list to which the function adds the names of the outcomes.
+        names: list to which the function appends the names of the outcomes.
         filmed: number of environments in the view (`ecrl.run.video_writer.view`); if 0, the view is None.
     """
     env, act = run.env, run.policy.act
@@ -235,7 +237,7 @@ def eval_steps(
     index = torch.arange(num_envs, device=key.device)
     env_state = env.reset(rng.stream(key, rng.START, index, 0))
     names += _outcomes(env_state)
-    sizes = (num_envs, _CHUNK if env.is_pure else 1, filmed)  # on the host, a check costs less than a step
+    sizes = (num_envs, _CHUNK if env.is_pure else 1, filmed)  # a check is cheap if the environment runs on the host
     if env.is_pure:
         steps = run.jit(_eval_steps, act, env, run.scan, *sizes)
     else:
@@ -257,10 +259,10 @@ def eval_steps(
 def check_evaluation(run: Run, cfg: Config) -> None:
     """Raise ConfigError if an evaluation event cannot work, or if `trainer.best_eval_metric` is never logged.
 
-    A run calls this function before it starts.
+    `train` calls this function before the run starts.
 
     Args:
-        run: run with the environment of evaluations.
+        run: run whose environment is the evaluation environment.
         cfg: config of the run.
     """
     name = cfg.trainer.best_eval_metric
@@ -280,19 +282,19 @@ def with_evaluation(
     first: LogData | None = None,
     run: Run | None = None,
 ) -> Iterator[LogData]:
-    """Evaluate every `trainer.eval_freq` env steps. An `evaluate` record follows the train record of the same state.
+    """Evaluate the policy every `trainer.eval_freq` env steps, and yield an `evaluate` record after the train record.
 
     If a signal stops the run when an evaluation is due, the resumed run performs the evaluation.
 
     Args:
-        records: records to pass on.
+        records: records of the run; the function yields each record again.
         cfg: config of the run.
         videos: folder for the videos of the cameras under `trainer.events.eval`; if None, no videos are recorded.
             Videos are rendered while training continues. An evaluation waits until the videos of the previous
             evaluation are complete.
-        first: train record of an interrupted run whose evaluation is still pending
+        first: train record of an interrupted run that has not been evaluated yet
             (`ecrl.run.resume.pending_evaluation`).
-        run: run with the environment of evaluations; built from `cfg` if None.
+        run: run whose environment is the evaluation environment; if None, the function builds the run from `cfg`.
     """
     run = with_eval_events(build(cfg), cfg) if run is None else run
     check_evaluation(run, cfg)

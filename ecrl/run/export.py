@@ -1,9 +1,9 @@
-"""Export a trained policy to files that do not need ecrl: `policy.pt2` (torch.export), `policy.onnx`, `policy.json`.
+"""Export a trained policy to `policy.pt2` (torch.export), `policy.onnx` and `policy.json`, which work without ecrl.
 
-The exported function maps raw observations to the actions that the environment receives in an evaluation. The function
-is deterministic, includes the statistics of the observation normaliser, and clips Box actions to the action space. The
-first axis of every input is the batch axis, which can have any size. The memory of a recurrent policy is both an input
-and an output.
+The exported function maps raw observations to the actions that the environment receives in an evaluation. The exported
+function is deterministic, includes the observation normaliser's statistics, and clips Box actions to the action space.
+The first axis of every input is the batch axis, which can have any size. The memory of a recurrent policy is both an
+input and an output.
 """
 
 import json
@@ -37,7 +37,7 @@ _ROWS = 3  # size of the example batch; torch.export would treat a size of 0 or 
 
 
 def _leaves(space: Space, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Space]:
-    """Map the path of each leaf of an observation to its space. An observation that is one tensor has the path `()`."""
+    """Map the path of each observation leaf to its space. If the observation is a single tensor, its path is `()`."""
     if not isinstance(space, Dict):
         return {path: space}
     inner = (_leaves(part, (*path, name)) for name, part in space.items)
@@ -45,7 +45,7 @@ def _leaves(space: Space, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], S
 
 
 def _input_name(path: tuple[str, ...]) -> str:
-    """Return the input name of the leaf at `path`. The name can be used as a keyword argument.
+    """Return the name of the exported input for the leaf at `path`. The name is a valid keyword argument.
 
     >>> _input_name(()), _input_name(("arm", "joints")), _input_name(("0",))
     ('obs', 'arm_joints', 'obs_0')
@@ -76,7 +76,7 @@ def _observation(inputs: dict[str, Tensor], paths: dict[str, tuple]) -> Any:
     """Assemble an observation from its named inputs."""
     if paths == {"obs": ()}:
         return inputs["obs"]
-    # with batch dimensions, the TensorDict would fix the example's batch size
+    # leave out the batch dimensions, because they would fix the batch size to the size of the example
     return TensorDict({path: inputs[name] for name, path in paths.items()}, [])
 
 
@@ -109,12 +109,12 @@ def _acting_module(
 
 
 def _reset_memory(carry: Tensor, first: Tensor, is_first: Tensor) -> Tensor:
-    """Reset `carry` to the initial memory `first`, of shape `[1, ...]`, for each episode that begins (`is_first`)."""
+    """Replace `carry` by the initial memory `first`, of shape `[1, ...]`, where `is_first` is True."""
     return torch.where(is_first.reshape(-1, *[1] * (carry.ndim - 1)), first, carry)
 
 
 def _describe(name: str, tensor: Tensor, space: Space | None = None) -> dict[str, Any]:
-    """Describe an input or output for policy.json.
+    """Describe an input or output of the exported policy for policy.json.
 
     JSON has no infinity, so an infinite bound becomes null. A bound that all pixels of an image share is written as one
     number.
@@ -158,7 +158,7 @@ def _silence_warnings() -> Iterator[None]:
 
 
 def _zeros(part: Tensor) -> Tensor:
-    """Return an example batch of zeros with the dtype and the trailing shape of `part`."""
+    """Return an example batch of zeros with the dtype and the trailing axes of `part`."""
     return torch.zeros((_ROWS, *part.shape[1:]), dtype=part.dtype)
 
 
@@ -187,20 +187,21 @@ def _write_onnx(
 
 
 def export(state: TensorDict, cfg: Config, folder: str | Path) -> list[Path]:
-    """Write the deterministic policy of a run, with its observation normaliser, to files that do not need ecrl.
+    """Export the deterministic policy of a run, with its observation normaliser, to files that work without ecrl.
 
-    The input is named "obs". If the observation is a Dict, each leaf of it is an input. For example, the leaf `joints`
-    of `arm` is the input "arm_joints". The output is named "action".
-    `torch.export.load("policy.pt2").module()(obs=obs)` returns the actions for a batch of observations `[N, ...]`.
-    `policy.onnx` has the same inputs and outputs. `policy.json` lists the name, dtype, shape and space of each input
-    and output. Discrete observations and actions start at 0, as in `ecrl.spaces.from_gymnasium`.
+    The input of the exported policy is named "obs". If the observation is a Dict, each leaf of the Dict is an input
+    instead. For example, the leaf `joints` of `arm` is the input "arm_joints". The output of the exported policy is
+    named "action". `torch.export.load("policy.pt2").module()(obs=obs)` returns the actions for a batch of observations
+    `[N, ...]`. `policy.onnx` has the same inputs and outputs as `policy.pt2`. `policy.json` lists the name, dtype,
+    shape and space of each input and output. Discrete observations and actions start at 0, as in
+    `ecrl.spaces.from_gymnasium`.
 
     A recurrent policy also has an input and an output for each tensor of its memory, such as "carry_h" and
     "next_carry_h". Pass the memory outputs of one step as the memory inputs of the next step. The input "is_first", of
     shape `[N]`, must be True at the first step of an episode. At the first step, the policy ignores the memory inputs.
 
-    A policy with `bf16` is exported in float32, the dtype of its weights. The exported policy's actions differ from the
-    run's bfloat16 actions by rounding.
+    If `policy.bf16` is set, the policy is exported in float32, which is the dtype of its weights. The exported policy's
+    actions differ from the run's bfloat16 actions by rounding.
 
     Args:
         state: state of a run; `params`, `norm` and the last observation are read.

@@ -68,7 +68,7 @@ def claimed_before(folder: Path | None) -> bool:
 
 
 def new_run_dir(cfg: Config) -> Path:
-    """Create `outputs/<exp_name>_<YYYYmmdd_HHMMSS>`. If that folder exists, append a number to the name."""
+    """Create the folder `outputs/<exp_name>_<YYYYmmdd_HHMMSS>`. If this folder exists, append a number to its name."""
     stem, number = f"outputs/{cfg.trainer.exp_name}_{time.strftime('%Y%m%d_%H%M%S')}", 1
     while True:
         folder = Path(stem if number == 1 else f"{stem}_{number}")

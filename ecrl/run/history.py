@@ -1,4 +1,4 @@
-"""Keep the logs of a run in memory. A notebook can show the logs as rows, as a DataFrame or as a plot."""
+"""Keep the logs of a run in memory. A notebook can show the logs as a list, as a DataFrame or as a plot."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from ecrl.types import LogData
 
 
 class History(Sequence):
-    """Sequence of the logs of a run. Each iteration has a dict with its logs and its env step count `sample_step`."""
+    """Sequence of dicts, one per iteration, with the iteration's logs and the number of env steps as `sample_step`."""
 
     def __init__(self) -> None:
         self._rows: list[dict[str, float]] = []
@@ -38,15 +38,15 @@ class History(Sequence):
         return f"History of {len(self):,} iterations, the last {self._rows[-1]}"
 
     def to_pandas(self) -> Any:
-        """Return the rows as a DataFrame with the index `sample_step`; this requires the extra `plot`."""
+        """Return the history as a DataFrame with the index `sample_step`. The extra `plot` is required."""
         with extra("plot"):
             import pandas
         return pandas.DataFrame(self._rows, columns=None if self._rows else ["sample_step"]).set_index("sample_step")
 
     def plot(self, name: str = "episode_reward_avg_100") -> Any:
-        """Plot the log `name` against env steps, and return the matplotlib axes; this requires the extra `plot`.
+        """Plot the log `name` against env steps, and return the matplotlib axes. The extra `plot` is required.
 
-        Raises: UserError if no row has this log, or if the log has no finite value yet.
+        Raises: UserError if no iteration has logged `name`, or if `name` has no finite value yet.
         """
         if not self._rows:
             raise UserError("the history has no iterations to plot; train first")

@@ -1,7 +1,7 @@
-"""Consumers of training records: generators that take an iterator of records and pass every record on.
+"""Define consumers: generators that take an iterator of training records and yield every record again.
 
-The training loop does not copy logs to the host; the consumers do. `with_host_logs` copies the logs of a record once,
-for all consumers that are stacked on it. Each consumer also works alone:
+Consumers copy logs to the host; the training loop does not. `with_host_logs` copies the logs of a record once for all
+consumers that wrap it. Each consumer also works alone:
 
     for record in with_jsonl(train_iter(state, cfg), "metrics.jsonl"): ...
 
@@ -59,7 +59,7 @@ def ending(records: Iterable[Any]) -> Iterator[None]:
 
 
 def scalars(record: LogData) -> dict[str, float]:
-    """Return the logs of a record as Python floats. All logs reach the host in one copy."""
+    """Return the logs of a record as Python floats. One transfer copies all logs to the host."""
     names, tensors = list(record["logs"]), list(record["logs"].values())
     if not tensors:
         return {}
@@ -67,7 +67,7 @@ def scalars(record: LogData) -> dict[str, float]:
 
 
 def scalar_name(log_type: str, name: str) -> str:
-    """Return the name of a log in metrics.jsonl, TensorBoard and W&B. A name with a slash stays unchanged.
+    """Return the name of a log in metrics.jsonl, TensorBoard and W&B. A name with a slash is returned unchanged.
 
     >>> scalar_name("collect", "episode_reward_avg_100"), scalar_name("train", "entropy")
     ('charts/episode_reward_avg_100', 'train/entropy')
@@ -78,13 +78,13 @@ def scalar_name(log_type: str, name: str) -> str:
 
 
 def with_scalars(records: Iterator[LogData], start: int = 0) -> Iterator[tuple[LogData, dict[str, float]]]:
-    """Yield each record with its logs as a dict from `scalar_name` to float.
+    """Yield each record together with a dict that maps the `scalar_name` of each log to its value as a float.
 
     Train records also get `charts/SPS`, the number of env steps per second.
 
     Args:
-        records: records to pass on.
-        start: env steps before the first record, which `charts/SPS` does not count.
+        records: records of the run; the function yields each record again.
+        start: number of env steps before the first record; `charts/SPS` does not count these steps.
     """
     start_time = time.perf_counter()
     with ending(records):
@@ -96,7 +96,7 @@ def with_scalars(records: Iterator[LogData], start: int = 0) -> Iterator[tuple[L
 
 
 def with_host_logs(records: Iterator[LogData]) -> Iterator[LogData]:
-    """Move the logs of each record to the host in one copy, so that reading the logs later needs no copy."""
+    """Copy all logs of each record to the host at once, so that consumers can read the logs without another copy."""
     with ending(records):
         for record in records:
             logs = {name: torch.tensor(value, dtype=torch.float64) for name, value in scalars(record).items()}
@@ -104,17 +104,17 @@ def with_host_logs(records: Iterator[LogData]) -> Iterator[LogData]:
 
 
 _MAX_PENDING_ROWS = 1000
-"""Maximum number of rows to hold back while a disk is full or unavailable. Older rows are dropped."""
+"""Maximum number of rows to keep in memory while a disk is full or unavailable. Older rows are dropped."""
 
 
 def tolerate_errors(label: str, *kinds: type[Exception]) -> Callable[..., bool]:
-    """Return a function `guarded(fn, *args)` that calls `fn` and returns True, or False after an OSError.
+    """Return a function `guarded(fn, *args)` that calls `fn(*args)` and returns True, or False if `fn` raises OSError.
 
     A full disk, for example, does not end the run, because the run is worth more than its logs. `guarded` warns when
     its calls start to fail and when they succeed again.
 
     Args:
-        label: start of each warning, such as the name of the file.
+        label: beginning of each warning message, such as the name of the file.
         kinds: further exception types to handle like OSError.
 
     >>> with warnings.catch_warnings(record=True, action="always") as caught:
@@ -151,8 +151,8 @@ def tolerate_errors(label: str, *kinds: type[Exception]) -> Callable[..., bool]:
 def make_appender(path: Path) -> Callable[[bytes], None]:
     """Return a function that appends one row to a file, completely or not at all.
 
-    If a write fails, the run continues, and the next call tries again. Up to 1,000 rows are held back for that call,
-    and older rows are dropped.
+    If a write fails, the run continues, and the next call tries again. Up to 1,000 unwritten rows are kept in memory
+    until the next call, and older rows are dropped.
     """
     guarded, pending = tolerate_errors(str(path)), deque(maxlen=_MAX_PENDING_ROWS)
 
@@ -165,7 +165,7 @@ def make_appender(path: Path) -> Callable[[bytes], None]:
 
 
 def _last_seconds(path: Path) -> float:
-    """Return `seconds` of the last complete row of a metrics file, or 0 if the file has no such row."""
+    """Return the value of `seconds` in the last complete row of a metrics file, or 0 if there is no complete row."""
     if not path.is_file():
         return 0.0
     try:
@@ -175,15 +175,15 @@ def _last_seconds(path: Path) -> float:
 
 
 def with_jsonl(records: Iterator[LogData], path: str | Path, start: int = 0) -> Iterator[LogData]:
-    """Append a JSON row to a file for each record: log_type, sample_step, seconds since the start, and all logs.
+    """Append one JSON row per record to a file, with log_type, sample_step, seconds since the start and all logs.
 
-    NaN and infinity become null. If the file already has rows, as in a resumed run, `seconds` continues from the last
-    row.
+    NaN and infinite values are written as null. If the file already has rows, as in a resumed run, `seconds` continues
+    from the last row.
 
     Args:
-        records: records to pass on.
+        records: records of the run; the function yields each record again.
         path: path of the file.
-        start: env steps before the first record.
+        start: number of env steps before the first record.
     """
     start_time, add = time.perf_counter() - _last_seconds(Path(path)), make_appender(Path(path))
     numbered = with_scalars(records, start)
@@ -199,7 +199,7 @@ def with_jsonl(records: Iterator[LogData], path: str | Path, start: int = 0) -> 
 def _format_logs(logs: dict[str, float]) -> str:
     """Format logs for the progress line.
 
-    Omit the return and length while they are NaN, before the first episode ends.
+    Omit the return and the length until the first episode has ended, because both are NaN until then.
     """
     labels = {
         "episode_reward_avg_100": "return",
@@ -221,7 +221,10 @@ def _format_logs(logs: dict[str, float]) -> str:
 
 @dataclass
 class _Speed:
-    """Training speed as text: steps per second without compile time, or "compiling" or "starting" before any step."""
+    """Training speed as text: "starting" or "compiling" before the first step, then steps per second.
+
+    The steps per second do not include the compile time.
+    """
 
     step: int
     compilations: Sequence[Compilation] = ()
@@ -253,7 +256,7 @@ _CELL_WIDTH = 90
 def _in_cell(layout: Any) -> Iterator[None]:
     """Show a rich renderable below a Jupyter cell, and refresh it in place four times a second.
 
-    rich's own display is a widget, which is not saved with the notebook.
+    rich's own live display is a Jupyter widget, which is not saved with the notebook.
     """
     from IPython.display import display
 
@@ -276,15 +279,16 @@ def _in_cell(layout: Any) -> Iterator[None]:
 def with_progress(
     records: Iterator[LogData], start: int, end: int, compilations: Sequence[Compilation] = ()
 ) -> Iterator[LogData]:
-    """Show live steps/s, time, return and losses in a terminal or Jupyter. Elsewhere, print ten lines during the run.
+    """Show the live speed, time, return and losses in a terminal or Jupyter. Elsewhere, print ten lines during the run.
 
-    While the run compiles, the progress line shows "compiling". After compilation, the line shows the compile time,
-    which steps/s does not include.
+    While the run compiles, the progress line shows "compiling". After compilation, the progress line shows the compile
+    time. The steps per second do not include the compile time.
 
     Args:
-        records: records to pass on.
-        start: number of env steps before the first record, or of actions if an action may take several env steps.
-        end: number of env steps in the whole run, or of actions if an action may take several env steps.
+        records: records of the run; the function yields each record again.
+        start: number of env steps before the first record; if an action may take several env steps, the number of
+            actions.
+        end: number of env steps in the whole run; if an action may take several env steps, the number of actions.
         compilations: compilations of the run's `jit`; the list grows during the run.
     """
     from rich.console import Console

@@ -1,7 +1,7 @@
 """Profile a run: measure the time of each phase, such as the environment or the update, and trace a few iterations.
 
-Each phase has a path, such as loop/collect/env. The time of a phase includes the phases inside it. A compiled run
-usually compiles the policy and the environment together, but a profiled run compiles them separately. Separate
+Each phase has a path, such as loop/collect/env. The time of a phase includes the time of its inner phases. A compiled
+run usually compiles the policy and the environment together, but a profiled run compiles them separately. Separate
 compilation makes the policy and the environment slower, and changes the results by rounding. Profiling does not change
 the results of an eager run.
 """
@@ -25,18 +25,18 @@ from ecrl.kernels import scan
 from ecrl.run.loggers import ending, tolerate_errors
 from ecrl.types import LogData
 
-_WAIT, _WARM_UP, _TRACED = 1, 1, 2  # iterations to compile, to warm up the tracer, and to trace
+_WAIT, _WARM_UP, _TRACED = 1, 1, 2  # numbers of iterations for compiling, for warming up the tracer and for tracing
 _OTHER = "other"
 
 
 @dataclass
 class Times:
-    """Time that each phase of a run took.
+    """Measured times of the phases of a run.
 
     Attributes:
-        seconds: duration of every call of each phase, in seconds, by the path of the phase.
+        seconds: dict from the path of each phase to the durations of its calls, in seconds.
         inside: path of the current phase.
-        nested: seconds that the current record has spent in inner consumers.
+        nested: time that inner consumers have taken for the current record, in seconds.
     """
 
     seconds: dict[tuple[str, ...], list[float]] = field(default_factory=dict)
@@ -52,7 +52,7 @@ def _now() -> float:
 
 @contextmanager
 def phase(times: Times, name: str) -> Iterator[None]:
-    """Time the block as a phase inside the current phase, and mark it in the trace.
+    """Time the block as an inner phase of the current phase, and mark the block in the trace.
 
     >>> times = Times()
     >>> with phase(times, "update"), phase(times, "minibatch"):
@@ -82,7 +82,7 @@ def timed(times: Times, name: str, fn: Callable[..., Any]) -> Callable[..., Any]
 
 
 def timed_records(times: Times, name: str, records: Iterator[LogData]) -> Iterator[LogData]:
-    """Measure how long each record takes, as the phase `name`. Exclude the time of inner `timed_records`."""
+    """Measure the time until each record arrives as the phase `name`, without the time of inner `timed_records`."""
     with ending(records):
         iterator = iter(records)
         while True:
@@ -100,9 +100,10 @@ def timed_records(times: Times, name: str, records: Iterator[LogData]) -> Iterat
 
 
 def with_timers(times: Times, run: Run) -> Run:
-    """Return a run that times collect, update, the environment, the policy and every function that `jit` binds.
+    """Return a copy of the run with timers around collect, update, the environment, the policy and jitted functions.
 
-    Rollouts call the functions of the policy and the environment in a plain loop. `jit` binds each function separately.
+    Rollouts call the functions of the policy and the environment in a plain loop. In a compiled run, each of these
+    functions is compiled separately.
     """
 
     def jit(fn: Callable[..., Any], *static: Any) -> Callable[..., Any]:
@@ -139,10 +140,10 @@ def with_timers(times: Times, run: Run) -> Run:
 
 
 def report(times: Times) -> list[dict[str, Any]]:
-    """Return a row per phase, each followed by rows for its inner phases and a row `other` for the remaining time.
+    """Return one row per phase, followed by rows for its inner phases and by a row `other` for the remaining time.
 
-    `first_seconds` is the time of the first call, which may include compilation. `later_ms` is the mean time of the
-    later calls in milliseconds, or None if there is only one call.
+    `first_seconds` is the time of the first call, which may include compilation. `later_ms` is the mean time of all
+    calls after the first, in milliseconds, or None if there is only one call.
     """
 
     def rows(path: tuple[str, ...]) -> list[dict[str, Any]]:
@@ -187,9 +188,9 @@ def with_profile(records: Iterator[LogData], times: Times, run_dir: str | Path) 
         for record in with_profile(records, times, "outputs/mine"): ...
 
     Args:
-        records: records to pass on. The records should come from the outermost consumer, so that all consumers are
-            timed.
-        times: times to which the timers of the loop and of the other consumers write.
+        records: records of the run; the function yields each record again. The records should come from the outermost
+            consumer, so that all consumers are timed.
+        times: `Times` to which the timers of the loop and of the other consumers write.
         run_dir: run folder.
     """
     folder = Path(run_dir) / "profile"

@@ -1,7 +1,8 @@
-"""Rank shards: files in a checkpoint, each with the environments and replay buffers of one rank other than rank 0.
+"""Save and load rank shards: files in a checkpoint with the environments and replay buffers of one rank.
 
-Weights, statistics and counters are equal on all ranks, so only rank 0 saves them. Before rank 0 saves a state, the
-other ranks send their shards to rank 0. The shard of rank i becomes the file `rank_<i>.safetensors`.
+Every rank other than rank 0 has a shard. Weights, statistics and counters are equal on all ranks, so only rank 0 saves
+them. Before rank 0 saves a state, the other ranks send their shards to rank 0. The shard of rank i is saved as the file
+`rank_<i>.safetensors`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,15 +29,16 @@ from ecrl.types import LogData
 
 
 def _per_rank_tensors(state: TensorDict, kinds: Kinds) -> dict[str, Tensor]:
-    """Return the tensors that differ between ranks, by name: environments and replay buffers."""
+    """Return the tensors that differ between ranks (environments and replay buffers) by name."""
     paths = [path for path, kind in leaf_kinds(state, kinds).items() if kind in PER_RANK]
     return {"/".join(path): cast(Tensor, state[path]) for path in paths}
 
 
 def _gather_shards(state: TensorDict, kinds: Kinds) -> dict[str, bytes]:
-    """Gather the other ranks' shards on rank 0, by filename.
+    """Gather the shards of all other ranks on rank 0.
 
-    Return an empty dict on the other ranks. All ranks must call this function.
+    On rank 0, return a dict from filename to shard. On the other ranks, return an empty dict. All ranks must call this
+    function.
     """
     own = {name: x.detach().cpu().contiguous() for name, x in _per_rank_tensors(state, kinds).items()}
     parts = gather_on_rank_0(bytes_of_tensors(own))
@@ -56,7 +58,7 @@ def shards_without_buffers(files: Mapping[str, bytes], kinds: Kinds) -> dict[str
 
 
 def may_be_saved(record: LogData, cfg: Config) -> bool:
-    """Return True if the state of a record may be saved. The result is the same on every rank."""
+    """Return True if the run may save the state of this record. The result is the same on every rank."""
     trainer = cfg.trainer
     due = is_due(record, cfg, trainer.save_freq) or decisions_of(record) >= total_steps(cfg, world_size())
     return due or (trainer.enable_eval and is_due(record, cfg, trainer.eval_freq))
@@ -68,7 +70,7 @@ def has_all_shards(record: LogData) -> bool:
 
 
 def with_shards(records: Iterator[LogData], run: Run, cfg: Config) -> Iterator[LogData]:
-    """Add the other ranks' shards to each record on rank 0 whose state may be saved. All ranks must use this consumer.
+    """Add the other ranks' shards to each record that rank 0 may save. All ranks must use this consumer.
 
     If a signal asks any rank to stop, the records end on all ranks after the same iteration.
     """
@@ -87,7 +89,7 @@ def with_shards(records: Iterator[LogData], run: Run, cfg: Config) -> Iterator[L
 def with_shards_at_crash(records: Iterator[LogData], run: Run) -> Iterator[LogData]:
     """Add the other ranks' shards to the error that the finite guard raises.
 
-    If the environments keep data outside of the state, leave the error unchanged. An iteration of such environments
+    If the environments keep data outside of the state, leave the error unchanged. An iteration of these environments
     cannot be repeated, and some ranks may not raise the error.
     """
     try:

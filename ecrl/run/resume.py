@@ -1,4 +1,4 @@
-"""Resume a run from its newest checkpoint, so that it continues as if it had never stopped."""
+"""Resume a run from its newest checkpoint, so that the run continues as if it had never stopped."""
 
 import json
 import math
@@ -40,7 +40,7 @@ def resume(
     overrides: Mapping[str, Any] | None = None,
     force: bool = False,
 ) -> tuple[TensorDict, Config]:
-    """Return the newest state and the config of a run, as arguments for `train(state, cfg, run_dir)`.
+    """Load the newest saved state and the config of a run, as arguments for `train(state, cfg, run_dir)`.
 
     A resumed run has exactly the same results as an uninterrupted run under the same conditions. The conditions are the
     device, the torch version, the number of threads, and compiled or eager execution. A warning names each condition
@@ -50,10 +50,10 @@ def resume(
 
     Args:
         run_dir: run folder.
-        config: file with a changed config; the run's own config if None.
-        overrides: values by dotted key, which replace values of the config.
-        force: continue even if the config differs from the run's own config. The hyperparameters of the new config then
-            replace the hyperparameters in the state.
+        config: path of a changed config; if None, the run's own config is used.
+        overrides: dict from dotted key to a value that replaces the config's value.
+        force: if True, continue even if the config differs from the run's own config. The hyperparameters of the new
+            config then replace the hyperparameters in the state.
 
     Raises: ConfigError with a line for each key that differs, unless `force` is set; CheckpointError if the folder is
         not a run, or if all its checkpoints are damaged.
@@ -67,7 +67,7 @@ def resume_run(
     overrides: Mapping[str, Any] | None = None,
     force: bool = False,
 ) -> tuple[Run, TensorDict, Config]:
-    """Resume a run as `resume` does. Return the run, the state and the config."""
+    """Resume a run as `resume` does, and return the run, the state and the config."""
     if (Path(run_dir) / "manifest.json").exists():
         raise ConfigError(f"{run_dir}: is a checkpoint; to resume, pass the folder of its run")
     path = latest(run_dir) if step_checkpoints(run_dir) or not (Path(run_dir) / "config.json").exists() else None
@@ -104,18 +104,18 @@ def resume_run(
 
 
 def _has_device(cfg: Config) -> bool:
-    """Return True if this machine has the device of a config."""
+    """Return True if this machine has the device that the config names."""
     with suppress(ConfigError):
         return device_of(cfg) is not None
     return False
 
 
 def continues_run(run_dir: str | Path, state: TensorDict, cfg: Config) -> bool:
-    """Return True if a state belongs to the run in a folder.
+    """Return True if `state` belongs to the run in the folder `run_dir`.
 
     If the folder has a checkpoint with the same number of env steps, the checkpoint and the state must have equal
-    weights. Otherwise, the configs must be equal. An initial state belongs only to a run that has not logged or saved
-    anything.
+    weights. Otherwise, `cfg` must equal the config in the folder. An initial state belongs only to a run that has not
+    logged or saved anything.
     """
     folder, step, metrics = Path(run_dir), int(state["sample_step"]), Path(run_dir) / "metrics.jsonl"
     if step == 0 and (step_checkpoints(folder) or (metrics.is_file() and metrics.stat().st_size)):
@@ -130,15 +130,15 @@ def continues_run(run_dir: str | Path, state: TensorDict, cfg: Config) -> bool:
 
 
 def _apply_changes(state: TensorDict, own: tuple[Run, Config], changed: tuple[Run, Config]) -> TensorDict:
-    """Return the state with the hyperparameters, learning rates and seed of a changed config.
+    """Replace the hyperparameters, learning rates and seed in a state by the values of a changed config.
 
     Learning rates and the random key are replaced only if the config changes them. If an adaptive schedule changes a
-    learning rate, the state has a field for the rate, with a name that ends in `learning_rate`.
+    learning rate, the state stores the rate in a field whose name ends in `learning_rate`.
 
     Args:
         state: state of the run.
         own: run and config of the state.
-        changed: run and config to continue with.
+        changed: run and config with which the run continues.
     """
     before, after = (expected_state(run, cfg, state) for run, cfg in (own, changed))
     rates = [str(name) for name in state.keys() if str(name).endswith("learning_rate")]  # noqa: SIM118
@@ -146,7 +146,7 @@ def _apply_changes(state: TensorDict, own: tuple[Run, Config], changed: tuple[Ru
     names = ["hyper", *(name for name in rates if not torch.equal(before[name], after[name]))]
     if own[1].trainer.seed != changed[1].trainer.seed:
         names.append("key")
-    return replaced(state, after.select(*names)).lock_()  # replace whole fields, as schedules have different keys
+    return replaced(state, after.select(*names)).lock_()  # replace whole fields, because schedules have different keys
 
 
 def _warn_of_other_conditions(path: Path, run: Run, cfg: Config) -> None:
@@ -166,7 +166,7 @@ def _step_of(row: bytes) -> float:
 
 
 def drop_rows_after(run_dir: Path, step: int) -> None:
-    """Remove rows with more than `step` env steps from `metrics.jsonl`, because these iterations will run again."""
+    """Remove rows with more than `step` env steps from `metrics.jsonl`, because their iterations will run again."""
     metrics = run_dir / "metrics.jsonl"
     if not metrics.exists():
         return
@@ -179,9 +179,10 @@ def drop_rows_after(run_dir: Path, step: int) -> None:
 def pending_evaluation(state: TensorDict, cfg: Config, run_dir: str | Path) -> LogData | None:
     """Return the train record of `state` if the run stopped before it had evaluated `state`, else None.
 
-    A complete evaluation has a row in `metrics.jsonl`. If the evaluation is the best so far, the best checkpoint is
-    also saved. If only the row exists, the function removes it, because the evaluation will run and log a row again. In
-    a run of several ranks, the record has the shards of the other ranks from the checkpoint.
+    A complete evaluation has a row in `metrics.jsonl`. If a complete evaluation is the best so far, its state is also
+    saved in `checkpoints/best`. If the row exists without this checkpoint, the function removes the row, because the
+    evaluation will run again and log a new row. In a run of several ranks, the record also contains the other ranks'
+    shards from the checkpoint.
 
     Args:
         state: state with which the run continues.
@@ -193,7 +194,7 @@ def pending_evaluation(state: TensorDict, cfg: Config, run_dir: str | Path) -> L
     if not metrics.is_file():
         return None
     lines = metrics.read_bytes().splitlines(keepends=True)
-    if "decision_step" in state:  # the number of env steps then varies between iterations
+    if "decision_step" in state:  # iterations may have different numbers of env steps
         size = step - max((n for line in lines if (n := _row(line).get("sample_step", 0)) < step), default=0)
     if not crossed(step, size, freq):
         return None
@@ -219,7 +220,7 @@ def _row(line: bytes) -> dict[str, Any]:
 
 
 def _best_is_saved(row: dict[str, Any], cfg: Config, run_dir: Path) -> bool:
-    """Return True if `checkpoints/best` is at least as good as the evaluation in `row`, or if `row` has no metric."""
+    """Return True if `checkpoints/best` is at least as good as the evaluation `row`, or if `row` lacks the metric."""
     name, sign = cfg.trainer.best_eval_metric, 1.0 if cfg.trainer.best_eval_mode == "max" else -1.0
     value, best = row.get(name), None
     with suppress(CheckpointError):

@@ -62,7 +62,7 @@ def _config_summaries(cfg: Config) -> list[Any]:
 
 
 def _event(**content: Any) -> bytes:
-    """Return one record of an event file, in the format of TensorBoard's own writer."""
+    """Encode one record of an event file in the format that TensorBoard's own writer uses."""
     from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore
     from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -72,24 +72,25 @@ def _event(**content: Any) -> bytes:
 
 
 def _event_file(log_dir: Path) -> Path:
-    """Return the path of a new event file. Its name sorts last, so that TensorBoard reads it after older files."""
+    """Return the path of a new event file, whose name sorts after older names so that TensorBoard reads it last."""
     number = len(list(log_dir.glob("events.out.tfevents.*")))
     return log_dir / f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{number}"
 
 
 def with_tensorboard(records: Iterator[LogData], cfg: Config, log_dir: str | Path, start: int = 0) -> Iterator[LogData]:
-    """Write all logs, `charts/SPS` and the config to TensorBoard event files, against env steps.
+    """Write the config, all logs and `charts/SPS` to TensorBoard event files. The x-axis is the number of env steps.
 
         for record in with_tensorboard(train_iter(state, cfg), cfg, "logs"): ...
 
-    The config appears as a table and as hyperparameters (HParams). The consumer writes each record before it passes the
-    record on, without a thread, so that a killed run loses no record.
+    The config appears as a table and as hyperparameters (HParams). The consumer writes each record, without a
+    background thread, before it yields the record, so that a killed run loses no record.
 
     Args:
-        records: records to pass on.
+        records: records of the run; the function yields each record again.
         cfg: config of the run.
         log_dir: folder of the event files.
-        start: env steps before the first record. In a resumed run, TensorBoard hides older values after this step.
+        start: number of env steps before the first record. In a resumed run, TensorBoard hides the values after this
+            step that the interrupted run logged.
     """
     from tensorboard.compat.proto.event_pb2 import SessionLog  # pyright: ignore
     from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore
@@ -109,7 +110,7 @@ def with_tensorboard(records: Iterator[LogData], cfg: Config, log_dir: str | Pat
 
 
 def _run_id(folder: Path) -> str:
-    """Return the W&B id of the run in `folder`. The folder stores the id, so that a resumed run keeps it."""
+    """Return the run's W&B id. The id is stored in `folder`, so that a resumed run has the same id."""
     path = folder / "wandb" / "run_id"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -118,7 +119,7 @@ def _run_id(folder: Path) -> str:
 
 
 def check_wandb(cfg: Config) -> None:
-    """Raise MissingExtraError if `trainer.use_wandb` is set but the package is missing."""
+    """Raise MissingExtraError if `trainer.use_wandb` is set but the package wandb is missing."""
     if not cfg.trainer.use_wandb:
         return
     try:
@@ -186,10 +187,10 @@ def with_wandb(records: Iterator[LogData], cfg: Config, run_dir: str | Path, sta
         for record in with_wandb(train_iter(state, cfg), cfg, "outputs/mine"): ...
 
     Args:
-        records: records to pass on.
+        records: records of the run; the function yields each record again.
         cfg: config of the run; `trainer.wandb_project_name` is the project, and `trainer.exp_name` is the run's name.
         run_dir: run folder; W&B writes its files to `wandb/` in this folder.
-        start: env steps before the first record.
+        start: number of env steps before the first record.
 
     Raises: UserError if the extra `wandb` is missing.
     """

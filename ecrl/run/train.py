@@ -1,4 +1,7 @@
-"""Train a run with all its consumers: `train` is for notebooks, `train_from_config` for scripts and the shell."""
+"""Train a run and pass its records through all consumers.
+
+Notebooks call `train`, and scripts and the shell call `train_from_config`.
+"""
 
 import json
 import os
@@ -53,17 +56,17 @@ def consumers(
     progress: bool,
     timed: Timed = _untimed,
 ) -> Iterator[LogData]:
-    """Stack the consumers that the config requests on the records of the training loop.
+    """Wrap the records of the training loop in all consumers that the config requests.
 
     Args:
         records: records of the training loop.
         run: run built from `cfg`.
         state: state before the first record.
         cfg: config of the run.
-        run_dir: run folder; nothing is written if None.
-        first: env steps before the first record.
-        progress: show a live progress line.
-        timed: function (phase, records) that returns the records with a timer around them, such as
+        run_dir: run folder; if None, nothing is written.
+        first: number of env steps before the first record.
+        progress: if True, show a live progress line.
+        timed: function that takes the name of a phase and its records, and returns the records with a timer, such as
             `ecrl.run.profiler.timed_records`.
     """
     records = timed("loop", records)
@@ -111,8 +114,8 @@ def train(
         cfg: config of the run.
         run_dir: folder for the config, logs, metrics and checkpoints. The folder must be new, or be the folder of the
             run that `state` belongs to. If None, nothing is written.
-        progress: show a live progress line.
-        profile: time the phases and trace two iterations. The results go to `profile/` in `run_dir`.
+        progress: if True, show a live progress line.
+        profile: if True, time the phases and trace two iterations. The results are written to `profile/` in `run_dir`.
 
     Returns: the last state and the history of logs. Ctrl-C ends the run early, and the function then returns the last
         state so far.
@@ -147,12 +150,12 @@ def _train(
 
     Args:
         run: run built from `cfg`.
-        state: state at the start.
+        state: state at the start of training.
         cfg: config of the run.
-        folder: run folder; nothing is written if None.
+        folder: run folder; if None, nothing is written.
         new: if True, raise an error if the folder already holds a run.
-        progress: show a live progress line.
-        profile: time the phases.
+        progress: if True, show a live progress line.
+        profile: if True, time the phases.
         on_record: function that is called with each record.
     """
     if profile and folder is None:
@@ -192,7 +195,7 @@ def _announce(run: Run, cfg: Config, folder: Path) -> None:
 
 
 def _new_run(cfg: Config, path: str) -> tuple[Run, TensorDict]:
-    """Check the config, and return the run and its initial state. Error messages start with the path."""
+    """Check the config, and return the run and its initial state. Error messages start with `path`."""
     try:
         run = build(cfg)
         check_rollout(cfg, run)
@@ -216,16 +219,18 @@ def train_from_config(
     force: bool = False,
     profile: bool = False,
 ) -> tuple[TensorDict, History]:
-    """Train from a config file into a run folder, or resume a run.
+    """Train a run that a config file describes, or resume a run.
 
     Args:
-        path: config file. With `resume_from`, this file is a changed config, and None selects the run's own config.
+        path: config file. With `resume_from`, this file contains a changed config, and None selects the run's own
+            config.
         distributed: if not None, value that replaces `trainer.distributed`.
-        run_dir: new run folder; `outputs/<exp_name>_<time>` if None.
-        overrides: values by dotted key, such as `{"trainer.seed": 3}`, which replace values of the config.
+        run_dir: new run folder; if None, the folder is `outputs/<exp_name>_<time>`.
+        overrides: dict from dotted key to a value that replaces the config's value, such as `{"trainer.seed": 3}`.
         resume_from: folder of a run to resume; the run continues in this folder.
-        force: resume even if the config differs from the run's own config.
-        profile: time the phases and trace two iterations. The results go to `profile/` in the run folder.
+        force: if True, resume even if the config differs from the run's own config.
+        profile: if True, time the phases and trace two iterations. The results are written to `profile/` in the run
+            folder.
 
     Returns: the last state and the history of logs.
     Raises: ConfigError with one line per fault of the config, or if the folder cannot be written or already holds a
@@ -284,9 +289,9 @@ def run_config(
 
 
 def _was_distributed(folder: Path, path: str | Path | None, changed: Mapping[str, Any]) -> bool:
-    """Return `trainer.distributed` of the config at `path`, or of the run's own config if `path` is None.
+    """Return the value of `trainer.distributed` in the config at `path`, or in the run's own config if `path` is None.
 
-    Return False if the run's own config is missing or invalid, because the error is reported later.
+    Return False if the run's own config is missing or invalid, because `resume_run` will raise the error.
     """
     try:
         return load_config(path or folder / "config.json", changed).trainer.distributed

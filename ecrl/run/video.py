@@ -51,18 +51,18 @@ def _views_until(steps: Iterable[tuple[list[tuple], TensorDict | None]], num_epi
 def record(state: TensorDict, cfg: Config, path: str | Path, num_envs: int = 4, num_episodes: int = 1) -> int:
     """Record a real-time video of the policy. The policy's actions are deterministic, as in evaluations.
 
-    The first camera of `trainer.events.eval` takes the video, or else the first camera of `trainer.events.train`. If
-    the config has no camera, the video shows the whole scene.
+    The first camera of `trainer.events.eval` takes the video. If there is no such camera, the first camera of
+    `trainer.events.train` takes the video. If the config has no camera, the video shows the whole scene.
 
     Args:
         state: state of a run.
         cfg: config of the run.
-        path: mp4 file.
-        num_envs: number of environments, shown in a grid.
+        path: path of the mp4 file.
+        num_envs: number of environments that the video shows in a grid.
         num_episodes: number of episodes of each environment. An environment that has finished its episodes continues
             until all environments have finished.
 
-    Returns: the number of frames, which is one per step.
+    Returns: the number of frames. The video has one frame per step.
     Raises: ConfigError if the environment has no scene; UserError if OpenGL or the extra `video` is missing.
     """
     for name, count in (("num_envs", num_envs), ("num_episodes", num_episodes)):
@@ -78,12 +78,12 @@ def record(state: TensorDict, cfg: Config, path: str | Path, num_envs: int = 4, 
 
 
 def _add_view(after: TensorDict, before: TensorDict, count: int) -> TensorDict:
-    """Return a copy of `after` with the view of the first `count` environments of `before` in `info`."""
+    """Return a copy of `after` whose `info` holds the view of the first `count` environments of `before`."""
     return after.copy().set("info", cast(TensorDict, after["info"]).copy().set("view", view(before, count)))
 
 
 def _with_views(env: Env, count: int) -> Env:
-    """Return an environment that adds the view before each step to `info`."""
+    """Wrap an environment so that `info` holds the view of the environments before each step."""
 
     def reset(keys: Tensor) -> TensorDict:
         start = env.reset(keys)
@@ -96,7 +96,7 @@ def _with_views(env: Env, count: int) -> Env:
 
 
 def _first_envs(state: TensorDict, cfg: Config, count: int) -> TensorDict:
-    """Return a run's state with only its first `count` environments. Add the view of these environments to `info`."""
+    """Reduce a run's state to its first `count` environments, and add the view of these environments to `info`."""
     env_step = decisions(state) // (cfg.trainer.num_envs * world_size())
     episode = cast(TensorDict, state["episode"]).copy()
     episode.update({name: episode[name][:count] for name in ("running_return", "running_length")})
@@ -110,7 +110,7 @@ def _first_envs(state: TensorDict, cfg: Config, count: int) -> TensorDict:
 
 
 def _collect(run: Run) -> Collect:
-    """Return the algorithm's function that takes steps without learning, or raise ConfigError if it has none."""
+    """Return the algorithm's function that takes steps without learning, or raise ConfigError if it does not exist."""
     collect = collect_of(run.algorithm.iterate)
     if collect is None:
         raise ConfigError(
@@ -153,13 +153,13 @@ def with_training_videos(
 ) -> Iterator[LogData]:
     """Record rollouts in the background with the cameras under `trainer.events.train`.
 
-    A video shows the first environments of one iteration, with a frame every `interval_step` steps. The event
+    A video shows the first environments during one iteration, with one frame every `interval_step` steps. The event
     `record_camera_data` records every iteration, and training waits until the previous video is complete. The event
-    `record_camera_data_async` does not make training wait. Instead, the event skips iterations while it still records
-    an earlier iteration.
+    `record_camera_data_async` does not make training wait. Instead, `record_camera_data_async` skips iterations while
+    the video of an earlier iteration is still being recorded.
 
     Args:
-        records: records to pass on.
+        records: records of the run; the function yields each record again.
         run: run built from `cfg`.
         cfg: config of the run.
         videos: folder of the videos.

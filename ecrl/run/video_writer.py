@@ -1,8 +1,8 @@
-"""Render videos of MuJoCo tasks from states, and encode them as mp4 files, in background threads.
+"""Render the states of MuJoCo tasks as videos, and encode the videos as mp4 files in background threads.
 
-The run passes only views to the threads. A view is the physics state and the targets of the first environments. A
-camera works on one video at a time and queues at most `_QUEUE_SIZE` views. If the queue of a camera is full, the run
-waits, so that no frame is lost.
+The run passes only views to the threads. A view consists of the physics state and the targets of the first
+environments. A camera works on one video at a time and queues at most `_QUEUE_SIZE` views. If the queue of a camera is
+full, the run waits, so that no frame is lost.
 """
 
 import os
@@ -30,20 +30,20 @@ from ecrl.errors import ConfigError, extra
 from ecrl.run.loggers import tolerate_errors
 
 FPS = 20
-"""Frames per second of the videos that events record.
+"""Frame rate of the videos that events record, in frames per second.
 
 As in EmbodiChain, the frame rate does not depend on the step duration.
 """
 
 _QUEUE_SIZE = 4096
 _ENCODER = ["-c:v", "libx264", "-preset", "veryfast", "-crf", "23", "-pix_fmt", "yuv420p"]
-_ENCODER += ["-threads", "1"]  # the run needs the other cores
+_ENCODER += ["-threads", "1"]  # use one thread, because the run needs the other cores
 
 Put = Callable[[TensorDict], None]
 
 
 class Camera(NamedTuple):
-    """A camera of the config: its use ("train" or "eval"), its event, and the event's parameters."""
+    """Camera of the config, with its use ("train" or "eval"), its event and the event's parameters."""
 
     use: str
     event: EventConfig
@@ -89,13 +89,13 @@ def encoder() -> str:
 def _encoding(path: Path, height: int, width: int, fps: float) -> Iterator[Callable[[np.ndarray], None]]:
     """Yield a function that adds an image to an mp4 file. Raise OSError if the encoder fails.
 
-    The encoder runs in a new session, so that Ctrl-C does not stop the encoder.
+    The encoder process runs in a new session, so that Ctrl-C does not stop the encoder.
     """
     raw_input = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", f"{fps:.6g}", "-i", "-"]
     command = [encoder(), "-y", "-v", "error", *raw_input, "-an", *_ENCODER, str(path)]
     with Popen(command, stdin=PIPE, stderr=PIPE, start_new_session=True) as process:
         pipe = cast(IO[bytes], process.stdin)
-        with suppress(BrokenPipeError):  # the error below has ffmpeg's own message
+        with suppress(BrokenPipeError):  # the OSError below contains ffmpeg's own message
             yield lambda image: cast(None, pipe.write(image.tobytes()))
             pipe.flush()
         _, message = process.communicate()
@@ -110,7 +110,8 @@ def write_video(path: Path, images: Iterable[np.ndarray], fps: float) -> int:
 
     Args:
         path: path of the mp4 file; its folder is created if missing.
-        images: uint8 `[h, w, 3]`, all of the same size. A black row or column is added if the height or width is odd.
+        images: uint8 images of shape `[h, w, 3]`, all of the same size. If the height or width is odd, a black row or
+            column of pixels is added.
         fps: frames per second.
 
     Raises: OSError if the disk is full; MissingExtraError if the extra `video` is missing.
@@ -133,7 +134,7 @@ def write_video(path: Path, images: Iterable[np.ndarray], fps: float) -> int:
 
 
 def render_views(sim: Any, camera: CameraConfig, views: Iterable[TensorDict]) -> Iterator[np.ndarray]:
-    """Render each view as one image, with a tile for each of its environments."""
+    """Render each view as one image, with one tile for each environment in the view."""
     with drawing(sim, camera) as draw:
         for worlds in views:
             rows: list[Any] = [worlds[i] for i in range(worlds.batch_size[0])]
@@ -141,7 +142,7 @@ def render_views(sim: Any, camera: CameraConfig, views: Iterable[TensorDict]) ->
 
 
 def view(state: TensorDict, count: int) -> TensorDict:
-    """Return the state fields that a camera needs, `physics` and `targets`, of the first `count` environments."""
+    """Return the state fields `physics` and `targets`, which a camera needs, for the first `count` environments."""
     parts: dict[str, Any] = {"physics": state["world", "physics"][:count]}
     if "targets" in state:
         targets = cast(TensorDict, state["targets"])
@@ -157,7 +158,7 @@ def video_path(folder: Path, camera: Camera, step: int) -> Path:
 def _lower_priority() -> None:
     """Give this thread and its child processes the lowest priority.
 
-    Only Linux can set the priority of a single thread.
+    Only Linux can set the priority of a single thread, so the function does nothing on other systems.
     """
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
@@ -185,11 +186,12 @@ def background_worker() -> Iterator[Callable[..., Future]]:
 
 
 class Film(NamedTuple):
-    """The videos of one evaluation.
+    """Videos of one evaluation.
 
     Attributes:
         num_envs: number of recorded environments.
-        cameras: for each camera, its `interval_step`, its number of environments and the function that adds a view.
+        cameras: for each camera, a tuple of its `interval_step`, its number of environments and the function that adds
+            a view.
     """
 
     num_envs: int
@@ -219,11 +221,11 @@ def _open_video(start: Callable[..., Future], path: Path, sim: Any, camera: Came
 
 @contextmanager
 def filming(cfg: Config, folder: Path | None) -> Iterator[Callable[[TensorDict, int], Any]]:
-    """Yield a context manager `(state, num_envs)` that opens the videos of one evaluation and yields a Film.
+    """Yield a function `(state, num_envs)` whose context manager opens the videos of one evaluation and yields a Film.
 
     Args:
         cfg: config of the run, with the cameras under `trainer.events.eval`.
-        folder: folder of the videos; no videos if None.
+        folder: folder of the videos; if None, no videos are recorded.
     """
     eval_cameras = cameras(cfg, "eval") if folder is not None else []
     if eval_cameras:  # report a missing package before the evaluation, not at its end
@@ -250,8 +252,8 @@ def filming(cfg: Config, folder: Path | None) -> Iterator[Callable[[TensorDict, 
 def with_film(steps: Iterator[tuple[list[tuple], TensorDict | None]], film: Film) -> Generator[list[tuple], None, None]:
     """Yield the values of each evaluation step, and add the view before each step to the videos.
 
-    A video ends when all environments that it shows have finished their first episode. Environments that finish
-    earlier start their next episode in the video.
+    A video ends when all environments that it shows have finished their first episode. Environments that finish before
+    the others show their next episode in the video.
     """
     running = set(range(film.num_envs))
     for step, (row, before) in enumerate(steps):
