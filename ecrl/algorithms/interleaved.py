@@ -134,8 +134,8 @@ class Interleaved:
     def collect(self, run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
         """Take the steps of an iteration without learning, with the parameters and the exploration of `state`.
 
-        Returns: the state with new `env`, `exploration` and `carry`, and a batch `[N]` whose `steps` have shape `[N, T
-            + 1]`.
+        Returns: the state with new `env`, `exploration` and `carry`, and a batch `[N]`. The shape of its
+            `steps` is `[N, T + 1]`.
         """
         after, rows = take_steps(run, state, _noise(run, state))
         steps = _rollout(cast(TensorDict, rows.exclude("final_obs")), cast(TensorDict, after["env"]))

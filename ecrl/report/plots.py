@@ -145,7 +145,7 @@ def write(picture: Any, out: Path) -> list[Path]:
 
 
 def threshold_point(one: Curve, threshold: float) -> tuple[float, float] | None:
-    """Return the env steps and minutes from which a curve stays at or above the threshold, or None.
+    """Return the first env steps and minutes after which a curve never falls below the threshold, or None.
 
     >>> x = np.array([1.0, 2.0, 3.0, 4.0])
     >>> threshold_point(Curve("", "", "", 10 * x, x, np.array([0.5, 0.96, 0.9, 0.97])), 0.95)
