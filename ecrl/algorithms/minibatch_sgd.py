@@ -44,6 +44,7 @@ from ecrl.distributed import all_mean
 from ecrl.errors import ConfigError
 from ecrl.kernels.scan_loop import chunking, row_bytes
 from ecrl.policies import acting_params, fixed_params
+from ecrl.policies.contract import described, returned
 from ecrl.pytree import flatten, mapped, replaced
 from ecrl.types import Logs
 
@@ -177,7 +178,15 @@ def _loss(
     params: TensorDict, of: Objective, fixed: TensorDict, minibatch: TensorDict, mask: Tensor, hyper: TensorDict
 ) -> tuple[Tensor, tuple[Tensor, Logs]]:
     """Return the loss, the number of elements over which the loss is a mean, and the logs."""
-    loss, logs = of.loss(of.run, acting_params(params, fixed), minibatch, mask, hyper)
+    label = f"algorithm {of.run.algorithm.name}: loss"
+    out = of.loss(of.run, acting_params(params, fixed), minibatch, mask, hyper)
+    loss, logs = returned(label, out, "loss", "logs")
+    for name, x in (("the loss", loss), *((f"the log {name}", log) for name, log in logs.items())):
+        if not isinstance(x, Tensor) or x.ndim:
+            raise ConfigError(f"{label} returns {name} as {described(x)}, expected a 0-d tensor; return its mean")
+    if of.distance is not None and of.distance not in logs:
+        known = ", ".join(logs) or "no logs"
+        raise ConfigError(f"{label} returns no log {of.distance!r}, the `distance`, only {known}; add the log")
     count = logs.get("count", mask.sum().to(loss.dtype))
     return loss, (count, {name: log for name, log in logs.items() if name != "count"})
 

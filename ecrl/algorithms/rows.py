@@ -15,6 +15,7 @@ from ecrl.algorithms.core import Run
 from ecrl.errors import ConfigError
 from ecrl.kernels.rollout import sequences
 from ecrl.policies import Policy, sum_tokens
+from ecrl.policies.contract import described
 
 _OUTCOMES = ("reward", "terminated", "truncated", "info", "final_value", "executed")
 _DERIVED = {"next_value"}
@@ -34,7 +35,8 @@ def rows_of(run: Run, batch: TensorDict, **fields: Tensor) -> TensorDict:
         `run.static.row_steps` steps. For sequences, the result has `[N * T / L]` rows, whose fields have the shape
         `[N * T / L, L, ...]`. If the policy has memory, the result also has `carry`, of shape `[N * T / L, ...]`. The
         segments of an environment are consecutive. `sample_log_prob` is summed over the tokens of an action.
-    Raises: ConfigError if `act` returned one of `fields`, or a field that estimators of returns add.
+    Raises: ConfigError if `act` returned one of `fields`, or a field that estimators of returns add, or if one of
+        `fields` is not `[N, T, ...]`.
     """
     steps = cast(TensorDict, batch["steps"][:, :-1]).exclude(*_OUTCOMES)  # the last step is padding
     for name in sorted({*steps.keys()} & ({*fields, *_DERIVED} - {"mask"})):
@@ -42,6 +44,10 @@ def rows_of(run: Run, batch: TensorDict, **fields: Tensor) -> TensorDict:
             f"policy.name: act of {run.policy.name} returns the field {name!r}, which {run.algorithm.name} computes "
             "itself; give it another name"
         )
+    for name, x in fields.items():
+        if x.shape[:2] != steps.shape:
+            problem = f"algorithm {run.algorithm.name}: the field {name} is {described(x)}"
+            raise ConfigError(f"{problem}, expected {list(steps.shape)} or more axes; pass one entry per step")
     if "sample_log_prob" in steps:
         steps = steps.set("sample_log_prob", sum_tokens(steps["sample_log_prob"], steps))
     if run.policy.unit == "step":

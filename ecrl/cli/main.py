@@ -273,6 +273,7 @@ def _run_command() -> None:
     If the user can fix an error, print one line per fault to stderr and exit with status 2.
     """
     warnings.formatwarning = _format_warning
+    gc.set_threshold(50_000)  # imports and compilation create many permanent objects, which need no collection
     atexit.register(gc.freeze)  # after compilation, a garbage collection at exit would take two seconds
     try:
         args, keys = _split_overrides(_import_user_modules(sys.argv[1:]))

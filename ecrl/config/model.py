@@ -139,7 +139,9 @@ def faults_from_error(model: type[BaseModel], error: ValidationError) -> list[Fa
         message = re.sub("^(Value error|Assertion failed), ", "", fault["msg"])
         if fault["type"] in _MESSAGES:
             message = _MESSAGES[fault["type"]].format_map(fault.get("ctx", {}))
-        if fault["type"] in (*_MESSAGES, _KIND):
+        if fault["type"] == "tuple_type" and isinstance(fault["input"], list):
+            message = "a strict tuple accepts no list; declare the field as Annotated[tuple[...], Field(strict=False)]"
+        elif fault["type"] in (*_MESSAGES, _KIND):
             message += f", got {format_value(fault['input'])}" if fault["type"] != "missing" else ""
             message += f"; {about}" if about else ""
         faults.append((place, message))

@@ -25,6 +25,7 @@ from ecrl.algorithms.minibatch_sgd import (
 from ecrl.algorithms.optimizer import GroupSettings, groups_of, learning_state
 from ecrl.algorithms.optimizer_config import OptimizerConfig
 from ecrl.algorithms.ppo import PPOConfig, check_critic
+from ecrl.algorithms.rows import rows_of
 from ecrl.config import config_from_dict
 from ecrl.errors import ConfigError
 from ecrl.kernels import scan
@@ -349,6 +350,41 @@ def test_two_groups_move_at_their_own_rates_with_their_own_optimisers():
     close(logs["critic_grad_norm"], 4.0)
     close(logs["learning_rate"], 0.1)
     close(logs["critic_learning_rate"], 0.5)
+
+
+ONE = torch.tensor(1.0)
+WRONG_LOSSES = {  # what the loss returns, and the line
+    "one value": (ONE, "returns float32 [], expected 2: (loss, logs); return these values"),
+    "rows": (
+        (torch.ones(2), {"approx_kl": ONE}),
+        "returns the loss as float32 [2], expected a 0-d tensor; return its mean",
+    ),
+    "log of rows": (
+        (ONE, {"approx_kl": ONE, "x": torch.ones(2)}),
+        "returns the log x as float32 [2], expected a 0-d tensor; return its mean",
+    ),
+    "number": (
+        (ONE, {"approx_kl": ONE, "x": 0.5}),
+        "returns the log x as float 0.5, expected a 0-d tensor; return its mean",
+    ),
+    "no distance": ((ONE, {"kl": ONE}), "returns no log 'approx_kl', the `distance`, only kl; add the log"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_LOSSES)
+def test_a_loss_that_breaks_its_contract_is_refused_in_one_line(case):
+    out, line = WRONG_LOSSES[case]
+    with pytest.raises(ConfigError) as error:
+        learned(*setup(), lambda *_: out, None)
+    assert str(error.value) == f"algorithm ppo: loss {line}"
+
+
+def test_a_field_without_an_entry_for_each_step_is_refused():
+    steps = TensorDict({"done": torch.zeros(4, 3, dtype=torch.bool), "obs": torch.zeros(4, 3, 2)}, [4, 3])
+    with pytest.raises(ConfigError) as error:
+        rows_of(setup()[0], TensorDict({"steps": steps}, [4]), coef=torch.tensor(1.0))
+    line = "the field coef is float32 [], expected [4, 2] or more axes; pass one entry per step"
+    assert str(error.value) == f"algorithm ppo: {line}"
 
 
 def test_logs_need_no_names():

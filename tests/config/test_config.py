@@ -518,3 +518,11 @@ def test_deep_nesting_in_a_free_field_is_reported_with_its_key():
     gym = {"name": "gymnasium", "cfg": {"id": "CartPole-v1", "kwargs": nested}}
     with pytest.raises(ConfigError, match=r"^replace: env.cfg.kwargs: nested too deeply, got an object; further arg"):
         config_from_dict(VALID, "replace", {"env": gym})
+
+
+def test_a_list_for_a_strict_tuple_names_the_declaration_that_accepts_it():
+    class Strict(ConfigModel):
+        sizes: tuple[int, ...] = Field(description="sizes")
+
+    with pytest.raises(ValidationError, match=r"a strict tuple accepts no list; declare the field as Annotated"):
+        Strict.model_validate({"sizes": [1, 2]})
