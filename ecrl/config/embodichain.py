@@ -142,7 +142,7 @@ def _gym_faults(gym: Any) -> list[Fault]:
 
 
 def _add_file_fault(raw: RawConfig, text: str) -> RawConfig:
-    """Add a fault about the file at `trainer.gym_config`.
+    """Record that the file named by `trainer.gym_config` is wrong.
 
     Without the file, validation would also report a missing `env`. The fault about the missing `env` gets the path
     `trainer.gym_config`, because ecrl reports only the first fault of a path.

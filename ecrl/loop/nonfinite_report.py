@@ -254,7 +254,7 @@ def _searching_scan(run: Run, findings: list[Finding]) -> Callable[..., Any]:
     continue, too.
     """
     is_interleaved = isinstance(run.algorithm.iterate, Interleaved)
-    around: list[int | None] = []  # for each enclosing loop, its step index, or None in `minibatch_sgd`
+    around: list[int | None] = []  # one entry per enclosing loop: its step index, or None if it is in `minibatch_sgd`
 
     def searching(body: Any, carry: Any, xs: Any, *constants: Any) -> Any:
         length = len(flatten(xs)[0][0])

@@ -145,7 +145,8 @@ def _from_file(cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Buil
         raise ConfigError("robot.mjcf: a hinge or slide of the file has no name; name each joint")
     if any(joint.type == mujoco().mjtJoint.mjJNT_FREE for joint in spec.joints):
         fault = "a body of the file has a free joint, but the robot's base is fixed at robot.init_pos"
-        raise ConfigError(f"robot.mjcf: {fault}; remove the joint, or load the file as the scene with the key mjcf")
+        remedy = "remove the joint, or use the file as the whole scene by giving its path as mjcf"
+        raise ConfigError(f"robot.mjcf: {fault}; {remedy}")
     for name in ("stiffness", "damping", "max_effort"):
         numbers = getattr(drive_cfg, name)
         if isinstance(numbers, dict) and (missing := [joint for joint in joints if joint not in numbers]):
