@@ -29,7 +29,7 @@ The purposes are episode starts, environment noise, actions, minibatches, weight
 """
 
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
-# The fourth word of a counter has a different value for draws, splits, folds and streams.
+# Word 3 of the Philox counter. Each value belongs to one function, so two functions never return the same numbers.
 _DRAW, _SPLIT, _FOLD, _STREAM = range(4)
 _WORD = 0xFFFFFFFF
 

@@ -34,8 +34,9 @@ global_norm group_advantages grpo_advantages grpo_loss kl_k1 kl_k2 kl_k3 linear_
 moments_init moments_merge moments_update moments_variance multi_discrete_entropy multi_discrete_kl
 multi_discrete_log_prob multi_discrete_mode multi_discrete_sample n_step_returns normal_entropy normal_kl
 normal_log_prob normal_mode normal_sample normalize place_at_truncations ppo_loss ppo_loss_clipped_value restarted
-rmsprop rmsprop_init Replay TreeWrites importance_weights replay_add replay_add_priority replay_count replay_index
-replay_init replay_prioritized_index replay_read replay_set_priority replay_stack replay_start replay_writes
+rmsprop rmsprop_init Replay TreeWrites importance_weights replay_add replay_add_priority replay_count replay_cut
+replay_index replay_init replay_prioritized_index replay_read replay_set_priority replay_stack replay_start
+replay_writes
 tree_find tree_init tree_set tree_writes
 running_returns scale scan sgd sgd_init standardize
 step_schedule tanh_normal_entropy tanh_normal_kl tanh_normal_latent tanh_normal_log_prob tanh_normal_mode
@@ -50,10 +51,9 @@ temperature_loss
 
 ALGORITHMS = """
 APGConfig Algorithm GRPOConfig Group GroupSettings Interleaved Kind LEARNER_KINDS LearningConfig MinibatchConfig
-PPOConfig REPLAY_KINDS REWARD_NORM_KINDS RowReplay Run SGD Static add_rows apg check_log_prob collect from_reset
-gradient_steps groups_of grpo interleaved learn learning_state make_algorithm minibatch_epochs minibatch_sgd on_policy
-ppo read_rows reward_norm_init row_count row_replay_init rows_of sgd_choices standardize_over_ranks take_steps
-uniform_index with_scaled_rewards
+PPOConfig REPLAY_KINDS REWARD_NORM_KINDS Run SGD Static apg check_log_prob collect from_reset gradient_steps groups_of
+grpo interleaved learn learning_state make_algorithm minibatch_epochs minibatch_sgd new_replay on_policy ppo
+reward_norm_init rows_of sample_keys sgd_choices standardize_over_ranks store take_steps with_scaled_rewards
 """
 
 

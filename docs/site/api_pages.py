@@ -30,13 +30,10 @@ PAGES: dict[str, tuple[str, dict[str, list[str]]]] = {
             "Records": ["ecrl.Env", "ecrl.Policy", "ecrl.Algorithm", "ecrl.algorithms.Run", "ecrl.algorithms.Static"],
             "Off-policy turns": [
                 "ecrl.algorithms.interleaved.interleaved",
-                "ecrl.algorithms.interleaved.RowReplay",
                 "ecrl.algorithms.interleaved.take_steps",
-                "ecrl.algorithms.interleaved.add_rows",
-                "ecrl.algorithms.interleaved.uniform_index",
-                "ecrl.algorithms.interleaved.read_rows",
-                "ecrl.algorithms.interleaved.row_count",
-                "ecrl.algorithms.interleaved.row_replay_init",
+                "ecrl.algorithms.interleaved.new_replay",
+                "ecrl.algorithms.interleaved.store",
+                "ecrl.algorithms.interleaved.sample_keys",
             ],
             "Construction": ["ecrl.make_env", "ecrl.make_policy", "ecrl.make_algorithm", "ecrl.module_policy"],
             "Registration": [

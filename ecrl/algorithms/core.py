@@ -40,6 +40,9 @@ from ecrl.types import Logs
 Jit = Callable[..., Callable[..., Any]]
 _EPS, _CLIP = 1e-8, 10.0
 
+SKIPPED_STEPS = "skipped_steps"
+"""Log that counts the gradient steps that were left out because of NaN or infinity."""
+
 LEARNER_KINDS: Kinds = {"params": Kind.LEARNED, "opt": Kind.LEARNED, "hyper": Kind.COUNTER}
 """Kinds of the fields that the `init` of every algorithm returns."""
 
@@ -374,6 +377,15 @@ class _FromReset:
 def from_reset(collect: Collect) -> Collect:
     """Return a `collect` that first resets every environment, so that the environments of a group share their start."""
     return _FromReset(collect)
+
+
+def over_steps(run: Run, logs: Logs) -> Logs:
+    """Average logs `[S]` over the turns of an iteration or the gradient steps of a turn, but sum `skipped_steps`.
+
+    If `trainer.finite_guard` is "skip", the means leave out NaN, which stands for a step that was left out.
+    """
+    mean = torch.nanmean if run.static.skips_nonfinite else torch.mean
+    return {name: log.sum() if name == SKIPPED_STEPS else mean(log) for name, log in logs.items()}
 
 
 def standardize_over_ranks(x: Tensor, mask: Tensor) -> Tensor:

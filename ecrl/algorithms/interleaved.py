@@ -1,29 +1,31 @@
 """Off-policy iterations, which alternate environment steps and gradient steps in one loop over a replay buffer.
 
-An algorithm defines one turn, in the order of its paper:
+An algorithm defines a function `turn`, with the steps of the pseudocode in the algorithm's paper:
 
     def turn(run, state, noise, replay):
-        state, steps = take_steps(run, state, noise)                  # act, explore, step
-        replay = add_rows(replay, steps.select("obs", "action", ...))  # store
-        if run.static.phase == "collect":                             # chosen on the host, see `Algorithm.phase`
+        state, steps = take_steps(run, state, noise)               # act, explore, step
+        replay = store(replay, steps)                              # add the steps to the buffer
+        if run.static.phase == "collect":                          # chosen on the host, see `Algorithm.phase`
             return state, replay, steps, {}
-        index = uniform_index(run, state, replay, batch_size)         # sample
-        state, logs = learn(update, run, state, read_rows(replay, index))
+        keys = sample_keys(run, state, batch_size)
+        index = replay_index(replay, keys, n=1, stack=1)           # sample
+        batch = replay_read(replay, index, gamma=gamma, n=1)
+        state, logs = learn(update, run, state, batch)
         return state, replay, steps, logs
 
 `interleaved(turn)` turns this function into the `iterate` of an algorithm.
 
 A turn does not depend on the length of an iteration. The turn's `run` and `state` look as if every iteration had one
 turn. In `run.static`, `buffer_size` is the number of steps per turn. In the state, `sample_step`, `update_step`,
-`iterations` and the cursor of the buffer count each turn as an iteration. New rows are in the buffer as soon as a turn
-adds them, and the rows that they replace are gone. Thus `trainer.buffer_size` does not change the result of learning,
+`iterations` and the cursor of the buffer count each turn as an iteration. New steps are in the buffer as soon as a turn
+adds them, and the steps that they replace are gone. Thus `trainer.buffer_size` does not change the result of learning,
 with two exceptions. The phase is chosen once per iteration, and the finite guard skips whole iterations.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDict
@@ -35,6 +37,7 @@ from ecrl.algorithms.core import (
     Run,
     Static,
     batch_of,
+    over_steps,
     step_keys,
     steps_taken,
     with_compiled_policy,
@@ -42,12 +45,13 @@ from ecrl.algorithms.core import (
 )
 from ecrl.algorithms.state_kinds import Kind, Kinds
 from ecrl.errors import ConfigError
-from ecrl.kernels import act_and_step
+from ecrl.kernels import Replay, act_and_step, replay_add, replay_cut, replay_init, replay_start, replay_writes
 from ecrl.kernels.rollout import env_major, restarted_carry
 from ecrl.memory import check_room
 from ecrl.policies import Policy, policy_params
 from ecrl.policies.contract import check_restart
-from ecrl.pytree import flatten, mapped, names, replaced, unflatten
+from ecrl.policies.core import example
+from ecrl.pytree import flatten, mapped, replaced
 from ecrl.types import Logs
 
 REPLAY_KINDS: Kinds = {
@@ -59,34 +63,7 @@ REPLAY_KINDS: Kinds = {
 
 _FIXED = ("key", "hyper", "episode", *COUNTERS, "update_step", "iterations", "frozen_params")
 _STEPS = ("key", *COUNTERS, "params", "norm", "env", "exploration", "carry", "frozen_params")
-SUMMED_LOG = "skipped_steps"
-"""The log of a turn that an iteration sums over its turns. Other logs are averaged."""
-
-
-class RowReplay(NamedTuple):
-    """The replay buffer inside a turn: the ring as it was before the iteration, and the rows added since.
-
-    The rows may be of any kind. `ecrl.kernels.Replay` holds steps, and reads n-step returns and frame stacks from them.
-
-    Row `i` of the buffer is in `block` if this iteration wrote it, and in `ring` otherwise. `read_rows` reads from
-    both.
-
-    Attributes:
-        ring: the buffer before the iteration, `[capacity]`, read-only.
-        block: the rows of this iteration, `[turns, S * N]`, with one line per turn. Lines of later turns are zero.
-        start: number of rows written before the iteration, 0-d int64.
-        added: number of rows written in the iteration so far, 0-d int64.
-        is_complete: True after `add_rows`, which a turn calls once.
-    """
-
-    ring: TensorDict
-    block: TensorDict
-    start: Tensor
-    added: Tensor
-    is_complete: bool = False
-
-
-Turn = Callable[[Run, TensorDict, Any, RowReplay], tuple[TensorDict, RowReplay, TensorDict, Logs]]
+Turn = Callable[[Run, TensorDict, Any, Replay], tuple[TensorDict, Replay, TensorDict, Logs]]
 
 
 @dataclass(frozen=True)
@@ -101,16 +78,8 @@ class Interleaved:
         self, run: Run, state: TensorDict, borrowed: TensorDict
     ) -> tuple[TensorDict, TensorDict, dict[str, Tensor]]:
         """Run the turns of one iteration as one loop, without copying the ring."""
-        if "replay" not in borrowed:
-            advice = "return one of `row_replay_init` from `init`, and add REPLAY_KINDS to `kinds`"
-            raise ConfigError(
-                f"algorithm {run.algorithm.name}: the state lacks replay, a field of kind buffer; {advice}"
-            )
-        fields = dict(cast(TensorDict, borrowed["replay"]).exclude("written").items())
-        ring = TensorDict(cast(Any, fields), [len(flatten(fields)[0][0])])
-        check_replay(run, len(ring))
-        turns, rows = run.static.buffer_size // self.steps, self.steps * run.static.num_envs
-        block = _zeros(ring, turns, rows)
+        ring = _ring(run, state, borrowed)
+        turns = run.static.buffer_size // self.steps
         fixed = replaced(state.select(*_FIXED, strict=False), borrowed.select("frozen_params", strict=False))
         moving, start = cast(TensorDict, state.exclude(*_FIXED)), cast(Tensor, state["replay", "cursor"])
         number = torch.arange(turns, device=start.device)
@@ -121,15 +90,15 @@ class Interleaved:
         )
         body = partial(_turn, self.turn, run, _static_of_turn(run.static, self.steps))
         executed = torch.zeros_like(start) if "decision_step" in state else None
-        carry = (moving, block, executed)
+        empty = replay_start(ring, start, steps=run.static.buffer_size)
+        carry = (moving, empty.block, executed)
         (moving, block, _), (taken, logs) = run.scan(body, carry, (number, noise), fixed, ring, start)
         steps = mapped(lambda x: x.flatten(0, 1), taken, batch=lambda size: (run.static.buffer_size, *size[2:]))
         steps = _rollout(steps, cast(TensorDict, moving["env"]))
         episode = with_episodes(state, steps)
         state = replaced(replaced(state, moving), {"episode": episode})
-        index = (start + torch.arange(turns * rows, device=start.device)) % len(ring)
-        new = TensorDict({"rows": _lines(block), "index": index}, [])
-        return state, TensorDict({"batch": batch_of(steps), "replay": new}, []), _over_turns(run, logs)
+        writes = replay_writes(empty._replace(block=block))
+        return state, TensorDict({"batch": batch_of(steps), "replay": writes}, []), over_steps(run, logs)
 
     def collect(self, run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
         """Take the steps of an iteration without learning, with the parameters and the exploration of `state`.
@@ -140,6 +109,27 @@ class Interleaved:
         after, rows = take_steps(run, state, _noise(run, state))
         steps = _rollout(cast(TensorDict, rows.exclude("final_obs")), cast(TensorDict, after["env"]))
         return after, batch_of(steps)
+
+    def after_gap(self, state: TensorDict) -> TensorDict:
+        """Return the state if the next step in the buffer will not follow the newest one (see `replay_cut`).
+
+        The loop calls this function after it restarts the environments, or leaves out the steps of an iteration.
+        """
+        replay = cast(TensorDict, state["replay"])
+        return replaced(state, {"replay": replaced(replay, replay_cut(replay, replay["cursor"]))})
+
+
+def _ring(run: Run, state: TensorDict, borrowed: TensorDict) -> TensorDict:
+    """Return the ring of the buffer. Raise ConfigError if it is missing, too short, or lacks a field."""
+    if "replay" not in borrowed:
+        advice = "return one of `new_replay` from `init`, and add REPLAY_KINDS to `kinds`"
+        raise ConfigError(f"algorithm {run.algorithm.name}: the state lacks replay, a field of kind buffer; {advice}")
+    ring = cast(TensorDict, cast(TensorDict, borrowed["replay"]).exclude("written"))
+    check_replay(run, len(ring["steps"]) * run.static.num_envs)
+    if "decision_step" in state and "executed" not in ring["steps"]:
+        fault = "an action of this environment takes several steps, but the replay buffer has no field executed"
+        raise ConfigError(f"algorithm {run.algorithm.name}: {fault}; pass the field to `new_replay`")
+    return ring
 
 
 def _rollout(steps: TensorDict, env: TensorDict) -> TensorDict:
@@ -163,7 +153,7 @@ def interleaved(turn: Turn, steps: int = 1) -> Interleaved:
         steps: number of steps of each environment per turn. `turn` may then take any number of gradient steps. With 4
             steps and 1 gradient step, there is a quarter of a gradient step for each step of an environment.
 
-    The state needs a replay buffer in the field `replay` (see `row_replay_init`). Declare the kinds of its fields with
+    The state needs a replay buffer in the field `replay` (see `new_replay`). Declare the kinds of its fields with
     `REPLAY_KINDS`.
 
     Raises: ConfigError in the first iteration if the state lacks `replay`, if `steps` does not divide `buffer_size`, if
@@ -191,7 +181,7 @@ def _turn(
 ) -> tuple[tuple[TensorDict, TensorDict, Tensor | None], tuple[TensorDict, Logs]]:
     """Run one turn. Return the next carry, and the steps and logs of the turn.
 
-    The carry has the fields that change and the block of new rows. If the environment reports `executed`, the carry
+    The carry has the fields that change and the block of new steps. If the environment reports `executed`, the carry
     also has the number of environment steps in the iteration so far.
     """
     (moving, block, executed), (number, noise) = carry, x
@@ -203,10 +193,11 @@ def _turn(
         "iterations": fixed["iterations"] * turns,
     } | ({} if executed is None else {"decision_step": fixed["decision_step"] + taken})
     before = replaced(replaced(moving, fixed), counters)
-    replay = RowReplay(ring, block, start, moving["replay", "cursor"] - start)
+    replay = Replay(ring, block, start, moving["replay", "cursor"] - start)
     after, replay, steps, logs = turn(run._replace(static=static), before, noise, replay)
-    if not replay.is_complete:
-        raise ValueError("a turn returned a replay without its rows; call add_rows once, and return its result")
+    if replay.new_steps != static.buffer_size:
+        expected = f"expected the {static.buffer_size} of the turn; call `store` once, and return its result"
+        raise ValueError(f"a turn returned a replay buffer with {replay.new_steps} new steps, {expected}")
     for name in _FIXED:
         if any(new is not old for new, old in zip(*(flatten(s.get(name, None))[0] for s in (after, before)))):  # noqa: B905
             raise ValueError(f"a turn may not change the field {name} of the state")
@@ -220,15 +211,6 @@ def _turn(
     if executed is not None:
         executed = executed + distributed.all_sum(steps["executed"].sum())
     return (replaced(after, {"replay": cursor}), replay.block, executed), (steps.exclude("final_obs"), logs)
-
-
-def _over_turns(run: Run, logs: Logs) -> Logs:
-    """Average the logs `[turns]` over the turns of an iteration, but sum `skipped_steps`.
-
-    If all gradient steps of a turn were left out because of NaN or infinity, the means leave out the turn's logs.
-    """
-    mean = torch.nanmean if run.static.skips_nonfinite else torch.mean
-    return {name: log.sum() if name == SUMMED_LOG else mean(log) for name, log in logs.items()}
 
 
 def _draw(run: Run, keys: tuple[Tensor, Tensor]) -> tuple[Any, Any]:
@@ -322,33 +304,43 @@ def take_steps(run: Run, state: TensorDict, noise: tuple[Any, Any]) -> tuple[Ten
     return replaced(state, changed), taken
 
 
-def _zeros(rows: TensorDict, *size: int) -> TensorDict:
-    """Return a TensorDict of zeros with batch size `size` and the fields of `rows` `[M]`."""
-    return mapped(lambda x: x.new_zeros((*size, *x.shape[1:])), rows, batch=lambda batch: (*size, *batch[1:]))
+def new_replay(run: Run, capacity: int, device: torch.device, **fields: Any) -> TensorDict:
+    """Return an empty replay buffer, for the field `replay` of the state.
 
-
-def _lines(block: TensorDict) -> TensorDict:
-    """Flatten a block `[turns, S * N]` to rows `[turns * S * N]`."""
-    return mapped(lambda x: x.flatten(0, 1), block, batch=lambda size: (block.shape.numel(), *size[2:]))
-
-
-def row_replay_init(run: Run, rows: TensorDict, capacity: int) -> TensorDict:
-    """Return an empty replay buffer of rows, for the field `replay` of the state.
+    A step in the buffer has the fields `obs`, `action`, `reward`, `terminated`, `truncated` and `mask`. Declare the
+    kinds of the buffer's leaves with `REPLAY_KINDS`.
 
     Args:
         run: the run.
-        rows: example rows `[M]`, with the same fields as the rows that turns will add. The values are not used.
-        capacity: number of rows of the buffer, for all environments of this rank together.
+        capacity: number of steps in the buffer, for all environments of this rank together. The buffer has
+            R = capacity // num_envs steps of each environment.
+        device: device of the buffer.
+        fields: further fields of a step, such as `sample_log_prob`. Pass a tensor or a TensorDict `[N, ...]`, whose
+            values are not used. `store` adds the fields of the same names.
 
+    Returns: TensorDict with the ring of `ecrl.kernels.replay_init`, and the counts `cursor` and `written` of the steps
+        of each environment so far, 0-d int64.
     Raises: ConfigError if the buffer is shorter than an iteration, or does not fit in memory.
     """
     check_replay(run, capacity)
-    leaves = flatten(rows)[0]
-    size = capacity * sum(x.element_size() * x.shape[1:].numel() for x in leaves)
-    check_room(size, leaves[0].device, f"the replay buffer: {capacity:,} rows")
-    zero = torch.zeros((), dtype=torch.int64, device=leaves[0].device)
-    fields: dict[str, Any] = dict(_zeros(rows, capacity).items())
-    return TensorDict(fields | {"cursor": zero, "written": zero.clone()}, [])
+    num_envs = run.static.num_envs
+    obs, action = (_first(example(space), num_envs) for space in (run.env.observation_space, run.env.action_space))
+    floats = [leaf.dtype for leaf in flatten(obs)[0] if leaf.is_floating_point()]
+    flag = torch.zeros(num_envs, dtype=torch.bool)
+    reward = torch.zeros(num_envs, dtype=[*floats, torch.float32][0])
+    flags = {"terminated": flag, "truncated": flag, "mask": flag}
+    rows = TensorDict({"obs": obs, "action": action, "reward": reward, **flags, **fields}, [num_envs])
+    steps, gap = capacity // num_envs, run.env.min_truncation_gap
+    sizes = [sum(leaf.element_size() * leaf.numel() for leaf in flatten(tree)[0]) for tree in (rows, obs)]
+    check_room(sizes[0] * steps + sizes[1] * (-(-steps // gap) + 1), device, f"the replay buffer: {capacity:,} steps")
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    ring = replay_init(rows.to(device), steps=steps, min_truncation_gap=gap)
+    return TensorDict({**dict(ring.items()), "cursor": zero, "written": zero.clone()}, [])
+
+
+def _first(examples: Any, num_envs: int) -> Any:
+    """Return the first of several examples, expanded to `[N, ...]`."""
+    return mapped(lambda x: x[:1].expand(num_envs, *x.shape[1:]), examples, batch=lambda size: (num_envs, *size[1:]))
 
 
 def check_replay(run: Run, capacity: int) -> None:
@@ -370,75 +362,34 @@ def check_replay(run: Run, capacity: int) -> None:
             f"algorithm.cfg.segment_length: {length} does not divide {iterate.steps}, the steps of a turn; "
             "use a divisor"
         )
-    if capacity < (written := size * run.static.num_envs):
+    if (steps := capacity // run.static.num_envs) < size:
         raise ConfigError(
-            f"the replay buffer: {capacity:,} rows are fewer than trainer.num_envs * trainer.buffer_size = "
-            f"{written:,}; make it larger"
+            f"the replay buffer: a capacity of {capacity:,} has room for {steps:,} steps of each of "
+            f"{run.static.num_envs:,} environments, fewer than trainer.buffer_size {size:,}; make it larger"
         )
 
 
-def add_rows(replay: RowReplay, rows: TensorDict) -> RowReplay:
-    """Add the rows of a turn to the buffer. If the buffer is full, new rows immediately replace the oldest rows.
+def store(replay: Replay, steps: TensorDict, **fields: Any) -> Replay:
+    """Add the steps of a turn to the replay buffer. If the buffer is full, they replace the oldest steps.
 
     Args:
         replay: the replay buffer that was passed to the turn.
-        rows: `[S, N]`, with the fields of the buffer. Rows are stored in order of steps.
+        steps: the steps `[S, N]` from `take_steps`. Only the fields of the buffer are stored.
+        fields: further fields `[S, N, ...]`, which replace fields of `steps` of the same name, such as a scaled reward.
 
-    Raises: ValueError for a second call in a turn, and for rows whose fields differ from the buffer's.
+    Returns: the buffer with the new steps.
+    Raises: ValueError if the buffer has a field that the steps lack, or a field of another shape or dtype.
     """
-    if replay.is_complete:
-        raise ValueError("add_rows was called twice in a turn; call it once, with all rows")
-    (old, structure), (new, of_rows) = flatten(replay.block), flatten(rows)
-    if names(structure) != names(of_rows):
-        raise ValueError(f"the rows have the fields {names(of_rows)}, the replay buffer has {names(structure)}")
-    for name, x, y in zip(names(structure), new, old, strict=True):
-        if x.flatten(0, 1).shape != y.shape[1:] or x.dtype != y.dtype:
-            raise ValueError(
-                f"the rows of a turn have {name} {x.dtype} {list(x.shape)}, expected {y.dtype} and, after "
-                f"flattening the first two axes, {list(y.shape[1:])}"
-            )
-    turns, lines = replay.block.shape
-    is_now = torch.arange(turns, device=replay.added.device) == replay.added // lines
-    leaves = [
-        torch.where(is_now.reshape(-1, *[1] * (y.ndim - 1)), x.flatten(0, 1), y) for x, y in zip(new, old, strict=True)
-    ]
-    return replay._replace(block=unflatten(structure, leaves), added=replay.added + lines, is_complete=True)
+    steps = replaced(steps, fields)
+    if "mask" not in steps:
+        steps = steps.set("mask", torch.ones_like(steps["done"]))
+    return replay_add(replay, cast(TensorDict, steps.select(*replay.block["steps"].keys(), "final_obs", strict=False)))
 
 
-def row_count(replay: RowReplay) -> Tensor:
-    """Return the number of rows in the buffer, as 0-d int64."""
-    return (replay.start + replay.added).clamp(max=len(replay.ring))
+def sample_keys(run: Run, state: TensorDict, size: int) -> Tensor:
+    """Return the keys `[size]` with which a turn draws steps from the replay buffer.
 
-
-def uniform_index(run: Run, state: TensorDict, replay: RowReplay, size: int) -> Tensor:
-    """Draw row indices of the buffer uniformly and with replacement, as int64 `[size]`.
-
-    The draw depends on the key of the run, the rank and the number of steps that each environment took before.
+    The keys depend on the key of the run, the rank and the number of steps that each environment took before.
     """
-    index = torch.arange(size, device=replay.added.device) + distributed.rank() * size
-    keys = rng.stream(state["key"], rng.UPDATE, index, -1 - steps_taken(run, state))  # `minibatch_sgd` uses steps >= 0
-    return rng.randint(keys, low=0, high=row_count(replay))
-
-
-def read_rows(replay: RowReplay, index: Tensor, *fields: str) -> TensorDict:
-    """Read rows of the buffer, from this iteration or from earlier ones.
-
-    Args:
-        replay: the replay buffer in the turn.
-        index: int64 `[*B]`, 0 to `row_count(replay) - 1`.
-        fields: names of the fields to read. If no name is passed, all fields are read.
-
-    Returns: the rows `[*B]`.
-    """
-    flat = index.flatten()
-    age = (flat - replay.start) % len(replay.ring)  # index in the block if this iteration wrote the row
-    is_new, place = age < replay.added, age.clamp(max=replay.block.shape.numel() - 1)
-    ring, block = (cast(TensorDict, x.select(*fields)) if fields else x for x in (replay.ring, _lines(replay.block)))
-
-    def read(new: Tensor, old: Tensor) -> Tensor:
-        chosen = is_new.reshape(-1, *[1] * (old.ndim - 1))
-        rows = torch.where(chosen, new.index_select(0, place), old.index_select(0, flat))
-        return rows.reshape(*index.shape, *old.shape[1:])
-
-    leaves = [read(*pair) for pair in zip(flatten(block)[0], flatten(ring)[0], strict=True)]
-    return unflatten(flatten(ring)[1], leaves, lambda size: (*index.shape, *size[1:]))
+    index = torch.arange(size, device=state["key"].device) + distributed.rank() * size
+    return rng.stream(state["key"], rng.UPDATE, index, -1 - steps_taken(run, state))  # `minibatch_sgd` uses steps >= 0

@@ -19,7 +19,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl import rng
-from ecrl.algorithms.core import Run, Static
+from ecrl.algorithms.core import SKIPPED_STEPS, Run, Static
 from ecrl.algorithms.optimizer import (
     Group,
     Layout,
@@ -49,7 +49,6 @@ from ecrl.pytree import flatten, mapped, replaced
 from ecrl.types import Logs
 
 _BATCH_SIZE = 64
-_SKIPPED = "skipped_steps"
 Loss = Callable[[Run, TensorDict, TensorDict, Tensor, TensorDict], tuple[Tensor, Logs]]
 Whole = Callable[[Tensor, Tensor], Tensor]
 
@@ -276,7 +275,7 @@ def _gradient_step(
     left_out = stopped
     if skips:
         nonfinite = ~_is_finite((grads, norms, new_params))
-        left_out, norms = left_out | nonfinite, norms | {_SKIPPED: nonfinite.to(count.dtype)}
+        left_out, norms = left_out | nonfinite, norms | {SKIPPED_STEPS: nonfinite.to(count.dtype)}
     if is_limited or skips:
         count = count.masked_fill(left_out, 0.0)
         keep = partial(torch.where, left_out)
@@ -375,13 +374,13 @@ def minibatch_sgd(
     constants = fixed_params(state), rows, hyper
     (packed, opts, rates, _), (counts, skipped, logs) = run.scan(partial(_gradient_step, of), start, chosen, *constants)
     fields: dict[str, Any] = {"params": unpack(packed, layout).clone(), "opt": unpack_opt(opts, opt, layout)}
-    left_out = logs.pop(_SKIPPED, None)
+    left_out = logs.pop(SKIPPED_STEPS, None)
     logged = rate_logs(rates, sgd.groups, state)
     fields |= {name: rate for name, rate in logged.items() if name in state.keys()}  # noqa: SIM118
     logs = mean_logs(logs, counts)
     if left_out is not None:
         logs = {name: log.masked_fill(left_out.all(), torch.nan) for name, log in logs.items()}
-        logs |= {_SKIPPED: left_out.sum()}
+        logs |= {SKIPPED_STEPS: left_out.sum()}
     logs |= logged
     if limit is not None and limit in hyper:
         logs |= {"skipped_frac": skipped.mean()}

@@ -74,7 +74,7 @@ _TANH_CPP, _ERF_CPP = _ratio("9.0f", *_TANH), _ratio("4.0f", *_ERF)
 
 
 def tanh(a: Any) -> str:
-    """Write C++ that computes tanh of a vector, in float32 with polynomials, else with torch's vector library."""
+    """Write C++ that computes tanh of a vector: with polynomials for float32, with torch's library for other dtypes."""
     return f"({_TANH_CPP})({a})" if a.dtype == torch.float32 else f"{a}.tanh()"
 
 

@@ -61,14 +61,14 @@ def _for_rows(name: str, number: Scalar, rows: Tensor) -> Scalar:
 def epsilon_greedy(q: Tensor, noise: Tensor, *, epsilon: Scalar) -> Tensor:
     """In each row, sample a uniformly random action with probability `epsilon`, or else take the greedy action.
 
-        p[a] = epsilon / A + (1 - epsilon) * (a == argmax(q))
+        p[a] = epsilon / count(q > -inf) * (q[a] > -inf) + (1 - epsilon) * (a == argmax(q))
         argmax_a(log(p[a]) + noise[a])
 
     The noise decides for each row whether the action is random, so environments explore at different steps. The greedy
     action is the action with the largest Q-value, or the first such action if several tie.
 
     Args:
-        q: `[*B, A]` float, Q-values.
+        q: `[*B, A]` float, Q-values. An action whose Q-value is -inf is not taken, unless all Q-values are -inf.
         noise: `[*B, A]` float, standard Gumbel noise.
         epsilon: probability of a random action, or a `[*B]` tensor with the probability for each row.
 
@@ -83,8 +83,10 @@ def epsilon_greedy(q: Tensor, noise: Tensor, *, epsilon: Scalar) -> Tensor:
     """
     same_shape(q=q, noise=noise)
     epsilon = _for_rows("epsilon", epsilon, q)
+    dtype, allowed = widened(noise)[0].dtype, q > -torch.inf
     greedy = torch.arange(q.shape[-1], device=q.device) == q.argmax(-1, keepdim=True)
-    p = epsilon / q.shape[-1] + (1.0 - epsilon) * greedy.to(widened(noise)[0].dtype)
+    random = allowed.to(dtype) / allowed.sum(-1, keepdim=True).clamp(min=1)
+    p = epsilon * random + (1.0 - epsilon) * greedy.to(dtype)
     return categorical_sample(torch.log(p), noise)
 
 

@@ -87,9 +87,8 @@ def moments_update(
     check_bool(mask=mask)
     shape = moments["mean"].shape
     if x.shape != (*mask.shape, *shape):
-        raise ValueError(
-            f"x has shape {list(x.shape)}, expected {[*mask.shape, *shape]}: the shapes of mask and one sample"
-        )
+        expected = f"{[*mask.shape, *shape]}: the shape of mask, then the shape of one sample"
+        raise ValueError(f"x has shape {list(x.shape)}, expected {expected}")
     counted = mask.reshape(-1, *[1] * len(shape))
     samples = x.detach().to(torch.float64).reshape(-1, *shape).masked_fill(~counted, 0.0)
     count = total(mask.sum().to(torch.float64))

@@ -21,6 +21,10 @@ The final observation of step t is stored in slot `(t // G) % F` of its environm
 `min_truncation_gap`, so two truncations in the buffer never share a slot. If an environment truncates earlier than it
 declares, a final observation may be overwritten. The discount of the truncated step is then NaN.
 
+If the ring has the field `mask`, a step whose `mask` is False only stores an observation. Its action and its reward
+belong to no transition, and an n-step transition ends at its observation. Gymnasium environments report such a step
+after the end of an episode.
+
 A row can be drawn if the buffer has the n steps after the row and the `stack - 1` frames before the row. The n newest
 steps therefore cannot be drawn yet. The `stack - 1` oldest steps are only read as frames of later observations.
 """
@@ -34,28 +38,30 @@ from torch import Tensor
 
 from ecrl import rng
 from ecrl.kernels.dtypes import common_dtype, computed_in, discounts
-from ecrl.pytree import flatten, mapped, names, unflatten
+from ecrl.pytree import flatten, mapped, names, replaced, unflatten
 from ecrl.types import Scalar, check_bool
 
-_NEEDED = ("obs", "reward", "terminated", "truncated")
+_ENDS = ("terminated", "truncated")
+_NEEDED = ("obs", "reward", *_ENDS)
 
 
 class Replay(NamedTuple):
-    """State of a replay buffer of steps during an iteration.
-
-    `ecrl.algorithms.RowReplay` is a simpler buffer, of rows that an algorithm has prepared.
+    """State of a replay buffer during an iteration.
 
     Attributes:
         ring: the rows of earlier iterations, in a ring from `replay_init`.
         block: the rows of this iteration, with the same fields as the ring.
         start: number of steps of each environment before the iteration, 0-d int64.
         added: number of steps of each environment that the iteration has added, 0-d int64.
+        new_steps: number of steps of each environment that `replay_add` has added to this object, as a Python integer.
+            Within a turn of `ecrl.algorithms.interleaved`, these are the steps of the turn.
     """
 
     ring: TensorDict
     block: TensorDict
     start: Tensor
     added: Tensor
+    new_steps: int = 0
 
 
 def replay_init(rows: TensorDict, *, steps: int, min_truncation_gap: int) -> TensorDict:
@@ -63,7 +69,7 @@ def replay_init(rows: TensorDict, *, steps: int, min_truncation_gap: int) -> Ten
 
     Args:
         rows: `[N]`, one example row for each environment, with `obs`, `reward`, `terminated`, `truncated` and any other
-            fields. `obs` may be a TensorDict. The values of the rows are not used.
+            fields, such as a bool `mask`. `obs` may be a TensorDict. The values of the rows are not used.
         steps: the number R of steps that the ring stores for each environment, at least 2.
         min_truncation_gap: the smallest number of steps between two truncations of an environment. Use 1 if this number
             is unknown.
@@ -72,8 +78,8 @@ def replay_init(rows: TensorDict, *, steps: int, min_truncation_gap: int) -> Ten
         of shape `[F, N]`, has F = ceil(R / min_truncation_gap) + 1 slots for final observations of each environment. A
         slot stores an `obs` and its `step`, which is -1 for an empty slot.
     Gradient: none.
-    Raises: ValueError if `rows` lacks a field or is not `[N]`, if `terminated` or `truncated` is not bool, or if
-        `steps` or `min_truncation_gap` is too small.
+    Raises: ValueError if `rows` lacks a field or is not `[N]`, if `terminated`, `truncated` or `mask` is not bool, or
+        if `steps` or `min_truncation_gap` is too small.
 
     >>> flag = torch.zeros(3, dtype=torch.bool)
     >>> rows = {"obs": torch.zeros(3, 8, dtype=torch.uint8), "reward": flag.float(), "terminated": flag}
@@ -83,7 +89,7 @@ def replay_init(rows: TensorDict, *, steps: int, min_truncation_gap: int) -> Ten
     """
     if missing := [name for name in _NEEDED if name not in rows]:
         raise ValueError(f"rows lacks {', '.join(missing)}; it has {', '.join(sorted(map(str, rows.keys())))}")
-    check_bool(**{f"rows[{name!r}]": rows[name] for name in ("terminated", "truncated")})
+    check_bool(**{f"rows[{name!r}]": rows[name] for name in (*_ENDS, "mask") if name in rows})
     if rows.ndim != 1:
         raise ValueError(f"rows has batch shape {list(rows.shape)}, expected [num_envs]")
     for name, number, least in (("steps", steps, 2), ("min_truncation_gap", min_truncation_gap, 1)):
@@ -181,7 +187,8 @@ def replay_add(replay: Replay, rows: TensorDict) -> Replay:
 
     steps = _combine(write, block, new)
     final = _with_final(replay, rows["truncated"], final_obs)
-    return replay._replace(block=TensorDict({"steps": steps, "final": final}, []), added=replay.added + length)
+    block = TensorDict({"steps": steps, "final": final}, [])
+    return replay._replace(block=block, added=replay.added + length, new_steps=replay.new_steps + length)
 
 
 def _combine(fn: Callable[..., Tensor], first: Any, *others: Any) -> Any:
@@ -264,6 +271,39 @@ def replay_writes(replay: Replay) -> TensorDict:
     )
 
 
+def replay_cut(ring: TensorDict, start: Tensor) -> TensorDict:
+    """Return a ring without the transitions that would lead from its newest steps to unrelated new steps.
+
+    Call this function if the next step that is added will not follow the newest step, for example because the
+    environments were restarted in between. The `mask` of the newest step of each environment becomes False, unless an
+    episode ended at this step. The `mask` of a truncated step also becomes False if the next step has the same slot for
+    its final observation, because the time until the next truncation is now unknown.
+
+    Args:
+        ring: ring from `replay_init`, with the field `mask`. It may have fields other than `steps` and `final`.
+        start: number of steps of each environment so far, 0-d int64.
+
+    Returns: a ring with a new tensor `mask`, which shares all other tensors with `ring`.
+    Gradient: none.
+    Raises: ValueError if the ring has no `mask`.
+
+    >>> yes = torch.ones(2, dtype=torch.bool)
+    >>> rows = {"obs": yes, "reward": yes, "terminated": torch.tensor([False, True]), "truncated": ~yes, "mask": yes}
+    >>> ring = replay_init(TensorDict(rows, [2]), steps=2, min_truncation_gap=1)
+    >>> ring["steps"][0] = TensorDict(rows, [2])
+    >>> replay_cut(ring, torch.tensor(1))["steps", "mask"][0].tolist()
+    [False, True]
+    """
+    steps = cast(TensorDict, ring["steps"])
+    if "mask" not in steps:
+        raise ValueError(f"ring lacks mask; its steps have {', '.join(sorted(map(str, steps.keys())))}")
+    age, width = (start - 1 - torch.arange(len(steps), device=start.device)) % len(steps), _slot_width(ring)
+    is_newest, shares_slot = age == 0, (start - 1 - age) // width == start // width
+    is_cut = is_newest.unsqueeze(1) & ~steps["terminated"] & ~steps["truncated"]
+    is_cut = is_cut | (shares_slot.unsqueeze(1) & steps["truncated"])
+    return replaced(ring, {"steps": replaced(steps, {"mask": steps["mask"] & ~is_cut})})
+
+
 def valid_steps(replay: Replay, n: int, stack: int) -> tuple[Tensor, Tensor]:
     """Return the range of steps that can be drawn: the first step, and the first step after the range."""
     capacity = len(replay.ring["steps"])
@@ -306,7 +346,8 @@ def replay_index(replay: Replay, keys: Tensor, *, n: int, stack: int) -> Tensor:
     """Draw the indices of rows uniformly at random, with replacement.
 
     Args:
-        replay: the buffer, with at least one row that can be drawn (see `replay_count`).
+        replay: the buffer. If no row can be drawn (see `replay_count`), the result is the index of the first row, and
+            `replay_read` returns `mask` False for this row.
         keys: `[*B]` int64, one key of `ecrl.rng` for each draw.
         n: number of steps in a return, at least 1.
         stack: number of frames in an observation, 1 without frame stacking.
@@ -324,7 +365,7 @@ def replay_index(replay: Replay, keys: Tensor, *, n: int, stack: int) -> Tensor:
     """
     first, _ = valid_steps(replay, n, stack)
     capacity, num_envs = replay.ring["steps"].shape
-    draw = rng.randint(keys, low=0, high=replay_count(replay, n=n, stack=stack))
+    draw = rng.randint(keys, low=0, high=replay_count(replay, n=n, stack=stack).clamp(min=1))
     return (first + draw // num_envs) % capacity * num_envs + draw % num_envs
 
 
@@ -374,9 +415,10 @@ def _transitions(
     (gamma,) = discounts(gamma=gamma)
     step, env = _step_and_env(replay, index)
     fields = replay.ring["steps"].keys()
-    read = [name for name in ("reward", "terminated", "truncated", "executed") if name in fields]
+    read = [name for name in ("reward", *_ENDS, "executed") if name in fields]
+    also = ["mask"] if "mask" in fields else []
     ahead = step.unsqueeze(-1) + torch.arange(n, device=step.device)
-    ahead = _read_steps(replay, read, ahead, env.unsqueeze(-1))  # [*B, n]
+    ahead = _read_steps(replay, [*read, *also], ahead, env.unsqueeze(-1))  # [*B, n]
     out = common_dtype(ahead["reward"])
     rewards, dtype = ahead["reward"].to(computed_in(out)), computed_in(out)
 
@@ -384,6 +426,7 @@ def _transitions(
     terminated, truncated = torch.zeros_like(running), torch.zeros_like(running)
     total, last, executed = torch.zeros_like(rewards[..., 0]), step, torch.zeros_like(step)
     for k in range(n):
+        running = running & ahead["mask"][..., k] if also and k else running
         weight = torch.pow(gamma, executed.double()).to(dtype)
         total = torch.where(running & (weight != 0), total + weight * rewards[..., k], total)
         last = torch.where(running, step + k, last)
@@ -405,13 +448,15 @@ def _transitions(
         "next_obs": next_obs,
         "terminated": terminated,
     }
+    if also:  # without a row that can be drawn, `replay_index` returns the first row
+        results["mask"] = batch["mask"] & (step + n < replay.start + replay.added)
     return batch.update(results), (step, last, env)
 
 
 def replay_read(replay: Replay, index: Tensor, *, gamma: Scalar, n: int) -> TensorDict:
     """Read n-step transitions. A transition has fewer steps if its episode ends earlier.
 
-        m        = the smallest k with terminated[t + k - 1] or truncated[t + k - 1], at most n
+        m        = the smallest k >= 1 with terminated[t + k - 1], truncated[t + k - 1] or not mask[t + k], at most n
         reward   = sum of gamma^k * reward[t + k] over k = 0 .. m - 1
         discount = 0 if terminated[t + m - 1] else gamma^m
         next_obs = final_obs[t + m - 1] if truncated[t + m - 1] else obs[t + m]
@@ -427,8 +472,9 @@ def replay_read(replay: Replay, index: Tensor, *, gamma: Scalar, n: int) -> Tens
 
     Returns: TensorDict `[*B]` with `reward` (reward units), `discount`, `next_obs`, and `terminated` of the last step.
         `obs`, `action` and the other fields of the ring belong to step t. `obs` and `next_obs` keep their dtype.
-        `discount` has the dtype of `reward`. If `terminated` is True, `next_obs` is an arbitrary observation. If the
-        final observation of a truncated step was overwritten, `discount` is NaN.
+        `discount` has the dtype of `reward`. If `mask` is False, step t is no transition, or cannot be drawn yet. If
+        `terminated` is True, `next_obs` is an arbitrary observation. If the final observation of a truncated step was
+        overwritten, `discount` is NaN.
     Gradient: flows through the rows and `gamma`.
     Raises: ValueError if `n` is not between 1 and R - 1, if `gamma` is not 0-d, or if `index` is not int64.
     Source: Sutton and Barto 2018, eq. 7.1; time limits as in Pardo et al. 2018, arXiv:1712.00378.
@@ -451,8 +497,8 @@ def replay_stack(replay: Replay, index: Tensor, *, gamma: Scalar, n: int, stack:
         obs[i] = frame[max(t - stack + 1 + i, start of the episode)],  i = 0 .. stack - 1
 
     A stack that would reach into an earlier episode repeats the first frame of its own episode. Gymnasium's
-    `FrameStackObservation` also repeats the first frame by default. The last frame of `next_obs` equals the `next_obs`
-    of `replay_read`.
+    `FrameStackObservation` also repeats the first frame by default. A step whose `mask` is False belongs to no later
+    stack. The last frame of `next_obs` equals the `next_obs` of `replay_read`.
 
     Args:
         replay: the buffer, which stores single frames.
@@ -491,8 +537,10 @@ def replay_stack(replay: Replay, index: Tensor, *, gamma: Scalar, n: int, stack:
 def _frames(replay: Replay, step: Tensor, env: Tensor, stack: int) -> Any:
     """Return the last `stack` frames up to `step`, in shape `[*B, stack, ...]`, with the oldest frame first."""
     earlier = step.unsqueeze(-1) - torch.arange(1, stack, device=step.device)
-    flags = _read_steps(replay, ["terminated", "truncated"], earlier, env.unsqueeze(-1))
-    ends = flags["terminated"] | flags["truncated"] | (earlier < 0)
+    flags = [name for name in (*_ENDS, "mask") if name in replay.ring["steps"].keys()]  # noqa: SIM118
+    steps = _read_steps(replay, flags, earlier, env.unsqueeze(-1))
+    ends = steps["terminated"] | steps["truncated"] | (earlier < 0)
+    ends = ends | ~steps["mask"] if "mask" in flags else ends
     inside, age = torch.ones_like(step, dtype=torch.bool), torch.zeros_like(step)
     for k in range(stack - 1):
         inside = inside & ~ends[..., k]

@@ -501,7 +501,7 @@ def running_returns(reward: Tensor, done: Tensor, before: Tensor, *, gamma: Scal
 
 
 def _steps_since_end(counted: Tensor, done: Tensor, before: Tensor) -> Tensor:
-    """Return the number of counted steps of each running episode so far, as float64 `[N, T]`.
+    """For each step, return the number of steps of its episode so far whose `counted` is True, as float64 `[N, T]`.
 
     `before` is the number of counted steps before the first step. The results are differences of cumulative sums of
     whole numbers, so no rounding error passes from one episode to the next.

@@ -20,8 +20,8 @@ With the CPU limit, the activations of a small network fit in a cache. A chunk w
 _CPU_BYTES, _GPU_BYTES = 2048 * _CPU_ROWS, 2048 * _GPU_ROWS
 """Largest number of bytes in a chunk: 4 MiB on a CPU and 128 MiB on a GPU.
 
-If a row has more than 2 KiB, a chunk has fewer rows than the limit above. The activations of a convolutional network,
-for example, take several times as much memory as its images.
+If a row is larger than 2 KiB, this limit applies before the limit on the number of rows. The activations of a
+convolutional network, for example, take several times as much memory as its images.
 """
 Scan = Callable[..., tuple[Any, Any]]
 """Type of a function with the same arguments and results as `scan`."""

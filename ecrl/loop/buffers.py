@@ -4,10 +4,13 @@ Leaves of the kinds buffer and frozen are borrowed: an iteration only reads such
 entries of the buffers as `writes`. The loop writes the new entries into the buffers after the finite guard has checked
 the iteration. A failed iteration therefore leaves the buffers unchanged.
 
-A buffer is a field of the state that contains preallocated ring buffers of shape `[capacity, ...]`. Two 0-d int64
-tensors count the entries that were written so far. The leaf `written` has kind buffer, so all states that borrow the
-ring buffers share this count. The leaf `cursor` has kind counter, so each state has its own count. If `cursor` and
-`written` differ, the state is out of date.
+    writes[buffer][part] = {"rows": [B, ...], "index": int64 [B]}        the loop sets buffer[part][index] = rows
+
+A buffer is a field of the state, and its parts are preallocated tensors or TensorDicts. Each buffer has two counts,
+which are 0-d int64 tensors. An iteration increases the count `cursor`, which has kind counter, so each state has a
+cursor of its own. The count `written` has kind buffer, so all states that borrow the buffer share it. When the loop
+writes to the buffer, it sets `written` to the new cursor. If the two counts of a state differ, a later iteration has
+changed the buffer, and the state is out of date.
 """
 
 from typing import Any, cast
@@ -17,9 +20,10 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ecrl.algorithms import Run
+from ecrl.algorithms import Interleaved, Run
 from ecrl.algorithms.state_kinds import BORROWED, Kind, Kinds, kind_of, leaf_kinds, split
 from ecrl.errors import ConfigError, UserError
+from ecrl.pytree import flatten, replaced, unflatten
 
 LOOP_KINDS: Kinds = {
     "env": Kind.ENVIRONMENT,
@@ -145,37 +149,54 @@ def check_current(state: TensorDict, kinds: Kinds) -> None:
         )
 
 
-def commit(borrowed: TensorDict, writes: TensorDict) -> None:
+def commit(borrowed: TensorDict, writes: TensorDict, after: TensorDict) -> None:
     """Write the new entries of an iteration into the buffers, in place. No other function writes to a state.
 
-    The function increases the count `written` first, so after an interrupted write every state is out of date.
+    The function sets the count `written` first, so after an interrupted write every older state is out of date.
 
     Args:
         borrowed: the borrowed leaves, which contain the buffers.
-        writes: for each buffer to change, the new entries `rows`, of shape `[B, ...]`, and their positions `index` in
-            the ring buffers, of shape `[B]`.
+        writes: the new entries, as in the module docstring.
+        after: the state after the iteration, with the new cursors.
     """
-    for name, write in cast(Any, writes.items()):
-        borrowed[name, "written"].add_(len(write["index"]))
-    for name, write in cast(Any, writes.items()):
-        for key, rows in write["rows"].items(True, True):
-            path = (name, key) if isinstance(key, str) else (name, *key)
-            borrowed[path].index_copy_(0, write["index"], rows)
+    for name in writes.keys():  # noqa: SIM118
+        borrowed[name, "written"].copy_(after[name, "cursor"])
+    for name, parts in cast(Any, writes.items()):
+        for part, write in parts.items():
+            for old, rows in zip(flatten(borrowed[name, part])[0], flatten(write["rows"])[0], strict=True):
+                old.index_copy_(0, write["index"], rows)
 
 
-def committed(borrowed: TensorDict, writes: TensorDict, skipped: Tensor) -> TensorDict:
+def committed(borrowed: TensorDict, writes: TensorDict, after: TensorDict, skipped: Tensor) -> TensorDict:
     """Write the new entries of an iteration into copies of the buffers, and return the copies.
 
     If `skipped`, a 0-d bool tensor, is True, the copies equal the buffers.
     """
-    after = borrowed.copy()
-    for name, write in cast(Any, writes.items()):
-        field, index = cast(TensorDict, borrowed[name]).copy(), write["index"]
-        for key, rows in write["rows"].items(True, True):
-            old = borrowed[name][key]
-            shape = (1,) * (rows.ndim - skipped.ndim)
-            new_rows = torch.where(skipped.reshape(*skipped.shape, *shape), old[index], rows)
-            field[key] = old.index_copy(0, index, new_rows)
-        field["written"] = field["written"] + torch.where(skipped, 0, len(index))
-        after[name] = field
-    return after
+
+    def write(old: Tensor, rows: Tensor, index: Tensor) -> Tensor:
+        is_skipped = skipped.reshape(*skipped.shape, *(1,) * (rows.ndim - skipped.ndim))
+        return old.index_copy(0, index, torch.where(is_skipped, old[index], rows))
+
+    copies = borrowed.copy()
+    for name, parts in cast(Any, writes.items()):
+        written = torch.where(skipped, borrowed[name, "written"], after[name, "cursor"])
+        fields: dict[str, Any] = {"written": written}
+        for part, one in parts.items():
+            leaves, structure = flatten(borrowed[name, part])
+            new = [write(old, rows, one["index"]) for old, rows in zip(leaves, flatten(one["rows"])[0], strict=True)]
+            fields[part] = unflatten(structure, new)
+        copies[name] = replaced(cast(TensorDict, borrowed[name]), fields)
+    return copies
+
+
+def with_gap(run: Run, state: TensorDict) -> TensorDict:
+    """Return the state if the next steps in its buffers will not follow the newest steps (see `Interleaved`)."""
+    iterate = run.algorithm.iterate
+    return iterate.after_gap(state) if isinstance(iterate, Interleaved) else state
+
+
+def overwrite(borrowed: TensorDict, new: TensorDict) -> None:
+    """Copy the tensors of `new` that are not the same objects as in `borrowed` into `borrowed`, in place."""
+    for old, value in zip(flatten(borrowed)[0], flatten(new)[0], strict=True):
+        if old is not value:
+            old.copy_(value)

@@ -6,17 +6,17 @@ Iterations after the first iteration run without checks.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from ecrl.algorithms import Algorithm, Interleaved, Run
-from ecrl.algorithms.core import OnPolicy, Static
-from ecrl.algorithms.interleaved import SUMMED_LOG, RowReplay
+from ecrl.algorithms.core import SKIPPED_STEPS, OnPolicy, Static
 from ecrl.algorithms.state_kinds import Kind, Kinds, kind_of
 from ecrl.errors import ConfigError
+from ecrl.kernels import Replay
 from ecrl.loop.buffers import buffer_names
 from ecrl.policies.contract import (
     Checked,
@@ -37,7 +37,7 @@ _STEP_FIELDS = ("obs", "reward", "done")
 """Fields that the steps of every batch and every turn have."""
 
 _ONE_PER_STEP, _FLAGS = ("reward", "done", "executed"), ("done", "mask")
-"""Fields of the steps without further axes, and fields of dtype bool."""
+"""Names of the fields with one number per step, and names of the bool fields."""
 
 
 def check_logs(label: str, logs: Any) -> None:
@@ -121,15 +121,15 @@ def _check_update(label: str, args: tuple[Any, ...], out: Any) -> None:
 def _check_turn(label: str, args: tuple[Any, ...], out: Any) -> None:
     state, replay, steps, logs = returned(label, out, "state", "replay", "steps", "logs")
     check_fields(label, args[1], state)
-    if not isinstance(replay, RowReplay):
+    if not isinstance(replay, Replay):
         raise ConfigError(
-            f"{label} returns {described(replay)} as the replay, expected the result of `add_rows`; return it"
+            f"{label} returns {described(replay)} as the replay, expected the result of `store`; return it"
         )
     static, also = args[0].static, ("executed",) if "decision_step" in args[1] else ()
     _check_steps(label, steps, [static.buffer_size, static.num_envs], "[steps of a turn, num_envs]", also)
     check_logs(label, logs)
     for name, log in logs.items():
-        if name != SUMMED_LOG and not log.is_floating_point():
+        if name != SKIPPED_STEPS and not log.is_floating_point():
             problem = f"{label} returns the log {name} as {described(log)}, expected a float for the mean over turns"
             raise ConfigError(f"{problem}; convert it")
 
@@ -151,45 +151,63 @@ def _check_writes(label: str, run: Run, borrowed: TensorDict, writes: Any) -> No
         if name == "batch":
             check_batch(label, writes[name], run.static)
         elif name in buffers:
-            _check_rows(label, name, _rings(name, borrowed[name], kinds), writes[name])
+            _check_parts(label, name, run, cast(TensorDict, borrowed[name]), writes[name])
         else:
             expected = " or ".join(("batch", *buffers))
             raise ConfigError(f"{label} returns the field {name} of writes, expected {expected}; remove or rename it")
 
 
-def _rings(name: str, buffer: TensorDict, kinds: Kinds) -> dict[str, Tensor]:
-    """Return the rings of a buffer by their names, without the count of written rows and without frozen leaves."""
-    leaves = named_leaves(buffer)
-    return {k: x for k, x in leaves.items() if k != "written" and kind_of((name, *k.split("/")), kinds) is Kind.BUFFER}
+def _check_parts(label: str, name: str, run: Run, buffer: TensorDict, parts: Any) -> None:
+    """Raise ConfigError unless the writes of a buffer have valid rows for some of its parts."""
+    kinds, tree = run.algorithm.kinds, "a TensorDict with the rows and the index of each part"
+    if not isinstance(parts, TensorDictBase):
+        raise ConfigError(f"{label} returns the writes of {name} as {described(parts)}, expected {tree}; return one")
+    known = [
+        str(part)
+        for part, _ in cast(Any, buffer.items())
+        if part != "written" and _is_buffer(name, str(part), buffer, kinds)
+    ]
+    for part, write in cast(Any, parts.items()):
+        if part not in known:
+            expected = " or ".join(sorted(known))
+            raise ConfigError(
+                f"{label} returns the field {part} of the writes of {name}, expected {expected}; rename or remove it"
+            )
+        _check_rows(label, f"{name}/{part}", buffer[part], write)
 
 
-def _check_rows(label: str, name: str, rings: dict[str, Tensor], write: Any) -> None:
-    """Raise ConfigError unless a write has an int64 `index` `[B]`, and `rows` `[B]` with the fields of the rings."""
+def _is_buffer(name: str, part: str, buffer: TensorDict, kinds: Kinds) -> bool:
+    """Return True if all leaves of a part of a buffer have kind buffer."""
+    leaves = [key.split("/") for key in named_leaves(buffer.select(part))]
+    return all(kind_of((name, *path), kinds) is Kind.BUFFER for path in leaves)
+
+
+def _check_rows(label: str, name: str, part: Any, write: Any) -> None:
+    """Raise ConfigError unless a write has an int64 `index` `[B]`, and `rows` `[B]` with the fields of the part."""
     if not isinstance(write, TensorDictBase):
         raise ConfigError(
             f"{label} returns the writes of {name} as {described(write)}, expected a TensorDict; return one"
         )
-    given, tree = write.get("rows", None), "a TensorDict of the fields of the buffer"
-    for part, expected in (("rows", tree), ("index", "int64 [B], one entry per row")):
-        if part not in write:
+    for key, expected in (("rows", "the new entries of the part"), ("index", "int64 [B], one entry per row")):
+        if key not in write:
             raise ConfigError(
-                f"{label} returns the writes of {name} without {part}, only {_names(write)}; add {expected}"
+                f"{label} returns the writes of {name} without {key}, only {_names(write)}; add {expected}"
             )
-    if not isinstance(given, TensorDictBase):
-        raise ConfigError(f"{label} returns the rows of {name} as {described(given)}, expected {tree}; return one")
-    index, rows = write["index"], named_leaves(write["rows"])
+    index, rows, rings = write["index"], named_leaves(write["rows"]), named_leaves(part)
     for problem, fields in (("without", rings.keys() - rows.keys()), ("with the unknown", rows.keys() - rings.keys())):
         if fields:
-            given = f"rows of {name} {problem} {', '.join(sorted(fields))}"
-            raise ConfigError(f"{label} returns {given}, expected {', '.join(sorted(rings))}; return these fields")
-    if not isinstance(index, Tensor) or index.dtype != torch.int64 or index.ndim != 1:
+            given, expected = (", ".join(sorted(f or "tensor" for f in names)) for names in (fields, rings))
+            raise ConfigError(
+                f"{label} returns rows of {name} {problem} {given}, expected {expected}; return these fields"
+            )
+    if index.dtype != torch.int64 or index.ndim != 1:
         problem = f"{label} returns the index of {name} as {described(index)}, expected int64 [B], one entry per row"
         raise ConfigError(f"{problem}; return such a tensor")
     for field, x in rows.items():
         shape = [len(index), *rings[field].shape[1:]]
         if list(x.shape) != shape or x.dtype != rings[field].dtype:
             expected = f"{rings[field].dtype} {shape} for an index {[*index.shape]}".removeprefix("torch.")
-            given = f"the rows' {field} of {name} as {described(x)}"
+            given = f"the rows{f' of {field}' if field else ''} of {name} as {described(x)}"
             raise ConfigError(f"{label} returns {given}, expected {expected}; return such a tensor")
 
 

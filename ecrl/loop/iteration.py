@@ -40,7 +40,9 @@ from ecrl.loop.buffers import (
     commit,
     committed,
     kinds_of,
+    overwrite,
     take_over,
+    with_gap,
 )
 from ecrl.loop.build import build, check_envs, check_rollout, device_of, planned_form
 from ecrl.loop.contract import with_contract
@@ -179,7 +181,7 @@ def reopened(run: Run, state: TensorDict) -> TensorDict:
         norm = cast(TensorDict, state["norm"]).clone()
         norm["reward", "running"] = torch.zeros_like(norm["reward", "running"])
         state.set("norm", norm)
-    return state
+    return with_gap(run, state)
 
 
 def close(state: TensorDict, cfg: Config) -> None:
@@ -385,7 +387,11 @@ def make_iteration(cfg: Config, watch: Watch = unwatched) -> Iteration:
         if borrowed.is_empty():
             return own, logs
         skipped = torch.zeros_like(own["key"], dtype=torch.bool) if nonfinite is None else nonfinite[1].any()
-        return merge(own, committed(borrowed, writes, skipped)), logs
+        after = merge(own, committed(borrowed, writes, own, skipped))
+        if guard == "skip":
+            cut = with_gap(run, after)
+            after = mapped(lambda x, y: torch.where(skipped, x, y) if x is not y else x, cut, after)
+        return after, logs
 
     return iteration
 
@@ -453,7 +459,9 @@ def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
             leaves, state, writes, logs, nonfinite = bound(phase)(leaves, Borrowed(borrowed))
             skipped = _is_skipped(with_phase(run, phase), guard, nonfinite, before)
         if not skipped:
-            commit(borrowed, writes)
+            commit(borrowed, writes, state)
+        elif not borrowed.is_empty():
+            overwrite(borrowed, borrowed_leaves(with_gap(run, merge(state, borrowed)), kinds_of(run))[1])
         if guard == "skip" and not warned:
             warned = _warn_of_skip(nonfinite, logs["train"], sample_step)
         state = merge(state, borrowed)

@@ -13,21 +13,19 @@ from torch import Tensor
 from ecrl import kernels as k
 from ecrl import rng
 from ecrl.config import PolicyConfig
-from ecrl.errors import ConfigError
 from ecrl.policies.core import Policy
 from ecrl.policies.heads import LOG_STD_MAX, LOG_STD_MIN, head_width, headed, initial_log_std, is_masked, make_head
 from ecrl.policies.networks import NetworkConfig, make_network, seeded
-from ecrl.registry import InitOnly, did_you_mean, register_policy
-from ecrl.spaces import Dict, Space, dict_space, without_mask
-
-_Names = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
+from ecrl.policies.visible import Names, visible_space
+from ecrl.registry import InitOnly, register_policy
+from ecrl.spaces import Space
 
 
 class ActorOnlyConfig(PolicyConfig):
     """Settings of the actor network and its action distribution."""
 
     actor: NetworkConfig = Field(description='actor network, such as {"type": "mlp", "network_cfg": {...}}')
-    actor_obs: _Names | None = Field(
+    actor_obs: Names | None = Field(
         default=None, description="names of the observations in a Dict that the actor reads; all if absent"
     )
     initial_log_std: Annotated[float, InitOnly()] = Field(
@@ -39,28 +37,12 @@ class ActorOnlyConfig(PolicyConfig):
     squash: bool = Field(default=False, description="squash Box actions into their space by tanh")
 
 
-def _visible_space(space: Space, names: tuple[str, ...] | None, key: str) -> Space:
-    """Return the observation space of a network. `key` is the config key that selects observations by name.
-
-    A network never receives the `action_mask`.
-    """
-    if names is None:
-        return without_mask(space)
-    if not isinstance(space, Dict):
-        raise ConfigError(f"policy.{key}: expected a Dict observation space, got {type(space).__name__}; leave it out")
-    parts = {name: part for name, part in space.items if name != "action_mask"}
-    for name in names:
-        if name not in parts:
-            raise ConfigError(f"policy.{key}: the observations have no {name!r}; {did_you_mean(name, parts)}")
-    return dict_space({name: parts[name] for name in names})
-
-
 @register_policy("actor_only")
 def actor_only(cfg: ActorOnlyConfig, observation_space: Space, action_space: Space) -> Policy:
     """Build a policy without a critic. The params are `actor` and, for Box actions, `log_std` of shape `[A]`."""
     head, width = make_head(action_space, cfg.squash), head_width(action_space, cfg.action_dim)
     has_mask = is_masked(observation_space, action_space)
-    space = _visible_space(observation_space, cfg.actor_obs, "actor_obs")
+    space = visible_space(observation_space, cfg.actor_obs, "actor_obs")
     network = make_network(cfg.actor, space, width, cfg.bf16, "policy.actor")
 
     def init(key: Tensor) -> TensorDict:
@@ -79,7 +61,7 @@ class ActorCriticConfig(ActorOnlyConfig):
     """Settings of the actor and critic networks. Both networks are required."""
 
     critic: NetworkConfig = Field(description='critic network, such as {"type": "mlp", "network_cfg": {...}}')
-    critic_obs: _Names | None = Field(
+    critic_obs: Names | None = Field(
         default=None, description="names of the observations in a Dict that the critic reads; all if absent"
     )
 
@@ -88,7 +70,7 @@ class ActorCriticConfig(ActorOnlyConfig):
 def actor_critic(cfg: ActorCriticConfig, observation_space: Space, action_space: Space) -> Policy:
     """Build a policy with a critic. The params are the same as for `actor_only`, plus `critic`."""
     actor = actor_only(cfg, observation_space, action_space)
-    space = _visible_space(observation_space, cfg.critic_obs, "critic_obs")
+    space = visible_space(observation_space, cfg.critic_obs, "critic_obs")
     network = make_network(cfg.critic, space, 1, cfg.bf16, "policy.critic")
 
     def init(key: Tensor) -> TensorDict:

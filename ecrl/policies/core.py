@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from tensordict import TensorDict
@@ -10,6 +10,41 @@ from torch import Tensor
 
 from ecrl.pytree import replaced
 from ecrl.spaces import Box, Dict, Discrete, MultiDiscrete, Space, element_dtype, element_shape, flat_dim, is_image
+
+
+class ReturnDistribution(NamedTuple):
+    """Form of the return distributions that a Q-function predicts.
+
+    A categorical distribution, as in C51, has the logits of `atoms` fixed returns. These returns have equal distances,
+    and the lowest and the highest return are `low` and `high`. A quantile distribution, as in QR-DQN, has the returns
+    at the midpoints of `atoms` intervals of equal probability.
+    """
+
+    name: Literal["categorical", "quantile"]
+    atoms: int
+    low: float = 0.0
+    high: float = 0.0
+
+    def support(self, like: Tensor) -> Tensor:
+        """Return the returns `[K]` of a categorical distribution, in the dtype and on the device of `like`.
+
+        >>> ReturnDistribution("categorical", 3, -1.0, 1.0).support(torch.zeros(()))
+        tensor([-1.,  0.,  1.])
+        """
+        return torch.linspace(self.low, self.high, self.atoms, dtype=like.dtype, device=like.device)
+
+    def mean(self, atoms: Tensor) -> Tensor:
+        """Return the expected return `[*B]` of distributions `[*B, K]`.
+
+            sum_k(softmax(atoms)[k] * support[k])        of a categorical distribution, which has logits
+            mean_k(atoms[k])                             of a quantile distribution
+
+        >>> ReturnDistribution("categorical", 3, -1.0, 1.0).mean(torch.tensor([0.0, 0.0, 9.0])) > 0.99
+        tensor(True)
+        """
+        if self.name == "quantile":
+            return atoms.mean(-1)
+        return (atoms.softmax(-1) * self.support(atoms)).sum(-1)
 
 
 def no_carry(params: TensorDict, num_envs: int) -> TensorDict:
@@ -67,9 +102,10 @@ class Policy:
             `[num_envs]`, such as the first noise of an Ornstein-Uhlenbeck process. These fields restart whenever an
             episode ends. Fields that `init_exploration` does not return, such as epsilon, do not restart.
         q: (params, obs, action, noise) -> Q `[critics, *B]`, the values of actions. For Discrete actions, `action` may
-            be None, and the result then has the values of all actions, `[critics, *B, actions]`. If the critics return
-            value distributions, the last axis has one entry per atom. `noise` is None for deterministic values. `q` is
-            None for a policy without a Q-function.
+            be None, and the result then has the values of all actions, `[critics, *B, actions]`. If `distribution` is
+            not None, the last axis has one entry per atom. `noise` is None for deterministic values. `q` is None for a
+            policy without a Q-function.
+        distribution: form of the return distributions that `q` returns; None if `q` returns values.
         name: registered name of the policy, for error messages.
     """
 
@@ -87,6 +123,7 @@ class Policy:
     explore: Callable[[TensorDict, TensorDict, TensorDict, Any], tuple[TensorDict, TensorDict]] | None = None
     init_exploration: Callable[[TensorDict, int], TensorDict] = no_carry
     q: Callable[[TensorDict, Any, Tensor | None, Any], Tensor] | None = None
+    distribution: ReturnDistribution | None = None
     name: str = field(default="", compare=False)
 
     def __post_init__(self):
@@ -94,6 +131,10 @@ class Policy:
             raise ValueError(f"unit is {self.unit!r}, expected 'step' or 'sequence'")
         if self.unit == "step" and self.init_carry is not no_carry:
             raise ValueError("a policy with init_carry has memory; set its unit to 'sequence'")
+
+    def q_mean(self, q: Tensor) -> Tensor:
+        """Return the values of the result of `q`: the means of return distributions, or else `q` itself."""
+        return q if self.distribution is None else self.distribution.mean(q)
 
     def evaluate_rows(self, params: TensorDict, rows: TensorDict) -> tuple[Tensor, Tensor]:
         """For each step of a minibatch, return the log-probability of its action and the policy's entropy, in nats.

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.checks import close
 from support.graphs import traced_only
-from support.replay_agent import N, T, replaying, rows_of
+from support.replay_agent import N, T, replaying, stored
 from support.replay_agent import turn as td_turn
 from support.small_runs import NET, last_state, same
 from tensordict import TensorDict
@@ -19,15 +19,7 @@ import ecrl.loop.build as build_module
 from ecrl import rng
 from ecrl.algorithms import interleaved
 from ecrl.algorithms.core import counted_after
-from ecrl.algorithms.interleaved import (
-    RowReplay,
-    add_rows,
-    check_replay,
-    read_rows,
-    row_count,
-    take_steps,
-    uniform_index,
-)
+from ecrl.algorithms.interleaved import check_replay, take_steps
 from ecrl.algorithms.state_kinds import Kind, merge
 from ecrl.config import Config
 from ecrl.config.model import ConfigModel
@@ -75,7 +67,7 @@ def test_the_length_of_an_iteration_changes_no_bit(changes, sizes):
     """The ring is overwritten several times, and learning starts in between."""
     first, *others = (last_state(of_length(size, 48, **LEARNING, **changes)).clone() for size in sizes)
     assert not same(first["params"], init_state(of_length(4, 48))["params"])
-    assert int(first["replay", "cursor"]) == 48 * N
+    assert int(first["replay", "cursor"]) == 48
     for other in others:
         assert same(learnt(first), learnt(other))
 
@@ -204,7 +196,7 @@ def with_noise(monkeypatch, **functions):
 
         def kept(run, state, noise, replay):
             state, steps = take_steps(run, state, noise)
-            return state, add_rows(replay, rows_of(steps, run.algorithm.choices.padding)), steps, {}
+            return state, stored(replay, steps, run.algorithm.choices.padding), steps, {}
 
         return replace(made, init=init, iterate=interleaved(kept), phase=None)
 
@@ -251,11 +243,11 @@ AXES = "for [steps of a turn, num_envs]; return such a tensor"
 RESULTS = {  # other results of a turn, and the line
     "no replay": (
         lambda state, replay, steps, logs: (state, None, steps, logs),
-        "NoneType None as the replay, expected the result of `add_rows`; return it",
+        "NoneType None as the replay, expected the result of `store`; return it",
     ),
     "ring": (
         lambda state, replay, steps, logs: (state, replay.ring, steps, logs),
-        "a TensorDict as the replay, expected the result of `add_rows`; return it",
+        "a TensorDict as the replay, expected the result of `store`; return it",
     ),
     "no steps": (
         lambda state, replay, steps, logs: (state, replay, None, logs),
@@ -308,9 +300,9 @@ def test_a_turn_without_the_executed_steps_of_the_environment_is_refused():
         return state, replay, steps.exclude("executed"), logs
 
     cfg = replaying(**{"trainer.iterations": 1})
-    run, state = counting(build(cfg)), init_state(cfg).clone()
-    state["env", "executed"] = torch.zeros(N, dtype=torch.int64)
-    state["decision_step"] = torch.tensor(0)
+    run, state = counting(build(cfg)), counted(init_state(cfg))
+    with pytest.raises(ConfigError, match="takes several steps, but the replay buffer has no field executed; pass"):
+        next(iterations(run, replaced(state, {"replay": init_state(cfg)["replay"]}), cfg))
     run = run._replace(algorithm=replace(run.algorithm, iterate=interleaved(turn)))
     with pytest.raises(ConfigError, match=r"^algorithm replay_td: turn returns steps without executed, only action, "):
         next(iterations(run, state, cfg))
@@ -337,7 +329,7 @@ def test_turns_without_a_replay_buffer_are_refused(kinds, monkeypatch):
         next(train_iter(init_state(cfg), cfg))
     assert str(error.value) == (
         "algorithm replay_td: the state lacks replay, a field of kind buffer; return one of "
-        "`row_replay_init` from `init`, and add REPLAY_KINDS to `kinds`"
+        "`new_replay` from `init`, and add REPLAY_KINDS to `kinds`"
     )
 
 
@@ -386,10 +378,24 @@ def test_a_noise_process_restarts_with_environments_that_start_again():
     ecrl.close(again, cfg)
 
 
+def test_no_transition_leads_from_the_newest_step_to_environments_that_start_again():
+    cfg = replaying(**{"env": "gymnasium:CartPole-v1", "trainer.iterations": 1})
+    state = last_state(cfg).clone()
+    ecrl.close(state, cfg)
+    with pytest.warns(UserWarning, match="their episodes restart"):
+        again = reopened(build(cfg), state)
+    steps, kept = (s["replay", "steps"] for s in (state, again))
+    newest = int(state["replay", "cursor"]) - 1
+    ended = steps["terminated"][newest] | steps["truncated"][newest]
+    assert torch.equal(kept["mask"][newest], steps["mask"][newest] & ended) and not ended.all()
+    assert torch.equal(kept["mask"][:newest], steps["mask"][:newest])
+    ecrl.close(again, cfg)
+
+
 def test_a_noise_process_with_nan_restarts_if_the_update_is_left_out():
     def turn(run, state, noise, replay):
         state, steps = take_steps(run, state, noise)
-        return state, add_rows(replay, rows_of(steps, 1)), steps, {"loss": torch.tensor(torch.nan)}
+        return state, stored(replay, steps, 1), steps, {"loss": torch.tensor(torch.nan)}
 
     def unseen_noise(params, exploration, out, noise):
         return noisy(params, exploration, out, noise)[0], out
@@ -405,6 +411,14 @@ def test_a_noise_process_with_nan_restarts_if_the_update_is_left_out():
     noise = record["state"]["exploration", "noise", "x"]
     assert noise[1] == 3.0 and 3.0 not in noise[[0, 2]].tolist() and noise.isfinite().all()
     assert torch.equal(record["state"]["exploration", "epsilon"], first["exploration", "epsilon"])
+
+
+def counted(state):
+    """The state of a run whose environment reports `executed`."""
+    state, steps = state.clone(), state["replay", "steps"]
+    state["env", "executed"] = torch.zeros(N, dtype=torch.int64)
+    state["replay", "steps", "executed"] = torch.zeros(steps.shape, dtype=torch.int64)
+    return state.set("decision_step", torch.tensor(0))
 
 
 def counting(run):
@@ -427,16 +441,14 @@ def test_a_turn_sees_the_steps_of_the_environment_so_far(size):
         return td_turn(run, state, noise, replay)
 
     cfg = replaying(**{"trainer.buffer_size": size})
-    run, state = counting(build(cfg)), init_state(cfg).clone()
-    state["env", "executed"] = torch.zeros(N, dtype=torch.int64)
-    state["decision_step"] = torch.tensor(0)
+    run, state = counting(build(cfg)), counted(init_state(cfg))
     kinds = kinds_of(run)
     for _ in range(4 // size):
         own, borrowed = borrowed_leaves(state, kinds)
         after, writes, _ = interleaved(turn)(run, own, borrowed)
         counters = counted_after(run, own, writes["batch", "steps", "executed"])
         after = replaced(after, {**counters, "update_step": after["update_step"] + 1})
-        state = merge(after, committed(borrowed, writes.exclude("batch"), torch.tensor(False)))
+        state = merge(after, committed(borrowed, writes.exclude("batch"), after, torch.tensor(False)))
     assert seen == [(0, 0), (3, 3), (9, 6), (18, 9)]
     assert (int(state["sample_step"]), int(state["decision_step"])) == (21, 12)
     assert state["episode", "running_length"].tolist() == [7.0] * N
@@ -476,7 +488,7 @@ def test_vmapped_seeds_equal_single_ones_and_share_a_phase():
         many, _ = torch.func.vmap(iteration, randomness="error")(many)
         single, _ = iteration(single)
     one = many[1]
-    assert torch.equal(one["replay", "action"], single["replay", "action"])
+    assert torch.equal(one["replay", "steps", "action"], single["replay", "steps", "action"])
     for name, weight in weights(single):
         close(one["params", *name], weight)
     many["sample_step"] = torch.tensor([0, 24])
@@ -484,74 +496,10 @@ def test_vmapped_seeds_equal_single_ones_and_share_a_phase():
         torch.func.vmap(iteration)(many)
 
 
-def empty(capacity: int, turns: int, lines: int) -> RowReplay:
-    """A buffer before the first row, in an iteration of so many turns."""
-    ring = TensorDict({"x": torch.zeros(capacity), "deep": TensorDict({"y": torch.zeros(capacity, 2)})}, [capacity])
-    block = TensorDict({"x": torch.zeros(turns, lines), "deep": {"y": torch.zeros(turns, lines, 2)}}, [turns, lines])
-    zero = torch.tensor(0)
-    return RowReplay(ring, block, zero, zero)
-
-
-def numbered(first: int, lines: int) -> TensorDict:
-    x = torch.arange(first, first + lines, dtype=torch.float32).unsqueeze(0)
-    return TensorDict({"x": x, "deep": {"y": torch.stack((x, -x), -1)}}, [1, lines])
-
-
-@pytest.mark.parametrize("capacity", [6, 7, 20])
-def test_rows_are_read_from_the_block_or_the_ring_as_a_list_has_them(capacity):
-    """A plain list of the last rows, each at its place modulo the capacity, over several iterations of 3 turns."""
-    num_turns, lines, taken = 3, 2, 0
-    replay, expected = empty(capacity, num_turns, lines), {}
-    for _ in range(4):
-        for _ in range(num_turns):
-            replay = add_rows(replay, numbered(taken, lines))._replace(is_complete=False)
-            for row in range(taken, taken + lines):
-                expected[row % capacity] = float(row)
-            taken += lines
-            count = int(row_count(replay))
-            assert count == min(taken, capacity) == len(expected)
-            index = torch.arange(count).flip(0).reshape(count, 1)
-            rows = read_rows(replay, index)
-            assert rows["x"][:, 0].tolist() == [expected[int(i)] for i in index]
-            assert rows["deep", "y"].shape == (count, 1, 2) and torch.equal(rows["deep", "y"][..., 1], -rows["x"])
-        place = (replay.start + torch.arange(num_turns * lines)) % capacity
-        ring = replay.ring.clone()
-        for path in ("x", ("deep", "y")):
-            ring[path].index_copy_(0, place, replay.block[path].flatten(0, 1))
-        replay = empty(capacity, num_turns, lines)._replace(ring=ring, start=torch.tensor(taken))
-    assert list(read_rows(replay, torch.tensor([0]), "deep").keys()) == ["deep"]
-
-
-def test_drawn_rows_are_uniform_over_the_rows_that_are_there():
-    run, state = build(replaying()), init_state(replaying())
-    replay = add_rows(empty(20, 3, 5), numbered(0, 5))
-    index = uniform_index(run, state, replay, 10_000)
-    counts = torch.bincount(index, minlength=20)
-    assert counts[5:].sum() == 0 and (counts[:5] - 2000).abs().max() < 4 * 40  # four standard deviations
-    later = replaced(state, {"sample_step": state["sample_step"] + N})
-    assert not torch.equal(uniform_index(run, later, replay, 100), index[:100])
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        (lambda: numbered(0, 3), r"the rows of a turn have deep.y torch.float32 \[1, 3, 2\], expected .* \[2, 2\]"),
-        (
-            lambda: numbered(0, 2).exclude("deep"),
-            r"the rows have the fields \['x'\], the replay buffer has \['deep.y', 'x'\]",
-        ),
-        (lambda: numbered(0, 2).apply(lambda x: x.double()), "deep.y torch.float64"),
-    ],
-)
-def test_rows_that_do_not_fit_into_the_buffer_are_refused(rows, message):
-    with pytest.raises(ValueError, match=message):
-        add_rows(empty(6, 3, 2), rows())
-
-
-def test_a_turn_adds_its_rows_once_and_changes_no_fixed_field():
+def test_a_turn_stores_its_steps_once_and_changes_no_fixed_field():
     def twice(run, state, noise, replay):
         state, replay, steps, logs = td_turn(run, state, noise, replay)
-        return state, add_rows(replay, numbered(0, 1)), steps, logs
+        return state, stored(replay, steps.set("final_obs", steps["obs"]), 1), steps, logs
 
     def never(run, state, noise, replay):
         state, _, steps, logs = td_turn(run, state, noise, replay)
@@ -564,8 +512,8 @@ def test_a_turn_adds_its_rows_once_and_changes_no_fixed_field():
     run = build(replaying())
     own, borrowed = borrowed_leaves(init_state(replaying()), kinds_of(run))
     for turn, message in (
-        (twice, "add_rows was called twice"),
-        (never, "call add_rows once"),
+        (twice, "a replay buffer with 2 new steps, expected the 1 of the turn; call `store` once"),
+        (never, "a replay buffer with 0 new steps, expected the 1 of the turn; call `store` once"),
         (other_key, "field key"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -574,7 +522,7 @@ def test_a_turn_adds_its_rows_once_and_changes_no_fixed_field():
         interleaved(td_turn, 0)
 
 
-def test_rows_that_do_not_divide_a_turn_are_refused():
+def test_segments_that_do_not_divide_a_turn_are_refused():
     run = build(replaying(**{"trainer.buffer_size": 12, "algorithm.cfg.train_freq": 6, "algorithm.cfg.capacity": 99}))
     for length in (1, 2, 3, 6, 12):
         check_replay(run._replace(static=run.static._replace(row_steps=length)), 99)
@@ -587,11 +535,15 @@ def test_rows_that_do_not_divide_a_turn_are_refused():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"algorithm.cfg.capacity": 11}, r"^the replay buffer: 11 rows are fewer than .* = 12; make it larger$"),
+        (
+            {"algorithm.cfg.capacity": 11},
+            r"^the replay buffer: a capacity of 11 has room for 3 steps of each of 3 environments, fewer than "
+            r"trainer.buffer_size 4; make it larger$",
+        ),
         ({"algorithm.cfg.train_freq": 3}, r"^trainer.buffer_size: 4 is not a multiple of 3, the steps of a turn"),
         (
             {"algorithm.cfg.capacity": 10**9, "algorithm.cfg.padding": 10**7},
-            r"^the replay buffer: 1,000,000,000 rows take",
+            r"^the replay buffer: 1,000,000,000 steps take",
         ),
     ],
 )

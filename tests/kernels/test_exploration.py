@@ -27,6 +27,13 @@ def test_epsilon_greedy_by_hand(variant):
     close(explore(q.long().clamp(min=-9), noise, epsilon=0.0), [1, 1, 0, 0])
 
 
+def test_an_action_with_the_value_minus_infinity_is_not_taken():
+    q = torch.tensor([-torch.inf, 1.0, 0.0, -torch.inf]).expand(10_000, 4)
+    noise = rng.gumbel(rng.split(rng.key(5), 10_000), (4,))
+    seen = torch.bincount(epsilon_greedy(q, noise, epsilon=0.5), minlength=4)
+    assert seen[[0, 3]].tolist() == [0, 0] and abs(int(seen[2]) - 2500) < 200  # four standard deviations
+
+
 @pytest.mark.parametrize("epsilon", [0.02, 0.3, 1.0])
 def test_frequencies_of_epsilon_greedy(epsilon):
     """Greedy actions have the probability 1 - epsilon + epsilon / A, the others epsilon / A (chi-square)."""

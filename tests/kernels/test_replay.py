@@ -21,6 +21,7 @@ from ecrl.kernels import (
     n_step_returns,
     replay_add,
     replay_count,
+    replay_cut,
     replay_index,
     replay_init,
     replay_read,
@@ -40,9 +41,9 @@ def empty(history: History, steps: int) -> TensorDict:
     return replay_init(history.take(1)[0].exclude("final_obs"), steps=steps, min_truncation_gap=history.gap)
 
 
-def fresh(num_envs: int, gap: int, seed: int, steps: int) -> tuple[History, TensorDict]:
+def fresh(num_envs: int, gap: int, seed: int, steps: int, masks: bool = False) -> tuple[History, TensorDict]:
     """Episodes before the first step, and an empty ring for them."""
-    return History(num_envs, gap, seed), empty(History(num_envs, gap, seed), steps)
+    return History(num_envs, gap, seed, masks), empty(History(num_envs, gap, seed, masks), steps)
 
 
 def valid(history: History, steps: int, n: int, stack: int) -> list[tuple[int, int]]:
@@ -59,7 +60,12 @@ def check(replay: Replay, history: History, n: int, stack: int) -> None:
     assert int(replay_count(replay, n=n, stack=stack)) == len(rows)
     if not rows:
         return
-    index = torch.tensor([(t % steps) * num_envs + e for t, e in rows])
+    if history.masks:
+        every = torch.tensor([(t % steps) * num_envs + e for t, e in rows])
+        mask = [history.steps[e][t].mask for t, e in rows]
+        assert replay_read(replay, every, gamma=GAMMA, n=n)["mask"].tolist() == mask
+        rows = [row for row, counts in zip(rows, mask, strict=True) if counts]
+    index = torch.tensor([(t % steps) * num_envs + e for t, e in rows], dtype=torch.int64)
     batch, frames = replay_read(replay, index, gamma=GAMMA, n=n), None
     expected = [history.transition(e, t, n, GAMMA) for t, e in rows]
     assert batch["obs"].tolist() == [history.steps[e][t].obs for t, e in rows]
@@ -75,15 +81,15 @@ def check(replay: Replay, history: History, n: int, stack: int) -> None:
         for row in following:
             t, e = rows[row]
             last = t
-            while last < t + n - 1 and not history.steps[e][last].truncated:
+            while last < t + n - 1 and not history.steps[e][last].truncated and history.steps[e][last + 1].mask:
                 last += 1
             assert frames["next_obs"][row, :-1].tolist() == history.frames(e, last, stack)[1:]
 
 
-def run_and_check(sizes: dict[str, int], wraps: int, seed: int) -> None:
+def run_and_check(sizes: dict[str, int], wraps: int, seed: int, masks: bool = False) -> None:
     """Fill a ring several times, in iterations of several turns. Check it after each turn."""
     steps, turns, length = sizes["steps"], sizes["turns"], sizes["length"]
-    history, ring = fresh(sizes["num_envs"], sizes["gap"], seed, steps)
+    history, ring = fresh(sizes["num_envs"], sizes["gap"], seed, steps, masks)
     while (now := len(history.steps[0])) < wraps * steps:
         replay = replay_start(ring, torch.tensor(now), steps=turns * length)
         for _ in range(turns):
@@ -107,9 +113,22 @@ def all_sizes(draw):
     }
 
 
+@given(sizes=all_sizes(), seed=st.integers(0, 2**20), masks=st.booleans())
+def test_transitions_equal_a_plain_loop(sizes, seed, masks):
+    run_and_check(sizes, 3, seed, masks)
+
+
 @given(sizes=all_sizes(), seed=st.integers(0, 2**20))
-def test_transitions_equal_a_plain_loop(sizes, seed):
-    run_and_check(sizes, 3, seed)
+def test_after_a_cut_no_transition_leads_to_an_unrelated_step(sizes, seed):
+    """Steps that the buffer does not get are taken in between. The history marks the step before them."""
+    steps, length = sizes["steps"], sizes["length"]
+    history, ring = fresh(sizes["num_envs"], sizes["gap"], seed, steps, masks=True)
+    while (now := len(history.steps[0])) < 3 * steps:
+        replay = replay_start(ring, torch.tensor(now), steps=length)
+        replay = replay_add(replay, history.take(length))
+        check(replay, history, sizes["n"], sizes["stack"])
+        ring = replay_cut(stored(replay), torch.tensor(now + length))
+        history.skip(3, -(-steps // -(-steps // sizes["gap"])))
 
 
 SIZES = {"steps": 7, "turns": 3, "length": 1, "n": 3, "stack": 2, "num_envs": 3, "gap": 2}

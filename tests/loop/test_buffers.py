@@ -22,6 +22,7 @@ from ecrl.errors import ConfigError, UserError
 from ecrl.loop.buffers import kinds_of
 from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, make_iteration, train_iter
+from ecrl.pytree import replaced
 from ecrl.registry import register_env
 from ecrl.run.checkpoint import load, save
 from ecrl.run.rank_shards import _per_rank_tensors
@@ -52,11 +53,11 @@ def states(cfg: Config) -> list[TensorDict]:
 
 
 def test_new_rows_are_in_the_ring_in_their_order():
-    """12 rows per iteration in a ring of 20: the third iteration overwrites the oldest 16. The obs of row k is k."""
+    """12 steps per iteration in a ring of 21: the third iteration overwrites the oldest 15. The obs of step k is k."""
     cfg = replaying(**{"env": {"name": "counting_with_a_fault"}, "trainer.finite_guard": "off", "trainer.num_envs": 1})
     cfg = cfg.replace(**{"trainer.buffer_size": 12, "trainer.iterations": 3})
     for iteration, state in enumerate(states(cfg), 1):
-        obs = state["replay", "obs"][:, 0].tolist()
+        obs = state["replay", "steps", "obs"][:, 0, 0].tolist()
         taken = 12 * iteration
         newest = {k % CAPACITY: float(k) for k in range(max(0, taken - CAPACITY), taken)}
         assert [newest.get(i, 0.0) for i in range(CAPACITY)] == obs
@@ -74,7 +75,7 @@ def test_an_iteration_commits_to_a_copy_and_the_loop_in_place_with_the_same_bits
     records = train_iter(start, cfg)
     first, second = (next(r for r in records if r["log_type"] == "train")["state"] for _ in range(2))
     assert same(start, before), "the caller's buffer is copied once"
-    assert first["replay", "obs"].data_ptr() == second["replay", "obs"].data_ptr()
+    assert first["replay", "steps", "obs"].data_ptr() == second["replay", "steps", "obs"].data_ptr()
 
 
 def test_a_yielded_state_is_valid_until_the_next_iteration(tmp_path):
@@ -107,10 +108,15 @@ def test_a_run_goes_on_from_a_checkpoint_with_its_buffer(tmp_path):
 
 def test_rows_of_a_skipped_iteration_are_not_committed():
     cfg = replaying(**{"env": {"name": "counting_with_a_fault"}, "trainer.finite_guard": "skip"})
+    cfg = cfg.replace(**{"algorithm.cfg.capacity": 2 * T * N})
     with pytest.warns(UserWarning, match="NaN or infinity in reward"):
         one, two, three, *_ = states(cfg)
-    assert same(one["replay"], two["replay"]) and same(one["params"], two["params"])
-    assert int(two["replay", "cursor"]) == N * T and int(three["replay", "cursor"]) == 2 * N * T
+    rings = [replaced(state["replay"], {"steps": state["replay", "steps"].exclude("mask")}) for state in (one, two)]
+    assert same(*rings) and same(one["params"], two["params"])
+    assert int(two["replay", "cursor"]) == T and int(three["replay", "cursor"]) == 2 * T
+    assert one["replay", "steps", "mask"][:T].all(), "every step so far is part of a transition"
+    mask = three["replay", "steps", "mask"][: 2 * T]
+    assert mask[:, 0].tolist() == [True] * (T - 1) + [False] + [True] * T, "nothing follows the step before the gap"
     assert two["env", "obs"].unique().tolist() == [8.0]
     pure, state = make_iteration(cfg), init_state(cfg)
     for expected in (one, two, three):
@@ -121,7 +127,7 @@ def test_rows_of_a_skipped_iteration_are_not_committed():
 def test_a_fault_that_stops_leaves_the_buffer_as_it_was():
     cfg = replaying(**{"env": {"name": "counting_with_a_fault"}})
     (last,) = [r["state"] for r in train_iter_until_it_stops(cfg) if r["log_type"] == "train"]
-    assert int(last["replay", "cursor"]) == int(last["replay", "written"]) == N * T
+    assert int(last["replay", "cursor"]) == int(last["replay", "written"]) == T
     assert same(last["replay"], states(cfg.replace(**{"trainer.iterations": 1}))[0]["replay"])
 
 
@@ -140,7 +146,7 @@ def test_every_leaf_has_a_kind():
         ("hyper", "gamma"): Kind.COUNTER,
         ("env", "obs"): Kind.ENVIRONMENT,
         ("episode", "finished"): Kind.ENVIRONMENT,
-        ("replay", "obs"): Kind.BUFFER,
+        ("replay", "steps", "obs"): Kind.BUFFER,
         ("replay", "written"): Kind.BUFFER,
         ("replay", "cursor"): Kind.COUNTER,
         ("key",): Kind.COUNTER,
@@ -174,7 +180,10 @@ def test_split_and_merge():
 def test_a_rank_has_its_environments_buffers_and_running_returns_of_its_own():
     policy = {"name": "actor_critic", "actor": NET, "critic": NET, "normalize_obs": True}
     changes = {"algorithm": {"name": "ppo", "cfg": {"normalize_reward": True}}, "policy": policy}
-    for cfg, also in ((replaying(**changes), {"norm/reward/running"}), (replaying(), {"replay/obs", "replay/written"})):
+    for cfg, also in (
+        (replaying(**changes), {"norm/reward/running"}),
+        (replaying(), {"replay/steps/obs", "replay/written"}),
+    ):
         state = init_state(cfg)
         names = set(_per_rank_tensors(state, kinds_of(build(cfg))))
         fields = {
@@ -212,7 +221,7 @@ for _ in range(4):  # compiles, and settles
     state = next(records)["state"]
 size = sum(x.numel() * x.element_size() for x in state["replay"].values(True, True))
 taken = [allocated(lambda: next(records))[1] for _ in range(8)]
-(_, copied) = allocated(lambda: state["replay", "padding"].clone())
+(_, copied) = allocated(lambda: state["replay", "steps", "padding"].clone())
 print(json.dumps([size, max(taken), copied]))
 """
 
@@ -238,7 +247,7 @@ def test_a_state_with_a_buffer_is_checked_without_another_buffer():
     assert done.returncode == 0, done.stderr[-3000:]
     taken, message = done.stdout.splitlines()
     assert 0 < int(taken) < 2**22
-    assert message.startswith("state: replay/action is [32768], the config makes it [65536]; ")
+    assert message.startswith("state: replay/final/obs is [23, 3, 4], the config makes it [45, 3, 4]; ")
 
 
 @pytest.mark.parametrize("form", ["off", pytest.param("on", marks=pytest.mark.slow)])
@@ -247,5 +256,5 @@ def test_an_iteration_with_a_buffer_of_a_gibibyte_allocates_little(form):
     assert done.returncode == 0, done.stderr[-3000:]
     size, taken, copied = json.loads(done.stdout.splitlines()[-1])
     assert size > 2**30
-    assert copied >= 2**30, "a copy of the buffer is seen by this measurement"
+    assert copied >= 0.99 * 2**30, "a copy of the buffer is seen by this measurement"
     assert 0 < taken < 50 * 2**20

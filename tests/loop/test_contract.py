@@ -65,7 +65,7 @@ def assert_refused(cfg, monkeypatch, message, change_algorithm=None, change_poli
         if change is not None:
             monkeypatch.setattr(ecrl.loop.build, name, lambda *args, make=make, change=change: change(make(*args)))
     monkeypatch.setattr("ecrl.loop.build._COMPILING_S", 0.0)
-    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", None)
+    monkeypatch.setattr("ecrl.compile.cpu.compile_fx", None)
     state = init_state(cfg)
     with pytest.raises(ConfigError) as error:
         next(train_iter(state, cfg))
@@ -139,16 +139,15 @@ def test_an_iterate_that_breaks_its_contract(form, monkeypatch):
 
 def with_rows(change):
     """A change of `writes` that gives the buffer other rows."""
-    return lambda writes: changed(writes, ("replay", "rows"), change(writes["replay", "rows"]))
+    return lambda writes: changed(writes, ("replay", "steps", "rows"), change(writes["replay", "steps", "rows"]))
 
 
 def with_index(change):
     """A change of `writes` that gives the rows another index."""
-    return lambda writes: changed(writes, ("replay", "index"), change(writes["replay", "index"]))
+    return lambda writes: changed(writes, ("replay", "steps", "index"), change(writes["replay", "steps", "index"]))
 
 
-RING = "action, mask, next_obs, obs, padding, reward, terminated"
-TREE = "a TensorDict of the fields of the buffer"
+RING = "action, mask, obs, padding, reward, terminated, truncated"
 WRITES = {
     "none": (lambda w: None, "NoneType None as writes, expected a TensorDict; return one"),
     "dict": (lambda w: {}, "a dict as writes, expected a TensorDict; return one"),
@@ -162,47 +161,63 @@ WRITES = {
     ),
     "tensor": (
         lambda w: changed(w, "replay", torch.zeros(12)),
-        "the writes of replay as float32 [12], expected a TensorDict; return one",
+        "the writes of replay as float32 [12], expected a TensorDict with the rows and the index of each part; "
+        "return one",
+    ),
+    "unknown part": (
+        lambda w: changed(w, ("replay", "tree"), w["replay", "steps"]),
+        "the field tree of the writes of replay, expected final or steps; rename or remove it",
+    ),
+    "count": (
+        lambda w: changed(w, ("replay", "cursor"), w["replay", "steps"]),
+        "the field cursor of the writes of replay, expected final or steps; rename or remove it",
+    ),
+    "part": (
+        lambda w: changed(w, ("replay", "steps"), torch.zeros(4)),
+        "the writes of replay/steps as float32 [4], expected a TensorDict; return one",
     ),
     "no index": (
-        lambda w: changed(w, "replay", w["replay"].exclude("index")),
-        "the writes of replay without index, only rows; add int64 [B], one entry per row",
+        lambda w: changed(w, ("replay", "steps"), w["replay", "steps"].exclude("index")),
+        "the writes of replay/steps without index, only rows; add int64 [B], one entry per row",
     ),
     "no rows": (
-        lambda w: changed(w, "replay", w["replay"].exclude("rows")),
-        f"the writes of replay without rows, only index; add {TREE}",
+        lambda w: changed(w, ("replay", "steps"), w["replay", "steps"].exclude("rows")),
+        "the writes of replay/steps without rows, only index; add the new entries of the part",
     ),
     "a tensor of rows": (
         with_rows(lambda rows: rows["obs"]),
-        f"the rows of replay as float32 [12, 4], expected {TREE}; return one",
+        f"rows of replay/steps without {RING}, expected {RING}; return these fields",
     ),
     "stale": (
         with_rows(lambda rows: rows.exclude("reward", "mask")),
-        f"rows of replay without mask, reward, expected {RING}; return these fields",
+        f"rows of replay/steps without mask, reward, expected {RING}; return these fields",
     ),
     "unknown row": (
         with_rows(lambda rows: rows.copy().set("value", rows["reward"])),
-        f"rows of replay with the unknown value, expected {RING}; return these fields",
+        f"rows of replay/steps with the unknown value, expected {RING}; return these fields",
     ),
     "row dtype": (
         with_rows(lambda rows: changed(rows, "reward", rows["reward"].double())),
-        "the rows' reward of replay as float64 [12], expected float32 [12] for an index [12]; return such a tensor",
+        "the rows of reward of replay/steps as float64 [4, 3], expected float32 [4, 3] for an index [4]; return such a "
+        "tensor",
     ),
     "row shape": (
-        with_rows(lambda rows: changed(rows, "obs", rows["obs"][:, :3])),
-        "the rows' obs of replay as float32 [12, 3], expected float32 [12, 4] for an index [12]; return such a tensor",
+        with_rows(lambda rows: changed(rows, "obs", rows["obs"][..., :3])),
+        "the rows of obs of replay/steps as float32 [4, 3, 3], expected float32 [4, 3, 4] for an index [4]; return "
+        "such a tensor",
     ),
     "index dtype": (
         with_index(lambda index: index.int()),
-        "the index of replay as int32 [12], expected int64 [B], one entry per row; return such a tensor",
+        "the index of replay/steps as int32 [4], expected int64 [B], one entry per row; return such a tensor",
     ),
     "index axes": (
         with_index(lambda index: index.unsqueeze(-1)),
-        "the index of replay as int64 [12, 1], expected int64 [B], one entry per row; return such a tensor",
+        "the index of replay/steps as int64 [4, 1], expected int64 [B], one entry per row; return such a tensor",
     ),
     "index size": (
-        with_index(lambda index: index[:5]),
-        "the rows' action of replay as int64 [12], expected int64 [5] for an index [5]; return such a tensor",
+        with_index(lambda index: index[:2]),
+        "the rows of action of replay/steps as int64 [4, 3], expected int64 [2, 3] for an index [2]; return such a "
+        "tensor",
     ),
 }
 

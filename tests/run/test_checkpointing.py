@@ -386,7 +386,7 @@ def test_save_replay_decides_if_checkpoints_have_the_buffer_and_resuming_warns(t
     assert same(state["params"], end["params"])
     longer = cfg.replace(**{"trainer.iterations": 5})
     *_, record = train_iter(state, longer)
-    assert int(record["state"]["replay", "cursor"]) == (5 if saves else 2) * N * T
+    assert int(record["state"]["replay", "cursor"]) == (5 if saves else 2) * T
 
 
 def test_a_checkpoint_without_its_buffer_is_damaged_unless_its_manifest_names_the_buffer(tmp_path):
@@ -394,5 +394,5 @@ def test_a_checkpoint_without_its_buffer_is_damaged_unless_its_manifest_names_th
     made = snapshot(build(cfg), init_state(cfg), cfg)
     fewer = {name: x for name, x in made.tensors.items() if not name.startswith("replay/")}
     write(tmp_path / "less", made._replace(tensors=fewer))
-    with pytest.raises(CheckpointError, match="state and config disagree on replay/action, replay/cursor, "):
+    with pytest.raises(CheckpointError, match="state and config disagree on replay/cursor, replay/final/obs, "):
         load(tmp_path / "less")

@@ -248,7 +248,10 @@ def reporting_pole(cfg: CartPoleConfig) -> Env:
 REPEATED = {"env.name": "repeated_pole"}
 FILMED = {
     "ppo on chunks": (small(**REPEATED), True),
-    "replay on chunks": (replaying(**REPEATED, **{"algorithm.cfg.learning_starts": 1000}), True),
+    "replay on chunks": (
+        replaying(**REPEATED, **{"algorithm.cfg.learning_starts": 1000, "algorithm.cfg.chunks": True}),
+        True,
+    ),
     "apg": (full_config("apg", "off"), True),
     "replay": (replaying(**{"env.name": "reporting_pole", "algorithm.cfg.learning_starts": 1000}), True),
     "learning replay": (replaying(**{"env.name": "reporting_pole", "policy.normalize_obs": True}), False),

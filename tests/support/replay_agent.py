@@ -1,7 +1,7 @@
 """A small value-based agent: it acts by its own Q values with random actions in between, and learns from a ring.
 
 The policy `replay_q` has one Q network. The algorithm `replay_td` learns one-step targets with a slow copy of it.
-A padding field makes the rows, and so the buffer, as large as a test wants.
+A padding field makes the steps, and so the buffer, as large as a test wants.
 """
 
 from functools import partial
@@ -14,23 +14,15 @@ from tensordict import TensorDict
 from ecrl import rng
 from ecrl.algorithms import Algorithm, interleaved
 from ecrl.algorithms.core import LEARNER_KINDS, Run, Static, learn
-from ecrl.algorithms.interleaved import (
-    REPLAY_KINDS,
-    RowReplay,
-    add_rows,
-    read_rows,
-    row_replay_init,
-    take_steps,
-    uniform_index,
-)
+from ecrl.algorithms.interleaved import REPLAY_KINDS, new_replay, sample_keys, store, take_steps
 from ecrl.algorithms.minibatch_sgd import SGD, minibatch_sgd
 from ecrl.algorithms.optimizer import groups_of, learning_state
 from ecrl.algorithms.optimizer_config import LearningConfig
 from ecrl.algorithms.state_kinds import Kind
 from ecrl.config import Config, PolicyConfig, config_from_dict
 from ecrl.config.model import Count, Fraction
+from ecrl.kernels import Replay, replay_index, replay_read
 from ecrl.policies import Policy, acting_params, fixed_params
-from ecrl.policies.core import example
 from ecrl.policies.networks import NetworkConfig, make_network, seeded
 from ecrl.pytree import mapped, replaced
 from ecrl.registry import register_algorithm, register_policy
@@ -82,8 +74,10 @@ class ReplayTDConfig(LearningConfig):
     tau: Fraction = Field(default=0.05, description="share of the new weights in those of the targets, per turn")
     epsilon: Fraction = Field(default=0.1, description="share of random actions in the end")
     exploration_steps: Count = Field(default=1, description="environment steps until that share")
-    capacity: Count = Field(default=256, description="rows of the buffer")
-    padding: Count = Field(default=1, description="bytes that a row has for nothing")
+    capacity: Count = Field(default=256, description="steps in the buffer, of all environments")
+    chunks: bool = Field(default=False, description="actions of the environment take several steps")
+    padding: Count = Field(default=1, description="bytes that a step has for nothing")
+    n: Count = Field(default=1, description="steps of a return")
     batch_size: Count = Field(default=64, description="rows of a gradient step")
     learning_starts: int = Field(default=0, description="environment steps before the first gradient step")
     train_freq: Count = Field(default=1, description="steps of each environment in a turn")
@@ -95,6 +89,7 @@ class Choices(NamedTuple):
 
     padding: int
     rows: int
+    n: int
     sgd: SGD
 
 
@@ -102,14 +97,12 @@ def init(cfg: ReplayTDConfig, run: Run, key: torch.Tensor) -> dict[str, Any]:
     """Parameters, optimiser state, numbers, share of random actions, and an empty buffer."""
     params = run.policy.init(rng.fold_in(key, rng.INIT))
     numbers = {name: getattr(cfg, name) for name in ("gamma", "tau", "epsilon", "exploration_steps")}
-    obs, action = example(run.env.observation_space), example(run.env.action_space)
-    flags = {"terminated": torch.zeros(2, dtype=torch.bool), "mask": torch.zeros(2, dtype=torch.bool)}
-    rows = {"obs": obs, "next_obs": obs, "action": action, "reward": torch.zeros(2), **flags}
-    rows["padding"] = torch.zeros(2, cfg.padding, dtype=torch.uint8)
+    fields = {"padding": torch.zeros(run.static.num_envs, cfg.padding, dtype=torch.uint8)}
+    fields |= {"executed": torch.zeros(run.static.num_envs, dtype=torch.int64)} if cfg.chunks else {}
     return learning_state(cfg, params, numbers, key.device) | {
         "target_params": params.clone(),
         "exploration": TensorDict({"epsilon": torch.ones(run.static.num_envs, device=key.device)}),
-        "replay": row_replay_init(run, TensorDict(rows, [2]).to(key.device), cfg.capacity),
+        "replay": new_replay(run, cfg.capacity, key.device, **fields),
     }
 
 
@@ -126,12 +119,10 @@ def with_epsilon(state: TensorDict) -> TensorDict:
     return replaced(state, {"exploration": TensorDict({"epsilon": every})})
 
 
-def rows_of(steps: TensorDict, padding: int) -> TensorDict:
-    """Rows for the buffer."""
-    rows, mask = steps.select("obs", "action", "reward", "terminated"), steps.get("mask", None)
+def stored(replay: Replay, steps: TensorDict, padding: int) -> Replay:
+    """The buffer with the steps of a turn."""
     blank = torch.zeros(*steps.shape, padding, dtype=torch.uint8, device=steps["reward"].device)
-    counts = torch.ones_like(steps["done"]) if mask is None else mask
-    return rows.update({"next_obs": steps["final_obs"], "mask": counts, "padding": blank})
+    return store(replay, steps, padding=blank)
 
 
 def td_loss(run: Run, params: TensorDict, batch: TensorDict, mask: torch.Tensor, hyper: TensorDict) -> Any:
@@ -141,25 +132,25 @@ def td_loss(run: Run, params: TensorDict, batch: TensorDict, mask: torch.Tensor,
 
 
 def update(run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:
-    """Gradient steps towards reward + gamma * max_a Q'(next_obs, a) * not terminated, and the slow copy Q' follows."""
+    """Gradient steps towards reward + discount * max_a Q'(next_obs, a), and the slow copy Q' follows."""
     slow, q = acting_params(cast(TensorDict, state["target_params"]), fixed_params(state)), cast(Any, run.policy.q)
     after = q(slow, batch["next_obs"], None, None)[0].amax(-1)
-    target = batch["reward"] + state["hyper", "gamma"] * after.masked_fill(batch["terminated"], 0.0)
+    target = batch["reward"] + batch["discount"] * after
     state, logs = minibatch_sgd(run, state, batch.copy().update({"target": target}), td_loss, run.algorithm.choices.sgd)
     tau = state["hyper", "tau"]
     slow = mapped(lambda old, new: old + tau * (new - old), state["target_params"], state["params"])
     return replaced(state, {"target_params": slow}), logs
 
 
-def turn(run: Run, state: TensorDict, noise: Any, replay: RowReplay) -> tuple[TensorDict, RowReplay, TensorDict, Logs]:
+def turn(run: Run, state: TensorDict, noise: Any, replay: Replay) -> tuple[TensorDict, Replay, TensorDict, Logs]:
     """Step, store, sample and learn."""
     choices = run.algorithm.choices
     state, steps = take_steps(run, with_epsilon(state), noise)
-    replay = add_rows(replay, rows_of(steps, choices.padding))
+    replay = stored(replay, steps, choices.padding)
     if run.static.phase == "collect":
         return state, replay, steps, {}
-    index = uniform_index(run, state, replay, choices.rows)
-    batch = read_rows(replay, index, "obs", "next_obs", "action", "reward", "terminated", "mask")
+    index = replay_index(replay, sample_keys(run, state, choices.rows), n=choices.n, stack=1)
+    batch = replay_read(replay, index, gamma=state["hyper", "gamma"], n=choices.n)
     state, logs = learn(update, run, state, batch)
     return state, replay, steps, logs
 
@@ -174,7 +165,7 @@ def replay_td(cfg: ReplayTDConfig) -> Algorithm:
     """Q-learning from a replay buffer."""
     sgd = SGD(1, cfg.batch_size, None, groups_of(cfg))
     return Algorithm(
-        choices=Choices(cfg.padding, cfg.batch_size * cfg.gradient_steps, sgd),
+        choices=Choices(cfg.padding, cfg.batch_size * cfg.gradient_steps, cfg.n, sgd),
         init=partial(init, cfg),
         iterate=interleaved(turn, cfg.train_freq),
         kinds=KINDS,
@@ -184,7 +175,7 @@ def replay_td(cfg: ReplayTDConfig) -> Algorithm:
     )
 
 
-N, T, CAPACITY = 3, 4, 20
+N, T, CAPACITY = 3, 4, 21
 
 
 def replaying(**changes) -> Config:

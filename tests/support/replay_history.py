@@ -28,15 +28,20 @@ class Step:
     terminated: bool
     truncated: bool
     final_obs: int
+    mask: bool = True
 
 
 @dataclass
 class History:
-    """All steps of some environments, `steps[e][t]`. Truncations of an environment are at least `gap` steps apart."""
+    """All steps of some environments, `steps[e][t]`. Truncations of an environment are at least `gap` steps apart.
+
+    With `masks`, some steps only store an observation: the last of an episode, or of one that breaks off.
+    """
 
     num_envs: int
     gap: int
     seed: int
+    masks: bool = False
     steps: list[list[Step]] = field(default_factory=list)
 
     def __post_init__(self):
@@ -54,17 +59,37 @@ class History:
         for _ in range(length):
             for e, steps in enumerate(self.steps):
                 self.since[e] += 1
+                if self.masks and self.random.random() < 0.2:
+                    steps.append(Step(self.obs[e], 0.0, False, False, self.obs[e], mask=False))
+                    self.obs[e] = self._next()
+                    continue
                 end, limit = self.random.random() < 0.1, self.since[e] >= self.gap and self.random.random() < 0.5
                 self.since[e] = 0 if limit else self.since[e]
                 reached = self._next()
                 steps.append(Step(self.obs[e], self.random.randrange(-16, 17) / 8, end, limit, reached))
                 self.obs[e] = self._next() if end or limit else reached
-        return rows_of([steps[-length:] for steps in self.steps])
+        return rows_of([steps[-length:] for steps in self.steps], self.masks)
+
+    def skip(self, length: int, width: int) -> None:
+        """Take steps that are not part of the history. The step before them keeps only its observation.
+
+        So does a step whose final observation might be overwritten early, with slots of `width` steps.
+        """
+        size = len(self.steps[0])
+        self.take(length)
+        for steps in self.steps:
+            del steps[size:]
+            last = steps[-1]
+            last.mask = last.mask and (last.terminated or last.truncated)
+            for step in steps[size // width * width :]:
+                step.mask = step.mask and not step.truncated
 
     def transition(self, e: int, t: int, n: int, gamma: float) -> tuple[float, float, int | None, bool]:
         """Return reward, discount, the next observation (None after the end) and terminated, by a plain loop."""
         reward, discount = 0.0, 1.0
-        for step in self.steps[e][t : t + n]:
+        for k, step in enumerate(self.steps[e][t : t + n]):
+            if k and not step.mask:
+                return reward, discount, step.obs, False
             reward += discount * step.reward
             discount *= gamma
             if step.terminated:
@@ -78,13 +103,13 @@ class History:
         out = [self.steps[e][t].obs]
         while len(out) < stack:
             t -= 1
-            starts = t < 0 or self.steps[e][t].terminated or self.steps[e][t].truncated
+            starts = t < 0 or self.steps[e][t].terminated or self.steps[e][t].truncated or not self.steps[e][t].mask
             out = [out[0]] * (stack - len(out)) + out if starts else [self.steps[e][t].obs, *out]
         return out
 
 
-def rows_of(steps: list[list[Step]]) -> TensorDict:
-    """Return steps of N environments as rows `[length, N]`."""
+def rows_of(steps: list[list[Step]], masks: bool) -> TensorDict:
+    """Return steps of N environments as rows `[length, N]`, with `mask` if asked for."""
 
     def table(name: str, dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor([[getattr(step, name) for step in env] for env in steps], dtype=dtype).t().contiguous()
@@ -98,4 +123,6 @@ def rows_of(steps: list[list[Step]]) -> TensorDict:
         "truncated": table("truncated", torch.bool),
         "final_obs": table("final_obs", torch.float32),
     }
+    if masks:
+        fields["mask"] = table("mask", torch.bool)
     return TensorDict(fields, obs.shape)

@@ -137,7 +137,7 @@ def _check_names(where: str, names: list[str]) -> None:
     """Raise ConfigError if two names are equal, or collide as paths in logs or checkpoints, such as `a` and `a/b`."""
     for name in names:
         if names.count(name) > 1:
-            raise ConfigError(f"{where}: the logs would contain {name!r} twice, from two terms or the task; rename one")
+            raise ConfigError(f"{where}: two terms, or a term and the task, have the log name {name!r}; rename one")
         if inside := next((other for other in names if other.startswith(f"{name}/")), None):
             raise ConfigError(f"{where}: {inside!r} reads as an entry of {name!r}; rename one")
 

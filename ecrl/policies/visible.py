@@ -1,0 +1,28 @@
+"""Choose which observations of a Dict a network reads."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from ecrl.errors import ConfigError
+from ecrl.registry import did_you_mean
+from ecrl.spaces import Dict, Space, dict_space, without_mask
+
+Names = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
+"""Type of a config field with names of observations."""
+
+
+def visible_space(space: Space, names: tuple[str, ...] | None, key: str) -> Space:
+    """Return the observation space of a network. `key` is the config key that selects observations by name.
+
+    A network never receives the `action_mask`.
+    """
+    if names is None:
+        return without_mask(space)
+    if not isinstance(space, Dict):
+        raise ConfigError(f"policy.{key}: expected a Dict observation space, got {type(space).__name__}; leave it out")
+    parts = {name: part for name, part in space.items if name != "action_mask"}
+    for name in names:
+        if name not in parts:
+            raise ConfigError(f"policy.{key}: the observations have no {name!r}; {did_you_mean(name, parts)}")
+    return dict_space({name: parts[name] for name in names})
