@@ -122,6 +122,34 @@ def _store_numbers(graph: GraphModule) -> None:
             user.replace_input_with(node, stored)
 
 
+def _store_parts(body: GraphModule) -> None:
+    """Make the compiler store each result of a loop body that is a part of a larger tensor.
+
+    The compiler replaces a clone of such a part by a view. Code after the loop then adds the view's offset twice, or
+    declares the C++ variable of the larger tensor twice.
+    """
+    output = body.graph.output_node()
+    for node in dict.fromkeys(cast(Any, output.args[0])):
+        if _is_part(node):
+            with body.graph.inserting_before(output):
+                stored = body.graph.call_function(torch.ops.aten.maximum.default, (node, node))  # equals the node
+            stored.meta = {"val": torch.empty_like(node.meta["val"])}
+            output.replace_input_with(node, stored)
+
+
+def _is_part(node: Node) -> bool:
+    """Return True if a node's tensor is a view of a part of a larger tensor, or a clone of such a view."""
+    while node.op == "call_function":
+        value, inputs = node.meta.get("val"), node.all_input_nodes
+        if isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.numel() * value.element_size():
+            return True
+        is_clone = node.target is torch.ops.aten.clone.default
+        if not inputs or not (is_clone or (storage_of(node) is not None and storage_of(node) == storage_of(inputs[0]))):
+            return False
+        node = inputs[0]
+    return False
+
+
 def _is_pointwise(node: Node) -> bool:
     """Return True if an operation, other than a view, computes a dense float tensor element by element."""
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -175,14 +203,15 @@ def _layout(node: Node) -> tuple[Any, ...]:
 def _lift_constants(graph: GraphModule) -> GraphModule:
     """Convert the constants of loop bodies to inputs of the loops, because a loop body must not have constants.
 
-    The function also applies `_merge_duplicates` and `_store_numbers` to the graph and to each loop body. The function
-    returns the graph.
+    The function also applies `_merge_duplicates` and `_store_numbers` to the graph and to each loop body, and
+    `_store_parts` to each loop body. The function returns the graph.
     """
     _merge_duplicates(graph)
     _store_numbers(graph)
     for loop in graph.graph.find_nodes(op="call_function", target=scan_op):
         kind = cast(Node, loop.args[0]).target
         body = _lift_constants(cast(GraphModule, getattr(graph, cast(str, kind))))
+        _store_parts(body)
         constants: list[Any] = [*map(_skip_views, cast(tuple, loop.args[-1]))]
         for node in body.graph.find_nodes(op="get_attr"):
             constant = getattr(body, node.target)

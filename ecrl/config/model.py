@@ -220,6 +220,7 @@ Positive = Annotated[float, Field(gt=0.0), AfterValidator(_check_float32)]
 NonNegative = Annotated[float, Field(ge=0.0), AfterValidator(_check_float32)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
+Natural = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class ObjectPairs(dict):

@@ -565,6 +565,26 @@ def test_a_transposed_carry_is_right_in_cpp(size):
     torch.testing.assert_close(form.jit(_transposed, form.scan)(*inputs), _transposed(scan, *inputs))
 
 
+def _parts_of_a_vector(loop, small, big, xs):
+    """The carry is two parts of one vector, like the weights of a network. Code after the loop reads all results."""
+
+    def body(c, x):
+        small, big = c
+        after = torch.cat([small, big.flatten()]) * 0.5 + x
+        small, big = after.split([len(small), big.numel()])
+        return (small, big.reshape(c[1].shape).clone()), (after[1:].clone(), x)
+
+    (small, big), (rows, _) = loop(body, (small, big), xs)
+    return small.clone(), big.clone(), big.sum(0), big * 2.0, rows + 1.0
+
+
+@pytest.mark.slow
+def test_code_after_a_loop_reads_its_results_in_cpp():
+    form, inputs = choose_form("on", "cpu"), (uniform(600), uniform(96, 96), uniform(3))
+    actual = form.jit(_parts_of_a_vector, form.scan)(*inputs)
+    torch.testing.assert_close(actual, _parts_of_a_vector(scan, *inputs))
+
+
 def test_a_number_that_many_elements_read_is_stored_and_a_view_is_not():
     def scaled(rate, count, pair, x):
         return x * (2.0 * rate).exp() + pair[:, 1:2] * x - count.float() * x

@@ -20,8 +20,11 @@ def test_random_functions_are_equal_op_by_op(first):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("limit", [4096, 2])
 @pytest.mark.parametrize("seed", CPP)
-def test_random_functions_are_equal_in_cpp(seed):
+def test_random_functions_are_equal_in_cpp(seed, limit, monkeypatch):
+    """With a limit of 2, almost every tensor of a loop has a buffer of its own, as large tensors have."""
+    monkeypatch.setattr("ecrl.compile.scan._SMALL", limit)
     assert mistakes(seed) == []
 
 
