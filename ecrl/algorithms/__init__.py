@@ -18,6 +18,7 @@ from ecrl.algorithms.core import (
     standardize_over_ranks,
     with_scaled_rewards,
 )
+from ecrl.algorithms.dqn import DQNConfig, dqn
 from ecrl.algorithms.grpo import GRPOConfig, grpo
 from ecrl.algorithms.interleaved import (
     REPLAY_KINDS,
@@ -53,6 +54,7 @@ __all__ = [
     "SGD",
     "APGConfig",
     "Algorithm",
+    "DQNConfig",
     "GRPOConfig",
     "Group",
     "GroupSettings",
@@ -66,6 +68,7 @@ __all__ = [
     "apg",
     "check_log_prob",
     "collect",
+    "dqn",
     "from_reset",
     "gradient_steps",
     "groups_of",

@@ -9,6 +9,7 @@ from ecrl.policies.mlp import MLPConfig, build_mlp
 from ecrl.policies.module import module_policy
 from ecrl.policies.networks import NetworkConfig, make_network
 from ecrl.policies.observation_norm import normalized
+from ecrl.policies.q_network import QNetworkConfig, q_network
 from ecrl.registry import lookup
 from ecrl.spaces import Space
 
@@ -18,6 +19,7 @@ __all__ = [
     "MLPConfig",
     "NetworkConfig",
     "Policy",
+    "QNetworkConfig",
     "acting_params",
     "actor_critic",
     "actor_only",
@@ -29,6 +31,7 @@ __all__ = [
     "module_policy",
     "normalized",
     "policy_params",
+    "q_network",
     "sum_tokens",
 ]
 

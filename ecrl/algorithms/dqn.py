@@ -1,0 +1,196 @@
+"""Deep Q-learning from a replay buffer, with the improvements of Rainbow as settings.
+
+Source: Mnih et al. 2015, "Human-level control through deep reinforcement learning"; Hessel et al. 2018,
+arXiv:1710.02298 (Rainbow).
+"""
+
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import torch
+from pydantic import Field
+from tensordict import TensorDict
+from torch import Tensor
+
+from ecrl import rng
+from ecrl.algorithms.core import LEARNER_KINDS, Algorithm, Run, learn
+from ecrl.algorithms.gradient_step import each_minibatch, gradient_step
+from ecrl.algorithms.interleaved import REPLAY_KINDS, interleaved, new_replay, store, take_steps
+from ecrl.algorithms.optimizer import Group, groups_of, learning_state
+from ecrl.algorithms.replay_learning import (
+    ReplayConfig,
+    Sampling,
+    check_steps,
+    gradient_steps,
+    phase,
+    sample,
+    sampling_choices,
+)
+from ecrl.algorithms.state_kinds import Kind
+from ecrl.config.model import Count, Fraction, Positive
+from ecrl.errors import ConfigError
+from ecrl.kernels import (
+    Replay,
+    categorical_q_target,
+    categorical_td_loss,
+    double_q_target,
+    masked_mean,
+    quantile_huber_loss,
+    quantile_midpoints,
+    quantile_q_target,
+    soft_update,
+    td_loss,
+)
+from ecrl.policies import acting_params, fixed_params
+from ecrl.pytree import mapped, replaced
+from ecrl.registry import register_algorithm
+from ecrl.spaces import Discrete
+from ecrl.types import Logs
+
+_NUMBERS = ("gamma", "tau", "huber_delta", "initial_epsilon", "final_epsilon", "exploration_fraction")
+
+
+class DQNConfig(ReplayConfig):
+    """Hyperparameters of DQN. Numeric hyperparameters are stored in the state and may change during a run."""
+
+    double: bool = Field(default=True, description="choose the next action with the online network (Double DQN)")
+    target_update_freq: Count = Field(
+        default=500, description="environment steps between updates of the target network"
+    )
+    tau: Fraction = Field(default=1.0, description="weight of the online network in an update of the target network")
+    huber_delta: Positive = Field(
+        default=1.0, description="error beyond which the loss grows linearly, in reward units"
+    )
+    initial_epsilon: Fraction = Field(default=1.0, description="probability of a random action at the start")
+    final_epsilon: Fraction = Field(default=0.05, description="probability of a random action in the end")
+    exploration_fraction: Positive = Field(
+        default=0.1, le=1.0, description="share of the run in which the probability falls to final_epsilon"
+    )
+
+
+class Choices(NamedTuple):
+    """Settings of a config that determine the compiled graph."""
+
+    sampling: Sampling
+    double: bool
+    target_update_freq: int
+    group: Group
+
+
+def init(cfg: DQNConfig, run: Run, key: Tensor) -> dict[str, Any]:
+    """Return parameters, optimiser state, hyperparameters, target network, exploration and an empty replay buffer."""
+    if run.policy.q is None or not isinstance(run.env.action_space, Discrete):
+        raise ConfigError(
+            f"policy.name: dqn needs a policy with a Q-function for Discrete actions, such as q_network; the actions of "
+            f"this environment are {run.env.action_space}"
+        )
+    check_steps(run, cfg)
+    params = run.policy.init(rng.fold_in(key, rng.INIT))
+    epsilon = torch.full((run.static.num_envs,), cfg.initial_epsilon, device=key.device)
+    return learning_state(cfg, params, {name: getattr(cfg, name) for name in _NUMBERS}, key.device) | {
+        "target_params": params.clone(),
+        "exploration": TensorDict({"epsilon": epsilon}, []),
+        "replay": new_replay(run, cfg.capacity, key.device),
+    }
+
+
+def with_epsilon(state: TensorDict) -> TensorDict:
+    """Set the probability of a random action, which falls linearly from its initial to its final value.
+
+    epsilon = initial + (final - initial) * min(1, update_step / (exploration_fraction * iterations))
+    """
+    hyper = cast(TensorDict, state["hyper"])
+    share = state["update_step"] / (hyper["exploration_fraction"] * state["iterations"])
+    initial, final = hyper["initial_epsilon"], hyper["final_epsilon"]
+    epsilon = initial + (final - initial) * share.clamp(max=1.0)
+    every = epsilon.to(torch.float32).expand(state["exploration", "epsilon"].shape).clone()
+    return replaced(state, {"exploration": replaced(cast(TensorDict, state["exploration"]), {"epsilon": every})})
+
+
+def next_values(run: Run, params: TensorDict, obs: Any) -> Tensor:
+    """Return the values `[B, A]` with which the next action is chosen. Actions that the mask excludes have -inf."""
+    values = run.policy.q_mean(cast(Any, run.policy.q)(params, obs, None, None)[0])
+    if isinstance(obs, TensorDict) and "action_mask" in obs:
+        values = values.masked_fill(~obs["action_mask"], -torch.inf)
+    return values
+
+
+def target(run: Run, state: TensorDict, batch: TensorDict) -> Tensor:
+    """Return the target of each transition: values `[B]`, or distributions `[B, K]`.
+
+    a*     = argmax_a(Q(next_obs, a))             with the online network if `double`, else the target network
+    target = reward + discount * Q_target(next_obs, a*)
+    """
+    fixed, policy = fixed_params(state), run.policy
+    online, slow = (acting_params(cast(TensorDict, state[name]), fixed) for name in ("params", "target_params"))
+    next_q = cast(Any, policy.q)(slow, batch["next_obs"], None, None)[0]
+    selector = next_values(run, online if run.algorithm.choices.double else slow, batch["next_obs"])
+    reward, terminated, gamma = batch["reward"], batch["terminated"], batch["discount"]
+    if policy.distribution is None:
+        return double_q_target(reward, next_q, selector, terminated, gamma=gamma)
+    if policy.distribution.name == "quantile":
+        return quantile_q_target(reward, next_q, selector, terminated, gamma=gamma)
+    support = policy.distribution.support(next_q)
+    return categorical_q_target(reward, next_q, selector, terminated, support, gamma=gamma)
+
+
+def loss(run: Run, params: TensorDict, batch: TensorDict, target: Tensor, hyper: TensorDict) -> tuple[Tensor, Logs]:
+    """Return the loss between the values, or distributions, of the taken actions and their targets."""
+    policy, mask, weight = run.policy, batch["mask"], torch.ones_like(batch["reward"])
+    q = cast(Any, policy.q)(params, batch["obs"], batch["action"], None)
+    if policy.distribution is None:
+        return td_loss(q, target, weight, mask, delta=hyper["huber_delta"])
+    q_value = masked_mean(policy.q_mean(q[0].detach()), mask)
+    if policy.distribution.name == "categorical":
+        value, logs = categorical_td_loss(q, target, weight, mask)
+        return value, logs | {"q_value": q_value}
+    taus = quantile_midpoints(q.shape[-1], dtype=q.dtype, device=q.device)
+    value = masked_mean(weight * quantile_huber_loss(q[0], taus, target, delta=hyper["huber_delta"]), mask)
+    return value, {"q_loss": value.detach(), "q_value": q_value, "count": mask.sum().to(q.dtype)}
+
+
+def step(run: Run, state: TensorDict, minibatch: TensorDict, count: Tensor) -> tuple[TensorDict, Logs]:
+    """Take one gradient step towards the targets."""
+    wanted = target(run, state, minibatch)
+    return gradient_step(run, state, run.algorithm.choices.group, loss, minibatch, wanted, state["hyper"])
+
+
+def update(run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:
+    """Take the gradient steps of a turn. Every `target_update_freq` environment steps, update the target network.
+
+    target_params = tau * params + (1 - tau) * target_params
+    """
+    choices = run.algorithm.choices
+    state, logs = each_minibatch(run, state, batch, choices.sampling.gradient_steps, step)
+    before, period = state["sample_step"], choices.target_update_freq
+    after = before + run.static.buffer_size * run.static.num_envs * run.static.world_size
+    is_due = before // period != after // period
+    old, hyper = cast(TensorDict, state["target_params"]), cast(TensorDict, state["hyper"])
+    new = soft_update(cast(TensorDict, state["params"]), old, tau=hyper["tau"])
+    return replaced(state, {"target_params": mapped(partial(torch.where, is_due), new, old)}), logs
+
+
+def turn(run: Run, state: TensorDict, noise: Any, replay: Replay) -> tuple[TensorDict, Replay, TensorDict, Logs]:
+    """Take steps, store them, and learn from random transitions of the replay buffer."""
+    state, steps = take_steps(run, with_epsilon(state), noise)
+    replay, logs = store(replay, steps), {"epsilon": state["exploration", "epsilon"][0]}
+    if run.static.phase == "collect":
+        return state, replay, steps, logs
+    batch = sample(run, state, replay, run.algorithm.choices.sampling)
+    state, learnt = learn(update, run, state, batch)
+    return state, replay, steps, logs | learnt
+
+
+@register_algorithm("dqn")
+def dqn(cfg: DQNConfig) -> Algorithm:
+    """Build the DQN algorithm."""
+    (group,) = groups_of(cfg)
+    return Algorithm(
+        choices=Choices(sampling_choices(cfg), cfg.double, cfg.target_update_freq, group),
+        init=partial(init, cfg),
+        iterate=interleaved(turn, cfg.train_freq),
+        kinds={**LEARNER_KINDS, **REPLAY_KINDS, "target_params": Kind.LEARNED},
+        gradient_steps=partial(gradient_steps, cfg),
+        as_one=True,
+        phase=partial(phase, cfg),
+    )

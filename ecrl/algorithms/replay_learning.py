@@ -1,0 +1,82 @@
+"""Settings that algorithms with a replay buffer share, and the functions that draw a minibatch."""
+
+from typing import NamedTuple
+
+from pydantic import Field, model_validator
+from tensordict import TensorDict
+
+from ecrl.algorithms.core import Run, Static
+from ecrl.algorithms.interleaved import sample_keys
+from ecrl.algorithms.optimizer_config import LearningConfig
+from ecrl.config.model import Count, Fraction, Natural
+from ecrl.errors import ConfigError
+from ecrl.kernels import Replay, replay_index, replay_read
+
+
+class ReplayConfig(LearningConfig):
+    """Replay buffer, minibatches and number of gradient steps."""
+
+    gamma: Fraction = Field(default=0.99, description="discount per step")
+    n_step: Count = Field(default=1, description="number of rewards in the target of a transition")
+    capacity: Count = Field(default=100_000, description="steps in the replay buffer, of all environments together")
+    batch_size: Count = Field(default=256, description="transitions per gradient step")
+    learning_starts: Natural = Field(default=1_000, description="environment steps before the first gradient step")
+    train_freq: Count = Field(default=1, description="steps of each environment between two updates")
+    gradient_steps: Count = Field(default=1, description="gradient steps of an update")
+
+    @model_validator(mode="after")
+    def _no_distance(self) -> "ReplayConfig":
+        if self.lr_scheduler is not None and self.lr_scheduler.name == "adaptive":
+            raise ValueError(
+                "lr_scheduler adaptive needs the KL to the policy that collected the steps, which learning from replay "
+                "does not have; use another"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _batch_fits(self) -> "ReplayConfig":
+        if self.batch_size > self.capacity:
+            raise ValueError(f"batch_size {self.batch_size:,} is above capacity {self.capacity:,}; change one of them")
+        return self
+
+
+class Sampling(NamedTuple):
+    """Settings of a config that determine how an update draws its transitions."""
+
+    batch_size: int
+    gradient_steps: int
+    n_step: int
+
+
+def sampling_choices(cfg: ReplayConfig) -> Sampling:
+    """Return the `Sampling` settings of a config."""
+    return Sampling(cfg.batch_size, cfg.gradient_steps, cfg.n_step)
+
+
+def check_steps(run: Run, cfg: ReplayConfig) -> None:
+    """Raise ConfigError if the buffer is too short for n-step transitions."""
+    if (steps := cfg.capacity // run.static.num_envs) <= cfg.n_step:
+        raise ConfigError(
+            f"algorithm.cfg.capacity: {cfg.capacity:,} has room for {steps:,} steps of each environment, but a "
+            f"transition of n_step {cfg.n_step} needs {cfg.n_step + 1}; make it larger"
+        )
+
+
+def phase(cfg: ReplayConfig, sample_step: int) -> str:
+    """Return "collect" before `learning_starts` environment steps, and "learn" from then on."""
+    return "learn" if sample_step >= cfg.learning_starts else "collect"
+
+
+def gradient_steps(cfg: ReplayConfig, static: Static) -> int:
+    """Return the number of gradient steps of an iteration."""
+    return static.buffer_size // cfg.train_freq * cfg.gradient_steps
+
+
+def sample(run: Run, state: TensorDict, replay: Replay, sampling: Sampling) -> TensorDict:
+    """Draw the transitions of an update uniformly at random.
+
+    Returns: the transitions of `replay_read`, `[gradient_steps * batch_size]`.
+    """
+    keys = sample_keys(run, state, sampling.gradient_steps * sampling.batch_size)
+    index = replay_index(replay, keys, n=sampling.n_step, stack=1)
+    return replay_read(replay, index, gamma=state["hyper", "gamma"], n=sampling.n_step)

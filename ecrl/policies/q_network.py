@@ -1,0 +1,123 @@
+"""The policy `q_network`, which takes the action with the largest value and explores by random actions.
+
+An `action_mask` in the observations excludes actions.
+"""
+
+from typing import Any, Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from tensordict import TensorDict
+from torch import Tensor
+
+from ecrl import rng
+from ecrl.config import PolicyConfig
+from ecrl.config.model import Count
+from ecrl.errors import ConfigError
+from ecrl.kernels import epsilon_greedy
+from ecrl.policies.core import Policy, ReturnDistribution
+from ecrl.policies.heads import head_width, is_masked
+from ecrl.policies.networks import NetworkConfig, make_network, seeded
+from ecrl.policies.visible import Names, visible_space
+from ecrl.registry import register_policy
+from ecrl.spaces import Discrete, Space
+
+
+class QNetworkConfig(PolicyConfig):
+    """Settings of the Q-network."""
+
+    critic: NetworkConfig = Field(description='Q-network, such as {"type": "mlp", "network_cfg": {...}}')
+    critic_obs: Names | None = Field(
+        default=None, description="names of the observations in a Dict that the Q-network reads; all if absent"
+    )
+    dueling: bool = Field(default=False, description="predict the state's value and the advantages of the actions")
+    distribution: Literal["categorical", "quantile"] | None = Field(
+        default=None, description="predict the distribution of the return: categorical (C51) or quantile (QR-DQN)"
+    )
+    num_atoms: Count | None = Field(default=None, description="atoms of a distribution; 51 if absent, or 200 quantiles")
+    v_min: float | None = Field(default=None, description="lowest return of a categorical distribution")
+    v_max: float | None = Field(default=None, description="highest return of a categorical distribution")
+
+    @model_validator(mode="after")
+    def _distribution_settings(self) -> Self:
+        is_categorical, bounds = self.distribution == "categorical", (self.v_min, self.v_max)
+        if is_categorical and None in bounds:
+            raise ValueError("distribution categorical needs v_min and v_max, the bounds of the returns; give both")
+        if is_categorical and not self.v_min < self.v_max:  # pyright: ignore
+            raise ValueError(f"v_min {self.v_min:g} is not below v_max {self.v_max:g}; change one of them")
+        if not is_categorical and bounds != (None, None):
+            raise ValueError("v_min and v_max are bounds of a categorical distribution; leave them out")
+        if self.distribution is None and self.num_atoms is not None:
+            raise ValueError("num_atoms needs a distribution; leave it out")
+        if self.num_atoms == 1:
+            raise ValueError("num_atoms is 1, but a distribution needs at least 2; use more")
+        return self
+
+
+def _distribution(cfg: QNetworkConfig) -> ReturnDistribution | None:
+    match cfg.distribution:
+        case "categorical":
+            return ReturnDistribution("categorical", cfg.num_atoms or 51, float(cfg.v_min or 0), float(cfg.v_max or 0))
+        case "quantile":
+            return ReturnDistribution("quantile", cfg.num_atoms or 200)
+    return None
+
+
+@register_policy("q_network")
+def q_network(cfg: QNetworkConfig, observation_space: Space, action_space: Space) -> Policy:
+    """Build a policy for Discrete actions from a Q-network. The parameters are `critic`.
+
+        action = argmax_a(Q(obs, a))
+        Q(obs, a) = V(obs) + advantage(obs, a) - mean_b(advantage(obs, b))        if `dueling`
+
+    `explore` replaces the action of an environment by a random action with the probability `exploration["epsilon"]`.
+    The output of `act` has the values of the actions, `q`, which `explore` reads. Actions that the `action_mask`
+    excludes have the value -inf.
+
+    Source: Mnih et al. 2013, arXiv:1312.5602; Wang et al. 2016, arXiv:1511.06581, eq. 9 (dueling).
+    """
+    if not isinstance(action_space, Discrete):
+        raise ConfigError(f"policy.name: q_network needs Discrete actions, got {action_space}; use another policy")
+    actions, distribution = head_width(action_space, cfg.action_dim), _distribution(cfg)
+    atoms = 1 if distribution is None else distribution.atoms
+    has_mask = is_masked(observation_space, action_space)
+    space = visible_space(observation_space, cfg.critic_obs, "critic_obs")
+    network = make_network(cfg.critic, space, (actions + cfg.dueling) * atoms, cfg.bf16, "policy.critic")
+
+    def init(key: Tensor) -> TensorDict:
+        with seeded(key):
+            return TensorDict({"critic": network.init()}, []).to(key.device)
+
+    def draw(keys: Tensor) -> Tensor:
+        return rng.gumbel(keys, (actions,))
+
+    def of_all_actions(params: TensorDict, obs: Any) -> Tensor:
+        """Return the values, or the atoms of the distributions, of all actions: `[*B, actions, atoms]`."""
+        out = network.forward(params["critic"], obs)
+        out = out.reshape(*out.shape[:-1], actions + cfg.dueling, atoms)
+        if not cfg.dueling:
+            return out
+        value, advantage = out.split([1, actions], -2)
+        return value + advantage - advantage.mean(-2, keepdim=True)
+
+    def q(params: TensorDict, obs: Any, action: Tensor | None, noise: Any) -> Tensor:
+        out = of_all_actions(params, obs)
+        if action is not None:
+            index = action[..., None, None].expand(*action.shape, 1, atoms)
+            out = out.gather(-2, index).squeeze(-2)
+        return (out.squeeze(-1) if distribution is None else out).unsqueeze(0)
+
+    def act(params: TensorDict, carry: TensorDict, obs: Any, noise: Any) -> tuple[TensorDict, TensorDict]:
+        out = of_all_actions(params, obs)
+        values = out.squeeze(-1) if distribution is None else distribution.mean(out)
+        if has_mask:
+            values = values.masked_fill(~obs["action_mask"], -torch.inf)
+        return carry, TensorDict({"action": values.argmax(-1), "q": values}, values.shape[:-1])
+
+    def explore(
+        params: TensorDict, exploration: TensorDict, out: TensorDict, noise: Any
+    ) -> tuple[TensorDict, TensorDict]:
+        action = epsilon_greedy(out["q"], noise, epsilon=exploration["epsilon"])
+        return exploration, out.copy().set("action", action)
+
+    return Policy(init, draw, act, None, None, explore=explore, q=q, distribution=distribution)
