@@ -51,7 +51,8 @@ temperature_loss
 
 ALGORITHMS = """
 APGConfig Algorithm GRPOConfig Group GroupSettings Interleaved Kind LEARNER_KINDS LearningConfig MinibatchConfig
-PPOConfig REPLAY_KINDS REWARD_NORM_KINDS Run SGD Static apg check_log_prob collect from_reset gradient_steps groups_of
+DQNConfig PPOConfig REPLAY_KINDS REWARD_NORM_KINDS Run SGD Static apg check_log_prob collect dqn from_reset
+gradient_steps groups_of
 grpo interleaved learn learning_state make_algorithm minibatch_epochs minibatch_sgd new_replay on_policy ppo
 reward_norm_init rows_of sample_keys sgd_choices standardize_over_ranks store take_steps with_scaled_rewards
 """

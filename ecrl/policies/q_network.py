@@ -78,6 +78,8 @@ def q_network(cfg: QNetworkConfig, observation_space: Space, action_space: Space
     """
     if not isinstance(action_space, Discrete):
         raise ConfigError(f"policy.name: q_network needs Discrete actions, got {action_space}; use another policy")
+    if not cfg.clip_actions:
+        raise ConfigError("policy.clip_actions: q_network has no Box actions to clip; leave it out")
     actions, distribution = head_width(action_space, cfg.action_dim), _distribution(cfg)
     atoms = 1 if distribution is None else distribution.atoms
     has_mask = is_masked(observation_space, action_space)

@@ -1,6 +1,7 @@
 """Parts that show the effect of keys without effect on built-in parts, registered for the tests of every key."""
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import gymnasium
@@ -15,7 +16,7 @@ from ecrl.config.model import ConfigModel
 from ecrl.envs import Env, time_limit
 from ecrl.policies import flatten
 from ecrl.registry import register_env, register_event, register_network
-from ecrl.spaces import Space, box, dict_space, flat_dim
+from ecrl.spaces import Discrete, Space, box, dict_space, flat_dim
 
 KINDS = ("env", "network", "event")
 
@@ -55,6 +56,16 @@ def two_parts(cfg: TwoPartsConfig) -> Env:
     return time_limit(Env(reset, step, space, box(-1.0, 1.0, 1)), 5)
 
 
+def two_choices(cfg: TwoPartsConfig) -> Env:
+    """The environment `two_parts` with the actions -1, 0 and 1."""
+    env = two_parts(cfg)
+
+    def step(state, action, noise):
+        return env.step(state, (action - 1.0).unsqueeze(-1), noise)
+
+    return replace(env, step=step, action_space=Discrete(3))
+
+
 class _OneLayer(nn.Linear):
     def __init__(self, space: Space, outputs: int):
         super().__init__(flat_dim(space), outputs)
@@ -79,6 +90,7 @@ def register() -> None:
     for kind in KINDS:
         registry._ENTRIES[kind] = dict(registry._ENTRIES[kind])
     register_env("two_parts")(two_parts)
+    register_env("two_choices")(two_choices)
     register_network("one_layer")(one_layer)
     register_event("nudge")(nudge)
     gymnasium.register("Napping-v0", napping())

@@ -39,6 +39,11 @@ ACTOR = {"name": "actor_only", "actor": NET}
 BOTH = {"name": "actor_critic", "actor": NET, "critic": NET}
 PPO: Changes = {}
 APG: Changes = {"env": {"name": "point_mass"}, "policy": ACTOR, "algorithm": {"name": "apg"}}
+Q: Changes = {"name": "q_network", "critic": NET}
+DQN: Changes = {
+    "policy": Q,
+    "algorithm": {"name": "dqn", "cfg": {"batch_size": 16, "capacity": 256, "learning_starts": 0}},
+}
 FAST = alg(learning_rate=1e-2, n_epochs=4)  # far enough from the old policy that clipping is felt
 REMEMBER = {"env": {"name": "remember_cue"}, "policy": {"name": "tanh_cell"}}
 PENDULUM = {"env": {"name": "pendulum", "cfg": {"max_episode_steps": 5}}}
@@ -80,6 +85,9 @@ EVENTS = [
 ] + rows("event.randomize_field", EVENT, field="speed", low=-0.2, high=0.2, operation="add")
 
 TWO_PARTS = {"env": {"name": "two_parts"}}
+CHOICES = DQN | {"env": {"name": "two_choices"}}
+QUANTILE = DQN | {"policy": Q | {"distribution": "quantile"}, "policy.num_atoms": 5}
+C51 = Q | {"distribution": "categorical", "v_min": -5.0, "v_max": 5.0}
 POINT_MASS = {"env": {"name": "point_mass"}}
 SLOW = {"env": {"name": "gymnasium:Napping-v0", "cfg": {"asynchronous": True}}, "trainer.num_envs": 1}
 
@@ -133,6 +141,15 @@ POLICIES = [
     *policy("actor_only", GRPO),
     *rows("policy.actor_critic", TWO_PARTS, critic_obs=["place"], **{"critic.type": "one_layer"}),
     *rows("policy.actor_critic", TWO_PARTS | {"policy.critic_obs": ["other"]}, critic_obs=["place"]),
+    Row("policy.q_network.name", BOTH, DQN, refused("dqn needs a policy with a Q-function"), path="policy"),
+    Row("policy.q_network.action_dim", 3, DQN, refused("policy.action_dim: 3 does not match the environment's")),
+    Row("policy.q_network.clip_actions", False, DQN, refused("q_network has no Box actions to clip")),
+    *rows("policy.q_network", CHOICES, normalize_obs=True, bf16=True, dueling=True, distribution="quantile"),
+    *rows("policy.q_network", CHOICES, critic_obs=["place"], **{"critic.type": "one_layer"}),
+    *rows("policy.q_network", CHOICES | {"policy.critic_obs": ["other"]}, critic_obs=["place"]),
+    Row("policy.q_network.distribution", C51, QUANTILE, path="policy"),
+    *rows("policy.q_network", QUANTILE, num_atoms=7),
+    *rows("policy.q_network", DQN | {"policy": C51, "policy.v_min": -5.0, "policy.v_max": 5.0}, v_min=-1.0, v_max=1.0),
     *network("policy.actor.network_cfg"),
     *network("policy.critic.network_cfg"),
 ]
@@ -194,9 +211,9 @@ def adaptive(name: str, base: Changes) -> list[Row]:
     ]
 
 
-def not_adaptive(name: str, base: Changes) -> list[Row]:
-    """Return rows of the adaptive rate for an algorithm without minibatch steps, which refuses it."""
-    see = refused(f"lr_scheduler adaptive needs the KL of a minibatch step, which {name} does not have")
+def not_adaptive(name: str, base: Changes, needed: str, without: str) -> list[Row]:
+    """Return rows of the adaptive rate for an algorithm without a distance from the old policy, which refuses it."""
+    see = refused(f"lr_scheduler adaptive needs the KL {needed}, which {without} does not have")
     return [
         Row(f"algorithm.{name}.lr_scheduler.kwargs.{key}", block, base, see, "algorithm.cfg.lr_scheduler")
         for key, (value, _) in ADAPTIVE.items()
@@ -219,6 +236,18 @@ def minibatch(name: str, base: Changes) -> list[Row]:
     ]
 
 
+REPLAY_HAS_NO_KL = "to the policy that collected the steps", "learning from replay"
+
+
+def replay(name: str, base: Changes) -> list[Row]:
+    """Rows of keys that algorithms with a replay buffer share."""
+    part = f"algorithm.{name}"
+    return [
+        *rows(part, base, gamma=0.5, n_step=2, capacity=64, batch_size=8, learning_starts=64),
+        *rows(part, base, train_freq=2, gradient_steps=2),
+    ]
+
+
 ALGORITHMS = [
     Row(
         "algorithm.name",
@@ -230,7 +259,9 @@ ALGORITHMS = [
     *learning("apg", APG),
     *adaptive("ppo", PPO),
     *adaptive("grpo", GRPO),
-    *not_adaptive("apg", APG | alg(learning_rate=1e-3)),
+    *learning("dqn", DQN),
+    *not_adaptive("apg", APG | alg(learning_rate=1e-3), "of a minibatch step", "apg"),
+    *not_adaptive("dqn", DQN | alg(learning_rate=1e-3), *REPLAY_HAS_NO_KL),
     *minibatch("ppo", PPO),
     *minibatch("grpo", GRPO),
     *rows("algorithm.ppo", PPO, gae_lambda=0.5, vf_coef=5.0, normalize_advantage="none", normalize_reward=True),
@@ -244,6 +275,11 @@ ALGORITHMS = [
     *rows("algorithm.grpo", GRPO | FAST | alg(kl_coef=0.5), ref_update_freq=1),
     *rows("algorithm.grpo", GRPO | FAST | alg(ref_update_freq=1) | {"trainer.iterations": 3}, ref_update_freq=2),
     *rows("algorithm.grpo", GRPO, reset_every_rollout=False, truncate_at_first_done=False),
+    *replay("dqn", DQN),
+    *rows("algorithm.dqn", DQN | alg(learning_rate=0.1), double=False),
+    *rows("algorithm.dqn", DQN, target_update_freq=8, huber_delta=1e-3, initial_epsilon=0.5),
+    *rows("algorithm.dqn", DQN, final_epsilon=0.9, exploration_fraction=1.0),
+    *rows("algorithm.dqn", DQN | alg(target_update_freq=8), tau=0.5),
     *rows("algorithm.apg", APG, gamma=0.5, ent_coef=0.5, segment_length=2, deterministic_actions=True),
     *rows("algorithm.apg", APG | alg(segment_length=4), segment_length=2),
 ]

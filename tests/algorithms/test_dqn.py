@@ -1,0 +1,261 @@
+"""DQN: its targets and losses equal plain autograd, and its runs have the properties of every run."""
+
+import sys
+from typing import Any, cast
+
+import pytest
+import torch
+from support.checks import close
+from support.graphs import traced_only
+from support.small_runs import NET, last_state, same
+from tensordict import TensorDict
+from torch import nn
+
+import ecrl
+from ecrl.algorithms.core import learn
+from ecrl.config import Config, config_from_dict
+from ecrl.config.model import ConfigModel
+from ecrl.envs import Env
+from ecrl.envs.gymnasium import from_vector
+from ecrl.errors import ConfigError
+from ecrl.loop.build import build
+from ecrl.loop.iteration import init_state, train_iter
+from ecrl.pytree import replaced
+from ecrl.registry import register_env
+from ecrl.run.checkpoint import load, save
+
+update = sys.modules["ecrl.algorithms.dqn"].update  # the package's name `dqn` is the function of the same name
+N = 3
+DISTRIBUTIONS = {
+    "values": {},
+    "categorical": {"distribution": "categorical", "num_atoms": 5, "v_min": -2.0, "v_max": 2.0},
+    "quantiles": {"distribution": "quantile", "num_atoms": 4},
+}
+
+
+def small_dqn(policy: dict | None = None, **changes) -> Config:
+    """A small run of DQN on CartPole, eager, with dotted keys changed."""
+    cfg = {"capacity": 20 * N, "batch_size": 8, "learning_starts": 0, "learning_rate": 1e-2, "target_update_freq": 6}
+    base = {
+        "trainer": {"num_envs": N, "buffer_size": 4, "iterations": 6, "compile": "off", "enable_eval": False},
+        "env": {"name": "cartpole"},
+        "policy": {"name": "q_network", "critic": NET, **(policy or {})},
+        "algorithm": {"name": "dqn", "cfg": cfg},
+    }
+    return config_from_dict(base).replace(**changes)
+
+
+def module_of(weights: TensorDict) -> nn.Sequential:
+    """A plain module with the weights of a network."""
+    layers = [nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, weights["2.bias"].numel())]
+    module = nn.Sequential(*layers)
+    module.load_state_dict(dict(weights.items()))
+    return module.double()
+
+
+def transitions(count: int) -> TensorDict:
+    """A minibatch. The third transition is the end of an episode, and the last is none."""
+    generator = torch.Generator().manual_seed(0)
+    obs, following = torch.randn(2, count, 4, generator=generator)
+    terminated = torch.arange(count) == 2
+    fields = {
+        "obs": obs,
+        "next_obs": following,
+        "action": torch.randint(0, 2, (count,), generator=generator),
+        "reward": torch.randn(count, generator=generator),
+        "terminated": terminated,
+        "discount": torch.where(terminated, 0.0, torch.linspace(0.5, 0.9, count)),
+        "mask": torch.arange(count) < count - 1,
+    }
+    return TensorDict(fields, [count])
+
+
+def project(probs: torch.Tensor, atoms: torch.Tensor, support: torch.Tensor) -> torch.Tensor:
+    """The projection of C51, atom by atom."""
+    out, gap = torch.zeros_like(support), float(support[1] - support[0])
+    for p, x in zip(probs, atoms.clamp(support[0], support[-1]), strict=True):
+        place = float((x - support[0]) / gap)
+        low = min(int(place), len(support) - 2)
+        out[low] += p * (low + 1 - place)
+        out[low + 1] += p * (place - low)
+    return out
+
+
+def expected_loss(kind: str, online: nn.Module, slow: nn.Module, batch: TensorDict, double: bool) -> torch.Tensor:
+    """The loss of the paper, one transition after the other, in float64."""
+    losses = []
+    for row in batch[batch["mask"]]:
+        obs, following, action = row["obs"].double(), row["next_obs"].double(), int(row["action"])
+        reward, discount = float(row["reward"]), float(row["discount"])
+        with torch.no_grad():
+            chooser = online(following) if double else slow(following)
+            after = slow(following)
+        if kind == "values":
+            target = reward + discount * after[chooser.argmax()]
+            error = online(obs)[action] - target
+            losses.append(torch.where(error.abs() < 1.0, error**2 / 2, error.abs() - 0.5))
+            continue
+        q, after, chooser = (x.reshape(2, -1) for x in (online(obs), after, chooser))
+        if kind == "categorical":
+            support = torch.linspace(-2.0, 2.0, 5).double()
+            best = int((chooser.softmax(-1) * support).sum(-1).argmax())
+            target = project(after[best].softmax(-1), reward + discount * support, support)
+            losses.append(-(target * q[action].log_softmax(-1)).sum())
+        else:
+            target = reward + discount * after[int(chooser.mean(-1).argmax())]
+            total = torch.zeros(()).double()
+            for i, quantile in enumerate(q[action]):
+                for value in target:
+                    error = value - quantile
+                    huber = torch.where(error.abs() < 1.0, error**2 / 2, error.abs() - 0.5)
+                    total = total + abs((2 * i + 1) / 8 - float(error < 0)) * huber / 4
+            losses.append(total)
+    return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("kind", DISTRIBUTIONS)
+def test_an_update_is_one_step_of_adam_on_the_loss_of_the_paper(kind, double):
+    cfg = small_dqn(DISTRIBUTIONS[kind], **{"algorithm.cfg.double": double, "algorithm.cfg.max_grad_norm": 1e9})
+    run, state, batch = build(cfg), init_state(cfg), transitions(9)
+    other = init_state(cfg.replace(**{"trainer.seed": 5}))
+    state = replaced(state, {"target_params": other["params"]})
+    online, slow = (module_of(cast(Any, tree)["critic"]) for tree in (state["params"], state["target_params"]))
+    loss = expected_loss(kind, online, slow, batch, double)
+    loss.backward()
+    adam = torch.optim.Adam(online.parameters(), lr=1e-2)
+    adam.step()
+    after, logs = learn(update, run, state, batch)
+    close(logs["q_loss"], float(loss.detach()))
+    for name, weight in online.state_dict().items():
+        close(after["params", "critic", name], weight.float(), tol=1e-5)
+
+
+def test_the_target_network_follows_every_few_steps():
+    """Each turn takes 3 environment steps, so an update is due in every second turn."""
+    cfg = small_dqn(**{"trainer.buffer_size": 1, "algorithm.cfg.tau": 0.25, "trainer.iterations": 5})
+    before, moved = init_state(cfg)["target_params", "critic"].clone(), []
+    for record in train_iter(init_state(cfg), cfg):
+        if record["log_type"] == "train":
+            state = record["state"]
+            after = state["target_params", "critic"]
+            moved.append(not same(after, before))
+            if moved[-1]:
+                close(after["0.weight"], 0.25 * state["params", "critic", "0.weight"] + 0.75 * before["0.weight"])
+            before = after.clone()
+    assert moved == [False, True, False, True, False]
+
+
+def test_epsilon_falls_linearly():
+    cfg = small_dqn(**{"algorithm.cfg.exploration_fraction": 0.5, "algorithm.cfg.final_epsilon": 0.2})
+    logs = [float(r["logs"]["epsilon"]) for r in train_iter(init_state(cfg), cfg) if r["log_type"] == "train"]
+    turns = [1.0 - 0.8 * min(1.0, turn / 12) for turn in range(24)]
+    close(torch.tensor(logs), torch.tensor(turns).reshape(6, 4).mean(1))
+
+
+def learnt(state: TensorDict) -> TensorDict:
+    """The state without the counts of iterations, and without unfilled slots of episodes."""
+    return state.select("params", "opt", "target_params", "replay", "env", "exploration", "sample_step")
+
+
+@pytest.mark.parametrize("kind", DISTRIBUTIONS)
+def test_the_length_of_an_iteration_changes_no_bit(kind):
+    changes = {"algorithm.cfg.n_step": 2, "algorithm.cfg.gradient_steps": 2, "algorithm.cfg.learning_starts": 8 * N}
+    first, *others = (
+        last_state(
+            small_dqn(DISTRIBUTIONS[kind], **changes, **{"trainer.buffer_size": size, "trainer.iterations": 32 // size})
+        ).clone()
+        for size in (1, 4, 8)
+    )
+    for other in others:
+        assert same(learnt(first), learnt(other))
+
+
+@pytest.mark.parametrize("kind", DISTRIBUTIONS)
+def test_a_compiled_run_equals_an_eager_one(kind):
+    cfg = small_dqn(DISTRIBUTIONS[kind], **{"algorithm.cfg.gradient_steps": 2, "algorithm.cfg.learning_starts": 8 * N})
+    eager = last_state(cfg)
+    with traced_only() as graphs:
+        compiled = last_state(cfg.replace(**{"trainer.compile": "on"}))
+        assert graphs == ["_iteration_of_leaves"] * 2, "one graph for collecting and one for learning"
+    for name in ("params", "target_params"):
+        for path, weight in cast(TensorDict, eager[name]).items(True, True):
+            close(compiled[name][path], weight, tol=1e-5)
+
+
+def test_a_run_resumes_with_the_same_bits(tmp_path):
+    cfg = small_dqn()
+    every = [r["state"].clone() for r in train_iter(init_state(cfg), cfg) if r["log_type"] == "train"]
+    save(tmp_path / "now", every[2], cfg)
+    *_, last = train_iter(*load(tmp_path / "now"))
+    assert same(last["state"], every[-1])
+
+
+class VectorPoleConfig(ConfigModel):
+    """No settings."""
+
+
+@register_env("vector_pole", override=True)
+def vector_pole(cfg: VectorPoleConfig) -> Env:
+    """CartPole of Gymnasium, whose resets take a step of their own."""
+    from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
+
+    return from_vector(lambda num_envs: CartPoleVectorEnv(num_envs), timeout=60.0)
+
+
+def test_steps_that_only_reset_an_environment_are_no_transitions():
+    pytest.importorskip("gymnasium")
+    cfg = small_dqn(**{"env": {"name": "vector_pole"}, "trainer.iterations": 20})
+    state = last_state(cfg)
+    steps = state["replay", "steps"]
+    resets, ended = ~steps["mask"], steps["terminated"] | steps["truncated"]
+    newest = (int(state["replay", "cursor"]) - 1) % len(ended)
+    after = ended.roll(1, 0)
+    after[(newest + 1) % len(ended)] = resets[(newest + 1) % len(ended)]  # the step before the oldest is gone
+    assert resets.any() and torch.equal(resets, after)
+    assert all(x.isfinite().all() for x in state["params"].values(True, True))
+
+
+def test_several_seeds_run_as_one_batch():
+    cfg = small_dqn()
+    iteration = ecrl.make_iteration(cfg)
+    states = [init_state(cfg.replace(**{"trainer.seed": seed})) for seed in range(2)]
+    many: Any = torch.stack([state.clone() for state in states])
+    single: TensorDict = states[1]
+    for _ in range(3):
+        many, _ = torch.func.vmap(iteration, randomness="error")(many)
+        single, _ = iteration(single)
+    for path, weight in cast(TensorDict, single["params"]).items(True, True):
+        close(many[1]["params"][path], weight, tol=1e-5)
+
+
+def test_an_update_with_nan_is_left_out_and_counted():
+    cfg = small_dqn(**{"trainer.finite_guard": "skip", "trainer.iterations": 2, "algorithm.cfg.gradient_steps": 2})
+    run, state = build(cfg), init_state(cfg)
+    batch = transitions(16)
+    batch["reward"][8:] = torch.nan
+    after, logs = learn(update, run, state, batch)
+    assert int(logs["skipped_steps"]) == 1 and logs["q_loss"].isfinite()
+    assert all(x.isfinite().all() for x in after["params"].values(True, True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"algorithm.cfg.batch_size": 100}, "batch_size 100 is above capacity 60; change one of them"),
+        ({"algorithm.cfg.capacity": 9}, "a capacity of 9 has room for 3 steps of each of 3 environments, fewer than"),
+        ({"algorithm.cfg.n_step": 20}, "algorithm.cfg.capacity: 60 has room for 20 steps of each environment, but"),
+        ({"env": {"name": "pendulum"}}, "q_network needs Discrete actions, got Box"),
+        ({"algorithm.cfg.lr_scheduler": {"name": "adaptive"}}, "lr_scheduler adaptive needs the KL to the policy"),
+    ],
+)
+def test_wrong_settings_are_refused_in_one_line(changes, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        init_state(small_dqn(**changes))
+    assert "\n" not in str(error.value)
+
+
+def test_a_policy_without_a_q_function_is_refused():
+    policy = {"name": "actor_critic", "actor": NET, "critic": NET}
+    with pytest.raises(ConfigError, match=r"^policy.name: dqn needs a policy with a Q-function for Discrete actions"):
+        init_state(small_dqn(**{"policy": policy}))
