@@ -10,8 +10,9 @@ import torch
 from ecrl.algorithms import Algorithm, Run, Static, make_algorithm
 from ecrl.algorithms.core import OnPolicy, max_truncations
 from ecrl.algorithms.minibatch_sgd import MinibatchConfig
+from ecrl.algorithms.replay_learning import ReplayConfig
 from ecrl.compile.jit import Form, choose_form, compilations_of
-from ecrl.config import Config
+from ecrl.config import Config, total_steps
 from ecrl.distributed import local_device, world_size
 from ecrl.envs import Env, auto_reset, clip_action, make_env, with_events
 from ecrl.envs.mujoco.terms.cameras import RecordCameraConfig
@@ -130,8 +131,20 @@ def build(cfg: Config) -> Run:
     """
     env, policy = _env_and_policy(cfg)
     algorithm, static = make_algorithm(cfg.algorithm), static_of(cfg, policy)
+    _check_learning_starts(cfg)
     form = planned_form(cfg, policy, algorithm, static)
     return Run(with_training_wrappers(env, cfg, "train"), policy, algorithm, form.jit, form.scan, static)
+
+
+def _check_learning_starts(cfg: Config) -> None:
+    """Raise ConfigError if a run with a replay buffer would end before its first gradient step."""
+    own, total = cfg.algorithm.cfg, total_steps(cfg, world_size())
+    last = total - total // cfg.trainer.iterations  # env steps before the last iteration
+    if isinstance(own, ReplayConfig) and own.learning_starts > last:
+        raise ConfigError(
+            f"algorithm.cfg.learning_starts: {own.learning_starts:,} is above {last:,}, the env steps before the last "
+            f"iteration of this run of {total:,}, so the run would learn nothing; use fewer, or a longer run"
+        )
 
 
 def with_eval_events(run: Run, cfg: Config) -> Run:

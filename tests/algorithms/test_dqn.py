@@ -245,6 +245,10 @@ def test_an_update_with_nan_is_left_out_and_counted():
         ({"algorithm.cfg.batch_size": 100}, "batch_size 100 is above capacity 60; change one of them"),
         ({"algorithm.cfg.capacity": 9}, "a capacity of 9 has room for 3 steps of each of 3 environments, fewer than"),
         ({"algorithm.cfg.n_step": 20}, "algorithm.cfg.capacity: 60 has room for 20 steps of each environment, but"),
+        (
+            {"algorithm.cfg.learning_starts": 61},
+            "algorithm.cfg.learning_starts: 61 is above 60, the env steps before the last iteration of this run of 72",
+        ),
         ({"env": {"name": "pendulum"}}, "q_network needs Discrete actions, got Box"),
         ({"algorithm.cfg.lr_scheduler": {"name": "adaptive"}}, "lr_scheduler adaptive needs the KL to the policy"),
     ],
