@@ -8,7 +8,7 @@ import pytest
 from support.fake_envs import LadderConfig  # noqa: F401  (registers stand-in parts)
 from support.small_runs import small
 
-from ecrl.algorithms import APGConfig, GRPOConfig, PPOConfig
+from ecrl.algorithms import APGConfig, DQNConfig, GRPOConfig, PPOConfig
 from ecrl.config import Config
 from ecrl.loop.iteration import init_state
 from ecrl.policies import ActorCriticConfig, NetworkConfig
@@ -59,7 +59,7 @@ def test_every_key_on_the_right_is_in_the_schema(key):
     section, *rest = key.split(".")
     models = [Config]
     if key.startswith("algorithm.cfg."):
-        models, rest = [PPOConfig, GRPOConfig, APGConfig], rest[1:]
+        models, rest = [PPOConfig, GRPOConfig, APGConfig, DQNConfig], rest[1:]
     elif section == "policy" and rest[1:]:
         models, rest = [NetworkConfig], rest[1:]
     elif section == "policy":
