@@ -81,8 +81,8 @@ def init(cfg: DQNConfig, run: Run, key: Tensor) -> dict[str, Any]:
     """Return parameters, optimiser state, hyperparameters, target network, exploration and an empty replay buffer."""
     if run.policy.q is None or not isinstance(run.env.action_space, Discrete):
         raise ConfigError(
-            f"policy.name: dqn needs a policy with a Q-function for Discrete actions, such as q_network; the actions of "
-            f"this environment are {run.env.action_space}"
+            f"policy.name: dqn needs a policy with a Q-function for Discrete actions, such as q_network; the actions "
+            f"of this environment are {run.env.action_space}"
         )
     check_steps(run, cfg)
     params = run.policy.init(rng.fold_in(key, rng.INIT))
