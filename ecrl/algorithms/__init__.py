@@ -18,6 +18,7 @@ from ecrl.algorithms.core import (
     standardize_over_ranks,
     with_scaled_rewards,
 )
+from ecrl.algorithms.ddpg import DDPGConfig, ddpg
 from ecrl.algorithms.dqn import DQNConfig, dqn
 from ecrl.algorithms.grpo import GRPOConfig, grpo
 from ecrl.algorithms.interleaved import (
@@ -41,7 +42,9 @@ from ecrl.algorithms.optimizer import Group, GroupSettings, groups_of, learning_
 from ecrl.algorithms.optimizer_config import LearningConfig
 from ecrl.algorithms.ppo import PPOConfig, ppo
 from ecrl.algorithms.rows import check_log_prob, rows_of
+from ecrl.algorithms.sac import SACConfig, sac
 from ecrl.algorithms.state_kinds import Kind
+from ecrl.algorithms.td3 import TD3Config, td3
 from ecrl.config import AlgorithmChoice
 from ecrl.config.model import validate_section
 from ecrl.policies.contract import check_arguments
@@ -54,6 +57,7 @@ __all__ = [
     "SGD",
     "APGConfig",
     "Algorithm",
+    "DDPGConfig",
     "DQNConfig",
     "GRPOConfig",
     "Group",
@@ -64,10 +68,13 @@ __all__ = [
     "MinibatchConfig",
     "PPOConfig",
     "Run",
+    "SACConfig",
     "Static",
+    "TD3Config",
     "apg",
     "check_log_prob",
     "collect",
+    "ddpg",
     "dqn",
     "from_reset",
     "gradient_steps",
@@ -84,11 +91,13 @@ __all__ = [
     "ppo",
     "reward_norm_init",
     "rows_of",
+    "sac",
     "sample_keys",
     "sgd_choices",
     "standardize_over_ranks",
     "store",
     "take_steps",
+    "td3",
     "with_scaled_rewards",
 ]
 

@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from ecrl.algorithms.core import Run, Static
 from ecrl.algorithms.interleaved import sample_keys
 from ecrl.algorithms.optimizer_config import LearningConfig
-from ecrl.config.model import Count, Fraction, Natural
+from ecrl.config.model import Count, Fraction, Natural, Positive
 from ecrl.errors import ConfigError
 from ecrl.kernels import Replay, replay_index, replay_read
 
@@ -23,6 +23,9 @@ class ReplayConfig(LearningConfig):
     learning_starts: Natural = Field(default=1_000, description="environment steps before the first gradient step")
     train_freq: Count = Field(default=1, description="steps of each environment between two updates")
     gradient_steps: Count = Field(default=1, description="gradient steps of an update")
+    max_grad_norm: Positive = Field(
+        default=10.0, description="largest global norm of the gradients; larger gradients are scaled down"
+    )
 
     @model_validator(mode="after")
     def _no_distance(self) -> "ReplayConfig":

@@ -10,6 +10,7 @@ from ecrl.policies.module import module_policy
 from ecrl.policies.networks import NetworkConfig, make_network
 from ecrl.policies.observation_norm import normalized
 from ecrl.policies.q_network import QNetworkConfig, q_network
+from ecrl.policies.twin_critic import TwinCriticConfig, deterministic_actor_critic, squashed_actor_critic
 from ecrl.registry import lookup
 from ecrl.spaces import Space
 
@@ -20,10 +21,12 @@ __all__ = [
     "NetworkConfig",
     "Policy",
     "QNetworkConfig",
+    "TwinCriticConfig",
     "acting_params",
     "actor_critic",
     "actor_only",
     "build_mlp",
+    "deterministic_actor_critic",
     "fixed_params",
     "flatten",
     "make_network",
@@ -32,6 +35,7 @@ __all__ = [
     "normalized",
     "policy_params",
     "q_network",
+    "squashed_actor_critic",
     "sum_tokens",
 ]
 

@@ -59,6 +59,38 @@ def normal_head(space: Box) -> Head:
     )
 
 
+def has_finite_bounds(space: Box) -> bool:
+    """Return True if all bounds of a Box are finite."""
+    return all(isfinite(bound) for bound in (*space.low, *space.high))
+
+
+def to_unit(action: Tensor, space: Box) -> Tensor:
+    """Scale actions `[*B, *shape]` of a bounded Box to [-1, 1], and flatten each action. The result is `[*B, A]`.
+
+        (action - centre) / half_width
+
+    >>> from ecrl.spaces import box
+    >>> to_unit(torch.tensor([[0.0], [4.0]]), box(0.0, 4.0, 1)).tolist()
+    [[-1.0], [1.0]]
+    """
+    low, high = action.new_tensor(space.low), action.new_tensor(space.high)
+    return (_to_flat(action, space) - (high + low) / 2.0) / ((high - low) / 2.0)
+
+
+def from_unit(unit: Tensor, space: Box) -> Tensor:
+    """Scale flat actions `[*B, A]` in [-1, 1] to a bounded Box. The result is `[*B, *shape]`.
+
+        centre + half_width * unit
+
+    >>> from ecrl.spaces import box
+    >>> from_unit(torch.tensor([[-1.0], [1.0]]), box(0.0, 4.0, 1)).tolist()
+    [[0.0], [4.0]]
+    """
+    low, high = unit.new_tensor(space.low), unit.new_tensor(space.high)
+    action = (high + low) / 2.0 + (high - low) / 2.0 * unit
+    return _to_space_shape(action.clamp(low, high), space)  # rounding can push an action out of the space
+
+
 def squashed_head(space: Box) -> Head:
     """Return a head for a Gaussian squashed into the space: `action = centre + half_width * tanh(latent)`.
 
@@ -66,23 +98,18 @@ def squashed_head(space: Box) -> Head:
     it changes neither ratios nor gradients. `act` and `evaluate` both compute the log-probability from the action, so
     the results agree even if tanh saturates.
     """
-    if not all(isfinite(bound) for bound in (*space.low, *space.high)):
+    if not has_finite_bounds(space):
         raise ConfigError("policy.squash: the action space has no finite bounds to squash into; use clip_actions")
 
-    def scale_to_space(unit: Tensor) -> Tensor:
-        low, high = unit.new_tensor(space.low), unit.new_tensor(space.high)
-        action = (high + low) / 2.0 + (high - low) / 2.0 * unit
-        return _to_space_shape(action.clamp(low, high), space)  # rounding can push an action out of the space
-
     def log_prob(log_std: Tensor, mean: Tensor, action: Tensor) -> Tensor:
-        low, high = action.new_tensor(space.low), action.new_tensor(space.high)
-        unit = (_to_flat(action, space) - (high + low) / 2.0) / ((high - low) / 2.0)
-        return k.tanh_normal_log_prob(mean, bounded(log_std), k.tanh_normal_latent(unit))
+        return k.tanh_normal_log_prob(mean, bounded(log_std), k.tanh_normal_latent(to_unit(action, space)))
 
     return Head(
         noise=lambda keys: rng.normal(keys, (flat_dim(space),)),
-        sample=lambda log_std, mean, noise: scale_to_space(k.tanh_normal_sample(mean, bounded(log_std), noise).action),
-        mode=lambda log_std, mean: scale_to_space(k.tanh_normal_mode(mean)),
+        sample=lambda log_std, mean, noise: from_unit(
+            k.tanh_normal_sample(mean, bounded(log_std), noise).action, space
+        ),
+        mode=lambda log_std, mean: from_unit(k.tanh_normal_mode(mean), space),
         log_prob=log_prob,
         entropy=lambda log_std, mean: k.tanh_normal_entropy(mean, bounded(log_std)),
     )

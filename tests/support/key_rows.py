@@ -243,8 +243,10 @@ def replay(name: str, base: Changes) -> list[Row]:
     """Rows of keys that algorithms with a replay buffer share."""
     part = f"algorithm.{name}"
     return [
-        *rows(part, base, gamma=0.5, n_step=2, capacity=64, batch_size=8, learning_starts=64),
-        *rows(part, base, train_freq=2, gradient_steps=2),
+        *learning(name, base),
+        *not_adaptive(name, base | alg(learning_rate=1e-3), *REPLAY_HAS_NO_KL),
+        *rows(part, base, gamma=0.5, n_step=3, capacity=64, batch_size=8, learning_starts=64),
+        *rows(part, base, train_freq=8, gradient_steps=2),
     ]
 
 
@@ -259,9 +261,7 @@ ALGORITHMS = [
     *learning("apg", APG),
     *adaptive("ppo", PPO),
     *adaptive("grpo", GRPO),
-    *learning("dqn", DQN),
     *not_adaptive("apg", APG | alg(learning_rate=1e-3), "of a minibatch step", "apg"),
-    *not_adaptive("dqn", DQN | alg(learning_rate=1e-3), *REPLAY_HAS_NO_KL),
     *minibatch("ppo", PPO),
     *minibatch("grpo", GRPO),
     *rows("algorithm.ppo", PPO, gae_lambda=0.5, vf_coef=5.0, normalize_advantage="none", normalize_reward=True),
@@ -284,4 +284,56 @@ ALGORITHMS = [
     *rows("algorithm.apg", APG | alg(segment_length=4), segment_length=2),
 ]
 
-TABLE = [*TRAINER, *EVENTS, *ENVS, *POLICIES, *ALGORITHMS, *MUJOCO]
+
+def continuous(name: str, policy: str, **cfg: Any) -> Changes:
+    """A run of an algorithm with a replay buffer for continuous actions, with four updates."""
+    sizes = {"capacity": 96, "batch_size": 16, "learning_starts": 0, "train_freq": 4}
+    networks = {"name": f"{policy}_actor_critic", "actor": NET, "critic": NET}
+    return {**PENDULUM, "policy": networks, "algorithm": {"name": name, "cfg": {**sizes, **cfg}}}
+
+
+DDPG, TD3 = continuous("ddpg", "deterministic"), continuous("td3", "deterministic", policy_delay=1)
+SAC = continuous("sac", "squashed")
+
+
+def actor_and_critics(name: str, base: Changes) -> list[Row]:
+    """Rows of keys that DDPG, TD3 and soft actor-critic share."""
+    part = f"algorithm.{name}"
+    return [
+        *replay(name, base),
+        *rows(part, base, tau=0.5, critic_learning_rate=1e-2),
+        *rows(part, base | alg(critic_learning_rate=1e-4), critic_learning_rate=1e-2),
+    ]
+
+
+def critics(name: str, base: Changes, other: str) -> list[Row]:
+    """Rows of the policies with several critics. The environment of `TWO_PARTS` has observations of two names."""
+    part, box = f"policy.{name}", base | TWO_PARTS
+    wrong = refused(r"policy.action_dim: 3 does not match the environment's")
+    return [
+        Row(f"{part}.name", other, base, refused("policy.name: ")),
+        Row(f"{part}.action_dim", 3, base, wrong),
+        Row(f"{part}.clip_actions", False, base, refused(f"the actions of {name} are always inside their bounds")),
+        *rows(part, box, normalize_obs=True, bf16=True, num_critics=3, actor_obs=["place"], critic_obs=["place"]),
+        *rows(part, box | {"policy.actor_obs": ["other"]}, actor_obs=["place"]),
+        *rows(part, box | {"policy.critic_obs": ["other"]}, critic_obs=["place"]),
+        *rows(part, box, **{"actor.type": "one_layer", "critic.type": "one_layer"}),
+    ]
+
+
+CONTINUOUS = [
+    *critics("deterministic_actor_critic", DDPG, "squashed_actor_critic"),
+    *critics("squashed_actor_critic", SAC, "deterministic_actor_critic"),
+    *actor_and_critics("ddpg", DDPG),
+    *actor_and_critics("td3", TD3),
+    *actor_and_critics("sac", SAC),
+    *rows("algorithm.ddpg", DDPG | alg(learning_starts=64), exploration_noise=0.5),
+    *rows("algorithm.td3", TD3, exploration_noise=0.5, policy_delay=2, policy_noise=0.5),
+    *rows("algorithm.td3", TD3 | alg(policy_noise=5.0), noise_clip=0.1),
+    *rows("algorithm.sac", SAC, temperature=0.1, learn_temperature=False, target_entropy=-9.0, policy_delay=2),
+    *rows("algorithm.sac", SAC | alg(target_entropy=-3.0), target_entropy=-9.0),
+    *rows("algorithm.sac", SAC, temperature_learning_rate=1e-2),
+    *rows("algorithm.sac", SAC | alg(temperature_learning_rate=1e-4), temperature_learning_rate=1e-2),
+]
+
+TABLE = [*TRAINER, *EVENTS, *ENVS, *POLICIES, *ALGORITHMS, *CONTINUOUS, *MUJOCO]

@@ -1,0 +1,116 @@
+"""Settings and functions that DDPG, TD3 and soft actor-critic share.
+
+These algorithms learn an actor and critics for continuous actions. The critics minimise the squared distance to the
+target, and the actor maximises the critics' values.
+"""
+
+from functools import partial
+from typing import Any, cast
+
+import torch
+from pydantic import Field
+from tensordict import TensorDict
+from torch import Tensor
+
+from ecrl import distributed, rng
+from ecrl.algorithms.core import SKIPPED_STEPS, Run
+from ecrl.algorithms.optimizer import GroupSettings
+from ecrl.algorithms.replay_learning import ReplayConfig
+from ecrl.config.model import Fraction, Positive
+from ecrl.errors import ConfigError
+from ecrl.kernels import soft_update, td_loss
+from ecrl.policies.heads import has_finite_bounds
+from ecrl.pytree import mapped, replaced
+from ecrl.spaces import Box
+from ecrl.types import Logs
+
+NO_CARRY = TensorDict({}, [])
+"""The memory of a policy without memory."""
+
+SHARED_NUMBERS = ("gamma", "tau")
+"""Names of the settings in `ActorCriticConfig` and its base classes that are stored in `hyper`."""
+
+
+class ActorCriticConfig(ReplayConfig):
+    """Replay settings, and the optimisers of the actor and the critics."""
+
+    critic_learning_rate: Positive | None = Field(
+        default=None, description="step size of the critics, before the schedule; that of the actor if absent"
+    )
+    tau: Fraction = Field(default=0.005, description="weight of the trained networks in an update of the targets")
+
+
+def critic_settings(cfg: ActorCriticConfig) -> dict[str, GroupSettings]:
+    """Return the critics' own optimiser settings, if any, for `groups_of` and `learning_state`."""
+    rate = cfg.critic_learning_rate
+    return {} if rate is None else {"critic": GroupSettings(learning_rate=rate)}
+
+
+def check_policy(run: Run, name: str, needs_log_prob: bool) -> None:
+    """Raise ConfigError unless the policy has a Q-function and the actions are a Box with finite bounds.
+
+    `needs_log_prob` is True for an algorithm that needs a stochastic policy, and False for an algorithm that needs a
+    deterministic policy.
+    """
+    policy, space = run.policy, run.env.action_space
+    is_bounded = isinstance(space, Box) and has_finite_bounds(space)
+    if policy.q is None or not is_bounded or (policy.evaluate is None) == needs_log_prob:
+        kind, example = ("stochastic", "squashed") if needs_log_prob else ("deterministic", "deterministic")
+        raise ConfigError(
+            f"policy.name: {name} needs a {kind} policy with a Q-function for bounded Box actions, such as "
+            f"{example}_actor_critic; the actions of this environment are {space}"
+        )
+
+
+def with_random_start(run: Run, state: TensorDict) -> TensorDict:
+    """Let the policy take uniformly random actions until learning starts."""
+    exploration = cast(TensorDict, state["exploration"])
+    is_random = torch.full_like(exploration["random"], run.static.phase == "collect")
+    return replaced(state, {"exploration": replaced(exploration, {"random": is_random})})
+
+
+def noise_keys(state: TensorDict, size: int, count: Tensor) -> Tensor:
+    """Return the keys `[size]` of the noise in a gradient step.
+
+    The keys depend on the key of the run, the rank and `count`, the number of gradient steps so far.
+    """
+    index = torch.arange(size, device=state["key"].device) + distributed.rank() * size
+    # `sample_keys` draws from keys with steps < 0. `fold_in` derives other keys from them.
+    return rng.fold_in(rng.stream(state["key"], rng.UPDATE, index, -1 - count), 1)
+
+
+def critic_loss(run: Run, params: TensorDict, batch: TensorDict, target: Tensor) -> tuple[Tensor, Logs]:
+    """Return half the squared TD error, summed over the critics.
+
+    sum_c(mean((Q_c(obs, action) - target)^2 / 2))
+    """
+    q = cast(Any, run.policy.q)(params, batch["obs"], batch["action"], None)
+    return td_loss(q, target, torch.ones_like(target), batch["mask"], delta=float("inf"))
+
+
+def is_due(count: Tensor, period: int) -> Tensor:
+    """Return True at every `period`-th gradient step. `count` is the number of gradient steps so far, 0-d int64.
+
+    >>> is_due(torch.arange(4), 2)
+    tensor([False,  True, False,  True])
+    """
+    return (count + 1) % period == 0
+
+
+def with_targets(state: TensorDict, moves: Tensor | None = None) -> TensorDict:
+    """Move the target parameters towards the trained parameters, unless `moves`, a 0-d bool, is False.
+
+    target_params = tau * params + (1 - tau) * target_params
+    """
+    old = cast(TensorDict, state["target_params"])
+    trained = cast(TensorDict, cast(TensorDict, state["params"]).select(*old.keys()))
+    new = soft_update(trained, old, tau=state["hyper", "tau"])
+    return replaced(state, {"target_params": new if moves is None else mapped(partial(torch.where, moves), new, old)})
+
+
+def merged_logs(*parts: Logs) -> Logs:
+    """Merge the logs of several gradient steps. The numbers of skipped steps are added."""
+    logs = {name: log for part in parts for name, log in part.items()}
+    if SKIPPED_STEPS in logs:
+        logs[SKIPPED_STEPS] = torch.stack([part[SKIPPED_STEPS] for part in parts]).sum()
+    return logs

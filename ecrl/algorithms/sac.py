@@ -1,0 +1,209 @@
+"""Soft actor-critic, which maximises the reward plus the entropy of the policy.
+
+Source: Haarnoja et al. 2018, arXiv:1812.05905, algorithm 1.
+"""
+
+from functools import partial
+from math import log
+from typing import Any, NamedTuple, Self, cast
+
+import torch
+from pydantic import Field, model_validator
+from tensordict import TensorDict
+from torch import Tensor
+
+from ecrl import kernels as k
+from ecrl import rng
+from ecrl.algorithms.continuous_actions import (
+    NO_CARRY,
+    SHARED_NUMBERS,
+    ActorCriticConfig,
+    check_policy,
+    critic_loss,
+    critic_settings,
+    is_due,
+    merged_logs,
+    noise_keys,
+    with_random_start,
+    with_targets,
+)
+from ecrl.algorithms.core import LEARNER_KINDS, Algorithm, Run, learn
+from ecrl.algorithms.gradient_step import each_minibatch, gradient_step
+from ecrl.algorithms.interleaved import REPLAY_KINDS, interleaved, new_replay, store, take_steps
+from ecrl.algorithms.optimizer import Group, GroupSettings, groups_of, learning_state
+from ecrl.algorithms.replay_learning import Sampling, check_steps, gradient_steps, phase, sample, sampling_choices
+from ecrl.algorithms.state_kinds import Kind
+from ecrl.config.model import Count, Positive
+from ecrl.kernels import Replay
+from ecrl.policies import acting_params, fixed_params
+from ecrl.registry import register_algorithm
+from ecrl.spaces import flat_dim
+from ecrl.types import Logs
+
+
+class SACConfig(ActorCriticConfig):
+    """Hyperparameters of soft actor-critic. Numbers are stored in the state and may change during a run."""
+
+    temperature: Positive = Field(
+        default=1.0, description="weight of the entropy, in reward units per nat; the initial weight if it is learnt"
+    )
+    learn_temperature: bool = Field(default=True, description="learn the temperature that gives target_entropy")
+    temperature_learning_rate: Positive | None = Field(
+        default=None, description="step size of the log temperature, before the schedule; that of the actor if absent"
+    )
+    target_entropy: float | None = Field(
+        default=None, description="entropy for a learnt temperature, in nats; -1 per action dimension if absent"
+    )
+    policy_delay: Count = Field(default=1, description="gradient steps of the critics per gradient step of the actor")
+
+    @model_validator(mode="after")
+    def _temperature_settings(self) -> Self:
+        for name in ("temperature_learning_rate", "target_entropy"):
+            if not self.learn_temperature and getattr(self, name) is not None:
+                raise ValueError(f"{name} needs learn_temperature; leave it out")
+        return self
+
+
+class Choices(NamedTuple):
+    """Settings of a config that determine the compiled graph. `temperature` is None for a fixed temperature."""
+
+    sampling: Sampling
+    actor: Group
+    critic: Group
+    temperature: Group | None
+    policy_delay: int
+
+
+def groups(cfg: SACConfig) -> tuple[Group, ...]:
+    """Return the optimiser groups: actor, critic and, if the temperature is learnt, temperature."""
+    paths = {"actor": (("actor",),), "critic": (("critic",),)}
+    paths |= {"temperature": (("log_temperature",),)} if cfg.learn_temperature else {}
+    return groups_of(cfg, paths, group_settings(cfg))
+
+
+def group_settings(cfg: SACConfig) -> dict[str, GroupSettings]:
+    """Return the own optimiser settings of the critics and of the temperature, if any."""
+    rate = cfg.temperature_learning_rate
+    own = {} if rate is None else {"temperature": GroupSettings(learning_rate=rate)}
+    return critic_settings(cfg) | own
+
+
+def init(cfg: SACConfig, run: Run, key: Tensor) -> dict[str, Any]:
+    """Return parameters, optimiser states, hyperparameters, target critics, exploration and an empty replay buffer.
+
+    A learnt temperature is the parameter `log_temperature`. A fixed temperature is a hyperparameter.
+    """
+    check_policy(run, "sac", needs_log_prob=True)
+    check_steps(run, cfg)
+    params, numbers = run.policy.init(rng.fold_in(key, rng.INIT)), {name: getattr(cfg, name) for name in SHARED_NUMBERS}
+    targets = params.select("critic").clone()
+    if cfg.learn_temperature:
+        params = params.set("log_temperature", torch.tensor(log(cfg.temperature), device=key.device))
+        entropy = -float(flat_dim(run.env.action_space)) if cfg.target_entropy is None else cfg.target_entropy
+        numbers["target_entropy"] = entropy
+    else:
+        numbers["temperature"] = cfg.temperature
+    is_random = torch.ones(run.static.num_envs, dtype=torch.bool, device=key.device)
+    return learning_state(cfg, params, numbers, key.device, groups(cfg), group_settings(cfg)) | {
+        "target_params": targets,
+        "exploration": TensorDict({"random": is_random}, []),
+        "replay": new_replay(run, cfg.capacity, key.device),
+    }
+
+
+def temperature_of(state: TensorDict) -> Tensor:
+    """Return the temperature, 0-d: `exp(log_temperature)`, or the hyperparameter if it is fixed."""
+    params, hyper = cast(TensorDict, state["params"]), cast(TensorDict, state["hyper"])
+    return params["log_temperature"].exp() if "log_temperature" in params else hyper["temperature"]
+
+
+def target(run: Run, state: TensorDict, batch: TensorDict, noise: Any) -> Tensor:
+    """Return the target of each transition, `[B]`. The current policy draws the next action.
+
+    target = reward + discount * (min_c(Q_target_c(next_obs, next_action)) - temperature * log_prob(next_action))
+    """
+    fixed, obs = fixed_params(state), batch["next_obs"]
+    params, slow = (acting_params(cast(TensorDict, state[name]), fixed) for name in ("params", "target_params"))
+    out = run.policy.act(params, NO_CARRY, obs, noise)[1]
+    next_q = cast(Any, run.policy.q)(slow, obs, out["action"], None)
+    return k.soft_min_q_target(
+        batch["reward"],
+        next_q,
+        out["sample_log_prob"],
+        batch["terminated"],
+        gamma=batch["discount"],
+        temperature=temperature_of(state),
+    )
+
+
+def actor_loss(run: Run, params: TensorDict, batch: TensorDict, noise: Any, temperature: Tensor) -> tuple[Tensor, Logs]:
+    """Return the loss of the policy's actions.
+
+    mean(temperature * log_prob(action) - min_c(Q_c(obs, action)))
+    """
+    out = run.policy.act(params, NO_CARRY, batch["obs"], noise)[1]
+    q = cast(Any, run.policy.q)(params, batch["obs"], out["action"], None)
+    return k.soft_actor_loss(out["sample_log_prob"], q, batch["mask"], temperature=temperature)
+
+
+def temperature_loss(
+    run: Run, params: TensorDict, entropy: Tensor, mask: Tensor, hyper: TensorDict
+) -> tuple[Tensor, Logs]:
+    """Return the loss that moves the policy's entropy, 0-d, towards `target_entropy`.
+
+    exp(log_temperature) * (entropy - target_entropy)
+    """
+    log_prob = -entropy.expand_as(mask)
+    return k.temperature_loss(params["log_temperature"], log_prob, mask, target_entropy=hyper["target_entropy"])
+
+
+def step(run: Run, state: TensorDict, minibatch: TensorDict, count: Tensor) -> tuple[TensorDict, Logs]:
+    """Take one gradient step of the critics, then of the actor and the temperature. Update the target critics.
+
+    The actor and the temperature move every `policy_delay` gradient steps. The loss of the temperature has the entropy
+    of the actions in the actor's loss.
+    """
+    choices, temperature = run.algorithm.choices, temperature_of(state)
+    next_noise, noise = (run.policy.draw(keys) for keys in rng.split(noise_keys(state, len(minibatch), count)))
+    moves = is_due(count, choices.policy_delay)
+    wanted = target(run, state, minibatch, next_noise)
+    state, logs = gradient_step(run, state, choices.critic, critic_loss, minibatch, wanted)
+    parts = [logs]
+    state, logs = gradient_step(run, state, choices.actor, actor_loss, minibatch, noise, temperature, moves=moves)
+    parts.append(logs)
+    if choices.temperature is not None:
+        args = logs["entropy"], minibatch["mask"], state["hyper"]
+        state, logs = gradient_step(run, state, choices.temperature, temperature_loss, *args, moves=moves)
+        parts.append(logs)
+    return with_targets(state), merged_logs(*parts)
+
+
+def update(run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:
+    """Take the gradient steps of a turn."""
+    return each_minibatch(run, state, batch, run.algorithm.choices.sampling.gradient_steps, step)
+
+
+def turn(run: Run, state: TensorDict, noise: Any, replay: Replay) -> tuple[TensorDict, Replay, TensorDict, Logs]:
+    """Take steps, store them, and learn from random transitions of the replay buffer."""
+    state, steps = take_steps(run, with_random_start(run, state), noise)
+    replay = store(replay, steps)
+    if run.static.phase == "collect":
+        return state, replay, steps, {}
+    batch = sample(run, state, replay, run.algorithm.choices.sampling)
+    state, logs = learn(update, run, state, batch)
+    return state, replay, steps, logs
+
+
+@register_algorithm("sac")
+def sac(cfg: SACConfig) -> Algorithm:
+    """Build the soft actor-critic algorithm."""
+    actor, critic, *temperature = groups(cfg)
+    return Algorithm(
+        choices=Choices(sampling_choices(cfg), actor, critic, next(iter(temperature), None), cfg.policy_delay),
+        init=partial(init, cfg),
+        iterate=interleaved(turn, cfg.train_freq),
+        kinds={**LEARNER_KINDS, **REPLAY_KINDS, "target_params": Kind.LEARNED},
+        gradient_steps=partial(gradient_steps, cfg),
+        as_one=True,
+        phase=partial(phase, cfg),
+    )

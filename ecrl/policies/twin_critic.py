@@ -1,0 +1,208 @@
+"""The policies `deterministic_actor_critic` and `squashed_actor_critic`, for Box actions with finite bounds.
+
+Each policy has an actor and several critics. A critic predicts the value of an observation and an action. The networks
+work with actions that are scaled to [-1, 1]:
+
+    action = centre + half_width * unit_action
+"""
+
+from collections.abc import Callable
+from math import log, sqrt
+from typing import Any, NamedTuple
+
+import torch
+from pydantic import Field
+from tensordict import TensorDict
+from torch import Tensor
+
+from ecrl import kernels as k
+from ecrl import rng
+from ecrl.config import PolicyConfig
+from ecrl.config.model import Count
+from ecrl.errors import ConfigError
+from ecrl.policies.core import Policy
+from ecrl.policies.heads import bounded, from_unit, has_finite_bounds, head_width, to_unit
+from ecrl.policies.networks import NetworkConfig, make_network, seeded
+from ecrl.policies.visible import Names, visible_space
+from ecrl.pytree import flatten, unflatten
+from ecrl.registry import register_policy
+from ecrl.spaces import Box, Dict, Space, box, dict_space
+
+
+class TwinCriticConfig(PolicyConfig):
+    """Settings of the actor and of the critics. All critics have the same network, with their own weights."""
+
+    actor: NetworkConfig = Field(description='actor network, such as {"type": "mlp", "network_cfg": {...}}')
+    critic: NetworkConfig = Field(description='network of a critic, such as {"type": "mlp", "network_cfg": {...}}')
+    actor_obs: Names | None = Field(
+        default=None, description="names of the observations in a Dict that the actor reads; all if absent"
+    )
+    critic_obs: Names | None = Field(
+        default=None, description="names of the observations in a Dict that the critics read; all if absent"
+    )
+    num_critics: Count = Field(default=2, description="number of critics")
+
+
+class Networks(NamedTuple):
+    """Functions that both policies share.
+
+    Attributes:
+        space: the action space.
+        actions: number A of action dimensions.
+        init: 0-d key -> params.
+        actor: (params, obs) -> output of the actor network, `[*B, outputs]`.
+        q: (params, obs, action, noise) -> Q `[C, *B]`.
+    """
+
+    space: Box
+    actions: int
+    init: Callable[[Tensor], TensorDict]
+    actor: Callable[[TensorDict, Any], Tensor]
+    q: Callable[[TensorDict, Any, Tensor | None, Any], Tensor]
+
+
+def _bounded_space(space: Space, name: str) -> Box:
+    """Return the action space. Raise ConfigError unless it is a float32 Box with finite bounds."""
+    if not isinstance(space, Box) or space.dtype != torch.float32 or not has_finite_bounds(space):
+        raise ConfigError(
+            f"policy.name: {name} needs float32 Box actions with finite bounds, got {space}; use another policy"
+        )
+    return space
+
+
+def _critic_inputs(space: Space, actions: int) -> Dict:
+    """Return the space of the inputs of a critic: the observation and the action, which is scaled to [-1, 1]."""
+    parts = dict(space.items) if isinstance(space, Dict) else {"obs": space}
+    if "action" in parts:
+        raise ConfigError("policy.critic_obs: a critic adds the entry 'action' to the observations; rename yours")
+    return dict_space({**parts, "action": box(-1.0, 1.0, actions)})
+
+
+def _networks(cfg: TwinCriticConfig, observation_space: Space, action_space: Space, per_action: int) -> Networks:
+    """Build the networks. The actor network has `per_action` outputs for each dimension of an action."""
+    space = _bounded_space(action_space, cfg.name)
+    if not cfg.clip_actions:
+        raise ConfigError(
+            f"policy.clip_actions: the actions of {cfg.name} are always inside their bounds; leave it out"
+        )
+    actions = head_width(space, cfg.action_dim)
+    seen = visible_space(observation_space, cfg.actor_obs, "actor_obs")
+    inputs_space = _critic_inputs(visible_space(observation_space, cfg.critic_obs, "critic_obs"), actions)
+    actor = make_network(cfg.actor, seen, per_action * actions, cfg.bf16, "policy.actor")
+    critic = make_network(cfg.critic, inputs_space, 1, cfg.bf16, "policy.critic")
+    observed = [name for name, _ in inputs_space.items if name != "action"]
+
+    def init(key: Tensor) -> TensorDict:
+        with seeded(key):
+            actor_weights = actor.init()
+        weights = []
+        for i in range(cfg.num_critics):
+            with seeded(rng.fold_in(key, 1 + i)):
+                weights.append(critic.init())
+        stacked = {name: torch.stack([one[name] for one in weights]) for name in weights[0].keys()}  # noqa: SIM118
+        return TensorDict({"actor": actor_weights, "critic": TensorDict(stacked, [])}, []).to(key.device)
+
+    def q(params: TensorDict, obs: Any, action: Tensor | None, noise: Any) -> Tensor:
+        if action is None:
+            raise ValueError(f"the critics of {cfg.name} need an action, because Box actions cannot be listed")
+        unit, leaves = to_unit(action, space), flatten(params["critic"])
+        of_obs = {name: obs[name] for name in observed} if isinstance(observation_space, Dict) else {"obs": obs}
+        inputs = TensorDict({**of_obs, "action": unit}, unit.shape[:-1])
+
+        def of_one(*weights: Tensor) -> Tensor:
+            return critic.forward(unflatten(leaves[1], weights), inputs).squeeze(-1)
+
+        return torch.func.vmap(of_one)(*leaves[0])
+
+    return Networks(space, actions, init, lambda params, obs: actor.forward(params["actor"], obs), q)
+
+
+def _uniform(noise: Tensor) -> Tensor:
+    """Convert standard normal noise to uniform noise on [-1, 1], by the distribution function of the normal.
+
+    >>> _uniform(torch.tensor([-9.0, 0.0, 9.0])).tolist()
+    [-1.0, 0.0, 1.0]
+    """
+    return torch.erf(noise / sqrt(2.0))
+
+
+@register_policy("deterministic_actor_critic")
+def deterministic_actor_critic(cfg: TwinCriticConfig, observation_space: Space, action_space: Space) -> Policy:
+    """Build the policy of DDPG and TD3. The parameters are `actor`, and `critic` with a first axis `[C]`.
+
+        unit_action = tanh(actor(obs))
+
+    `explore` adds Gaussian noise with the standard deviation `exploration["std"]`, float `[N]`, in units of half the
+    range of an action. Where `exploration["random"]`, bool `[N]`, is True, the action is uniformly random instead.
+
+        unit_action = clip(unit_action + std * noise, -1, 1)
+
+    Source: Lillicrap et al. 2016, arXiv:1509.02971; Fujimoto et al. 2018, arXiv:1802.09477, algorithm 1.
+    """
+    net = _networks(cfg, observation_space, action_space, 1)
+
+    def draw(keys: Tensor) -> Tensor:
+        return rng.normal(keys, (net.actions,))
+
+    def act(params: TensorDict, carry: TensorDict, obs: Any, noise: Any) -> tuple[TensorDict, TensorDict]:
+        unit = torch.tanh(net.actor(params, obs))
+        return carry, TensorDict({"action": from_unit(unit, net.space)}, unit.shape[:-1])
+
+    def explore(
+        params: TensorDict, exploration: TensorDict, out: TensorDict, noise: Tensor
+    ) -> tuple[TensorDict, TensorDict]:
+        unit = k.gaussian_action(to_unit(out["action"], net.space), noise, -1.0, 1.0, std=exploration["std"])
+        unit = torch.where(exploration["random"].unsqueeze(-1), _uniform(noise), unit)
+        return exploration, out.copy().set("action", from_unit(unit, net.space))
+
+    return Policy(net.init, draw, act, None, None, explore=explore, q=net.q)
+
+
+@register_policy("squashed_actor_critic")
+def squashed_actor_critic(cfg: TwinCriticConfig, observation_space: Space, action_space: Space) -> Policy:
+    """Build the policy of soft actor-critic. The parameters are `actor`, and `critic` with a first axis `[C]`.
+
+        mean, log_std = actor(obs)
+        latent        = mean + exp(log_std) * noise        or `mean` without noise
+        unit_action   = tanh(latent)
+
+    `log_std` is clamped to [-5, 2]. The gradient of `act` flows through the action and `sample_log_prob`, which is the
+    log-density of `unit_action`, in nats. `act` computes it from the latent, so the gradient is right even if tanh
+    saturates. Entropies are those of `unit_action`.
+
+    Where `exploration["random"]`, bool `[N]`, is True, `explore` takes a uniformly random action.
+
+    Source: Haarnoja et al. 2018, arXiv:1812.05905, app. C.
+    """
+    net = _networks(cfg, observation_space, action_space, 2)
+
+    def draw(keys: Tensor) -> Tensor:
+        return rng.normal(keys, (net.actions,))
+
+    def latents(params: TensorDict, obs: Any) -> tuple[Tensor, Tensor]:
+        """Return the mean and the log standard deviation of the latent, each `[*B, A]`."""
+        mean, log_std = net.actor(params, obs).chunk(2, -1)
+        return mean, bounded(log_std)
+
+    def act(params: TensorDict, carry: TensorDict, obs: Any, noise: Tensor | None) -> tuple[TensorDict, TensorDict]:
+        mean, log_std = latents(params, obs)
+        unit, latent = k.tanh_normal_sample(mean, log_std, torch.zeros_like(mean) if noise is None else noise)
+        log_prob = k.tanh_normal_log_prob(mean, log_std, latent)
+        out = {"action": from_unit(unit, net.space), "sample_log_prob": log_prob}
+        return carry, TensorDict(out, log_prob.shape)
+
+    def evaluate(params: TensorDict, carry: TensorDict, steps: TensorDict) -> tuple[Tensor, Tensor]:
+        mean, log_std = latents(params, steps["obs"])
+        latent = k.tanh_normal_latent(to_unit(steps["action"], net.space))
+        return k.tanh_normal_log_prob(mean, log_std, latent), k.tanh_normal_entropy(mean, log_std)
+
+    def explore(
+        params: TensorDict, exploration: TensorDict, out: TensorDict, noise: Tensor
+    ) -> tuple[TensorDict, TensorDict]:
+        is_random, uniform = exploration["random"], from_unit(_uniform(noise), net.space)
+        where = is_random.reshape(*is_random.shape, *[1] * len(net.space.shape))
+        log_prob = out["sample_log_prob"].masked_fill(is_random, -net.actions * log(2.0))
+        action = torch.where(where, uniform, out["action"])
+        return exploration, out.copy().update({"action": action, "sample_log_prob": log_prob})
+
+    return Policy(net.init, draw, act, evaluate, None, explore=explore, q=net.q)

@@ -1,0 +1,101 @@
+"""Small runs of DDPG, TD3 and soft actor-critic on the pendulum, and their networks as plain modules in float64."""
+
+from typing import Any, cast
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from ecrl.config import Config, config_from_dict
+from support.small_runs import NET
+
+N, T, B = 3, 4, 16
+
+
+def continuous(name: str, **changes: Any) -> Config:
+    """A small run of an algorithm, eager, with dotted keys changed."""
+    policy = "squashed_actor_critic" if name == "sac" else "deterministic_actor_critic"
+    base = {
+        "trainer": {"num_envs": N, "buffer_size": T, "iterations": 5, "compile": "off", "enable_eval": False},
+        "env": {"name": "pendulum", "cfg": {"max_episode_steps": 7}},
+        "policy": {"name": policy, "actor": NET, "critic": NET},
+        "algorithm": {
+            "name": name,
+            "cfg": {"capacity": 21, "batch_size": B, "learning_rate": 0.02, "learning_starts": N * T},
+        },
+    }
+    return config_from_dict(base).replace(**changes)
+
+
+def learnt(state: TensorDict) -> TensorDict:
+    """The state without counts of iterations, and without the statistics of episodes.
+
+    The last bits of a return depend on the length of an iteration, because rewards are summed in another order.
+    """
+    return cast(TensorDict, state.exclude("update_step", "iterations", "episode"))
+
+
+def transitions(seed: int = 0) -> TensorDict:
+    """Random transitions of the pendulum. One is terminated, and the last one is masked and holds NaN."""
+    torch.manual_seed(seed)
+    batch = TensorDict(
+        {
+            "obs": torch.randn(B, 3),
+            "action": 4.0 * torch.rand(B, 1) - 2.0,
+            "reward": torch.randn(B),
+            "terminated": torch.arange(B) == 1,
+            "discount": torch.rand(B),
+            "next_obs": torch.randn(B, 3),
+            "mask": torch.arange(B) < B - 1,
+        },
+        [B],
+    )
+    batch["reward"][-1] = torch.nan
+    return batch
+
+
+def module(weights: TensorDict) -> nn.Sequential:
+    """The multilayer perceptron with these weights, in float64."""
+    layers = [nn.Linear(weights[f"{i}.weight"].shape[1], len(weights[f"{i}.weight"])) for i in (0, 2)]
+    net = nn.Sequential(layers[0], nn.Tanh(), layers[1]).double()
+    net.load_state_dict({name: weight.double() for name, weight in weights.items()})
+    return net
+
+
+class Nets:
+    """The actor and the critics of parameters, as modules. Critics take unit actions."""
+
+    def __init__(self, params: Any):
+        self.actor = module(params["actor"]) if "actor" in params else None
+        count = len(params["critic", "0.bias"])
+        self.critics = [module(params["critic"].apply(lambda w, c=c: w[c], batch_size=[])) for c in range(count)]
+
+    def q(self, obs: Tensor, unit: Tensor) -> Tensor:
+        """The values [C, B] of actions in [-1, 1]."""
+        return torch.stack([critic(torch.cat((unit, obs), -1))[:, 0] for critic in self.critics])
+
+
+def descend(loss: Tensor, nets: list[nn.Module], rate: float) -> None:
+    """Take one step of plain gradient descent."""
+    weights = [weight for net in nets for weight in net.parameters()]
+    with torch.no_grad():
+        for weight, grad in zip(weights, torch.autograd.grad(loss, weights), strict=True):
+            weight -= rate * grad
+
+
+def weights_of(nets: Nets) -> dict[str, Tensor]:
+    """The weights by path, as in the parameters of the policy."""
+    actor = {} if nets.actor is None else {f"actor/{name}": w for name, w in nets.actor.state_dict().items()}
+    names = nets.critics[0].state_dict()
+    stacked = {f"critic/{n}": torch.stack([critic.state_dict()[n] for critic in nets.critics]) for n in names}
+    return actor | stacked
+
+
+def follow(targets: Nets, nets: Nets, tau: float) -> None:
+    """Move the weights of the targets towards those of the networks."""
+    pairs = [*zip(targets.critics, nets.critics, strict=True)]
+    pairs += [] if targets.actor is None else [(targets.actor, cast(nn.Sequential, nets.actor))]
+    with torch.no_grad():
+        for slow, fast in pairs:
+            for old, new in zip(slow.parameters(), fast.parameters(), strict=True):
+                old.copy_(tau * new + (1.0 - tau) * old)
