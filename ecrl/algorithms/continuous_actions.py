@@ -72,7 +72,7 @@ def with_random_start(run: Run, state: TensorDict) -> TensorDict:
 def noise_keys(state: TensorDict, size: int, count: Tensor) -> Tensor:
     """Return the keys `[size]` of the noise in a gradient step.
 
-    The keys depend on the key of the run, the rank and `count`, the number of gradient steps so far.
+    The keys depend on the key of the run, the rank and `count`, which differs for each gradient step of the run.
     """
     index = torch.arange(size, device=state["key"].device) + distributed.rank() * size
     # `sample_keys` draws from keys with steps < 0. `fold_in` derives other keys from them.
@@ -89,7 +89,7 @@ def critic_loss(run: Run, params: TensorDict, batch: TensorDict, target: Tensor)
 
 
 def is_due(count: Tensor, period: int) -> Tensor:
-    """Return True at every `period`-th gradient step. `count` is the number of gradient steps so far, 0-d int64.
+    """Return True at every `period`-th gradient step. `count` numbers the gradient steps, 0-d int64.
 
     >>> is_due(torch.arange(4), 2)
     tensor([False,  True, False,  True])

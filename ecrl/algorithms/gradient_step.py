@@ -105,8 +105,8 @@ def each_minibatch(run: Run, state: TensorDict, batch: TensorDict, number: int, 
         state: the state of a turn, in which `update_step` counts the turns.
         batch: TensorDict `[number * B]`.
         number: number of parts.
-        step: (run, state, minibatch, count) -> (state, logs). `minibatch` has the shape `[B]`, and `count` is the
-            number of calls of `step` in the run so far, 0-d int64. `step` may change `params`, `opt` and
+        step: (run, state, minibatch, count) -> (state, logs). `minibatch` has the shape `[B]`, and `count` is
+            `update_step * number` plus the index of the part, 0-d int64. `step` may change `params`, `opt` and
             `target_params`.
 
     Returns: the state after all steps, and the means of the logs, except that `skipped_steps` is a sum.
