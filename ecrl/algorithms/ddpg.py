@@ -122,7 +122,7 @@ def update(run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, 
 def turn(run: Run, state: TensorDict, noise: Any, replay: Replay) -> tuple[TensorDict, Replay, TensorDict, Logs]:
     """Take steps, store them, and learn from random transitions of the replay buffer."""
     state, steps = take_steps(run, with_exploration(run, state), noise)
-    replay = store(replay, steps)
+    replay = store(run, replay, steps)
     if run.static.phase == "collect":
         return state, replay, steps, {}
     batch = sample(run, state, replay, run.algorithm.choices.sampling)

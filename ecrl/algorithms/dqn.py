@@ -171,7 +171,7 @@ def update(run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, 
 def turn(run: Run, state: TensorDict, noise: Any, replay: Replay) -> tuple[TensorDict, Replay, TensorDict, Logs]:
     """Take steps, store them, and learn from random transitions of the replay buffer."""
     state, steps = take_steps(run, with_epsilon(state), noise)
-    replay, logs = store(replay, steps), {"epsilon": state["exploration", "epsilon"][0]}
+    replay, logs = store(run, replay, steps), {"epsilon": state["exploration", "epsilon"][0]}
     if run.static.phase == "collect":
         return state, replay, steps, logs
     batch = sample(run, state, replay, run.algorithm.choices.sampling)

@@ -4,7 +4,7 @@ An algorithm defines a function `turn`, with the steps of the pseudocode in the 
 
     def turn(run, state, noise, replay):
         state, steps = take_steps(run, state, noise)               # act, explore, step
-        replay = store(replay, steps)                              # add the steps to the buffer
+        replay = store(run, replay, steps)                         # add the steps to the buffer
         if run.static.phase == "collect":                          # chosen on the host, see `Algorithm.phase`
             return state, replay, steps, {}
         keys = sample_keys(run, state, batch_size)
@@ -63,6 +63,12 @@ REPLAY_KINDS: Kinds = {
 
 _FIXED = ("key", "hyper", "episode", *COUNTERS, "update_step", "iterations", "frozen_params")
 _STEPS = ("key", *COUNTERS, "params", "norm", "env", "exploration", "carry", "frozen_params")
+
+
+class StoredReplay(Replay):
+    """Replay buffer to which a turn has added its steps. `store` returns this class."""
+
+
 Turn = Callable[[Run, TensorDict, Any, Replay], tuple[TensorDict, Replay, TensorDict, Logs]]
 
 
@@ -195,9 +201,8 @@ def _turn(
     before = replaced(replaced(moving, fixed), counters)
     replay = Replay(ring, block, start, moving["replay", "cursor"] - start)
     after, replay, steps, logs = turn(run._replace(static=static), before, noise, replay)
-    if replay.new_steps != static.buffer_size:
-        expected = f"expected the {static.buffer_size} of the turn; call `store` once, and return its result"
-        raise ValueError(f"a turn returned a replay buffer with {replay.new_steps} new steps, {expected}")
+    if not isinstance(replay, StoredReplay):
+        raise ValueError("a turn returned a replay buffer without its steps; call `store`, and return its result")
     for name in _FIXED:
         if any(new is not old for new, old in zip(*(flatten(s.get(name, None))[0] for s in (after, before)))):  # noqa: B905
             raise ValueError(f"a turn may not change the field {name} of the state")
@@ -369,21 +374,28 @@ def check_replay(run: Run, capacity: int) -> None:
         )
 
 
-def store(replay: Replay, steps: TensorDict, **fields: Any) -> Replay:
+def store(run: Run, replay: Replay, steps: TensorDict, **fields: Any) -> StoredReplay:
     """Add the steps of a turn to the replay buffer. If the buffer is full, they replace the oldest steps.
 
     Args:
+        run: the run that was passed to the turn.
         replay: the replay buffer that was passed to the turn.
         steps: the steps `[S, N]` from `take_steps`. Only the fields of the buffer are stored.
         fields: further fields `[S, N, ...]`, which replace fields of `steps` of the same name, such as a scaled reward.
 
     Returns: the buffer with the new steps.
-    Raises: ValueError if the buffer has a field that the steps lack, or a field of another shape or dtype.
+    Raises: ValueError for a second call in a turn, for another number of steps than the turn takes, or if the buffer
+        has a field that the steps lack, or a field of another shape or dtype.
     """
+    if isinstance(replay, StoredReplay):
+        raise ValueError("store was called twice in a turn; call it once, with all steps of the turn")
+    if len(steps) != run.static.buffer_size:
+        raise ValueError(f"store got {len(steps)} steps, expected the {run.static.buffer_size} steps of the turn")
     steps = replaced(steps, fields)
     if "mask" not in steps:
         steps = steps.set("mask", torch.ones_like(steps["done"]))
-    return replay_add(replay, cast(TensorDict, steps.select(*replay.block["steps"].keys(), "final_obs", strict=False)))
+    names = (*replay.block["steps"].keys(), "final_obs")
+    return StoredReplay(*replay_add(replay, cast(TensorDict, steps.select(*names, strict=False))))
 
 
 def sample_keys(run: Run, state: TensorDict, size: int) -> Tensor:

@@ -53,15 +53,12 @@ class Replay(NamedTuple):
         block: the rows of this iteration, with the same fields as the ring.
         start: number of steps of each environment before the iteration, 0-d int64.
         added: number of steps of each environment that the iteration has added, 0-d int64.
-        new_steps: number of steps of each environment that `replay_add` has added to this object, as a Python integer.
-            Within a turn of `ecrl.algorithms.interleaved`, these are the steps of the turn.
     """
 
     ring: TensorDict
     block: TensorDict
     start: Tensor
     added: Tensor
-    new_steps: int = 0
 
 
 def replay_init(rows: TensorDict, *, steps: int, min_truncation_gap: int) -> TensorDict:
@@ -188,7 +185,7 @@ def replay_add(replay: Replay, rows: TensorDict) -> Replay:
     steps = _combine(write, block, new)
     final = _with_final(replay, rows["truncated"], final_obs)
     block = TensorDict({"steps": steps, "final": final}, [])
-    return replay._replace(block=block, added=replay.added + length, new_steps=replay.new_steps + length)
+    return replay._replace(block=block, added=replay.added + length)
 
 
 def _combine(fn: Callable[..., Tensor], first: Any, *others: Any) -> Any:

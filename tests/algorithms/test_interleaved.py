@@ -196,7 +196,7 @@ def with_noise(monkeypatch, **functions):
 
         def kept(run, state, noise, replay):
             state, steps = take_steps(run, state, noise)
-            return state, stored(replay, steps, run.algorithm.choices.padding), steps, {}
+            return state, stored(run, replay, steps, run.algorithm.choices.padding), steps, {}
 
         return replace(made, init=init, iterate=interleaved(kept), phase=None)
 
@@ -395,7 +395,7 @@ def test_no_transition_leads_from_the_newest_step_to_environments_that_start_aga
 def test_a_noise_process_with_nan_restarts_if_the_update_is_left_out():
     def turn(run, state, noise, replay):
         state, steps = take_steps(run, state, noise)
-        return state, stored(replay, steps, 1), steps, {"loss": torch.tensor(torch.nan)}
+        return state, stored(run, replay, steps, 1), steps, {"loss": torch.tensor(torch.nan)}
 
     def unseen_noise(params, exploration, out, noise):
         return noisy(params, exploration, out, noise)[0], out
@@ -499,11 +499,16 @@ def test_vmapped_seeds_equal_single_ones_and_share_a_phase():
 def test_a_turn_stores_its_steps_once_and_changes_no_fixed_field():
     def twice(run, state, noise, replay):
         state, replay, steps, logs = td_turn(run, state, noise, replay)
-        return state, stored(replay, steps.set("final_obs", steps["obs"]), 1), steps, logs
+        return state, stored(run, replay, steps.set("final_obs", steps["obs"]), 1), steps, logs
 
     def never(run, state, noise, replay):
         state, _, steps, logs = td_turn(run, state, noise, replay)
         return state, replay, steps, logs
+
+    def other_steps(run, state, noise, replay):
+        _, _, steps, logs = td_turn(run, state, noise, replay)
+        both = torch.cat([steps, steps]).set("final_obs", torch.cat([steps["obs"], steps["obs"]]))
+        return state, stored(run, replay, both, 1), steps, logs
 
     def other_key(run, state, noise, replay):
         state, replay, steps, logs = td_turn(run, state, noise, replay)
@@ -512,8 +517,9 @@ def test_a_turn_stores_its_steps_once_and_changes_no_fixed_field():
     run = build(replaying())
     own, borrowed = borrowed_leaves(init_state(replaying()), kinds_of(run))
     for turn, message in (
-        (twice, "a replay buffer with 2 new steps, expected the 1 of the turn; call `store` once"),
-        (never, "a replay buffer with 0 new steps, expected the 1 of the turn; call `store` once"),
+        (twice, "store was called twice in a turn; call it once"),
+        (never, "a turn returned a replay buffer without its steps; call `store`, and return its result"),
+        (other_steps, "store got 2 steps, expected the 1 steps of the turn"),
         (other_key, "field key"),
     ):
         with pytest.raises(ValueError, match=message):

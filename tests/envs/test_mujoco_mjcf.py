@@ -181,8 +181,12 @@ EFFORT = {"func": "rig_effort"}
 @pytest.mark.parametrize(
     ("rewards", "hooks", "message"),
     [
-        ({"task": EFFORT}, {"get_reward": lambda sim, a, b: b["elapsed"].float()}, "env.cfg.rewards: .*'task' twice"),
-        ({"a": EFFORT, "a_weighted": EFFORT}, {}, "env.cfg.rewards: .*'a_weighted' twice"),
+        (
+            {"task": EFFORT},
+            {"get_reward": lambda sim, a, b: b["elapsed"].float()},
+            "env.cfg.rewards: .*have the log name 'task'; rename",
+        ),
+        ({"a": EFFORT, "a_weighted": EFFORT}, {}, "env.cfg.rewards: .*have the log name 'a_weighted'; rename"),
         ({"a": EFFORT, "a/b": EFFORT}, {}, "env.cfg.rewards: 'a/b' reads as an entry of 'a'"),
     ],
 )

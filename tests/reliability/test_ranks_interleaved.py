@@ -20,6 +20,13 @@ PATHS = f"{ROOT}:{ROOT / 'tests'}"
 TRAIN = ["-c", "import sys, support.replay_agent\nfrom ecrl.cli.main import main\nmain()"]
 
 
+CHUNKS = {
+    "env.name": "repeated_pole",
+    "algorithm.cfg.exploration_steps": 200,
+    "algorithm.cfg.chunks": True,
+}
+
+
 def config(**keys) -> Config:
     """The agent on N environments of each rank. Its ring is overwritten, and it learns from the second iteration on."""
     sizes = {"trainer.num_envs": N, "trainer.iterations": ITERATIONS, "trainer.distributed": True}
@@ -62,9 +69,9 @@ def check(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> No
         assert int(end.get("counter/decision_step", end["counter/sample_step"])) == decisions
         assert int(end["counter/sample_step"]) == steps
         assert steps > decisions or "counter/decision_step" not in end
-        assert int(end["counter/replay/cursor"]) == int(end["buffer/replay/written"]) == N * T * ITERATIONS
-        assert len(end["buffer/replay/obs"]) == CAPACITY
-    for name in ("buffer/replay/obs", "environment/env/obs"):
+        assert int(end["counter/replay/cursor"]) == int(end["buffer/replay/written"]) == T * ITERATIONS
+        assert len(end["buffer/replay/steps/obs"]) == CAPACITY // N
+    for name in ("buffer/replay/steps/obs", "environment/env/obs"):
         assert not torch.equal(first[name], second[name])
 
 
@@ -78,7 +85,7 @@ def test_two_ranks_learn_the_same_from_buffers_of_their_own(tmp_path, keys):
 
 
 def test_two_ranks_learn_the_same_and_each_turn_has_the_steps_of_all_environments(tmp_path):
-    ends = trained(tmp_path, config(**{"env.name": "repeated_pole", "algorithm.cfg.exploration_steps": 200}))
+    ends = trained(tmp_path, config(**CHUNKS))
     check(*ends)
     before = sum(steps_of(end) - int(end["environment/env/executed"].sum()) for end in ends)  # before the last turn
     for end in ends:
@@ -118,8 +125,9 @@ def test_two_ranks_save_their_buffers_and_resume_bit_for_bit(tmp_path):
     folders = sorted((tmp_path / "whole" / "checkpoints").glob("step_*"), key=lambda p: int(p.name[5:]))
     assert [folder.name for folder in folders] == [f"step_{step}" for step in steps]
     own, other = (load_file(folders[-1] / name) for name in ("state.safetensors", "rank_1.safetensors"))
-    assert {"replay/obs", "env/obs", "exploration/epsilon"} <= other.keys() and "params/critic/0.weight" not in other
-    assert not torch.equal(own["replay/obs"], other["replay/obs"])
+    assert {"replay/steps/obs", "env/obs", "exploration/epsilon"} <= other.keys()
+    assert "params/critic/0.weight" not in other
+    assert not torch.equal(own["replay/steps/obs"], other["replay/steps/obs"])
     for saved in (1, 3):  # before and after the first gradient step
         half = tmp_path / f"half_{saved}"
         shutil.copytree(tmp_path / "whole", half)

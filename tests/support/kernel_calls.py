@@ -139,6 +139,11 @@ def replay(seed: int) -> kernels.Replay:
     return kernels.replay_add(kernels.replay_start(ring, torch.tensor(12), steps=6), replay_rows(seed + 12, 6))
 
 
+def with_mask(ring: TensorDict) -> TensorDict:
+    """A ring with the field `mask`."""
+    return ring.clone().set(("steps", "mask"), ring["steps", "reward"] > 0.0)
+
+
 def drawn(seed: int) -> Tensor:
     return kernels.replay_index(replay(seed), torch.arange(7) + seed, n=3, stack=2)
 
@@ -279,6 +284,7 @@ CALLS: dict[str, Any] = {
         (kernels.replay_start(replay(s).ring, torch.tensor(s), steps=4), replay_rows(s + 9, 2)),
         {},
     ),
+    "replay_cut": lambda s: ((with_mask(replay(s).ring), torch.tensor(18 + s)), {}),
     "replay_writes": lambda s: ((replay(s),), {}),
     "replay_count": lambda s: ((replay(s),), {"n": 3, "stack": 2}),
     "replay_index": lambda s: ((replay(s), torch.arange(7) + s), {"n": 3, "stack": 2}),

@@ -119,10 +119,10 @@ def with_epsilon(state: TensorDict) -> TensorDict:
     return replaced(state, {"exploration": TensorDict({"epsilon": every})})
 
 
-def stored(replay: Replay, steps: TensorDict, padding: int) -> Replay:
+def stored(run: Run, replay: Replay, steps: TensorDict, padding: int) -> Replay:
     """The buffer with the steps of a turn."""
     blank = torch.zeros(*steps.shape, padding, dtype=torch.uint8, device=steps["reward"].device)
-    return store(replay, steps, padding=blank)
+    return store(run, replay, steps, padding=blank)
 
 
 def td_loss(run: Run, params: TensorDict, batch: TensorDict, mask: torch.Tensor, hyper: TensorDict) -> Any:
@@ -146,7 +146,7 @@ def turn(run: Run, state: TensorDict, noise: Any, replay: Replay) -> tuple[Tenso
     """Step, store, sample and learn."""
     choices = run.algorithm.choices
     state, steps = take_steps(run, with_epsilon(state), noise)
-    replay = stored(replay, steps, choices.padding)
+    replay = stored(run, replay, steps, choices.padding)
     if run.static.phase == "collect":
         return state, replay, steps, {}
     index = replay_index(replay, sample_keys(run, state, choices.rows), n=choices.n, stack=1)
