@@ -1,7 +1,10 @@
-"""Deep Q-learning from a replay buffer, with the improvements of Rainbow as settings.
+"""Deep Q-learning from a replay buffer.
 
-Source: Mnih et al. 2015, "Human-level control through deep reinforcement learning"; Hessel et al. 2018,
-arXiv:1710.02298 (Rainbow).
+Double DQN and n-step targets are settings of the algorithm. Dueling networks and distributions (C51 and QR-DQN) are
+settings of the policy `q_network`.
+
+Source: Mnih et al. 2015, "Human-level control through deep reinforcement learning"; van Hasselt et al. 2016,
+arXiv:1509.06461 (double); Bellemare et al. 2017, arXiv:1707.06887 (C51); Dabney et al. 2017, arXiv:1710.10044 (QR-DQN).
 """
 
 from functools import partial
@@ -106,7 +109,7 @@ def with_epsilon(state: TensorDict) -> TensorDict:
 
 
 def next_values(run: Run, params: TensorDict, obs: Any) -> Tensor:
-    """Return the values `[B, A]` with which the next action is chosen. Actions that the mask excludes have -inf."""
+    """Return the values `[B, A]` that choose the next action. Actions that the mask excludes have the value -inf."""
     values = run.policy.q_mean(cast(Any, run.policy.q)(params, obs, None, None)[0])
     if isinstance(obs, TensorDict) and "action_mask" in obs:
         values = values.masked_fill(~obs["action_mask"], -torch.inf)

@@ -1,4 +1,4 @@
-"""Gradient steps of off-policy algorithms, in which each network may have its own loss and its own optimiser.
+"""Gradient steps of off-policy algorithms. Each network may have its own loss and its own optimiser.
 
     critic, actor = groups_of(cfg, {"critic": (("critic",),), "actor": (("actor",),)})
     state, logs = gradient_step(run, state, critic, critic_loss, batch, target)

@@ -66,7 +66,7 @@ _STEPS = ("key", *COUNTERS, "params", "norm", "env", "exploration", "carry", "fr
 
 
 class StoredReplay(Replay):
-    """Replay buffer to which a turn has added its steps. `store` returns this class."""
+    """Replay buffer after `store` has added the steps of the turn."""
 
 
 Turn = Callable[[Run, TensorDict, Any, Replay], tuple[TensorDict, Replay, TensorDict, Logs]]
@@ -399,7 +399,7 @@ def store(run: Run, replay: Replay, steps: TensorDict, **fields: Any) -> StoredR
 
 
 def sample_keys(run: Run, state: TensorDict, size: int) -> Tensor:
-    """Return the keys `[size]` with which a turn draws steps from the replay buffer.
+    """Return the keys `[size]` for drawing steps from the replay buffer in a turn.
 
     The keys depend on the key of the run, the rank and the number of steps that each environment took before.
     """

@@ -1,6 +1,5 @@
 """DQN: its targets and losses equal plain autograd, and its runs have the properties of every run."""
 
-import sys
 from typing import Any, cast
 
 import pytest
@@ -13,6 +12,7 @@ from torch import nn
 
 import ecrl
 from ecrl.algorithms.core import learn
+from ecrl.algorithms.dqn import update
 from ecrl.config import Config, config_from_dict
 from ecrl.config.model import ConfigModel
 from ecrl.envs import Env
@@ -24,7 +24,6 @@ from ecrl.pytree import replaced
 from ecrl.registry import register_env
 from ecrl.run.checkpoint import load, save
 
-update = sys.modules["ecrl.algorithms.dqn"].update  # the package's name `dqn` is the function of the same name
 N = 3
 DISTRIBUTIONS = {
     "values": {},
