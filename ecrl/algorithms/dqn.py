@@ -4,7 +4,8 @@ Double DQN, n-step targets and prioritised replay are settings of the algorithm.
 and QR-DQN) are settings of the policy `q_network`.
 
 Source: Mnih et al. 2015, "Human-level control through deep reinforcement learning"; van Hasselt et al. 2016,
-arXiv:1509.06461 (double); Schaul et al. 2016, arXiv:1511.05952 (prioritised replay); Bellemare et al. 2017, arXiv:1707.06887 (C51); Dabney et al. 2017, arXiv:1710.10044 (QR-DQN).
+arXiv:1509.06461 (double); Schaul et al. 2016, arXiv:1511.05952 (prioritised replay); Bellemare et al. 2017,
+arXiv:1707.06887 (C51); Dabney et al. 2017, arXiv:1710.10044 (QR-DQN).
 """
 
 from functools import partial

@@ -187,9 +187,9 @@ def _check_rows(label: str, name: str, part: Any, write: Any) -> None:
 
     A write is a tensor like the part, or has an int64 `index` `[B]` and `rows` `[B]` with the fields of the part.
     """
-    if isinstance(write, Tensor):
-        if not isinstance(part, Tensor) or write.shape != part.shape or write.dtype != part.dtype:
-            expected = f"a tensor like {described(part)}" if isinstance(part, Tensor) else "a TensorDict of rows"
+    if isinstance(write, Tensor) and isinstance(part, Tensor):
+        if write.shape != part.shape or write.dtype != part.dtype:
+            expected = f"a tensor like the part, {described(part)}"
             raise ConfigError(f"{label} returns {name} as {described(write)}, expected {expected}; return one")
         return
     if not isinstance(write, TensorDictBase):

@@ -239,7 +239,11 @@ def learnt(state: TensorDict) -> TensorDict:
 
 @pytest.mark.parametrize(("kind", "changes"), KINDS)
 def test_the_length_of_an_iteration_changes_no_bit(kind, changes):
-    changes = changes | {"algorithm.cfg.n_step": 2, "algorithm.cfg.gradient_steps": 2, "algorithm.cfg.learning_starts": 8 * N}
+    changes = changes | {
+        "algorithm.cfg.n_step": 2,
+        "algorithm.cfg.gradient_steps": 2,
+        "algorithm.cfg.learning_starts": 8 * N,
+    }
     first, *others = (
         last_state(
             small_dqn(DISTRIBUTIONS[kind], **changes, **{"trainer.buffer_size": size, "trainer.iterations": 32 // size})

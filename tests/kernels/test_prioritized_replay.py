@@ -98,7 +98,7 @@ def test_every_step_equals_a_numpy_reference(turns):
             assert batch["obs"].tolist() == plain.obs[places].tolist()
             close(importance_weights(probability, beta=0.4), plain.weights(expected, 0.4), tol=1e-12)
             error = (batch["obs"] * 7.0).sin() * (index + 1)
-            tree, largest = replay_set_priority(tree, largest, index, error, alpha=1.0, eps=eps)
+            tree, largest = replay_set_priority(tree, largest, index, error, index >= 0, alpha=1.0, eps=eps)
             plain.update(places, error.double().tolist())
             assert tree.tolist() == plain.tree.nodes
             assert float(largest) == plain.largest
@@ -151,15 +151,29 @@ def test_drawing_by_hand(variant):
     close(probability, [[1 / 8, 0.0, 2 / 8, 5 / 8][i] for i in expected])
 
 
+def test_each_batch_of_keys_has_a_draw_from_each_part():
+    tree = tree_set(tree_init(8), torch.arange(8), torch.ones(8))
+    index, probability = replay_prioritized_index(tree, torch.arange(24).reshape(3, 8))
+    assert index.tolist() == [[*range(8)]] * 3 and probability.tolist() == [[1 / 8] * 8] * 3
+
+
 def test_priorities_by_hand(variant):
     tree, error = tree_init(4), torch.tensor([-3.0, 0.0, 15.0])
     new, largest = variant(replay_set_priority)(
-        tree, 2.0 * ONE, torch.tensor([0, 1, 3]), error, alpha=0.5, eps=torch.tensor(1.0)
+        tree, 2.0 * ONE, torch.tensor([0, 1, 3]), error, error > -9.0, alpha=0.5, eps=torch.tensor(1.0)
     )
     assert new[4:].tolist() == [2.0, 1.0, 0.0, 4.0] and float(largest) == 4.0
     bad = torch.tensor([torch.nan, torch.inf, 0.0])
-    new, largest = variant(replay_set_priority)(tree, 2.0 * ONE, torch.tensor([0, 1, 3]), bad, alpha=0.5, eps=1.0)
+    args = tree, 2.0 * ONE, torch.tensor([0, 1, 3]), bad
+    new, largest = variant(replay_set_priority)(*args, torch.ones(3) > 0, alpha=0.5, eps=1.0)
     assert new[4:].tolist() == [2.0, 2.0, 0.0, 1.0] and float(largest) == 2.0
+
+
+def test_a_row_that_is_no_transition_is_not_drawn_again(variant):
+    tree, mask = tree_set(tree_init(4), torch.arange(4), torch.ones(4)), torch.tensor([True, False])
+    args = tree, ONE, torch.tensor([1, 2]), torch.tensor([0.5, torch.nan])
+    new, largest = variant(replay_set_priority)(*args, mask, alpha=1.0, eps=0.0)
+    assert new[4:].tolist() == [1.0, 0.5, 0.0, 1.0] and float(largest) == 1.0
 
 
 def test_weights_by_hand(variant):
@@ -198,7 +212,7 @@ def test_without_errors_priorities_draw_as_uniform_indices_do():
 
 def test_no_rows_change_no_priority():
     tree, index = tree_set(tree_init(4), torch.tensor([1]), ONE[None]), torch.tensor([], dtype=torch.int64)
-    new, largest = replay_set_priority(tree, 2.0 * ONE, index, index.float(), alpha=0.5, eps=1.0)
+    new, largest = replay_set_priority(tree, 2.0 * ONE, index, index.float(), index > 0, alpha=0.5, eps=1.0)
     assert torch.equal(new, tree) and float(largest) == 2.0
     assert len(importance_weights(replay_prioritized_index(tree, index)[1], beta=0.5)) == 0
 
@@ -219,7 +233,11 @@ def test_bad_arguments_are_named():
         replay_add_priority(replay, tree_init(12), ONE, steps=0, n=1, stack=1)
     with message("n is 0, expected at least 1"):
         replay_add_priority(replay, tree_init(12), ONE, steps=1, n=0, stack=1)
-    with message("keys has shape [2, 1], expected [B]"):
-        replay_prioritized_index(tree_init(4), index.unsqueeze(1))
+    with message("keys has shape [], expected [*, B]"):
+        replay_prioritized_index(tree_init(4), index[0])
     with message("td_error has shape [1], expected [2], the shape of index"):
-        replay_set_priority(tree_init(4), ONE, index, error[:1], alpha=0.5, eps=0.1)
+        replay_set_priority(tree_init(4), ONE, index, error[:1], error > 0, alpha=0.5, eps=0.1)
+    with message("mask has shape [1], expected [2], the shape of index"):
+        replay_set_priority(tree_init(4), ONE, index, error, error[:1] > 0, alpha=0.5, eps=0.1)
+    with message("mask has dtype float32, expected bool"):
+        replay_set_priority(tree_init(4), ONE, index, error, error, alpha=0.5, eps=0.1)

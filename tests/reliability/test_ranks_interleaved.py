@@ -11,7 +11,7 @@ from ranks import PATIENCE_S, ROOT, ended, launched
 from safetensors.torch import load_file
 from support.replay_agent import CAPACITY, T, replaying
 
-from ecrl.config import Config
+from ecrl.config import Config, config_from_dict
 
 N = 2
 """Environments of each rank."""
@@ -91,6 +91,24 @@ def test_two_ranks_learn_the_same_and_each_turn_has_the_steps_of_all_environment
     for end in ends:
         expected = torch.full((N,), 1.0 - 0.9 * before / 200)
         torch.testing.assert_close(end["environment/exploration/epsilon"], expected)
+
+
+@pytest.mark.slow
+def test_two_ranks_draw_by_priorities_of_their_own(tmp_path):
+    net = {"type": "mlp", "network_cfg": {"hidden_sizes": [8], "activation": "tanh"}}
+    cfg = {"capacity": 40, "batch_size": 8, "learning_starts": 0, "prioritized": {}, "gradient_steps": 2}
+    sizes = {"num_envs": N, "buffer_size": 4, "iterations": 8, "compile": "off", "distributed": True}
+    parts = {"env": {"name": "cartpole"}, "policy": {"name": "q_network", "critic": net}}
+    algorithm = {"name": "dqn", "cfg": cfg}
+    first, second = trained(
+        tmp_path, config_from_dict({"trainer": {**sizes, "enable_eval": False}, **parts, "algorithm": algorithm})
+    )
+    equal = of_kind(first, "learned", "statistics", "counter", "log")
+    assert float(equal["statistics/replay/largest"]) != 1.0
+    assert all(torch.equal(x, second[name]) for name, x in equal.items())
+    assert not torch.equal(first["buffer/replay/tree"], second["buffer/replay/tree"])
+    leaves = torch.cat([end["buffer/replay/tree"][64:] for end in (first, second)])
+    assert leaves.max() <= equal["statistics/replay/largest"]
 
 
 @pytest.mark.long

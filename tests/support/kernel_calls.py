@@ -292,7 +292,10 @@ CALLS: dict[str, Any] = {
     "replay_stack": lambda s: ((replay(s), drawn(s)), hyper(s, "gamma", n=3, stack=2)),
     "replay_add_priority": lambda s: ((replay(s), tree(s), scalar(s).double()), {"steps": 6, "n": 3, "stack": 2}),
     "replay_prioritized_index": lambda s: ((tree(s), torch.arange(7) + s), {}),
-    "replay_set_priority": lambda s: ((tree(s), scalar(s).double(), *priorities(s)), hyper(s, "alpha", "eps")),
+    "replay_set_priority": lambda s: (
+        (tree(s), scalar(s).double(), *priorities(s), priorities(s)[1] > 0.3),
+        hyper(s, "alpha", "eps"),
+    ),
     "importance_weights": lambda s: ((floats(s, N).exp(),), hyper(s, "beta")),
     "tree_find": lambda s: ((tree(s), floats(s, 7).sigmoid().double() * tree(s)[1]), {}),
     "tree_set": lambda s: ((tree(s), *priorities(s)), {}),
