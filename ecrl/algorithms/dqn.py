@@ -1,13 +1,15 @@
 """Deep Q-learning from a replay buffer.
 
-Double DQN and n-step targets are settings of the algorithm. Dueling networks and distributions (C51 and QR-DQN) are
-settings of the policy `q_network`.
+Double DQN and n-step targets are settings of the algorithm. Dueling networks, distributions (C51 and QR-DQN) and noisy
+networks are settings of the policy `q_network`.
 
 Source: Mnih et al. 2015, "Human-level control through deep reinforcement learning"; van Hasselt et al. 2016,
-arXiv:1509.06461 (double); Bellemare et al. 2017, arXiv:1707.06887 (C51); Dabney et al. 2017, arXiv:1710.10044 (QR-DQN).
+arXiv:1509.06461 (double); Bellemare et al. 2017, arXiv:1707.06887 (C51); Dabney et al. 2017, arXiv:1710.10044 (QR-DQN);
+Fortunato et al. 2018, arXiv:1706.10295 (noisy networks).
 """
 
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -25,6 +27,7 @@ from ecrl.algorithms.replay_learning import (
     Sampling,
     check_steps,
     gradient_steps,
+    noise_keys,
     phase,
     sample,
     sampling_choices,
@@ -108,24 +111,25 @@ def with_epsilon(state: TensorDict) -> TensorDict:
     return replaced(state, {"exploration": replaced(cast(TensorDict, state["exploration"]), {"epsilon": every})})
 
 
-def next_values(run: Run, params: TensorDict, obs: Any) -> Tensor:
+def next_values(run: Run, params: TensorDict, obs: Any, noise: Any) -> Tensor:
     """Return the values `[B, A]` that choose the next action. Actions that the mask excludes have the value -inf."""
-    values = run.policy.q_mean(cast(Any, run.policy.q)(params, obs, None, None)[0])
+    values = run.policy.q_mean(cast(Any, run.policy.q)(params, obs, None, noise)[0])
     if isinstance(obs, TensorDict) and "action_mask" in obs:
         values = values.masked_fill(~obs["action_mask"], -torch.inf)
     return values
 
 
-def target(run: Run, state: TensorDict, batch: TensorDict) -> Tensor:
-    """Return the target of each transition: values `[B]`, or distributions `[B, K]`.
+def target(run: Run, state: TensorDict, batch: TensorDict, slow_noise: Any, online_noise: Any) -> Tensor:
+    """Return the target of each transition: values `[B]`, or distributions `[B, K]`. Each network has its own noise.
 
     a*     = argmax_a(Q(next_obs, a))             with the online network if `double`, else the target network
     target = reward + discount * Q_target(next_obs, a*)
     """
     fixed, policy = fixed_params(state), run.policy
     online, slow = (acting_params(cast(TensorDict, state[name]), fixed) for name in ("params", "target_params"))
-    next_q = cast(Any, policy.q)(slow, batch["next_obs"], None, None)[0]
-    selector = next_values(run, online if run.algorithm.choices.double else slow, batch["next_obs"])
+    next_q = cast(Any, policy.q)(slow, batch["next_obs"], None, slow_noise)[0]
+    chooser = (online, online_noise) if run.algorithm.choices.double else (slow, slow_noise)
+    selector = next_values(run, chooser[0], batch["next_obs"], chooser[1])
     reward, terminated, gamma = batch["reward"], batch["terminated"], batch["discount"]
     if policy.distribution is None:
         return double_q_target(reward, next_q, selector, terminated, gamma=gamma)
@@ -135,10 +139,12 @@ def target(run: Run, state: TensorDict, batch: TensorDict) -> Tensor:
     return categorical_q_target(reward, next_q, selector, terminated, support, gamma=gamma)
 
 
-def loss(run: Run, params: TensorDict, batch: TensorDict, target: Tensor, hyper: TensorDict) -> tuple[Tensor, Logs]:
+def loss(
+    run: Run, params: TensorDict, batch: TensorDict, target: Tensor, noise: Any, hyper: TensorDict
+) -> tuple[Tensor, Logs]:
     """Return the loss between the values, or distributions, of the taken actions and their targets."""
     policy, mask, weight = run.policy, batch["mask"], torch.ones_like(batch["reward"])
-    q = cast(Any, policy.q)(params, batch["obs"], batch["action"], None)
+    q = cast(Any, policy.q)(params, batch["obs"], batch["action"], noise)
     if policy.distribution is None:
         return td_loss(q, target, weight, mask, delta=hyper["huber_delta"])
     q_value = masked_mean(policy.q_mean(q[0].detach()), mask)
@@ -151,9 +157,11 @@ def loss(run: Run, params: TensorDict, batch: TensorDict, target: Tensor, hyper:
 
 
 def step(run: Run, state: TensorDict, minibatch: TensorDict, count: Tensor) -> tuple[TensorDict, Logs]:
-    """Take one gradient step towards the targets."""
-    wanted = target(run, state, minibatch)
-    return gradient_step(run, state, run.algorithm.choices.group, loss, minibatch, wanted, state["hyper"])
+    """Take one gradient step towards the targets. All transitions share the noise of a noisy network."""
+    draws = run.policy.draw(noise_keys(state, 3, count))
+    noise, *next_noise = (mapped(itemgetter(i), draws, batch=lambda size: size[1:]) for i in range(3))
+    wanted = target(run, state, minibatch, *next_noise)
+    return gradient_step(run, state, run.algorithm.choices.group, loss, minibatch, wanted, noise, state["hyper"])
 
 
 def update(run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:

@@ -23,7 +23,6 @@ from ecrl.algorithms.continuous_actions import (
     critic_settings,
     is_due,
     merged_logs,
-    noise_keys,
     with_random_start,
     with_targets,
 )
@@ -31,7 +30,15 @@ from ecrl.algorithms.core import LEARNER_KINDS, Algorithm, Run, learn
 from ecrl.algorithms.gradient_step import each_minibatch, gradient_step
 from ecrl.algorithms.interleaved import REPLAY_KINDS, interleaved, new_replay, store, take_steps
 from ecrl.algorithms.optimizer import Group, GroupSettings, groups_of, learning_state
-from ecrl.algorithms.replay_learning import Sampling, check_steps, gradient_steps, phase, sample, sampling_choices
+from ecrl.algorithms.replay_learning import (
+    Sampling,
+    check_steps,
+    gradient_steps,
+    noise_keys,
+    phase,
+    sample,
+    sampling_choices,
+)
 from ecrl.algorithms.state_kinds import Kind
 from ecrl.config.model import Count, Positive
 from ecrl.kernels import Replay
