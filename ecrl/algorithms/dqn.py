@@ -85,7 +85,8 @@ class Choices(NamedTuple):
 
 def init(cfg: DQNConfig, run: Run, key: Tensor) -> dict[str, Any]:
     """Return parameters, optimiser state, hyperparameters, target network, exploration and an empty replay buffer."""
-    if run.policy.q is None or not isinstance(run.env.action_space, Discrete):
+    policy = run.policy
+    if policy.q is None or policy.evaluate is not None or not isinstance(run.env.action_space, Discrete):
         needed = "a policy with a Q-function for Discrete actions, such as q_network"
         raise ConfigError(f"policy.name: dqn needs {needed}; the actions here are {run.env.action_space}")
     check_steps(run, cfg)
