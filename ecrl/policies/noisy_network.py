@@ -41,6 +41,9 @@ class _NoisyLinear(nn.Module):
     `noise_in` and `noise_out` are None without noise. Otherwise the caller passes them like weights.
     """
 
+    noise_in: Tensor | None
+    noise_out: Tensor | None
+
     def __init__(self, linear: nn.Linear, std: float):
         super().__init__()
         outputs, inputs = linear.weight.shape

@@ -11,7 +11,7 @@ value of an observation and an action. The networks work with actions that are s
 from collections.abc import Callable
 from functools import partial
 from math import log, sqrt
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from pydantic import Field
@@ -82,7 +82,7 @@ def _critic_inputs(space: Space, actions: int) -> Dict:
 
 
 def _init(actor: Pure, critic: Pure, num_critics: int, key: Tensor) -> TensorDict:
-    """Return the weights of the actor and, with a first axis `[C]`, those of the critics."""
+    """Return the weights of the actor and of the critics. The weights of the critics have a first axis `[C]`."""
     with seeded(key):
         actor_weights = actor.init()
     weights = []
@@ -264,7 +264,7 @@ def categorical_actor_critic(cfg: TwinCriticConfig, observation_space: Space, ac
     def explore(
         params: TensorDict, exploration: TensorDict, out: TensorDict, noise: Tensor
     ) -> tuple[TensorDict, TensorDict]:
-        logits = out["logits"]
+        logits = cast(Tensor, out["logits"])
         uniform = logits.masked_fill(logits > torch.finfo(logits.dtype).min, 0.0)
         logits = torch.where(exploration["random"].unsqueeze(-1), uniform, logits)
         action = k.categorical_sample(logits, noise)

@@ -96,7 +96,7 @@ def test_a_gradient_step_equals_the_equations_of_the_paper(learns, num_critics):
 
 
 def test_the_default_target_entropy_is_a_share_of_the_largest_entropy():
-    close(init_state(small())["hyper", "target_entropy"], 0.89 * log(2.0))
+    close(init_state(small())["hyper", "target_entropy"], 0.5 * log(2.0))
     assert float(init_state(small(**{"algorithm.cfg.target_entropy": 0.25}))["hyper", "target_entropy"]) == 0.25
 
 
