@@ -48,10 +48,8 @@ class _NoisyLinear(nn.Module):
         super().__init__()
         outputs, inputs = linear.weight.shape
         scale = std / sqrt(inputs)
-        self.weight, self.bias = (
-            linear.weight,
-            nn.Parameter(torch.zeros(outputs)) if linear.bias is None else linear.bias,
-        )
+        self.weight = linear.weight
+        self.bias = nn.Parameter(torch.zeros(outputs)) if linear.bias is None else linear.bias
         self.weight_std = nn.Parameter(torch.full((outputs, inputs), scale))
         self.bias_std = nn.Parameter(torch.full((outputs,), scale))
         self.register_buffer("noise_in", None)
