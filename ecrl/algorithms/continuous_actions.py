@@ -12,7 +12,6 @@ from pydantic import Field
 from tensordict import TensorDict
 from torch import Tensor
 
-from ecrl import distributed, rng
 from ecrl.algorithms.core import SKIPPED_STEPS, Run
 from ecrl.algorithms.optimizer import GroupSettings
 from ecrl.algorithms.replay_learning import ReplayConfig
@@ -67,16 +66,6 @@ def with_random_start(run: Run, state: TensorDict) -> TensorDict:
     exploration = cast(TensorDict, state["exploration"])
     is_random = torch.full_like(exploration["random"], run.static.phase == "collect")
     return replaced(state, {"exploration": replaced(exploration, {"random": is_random})})
-
-
-def noise_keys(state: TensorDict, size: int, count: Tensor) -> Tensor:
-    """Return the keys `[size]` of the noise in a gradient step.
-
-    The keys depend on the key of the run, the rank and `count`, which differs for each gradient step of the run.
-    """
-    index = torch.arange(size, device=state["key"].device) + distributed.rank() * size
-    # `sample_keys` draws from keys with steps < 0. `fold_in` derives other keys from them.
-    return rng.fold_in(rng.stream(state["key"], rng.UPDATE, index, -1 - count), 1)
 
 
 def critic_loss(run: Run, params: TensorDict, batch: TensorDict, target: Tensor) -> tuple[Tensor, Logs]:

@@ -1,14 +1,16 @@
 """Deep Q-learning from a replay buffer.
 
-Double DQN, n-step targets and prioritised replay are settings of the algorithm. Dueling networks and distributions (C51
-and QR-DQN) are settings of the policy `q_network`.
+Double DQN, n-step targets and prioritised replay are settings of the algorithm. Dueling networks, distributions (C51
+and QR-DQN) and noisy networks are settings of the policy `q_network`. All of them together are Rainbow.
 
 Source: Mnih et al. 2015, "Human-level control through deep reinforcement learning"; van Hasselt et al. 2016,
 arXiv:1509.06461 (double); Schaul et al. 2016, arXiv:1511.05952 (prioritised replay); Bellemare et al. 2017,
-arXiv:1707.06887 (C51); Dabney et al. 2017, arXiv:1710.10044 (QR-DQN).
+arXiv:1707.06887 (C51); Dabney et al. 2017, arXiv:1710.10044 (QR-DQN); Fortunato et al. 2018, arXiv:1706.10295 (noisy
+networks); Hessel et al. 2018, arXiv:1710.02298 (Rainbow).
 """
 
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -35,6 +37,7 @@ from ecrl.algorithms.replay_learning import (
     Sampling,
     check_steps,
     gradient_steps,
+    noise_keys,
     phase,
     sample,
     sampling_choices,
@@ -97,7 +100,8 @@ class Choices(NamedTuple):
 
 def init(cfg: DQNConfig, run: Run, key: Tensor) -> dict[str, Any]:
     """Return parameters, optimiser state, hyperparameters, target network, exploration and an empty replay buffer."""
-    if run.policy.q is None or not isinstance(run.env.action_space, Discrete):
+    policy = run.policy
+    if policy.q is None or policy.evaluate is not None or not isinstance(run.env.action_space, Discrete):
         needed = "a policy with a Q-function for Discrete actions, such as q_network"
         raise ConfigError(f"policy.name: dqn needs {needed}; the actions here are {run.env.action_space}")
     check_steps(run, cfg)
@@ -126,24 +130,25 @@ def with_epsilon(state: TensorDict) -> TensorDict:
     return replaced(state, {"exploration": replaced(cast(TensorDict, state["exploration"]), {"epsilon": every})})
 
 
-def next_values(run: Run, params: TensorDict, obs: Any) -> Tensor:
+def next_values(run: Run, params: TensorDict, obs: Any, noise: Any) -> Tensor:
     """Return the values `[B, A]` that choose the next action. Actions that the mask excludes have the value -inf."""
-    values = run.policy.q_mean(cast(Any, run.policy.q)(params, obs, None, None)[0])
+    values = run.policy.q_mean(cast(Any, run.policy.q)(params, obs, None, noise)[0])
     if isinstance(obs, TensorDict) and "action_mask" in obs:
         values = values.masked_fill(~obs["action_mask"], -torch.inf)
     return values
 
 
-def target(run: Run, state: TensorDict, batch: TensorDict) -> Tensor:
-    """Return the target of each transition: values `[B]`, or distributions `[B, K]`.
+def target(run: Run, state: TensorDict, batch: TensorDict, slow_noise: Any, online_noise: Any) -> Tensor:
+    """Return the target of each transition: values `[B]`, or distributions `[B, K]`. Each network has its own noise.
 
     a*     = argmax_a(Q(next_obs, a))             with the online network if `double`, else the target network
     target = reward + discount * Q_target(next_obs, a*)
     """
     fixed, policy = fixed_params(state), run.policy
     online, slow = (acting_params(cast(TensorDict, state[name]), fixed) for name in ("params", "target_params"))
-    next_q = cast(Any, policy.q)(slow, batch["next_obs"], None, None)[0]
-    selector = next_values(run, online if run.algorithm.choices.double else slow, batch["next_obs"])
+    next_q = cast(Any, policy.q)(slow, batch["next_obs"], None, slow_noise)[0]
+    chooser = (online, online_noise) if run.algorithm.choices.double else (slow, slow_noise)
+    selector = next_values(run, chooser[0], batch["next_obs"], chooser[1])
     reward, terminated, gamma = batch["reward"], batch["terminated"], batch["discount"]
     if policy.distribution is None:
         return double_q_target(reward, next_q, selector, terminated, gamma=gamma)
@@ -153,7 +158,9 @@ def target(run: Run, state: TensorDict, batch: TensorDict) -> Tensor:
     return categorical_q_target(reward, next_q, selector, terminated, support, gamma=gamma)
 
 
-def loss(run: Run, params: TensorDict, batch: TensorDict, target: Tensor, hyper: TensorDict) -> tuple[Tensor, Logs]:
+def loss(
+    run: Run, params: TensorDict, batch: TensorDict, target: Tensor, noise: Any, hyper: TensorDict
+) -> tuple[Tensor, Logs]:
     """Return the loss between the values, or distributions, of the taken actions and their targets.
 
     With prioritised replay, `row_error` in the logs has the error of each transition, `[B]`: the distance between the
@@ -161,7 +168,7 @@ def loss(run: Run, params: TensorDict, batch: TensorDict, target: Tensor, hyper:
     """
     policy, mask, ones = run.policy, batch["mask"], torch.ones_like(batch["reward"])
     weight = batch.get("weight", ones).to(ones.dtype)
-    q = cast(Any, policy.q)(params, batch["obs"], batch["action"], None)
+    q = cast(Any, policy.q)(params, batch["obs"], batch["action"], noise)
     kind = "values" if policy.distribution is None else policy.distribution.name
     mean = policy.q_mean(q[0].detach())
     if kind == "values":
@@ -180,9 +187,11 @@ def loss(run: Run, params: TensorDict, batch: TensorDict, target: Tensor, hyper:
 
 
 def step(run: Run, state: TensorDict, minibatch: TensorDict, count: Tensor) -> tuple[TensorDict, Logs]:
-    """Take one gradient step towards the targets."""
-    wanted = target(run, state, minibatch)
-    return gradient_step(run, state, run.algorithm.choices.group, loss, minibatch, wanted, state["hyper"])
+    """Take one gradient step towards the targets. All transitions share the noise of a noisy network."""
+    draws = run.policy.draw(noise_keys(state, 3, count))
+    noise, *next_noise = (mapped(itemgetter(i), draws, batch=lambda size: size[1:]) for i in range(3))
+    wanted = target(run, state, minibatch, *next_noise)
+    return gradient_step(run, state, run.algorithm.choices.group, loss, minibatch, wanted, noise, state["hyper"])
 
 
 def update(run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:

@@ -60,11 +60,12 @@ def with_tree(replay: TensorDict, cfg: ReplayConfig) -> TensorDict:
 
     Raises: ConfigError if the buffer is too short, or if the tree does not fit in memory.
     """
-    (steps, num_envs), device = replay["steps"].shape, replay["cursor"].device
+    (steps, num_envs), device = replay["steps"].shape, cast(Tensor, replay["cursor"]).device
     if steps < (least := cfg.train_freq + cfg.n_step + 1):
         raise ConfigError(
-            f"algorithm.cfg.capacity: {cfg.capacity:,} has room for {steps:,} steps of each environment, but prioritized "
-            f"replay with train_freq {cfg.train_freq} and n_step {cfg.n_step} needs {least:,}; make it larger"
+            f"algorithm.cfg.capacity: {cfg.capacity:,} has room for {steps:,} steps of each environment, but "
+            f"prioritized replay with train_freq {cfg.train_freq} and n_step {cfg.n_step} "
+            f"needs {least:,}; make it larger"
         )
     check_room(32 * steps * num_envs, device, f"the sum tree of the replay buffer: {steps * num_envs:,} steps")
     tree = tree_init(steps * num_envs, device)

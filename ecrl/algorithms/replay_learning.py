@@ -1,10 +1,13 @@
-"""Settings that algorithms with a replay buffer share, and the functions that draw a minibatch."""
+"""Settings that algorithms with a replay buffer share, and the functions that draw a minibatch and its noise."""
 
 from typing import NamedTuple
 
+import torch
 from pydantic import Field, model_validator
 from tensordict import TensorDict
+from torch import Tensor
 
+from ecrl import distributed, rng
 from ecrl.algorithms.core import Run, Static
 from ecrl.algorithms.interleaved import sample_keys
 from ecrl.algorithms.optimizer_config import LearningConfig
@@ -63,6 +66,16 @@ def check_steps(run: Run, cfg: ReplayConfig) -> None:
             f"algorithm.cfg.capacity: {cfg.capacity:,} has room for {steps:,} steps of each environment, but a "
             f"transition of n_step {cfg.n_step} needs {cfg.n_step + 1}; make it larger"
         )
+
+
+def noise_keys(state: TensorDict, size: int, count: Tensor) -> Tensor:
+    """Return the keys `[size]` of the noise in a gradient step.
+
+    The keys depend on the key of the run, the rank and `count`, which differs for each gradient step of the run.
+    """
+    index = torch.arange(size, device=state["key"].device) + distributed.rank() * size
+    # `sample_keys` draws from keys with steps < 0. `fold_in` derives other keys from them.
+    return rng.fold_in(rng.stream(state["key"], rng.UPDATE, index, -1 - count), 1)
 
 
 def phase(cfg: ReplayConfig, sample_step: int) -> str:

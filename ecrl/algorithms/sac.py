@@ -1,6 +1,9 @@
 """Soft actor-critic, which maximises the reward plus the entropy of the policy.
 
-Source: Haarnoja et al. 2018, arXiv:1812.05905, algorithm 1.
+Actions are in a Box with finite bounds, or Discrete. For Box actions, the targets and the actor's loss use an action
+that the policy draws. For Discrete actions, they use the expectation over all actions.
+
+Source: Haarnoja et al. 2018, arXiv:1812.05905, algorithm 1; Christodoulou 2019, arXiv:1910.07207 (Discrete actions).
 """
 
 from functools import partial
@@ -23,7 +26,6 @@ from ecrl.algorithms.continuous_actions import (
     critic_settings,
     is_due,
     merged_logs,
-    noise_keys,
     with_random_start,
     with_targets,
 )
@@ -31,14 +33,31 @@ from ecrl.algorithms.core import LEARNER_KINDS, Algorithm, Run, learn
 from ecrl.algorithms.gradient_step import each_minibatch, gradient_step
 from ecrl.algorithms.interleaved import REPLAY_KINDS, interleaved, new_replay, store, take_steps
 from ecrl.algorithms.optimizer import Group, GroupSettings, groups_of, learning_state
-from ecrl.algorithms.replay_learning import Sampling, check_steps, gradient_steps, phase, sample, sampling_choices
+from ecrl.algorithms.replay_learning import (
+    Sampling,
+    check_steps,
+    gradient_steps,
+    noise_keys,
+    phase,
+    sample,
+    sampling_choices,
+)
 from ecrl.algorithms.state_kinds import Kind
 from ecrl.config.model import Count, Positive
+from ecrl.errors import ConfigError
 from ecrl.kernels import Replay
 from ecrl.policies import acting_params, fixed_params
 from ecrl.registry import register_algorithm
-from ecrl.spaces import flat_dim
+from ecrl.spaces import Discrete, Space, flat_dim
 from ecrl.types import Logs
+
+ENTROPY_SHARE = 0.5
+"""Default of `target_entropy` for A Discrete actions, as a share of log(A), the entropy of uniformly random actions.
+
+Christodoulou 2019 has 0.98, and CleanRL has 0.89. In some tasks, the policy cannot reach such an entropy. The
+temperature then grows without bound, and the values grow with it. In a run on CartPole, a share of 0.89 led to a
+temperature above 100,000 in 50,000 steps. With a share of 0.5, the temperature stayed below 1.
+"""
 
 
 class SACConfig(ActorCriticConfig):
@@ -52,7 +71,9 @@ class SACConfig(ActorCriticConfig):
         default=None, description="step size of the log temperature, before the schedule; that of the actor if absent"
     )
     target_entropy: float | None = Field(
-        default=None, description="entropy for a learnt temperature, in nats; -1 per action dimension if absent"
+        default=None,
+        description="entropy for a learnt temperature, in nats; "
+        f"-1 per dimension of Box actions or {ENTROPY_SHARE} * log(A) for A Discrete actions if absent",
     )
     policy_delay: Count = Field(default=1, description="gradient steps of the critics per gradient step of the actor")
 
@@ -88,19 +109,39 @@ def group_settings(cfg: SACConfig) -> dict[str, GroupSettings]:
     return critic_settings(cfg) | own
 
 
+def check_actions(run: Run) -> None:
+    """Raise ConfigError unless the policy has what soft actor-critic needs for the actions of the environment."""
+    policy, space = run.policy, run.env.action_space
+    if not isinstance(space, Discrete):
+        check_policy(run, "sac", needs_log_prob=True)
+    elif policy.q is None or policy.evaluate is None:
+        needed = "a stochastic policy with a Q-function for Discrete actions, such as categorical_actor_critic"
+        raise ConfigError(f"policy.name: sac needs {needed}; the actions of this environment are {space}")
+
+
+def default_entropy(space: Space) -> float:
+    """Return the default of `target_entropy` for an action space, in nats.
+
+    >>> from ecrl.spaces import box
+    >>> default_entropy(box(-1.0, 1.0, 3)), round(default_entropy(Discrete(2)), 4)
+    (-3.0, 0.3466)
+    """
+    return ENTROPY_SHARE * log(space.n) if isinstance(space, Discrete) else -float(flat_dim(space))
+
+
 def init(cfg: SACConfig, run: Run, key: Tensor) -> dict[str, Any]:
     """Return parameters, optimiser states, hyperparameters, target critics, exploration and an empty replay buffer.
 
     A learnt temperature is the parameter `log_temperature`. A fixed temperature is a hyperparameter.
     """
-    check_policy(run, "sac", needs_log_prob=True)
+    check_actions(run)
     check_steps(run, cfg)
     params, numbers = run.policy.init(rng.fold_in(key, rng.INIT)), {name: getattr(cfg, name) for name in SHARED_NUMBERS}
     targets = params.select("critic").clone()
     if cfg.learn_temperature:
         params = params.set("log_temperature", torch.tensor(log(cfg.temperature), device=key.device))
-        entropy = -float(flat_dim(run.env.action_space)) if cfg.target_entropy is None else cfg.target_entropy
-        numbers["target_entropy"] = entropy
+        default = default_entropy(run.env.action_space)
+        numbers["target_entropy"] = default if cfg.target_entropy is None else cfg.target_entropy
     else:
         numbers["temperature"] = cfg.temperature
     is_random = torch.ones(run.static.num_envs, dtype=torch.bool, device=key.device)
@@ -117,33 +158,50 @@ def temperature_of(state: TensorDict) -> Tensor:
     return params["log_temperature"].exp() if "log_temperature" in params else hyper["temperature"]
 
 
+def logits_of(run: Run, out: TensorDict) -> Tensor:
+    """Return the logits `[B, A]` in the output of `act`."""
+    if "logits" not in out:
+        fault = f"the act of policy {run.policy.name} returns no logits, only {', '.join(map(str, out.keys()))}"
+        raise ConfigError(f"policy.name: sac needs the logits of Discrete actions, but {fault}; return them")
+    return out["logits"]
+
+
 def target(run: Run, state: TensorDict, batch: TensorDict, noise: Any) -> Tensor:
     """Return the target of each transition, `[B]`. The current policy draws the next action.
 
     target = reward + discount * (min_c(Q_target_c(next_obs, next_action)) - temperature * log_prob(next_action))
+
+    For Discrete actions, the target is the mean over the next action, which the policy takes with the probability p:
+
+    target = reward + discount * sum_a(p(a) * (min_c(Q_target_c(next_obs, a)) - temperature * log(p(a))))
     """
-    fixed, obs = fixed_params(state), batch["next_obs"]
+    fixed, obs, q = fixed_params(state), batch["next_obs"], cast(Any, run.policy.q)
     params, slow = (acting_params(cast(TensorDict, state[name]), fixed) for name in ("params", "target_params"))
     out = run.policy.act(params, NO_CARRY, obs, noise)[1]
-    next_q = cast(Any, run.policy.q)(slow, obs, out["action"], None)
-    return k.soft_min_q_target(
-        batch["reward"],
-        next_q,
-        out["sample_log_prob"],
-        batch["terminated"],
-        gamma=batch["discount"],
-        temperature=temperature_of(state),
-    )
+    reward, terminated = batch["reward"], batch["terminated"]
+    numbers = {"gamma": batch["discount"], "temperature": temperature_of(state)}
+    if isinstance(run.env.action_space, Discrete):
+        return k.soft_q_target(reward, q(slow, obs, None, None), logits_of(run, out), terminated, **numbers)
+    next_q = q(slow, obs, out["action"], None)
+    return k.soft_min_q_target(reward, next_q, out["sample_log_prob"], terminated, **numbers)
 
 
 def actor_loss(run: Run, params: TensorDict, batch: TensorDict, noise: Any, temperature: Tensor) -> tuple[Tensor, Logs]:
     """Return the loss of the policy's actions.
 
     mean(temperature * log_prob(action) - min_c(Q_c(obs, action)))
+
+    For Discrete actions, the loss is the mean over the action, which the policy takes with the probability p:
+
+    mean(sum_a(p(a) * (temperature * log(p(a)) - min_c(Q_c(obs, a)))))
     """
-    out = run.policy.act(params, NO_CARRY, batch["obs"], noise)[1]
-    q = cast(Any, run.policy.q)(params, batch["obs"], out["action"], None)
-    return k.soft_actor_loss(out["sample_log_prob"], q, batch["mask"], temperature=temperature)
+    obs, q = batch["obs"], cast(Any, run.policy.q)
+    out = run.policy.act(params, NO_CARRY, obs, noise)[1]
+    if isinstance(run.env.action_space, Discrete):
+        logits, values = logits_of(run, out), q(params, obs, None, None)
+        return k.discrete_soft_actor_loss(logits, values, batch["mask"], temperature=temperature)
+    values = q(params, obs, out["action"], None)
+    return k.soft_actor_loss(out["sample_log_prob"], values, batch["mask"], temperature=temperature)
 
 
 def temperature_loss(
@@ -161,7 +219,7 @@ def step(run: Run, state: TensorDict, minibatch: TensorDict, count: Tensor) -> t
     """Take one gradient step of the critics, then of the actor and the temperature. Update the target critics.
 
     The actor and the temperature move every `policy_delay` gradient steps. The loss of the temperature has the entropy
-    of the actions in the actor's loss.
+    from the actor's loss.
     """
     choices, temperature = run.algorithm.choices, temperature_of(state)
     next_noise, noise = (run.policy.draw(keys) for keys in rng.split(noise_keys(state, len(minibatch), count)))
@@ -196,7 +254,12 @@ def turn(run: Run, state: TensorDict, noise: Any, replay: Replay) -> tuple[Tenso
 
 @register_algorithm("sac")
 def sac(cfg: SACConfig) -> Algorithm:
-    """Build the soft actor-critic algorithm."""
+    """Build the soft actor-critic algorithm, for Box actions with finite bounds and for Discrete actions.
+
+    For Discrete actions, the output of the policy's `act` must have the `logits` `[*B, A]`. If an action mask leaves
+    fewer than A actions, choose `target_entropy` yourself. The default may be above the largest possible entropy, and
+    a learnt temperature would then grow without bound.
+    """
     actor, critic, *temperature = groups(cfg)
     return Algorithm(
         choices=Choices(sampling_choices(cfg), actor, critic, next(iter(temperature), None), cfg.policy_delay),

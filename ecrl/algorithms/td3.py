@@ -21,7 +21,6 @@ from ecrl.algorithms.continuous_actions import (
     critic_settings,
     is_due,
     merged_logs,
-    noise_keys,
     with_targets,
 )
 from ecrl.algorithms.core import LEARNER_KINDS, Algorithm, Run, learn
@@ -29,7 +28,7 @@ from ecrl.algorithms.ddpg import GROUPS, DDPGConfig, actor_loss, init, with_expl
 from ecrl.algorithms.gradient_step import each_minibatch, gradient_step
 from ecrl.algorithms.interleaved import REPLAY_KINDS, interleaved, store, take_steps
 from ecrl.algorithms.optimizer import Group, groups_of
-from ecrl.algorithms.replay_learning import Sampling, gradient_steps, phase, sample, sampling_choices
+from ecrl.algorithms.replay_learning import Sampling, gradient_steps, noise_keys, phase, sample, sampling_choices
 from ecrl.algorithms.state_kinds import Kind
 from ecrl.config.model import Count, NonNegative
 from ecrl.kernels import Replay, min_q_target, smoothed_action

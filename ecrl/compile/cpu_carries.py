@@ -37,7 +37,7 @@ class _WriteCarriesInPlace(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         """Change each loop of a graph, and copy each carry that its loop now writes in place."""
         for loop in graph.find_nodes(op="call_function", target=scan_op):
-            body = cast(GraphModule, getattr(graph.owning_module, cast(Node, loop.args[0]).target))
+            body = cast(GraphModule, getattr(graph.owning_module, str(cast(Node, loop.args[0]).target)))
             carries = [*cast(list[Node], loop.args[1])]
             for number in _write_in_place(body, len(carries)):
                 with graph.inserting_before(loop):

@@ -19,11 +19,11 @@ A function is compiled in four steps:
 3. Rewrite the graph. On a CPU, faster operations replace small matrix products (`cpu_matmul.py`). Duplicate operations
    are merged (`trace.py`). On a GPU, the graph is split at its loops (`partition.py`).
 4. Generate code. On a CPU (`cpu.py`), inductor writes C++. This package makes the C++ code of random numbers
-   (`cpu_philox.py`) and loops (`cpu_loops.py`, `cpu_carries.py`) faster. This package also makes functions such as tanh more accurate
-   (`cpu_functions.py`), and shortens the compilation (`cpu_codegen.py`, `cpu_builds.py`). On a GPU (`cuda_graph.py`),
-   inductor writes Triton kernels, and one CUDA graph captures the whole function. On both devices, this package has
-   faster code for returns and advantages (`reverse_scan.py`, `reverse_triton.py`). Compiled code is stored on disk for
-   the next process (`cache.py`).
+   (`cpu_philox.py`) and loops (`cpu_loops.py`) faster, and updates large carries of loops in place (`cpu_carries.py`).
+   This package also makes functions such as tanh more accurate (`cpu_functions.py`), and shortens the compilation
+   (`cpu_codegen.py`, `cpu_builds.py`). On a GPU (`cuda_graph.py`), inductor writes Triton kernels, and one CUDA graph
+   captures the whole function. On both devices, this package has faster code for returns and advantages
+   (`reverse_scan.py`, `reverse_triton.py`). Compiled code is stored on disk for the next process (`cache.py`).
 
 A compiled function must be pure: its results may depend only on its arguments, the default dtype and the autocast
 state.

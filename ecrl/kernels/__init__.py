@@ -32,6 +32,7 @@ from ecrl.kernels.exploration import (
     gaussian_action,
     held_noise,
     noise_scales,
+    noisy_linear,
     ou_noise,
 )
 from ecrl.kernels.groups import first_episode_mask, group_advantages, grpo_advantages
@@ -217,6 +218,7 @@ __all__ = [
     "munchausen_target",
     "n_step_returns",
     "noise_scales",
+    "noisy_linear",
     "normal_entropy",
     "normal_kl",
     "normal_log_prob",

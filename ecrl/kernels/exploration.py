@@ -1,4 +1,4 @@
-"""Exploration by random actions, and by noise that is added to actions.
+"""Exploration by random actions, and by noise that is added to actions or to weights.
 
 The kernels take random numbers as an argument. Draw the random numbers with `ecrl.rng` and one key per environment, so
 that environments explore independently. If noise depends on earlier steps, the kernel takes the state of the noise as
@@ -9,6 +9,7 @@ half precision.
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ecrl.kernels.categorical import categorical_sample
@@ -209,3 +210,57 @@ def noise_scales(scale: Tensor, uniform: Tensor, renewed: Tensor, *, low: Scalar
     low, high = scalars(low=low, high=high)
     dtype, (scale, uniform) = common_dtype(scale, uniform), widened(scale, uniform)
     return torch.where(renewed, low + (high - low) * uniform, scale).to(dtype)
+
+
+def _signed_root(x: Tensor) -> Tensor:
+    """Return `sign(x) * sqrt(|x|)`, without a gradient, because the gradient of the root is infinite at 0."""
+    return x.detach().sign() * x.detach().abs().sqrt()
+
+
+def noisy_linear(
+    x: Tensor, weight: Tensor, bias: Tensor, weight_std: Tensor, bias_std: Tensor, noise_in: Tensor, noise_out: Tensor
+) -> Tensor:
+    """Apply a linear layer whose weights and biases have factorised Gaussian noise, as in noisy networks.
+
+        f(e)   = sign(e) * sqrt(|e|)
+        w[o,i] = weight[o,i] + weight_std[o,i] * f(noise_out[o]) * f(noise_in[i])
+        b[o]   = bias[o] + bias_std[o] * f(noise_out[o])
+        y[o]   = sum_i(w[o,i] * x[i]) + b[o]
+
+    Each layer needs I + O numbers of noise for its I * O weights. The noisy weights are not stored. The function
+    computes the same result with two matrix products, so each row may have its own noise:
+
+        y = weight x + bias + f(noise_out) * (weight_std (f(noise_in) * x) + bias_std)
+
+    Args:
+        x: `[*B, I]` float, inputs of the layer.
+        weight: `[O, I]` float, means of the weights.
+        bias: `[O]` float, means of the biases.
+        weight_std: `[O, I]` float, scales of the noise of the weights, learnt like the means; `sigma` in the paper.
+        bias_std: `[O]` float, scales of the noise of the biases.
+        noise_in: standard normal noise, float `[I]` for all rows, or `[*B, I]` with the noise of each row.
+        noise_out: standard normal noise, float `[O]` for all rows, or `[*B, O]` with the noise of each row.
+
+    Returns: `[*B, O]`.
+    Gradient: flows through all arguments except the noise.
+    Raises: ValueError naming the argument whose shape does not match.
+    Source: Fortunato et al. 2018, arXiv:1706.10295, eq. 9 to 11.
+
+    >>> one = torch.ones(1, 1)
+    >>> noisy_linear(3.0 * one, one, one[0], 0.5 * one, 0.1 * one[0], torch.tensor([4.0]), torch.tensor([-1.0]))
+    tensor([[0.9000]])
+    """
+    check_axes(bias, after="I", weight=weight)
+    same_shape(bias=bias, bias_std=bias_std)
+    same_shape(weight=weight, weight_std=weight_std)
+    outputs, inputs = weight.shape
+    if x.shape[-1:] != (inputs,):
+        raise ValueError(f"x has shape {list(x.shape)}, expected [*B, {inputs}]")
+    for name, noise, size in (("noise_in", noise_in, inputs), ("noise_out", noise_out, outputs)):
+        if noise.shape not in ((size,), (*x.shape[:-1], size)):
+            expected = f"[{size}] or {[*x.shape[:-1], size]}"
+            raise ValueError(f"{name} has shape {list(noise.shape)}, expected {expected}")
+    tensors = x, weight, bias, weight_std, bias_std, noise_in, noise_out
+    dtype, (x, weight, bias, weight_std, bias_std, noise_in, noise_out) = common_dtype(*tensors), widened(*tensors)
+    noise = F.linear(x * _signed_root(noise_in), weight_std, bias_std)
+    return (F.linear(x, weight, bias) + _signed_root(noise_out) * noise).to(dtype)

@@ -330,7 +330,8 @@ def _check_gradients(policy: Policy, action_space: Space, params: TensorDict, re
             values = policy.value(whole, carry, steps["obs"]) if is_step else policy.value(whole, carry, steps, None)[0]
             total = total + values.square().sum()
         if policy.q is not None:
-            total = total + policy.q(whole, steps["obs"], steps["action"], None).square().sum()
+            for noise in (None, record.noise):
+                total = total + policy.q(whole, steps["obs"], steps["action"], noise).square().sum()
             if isinstance(action_space, Box):
                 total = total + _values_of_actions(policy, whole, record)
         if not total.requires_grad:

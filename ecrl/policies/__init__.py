@@ -10,7 +10,12 @@ from ecrl.policies.module import module_policy
 from ecrl.policies.networks import NetworkConfig, make_network
 from ecrl.policies.observation_norm import normalized
 from ecrl.policies.q_network import QNetworkConfig, q_network
-from ecrl.policies.twin_critic import TwinCriticConfig, deterministic_actor_critic, squashed_actor_critic
+from ecrl.policies.twin_critic import (
+    TwinCriticConfig,
+    categorical_actor_critic,
+    deterministic_actor_critic,
+    squashed_actor_critic,
+)
 from ecrl.registry import lookup
 from ecrl.spaces import Space
 
@@ -26,6 +31,7 @@ __all__ = [
     "actor_critic",
     "actor_only",
     "build_mlp",
+    "categorical_actor_critic",
     "deterministic_actor_critic",
     "fixed_params",
     "flatten",

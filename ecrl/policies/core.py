@@ -103,8 +103,9 @@ class Policy:
             episode ends. Fields that `init_exploration` does not return, such as epsilon, do not restart.
         q: (params, obs, action, noise) -> Q `[critics, *B]`, the values of actions. For Discrete actions, `action` may
             be None, and the result then has the values of all actions, `[critics, *B, actions]`. If `distribution` is
-            not None, the last axis has one entry per atom. `noise` is None for deterministic values. `q` is None for a
-            policy without a Q-function.
+            not None, the last axis has one entry per atom. `noise` is the result of `draw` for keys `[*B]`, or for one
+            0-d key if all observations share it. `noise` is None for deterministic values, and many policies ignore it.
+            `q` is None for a policy without a Q-function.
         distribution: form of the return distributions that `q` returns; None if `q` returns values.
         name: registered name of the policy, for error messages.
     """

@@ -180,11 +180,18 @@ def pure(make: Callable[[], nn.Module], name: str, bf16: bool) -> Pure:
     return Pure(init, forward, call, module)
 
 
-def make_network(cfg: NetworkConfig, space: Space, outputs: int, bf16: bool, key: str = "network") -> Pure:
+def make_network(
+    cfg: NetworkConfig,
+    space: Space,
+    outputs: int,
+    bf16: bool,
+    key: str = "network",
+    change: Callable[[nn.Module], nn.Module] = lambda module: module,
+) -> Pure:
     """Build a configured network as pure functions. `forward` maps observations of a space to `[*B, outputs]`.
 
     The module receives observations with one batch axis, in the dtypes of the space, and must return `[B, outputs]`.
-    `key` is the path of the network in the config, which errors name.
+    `key` is the path of the network in the config, which errors name. `change` returns the module with other layers.
 
     Raises: ConfigError if the module returns another shape for two all-zero observations.
 
@@ -198,7 +205,7 @@ def make_network(cfg: NetworkConfig, space: Space, outputs: int, bf16: bool, key
     def make_checked() -> nn.Module:
         try:
             with enough_memory(key, "make it smaller"):
-                return make(cfg.network_cfg, space, outputs)
+                return change(make(cfg.network_cfg, space, outputs))
         except ConfigError as error:
             raise ConfigError(f"{key}.network_cfg.{error}") from None
 

@@ -1,9 +1,11 @@
-"""The policy `q_network`, which takes the action with the largest value and explores by random actions.
+"""The policy `q_network`, which takes the action with the largest value.
+
+The policy explores by random actions, by noise in the weights of its network, or by both.
 
 An `action_mask` in the observations excludes actions.
 """
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -12,14 +14,15 @@ from torch import Tensor
 
 from ecrl import rng
 from ecrl.config import PolicyConfig
-from ecrl.config.model import Count
+from ecrl.config.model import Count, Positive
 from ecrl.errors import ConfigError
 from ecrl.kernels import epsilon_greedy
 from ecrl.policies.core import Policy, ReturnDistribution
 from ecrl.policies.heads import head_width, is_masked
 from ecrl.policies.networks import NetworkConfig, make_network, seeded
+from ecrl.policies.noisy_network import noisy_network
 from ecrl.policies.visible import Names, visible_space
-from ecrl.registry import register_policy
+from ecrl.registry import InitOnly, register_policy
 from ecrl.spaces import Discrete, Space
 
 
@@ -37,6 +40,13 @@ class QNetworkConfig(PolicyConfig):
     num_atoms: Count | None = Field(default=None, description="atoms of a distribution; 51 if absent, or 200 quantiles")
     v_min: float | None = Field(default=None, description="lowest return of a categorical distribution")
     v_max: float | None = Field(default=None, description="highest return of a categorical distribution")
+    noisy: bool = Field(
+        default=False, description="explore by noise in the linear layers, whose scale is learnt (noisy networks)"
+    )
+    noisy_std: Annotated[Positive | None, InitOnly()] = Field(
+        default=None,
+        description="initial scale of the noise, divided by sqrt(inputs of a layer); 0.5 if absent",
+    )
 
     @model_validator(mode="after")
     def _distribution_settings(self) -> Self:
@@ -51,6 +61,12 @@ class QNetworkConfig(PolicyConfig):
             raise ValueError("num_atoms needs a distribution; leave it out")
         if self.num_atoms == 1:
             raise ValueError("num_atoms is 1, but a distribution needs at least 2; use more")
+        return self
+
+    @model_validator(mode="after")
+    def _noise_settings(self) -> Self:
+        if self.noisy_std is not None and not self.noisy:
+            raise ValueError("noisy_std needs noisy; leave it out")
         return self
 
 
@@ -74,7 +90,12 @@ def q_network(cfg: QNetworkConfig, observation_space: Space, action_space: Space
     The output of `act` has the values of the actions, `q`, which `explore` reads. Actions that the `action_mask`
     excludes have the value -inf.
 
-    Source: Mnih et al. 2013, arXiv:1312.5602; Wang et al. 2016, arXiv:1511.06581, eq. 9 (dueling).
+    If `noisy`, the linear layers of the network have noise, and the noise also makes the policy explore. Set epsilon to
+    0 then, as in the paper. `act` gives each environment its own noise in each step. Without noise, `act` and `q` use
+    the means of the weights.
+
+    Source: Mnih et al. 2013, arXiv:1312.5602; Wang et al. 2016, arXiv:1511.06581, eq. 9 (dueling); Fortunato et al.
+    2018, arXiv:1706.10295 (noisy).
     """
     if not isinstance(action_space, Discrete):
         raise ConfigError(f"policy.name: q_network needs Discrete actions, got {action_space}; use another policy")
@@ -84,18 +105,28 @@ def q_network(cfg: QNetworkConfig, observation_space: Space, action_space: Space
     atoms = 1 if distribution is None else distribution.atoms
     has_mask = is_masked(observation_space, action_space)
     space = visible_space(observation_space, cfg.critic_obs, "critic_obs")
-    network = make_network(cfg.critic, space, (actions + cfg.dueling) * atoms, cfg.bf16, "policy.critic")
+    outputs, key = (actions + cfg.dueling) * atoms, "policy.critic"
+    noisy = noisy_network(cfg.critic, space, outputs, cfg.bf16, cfg.noisy_std or 0.5, key) if cfg.noisy else None
+    network = make_network(cfg.critic, space, outputs, cfg.bf16, key) if noisy is None else noisy.mean
 
     def init(key: Tensor) -> TensorDict:
         with seeded(key):
             return TensorDict({"critic": network.init()}, []).to(key.device)
 
-    def draw(keys: Tensor) -> Tensor:
-        return rng.gumbel(keys, (actions,))
+    def draw(keys: Tensor) -> Any:
+        """Return the noise of the random actions, with the noise of the network if `noisy`."""
+        if noisy is None:
+            return rng.gumbel(keys, (actions,))
+        action_keys, network_keys = rng.split(keys)
+        noise = {"action": rng.gumbel(action_keys, (actions,)), "network": noisy.draw(network_keys)}
+        return TensorDict(noise, keys.shape)
 
-    def of_all_actions(params: TensorDict, obs: Any) -> Tensor:
+    def of_all_actions(params: TensorDict, obs: Any, noise: Any) -> Tensor:
         """Return the values, or the atoms of the distributions, of all actions: `[*B, actions, atoms]`."""
-        out = network.forward(params["critic"], obs)
+        if noisy is None or noise is None:
+            out = network.forward(params["critic"], obs)
+        else:
+            out = noisy.forward(params["critic"], obs, noise["network"])
         out = out.reshape(*out.shape[:-1], actions + cfg.dueling, atoms)
         if not cfg.dueling:
             return out
@@ -103,14 +134,14 @@ def q_network(cfg: QNetworkConfig, observation_space: Space, action_space: Space
         return value + advantage - advantage.mean(-2, keepdim=True)
 
     def q(params: TensorDict, obs: Any, action: Tensor | None, noise: Any) -> Tensor:
-        out = of_all_actions(params, obs)
+        out = of_all_actions(params, obs, noise)
         if action is not None:
             index = action[..., None, None].expand(*action.shape, 1, atoms)
             out = out.gather(-2, index).squeeze(-2)
         return (out.squeeze(-1) if distribution is None else out).unsqueeze(0)
 
     def act(params: TensorDict, carry: TensorDict, obs: Any, noise: Any) -> tuple[TensorDict, TensorDict]:
-        out = of_all_actions(params, obs)
+        out = of_all_actions(params, obs, noise)
         values = out.squeeze(-1) if distribution is None else distribution.mean(out)
         if has_mask:
             values = values.masked_fill(~obs["action_mask"], -torch.inf)
@@ -119,7 +150,8 @@ def q_network(cfg: QNetworkConfig, observation_space: Space, action_space: Space
     def explore(
         params: TensorDict, exploration: TensorDict, out: TensorDict, noise: Any
     ) -> tuple[TensorDict, TensorDict]:
-        action = epsilon_greedy(out["q"], noise, epsilon=exploration["epsilon"])
+        gumbel = noise if noisy is None else noise["action"]
+        action = epsilon_greedy(out["q"], gumbel, epsilon=exploration["epsilon"])
         return exploration, out.copy().set("action", action)
 
     return Policy(init, draw, act, None, None, explore=explore, q=q, distribution=distribution)

@@ -1,14 +1,17 @@
-"""The policies `deterministic_actor_critic` and `squashed_actor_critic`, for Box actions with finite bounds.
+"""Policies with an actor and several critics, which are evaluated as one batched product.
 
-Each policy has an actor and several critics. A critic predicts the value of an observation and an action. The networks
-work with actions that are scaled to [-1, 1]:
+`deterministic_actor_critic` and `squashed_actor_critic` are for Box actions with finite bounds. A critic predicts the
+value of an observation and an action. The networks work with actions that are scaled to [-1, 1]:
 
     action = centre + half_width * unit_action
+
+`categorical_actor_critic` is for Discrete actions. A critic predicts the values of all actions of an observation.
 """
 
 from collections.abc import Callable
+from functools import partial
 from math import log, sqrt
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from pydantic import Field
@@ -21,12 +24,12 @@ from ecrl.config import PolicyConfig
 from ecrl.config.model import Count
 from ecrl.errors import ConfigError
 from ecrl.policies.core import Policy
-from ecrl.policies.heads import bounded, from_unit, has_finite_bounds, head_width, to_unit
-from ecrl.policies.networks import NetworkConfig, make_network, seeded
+from ecrl.policies.heads import bounded, from_unit, has_finite_bounds, head_width, is_masked, to_unit
+from ecrl.policies.networks import NetworkConfig, Pure, make_network, seeded
 from ecrl.policies.visible import Names, visible_space
 from ecrl.pytree import flatten, unflatten
 from ecrl.registry import register_policy
-from ecrl.spaces import Box, Dict, Space, box, dict_space
+from ecrl.spaces import Box, Dict, Discrete, Space, box, dict_space
 
 
 class TwinCriticConfig(PolicyConfig):
@@ -44,7 +47,7 @@ class TwinCriticConfig(PolicyConfig):
 
 
 class Networks(NamedTuple):
-    """Functions that both policies share.
+    """Functions that both policies for Box actions share.
 
     Attributes:
         space: the action space.
@@ -78,6 +81,28 @@ def _critic_inputs(space: Space, actions: int) -> Dict:
     return dict_space({**parts, "action": box(-1.0, 1.0, actions)})
 
 
+def _init(actor: Pure, critic: Pure, num_critics: int, key: Tensor) -> TensorDict:
+    """Return the weights of the actor and of the critics. The weights of the critics have a first axis `[C]`."""
+    with seeded(key):
+        actor_weights = actor.init()
+    weights = []
+    for i in range(num_critics):
+        with seeded(rng.fold_in(key, 1 + i)):
+            weights.append(critic.init())
+    stacked = {name: torch.stack([one[name] for one in weights]) for name in weights[0].keys()}  # noqa: SIM118
+    return TensorDict({"actor": actor_weights, "critic": TensorDict(stacked, [])}, []).to(key.device)
+
+
+def _of_critics(critic: Pure, weights: TensorDict, inputs: Any) -> Tensor:
+    """Return the outputs `[C, *B, outputs]` of all critics, as one batched product per layer."""
+    leaves, structure = flatten(weights)
+
+    def of_one(*own: Tensor) -> Tensor:
+        return critic.forward(unflatten(structure, own), inputs)
+
+    return torch.func.vmap(of_one)(*leaves)
+
+
 def _networks(cfg: TwinCriticConfig, observation_space: Space, action_space: Space, per_action: int) -> Networks:
     """Build the networks. The actor network has `per_action` outputs for each dimension of an action."""
     space = _bounded_space(action_space, cfg.name)
@@ -92,28 +117,15 @@ def _networks(cfg: TwinCriticConfig, observation_space: Space, action_space: Spa
     critic = make_network(cfg.critic, inputs_space, 1, cfg.bf16, "policy.critic")
     observed = [name for name, _ in inputs_space.items if name != "action"]
 
-    def init(key: Tensor) -> TensorDict:
-        with seeded(key):
-            actor_weights = actor.init()
-        weights = []
-        for i in range(cfg.num_critics):
-            with seeded(rng.fold_in(key, 1 + i)):
-                weights.append(critic.init())
-        stacked = {name: torch.stack([one[name] for one in weights]) for name in weights[0].keys()}  # noqa: SIM118
-        return TensorDict({"actor": actor_weights, "critic": TensorDict(stacked, [])}, []).to(key.device)
-
     def q(params: TensorDict, obs: Any, action: Tensor | None, noise: Any) -> Tensor:
         if action is None:
             raise ValueError(f"the critics of {cfg.name} need an action, because Box actions cannot be listed")
-        unit, leaves = to_unit(action, space), flatten(params["critic"])
+        unit = to_unit(action, space)
         of_obs = {name: obs[name] for name in observed} if isinstance(observation_space, Dict) else {"obs": obs}
         inputs = TensorDict({**of_obs, "action": unit}, unit.shape[:-1])
+        return _of_critics(critic, params["critic"], inputs).squeeze(-1)
 
-        def of_one(*weights: Tensor) -> Tensor:
-            return critic.forward(unflatten(leaves[1], weights), inputs).squeeze(-1)
-
-        return torch.func.vmap(of_one)(*leaves[0])
-
+    init = partial(_init, actor, critic, cfg.num_critics)
     return Networks(space, actions, init, lambda params, obs: actor.forward(params["actor"], obs), q)
 
 
@@ -206,3 +218,64 @@ def squashed_actor_critic(cfg: TwinCriticConfig, observation_space: Space, actio
         return exploration, out.copy().update({"action": action, "sample_log_prob": log_prob})
 
     return Policy(net.init, draw, act, evaluate, None, explore=explore, q=net.q)
+
+
+@register_policy("categorical_actor_critic")
+def categorical_actor_critic(cfg: TwinCriticConfig, observation_space: Space, action_space: Space) -> Policy:
+    """Build the policy of soft actor-critic for Discrete actions. Its parameters are `actor` and `critic` `[C]`.
+
+        logits = actor(obs)
+        action = argmax_a(logits[a] + noise[a])        or argmax_a(logits[a]) without noise
+
+    The output of `act` has the `logits` `[*B, A]`. An `action_mask` in the observations sets the logits of the actions
+    that it excludes to the lowest finite value, so their probability is 0.
+
+    Where `exploration["random"]`, bool `[N]`, is True, `explore` takes a uniformly random action that is not excluded.
+
+    Source: Christodoulou 2019, arXiv:1910.07207.
+    """
+    if not isinstance(action_space, Discrete):
+        raise ConfigError(f"policy.name: {cfg.name} needs Discrete actions, got {action_space}; use another policy")
+    if not cfg.clip_actions:
+        raise ConfigError(f"policy.clip_actions: {cfg.name} has no Box actions to clip; leave it out")
+    actions, has_mask = head_width(action_space, cfg.action_dim), is_masked(observation_space, action_space)
+    actor_space = visible_space(observation_space, cfg.actor_obs, "actor_obs")
+    critic_space = visible_space(observation_space, cfg.critic_obs, "critic_obs")
+    actor = make_network(cfg.actor, actor_space, actions, cfg.bf16, "policy.actor")
+    critic = make_network(cfg.critic, critic_space, actions, cfg.bf16, "policy.critic")
+
+    def draw(keys: Tensor) -> Tensor:
+        return rng.gumbel(keys, (actions,))
+
+    def logits_of(params: TensorDict, obs: Any) -> Tensor:
+        logits = actor.forward(params["actor"], obs)
+        return k.mask_logits(logits, obs["action_mask"]) if has_mask else logits
+
+    def act(params: TensorDict, carry: TensorDict, obs: Any, noise: Tensor | None) -> tuple[TensorDict, TensorDict]:
+        logits = logits_of(params, obs)
+        action = k.categorical_mode(logits) if noise is None else k.categorical_sample(logits, noise)
+        out = {"action": action, "sample_log_prob": k.categorical_log_prob(logits, action), "logits": logits}
+        return carry, TensorDict(out, action.shape)
+
+    def evaluate(params: TensorDict, carry: TensorDict, steps: TensorDict) -> tuple[Tensor, Tensor]:
+        logits = logits_of(params, steps["obs"])
+        return k.categorical_log_prob(logits, steps["action"]), k.categorical_entropy(logits)
+
+    def explore(
+        params: TensorDict, exploration: TensorDict, out: TensorDict, noise: Tensor
+    ) -> tuple[TensorDict, TensorDict]:
+        logits = cast(Tensor, out["logits"])
+        uniform = logits.masked_fill(logits > torch.finfo(logits.dtype).min, 0.0)
+        logits = torch.where(exploration["random"].unsqueeze(-1), uniform, logits)
+        action = k.categorical_sample(logits, noise)
+        log_prob = k.categorical_log_prob(logits, action)
+        return exploration, out.copy().update({"action": action, "sample_log_prob": log_prob})
+
+    def q(params: TensorDict, obs: Any, action: Tensor | None, noise: Any) -> Tensor:
+        values = _of_critics(critic, params["critic"], obs)
+        if action is None:
+            return values
+        index = action.unsqueeze(-1).expand(*values.shape[:-1], 1)
+        return values.gather(-1, index).squeeze(-1)
+
+    return Policy(partial(_init, actor, critic, cfg.num_critics), draw, act, evaluate, None, explore=explore, q=q)

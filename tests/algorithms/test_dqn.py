@@ -11,9 +11,10 @@ from tensordict import TensorDict
 from torch import nn
 
 import ecrl
-from ecrl.algorithms.core import learn
-from ecrl.algorithms.dqn import update
+from ecrl.algorithms.core import learn, step_keys
+from ecrl.algorithms.dqn import step, update
 from ecrl.algorithms.prioritized import beta_of
+from ecrl.algorithms.replay_learning import noise_keys
 from ecrl.config import Config, config_from_dict
 from ecrl.config.model import ConfigModel
 from ecrl.envs import Env
@@ -31,10 +32,15 @@ DISTRIBUTIONS = {
     "categorical": {"distribution": "categorical", "num_atoms": 5, "v_min": -2.0, "v_max": 2.0},
     "quantiles": {"distribution": "quantile", "num_atoms": 4},
 }
+FORMS = {
+    "values": {},
+    "categorical": DISTRIBUTIONS["categorical"],
+    "noisy": {**DISTRIBUTIONS["quantiles"], "noisy": True, "dueling": True},
+}
 
 
 PRIORITIZED = {"algorithm.cfg.prioritized": {"alpha": 0.7, "beta": 0.5, "eps": 0.01}}
-KINDS = [(kind, {}) for kind in DISTRIBUTIONS] + [("values", PRIORITIZED)]
+KINDS = [(kind, {}) for kind in FORMS] + [("values", PRIORITIZED)]
 
 
 def small_dqn(policy: dict | None = None, **changes) -> Config:
@@ -55,6 +61,30 @@ def module_of(weights: TensorDict) -> nn.Sequential:
     module = nn.Sequential(*layers)
     module.load_state_dict(dict(weights.items()))
     return module.double()
+
+
+class NoisyLayer(nn.Module):
+    """A linear layer whose weights are given as means and scales, with the noise of the paper."""
+
+    def __init__(self, weights: dict[str, torch.Tensor], noise_in: torch.Tensor, noise_out: torch.Tensor):
+        super().__init__()
+        names = ("weight", "bias", "weight_std", "bias_std")
+        self.mean, self.bias, self.std, self.bias_std = (nn.Parameter(weights[name].double()) for name in names)
+        self.into, self.out = (x.double().sign() * x.double().abs().sqrt() for x in (noise_in, noise_out))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.mean + self.std * torch.outer(self.out, self.into), self.bias + self.bias_std * self.out
+        return nn.functional.linear(x, weight, bias)
+
+
+def noisy_module_of(weights: TensorDict, noise: torch.Tensor) -> nn.Sequential:
+    """A plain module with the weights and the noise of a noisy network."""
+    parts = noise.split([4, 8, 8, weights["2.bias"].numel()])
+    layers = []
+    for layer, pair in (("0", parts[:2]), ("2", parts[2:])):
+        own = {name[2:]: weight for name, weight in weights.items() if name[0] == layer}
+        layers.append(NoisyLayer(own, *pair))
+    return nn.Sequential(layers[0], nn.Tanh(), layers[1])
 
 
 def transitions(count: int) -> TensorDict:
@@ -85,14 +115,16 @@ def project(probs: torch.Tensor, atoms: torch.Tensor, support: torch.Tensor) -> 
     return out
 
 
-def expected_loss(kind: str, online: nn.Module, slow: nn.Module, batch: TensorDict, double: bool) -> torch.Tensor:
-    """The loss of the paper, one transition after the other, in float64."""
+def expected_loss(
+    kind: str, online: nn.Module, slow: nn.Module, batch: TensorDict, chooser_of: nn.Module
+) -> torch.Tensor:
+    """The loss of the paper, one transition after the other, in float64. `chooser_of` chooses the next action."""
     losses = []
     for row in batch[batch["mask"]]:
         obs, following, action = row["obs"].double(), row["next_obs"].double(), int(row["action"])
         reward, discount = float(row["reward"]), float(row["discount"])
         with torch.no_grad():
-            chooser = online(following) if double else slow(following)
+            chooser = chooser_of(following)
             after = slow(following)
         if kind == "values":
             target = reward + discount * after[chooser.argmax()]
@@ -125,7 +157,7 @@ def test_an_update_is_one_step_of_adam_on_the_loss_of_the_paper(kind, double):
     other = init_state(cfg.replace(**{"trainer.seed": 5}))
     state = replaced(state, {"target_params": other["params"]})
     online, slow = (module_of(cast(Any, tree)["critic"]) for tree in (state["params"], state["target_params"]))
-    loss = expected_loss(kind, online, slow, batch, double)
+    loss = expected_loss(kind, online, slow, batch, online if double else slow)
     loss.backward()
     adam = torch.optim.Adam(online.parameters(), lr=1e-2)
     adam.step()
@@ -210,6 +242,54 @@ def test_beta_rises_linearly():
     close(torch.stack([beta_of(one) for one in states]), torch.tensor([0.2, 0.5, 0.8, 0.8]))
 
 
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("kind", DISTRIBUTIONS)
+def test_an_update_of_a_noisy_network_is_one_step_on_the_loss_of_the_paper(kind, double):
+    """The online network, the target network and the choice of the next action have a sample of the noise each."""
+    changes = {"algorithm.cfg.double": double, "algorithm.cfg.max_grad_norm": 1e9}
+    cfg = small_dqn({**DISTRIBUTIONS[kind], "noisy": True, "noisy_std": 1.0}, **changes)
+    run, state, batch = build(cfg), init_state(cfg), transitions(9)
+    state = replaced(state, {"target_params": init_state(cfg.replace(**{"trainer.seed": 5}))["params"]})
+    weights, slow_weights = (cast(Any, state[name])["critic"] for name in ("params", "target_params"))
+    for_online, for_slow, for_choice = cast(Any, run.policy.draw(noise_keys(state, 3, torch.tensor(0))))["network"]
+    online, slow = noisy_module_of(weights, for_online), noisy_module_of(slow_weights, for_slow)
+    chooser = noisy_module_of(weights, for_choice) if double else slow
+    loss = expected_loss(kind, online, slow, batch, chooser)
+    loss.backward()
+    torch.optim.Adam(online.parameters(), lr=1e-2).step()
+    after, logs = learn(update, run, state, batch)
+    close(logs["q_loss"], float(loss.detach()))
+    for layer in (0, 2):
+        expected: Any = online[layer]
+        for name, weight in (("weight", expected.mean), ("weight_std", expected.std), ("bias", expected.bias)):
+            close(after["params", "critic", f"{layer}.{name}"], weight.detach().float(), tol=1e-5)
+        close(after["params", "critic", f"{layer}.bias_std"], expected.bias_std.detach().float(), tol=1e-5)
+
+
+def test_each_gradient_step_has_its_own_noise():
+    """With a discount of 0, the loss of a batch depends on the noise of the online network alone."""
+    cfg = small_dqn({"noisy": True})
+    run, state, batch = build(cfg), init_state(cfg), transitions(9)
+    batch["discount"].zero_()
+    counts = torch.tensor([0, 1, 2, 3, 4, 3])
+    *losses, again = (float(step(run, state, batch, count)[1]["q_loss"]) for count in counts)
+    assert len(set(losses)) == 5 and again == losses[3]
+
+
+def test_each_environment_acts_with_its_own_noise_in_each_step():
+    greedy = {"algorithm.cfg.initial_epsilon": 0.0, "algorithm.cfg.final_epsilon": 0.0}
+    cfg = small_dqn({"noisy": True, "noisy_std": 3.0}, **greedy, **{"algorithm.cfg.learning_starts": 4 * N})
+    run, state = build(cfg), init_state(cfg)
+    noise = run.policy.draw(step_keys(run, state)[1])
+    assert len(noise["network"].flatten(0, 1).unique(dim=0)) == 4 * N
+    params = state["params"].clone()
+    after = next(r["state"] for r in train_iter(state, cfg) if r["log_type"] == "train")
+    steps = after["replay", "steps"][:4]
+    with_noise, without = (run.policy.act(params, TensorDict({}, []), steps["obs"], x)[1] for x in (noise, None))
+    assert torch.equal(steps["action"], with_noise["action"])
+    assert not torch.equal(steps["action"], without["action"])
+
+
 def test_the_target_network_follows_every_few_steps():
     """Each turn takes 3 environment steps, so an update is due in every second turn."""
     cfg = small_dqn(**{"trainer.buffer_size": 1, "algorithm.cfg.tau": 0.25, "trainer.iterations": 5})
@@ -246,7 +326,7 @@ def test_the_length_of_an_iteration_changes_no_bit(kind, changes):
     }
     first, *others = (
         last_state(
-            small_dqn(DISTRIBUTIONS[kind], **changes, **{"trainer.buffer_size": size, "trainer.iterations": 32 // size})
+            small_dqn(FORMS[kind], **changes, **{"trainer.buffer_size": size, "trainer.iterations": 32 // size})
         ).clone()
         for size in (1, 4, 8)
     )
@@ -257,7 +337,7 @@ def test_the_length_of_an_iteration_changes_no_bit(kind, changes):
 @pytest.mark.parametrize(("kind", "changes"), KINDS)
 def test_a_compiled_run_equals_an_eager_one(kind, changes):
     changes = changes | {"algorithm.cfg.gradient_steps": 2, "algorithm.cfg.learning_starts": 8 * N}
-    cfg = small_dqn(DISTRIBUTIONS[kind], **changes)
+    cfg = small_dqn(FORMS[kind], **changes)
     eager = last_state(cfg)
     with traced_only() as graphs:
         compiled = last_state(cfg.replace(**{"trainer.compile": "on"}))
@@ -269,9 +349,9 @@ def test_a_compiled_run_equals_an_eager_one(kind, changes):
         close(compiled["replay", "tree"], eager["replay", "tree"], tol=1e-4)
 
 
-@pytest.mark.parametrize("changes", [{}, PRIORITIZED])
-def test_a_run_resumes_with_the_same_bits(tmp_path, changes):
-    cfg = small_dqn(**changes)
+@pytest.mark.parametrize(("kind", "changes"), [("values", {}), ("noisy", {}), ("values", PRIORITIZED)])
+def test_a_run_resumes_with_the_same_bits(kind, changes, tmp_path):
+    cfg = small_dqn(FORMS[kind], **changes)
     every = [r["state"].clone() for r in train_iter(init_state(cfg), cfg) if r["log_type"] == "train"]
     save(tmp_path / "now", every[2], cfg)
     *_, last = train_iter(*load(tmp_path / "now"))
@@ -303,9 +383,9 @@ def test_steps_that_only_reset_an_environment_are_no_transitions():
     assert all(x.isfinite().all() for x in state["params"].values(True, True))
 
 
-@pytest.mark.parametrize("changes", [{}, PRIORITIZED])
-def test_several_seeds_run_as_one_batch(changes):
-    cfg = small_dqn(**changes)
+@pytest.mark.parametrize(("kind", "changes"), [("values", {}), ("noisy", {}), ("values", PRIORITIZED)])
+def test_several_seeds_run_as_one_batch(kind, changes):
+    cfg = small_dqn(FORMS[kind], **changes)
     iteration = ecrl.make_iteration(cfg)
     states = [init_state(cfg.replace(**{"trainer.seed": seed})) for seed in range(2)]
     many: Any = torch.stack([state.clone() for state in states])

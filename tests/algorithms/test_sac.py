@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from torch.distributions import Normal, TanhTransform, TransformedDistribution
 
 from ecrl import rng
-from ecrl.algorithms.continuous_actions import noise_keys
+from ecrl.algorithms.replay_learning import noise_keys
 from ecrl.algorithms.sac import step, temperature_of
 from ecrl.config import Config, config_from_dict
 from ecrl.errors import ConfigError

@@ -8,8 +8,8 @@ from support.graphs import traced_only
 from support.small_runs import last_state, same
 
 from ecrl import rng
-from ecrl.algorithms.continuous_actions import noise_keys
 from ecrl.algorithms.ddpg import step as ddpg_step
+from ecrl.algorithms.replay_learning import noise_keys
 from ecrl.algorithms.td3 import step as td3_step
 from ecrl.errors import ConfigError
 from ecrl.loop.build import build

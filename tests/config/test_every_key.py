@@ -46,7 +46,8 @@ def test_keys_that_may_be_absent_have_a_row_between_two_values():
     """Otherwise a key whose value is ignored could pass, because its presence changes something."""
     absent = {key for key, model, name in walked() if model.model_fields[name].default is None}
     between = {row.key for row in TABLE if (row.path or path_of(row.key)) in row.base}
-    names = ("actor_critic", "actor_only", "deterministic_actor_critic", "q_network", "squashed_actor_critic")
+    names = ("actor_critic", "actor_only", "categorical_actor_critic", "deterministic_actor_critic")
+    names += ("q_network", "squashed_actor_critic")
     only_one = {f"policy.{name}.action_dim" for name in names}  # all others are refused
     assert absent - between == only_one
 

@@ -1,6 +1,6 @@
 """Exploration: values by hand, distributions, and independence of environments."""
 
-from math import sqrt
+from math import pi, sqrt
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.checks import assert_no_retrace, close
 
 from ecrl import rng
-from ecrl.kernels import epsilon_greedy, gaussian_action, held_noise, noise_scales, ou_noise
+from ecrl.kernels import epsilon_greedy, gaussian_action, held_noise, noise_scales, noisy_linear, ou_noise
 
 NAN, INF = float("nan"), float("inf")
 
@@ -117,6 +117,46 @@ def test_noise_scales_by_hand(variant):
     close(variant(noise_scales)(scale, uniform, renewed, **hyper), [0.3, 0.3, 0.1])
 
 
+def test_noisy_linear_by_hand(variant):
+    # f(4) = 2 and f(-9) = -3, so the noise of weight [o, i] is f(out[o]) * f(in[i])
+    x, noise_in, noise_out = torch.tensor([[1.0, 2.0]]), torch.tensor([4.0, -9.0]), torch.tensor([1.0, -4.0, 0.0])
+    weight, bias = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]), torch.tensor([0.5, 0.0, -0.5])
+    weight_std, bias_std = torch.tensor([[0.1, 0.2], [0.3, 0.0], [9.0, 9.0]]), torch.tensor([1.0, 0.5, 9.0])
+    # mean 1.5, noise 1 * (0.1 * 2 * 1 + 0.2 * -3 * 2 + 1); mean 2, noise -2 * (0.3 * 2 * 1 + 0.5); mean 2.5, no noise
+    expected = [[1.5, -0.2, 2.5]]
+    given = weight, bias, weight_std, bias_std
+    close(variant(noisy_linear)(x, *given, noise_in, noise_out), expected)
+    close(variant(noisy_linear)(x, *given, noise_in.expand(1, 2), noise_out), expected)
+    close(variant(noisy_linear)(x, *given, 0.0 * noise_in, 0.0 * noise_out), [[1.5, 2.0, 2.5]])
+
+
+@given(seed=st.integers(0, 2**31), rows=st.integers(0, 4), inputs=st.integers(1, 4), outputs=st.integers(1, 4))
+def test_noisy_linear_equals_a_linear_layer_with_noisy_weights(seed, rows, inputs, outputs):
+    g = np.random.default_rng(seed)
+    shapes = (2, rows, inputs), (outputs, inputs), outputs, (outputs, inputs), outputs
+    x, w, b, w_std, b_std = (g.normal(size=shape) for shape in shapes)
+    e_in, e_out = g.normal(size=(2, rows, inputs)), g.normal(size=(2, rows, outputs))
+    out = noisy_linear(*(torch.from_numpy(np.asarray(a)) for a in (x, w, b, w_std, b_std, e_in, e_out)))
+    shared = noisy_linear(*map(torch.from_numpy, (x, w, b, w_std, b_std)), *map(torch.ones, (inputs, outputs)))
+    assert out.shape == shared.shape == (2, rows, outputs) and out.dtype == torch.float64
+    for i in range(2):
+        for j in range(rows):
+            f_in, f_out = (np.sign(e[i, j]) * np.sqrt(np.abs(e[i, j])) for e in (e_in, e_out))
+            close(out[i, j], (w + w_std * np.outer(f_out, f_in)) @ x[i, j] + b + b_std * f_out)
+            close(shared[i, j], (w + w_std) @ x[i, j] + b + b_std)
+
+
+def test_the_moments_of_noisy_linear():
+    """An output has the mean of the layer, and the variance v (v sum_i(w_std[i]^2 x[i]^2) + b_std^2), v = E|e|."""
+    x, weight, std, v = torch.tensor([1.0, -2.0]), torch.tensor([[0.5, 1.0]]), torch.tensor([[0.3, 0.2]]), sqrt(2 / pi)
+    keys, count = rng.split(rng.key(8), 40_000), 40_000
+    noise = rng.normal(keys, (3,))
+    out = noisy_linear(x.expand(count, 2), weight, torch.ones(1), std, torch.ones(1), noise[:, :2], noise[:, 2:])
+    variance = v * (v * (0.3**2 + 0.4**2) + 1.0)
+    assert abs(out.mean() - -0.5) < 5 * sqrt(variance / count)
+    assert abs(out.var() / variance - 1.0) < 0.05
+
+
 def test_gradients():
     g = torch.Generator().manual_seed(0)
     x, y = (torch.rand(3, 2, generator=g, dtype=torch.float64).requires_grad_() for _ in range(2))
@@ -127,8 +167,18 @@ def test_gradients():
         lambda a, b: ou_noise(a, b, theta=0.15, sigma=0.2, dt=0.01),
         lambda a, b: held_noise(a, left, b, 2).noise,
         lambda a, b: noise_scales(a, b, renewed, low=0.1, high=0.5),
+        lambda a, b: noisy_linear(a, b, b[:, 0], b * b, b[:, 1], a.new_ones(2), a.new_full((3,), -2.0)),
     ):
         assert torch.autograd.gradcheck(fn, (x, y))
+
+
+def test_the_noise_of_a_noisy_layer_has_no_gradient_even_at_0():
+    w, b = torch.ones(3, 2), torch.ones(3)
+    noise_in, noise_out = torch.zeros(2, requires_grad=True), torch.ones(3, requires_grad=True)
+    x = torch.ones(4, 2, requires_grad=True)
+    noisy_linear(x, w, b, w, b, noise_in, noise_out).sum().backward()
+    close(x.grad, [[3.0, 3.0]] * 4)
+    assert noise_in.grad is None and noise_out.grad is None
 
 
 def test_bad_shapes_are_named():
@@ -146,6 +196,14 @@ def test_bad_shapes_are_named():
         ("duration", lambda: held_noise(x, ints, x, ints[:2])),
         ("uniform", lambda: noise_scales(rows, rows[:2], rows > 0, low=0.0, high=1.0)),
         ("renewed", lambda: noise_scales(rows, rows, rows[:2] > 0, low=0.0, high=1.0)),
+        ("x", lambda: noisy_linear(y, x, rows, x, rows, rows[:2], rows)),
+        ("weight", lambda: noisy_linear(x, rows, rows, x, rows, rows[:2], rows)),
+        ("bias", lambda: noisy_linear(x, x, y, x, y, rows[:2], rows)),
+        ("weight_std", lambda: noisy_linear(x, x, rows, y, rows, rows[:2], rows)),
+        ("bias_std", lambda: noisy_linear(x, x, rows, x, rows[:2], rows[:2], rows)),
+        ("noise_in", lambda: noisy_linear(x, x, rows, x, rows, rows, rows)),
+        ("noise_in", lambda: noisy_linear(x, x, rows, x, rows, x[:2], rows)),
+        ("noise_out", lambda: noisy_linear(x, x, rows, x, rows, x, x)),
     ]
     for name, call in calls:
         with pytest.raises(ValueError, match=rf"^{name} has shape"):
@@ -159,6 +217,9 @@ def test_no_rows_and_half_precision():
     action = torch.zeros(2, 3, dtype=torch.bfloat16)
     out = gaussian_action(action, action + 1, torch.full((3,), -0.1), torch.full((3,), 0.1), std=torch.ones(2))
     assert out.dtype == torch.bfloat16 and (out == torch.tensor(0.1, dtype=torch.bfloat16)).all()
+    ones = torch.ones(2, dtype=torch.bfloat16)
+    out = noisy_linear(action[:, :2], action[:, :2], ones, action[:, :2], ones / 256, ones, ones)
+    assert out.dtype == torch.bfloat16 and (out == torch.tensor(257 / 256).bfloat16()).all()
 
 
 def test_another_rate_for_each_row_does_not_retrace():

@@ -369,6 +369,10 @@ CALLS: dict[str, Any] = {
     "ou_noise": lambda s: ((floats(s, N, A), floats(s + 1, N, A)), hyper(s, "theta", "sigma", "dt")),
     "held_noise": lambda s: ((floats(s, N, A), torch.arange(N) % 2, floats(s + 1, N, A), 3), {}),
     "noise_scales": lambda s: ((*steps(s, "scale", "uniform"), bools(s, N, T)), hyper(s, "low", "high")),
+    "noisy_linear": lambda s: (
+        (floats(s, N, A), *(floats(s + i, *size) for i, size in enumerate(((T, A), (T,), (T, A), (T,), (N, A), (T,))))),
+        {},
+    ),
 }
 # Their functions are bound: no tensors.
 WRAPPED = {"act_and_step": act_and_step, "collect_rollout": collect_rollout, "scan": scan, "loop": loop}

@@ -149,6 +149,9 @@ POLICIES = [
     *rows("policy.q_network", CHOICES | {"policy.critic_obs": ["other"]}, critic_obs=["place"]),
     Row("policy.q_network.distribution", C51, QUANTILE, path="policy"),
     *rows("policy.q_network", QUANTILE, num_atoms=7),
+    *rows("policy.q_network", DQN, noisy=True),
+    *rows("policy.q_network", DQN | {"policy.noisy": True}, noisy_std=2.0),
+    *rows("policy.q_network", DQN | {"policy.noisy": True, "policy.noisy_std": 1.0}, noisy_std=2.0),
     *rows("policy.q_network", DQN | {"policy": C51, "policy.v_min": -5.0, "policy.v_max": 5.0}, v_min=-1.0, v_max=1.0),
     *network("policy.actor.network_cfg"),
     *network("policy.critic.network_cfg"),
@@ -294,6 +297,11 @@ def continuous(name: str, policy: str, **cfg: Any) -> Changes:
     return {**PENDULUM, "policy": networks, "algorithm": {"name": name, "cfg": {**sizes, **cfg}}}
 
 
+CATEGORICAL: Changes = {"name": "categorical_actor_critic", "actor": NET, "critic": NET}
+DISCRETE_SAC: Changes = {
+    "policy": CATEGORICAL,
+    "algorithm": {"name": "sac", "cfg": {"capacity": 256, "batch_size": 16, "learning_starts": 0, "train_freq": 4}},
+}
 DDPG, TD3 = continuous("ddpg", "deterministic"), continuous("td3", "deterministic", policy_delay=1)
 SAC = continuous("sac", "squashed")
 
@@ -308,24 +316,29 @@ def actor_and_critics(name: str, base: Changes) -> list[Row]:
     ]
 
 
-def critics(name: str, base: Changes, other: str) -> list[Row]:
-    """Rows of the policies with several critics. The environment of `TWO_PARTS` has observations of two names."""
-    part, box = f"policy.{name}", base | TWO_PARTS
+def critics(name: str, base: Changes, other: str, env: Changes, clip: str) -> list[Row]:
+    """Rows of the policies with several critics. The observations of the environment `env` have two names."""
+    part, two = f"policy.{name}", base | env
     wrong = refused(r"policy.action_dim: 3 does not match the environment's")
     return [
         Row(f"{part}.name", other, base, refused("policy.name: ")),
         Row(f"{part}.action_dim", 3, base, wrong),
-        Row(f"{part}.clip_actions", False, base, refused(f"the actions of {name} are always inside their bounds")),
-        *rows(part, box, normalize_obs=True, bf16=True, num_critics=3, actor_obs=["place"], critic_obs=["place"]),
-        *rows(part, box | {"policy.actor_obs": ["other"]}, actor_obs=["place"]),
-        *rows(part, box | {"policy.critic_obs": ["other"]}, critic_obs=["place"]),
-        *rows(part, box, **{"actor.type": "one_layer", "critic.type": "one_layer"}),
+        Row(f"{part}.clip_actions", False, base, refused(clip)),
+        *rows(part, two, normalize_obs=True, bf16=True, num_critics=3, actor_obs=["place"], critic_obs=["place"]),
+        *rows(part, two | {"policy.actor_obs": ["other"]}, actor_obs=["place"]),
+        *rows(part, two | {"policy.critic_obs": ["other"]}, critic_obs=["place"]),
+        *rows(part, two, **{"actor.type": "one_layer", "critic.type": "one_layer"}),
     ]
 
 
+TWO_CHOICES = {"env": {"name": "two_choices"}}
+BOUNDED = "are always inside their bounds"
+
+
 CONTINUOUS = [
-    *critics("deterministic_actor_critic", DDPG, "squashed_actor_critic"),
-    *critics("squashed_actor_critic", SAC, "deterministic_actor_critic"),
+    *critics("deterministic_actor_critic", DDPG, "squashed_actor_critic", TWO_PARTS, BOUNDED),
+    *critics("squashed_actor_critic", SAC, "deterministic_actor_critic", TWO_PARTS, BOUNDED),
+    *critics("categorical_actor_critic", DISCRETE_SAC, "squashed_actor_critic", TWO_CHOICES, "no Box actions to clip"),
     *actor_and_critics("ddpg", DDPG),
     *actor_and_critics("td3", TD3),
     *actor_and_critics("sac", SAC),
@@ -334,6 +347,7 @@ CONTINUOUS = [
     *rows("algorithm.td3", TD3 | alg(policy_noise=5.0), noise_clip=0.1),
     *rows("algorithm.sac", SAC, temperature=0.1, learn_temperature=False, target_entropy=-9.0, policy_delay=2),
     *rows("algorithm.sac", SAC | alg(target_entropy=-3.0), target_entropy=-9.0),
+    *rows("algorithm.sac", DISCRETE_SAC, temperature=0.1, target_entropy=0.1, policy_delay=2),
     *rows("algorithm.sac", SAC, temperature_learning_rate=1e-2),
     *rows("algorithm.sac", SAC | alg(temperature_learning_rate=1e-4), temperature_learning_rate=1e-2),
 ]
