@@ -231,8 +231,12 @@ def dqn(cfg: DQNConfig) -> Algorithm:
         choices=Choices(sampling_choices(cfg), cfg.prioritized is not None, cfg.double, cfg.target_update_freq, group),
         init=partial(init, cfg),
         iterate=interleaved(turn, cfg.train_freq),
-        kinds={**LEARNER_KINDS, **REPLAY_KINDS, "target_params": Kind.LEARNED}
-        | ({} if cfg.prioritized is None else PRIORITY_KINDS),
+        kinds={
+            **LEARNER_KINDS,
+            **REPLAY_KINDS,
+            **({} if cfg.prioritized is None else PRIORITY_KINDS),
+            "target_params": Kind.LEARNED,
+        },
         gradient_steps=partial(gradient_steps, cfg),
         as_one=True,
         phase=partial(phase, cfg),

@@ -197,7 +197,7 @@ def test_weights_scale_the_loss_and_errors_are_reported(kind):
     state = replaced(state, {"target_params": init_state(cfg.replace(**{"trainer.seed": 5}))["params"]})
     online, slow = (module_of(cast(Any, tree)["critic"]) for tree in (state["params"], state["target_params"]))
     twice = torch.cat((batch[:8], batch[:2]))  # a mean over 10 transitions, so 8 weights of a mean over 8
-    expected = float(expected_loss(kind, online, slow, twice, True).detach()) * 10 / 8
+    expected = float(expected_loss(kind, online, slow, twice, online).detach()) * 10 / 8
     weight = torch.tensor([2.0, 2.0, *[1.0] * 6, 9.0], dtype=torch.float64)
     _, logs = learn(update, run, state, replaced(batch, {"weight": weight}))
     close(logs["q_loss"], expected)
