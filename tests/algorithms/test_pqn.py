@@ -1,11 +1,14 @@
 """PQN: its targets and updates equal plain autograd, and its runs have the properties of every run."""
 
+import json
+import shutil
 from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 import torch
 from support.checks import assert_pure, close
+from support.command_line import called
 from support.graphs import traced_only
 from support.small_runs import NET, last_state, same
 from tensordict import TensorDict
@@ -19,7 +22,7 @@ from ecrl.config import Config, config_from_dict
 from ecrl.config.model import ConfigModel
 from ecrl.envs import Env, state_of, time_limit
 from ecrl.envs.gymnasium import from_vector
-from ecrl.errors import ConfigError
+from ecrl.errors import ConfigError, NotFiniteError
 from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, train_iter
 from ecrl.pytree import flatten, replaced
@@ -237,6 +240,24 @@ def test_a_run_resumes_with_the_same_bits(tmp_path):
     assert same(last_state(cfg), every[-1]), "equal states give equal bits"
 
 
+def test_the_commands_train_resume_and_evaluate_a_run(tmp_path, monkeypatch, capsys):
+    cfg = small_pqn(**{"trainer.save_freq": N * T, "trainer.keep_checkpoints": 9})
+    (tmp_path / "pqn.json").write_text(json.dumps(cfg.model_dump(mode="json")))
+    folder = tmp_path / "run"
+    assert called(monkeypatch, "train", tmp_path / "pqn.json", "--run-dir", folder) == 0
+    newest = folder / "checkpoints" / f"step_{6 * N * T}"
+    whole = (newest / "state.safetensors").read_bytes()
+    for step in (4, 5, 6):
+        shutil.rmtree(folder / "checkpoints" / f"step_{step * N * T}")
+    assert called(monkeypatch, "train", "--resume", folder) == 0
+    assert (newest / "state.safetensors").read_bytes() == whole
+    capsys.readouterr()
+    state, _ = load(newest)
+    assert called(monkeypatch, "eval", folder, "--num-episodes", "4") == 0
+    expected = ecrl.evaluate(state, cfg, num_episodes=4)["eval/avg_reward"]
+    assert f"avg_reward    {expected:.2f}" in capsys.readouterr().out, "a deterministic evaluation of the same weights"
+
+
 class SlowResetConfig(ConfigModel):
     """No settings."""
 
@@ -290,6 +311,14 @@ def test_a_gradient_step_with_nan_is_left_out_and_counted():
     after, logs = learn(update, run, state, batch)
     assert int(logs["skipped_steps"]) == wrong and logs["q_loss"].isfinite()
     assert all(x.isfinite().all() for x in after["params"].values(True, True))
+
+
+def test_nan_ends_the_run_with_its_place():
+    state = init_state(small_pqn()).clone()
+    state["env", "obs"][1] = torch.nan
+    line = r"^iteration 0 \(after 0 env steps\): NaN or infinity in observation, .*in env 1, step 0 of the rollout"
+    with pytest.raises(NotFiniteError, match=line):
+        next(train_iter(state, small_pqn()))
 
 
 @pytest.mark.parametrize(("guard", "skipped"), [("skip", 1), ("off", 0)])
