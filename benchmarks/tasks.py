@@ -29,6 +29,7 @@ TASKS = {
     for task in (
         Task("cartpole_ppo", "return", 475.0, "gymnasium:CartPole-v1"),
         Task("cartpole_dqn", "return", 475.0, "gymnasium:CartPole-v1"),
+        Task("cartpole_pqn", "return", 475.0, "gymnasium:CartPole-v1"),
         Task("cartpole_grpo", "return", 450.0, "gymnasium:CartPole-v1"),
         Task("pendulum_ppo", "return", -200.0, "gymnasium:Pendulum-v1"),
         Task("point_mass_ppo", "success", 0.95),

@@ -31,6 +31,7 @@ ROLLOUT_FIELDS = {
     "truncated": "[N, T+1] bool, a time limit ended the episode",
     "done": "[N, T+1] bool, terminated | truncated",
     "final_value": "[N, T+1] float, value of the last observation before auto-reset if truncated, else 0",
+    "final_obs": "[N, T+1, ...] optional, observation that the step reached, before auto-reset",
     "mask": "[N, T+1, ...] bool, optional, True for steps that count",
     "executed": "[N, T+1] int64, optional, number of environment steps that the action took, if it is a chunk",
 }

@@ -51,10 +51,10 @@ td_loss temperature_loss
 
 ALGORITHMS = """
 APGConfig Algorithm DDPGConfig DQNConfig GRPOConfig Group GroupSettings Interleaved Kind LEARNER_KINDS LearningConfig
-MinibatchConfig PPOConfig REPLAY_KINDS REWARD_NORM_KINDS Run SACConfig SGD Static TD3Config apg check_log_prob collect
-ddpg dqn from_reset gradient_steps groups_of grpo interleaved learn learning_state make_algorithm minibatch_epochs
-minibatch_sgd new_replay on_policy ppo reward_norm_init rows_of sac sample_keys sgd_choices standardize_over_ranks store
-take_steps td3 with_scaled_rewards
+MinibatchConfig PPOConfig PQNConfig REPLAY_KINDS REWARD_NORM_KINDS Run SACConfig SGD Static TD3Config apg check_log_prob
+collect collect_exploring ddpg dqn from_reset gradient_steps groups_of grpo interleaved learn learning_state
+make_algorithm minibatch_epochs minibatch_sgd new_replay on_policy ppo pqn reward_norm_init rows_of sac sample_keys
+sgd_choices standardize_over_ranks store take_steps td3 with_scaled_rewards
 """
 
 

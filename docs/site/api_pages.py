@@ -34,6 +34,7 @@ PAGES: dict[str, tuple[str, dict[str, list[str]]]] = {
                 "ecrl.algorithms.interleaved.new_replay",
                 "ecrl.algorithms.interleaved.store",
                 "ecrl.algorithms.interleaved.sample_keys",
+                "ecrl.algorithms.interleaved.collect_exploring",
             ],
             "Construction": ["ecrl.make_env", "ecrl.make_policy", "ecrl.make_algorithm", "ecrl.module_policy"],
             "Registration": [

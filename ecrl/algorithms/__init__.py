@@ -24,6 +24,7 @@ from ecrl.algorithms.grpo import GRPOConfig, grpo
 from ecrl.algorithms.interleaved import (
     REPLAY_KINDS,
     Interleaved,
+    collect_exploring,
     interleaved,
     new_replay,
     sample_keys,
@@ -41,6 +42,7 @@ from ecrl.algorithms.minibatch_sgd import (
 from ecrl.algorithms.optimizer import Group, GroupSettings, groups_of, learning_state
 from ecrl.algorithms.optimizer_config import LearningConfig
 from ecrl.algorithms.ppo import PPOConfig, ppo
+from ecrl.algorithms.pqn import PQNConfig, pqn
 from ecrl.algorithms.rows import check_log_prob, rows_of
 from ecrl.algorithms.sac import SACConfig, sac
 from ecrl.algorithms.state_kinds import Kind
@@ -67,6 +69,7 @@ __all__ = [
     "LearningConfig",
     "MinibatchConfig",
     "PPOConfig",
+    "PQNConfig",
     "Run",
     "SACConfig",
     "Static",
@@ -74,6 +77,7 @@ __all__ = [
     "apg",
     "check_log_prob",
     "collect",
+    "collect_exploring",
     "ddpg",
     "dqn",
     "from_reset",
@@ -89,6 +93,7 @@ __all__ = [
     "new_replay",
     "on_policy",
     "ppo",
+    "pqn",
     "reward_norm_init",
     "rows_of",
     "sac",

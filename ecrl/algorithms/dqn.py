@@ -126,7 +126,8 @@ def with_epsilon(state: TensorDict) -> TensorDict:
     share = state["update_step"] / (hyper["exploration_fraction"] * state["iterations"])
     initial, final = hyper["initial_epsilon"], hyper["final_epsilon"]
     epsilon = initial + (final - initial) * share.clamp(max=1.0)
-    every = epsilon.to(torch.float32).expand(state["exploration", "epsilon"].shape).clone()
+    before = state["exploration", "epsilon"]
+    every = epsilon.to(before.dtype).expand(before.shape).clone()
     return replaced(state, {"exploration": replaced(cast(TensorDict, state["exploration"]), {"epsilon": every})})
 
 

@@ -112,14 +112,8 @@ class Interleaved:
         return state, TensorDict({"batch": batch_of(steps), "replay": writes}, []), over_steps(run, logs)
 
     def collect(self, run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
-        """Take the steps of an iteration without learning, with the parameters and the exploration of `state`.
-
-        Returns: the state with new `env`, `exploration` and `carry`, and a batch `[N]`. The shape of its
-            `steps` is `[N, T + 1]`.
-        """
-        after, rows = take_steps(run, state, _noise(run, state))
-        steps = _rollout(cast(TensorDict, rows.exclude("final_obs")), cast(TensorDict, after["env"]))
-        return after, batch_of(steps)
+        """Take the steps of an iteration without learning, with the parameters and the exploration of `state`."""
+        return collect_exploring(run, state)
 
     def after_gap(self, state: TensorDict) -> TensorDict:
         """Return the state if the next step in the buffer will not follow the newest one (see `replay_cut`).
@@ -316,6 +310,20 @@ def take_steps(run: Run, state: TensorDict, noise: tuple[Any, Any]) -> tuple[Ten
     steps = run.jit(_take_steps, run) if run.env.is_pure else partial(_take_steps, with_compiled_policy(run))
     changed, taken = steps(state.select(*_STEPS, strict=False), noise)
     return replaced(state, changed), taken
+
+
+def collect_exploring(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
+    """Take `buffer_size` steps in every environment with exploration, for the `collect` of `on_policy`.
+
+    The steps are the steps of `take_steps`, with the exploration that the state describes.
+
+    Returns: the state with new `env`, `episode`, `exploration` and `carry`, and a batch `[N]`. The `steps` of the batch
+        are a rollout `[N, T + 1]` without values. The rollout has the field `final_obs`, the observation that each step
+        reached before any reset.
+    """
+    after, rows = take_steps(run, state, _noise(run, state))
+    steps = _rollout(rows, cast(TensorDict, after["env"]))
+    return replaced(after, {"episode": with_episodes(state, steps)}), batch_of(steps)
 
 
 def new_replay(run: Run, capacity: int, device: torch.device, **fields: Any) -> TensorDict:

@@ -93,11 +93,12 @@ class Policy:
         init_frozen: device -> parameters that are not trained, such as a backbone; None for a policy without such
             parameters. The other functions read these parameters from `params`. Frozen parameters are neither optimised
             nor copied.
-        explore: (params, exploration, out, noise) -> (exploration, out); changes the `out` of `act` while steps for a
-            replay buffer are collected. For example, `explore` takes a random action or adds noise. `exploration` is a
-            TensorDict `[*B]` with the state and the parameters of the exploration, such as the last noise or epsilon.
-            The algorithm creates `exploration` and changes its parameters. `noise` is the noise passed to `act`.
-            Evaluations do not explore. If `explore` is None, the collected steps take the actions of `act`.
+        explore: (params, exploration, out, noise) -> (exploration, out); changes the `out` of `act` while an algorithm
+            that explores, such as DQN or PQN, collects steps. For example, `explore` takes a random action or adds
+            noise. `exploration` is a TensorDict `[*B]` with the state and the parameters of the exploration, such as
+            the last noise or epsilon. The algorithm creates `exploration` and changes its parameters. `noise` is the
+            noise passed to `act`. Evaluations do not explore. If `explore` is None, the collected steps take the
+            actions of `act`.
         init_exploration: (params, num_envs) -> the fields of `exploration` at the start of an episode, a TensorDict
             `[num_envs]`, such as the first noise of an Ornstein-Uhlenbeck process. These fields restart whenever an
             episode ends. Fields that `init_exploration` does not return, such as epsilon, do not restart.

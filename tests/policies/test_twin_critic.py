@@ -60,6 +60,23 @@ def test_each_of_the_critics_equals_a_network_of_its_own(name, count):
     assert len({float(row[0]) for row in q}) == count, "critics start with their own weights"
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_critics_with_layer_normalisation(name):
+    normed = {"type": "mlp", "network_cfg": {"hidden_sizes": [8], "activation": "tanh", "use_layernorm": True}}
+    policy = policy_of(name, critic=normed)
+    params, obs, _ = given(policy)
+    for weight in ("1.weight", "1.bias"):
+        params["critic", weight] = torch.randn(2, 8)
+    action = torch.rand(B, 2)
+    q = assert_pure(policy.q, params, obs, action, None)
+    for c in range(2):
+        w = {key: weight[c].double() for key, weight in params["critic"].items()}
+        x = torch.cat(((action - CENTRE) / HALF, obs), -1).double() @ w["0.weight"].T + w["0.bias"]
+        x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
+        hidden = torch.tanh(x * w["1.weight"] + w["1.bias"])
+        close(q[c], (hidden @ w["3.weight"].T + w["3.bias"])[:, 0])
+
+
 def test_the_first_critics_do_not_depend_on_the_number_of_critics():
     few, many = (policy_of(NAMES[0], num_critics=count).init(rng.key(3)) for count in (2, 4))
     for name, weight in few["critic"].items():

@@ -49,6 +49,7 @@ SCENARIOS = {
     "usual": Scenario("pendulum_ppo", 20, USUAL | {"policy.normalize_obs": True, "algorithm.cfg.target_kl": 0.05}),
     "groups": Scenario("cartpole_grpo", 5, {"trainer.buffer_size": STEPS, "algorithm.cfg.batch_size": 48}),
     "gradients": Scenario("point_mass_apg", 5, {"trainer.buffer_size": STEPS}),
+    "values": Scenario("cartpole_pqn", 3, FULL, double=True),
     "chunks": Scenario(chunked().model_dump(mode="json"), 2, FULL),
 }
 

@@ -18,7 +18,7 @@ from ecrl.errors import ConfigError
 from ecrl.kernels import masked_mean, moments_init, moments_update, standardize
 
 DESTROYED = "process group destroyed"
-SHORT = ["double", "single", "moments", "usual", "groups", "gradients", "chunks"]
+SHORT = ["double", "single", "moments", "usual", "groups", "gradients", "values", "chunks"]
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +35,7 @@ def test_noise_is_that_of_the_global_environment(ends):
 
 def test_two_ranks_learn_what_one_does(ends):
     assert distance(*ends["double"][:2], "params") < 1e-9
+    assert distance(*ends["values"][:2], "params") < 1e-9
     assert distance(*ends["single"][:2], "params") < 1e-6
     one, first, _ = ends["moments"]
     assert distance(one, first, "params") < 1e-5

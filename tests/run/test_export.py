@@ -30,12 +30,15 @@ GRPO = {
     "algorithm": {"name": "grpo", "cfg": {"group_size": 4, "batch_size": 10, "n_epochs": 1}},
     "policy": {"name": "actor_only", "actor": NET},
 }
+NORMED = {"type": "mlp", "network_cfg": {"hidden_sizes": [8], "use_layernorm": True}}
+PQN = {"algorithm": {"name": "pqn", "cfg": {"batch_size": 16}}, "policy": {"name": "q_network", "critic": NORMED}}
 RUNS = {
     "cartpole, normalised": {"policy.normalize_obs": True},
     "pendulum, squashed": PENDULUM | {"policy.squash": True},
     "pendulum, clipped": PENDULUM,
     "pendulum, free": PENDULUM | {"policy.clip_actions": False},
     "grpo, actor only": GRPO,
+    "pqn, layer norm": PQN,
 }
 WITHOUT_ECRL = """
 import json, sys

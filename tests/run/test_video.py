@@ -14,7 +14,7 @@ import support.chunks  # noqa: F401  # registers repeated_pole
 import torch
 from support.camera_task import CUBE, TASK, film, filmed_run, gl
 from support.replay_agent import replaying
-from support.small_runs import full_config, same, small
+from support.small_runs import NET, full_config, same, small
 from tensordict import TensorDict
 
 import ecrl.loop.build
@@ -246,6 +246,7 @@ def reporting_pole(cfg: CartPoleConfig) -> Env:
 
 
 REPEATED = {"env.name": "repeated_pole"}
+PQN = {"policy": {"name": "q_network", "critic": NET}, "algorithm": {"name": "pqn", "cfg": {"batch_size": 16}}}
 FILMED = {
     "ppo on chunks": (small(**REPEATED), True),
     "replay on chunks": (
@@ -253,6 +254,7 @@ FILMED = {
         True,
     ),
     "apg": (full_config("apg", "off"), True),
+    "pqn on chunks": (small(**REPEATED, **PQN), True),
     "replay": (replaying(**{"env.name": "reporting_pole", "algorithm.cfg.learning_starts": 1000}), True),
     "learning replay": (replaying(**{"env.name": "reporting_pole", "policy.normalize_obs": True}), False),
 }

@@ -44,6 +44,7 @@ DQN: Changes = {
     "policy": Q,
     "algorithm": {"name": "dqn", "cfg": {"batch_size": 16, "capacity": 256, "learning_starts": 0}},
 }
+PQN: Changes = {"policy": Q, "algorithm": {"name": "pqn", "cfg": {"batch_size": 32}}}
 FAST = alg(learning_rate=1e-2, n_epochs=4)  # far enough from the old policy that clipping is felt
 REMEMBER = {"env": {"name": "remember_cue"}, "policy": {"name": "tanh_cell"}}
 PENDULUM = {"env": {"name": "pendulum", "cfg": {"max_episode_steps": 5}}}
@@ -285,6 +286,14 @@ ALGORITHMS = [
     *rows("algorithm.dqn", DQN | alg(target_update_freq=8), tau=0.5),
     *rows("algorithm.dqn", DQN, prioritized={}),
     *rows("algorithm.dqn.prioritized", DQN | alg(prioritized={}), alpha=0.1, beta=1.0, final_beta=0.4, eps=1.0),
+    *learning("pqn", PQN),
+    *not_adaptive("pqn", PQN | alg(learning_rate=1e-3), "to the policy that collected the steps", "pqn"),
+    *rows("algorithm.pqn", PQN, n_epochs=3, batch_size=16, gamma=0.5, q_lambda=0.1, initial_epsilon=0.5),
+    *rows("algorithm.pqn", PQN, final_epsilon=0.9, exploration_fraction=1.0),
+    *rows("algorithm.pqn", PQN | alg(batch_size=8), batch_size=16),
+    *rows("algorithm.pqn", PQN | alg(batch_size=None), num_minibatches=4),
+    *rows("algorithm.pqn", PQN | alg(batch_size=None, num_minibatches=2), num_minibatches=4),
+    Row("algorithm.pqn.segment_length", 4, PQN, refused("policy q_network learns from single steps; leave it out")),
     *rows("algorithm.apg", APG, gamma=0.5, ent_coef=0.5, segment_length=2, deterministic_actions=True),
     *rows("algorithm.apg", APG | alg(segment_length=4), segment_length=2),
 ]
