@@ -30,12 +30,24 @@ GRPO = {
     "algorithm": {"name": "grpo", "cfg": {"group_size": 4, "batch_size": 10, "n_epochs": 1}},
     "policy": {"name": "actor_only", "actor": NET},
 }
+REPLAY = {"batch_size": 4, "learning_starts": 8}
+TD3 = {
+    "policy": {"name": "deterministic_actor_critic", "actor": NET, "critic": NET},
+    "algorithm": {"name": "td3", "cfg": REPLAY},
+}
+SAC = {
+    "policy": {"name": "squashed_actor_critic", "actor": NET, "critic": NET},
+    "algorithm": {"name": "sac", "cfg": REPLAY},
+}
 RUNS = {
     "cartpole, normalised": {"policy.normalize_obs": True},
     "pendulum, squashed": PENDULUM | {"policy.squash": True},
     "pendulum, clipped": PENDULUM,
     "pendulum, free": PENDULUM | {"policy.clip_actions": False},
     "grpo, actor only": GRPO,
+    "dqn": {"policy": {"name": "q_network", "critic": NET}, "algorithm": {"name": "dqn", "cfg": REPLAY}},
+    "pendulum, td3": TD3 | PENDULUM,
+    "pendulum, sac": SAC | PENDULUM,
 }
 WITHOUT_ECRL = """
 import json, sys
