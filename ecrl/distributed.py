@@ -94,6 +94,18 @@ def all_sum(x: Tensor) -> Tensor:
     return x if world_size() == 1 else torch.ops.ecrl.all_sum(x)
 
 
+def all_max(x: Tensor) -> Tensor:
+    """Return the largest of the numbers `x`, each 0-d, of all ranks. If there is only one rank, return `x`.
+
+    >>> all_max(torch.tensor(2.0))
+    tensor(2.)
+    """
+    if world_size() == 1:
+        return x
+    own = torch.arange(world_size(), device=x.device) == rank()
+    return all_sum(torch.where(own, x, torch.zeros_like(x))).amax()
+
+
 def all_mean(x: T, *, weight: Tensor) -> T:
     """Average every float tensor in `x` over all ranks, weighted by `weight`. If there is only one rank, return `x`.
 

@@ -1,10 +1,10 @@
 """Deep Q-learning from a replay buffer.
 
-Double DQN and n-step targets are settings of the algorithm. Dueling networks and distributions (C51 and QR-DQN) are
-settings of the policy `q_network`.
+Double DQN, n-step targets and prioritised replay are settings of the algorithm. Dueling networks and distributions (C51
+and QR-DQN) are settings of the policy `q_network`.
 
 Source: Mnih et al. 2015, "Human-level control through deep reinforcement learning"; van Hasselt et al. 2016,
-arXiv:1509.06461 (double); Bellemare et al. 2017, arXiv:1707.06887 (C51); Dabney et al. 2017, arXiv:1710.10044 (QR-DQN).
+arXiv:1509.06461 (double); Schaul et al. 2016, arXiv:1511.05952 (prioritised replay); Bellemare et al. 2017, arXiv:1707.06887 (C51); Dabney et al. 2017, arXiv:1710.10044 (QR-DQN).
 """
 
 from functools import partial
@@ -20,6 +20,15 @@ from ecrl.algorithms.core import LEARNER_KINDS, Algorithm, Run, learn
 from ecrl.algorithms.gradient_step import each_minibatch, gradient_step
 from ecrl.algorithms.interleaved import REPLAY_KINDS, interleaved, new_replay, store, take_steps
 from ecrl.algorithms.optimizer import Group, groups_of, learning_state
+from ecrl.algorithms.prioritized import (
+    PRIORITY_KINDS,
+    PriorityConfig,
+    add_priorities,
+    priority_numbers,
+    sample_by_priority,
+    set_priorities,
+    with_tree,
+)
 from ecrl.algorithms.replay_learning import (
     ReplayConfig,
     Sampling,
@@ -34,6 +43,7 @@ from ecrl.config.model import Count, Fraction, Positive
 from ecrl.errors import ConfigError
 from ecrl.kernels import (
     Replay,
+    categorical_kl,
     categorical_q_target,
     categorical_td_loss,
     double_q_target,
@@ -61,6 +71,9 @@ class DQNConfig(ReplayConfig):
         default=500, description="environment steps between updates of the target network"
     )
     tau: Fraction = Field(default=1.0, description="weight of the online network in an update of the target network")
+    prioritized: PriorityConfig | None = Field(
+        default=None, description="draw transitions with a large error more often; uniformly if absent"
+    )
     huber_delta: Positive = Field(
         default=1.0, description="error beyond which the loss grows linearly, in reward units"
     )
@@ -75,6 +88,7 @@ class Choices(NamedTuple):
     """Settings of a config that determine the compiled graph."""
 
     sampling: Sampling
+    prioritized: bool
     double: bool
     target_update_freq: int
     group: Group
@@ -86,12 +100,15 @@ def init(cfg: DQNConfig, run: Run, key: Tensor) -> dict[str, Any]:
         needed = "a policy with a Q-function for Discrete actions, such as q_network"
         raise ConfigError(f"policy.name: dqn needs {needed}; the actions here are {run.env.action_space}")
     check_steps(run, cfg)
+    priorities = {} if cfg.prioritized is None else priority_numbers(cfg.prioritized)
+    replay = new_replay(run, cfg.capacity, key.device)
     params = run.policy.init(rng.fold_in(key, rng.INIT))
     epsilon = torch.full((run.static.num_envs,), cfg.initial_epsilon, device=key.device)
-    return learning_state(cfg, params, {name: getattr(cfg, name) for name in _NUMBERS}, key.device) | {
+    numbers = {name: getattr(cfg, name) for name in _NUMBERS} | priorities
+    return learning_state(cfg, params, numbers, key.device) | {
         "target_params": params.clone(),
         "exploration": TensorDict({"epsilon": epsilon}, []),
-        "replay": new_replay(run, cfg.capacity, key.device),
+        "replay": replay if cfg.prioritized is None else with_tree(replay, cfg),
     }
 
 
@@ -136,18 +153,29 @@ def target(run: Run, state: TensorDict, batch: TensorDict) -> Tensor:
 
 
 def loss(run: Run, params: TensorDict, batch: TensorDict, target: Tensor, hyper: TensorDict) -> tuple[Tensor, Logs]:
-    """Return the loss between the values, or distributions, of the taken actions and their targets."""
-    policy, mask, weight = run.policy, batch["mask"], torch.ones_like(batch["reward"])
+    """Return the loss between the values, or distributions, of the taken actions and their targets.
+
+    With prioritised replay, `row_error` in the logs has the error of each transition, `[B]`: the distance between the
+    means, or the Kullback-Leibler divergence of categorical distributions.
+    """
+    policy, mask, ones = run.policy, batch["mask"], torch.ones_like(batch["reward"])
+    weight = batch.get("weight", ones).to(ones.dtype)
     q = cast(Any, policy.q)(params, batch["obs"], batch["action"], None)
-    if policy.distribution is None:
-        return td_loss(q, target, weight, mask, delta=hyper["huber_delta"])
-    q_value = masked_mean(policy.q_mean(q[0].detach()), mask)
-    if policy.distribution.name == "categorical":
+    kind = "values" if policy.distribution is None else policy.distribution.name
+    mean = policy.q_mean(q[0].detach())
+    if kind == "values":
+        value, logs = td_loss(q, target, weight, mask, delta=hyper["huber_delta"])
+        error = target - mean
+    elif kind == "categorical":
         value, logs = categorical_td_loss(q, target, weight, mask)
-        return value, logs | {"q_value": q_value}
-    taus = quantile_midpoints(q.shape[-1], dtype=q.dtype, device=q.device)
-    value = masked_mean(weight * quantile_huber_loss(q[0], taus, target, delta=hyper["huber_delta"]), mask)
-    return value, {"q_loss": value.detach(), "q_value": q_value, "count": mask.sum().to(q.dtype)}
+        error = categorical_kl(target.log(), q[0].detach())
+    else:
+        taus = quantile_midpoints(q.shape[-1], dtype=q.dtype, device=q.device)
+        value = masked_mean(weight * quantile_huber_loss(q[0], taus, target, delta=hyper["huber_delta"]), mask)
+        logs = {"q_loss": value.detach(), "count": mask.sum().to(q.dtype)}
+        error = target.mean(-1) - mean
+    logs |= {"q_value": masked_mean(mean, mask)}
+    return value, logs | ({"row_error": error} if run.algorithm.choices.prioritized else {})
 
 
 def step(run: Run, state: TensorDict, minibatch: TensorDict, count: Tensor) -> tuple[TensorDict, Logs]:
@@ -173,12 +201,15 @@ def update(run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, 
 
 def turn(run: Run, state: TensorDict, noise: Any, replay: Replay) -> tuple[TensorDict, Replay, TensorDict, Logs]:
     """Take steps, store them, and learn from random transitions of the replay buffer."""
+    sampling, prioritized = run.algorithm.choices.sampling, run.algorithm.choices.prioritized
     state, steps = take_steps(run, with_epsilon(state), noise)
     replay, logs = store(run, replay, steps), {"epsilon": state["exploration", "epsilon"][0]}
+    state = add_priorities(run, state, replay, sampling) if prioritized else state
     if run.static.phase == "collect":
         return state, replay, steps, logs
-    batch = sample(run, state, replay, run.algorithm.choices.sampling)
+    batch = (sample_by_priority if prioritized else sample)(run, state, replay, sampling)
     state, learnt = learn(update, run, state, batch)
+    state = set_priorities(state, batch, learnt.pop("row_error")) if prioritized else state
     return state, replay, steps, logs | learnt
 
 
@@ -187,10 +218,11 @@ def dqn(cfg: DQNConfig) -> Algorithm:
     """Build the DQN algorithm."""
     (group,) = groups_of(cfg)
     return Algorithm(
-        choices=Choices(sampling_choices(cfg), cfg.double, cfg.target_update_freq, group),
+        choices=Choices(sampling_choices(cfg), cfg.prioritized is not None, cfg.double, cfg.target_update_freq, group),
         init=partial(init, cfg),
         iterate=interleaved(turn, cfg.train_freq),
-        kinds={**LEARNER_KINDS, **REPLAY_KINDS, "target_params": Kind.LEARNED},
+        kinds={**LEARNER_KINDS, **REPLAY_KINDS, "target_params": Kind.LEARNED}
+        | ({} if cfg.prioritized is None else PRIORITY_KINDS),
         gradient_steps=partial(gradient_steps, cfg),
         as_one=True,
         phase=partial(phase, cfg),

@@ -107,9 +107,10 @@ def each_minibatch(run: Run, state: TensorDict, batch: TensorDict, number: int, 
         number: number of parts.
         step: (run, state, minibatch, count) -> (state, logs). `minibatch` has the shape `[B]`, and `count` is
             `update_step * number` plus the index of the part, 0-d int64. `step` may change `params`, `opt` and
-            `target_params`.
+            `target_params`. A log is 0-d, or has the shape `[B]` with a value for each row.
 
-    Returns: the state after all steps, and the means of the logs, except that `skipped_steps` is a sum.
+    Returns: the state after all steps, and the means of the logs, except that `skipped_steps` is a sum. A log with a
+        value for each row becomes `[number * B]`.
     """
     first = state["update_step"] * number
     if number == 1:
@@ -121,7 +122,9 @@ def each_minibatch(run: Run, state: TensorDict, batch: TensorDict, number: int, 
     )
     counts = first + torch.arange(number, device=first.device)
     moving, logs = run.scan(partial(_step, step, run), moving, (parts, counts), fixed)
-    return replaced(state, moving), over_steps(run, logs)
+    of_rows = {name: log.flatten(0, 1) for name, log in logs.items() if log.ndim > 1}
+    means = over_steps(run, {name: log for name, log in logs.items() if name not in of_rows})
+    return replaced(state, moving), means | of_rows
 
 
 def _step(

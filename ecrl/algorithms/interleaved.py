@@ -20,6 +20,9 @@ turn. In `run.static`, `buffer_size` is the number of steps per turn. In the sta
 `iterations` and the cursor of the buffer count each turn as an iteration. New steps are in the buffer as soon as a turn
 adds them, and the steps that they replace are gone. Thus `trainer.buffer_size` does not change the result of learning,
 with two exceptions. The phase is chosen once per iteration, and the finite guard skips whole iterations.
+
+If the buffer has a sum tree, a turn finds it in the state, in the field `tree` of `replay`, and may change it (see
+`ecrl.algorithms.prioritized`). The loop stores the new tree with the new steps.
 """
 
 from collections.abc import Callable
@@ -84,10 +87,11 @@ class Interleaved:
         self, run: Run, state: TensorDict, borrowed: TensorDict
     ) -> tuple[TensorDict, TensorDict, dict[str, Tensor]]:
         """Run the turns of one iteration as one loop, without copying the ring."""
-        ring = _ring(run, state, borrowed)
+        ring, tree = _ring(run, state, borrowed)
         turns = run.static.buffer_size // self.steps
         fixed = replaced(state.select(*_FIXED, strict=False), borrowed.select("frozen_params", strict=False))
         moving, start = cast(TensorDict, state.exclude(*_FIXED)), cast(Tensor, state["replay", "cursor"])
+        moving = replaced(moving, {"replay": replaced(cast(TensorDict, moving["replay"]), tree)})
         number = torch.arange(turns, device=start.device)
         noise = mapped(
             lambda x: x.unflatten(0, (turns, self.steps)),
@@ -103,7 +107,8 @@ class Interleaved:
         steps = _rollout(steps, cast(TensorDict, moving["env"]))
         episode = with_episodes(state, steps)
         state = replaced(replaced(state, moving), {"episode": episode})
-        writes = replay_writes(empty._replace(block=block))
+        writes = replay_writes(empty._replace(block=block)).update({name: moving["replay", name] for name in tree})
+        state = replaced(state, {"replay": cast(TensorDict, cast(TensorDict, state["replay"]).exclude(*tree))})
         return state, TensorDict({"batch": batch_of(steps), "replay": writes}, []), over_steps(run, logs)
 
     def collect(self, run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
@@ -125,17 +130,21 @@ class Interleaved:
         return replaced(state, {"replay": replaced(replay, replay_cut(replay, replay["cursor"]))})
 
 
-def _ring(run: Run, state: TensorDict, borrowed: TensorDict) -> TensorDict:
-    """Return the ring of the buffer. Raise ConfigError if it is missing, too short, or lacks a field."""
+def _ring(run: Run, state: TensorDict, borrowed: TensorDict) -> tuple[TensorDict, dict[str, Tensor]]:
+    """Return the ring of the buffer, and its `tree`, if any, in a dict.
+
+    Raises: ConfigError if the ring is missing, too short, or lacks a field.
+    """
     if "replay" not in borrowed:
         advice = "return one of `new_replay` from `init`, and add REPLAY_KINDS to `kinds`"
         raise ConfigError(f"algorithm {run.algorithm.name}: the state lacks replay, a field of kind buffer; {advice}")
-    ring = cast(TensorDict, cast(TensorDict, borrowed["replay"]).exclude("written"))
+    buffer = cast(TensorDict, borrowed["replay"])
+    ring, tree = cast(TensorDict, buffer.select("steps", "final")), cast(Any, buffer.select("tree", strict=False))
     check_replay(run, len(ring["steps"]) * run.static.num_envs)
     if "decision_step" in state and "executed" not in ring["steps"]:
         fault = "an action of this environment takes several steps, but the replay buffer has no field executed"
         raise ConfigError(f"algorithm {run.algorithm.name}: {fault}; pass the field to `new_replay`")
-    return ring
+    return ring, dict(tree.items())
 
 
 def _rollout(steps: TensorDict, env: TensorDict) -> TensorDict:

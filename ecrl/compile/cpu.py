@@ -19,6 +19,7 @@ import ecrl.compile.reverse_scan  # noqa: F401  # registers the implementation o
 from ecrl.compile.autocast import without_autocast
 from ecrl.compile.cache import cache_folder, sources_hash
 from ecrl.compile.cpu_builds import parallel_builds
+from ecrl.compile.cpu_carries import writing_carries_in_place
 from ecrl.compile.cpu_codegen import skip_redundant_codegen
 from ecrl.compile.cpu_loops import rewriting_loops
 from ecrl.compile.trace import captured, storage_of, traced
@@ -86,6 +87,7 @@ def compiled(
         with ExitStack() as settings:
             for setting in (torch.no_grad(), without_autocast(), config.patch(_OPTIONS), cache_folder()):
                 settings.enter_context(setting)
+            settings.enter_context(writing_carries_in_place())
             for setting in (rewriting_loops(), skip_redundant_codegen(), parallel_builds()):
                 settings.enter_context(setting)
             return _separate_results(graph, compile_fx(graph, leaves)), out, captured(graph)  # pyright: ignore

@@ -142,7 +142,7 @@ from ecrl.kernels.rollout_estimators import (
     compute_vtrace,
 )
 from ecrl.kernels.scan_loop import loop, scan
-from ecrl.kernels.sum_tree import TreeWrites, tree_find, tree_init, tree_set, tree_writes
+from ecrl.kernels.sum_tree import tree_find, tree_init, tree_set
 from ecrl.kernels.tracking import periodic_update, soft_update
 from ecrl.types import transitions
 
@@ -151,7 +151,6 @@ __all__ = [
     "HeldNoise",
     "Replay",
     "Squashed",
-    "TreeWrites",
     "VTrace",
     "act_and_step",
     "adam",
@@ -275,7 +274,6 @@ __all__ = [
     "tree_find",
     "tree_init",
     "tree_set",
-    "tree_writes",
     "value_loss",
     "vtrace",
 ]

@@ -1,14 +1,12 @@
 """Prioritised replay, which draws transitions with probabilities based on their latest temporal-difference errors.
 
-    writes                = replay_add_priority(replay, tree, largest, steps=S, n=n, stack=1)    # after `replay_add`
-    index, probability    = replay_prioritized_index(tree, keys)
-    weight                = importance_weights(probability, beta=beta)                           # weights of the loss
-    writes, largest       = replay_set_priority(tree, largest, index, td_error, alpha=alpha, eps=eps)
+    tree               = replay_add_priority(replay, tree, largest, steps=S, n=n, stack=1)       # after `replay_add`
+    index, probability = replay_prioritized_index(tree, keys)
+    weight             = importance_weights(probability, beta=beta)                              # weights of the loss
+    tree, largest      = replay_set_priority(tree, largest, index, td_error, mask, alpha=alpha, eps=eps)
 
 The sum tree (`ecrl.kernels.sum_tree`) has one leaf for each row of the ring, at the row's index. A row that cannot be
-drawn has the priority 0. `largest` is the largest priority so far, and starts at 1. `replay_add_priority` and
-`replay_set_priority` return `TreeWrites`, the new values of tree nodes. Store the new values with `tree.index_put_`
-before another function reads the tree.
+drawn has the priority 0. `largest` is the largest priority so far, and starts at 1.
 
 Source: Schaul et al. 2016, arXiv:1511.05952.
 """
@@ -19,12 +17,12 @@ from torch import Tensor
 from ecrl import rng
 from ecrl.kernels.dtypes import common_dtype, scalars, widened
 from ecrl.kernels.replay import Replay, valid_steps
-from ecrl.kernels.sum_tree import TreeWrites, tree_find, tree_writes
-from ecrl.types import Scalar, same_shape
+from ecrl.kernels.sum_tree import tree_find, tree_set
+from ecrl.types import Scalar, check_bool, same_shape
 
 
-def replay_add_priority(replay: Replay, tree: Tensor, largest: Tensor, *, steps: int, n: int, stack: int) -> TreeWrites:
-    """Return the writes that update the priorities of rows after `replay_add`.
+def replay_add_priority(replay: Replay, tree: Tensor, largest: Tensor, *, steps: int, n: int, stack: int) -> Tensor:
+    """Return the tree with the priorities of the rows after `replay_add`.
 
     Rows that can now be drawn for the first time get the priority `largest`. Rows that cannot be drawn get the priority
     0.
@@ -44,7 +42,7 @@ def replay_add_priority(replay: Replay, tree: Tensor, largest: Tensor, *, steps:
         n: number of steps in a return, at least 1.
         stack: number of frames in an observation, 1 without frame stacking.
 
-    Returns: `TreeWrites`.
+    Returns: the new tree, float64 `[2 * P]`.
     Gradient: none, because the arguments are detached.
     Raises: ValueError if the tree is too small, if `steps`, `n` or `stack` is below 1, or if the ring has fewer than
         `steps + n + stack` steps.
@@ -55,8 +53,7 @@ def replay_add_priority(replay: Replay, tree: Tensor, largest: Tensor, *, steps:
     >>> from tensordict import TensorDict
     >>> rows = TensorDict({name: flag for name in ("obs", "reward", "terminated", "truncated")}, [1])
     >>> replay = replay_start(replay_init(rows, steps=8, min_truncation_gap=3), torch.tensor(6), steps=1)
-    >>> writes = replay_add_priority(replay, tree_init(8), torch.tensor(1.0), steps=4, n=2, stack=1)
-    >>> tree_init(8).index_put(writes[:1], writes.value)[8:].tolist()
+    >>> replay_add_priority(replay, tree_init(8), torch.tensor(1.0), steps=4, n=2, stack=1)[8:].tolist()
     [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
     """
     capacity, num_envs = replay.ring["steps"].shape
@@ -78,7 +75,7 @@ def replay_add_priority(replay: Replay, tree: Tensor, largest: Tensor, *, steps:
     # Until the ring is full, no step has been overwritten, so the priorities of the oldest steps do not change.
     old = tree.index_select(0, len(tree) // 2 + index.flatten()).reshape(index.shape)
     unchanged = (torch.arange(len(step), device=device) >= steps + n).unsqueeze(1) & (now <= capacity)
-    return tree_writes(tree, index, torch.where(unchanged, old, priority))
+    return tree_set(tree, index, torch.where(unchanged, old, priority))
 
 
 def replay_prioritized_index(tree: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,11 +90,11 @@ def replay_prioritized_index(tree: Tensor, keys: Tensor) -> tuple[Tensor, Tensor
 
     Args:
         tree: a sum tree with at least one priority above 0.
-        keys: `[B]` int64, one key of `ecrl.rng` for each draw.
+        keys: `[*, B]` int64, one key of `ecrl.rng` for each draw. The last axis is a batch.
 
-    Returns: the indices of the rows, int64 `[B]`, and the rows' probabilities, float64 `[B]`.
+    Returns: the indices of the rows, int64 `[*, B]`, and the rows' probabilities, float64 `[*, B]`.
     Gradient: none, because `tree` is detached.
-    Raises: ValueError if `keys` is not `[B]`, or if `tree` is not `[2 * P]`.
+    Raises: ValueError if `keys` is 0-d, or if `tree` is not `[2 * P]`.
     Source: Schaul et al. 2016, arXiv:1511.05952, eq. 1 and appendix B.2.1.
 
     >>> from ecrl.kernels import tree_init, tree_set
@@ -106,20 +103,20 @@ def replay_prioritized_index(tree: Tensor, keys: Tensor) -> tuple[Tensor, Tensor
     >>> index.tolist(), probability.tolist()
     ([1, 2, 2, 2], [0.25, 0.75, 0.75, 0.75])
     """
-    if keys.ndim != 1:
-        raise ValueError(f"keys has shape {list(keys.shape)}, expected [B]")
-    tree, part = tree.detach(), torch.arange(len(keys), device=keys.device)
-    mass = (part + rng.uniform(keys, dtype=torch.float64)) / len(keys) * tree[1]
+    if not keys.ndim:
+        raise ValueError("keys has shape [], expected [*, B]")
+    tree, part = tree.detach(), torch.arange(keys.shape[-1], device=keys.device)
+    mass = (part + rng.uniform(keys, dtype=torch.float64)) / keys.shape[-1] * tree[1]
     index = tree_find(tree, mass)
-    return index, tree.index_select(0, len(tree) // 2 + index) / tree[1]
+    return index, tree.index_select(0, len(tree) // 2 + index.flatten()).reshape(index.shape) / tree[1]
 
 
 def replay_set_priority(
-    tree: Tensor, largest: Tensor, index: Tensor, td_error: Tensor, *, alpha: Scalar, eps: Scalar
-) -> tuple[TreeWrites, Tensor]:
-    """Return the writes that set the priorities of the drawn rows after a gradient step.
+    tree: Tensor, largest: Tensor, index: Tensor, td_error: Tensor, mask: Tensor, *, alpha: Scalar, eps: Scalar
+) -> tuple[Tensor, Tensor]:
+    """Set the priorities of the drawn rows after a gradient step.
 
-        priority = (|td_error| + eps) ^ alpha
+        priority = (|td_error| + eps) ^ alpha if mask else 0
         largest  = max(largest, priority)
 
     Args:
@@ -129,27 +126,32 @@ def replay_set_priority(
             Without rows, nothing changes.
         td_error: `[*B]` float, temporal-difference errors in reward units. A row whose error is NaN or infinite gets
             the priority `largest`.
+        mask: `[*B]` bool, from `replay_read`. A row whose `mask` is False is no transition, and is not drawn again.
         alpha: exponent of the priority. An exponent of 0 makes all priorities equal.
         eps: constant added to |td_error|, in reward units. Use a value above 0. Otherwise, a row whose error is 0 is
             never drawn again.
 
-    Returns: `TreeWrites` and the new `largest`.
+    Returns: the new tree, float64 `[2 * P]`, and the new `largest`.
     Gradient: none, because the arguments are detached.
-    Raises: ValueError if shapes differ, if a hyperparameter is not 0-d, or if `tree` is not `[2 * P]`.
+    Raises: ValueError if shapes differ, if `mask` is not bool, if a hyperparameter is not 0-d, or if `tree` is not
+        `[2 * P]`.
     Source: Schaul et al. 2016, arXiv:1511.05952, sec. 3.3 (proportional variant) and algorithm 1.
 
     >>> from ecrl.kernels import tree_init
     >>> index, error = torch.tensor([0, 1]), torch.tensor([-3.0, 8.0])
-    >>> writes, largest = replay_set_priority(tree_init(2), torch.tensor(1.0), index, error, alpha=0.5, eps=1.0)
-    >>> writes.value.tolist(), float(largest)
-    ([2.0, 3.0, 5.0, 5.0], 3.0)
+    >>> mask = torch.tensor([True, True])
+    >>> tree, largest = replay_set_priority(tree_init(2), torch.tensor(1.0), index, error, mask, alpha=0.5, eps=1.0)
+    >>> tree.tolist(), float(largest)
+    ([0.0, 5.0, 2.0, 3.0], 3.0)
     """
-    same_shape(index=index, td_error=td_error)
+    same_shape(index=index, td_error=td_error, mask=mask)
+    check_bool(mask=mask)
     alpha, eps = scalars(alpha=alpha, eps=eps)
     error = td_error.detach().abs().to(tree.dtype)
     priority = torch.where(error.isfinite(), torch.pow(error + eps, alpha), largest.detach()).detach()
-    writes, largest = tree_writes(tree, index, priority), largest.detach()
-    return writes, torch.maximum(largest, priority.amax()) if index.numel() else largest
+    priority = torch.where(mask, priority, 0.0)
+    tree, largest = tree_set(tree, index, priority), largest.detach()
+    return tree, torch.maximum(largest, priority.amax()) if index.numel() else largest
 
 
 def importance_weights(probability: Tensor, *, beta: Scalar) -> Tensor:

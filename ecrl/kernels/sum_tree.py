@@ -10,30 +10,13 @@ A new priority changes its leaf and all nodes from the leaf to the root. Each ch
 sum of its children. If an update added a difference to the nodes instead, rounding errors would grow with every update.
 The tree is float64, because sums of a million float32 priorities would misplace one percent of the draws.
 
-`tree_writes` returns the new values of nodes without storing them, so that a loop can store all values with one
-`index_put_`.
-
 Source: Schaul et al. 2016, arXiv:1511.05952, appendix B.2.1.
 """
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ecrl.types import same_shape
-
-
-class TreeWrites(NamedTuple):
-    """New values of nodes of a sum tree, returned by `tree_writes`.
-
-    Attributes:
-        node: `[M]` int64, indices of the nodes. Equal indices have equal values.
-        value: `[M]` float64.
-    """
-
-    node: Tensor
-    value: Tensor
 
 
 def tree_init(size: int, device: torch.device | str | None = None) -> Tensor:
@@ -95,50 +78,13 @@ def tree_find(tree: Tensor, mass: Tensor) -> Tensor:
     return (node - len(tree) // 2).reshape(mass.shape)
 
 
-def tree_writes(tree: Tensor, index: Tensor, priority: Tensor) -> TreeWrites:
-    """Return the new values of all nodes that new priorities change, from the leaves to the root.
+def tree_set(tree: Tensor, index: Tensor, priority: Tensor) -> Tensor:
+    """Return a copy of the tree with new priorities.
 
         tree[P + index] = priority
         tree[i]         = tree[2 * i] + tree[2 * i + 1]      for all i above a changed leaf
 
-    Args:
-        tree: a sum tree.
-        index: `[*B]` int64, indices of leaves, 0 to P - 1. If an index occurs twice, the last priority for this index
-            is stored.
-        priority: `[*B]` float, new priorities of the leaves, at least 0.
-
-    Returns: `TreeWrites`, with M = (log2(P) + 1) * B. To store the values, run `tree.index_put_((node,), value)`.
-    Gradient: none, because `tree` and `priority` are detached.
-    Raises: ValueError if `tree` is not `[2 * P]`, or if the shapes of `index` and `priority` differ.
-
-    >>> writes = tree_writes(tree_init(4), torch.tensor([2]), torch.tensor([5.0]))
-    >>> writes.node.tolist(), writes.value.tolist()
-    ([6, 3, 1], [5.0, 5.0, 5.0])
-    """
-    depth, tree = _depth(tree), tree.detach()
-    same_shape(index=index, priority=priority)
-    # Sorted nodes stay sorted from level to level, so equal nodes are adjacent. For each node, `first` and `last` are
-    # the first and last positions of equal nodes. If the node's sibling also changes, the sibling is adjacent to these
-    # positions.
-    node, order = torch.sort(index.flatten() + len(tree) // 2, stable=True)
-    first, last = torch.searchsorted(node, node), torch.searchsorted(node, node, right=True) - 1
-    value = priority.detach().flatten().to(tree.dtype).index_select(0, order).index_select(0, last)
-    nodes, values = [node], [value]
-    for _ in range(depth):
-        sibling, is_left = node ^ 1, node % 2 == 0
-        beside = torch.where(is_left, last + 1, first - 1).clamp(0, len(node) - 1)
-        changes = node.index_select(0, beside) == sibling
-        value = value + torch.where(changes, value.index_select(0, beside), tree.index_select(0, sibling))
-        first = torch.where(changes & ~is_left, first.index_select(0, beside), first)
-        last = torch.where(changes & is_left, last.index_select(0, beside), last)
-        node = node >> 1
-        nodes.append(node)
-        values.append(value)
-    return TreeWrites(torch.cat(nodes), torch.cat(values))
-
-
-def tree_set(tree: Tensor, index: Tensor, priority: Tensor) -> Tensor:
-    """Return a copy of the tree with new priorities.
+    If a loop of a compiled graph carries the tree, the loop updates the tree in place.
 
     Args:
         tree: a sum tree.
@@ -153,5 +99,13 @@ def tree_set(tree: Tensor, index: Tensor, priority: Tensor) -> Tensor:
     >>> tree_set(tree_init(4), torch.tensor([0, 3]), torch.tensor([1.0, 2.0])).tolist()
     [0.0, 3.0, 1.0, 2.0, 1.0, 0.0, 0.0, 2.0]
     """
-    node, value = tree_writes(tree, index, priority)
-    return tree.detach().index_put((node,), value)
+    depth, tree = _depth(tree), tree.detach()
+    same_shape(index=index, priority=priority)
+    node, order = torch.sort(index.flatten() + len(tree) // 2, stable=True)
+    last = order.index_select(0, torch.searchsorted(node, node, right=True) - 1)  # of the priorities for this node
+    tree = tree.index_put((node,), priority.detach().flatten().to(tree.dtype).index_select(0, last))
+    for _ in range(depth):
+        node = node >> 1
+        # The tree is a copy by now, so this function may write to it. Equal nodes get equal values.
+        tree.index_put_((node,), tree.index_select(0, 2 * node) + tree.index_select(0, 2 * node + 1))
+    return tree

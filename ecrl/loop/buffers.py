@@ -5,6 +5,7 @@ entries of the buffers as `writes`. The loop writes the new entries into the buf
 the iteration. A failed iteration therefore leaves the buffers unchanged.
 
     writes[buffer][part] = {"rows": [B, ...], "index": int64 [B]}        the loop sets buffer[part][index] = rows
+    writes[buffer][part] = tensor                                        the loop sets buffer[part] = tensor
 
 A buffer is a field of the state, and its parts are preallocated tensors or TensorDicts. Each buffer has two counts,
 which are 0-d int64 tensors. An iteration increases the count `cursor`, which has kind counter, so each state has a
@@ -163,6 +164,9 @@ def commit(borrowed: TensorDict, writes: TensorDict, after: TensorDict) -> None:
         borrowed[name, "written"].copy_(after[name, "cursor"])
     for name, parts in cast(Any, writes.items()):
         for part, write in parts.items():
+            if isinstance(write, Tensor):
+                borrowed[name, part].copy_(write)
+                continue
             for old, rows in zip(flatten(borrowed[name, part])[0], flatten(write["rows"])[0], strict=True):
                 old.index_copy_(0, write["index"], rows)
 
@@ -173,15 +177,20 @@ def committed(borrowed: TensorDict, writes: TensorDict, after: TensorDict, skipp
     If `skipped`, a 0-d bool tensor, is True, the copies equal the buffers.
     """
 
+    def chosen(old: Tensor, new: Tensor) -> Tensor:
+        return torch.where(skipped.reshape(*skipped.shape, *(1,) * (new.ndim - skipped.ndim)), old, new)
+
     def write(old: Tensor, rows: Tensor, index: Tensor) -> Tensor:
-        is_skipped = skipped.reshape(*skipped.shape, *(1,) * (rows.ndim - skipped.ndim))
-        return old.index_copy(0, index, torch.where(is_skipped, old[index], rows))
+        return old.index_copy(0, index, chosen(old[index], rows))
 
     copies = borrowed.copy()
     for name, parts in cast(Any, writes.items()):
         written = torch.where(skipped, borrowed[name, "written"], after[name, "cursor"])
         fields: dict[str, Any] = {"written": written}
         for part, one in parts.items():
+            if isinstance(one, Tensor):
+                fields[part] = chosen(borrowed[name, part], one)
+                continue
             leaves, structure = flatten(borrowed[name, part])
             new = [write(old, rows, one["index"]) for old, rows in zip(leaves, flatten(one["rows"])[0], strict=True)]
             fields[part] = unflatten(structure, new)

@@ -183,7 +183,15 @@ def _is_buffer(name: str, part: str, buffer: TensorDict, kinds: Kinds) -> bool:
 
 
 def _check_rows(label: str, name: str, part: Any, write: Any) -> None:
-    """Raise ConfigError unless a write has an int64 `index` `[B]`, and `rows` `[B]` with the fields of the part."""
+    """Raise ConfigError unless a write is valid.
+
+    A write is a tensor like the part, or has an int64 `index` `[B]` and `rows` `[B]` with the fields of the part.
+    """
+    if isinstance(write, Tensor):
+        if not isinstance(part, Tensor) or write.shape != part.shape or write.dtype != part.dtype:
+            expected = f"a tensor like {described(part)}" if isinstance(part, Tensor) else "a TensorDict of rows"
+            raise ConfigError(f"{label} returns {name} as {described(write)}, expected {expected}; return one")
+        return
     if not isinstance(write, TensorDictBase):
         raise ConfigError(
             f"{label} returns the writes of {name} as {described(write)}, expected a TensorDict; return one"

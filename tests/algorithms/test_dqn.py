@@ -13,6 +13,7 @@ from torch import nn
 import ecrl
 from ecrl.algorithms.core import learn
 from ecrl.algorithms.dqn import update
+from ecrl.algorithms.prioritized import beta_of
 from ecrl.config import Config, config_from_dict
 from ecrl.config.model import ConfigModel
 from ecrl.envs import Env
@@ -30,6 +31,10 @@ DISTRIBUTIONS = {
     "categorical": {"distribution": "categorical", "num_atoms": 5, "v_min": -2.0, "v_max": 2.0},
     "quantiles": {"distribution": "quantile", "num_atoms": 4},
 }
+
+
+PRIORITIZED = {"algorithm.cfg.prioritized": {"alpha": 0.7, "beta": 0.5, "eps": 0.01}}
+KINDS = [(kind, {}) for kind in DISTRIBUTIONS] + [("values", PRIORITIZED)]
 
 
 def small_dqn(policy: dict | None = None, **changes) -> Config:
@@ -130,6 +135,81 @@ def test_an_update_is_one_step_of_adam_on_the_loss_of_the_paper(kind, double):
         close(after["params", "critic", name], weight.float(), tol=1e-5)
 
 
+def errors_of(kind: str, online: nn.Module, slow: nn.Module, batch: TensorDict) -> list[float]:
+    """The error of each transition by which prioritised replay draws, with the choices of Double DQN."""
+    errors = []
+    with torch.no_grad():
+        for row in batch:
+            reward, discount, action = float(row["reward"]), float(row["discount"]), int(row["action"])
+            q, after, chooser = online(row["obs"].double()), *(net(row["next_obs"].double()) for net in (slow, online))
+            if kind == "values":
+                errors.append(float(reward + discount * after[chooser.argmax()] - q[action]))
+                continue
+            q, after, chooser = (x.reshape(2, -1) for x in (q, after, chooser))
+            if kind == "categorical":
+                support = torch.linspace(-2.0, 2.0, 5).double()
+                best = int((chooser.softmax(-1) * support).sum(-1).argmax())
+                target = project(after[best].softmax(-1), reward + discount * support, support)
+                errors.append(float(torch.xlogy(target, target).sum() - (target * q[action].log_softmax(-1)).sum()))
+            else:
+                best = int(chooser.mean(-1).argmax())
+                errors.append(float(reward + discount * after[best].mean() - q[action].mean()))
+    return errors
+
+
+@pytest.mark.parametrize("kind", DISTRIBUTIONS)
+def test_weights_scale_the_loss_and_errors_are_reported(kind):
+    """A weight of 2 counts a transition twice. The transition that is none has no effect."""
+    cfg = small_dqn(DISTRIBUTIONS[kind], **PRIORITIZED)
+    run, state, batch = build(cfg), init_state(cfg), transitions(9)
+    state = replaced(state, {"target_params": init_state(cfg.replace(**{"trainer.seed": 5}))["params"]})
+    online, slow = (module_of(cast(Any, tree)["critic"]) for tree in (state["params"], state["target_params"]))
+    twice = torch.cat((batch[:8], batch[:2]))  # a mean over 10 transitions, so 8 weights of a mean over 8
+    expected = float(expected_loss(kind, online, slow, twice, True).detach()) * 10 / 8
+    weight = torch.tensor([2.0, 2.0, *[1.0] * 6, 9.0], dtype=torch.float64)
+    _, logs = learn(update, run, state, replaced(batch, {"weight": weight}))
+    close(logs["q_loss"], expected)
+    close(logs["row_error"].double(), torch.tensor(errors_of(kind, online, slow, batch)).double(), tol=1e-5)
+
+
+def test_a_turn_sets_the_priorities_of_the_transitions_that_it_drew():
+    changes = {"trainer.buffer_size": 1, "trainer.iterations": 40, "trainer.num_envs": 1, "algorithm.cfg.capacity": 30}
+    cfg = small_dqn(**PRIORITIZED, **changes)
+    before, counts = None, set()
+    for record in train_iter(init_state(cfg), cfg):
+        if record["log_type"] == "collect":
+            continue
+        state = record["state"].clone()
+        if before is not None:
+            steps, cursor, rows = state["replay", "steps"], int(state["replay", "cursor"]), []
+            leaves, old = (one["replay", "tree"][32:62].tolist() for one in (state, before))
+            # The step before the newest can be drawn since this turn, and the newest cannot be drawn yet.
+            old[(cursor - 2) % 30], old[(cursor - 1) % 30] = float(before["replay", "largest"]), 0.0
+            drawn = [i for i in range(30) if leaves[i] != old[i]]
+            for i in drawn:
+                row, following = steps[i, 0], steps["obs"][(i + 1) % 30, 0]
+                final = state["replay", "final", "obs"][(i // 16) % 3, 0]
+                after = final if row["truncated"] else following
+                discount = 0.0 if row["terminated"] else 0.99
+                new = {"obs": row["obs"], "action": row["action"], "reward": row["reward"], "next_obs": after}
+                rows.append(TensorDict({**new, "discount": torch.tensor(discount)}, []))
+            nets = (module_of(cast(Any, tree)["critic"]) for tree in (before["params"], before["target_params"]))
+            errors = errors_of("values", *nets, torch.stack(rows)) if rows else []
+            for i, error in zip(drawn, errors, strict=True):
+                assert abs(leaves[i] - (abs(error) + 0.01) ** 0.7) < 1e-5
+            counts.add(len(drawn))
+            assert float(state["replay", "largest"]) == max(float(before["replay", "largest"]), *leaves)
+        before = state
+    assert max(counts) > 4, "a minibatch of 8 sets at most 8 priorities"
+
+
+def test_beta_rises_linearly():
+    cfg = small_dqn(**{"algorithm.cfg.prioritized": {"beta": 0.2, "final_beta": 0.8}})
+    state = init_state(cfg)
+    states = [replaced(state, {"update_step": torch.tensor(step)}) for step in (0, 3, 6, 9)]
+    close(torch.stack([beta_of(one) for one in states]), torch.tensor([0.2, 0.5, 0.8, 0.8]))
+
+
 def test_the_target_network_follows_every_few_steps():
     """Each turn takes 3 environment steps, so an update is due in every second turn."""
     cfg = small_dqn(**{"trainer.buffer_size": 1, "algorithm.cfg.tau": 0.25, "trainer.iterations": 5})
@@ -157,9 +237,9 @@ def learnt(state: TensorDict) -> TensorDict:
     return state.select("params", "opt", "target_params", "replay", "env", "exploration", "sample_step")
 
 
-@pytest.mark.parametrize("kind", DISTRIBUTIONS)
-def test_the_length_of_an_iteration_changes_no_bit(kind):
-    changes = {"algorithm.cfg.n_step": 2, "algorithm.cfg.gradient_steps": 2, "algorithm.cfg.learning_starts": 8 * N}
+@pytest.mark.parametrize(("kind", "changes"), KINDS)
+def test_the_length_of_an_iteration_changes_no_bit(kind, changes):
+    changes = changes | {"algorithm.cfg.n_step": 2, "algorithm.cfg.gradient_steps": 2, "algorithm.cfg.learning_starts": 8 * N}
     first, *others = (
         last_state(
             small_dqn(DISTRIBUTIONS[kind], **changes, **{"trainer.buffer_size": size, "trainer.iterations": 32 // size})
@@ -170,9 +250,10 @@ def test_the_length_of_an_iteration_changes_no_bit(kind):
         assert same(learnt(first), learnt(other))
 
 
-@pytest.mark.parametrize("kind", DISTRIBUTIONS)
-def test_a_compiled_run_equals_an_eager_one(kind):
-    cfg = small_dqn(DISTRIBUTIONS[kind], **{"algorithm.cfg.gradient_steps": 2, "algorithm.cfg.learning_starts": 8 * N})
+@pytest.mark.parametrize(("kind", "changes"), KINDS)
+def test_a_compiled_run_equals_an_eager_one(kind, changes):
+    changes = changes | {"algorithm.cfg.gradient_steps": 2, "algorithm.cfg.learning_starts": 8 * N}
+    cfg = small_dqn(DISTRIBUTIONS[kind], **changes)
     eager = last_state(cfg)
     with traced_only() as graphs:
         compiled = last_state(cfg.replace(**{"trainer.compile": "on"}))
@@ -180,10 +261,13 @@ def test_a_compiled_run_equals_an_eager_one(kind):
     for name in ("params", "target_params"):
         for path, weight in cast(TensorDict, eager[name]).items(True, True):
             close(compiled[name][path], weight, tol=1e-5)
+    if "tree" in eager["replay"].keys():  # noqa: SIM118
+        close(compiled["replay", "tree"], eager["replay", "tree"], tol=1e-4)
 
 
-def test_a_run_resumes_with_the_same_bits(tmp_path):
-    cfg = small_dqn()
+@pytest.mark.parametrize("changes", [{}, PRIORITIZED])
+def test_a_run_resumes_with_the_same_bits(tmp_path, changes):
+    cfg = small_dqn(**changes)
     every = [r["state"].clone() for r in train_iter(init_state(cfg), cfg) if r["log_type"] == "train"]
     save(tmp_path / "now", every[2], cfg)
     *_, last = train_iter(*load(tmp_path / "now"))
@@ -215,8 +299,9 @@ def test_steps_that_only_reset_an_environment_are_no_transitions():
     assert all(x.isfinite().all() for x in state["params"].values(True, True))
 
 
-def test_several_seeds_run_as_one_batch():
-    cfg = small_dqn()
+@pytest.mark.parametrize("changes", [{}, PRIORITIZED])
+def test_several_seeds_run_as_one_batch(changes):
+    cfg = small_dqn(**changes)
     iteration = ecrl.make_iteration(cfg)
     states = [init_state(cfg.replace(**{"trainer.seed": seed})) for seed in range(2)]
     many: Any = torch.stack([state.clone() for state in states])
@@ -247,6 +332,11 @@ def test_an_update_with_nan_is_left_out_and_counted():
         (
             {"algorithm.cfg.learning_starts": 61},
             "algorithm.cfg.learning_starts: 61 is above 60, the env steps before the last iteration of this run of 72",
+        ),
+        (
+            PRIORITIZED | {"algorithm.cfg.n_step": 10, "algorithm.cfg.train_freq": 10, "trainer.buffer_size": 10},
+            "60 has room for 20 steps of each environment, but prioritized replay with train_freq 10 and n_step 10 "
+            "needs 21; make it larger",
         ),
         ({"env": {"name": "pendulum"}}, "q_network needs Discrete actions, got Box"),
         ({"algorithm.cfg.lr_scheduler": {"name": "adaptive"}}, "lr_scheduler adaptive needs the KL to the policy"),

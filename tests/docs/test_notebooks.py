@@ -47,9 +47,9 @@ ELSEWHERE = {"GAE", "VTrace", "Squashed"} | {  # results of kernels, and output 
     "quantile_q_target", "retrace", "smoothed_action", "soft_actor_loss", "soft_min_q_target", "soft_q_target",
     "soft_update", "td_loss", "temperature_loss",
 } | {  # the replay buffer needs a run: `tests/kernels/test_replay.py` has numbers by hand
-    "Replay", "TreeWrites", "importance_weights", "replay_add", "replay_add_priority", "replay_count", "replay_cut",
+    "Replay", "importance_weights", "replay_add", "replay_add_priority", "replay_count", "replay_cut",
     "replay_index", "replay_init", "replay_prioritized_index", "replay_read", "replay_set_priority", "replay_stack",
-    "replay_start", "replay_writes", "tree_find", "tree_init", "tree_set", "tree_writes",
+    "replay_start", "replay_writes", "tree_find", "tree_init", "tree_set",
 }  # fmt: skip
 CELL_S = 24 * 3600  # nbmake stops a cell after 300 s by default, which a loaded machine may need
 _OF_A_MACHINE = re.compile(r"/(?:home|root|Users|usr|opt|tmp|work|venv)\b|0x[0-9a-f]{6}")

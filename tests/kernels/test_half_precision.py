@@ -29,7 +29,6 @@ SKIPPED = {
     "replay_set_priority": "sum trees are float64",
     "tree_find": "sum trees are float64",
     "tree_set": "sum trees are float64",
-    "tree_writes": "sum trees are float64",
     "moments_merge": "moments are float64",
     "moments_update": "moments are float64",
     "moments_variance": "moments are float64",

@@ -33,10 +33,6 @@ from ecrl.kernels import (
 ONE = torch.ones((), dtype=torch.float64)
 
 
-def put(tree: torch.Tensor, writes: Any) -> torch.Tensor:
-    return tree.index_put((writes.node,), writes.value)
-
-
 def start_of(history: History, steps: int) -> TensorDict:
     return replay_init(history.take(1)[0].exclude("final_obs"), steps=steps, min_truncation_gap=history.gap)
 
@@ -90,7 +86,7 @@ def test_every_step_equals_a_numpy_reference(turns):
         for now in range(start, start + turns):
             rows = history.take(1)
             replay = replay_add(replay, rows)
-            tree = put(tree, replay_add_priority(replay, tree, largest, steps=1, n=1, stack=1))
+            tree = replay_add_priority(replay, tree, largest, steps=1, n=1, stack=1)
             plain.add(rows["obs"][0].tolist())
             if not now:
                 continue
@@ -102,8 +98,7 @@ def test_every_step_equals_a_numpy_reference(turns):
             assert batch["obs"].tolist() == plain.obs[places].tolist()
             close(importance_weights(probability, beta=0.4), plain.weights(expected, 0.4), tol=1e-12)
             error = (batch["obs"] * 7.0).sin() * (index + 1)
-            writes, largest = replay_set_priority(tree, largest, index, error, alpha=1.0, eps=eps)
-            tree = put(tree, writes)
+            tree, largest = replay_set_priority(tree, largest, index, error, alpha=1.0, eps=eps)
             plain.update(places, error.double().tolist())
             assert tree.tolist() == plain.tree.nodes
             assert float(largest) == plain.largest
@@ -126,7 +121,7 @@ def test_the_rows_with_a_priority_are_those_that_can_be_drawn(length, n, stack, 
         largest = torch.tensor(1.0 + start).double()
         replay = replay_add(replay_start(ring, torch.tensor(start), steps=length), history.take(length))
         before, now = tree, start + length
-        tree = put(tree, replay_add_priority(replay, tree, largest, steps=length, n=n, stack=stack))
+        tree = replay_add_priority(replay, tree, largest, steps=length, n=n, stack=stack)
         oldest = 0 if now <= steps else now - steps + stack - 1
         places = {t % steps * 2 + e: t for t in range(oldest, now - n) for e in range(2)}
         leaves = tree[len(tree) // 2 :]
@@ -142,9 +137,9 @@ def test_adding_by_hand(variant):
     history = History(1, 3, 0)
     replay = Replay(start_of(history, 6), start_of(history, 2), torch.tensor(7), torch.tensor(2))
     before = tree_set(tree_init(6), torch.arange(6), torch.full((6,), 9.0))
-    writes = variant(replay_add_priority)(replay, before, torch.tensor(5.0), steps=2, n=1, stack=2)
+    tree = variant(replay_add_priority)(replay, before, torch.tensor(5.0), steps=2, n=1, stack=2)
     # 3 lacks its frame before, 4 and 5 keep their priority, 6 and 7 are drawn from now on, 8 is the newest step.
-    assert put(before, writes)[8:].tolist() == [5.0, 5.0, 0.0, 0.0, 9.0, 9.0, 0.0, 0.0]
+    assert tree[8:].tolist() == [5.0, 5.0, 0.0, 0.0, 9.0, 9.0, 0.0, 0.0]
 
 
 def test_drawing_by_hand(variant):
@@ -158,13 +153,13 @@ def test_drawing_by_hand(variant):
 
 def test_priorities_by_hand(variant):
     tree, error = tree_init(4), torch.tensor([-3.0, 0.0, 15.0])
-    writes, largest = variant(replay_set_priority)(
+    new, largest = variant(replay_set_priority)(
         tree, 2.0 * ONE, torch.tensor([0, 1, 3]), error, alpha=0.5, eps=torch.tensor(1.0)
     )
-    assert put(tree, writes)[4:].tolist() == [2.0, 1.0, 0.0, 4.0] and float(largest) == 4.0
+    assert new[4:].tolist() == [2.0, 1.0, 0.0, 4.0] and float(largest) == 4.0
     bad = torch.tensor([torch.nan, torch.inf, 0.0])
-    writes, largest = variant(replay_set_priority)(tree, 2.0 * ONE, torch.tensor([0, 1, 3]), bad, alpha=0.5, eps=1.0)
-    assert put(tree, writes)[4:].tolist() == [2.0, 2.0, 0.0, 1.0] and float(largest) == 2.0
+    new, largest = variant(replay_set_priority)(tree, 2.0 * ONE, torch.tensor([0, 1, 3]), bad, alpha=0.5, eps=1.0)
+    assert new[4:].tolist() == [2.0, 2.0, 0.0, 1.0] and float(largest) == 2.0
 
 
 def test_weights_by_hand(variant):
@@ -194,7 +189,7 @@ def test_without_errors_priorities_draw_as_uniform_indices_do():
     """With equal priorities every row that can be drawn has the same probability."""
     history = History(2, 5, 0)
     replay = replay_add(replay_start(start_of(history, 20), torch.tensor(0), steps=10), history.take(10))
-    tree = put(tree_init(40), replay_add_priority(replay, tree_init(40), ONE, steps=10, n=3, stack=1))
+    tree = replay_add_priority(replay, tree_init(40), ONE, steps=10, n=3, stack=1)
     index, probability = replay_prioritized_index(tree, torch.arange(500))
     assert set(index.tolist()) == set(replay_index(replay, torch.arange(500), n=3, stack=1).tolist()) == {*range(14)}
     close(probability, torch.full((500,), 1 / 14))
@@ -203,8 +198,8 @@ def test_without_errors_priorities_draw_as_uniform_indices_do():
 
 def test_no_rows_change_no_priority():
     tree, index = tree_set(tree_init(4), torch.tensor([1]), ONE[None]), torch.tensor([], dtype=torch.int64)
-    writes, largest = replay_set_priority(tree, 2.0 * ONE, index, index.float(), alpha=0.5, eps=1.0)
-    assert torch.equal(put(tree, writes), tree) and float(largest) == 2.0
+    new, largest = replay_set_priority(tree, 2.0 * ONE, index, index.float(), alpha=0.5, eps=1.0)
+    assert torch.equal(new, tree) and float(largest) == 2.0
     assert len(importance_weights(replay_prioritized_index(tree, index)[1], beta=0.5)) == 0
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 from support.plain_tree import PlainTree
 
-from ecrl.kernels import tree_find, tree_init, tree_set, tree_writes
+from ecrl.kernels import tree_find, tree_init, tree_set
 
 #            root 10
 #       4             6
@@ -25,9 +25,8 @@ def test_by_hand(variant):
     mass = torch.tensor([[0.0, 0.75, 1.0], [3.5, 4.0, 9.5]])
     assert variant(tree_find)(tree, mass).tolist() == [[0, 0, 1], [1, 2, 2]]
     # Leaf 1 becomes 2 at last. Its sibling, leaf 0, becomes 5 in the same call. 7 + 6 = 13.
-    node, value = variant(tree_writes)(tree, torch.tensor([1, 0, 1]), torch.tensor([9.0, 5.0, 2.0]))
-    assert node.tolist() == [4, 5, 5, 2, 2, 2, 1, 1, 1]
-    assert value.tolist() == [5.0, 2.0, 2.0, 7.0, 7.0, 7.0, 13.0, 13.0, 13.0]
+    tree = variant(tree_set)(tree, torch.tensor([1, 0, 1]), torch.tensor([9.0, 5.0, 2.0]))
+    assert tree.tolist() == [0.0, 13.0, 7.0, 6.0, 5.0, 2.0, 6.0, 0.0]
 
 
 @given(depth=st.integers(1, 7), batch=st.integers(1, 40), seed=st.integers(0, 2**20))
@@ -38,8 +37,7 @@ def test_every_node_equals_that_of_a_list(depth, batch, seed):
     for _ in range(4):
         index = torch.randint(0, size, (batch,), generator=g)
         priority = torch.rand(batch, generator=g) * (torch.rand(batch, generator=g) < 0.8)
-        writes, tree = tree_writes(tree, index, priority), tree_set(tree, index, priority)
-        assert torch.equal(writes.value, tree[writes.node]), "equal nodes have equal values"
+        tree = tree_set(tree, index, priority)
         for leaf, number in zip(index.tolist(), priority.tolist(), strict=True):
             plain.set(leaf, number)
         assert tree.tolist() == plain.nodes
@@ -97,10 +95,8 @@ def test_sums_do_not_drift():
 
 
 def test_a_tree_has_no_gradient():
-    """A node that two new leaves share is returned twice, so a gradient would count twice."""
     tree, priority = torch.ones(8, dtype=torch.float64, requires_grad=True), torch.ones(2, requires_grad=True)
-    new = tree_set(tree, torch.tensor([3, 0]), priority)
-    assert not new.requires_grad and not tree_writes(tree, torch.tensor([3, 0]), priority).value.requires_grad
+    assert not tree_set(tree, torch.tensor([3, 0]), priority).requires_grad
 
 
 def test_bad_arguments_are_named():

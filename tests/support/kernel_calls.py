@@ -295,7 +295,6 @@ CALLS: dict[str, Any] = {
     "replay_set_priority": lambda s: ((tree(s), scalar(s).double(), *priorities(s)), hyper(s, "alpha", "eps")),
     "importance_weights": lambda s: ((floats(s, N).exp(),), hyper(s, "beta")),
     "tree_find": lambda s: ((tree(s), floats(s, 7).sigmoid().double() * tree(s)[1]), {}),
-    "tree_writes": lambda s: ((tree(s), *priorities(s)), {}),
     "tree_set": lambda s: ((tree(s), *priorities(s)), {}),
     "scan": lambda s: ((floats(s, N), floats(s + 1, T, N), floats(s + 2, N)), {}),
     "loop": lambda s: ((floats(s, N), floats(s + 1, T, N), floats(s + 2, N)), {}),

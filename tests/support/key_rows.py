@@ -280,6 +280,8 @@ ALGORITHMS = [
     *rows("algorithm.dqn", DQN, target_update_freq=8, huber_delta=1e-3, initial_epsilon=0.5),
     *rows("algorithm.dqn", DQN, final_epsilon=0.9, exploration_fraction=1.0),
     *rows("algorithm.dqn", DQN | alg(target_update_freq=8), tau=0.5),
+    *rows("algorithm.dqn", DQN, prioritized={}),
+    *rows("algorithm.dqn.prioritized", DQN | alg(prioritized={}), alpha=0.1, beta=1.0, final_beta=0.4, eps=1.0),
     *rows("algorithm.apg", APG, gamma=0.5, ent_coef=0.5, segment_length=2, deterministic_actions=True),
     *rows("algorithm.apg", APG | alg(segment_length=4), segment_length=2),
 ]

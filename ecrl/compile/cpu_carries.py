@@ -1,0 +1,107 @@
+"""Let a compiled loop write a few entries of a large carry in place, instead of copying the carry in each iteration.
+
+A loop body that carries a sum tree returns `tree.index_put((node,), value)`. As a pure function, `index_put` copies the
+whole tree. But in each iteration, the old tree is not read again after the write. This module therefore replaces
+`index_put` by `index_put_`, and copies the first carry once, before the loop. If a body still reads the old carry after
+the write, the body keeps its copy.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._higher_order_ops import utils
+from torch._higher_order_ops.scan import scan_op
+from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx import Graph, GraphModule, Node
+
+from ecrl.compile.cache import sources_hash
+from ecrl.compile.trace import storage_of
+
+_LARGE = 4096
+"""The number of elements above which a carry is written in place. `ecrl.compile.scan` packs smaller carries."""
+
+_WRITES = (torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default)
+
+
+class _WriteCarriesInPlace(CustomGraphPass):
+    """Pass of inductor that changes the bodies of the loops in a graph, as in the module docstring."""
+
+    def uuid(self) -> str:
+        """Return an identifier for the key of inductor's cache."""
+        return sources_hash()
+
+    def __call__(self, graph: Graph) -> None:
+        """Change each loop of a graph, and copy each carry that its loop now writes in place."""
+        for loop in graph.find_nodes(op="call_function", target=scan_op):
+            body = cast(GraphModule, getattr(graph.owning_module, cast(Node, loop.args[0]).target))
+            carries = [*cast(list[Node], loop.args[1])]
+            for number in _write_in_place(body, len(carries)):
+                with graph.inserting_before(loop):
+                    copy = graph.call_function(torch.ops.aten.maximum.default, (carries[number], carries[number]))
+                copy.meta = {"val": torch.empty_like(carries[number].meta["val"])}  # inductor would remove a clone
+                carries[number] = copy
+            loop.args = (loop.args[0], carries, *loop.args[2:])
+
+
+def _write_in_place(body: GraphModule, number: int) -> list[int]:
+    """Change a loop body with `number` carries, and return the indices of the carries that it now writes in place."""
+    output, changed = body.graph.output_node(), []
+    results = cast(list[Node], output.args[0])
+    for i, carry in enumerate(body.graph.find_nodes(op="placeholder")[:number]):
+        writes, value = _writes_of(carry, results[i]), cast(Tensor, carry.meta["val"])
+        if writes and value.numel() > _LARGE and value.dtype != torch.bool and not _reads_old(body, carry, writes):
+            for write in writes:
+                with body.graph.inserting_before(write):
+                    new = body.graph.call_function(torch.ops.aten.index_put_.default, (carry, *write.args[1:]))
+                new.meta = {"val": value}
+                write.replace_all_uses_with(carry)
+                body.graph.erase_node(write)
+            changed.append(i)
+    if changed:
+        body.recompile()
+    return changed
+
+
+def _writes_of(carry: Node, result: Node) -> list[Node]:
+    """Return the writes that lead from a carry to the next carry, in order, or an empty list if they do not."""
+    writes: list[Node] = []
+    while result.op == "call_function" and result.target in _WRITES and not any(result.args[3:]):
+        writes.insert(0, result)
+        result = cast(Node, result.args[0])
+    return writes if result is carry else []
+
+
+def _reads_old(body: GraphModule, carry: Node, writes: list[Node]) -> bool:
+    """Return True if an operation reads the carry after a write, but not the result of the write."""
+    position = {node: i for i, node in enumerate(body.graph.nodes)}
+    for old, write in zip((carry, *writes[:-1]), writes, strict=True):
+        readers, todo = set(), [old]
+        while todo:
+            for user in todo.pop().users.keys() - readers - {*writes}:
+                readers.add(user)
+                if storage_of(user) == storage_of(old):  # a view
+                    todo.append(user)
+        if any(position[reader] > position[write] for reader in readers):
+            return True
+    return False
+
+
+@contextmanager
+def writing_carries_in_place() -> Iterator[None]:
+    """Make inductor write large carries in place inside this context."""
+    find = utils.check_input_alias_and_mutation
+
+    def find_in_order(*args: Any) -> Any:  # inductor assigns the written inputs in the order of the carries
+        *aliases, written = find(*args)
+        return *aliases, sorted({*written})
+
+    utils.check_input_alias_and_mutation = find_in_order
+    try:
+        with config.patch({"post_grad_custom_pre_pass": _WriteCarriesInPlace()}):
+            yield
+    finally:
+        utils.check_input_alias_and_mutation = find
