@@ -136,10 +136,22 @@ def _has_learnt_temperature(context: Context) -> bool:
     return context.flags.get("trainer.autotune", context.cfg.get("learn_temperature", True)) is not False
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _alpha(value: Any, context: Context) -> Changes:
+    """Set the temperature of SAC, or the exponent of priorities. abcdRL's priorities are squared errors."""
+    if context.algorithm == "dqn":
+        return {f"{_CFG}prioritized.alpha": 2.0 * value if _is_number(value) else value}
     if context.algorithm == "sac" and _has_learnt_temperature(context):
         raise Inert("abcdRL reads it only without autotune, and starts with a temperature of 1")
     return {f"{_CFG}temperature": value}
+
+
+def _beta(value: Any, context: Context) -> Changes:
+    """Set the exponent of importance weights, which is constant in abcdRL."""
+    return {f"{_CFG}prioritized.beta": value, f"{_CFG}prioritized.final_beta": value}
 
 
 def _q_lr(value: Any, context: Context) -> Changes:
@@ -161,8 +173,7 @@ def _in_action_units(name: str) -> Flag:
 
 
 def _vf_coef(value: Any, context: Context) -> Changes:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return {f"{_CFG}vf_coef": value / 2.0 if is_number else value}
+    return {f"{_CFG}vf_coef": value / 2.0 if _is_number(value) else value}
 
 
 def _num_minibatches(value: Any, context: Context) -> Changes:
@@ -186,6 +197,7 @@ FLAGS = {
     "trainer.q_lr": Flag("number", _q_lr),
     "trainer.tau": _same("number", f"{_CFG}tau"),
     "trainer.alpha": Flag("number", _alpha),
+    "trainer.beta": Flag("number", _beta),
     "trainer.autotune": _same("boolean", f"{_CFG}learn_temperature"),
     "trainer.learning_starts": Flag("integer", _learning_starts),
     "trainer.train_frequency": _same("integer", f"{_CFG}train_freq"),
@@ -212,7 +224,7 @@ FLAGS = {
     "evaluator.eval_env_seed": _same("integer", "trainer.eval_seed"),
     "saver.save_frequency": _same("integer", "trainer.save_freq"),
 }
-"""Map each flag of abcdRL that is no key of ecrl to its translation.
+"""Map each flag of abcdRL that differs from all keys of ecrl to its translation.
 
 The flags `exp_name`, `seed`, `num_envs` and `total_timesteps` of the trainer are keys of ecrl too.
 """
@@ -306,13 +318,14 @@ def translate_flags(flags: Mapping[str, Any], context: Context) -> Translated:
             inert.append((path, str(reason)))
             continue
         for key, new in changes.items():
-            name = key.removeprefix(_CFG)
+            name = key.removeprefix(_CFG).partition(".")[0]
             if key.startswith(_CFG) and name not in context.keys:
                 faults.append((path, f"algorithm {context.algorithm!r} has no {name}; remove it"))
-            elif key in values:
+                break
+            if key in values:
                 faults.append((path, f"sets {key!r}, which {names[key]} also sets; keep one"))
-            else:
-                values[key], names[key] = new, flag
+                break
+            values[key], names[key] = new, flag
     return Translated(values, names, faults, inert)
 
 
@@ -332,12 +345,12 @@ def with_values(data: dict[str, Any], translated: Translated) -> tuple[dict[str,
     """Set the translated values in a config. Return the config, and a fault for each key that it already has."""
     faults = []
     for key, value in translated.values.items():
-        if get_path(data, split_path(key)) is MISSING:
-            try:
-                data = set_path(data, split_path(key), value)
-            except KeyError:  # validation reports a section that is not an object
-                continue
-        else:
-            flag = translated.names[key]
-            faults.append((split_path(flag), f"sets {key!r}, which is also given; keep one"))
+        flag = split_path(translated.names[key])
+        if get_path(data, split_path(key)) is not MISSING:
+            faults.append((flag, f"sets {key!r}, which is also given; keep one"))
+            continue
+        try:
+            data = set_path(data, split_path(key), value)
+        except KeyError as error:
+            faults.append((flag, f"sets {key!r}, but {error.args[0]!r} is not a section"))
     return data, faults

@@ -28,6 +28,7 @@ DQN = COMMON | {
     "trainer.target_network_frequency": 500,
     "trainer.train_frequency": 10,
 }
+PDQN = DQN | {"trainer.alpha": 0.2, "trainer.beta": 0.6}
 DDPG = COMMON | {
     "trainer.env_id": "Hopper-v4",
     "trainer.exploration_noise": 0.1,
@@ -67,6 +68,7 @@ PPO = COMMON | {
 SCRIPTS = {  # script: config file, keys of the page, flags, environment steps of the test
     "dqn": ("abcdrl_dqn.json", {}, DQN, 10_200),
     "ddqn": ("abcdrl_dqn.json", {"algorithm.cfg.double": True}, DQN, 10_200),
+    "pdqn": ("abcdrl_dqn.json", {"algorithm.cfg.prioritized.eps": 0.001}, PDQN, 10_200),
     "ddpg": ("abcdrl_td3.json", {"policy.num_critics": 1, "algorithm.cfg.policy_noise": 0.0}, DDPG, 1_200),
     "td3": ("abcdrl_td3.json", {}, DDPG, 1_200),
     "sac": ("abcdrl_sac.json", {}, SAC, 1_200),
@@ -88,10 +90,12 @@ def test_the_flags_are_accepted_and_mean_what_they_say(script):
     assert [text.split()[0] for text in warned] == (["trainer.alpha"] if script == "sac" else [])
     own, trainer = cfg.algorithm.cfg, cfg.trainer
     assert (trainer.num_envs, trainer.device, own.gamma) == (1, "cpu", 0.99)
-    if script in ("dqn", "ddqn"):
+    if script in ("dqn", "ddqn", "pdqn"):
         assert (own.double, own.capacity, own.train_freq, own.target_update_freq) == (script == "ddqn", 10_000, 10, 500)
         assert (own.initial_epsilon, own.final_epsilon, own.exploration_fraction) == (1.0, 0.05, 0.5)
         assert (own.batch_size, own.learning_rate, own.gradient_steps, own.tau) == (128, 2.5e-4, 1, 1.0)
+        chance = {"alpha": 0.4, "beta": 0.6, "final_beta": 0.6, "eps": 0.001} if script == "pdqn" else None
+        assert (own.prioritized and own.prioritized.model_dump()) == chance
     elif script == "ppo":
         assert (trainer.buffer_size, own.n_epochs, own.num_minibatches, own.batch_size) == (2048, 10, 32, None)
         assert (own.vf_coef, own.normalize_advantage, own.clip_vloss) == (0.25, "minibatch", True)

@@ -51,6 +51,13 @@ SETS = [  # algorithm, flag, value, own keys
         {"algorithm.cfg.critic_learning_rate": 0.02, "algorithm.cfg.temperature_learning_rate": 0.02},
     ),
     ("sac", "trainer.autotune", False, {"algorithm.cfg.learn_temperature": False}),
+    ("dqn", "trainer.alpha", 0.2, {"algorithm.cfg.prioritized.alpha": 0.4}),  # of squared errors
+    (
+        "dqn",
+        "trainer.beta",
+        0.5,
+        {"algorithm.cfg.prioritized.beta": 0.5, "algorithm.cfg.prioritized.final_beta": 0.5},
+    ),
     ("td3", "trainer.tau", 0.1, {"algorithm.cfg.tau": 0.1}),
     ("dqn", "trainer.train_frequency", 10, {"algorithm.cfg.train_freq": 10}),
     ("dqn", "trainer.learning_starts", 7, {"algorithm.cfg.learning_starts": 28}),  # times 4 environments
@@ -104,7 +111,9 @@ REFUSED = [
     ("ppo", "trainer.target_network_frequency", 5, "algorithm 'ppo' has no target_update_freq; remove it"),
     ("dqn", "trainer.policy_frequency", 5, "algorithm 'dqn' has no policy_delay; remove it"),
     ("dqn", "trainer.policy_noise", 5, "algorithm 'dqn' has no policy_noise; remove it"),
-    ("dqn", "trainer.alpha", 5, "algorithm 'dqn' has no temperature; remove it"),
+    ("ddpg", "trainer.alpha", 5, "algorithm 'ddpg' has no temperature; remove it"),
+    ("ddpg", "trainer.beta", 0.5, "algorithm 'ddpg' has no prioritized; remove it"),
+    ("dqn", "trainer.alpha", "x", "expected a number, got 'x'"),
     ("dqn", "logger.trak", True, "unknown key; known: track, wandb_project_name, wandb_tags, wandb_entity"),
     ("dqn", "trainer.gamma", 2, "must be at most 1.0, got 2"),
     ("dqn", "trainer.learning_starts", "x", "expected an integer, got 'x'"),
@@ -182,6 +191,10 @@ def test_one_key_has_one_name():
     assert _faults(_data("dqn"), **{"trainer.gamma": 0.5, "algorithm.cfg.gamma": 0.5}) == [both]
     (fault,) = _faults(_data("sac", {"learning_rate": 0.5, "policy_lr": 0.5}))
     assert fault.endswith(": sets 'algorithm.cfg.learning_rate', which trainer.learning_rate also sets; keep one")
+    null = {"name": "dqn", "cfg": {"prioritized": None}}
+    (fault,) = _faults(_data("dqn", {"alpha": 0.5}) | {"algorithm": null})
+    assert fault == "trainer.alpha: sets 'algorithm.cfg.prioritized.alpha', but 'prioritized' is not a section"
+    assert config_from_dict(_data("dqn") | {"algorithm": null}, "run", {"trainer.alpha": 0.5}).algorithm.cfg.prioritized
     (fault,) = _faults(_data("sac", {"tau": 0.5}) | {"algorithm": {"name": "sack"}})
     assert fault.startswith("algorithm.name: unknown algorithm 'sack'")
 
