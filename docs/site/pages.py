@@ -105,7 +105,7 @@ def _contents(html: str) -> TableOfContents:
 def on_page_content(html: str, page: Page, **kwargs: Any) -> str:
     """Label the cells of tables, and make the links in notebooks point to the site's pages."""
     if page.file.src_uri.startswith("notebooks/"):
-        html = re.sub(r'href="\.\./docs/(\w+)\.md\b', r'href="../\1.html', html)
+        html = re.sub(r'href="\.\./docs/([\w/]+)\.md\b', r'href="../\1.html', html)
         html = re.sub(r'href="(\w+)\.ipynb\b', r'href="\1.html', html)
         page.toc = _contents(html)
     return re.sub(r"<table>.*?</table>", _label_cells, html, flags=re.DOTALL)
