@@ -54,7 +54,8 @@ def translate_config(
     for key, flag in in_overrides.names.items():
         if key in changed.rest:
             repeated.append((split_path(flag), f"sets {key!r}, which is also given; keep one"))
-    if any(flag.startswith("evaluator.") for flag in flags) and get_path(raw.data, _ENABLE_EVAL) is MISSING:
+    evaluates = any(flag.startswith("evaluator.") for flag in flags) and isinstance(data.get("trainer", {}), dict)
+    if evaluates and get_path(raw.data, _ENABLE_EVAL) is MISSING:
         translated = set_path(translated, _ENABLE_EVAL, True)
     raw = embodichain.translate_config(translated, in_overrides.values | changed.rest, folder, defaults)
     return RawConfig(

@@ -217,6 +217,10 @@ def test_the_delay_of_the_actor_counts_gradient_steps():
 def test_evaluations_can_stay_off():
     data = _data("dqn", {"enable_eval": False}, evaluator={"eval_frequency": 5})
     assert not config_from_dict(data).trainer.enable_eval
+    (fault,) = _faults(_data("dqn", evaluator={"eval_seed": 5}))
+    assert fault == "evaluator.eval_seed: unknown key; known: eval_frequency, num_steps_eval, eval_env_seed"
+    faults = _faults(_data("dqn") | {"trainer": 5, "evaluator": {"eval_frequency": 5}})
+    assert "trainer: expected an object, got 5" in [fault.split(";")[0] for fault in faults]
 
 
 def test_duplicate_keys_are_still_found(tmp_path):
