@@ -64,6 +64,14 @@ def _link_name(match: re.Match) -> str:
     return f"[{match[0]}][{match[1]}]" if match[1] in NAMES else match[0]
 
 
+def _relink(link: re.Match, up: str) -> str:
+    """Replace the link of a page to a file outside docs/. `up` is the path from the page to docs/."""
+    target = link[1].removeprefix(up)
+    if up and not target.startswith("../"):  # another page
+        return link[0]
+    return f"]({up}{SITE_PATHS[target]}{link[2] or ''})"
+
+
 def on_page_markdown(markdown: str, page: Page, **kwargs: Any) -> str:
     """Link Python names to their reference entries, and replace links to files outside docs/ by links to site pages."""
     if page.file.src_uri == "benchmarks/results/README.md":
@@ -72,7 +80,8 @@ def on_page_markdown(markdown: str, page: Page, **kwargs: Any) -> str:
         return markdown  # the Markdown is still the notebook's JSON
     if page.file.src_uri.startswith("reference/"):
         return _FENCED_OR_NAME.sub(_link_name, markdown)
-    relinked = _OUTSIDE_LINK.sub(lambda match: f"]({SITE_PATHS[match[1]]}{match[2] or ''})", markdown)
+    up = "../" * page.file.src_uri.count("/")  # from the page to docs/
+    relinked = _OUTSIDE_LINK.sub(lambda match: _relink(match, up), markdown)
     return _FENCED_OR_NAME.sub(_link_name, relinked)
 
 
@@ -96,7 +105,7 @@ def _contents(html: str) -> TableOfContents:
 def on_page_content(html: str, page: Page, **kwargs: Any) -> str:
     """Label the cells of tables, and make the links in notebooks point to the site's pages."""
     if page.file.src_uri.startswith("notebooks/"):
-        html = re.sub(r'href="\.\./docs/(\w+)\.md\b', r'href="../\1.html', html)
+        html = re.sub(r'href="\.\./docs/([\w/]+)\.md\b', r'href="../\1.html', html)
         html = re.sub(r'href="(\w+)\.ipynb\b', r'href="\1.html', html)
         page.toc = _contents(html)
     return re.sub(r"<table>.*?</table>", _label_cells, html, flags=re.DOTALL)

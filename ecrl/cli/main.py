@@ -129,6 +129,7 @@ def evaluate(
 def _changed_config(cfg: "Config", run: str, overrides: tuple[str, ...]) -> "Config":
     """Return a run's config with overrides for keys of env and trainer. The overrides may not change the spaces."""
     from ecrl.config import config_from_dict
+    from ecrl.config.abcdrl import FLAGS
     from ecrl.config.files import parse_overrides
     from ecrl.envs import make_env
     from ecrl.run.evaluation import check_spaces
@@ -137,7 +138,7 @@ def _changed_config(cfg: "Config", run: str, overrides: tuple[str, ...]) -> "Con
     if "trainer.device" in changes:
         raise UserError("--trainer.device: use --device to set the device of an evaluation")
     for key in changes:
-        if not key.startswith(("env.", "trainer.")):
+        if not key.startswith(("env.", "trainer.")) or key in FLAGS:
             raise UserError(f"--{key}: an evaluation can only set keys of env and trainer; remove this option")
     if not changes:
         return cfg

@@ -25,7 +25,6 @@ from pydantic import (
     model_validator,
 )
 
-from ecrl.config.embodichain import translate_config
 from ecrl.config.files import parse_overrides, read
 from ecrl.config.model import (
     ConfigModel,
@@ -38,6 +37,7 @@ from ecrl.config.model import (
     validate_section,
 )
 from ecrl.config.presets import find_config
+from ecrl.config.translate import translate_config
 from ecrl.errors import ConfigError
 from ecrl.registry import Entry, lookup, registered
 
@@ -259,8 +259,8 @@ def config_from_dict(
 ) -> Config:
     """Validate the four sections of a config. If the config has faults, raise a ConfigError with one line per fault.
 
-    Keys of EmbodiChain that ecrl ignores (`ecrl.config.embodichain.INERT`) are removed. A UserWarning names each
-    removed key.
+    Keys of EmbodiChain that ecrl ignores (`ecrl.config.embodichain.INERT`) are removed, and so are abcdRL's flags that
+    have no meaning in ecrl. A UserWarning names each removed key.
 
     Args:
         data: dict with the four sections.
@@ -311,6 +311,8 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Mapping[str, 
     - `trainer.save_frequency_updates` sets `trainer.save_freq`. Only a run of one process may set
       `trainer.save_frequency_updates`.
 
+    ecrl also translates abcdRL's flags, such as `trainer.train_frequency` (`ecrl.config.abcdrl.FLAGS`).
+
     Args:
         source: name of a shipped config such as `"cartpole_ppo"`, path of a file, or a dict with the four sections.
         overrides: dict from dotted key to a value that replaces the config's value, such as `{"trainer.seed": 3}`.
@@ -320,8 +322,8 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Mapping[str, 
     3
 
     Raises: ConfigError with one line per fault: an unknown name, a missing file, a syntax error, a duplicate or unknown
-    key, a wrong type, or a number out of range. Keys of EmbodiChain that ecrl ignores are removed. A UserWarning names
-    each removed key.
+    key, a wrong type, or a number out of range. Keys of EmbodiChain and abcdRL that ecrl ignores are removed. A
+    UserWarning names each removed key.
     """
     if isinstance(source, Mapping):
         return config_from_dict(dict(source), overrides=overrides)

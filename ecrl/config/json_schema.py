@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from ecrl.config import Config, EnvChoice, PolicyConfig, TrainerConfig
+from ecrl.config.abcdrl import FLAGS, SECTIONS
 from ecrl.config.aliases import COUNT_KEYS, GUARD_KEY, KEY_ALIASES, SKIP_KEY
 from ecrl.config.model import ConfigModel, sections_in
 from ecrl.registry import lookup, registered
@@ -76,9 +77,21 @@ def _add_translated_keys(trainer: dict[str, Any], env: dict[str, Any]) -> None:
     properties["gym_config"] = {"type": "string", "description": description}
 
 
+def _add_flags(config_schema: dict[str, Any], trainer: dict[str, Any]) -> None:
+    """Add the flags of abcdRL, which `ecrl.config.abcdrl` translates."""
+    sections = {"trainer": trainer["properties"]} | {name: {} for name in SECTIONS}
+    for flag, (kind, _) in FLAGS.items():
+        section, _, key = flag.partition(".")
+        sections[section][key] = {"type": kind, "description": "flag of abcdRL, which ecrl translates"}
+    for name in SECTIONS:
+        description = f"flags of abcdRL's {name}, which ecrl translates"
+        section = {"type": "object", "properties": sections[name], "additionalProperties": False}
+        config_schema["properties"][name] = section | {"description": description}
+
+
 def _make_env_optional(config_schema: dict[str, Any]) -> None:
     """Accept a config without `env` if a key of the trainer section sets the environment."""
-    alternatives = {"anyOf": [{"required": [key]} for key in ("gym_config", "learning_env")]}
+    alternatives = {"anyOf": [{"required": [key]} for key in ("gym_config", "learning_env", "env_id")]}
     config_schema["required"].remove("env")
     config_schema["anyOf"] = [
         {"required": ["env"]},
@@ -87,7 +100,7 @@ def _make_env_optional(config_schema: dict[str, Any]) -> None:
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON schema (draft 2020-12) of a config, without the keys that ecrl ignores.
+    """Return the JSON schema (draft 2020-12) of a config, without the keys of EmbodiChain that ecrl ignores.
 
     >>> schema = json_schema()
     >>> schema["$defs"]["TrainerConfig"]["properties"]["seed"]["default"]
@@ -126,5 +139,6 @@ def json_schema() -> dict[str, Any]:
     config_schema["properties"]["env"] = env | {"description": config_schema["properties"]["env"]["description"]}
     skip = {"type": "boolean", "description": f"true sets {GUARD_KEY} to skip, and false sets it to stop"}
     sections[parts["algorithm"]["apg"]]["properties"][SKIP_KEY.rpartition(".")[2]] = skip
+    _add_flags(config_schema, sections[TrainerConfig])
     _make_env_optional(config_schema)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **config_schema, "$defs": schema["$defs"]}

@@ -339,7 +339,7 @@ WRONG = {
     ),
     "noise": (
         {"policy.noisy": True},
-        "^policy.noisy: pqn explores with epsilon only, so the noise would not be learnt; leave it out",
+        "^policy.noisy: pqn explores with epsilon only, so the noise is not learnt; leave it out",
     ),
     "distribution": (
         {"policy.distribution": "quantile"},

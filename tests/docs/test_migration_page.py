@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from support.fake_envs import LadderConfig  # noqa: F401  (registers stand-in parts)
-from support.small_runs import small
+from support.small_runs import NET, small
 
-from ecrl.algorithms import APGConfig, DQNConfig, GRPOConfig, PPOConfig
+from ecrl.algorithms import APGConfig, DQNConfig, GRPOConfig, PPOConfig, SACConfig, TD3Config
 from ecrl.config import Config
 from ecrl.loop.iteration import init_state
 from ecrl.policies import ActorCriticConfig, NetworkConfig
@@ -59,7 +59,7 @@ def test_every_key_on_the_right_is_in_the_schema(key):
     section, *rest = key.split(".")
     models = [Config]
     if key.startswith("algorithm.cfg."):
-        models, rest = [PPOConfig, GRPOConfig, APGConfig, DQNConfig], rest[1:]
+        models, rest = [PPOConfig, GRPOConfig, APGConfig, DQNConfig, TD3Config, SACConfig], rest[1:]
     elif section == "policy" and rest[1:]:
         models, rest = [NetworkConfig], rest[1:]
     elif section == "policy":
@@ -72,7 +72,9 @@ def test_every_key_on_the_right_is_in_the_schema(key):
 
 
 def test_every_row_has_a_left_and_a_right():
-    assert all(len(rows) > 5 for title, rows in ROWS.items() if title not in ("The loop", "What is fixed"))
+    assert all(
+        len(rows) > 5 for title, rows in ROWS.items() if title not in ("The loop", "abcdRL: scripts", "What is fixed")
+    )
     for rows in ROWS.values():
         for row in rows:
             assert len(row) == 3 and row[0] and spans(row[1]), row
@@ -83,9 +85,22 @@ def test_every_log_name_on_the_right_is_logged(tmp_path):
 
     logged = set()
     few = {"trainer.iterations": 1, "trainer.enable_eval": True, "trainer.eval_freq": 1, "trainer.num_eval_episodes": 1}
-    runs = {"ppo": {}, "grpo": {"algorithm": {"name": "grpo", "cfg": {"group_size": 2}}}}
+    replay = {"learning_starts": 0, "batch_size": 4}
+    runs = {
+        "ppo": {"trainer.buffer_size": 128},
+        "grpo": {"trainer.buffer_size": 128, "algorithm": {"name": "grpo", "cfg": {"group_size": 2}}},
+        "dqn": {
+            "env": {"name": "cartpole"},
+            "policy": {"name": "q_network", "critic": NET},
+            "algorithm": {"name": "dqn", "cfg": replay},
+        },
+        "sac": {
+            "policy": {"name": "squashed_actor_critic", "actor": NET, "critic": NET},
+            "algorithm": {"name": "sac", "cfg": replay},
+        },
+    }
     for name, changes in runs.items():
-        cfg = small(**{"env": {"name": "point_mass"}, "trainer.buffer_size": 128, **changes, **few})
+        cfg = small(**{"env": {"name": "point_mass"}, **changes, **few})
         train(init_state(cfg), cfg, tmp_path / name, progress=False)
         events = EventAccumulator(str(tmp_path / name / "logs"))
         events.Reload()

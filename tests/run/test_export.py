@@ -32,6 +32,15 @@ GRPO = {
 }
 NORMED = {"type": "mlp", "network_cfg": {"hidden_sizes": [8], "use_layernorm": True}}
 PQN = {"algorithm": {"name": "pqn", "cfg": {"batch_size": 16}}, "policy": {"name": "q_network", "critic": NORMED}}
+REPLAY = {"batch_size": 4, "learning_starts": 8}
+TD3 = {
+    "policy": {"name": "deterministic_actor_critic", "actor": NET, "critic": NET},
+    "algorithm": {"name": "td3", "cfg": REPLAY},
+}
+SAC = {
+    "policy": {"name": "squashed_actor_critic", "actor": NET, "critic": NET},
+    "algorithm": {"name": "sac", "cfg": REPLAY},
+}
 RUNS = {
     "cartpole, normalised": {"policy.normalize_obs": True},
     "pendulum, squashed": PENDULUM | {"policy.squash": True},
@@ -39,6 +48,9 @@ RUNS = {
     "pendulum, free": PENDULUM | {"policy.clip_actions": False},
     "grpo, actor only": GRPO,
     "pqn, layer norm": PQN,
+    "dqn": {"policy": {"name": "q_network", "critic": NET}, "algorithm": {"name": "dqn", "cfg": REPLAY}},
+    "pendulum, td3": TD3 | PENDULUM,
+    "pendulum, sac": SAC | PENDULUM,
 }
 WITHOUT_ECRL = """
 import json, sys

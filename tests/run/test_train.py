@@ -346,6 +346,7 @@ def test_eval_under_other_keys_of_the_environment(config_file, monkeypatch, caps
     assert evaluated("--policy.name", "mine").err.startswith(
         "--policy.name: an evaluation can only set keys of env and trainer"
     )
+    assert "can only set keys of env and trainer" in evaluated("--trainer.tau", "0.5").err  # a flag of abcdRL
     assert "trainer.num_eval_envs: " in evaluated("--trainer.num_eval_envs", "0").err
     assert called(monkeypatch, "eval", "run", "--env.name", "pendulum") == 2
     assert "with these keys has observation_space" in capsys.readouterr().err

@@ -13,10 +13,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ecrl.cli.main import main
+from ecrl.config.model import known_keys
+from ecrl.registry import lookup
 from support.paths import ROOT
 
-PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
 _BLOCK = re.compile(r'^```(\w*)(?: title="([^"]+)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
+
+
+NAMED = ("ppo", "dqn", "ddpg", "td3", "sac")
+"""Algorithms whose files in configs/ are named in pages."""
 
 
 class Block(NamedTuple):
@@ -41,14 +47,16 @@ def commands(block: Block) -> list[str]:
 def small(data: dict[str, Any]) -> dict[str, Any]:
     """Return a config with two iterations of a few steps, eager."""
     trainer = data["trainer"] | {"iterations": 2, "compile": "off", "buffer_size": 16, "eval_freq": 100}
-    cfg = data["algorithm"].get("cfg", {}) | {"n_epochs": 1, "batch_size": 32}
+    known = known_keys(lookup("algorithm", data["algorithm"]["name"]).config)
+    few = {"n_epochs": 1, "batch_size": 32, "learning_starts": 32}
+    cfg = data["algorithm"].get("cfg", {}) | {key: value for key, value in few.items() if key in known}
     return data | {"trainer": trainer | {"num_envs": 4}, "algorithm": data["algorithm"] | {"cfg": cfg}}
 
 
 def small_configs(folder: Path) -> None:
-    """Write small versions of the PPO files in configs/; robots have episodes of five steps."""
+    """Write small versions of the files in configs/ that pages name; robots have episodes of five steps."""
     (folder / "configs").mkdir()
-    for path in (ROOT / "configs").glob("*_ppo.json"):
+    for path in (path for name in NAMED for path in (ROOT / "configs").glob(f"*_{name}.json")):
         data = small(json.loads(path.read_text()))
         if path.stem.startswith("push_cube"):
             data["env"]["cfg"]["max_episode_steps"] = 5
