@@ -45,7 +45,7 @@ HeldNoise categorical_project categorical_q_target categorical_target categorica
 double_q_target dpg_loss epsilon_greedy expected_q_target gaussian_action held_noise hl_gauss huber min_q_target
 munchausen_target noise_scales ou_noise periodic_update q_lambda q_target quantile_huber_loss quantile_midpoints
 quantile_q_target retrace smoothed_action soft_actor_loss soft_min_q_target soft_q_target soft_update td_loss
-temperature_loss
+temperature_loss min_categorical_target soft_categorical_target
 """
 
 
@@ -54,7 +54,7 @@ APGConfig Algorithm DDPGConfig DQNConfig GRPOConfig Group GroupSettings Interlea
 MinibatchConfig PPOConfig REPLAY_KINDS REWARD_NORM_KINDS Run SACConfig SGD Static TD3Config apg check_log_prob collect
 ddpg dqn from_reset gradient_steps groups_of grpo interleaved learn learning_state make_algorithm minibatch_epochs
 minibatch_sgd new_replay on_policy ppo reward_norm_init rows_of sac sample_keys sgd_choices standardize_over_ranks store
-take_steps td3 with_scaled_rewards
+take_steps td3 with_scaled_rewards FastSACConfig FastTD3Config fast_sac fast_td3
 """
 
 

@@ -1,14 +1,14 @@
 """The policies `deterministic_actor_critic` and `squashed_actor_critic`, for Box actions with finite bounds.
 
-Each policy has an actor and several critics. A critic predicts the value of an observation and an action. The networks
-work with actions that are scaled to [-1, 1]:
+Each policy has an actor and several critics. A critic predicts the value of an observation and an action, or the
+distribution of the return. The networks work with actions that are scaled to [-1, 1]:
 
     action = centre + half_width * unit_action
 """
 
 from collections.abc import Callable
 from math import log, sqrt
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -17,19 +17,19 @@ from torch import Tensor
 
 from ecrl import kernels as k
 from ecrl import rng
-from ecrl.config import PolicyConfig
 from ecrl.config.model import Count
 from ecrl.errors import ConfigError
-from ecrl.policies.core import Policy
+from ecrl.policies.core import Policy, ReturnDistribution
 from ecrl.policies.heads import bounded, from_unit, has_finite_bounds, head_width, to_unit
 from ecrl.policies.networks import NetworkConfig, make_network, seeded
+from ecrl.policies.return_distribution import ReturnDistributionConfig, return_distribution
 from ecrl.policies.visible import Names, visible_space
 from ecrl.pytree import flatten, unflatten
 from ecrl.registry import register_policy
 from ecrl.spaces import Box, Dict, Space, box, dict_space
 
 
-class TwinCriticConfig(PolicyConfig):
+class TwinCriticConfig(ReturnDistributionConfig):
     """Settings of the actor and of the critics. All critics have the same network, with their own weights."""
 
     actor: NetworkConfig = Field(description='actor network, such as {"type": "mlp", "network_cfg": {...}}')
@@ -41,6 +41,9 @@ class TwinCriticConfig(PolicyConfig):
         default=None, description="names of the observations in a Dict that the critics read; all if absent"
     )
     num_critics: Count = Field(default=2, description="number of critics")
+    distribution: Literal["categorical"] | None = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
+        default=None, description="predict the distribution of the return: categorical (C51)"
+    )
 
 
 class Networks(NamedTuple):
@@ -51,7 +54,8 @@ class Networks(NamedTuple):
         actions: number A of action dimensions.
         init: 0-d key -> params.
         actor: (params, obs) -> output of the actor network, `[*B, outputs]`.
-        q: (params, obs, action, noise) -> Q `[C, *B]`.
+        q: (params, obs, action, noise) -> Q `[C, *B]`, or logits `[C, *B, K]` of return distributions.
+        distribution: form of the return distributions; None if the critics predict values.
     """
 
     space: Box
@@ -59,6 +63,7 @@ class Networks(NamedTuple):
     init: Callable[[Tensor], TensorDict]
     actor: Callable[[TensorDict, Any], Tensor]
     q: Callable[[TensorDict, Any, Tensor | None, Any], Tensor]
+    distribution: ReturnDistribution | None
 
 
 def _bounded_space(space: Space, name: str) -> Box:
@@ -89,7 +94,9 @@ def _networks(cfg: TwinCriticConfig, observation_space: Space, action_space: Spa
     seen = visible_space(observation_space, cfg.actor_obs, "actor_obs")
     inputs_space = _critic_inputs(visible_space(observation_space, cfg.critic_obs, "critic_obs"), actions)
     actor = make_network(cfg.actor, seen, per_action * actions, cfg.bf16, "policy.actor")
-    critic = make_network(cfg.critic, inputs_space, 1, cfg.bf16, "policy.critic")
+    distribution = return_distribution(cfg)
+    atoms = 1 if distribution is None else distribution.atoms
+    critic = make_network(cfg.critic, inputs_space, atoms, cfg.bf16, "policy.critic")
     observed = [name for name, _ in inputs_space.items if name != "action"]
 
     def init(key: Tensor) -> TensorDict:
@@ -110,11 +117,12 @@ def _networks(cfg: TwinCriticConfig, observation_space: Space, action_space: Spa
         inputs = TensorDict({**of_obs, "action": unit}, unit.shape[:-1])
 
         def of_one(*weights: Tensor) -> Tensor:
-            return critic.forward(unflatten(leaves[1], weights), inputs).squeeze(-1)
+            out = critic.forward(unflatten(leaves[1], weights), inputs)
+            return out.squeeze(-1) if distribution is None else out
 
         return torch.func.vmap(of_one)(*leaves[0])
 
-    return Networks(space, actions, init, lambda params, obs: actor.forward(params["actor"], obs), q)
+    return Networks(space, actions, init, lambda params, obs: actor.forward(params["actor"], obs), q, distribution)
 
 
 def _uniform(noise: Tensor) -> Tensor:
@@ -155,7 +163,7 @@ def deterministic_actor_critic(cfg: TwinCriticConfig, observation_space: Space, 
         unit = torch.where(exploration["random"].unsqueeze(-1), _uniform(noise), unit)
         return exploration, out.copy().set("action", from_unit(unit, net.space))
 
-    return Policy(net.init, draw, act, None, None, explore=explore, q=net.q)
+    return Policy(net.init, draw, act, None, None, explore=explore, q=net.q, distribution=net.distribution)
 
 
 @register_policy("squashed_actor_critic")
@@ -205,4 +213,4 @@ def squashed_actor_critic(cfg: TwinCriticConfig, observation_space: Space, actio
         action = torch.where(where, uniform, out["action"])
         return exploration, out.copy().update({"action": action, "sample_log_prob": log_prob})
 
-    return Policy(net.init, draw, act, evaluate, None, explore=explore, q=net.q)
+    return Policy(net.init, draw, act, evaluate, None, explore=explore, q=net.q, distribution=net.distribution)
