@@ -38,7 +38,7 @@ from ecrl.algorithms.core import LEARNER_KINDS, Algorithm, Run, learn
 from ecrl.algorithms.gradient_step import each_minibatch, gradient_step
 from ecrl.algorithms.interleaved import REPLAY_KINDS, interleaved, new_replay, store, take_steps
 from ecrl.algorithms.optimizer import Group, GroupSettings, groups_of, learning_state
-from ecrl.algorithms.replay_learning import Sampling, check_steps, gradient_steps, phase, sample, sampling_choices
+from ecrl.algorithms.replay_learning import Sampling, check_steps, phase, sample, sampling_choices
 from ecrl.algorithms.sac import temperature_loss
 from ecrl.algorithms.state_kinds import Kind
 from ecrl.config.model import Count, Fraction, Natural, Positive
@@ -188,7 +188,7 @@ def fast_sac(cfg: FastSACConfig) -> Algorithm:
         init=partial(init, cfg),
         iterate=interleaved(turn, cfg.train_freq),
         kinds={**LEARNER_KINDS, **REPLAY_KINDS, "target_params": Kind.LEARNED},
-        gradient_steps=partial(gradient_steps, cfg),
+        gradient_steps=None,  # large batches: compiling always shortens a run
         as_one=True,
         phase=partial(phase, cfg),
     )

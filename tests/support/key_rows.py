@@ -292,12 +292,15 @@ def continuous(name: str, policy: str, **cfg: Any) -> Changes:
     return {**PENDULUM, "policy": networks, "algorithm": {"name": name, "cfg": {**sizes, **cfg}}}
 
 
+ATOMS = {"policy.distribution": "categorical", "policy.num_atoms": 7, "policy.v_min": -60.0, "policy.v_max": 5.0}
 DDPG, TD3 = continuous("ddpg", "deterministic"), continuous("td3", "deterministic", policy_delay=1)
 SAC = continuous("sac", "squashed")
+FAST_TD3 = continuous("fast_td3", "deterministic", policy_delay=1, gradient_steps=1) | ATOMS
+FAST_SAC = continuous("fast_sac", "squashed", policy_delay=1, gradient_steps=1) | ATOMS
 
 
 def actor_and_critics(name: str, base: Changes) -> list[Row]:
-    """Rows of keys that DDPG, TD3 and soft actor-critic share."""
+    """Rows of keys that all algorithms with critics of continuous actions share."""
     part = f"algorithm.{name}"
     return [
         *replay(name, base),
@@ -306,8 +309,11 @@ def actor_and_critics(name: str, base: Changes) -> list[Row]:
     ]
 
 
-def critics(name: str, base: Changes, other: str) -> list[Row]:
-    """Rows of the policies with several critics. The environment of `TWO_PARTS` has observations of two names."""
+def critics(name: str, base: Changes, other: str, fast: Changes) -> list[Row]:
+    """Rows of the policies with several critics. `fast` is a run whose critics predict distributions.
+
+    The environment of `TWO_PARTS` has observations of two names.
+    """
     part, box = f"policy.{name}", base | TWO_PARTS
     wrong = refused(r"policy.action_dim: 3 does not match the environment's")
     return [
@@ -318,15 +324,20 @@ def critics(name: str, base: Changes, other: str) -> list[Row]:
         *rows(part, box | {"policy.actor_obs": ["other"]}, actor_obs=["place"]),
         *rows(part, box | {"policy.critic_obs": ["other"]}, critic_obs=["place"]),
         *rows(part, box, **{"actor.type": "one_layer", "critic.type": "one_layer"}),
+        Row(f"{part}.distribution", None, fast, refused("v_min and v_max are bounds of a categorical")),
+        *rows(part, fast, num_atoms=5, v_min=-40.0, v_max=9.0),
+        *rows(part, fast | {"policy.num_atoms": None}, num_atoms=5),
     ]
 
 
 CONTINUOUS = [
-    *critics("deterministic_actor_critic", DDPG, "squashed_actor_critic"),
-    *critics("squashed_actor_critic", SAC, "deterministic_actor_critic"),
+    *critics("deterministic_actor_critic", DDPG, "squashed_actor_critic", FAST_TD3),
+    *critics("squashed_actor_critic", SAC, "deterministic_actor_critic", FAST_SAC),
     *actor_and_critics("ddpg", DDPG),
     *actor_and_critics("td3", TD3),
     *actor_and_critics("sac", SAC),
+    *actor_and_critics("fast_td3", FAST_TD3),
+    *actor_and_critics("fast_sac", FAST_SAC),
     *rows("algorithm.ddpg", DDPG | alg(learning_starts=64), exploration_noise=0.5),
     *rows("algorithm.td3", TD3, exploration_noise=0.5, policy_delay=2, policy_noise=0.5),
     *rows("algorithm.td3", TD3 | alg(policy_noise=5.0), noise_clip=0.1),
@@ -334,6 +345,12 @@ CONTINUOUS = [
     *rows("algorithm.sac", SAC | alg(target_entropy=-3.0), target_entropy=-9.0),
     *rows("algorithm.sac", SAC, temperature_learning_rate=1e-2),
     *rows("algorithm.sac", SAC | alg(temperature_learning_rate=1e-4), temperature_learning_rate=1e-2),
+    *rows("algorithm.fast_td3", FAST_TD3, min_exploration_noise=0.3, max_exploration_noise=0.9),
+    *rows("algorithm.fast_td3", FAST_TD3, policy_noise=0.5, policy_delay=2),
+    *rows("algorithm.fast_td3", FAST_TD3 | alg(policy_noise=5.0), noise_clip=0.1),
+    *rows("algorithm.fast_sac", FAST_SAC, temperature=0.1, target_entropy=-9.0, policy_delay=2),
+    *rows("algorithm.fast_sac", FAST_SAC, temperature_learning_rate=1e-2),
+    *rows("algorithm.fast_sac", FAST_SAC | alg(temperature_learning_rate=1e-4), temperature_learning_rate=1e-2),
 ]
 
 TABLE = [*TRAINER, *EVENTS, *ENVS, *POLICIES, *ALGORITHMS, *CONTINUOUS, *MUJOCO]
