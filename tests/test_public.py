@@ -123,7 +123,8 @@ def test_threads_of_openmp_wait_briefly_unless_the_user_sets_otherwise(first, va
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
 def test_every_config_loads_and_runs_two_iterations(path):
     changes = {"trainer.compile": "off", "trainer.iterations": 2}
-    changes |= {"algorithm.cfg.learning_starts": 0} if "learning_starts" in path.read_text() else {}
+    learns_from_replay = "learning_starts" in path.read_text()
+    changes |= {"algorithm.cfg.learning_starts": 0, "algorithm.cfg.batch_size": 64} if learns_from_replay else {}
     cfg = load_config(path).replace(**changes)
     records = [r for r in train_iter(init_state(cfg), cfg) if r["log_type"] == "train"]
     assert len(records) == 2

@@ -117,7 +117,7 @@ def drawn_scales(run: Run, key: Tensor, step: Tensor, renewed: Tensor, scales: T
 
 
 def with_new_scales(run: Run, state: TensorDict, before: Tensor, done: Tensor) -> TensorDict:
-    """Draw a new noise scale for each environment in which an episode ended in this turn.
+    """Draw a new noise scale for each environment whose episode ended in this turn.
 
     `before` is the number of steps before the turn, and `done` has the shape `[S, N]`.
     """
