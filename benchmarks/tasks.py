@@ -37,6 +37,8 @@ TASKS = {
         Task("pendulum_sac", "return", -200.0, "gymnasium:Pendulum-v1"),
         Task("point_mass_ppo", "success", 0.95),
         Task("point_mass_apg", "success", 0.95),
+        Task("point_mass_fast_td3", "success", 0.95),
+        Task("point_mass_fast_sac", "success", 0.95),
         Task("acrobot_ppo", "return", -100.0),
         Task("acrobot_dqn", "return", -90.0),
         Task("mountain_car_continuous_ppo", "return", 90.0),

@@ -45,7 +45,7 @@ HeldNoise categorical_project categorical_q_target categorical_target categorica
 double_q_target dpg_loss epsilon_greedy expected_q_target gaussian_action held_noise hl_gauss huber min_q_target
 munchausen_target noise_scales noisy_linear ou_noise periodic_update q_lambda q_target quantile_huber_loss
 quantile_midpoints quantile_q_target retrace smoothed_action soft_actor_loss soft_min_q_target soft_q_target soft_update
-td_loss temperature_loss
+td_loss temperature_loss min_categorical_target soft_categorical_target
 """
 
 
@@ -54,7 +54,8 @@ APGConfig Algorithm DDPGConfig DQNConfig GRPOConfig Group GroupSettings Interlea
 MinibatchConfig PPOConfig PQNConfig REPLAY_KINDS REWARD_NORM_KINDS Run SACConfig SGD Static TD3Config apg check_log_prob
 collect collect_exploring ddpg dqn from_reset gradient_steps groups_of grpo interleaved learn learning_state
 make_algorithm minibatch_epochs minibatch_sgd new_replay on_policy ppo pqn reward_norm_init rows_of sac sample_keys
-sgd_choices standardize_over_ranks store take_steps td3 with_scaled_rewards
+sgd_choices standardize_over_ranks store take_steps td3 with_scaled_rewards FastSACConfig
+FastTD3Config fast_sac fast_td3
 """
 
 
@@ -123,7 +124,8 @@ def test_threads_of_openmp_wait_briefly_unless_the_user_sets_otherwise(first, va
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
 def test_every_config_loads_and_runs_two_iterations(path):
     changes = {"trainer.compile": "off", "trainer.iterations": 2}
-    changes |= {"algorithm.cfg.learning_starts": 0} if "learning_starts" in path.read_text() else {}
+    learns_from_replay = "learning_starts" in path.read_text()
+    changes |= {"algorithm.cfg.learning_starts": 0, "algorithm.cfg.batch_size": 64} if learns_from_replay else {}
     cfg = load_config(path).replace(**changes)
     records = [r for r in train_iter(init_state(cfg), cfg) if r["log_type"] == "train"]
     assert len(records) == 2

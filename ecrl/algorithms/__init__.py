@@ -20,6 +20,8 @@ from ecrl.algorithms.core import (
 )
 from ecrl.algorithms.ddpg import DDPGConfig, ddpg
 from ecrl.algorithms.dqn import DQNConfig, dqn
+from ecrl.algorithms.fast_sac import FastSACConfig, fast_sac
+from ecrl.algorithms.fast_td3 import FastTD3Config, fast_td3
 from ecrl.algorithms.grpo import GRPOConfig, grpo
 from ecrl.algorithms.interleaved import (
     REPLAY_KINDS,
@@ -61,6 +63,8 @@ __all__ = [
     "Algorithm",
     "DDPGConfig",
     "DQNConfig",
+    "FastSACConfig",
+    "FastTD3Config",
     "GRPOConfig",
     "Group",
     "GroupSettings",
@@ -80,6 +84,8 @@ __all__ = [
     "collect_exploring",
     "ddpg",
     "dqn",
+    "fast_sac",
+    "fast_td3",
     "from_reset",
     "gradient_steps",
     "groups_of",

@@ -1,9 +1,10 @@
-"""Settings and functions that DDPG, TD3 and soft actor-critic share.
+"""Settings and functions that DDPG, TD3 and soft actor-critic share, and also their variants FastTD3 and FastSAC.
 
-These algorithms learn an actor and critics for continuous actions. The critics minimise the squared distance to the
-target, and the actor maximises the critics' values.
+These algorithms learn an actor and critics for continuous actions. The critics approach the target, and the actor
+maximises the critics' values.
 """
 
+import json
 from functools import partial
 from typing import Any, cast
 
@@ -45,11 +46,12 @@ def critic_settings(cfg: ActorCriticConfig) -> dict[str, GroupSettings]:
     return {} if rate is None else {"critic": GroupSettings(learning_rate=rate)}
 
 
-def check_policy(run: Run, name: str, needs_log_prob: bool) -> None:
+def check_policy(run: Run, name: str, needs_log_prob: bool, needs_distribution: bool = False) -> None:
     """Raise ConfigError unless the policy has a Q-function and the actions are a Box with finite bounds.
 
     `needs_log_prob` is True for an algorithm that needs a stochastic policy, and False for an algorithm that needs a
-    deterministic policy.
+    deterministic policy. `needs_distribution` is True for an algorithm whose critics predict categorical distributions
+    of the return, and False for an algorithm whose critics predict values.
     """
     policy, space = run.policy, run.env.action_space
     is_bounded = isinstance(space, Box) and has_finite_bounds(space)
@@ -59,6 +61,12 @@ def check_policy(run: Run, name: str, needs_log_prob: bool) -> None:
             f"policy.name: {name} needs a {kind} policy with a Q-function for bounded Box actions, such as "
             f"{example}_actor_critic; the actions of this environment are {space}"
         )
+    kind = policy.distribution and policy.distribution.name
+    if needs_distribution and kind != "categorical":
+        raise ConfigError(f'policy.distribution: {name} needs the distribution "categorical", got {json.dumps(kind)}')
+    if not needs_distribution and kind is not None:
+        fast = "fast_sac" if needs_log_prob else "fast_td3"
+        raise ConfigError(f"policy.distribution: {name} needs critics that predict values; leave it out, or use {fast}")
 
 
 def with_random_start(run: Run, state: TensorDict) -> TensorDict:

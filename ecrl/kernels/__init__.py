@@ -22,9 +22,11 @@ from ecrl.kernels.distributional import (
     categorical_target,
     categorical_td_loss,
     hl_gauss,
+    min_categorical_target,
     quantile_huber_loss,
     quantile_midpoints,
     quantile_q_target,
+    soft_categorical_target,
 )
 from ecrl.kernels.exploration import (
     HeldNoise,
@@ -205,6 +207,7 @@ __all__ = [
     "loop",
     "mask_logits",
     "masked_mean",
+    "min_categorical_target",
     "min_q_target",
     "moments_init",
     "moments_merge",
@@ -258,6 +261,7 @@ __all__ = [
     "sgd_init",
     "smoothed_action",
     "soft_actor_loss",
+    "soft_categorical_target",
     "soft_min_q_target",
     "soft_q_target",
     "soft_update",

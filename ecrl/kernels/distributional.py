@@ -185,6 +185,109 @@ def categorical_q_target(
     return _categorical_target(reward, F.softmax(logits, -1), terminated, support, gamma).to(dtype)
 
 
+def min_categorical_target(
+    reward: Tensor, next_logits: Tensor, terminated: Tensor, support: Tensor, *, gamma: Scalar
+) -> Tensor:
+    """Return the target distribution of FastTD3, from the critic that predicts the smallest mean return.
+
+        c* = argmin_c(sum_k(softmax(next_logits[c])[k] * support[k]))
+        categorical_target(reward, softmax(next_logits[c*]), terminated, support)
+
+    A single critic gives the target of D4PG.
+
+    Args:
+        reward: `[*B]` float, in reward units.
+        next_logits: `[C, *B, K]` float, logits of the return distributions that C target critics predict for the next
+            action.
+        terminated: `[*B]` bool.
+        support: `[K]` float, returns in ascending order.
+        gamma: discount, or a `[*B]` tensor with the discount of each transition.
+
+    Returns: probabilities `[*B, K]`, the target that all critics share.
+    Gradient: flows through `reward`, `next_logits` and `support`.
+    Raises: ValueError naming the argument, if shapes do not match or `terminated` is not bool.
+    Source: Seo et al. 2025, arXiv:2505.22642; clipped double Q-learning as in Fujimoto et al. 2018, arXiv:1802.09477.
+
+    >>> logits = torch.tensor([[[-99.0, 0.0, -99.0]], [[-99.0, -99.0, 0.0]]])  # the returns 1 and 2
+    >>> min_categorical_target(torch.tensor([0.0]), logits, torch.tensor([False]), torch.tensor([0.0, 1.0, 2.0]),
+    ...     gamma=0.5)
+    tensor([[0.5000, 0.5000, 0.0000]])
+    """
+    _check_critics(reward, next_logits, terminated, support)
+    dtype = common_dtype(reward, next_logits, support)
+    reward, next_logits, support = widened(reward, next_logits, support)
+    probs = _read_probs(next_logits, _discount(reward, terminated, gamma))
+    smallest = (probs * support).sum(-1).argmin(0)[None, ..., None]
+    probs = probs.gather(0, smallest.expand(1, *probs.shape[1:])).squeeze(0)
+    return _categorical_target(reward, probs, terminated, support, gamma).to(dtype)
+
+
+def soft_categorical_target(
+    reward: Tensor,
+    next_logits: Tensor,
+    next_log_prob: Tensor,
+    terminated: Tensor,
+    support: Tensor,
+    *,
+    gamma: Scalar,
+    temperature: Scalar,
+) -> Tensor:
+    """Return the target distributions of FastSAC: for each critic its own, shifted by an entropy bonus.
+
+        atoms[k] = reward + gamma * (support[k] - temperature * next_log_prob) * not terminated
+        categorical_project(softmax(next_logits[c]), atoms, support)
+
+    Draw the action in the next state from the current policy, because soft actor-critic has no target policy.
+
+    Args:
+        reward: `[*B]` float, in reward units.
+        next_logits: `[C, *B, K]` float, logits of the return distributions that C target critics predict for the action
+            drawn in the next state.
+        next_log_prob: `[*B]` float, log-probability of the action drawn in the next state, in nats.
+        terminated: `[*B]` bool.
+        support: `[K]` float, returns in ascending order.
+        gamma: discount, or a `[*B]` tensor with the discount of each transition.
+        temperature: weight of the entropy, in reward units per nat.
+
+    Returns: probabilities `[C, *B, K]`.
+    Gradient: flows through `reward`, `next_logits`, `next_log_prob`, `support` and `temperature`.
+    Raises: ValueError naming the argument, if shapes do not match, `terminated` is not bool or a hyperparameter other
+        than `gamma` is not 0-d.
+    Source: Seo et al. 2025, arXiv:2512.01996 (FastSAC); entropy bonus as in Haarnoja et al. 2018, arXiv:1812.05905.
+
+    >>> logits = torch.tensor([[[1.0, 0.0, 0.0]], [[0.0, 1.0, 0.0]]]).log()  # the returns 0 and 1
+    >>> soft_categorical_target(torch.tensor([0.0]), logits, torch.tensor([-1.0]), torch.tensor([False]),
+    ...     torch.tensor([0.0, 1.0, 2.0]), gamma=0.5, temperature=1.0).tolist()
+    [[[0.5, 0.5, 0.0]], [[0.0, 1.0, 0.0]]]
+    """
+    same_shape(reward=reward, next_log_prob=next_log_prob)
+    (temperature,) = scalars(temperature=temperature)
+    _check_critics(reward, next_logits, terminated, support)
+    dtype = common_dtype(reward, next_logits, next_log_prob, support)
+    reward, next_logits, next_log_prob, support = widened(reward, next_logits, next_log_prob, support)
+    discount = _discount(reward, terminated, gamma)
+    bonus = -temperature * next_log_prob.masked_fill(discount == 0.0, 0.0)
+    atoms = (reward + discount * bonus).unsqueeze(-1) + discount.unsqueeze(-1) * support
+    probs = _read_probs(next_logits, discount)
+    return _project(probs, atoms.expand(probs.shape), support).to(dtype)
+
+
+def _check_critics(reward: Tensor, next_logits: Tensor, terminated: Tensor, support: Tensor) -> None:
+    """Check the shapes and dtypes of the arguments of a target that reads the logits `[C, *B, K]` of C critics."""
+    same_shape(reward=reward, terminated=terminated)
+    check_bool(terminated=terminated)
+    _check_vector("support", support)
+    check_axes(reward.unsqueeze(-1).expand(*reward.shape, len(support)), before="C", next_logits=next_logits)
+
+
+def _read_probs(next_logits: Tensor, discount: Tensor) -> Tensor:
+    """Return probabilities `[C, *B, K]`. They are uniform where `discount`, of shape `[*B]`, is 0, as nothing is read.
+
+    A softmax of NaN would make gradients NaN.
+    """
+    return F.softmax(next_logits.masked_fill((discount == 0.0).unsqueeze(-1), 0.0), -1)
+
+
 def categorical_td_loss(logits: Tensor, target: Tensor, weight: Tensor, mask: Tensor) -> tuple[Tensor, Logs]:
     """Return the C51 loss: the weighted cross-entropy between target and prediction, summed over the critics.
 

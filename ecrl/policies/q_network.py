@@ -5,7 +5,7 @@ The policy explores by random actions, by noise in the weights of its network, o
 An `action_mask` in the observations excludes actions.
 """
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -13,20 +13,20 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl import rng
-from ecrl.config import PolicyConfig
-from ecrl.config.model import Count, Positive
+from ecrl.config.model import Positive
 from ecrl.errors import ConfigError
 from ecrl.kernels import epsilon_greedy
-from ecrl.policies.core import Policy, ReturnDistribution
+from ecrl.policies.core import Policy
 from ecrl.policies.heads import head_width, is_masked
 from ecrl.policies.networks import NetworkConfig, make_network, seeded
 from ecrl.policies.noisy_network import noisy_network
+from ecrl.policies.return_distribution import ReturnDistributionConfig, return_distribution
 from ecrl.policies.visible import Names, visible_space
 from ecrl.registry import InitOnly, register_policy
 from ecrl.spaces import Discrete, Space
 
 
-class QNetworkConfig(PolicyConfig):
+class QNetworkConfig(ReturnDistributionConfig):
     """Settings of the Q-network."""
 
     critic: NetworkConfig = Field(description='Q-network, such as {"type": "mlp", "network_cfg": {...}}')
@@ -34,12 +34,6 @@ class QNetworkConfig(PolicyConfig):
         default=None, description="names of the observations in a Dict that the Q-network reads; all if absent"
     )
     dueling: bool = Field(default=False, description="predict the state's value and the advantages of the actions")
-    distribution: Literal["categorical", "quantile"] | None = Field(
-        default=None, description="predict the distribution of the return: categorical (C51) or quantile (QR-DQN)"
-    )
-    num_atoms: Count | None = Field(default=None, description="atoms of a distribution; 51 if absent, or 200 quantiles")
-    v_min: float | None = Field(default=None, description="lowest return of a categorical distribution")
-    v_max: float | None = Field(default=None, description="highest return of a categorical distribution")
     noisy: bool = Field(
         default=False, description="explore by noise in the linear layers, whose scale is learnt (noisy networks)"
     )
@@ -49,34 +43,10 @@ class QNetworkConfig(PolicyConfig):
     )
 
     @model_validator(mode="after")
-    def _distribution_settings(self) -> Self:
-        is_categorical, bounds = self.distribution == "categorical", (self.v_min, self.v_max)
-        if is_categorical and None in bounds:
-            raise ValueError("distribution categorical needs v_min and v_max, the bounds of the returns; give both")
-        if is_categorical and not self.v_min < self.v_max:  # pyright: ignore
-            raise ValueError(f"v_min {self.v_min:g} is not below v_max {self.v_max:g}; change one of them")
-        if not is_categorical and bounds != (None, None):
-            raise ValueError("v_min and v_max are bounds of a categorical distribution; leave them out")
-        if self.distribution is None and self.num_atoms is not None:
-            raise ValueError("num_atoms needs a distribution; leave it out")
-        if self.num_atoms == 1:
-            raise ValueError("num_atoms is 1, but a distribution needs at least 2; use more")
-        return self
-
-    @model_validator(mode="after")
     def _noise_settings(self) -> Self:
         if self.noisy_std is not None and not self.noisy:
             raise ValueError("noisy_std needs noisy; leave it out")
         return self
-
-
-def _distribution(cfg: QNetworkConfig) -> ReturnDistribution | None:
-    match cfg.distribution:
-        case "categorical":
-            return ReturnDistribution("categorical", cfg.num_atoms or 51, float(cfg.v_min or 0), float(cfg.v_max or 0))
-        case "quantile":
-            return ReturnDistribution("quantile", cfg.num_atoms or 200)
-    return None
 
 
 @register_policy("q_network")
@@ -101,7 +71,7 @@ def q_network(cfg: QNetworkConfig, observation_space: Space, action_space: Space
         raise ConfigError(f"policy.name: q_network needs Discrete actions, got {action_space}; use another policy")
     if not cfg.clip_actions:
         raise ConfigError("policy.clip_actions: q_network has no Box actions to clip; leave it out")
-    actions, distribution = head_width(action_space, cfg.action_dim), _distribution(cfg)
+    actions, distribution = head_width(action_space, cfg.action_dim), return_distribution(cfg)
     atoms = 1 if distribution is None else distribution.atoms
     has_mask = is_masked(observation_space, action_space)
     space = visible_space(observation_space, cfg.critic_obs, "critic_obs")

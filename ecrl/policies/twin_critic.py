@@ -1,7 +1,8 @@
 """Policies with an actor and several critics, which are evaluated as one batched product.
 
 `deterministic_actor_critic` and `squashed_actor_critic` are for Box actions with finite bounds. A critic predicts the
-value of an observation and an action. The networks work with actions that are scaled to [-1, 1]:
+value of an observation and an action, or the distribution of the return. The networks work with actions that are scaled
+to [-1, 1]:
 
     action = centre + half_width * unit_action
 
@@ -11,7 +12,7 @@ value of an observation and an action. The networks work with actions that are s
 from collections.abc import Callable
 from functools import partial
 from math import log, sqrt
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from pydantic import Field
@@ -23,16 +24,17 @@ from ecrl import rng
 from ecrl.config import PolicyConfig
 from ecrl.config.model import Count
 from ecrl.errors import ConfigError
-from ecrl.policies.core import Policy
+from ecrl.policies.core import Policy, ReturnDistribution
 from ecrl.policies.heads import bounded, from_unit, has_finite_bounds, head_width, is_masked, to_unit
 from ecrl.policies.networks import NetworkConfig, Pure, make_network, seeded
+from ecrl.policies.return_distribution import ReturnDistributionConfig, return_distribution
 from ecrl.policies.visible import Names, visible_space
 from ecrl.pytree import flatten, unflatten
 from ecrl.registry import register_policy
 from ecrl.spaces import Box, Dict, Discrete, Space, box, dict_space
 
 
-class TwinCriticConfig(PolicyConfig):
+class CriticsConfig(PolicyConfig):
     """Settings of the actor and of the critics. All critics have the same network, with their own weights."""
 
     actor: NetworkConfig = Field(description='actor network, such as {"type": "mlp", "network_cfg": {...}}')
@@ -46,6 +48,14 @@ class TwinCriticConfig(PolicyConfig):
     num_critics: Count = Field(default=2, description="number of critics")
 
 
+class TwinCriticConfig(CriticsConfig, ReturnDistributionConfig):
+    """Settings of the policies for Box actions."""
+
+    distribution: Literal["categorical"] | None = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
+        default=None, description="predict the distribution of the return: categorical (C51)"
+    )
+
+
 class Networks(NamedTuple):
     """Functions that both policies for Box actions share.
 
@@ -54,7 +64,8 @@ class Networks(NamedTuple):
         actions: number A of action dimensions.
         init: 0-d key -> params.
         actor: (params, obs) -> output of the actor network, `[*B, outputs]`.
-        q: (params, obs, action, noise) -> Q `[C, *B]`.
+        q: (params, obs, action, noise) -> Q `[C, *B]`, or logits `[C, *B, K]` of return distributions.
+        distribution: form of the return distributions; None if the critics predict values.
     """
 
     space: Box
@@ -62,6 +73,7 @@ class Networks(NamedTuple):
     init: Callable[[Tensor], TensorDict]
     actor: Callable[[TensorDict, Any], Tensor]
     q: Callable[[TensorDict, Any, Tensor | None, Any], Tensor]
+    distribution: ReturnDistribution | None
 
 
 def _bounded_space(space: Space, name: str) -> Box:
@@ -114,7 +126,9 @@ def _networks(cfg: TwinCriticConfig, observation_space: Space, action_space: Spa
     seen = visible_space(observation_space, cfg.actor_obs, "actor_obs")
     inputs_space = _critic_inputs(visible_space(observation_space, cfg.critic_obs, "critic_obs"), actions)
     actor = make_network(cfg.actor, seen, per_action * actions, cfg.bf16, "policy.actor")
-    critic = make_network(cfg.critic, inputs_space, 1, cfg.bf16, "policy.critic")
+    distribution = return_distribution(cfg)
+    atoms = 1 if distribution is None else distribution.atoms
+    critic = make_network(cfg.critic, inputs_space, atoms, cfg.bf16, "policy.critic")
     observed = [name for name, _ in inputs_space.items if name != "action"]
 
     def q(params: TensorDict, obs: Any, action: Tensor | None, noise: Any) -> Tensor:
@@ -123,10 +137,11 @@ def _networks(cfg: TwinCriticConfig, observation_space: Space, action_space: Spa
         unit = to_unit(action, space)
         of_obs = {name: obs[name] for name in observed} if isinstance(observation_space, Dict) else {"obs": obs}
         inputs = TensorDict({**of_obs, "action": unit}, unit.shape[:-1])
-        return _of_critics(critic, params["critic"], inputs).squeeze(-1)
+        out = _of_critics(critic, params["critic"], inputs)
+        return out.squeeze(-1) if distribution is None else out
 
     init = partial(_init, actor, critic, cfg.num_critics)
-    return Networks(space, actions, init, lambda params, obs: actor.forward(params["actor"], obs), q)
+    return Networks(space, actions, init, lambda params, obs: actor.forward(params["actor"], obs), q, distribution)
 
 
 def _uniform(noise: Tensor) -> Tensor:
@@ -167,7 +182,7 @@ def deterministic_actor_critic(cfg: TwinCriticConfig, observation_space: Space, 
         unit = torch.where(exploration["random"].unsqueeze(-1), _uniform(noise), unit)
         return exploration, out.copy().set("action", from_unit(unit, net.space))
 
-    return Policy(net.init, draw, act, None, None, explore=explore, q=net.q)
+    return Policy(net.init, draw, act, None, None, explore=explore, q=net.q, distribution=net.distribution)
 
 
 @register_policy("squashed_actor_critic")
@@ -217,11 +232,11 @@ def squashed_actor_critic(cfg: TwinCriticConfig, observation_space: Space, actio
         action = torch.where(where, uniform, out["action"])
         return exploration, out.copy().update({"action": action, "sample_log_prob": log_prob})
 
-    return Policy(net.init, draw, act, evaluate, None, explore=explore, q=net.q)
+    return Policy(net.init, draw, act, evaluate, None, explore=explore, q=net.q, distribution=net.distribution)
 
 
 @register_policy("categorical_actor_critic")
-def categorical_actor_critic(cfg: TwinCriticConfig, observation_space: Space, action_space: Space) -> Policy:
+def categorical_actor_critic(cfg: CriticsConfig, observation_space: Space, action_space: Space) -> Policy:
     """Build the policy of soft actor-critic for Discrete actions. Its parameters are `actor` and `critic` `[C]`.
 
         logits = actor(obs)

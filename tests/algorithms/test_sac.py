@@ -5,7 +5,7 @@ from math import exp, log
 import pytest
 import torch
 from support.checks import close
-from support.continuous_agents import B, N, Nets, T, continuous, descend, follow, learnt, transitions, weights_of
+from support.continuous_agents import C51, B, N, Nets, T, continuous, descend, follow, learnt, transitions, weights_of
 from support.graphs import traced_only
 from support.small_runs import last_state, same
 from tensordict import TensorDict
@@ -173,6 +173,10 @@ WRONG = {
     "deterministic": (
         {"policy.name": "deterministic_actor_critic"},
         "policy.name: sac needs a stochastic policy with a Q-function for bounded Box actions, such as squashed_actor",
+    ),
+    "distribution": (
+        {f"policy.{name}": value for name, value in C51.items()},
+        "policy.distribution: sac needs critics that predict values; leave it out, or use fast_sac",
     ),
     "capacity": ({"algorithm.cfg.capacity": 8}, "algorithm.cfg: batch_size 16 is above capacity 8; change one of them"),
     "temperature": ({"algorithm.cfg.temperature": 0.0}, "algorithm.cfg.temperature: must be above 0.0, got 0.0"),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.checks import close
-from support.continuous_agents import B, N, Nets, T, continuous, descend, follow, learnt, transitions, weights_of
+from support.continuous_agents import C51, B, N, Nets, T, continuous, descend, follow, learnt, transitions, weights_of
 from support.graphs import traced_only
 from support.small_runs import last_state, same
 
@@ -141,6 +141,10 @@ WRONG = {
     "stochastic": (
         {"policy.name": "squashed_actor_critic"},
         "policy.name: td3 needs a deterministic policy with a Q-function for bounded Box actions, such as determin",
+    ),
+    "distribution": (
+        {f"policy.{name}": value for name, value in C51.items()},
+        "policy.distribution: td3 needs critics that predict values; leave it out, or use fast_td3",
     ),
     "capacity": ({"algorithm.cfg.capacity": 8}, "algorithm.cfg: batch_size 16 is above capacity 8; change one of them"),
     "n_step": (

@@ -45,7 +45,7 @@ ELSEWHERE = {"GAE", "VTrace", "Squashed"} | {  # results of kernels, and output 
     "gaussian_action", "held_noise", "hl_gauss", "huber", "min_q_target", "munchausen_target", "noise_scales",
     "noisy_linear", "ou_noise", "periodic_update", "q_lambda", "q_target", "quantile_huber_loss", "quantile_midpoints",
     "quantile_q_target", "retrace", "smoothed_action", "soft_actor_loss", "soft_min_q_target", "soft_q_target",
-    "soft_update", "td_loss", "temperature_loss",
+    "soft_update", "td_loss", "temperature_loss", "min_categorical_target", "soft_categorical_target",
 } | {  # the replay buffer needs a run: `tests/kernels/test_replay.py` has numbers by hand
     "Replay", "importance_weights", "replay_add", "replay_add_priority", "replay_count", "replay_cut",
     "replay_index", "replay_init", "replay_prioritized_index", "replay_read", "replay_set_priority", "replay_stack",

@@ -17,9 +17,11 @@ from ecrl.kernels import (
     categorical_target,
     categorical_td_loss,
     hl_gauss,
+    min_categorical_target,
     quantile_huber_loss,
     quantile_midpoints,
     quantile_q_target,
+    soft_categorical_target,
 )
 
 NAN, INF = float("nan"), float("inf")
@@ -173,9 +175,137 @@ def test_gradients_of_targets(kernel):
         assert grad.any(), f"nothing reaches {name}: targets detach nothing"
 
 
+CRITICS = {
+    min_categorical_target: ("reward", "next_logits", "terminated", "support"),
+    soft_categorical_target: ("reward", "next_logits", "next_log_prob", "terminated", "support"),
+}
+each_critics_target = pytest.mark.parametrize("kernel", CRITICS, ids=lambda k: k.__name__)
+
+
+def critics_batch(seed, *shape, dtype=torch.float32, critics=3):
+    g = torch.Generator().manual_seed(seed + 1)
+    logits, log_prob = (2 * torch.randn(size, generator=g, dtype=dtype) for size in ((critics, *shape, 5), shape))
+    return random_batch(seed, *shape, dtype=dtype) | {"next_logits": logits, "next_log_prob": log_prob}
+
+
+def run_critics(kernel, batch, call=None, gamma=0.5, temperature=0.3):
+    more = {"temperature": temperature} if kernel is soft_categorical_target else {}
+    return (call or kernel)(*(batch[name] for name in CRITICS[kernel]), gamma=gamma, **more)
+
+
+def critics_loop(kernel, batch, gamma, temperature=0.3):
+    """Each transition and critic in Python floats, from the equations."""
+    shape, support = batch["reward"].shape, UNEVEN.double().tolist()
+    rewards, log_probs = (batch[name].double().flatten().tolist() for name in ("reward", "next_log_prob"))
+    discounts = torch.as_tensor(gamma).double().expand(shape).masked_fill(batch["terminated"], 0.0).flatten().tolist()
+    logits = batch["next_logits"].double().flatten(1, -2) if shape else batch["next_logits"].double().unsqueeze(1)
+    every = []
+    for critic in logits.tolist():
+        every.append([softmax(row) for row in critic])
+    rows = []
+    for i, (reward, discount) in enumerate(zip(rewards, discounts, strict=True)):
+        if kernel is min_categorical_target:
+            means = [sum(p * z for p, z in zip(probs[i], support, strict=True)) for probs in every]
+            probs = every[means.index(min(means))][i]
+            rows.append(project(probs, [reward + discount * z for z in support], support))
+        else:
+            bonus = -temperature * log_probs[i]
+            atoms = [reward + discount * (z + bonus) for z in support]
+            rows.append([project(probs[i], atoms, support) for probs in every])
+    out = torch.tensor(rows, dtype=torch.float64)
+    if kernel is min_categorical_target:
+        return out.reshape(*shape, 5)
+    return out.movedim(0, 1).reshape(len(every), *shape, 5)
+
+
+def test_targets_of_critics_by_hand(variant):
+    # The critics predict the returns 1 and 2 in row 0, and 2 and 0 in row 1. Row 2 is terminated.
+    support, reward = torch.tensor([0.0, 1.0, 2.0]), torch.tensor([0.5, 0.0, 1.0])
+    ended, one_hot = torch.tensor([False, False, True]), torch.eye(3)
+    probs = torch.stack((one_hot[[1, 2, 0]], one_hot[[2, 0, 1]]))
+    logits = probs.log().masked_fill(ended.unsqueeze(-1), NAN)
+    smallest = variant(min_categorical_target)(reward, logits, ended, support, gamma=0.5)
+    close(smallest, [[0.0, 1.0, 0.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0]])  # returns 0.5 + 0.5 * 1, 0 and 1
+    log_prob = torch.tensor([1.0, -2.0, NAN])  # at temperature 0.5, the bonus is -0.5 and 1
+    soft = variant(soft_categorical_target)(reward, logits, log_prob, ended, support, gamma=0.5, temperature=0.5)
+    first = [[0.25, 0.75, 0.0], [0.0, 0.5, 0.5], [0.0, 1.0, 0.0]]  # 0.5 + 0.5 * (1 - 0.5), 0.5 * (2 + 1) and 1
+    second = [[0.0, 0.75, 0.25], [0.5, 0.5, 0.0], [0.0, 1.0, 0.0]]  # 0.5 + 0.5 * (2 - 0.5), 0.5 * (0 + 1) and 1
+    close(soft, [first, second])
+
+
+@each_critics_target
+def test_targets_of_critics_against_loop(variant, kernel):
+    batch, gamma = critics_batch(0, 2, 3), torch.tensor([[0.9, 0.5, 0.0], [0.1, 0.99, 1.0]])
+    close(run_critics(kernel, batch, variant(kernel), 0.9), critics_loop(kernel, batch, 0.9))
+    close(run_critics(kernel, batch, variant(kernel), gamma), critics_loop(kernel, batch, gamma))
+
+
+@each_critics_target
+@given(seed=seeds, gamma=st.floats(0.0, 1.0), critics=st.integers(1, 4), shape=st.sampled_from([(), (4,), (2, 2)]))
+def test_targets_of_any_number_of_critics(kernel, seed, gamma, critics, shape):
+    batch = critics_batch(seed, *shape, critics=critics)
+    out = run_critics(kernel, batch, gamma=gamma)
+    close(out, critics_loop(kernel, batch, gamma))
+    assert (out >= 0.0).all()
+    close(out.sum(-1), torch.ones(out.shape[:-1]))
+    if kernel is min_categorical_target and critics == 1:
+        alone = batch | {"next_probs": batch["next_logits"][0].softmax(-1)}
+        close(out, run(categorical_target, alone, gamma=gamma))
+
+
+@each_critics_target
+@pytest.mark.parametrize("junk", [NAN, INF])
+def test_critics_are_not_read_where_their_weight_is_zero(kernel, junk):
+    batch, gamma = critics_batch(1, 6), torch.tensor([0.5, 0.0] * 3)
+    unread = batch["terminated"] | (gamma == 0.0)
+    filled = batch | {
+        "next_logits": batch["next_logits"].masked_fill(unread.unsqueeze(-1), junk),
+        "next_log_prob": batch["next_log_prob"].masked_fill(unread, junk),
+    }
+    names = [name for name in CRITICS[kernel] if name not in ("terminated", "support")]
+    leaves = [filled[name].requires_grad_() for name in names]
+    out = run_critics(kernel, filled, gamma=gamma)
+    assert torch.equal(out, run_critics(kernel, batch, gamma=gamma))
+    for grad in torch.autograd.grad(out.square().sum(), leaves):
+        assert grad.isfinite().all()
+
+
+@each_critics_target
+def test_gradients_of_targets_of_critics(kernel):
+    batch = critics_batch(2, 3, dtype=torch.float64) | {"terminated": torch.tensor([False, True, False])}
+    batch["temperature"] = torch.tensor(0.3, dtype=torch.float64)
+    names = [name for name in CRITICS[kernel] if name != "terminated"]
+    names += ["temperature"] if kernel is soft_categorical_target else []
+    leaves = [batch[name].requires_grad_() for name in names]
+
+    def target(*values):
+        changed = batch | dict(zip(names, values, strict=True))
+        return run_critics(kernel, changed, temperature=changed["temperature"])
+
+    assert torch.autograd.gradcheck(target, leaves)
+    for name, grad in zip(names, torch.autograd.grad(target(*leaves).square().sum(), leaves), strict=True):
+        assert grad.any(), f"nothing reaches {name}: targets detach nothing"
+
+
+def test_bad_shapes_of_critics_are_named():
+    for kernel, names in CRITICS.items():
+        batch, parameters = critics_batch(5, 3, 4), inspect.signature(kernel).parameters
+        for parameter, name in zip(parameters, names, strict=False):
+            bad = batch[name].unsqueeze(0) if name == "support" else torch.cat((batch[name],) * 2, 1)
+            with pytest.raises(ValueError, match=rf"^{parameter} has shape|the shape of {parameter}$"):
+                run_critics(kernel, batch | {name: bad})
+        with pytest.raises(ValueError, match=r"^next_logits has shape \[3, 3, 4, 5\], expected \[C, 3, 4, 4\]$"):
+            run_critics(kernel, batch | {"support": UNEVEN[:-1]})
+
+
 def test_an_empty_batch_has_no_targets():
+    for kernel in CRITICS:
+        assert run_critics(kernel, critics_batch(3, 0)).shape[-2:] == (0, 5)
+
     for kernel in FIELDS:
         assert run(kernel, random_batch(3, 0)).shape == (0, 5)
+    for kernel in CRITICS:
+        assert run_critics(kernel, critics_batch(3, 0)).shape[-2:] == (0, 5)
 
 
 @given(seed=seeds)

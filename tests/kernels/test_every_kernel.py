@@ -94,6 +94,7 @@ STEP_DISCOUNTS = {
     "vtrace",
     "categorical_q_target", "categorical_target", "double_q_target", "expected_q_target", "min_q_target",
     "munchausen_target", "q_lambda", "q_target", "quantile_q_target", "retrace", "soft_min_q_target", "soft_q_target",
+    "min_categorical_target", "soft_categorical_target",
 }  # fmt: skip
 """Kernels whose `gamma` may have the shape of the rewards."""
 

@@ -77,6 +77,26 @@ def test_critics_with_layer_normalisation(name):
         close(q[c], (hidden @ w["3.weight"].T + w["3.bias"])[:, 0])
 
 
+C51 = {"distribution": "categorical", "num_atoms": 5, "v_min": -2.0, "v_max": 4.0}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_critics_predict_the_logits_of_return_distributions(name):
+    policy = policy_of(name, **C51)
+    params, obs, noise = given(policy)
+    action = acted(policy, params, obs, noise)["action"]
+    logits = assert_pure(policy.q, params, obs, action, None)
+    assert logits.shape == (2, B, 5) and policy.distribution.name == "categorical"
+    for c in range(2):
+        alone = params["critic"].apply(lambda w, c=c: w[c], batch_size=[])
+        expected = by_hand(alone, torch.cat(((action - CENTRE) / HALF, obs), -1))
+        close(logits[c], expected)
+        support = torch.tensor([-2.0, -0.5, 1.0, 2.5, 4.0], dtype=torch.float64)
+        close(policy.q_mean(logits)[c], (expected.softmax(-1) * support).sum(-1))
+    assert policy == policy_of(name, **C51) != policy_of(name, **{**C51, "v_max": 5.0})
+    assert policy_of(name).distribution is None
+
+
 def test_the_first_critics_do_not_depend_on_the_number_of_critics():
     few, many = (policy_of(NAMES[0], num_critics=count).init(rng.key(3)) for count in (2, 4))
     for name, weight in few["critic"].items():
@@ -207,6 +227,7 @@ WRONG = {
     "one side": (Box((0.0,), (float("inf"),), (1,)), {}, "needs float32 Box actions with finite bounds, got Box"),
     "dtype": (box(0, 3, 1, dtype=torch.int64), {}, "needs float32 Box actions with finite bounds, got box"),
     "dim": (SPACE, {"action_dim": 3}, "policy.action_dim: 3 does not match the environment's 2"),
+    "quantile": (SPACE, {"distribution": "quantile"}, "policy: distribution: expected 'categorical', got 'quantile'"),
     "obs": (SPACE, {"critic_obs": ["a"]}, "policy.critic_obs: expected a Dict observation space, got Box; leave it"),
 }
 

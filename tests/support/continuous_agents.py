@@ -1,4 +1,7 @@
-"""Small runs of DDPG, TD3 and soft actor-critic on the pendulum, and their networks as plain modules in float64."""
+"""Small runs of DDPG, TD3, soft actor-critic, FastTD3 and FastSAC on the pendulum.
+
+Their networks are also plain modules in float64.
+"""
 
 from typing import Any, cast
 
@@ -10,15 +13,19 @@ from ecrl.config import Config, config_from_dict
 from support.small_runs import NET
 
 N, T, B = 3, 4, 16
+C51 = {"distribution": "categorical", "num_atoms": 5, "v_min": -6.0, "v_max": 4.0}
+SUPPORT = torch.tensor([-6.0, -3.5, -1.0, 1.5, 4.0], dtype=torch.float64)
+"""The returns of `C51`, 2.5 apart."""
 
 
 def continuous(name: str, **changes: Any) -> Config:
     """A small run of an algorithm, eager, with dotted keys changed."""
-    policy = "squashed_actor_critic" if name == "sac" else "deterministic_actor_critic"
+    policy = "squashed_actor_critic" if name.endswith("sac") else "deterministic_actor_critic"
+    critics = C51 if name.startswith("fast") else {}
     base = {
         "trainer": {"num_envs": N, "buffer_size": T, "iterations": 5, "compile": "off", "enable_eval": False},
         "env": {"name": "pendulum", "cfg": {"max_episode_steps": 7}},
-        "policy": {"name": policy, "actor": NET, "critic": NET},
+        "policy": {"name": policy, "actor": NET, "critic": NET, **critics},
         "algorithm": {
             "name": name,
             "cfg": {"capacity": 21, "batch_size": B, "learning_rate": 0.02, "learning_starts": N * T},
@@ -72,7 +79,20 @@ class Nets:
 
     def q(self, obs: Tensor, unit: Tensor) -> Tensor:
         """The values [C, B] of actions in [-1, 1]."""
-        return torch.stack([critic(torch.cat((unit, obs), -1))[:, 0] for critic in self.critics])
+        return self.logits(obs, unit)[..., 0]
+
+    def logits(self, obs: Tensor, unit: Tensor) -> Tensor:
+        """The outputs [C, B, K] of the critics for actions in [-1, 1]."""
+        return torch.stack([critic(torch.cat((unit, obs), -1)) for critic in self.critics])
+
+
+def projected(probs: Tensor, atoms: Tensor) -> Tensor:
+    """Project distributions [B, K] with any returns [B, K] onto `SUPPORT`, between two neighbours each."""
+    place = ((atoms - SUPPORT[0]) / 2.5).clamp(0.0, 4.0)
+    below = place.floor().clamp(max=3.0)
+    out = torch.zeros_like(probs)
+    out.scatter_add_(1, below.long(), probs * (below + 1.0 - place))
+    return out.scatter_add_(1, below.long() + 1, probs * (place - below))
 
 
 def descend(loss: Tensor, nets: list[nn.Module], rate: float) -> None:

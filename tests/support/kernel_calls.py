@@ -340,6 +340,14 @@ CALLS: dict[str, Any] = {
         (*transition(s, floats(s + 5, N, T, A, K), floats(s + 6, N, T, A)), support()),
         hyper(s, "gamma"),
     ),
+    "min_categorical_target": lambda s: (
+        (*transition(s, floats(s + 5, 2, N, T, K)), support()),
+        hyper(s, "gamma"),
+    ),
+    "soft_categorical_target": lambda s: (
+        (*transition(s, floats(s + 5, 2, N, T, K), floats(s + 6, N, T)), support()),
+        hyper(s, "gamma", "temperature"),
+    ),
     "categorical_td_loss": lambda s: (
         (floats(s, 2, N, T, K), dists(s + 1, N, T, K), *steps(s, "weight", "mask")),
         {},

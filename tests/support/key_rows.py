@@ -311,12 +311,15 @@ DISCRETE_SAC: Changes = {
     "policy": CATEGORICAL,
     "algorithm": {"name": "sac", "cfg": {"capacity": 256, "batch_size": 16, "learning_starts": 0, "train_freq": 4}},
 }
+ATOMS = {"policy.distribution": "categorical", "policy.num_atoms": 7, "policy.v_min": -60.0, "policy.v_max": 5.0}
 DDPG, TD3 = continuous("ddpg", "deterministic"), continuous("td3", "deterministic", policy_delay=1)
 SAC = continuous("sac", "squashed")
+FAST_TD3 = continuous("fast_td3", "deterministic", policy_delay=1, gradient_steps=1) | ATOMS
+FAST_SAC = continuous("fast_sac", "squashed", policy_delay=1, gradient_steps=1) | ATOMS
 
 
 def actor_and_critics(name: str, base: Changes) -> list[Row]:
-    """Rows of keys that DDPG, TD3 and soft actor-critic share."""
+    """Rows of keys that all algorithms with critics of continuous actions share."""
     part = f"algorithm.{name}"
     return [
         *replay(name, base),
@@ -340,6 +343,16 @@ def critics(name: str, base: Changes, other: str, env: Changes, clip: str) -> li
     ]
 
 
+def distributions(name: str, fast: Changes) -> list[Row]:
+    """Rows of the policies whose critics predict distributions in the run `fast`."""
+    part = f"policy.{name}"
+    return [
+        Row(f"{part}.distribution", None, fast, refused("v_min and v_max are bounds of a categorical")),
+        *rows(part, fast, num_atoms=5, v_min=-40.0, v_max=9.0),
+        *rows(part, fast | {"policy.num_atoms": None}, num_atoms=5),
+    ]
+
+
 TWO_CHOICES = {"env": {"name": "two_choices"}}
 BOUNDED = "are always inside their bounds"
 
@@ -348,9 +361,13 @@ CONTINUOUS = [
     *critics("deterministic_actor_critic", DDPG, "squashed_actor_critic", TWO_PARTS, BOUNDED),
     *critics("squashed_actor_critic", SAC, "deterministic_actor_critic", TWO_PARTS, BOUNDED),
     *critics("categorical_actor_critic", DISCRETE_SAC, "squashed_actor_critic", TWO_CHOICES, "no Box actions to clip"),
+    *distributions("deterministic_actor_critic", FAST_TD3),
+    *distributions("squashed_actor_critic", FAST_SAC),
     *actor_and_critics("ddpg", DDPG),
     *actor_and_critics("td3", TD3),
     *actor_and_critics("sac", SAC),
+    *actor_and_critics("fast_td3", FAST_TD3),
+    *actor_and_critics("fast_sac", FAST_SAC),
     *rows("algorithm.ddpg", DDPG | alg(learning_starts=64), exploration_noise=0.5),
     *rows("algorithm.td3", TD3, exploration_noise=0.5, policy_delay=2, policy_noise=0.5),
     *rows("algorithm.td3", TD3 | alg(policy_noise=5.0), noise_clip=0.1),
@@ -359,6 +376,12 @@ CONTINUOUS = [
     *rows("algorithm.sac", DISCRETE_SAC, temperature=0.1, target_entropy=0.1, policy_delay=2),
     *rows("algorithm.sac", SAC, temperature_learning_rate=1e-2),
     *rows("algorithm.sac", SAC | alg(temperature_learning_rate=1e-4), temperature_learning_rate=1e-2),
+    *rows("algorithm.fast_td3", FAST_TD3, min_exploration_noise=0.3, max_exploration_noise=0.9),
+    *rows("algorithm.fast_td3", FAST_TD3, policy_noise=0.5, policy_delay=2),
+    *rows("algorithm.fast_td3", FAST_TD3 | alg(policy_noise=5.0), noise_clip=0.1),
+    *rows("algorithm.fast_sac", FAST_SAC, temperature=0.1, target_entropy=-9.0, policy_delay=2),
+    *rows("algorithm.fast_sac", FAST_SAC, temperature_learning_rate=1e-2),
+    *rows("algorithm.fast_sac", FAST_SAC | alg(temperature_learning_rate=1e-4), temperature_learning_rate=1e-2),
 ]
 
 TABLE = [*TRAINER, *EVENTS, *ENVS, *POLICIES, *ALGORITHMS, *CONTINUOUS, *MUJOCO]

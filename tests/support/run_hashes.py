@@ -22,7 +22,7 @@ import ecrl
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SIZES = {"trainer.num_envs": 8, "trainer.buffer_size": 32, "trainer.iterations": 3}
-ALGORITHM = {"n_epochs": 2, "batch_size": 64, "group_size": 4}
+ALGORITHM = {"n_epochs": 2, "batch_size": 64, "group_size": 4, "learning_starts": 0}
 """Set where the algorithm has such a key: APG has none of these, and only GRPO has groups."""
 LEFT_OUT = ("iterations", ("env", "token"))
 """Leaves of the state without a hash: a setting, and the number of an open host environment, drawn from the clock."""
