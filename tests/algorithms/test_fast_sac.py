@@ -24,8 +24,8 @@ from support.small_runs import last_state, same
 from torch.distributions import Normal, TanhTransform, TransformedDistribution
 
 from ecrl import rng
-from ecrl.algorithms.continuous_actions import noise_keys
 from ecrl.algorithms.fast_sac import step
+from ecrl.algorithms.replay_learning import noise_keys
 from ecrl.errors import ConfigError
 from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, train_iter

@@ -23,8 +23,8 @@ from support.graphs import traced_only
 from support.small_runs import last_state, same
 
 from ecrl import rng
-from ecrl.algorithms.continuous_actions import noise_keys
 from ecrl.algorithms.fast_td3 import step, with_new_scales
+from ecrl.algorithms.replay_learning import noise_keys
 from ecrl.errors import ConfigError
 from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, train_iter
