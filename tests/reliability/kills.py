@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from runs import Run, ending, reference, resume_run, start_run, steps_logged, write_results
+from runs import RUNS, Run, ending, reference, resume_run, start_run, steps_logged, write_results
 
 SAVE = 0.004
 """Seconds that a save takes at most, about: a kill inside one comes so long after it was seen to begin."""
@@ -43,15 +43,15 @@ def killed(run: Run, folder: Path, draw: random.Random, inside: bool, seconds: f
     return run.end() == -signal.SIGKILL
 
 
-def kills(count: int, seed: int, folder: Path, deadline: float) -> dict[str, int]:
+def kills(count: int, seed: int, folder: Path, deadline: float, algorithm: str) -> dict[str, int]:
     """Kill runs; return the number of kills inside and outside of a save, and of runs that ended with the same bits."""
-    draw, (expected, seconds) = random.Random(seed), reference(folder / "whole")
+    draw, (expected, seconds) = random.Random(seed), reference(folder / "whole", RUNS[algorithm])
     counts = {"inside a save": 0, "outside of one": 0, "before the first checkpoint": 0, "same bits": 0}
     tried = 0
     while counts["inside a save"] + counts["outside of one"] < count and time.monotonic() < deadline:
         tried += 1
         inside, at = counts["inside a save"] <= counts["outside of one"], folder / str(tried)
-        run = start_run(at)
+        run = start_run(at, RUNS[algorithm])
         if not killed(run, at, draw, inside, seconds):
             shutil.rmtree(at)
             continue
@@ -77,10 +77,11 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--minutes", type=float, default=120.0, help="begin no further kill after so long")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--algorithm", choices=[*RUNS], default="ppo")
     parser.add_argument("--keep", action="store_true", help="write the figures to RESULTS.md")
     args, before = parser.parse_args(), time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="kills_"))
-    counts = kills(args.kills, args.seed, folder, before + 60.0 * args.minutes)
+    counts = kills(args.kills, args.seed, folder, before + 60.0 * args.minutes, args.algorithm)
     inside, outside = counts["inside a save"], counts["outside of one"]
     if counts["same bits"] == inside + outside:
         shutil.rmtree(folder)
@@ -92,7 +93,7 @@ def main() -> None:
     )
     print(figures)
     if args.keep:
-        write_results("kill -9", figures)
+        write_results("kill -9" if args.algorithm == "ppo" else f"kill -9, {args.algorithm}", figures)
     if counts["same bits"] < inside + outside:
         raise SystemExit(1)
 

@@ -26,6 +26,13 @@ TINY = {
     "algorithm": {"name": "ppo", "cfg": {"n_epochs": 1, "batch_size": 16, "lr_scheduler": {"name": "linear"}}},
 }
 TINY["trainer"]["keep_checkpoints"] = 3
+DQN = {"capacity": 256, "batch_size": 16, "learning_starts": 64, "n_step": 2, "prioritized": {}}
+RUNS = {
+    "ppo": TINY,
+    "dqn": TINY
+    | {"policy": {"name": "q_network", "critic": NET}, "algorithm": {"name": "dqn", "cfg": DQN | {"train_freq": 4}}},
+}
+"""Runs by the name of their algorithm. The replay buffer of the run of DQN is overwritten several times."""
 
 
 class Run(NamedTuple):

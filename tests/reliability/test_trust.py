@@ -16,9 +16,17 @@ def run_script(script: str, *args: object) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.long)])
-def test_killed_runs_go_on_bit_for_bit(count):
-    assert f"{count} of {count} resumed bit for bit" in run_script("kills.py", "--kills", count)
+@pytest.mark.parametrize(
+    ("algorithm", "count"),
+    [
+        pytest.param("ppo", 2, marks=pytest.mark.slow),
+        pytest.param("ppo", 100, marks=pytest.mark.long),
+        pytest.param("dqn", 20, marks=pytest.mark.long),
+    ],
+)
+def test_killed_runs_go_on_bit_for_bit(algorithm, count):
+    out = run_script("kills.py", "--kills", count, "--algorithm", algorithm)
+    assert f"{count} of {count} resumed bit for bit" in out
 
 
 @pytest.mark.long
