@@ -250,7 +250,10 @@ def noisy_linear(
     >>> noisy_linear(3.0 * one, one, one[0], 0.5 * one, 0.1 * one[0], torch.tensor([4.0]), torch.tensor([-1.0]))
     tensor([[0.9000]])
     """
-    check_axes(bias, after="I", weight=weight)
+    if weight.ndim != 2:
+        raise ValueError(f"weight has shape {list(weight.shape)}, expected [O, I]")
+    if bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias has shape {list(bias.shape)}, expected [{len(weight)}]")
     same_shape(bias=bias, bias_std=bias_std)
     same_shape(weight=weight, weight_std=weight_std)
     outputs, inputs = weight.shape

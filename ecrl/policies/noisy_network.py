@@ -78,10 +78,10 @@ def _with_noise(module: nn.Module, std: float) -> nn.Module:
             return noisy.setdefault(layer, _NoisyLinear(layer, std))
         return layer
 
-    for parent in list(module.modules()):
-        for name, child in list(parent._modules.items()):
-            if child is not None:
-                setattr(parent, name, replaced(child))
+    for path, layer in list(module.named_modules(remove_duplicate=False)):
+        if path:
+            parent, _, name = path.rpartition(".")
+            setattr(module.get_submodule(parent), name, replaced(layer))
     return replaced(module)
 
 

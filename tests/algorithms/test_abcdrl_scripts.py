@@ -123,7 +123,7 @@ def test_the_whole_budget_has_as_many_updates_as_in_abcdrl(script, starts):
     assert learning * number == (budget - starts) // flags["trainer.train_frequency"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_short_run_takes_a_thousand_gradient_steps(script):
     if script in ("ddpg", "td3", "sac", "ppo"):

@@ -284,7 +284,6 @@ ALGORITHMS = [
     *rows("algorithm.dqn", DQN, target_update_freq=8, huber_delta=1e-3, initial_epsilon=0.5),
     *rows("algorithm.dqn", DQN, final_epsilon=0.9, exploration_fraction=1.0),
     *rows("algorithm.dqn", DQN | alg(target_update_freq=8), tau=0.5),
-    *rows("algorithm.dqn", DQN, prioritized={}),
     *rows("algorithm.dqn.prioritized", DQN | alg(prioritized={}), alpha=0.1, beta=1.0, final_beta=0.4, eps=1.0),
     *learning("pqn", PQN),
     *not_adaptive("pqn", PQN | alg(learning_rate=1e-3), "to the policy that collected the steps", "pqn"),
