@@ -386,8 +386,8 @@ def check_replay(run: Run, capacity: int) -> None:
         )
     if (steps := capacity // run.static.num_envs) < size:
         raise ConfigError(
-            f"the replay buffer: a capacity of {capacity:,} has room for {steps:,} steps of each of "
-            f"{run.static.num_envs:,} environments, fewer than trainer.buffer_size {size:,}; make it larger"
+            f"trainer.buffer_size: {size:,} is more than {steps:,}, the steps of each environment for which the replay "
+            f"buffer with capacity {capacity:,} has room; lower it or make the capacity larger"
         )
 
 

@@ -543,8 +543,8 @@ def test_segments_that_do_not_divide_a_turn_are_refused():
     [
         (
             {"algorithm.cfg.capacity": 11},
-            r"^the replay buffer: a capacity of 11 has room for 3 steps of each of 3 environments, fewer than "
-            r"trainer.buffer_size 4; make it larger$",
+            r"^trainer.buffer_size: 4 is more than 3, the steps of each environment for which the replay buffer with "
+            r"capacity 11 has room; lower it or make the capacity larger$",
         ),
         ({"algorithm.cfg.train_freq": 3}, r"^trainer.buffer_size: 4 is not a multiple of 3, the steps of a turn"),
         (
