@@ -1,13 +1,14 @@
 """Let a compiled loop write a few entries of a large carry in place, instead of copying the carry in each iteration.
 
 A loop body that carries a sum tree returns `tree.index_put((node,), value)`. As a pure function, `index_put` copies the
-whole tree. But in each iteration, the old tree is not read again after the write. This module therefore replaces
-`index_put` by `index_put_`, and copies the first carry once, before the loop. If a body still reads the old carry after
-the write, the body keeps its copy.
+whole tree. This module moves all operations that read the old tree before the write, replaces `index_put` by
+`index_put_`, and copies the first carry once, before the loop. If an operation needs both the old and the new tree, the
+body keeps its copy.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -49,21 +50,27 @@ class _WriteCarriesInPlace(CustomGraphPass):
 
 def _write_in_place(body: GraphModule, number: int) -> list[int]:
     """Change a loop body with `number` carries, and return the indices of the carries that it now writes in place."""
-    output, changed = body.graph.output_node(), []
-    results = cast(list[Node], output.args[0])
+    results = cast(list[Node], body.graph.output_node().args[0])
+    nodes, earlier, changed = [*body.graph.nodes], dict[Node, set[Node]](), dict[int, list[Node]]()
     for i, carry in enumerate(body.graph.find_nodes(op="placeholder")[:number]):
         writes, value = _writes_of(carry, results[i]), cast(Tensor, carry.meta["val"])
-        if writes and value.numel() > _LARGE and value.dtype != torch.bool and not _reads_old(body, carry, writes):
-            for write in writes:
-                with body.graph.inserting_before(write):
-                    new = body.graph.call_function(torch.ops.aten.index_put_.default, (carry, *write.args[1:]))
-                new.meta = {"val": value}
-                write.replace_all_uses_with(carry)
-                body.graph.erase_node(write)
-            changed.append(i)
+        if writes and value.numel() > _LARGE and value.dtype != torch.bool:
+            also_earlier = earlier | _readers(carry, writes)
+            if (ordered := _ordered(nodes, also_earlier)) is not None:
+                nodes, earlier, changed[i] = ordered, also_earlier, writes
+    for before, node in pairwise(nodes):
+        before.append(node)
+    for i, writes in changed.items():
+        carry = nodes[i]
+        for write in writes:
+            with body.graph.inserting_before(write):
+                new = body.graph.call_function(torch.ops.aten.index_put_.default, (carry, *write.args[1:]))
+            new.meta = {"val": carry.meta["val"]}
+            write.replace_all_uses_with(carry)
+            body.graph.erase_node(write)
     if changed:
         body.recompile()
-    return changed
+    return [*changed]
 
 
 def _writes_of(carry: Node, result: Node) -> list[Node]:
@@ -75,19 +82,38 @@ def _writes_of(carry: Node, result: Node) -> list[Node]:
     return writes if result is carry else []
 
 
-def _reads_old(body: GraphModule, carry: Node, writes: list[Node]) -> bool:
-    """Return True if an operation reads the carry after a write, but not the result of the write."""
-    position = {node: i for i, node in enumerate(body.graph.nodes)}
+def _readers(carry: Node, writes: list[Node]) -> dict[Node, set[Node]]:
+    """Return, for each write, the operations that read the value which the write replaces, also through views."""
+    readers_by_write = {}
     for old, write in zip((carry, *writes[:-1]), writes, strict=True):
-        readers, todo = set(), [old]
+        readers, todo = set[Node](), [old]
         while todo:
-            for user in todo.pop().users.keys() - readers - {*writes}:
+            for user in todo.pop().users.keys() - readers - {write}:
                 readers.add(user)
                 if storage_of(user) == storage_of(old):  # a view
                     todo.append(user)
-        if any(position[reader] > position[write] for reader in readers):
-            return True
-    return False
+        readers_by_write[write] = readers
+    return readers_by_write
+
+
+def _ordered(nodes: list[Node], earlier: dict[Node, set[Node]]) -> list[Node] | None:
+    """Sort nodes such that each follows its inputs and the nodes in `earlier`. Return None if no such order exists.
+
+    Nodes keep their order where possible.
+    """
+    position, done = {node: i for i, node in enumerate(nodes)}, dict[Node, None]()
+    todo, waiting = nodes[::-1], set[Node]()
+    while todo:
+        node = todo[-1]
+        needed = {*node.all_input_nodes, *earlier.get(node, ())} - done.keys()
+        if node in done or not needed:
+            done[todo.pop()] = None
+        elif node in waiting and needed & waiting:
+            return None
+        else:
+            waiting.add(node)
+            todo += sorted(needed, key=position.__getitem__, reverse=True)
+    return [*done]
 
 
 @contextmanager
