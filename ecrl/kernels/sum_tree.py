@@ -7,8 +7,9 @@ its children:
     tree[i] = tree[2 * i] + tree[2 * i + 1]
 
 A new priority changes its leaf and all nodes from the leaf to the root. Each changed inner node is recomputed as the
-sum of its children. If an update added a difference to the nodes instead, rounding errors would grow with every update.
-The tree is float64, because sums of a million float32 priorities would misplace one percent of the draws.
+sum of its children. If an update has more priorities than a level has nodes, the whole level is recomputed. If an
+update added a difference to the nodes instead, rounding errors would grow with every update. The tree is float64,
+because sums of a million float32 priorities would misplace one percent of the draws.
 
 Source: Schaul et al. 2016, arXiv:1511.05952, appendix B.2.1.
 """
@@ -104,8 +105,8 @@ def tree_set(tree: Tensor, index: Tensor, priority: Tensor) -> Tensor:
     node, order = torch.sort(index.flatten() + len(tree) // 2, stable=True)
     last = order.index_select(0, torch.searchsorted(node, node, right=True) - 1)  # of the priorities for this node
     tree = tree.index_put((node,), priority.detach().flatten().to(tree.dtype).index_select(0, last))
-    for _ in range(depth):
-        node = node >> 1
+    for count in (1 << level for level in reversed(range(depth))):
+        node = node >> 1 if len(node) < count else torch.arange(count, 2 * count, device=tree.device)  # a whole level
         # The tree is a copy by now, so this function may write to it. Equal nodes get equal values.
         tree.index_put_((node,), tree.index_select(0, 2 * node) + tree.index_select(0, 2 * node + 1))
     return tree
