@@ -11,6 +11,7 @@ SAC with 64 units.
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from benchmarks.other_libraries import as_work
 from benchmarks.pairs import ROOT, Contestant, Result, await_ready, ratios, run_rounds, started, summary
 
 BATCH, GAMMA, LEARNING_RATE, LEARNING_STARTS, CAPACITY = 256, 0.99, 1e-3, 256, 131_072
@@ -101,7 +102,7 @@ def _peers(algorithm: str, units: int, stable_baselines: Numbers, *of_rejax: Num
 
 
 def iterations(algorithm: str, units: int, capacity: int, prioritized: bool) -> tuple[Iterator[Any], int]:
-    """Return an iterator over iterations that learn, and their environment steps."""
+    """Return an iterator over iterations that learn, and the environment steps of an iteration."""
     from ecrl import load_config
     from ecrl.loop.build import build
     from ecrl.loop.iteration import first_state
@@ -127,21 +128,13 @@ def iterations(algorithm: str, units: int, capacity: int, prioritized: bool) -> 
     cfg = cfg.replace(**keys)
     run = build(cfg)
     records = (record for record in run_iterations(run, first_state(run, cfg), cfg) if record["log_type"] == "train")
-    while next(records)["sample_step"] <= cfg.algorithm.cfg.get("learning_starts", 0):
-        pass
+    next(records)  # has the steps before the first update
     return records, cfg.trainer.num_envs * cfg.trainer.buffer_size
 
 
 def make(algorithm: str, units: int, capacity: int, prioritized: bool) -> Callable[[], int]:
     """A unit is one iteration of ecrl."""
-    records, steps = iterations(algorithm, units, capacity, prioritized)
-
-    def work() -> int:
-        next(records)
-        return steps
-
-    work()
-    return work
+    return as_work(*iterations(algorithm, units, capacity, prioritized))
 
 
 def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
