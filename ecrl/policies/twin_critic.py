@@ -194,8 +194,8 @@ def squashed_actor_critic(cfg: TwinCriticConfig, observation_space: Space, actio
         unit_action   = tanh(latent)
 
     `log_std` is clamped to [-5, 2]. The gradient of `act` flows through the action and `sample_log_prob`, which is the
-    log-density of `unit_action`, in nats. `act` computes it from the latent, so the gradient is right even if tanh
-    saturates. Entropies are those of `unit_action`.
+    log-density of `unit_action`, in nats. `act` and `evaluate` compute it from the step field `latent` `[*B, A]`, because
+    a float32 action near the bounds does not determine it. Entropies are those of `unit_action`.
 
     Where `exploration["random"]`, bool `[N]`, is True, `explore` takes a uniformly random action.
 
@@ -215,22 +215,24 @@ def squashed_actor_critic(cfg: TwinCriticConfig, observation_space: Space, actio
         mean, log_std = latents(params, obs)
         unit, latent = k.tanh_normal_sample(mean, log_std, torch.zeros_like(mean) if noise is None else noise)
         log_prob = k.tanh_normal_log_prob(mean, log_std, latent)
-        out = {"action": from_unit(unit, net.space), "sample_log_prob": log_prob}
+        out = {"action": from_unit(unit, net.space), "sample_log_prob": log_prob, "latent": latent}
         return carry, TensorDict(out, log_prob.shape)
 
     def evaluate(params: TensorDict, carry: TensorDict, steps: TensorDict) -> tuple[Tensor, Tensor]:
         mean, log_std = latents(params, steps["obs"])
-        latent = k.tanh_normal_latent(to_unit(steps["action"], net.space))
-        return k.tanh_normal_log_prob(mean, log_std, latent), k.tanh_normal_entropy(mean, log_std)
+        return k.tanh_normal_log_prob(mean, log_std, steps["latent"]), k.tanh_normal_entropy(mean, log_std)
 
     def explore(
         params: TensorDict, exploration: TensorDict, out: TensorDict, noise: Tensor
     ) -> tuple[TensorDict, TensorDict]:
-        is_random, uniform = exploration["random"], from_unit(_uniform(noise), net.space)
+        is_random, uniform = exploration["random"], _uniform(noise)
         where = is_random.reshape(*is_random.shape, *[1] * len(net.space.shape))
-        log_prob = out["sample_log_prob"].masked_fill(is_random, -net.actions * log(2.0))
-        action = torch.where(where, uniform, out["action"])
-        return exploration, out.copy().update({"action": action, "sample_log_prob": log_prob})
+        new = {
+            "action": torch.where(where, from_unit(uniform, net.space), out["action"]),
+            "sample_log_prob": out["sample_log_prob"].masked_fill(is_random, -net.actions * log(2.0)),
+            "latent": torch.where(is_random.unsqueeze(-1), k.tanh_normal_latent(uniform), out["latent"]),
+        }
+        return exploration, out.copy().update(new)
 
     return Policy(net.init, draw, act, evaluate, None, explore=explore, q=net.q, distribution=net.distribution)
 
