@@ -1,32 +1,36 @@
-"""Stable-Baselines3's PPO with its zoo's settings, on the budget of one of the shipped configs."""
+"""Stable-Baselines3's algorithms with its zoo's settings, on the budget of one of the shipped configs."""
 
 from typing import Any, cast
 
+import numpy as np
+import stable_baselines3
 import torch
 from stable_baselines3 import PPO
+from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
+from stable_baselines3.common.noise import NormalActionNoise
 from stable_baselines3.common.utils import LinearSchedule
 from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 
 from benchmarks.learning import Report, Row, followed
-from benchmarks.other_libraries.zoo import ZOO, Settings
+from benchmarks.other_libraries.zoo import ZOO, ReplaySettings, Settings
 from benchmarks.tasks import task_of
 from ecrl.config import load_config, total_steps
 
 _EVAL_ENVS = 10
 
 
-def arguments(ppo: dict[str, Any]) -> dict[str, Any]:
-    """The zoo's words as what PPO takes.
+def arguments(zoo: dict[str, Any]) -> dict[str, Any]:
+    """Convert the zoo's settings to arguments of a model.
 
     >>> made = arguments({"learning_rate": "lin_0.001", "gamma": 0.9, "policy_kwargs": {"activation_fn": "ReLU"}})
     >>> made["learning_rate"](0.25), made["gamma"], made["policy_kwargs"]["activation_fn"].__name__
     (0.00025, 0.9, 'ReLU')
     """
     settings: dict[str, Any] = {
-        name: _linear(value) if str(value).startswith("lin_") else value for name, value in ppo.items()
+        name: _linear(value) if str(value).startswith("lin_") else value for name, value in zoo.items()
     }
     policy: dict[str, Any] = dict(settings.pop("policy_kwargs", {}))
     if "activation_fn" in policy:
@@ -38,15 +42,22 @@ def _linear(text: str) -> LinearSchedule:
     return LinearSchedule(float(text.removeprefix("lin_")), 0.0, 1.0)
 
 
-def make_env(settings: Settings, seed: int) -> VecEnv:
-    """The environments of training."""
-    envs = make_vec_env(settings.env, settings.n_envs, seed)
-    return VecNormalize(envs, gamma=settings.ppo["gamma"]) if settings.normalize else envs
+def make_model(settings: Settings | ReplaySettings, seed: int) -> BaseAlgorithm:
+    """Return a model with the environments of its training."""
+    if isinstance(settings, Settings):
+        envs: VecEnv = make_vec_env(settings.env, settings.n_envs, seed)
+        envs = VecNormalize(envs, gamma=settings.ppo["gamma"]) if settings.normalize else envs
+        return PPO("MlpPolicy", envs, seed=seed, device="cpu", **arguments(settings.ppo))
+    envs, more = make_vec_env(settings.env, 1, seed), arguments(settings.arguments)
+    if settings.noise_std is not None:
+        zeros = np.zeros(cast(Any, envs.action_space).shape)
+        more["action_noise"] = NormalActionNoise(zeros, zeros + settings.noise_std)
+    return getattr(stable_baselines3, settings.algorithm)("MlpPolicy", envs, seed=seed, device="cpu", **more)
 
 
-def evaluated(model: PPO, settings: Settings, seed: int, episodes: int) -> Row:
+def evaluated(model: BaseAlgorithm, env: str, seed: int, episodes: int) -> Row:
     """Return the mean return of episodes with deterministic actions, under frozen statistics of training."""
-    envs: VecEnv = make_vec_env(settings.env, _EVAL_ENVS, seed)
+    envs: VecEnv = make_vec_env(env, _EVAL_ENVS, seed)
     if isinstance(model.env, VecNormalize):
         envs = VecNormalize(envs, training=False, norm_reward=False)
         envs.obs_rms = model.env.obs_rms
@@ -58,9 +69,9 @@ def evaluated(model: PPO, settings: Settings, seed: int, episodes: int) -> Row:
 class Reporting(BaseCallback):
     """Callback that reports before every rollout, after the update of the previous one."""
 
-    def __init__(self, report: Report, settings: Settings, seed: int):
+    def __init__(self, report: Report, env: str, seed: int):
         super().__init__()
-        self.report, self.settings, self.seed_of_run = report, settings, seed
+        self.report, self.env, self.seed_of_run = report, env, seed
 
     def _on_rollout_start(self) -> None:
         self.now()
@@ -72,19 +83,19 @@ class Reporting(BaseCallback):
         """Report."""
 
         def scores(episodes: int) -> Row:
-            return evaluated(cast(PPO, self.model), self.settings, self.seed_of_run + 10_000, episodes)
+            return evaluated(self.model, self.env, self.seed_of_run + 10_000, episodes)
 
         self.report(self.num_timesteps, scores)
 
 
 def learn(config: str, seed: int, started: float | None = None) -> Row:
-    """Train PPO on a config's task; the budget ends with the rollout that reaches it."""
+    """Train on a config's task; the budget ends with the rollout that reaches it."""
     task = task_of(config)
     settings, budget = ZOO[task.config], total_steps(load_config(config), 1)
 
     def train(report: Report) -> None:
-        model = PPO("MlpPolicy", make_env(settings, seed), seed=seed, device="cpu", **arguments(settings.ppo))
-        reporting = Reporting(report, settings, seed)
+        model = make_model(settings, seed)
+        reporting = Reporting(report, settings.env, seed)
         model.learn(budget, callback=reporting)
         reporting.now()
 

@@ -1,8 +1,9 @@
-"""Tuned settings of PPO in RL Baselines3 Zoo, by the config with the same task.
+"""Tuned settings of RL Baselines3 Zoo, by the config with the same task.
 
-Source: `hyperparams/ppo.yml` of github.com/DLR-RM/rl-baselines3-zoo at commit 208b6fd, without `n_timesteps`: here a
-run has the budget of the config. `normalize` is VecNormalize of observations and rewards, with the gamma of PPO.
-A number with "lin_" falls to 0 over the budget. The zoo has LunarLander-v2 and HalfCheetah-v4.
+Source: `hyperparams/*.yml` of github.com/DLR-RM/rl-baselines3-zoo, at commit 208b6fd for PPO, ce95481 for DQN, c94924e
+for SAC, a02f4fb for TD3 and 1159e28 for DDPG, without `n_timesteps`: here a run has the budget of the config.
+`normalize` is VecNormalize of observations and rewards, with the gamma of PPO. A number with "lin_" falls to 0 over the
+budget. The zoo has LunarLander-v2, HalfCheetah-v4 and, for TD3 and DDPG, Pendulum-v0.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +18,34 @@ class Settings(NamedTuple):
     ppo: dict[str, Any]
 
 
-ZOO = {
+class ReplaySettings(NamedTuple):
+    """Settings of an algorithm that learns from replay, with one environment.
+
+    `arguments` are arguments of Stable-Baselines3's class `algorithm`. `noise_std` is the standard deviation of the
+    normal noise that explores, if not None.
+    """
+
+    env: str
+    algorithm: str
+    noise_std: float | None
+    arguments: dict[str, Any]
+
+
+_DQN = {"learning_rate": 6.3e-4, "batch_size": 128, "buffer_size": 50_000, "learning_starts": 0, "gamma": 0.99} | {
+    "target_update_interval": 250,
+    "train_freq": 4,
+    "gradient_steps": -1,
+    "exploration_fraction": 0.12,
+    "exploration_final_eps": 0.1,
+    "policy_kwargs": {"net_arch": [256, 256]},
+}
+_PENDULUM = {"learning_rate": 1e-3, "buffer_size": 200_000, "learning_starts": 10_000, "gamma": 0.98} | {
+    "train_freq": (1, "episode"),
+    "gradient_steps": -1,
+    "policy_kwargs": {"net_arch": [400, 300]},
+}
+
+ZOO: dict[str, Settings | ReplaySettings] = {
     "cartpole_ppo": Settings(
         "CartPole-v1",
         8,
@@ -68,4 +96,17 @@ ZOO = {
             }
         },
     ),
+    "cartpole_dqn": ReplaySettings(
+        "CartPole-v1",
+        "DQN",
+        None,
+        {"learning_rate": 2.3e-3, "batch_size": 64, "buffer_size": 100_000, "learning_starts": 1000, "gamma": 0.99}
+        | {"target_update_interval": 10, "train_freq": 256, "gradient_steps": 128}
+        | {"exploration_fraction": 0.16, "exploration_final_eps": 0.04, "policy_kwargs": {"net_arch": [256, 256]}},
+    ),
+    "acrobot_dqn": ReplaySettings("Acrobot-v1", "DQN", None, _DQN),
+    "lunar_lander_dqn": ReplaySettings("LunarLander-v3", "DQN", None, _DQN),
+    "pendulum_sac": ReplaySettings("Pendulum-v1", "SAC", None, {"learning_rate": 1e-3}),
+    "pendulum_td3": ReplaySettings("Pendulum-v1", "TD3", 0.1, _PENDULUM),
+    "pendulum_ddpg": ReplaySettings("Pendulum-v1", "DDPG", 0.1, _PENDULUM),
 }

@@ -194,8 +194,8 @@ def squashed_actor_critic(cfg: TwinCriticConfig, observation_space: Space, actio
         unit_action   = tanh(latent)
 
     `log_std` is clamped to [-5, 2]. The gradient of `act` flows through the action and `sample_log_prob`, which is the
-    log-density of `unit_action`, in nats. `act` and `evaluate` compute it from the step field `latent` `[*B, A]`, because
-    a float32 action near the bounds does not determine it. Entropies are those of `unit_action`.
+    log-density of `unit_action`, in nats. `act` and `evaluate` compute it from the latent, which is a field of the
+    steps, because a float32 action near the bounds does not determine it. Entropies are those of `unit_action`.
 
     Where `exploration["random"]`, bool `[N]`, is True, `explore` takes a uniformly random action.
 

@@ -411,7 +411,7 @@ def test_an_update_with_nan_is_left_out_and_counted():
     ("changes", "message"),
     [
         ({"algorithm.cfg.batch_size": 100}, "batch_size 100 is above capacity 60; change one of them"),
-        ({"algorithm.cfg.capacity": 9}, "trainer.buffer_size: 4 is more than 3, the steps of each environment for which"),
+        ({"algorithm.cfg.capacity": 9}, "trainer.buffer_size: 4 is more than 3, the steps of each environment"),
         ({"algorithm.cfg.n_step": 20}, "algorithm.cfg.capacity: 60 has room for 20 steps of each environment, but"),
         (
             {"algorithm.cfg.learning_starts": 61},

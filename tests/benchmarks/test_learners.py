@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 
 from benchmarks import learning
-from benchmarks.other_libraries.zoo import ZOO
+from benchmarks.other_libraries.zoo import ZOO, ReplaySettings
 from benchmarks.pairs import ROOT
 from benchmarks.tasks import CONFIGS, EPISODES, POINTS, TASKS
 from ecrl.config import load_config, total_steps
@@ -41,6 +41,22 @@ def test_rare_updates_are_one_evaluation_each():
         TASKS["cartpole_ppo"], 1000, None,
     )  # fmt: skip
     assert [(row["steps"], row["episodes"]) for row in result["curve"]] == [(400, 20), (800, 20), (1200, 100)]
+
+
+@pytest.mark.slow
+@pytest.mark.ref
+@pytest.mark.parametrize("config", ["cartpole_dqn", "pendulum_td3"])
+def test_stable_baselines_learns_from_replay(tmp_path, config):
+    pytest.importorskip("stable_baselines3")
+    data = json.loads((CONFIGS / f"{config}.json").read_text())
+    data["trainer"] |= {"iterations": 2}
+    (path := tmp_path / f"{config}.json").write_text(json.dumps(data))
+    code = "from benchmarks.tasks import EPISODES; EPISODES['return'] = (1, 2); "
+    code += "from benchmarks.other_libraries.sb3_zoo import learn"
+    result = learnt_apart(f"{code}; print(json.dumps(learn({str(path)!r}, 3)))")
+    steps = [row["steps"] for row in result["curve"]]
+    assert steps[-1] == total_steps(load_config(path), 1) and sorted(set(steps)) == steps
+    assert [row["episodes"] for row in result["curve"]] == [1] * (len(steps) - 1) + [2]
 
 
 @pytest.fixture
@@ -90,25 +106,38 @@ def learnt_apart(code):
 def test_stable_baselines_takes_the_zoos_settings():
     """Evaluations use the statistics of training and do not change them; their rewards are not normalised."""
     pytest.importorskip("stable_baselines3")
-    configs = [config for config in ZOO if config != "lunar_lander_ppo" or find_spec("Box2D")]
+    configs = [config for config in ZOO if not config.startswith("lunar_lander") or find_spec("Box2D")]
     code = f"""
 from benchmarks.other_libraries import sb3_zoo as z
 found = {{}}
 for config in {configs}:
     s = z.ZOO[config]
-    envs = z.make_env(s, 0)
-    model = z.PPO("MlpPolicy", envs, seed=0, device="cpu", **z.arguments(s.ppo))
+    model = z.make_model(s, 0)
+    envs = model.env
     envs.reset()
-    envs.step([envs.action_space.sample() for _ in range(s.n_envs)])
-    mean = lambda: envs.obs_rms.mean.tolist() if s.normalize else None
-    before, score = mean(), z.evaluated(model, s, 1, 2)["return"]
-    rates = [model.lr_schedule(1.0), model.lr_schedule(0.5), model.clip_range(1.0), model.clip_range(0.5)]
-    found[config] = [before == mean(), score, rates, model.n_steps, model.n_envs, model.use_sde]
+    envs.step([envs.action_space.sample() for _ in range(envs.num_envs)])
+    mean = lambda: envs.obs_rms.mean.tolist() if getattr(s, "normalize", False) else None
+    before, score = mean(), z.evaluated(model, s.env, 1, 2)["return"]
+    found[config] = [before == mean(), score, model.lr_schedule(1.0), model.lr_schedule(0.5), envs.num_envs]
+    if isinstance(s, z.Settings):
+        found[config] += [model.clip_range(1.0), model.clip_range(0.5), model.n_steps, model.use_sde]
+    else:
+        noise = None if model.action_noise is None else model.action_noise._sigma.tolist()
+        found[config] += [type(model).__name__, model.batch_size, model.gradient_steps, model.gamma, noise]
 print(json.dumps(found))
 """
-    for config, (still, score, rates, n_steps, n_envs, use_sde) in learnt_apart(code).items():
-        ppo, share = ZOO[config].ppo, 0.5 if config == "cartpole_ppo" else 1.0  # left after half of the budget
-        assert still and (n_steps, n_envs) == (ppo["n_steps"], ZOO[config].n_envs), config
-        assert use_sde == ppo.get("use_sde", False), config
-        assert -4000 < score < 600 and (config != "acrobot_ppo" or score < -50), "not scaled"
-        assert [rates[1], rates[3]] == pytest.approx([share * rates[0], share * rates[2]]), config
+    for config, (still, score, rate, later_rate, num_envs, *others) in learnt_apart(code).items():
+        settings = ZOO[config]
+        assert still and -4000 < score < 600 and ("acrobot" not in config or score < -50), f"{config} is not scaled"
+        if isinstance(settings, ReplaySettings):
+            arguments, noise = settings.arguments, settings.noise_std
+            expected = [settings.algorithm, arguments.get("batch_size", 256), arguments.get("gradient_steps", 1)]
+            expected += [arguments.get("gamma", 0.99), None if noise is None else [noise]]
+            assert (num_envs, others) == (1, expected), config
+            assert rate == later_rate == arguments["learning_rate"], config
+        else:
+            clip, later_clip, n_steps, use_sde = others
+            ppo, share = settings.ppo, 0.5 if config == "cartpole_ppo" else 1.0  # left after half of the budget
+            assert (num_envs, n_steps) == (settings.n_envs, ppo["n_steps"]), config
+            assert use_sde == ppo.get("use_sde", False), config
+            assert [later_rate, later_clip] == pytest.approx([share * rate, share * clip]), config
