@@ -8,7 +8,7 @@ Stable-Baselines3's TD3 and SAC on Pendulum. The last rows compare ecrl with its
 SAC with 64 units.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.other_libraries import as_work
@@ -101,15 +101,11 @@ def _peers(algorithm: str, units: int, stable_baselines: Numbers, *of_rejax: Num
     return Comparison(algorithm, units, contestants, (*of_rejax, stable_baselines))
 
 
-def iterations(algorithm: str, units: int, capacity: int, prioritized: bool) -> tuple[Iterator[Any], int]:
-    """Return an iterator over iterations that learn, and the environment steps of an iteration."""
+def config(algorithm: str, units: int, capacity: int, prioritized: bool) -> Any:
+    """Return the config of one of ecrl's contestants."""
     from ecrl import load_config
-    from ecrl.loop.build import build
-    from ecrl.loop.iteration import first_state
-    from ecrl.loop.iteration import iterations as run_iterations
 
     keys: dict[str, Any] = {"trainer.iterations": 10**6, "trainer.compile": "on"}
-    cfg = load_config(ROOT / "configs" / f"{_CONFIG[algorithm]}.json")
     if algorithm.startswith("fast_"):
         keys |= {"env": {"name": "pendulum"}}
     elif algorithm == "pqn":
@@ -125,16 +121,19 @@ def iterations(algorithm: str, units: int, capacity: int, prioritized: bool) -> 
         keys |= {f"policy.{network}.network_cfg.hidden_sizes": [units, units] for network in networks}
     if prioritized:
         keys["algorithm.cfg.prioritized"] = {}
-    cfg = cfg.replace(**keys)
-    run = build(cfg)
-    records = (record for record in run_iterations(run, first_state(run, cfg), cfg) if record["log_type"] == "train")
-    next(records)  # has the steps before the first update
-    return records, cfg.trainer.num_envs * cfg.trainer.buffer_size
+    return load_config(ROOT / "configs" / f"{_CONFIG[algorithm]}.json").replace(**keys)
 
 
 def make(algorithm: str, units: int, capacity: int, prioritized: bool) -> Callable[[], int]:
     """A unit is one iteration of ecrl."""
-    return as_work(*iterations(algorithm, units, capacity, prioritized))
+    from ecrl.loop.build import build
+    from ecrl.loop.iteration import first_state, iterations
+
+    cfg = config(algorithm, units, capacity, prioritized)
+    run = build(cfg)
+    records = (record for record in iterations(run, first_state(run, cfg), cfg) if record["log_type"] == "train")
+    next(records)  # has the steps before the first update
+    return as_work(records, cfg.trainer.num_envs * cfg.trainer.buffer_size)
 
 
 def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:

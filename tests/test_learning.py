@@ -17,7 +17,11 @@ from ecrl.loop.iteration import init_state, train_iter
 from ecrl.run.evaluation import evaluate
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-TWINS = {"cartpole_ppo": 10, "cartpole_pqn": 10, "cartpole_grpo": 5, "pendulum_ppo": 5}
+TWINS = {"cartpole_ppo": 10, "cartpole_pqn": 10, "cartpole_grpo": 5, "pendulum_ppo": 5} | {
+    "pendulum_ddpg": 3,
+    "pendulum_td3": 3,
+    "pendulum_sac": 3,
+}
 """Numbers of seeds that are trained on the environments here and evaluated on Gymnasium's, which share no code."""
 REACHES = {"point_mass_apg": 3, "point_mass_ppo": 3}
 QUICK = ("cartpole_ppo",)

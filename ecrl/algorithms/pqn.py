@@ -81,9 +81,9 @@ def init(cfg: PQNConfig, run: Run, key: Tensor) -> dict[str, Any]:
         raise ConfigError(
             f"policy.distribution: {policy.distribution.name}, but pqn learns values, not distributions; leave it out"
         )
-    params = policy.init(rng.fold_in(key, rng.INIT))
-    if any(path[-1].endswith("weight_std") for path in cast(Any, params).keys(True, True)):
+    if policy.noisy:
         raise ConfigError("policy.noisy: pqn explores with epsilon only, so the noise is not learnt; leave it out")
+    params = policy.init(rng.fold_in(key, rng.INIT))
     epsilon = torch.full((run.static.num_envs,), cfg.initial_epsilon, device=key.device)
     numbers = {name: getattr(cfg, name) for name in _NUMBERS}
     state = learning_state(cfg, params, numbers, key.device, run.algorithm.choices.sgd.groups)

@@ -108,6 +108,7 @@ class Policy:
             0-d key if all observations share it. `noise` is None for deterministic values, and many policies ignore it.
             `q` is None for a policy without a Q-function.
         distribution: form of the return distributions that `q` returns; None if `q` returns values.
+        noisy: True if `q` learns the scales of its noise, as a noisy network does. A loss must then pass noise to `q`.
         name: registered name of the policy, for error messages.
     """
 
@@ -126,6 +127,7 @@ class Policy:
     init_exploration: Callable[[TensorDict, int], TensorDict] = no_carry
     q: Callable[[TensorDict, Any, Tensor | None, Any], Tensor] | None = None
     distribution: ReturnDistribution | None = None
+    noisy: bool = False
     name: str = field(default="", compare=False)
 
     def __post_init__(self):

@@ -124,4 +124,4 @@ def q_network(cfg: QNetworkConfig, observation_space: Space, action_space: Space
         action = epsilon_greedy(out["q"], gumbel, epsilon=exploration["epsilon"])
         return exploration, out.copy().set("action", action)
 
-    return Policy(init, draw, act, None, None, explore=explore, q=q, distribution=distribution)
+    return Policy(init, draw, act, None, None, explore=explore, q=q, distribution=distribution, noisy=cfg.noisy)

@@ -15,6 +15,7 @@ from benchmarks import (
     guard,
     kernels,
     memory,
+    off_policy,
     phases,
     physics,
     roofline,
@@ -412,7 +413,28 @@ def test_iterations_under_each_guard_take_turns(env, monkeypatch):
     assert guards == {"off", "stop", "skip"} and guard.config(env, 4).trainer.num_envs == 4
 
 
-DRAWN = [end_to_end, guard, kernels, memory, phases, physics, scaling, seeds, solved]
+DRAWN = [end_to_end, guard, kernels, memory, off_policy, phases, physics, scaling, seeds, solved]
+
+
+@pytest.mark.parametrize("comparison", off_policy.comparisons(), ids=lambda c: f"{c.algorithm}-{c.contestants[0].name}")
+def test_off_policy_contestants_learn_with_the_sizes_of_the_comparison(comparison):
+    """Every contestant has the units, capacity, minibatch and number of updates that its row names."""
+    for contestant in comparison.contestants:
+        if contestant.make.startswith("benchmarks.off_policy"):
+            cfg = off_policy.config(**contestant.args)
+            replay = comparison.algorithm in ("dqn", "td3", "sac")
+            assert cfg.trainer.iterations == 10**6 and cfg.algorithm.name == comparison.algorithm
+            numbers = cfg.algorithm.cfg.model_dump()
+            if replay:
+                assert [numbers[name] for name in ("batch_size", "capacity", "train_freq", "gradient_steps")] == [
+                    256, contestant.args["capacity"], 1, 1
+                ]  # fmt: skip
+            assert (numbers.get("prioritized") is not None) == contestant.args["prioritized"]
+            assert [*cfg.policy.critic.network_cfg.hidden_sizes] == [comparison.units] * 2
+        else:
+            assert contestant.args["name"] == comparison.algorithm.removeprefix("fast_")
+            assert contestant.args["units"] == comparison.units
+    assert len(comparison.must_and_aim) == len(comparison.contestants) - 1
 
 
 @pytest.mark.parametrize("module", DRAWN, ids=lambda m: m.__name__)
@@ -432,6 +454,7 @@ def test_figures_of_rows_with_gaps(module, tmp_path):
         kernels: {"kernel": "gae", "size": "1x1", "ours": "ecrl eager", "peer": "sb3", "ratio": 2.0, "ratio_min": 1.0}
         | {"ratio_max": 3.0},
         memory: {"contestant": "ecrl", "num_envs": 4, "peak_mb": 3.0},
+        off_policy: {"algorithm": "sac", "units": 64, "ours": "ecrl", "peer": "SB3", "ratio": 2.0, "must": 1.0},
         physics: {"what": "iteration", "times_bare": 1.5},
         phases: {"num_envs": 4, "form": "as run", "phase": "collect", "share": 0.5, "ms": 1.0},
         scaling: {"by": "width", "num_envs": 4, "steps": 8, "width": 16, "ecrl_steps_per_s": 5.0},
