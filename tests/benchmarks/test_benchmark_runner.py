@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 import benchmarks.__main__ as command
-from benchmarks import end_to_end, pairs, report, solved
+from benchmarks import end_to_end, off_policy, pairs, report, solved
 from benchmarks.pairs import ROOT, Contestant, Failure, Result, available, race, ratios, summary
 from ecrl.cli import commands
 from ecrl.cli import main as cli
@@ -269,7 +269,7 @@ def test_the_columns_are_what_fits_in_a_table():
     assert report.columns(rows) == ["a", "b", "error"]
 
 
-@pytest.mark.parametrize("module", [pairs, report, end_to_end, solved])
+@pytest.mark.parametrize("module", [pairs, report, end_to_end, off_policy, solved])
 def test_the_examples_in_docstrings_hold(module):
     outcome = doctest.testmod(module)
     assert outcome.attempted > 0 and outcome.failed == 0
@@ -280,7 +280,7 @@ LINES = {"rejax": "rejax 0.1.3, jitted", "SB3": "SB3", "TorchRL": "TorchRL", "Cl
 
 def ratios_of(row):
     """A cell of the README's table of speed."""
-    digits = 2 if row["peer"] == "rejax" else 1
+    digits = 2 if row["peer"].startswith("rejax") else 1
     middle, least, most = (f"{row[key]:.{digits}f}" for key in ("ratio", "ratio_min", "ratio_max"))
     return f"{middle} ({least} to {most})"
 
@@ -294,6 +294,18 @@ def test_the_readme_has_the_ratios_of_end_to_end():
     for head, shown in lines.items():
         line = f"| {head} | {' | '.join(shown)} |"
         assert f"\n{line}\n" in readme, f"README.md has no line {line}"
+
+
+def test_the_readme_has_the_ratios_of_off_policy():
+    rows = json.loads((ROOT / "benchmarks" / "results" / "off_policy.json").read_text())["rows"]
+    readme = (ROOT / "README.md").read_text()
+    peers, names = ("rejax", "rejax, constant-time sampler", "SB3"), {"fast_td3": "FastTD3", "fast_sac": "FastSAC"}
+    of_peers = [row for row in rows if row["peer"] in peers]
+    assert len(of_peers) == 16
+    for row in of_peers:
+        name = names.get(row["algorithm"], row["algorithm"].upper())
+        line = re.search(rf"^\| {name}\b.* \| {row['units']} \|(.*)\|(.*)\|(.*)\|$", readme, re.MULTILINE)
+        assert line and line[1 + peers.index(row["peer"])].strip() == ratios_of(row), row
 
 
 @pytest.mark.parametrize("name", command.SUBJECTS)
