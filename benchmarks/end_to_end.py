@@ -9,7 +9,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks.gpu import ENV, has_gpu, not_measured
-from benchmarks.pairs import Contestant, Result, Worker, await_ready, ratios, run_rounds, started, summary
+from benchmarks.pairs import (
+    Contestant,
+    Result,
+    Worker,
+    await_ready,
+    ratio_summary,
+    ratios,
+    run_rounds,
+    started,
+    summary,
+)
 
 SIZES = (4, 64, 512, 2048)
 QUICK_SLOW, QUICK_BOTH = (64,), (2048,)
@@ -118,14 +128,10 @@ def verdict(by_round: Sequence[float], library: str, cores: int | str, num_envs:
     >>> verdict([0.5, 0.7, 0.9], "rejax", 1, 4)
     {'ratio': 0.7, 'ratio_min': 0.5, 'ratio_max': 0.9, 'must': 0.6, 'aim': 1.0, 'met': True}
     """
-    ratio_summary = summary(by_round)
+    measured = ratio_summary(by_round)
     must, aim = (2.0, None) if cores == "GPU" else MUST_AND_AIM[library, int(cores)].get(num_envs, (None, None))
-    met = None if must is None else (ratio_summary["median"] or -math.inf) >= must
-    return {"ratio": ratio_summary["median"], "ratio_min": ratio_summary["min"], "ratio_max": ratio_summary["max"]} | {
-        "must": must,
-        "aim": aim,
-        "met": met,
-    }
+    met = None if must is None else (measured["ratio"] or -math.inf) >= must
+    return {**measured, "must": must, "aim": aim, "met": met}
 
 
 def figure(rows: list[dict[str, Any]]) -> Any:
@@ -134,9 +140,9 @@ def figure(rows: list[dict[str, Any]]) -> Any:
 
     picture = Figure(figsize=(8, 5), layout="constrained")
     axes = picture.subplots()
-    ratio_summary = [r for r in rows if "ratio" in r]
-    for number, (library, cores) in enumerate(dict.fromkeys((r["peer"], r["cores"]) for r in ratio_summary)):
-        points = [r for r in ratio_summary if (r["peer"], r["cores"]) == (library, cores)]
+    measured = [r for r in rows if "ratio" in r]
+    for number, (library, cores) in enumerate(dict.fromkeys((r["peer"], r["cores"]) for r in measured)):
+        points = [r for r in measured if (r["peer"], r["cores"]) == (library, cores)]
         sizes, color = [r["num_envs"] for r in points], f"C{number}"
         axes.plot(sizes, [r["ratio"] for r in points], "o-", color=color, label=f"{library}, {_cores(cores)}")
         axes.fill_between(

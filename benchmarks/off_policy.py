@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.other_libraries import as_work
-from benchmarks.pairs import ROOT, Contestant, Result, await_ready, ratios, run_rounds, started, summary
+from benchmarks.pairs import ROOT, Contestant, Result, await_ready, ratio_summary, ratios, run_rounds, started, summary
 
 BATCH, GAMMA, LEARNING_RATE, LEARNING_STARTS, CAPACITY = 256, 0.99, 1e-3, 256, 131_072
 TASK = {"dqn": "CartPole", "pqn": "CartPole", "td3": "Pendulum", "sac": "Pendulum"}
@@ -40,8 +40,7 @@ class PQNSizes(NamedTuple):
 
 PQN = PQNSizes()
 
-
-Numbers = tuple[float | None, float | None]
+MustAndAim = tuple[float | None, float | None]
 """Required and desired ratio."""
 
 
@@ -51,7 +50,7 @@ class Comparison(NamedTuple):
     algorithm: str
     units: int
     contestants: tuple[Contestant, ...]
-    must_and_aim: tuple[Numbers, ...]
+    must_and_aim: tuple[MustAndAim, ...]
 
 
 def ecrl(name: str, algorithm: str, units: int, capacity: int = CAPACITY, prioritized: bool = False) -> Contestant:
@@ -95,7 +94,7 @@ def comparisons() -> list[Comparison]:
     ]
 
 
-def _peers(algorithm: str, units: int, stable_baselines: Numbers, *of_rejax: Numbers) -> Comparison:
+def _peers(algorithm: str, units: int, stable_baselines: MustAndAim, *of_rejax: MustAndAim) -> Comparison:
     peers = [rejax(algorithm, units), rejax(algorithm, units, constant_time=True)][: len(of_rejax)]
     contestants = (ecrl("ecrl", algorithm, units), *peers, sb3(algorithm, units))
     return Comparison(algorithm, units, contestants, (*of_rejax, stable_baselines))
@@ -161,14 +160,11 @@ def row(comparison: Comparison, first: Result, other: Result, must: float | None
     errors = [f"{result.name}: {result.error}" for result in (first, other) if result.error is not None]
     if errors:
         return about | {"error": "; ".join(errors)}
-    by_round = summary(ratios(first, other))
-    return about | {
-        "ratio": by_round["median"],
-        "ratio_min": by_round["min"],
-        "ratio_max": by_round["max"],
+    by_round = ratio_summary(ratios(first, other))
+    return (about | by_round) | {
         "must": must,
         "aim": aim,
-        "met": None if must is None else (by_round["median"] or 0.0) >= must,
+        "met": None if must is None else (by_round["ratio"] or 0.0) >= must,
         "ours_steps_s": summary(first.rates)["median"],
         "peer_steps_s": summary(other.rates)["median"],
         "ours_setup_s": first.setup_s,

@@ -219,6 +219,16 @@ def ratios(ecrl: Result, other: Result) -> list[float]:
     return [a / b for a, b in zip(ecrl.rates, other.rates, strict=False)]
 
 
+def ratio_summary(by_round: Sequence[float]) -> dict[str, float | None]:
+    """Return the median and the spread of ratios, as the fields of a row.
+
+    >>> ratio_summary([3.0, 1.0, 2.0])
+    {'ratio': 2.0, 'ratio_min': 1.0, 'ratio_max': 3.0}
+    """
+    values = summary(by_round)
+    return {"ratio": values["median"], "ratio_min": values["min"], "ratio_max": values["max"]}
+
+
 def summary(values: Sequence[float]) -> dict[str, float | None]:
     """Return median, minimum and maximum; None if there are no values.
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.gpu import ENV, has_gpu, not_measured, run_verdict
 from benchmarks.other_libraries import STEPS, as_work
-from benchmarks.pairs import Contestant, Failure, Result, race, ratios, summary
+from benchmarks.pairs import Contestant, Failure, Result, race, ratio_summary, ratios, summary
 from benchmarks.separate_process import run_in_process
 
 
@@ -95,8 +95,7 @@ def result_row(results: Sequence[Result]) -> dict[str, Any]:
     if errors:
         return out | {"error": "; ".join(errors)}
     if len(results) == 2:
-        by_round = summary(ratios(*results))
-        out |= {"ratio": by_round["median"], "ratio_min": by_round["min"], "ratio_max": by_round["max"]}
+        out |= ratio_summary(ratios(*results))
     return out
 
 

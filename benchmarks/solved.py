@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pairs import Failure, summary
+from benchmarks.pairs import Failure, ratio_summary
 from benchmarks.separate_process import caching_in, run_in_process
 
 ECRL, REJAX = "benchmarks.ecrl_runs:solve", "benchmarks.other_libraries.rejax_solved:solve"
@@ -111,17 +111,15 @@ def row(
     if errors:
         return about | {"error": "; ".join(errors)}
     ecrl_s, other_s = [run[key] for run in ecrl_runs], [run[key] for run in other_runs]
-    measured = summary([theirs / mine for mine, theirs in zip(ecrl_s, other_s, strict=True)])
+    measured = ratio_summary([theirs / mine for mine, theirs in zip(ecrl_s, other_s, strict=True)])
     return about | {
         "ours_s": statistics.median(ecrl_s),
         "peer_s": statistics.median(other_s),
         "ours_steps": statistics.median(run["steps"] for run in ecrl_runs),
         "peer_steps": statistics.median(run["steps"] for run in other_runs),
-        "ratio": measured["median"],
-        "ratio_min": measured["min"],
-        "ratio_max": measured["max"],
+        **measured,
         "must": must,
-        "met": None if must is None else (measured["median"] or 0.0) >= must,
+        "met": None if must is None else (measured["ratio"] or 0.0) >= must,
         "seeds": len(ecrl_runs),
         "ours_seconds": ecrl_s,
         "peer_seconds": other_s,

@@ -24,7 +24,7 @@ TWINS = {"cartpole_ppo": 10, "cartpole_pqn": 10, "cartpole_grpo": 5, "pendulum_p
 }
 """Numbers of seeds that are trained on the environments here and evaluated on Gymnasium's, which share no code."""
 REACHES = {"point_mass_apg": 3, "point_mass_ppo": 3}
-QUICK = ("cartpole_ppo",)
+QUICK = ("cartpole_ppo", "point_mass_apg")
 """Configs that `make test` trains. GRPO learns a small task in `tests/algorithms/test_grpo.py`."""
 GYMNASIUM = [  # trained on Gymnasium's own; the mean of the seeds must reach the threshold within the budget
     ("acrobot_ppo", 500_000),

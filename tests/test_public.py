@@ -125,11 +125,11 @@ def test_threads_of_openmp_wait_briefly_unless_the_user_sets_otherwise(first, va
 def test_every_config_loads_and_runs_two_iterations(path):
     changes = {"trainer.compile": "off", "trainer.iterations": 2}
     learns_from_replay = "learning_starts" in path.read_text()
-    changes |= {"algorithm.cfg.learning_starts": 0, "algorithm.cfg.batch_size": 64} if learns_from_replay else {}
     cfg = load_config(path)
-    cfg = cfg.replace(
-        **changes, **{"trainer.buffer_size": min(cfg.trainer.buffer_size, 16)} if learns_from_replay else {}
-    )
+    if learns_from_replay:
+        changes |= {"algorithm.cfg.learning_starts": 0, "algorithm.cfg.batch_size": 64}
+        changes |= {"trainer.buffer_size": min(cfg.trainer.buffer_size, 16)}
+    cfg = cfg.replace(**changes)
     records = [r for r in train_iter(init_state(cfg), cfg) if r["log_type"] == "train"]
     assert len(records) == 2
     assert all(torch.isfinite(log) for log in records[-1]["logs"].values())

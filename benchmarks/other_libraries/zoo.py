@@ -1,7 +1,7 @@
 """Tuned settings of RL Baselines3 Zoo, by the config with the same task.
 
-Source: `hyperparams/*.yml` of github.com/DLR-RM/rl-baselines3-zoo, at commit 208b6fd for PPO, ce95481 for DQN, c94924e
-for SAC, a02f4fb for TD3 and 1159e28 for DDPG, without `n_timesteps`: here a run has the budget of the config.
+Source: `hyperparams/*.yml` of github.com/DLR-RM/rl-baselines3-zoo. The commits are 208b6fd (PPO), ce95481 (DQN),
+c94924e (SAC), a02f4fb (TD3) and 1159e28 (DDPG). `n_timesteps` is left out: here a run has the budget of the config.
 `normalize` is VecNormalize of observations and rewards, with the gamma of PPO. A number with "lin_" falls to 0 over the
 budget. The zoo has LunarLander-v2, HalfCheetah-v4 and, for TD3 and DDPG, Pendulum-v0.
 """

@@ -50,23 +50,22 @@ class _WriteCarriesInPlace(CustomGraphPass):
 
 def _write_in_place(body: GraphModule, number: int) -> list[int]:
     """Change a loop body with `number` carries, and return the indices of the carries that it now writes in place."""
-    results = cast(list[Node], body.graph.output_node().args[0])
+    results, carries = cast(list[Node], body.graph.output_node().args[0]), body.graph.find_nodes(op="placeholder")
     nodes, earlier, changed = [*body.graph.nodes], dict[Node, set[Node]](), dict[int, list[Node]]()
-    for i, carry in enumerate(body.graph.find_nodes(op="placeholder")[:number]):
-        writes, value = _writes_of(carry, results[i]), cast(Tensor, carry.meta["val"])
+    for i in range(number):
+        writes, value = _writes_of(carries[i], results[i]), cast(Tensor, carries[i].meta["val"])
         if writes and value.numel() > _LARGE and value.dtype != torch.bool:
-            also_earlier = earlier | _readers(carry, writes)
+            also_earlier = earlier | _readers(carries[i], writes)
             if (ordered := _ordered(nodes, also_earlier)) is not None:
                 nodes, earlier, changed[i] = ordered, also_earlier, writes
     for before, node in pairwise(nodes):
         before.append(node)
     for i, writes in changed.items():
-        carry = nodes[i]
         for write in writes:
             with body.graph.inserting_before(write):
-                new = body.graph.call_function(torch.ops.aten.index_put_.default, (carry, *write.args[1:]))
-            new.meta = {"val": carry.meta["val"]}
-            write.replace_all_uses_with(carry)
+                new = body.graph.call_function(torch.ops.aten.index_put_.default, (carries[i], *write.args[1:]))
+            new.meta = {"val": carries[i].meta["val"]}
+            write.replace_all_uses_with(carries[i])
             body.graph.erase_node(write)
     if changed:
         body.recompile()

@@ -280,7 +280,7 @@ LINES = {"rejax": "rejax 0.1.3, jitted", "SB3": "SB3", "TorchRL": "TorchRL", "Cl
 
 def ratios_of(row):
     """A cell of the README's table of speed."""
-    digits = 2 if row["peer"].startswith("rejax") else 1
+    digits = 1 if row["peer"] in ("SB3", "TorchRL", "CleanRL-style") else 2
     middle, least, most = (f"{row[key]:.{digits}f}" for key in ("ratio", "ratio_min", "ratio_max"))
     return f"{middle} ({least} to {most})"
 
@@ -306,6 +306,7 @@ def test_the_readme_has_the_ratios_of_off_policy():
         name = names.get(row["algorithm"], row["algorithm"].upper())
         line = re.search(rf"^\| {name}\b.* \| {row['units']} \|(.*)\|(.*)\|(.*)\|$", readme, re.MULTILINE)
         assert line and line[1 + peers.index(row["peer"])].strip() == ratios_of(row), row
+    assert all(f"{ratios_of(row)} times as many" in " ".join(readme.split()) for row in rows if row not in of_peers)
 
 
 @pytest.mark.parametrize("name", command.SUBJECTS)

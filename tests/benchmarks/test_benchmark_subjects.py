@@ -422,10 +422,9 @@ def test_off_policy_contestants_learn_with_the_sizes_of_the_comparison(compariso
     for contestant in comparison.contestants:
         if contestant.make.startswith("benchmarks.off_policy"):
             cfg = off_policy.config(**contestant.args)
-            replay = comparison.algorithm in ("dqn", "td3", "sac")
             assert cfg.trainer.iterations == 10**6 and cfg.algorithm.name == comparison.algorithm
             numbers = cfg.algorithm.cfg.model_dump()
-            if replay:
+            if comparison.algorithm in ("dqn", "td3", "sac"):
                 assert [numbers[name] for name in ("batch_size", "capacity", "train_freq", "gradient_steps")] == [
                     256, contestant.args["capacity"], 1, 1
                 ]  # fmt: skip

@@ -116,7 +116,7 @@ def uniform(*shape):
 
 
 def test_random_numbers_drawn_twice_differ():
-    def differences(x):
+    def differences(x):  # the draws from the global generator are what is tested
         return torch.randn_like(x) - torch.randn_like(x), torch.rand(1000) - torch.rand(1000)
 
     for difference in graph_of(differences, ZEROS)(ZEROS):

@@ -47,6 +47,14 @@ def return_old(tree: Tensor, x: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return tree.index_put(x[:1], x[1]), tree
 
 
+def another_write(tree: Tensor, x: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Write in place to another tensor too. The compiler makes this write a plain operation before the pass."""
+    (index, share), other = x, x[1].clone()
+    new, view = tree.index_put((index,), share), other[:8]
+    other.mul_(2.0)
+    return new, tree[:8] + view
+
+
 def add(tree: Tensor, x: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Accumulate, so the order of equal indices does not matter."""
     return tree.index_put((x[0],), x[1], accumulate=True), tree.index_select(0, x[0])
@@ -66,6 +74,7 @@ CASES = {
     "view": (view_after_write, 1),
     "both": (old_and_new, 0),
     "old": (return_old, 1),
+    "another write": (another_write, 1),
     "add": (add, 0),
     "two": (two_trees, 1),
 }

@@ -205,6 +205,8 @@ def test_random_actions_are_uniform_in_the_space(name):
     if "sample_log_prob" in out:
         assert explored["sample_log_prob"][0] == torch.tensor(-2.0 * log(2.0))
         assert torch.equal(explored["sample_log_prob"][1::2], out["sample_log_prob"][1::2])
+        close((torch.tanh(explored["latent"]) * HALF + CENTRE)[::2], explored["action"][::2], tol=1e-5)
+        assert torch.equal(explored["latent"][1::2], out["latent"][1::2])
 
 
 @pytest.mark.parametrize("name", NAMES)

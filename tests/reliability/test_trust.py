@@ -48,7 +48,7 @@ def test_damage_is_caught_and_the_checkpoint_before_is_used(flips, cuts):
 
 
 @pytest.mark.parametrize(
-    "count", [pytest.param(4, marks=pytest.mark.slow), pytest.param(10_000, marks=pytest.mark.long)]
+    "count", [pytest.param(8, marks=pytest.mark.slow), pytest.param(10_000, marks=pytest.mark.long)]
 )
 def test_mutated_configs_are_refused_in_lines_or_accepted(count):
     pytest.importorskip("mujoco")
