@@ -1,8 +1,8 @@
 """Optimise named groups of parameters.
 
 Each group has its own optimiser, clipping norm, learning rate and schedule, and its own state with a step counter. The
-parameters of a group are packed into one vector per dtype, because few large tensors are faster to update than many
-small ones. The hyperparameters of a group are stored in `state["hyper"]` under the group's prefix, such as
+small parameters of a group are packed into one vector per dtype, because few large tensors are faster to update than
+many small ones. A large parameter is a vector of its own, because a copy of it would take longer. The hyperparameters of a group are stored in `state["hyper"]` under the group's prefix, such as
 `critic_max_grad_norm`. Groups share hyperparameters that have no prefix.
 """
 
@@ -24,7 +24,10 @@ from ecrl.types import Logs
 
 Path = tuple[str, ...]
 Packed = dict[str, TensorDict]
-"""Packed vectors of every group, as `{group: {dtype: vector}}`."""
+"""Packed vectors of every group, as `{group: {name: vector}}`."""
+
+_LARGE = 2**13
+"""The number of elements from which on a parameter is a vector of its own."""
 
 
 class Optimizer(NamedTuple):
@@ -133,7 +136,8 @@ class GroupLayout(NamedTuple):
         index: positions of the group's parameters among the leaves of all parameters, in the order of the paths.
         shapes: shape of each parameter.
         networks: first key of each parameter's path.
-        vectors: pairs of a dtype and the positions, in `index`, of the parameters in the vector of this dtype.
+        vectors: pairs of a vector's name and the positions, in `index`, of the parameters in this vector. The name is
+            the dtype of the vector, followed by the position if the vector is one large parameter.
     """
 
     group: Group
@@ -180,14 +184,20 @@ def layout_of(params: TensorDict, groups: tuple[Group, ...]) -> Layout:
 def _group_layout(group: Group, leaves: list[Tensor], structure: Hashable, owners: list[list[str]]) -> GroupLayout:
     index = tuple(i for i, names in enumerate(owners) if names == [group.name])
     dtypes = [str(leaves[i].dtype).removeprefix("torch.") for i in index]
-    vectors = tuple((name, tuple(p for p, d in enumerate(dtypes) if d == name)) for name in dict.fromkeys(dtypes))
+    names = [f"{d}_{p}" if leaves[i].numel() >= _LARGE else d for p, (i, d) in enumerate(zip(index, dtypes, strict=True))]
+    vectors = tuple((name, tuple(p for p, n in enumerate(names) if n == name)) for name in dict.fromkeys(names))
     networks = tuple(paths(structure)[i][0] for i in index)
     return GroupLayout(group, index, tuple(leaves[i].shape for i in index), networks, vectors)
 
 
 def _pack(leaves: list[Tensor], layout: GroupLayout) -> TensorDict:
-    vectors = {name: torch.cat([leaves[p].reshape(-1) for p in places]) for name, places in layout.vectors}
-    return TensorDict(vectors, [])
+    vectors = {name: _joined([leaves[p].reshape(-1) for p in places]) for name, places in layout.vectors}
+    return TensorDict(cast(Any, vectors), [])
+
+
+def _joined(vectors: list[Tensor]) -> Tensor:
+    """Concatenate vectors. A single vector is not copied."""
+    return vectors[0] if len(vectors) == 1 else torch.cat(vectors)
 
 
 def _unpack(vectors: TensorDict, layout: GroupLayout) -> list[Tensor]:
@@ -200,7 +210,7 @@ def _unpack(vectors: TensorDict, layout: GroupLayout) -> list[Tensor]:
 
 
 def pack(params: TensorDict, layout: Layout) -> Packed:
-    """Pack parameters or their gradients into one vector per group and dtype."""
+    """Pack parameters or their gradients into the vectors of each group. A large parameter is not copied."""
     leaves = flatten(params)[0]
     return {group.group.name: _pack([leaves[i] for i in group.index], group) for group in layout.groups}
 
@@ -214,16 +224,15 @@ def unpack(packed: Packed, layout: Layout) -> TensorDict:
     return unflatten(layout.structure, leaves)
 
 
-def network_vectors(vectors: TensorDict, layout: GroupLayout) -> dict[str, Tensor]:
-    """Split the packed vectors of a group into one vector per network and dtype, as views of the packed vectors."""
-    pieces: dict[str, Tensor] = {}
-    several = len(layout.vectors) > 1
+def network_vectors(vectors: TensorDict, layout: GroupLayout) -> dict[str, dict[str, Tensor]]:
+    """Split the packed vectors of a group by network, as `{network: {name: part of the vector}}`, without a copy."""
+    pieces: dict[str, dict[str, Tensor]] = {network: {} for network in layout.networks}
     for name, places in layout.vectors:
         sizes = {network: 0 for network in dict.fromkeys(layout.networks[p] for p in places)}
         for p in places:
             sizes[layout.networks[p]] += layout.shapes[p].numel()
-        cut = vectors[name].split(list(sizes.values()))
-        pieces |= {f"{n}.{name}" if several else n: piece for n, piece in zip(sizes, cut, strict=True)}
+        for network, piece in zip(sizes, vectors[name].split(list(sizes.values())), strict=True):
+            pieces[network][name] = piece
     return pieces
 
 
@@ -287,14 +296,9 @@ def clip_gradients(grads: Packed, hyper: TensorDict, layout: Layout) -> tuple[Pa
         pieces = TensorDict(cast(Any, network_vectors(grads[part.group.name], part)), [])
         pieces, norm = clip_by_global_norm(pieces, max_norm=number(hyper, part.group, "max_grad_norm"))
         norms[f"{part.group.prefix}grad_norm"] = norm
-        several = len(part.vectors) > 1
-        clipped[part.group.name] = TensorDict(
-            {
-                name: torch.cat([x for key, x in pieces.items() if not several or key.endswith(f".{name}")])  # pyright: ignore
-                for name, _ in part.vectors
-            },
-            [],
-        )
+        of_networks = [cast(TensorDict, pieces[network]) for network in dict.fromkeys(part.networks)]
+        vectors = {name: _joined([x[name] for x in of_networks if name in x]) for name, _ in part.vectors}  # pyright: ignore
+        clipped[part.group.name] = TensorDict(cast(Any, vectors), [])
     return clipped, norms
 
 

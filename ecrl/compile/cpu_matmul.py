@@ -32,28 +32,40 @@ _LARGE = 2**18  # a second matrix with more elements does not fit in the cache, 
 _THIN = 8  # the largest dimension of a product that becomes a sum
 _MIN_OUTER = 16  # the minimum number of rows of `b` for `_rows`, which is not faster for fewer rows
 _MANY_ROWS = 32  # copying a transposed `b` is worthwhile if `a` has at least this number of rows
+_TALL = 64  # copying a strip of `b` is worthwhile if `a` has at least this number of rows
+_WIDE = 128  # copying a transposed `a` is worthwhile if `b` has at least this number of columns
+_COPIED_ROWS = 288  # the maximum number of rows of `a` that are copied at once
+_TERMS = 256  # a tile adds this number of terms before the next tile starts, so that its factors stay in the cache
 _PARALLEL = 2**18  # several threads are worthwhile for at least this number of multiplications
 _NAME = str(Placeholder.KERNEL_NAME)
 _CPP = """
 #include <torch/csrc/inductor/cpp_prefix.h>
+namespace {name}_tiles {{
+using Lane = at::vec::Vectorized<float>;
+constexpr int WIDTH = Lane::size(), LANES = WIDTH == 8 ? 2 : 4, COLUMNS = WIDTH * LANES;  // a tile fits in registers
+constexpr int64_t ROWS = {N} > WIDTH ? 6 : 12, TILES = {M} / ROWS, REST = {M} % ROWS;
+constexpr int64_t TERMS = {K} < {terms} ? {K} : {terms};
+// Add products of `terms` columns of `a` and rows of `b` to a tile of `y`, which starts at zero if `starts`.
 template <int ROWS, int LANES, bool PART>
-static inline void {name}_tile(const float* a, const float* b, float* y, int64_t part) {{
-    using Lane = at::vec::Vectorized<float>;
-    constexpr int WIDTH = Lane::size();
+static inline void tile(const float* a, int64_t a_m, int64_t a_k, const float* b, int64_t b_k, float* y,
+                               int64_t terms, bool starts, int64_t part) {{
     Lane sums[ROWS][LANES], row[LANES];
     #pragma GCC unroll 12
     for (int64_t r = 0; r < ROWS; r++)
         #pragma GCC unroll 12
-        for (int c = 0; c < LANES; c++) sums[r][c] = Lane(0.0f);
-    for (int64_t k = 0; k < {K}; k++) {{
+        for (int c = 0; c < LANES; c++) {{
+            const float* at = y + r * {N} + c * WIDTH;
+            sums[r][c] = starts ? Lane(0.0f) : PART && c + 1 == LANES ? Lane::loadu(at, part) : Lane::loadu(at);
+        }}
+    for (int64_t k = 0; k < terms; k++) {{
         #pragma GCC unroll 12
         for (int c = 0; c < LANES; c++) {{
-            const float* at = b + k * {b_k} + c * WIDTH;
+            const float* at = b + k * b_k + c * WIDTH;
             row[c] = PART && c + 1 == LANES ? Lane::loadu(at, part) : Lane::loadu(at);
         }}
         #pragma GCC unroll 12
         for (int64_t r = 0; r < ROWS; r++) {{
-            Lane x(a[r * {a_m} + k * {a_k}]);
+            Lane x(a[r * a_m + k * a_k]);
             #pragma GCC unroll 12
             for (int c = 0; c < LANES; c++) sums[r][c] = at::vec::fmadd(x, row[c], sums[r][c]);
         }}
@@ -66,27 +78,62 @@ static inline void {name}_tile(const float* a, const float* b, float* y, int64_t
             else sums[r][c].store(y + r * {N} + c * WIDTH);
         }}
 }}
-template <int ROWS>
-static inline void {name}_rows(const float* a, const float* b, float* y) {{
-    constexpr int WIDTH = at::vec::Vectorized<float>::size(), LANES = WIDTH == 8 ? 2 : 4;  // fits in registers
-    constexpr int WHOLE = {N} / (WIDTH * LANES) * (WIDTH * LANES), REST = {N} - WHOLE;
-    for (int64_t n = 0; n < WHOLE; n += WIDTH * LANES) {name}_tile<ROWS, LANES, false>(a, b + n, y + n, 0);
+// Compute the tiles from `first` to `last` in one strip of columns. Copy the strip of `b` if that is worthwhile.
+template <int LANES, bool PART>
+static inline void strip(const float* a, int64_t a_t, int64_t a_m, int64_t a_k, const float* b, float* y,
+                                int64_t first, int64_t last, int64_t terms, bool starts, int64_t part) {{
+    constexpr int64_t WHOLE = PART ? LANES - 1 : LANES;
+    alignas(64) float copy[{copies_b} ? TERMS * LANES * WIDTH : 1];
+    if constexpr ({copies_b} && {b_n} == 1) {{
+        for (int64_t k = 0; k < terms; k++) {{
+            #pragma GCC unroll 4
+            for (int c = 0; c < WHOLE; c++)
+                Lane::loadu(b + k * {b_k} + c * WIDTH).store(copy + (k * LANES + c) * WIDTH);
+            if constexpr (PART)
+                Lane::loadu(b + k * {b_k} + WHOLE * WIDTH, part).store(copy + (k * LANES + WHOLE) * WIDTH);
+        }}
+    }} else if constexpr ({copies_b}) {{
+        for (int64_t n = 0; n < WHOLE * WIDTH + (PART ? part : 0); n++)
+            for (int64_t k = 0; k < terms; k++) copy[k * LANES * WIDTH + n] = b[k * {b_k} + n * {b_n}];
+    }}
+    const float* rows = {copies_b} ? copy : b;
+    constexpr int64_t step = {copies_b} ? LANES * WIDTH : {b_k};
+    for (int64_t t = first; t < last; t++)
+        tile<ROWS, LANES, PART>(a + (t - first) * a_t, a_m, a_k, rows, step, y + t * ROWS * {N},
+                                       terms, starts, part);
     if constexpr (REST > 0)
-        {name}_tile<ROWS, (REST + WIDTH - 1) / WIDTH, REST % WIDTH != 0>(a, b + WHOLE, y + WHOLE, REST % WIDTH);
+        if (last == TILES)
+            tile<REST, LANES, PART>(a + (last - first) * a_t, a_m, a_k, rows, step, y + last * ROWS * {N},
+                                           terms, starts, part);
+}}
 }}
 extern "C" {kernel}
 {{
-    constexpr int64_t ROWS = {N} > at::vec::Vectorized<float>::size() ? 6 : 12, TILES = {M} / ROWS, REST = {M} % ROWS;
-    constexpr int64_t rest = {M} - REST;
+    using namespace {name}_tiles;
+    constexpr int64_t WHOLE = {N} / COLUMNS * COLUMNS, LAST = {N} - WHOLE;
     {parallel}
     for (int64_t part = 0; part < {batch} * {parts}; part++) {{
         const int64_t i = part / {parts}, first = part % {parts} * TILES / {parts};
         const int64_t last = (part % {parts} + 1) * TILES / {parts};
-        const float *a = {a} + {a_0} + i * {a_i}, *b = {b} + {b_0} + i * {b_i};
+        const float *a = {a} + {a_0} + i * {a_i} + first * ROWS * {a_m}, *b = {b} + {b_0} + i * {b_i};
         float* y = product + i * {M} * {N};
-        for (int64_t t = first; t < last; t++) {name}_rows<ROWS>(a + t * ROWS * {a_m}, b, y + t * ROWS * {N});
-        if constexpr (REST > 0)
-            if (last == TILES) {name}_rows<REST>(a + rest * {a_m}, b, y + rest * {N});
+        alignas(64) float copy[{copies_a} ? ({tiles} + 2) * ROWS * TERMS : 1];
+        for (int64_t k = 0; k < {K}; k += TERMS, a += TERMS * {a_k}, b += TERMS * {b_k}) {{
+            const int64_t terms = std::min<int64_t>(TERMS, {K} - k), rows = last == TILES ? REST : 0;
+            if constexpr ({copies_a})
+                for (int64_t m = 0; m < (last - first) * ROWS + rows; m += ROWS)
+                    for (int64_t c = 0; c < terms; c++)
+                        for (int64_t r = 0; r < std::min<int64_t>(ROWS, (last - first) * ROWS + rows - m); r++)
+                            copy[m * TERMS + c * ROWS + r] = a[(m + r) * {a_m} + c * {a_k}];
+            const float* left = {copies_a} ? copy : a;
+            constexpr int64_t a_t = ROWS * ({copies_a} ? TERMS : {a_m}), a_m = {copies_a} ? 1 : {a_m};
+            constexpr int64_t a_k = {copies_a} ? ROWS : {a_k};
+            for (int64_t n = 0; n < WHOLE; n += COLUMNS)
+                strip<LANES, false>(left, a_t, a_m, a_k, b + n * {b_n}, y + n, first, last, terms, k == 0, 0);
+            if constexpr (LAST > 0)
+                strip<(LAST + WIDTH - 1) / WIDTH, LAST % WIDTH != 0>(
+                    left, a_t, a_m, a_k, b + WHOLE * {b_n}, y + WHOLE, first, last, terms, k == 0, LAST % WIDTH);
+        }}
     }}
 }}
 """
@@ -201,18 +248,22 @@ def _(a: Tensor, b: Tensor) -> Tensor:
 def _tiles_code(kernel: CppTemplateKernel, a: Any, b: Any, product: Any) -> str:
     """Write the C++ that multiplies batches of matrices with the memory layouts of `a` and `b`."""
     (batch, m, k), n = a.get_size(), b.get_size()[2]
-    threads = parallel_num_threads() if batch * m * k * n >= _PARALLEL else 1
-    parts = 1 if batch >= threads else min(threads, max(m // 12, 1))
     names = {a.get_name(): "a_in"}
     names.setdefault(b.get_name(), "b_in")  # if both factors are in one buffer, keep the name "a_in"
-    (a_i, a_m, a_k), (b_i, b_k, _) = a.get_stride(), b.get_stride()
+    (a_i, a_m, a_k), (b_i, b_k, b_n) = a.get_stride(), b.get_stride()
+    copies_a, copies_b = a_k != 1 and n >= _WIDE, b_n != 1 or m >= _TALL
+    threads = parallel_num_threads() if batch * m * k * n >= _PARALLEL else 1
+    parts = 1 if batch >= threads else min(threads, max(m // 12, 1))
+    if copies_a:  # the copy of one part of `a` should fit in the cache
+        parts = max(parts, -(-m // _COPIED_ROWS))
     text = _CPP.format(
         name=_NAME,
         kernel=kernel.def_kernel({names[x.get_name()]: x for x in (a, b)}, {"product": product}),
         parallel=f"#pragma omp parallel for num_threads({threads})" if threads > 1 else "",
-        **{"batch": batch, "parts": parts, "M": m, "K": k, "N": n},
+        **{"batch": batch, "parts": parts, "M": m, "K": k, "N": n, "terms": _TERMS},
         **{"a": names[a.get_name()], "a_0": a.get_layout().offset, "a_i": a_i, "a_m": a_m, "a_k": a_k},
-        **{"b": names[b.get_name()], "b_0": b.get_layout().offset, "b_i": b_i, "b_k": b_k},
+        **{"b": names[b.get_name()], "b_0": b.get_layout().offset, "b_i": b_i, "b_k": b_k, "b_n": b_n},
+        **{"copies_a": str(copies_a).lower(), "copies_b": str(copies_b).lower(), "tiles": -(-m // (6 * parts))},
     )
     return PartialRender(text, kernel.render_hooks).finalize_all()
 
@@ -240,8 +291,6 @@ def _store_factor(x: Any) -> Any:
 @lowering.register_lowering(torch.ops.ecrl.bmm.default, type_promotion_kind=None)
 def _lower_bmm(a: Any, b: Any) -> Any:
     a, b = _store_factor(a), _store_factor(b)
-    if b.get_stride()[2] != 1:
-        b = _store_factor(ir.ExternKernel.require_contiguous(b))
     layout = ir.FixedLayout(a.get_device(), a.get_dtype(), [*a.get_size()[:2], b.get_size()[2]])
     product = ir.CppTemplateBuffer(layout, [a, b], _tiles_kernel, cast(Any, None), None)
     cast(Any, product).allow_epilogue_fusion = False  # torch before 2.13 reads `epilogue_fusion` instead

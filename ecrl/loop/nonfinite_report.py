@@ -144,8 +144,11 @@ def _logs_of(output: Any) -> dict[str, Tensor]:
 
 def _parameters(objective: Objective, packed: Any) -> dict[str, Tensor]:
     """Return the parameters after a gradient step as a dict with one vector for each network."""
-    vectors = [network_vectors(packed[part.group.name], part) for part in objective.layout.groups]
-    return {f"params.{name}": x for pieces in vectors for name, x in pieces.items()}
+    vectors: dict[str, list[Tensor]] = {}
+    for part in objective.layout.groups:
+        for network, pieces in network_vectors(packed[part.group.name], part).items():
+            vectors.setdefault(f"params.{network}", []).extend(pieces.values())
+    return {name: torch.cat(pieces) for name, pieces in vectors.items()}
 
 
 def _gradient_step(
