@@ -208,8 +208,12 @@ def _updated(update: Update, run: Run, state: TensorDict, batch: TensorDict) -> 
 def _learn(update: Update, run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:
     """Call `update`, and return the logs and only the changed state fields, so that unchanged fields are not copied."""
     after, logs = _updated(update, run, state, batch)
-    changed = {k: v for k, v in cast(Any, after.items()) if not _are_same(v, state.get(k, None))}
-    return TensorDict(changed, []), logs
+    return changed_fields(after, state), logs
+
+
+def changed_fields(after: TensorDict, before: TensorDict) -> TensorDict:
+    """Return the fields of `after` that do not hold the same tensor objects as in `before`."""
+    return TensorDict({k: v for k, v in cast(Any, after.items()) if not _are_same(v, before.get(k, None))}, [])
 
 
 def _are_same(tree: Any, other: Any) -> bool:

@@ -28,7 +28,7 @@ If the buffer has a sum tree, a turn finds it in the state, in the field `tree` 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from tensordict import TensorDict
@@ -40,6 +40,7 @@ from ecrl.algorithms.core import (
     Run,
     Static,
     batch_of,
+    changed_fields,
     over_steps,
     step_keys,
     steps_taken,
@@ -54,7 +55,8 @@ from ecrl.memory import check_room
 from ecrl.policies import Policy, policy_params
 from ecrl.policies.contract import check_restart
 from ecrl.policies.core import example
-from ecrl.pytree import flatten, mapped, replaced
+from ecrl.pytree import Borrowed, flatten, mapped, replaced
+from ecrl.tracing_state import in_graph
 from ecrl.types import Logs
 
 REPLAY_KINDS: Kinds = {
@@ -72,6 +74,7 @@ class StoredReplay(Replay):
     """Replay buffer after `store` has added the steps of the turn."""
 
 
+_Carry = tuple[TensorDict, TensorDict, Tensor | None]
 Turn = Callable[[Run, TensorDict, Any, Replay], tuple[TensorDict, Replay, TensorDict, Logs]]
 
 
@@ -98,7 +101,10 @@ class Interleaved:
             _noise(run, state),
             batch=lambda size: (turns, self.steps, *size[1:]),
         )
-        body = partial(_turn, self.turn, run, _static_of_turn(run.static, self.steps))
+        runs = run, run._replace(static=_static_of_turn(run.static, self.steps))
+        body: Any = partial(_turn, self.turn, *runs)
+        if not (in_graph() or run.jit is partial or not run.algorithm.as_one):
+            body = partial(_turn_in_python, body, runs[1], _stepping(runs[1]), run.jit(_rest_of_turn, self.turn, *runs))
         executed = torch.zeros_like(start) if "decision_step" in state else None
         empty = replay_start(ring, start, steps=run.static.buffer_size)
         carry = (moving, empty.block, executed)
@@ -150,8 +156,8 @@ def interleaved(turn: Turn, steps: int = 1) -> Interleaved:
     """Compose an `iterate` that runs turns of environment steps and gradient steps as one loop.
 
     An iteration has `trainer.buffer_size / steps` turns. In a compiled iteration, the turns are one loop of the graph.
-    If the environment steps in Python, or with several ranks, Python runs the turns one by one and calls compiled
-    functions.
+    If the environment steps in Python, or with several ranks, Python runs the turns one by one. Each turn calls compiled
+    functions for the environment steps and for everything after them.
 
     Args:
         turn: (run, state, noise, replay) -> (state, replay, steps, logs), which runs one turn, as in the module
@@ -181,21 +187,22 @@ def _static_of_turn(static: Static, steps: int) -> Static:
 def _turn(
     turn: Turn,
     run: Run,
-    static: Static,
-    carry: tuple[TensorDict, TensorDict, Tensor | None],
+    own: Run,
+    carry: _Carry,
     x: tuple[Tensor, Any],
     fixed: TensorDict,
     ring: TensorDict,
     start: Tensor,
-) -> tuple[tuple[TensorDict, TensorDict, Tensor | None], tuple[TensorDict, Logs]]:
+) -> tuple[_Carry, tuple[TensorDict, Logs]]:
     """Run one turn. Return the next carry, and the steps and logs of the turn.
 
-    The carry has the fields that change and the block of new steps. If the environment reports `executed`, the carry
-    also has the number of environment steps in the iteration so far.
+    `run` describes an iteration, and `own` describes a turn. The carry has the fields that change and the block of new
+    steps. If the environment reports `executed`, the carry also has the number of environment steps in the iteration so
+    far.
     """
     (moving, block, executed), (number, noise) = carry, x
+    static, turns = own.static, run.static.buffer_size // own.static.buffer_size
     taken = number * (static.buffer_size * static.num_envs * static.world_size)
-    turns = run.static.buffer_size // static.buffer_size
     counters = {
         "sample_step": fixed["sample_step"] + (taken if executed is None else executed),
         "update_step": fixed["update_step"] * turns + number,
@@ -203,7 +210,7 @@ def _turn(
     } | ({} if executed is None else {"decision_step": fixed["decision_step"] + taken})
     before = replaced(replaced(moving, fixed), counters)
     replay = Replay(ring, block, start, moving["replay", "cursor"] - start)
-    after, replay, steps, logs = turn(run._replace(static=static), before, noise, replay)
+    after, replay, steps, logs = turn(own, before, noise, replay)
     if not isinstance(replay, StoredReplay):
         raise ValueError("a turn returned a replay buffer without its steps; call `store`, and return its result")
     for name in _FIXED:
@@ -219,6 +226,66 @@ def _turn(
     if executed is not None:
         executed = executed + distributed.all_sum(steps["executed"].sum())
     return (replaced(after, {"replay": cursor}), replay.block, executed), (steps.exclude("final_obs"), logs)
+
+
+class _StepsTaken(NamedTuple):
+    """Result of the environment steps of a turn, which a turn receives instead of noise."""
+
+    changed: TensorDict
+    steps: TensorDict
+
+
+class _StepsNeeded(Exception):
+    """Stop of a turn at `take_steps`, with the arguments `run` and `state` of `take_steps`."""
+
+    def __init__(self, run: Run, state: TensorDict) -> None:
+        super().__init__("a turn needs environment steps")
+        self.run, self.state = run, state
+
+
+_STOP = object()
+"""Value that a turn receives instead of noise, so that it stops at `take_steps`."""
+
+
+def _turn_in_python(
+    whole: Callable[..., Any],
+    own: Run,
+    stepping: Callable[..., Any],
+    rest: Callable[..., Any],
+    carry: _Carry,
+    x: tuple[Tensor, Any],
+    fixed: TensorDict,
+    ring: TensorDict,
+    start: Tensor,
+) -> tuple[_Carry, tuple[TensorDict, Logs]]:
+    """Run one turn like `_turn`, with everything that follows its environment steps as one compiled function.
+
+    The function calls the turn twice. The first call, of `whole`, runs up to `take_steps`. The second call, of `rest`,
+    is compiled, and receives the steps. `stepping` takes the steps, unless the turn changed its run `own`.
+    """
+    number, noise = x
+    try:
+        return whole(carry, (number, _STOP), fixed, ring, start)
+    except _StepsNeeded as needed:
+        take = stepping if needed.run is own else _stepping(needed.run)
+        taken = _StepsTaken(*take(needed.state, noise))
+    (changed, block, executed), out = rest(carry, (number, taken), fixed, Borrowed(ring), start)
+    return (replaced(carry[0], changed), block, executed), out
+
+
+def _rest_of_turn(
+    turn: Turn,
+    run: Run,
+    own: Run,
+    carry: _Carry,
+    x: tuple[Tensor, _StepsTaken],
+    fixed: TensorDict,
+    ring: Borrowed,
+    start: Tensor,
+) -> tuple[_Carry, tuple[TensorDict, Logs]]:
+    """Run one turn whose steps are given. Of the moving fields, return only those that changed."""
+    (moving, block, executed), out = _turn(turn, run, own, carry, x, fixed, ring.fields, start)
+    return (changed_fields(moving, carry[0]), block, executed), out
 
 
 def _draw(run: Run, keys: tuple[Tensor, Tensor]) -> tuple[Any, Any]:
@@ -307,9 +374,16 @@ def take_steps(run: Run, state: TensorDict, noise: tuple[Any, Any]) -> tuple[Ten
         observation of that episode.
     Gradient: none, because the function runs under `no_grad`.
     """
-    steps = run.jit(_take_steps, run) if run.env.is_pure else partial(_take_steps, with_compiled_policy(run))
-    changed, taken = steps(state.select(*_STEPS, strict=False), noise)
-    return replaced(state, changed), taken
+    if noise is _STOP:
+        raise _StepsNeeded(run, state)
+    changed, steps = noise if isinstance(noise, _StepsTaken) else _stepping(run)(state, noise)
+    return replaced(state, changed), steps
+
+
+def _stepping(run: Run) -> Callable[[TensorDict, tuple[Any, Any]], tuple[TensorDict, TensorDict]]:
+    """Return `_take_steps` of a run, compiled as far as possible."""
+    fn = run.jit(_take_steps, run) if run.env.is_pure else partial(_take_steps, with_compiled_policy(run))
+    return lambda state, noise: fn(state.select(*_STEPS, strict=False), noise)
 
 
 def collect_exploring(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
