@@ -643,10 +643,32 @@ def test_a_profiled_run_times_its_turns_and_has_the_same_bits():
 
 def test_a_host_environment_runs_its_turns_from_python_with_compiled_functions(graphs):
     pytest.importorskip("gymnasium")
-    changes = {"env": {"name": "gymnasium:CartPole-v1"}}
-    cfg = replaying(**changes)
-    eager = last_state(cfg)
-    compiled = last_state(cfg.replace(**{"trainer.compile": "on"}))
-    assert graphs and "_iteration_of_leaves" not in graphs
+    changes = {"env": {"name": "gymnasium:CartPole-v1"}, **LEARNING}
+    eager = last_state(of_length(8, 48, **changes)).clone()
+    states = [last_state(of_length(size, 48, **changes, **{"trainer.compile": "on"})).clone() for size in (4, 8)]
+    assert graphs.count("_rest_of_turn") == 2 * 2, "one for collecting and one for learning, in each run"
+    assert not {"_iteration_of_leaves", "_learn"} & {*graphs}
+    for name in ("params", "opt", "replay"):
+        assert same(states[0][name], states[1][name])
     for name, weight in weights(eager):
-        close(compiled["params", *name], weight, tol=1e-5)
+        close(states[1]["params", *name], weight, tol=1e-5)
+
+
+def test_a_turn_in_python_takes_its_steps_with_the_run_that_the_turn_chose(graphs):
+    pytest.importorskip("gymnasium")
+    cfg = replaying(**{"env": {"name": "gymnasium:CartPole-v1"}, "trainer.compile": "on", "trainer.iterations": 1})
+
+    def first_action(params, carry, obs, noise):
+        carry, out = policy.act(params, carry, obs, noise)
+        return carry, replaced(out, {"action": torch.zeros_like(out["action"])})
+
+    def turn(own, state, noise, replay):
+        state, steps = take_steps(own._replace(policy=replace(policy, act=first_action, explore=None)), state, noise)
+        return state, stored(own, replay, steps, 1), steps, {}
+
+    run = build(cfg)
+    policy = run.policy
+    run = run._replace(algorithm=replace(run.algorithm, iterate=interleaved(turn)))
+    _, writes, _ = run.algorithm.iterate(run, *borrowed_leaves(init_state(cfg), kinds_of(run)))
+    assert "_rest_of_turn" in graphs
+    assert not writes["batch", "steps", "action"][:, :-1].any()

@@ -12,6 +12,7 @@ from tensordict import TensorDict
 from ecrl.algorithms.optimizer import (
     Group,
     GroupSettings,
+    clip_gradients,
     groups_of,
     hyper_tensors,
     layout_of,
@@ -179,6 +180,23 @@ def test_packing_gives_one_vector_per_group_and_dtype_and_is_undone():
     assert values == {"rest": {"float32": [1.0, 2.0], "float64": [3.0]}, "value": {"float32": [4.0]}}
     again = unpack(packed, layout)
     assert all(torch.equal(again[key], leaf) for key, leaf in params.items(True, True))
+
+
+def test_a_large_parameter_is_a_vector_of_its_own_and_is_not_copied():
+    """The small parameters before and after the large one share a vector. The norm is over all of them."""
+    large = torch.linspace(-1.0, 1.0, 2**13).reshape(2, 2**12)
+    params = TensorDict({"net": {"a": torch.ones(2), "b": large, "c": torch.full((3,), 2.0)}}, [])
+    layout = layout_of(params, (group("all"),))
+    packed = pack(params, layout)
+    assert packed["all"]["float32"].tolist() == [1.0, 1.0, 2.0, 2.0, 2.0]
+    assert packed["all"]["float32_1"].data_ptr() == large.data_ptr() and packed["all"]["float32_1"].shape == (2**13,)
+    again = unpack(packed, layout)
+    assert all(torch.equal(again[key], leaf) for key, leaf in params.items(True, True))
+    clipped, norms = clip_gradients(packed, hyper_tensors({"max_grad_norm": 0.5}, CPU), layout)
+    norm = math.sqrt(float((large.double() ** 2).sum()) + 14.0)
+    close(norms["grad_norm"], norm, tol=1e-5)
+    for name, vector in packed["all"].items():
+        close(clipped["all"][name], vector * 0.5 / norm, tol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,8 @@ MATRICES = [  # rows, sum, columns, which are turned, and who multiplies them
     pytest.param(9, 64, 64, (False, False), "bmm", marks=pytest.mark.long),
     (13, 300, 17, (False, True), "bmm"),
     (100, 9, 31, (True, True), "bmm"),
+    (300, 700, 150, (True, True), "bmm"),  # several blocks of the sum and of the rows, and copies of both factors
+    pytest.param(65, 257, 129, (True, False), "bmm", marks=pytest.mark.long),
     (8, 1024, 1024, (False, True), "linear"),
 ]
 
@@ -87,6 +89,28 @@ def test_matrices_of_any_size_are_multiplied_in_single_precision_alike_by_any_th
     bound = {"bmm": 1e-6, "linear": 2e-6}[by] * k  # the library behind linear errs by 1.3e-3; half precision by 1.1
     assert all(float((product - exact).abs().max()) < bound for product in products)
     assert by == "linear" or all(torch.equal(product, products[1]) for product in products[2:])
+
+
+def _weight_gradients(x: torch.Tensor, weight: torch.Tensor, one: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Gradients of a batch of layers and of one layer, and a product that is read both ways."""
+    batched = torch.func.grad(lambda w: torch.bmm(x, w.mT).square().sum())(weight)
+    single = torch.func.grad(lambda w: (x[0] @ w.t()).square().sum())(one)
+    product = torch.bmm(x, weight.mT)
+    return 0.5 * batched, 0.5 * single, product.mT + 1.0, product * 2.0
+
+
+@pytest.mark.slow
+@needs_cpu_compiler
+def test_a_product_that_is_only_read_transposed_is_computed_transposed():
+    x, weights = (_matrix(3 * n, 16).float().reshape(3, n, 16) for n in (40, 24))
+    leaves, structure = flatten((x, weights, _matrix(24, 16).float()))
+    graph, _ = traced(_weight_gradients, structure, leaves)
+    shapes = [tuple(node.meta["val"].shape) for node in graph.graph.nodes if node.target == torch.ops.ecrl.bmm.default]
+    assert shapes.count((3, 24, 16)) == 1 and (3, 16, 24) not in shapes, "the gradient has the layout of the weights"
+    assert (3, 40, 24) in shapes, "a product that is also read as it is stays as it is"
+    expected = _weight_gradients(*(leaf.double() for leaf in leaves))
+    for mine, right in zip(compiled(_weight_gradients, structure, leaves)[0](*leaves), expected, strict=True):
+        close(mine, right.float(), tol=1e-4)
 
 
 def _two_products(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
