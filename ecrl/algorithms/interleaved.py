@@ -156,15 +156,15 @@ def interleaved(turn: Turn, steps: int = 1) -> Interleaved:
     """Compose an `iterate` that runs turns of environment steps and gradient steps as one loop.
 
     An iteration has `trainer.buffer_size / steps` turns. In a compiled iteration, the turns are one loop of the graph.
-    If the environment steps in Python, or with several ranks, Python runs the turns one by one. Each turn calls compiled
-    functions for the environment steps and for everything after them.
+    If the environment steps in Python, or with several ranks, Python runs the turns one by one. Then the code of a turn
+    before `take_steps` runs eagerly, and the code after it is compiled as one function.
 
     Args:
         turn: (run, state, noise, replay) -> (state, replay, steps, logs), which runs one turn, as in the module
-            docstring. Pass `noise` to `take_steps`, and return the `steps` of `take_steps`. The logs are floats. The
-            logs of an iteration are means over its turns, except that `skipped_steps` is a sum. All fields of the state
-            may change except `key`, `hyper`, `episode`, `sample_step`, `decision_step`, `update_step`, `iterations` and
-            `frozen_params`.
+            docstring. Pass `noise` to `take_steps` as it is, and return the `steps` of `take_steps`. The logs are
+            floats. The logs of an iteration are means over its turns, except that `skipped_steps` is a sum. All fields
+            of the state may change except `key`, `hyper`, `episode`, `sample_step`, `decision_step`, `update_step`,
+            `iterations` and `frozen_params`.
         steps: number of steps of each environment per turn. `turn` may then take any number of gradient steps. With 4
             steps and 1 gradient step, there is a quarter of a gradient step for each step of an environment.
 

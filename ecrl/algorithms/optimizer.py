@@ -2,8 +2,9 @@
 
 Each group has its own optimiser, clipping norm, learning rate and schedule, and its own state with a step counter. The
 small parameters of a group are packed into one vector per dtype, because few large tensors are faster to update than
-many small ones. A large parameter is a vector of its own, because a copy of it would take longer. The hyperparameters of a group are stored in `state["hyper"]` under the group's prefix, such as
-`critic_max_grad_norm`. Groups share hyperparameters that have no prefix.
+many small ones. A large parameter is a vector of its own, because copying it takes longer. The hyperparameters of a
+group are stored in `state["hyper"]` under the group's prefix, such as `critic_max_grad_norm`. Groups share
+hyperparameters that have no prefix.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -27,7 +28,7 @@ Packed = dict[str, TensorDict]
 """Packed vectors of every group, as `{group: {name: vector}}`."""
 
 _LARGE = 2**13
-"""The number of elements from which on a parameter is a vector of its own."""
+"""The minimum number of elements of a parameter that is a vector of its own."""
 
 
 class Optimizer(NamedTuple):
@@ -184,7 +185,8 @@ def layout_of(params: TensorDict, groups: tuple[Group, ...]) -> Layout:
 def _group_layout(group: Group, leaves: list[Tensor], structure: Hashable, owners: list[list[str]]) -> GroupLayout:
     index = tuple(i for i, names in enumerate(owners) if names == [group.name])
     dtypes = [str(leaves[i].dtype).removeprefix("torch.") for i in index]
-    names = [f"{d}_{p}" if leaves[i].numel() >= _LARGE else d for p, (i, d) in enumerate(zip(index, dtypes, strict=True))]
+    is_large = [leaves[i].numel() >= _LARGE for i in index]
+    names = [f"{d}_{p}" if large else d for p, (d, large) in enumerate(zip(dtypes, is_large, strict=True))]
     vectors = tuple((name, tuple(p for p, n in enumerate(names) if n == name)) for name in dict.fromkeys(names))
     networks = tuple(paths(structure)[i][0] for i in index)
     return GroupLayout(group, index, tuple(leaves[i].shape for i in index), networks, vectors)

@@ -50,7 +50,8 @@ class Replay(NamedTuple):
 
     Attributes:
         ring: the rows of earlier iterations, in a ring from `replay_init`.
-        block: the rows of this iteration, with the same fields as the ring.
+        block: the rows of this iteration, with the same fields as the ring. Its bool fields are stored as uint8, which
+            compiled loops copy faster.
         start: number of steps of each environment before the iteration, 0-d int64.
         added: number of steps of each environment that the iteration has added, 0-d int64.
     """
@@ -139,7 +140,10 @@ def replay_start(ring: TensorDict, start: Tensor, *, steps: int) -> Replay:
     slots = (steps - 2) // _slot_width(ring) + 2
 
     def zeros(tree: Any, length: int) -> Any:
-        return mapped(lambda x: x.new_zeros((length, *x.shape[1:])), tree, batch=lambda size: (length, *size[1:]))
+        def zero(x: Tensor) -> Tensor:
+            return x.new_zeros((length, *x.shape[1:]), dtype=torch.uint8 if x.dtype == torch.bool else x.dtype)
+
+        return mapped(zero, tree, batch=lambda size: (length, *size[1:]))
 
     final = zeros(ring["final"], slots)
     block = TensorDict({"steps": zeros(ring["steps"], steps), "final": final.set("step", final["step"] - 1)}, [])
@@ -173,14 +177,18 @@ def replay_add(replay: Replay, rows: TensorDict) -> Replay:
     if "final_obs" not in rows:
         raise ValueError("rows lacks final_obs, the observations that the steps led to, before the reset")
     new, final_obs = cast(TensorDict, rows.exclude("final_obs")), rows["final_obs"]
-    _check_rows("rows", new, block)
-    _check_rows("rows['final_obs']", final_obs, replay.block["final", "obs"])
+    _check_rows("rows", new, replay.ring["steps"])
+    _check_rows("rows['final_obs']", final_obs, replay.ring["final", "obs"])
     device = replay.start.device
-    place = torch.arange(len(block), device=device) - replay.added
-    is_now, place = (place >= 0) & (place < length), place.clamp(0, length - 1)
+    # Rows that do not fit are replaced by the row for the last place, so that equal places get equal values.
+    room = len(block) - 1 - replay.added
+    number = torch.minimum(torch.arange(length, device=device), room)
+    place, fits = replay.added + number, number >= 0
 
     def write(old: Tensor, rows: Tensor) -> Tensor:
-        return torch.where(_append_axes(is_now, old), rows.index_select(0, place), old)
+        at = place.clamp(min=0)
+        new = rows.index_select(0, number.clamp(min=0)).to(old.dtype)
+        return old.index_put((at,), torch.where(_append_axes(fits, old), new, old.index_select(0, at)))
 
     steps = _combine(write, block, new)
     final = _with_final(replay, rows["truncated"], final_obs)
@@ -223,7 +231,7 @@ def _with_final(replay: Replay, truncated: Tensor, final_obs: Any) -> TensorDict
     source = (latest.clamp(min=0) * num_envs + torch.arange(num_envs, device=truncated.device)).flatten()
 
     def fill(old: Tensor, new: Tensor) -> Tensor:
-        rows = new.flatten(0, 1).index_select(0, source).reshape(old.shape)
+        rows = new.flatten(0, 1).index_select(0, source).reshape(old.shape).to(old.dtype)
         return torch.where(_append_axes(latest >= 0, old), rows, old)
 
     obs = _combine(fill, final["obs"], final_obs)
@@ -256,12 +264,13 @@ def replay_writes(replay: Replay) -> TensorDict:
     filled = block["final", "step"] >= 0
 
     def keep(new: Tensor, old: Tensor) -> Tensor:
-        return torch.where(_append_axes(filled, new), new, old.index_select(0, slots))
+        return torch.where(_append_axes(filled, new), new.to(old.dtype), old.index_select(0, slots))
 
     final = _combine(keep, block["final"], ring["final"])
+    rows = _combine(lambda new, old: new.to(old.dtype), block["steps"], ring["steps"])
     return TensorDict(
         {
-            "steps": TensorDict({"rows": block["steps"], "index": index}, []),
+            "steps": TensorDict({"rows": rows, "index": index}, []),
             "final": TensorDict({"rows": final, "index": slots}, []),
         },
         [],
@@ -383,7 +392,7 @@ def _gather(old: Any, new: Any, is_new: Tensor, old_row: Tensor, new_row: Tensor
 
     def read(x: Tensor, y: Tensor) -> Tensor:
         before, after = x.flatten(0, 1).index_select(0, old_row), y.flatten(0, 1).index_select(0, new_row)
-        rows = torch.where(_append_axes(is_new.flatten(), before), after, before)
+        rows = torch.where(_append_axes(is_new.flatten(), before), after.to(x.dtype), before)
         return rows.reshape(*shape, *x.shape[2:])
 
     leaves = [read(*pair) for pair in zip(flatten(old)[0], flatten(new)[0], strict=True)]
