@@ -156,8 +156,10 @@ def interleaved(turn: Turn, steps: int = 1) -> Interleaved:
     """Compose an `iterate` that runs turns of environment steps and gradient steps as one loop.
 
     An iteration has `trainer.buffer_size / steps` turns. In a compiled iteration, the turns are one loop of the graph.
-    If the environment steps in Python, or with several ranks, Python runs the turns one by one. Then the code of a turn
-    before `take_steps` runs eagerly, and the code after it is compiled as one function.
+    If the environment steps in Python, or with several ranks, Python runs the turns one by one. In a compiled run of an
+    algorithm with `as_one=True`, each turn then runs twice up to `take_steps`: once eagerly, to find the arguments of
+    `take_steps`, and once more in one compiled function with the rest of the turn. Learn after `take_steps`, because
+    the code before it costs twice.
 
     Args:
         turn: (run, state, noise, replay) -> (state, replay, steps, logs), which runs one turn, as in the module
@@ -235,16 +237,28 @@ class _StepsTaken(NamedTuple):
     steps: TensorDict
 
 
-class _StepsNeeded(Exception):
-    """Stop of a turn at `take_steps`, with the arguments `run` and `state` of `take_steps`."""
+class _StepsNeeded(BaseException):
+    """Stop of a turn at `take_steps`, with the arguments `run` and `state` of `take_steps`.
+
+    The class is no subclass of Exception, so that a turn that handles the errors of its environment does not catch it.
+    """
 
     def __init__(self, run: Run, state: TensorDict) -> None:
         super().__init__("a turn needs environment steps")
         self.run, self.state = run, state
 
 
-_STOP = object()
-"""Value that a turn receives instead of noise, so that it stops at `take_steps`."""
+class _Stop:
+    """Object that a turn receives instead of noise, so that it stops at `take_steps`."""
+
+    def __iter__(self) -> Any:
+        raise ValueError("a turn may not use its noise; pass it to take_steps as it is")
+
+    def __getitem__(self, key: Any) -> Any:
+        return iter(self)
+
+
+_STOP = _Stop()
 
 
 def _turn_in_python(
@@ -260,15 +274,15 @@ def _turn_in_python(
 ) -> tuple[_Carry, tuple[TensorDict, Logs]]:
     """Run one turn like `_turn`, with everything that follows its environment steps as one compiled function.
 
-    The function calls the turn twice. The first call, of `whole`, runs up to `take_steps`. The second call, of `rest`,
-    is compiled, and receives the steps. `stepping` takes the steps, unless the turn changed its run `own`.
+    A call of `whole` runs the turn up to `take_steps`. `stepping` takes the steps, unless the turn changed its run
+    `own`. The compiled call of `rest` runs the whole turn again, and receives the steps.
     """
     number, noise = x
     try:
         return whole(carry, (number, _STOP), fixed, ring, start)
     except _StepsNeeded as needed:
-        take = stepping if needed.run is own else _stepping(needed.run)
-        taken = _StepsTaken(*take(needed.state, noise))
+        acting, state = needed.run, needed.state
+    taken = _StepsTaken(*(stepping if acting is own else _stepping(acting))(state, noise))
     (changed, block, executed), out = rest(carry, (number, taken), fixed, Borrowed(ring), start)
     return (replaced(carry[0], changed), block, executed), out
 
@@ -285,6 +299,10 @@ def _rest_of_turn(
 ) -> tuple[_Carry, tuple[TensorDict, Logs]]:
     """Run one turn whose steps are given. Of the moving fields, return only those that changed."""
     (moving, block, executed), out = _turn(turn, run, own, carry, x, fixed, ring.fields, start)
+    if differing := {*moving.keys()} ^ {*carry[0].keys()}:
+        raise ValueError(
+            f"a turn must keep the fields of the state; it changed {', '.join(sorted(map(str, differing)))}"
+        )
     return (changed_fields(moving, carry[0]), block, executed), out
 
 

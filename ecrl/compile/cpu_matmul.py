@@ -25,7 +25,6 @@ from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.mkldnn_ir import LinearUnary
 from torch._inductor.select_algorithm import PartialRender
 from torch._inductor.utils import Placeholder, parallel_num_threads
-from torch.fx import Graph, Node
 
 from ecrl.compile.cpu_codegen import skip_redundant_codegen
 
@@ -38,8 +37,6 @@ _WIDE = 128  # copying a transposed `a` is worthwhile if `b` has at least this n
 _COPIED_ROWS = 288  # the maximum number of rows of `a` that are copied at once
 _TERMS = 256  # a tile adds this number of terms before the next tile starts, so that its factors stay in the cache
 _PARALLEL = 2**18  # several threads are worthwhile for at least this number of multiplications
-_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.squeeze.dim)
-_STRIDED = (torch.ops.aten.as_strided.default, torch.ops.aten.view.default)  # operations that need the old strides
 _NAME = str(Placeholder.KERNEL_NAME)
 _CPP = """
 #include <torch/csrc/inductor/cpp_prefix.h>
@@ -200,7 +197,11 @@ def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float =
 
 
 def bmm(a: Tensor, b: Tensor) -> Tensor:
-    """Return `a @ b` for batches of matrices. If torch computes the product as fast, return NotImplemented."""
+    """Return `a @ b` for batches of matrices. If torch computes the product as fast, return NotImplemented.
+
+    If `a` is a transposed view, the result is one too. The gradient of a batch of weights `[B, out, in]` is such a
+    product, which is transposed again, and then has the layout of the weights.
+    """
     m, n = a.shape[1], b.shape[2]
     _check_dtypes(a, b)
     if a.dtype != torch.float32 or b.shape[:2] != (a.shape[0], a.shape[2]):
@@ -208,6 +209,8 @@ def bmm(a: Tensor, b: Tensor) -> Tensor:
     if min(*a.shape, n) == 0 or not has_vector_instructions():
         return NotImplemented
     if n <= _THIN and m > _THIN and a.stride(1) == 1:
+        return torch.ops.ecrl.bmm(b.mT, a.mT).mT
+    if min(m, n) > _THIN and a.stride(1) == 1 != a.stride(2) and b.stride(2) == 1:
         return torch.ops.ecrl.bmm(b.mT, a.mT).mT
     if b.stride(2) == 1 or m >= _MANY_ROWS:
         return torch.ops.ecrl.bmm(a, b)
@@ -220,47 +223,6 @@ PRODUCTS: dict[Any, Callable[..., Tensor]] = {
     torch.ops.aten.bmm.default: bmm,
 }
 """Decompositions of matrix products, in the format that `torch.fx.experimental.proxy_tensor.make_fx` takes."""
-
-
-def transpose_products(graph: Graph) -> None:
-    """Compute each product that a graph only reads transposed as a product of the transposed factors.
-
-    The gradient of a weight matrix is such a product. Without this rewrite, the optimiser reads it column by column.
-    """
-    for node in graph.find_nodes(op="call_function", target=torch.ops.ecrl.bmm.default):
-        readers = _readers(node)
-        if not readers or any(not turned or user.target in _STRIDED for user, turned in readers):
-            continue
-        value = cast(Tensor, node.meta["val"])
-        with graph.inserting_before(node):
-            factors = [_transposed(graph, factor) for factor in reversed(cast(tuple[Node, Node], node.args))]
-            product = graph.call_function(node.target, tuple(factors))
-            product.meta = {"val": value.new_empty(value.mT.shape)}
-            node.replace_all_uses_with(_transposed(graph, product))
-        graph.erase_node(node)
-
-
-def _transposed(graph: Graph, matrices: Node) -> Node:
-    view = graph.call_function(torch.ops.aten.transpose.int, (matrices, 1, 2))
-    view.meta = {"val": cast(Tensor, matrices.meta["val"]).mT}
-    return view
-
-
-def _readers(product: Node) -> list[tuple[Node, bool]]:
-    """Return the operations that read a batch of matrices. The bool is True if an operation reads it transposed."""
-    aten, readers, todo = torch.ops.aten, list[tuple[Node, bool]](), [(product, False)]
-    while todo:
-        node, turned = todo.pop()
-        shape = node.meta["val"].shape
-        for user in node.users:
-            swaps = user.target is aten.transpose.int and sorted(x % len(shape) for x in cast(Any, user.args[1:]))
-            if user.target is aten.t.default or swaps == [len(shape) - 2, len(shape) - 1]:
-                todo.append((user, not turned))
-            elif user.target in _VIEWS and user.meta["val"].shape in (shape, shape[1:] if shape[0] == 1 else shape):
-                todo.append((user, turned))
-            else:
-                readers.append((user, turned))
-    return readers
 
 
 @torch.library.custom_op("ecrl::linear", mutates_args=())

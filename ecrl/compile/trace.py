@@ -25,7 +25,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import ecrl.compile.cpu_philox  # registers C++ code for Philox
 import ecrl.compile.scan  # noqa: F401  # registers the implementation of `ecrl.kernels.loop` for graphs
-from ecrl.compile.cpu_matmul import PRODUCTS, transpose_products
+from ecrl.compile.cpu_matmul import PRODUCTS
 from ecrl.compile.user_code import checking_writes, user_line
 from ecrl.compile.user_line import call_pure
 from ecrl.errors import ConfigError
@@ -203,11 +203,10 @@ def _layout(node: Node) -> tuple[Any, ...]:
 def _lift_constants(graph: GraphModule) -> GraphModule:
     """Convert the constants of loop bodies to inputs of the loops, because a loop body must not have constants.
 
-    The function also applies `_merge_duplicates`, `transpose_products` and `_store_numbers` to the graph and to each
-    loop body, and `_store_parts` to each loop body. The function returns the graph.
+    The function also applies `_merge_duplicates` and `_store_numbers` to the graph and to each loop body, and
+    `_store_parts` to each loop body. The function returns the graph.
     """
     _merge_duplicates(graph)
-    transpose_products(graph.graph)
     _store_numbers(graph)
     for loop in graph.graph.find_nodes(op="call_function", target=scan_op):
         kind = cast(Node, loop.args[0]).target

@@ -50,8 +50,8 @@ class Replay(NamedTuple):
 
     Attributes:
         ring: the rows of earlier iterations, in a ring from `replay_init`.
-        block: the rows of this iteration, with the same fields as the ring. Its bool fields are stored as uint8, which
-            compiled loops copy faster.
+        block: the rows of this iteration, with the fields of the ring. Bool fields are stored as uint8, because
+            compiled loops copy uint8 faster. Convert them with `.bool()` before you use them.
         start: number of steps of each environment before the iteration, 0-d int64.
         added: number of steps of each environment that the iteration has added, 0-d int64.
     """
@@ -184,11 +184,13 @@ def replay_add(replay: Replay, rows: TensorDict) -> Replay:
     room = len(block) - 1 - replay.added
     number = torch.minimum(torch.arange(length, device=device), room)
     place, fits = replay.added + number, number >= 0
+    is_first = torch.arange(length, device=device) <= room.clamp(min=0)  # the gradient flows through the first copy
 
     def write(old: Tensor, rows: Tensor) -> Tensor:
         at = place.clamp(min=0)
         new = rows.index_select(0, number.clamp(min=0)).to(old.dtype)
-        return old.index_put((at,), torch.where(_append_axes(fits, old), new, old.index_select(0, at)))
+        values = torch.where(_append_axes(fits, old), new, old.index_select(0, at))
+        return old.index_put((at,), torch.where(_append_axes(is_first, old), values, values.detach()))
 
     steps = _combine(write, block, new)
     final = _with_final(replay, rows["truncated"], final_obs)

@@ -672,3 +672,59 @@ def test_a_turn_in_python_takes_its_steps_with_the_run_that_the_turn_chose(graph
     _, writes, _ = run.algorithm.iterate(run, *borrowed_leaves(init_state(cfg), kinds_of(run)))
     assert "_rest_of_turn" in graphs
     assert not writes["batch", "steps", "action"][:, :-1].any()
+
+
+def _handled(own, state, noise, replay):
+    try:
+        state, steps = take_steps(own, state, noise)
+    except Exception as error:
+        raise RuntimeError("the environment failed") from error
+    return state, stored(own, replay, steps, 1), steps, {}
+
+
+def _dropped(own, state, noise, replay):
+    state, steps = take_steps(own, state, noise)
+    return state.exclude("opt"), stored(own, replay, steps, 1), steps, {}
+
+
+def _unpacked(own, state, noise, replay):
+    actions, envs = noise
+    state, steps = take_steps(own, state, (actions, envs))
+    return state, stored(own, replay, steps, 1), steps, {}
+
+
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize(
+    ("turn", "message"),
+    [
+        (_handled, None),
+        (_dropped, "a turn must keep the fields of the state; it changed opt"),
+        (_unpacked, "a turn may not use its noise; pass it to take_steps as it is"),
+    ],
+)
+def test_a_compiled_turn_in_python_that_does_something_unusual(turn, message):
+    pytest.importorskip("gymnasium")
+    cfg = replaying(**{"env": {"name": "gymnasium:CartPole-v1"}, "trainer.compile": "on", "trainer.iterations": 1})
+    run = build(cfg)
+    run = run._replace(algorithm=replace(run.algorithm, iterate=interleaved(turn)))
+    own, borrowed = borrowed_leaves(init_state(cfg), kinds_of(run))
+    if message is None:
+        _, writes, _ = run.algorithm.iterate(run, own, borrowed)
+        assert writes["batch", "steps"].shape == (N, T + 1)
+    else:
+        with pytest.raises(ValueError, match=message):
+            run.algorithm.iterate(run, own, borrowed)
+
+
+def test_an_error_of_the_environment_mentions_no_stop_of_the_turn(graphs):
+    pytest.importorskip("gymnasium")
+    cfg = replaying(**{"env": {"name": "gymnasium:CartPole-v1"}, "trainer.compile": "on", "trainer.iterations": 1})
+
+    def fall(state, action, noise):
+        raise ValueError("the robot fell")
+
+    run = build(cfg)
+    run = run._replace(env=replace(run.env, step=fall))
+    with pytest.raises(ValueError, match="the robot fell") as raised:
+        run.algorithm.iterate(run, *borrowed_leaves(init_state(cfg), kinds_of(run)))
+    assert raised.value.__context__ is None

@@ -351,6 +351,34 @@ def test_rewards_beyond_the_end_or_with_weight_zero_are_not_read():
     close(replay_read(replay, torch.tensor([0]), gamma=0.0, n=3)["reward"], [1.0])
 
 
+@pytest.mark.parametrize(
+    ("added", "values", "of_rows", "of_block"),
+    [
+        (0, [1.0, 2.0], [1.0, 1.0, 0.0], [0.0, 0.0]),
+        (1, [7.0, 1.0], [1.0, 0.0, 0.0], [1.0, 0.0]),
+        (2, [7.0, 8.0], [0.0, 0.0, 0.0], [1.0, 1.0]),
+    ],
+)
+def test_rows_that_do_not_fit_are_not_stored_and_have_no_gradient(added, values, of_rows, of_block):
+    flag, x = torch.zeros(1, dtype=torch.bool), torch.tensor([[1.0], [2.0], [3.0]], requires_grad=True)
+    ring = replay_init(
+        TensorDict({"obs": x[0], "reward": x[0], "terminated": flag, "truncated": flag}, [1]).detach(),
+        steps=4,
+        min_truncation_gap=9,
+    )
+    replay = replay_start(ring, torch.tensor(0), steps=2)
+    old = torch.tensor([[7.0], [8.0]], requires_grad=True)
+    block = replay.block.copy()
+    block["steps"] = block["steps"].copy().set("reward", old)
+    flags = torch.zeros(3, 1, dtype=torch.bool)
+    rows = {"obs": x.detach(), "final_obs": x.detach(), "reward": x, "terminated": flags, "truncated": flags}
+    after = replay_add(replay._replace(block=block, added=torch.tensor(added)), TensorDict(rows, [3, 1]))
+    reward = after.block["steps", "reward"]
+    assert reward.flatten().tolist() == values
+    of = torch.autograd.grad(reward.sum(), (x, old))
+    assert [g.flatten().tolist() for g in of] == [of_rows, of_block]
+
+
 def test_gradcheck():
     replay = mapped(lambda x: x.double() if x.is_floating_point() else x, by_hand())
 
