@@ -103,7 +103,7 @@ class Interleaved:
         )
         runs = run, run._replace(static=_static_of_turn(run.static, self.steps))
         body: Any = partial(_turn, self.turn, *runs)
-        if not (in_graph() or run.jit is partial or not run.algorithm.as_one):
+        if run.algorithm.as_one and run.jit is not partial and not in_graph():  # `partial` is the `jit` of eager runs
             body = partial(_turn_in_python, body, runs[1], _stepping(runs[1]), run.jit(_rest_of_turn, self.turn, *runs))
         executed = torch.zeros_like(start) if "decision_step" in state else None
         empty = replay_start(ring, start, steps=run.static.buffer_size)
@@ -251,11 +251,8 @@ class _StepsNeeded(BaseException):
 class _Stop:
     """Object that a turn receives instead of noise, so that it stops at `take_steps`."""
 
-    def __iter__(self) -> Any:
+    def __getitem__(self, key: Any) -> Any:  # Python also calls this method to unpack the object
         raise ValueError("a turn may not use its noise; pass it to take_steps as it is")
-
-    def __getitem__(self, key: Any) -> Any:
-        return iter(self)
 
 
 _STOP = _Stop()

@@ -2,7 +2,7 @@
 
 Each group has its own optimiser, clipping norm, learning rate and schedule, and its own state with a step counter. The
 small parameters of a group are packed into one vector per dtype, because few large tensors are faster to update than
-many small ones. A large parameter is a vector of its own, because copying it would take longer than its update. The
+many small ones. A large parameter is a vector of its own, because copying it would cost more than it saves. The
 hyperparameters of a group are stored in `state["hyper"]` under the prefix of the group, such as
 `critic_max_grad_norm`. Groups share hyperparameters that have no prefix.
 """

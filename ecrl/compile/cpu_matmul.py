@@ -48,7 +48,7 @@ constexpr int64_t TERMS = {K} < {terms} ? {K} : {terms};
 // Add products of `terms` columns of `a` and rows of `b` to a tile of `y`, which starts at zero if `starts`.
 template <int ROWS, int LANES, bool PART>
 static inline void tile(const float* a, int64_t a_m, int64_t a_k, const float* b, int64_t b_k, float* y,
-                               int64_t terms, bool starts, int64_t part) {{
+                        int64_t terms, bool starts, int64_t part) {{
     Lane sums[ROWS][LANES], row[LANES];
     #pragma GCC unroll 12
     for (int64_t r = 0; r < ROWS; r++)
@@ -81,7 +81,7 @@ static inline void tile(const float* a, int64_t a_m, int64_t a_k, const float* b
 // Compute the tiles from `first` to `last` in one strip of columns. Copy the strip of `b` if that is worthwhile.
 template <int LANES, bool PART>
 static inline void strip(const float* a, int64_t a_t, int64_t a_m, int64_t a_k, const float* b, float* y,
-                                int64_t first, int64_t last, int64_t terms, bool starts, int64_t part) {{
+                         int64_t first, int64_t last, int64_t terms, bool starts, int64_t part) {{
     constexpr int64_t WHOLE = PART ? LANES - 1 : LANES;
     alignas(64) float copy[{copies_b} ? TERMS * LANES * WIDTH : 1];
     if constexpr ({copies_b} && {b_n} == 1) {{
@@ -100,11 +100,11 @@ static inline void strip(const float* a, int64_t a_t, int64_t a_m, int64_t a_k, 
     constexpr int64_t step = {copies_b} ? LANES * WIDTH : {b_k};
     for (int64_t t = first; t < last; t++)
         tile<ROWS, LANES, PART>(a + (t - first) * a_t, a_m, a_k, rows, step, y + t * ROWS * {N},
-                                       terms, starts, part);
+                                terms, starts, part);
     if constexpr (REST > 0)
         if (last == TILES)
             tile<REST, LANES, PART>(a + (last - first) * a_t, a_m, a_k, rows, step, y + last * ROWS * {N},
-                                           terms, starts, part);
+                                    terms, starts, part);
 }}
 }}
 extern "C" {kernel}
@@ -199,8 +199,8 @@ def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float =
 def bmm(a: Tensor, b: Tensor) -> Tensor:
     """Return `a @ b` for batches of matrices. If torch computes the product as fast, return NotImplemented.
 
-    If `a` is a transposed view, the result is one too. The gradient of a batch of weights `[B, out, in]` is such a
-    product, which is transposed again, and then has the layout of the weights.
+    If only `a` is a transposed view, so is the result. The gradient of a batch of weights `[B, out, in]` is such a
+    product. It is transposed again, and then has the layout of the weights.
     """
     m, n = a.shape[1], b.shape[2]
     _check_dtypes(a, b)
@@ -208,9 +208,8 @@ def bmm(a: Tensor, b: Tensor) -> Tensor:
         return NotImplemented
     if min(*a.shape, n) == 0 or not has_vector_instructions():
         return NotImplemented
-    if n <= _THIN and m > _THIN and a.stride(1) == 1:
-        return torch.ops.ecrl.bmm(b.mT, a.mT).mT
-    if min(m, n) > _THIN and a.stride(1) == 1 != a.stride(2) and b.stride(2) == 1:
+    is_gradient = a.stride(2) != 1 and b.stride(2) == 1
+    if m > _THIN and a.stride(1) == 1 and (n <= _THIN or is_gradient):
         return torch.ops.ecrl.bmm(b.mT, a.mT).mT
     if b.stride(2) == 1 or m >= _MANY_ROWS:
         return torch.ops.ecrl.bmm(a, b)

@@ -187,10 +187,9 @@ def replay_add(replay: Replay, rows: TensorDict) -> Replay:
     is_first = torch.arange(length, device=device) <= room.clamp(min=0)  # the gradient flows through the first copy
 
     def write(old: Tensor, rows: Tensor) -> Tensor:
-        at = place.clamp(min=0)
         new = rows.index_select(0, number.clamp(min=0)).to(old.dtype)
-        values = torch.where(_append_axes(fits, old), new, old.index_select(0, at))
-        return old.index_put((at,), torch.where(_append_axes(is_first, old), values, values.detach()))
+        values = torch.where(_append_axes(fits, old), new, old.index_select(0, place))
+        return old.index_put((place,), torch.where(_append_axes(is_first, old), values, values.detach()))
 
     steps = _combine(write, block, new)
     final = _with_final(replay, rows["truncated"], final_obs)

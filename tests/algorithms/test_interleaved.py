@@ -693,6 +693,11 @@ def _unpacked(own, state, noise, replay):
     return state, stored(own, replay, steps, 1), steps, {}
 
 
+def _indexed(own, state, noise, replay):
+    state, steps = take_steps(own, state, (noise[0], noise[1]))
+    return state, stored(own, replay, steps, 1), steps, {}
+
+
 @pytest.mark.usefixtures("graphs")
 @pytest.mark.parametrize(
     ("turn", "message"),
@@ -700,6 +705,7 @@ def _unpacked(own, state, noise, replay):
         (_handled, None),
         (_dropped, "a turn must keep the fields of the state; it changed opt"),
         (_unpacked, "a turn may not use its noise; pass it to take_steps as it is"),
+        (_indexed, "a turn may not use its noise; pass it to take_steps as it is"),
     ],
 )
 def test_a_compiled_turn_in_python_that_does_something_unusual(turn, message):
