@@ -85,13 +85,19 @@ def critic_loss(run: Run, params: TensorDict, batch: TensorDict, target: Tensor)
     return td_loss(q, target, torch.ones_like(target), batch["mask"], delta=float("inf"))
 
 
-def is_due(count: Tensor, period: int) -> Tensor:
-    """Return True at every `period`-th gradient step. `count` numbers the gradient steps, 0-d int64.
+DELAYED = ("policy_loss", "grad_norm")
+"""The actor's logs for the field `delayed` of an algorithm with `policy_delay`."""
+
+
+def is_due(count: Tensor, period: int) -> Tensor | None:
+    """Return True at every `period`-th gradient step, or None if the period is 1 and every step is due.
+
+    `count` numbers the gradient steps, 0-d int64.
 
     >>> is_due(torch.arange(4), 2)
     tensor([False,  True, False,  True])
     """
-    return (count + 1) % period == 0
+    return None if period == 1 else (count + 1) % period == 0
 
 
 def with_targets(state: TensorDict, moves: Tensor | None = None) -> TensorDict:

@@ -126,6 +126,9 @@ class Algorithm:
             calls `phase` in Python, with the number of environment steps so far over all ranks. `iterate` reads the
             result from `run.static.phase`, and may run different code in each phase. Each phase is compiled once. Bind
             hyperparameters of the config, such as `learning_starts`, with `partial`.
+        delayed: names of the losses and gradient norms of optimiser groups that do not move in every gradient step.
+            They are NaN in an iteration in which the group does not move. The finite guard therefore ignores them, and
+            checks only the parameters of the group.
         name: name under which the algorithm is registered, for error messages.
     """
 
@@ -137,6 +140,7 @@ class Algorithm:
     gradient_steps: Callable[[Static], int] | None = field(default=None, compare=False)
     as_one: bool = False
     phase: Callable[[int], Hashable] | None = field(default=None, compare=False)
+    delayed: tuple[str, ...] = ()
     name: str = field(default="", compare=False)
 
 
@@ -386,10 +390,9 @@ def from_reset(collect: Collect) -> Collect:
 def over_steps(run: Run, logs: Logs) -> Logs:
     """Average logs `[S]` over the turns of an iteration or the gradient steps of a turn, but sum `skipped_steps`.
 
-    If `trainer.finite_guard` is "skip", the means leave out NaN, which stands for a step that was left out.
+    The means leave out NaN, which is the log of a step that was skipped or in which an optimiser group did not move.
     """
-    mean = torch.nanmean if run.static.skips_nonfinite else torch.mean
-    return {name: log.sum() if name == SKIPPED_STEPS else mean(log) for name, log in logs.items()}
+    return {name: log.sum() if name == SKIPPED_STEPS else log.nanmean() for name, log in logs.items()}
 
 
 def standardize_over_ranks(x: Tensor, mask: Tensor) -> Tensor:

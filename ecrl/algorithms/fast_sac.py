@@ -24,6 +24,7 @@ from torch import Tensor
 from ecrl import kernels as k
 from ecrl import rng
 from ecrl.algorithms.continuous_actions import (
+    DELAYED,
     NO_CARRY,
     SHARED_NUMBERS,
     ActorCriticConfig,
@@ -190,4 +191,5 @@ def fast_sac(cfg: FastSACConfig) -> Algorithm:
         gradient_steps=None,  # large batches: compiling always shortens a run
         as_one=True,
         phase=partial(phase, cfg),
+        delayed=DELAYED if cfg.policy_delay > 1 else (),
     )

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ecrl import rng
 from ecrl.algorithms.continuous_actions import (
+    DELAYED,
     NO_CARRY,
     SHARED_NUMBERS,
     ActorCriticConfig,
@@ -204,4 +205,5 @@ def fast_td3(cfg: FastTD3Config) -> Algorithm:
         gradient_steps=None,  # large batches: compiling always shortens a run
         as_one=True,
         phase=partial(phase, cfg),
+        delayed=DELAYED if cfg.policy_delay > 1 else (),
     )

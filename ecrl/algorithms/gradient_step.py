@@ -30,9 +30,12 @@ from ecrl.algorithms.optimizer import (
     unpack_opt,
 )
 from ecrl.distributed import all_mean, all_sum
+from ecrl.kernels.scan_loop import step_if
 from ecrl.policies import acting_params, fixed_params
 from ecrl.pytree import flatten, mapped, replaced
 from ecrl.types import Logs
+
+_READ = ("params", "hyper", "norm", "frozen_params")
 
 GroupLoss = Callable[..., tuple[Tensor, Logs]]
 Step = Callable[[Run, TensorDict, TensorDict, Tensor], tuple[TensorDict, Logs]]
@@ -58,43 +61,61 @@ def gradient_step(
         loss: (run, params, *args) -> 0-d loss and logs. `params` are the parameters for the policy's functions. The log
             `count` has the number of elements over which the loss is a mean, and weights the ranks.
         args: further arguments of `loss`.
-        moves: 0-d bool; if False, the parameters and the optimiser state of the group do not change.
+        moves: 0-d bool; if False, the parameters and the optimiser state of the group do not change, and the logs are
+            NaN, except for the learning rate. A compiled graph for the CPU then does not compute the loss.
 
     Returns: the state with new `params` and `opt`, and the logs of the loss with the gradient norm and the learning
         rate. If `count` is 0 on all ranks, nothing changes. If `trainer.finite_guard` is "skip", a step whose gradients
         or new parameters hold NaN or infinity changes nothing. The logs of such a step are NaN, except that
         `skipped_steps` is 1.
     """
-    params, opt, hyper = (cast(TensorDict, state[name]) for name in ("params", "opt", "hyper"))
+    params, opt = (cast(TensorDict, state[name]) for name in ("params", "opt"))
     own = params if group.paths is None else cast(TensorDict, params.select(*(path[0] for path in group.paths)))
-    own_opt, layout = opt if group.paths is None else cast(TensorDict, opt[group.name]), layout_of(own, (group,))
+    before = own, opt if group.paths is None else cast(TensorDict, opt[group.name])
+    rates = learning_rates(state, (group,))
+    body, constants = partial(_step_of_group, run, group, loss), (state.select(*_READ, strict=False), rates, *args)
+    (own, own_opt), logs = body(before, *constants) if moves is None else step_if(moves, body, before, *constants)
+    if SKIPPED_STEPS in logs:
+        logs[SKIPPED_STEPS] = logs[SKIPPED_STEPS].nan_to_num()
+    fields = {
+        "params": replaced(params, own),
+        "opt": own_opt if group.paths is None else replaced(opt, {group.name: own_opt}),
+    }
+    return replaced(state, fields), logs | rate_logs(rates, (group,), state)
+
+
+def _step_of_group(
+    run: Run,
+    group: Group,
+    loss: GroupLoss,
+    before: tuple[TensorDict, TensorDict],
+    state: TensorDict,
+    rates: dict[str, Tensor],
+    *args: Any,
+) -> tuple[tuple[TensorDict, TensorDict], Logs]:
+    """Take the step of `gradient_step`. Return the group's parameters and optimiser state, and the logs."""
+    (own, opt), hyper, layout = before, cast(TensorDict, state["hyper"]), layout_of(before[0], (group,))
 
     def loss_of(own: TensorDict) -> tuple[Tensor, Logs]:
-        return loss(run, acting_params(replaced(params, own), fixed_params(state)), *args)
+        params = replaced(cast(TensorDict, state["params"]), own)
+        return loss(run, acting_params(params, fixed_params(state)), *args)
 
     grads, (value, logs) = torch.func.grad_and_value(loss_of, has_aux=True)(own)
     count = logs.get("count", torch.ones_like(value))
     logs = {name: log for name, log in logs.items() if name != "count"}
-    before, opt_before = pack(own, layout), pack_opt(own_opt, layout)
+    old, old_opt = pack(own, layout), pack_opt(opt, layout)
     grads, norms = clip_gradients(all_mean(pack(grads, layout), weight=count), hyper, layout)
-    rates = learning_rates(state, (group,))
-    after, opt_after = optimizer_step(before, grads, opt_before, rates, hyper, layout)
+    new, new_opt = optimizer_step(old, grads, old_opt, rates, hyper, layout)
     logs |= norms
-    has_rows = all_sum(count) > 0.0
-    moves = has_rows if moves is None else moves & has_rows
+    moves = all_sum(count) > 0.0
     if run.static.skips_nonfinite:
-        finite = torch.stack([leaf.isfinite().all() for leaf in flatten((grads, norms, after))[0]]).all()
+        finite = torch.stack([leaf.isfinite().all() for leaf in flatten((grads, norms, new))[0]]).all()
         moves = moves & finite
         logs = {name: torch.where(finite, log, torch.nan) for name, log in logs.items()}
         logs |= {SKIPPED_STEPS: (~finite).to(value.dtype)}
     keep = partial(torch.where, moves)
-    after, opt_after = mapped(keep, after, before), mapped(keep, opt_after, opt_before)
-    new_opt = unpack_opt(opt_after, own_opt, layout)
-    fields = {
-        "params": replaced(params, unpack(after, layout).clone()),
-        "opt": new_opt if group.paths is None else replaced(opt, {group.name: new_opt}),
-    }
-    return replaced(state, fields), logs | rate_logs(rates, (group,), state)
+    new, new_opt = mapped(keep, new, old), mapped(keep, new_opt, old_opt)
+    return (unpack(new, layout).clone(), unpack_opt(new_opt, opt, layout)), logs
 
 
 def each_minibatch(run: Run, state: TensorDict, batch: TensorDict, number: int, step: Step) -> tuple[TensorDict, Logs]:

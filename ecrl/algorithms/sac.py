@@ -18,6 +18,7 @@ from torch import Tensor
 from ecrl import kernels as k
 from ecrl import rng
 from ecrl.algorithms.continuous_actions import (
+    DELAYED,
     NO_CARRY,
     SHARED_NUMBERS,
     ActorCriticConfig,
@@ -268,4 +269,5 @@ def sac(cfg: SACConfig) -> Algorithm:
         gradient_steps=partial(gradient_steps, cfg),
         as_one=True,
         phase=partial(phase, cfg),
+        delayed=(*DELAYED, "temperature_loss", "temperature_grad_norm") if cfg.policy_delay > 1 else (),
     )

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ecrl import rng
 from ecrl.algorithms.continuous_actions import (
+    DELAYED,
     NO_CARRY,
     SHARED_NUMBERS,
     critic_loss,
@@ -113,4 +114,5 @@ def td3(cfg: TD3Config) -> Algorithm:
         gradient_steps=partial(gradient_steps, cfg),
         as_one=True,
         phase=partial(phase, cfg),
+        delayed=DELAYED if cfg.policy_delay > 1 else (),
     )

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._higher_order_ops.scan import scan_op
 from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule
@@ -22,9 +21,9 @@ from ecrl.compile.cpu_builds import parallel_builds
 from ecrl.compile.cpu_carries import writing_carries_in_place
 from ecrl.compile.cpu_codegen import skip_redundant_codegen
 from ecrl.compile.cpu_loops import rewriting_loops
-from ecrl.compile.trace import captured, storage_of, traced
+from ecrl.compile.trace import WITH_BODIES, captured, storage_of, traced
 
-_SCAN = f"{scan_op.__module__}.{scan_op.__name__}"
+_WITH_BODIES = tuple(f"{operation.__module__}.{operation.__name__}" for operation in WITH_BODIES)
 
 _OPTIONS: dict[str, Any] = {
     "cpp_wrapper": True,  # write loops and kernel calls in C++ instead of Python
@@ -41,7 +40,7 @@ _OPTIONS: dict[str, Any] = {
     "size_asserts": False,  # skip checks of sizes, because a compiled function's key contains every shape
     "cpp.vec_isa_ok": True,  # trust the CPU's list of instruction sets, because testing each set takes seconds
     # Let inductor cache graphs with loops on disk. Inductor's cache key includes the bodies of the loops.
-    "unsafe_marked_cacheable_functions": {_SCAN: f"{torch.__version__} {sources_hash()}"},
+    "unsafe_marked_cacheable_functions": dict.fromkeys(_WITH_BODIES, f"{torch.__version__} {sources_hash()}"),
 }
 
 COMPILE_LOCK = RLock()  # only one thread may compile at a time, because all threads share inductor's settings

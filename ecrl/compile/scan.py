@@ -71,7 +71,7 @@ def _packed_scan(
     returns the final carry and the stacked outputs.
     """
     carry, xs, constants = (list(map(_in_graph, part)) for part in parts)
-    packings = _pack_small(carry), _pack_small(xs, 1), _pack_small(constants)
+    packings = pack_small(carry), pack_small(xs, 1), pack_small(constants)
     buffers = packings[0].pack(carry), packings[1].pack(xs, 1), packings[2].pack(constants)
     at, to = len(buffers[0]), len(buffers[0]) + len(buffers[1])
     y_packing: list[Packing] = []
@@ -80,15 +80,15 @@ def _packed_scan(
         groups = inputs[:at], inputs[at:to], inputs[to:]
         with protected(inputs):
             after, y = flat_body(*(p.unpack(group) for p, group in zip(packings, groups, strict=True)))
-        y_packing[:] = [_pack_small(y)]
+        y_packing[:] = [pack_small(y)]
         ys = y_packing[0].pack(y) or [inputs[0].new_zeros(())]  # the scan operator needs a stacked output
-        after = [_with_stride(leaf, old.stride()) for leaf, old in zip(packings[0].pack(after), inputs, strict=False)]
-        return _without_aliases([*after, *ys], inputs)
+        after = [with_stride(leaf, old.stride()) for leaf, old in zip(packings[0].pack(after), inputs, strict=False)]
+        return without_aliases([*after, *ys], inputs)
 
-    inputs = _without_aliases([*map(_dense, buffers[0]), *buffers[2]], ())
+    inputs = without_aliases([*map(dense, buffers[0]), *buffers[2]], ())
     out = scan_op(packed_body, inputs[:at], buffers[1], tuple(inputs[at:]))
-    _refuse_captured_variables(mode.tracer.root)
-    _share_constants(mode.tracer.root)
+    refuse_captured_variables(mode.tracer.root)
+    share_constants(mode.tracer.root)
     return packings[0].unpack(out[:at]), y_packing[0].unpack(out[at:], (length,))
 
 
@@ -176,7 +176,7 @@ class Packing(NamedTuple):
         ]
 
 
-def _pack_small(leaves: Sequence[Tensor], lead: int = 0) -> Packing:
+def pack_small(leaves: Sequence[Tensor], lead: int = 0) -> Packing:
     """Assign all small tensors of the same dtype to one buffer, and each large tensor to its own buffer.
 
     The first `lead` axes of the tensors become the first axes of the buffers.
@@ -192,7 +192,7 @@ def _pack_small(leaves: Sequence[Tensor], lead: int = 0) -> Packing:
     return Packing(positions, buffers)
 
 
-def _refuse_captured_variables(root: torch.nn.Module) -> None:
+def refuse_captured_variables(root: torch.nn.Module) -> None:
     """Raise ConfigError if the body of the most recent loop captures a tensor of the graph around the loop."""
     body = cast(GraphModule, [*root.children()][-1])
     for node in body.graph.find_nodes(op="get_attr"):
@@ -219,7 +219,7 @@ def _affects_output(node: Node) -> bool:
     return False
 
 
-def _share_constants(root: torch.nn.Module) -> None:
+def share_constants(root: torch.nn.Module) -> None:
     """Register the constants of loop bodies with the graph that contains the loops.
 
     If the traced code uses a constant in a loop and again after the loop, the tracer looks up the constant in the
@@ -236,12 +236,12 @@ def _in_graph(leaf: Tensor) -> Tensor:
     return leaf if isinstance(leaf, FakeTensor) else leaf.clone()
 
 
-def _dense(leaf: Tensor) -> Tensor:
+def dense(leaf: Tensor) -> Tensor:
     """Copy a tensor with gaps in memory to row-major order. Return a tensor without gaps unchanged."""
     return leaf if leaf.stride() == torch.empty_like(leaf, device="meta").stride() else leaf.contiguous()
 
 
-def _with_stride(leaf: Tensor, strides: tuple[int, ...]) -> Tensor:
+def with_stride(leaf: Tensor, strides: tuple[int, ...]) -> Tensor:
     """Return `leaf` with the given strides, which must describe a dense tensor. Copy `leaf` only if necessary."""
     if leaf.stride() == strides:
         return leaf
@@ -249,7 +249,7 @@ def _with_stride(leaf: Tensor, strides: tuple[int, ...]) -> Tensor:
     return leaf.permute(order).contiguous().as_strided(leaf.shape, strides)
 
 
-def _without_aliases(tensors: list[Tensor], inputs: tuple[Tensor, ...]) -> list[Tensor]:
+def without_aliases(tensors: list[Tensor], inputs: tuple[Tensor, ...]) -> list[Tensor]:
     """Copy each tensor that shares memory with an input or with an earlier tensor. Return all tensors.
 
     The copies are needed because a loop operation of a graph must not return aliases.

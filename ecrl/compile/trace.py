@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch._guards import TracingContext, tracing
+from torch._higher_order_ops.cond import cond_op
 from torch._higher_order_ops.scan import scan_op
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -24,7 +25,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import ecrl.compile.cpu_philox  # registers C++ code for Philox
-import ecrl.compile.scan  # noqa: F401  # registers the implementation of `ecrl.kernels.loop` for graphs
+import ecrl.compile.scan  # registers the implementation of `ecrl.kernels.loop` for graphs
+import ecrl.compile.step_if  # noqa: F401  # registers the implementation of `ecrl.kernels.scan_loop.step_if` for graphs
 from ecrl.compile.cpu_matmul import PRODUCTS
 from ecrl.compile.user_code import checking_writes, user_line
 from ecrl.compile.user_line import call_pure
@@ -68,6 +70,9 @@ def captured(graph: GraphModule) -> list[Tensor]:
     return [*graph.buffers(), *graph.parameters()]
 
 
+WITH_BODIES = cond_op, scan_op
+"""Operations whose arguments are graphs: a loop has a body, and a condition has two branches."""
+
 _STORE_LIMIT = 64
 """The maximum size of a tensor that `_store_numbers` stores, and the minimum number of readers per stored element."""
 _CONVERSION = "aten::_to_copy"
@@ -88,7 +93,7 @@ def _merge_duplicates(graph: GraphModule) -> None:
     therefore does not merge an operation whose result or argument shares memory with such a tensor.
     """
     nodes = graph.graph.nodes
-    separate = [n for n in nodes if n.op == "output" or n.target is scan_op or _writes(n)]
+    separate = [n for n in nodes if n.op == "output" or n.target in WITH_BODIES or _writes(n)]
     separate = {storage_of(n) for node in separate for n in (node, *node.all_input_nodes)} - {None}
     first: dict[str, Node] = {}
     for node in list(nodes):
@@ -201,36 +206,40 @@ def _layout(node: Node) -> tuple[Any, ...]:
 
 
 def _lift_constants(graph: GraphModule) -> GraphModule:
-    """Convert the constants of loop bodies to inputs of the loops, because a loop body must not have constants.
+    """Convert the constants of loop bodies and branches to inputs, because bodies and branches must not have constants.
 
-    The function also applies `_merge_duplicates` and `_store_numbers` to the graph and to each loop body, and
-    `_store_parts` to each loop body. The function returns the graph.
+    The function also applies `_merge_duplicates` and `_store_numbers` to the graph and to each body, and `_store_parts`
+    to each body. The function returns the graph.
     """
     _merge_duplicates(graph)
     _store_numbers(graph)
-    for loop in graph.graph.find_nodes(op="call_function", target=scan_op):
-        kind = cast(Node, loop.args[0]).target
-        body = _lift_constants(cast(GraphModule, getattr(graph, cast(str, kind))))
-        _store_parts(body)
-        constants: list[Any] = [*map(_skip_views, cast(tuple, loop.args[-1]))]
-        for node in body.graph.find_nodes(op="get_attr"):
-            constant = getattr(body, node.target)
-            if isinstance(constant, Tensor):
-                name = f"{kind}_constant_{len(constants)}"
-                graph.register_buffer(name, constant.clone())  # a copy, because inputs of a loop must not be aliases
-                with graph.graph.inserting_before(loop):
-                    outside = graph.graph.get_attr(name)
-                with body.graph.inserting_after([n for n in body.graph.nodes if n.op == "placeholder"][-1]):
-                    inside = body.graph.placeholder(name)
-                inside.target = inside.name  # prevent a nested loop from overwriting this constant with its own
-                node.replace_all_uses_with(inside)
-                body.graph.erase_node(node)
-                constants.append(outside)
-        loop.args = (
-            loop.args[0],
-            *[[*map(_skip_views, cast(list, part))] for part in loop.args[1:-1]],
-            tuple(constants),
-        )
-        body.recompile()
+    for node in [n for n in graph.graph.nodes if n.target in WITH_BODIES]:
+        names = [arg.target for arg in node.args if isinstance(arg, Node) and arg.op == "get_attr"]
+        bodies = [_lift_constants(cast(GraphModule, getattr(graph, name))) for name in names]
+        inputs = [*map(_skip_views, node.args[-1])]
+        for name, body in zip(names, bodies, strict=True):
+            _store_parts(body)
+            for read in body.graph.find_nodes(op="get_attr"):
+                constant = getattr(body, read.target)
+                if isinstance(constant, Tensor):
+                    lifted = f"{name}_constant_{len(inputs)}"
+                    graph.register_buffer(lifted, constant.clone())  # a copy, because inputs must not be aliases
+                    with graph.graph.inserting_before(node):
+                        inputs.append(graph.graph.get_attr(lifted))
+                    inside = {other: _add_input(other, lifted) for other in bodies}
+                    read.replace_all_uses_with(inside[body])
+                    body.graph.erase_node(read)
+        lists = [[*map(_skip_views, arg)] if isinstance(arg, list) else arg for arg in node.args[:-1]]
+        node.args = (*lists, tuple(inputs))
+        for body in bodies:
+            body.recompile()
     graph.recompile()
     return graph
+
+
+def _add_input(body: GraphModule, name: str) -> Node:
+    """Add an input to a loop body or a branch, after its other inputs."""
+    with body.graph.inserting_after(body.graph.find_nodes(op="placeholder")[-1]):
+        inside = body.graph.placeholder(name)
+    inside.target = inside.name  # prevent a nested loop from overwriting this constant with its own
+    return inside

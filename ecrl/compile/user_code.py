@@ -38,6 +38,8 @@ class _WriteCheck:
             self._protected.pop()
 
     def __call__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if not hasattr(func, "_schema"):  # a loop or a condition, whose operations were checked in its trace
+            return self._dispatch(func, types, args, kwargs)
         if self._protected and func._schema.is_mutable and func.namespace != "prims":  # prims declare views as writes
             for tensor in _tensors_written(func._schema, args, kwargs):
                 self._check(tensor, func)

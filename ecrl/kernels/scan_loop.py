@@ -4,6 +4,7 @@ The argument `scan` of `collect_rollout` selects the loop.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -116,6 +117,49 @@ def loop(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: 
     tensor(1.4142)
     """
     return _LOOP[0](body, carry, xs, *constants)
+
+
+def step_or_keep(due: Tensor, body: Callable[..., tuple[Any, Any]], carry: Any, *constants: Any) -> tuple[Any, Any]:
+    """Run `body` and keep its results only where `due` is True.
+
+        carry, y = body(carry, *constants)    if due
+        carry, y = carry, NaN                 otherwise
+
+    Args:
+        due: 0-d bool.
+        body: a pure function that reads only its arguments.
+        carry: tensors or TensorDicts, optionally nested in tuples, lists and dicts. `body` must preserve all shapes and
+            dtypes.
+        constants: further arguments of `body`.
+
+    Returns: the new carry and `y`, whose tensors are floats.
+    Gradient: flows through `body` if `due` is True, and from the old carry to the new one otherwise.
+    Raises: ValueError if `body` changes the structure of the carry, or the shape or dtype of a tensor in the carry.
+
+    >>> step_or_keep(torch.tensor(False), lambda x: (x + 1.0, x), torch.tensor(3.0))
+    (tensor(3.), tensor(nan))
+    """
+    after, y = body(carry, *constants)
+    check_carry(flatten(carry), flatten(after))
+    keep = partial(torch.where, due)
+    return mapped(keep, after, carry), mapped(lambda leaf: torch.where(due, leaf, torch.nan), y)
+
+
+_STEP_IF: list[Callable[..., tuple[Any, Any]]] = [step_or_keep]
+
+
+def use_step_if(fn: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
+    """Make `step_if` call the decorated function instead of `step_or_keep`, as `ecrl.compile` does."""
+    _STEP_IF[:] = [fn]
+    return fn
+
+
+def step_if(due: Tensor, body: Callable[..., tuple[Any, Any]], carry: Any, *constants: Any) -> tuple[Any, Any]:
+    """Run `body` if `due` is True. A compiled graph for the CPU then skips the arithmetic of `body` otherwise.
+
+    See `step_or_keep` for the arguments and results, which eager code, vmap and CUDA graphs call.
+    """
+    return _STEP_IF[0](due, body, carry, *constants)
 
 
 def length_of(leaves: list[Tensor]) -> int:

@@ -293,7 +293,8 @@ def _iteration(
     state = replaced(state, {"norm": norm, "update_step": state["update_step"] + 1})
     nonfinite = None
     if guard != "off":
-        nonfinite = flags(steps.select(*FIELDS, "mask", strict=False), train_logs, cast(TensorDict, state["params"]))
+        every_step = {name: log for name, log in train_logs.items() if name not in run.algorithm.delayed}
+        nonfinite = flags(steps.select(*FIELDS, "mask", strict=False), every_step, cast(TensorDict, state["params"]))
         if stops_here and nonfinite[1].any():
             raise nonfinite_error(run, merge(start, borrowed.fields), nonfinite, Collected(state, batch, train_logs))
     if guard == "skip" and nonfinite is not None:

@@ -280,7 +280,7 @@ def _searching_scan(run: Run, findings: list[Finding]) -> Callable[..., Any]:
                 place, logs, after, norms, is_bad = _gradient_step(objective, number, length, carry, y)
                 searched = logs | after
             else:
-                logs = _logs_of(y)
+                logs = {name: log for name, log in _logs_of(y).items() if name not in run.algorithm.delayed}
                 place = {"turn": number} if is_interleaved and not around else {"loop_step": number}
                 if number == 0:
                     last = _learned_in(before, bool(logs))
@@ -317,13 +317,14 @@ def _in_results(run: Run, start: TensorDict, collected: Collected) -> FirstNonfi
     """
     state, batch, logs = collected
     first = first_in_steps(run, start, cast(TensorDict, batch["steps"])) if "steps" in batch else None
-    return _at_the_end(state, logs) if first is None else first
+    return _at_the_end(run, state, logs) if first is None else first
 
 
-def _at_the_end(state: TensorDict, logs: Logs) -> FirstNonfinite | None:
+def _at_the_end(run: Run, state: TensorDict, logs: Logs) -> FirstNonfinite | None:
     """Return the first loss, gradient norm or parameter that is not finite after an iteration, or None."""
     after = {f"params.{name}": x for name, x in _named(state["params"]).items()}
-    numbers = _losses_of(_logs_of(dict(logs))) | after
+    losses = _losses_of(_logs_of(dict(logs)))
+    numbers = {name: x for name, x in losses.items() if name not in run.algorithm.delayed} | after
     end = _first_of(numbers, {})
     if end is None:
         return None
@@ -363,7 +364,7 @@ def search(run: Run, start: TensorDict, in_steps: bool, collected: Collected | N
         state, writes, logs = iterate(searching, own, borrowed)
         batch = cast(TensorDict, writes.get("batch", TensorDict({}, [])))
         first = first_in_steps(run, start, cast(TensorDict, batch["steps"])) if "steps" in batch else None
-    end = None if findings else _at_the_end(state, logs)
+    end = None if findings else _at_the_end(run, state, logs)
     if end is not None:
         findings.append(Finding(*end))
     if not findings:

@@ -21,7 +21,10 @@ SGD = {"algorithm.cfg.learning_rate": None, "algorithm.cfg.optimizer": {"name": 
 
 
 def by_hand(state, batch, noise, moves):
-    """One gradient step in float64 with plain modules. Return the networks, the targets and the logs."""
+    """One gradient step in float64 with plain modules. Return the networks, the targets and the logs.
+
+    The log of the actor is NaN in a step without the actor.
+    """
     nets, targets = Nets(state["params"]), Nets(state["target_params"])
     rows, x = batch["mask"], batch.apply(lambda t: t.double() if t.is_floating_point() else t)
     action = (torch.tanh(targets.actor(x["next_obs"])) + noise).clamp(-1.0, 1.0)
@@ -34,6 +37,7 @@ def by_hand(state, batch, noise, moves):
     if moves:
         descend(policy_loss, [nets.actor], 0.05)
         follow(targets, nets, 0.1)
+    policy_loss = policy_loss if moves else torch.tensor(torch.nan)
     return nets, targets, {"q_loss": q_loss, "td_error": errors.abs().mean(), "policy_loss": policy_loss}
 
 
