@@ -65,6 +65,7 @@ class Static(NamedTuple):
         row_steps: number of steps in each row of a minibatch. For a policy of unit "step", this number is 1. For unit
             "sequence", the number is the algorithm's `segment_length`, or `buffer_size` by default.
         phase: phase of the iteration (`Algorithm.phase`), or None if the algorithm has no phases.
+        turns: number of turns per iteration in the run of a turn (see `interleaved`), otherwise 1.
     """
 
     num_envs: int
@@ -73,6 +74,7 @@ class Static(NamedTuple):
     skips_nonfinite: bool = False
     row_steps: int = 1
     phase: Hashable = None
+    turns: int = 1
 
 
 class Run(NamedTuple):

@@ -72,7 +72,7 @@ def gradient_step(
     params, opt = (cast(TensorDict, state[name]) for name in ("params", "opt"))
     own = params if group.paths is None else cast(TensorDict, params.select(*(path[0] for path in group.paths)))
     before = own, opt if group.paths is None else cast(TensorDict, opt[group.name])
-    rates = learning_rates(state, (group,))
+    rates = learning_rates(state, (group,), run.static.turns)
     body, constants = partial(_step_of_group, run, group, loss), (state.select(*_READ, strict=False), rates, *args)
     (own, own_opt), logs = body(before, *constants) if moves is None else step_if(moves, body, before, *constants)
     if SKIPPED_STEPS in logs:

@@ -19,7 +19,8 @@ A turn does not depend on the length of an iteration. The turn's `run` and `stat
 turn. In `run.static`, `buffer_size` is the number of steps per turn. In the state, `sample_step`, `update_step`,
 `iterations` and the cursor of the buffer count each turn as an iteration. New steps are in the buffer as soon as a turn
 adds them, and the steps that they replace are gone. Thus `trainer.buffer_size` does not change the result of learning,
-with two exceptions. The phase is chosen once per iteration, and the finite guard skips whole iterations.
+with three exceptions. The phase is chosen once per iteration, the finite guard skips whole iterations, and the lengths
+of learning-rate schedules are in iterations.
 
 If the buffer has a sum tree, a turn finds it in the state, in the field `tree` of `replay`, and may change it (see
 `ecrl.algorithms.prioritized`). The loop stores the new tree with the new steps.
@@ -91,20 +92,20 @@ class Interleaved:
     ) -> tuple[TensorDict, TensorDict, dict[str, Tensor]]:
         """Run the turns of one iteration as one loop, without copying the ring."""
         ring, tree = _ring(run, state, borrowed)
-        turns = run.static.buffer_size // self.steps
         fixed = replaced(state.select(*_FIXED, strict=False), borrowed.select("frozen_params", strict=False))
         moving, start = cast(TensorDict, state.exclude(*_FIXED)), cast(Tensor, state["replay", "cursor"])
         moving = replaced(moving, {"replay": replaced(cast(TensorDict, moving["replay"]), tree)})
+        own = run._replace(static=_static_of_turn(run.static, self.steps))
+        turns = own.static.turns
         number = torch.arange(turns, device=start.device)
         noise = mapped(
             lambda x: x.unflatten(0, (turns, self.steps)),
             _noise(run, state),
             batch=lambda size: (turns, self.steps, *size[1:]),
         )
-        runs = run, run._replace(static=_static_of_turn(run.static, self.steps))
-        body: Any = partial(_turn, self.turn, *runs)
+        body: Any = partial(_turn, self.turn, run, own)
         if run.algorithm.as_one and run.jit is not partial and not in_graph():  # `partial` is the `jit` of eager runs
-            body = partial(_turn_in_python, body, runs[1], _stepping(runs[1]), run.jit(_rest_of_turn, self.turn, *runs))
+            body = partial(_turn_in_python, body, own, _stepping(own), run.jit(_rest_of_turn, self.turn, run, own))
         executed = torch.zeros_like(start) if "decision_step" in state else None
         empty = replay_start(ring, start, steps=run.static.buffer_size)
         carry = (moving, empty.block, executed)
@@ -182,8 +183,8 @@ def interleaved(turn: Turn, steps: int = 1) -> Interleaved:
 
 
 def _static_of_turn(static: Static, steps: int) -> Static:
-    """Return the static settings of a run whose iterations have one turn."""
-    return static._replace(buffer_size=steps, row_steps=min(steps, static.row_steps))
+    """Return the static settings of a run whose iterations have one turn, except for the number of turns."""
+    return static._replace(buffer_size=steps, row_steps=min(steps, static.row_steps), turns=static.buffer_size // steps)
 
 
 def _turn(
@@ -203,7 +204,7 @@ def _turn(
     far.
     """
     (moving, block, executed), (number, noise) = carry, x
-    static, turns = own.static, run.static.buffer_size // own.static.buffer_size
+    static, turns = own.static, own.static.turns
     taken = number * (static.buffer_size * static.num_envs * static.world_size)
     counters = {
         "sample_step": fixed["sample_step"] + (taken if executed is None else executed),

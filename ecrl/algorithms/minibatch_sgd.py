@@ -365,7 +365,7 @@ def minibatch_sgd(
     length = prod(rows["mask"].shape[1:]) if "mask" in rows else 1
     sizes, layout = sizes_of(sgd, len(rows), length), layout_of(params, sgd.groups)
     of = Objective(run, loss, tuple(whole.items()), distance, limit, layout, sgd.n_epochs)
-    rates = learning_rates(state, sgd.groups)
+    rates = learning_rates(state, sgd.groups, run.static.turns)
     key = cast(Tensor, state["key"])
     never = torch.zeros((), dtype=torch.bool, device=key.device)
     start = pack(params, layout), pack_opt(opt, layout), rates, never

@@ -345,10 +345,11 @@ def optimizer_step(
     return new_params, new_opts
 
 
-def learning_rates(state: TensorDict, groups: tuple[Group, ...]) -> dict[str, Tensor]:
-    """Return the 0-d learning rate of each group at the start of an iteration.
+def learning_rates(state: TensorDict, groups: tuple[Group, ...], turns: int = 1) -> dict[str, Tensor]:
+    """Return the 0-d learning rate of each group at the start of an iteration, or of one of its `turns` turns.
 
-    A schedule reads the state's `update_step`. A schedule without a length of its own also reads `iterations`.
+    A schedule reads the state's `update_step`. A schedule without a length of its own also reads `iterations`. Both
+    fields count turns (see `interleaved`).
     """
     hyper, rates = cast(TensorDict, state["hyper"]), {}
     for group in groups:
@@ -358,7 +359,7 @@ def learning_rates(state: TensorDict, groups: tuple[Group, ...]) -> dict[str, Te
             rate = number(hyper, group, "learning_rate")
             if group.schedule is not None:
                 numbers = number(hyper, group, "schedule")
-                rate = scheduled_rate(group.schedule, rate, numbers, state["update_step"], state["iterations"])
+                rate = scheduled_rate(group.schedule, rate, numbers, state["update_step"], state["iterations"], turns)
             rates[group.name] = rate
     return rates
 

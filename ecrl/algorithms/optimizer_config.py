@@ -93,7 +93,8 @@ class OptimizerConfig(_Named):
 class SchedulerConfig(_Named):
     """Name and hyperparameters of a learning-rate schedule.
 
-    A schedule changes the rate once per iteration, or once per gradient step if adaptive.
+    A schedule changes the rate once per iteration, or once per gradient step if adaptive. If the algorithm has a replay
+    buffer, a schedule changes the rate every `train_freq` steps, and its lengths are still in iterations.
     """
 
     name: Literal["linear", "cosine", "step", "exponential", "adaptive"] = Field(

@@ -32,28 +32,32 @@ def schedule_numbers(cfg: SchedulerConfig | None, device: torch.device) -> Tenso
     return TensorDict(tensors, [])
 
 
-def scheduled_rate(schedule: str, base: Tensor, numbers: TensorDict, step: Tensor, iterations: Tensor) -> Tensor:
-    """Return the 0-d learning rate in iteration `step` of `iterations`, in the dtype of `base`.
+def scheduled_rate(
+    schedule: str, base: Tensor, numbers: TensorDict, step: Tensor, iterations: Tensor, turns: int = 1
+) -> Tensor:
+    """Return the 0-d learning rate in turn `step` of `iterations`, in the dtype of `base`.
 
     Args:
         schedule: linear, cosine, step or exponential.
         base: learning rate before the schedule.
-        numbers: schedule parameters from `schedule_numbers`.
-        step: number of completed iterations, int64.
-        iterations: length of the schedule if `numbers` has no length, int64.
+        numbers: schedule parameters from `schedule_numbers`. Their lengths are in iterations.
+        step: number of completed turns, int64.
+        iterations: length of the schedule in turns if `numbers` has no length, int64.
+        turns: number of turns per iteration. If an algorithm has no turns, an iteration is one turn.
     """
     match schedule:
         case "linear":
-            start, end, horizon = numbers["start_factor"], numbers["end_factor"], numbers.get("total_iters", iterations)
+            start, end = numbers["start_factor"], numbers["end_factor"]
+            horizon = numbers["total_iters"] * turns if "total_iters" in numbers else iterations
             rate = base * optim.linear_schedule(step, start=start, end=end, horizon=horizon)
         case "cosine":
-            lowest, horizon = numbers["eta_min"], numbers.get("T_max", iterations)
+            lowest, horizon = numbers["eta_min"], numbers["T_max"] * turns if "T_max" in numbers else iterations
             factor = optim.cosine_schedule(step, end=0.0, horizon=horizon)
             rate = (base - lowest.to(base.dtype)) * factor + lowest
         case "step":
-            rate = base * optim.step_schedule(step, every=numbers["step_size"], gamma=numbers["gamma"])
+            rate = base * optim.step_schedule(step, every=numbers["step_size"] * turns, gamma=numbers["gamma"])
         case "exponential":
-            rate = base * optim.exponential_schedule(step, gamma=numbers["gamma"])
+            rate = base * optim.exponential_schedule(step.to(torch.float64) / turns, gamma=numbers["gamma"])
         case _:
             raise ValueError(f"lr_scheduler {schedule!r} does not set a rate per iteration")
     return rate.to(base.dtype)

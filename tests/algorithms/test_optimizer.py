@@ -74,12 +74,12 @@ def test_an_adaptive_rate_is_part_of_the_state():
     assert set(state["hyper"]["adaptive"].keys()) == {"desired_kl", "factor", "min_rate", "max_rate"}
 
 
-def rates(cfg: dict | None, base: float, iterations: int, steps: int) -> list[float]:
+def rates(cfg: dict | None, base: float, iterations: int, steps: int, turns: int = 1) -> list[float]:
     full = learning(lr_scheduler=cfg)
     groups, state = groups_of(full), TensorDict(made(full), [])
     state["hyper", "learning_rate"] = torch.tensor(base)
     state["iterations"] = torch.tensor(iterations)
-    out = [learning_rates(state.set("update_step", torch.tensor(t)), groups)["all"] for t in range(steps)]
+    out = [learning_rates(state.set("update_step", torch.tensor(t)), groups, turns)["all"] for t in range(steps)]
     assert all(rate.dtype == torch.float32 and rate.ndim == 0 for rate in out)
     return [float(rate) for rate in out]
 
@@ -101,6 +101,20 @@ def rates(cfg: dict | None, base: float, iterations: int, steps: int) -> list[fl
 )
 def test_schedules_by_hand(cfg, expected):
     close(torch.tensor(rates(cfg, 0.8, 4, 6)), expected, tol=1e-6)
+
+
+TURNS = [
+    ({"name": "linear"}, [0.8, 0.6, 0.4, 0.2, 0.0]),  # over the 4 turns of the run
+    ({"name": "linear", "kwargs": {"total_iters": 1}}, [0.8, 0.4, 0.0, 0.0, 0.0]),
+    ({"name": "cosine", "kwargs": {"eta_min": 0.2, "T_max": 1}}, [0.8, 0.5, 0.2, 0.2, 0.2]),
+    ({"name": "step", "kwargs": {"step_size": 1, "gamma": 0.5}}, [0.8, 0.8, 0.4, 0.4, 0.2]),
+    ({"name": "exponential", "kwargs": {"gamma": 0.25}}, [0.8, 0.4, 0.2, 0.1, 0.05]),
+]
+
+
+@pytest.mark.parametrize(("cfg", "expected"), TURNS, ids=lambda x: x.get("name") if isinstance(x, dict) else "")
+def test_lengths_are_in_iterations_of_two_turns(cfg, expected):
+    close(torch.tensor(rates(cfg, 0.8, 4, 5, turns=2)), expected, tol=1e-6)
 
 
 def test_a_rate_that_was_set_to_zero_stays_zero_under_every_schedule():
