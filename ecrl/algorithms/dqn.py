@@ -19,7 +19,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl import rng
-from ecrl.algorithms.core import LEARNER_KINDS, Algorithm, Run, learn
+from ecrl.algorithms.core import LEARNER_KINDS, Algorithm, Run, counted_after, learn
 from ecrl.algorithms.gradient_step import each_minibatch, gradient_step
 from ecrl.algorithms.interleaved import REPLAY_KINDS, interleaved, new_replay, store, take_steps
 from ecrl.algorithms.optimizer import Group, groups_of, learning_state
@@ -196,18 +196,21 @@ def step(run: Run, state: TensorDict, minibatch: TensorDict, count: Tensor) -> t
 
 
 def update(run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:
-    """Take the gradient steps of a turn. Every `target_update_freq` environment steps, update the target network.
+    """Take the gradient steps of a turn."""
+    return each_minibatch(run, state, batch, run.algorithm.choices.sampling.gradient_steps, step)
+
+
+def with_target(run: Run, state: TensorDict, steps: TensorDict) -> TensorDict:
+    """Update the target network every `target_update_freq` environment steps. `steps` are the steps of the turn.
 
     target_params = tau * params + (1 - tau) * target_params
     """
-    choices = run.algorithm.choices
-    state, logs = each_minibatch(run, state, batch, choices.sampling.gradient_steps, step)
-    before, period = state["sample_step"], choices.target_update_freq
-    after = before + run.static.buffer_size * run.static.num_envs * run.static.world_size
+    before, period = state["sample_step"], run.algorithm.choices.target_update_freq
+    after = counted_after(run, state, steps.get("executed", None))["sample_step"]
     is_due = before // period != after // period
     old, hyper = cast(TensorDict, state["target_params"]), cast(TensorDict, state["hyper"])
     new = soft_update(cast(TensorDict, state["params"]), old, tau=hyper["tau"])
-    return replaced(state, {"target_params": mapped(partial(torch.where, is_due), new, old)}), logs
+    return replaced(state, {"target_params": mapped(partial(torch.where, is_due), new, old)})
 
 
 def turn(run: Run, state: TensorDict, noise: Any, replay: Replay) -> tuple[TensorDict, Replay, TensorDict, Logs]:
@@ -220,6 +223,7 @@ def turn(run: Run, state: TensorDict, noise: Any, replay: Replay) -> tuple[Tenso
         return state, replay, steps, logs
     batch = (sample_by_priority if prioritized else sample)(run, state, replay, sampling)
     state, learnt = learn(update, run, state, batch)
+    state = with_target(run, state, steps)
     state = set_priorities(state, batch, learnt.pop("row_error")) if prioritized else state
     return state, replay, steps, logs | learnt
 

@@ -122,6 +122,20 @@ class Interleaved:
         """Take the steps of an iteration without learning, with the parameters and the exploration of `state`."""
         return collect_exploring(run, state)
 
+    def with_executed(self, state: TensorDict) -> TensorDict:
+        """Return the state with the field `executed` in the steps of its replay buffer.
+
+        The loop calls this function for a new state if an action of the environment takes several steps.
+        """
+        if ("replay", "steps") not in state.keys(True) or ("replay", "steps", "executed") in state.keys(True):
+            return state
+        replay = cast(TensorDict, state["replay"])
+        steps = cast(TensorDict, replay["steps"])
+        device = cast(Tensor, replay["cursor"]).device
+        check_room(8 * steps.numel(), device, f"the field executed of the replay buffer: {steps.numel():,} steps")
+        executed = torch.zeros(steps.shape, dtype=torch.int64, device=device)
+        return replaced(state, {"replay": replaced(replay, {"steps": replaced(steps, {"executed": executed})})})
+
     def after_gap(self, state: TensorDict) -> TensorDict:
         """Return the state if the next step in the buffer will not follow the newest one (see `replay_cut`).
 
@@ -428,10 +442,11 @@ def new_replay(run: Run, capacity: int, device: torch.device, **fields: Any) -> 
             R = capacity // num_envs steps of each environment.
         device: device of the buffer.
         fields: further fields of a step, such as `sample_log_prob`. Pass a tensor or a TensorDict `[N, ...]`, whose
-            values are not used. `store` adds the fields of the same names.
+            values are not used. `store` adds the fields of the same names. The loop adds `executed` if an action of the
+            environment takes several steps.
 
-    Returns: TensorDict with the ring of `ecrl.kernels.replay_init`, and the counts `cursor` and `written` of the steps
-        of each environment so far, 0-d int64.
+    Returns: TensorDict with the ring of `ecrl.kernels.replay_init`, and two counts of steps of each environment, 0-d
+        int64: `cursor`, the steps that were added to the buffer, and `written` (see `ecrl.loop.buffers`).
     Raises: ConfigError if the buffer is shorter than an iteration, or does not fit in memory.
     """
     check_replay(run, capacity)

@@ -8,10 +8,11 @@ the iteration. A failed iteration therefore leaves the buffers unchanged.
     writes[buffer][part] = tensor                                        the loop sets buffer[part] = tensor
 
 A buffer is a field of the state, and its parts are preallocated tensors or TensorDicts. Each buffer has two counts,
-which are 0-d int64 tensors. An iteration increases the count `cursor`, which has kind counter, so each state has a
-cursor of its own. The count `written` has kind buffer, so all states that borrow the buffer share it. When the loop
-writes to the buffer, it sets `written` to the new cursor. If the two counts of a state differ, a later iteration has
-changed the buffer, and the state is out of date.
+which are 0-d int64 tensors. An iteration increases the count `cursor` by the number of new entries. The count `cursor`
+has kind counter, so each state has a cursor of its own. The count `written` has kind buffer, so all states that borrow
+the buffer share it. After each iteration, also after one that the finite guard skips, the loop sets `written` to the
+number of actions that each environment has taken (`steps_taken`). If `written` differs from the number of actions of a
+state, a later iteration has changed the buffer, and the state is out of date.
 """
 
 from typing import Any, cast
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ecrl.algorithms import Interleaved, Run
+from ecrl.algorithms.core import steps_taken
 from ecrl.algorithms.state_kinds import BORROWED, Kind, Kinds, kind_of, leaf_kinds, split
 from ecrl.errors import ConfigError, UserError
 from ecrl.pytree import flatten, replaced, unflatten
@@ -132,36 +134,42 @@ def without_buffers(state: TensorDict, kinds: Kinds) -> TensorDict:
     return cast(TensorDict, state.exclude(*buffer_names(kinds)))
 
 
-def overwritten_buffers(state: TensorDict, kinds: Kinds) -> list[str]:
+def overwritten_buffers(run: Run, state: TensorDict) -> list[str]:
     """Return the names of the buffers in `state` that are out of date.
 
     A buffer is out of date if it was overwritten by an iteration after the one that returned `state`.
     """
-    names = buffer_names(kinds)
-    return [n for n in names if n in state and int(state[n, "cursor"]) != int(state[n, "written"])]
+    names = [name for name in buffer_names(kinds_of(run)) if name in state]
+    taken = int(steps_taken(run, state)) if names else 0
+    return [name for name in names if int(state[name, "written"]) != taken]
 
 
-def check_current(state: TensorDict, kinds: Kinds) -> None:
+def check_current(run: Run, state: TensorDict) -> None:
     """Raise UserError if a buffer in `state` was overwritten by an iteration after the one that returned `state`."""
-    for name in overwritten_buffers(state, kinds):
+    for name in overwritten_buffers(run, state):
         raise UserError(
             f"state: the buffer {name} was overwritten by a later iteration; use a yielded state before the next "
             "iteration, or keep state.clone()"
         )
 
 
-def commit(borrowed: TensorDict, writes: TensorDict, after: TensorDict) -> None:
-    """Write the new entries of an iteration into the buffers, in place. No other function writes to a state.
+def mark_written(run: Run, borrowed: TensorDict, after: TensorDict) -> None:
+    """Set the counts `written` of the buffers in `borrowed`, in place, so that `after` is the only current state.
 
-    The function sets the count `written` first, so after an interrupted write every older state is out of date.
+    Call this function before a write to the buffers. After an interrupted write, every older state is then out of date.
+    """
+    for name in buffer_names(kinds_of(run)):
+        if name in borrowed:
+            borrowed[name, "written"].copy_(steps_taken(run, after))
+
+
+def commit(borrowed: TensorDict, writes: TensorDict) -> None:
+    """Write the new entries of an iteration into the buffers, in place, after `mark_written`.
 
     Args:
         borrowed: the borrowed leaves, which contain the buffers.
         writes: the new entries, as in the module docstring.
-        after: the state after the iteration, with the new cursors.
     """
-    for name in writes.keys():  # noqa: SIM118
-        borrowed[name, "written"].copy_(after[name, "cursor"])
     for name, parts in cast(Any, writes.items()):
         for part, write in parts.items():
             if isinstance(write, Tensor):
@@ -171,10 +179,10 @@ def commit(borrowed: TensorDict, writes: TensorDict, after: TensorDict) -> None:
                 old.index_copy_(0, write["index"], rows)
 
 
-def committed(borrowed: TensorDict, writes: TensorDict, after: TensorDict, skipped: Tensor) -> TensorDict:
+def committed(run: Run, borrowed: TensorDict, writes: TensorDict, after: TensorDict, skipped: Tensor) -> TensorDict:
     """Write the new entries of an iteration into copies of the buffers, and return the copies.
 
-    If `skipped`, a 0-d bool tensor, is True, the copies equal the buffers.
+    If `skipped`, a 0-d bool tensor, is True, the copies equal the buffers, except for the counts `written`.
     """
 
     def chosen(old: Tensor, new: Tensor) -> Tensor:
@@ -184,10 +192,9 @@ def committed(borrowed: TensorDict, writes: TensorDict, after: TensorDict, skipp
         return old.index_copy(0, index, chosen(old[index], rows))
 
     copies = borrowed.copy()
-    for name, parts in cast(Any, writes.items()):
-        written = torch.where(skipped, borrowed[name, "written"], after[name, "cursor"])
-        fields: dict[str, Any] = {"written": written}
-        for part, one in parts.items():
+    for name in buffer_names(kinds_of(run)):
+        fields: dict[str, Any] = {"written": steps_taken(run, after)}
+        for part, one in cast(Any, writes.get(name, TensorDict({}, [])).items()):
             if isinstance(one, Tensor):
                 fields[part] = chosen(borrowed[name, part], one)
                 continue

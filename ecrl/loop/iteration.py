@@ -34,12 +34,12 @@ from ecrl.kernels import episode_init, restarted
 from ecrl.loop.buffers import (
     ZerosWithoutMemory,
     borrowed_leaves,
-    buffer_names,
     check_current,
     check_kinds,
     commit,
     committed,
     kinds_of,
+    mark_written,
     overwrite,
     take_over,
     with_gap,
@@ -91,14 +91,19 @@ def first_state(run: Run, cfg: Config, key: Tensor | None = None) -> TensorDict:
     check_envs(cfg, run.env, cfg.trainer.num_envs, "trainer.num_envs")
     key = (rng.key(cfg.trainer.seed) if key is None else key).to(device_of(cfg))
     state = _state_without_env(run, cfg, key)  # must precede opening environments, as `init` may reject the config
-    return _with_envs(state, _first_envs(run, cfg, key)).lock_()
+    return _with_envs(run, state, _first_envs(run, cfg, key)).lock_()
 
 
-def _with_envs(state: TensorDict, env: TensorDict) -> TensorDict:
-    """Add the environments' states to an initial state. If actions may take several steps, also add `decision_step`."""
+def _with_envs(run: Run, state: TensorDict, env: TensorDict) -> TensorDict:
+    """Return an initial state with the environments' states.
+
+    If actions may take several steps, the result also counts actions, and its replay buffer stores `executed`.
+    """
     if "executed" in env:
-        state.set("decision_step", torch.zeros_like(state["sample_step"]))
-    return state.set("env", env)
+        state = replaced(state, {"decision_step": torch.zeros_like(state["sample_step"])})
+        iterate = run.algorithm.iterate
+        state = iterate.with_executed(state) if isinstance(iterate, Interleaved) else state
+    return replaced(state, {"env": env})
 
 
 def _first_envs(run: Run, cfg: Config, key: Tensor) -> TensorDict:
@@ -144,9 +149,9 @@ def expected_state(run: Run, cfg: Config, state: TensorDict) -> TensorDict:
     if not run.env.is_pure and "token" not in state["env"]:
         raise ConfigError(f"state: it has no environments of {cfg.env.name}; use the config of its run")
     key = rng.key(cfg.trainer.seed, device_of(cfg))
+    env = _first_envs(run, cfg, key) if run.env.is_pure else cast(TensorDict, state["env"])
     with ZerosWithoutMemory():
-        expected = _state_without_env(run, cfg, key)
-    return _with_envs(expected, _first_envs(run, cfg, key) if run.env.is_pure else state["env"]).lock_()
+        return _with_envs(run, _state_without_env(run, cfg, key), env).lock_()
 
 
 def with_iterations_of(cfg: Config, state: TensorDict) -> TensorDict:
@@ -157,10 +162,12 @@ def with_iterations_of(cfg: Config, state: TensorDict) -> TensorDict:
     return replaced(state, {"iterations": torch.full_like(state["iterations"], cfg.trainer.iterations)})
 
 
-def empty_buffers(run: Run, cfg: Config) -> TensorDict:
-    """Create the empty buffers of a run's initial state."""
-    state = _state_without_env(run, cfg, rng.key(cfg.trainer.seed, device_of(cfg)))
-    return cast(TensorDict, state.select(*buffer_names(kinds_of(run))))
+def with_empty_buffers(run: Run, cfg: Config, state: TensorDict, names: list[str]) -> TensorDict:
+    """Add the named buffers, which are empty, to a state that lacks them."""
+    new = _state_without_env(run, cfg, rng.key(cfg.trainer.seed, device_of(cfg)))
+    buffers = cast(TensorDict, _with_envs(run, new, cast(TensorDict, state["env"])).select(*names))
+    mark_written(run, buffers, state)
+    return replaced(state, buffers)
 
 
 def reopened(run: Run, state: TensorDict) -> TensorDict:
@@ -197,7 +204,7 @@ def check_state(run: Run, state: TensorDict, cfg: Config) -> None:
 
     An iteration reads hyperparameters from `state["hyper"]`, so you can change hyperparameters during a run.
     """
-    check_current(state, kinds_of(run))
+    check_current(run, state)
     new = expected_state(run, cfg, state)
     if state["key"].device != new["key"].device:  # `device_of(cfg)` may lack the device index
         raise ConfigError(f"state: is on {state['key'].device}, the config sets {device_of(cfg)}; use state.to(...)")
@@ -381,14 +388,14 @@ def make_iteration(cfg: Config, watch: Watch = unwatched) -> Iteration:
     def iteration(state: TensorDict) -> tuple[TensorDict, dict[str, Logs]]:
         own, borrowed = borrowed_leaves(state, kinds)
         if not vmapped():
-            check_current(state, kinds)
+            check_current(run, state)
         iterate = bound(None if run.algorithm.phase is None else phase_of(run, host_values(own["sample_step"])))
         own = with_iterations_of(cfg, own)
         own, writes, logs, nonfinite = iterate(own, Borrowed(borrowed))
         if borrowed.is_empty():
             return own, logs
         skipped = torch.zeros_like(own["key"], dtype=torch.bool) if nonfinite is None else nonfinite[1].any()
-        after = merge(own, committed(borrowed, writes, own, skipped))
+        after = merge(own, committed(run, borrowed, writes, own, skipped))
         if guard == "skip":
             cut = with_gap(run, after)
             after = mapped(lambda x, y: torch.where(skipped, x, y) if x is not y else x, cut, after)
@@ -459,8 +466,9 @@ def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
         with interruptible():
             leaves, state, writes, logs, nonfinite = bound(phase)(leaves, Borrowed(borrowed))
             skipped = _is_skipped(with_phase(run, phase), guard, nonfinite, before)
+        mark_written(run, borrowed, state)
         if not skipped:
-            commit(borrowed, writes, state)
+            commit(borrowed, writes)
         elif not borrowed.is_empty():
             overwrite(borrowed, borrowed_leaves(with_gap(run, merge(state, borrowed)), kinds_of(run))[1])
         if guard == "skip" and not warned:

@@ -33,7 +33,7 @@ from ecrl.config import Config, config_from_dict
 from ecrl.errors import CheckpointError, ConfigError
 from ecrl.loop.buffers import buffer_names, check_current, kinds_of
 from ecrl.loop.build import build, device_of, form_in_use
-from ecrl.loop.iteration import empty_buffers, expected_state
+from ecrl.loop.iteration import expected_state, with_empty_buffers
 from ecrl.run.atomic_files import complete_folder, write_folder
 from ecrl.tracing_state import version_of
 
@@ -132,7 +132,7 @@ def snapshot(
         if name in _RESERVED_FILES or name.startswith((".", _FROZEN)) or "/" in name:
             raise ValueError(f"files: {name!r} is a path, a hidden name or a reserved name; choose another name")
     kinds = kinds_of(run)
-    check_current(state, kinds)
+    check_current(run, state)
     left_out = [name for name in buffer_names(kinds) if name not in state]
     tensors = {name: cast(Tensor, state[path]) for name, path in _paths(state).items()}
     never_change = {"/".join(path) for path, kind in leaf_kinds(state, kinds).items() if kind is Kind.FROZEN}
@@ -436,7 +436,7 @@ def load_run(path: str | Path, device: str | None = None) -> tuple[Run, TensorDi
     expected = expected_state(run, cfg, _environment_state(tensors)).exclude(*left_out)
     state = _fill_structure(cast(TensorDict, expected), tensors, path)
     if left_out:
-        state = state.copy().update(empty_buffers(run, cfg).select(*left_out)).lock_()
+        state = with_empty_buffers(run, cfg, state, left_out).lock_()
     return run, state, cfg
 
 

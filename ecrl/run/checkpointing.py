@@ -147,10 +147,10 @@ def with_checkpoints(
                         saved = save_record(record)
                 yield record
         finally:
-            if last is not None and overwritten_buffers(saved_state(last), kinds):
+            if last is not None and overwritten_buffers(run, saved_state(last)):
                 last = newest
             if last is not None and saved != (step := last["sample_step"]):
-                if overwritten := overwritten_buffers(saved_state(last), kinds):
+                if overwritten := overwritten_buffers(run, saved_state(last)):
                     warnings.warn(_OVERWRITTEN.format(step, ", ".join(overwritten)), stacklevel=2)
                 elif has_all_shards(last):
                     save_record(last)

@@ -12,7 +12,7 @@ from torch import nn
 
 import ecrl
 from ecrl.algorithms.core import learn, step_keys
-from ecrl.algorithms.dqn import step, update
+from ecrl.algorithms.dqn import step, update, with_target
 from ecrl.algorithms.prioritized import beta_of
 from ecrl.algorithms.replay_learning import noise_keys
 from ecrl.config import Config, config_from_dict
@@ -303,6 +303,18 @@ def test_the_target_network_follows_every_few_steps():
                 close(after["0.weight"], 0.25 * state["params", "critic", "0.weight"] + 0.75 * before["0.weight"])
             before = after.clone()
     assert moved == [False, True, False, True, False]
+
+
+@pytest.mark.parametrize(("executed", "moves"), [([1, 1, 1], False), ([2, 1, 2], True)])
+def test_the_target_network_counts_the_steps_of_actions_that_take_several(executed, moves):
+    """After 4 environment steps, an update is due at step 8."""
+    cfg = small_dqn(**{"trainer.buffer_size": 1, "algorithm.cfg.target_update_freq": 8})
+    run, state = build(cfg), init_state(cfg).clone()
+    state.set("decision_step", torch.tensor(3)).set("sample_step", torch.tensor(4))
+    state["params"] = state["params"].apply(lambda weight: weight + 1.0)
+    steps = TensorDict({"executed": torch.tensor([executed])}, [1, N])
+    after = with_target(run, state, steps)["target_params"]
+    assert same(after, state["params" if moves else "target_params"])
 
 
 def test_epsilon_falls_linearly():

@@ -448,7 +448,7 @@ def test_a_turn_sees_the_steps_of_the_environment_so_far(size):
         after, writes, _ = interleaved(turn)(run, own, borrowed)
         counters = counted_after(run, own, writes["batch", "steps", "executed"])
         after = replaced(after, {**counters, "update_step": after["update_step"] + 1})
-        state = merge(after, committed(borrowed, writes.exclude("batch"), after, torch.tensor(False)))
+        state = merge(after, committed(run, borrowed, writes.exclude("batch"), after, torch.tensor(False)))
     assert seen == [(0, 0), (3, 3), (9, 6), (18, 9)]
     assert (int(state["sample_step"]), int(state["decision_step"])) == (21, 12)
     assert state["episode", "running_length"].tolist() == [7.0] * N

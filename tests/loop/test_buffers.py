@@ -22,7 +22,6 @@ from ecrl.errors import ConfigError, UserError
 from ecrl.loop.buffers import kinds_of
 from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, make_iteration, train_iter
-from ecrl.pytree import replaced
 from ecrl.registry import register_env
 from ecrl.run.checkpoint import load, save
 from ecrl.run.rank_shards import _per_rank_tensors
@@ -111,9 +110,10 @@ def test_rows_of_a_skipped_iteration_are_not_committed():
     cfg = cfg.replace(**{"algorithm.cfg.capacity": 2 * T * N})
     with pytest.warns(UserWarning, match="NaN or infinity in reward"):
         one, two, three, *_ = states(cfg)
-    rings = [replaced(state["replay"], {"steps": state["replay", "steps"].exclude("mask")}) for state in (one, two)]
+    rings = [state["replay"].exclude("written", ("steps", "mask")) for state in (one, two)]
     assert same(*rings) and same(one["params"], two["params"])
-    assert int(two["replay", "cursor"]) == T and int(three["replay", "cursor"]) == 2 * T
+    counts = [(int(state["replay", "cursor"]), int(state["replay", "written"])) for state in (one, two, three)]
+    assert counts == [(T, T), (T, 2 * T), (2 * T, 3 * T)], "a skipped iteration adds no steps, but it took steps"
     assert one["replay", "steps", "mask"][:T].all(), "every step so far is part of a transition"
     mask = three["replay", "steps", "mask"][: 2 * T]
     assert mask[:, 0].tolist() == [True] * (T - 1) + [False] + [True] * T, "nothing follows the step before the gap"
@@ -122,6 +122,18 @@ def test_rows_of_a_skipped_iteration_are_not_committed():
     for expected in (one, two, three):
         state, _ = pure(state)
         assert same(state["replay"], expected["replay"])
+
+
+def test_a_state_before_a_skipped_iteration_is_out_of_date(tmp_path):
+    """The steps of the second iteration are left out, and the buffer then has a gap that the first state lacks."""
+    cfg = replaying(**{"env": {"name": "counting_with_a_fault"}, "trainer.finite_guard": "skip"})
+    with pytest.warns(UserWarning, match="NaN or infinity in reward"):
+        records = [r["state"] for _, r in zip(range(4), train_iter(init_state(cfg), cfg), strict=False)]
+    before, after = records[0], records[2]
+    for use in (lambda state: train_iter(state, cfg), make_iteration(cfg), lambda state: save(tmp_path, state, cfg)):
+        with pytest.raises(UserError, match=r"^state: the buffer replay was overwritten by a later iteration; use a"):
+            use(before)
+    assert make_iteration(cfg)(after)[0]["params"].isfinite().all()
 
 
 def test_a_fault_that_stops_leaves_the_buffer_as_it_was():
