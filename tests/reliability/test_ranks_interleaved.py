@@ -9,6 +9,7 @@ import support.chunks  # noqa: F401  # registers repeated_pole
 import torch
 from ranks import PATIENCE_S, ROOT, ended, launched
 from safetensors.torch import load_file
+from support.off_policy_agents import AGENTS
 from support.replay_agent import CAPACITY, T, replaying
 
 from ecrl.config import Config, config_from_dict
@@ -157,3 +158,29 @@ def test_two_ranks_save_their_buffers_and_resume_bit_for_bit(tmp_path):
             assert (tmp_path / "whole" / place).read_bytes() == (half / place).read_bytes(), (saved, name)
     alone = launched(1, [*TRAIN, "train", "--resume", str(tmp_path / "whole")], PYTHONPATH=PATHS)[0]
     assert "was saved by 2 ranks, but this run has 1" in alone.communicate(timeout=PATIENCE_S)[0]
+
+
+@pytest.fixture(scope="module")
+def off_policy_ends(tmp_path_factory):
+    """The last states of every off-policy agent by name: of one rank, and of each of two ranks."""
+    folder, script = tmp_path_factory.mktemp("off_policy"), str(Path(__file__).parent / "ranks_off_policy.py")
+    for size in (1, 2):
+        ended(launched(size, [script, str(folder)], PYTHONPATH=PATHS))
+    places = [(0, 1), (0, 2), (1, 2)]
+    return {name: [load_file(folder / f"{name}_{rank}_of_{size}") for rank, size in places] for name in AGENTS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", AGENTS)
+def test_two_ranks_of_an_off_policy_agent_learn_the_same(name, off_policy_ends):
+    one, first, second = off_policy_ends[name]
+    equal = of_kind(first, "learned", "statistics", "counter")
+    assert all(torch.equal(x, second[path]) for path, x in equal.items())
+    learned = of_kind(first, "learned")
+    assert all(x.isfinite().all() for x in learned.values())
+    assert not all(torch.equal(x, one[path]) for path, x in learned.items() if path.startswith("learned/params"))
+    assert int(first["counter/sample_step"]) == 2 * int(one["counter/sample_step"])
+    own = ["environment/env/obs", "environment/exploration/std"] if name == "fast_td3" else ["environment/env/obs"]
+    own += [] if name == "pqn" else ["buffer/replay/steps/obs", "buffer/replay/steps/action"]
+    for path in own:
+        assert not torch.equal(first[path], second[path]), path

@@ -13,6 +13,7 @@ import pytest
 import support.chunks  # noqa: F401  # registers repeated_pole
 import torch
 from support.camera_task import CUBE, TASK, film, filmed_run, gl
+from support.off_policy_agents import AGENTS, agent, is_continuous
 from support.replay_agent import replaying
 from support.small_runs import NET, full_config, same, small
 from tensordict import TensorDict
@@ -421,6 +422,14 @@ def test_record(tmp_path, drawn, many, episodes):
     assert min(len(end) for end in ends) >= episodes and frames(tmp_path / "film.mp4")[1] == 25
     with pytest.raises(ConfigError, match="num_envs: 0, expected at least 1"):
         record(init_state(cfg), cfg, tmp_path / "film.mp4", 0)
+
+
+@pytest.mark.parametrize("name", [name for name in AGENTS if is_continuous(name)])
+def test_record_of_an_off_policy_agent(name, tmp_path, drawn):
+    own = agent(name).model_dump(mode="json")
+    cfg = filmed_run(**{"policy": own["policy"], "algorithm": own["algorithm"]})
+    count = record(init_state(cfg), cfg, tmp_path / "film.mp4", 1, 1)
+    assert steps_in(tmp_path / "film.mp4", 1)[:, 0].tolist() == list(range(count)) and count in (6, 9)
 
 
 @gl
