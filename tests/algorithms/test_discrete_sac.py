@@ -12,7 +12,6 @@ from support.graphs import traced_only
 from support.small_runs import NET, last_state, same
 from tensordict import TensorDict
 
-import ecrl
 from ecrl.algorithms.sac import step, temperature_of
 from ecrl.config import Config, config_from_dict
 from ecrl.config.model import ConfigModel
@@ -171,19 +170,6 @@ def test_a_run_resumes_with_the_same_bits(tmp_path):
     save(tmp_path / "now", every[2], cfg)
     *_, last = train_iter(*load(tmp_path / "now"))
     assert same(last["state"], every[-1])
-
-
-def test_several_seeds_run_as_one_batch():
-    cfg = small()
-    iteration = ecrl.make_iteration(cfg)
-    states = [init_state(cfg.replace(**{"trainer.seed": seed})) for seed in range(2)]
-    many: Any = torch.stack([state.clone() for state in states])
-    single: TensorDict = states[1]
-    for _ in range(3):
-        many, _ = torch.func.vmap(iteration, randomness="error")(many)
-        single, _ = iteration(single)
-    for path, weight in single["params"].items(True, True):
-        close(many[1]["params"][path], weight, tol=1e-5)
 
 
 BOTH = {"name": "actor_critic", "actor": NET, "critic": NET}

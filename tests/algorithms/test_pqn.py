@@ -288,19 +288,6 @@ def test_it_learns_from_environments_of_gymnasium(env, form):
     ecrl.close(after, cfg)
 
 
-def test_several_seeds_run_as_one_batch():
-    cfg = small_pqn()
-    iteration = ecrl.make_iteration(cfg)
-    states = [init_state(cfg.replace(**{"trainer.seed": seed})) for seed in range(2)]
-    many: Any = torch.stack([state.clone() for state in states])
-    single: TensorDict = states[1]
-    for _ in range(3):
-        many, _ = torch.func.vmap(iteration, randomness="error")(many)
-        single, _ = iteration(single)
-    for path, weight in cast(TensorDict, single["params"]).items(True, True):
-        close(many[1]["params"][path], weight, tol=1e-5)
-
-
 def test_a_gradient_step_with_nan_is_left_out_and_counted():
     cfg = small_pqn(**{"trainer.finite_guard": "skip", "algorithm.cfg.n_epochs": 1, "algorithm.cfg.batch_size": 1})
     run, state, batch = a_batch(cfg.replace(**{"trainer.seed": 3}))
