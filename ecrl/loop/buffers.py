@@ -108,16 +108,16 @@ class ZerosWithoutMemory(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def take_over(borrowed: TensorDict, kinds: Kinds) -> TensorDict:
-    """Copy the borrowed buffers for a loop that writes to the copies. Return the copies and the same frozen leaves."""
+def with_own_buffers(state: TensorDict, kinds: Kinds) -> TensorDict:
+    """Return the state with copies of its buffers, for a loop that writes to the buffers."""
 
-    def taken(path: tuple[str, ...], value: Any) -> Any:
+    def copied(path: tuple[str, ...], value: Any) -> Any:
         if isinstance(value, TensorDict):
-            inner = {key: taken((*path, key), part) for key, part in cast(Any, value.items())}
+            inner = {key: copied((*path, key), part) for key, part in cast(Any, value.items())}
             return TensorDict(inner, value.batch_size)
         return value.clone() if kind_of(path, kinds) is Kind.BUFFER else value
 
-    return taken((), borrowed)
+    return replaced(state, {name: copied((name,), state[name]) for name in buffer_names(kinds)})
 
 
 def buffer_names(kinds: Kinds) -> list[str]:

@@ -41,8 +41,8 @@ from ecrl.loop.buffers import (
     kinds_of,
     mark_written,
     overwrite,
-    take_over,
     with_gap,
+    with_own_buffers,
 )
 from ecrl.loop.build import build, check_envs, check_rollout, device_of, planned_form
 from ecrl.loop.contract import with_contract
@@ -230,7 +230,8 @@ def run_summary(run: Run, cfg: Config, world_size: int) -> list[str]:
     form = planned_form(cfg, run.policy, run.algorithm, run.static)
     check_rollout(cfg, run)
     key = rng.key(cfg.trainer.seed, device_of(cfg))
-    state = _state_without_env(run, cfg, key)
+    with ZerosWithoutMemory():
+        state = _state_without_env(run, cfg, key)
     if run.env.is_pure:
         run.env.reset(key.unsqueeze(0))  # check that the environment has the fields that the events use
     weights = sum(leaf.numel() for leaf in cast(TensorDict, state["params"]).values(True, True))  # pyright: ignore
@@ -446,16 +447,18 @@ def train_iter(state: TensorDict, cfg: Config, watch: Watch = unwatched) -> Iter
     """
     run = build(cfg)
     check_state(run, state, cfg)
-    return iterations(watch(run), state, cfg)
+    return iterations(watch(run), with_own_buffers(state, kinds_of(run)), cfg)
 
 
 def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
-    """Yield the records of `train_iter` for a run and a state that have already been checked."""
+    """Yield the records of `train_iter` for a run and a state that have already been checked.
+
+    The iterations write to the buffers of `state` in place. The caller must own these buffers.
+    """
     state, guard = with_iterations_of(cfg, reopened(run, state)), cfg.trainer.finite_guard
     size, step, end = steps_per_iteration(cfg), int(decisions(state)), total_steps(cfg, run.static.world_size)
     settled, phase, sample_step = step + 2 * size, None, int(state["sample_step"])
     own, borrowed = borrowed_leaves(state, kinds_of(run))
-    borrowed = take_over(borrowed, kinds_of(run))
     leaves, structure = flatten(own.clone())  # passing a list of tensors is faster than passing a TensorDict
     tf32, compilations, warned = _uses_tf32(cfg), compilations_of(run.jit), False
     bound = cache(lambda phase: _bound(_iteration_of_leaves, with_phase(run, phase), tf32, guard, structure))

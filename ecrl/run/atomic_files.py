@@ -8,13 +8,17 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
-def _write_synced(path: Path, data: bytes | Path) -> None:
-    """Write the bytes `data` to `path`, or hard-link `path` to the file at the path `data`.
+Content = bytes | Path | Iterable[bytes | memoryview]
+"""Content of a new file: its bytes, the path of an existing file to hard-link, or the parts of its bytes."""
+
+
+def _write(path: Path, data: Content) -> None:
+    """Write the bytes or the parts `data` to `path`, or hard-link `path` to the file at the path `data`.
 
     If the hard link fails, copy the file.
     """
@@ -24,12 +28,11 @@ def _write_synced(path: Path, data: bytes | Path) -> None:
             return
         data = data.read_bytes()
     with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+        file.writelines([data] if isinstance(data, bytes) else data)
 
 
-def _sync_folder(path: Path) -> None:
+def _sync(path: Path) -> None:
+    """Write a file or a folder from the memory of the operating system to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -58,21 +61,26 @@ def replace_file(path: Path, data: bytes) -> None:
     """Replace a file atomically, or raise OSError and keep the old file."""
     temporary = path.with_name(f".{path.name}.new")
     try:
-        _write_synced(temporary, data)
+        _write(temporary, data)
+        _sync(temporary)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
+    _sync(path.parent)
 
 
-def write_folder(path: Path, files: Mapping[str, bytes | Path]) -> None:
+def write_folder(path: Path, files: Mapping[str, Content], on_read: Callable[[], None] = lambda: None) -> None:
     """Replace the folder `path` by a new folder that contains `files`, or raise OSError and keep the old folder.
-
-    `files` maps each filename to its content: bytes to write, or the path of an existing file to hard-link.
 
     The old folder is renamed, the new folder is moved to `path`, and then the old folder is removed. If the process is
     killed between the two renames, `complete_folder` still finds the old folder.
+
+    Args:
+        path: the folder.
+        files: dict from each filename to its content.
+        on_read: function that is called as soon as the content of all files has been read. The operating system then
+            has the content, but the disk may not have it yet.
     """
     _finish_replacement(path)
     temporary, old = _temporary_path(path), _old_path(path)
@@ -82,8 +90,11 @@ def write_folder(path: Path, files: Mapping[str, bytes | Path]) -> None:
     try:
         temporary.mkdir()
         for name, data in files.items():
-            _write_synced(temporary / name, data)
-        _sync_folder(temporary)
+            _write(temporary / name, data)
+        on_read()
+        for name in files:
+            _sync(temporary / name)
+        _sync(temporary)
         if path.exists():
             path.rename(old)
         temporary.rename(path)
@@ -91,9 +102,9 @@ def write_folder(path: Path, files: Mapping[str, bytes | Path]) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         _finish_replacement(path)
         raise
-    _sync_folder(path.parent)
+    _sync(path.parent)
     if not parent_existed:
-        _sync_folder(path.parent.parent)
+        _sync(path.parent.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 

@@ -14,16 +14,14 @@ If the file of frozen parameters is damaged, `read_files` recreates the paramete
 import hashlib
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from threading import Event
 from typing import Any, NamedTuple, cast
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as tensors_from_bytes
-from safetensors.torch import save as tensors_to_bytes
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -35,6 +33,7 @@ from ecrl.loop.buffers import buffer_names, check_current, kinds_of
 from ecrl.loop.build import build, device_of, form_in_use
 from ecrl.loop.iteration import expected_state, with_empty_buffers
 from ecrl.run.atomic_files import complete_folder, write_folder
+from ecrl.run.tensor_files import TensorFile, read_tensors
 from ecrl.tracing_state import version_of
 
 FORMAT = 1
@@ -54,22 +53,12 @@ class FrozenLeaves:
     @cached_property
     def sha256(self) -> str:
         """Return the SHA-256 of the frozen leaves' file in hexadecimal."""
-        return _sha256(self.data())
+        return _sha256(TensorFile(self.leaves))
 
     @property
     def file(self) -> str:
         """Return the name of the frozen leaves' file in a checkpoint."""
         return f"{_FROZEN}{self.sha256[:16]}.safetensors"
-
-    def data(self) -> bytes:
-        """Return the frozen leaves as the bytes of a safetensors file."""
-        tensors, storages = {}, set()
-        for name, leaf in self.leaves.items():
-            x = leaf.detach().to("cpu").contiguous()
-            place = x.untyped_storage().data_ptr()
-            tensors[name] = x.clone() if place in storages else x  # safetensors refuses tensors that share memory
-            storages.add(place)
-        return tensors_to_bytes(tensors)
 
     def on_disk(self, folder: Path) -> Path | None:
         """Return the path of an undamaged copy of the frozen leaves' file in a checkpoint under `folder`, or None."""
@@ -95,7 +84,10 @@ def _frozen_leaves(leaves: dict[str, Tensor], previous: FrozenLeaves | None) -> 
 
 
 class Snapshot(NamedTuple):
-    """Contents of a checkpoint in host memory, which a thread can write to disk while training continues."""
+    """Contents of a checkpoint, which a thread can write to disk while training continues.
+
+    The replay buffers are not copied. The next iteration may overwrite them only after `read` is set.
+    """
 
     tensors: dict[str, Tensor]
     cfg: Config
@@ -103,7 +95,9 @@ class Snapshot(NamedTuple):
     logs: dict[str, float]
     files: dict[str, bytes]
     left_out: list[str]  # names of the buffers that are not in `tensors`
-    frozen: FrozenLeaves | None = None
+    frozen: FrozenLeaves | None
+    buffers: dict[str, tuple[Tensor, Tensor]]  # cursor and count `written` of each buffer in `tensors`
+    read: Event  # set by `write` when it no longer reads the tensors
 
 
 def snapshot(
@@ -114,11 +108,12 @@ def snapshot(
     files: Mapping[str, bytes] | None = None,
     frozen: FrozenLeaves | None = None,
 ) -> Snapshot:
-    """Copy a state to host memory. `write` can write the copy at any time, in any thread.
+    """Copy a state to host memory, except its replay buffers. `write` can write the snapshot in any thread.
 
     Args:
         run: run built from `cfg`.
-        state: state of the run, with or without its replay buffers; the caller may overwrite the state after this call.
+        state: state of the run, with or without its replay buffers. After this call, the caller may overwrite
+            everything except the buffers. `write` refuses a snapshot whose buffers were overwritten.
         cfg: config of the run.
         logs: scalar logs to store in the manifest, such as the results of the evaluation that selected this state.
         files: dict from the filename of each extra file to its content; the manifest records the checksums.
@@ -135,14 +130,20 @@ def snapshot(
     check_current(run, state)
     left_out = [name for name in buffer_names(kinds) if name not in state]
     tensors = {name: cast(Tensor, state[path]) for name, path in _paths(state).items()}
-    never_change = {"/".join(path) for path, kind in leaf_kinds(state, kinds).items() if kind is Kind.FROZEN}
-    shared = _frozen_leaves({name: x for name, x in tensors.items() if name in never_change}, frozen)
-    copies = {
-        name: leaf.detach().to("cpu", copy=True).contiguous()
+    kind = {"/".join(path): kind for path, kind in leaf_kinds(state, kinds).items()}
+    shared = _frozen_leaves({name: x for name, x in tensors.items() if kind[name] is Kind.FROZEN}, frozen)
+    tensors = {
+        name: leaf.detach() if kind[name] is Kind.BUFFER else leaf.detach().to("cpu", copy=True).contiguous()
         for name, leaf in tensors.items()
-        if name not in never_change
+        if kind[name] is not Kind.FROZEN
     }
-    return Snapshot(copies, cfg, conditions(run, cfg), dict(logs or {}), dict(files or {}), left_out, shared)
+    buffers = {
+        name: (tensors[f"{name}/cursor"], tensors[f"{name}/written"])
+        for name in buffer_names(kinds)
+        if name not in left_out
+    }
+    made = tensors, cfg, conditions(run, cfg), dict(logs or {}), dict(files or {}), left_out, shared, buffers
+    return Snapshot(*made, Event())
 
 
 def conditions(run: Run, cfg: Config) -> dict[str, Any]:
@@ -165,15 +166,18 @@ def changed_conditions(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[s
     ]
 
 
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+def _sha256(data: bytes | TensorFile) -> str:
+    digest = hashlib.sha256()
+    for part in [data] if isinstance(data, bytes) else data:
+        digest.update(part)
+    return digest.hexdigest()
 
 
 def _json(data: Any) -> bytes:
     return (json.dumps(data, indent=2, sort_keys=True) + "\n").encode()
 
 
-def _manifest(saved: Snapshot, files: dict[str, bytes]) -> dict[str, Any]:
+def _manifest(saved: Snapshot, files: Mapping[str, bytes | TensorFile]) -> dict[str, Any]:
     manifest: dict[str, Any] = {
         **saved.conditions,
         "logs": saved.logs,
@@ -220,33 +224,41 @@ def write(path: str | Path, saved: Snapshot) -> None:
     path = Path(path)
     if path.exists() and not (path.is_dir() and _may_be_replaced(path)):
         raise CheckpointError(f"{path}: exists and is not a checkpoint; choose another name")
-    files = {
-        "state.safetensors": tensors_to_bytes(saved.tensors),
+    for name, (cursor, written) in saved.buffers.items():
+        if int(cursor) != int(written):
+            raise CheckpointError(
+                f"{path}: cannot be written: a later iteration has overwritten the buffer {name}; "
+                "save the newest state, or resume from an older checkpoint"
+            )
+    files: dict[str, bytes | TensorFile] = {
+        "state.safetensors": TensorFile(saved.tensors),
         "config.json": _json(saved.cfg.model_dump(mode="json")),
         **saved.files,
     }
     files["manifest.json"] = _json(_manifest(saved, files))
     try:
         if saved.frozen is None:
-            write_folder(path, files)
+            write_folder(path, files, saved.read.set)
         else:
-            _write_with_frozen(path, files, saved.frozen)
+            _write_with_frozen(path, files, saved.frozen, saved.read.set)
     except OSError as error:
         raise CheckpointError(
             f"{path}: cannot be written: {error.strerror}; make room or choose another place"
         ) from None
 
 
-def _write_with_frozen(path: Path, files: dict[str, bytes], frozen: FrozenLeaves) -> None:
+def _write_with_frozen(
+    path: Path, files: dict[str, bytes | TensorFile], frozen: FrozenLeaves, on_read: Callable[[], None]
+) -> None:
     """Write a checkpoint folder. If another checkpoint has the same file of frozen leaves, hard-link this file."""
     known = frozen.on_disk(path.parent)
     if known is not None:
         try:
-            write_folder(path, {**files, frozen.file: known})
+            write_folder(path, {**files, frozen.file: known}, on_read)
             return
         except FileNotFoundError:  # the other checkpoint has just been removed
             pass
-    write_folder(path, {**files, frozen.file: frozen.data()})
+    write_folder(path, {**files, frozen.file: TensorFile(frozen.leaves)}, on_read)
 
 
 def _may_be_replaced(path: Path) -> bool:
@@ -282,6 +294,14 @@ def _read(path: Path) -> bytes:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
 
 
+def _sha256_of_file(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+
+
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
@@ -297,32 +317,38 @@ def read_files(path: str | Path) -> dict[str, bytes]:
 
     Raises: CheckpointError if any other file is missing or damaged, or if `init_frozen` returns different parameters.
     """
-    return _read_files(path)[0]
+    path, remade = complete_folder(Path(path)), verify(path)
+    return {
+        name: b"".join(TensorFile(remade[name][0].leaves)) if name in remade else _read(path / name)
+        for name in read_manifest(path)["sha256"]
+    }
 
 
-def _read_files(path: str | Path) -> tuple[dict[str, bytes], list[str]]:
-    """Return the result of `read_files`, and a warning for each file that `init_frozen` recreated."""
-    path, files, remade = complete_folder(Path(path)), {}, []
+def verify(path: str | Path) -> dict[str, tuple[FrozenLeaves, str]]:
+    """Verify the checksums of a checkpoint's files, a part of a file at a time.
+
+    Returns: for each file that the policy's `init_frozen` recreated, the frozen leaves and a warning, by filename.
+    Raises: CheckpointError as in `read_files`.
+    """
+    path, remade = complete_folder(Path(path)), {}
     checksums = read_manifest(path)["sha256"]
-    # read the frozen leaves last, because the config is needed to recreate the frozen leaves
+    # verify the frozen leaves last, because the config is needed to recreate the frozen leaves
     for name in sorted(checksums, key=lambda name: name.startswith(_FROZEN)):
-        problem = None
         if not _is_file(path / name):
             problem = f"{path}/{name}: missing"
+        elif _sha256_of_file(path / name) != checksums[name]:
+            problem = f"{path}/{name}: damaged: its checksum differs from the checksum in the manifest"
         else:
-            files[name] = _read(path / name)
-            if _sha256(files[name]) != checksums[name]:
-                problem = f"{path}/{name}: damaged: its checksum differs from the checksum in the manifest"
-        if problem is None:
             continue
         if not name.startswith(_FROZEN):
             raise CheckpointError(problem)
-        files[name] = _remade_frozen(files["config.json"], checksums[name], problem)
-        remade.append(f"{problem}; the policy's init_frozen returns the same parameters, and these are used")
-    return files, remade
+        leaves = _remade_frozen(_read(path / "config.json"), checksums[name], problem)
+        line = f"{problem}; the policy's init_frozen returns the same parameters, and these are used"
+        remade[name] = leaves, line
+    return remade
 
 
-def _remade_frozen(config: bytes, checksum: str, problem: str) -> bytes:
+def _remade_frozen(config: bytes, checksum: str, problem: str) -> FrozenLeaves:
     """Recreate the content of a file of frozen leaves by calling the policy's `init_frozen`.
 
     Raises: CheckpointError with a message that starts with `problem` if the content cannot be recreated or has the
@@ -339,24 +365,13 @@ def _remade_frozen(config: bytes, checksum: str, problem: str) -> bytes:
         made = FrozenLeaves({name: cast(Tensor, leaves[place]) for name, place in _paths(leaves).items()}, [])
         reason = "returns other parameters"
         if made.leaves and made.sha256 == checksum:
-            return made.data()
+            return made
     except Exception as error:  # the policy's code may raise any error
         reason = f"cannot replace it ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
     raise CheckpointError(
         f"{problem}, and the policy's init_frozen {reason}; copy a file with the SHA-256 {checksum} here, "
         "from a backup or from an undamaged checkpoint"
     )
-
-
-def _tensors(files: Mapping[str, bytes], path: Path) -> dict[str, Tensor]:
-    """Map names to the tensors of a saved state. Older versions of ecrl saved frozen leaves in `state.safetensors`."""
-    tensors = {}
-    for name in (name for name in files if name == "state.safetensors" or name.startswith(_FROZEN)):
-        try:
-            tensors |= tensors_from_bytes(files[name])
-        except SafetensorError as error:
-            raise CheckpointError(f"{path}/{name}: damaged ({error})") from None
-    return tensors
 
 
 def _paths(structure: TensorDict) -> dict[str, tuple[str, ...]]:
@@ -425,14 +440,17 @@ def load(path: str | Path, device: str | None = None) -> tuple[TensorDict, Confi
 def load_run(path: str | Path, device: str | None = None) -> tuple[Run, TensorDict, Config]:
     """Load a checkpoint, build the run that its config describes, and return the run, the state and the config."""
     path = complete_folder(Path(path))
-    files, remade = _read_files(path)
-    for line in remade:
+    remade = verify(path)
+    for _, line in remade.values():
         warnings.warn(line, stacklevel=3)
-    raw = json.loads(files["config.json"])
+    raw = json.loads(_read(path / "config.json"))
     if device is not None:
         raw["trainer"]["device"] = device
     cfg = config_from_dict(raw, f"{path}/config.json")
-    tensors, run, left_out = _tensors(files, path), build(cfg), buffers_left_out(path)
+    tensors, run, left_out = read_tensors(path / "state.safetensors"), build(cfg), buffers_left_out(path)
+    for name in read_manifest(path)["sha256"]:
+        if name.startswith(_FROZEN):  # older versions of ecrl saved frozen leaves in `state.safetensors`
+            tensors |= remade[name][0].leaves if name in remade else read_tensors(path / name)
     expected = expected_state(run, cfg, _environment_state(tensors)).exclude(*left_out)
     state = _fill_structure(cast(TensorDict, expected), tensors, path)
     if left_out:
@@ -447,8 +465,8 @@ def buffers_left_out(path: str | Path) -> list[str]:
 
 def same_weights(path: str | Path, state: TensorDict) -> bool:
     """Return True if the policy parameters in a checkpoint are exactly equal to the parameters in `state`."""
-    saved = tensors_from_bytes(read_files(path)["state.safetensors"])
-    old = {name: x for name, x in saved.items() if name.startswith("params/")}
+    verify(path)
+    old = read_tensors(complete_folder(Path(path)) / "state.safetensors", ["params"])
     params = cast(TensorDict, state.select("params"))
     new = {name: cast(Tensor, params[place]).detach().cpu() for name, place in _paths(params).items()}
     old_shapes, new_shapes = ({n: (x.dtype, x.shape) for n, x in weights.items()} for weights in (old, new))
@@ -491,7 +509,7 @@ def latest(run: str | Path) -> Path:
         raise CheckpointError(f"{run}: no checkpoint: expected {run}/checkpoints/step_<N>, or a checkpoint folder")
     for path in reversed(folders):
         try:
-            read_files(path)
+            verify(path)
         except CheckpointError as error:
             faults.append(str(error))
             continue

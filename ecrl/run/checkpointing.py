@@ -3,9 +3,10 @@
 One consumer saves the state at regular intervals, and another consumer saves the best state.
 
 A consumer copies the state to host memory, and a thread writes the copy while training continues. Each save waits until
-the previous write has finished, so that host memory holds only one copy of the state. If a write fails, ecrl warns once
-and tries again at the next save. A run waits for the last write before it ends. If the last write fails, the run raises
-an error.
+the previous write has finished, so that host memory holds only one copy of the state. Replay buffers are not copied.
+Training waits until the thread has passed the buffers to the operating system, and continues while the operating system
+writes them to disk. If a write fails, ecrl warns once and tries again at the next save. A run waits for the last write
+before it ends. If the last write fails, the run raises an error.
 """
 
 import math
@@ -25,7 +26,7 @@ from ecrl.loop.buffers import kinds_of, overwritten_buffers, without_buffers
 from ecrl.loop.build import build
 from ecrl.loop.iteration import is_due
 from ecrl.run.atomic_files import complete_folder, remove_folder, remove_leftovers
-from ecrl.run.checkpoint import Snapshot, read_files, read_manifest, snapshot, step_checkpoints, write
+from ecrl.run.checkpoint import Snapshot, read_manifest, snapshot, step_checkpoints, verify, write
 from ecrl.run.loggers import ending, tolerate_errors
 from ecrl.run.rank_shards import has_all_shards, shards_without_buffers
 from ecrl.types import LogData
@@ -73,8 +74,12 @@ def _open_saver(keep: int | None = None) -> Iterator[Saver]:
     def save(path: Path, *state: Any) -> None:
         wait()
         last[:] = [(path, snapshot(*state, frozen=frozen[0]))]
-        frozen[0] = last[0][1].frozen
+        saved = last[0][1]
+        frozen[0] = saved.frozen
         start()
+        if saved.buffers:
+            in_progress[0].add_done_callback(lambda _: saved.read.set())
+            saved.read.wait()
 
     def report() -> None:
         if in_progress and in_progress[0].done():
@@ -166,7 +171,7 @@ def _best_value(path: Path, name: str) -> float | None:
     if not complete_folder(path).exists():
         return None
     try:
-        read_files(path)
+        verify(path)
         return read_manifest(path)["logs"].get(name)
     except CheckpointError as error:
         warnings.warn(f"{error}; the search for the best checkpoint restarts", stacklevel=2)

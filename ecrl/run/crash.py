@@ -13,7 +13,7 @@ from ecrl.errors import CheckpointError, NotFiniteError, UserError
 from ecrl.loop.iteration import check_state, iterations
 from ecrl.loop.nonfinite_report import explained
 from ecrl.registry import user_modules
-from ecrl.run.checkpoint import changed_conditions, conditions, load_run, read_files, snapshot, write
+from ecrl.run.checkpoint import changed_conditions, conditions, load_run, read_manifest, snapshot, verify, write
 from ecrl.run.rank_shards import load_own_shard
 from ecrl.types import LogData
 
@@ -56,10 +56,10 @@ def with_crash(records: Iterator[LogData], run: Run, cfg: Config, run_dir: str |
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    files = read_files(folder) if (folder / "manifest.json").is_file() else {}
-    if REPORT not in files:
+    if not (folder / "manifest.json").is_file() or REPORT not in read_manifest(folder)["sha256"]:
         raise UserError(f"{folder}: no {REPORT}: expected the crash folder of a run, such as RUN/crash")
-    return json.loads(files[REPORT])
+    verify(folder)
+    return json.loads((folder / REPORT).read_bytes())
 
 
 def _compare_findings(report: dict[str, Any], error: NotFiniteError | None) -> Iterator[str]:

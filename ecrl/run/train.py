@@ -20,6 +20,7 @@ from ecrl.compile.jit import compilations_of
 from ecrl.config import Config, load_config, total_steps
 from ecrl.distributed import rank, start, stop, value_of_rank_0, world_size
 from ecrl.errors import CheckpointError, ConfigError, NotSavedError
+from ecrl.loop.buffers import kinds_of, with_own_buffers
 from ecrl.loop.build import build, check_rollout, with_eval_events
 from ecrl.loop.iteration import check_state, first_state, iterations, run_summary
 from ecrl.loop.signals import asked, in_loop
@@ -131,7 +132,9 @@ def train(
         last[0] = record["state"]
 
     try:
-        return _train(build(cfg), state, cfg, folder, new, progress, profile, on_record), history
+        run = build(cfg)
+        state = with_own_buffers(state, kinds_of(run))
+        return _train(run, state, cfg, folder, new, progress, profile, on_record), history
     except CheckpointError as error:
         raise NotSavedError(str(error), last[0], history) from None
 
@@ -150,7 +153,7 @@ def _train(
 
     Args:
         run: run built from `cfg`.
-        state: state at the start of training.
+        state: state at the start of training. The loop writes to its buffers in place.
         cfg: config of the run.
         folder: run folder; if None, nothing is written.
         new: if True, raise an error if the folder already holds a run.

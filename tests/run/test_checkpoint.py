@@ -108,7 +108,7 @@ def test_a_state_of_another_structure_is_refused_by_name(tmp_path):
 def test_saving_again_replaces_and_a_crash_in_between_keeps_the_old(saved, monkeypatch):
     path, state, cfg = saved
     first = init_state(cfg)
-    monkeypatch.setattr(durable, "_write_synced", lambda path, data: (_ for _ in ()).throw(OSError(28, "disk full")))
+    monkeypatch.setattr(durable, "_write", lambda path, data: (_ for _ in ()).throw(OSError(28, "disk full")))
     with pytest.raises(CheckpointError, match=r"cannot be written: disk full; make room"):
         save(path, first, cfg)
     assert [p.name for p in path.parent.iterdir()] == [path.name]

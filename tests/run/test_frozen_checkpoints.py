@@ -231,12 +231,12 @@ def test_an_interrupted_write_keeps_the_old_checkpoint(tmp_path, monkeypatch):
     first, last = init_state(cfg), last_state(cfg)
     save(tmp_path / "one", first, cfg)
 
-    def full(path, data, write=atomic_files._write_synced):
+    def full(path, data, write=atomic_files._write):
         if path.name.startswith("frozen_"):
             raise OSError(28, "disk full")
         write(path, data)
 
-    monkeypatch.setattr(atomic_files, "_write_synced", full)
+    monkeypatch.setattr(atomic_files, "_write", full)
     with pytest.raises(CheckpointError, match="cannot be written: disk full"):
         save(tmp_path / "one", last, cfg)
     assert [p.name for p in tmp_path.iterdir()] == ["one"] and same(load(tmp_path / "one")[0], first)

@@ -1,0 +1,112 @@
+"""Write and read safetensors files without a second copy of the tensors.
+
+The functions of the library `safetensors` first copy all tensors to one bytes object. For a replay buffer, this copy
+may not fit in memory.
+
+A file begins with the length of its header in 8 bytes. The header is JSON with the dtype, the shape and the place of
+each tensor. The bytes of the tensors follow. The tensors with the largest elements come first, as in the files of the
+library. The checksum of a file is therefore the same with both.
+"""
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ecrl.errors import CheckpointError
+
+_DTYPES = {
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "F32": torch.float32,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Dtypes by their names in a header, in the order of the tensors in a file."""
+
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_ORDER = {dtype: place for place, dtype in enumerate(_DTYPES.values())}
+_PART = 2**26
+"""The largest number of bytes of a tensor on another device that are in host memory at once."""
+
+
+def _bytes_of(x: Tensor) -> Tensor:
+    """Return the elements of a tensor as uint8, which share the memory of a contiguous tensor."""
+    return x.detach().reshape(-1).view(torch.uint8)
+
+
+@dataclass(frozen=True, eq=False)
+class TensorFile:
+    """Content of a safetensors file, as parts that share the memory of the tensors.
+
+    >>> content = b"".join(TensorFile({"x": torch.tensor([1, 2], dtype=torch.uint8)}))
+    >>> int.from_bytes(content[:8], "little"), content[8:-2].rstrip(), content[-2:]
+    (56, b'{"x":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}', b'\\x01\\x02')
+    """
+
+    tensors: Mapping[str, Tensor]
+
+    def __iter__(self) -> Iterator[bytes | memoryview]:
+        for name, x in self.tensors.items():
+            if x.dtype not in _NAMES:
+                raise CheckpointError(f"state: {name} has dtype {x.dtype}, which no checkpoint can store; convert it")
+        ordered = sorted(self.tensors.items(), key=lambda item: (_ORDER[item[1].dtype], item[0]))
+        header, end = {}, 0
+        for name, x in ordered:
+            start, end = end, end + x.numel() * x.element_size()
+            header[name] = {"dtype": _NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [start, end]}
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        yield len(text).to_bytes(8, "little") + text
+        for _, x in ordered:
+            for part in _bytes_of(x).split(_PART):
+                yield memoryview(part.cpu().numpy())
+
+
+def read_tensors(path: Path, fields: Collection[str] | None = None) -> dict[str, Tensor]:
+    """Read the tensors of a safetensors file, by name. Verify the checksum of the file before this call.
+
+    Args:
+        path: the file.
+        fields: first parts of the names of the tensors to read, such as `params` for `params/w`; None for all tensors.
+
+    Raises: CheckpointError if the file cannot be read, or is no safetensors file.
+    """
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header: dict[str, Any] = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            chosen = [name for name in header if fields is None or name.split("/")[0] in fields]
+            return {name: _read_tensor(file, 8 + length, **header[name]) for name in chosen}
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise CheckpointError(f"{path}: damaged ({error})") from None
+
+
+def _read_tensor(file: Any, begin: int, dtype: str, shape: list[int], data_offsets: list[int]) -> Tensor:
+    """Read a tensor whose place is counted from `begin`."""
+    x = torch.empty(shape, dtype=_DTYPES[dtype])
+    start, end = data_offsets
+    if end - start != (size := x.numel() * x.element_size()):
+        raise ValueError(f"a tensor of {size} bytes has {end - start}")
+    file.seek(begin + start)
+    if (read := file.readinto(_bytes_of(x).numpy())) != size:
+        raise ValueError(f"a tensor of {size} bytes ends after {read}")
+    return x
