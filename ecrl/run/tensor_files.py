@@ -9,6 +9,8 @@ library. The checksum of a file is therefore the same with both.
 """
 
 import json
+import math
+import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +49,7 @@ _PART = 2**26
 
 def _bytes_of(x: Tensor) -> Tensor:
     """Return the elements of a tensor as uint8, which share the memory of a contiguous tensor."""
-    return x.detach().reshape(-1).view(torch.uint8)
+    return x.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,11 +104,11 @@ def read_tensors(path: Path, fields: Collection[str] | None = None) -> dict[str,
 
 def _read_tensor(file: Any, begin: int, dtype: str, shape: list[int], data_offsets: list[int]) -> Tensor:
     """Read a tensor whose place is counted from `begin`."""
+    (start, end), room = data_offsets, os.fstat(file.fileno()).st_size - begin
+    if not 0 <= start <= end <= room or end - start != (size := math.prod(shape) * _DTYPES[dtype].itemsize):
+        raise ValueError(f"a tensor {dtype} {shape} is at {data_offsets}, of {room} bytes")
     x = torch.empty(shape, dtype=_DTYPES[dtype])
-    start, end = data_offsets
-    if end - start != (size := x.numel() * x.element_size()):
-        raise ValueError(f"a tensor of {size} bytes has {end - start}")
     file.seek(begin + start)
-    if (read := file.readinto(_bytes_of(x).numpy())) != size:
-        raise ValueError(f"a tensor of {size} bytes ends after {read}")
+    if size and file.readinto(_bytes_of(x).numpy()) != size:
+        raise ValueError(f"the file became shorter than {begin + end} bytes")
     return x

@@ -17,6 +17,7 @@ from ecrl.loop.buffers import check_current
 from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, train_iter
 from ecrl.pytree import flatten
+from ecrl.run import atomic_files
 from ecrl.run import checkpointing as saving
 from ecrl.run.checkpoint import latest, load, read_manifest, snapshot, write
 from ecrl.run.checkpointing import with_best_checkpoint, with_checkpoints
@@ -339,6 +340,62 @@ def test_an_interrupt_while_rows_are_written_leaves_no_state_that_counts_as_curr
     with pytest.raises(UserError, match=r"^state: the buffer replay was overwritten by a later iteration"):
         check_current(build(cfg), states[-1])
     assert steps_of(tmp_path) == [2 * N * T]
+
+
+def test_training_waits_until_the_buffer_has_been_read(tmp_path, monkeypatch):
+    """Buffers are not copied. If training went on, the late write would find newer rows or refuse the snapshot."""
+    cfg, write, states = replaying(**{"trainer.save_freq": N * T}), saving.write, {}
+
+    def late(path, saved):
+        time.sleep(0.2)
+        assert saved.tensors["replay/steps/obs"].data_ptr() == states[path.name]["replay", "steps", "obs"].data_ptr()
+        states[path.name] = states[path.name].clone()
+        write(path, saved)
+
+    def records():
+        for record in train_iter(init_state(cfg), cfg):
+            states[f"step_{record['sample_step']}"] = record["state"]
+            yield record
+
+    monkeypatch.setattr(saving, "write", late)
+    list(with_checkpoints(records(), cfg, tmp_path))
+    assert len(states) == 5
+    for name, state in states.items():
+        assert same(load(tmp_path / "checkpoints" / name)[0], state)
+
+
+def test_training_goes_on_while_the_disk_gets_the_buffer(tmp_path, monkeypatch):
+    cfg, sync, gate, begun = replaying(**{"trainer.save_freq": 2 * N * T}), atomic_files._sync, threading.Event(), []
+
+    def slow(path):
+        begun.append(path)
+        assert gate.wait(600.0)
+        sync(path)
+
+    monkeypatch.setattr(atomic_files, "_sync", slow)
+    for record in trained(cfg, tmp_path):
+        if record["sample_step"] == 2 * N * T:
+            at_save = record["state"].clone()
+        if record["sample_step"] == 3 * N * T and not gate.is_set():
+            assert begun and not (tmp_path / "checkpoints" / f"step_{2 * N * T}").exists()
+            gate.set()
+    assert same(load(tmp_path / "checkpoints" / f"step_{2 * N * T}")[0], at_save)
+
+
+def test_a_snapshot_with_an_overwritten_buffer_is_not_written(tmp_path):
+    cfg = replaying()
+    records = train_iter(init_state(cfg), cfg)
+    made = snapshot(build(cfg), next(records)["state"], cfg)
+    write(tmp_path / "now", made)
+    next(records)
+    next(records)
+    message = (
+        "late: cannot be written: a later iteration has overwritten the buffer replay; save the newest state, or "
+        "resume from an older checkpoint$"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        write(tmp_path / "late", made)
+    assert [p.name for p in tmp_path.iterdir()] == ["now"]
 
 
 def evaluated(cfg, run_dir):
