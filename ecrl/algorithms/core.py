@@ -125,9 +125,10 @@ class Algorithm:
             compiles.
         as_one: True if an iteration works only on tensors, and may be compiled as one graph.
         phase: function from sample_step to the phase of the next iteration, such as "collect" or "learn". The loop
-            calls `phase` in Python, with the number of environment steps so far over all ranks. `iterate` reads the
-            result from `run.static.phase`, and may run different code in each phase. Each phase is compiled once. Bind
-            hyperparameters of the config, such as `learning_starts`, with `partial`.
+            calls `phase` in Python, with the number of environment steps so far over all ranks. Steps that never
+            reached the replay buffer do not count, such as the steps before a run resumed without its buffer. `iterate`
+            reads the result from `run.static.phase`, and may run different code in each phase. Each phase is compiled
+            once. Bind hyperparameters of the config, such as `learning_starts`, with `partial`.
         delayed: names of the losses and gradient norms of optimiser groups that do not move in every gradient step.
             They are NaN in an iteration in which the group does not move. The finite guard therefore ignores them, and
             checks only the parameters of the group.

@@ -153,7 +153,8 @@ class TrainerConfig(ConfigModel):
         None, description="number of newest checkpoints to keep, besides checkpoints/best; all if absent"
     )
     save_replay: bool = Field(
-        True, description="save replay buffers in checkpoints; if false, a resumed run starts with empty replay buffers"
+        True,
+        description="save replay buffers in checkpoints; if false, a resumed run fills an empty buffer before it learns",
     )
     use_wandb: bool = Field(False, description="also log to Weights & Biases; without a network, log to a local folder")
     wandb_project_name: str = Field(

@@ -97,7 +97,9 @@ def resume_run(
         _warn_of_other_conditions(path, run, cfg)
         if left_out := buffers_left_out(path):
             warnings.warn(
-                f"{path}: has no {', '.join(left_out)}, so the run continues with an empty buffer", stacklevel=3
+                f"{path}: has no {', '.join(left_out)}, because trainer.save_replay is false; the run fills an empty "
+                "buffer before it learns again",
+                stacklevel=3,
             )
         drop_rows_after(Path(run_dir), int(state["sample_step"]))
     return run, state, cfg

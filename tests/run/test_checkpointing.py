@@ -4,18 +4,19 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
+from itertools import pairwise
 
 import pytest
 import torch
 from safetensors.torch import load as tensors_from_bytes
 from safetensors.torch import save as tensors_to_bytes
 from support.replay_agent import N, T, replaying
-from support.small_runs import same, small
+from support.small_runs import NET, same, small
 
 from ecrl.errors import CheckpointError, UserError
 from ecrl.loop.buffers import check_current
 from ecrl.loop.build import build
-from ecrl.loop.iteration import init_state, train_iter
+from ecrl.loop.iteration import init_state, make_iteration, train_iter
 from ecrl.pytree import flatten
 from ecrl.run import atomic_files
 from ecrl.run import checkpointing as saving
@@ -437,7 +438,10 @@ def test_save_replay_decides_if_checkpoints_have_the_buffer_and_resuming_warns(t
     end, _ = train(init_state(cfg), cfg, tmp_path, progress=False)
     path = latest(tmp_path)
     assert ("replay" in names_in(path)) == saves
-    message = "^.*step_36: has no replay, so the run continues with an empty buffer$"
+    message = (
+        "^.*step_36: has no replay, because trainer.save_replay is false; the run fills an empty buffer before it "
+        "learns again$"
+    )
     with nullcontext() if saves else pytest.warns(UserWarning, match=message):
         state, _ = resume(tmp_path, overrides={"trainer.iterations": 5}, force=True)
     empty = init_state(cfg)["replay"].clone().set("written", torch.tensor(3 * T))
@@ -446,6 +450,28 @@ def test_save_replay_decides_if_checkpoints_have_the_buffer_and_resuming_warns(t
     longer = cfg.replace(**{"trainer.iterations": 5})
     *_, record = train_iter(state, longer)
     assert int(record["state"]["replay", "cursor"]) == (5 if saves else 2) * T
+
+
+@pytest.mark.parametrize("prioritized", [False, True])
+def test_a_run_without_its_buffer_fills_the_buffer_before_it_learns(tmp_path, prioritized):
+    """The run learns from the third iteration on, and so does the resumed run, which ended after the fourth."""
+    cfg = replaying(**{"trainer.save_replay": False, "trainer.iterations": 4, "algorithm.cfg.learning_starts": 2 * N * T})
+    if prioritized:
+        dqn = {"capacity": 64, "batch_size": 16, "learning_starts": 2 * N * T, "prioritized": {}}
+        cfg = cfg.replace(algorithm={"name": "dqn", "cfg": dqn}, policy={"name": "q_network", "critic": NET})
+    train(init_state(cfg), cfg, tmp_path, progress=False)
+    with pytest.warns(UserWarning, match="step_48: has no replay, because trainer.save_replay is false; "):
+        start, cfg = resume(tmp_path, overrides={"trainer.iterations": 8}, force=True)
+    states = [start, *(r["state"].clone() for r in train_iter(start, cfg) if r["log_type"] == "train")]
+    learns = [not same(before["params"], after["params"]) for before, after in pairwise(states)]
+    assert learns == [False, False, True, True]
+    for number in (1, 2, 3):  # also a run that continues from a state in between
+        *_, last = train_iter(states[number], cfg)
+        assert same(last["state"], states[-1])
+    pure, state = make_iteration(cfg), start
+    for expected in states[1:]:
+        state, _ = pure(state)
+        assert same(state, expected)
 
 
 def test_a_checkpoint_without_its_buffer_is_damaged_unless_its_manifest_names_the_buffer(tmp_path):
