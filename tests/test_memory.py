@@ -1,4 +1,11 @@
-"""Networks and buffers that do not fit in memory are refused in one line, before anything is allocated."""
+"""Networks and buffers that do not fit in memory are refused in one line, before anything is allocated.
+
+A run, its checkpoints and its resumption take one copy of the replay buffer.
+"""
+
+import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -86,3 +93,15 @@ def test_what_the_allocator_raises_is_one_line(error):
 def test_other_errors_pass():
     with pytest.raises(RuntimeError, match="of a kernel"), enough_memory("ecrl", "use less"):
         raise RuntimeError("of a kernel")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["off", "on"])
+def test_a_run_and_its_checkpoints_take_one_copy_of_the_buffer(tmp_path, form):
+    done = subprocess.run([sys.executable, "tests/support/buffer_memory.py", form, tmp_path], capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    steps, final, run, resumed, saved, copied = json.loads(done.stdout.splitlines()[-1])
+    assert steps > 2**30 and final < 2**20
+    assert copied > 0.99 * steps, "a copy of the buffer is seen by this measurement"
+    assert steps < run < 1.05 * steps and steps < resumed < 1.05 * steps
+    assert saved < 2**20

@@ -215,37 +215,50 @@ sys.path.insert(0, "tests")
 torch.set_num_threads(1)
 from torch.profiler import ProfilerActivity, profile
 from support.replay_agent import replaying
-from ecrl.loop.iteration import init_state, train_iter
+from support.small_runs import NET
+from ecrl.loop.build import build
+from ecrl.loop.iteration import init_state, iterations
 
 def allocated(fn):
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         out = fn()
-    sizes = [event.cpu_memory_usage for event in profiler.events() if event.name == "[memory]"]
-    sizes += [event.self_cpu_memory_usage for event in profiler.events() if event.name != "[memory]"]
-    return out, sum(size for size in sizes if size > 0)
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    now = most = 0
+    for size in sizes:
+        now += size
+        most = max(most, now)
+    return out, sum(size for size in sizes if size > 0), most
 
-cfg = replaying(**{
-    "algorithm.cfg.capacity": 2**15, "algorithm.cfg.padding": 2**15, "trainer.compile": sys.argv[1],
-    "trainer.iterations": 6,
-})
-records = train_iter(init_state(cfg), cfg)
+cfg = replaying(**{"trainer.compile": sys.argv[1], "trainer.iterations": 6})
+if sys.argv[2] == "uniform":
+    cfg = cfg.replace(**{"algorithm.cfg.capacity": 1_000_000, "algorithm.cfg.padding": 1100})
+else:
+    dqn = {"capacity": 1_000_000, "batch_size": 128, "learning_starts": 0, "n_step": 3, "prioritized": {}}
+    cfg = cfg.replace(algorithm={"name": "dqn", "cfg": dqn}, policy={"name": "q_network", "critic": NET})
+"""
+
+ITERATED = (
+    MEASURED
+    + """
+records = iterations(build(cfg), init_state(cfg), cfg)
 for _ in range(4):  # compiles, and settles
     state = next(records)["state"]
 size = sum(x.numel() * x.element_size() for x in state["replay"].values(True, True))
-taken = [allocated(lambda: next(records))[1] for _ in range(8)]
-(_, copied) = allocated(lambda: state["replay", "steps", "padding"].clone())
-print(json.dumps([size, max(taken), copied]))
+taken = [allocated(lambda: next(records))[1:] for _ in range(8)]
+(_, copied, _) = allocated(lambda: state["replay"].clone())
+print(json.dumps([size, *map(max, zip(*taken)), copied]))
 """
+)
 
 
 CHECKED = (
-    MEASURED.split("records =")[0]
+    MEASURED
     + """
 from ecrl.loop.iteration import check_state
-from ecrl.loop.build import build
 state, run = init_state(cfg), build(cfg)
 print(allocated(lambda: check_state(run, state, cfg))[1])
-other = build(cfg.replace(**{"algorithm.cfg.capacity": 2**16}))
+other = build(cfg.replace(**{"algorithm.cfg.capacity": 2_000_000}))
 try:
     check_state(other, state, cfg)
 except ValueError as error:
@@ -255,18 +268,30 @@ except ValueError as error:
 
 
 def test_a_state_with_a_buffer_is_checked_without_another_buffer():
-    done = subprocess.run([sys.executable, "-c", CHECKED, "off"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", CHECKED, "off", "uniform"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     taken, message = done.stdout.splitlines()
     assert 0 < int(taken) < 2**22
-    assert message.startswith("state: replay/final/obs is [23, 3, 4], the config makes it [45, 3, 4]; ")
+    assert message.startswith("state: replay/final/obs is [668, 3, 4], the config makes it [1335, 3, 4]; ")
 
 
-@pytest.mark.parametrize("form", ["off", pytest.param("on", marks=pytest.mark.slow)])
-def test_an_iteration_with_a_buffer_of_a_gibibyte_allocates_little(form):
-    done = subprocess.run([sys.executable, "-c", MEASURED, form], capture_output=True, text=True)
+MEBIBYTE = 2**20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["off", "on"])
+@pytest.mark.parametrize("draws", ["uniform", "prioritized"])
+def test_an_iteration_with_a_million_steps_in_the_buffer_allocates_little(form, draws):
+    """With uniform draws, the buffer has more than a GiB. A compiled iteration allocates one new sum tree of 16 MiB.
+
+    An eager iteration copies the tree in each call of `tree_set`. At most three copies exist at once.
+    """
+    done = subprocess.run([sys.executable, "-c", ITERATED, form, draws], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    size, taken, copied = json.loads(done.stdout.splitlines()[-1])
-    assert size > 2**30
-    assert copied >= 0.99 * 2**30, "a copy of the buffer is seen by this measurement"
-    assert 0 < taken < 50 * 2**20
+    size, total, most, copied = json.loads(done.stdout.splitlines()[-1])
+    assert size > (2**30 if draws == "uniform" else 2**25)
+    assert copied >= 0.99 * size, "a copy of the buffer is seen by this measurement"
+    if (form, draws) == ("off", "prioritized"):
+        assert 0 < most < 3 * 16 * MEBIBYTE + MEBIBYTE
+    else:
+        assert 0 < total < 20 * MEBIBYTE
