@@ -1,6 +1,7 @@
 """Single bit flips and truncations of checkpoint files and manifests: all detected, the previous checkpoint is used.
 
-`python tests/reliability/flips.py --flips 1000 --cuts 100 --keep`.
+`python tests/reliability/flips.py --flips 1000 --cuts 100 --keep`. With `--algorithm dqn`, most bytes of
+`state.safetensors` are the replay buffer and its sum tree.
 """
 
 import argparse
@@ -11,7 +12,7 @@ import warnings
 from collections import Counter
 from pathlib import Path
 
-from runs import TINY, write_results
+from runs import RUNS, write_results
 
 from ecrl import init_state, load, save, train_iter
 from ecrl.config import config_from_dict
@@ -19,9 +20,9 @@ from ecrl.run.checkpoint import latest
 from ecrl.run.resume import resume
 
 
-def checkpoints(run: Path) -> list[Path]:
+def checkpoints(run: Path, algorithm: str) -> list[Path]:
     """Two checkpoints of a run; the newer one has a further file, and numbers of an evaluation with an exponent."""
-    cfg = config_from_dict(TINY)
+    cfg = config_from_dict(RUNS[algorithm])
     records = train_iter(init_state(cfg), cfg)
     for step in (32, 64):
         state = [next(records), next(records)][1]["state"]
@@ -53,10 +54,10 @@ def caught(run: Path, file: Path) -> bool:
     )
 
 
-def flips(count: int, cuts: int, seed: int) -> Counter:
+def flips(count: int, cuts: int, seed: int, algorithm: str) -> Counter:
     """Return how many damages were detected, by kind and file."""
     run, draw, counts = Path(tempfile.mkdtemp(prefix="flips_")), random.Random(seed), Counter()
-    newest = checkpoints(run)[1]
+    newest = checkpoints(run, algorithm)[1]
     files = sorted(newest.iterdir())
     for number in range(count + cuts):
         kind, file = "truncations" if number >= count else "flips", files[number % len(files)]
@@ -78,9 +79,10 @@ def main() -> None:
     parser.add_argument("--flips", type=int, default=1000)
     parser.add_argument("--cuts", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--algorithm", choices=[*RUNS], default="ppo")
     parser.add_argument("--keep", action="store_true", help="write the figures to RESULTS.md")
     args = parser.parse_args()
-    counts, lines = flips(args.flips, args.cuts, args.seed), []
+    counts, lines = flips(args.flips, args.cuts, args.seed, args.algorithm), []
     for kind in ("flips", "truncations"):
         files = sorted({name for k, name, _ in counts if k == kind})
         by_file = ", ".join(f"{name} {counts[kind, name, True]}" for name in files)
@@ -88,7 +90,8 @@ def main() -> None:
         lines.append(f"{kind}: {sum(counts[kind, n, True] for n in files)} caught ({by_file}), {missed} not.")
     print("\n".join(lines))
     if args.keep:
-        write_results("Damaged checkpoints", "\n".join(lines))
+        name = "Damaged checkpoints" if args.algorithm == "ppo" else f"Damaged checkpoints, {args.algorithm}"
+        write_results(name, "\n".join(lines))
     if any(not ok for _, _, ok in counts):
         raise SystemExit(1)
 

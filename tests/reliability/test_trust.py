@@ -41,8 +41,9 @@ def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(count):
 @pytest.mark.parametrize(
     ("flips", "cuts"), [pytest.param(20, 8, marks=pytest.mark.slow), pytest.param(1000, 100, marks=pytest.mark.long)]
 )
-def test_damage_is_caught_and_the_checkpoint_before_is_used(flips, cuts):
-    lines = run_script("flips.py", "--flips", flips, "--cuts", cuts).splitlines()
+@pytest.mark.parametrize("algorithm", ["ppo", "dqn"])
+def test_damage_is_caught_and_the_checkpoint_before_is_used(flips, cuts, algorithm):
+    lines = run_script("flips.py", "--flips", flips, "--cuts", cuts, "--algorithm", algorithm).splitlines()
     assert [line.split(" (")[0] for line in lines] == [f"flips: {flips} caught", f"truncations: {cuts} caught"]
     assert all("manifest.json" in line and line.endswith(", 0 not.") for line in lines)
 

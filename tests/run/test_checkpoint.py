@@ -10,7 +10,8 @@ from threading import Thread
 import pytest
 import torch
 from safetensors.torch import load as tensors_from_bytes
-from support.small_runs import last_state, same, small
+from support.replay_agent import CAPACITY, replaying
+from support.small_runs import NET, last_state, same, small
 from tensordict import TensorDict
 
 from ecrl.errors import CheckpointError
@@ -68,6 +69,29 @@ def test_one_flipped_bit_anywhere_is_detected(saved, name):
             load(saved[0])
     path.write_bytes(clean)
     load(saved[0])
+
+
+def test_a_flipped_bit_or_a_cut_in_each_tensor_of_a_buffer_is_detected(tmp_path):
+    cfg = replaying(**{"trainer.iterations": 1})
+    dqn = {"capacity": CAPACITY, "batch_size": 16, "learning_starts": 0, "prioritized": {}}
+    cfg = cfg.replace(algorithm={"name": "dqn", "cfg": dqn}, policy={"name": "q_network", "critic": NET})
+    save(tmp_path / "step_9", last_state(cfg), cfg)
+    path = tmp_path / "step_9" / "state.safetensors"
+    clean = path.read_bytes()
+    length = int.from_bytes(clean[:8], "little")
+    places = {name: tensor["data_offsets"] for name, tensor in json.loads(clean[8 : 8 + length]).items()}
+    buffer = {name: place for name, place in places.items() if name.startswith("replay/")}
+    assert {"replay/steps/obs", "replay/steps/mask", "replay/final/obs", "replay/tree", "replay/written"} <= {*buffer}
+    for start, end in buffer.values():
+        for at in (8 + length + start, 8 + length + (start + end) // 2, 7 + length + end):
+            flipped = bytes([clean[at] ^ 1 << at % 8])
+            for damaged in (clean[:at] + flipped + clean[at + 1 :], clean[:at]):
+                path.write_bytes(damaged)
+                with pytest.raises(CheckpointError) as error:
+                    load(tmp_path / "step_9")
+                assert str(error.value) == f"{path}: damaged: its checksum differs from the checksum in the manifest"
+    path.write_bytes(clean)
+    load(tmp_path / "step_9")
 
 
 @pytest.mark.parametrize("name", ["state.safetensors", "config.json", "manifest.json"])
