@@ -154,7 +154,7 @@ class TrainerConfig(ConfigModel):
     )
     save_replay: bool = Field(
         True,
-        description="save replay buffers in checkpoints; if false, a resumed run fills an empty buffer before it learns",
+        description="save replay buffers in checkpoints; if false, a resumed run first fills an empty buffer",
     )
     use_wandb: bool = Field(False, description="also log to Weights & Biases; without a network, log to a local folder")
     wandb_project_name: str = Field(

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-
 Content = bytes | Path | Iterable[bytes | memoryview]
 """Content of a new file: its bytes, the path of an existing file to hard-link, or the parts of its bytes."""
 

@@ -57,8 +57,8 @@ class TensorFile:
     """Content of a safetensors file, as parts that share the memory of the tensors.
 
     >>> content = b"".join(TensorFile({"x": torch.tensor([1, 2], dtype=torch.uint8)}))
-    >>> int.from_bytes(content[:8], "little"), content[8:-2].rstrip(), content[-2:]
-    (56, b'{"x":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}', b'\\x01\\x02')
+    >>> int.from_bytes(content[:8], "little"), content[8:-2].rstrip(), list(content[-2:])
+    (56, b'{"x":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}', [1, 2])
     """
 
     tensors: Mapping[str, Tensor]
@@ -77,7 +77,7 @@ class TensorFile:
         yield len(text).to_bytes(8, "little") + text
         for _, x in ordered:
             for part in _bytes_of(x).split(_PART):
-                yield memoryview(part.cpu().numpy())
+                yield part.cpu().numpy().data
 
 
 def read_tensors(path: Path, fields: Collection[str] | None = None) -> dict[str, Tensor]:

@@ -455,9 +455,10 @@ def test_save_replay_decides_if_checkpoints_have_the_buffer_and_resuming_warns(t
 @pytest.mark.parametrize("prioritized", [False, True])
 def test_a_run_without_its_buffer_fills_the_buffer_before_it_learns(tmp_path, prioritized):
     """The run learns from the third iteration on, and so does the resumed run, which ended after the fourth."""
-    cfg = replaying(**{"trainer.save_replay": False, "trainer.iterations": 4, "algorithm.cfg.learning_starts": 2 * N * T})
+    starts = 2 * N * T
+    cfg = replaying(**{"trainer.save_replay": False, "trainer.iterations": 4, "algorithm.cfg.learning_starts": starts})
     if prioritized:
-        dqn = {"capacity": 64, "batch_size": 16, "learning_starts": 2 * N * T, "prioritized": {}}
+        dqn = {"capacity": 64, "batch_size": 16, "learning_starts": starts, "prioritized": {}}
         cfg = cfg.replace(algorithm={"name": "dqn", "cfg": dqn}, policy={"name": "q_network", "critic": NET})
     train(init_state(cfg), cfg, tmp_path, progress=False)
     with pytest.warns(UserWarning, match="step_48: has no replay, because trainer.save_replay is false; "):

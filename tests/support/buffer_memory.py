@@ -14,13 +14,12 @@ from tensordict import TensorDict
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from support.replay_agent import N, T, replaying
-
 from ecrl.config import Config
 from ecrl.loop.iteration import init_state
 from ecrl.pytree import flatten
 from ecrl.run.checkpoint import save
 from ecrl.run.train import run_config
+from support.replay_agent import N, T, replaying
 
 
 def resident(name: str) -> int:
