@@ -117,7 +117,7 @@ def with_own_buffers(state: TensorDict, kinds: Kinds) -> TensorDict:
             return TensorDict(inner, value.batch_size)
         return value.clone() if kind_of(path, kinds) is Kind.BUFFER else value
 
-    return replaced(state, {name: copied((name,), state[name]) for name in buffer_names(kinds)})
+    return replaced(state, {name: copied((name,), state[name]) for name in buffer_names(kinds) if name in state})
 
 
 def buffer_names(kinds: Kinds) -> list[str]:

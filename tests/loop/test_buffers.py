@@ -25,6 +25,7 @@ from ecrl.loop.iteration import init_state, make_iteration, train_iter
 from ecrl.registry import register_env
 from ecrl.run.checkpoint import load, save
 from ecrl.run.rank_shards import _per_rank_tensors
+from ecrl.run.train import train
 from ecrl.spaces import Discrete, box
 
 
@@ -94,6 +95,16 @@ def test_a_yielded_state_is_valid_until_the_next_iteration(tmp_path):
             use(first["state"])
     assert same(load(tmp_path / "now")[0], copies[0])
     assert len(list(train_iter(copies[0], cfg))) == 8
+
+
+def test_training_leaves_the_buffer_of_its_state_as_it_was_and_refuses_a_state_without_one():
+    cfg = replaying()
+    state = init_state(cfg)
+    before = state.clone()
+    end, _ = train(state, cfg, progress=False)
+    assert same(state, before) and same(end, states(cfg)[-1])
+    with pytest.raises(ConfigError, match=r"^state: replay/cursor is absent, the config makes it \[\]; use the config"):
+        train(state.exclude("replay"), cfg, progress=False)
 
 
 def test_a_run_goes_on_from_a_checkpoint_with_its_buffer(tmp_path):
