@@ -424,27 +424,51 @@ def with_scaled_rewards(update: Update) -> Update:
 def scaled_rewards(state: TensorDict, batch: TensorDict) -> tuple[TensorDict, TensorDict]:
     """Divide rewards by the standard deviation of the discounted returns so far, and update the return statistics.
 
-        reward / sqrt(variance(return) + eps), clipped to +-10;    return' = reward + gamma * return * not done
-
-    If the steps have the field `executed`, `gamma ** executed` replaces `gamma`.
+    `scaled_reward` and `reward_norm_update` give the equations.
 
     Returns: the state with new `norm`, and the batch with scaled rewards in its `steps`.
     """
-    norm, gamma, rollout = cast(TensorDict, state["norm"]), state["hyper", "gamma"], cast(TensorDict, batch["steps"])
-    moments, before = cast(TensorDict, norm["reward", "moments"]), norm["reward", "running"]
-    steps = transitions(rollout.exclude("value"))
-    mask = steps["mask"] if "mask" in steps else torch.ones_like(steps["done"])
-    reward = steps["reward"].masked_fill(~mask, 0.0)
-    returns = running_returns(reward, steps["done"], before, gamma=decision_discounts(steps, gamma))
-    last = returns[:, -1].masked_fill(steps["done"][:, -1], 0.0)
-    moments_after = moments_update(moments, returns, mask, total=distributed.all_sum)
-    scaled = scale(rollout["reward"], moments, eps=_EPS, clip=_CLIP)
-    norm = replaced(norm, {"reward": TensorDict({"moments": moments_after, "running": last}, [])})
+    norm, rollout = cast(TensorDict, state["norm"]), cast(TensorDict, batch["steps"])
+    before = cast(TensorDict, norm["reward"])
+    after = reward_norm_update(before, transitions(rollout.exclude("value")), state["hyper", "gamma"])
+    scaled = scaled_reward(rollout["reward"], before)
+    norm = replaced(norm, {"reward": after})
     return replaced(state, {"norm": norm}), replaced(batch, {"steps": replaced(rollout, {"reward": scaled})})
 
 
+def scaled_reward(reward: Tensor, norm: TensorDict) -> Tensor:
+    """Divide rewards by the standard deviation of discounted returns. `norm` has the statistics of the returns.
+
+    clip(reward / sqrt(variance(return) + 1e-8), -10, 10)
+    """
+    return scale(reward, cast(TensorDict, norm["moments"]), eps=_EPS, clip=_CLIP)
+
+
+def reward_norm_update(norm: TensorDict, steps: TensorDict, gamma: Tensor) -> TensorDict:
+    """Update the statistics of discounted returns with steps `[N, T]`.
+
+        return[t] = reward[t] + gamma * return[t - 1] * not done[t - 1]
+
+    If the steps have the field `executed`, `gamma ** executed[t]` replaces `gamma`. A step whose `mask` is False has
+    the reward 0 and is not counted.
+
+    Args:
+        norm: the statistics before the steps, the field `reward` of `reward_norm_init`.
+        steps: the steps that follow, with the fields `reward` and `done`, and `mask` and `executed`, if present.
+        gamma: discount per step.
+
+    Returns: the statistics after the steps. The moments are of the steps of all ranks.
+    """
+    mask = steps["mask"] if "mask" in steps else torch.ones_like(steps["done"])
+    reward = steps["reward"].masked_fill(~mask, 0.0)
+    returns = running_returns(reward, steps["done"], norm["running"], gamma=decision_discounts(steps, gamma))
+    last = returns[:, -1].masked_fill(steps["done"][:, -1], 0.0)
+    moments = moments_update(cast(TensorDict, norm["moments"]), returns, mask, total=distributed.all_sum)
+    return TensorDict({"moments": moments, "running": last}, [])
+
+
 def reward_norm_init(num_envs: int, device: torch.device) -> TensorDict:
-    """Return the initial statistics of `scaled_rewards`, for the field `norm` of the state.
+    """Return the initial statistics of discounted returns, for the field `norm` of the state.
 
     `moments` holds the moments of discounted returns, and `running` holds the discounted returns `[N]` of current
     episodes.

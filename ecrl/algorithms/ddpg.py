@@ -27,9 +27,17 @@ from ecrl.algorithms.continuous_actions import (
 )
 from ecrl.algorithms.core import LEARNER_KINDS, Algorithm, Run, learn
 from ecrl.algorithms.gradient_step import each_minibatch, gradient_step
-from ecrl.algorithms.interleaved import REPLAY_KINDS, interleaved, new_replay, store, take_steps
+from ecrl.algorithms.interleaved import REPLAY_KINDS, interleaved, store, take_steps
 from ecrl.algorithms.optimizer import Group, groups_of, learning_state
-from ecrl.algorithms.replay_learning import Sampling, check_steps, gradient_steps, phase, sample, sampling_choices
+from ecrl.algorithms.replay_learning import (
+    Sampling,
+    check_steps,
+    gradient_steps,
+    phase,
+    replay_fields,
+    sample,
+    sampling_choices,
+)
 from ecrl.algorithms.state_kinds import Kind
 from ecrl.config.model import NonNegative
 from ecrl.kernels import Replay, dpg_loss, min_q_target
@@ -72,7 +80,7 @@ def init(cfg: DDPGConfig, numbers: tuple[str, ...], run: Run, key: Tensor) -> di
     return learning_state(cfg, params, values, key.device, groups_of(cfg, GROUPS, own), own) | {
         "target_params": params.clone(),
         "exploration": TensorDict({"random": is_random, "std": std}, []),
-        "replay": new_replay(run, cfg.capacity, key.device),
+        **replay_fields(cfg, run, key.device),
     }
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from ecrl import rng
 from ecrl.algorithms.core import LEARNER_KINDS, Algorithm, Run, counted_after, learn
 from ecrl.algorithms.gradient_step import each_minibatch, gradient_step
-from ecrl.algorithms.interleaved import REPLAY_KINDS, interleaved, new_replay, store, take_steps
+from ecrl.algorithms.interleaved import REPLAY_KINDS, interleaved, store, take_steps
 from ecrl.algorithms.optimizer import Group, groups_of, learning_state
 from ecrl.algorithms.prioritized import (
     PRIORITY_KINDS,
@@ -39,6 +39,7 @@ from ecrl.algorithms.replay_learning import (
     gradient_steps,
     noise_keys,
     phase,
+    replay_fields,
     sample,
     sampling_choices,
 )
@@ -106,14 +107,16 @@ def init(cfg: DQNConfig, run: Run, key: Tensor) -> dict[str, Any]:
         raise ConfigError(f"policy.name: dqn needs {needed}; the actions here are {run.env.action_space}")
     check_steps(run, cfg)
     priorities = {} if cfg.prioritized is None else priority_numbers(cfg.prioritized)
-    replay = new_replay(run, cfg.capacity, key.device)
+    fields = replay_fields(cfg, run, key.device)
+    if cfg.prioritized is not None:
+        fields["replay"] = with_tree(fields["replay"], cfg)
     params = run.policy.init(rng.fold_in(key, rng.INIT))
     epsilon = torch.full((run.static.num_envs,), cfg.initial_epsilon, device=key.device)
     numbers = {name: getattr(cfg, name) for name in _NUMBERS} | priorities
     return learning_state(cfg, params, numbers, key.device) | {
         "target_params": params.clone(),
         "exploration": TensorDict({"epsilon": epsilon}, []),
-        "replay": replay if cfg.prioritized is None else with_tree(replay, cfg),
+        **fields,
     }
 
 

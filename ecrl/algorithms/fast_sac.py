@@ -36,9 +36,17 @@ from ecrl.algorithms.continuous_actions import (
 )
 from ecrl.algorithms.core import LEARNER_KINDS, Algorithm, Run, learn
 from ecrl.algorithms.gradient_step import each_minibatch, gradient_step
-from ecrl.algorithms.interleaved import REPLAY_KINDS, interleaved, new_replay, store, take_steps
+from ecrl.algorithms.interleaved import REPLAY_KINDS, interleaved, store, take_steps
 from ecrl.algorithms.optimizer import Group, GroupSettings, groups_of, learning_state
-from ecrl.algorithms.replay_learning import Sampling, check_steps, noise_keys, phase, sample, sampling_choices
+from ecrl.algorithms.replay_learning import (
+    Sampling,
+    check_steps,
+    noise_keys,
+    phase,
+    replay_fields,
+    sample,
+    sampling_choices,
+)
 from ecrl.algorithms.sac import temperature_loss
 from ecrl.algorithms.state_kinds import Kind
 from ecrl.config.model import Count, Fraction, Natural, Positive
@@ -98,7 +106,7 @@ def init(cfg: FastSACConfig, run: Run, key: Tensor) -> dict[str, Any]:
     return learning_state(cfg, params, numbers, key.device, groups_of(cfg, GROUPS, own), own) | {
         "target_params": targets,
         "exploration": TensorDict({"random": is_random}, []),
-        "replay": new_replay(run, cfg.capacity, key.device),
+        **replay_fields(cfg, run, key.device),
     }
 
 

@@ -36,9 +36,9 @@ from ecrl.algorithms.continuous_actions import (
 from ecrl.algorithms.core import LEARNER_KINDS, Algorithm, Run, env_index, learn, steps_taken
 from ecrl.algorithms.ddpg import GROUPS
 from ecrl.algorithms.gradient_step import each_minibatch, gradient_step
-from ecrl.algorithms.interleaved import REPLAY_KINDS, interleaved, new_replay, store, take_steps
+from ecrl.algorithms.interleaved import REPLAY_KINDS, interleaved, store, take_steps
 from ecrl.algorithms.optimizer import groups_of, learning_state
-from ecrl.algorithms.replay_learning import check_steps, noise_keys, phase, sample, sampling_choices
+from ecrl.algorithms.replay_learning import check_steps, noise_keys, phase, replay_fields, sample, sampling_choices
 from ecrl.algorithms.state_kinds import Kind
 from ecrl.algorithms.td3 import Choices
 from ecrl.config.model import Count, Fraction, Natural, NonNegative
@@ -104,7 +104,7 @@ def init(cfg: FastTD3Config, run: Run, key: Tensor) -> dict[str, Any]:
     return fields | {
         "target_params": params.select("critic").clone(),
         "exploration": TensorDict({"random": ~everywhere, "std": scales}, []),
-        "replay": new_replay(run, cfg.capacity, key.device),
+        **replay_fields(cfg, run, key.device),
     }
 
 

@@ -38,11 +38,13 @@ from torch import Tensor
 from ecrl import distributed, rng
 from ecrl.algorithms.core import (
     COUNTERS,
+    REWARD_NORM_KINDS,
     Run,
     Static,
     batch_of,
     changed_fields,
     over_steps,
+    reward_norm_update,
     step_keys,
     steps_taken,
     with_compiled_policy,
@@ -64,8 +66,9 @@ REPLAY_KINDS: Kinds = {
     "replay": Kind.BUFFER,
     ("replay", "cursor"): Kind.COUNTER,
     "exploration": Kind.ENVIRONMENT,
+    **REWARD_NORM_KINDS,
 }
-"""Kinds of the fields `replay` and `exploration`, for the `kinds` of an algorithm."""
+"""Kinds of the fields `replay`, `exploration` and `norm`, for the `kinds` of an algorithm."""
 
 _FIXED = ("key", "hyper", "episode", *COUNTERS, "update_step", "iterations", "frozen_params")
 _STEPS = ("key", *COUNTERS, "params", "norm", "env", "exploration", "carry", "frozen_params")
@@ -186,7 +189,9 @@ def interleaved(turn: Turn, steps: int = 1) -> Interleaved:
             steps and 1 gradient step, there is a quarter of a gradient step for each step of an environment.
 
     The state needs a replay buffer in the field `replay` (see `new_replay`). Declare the kinds of its fields with
-    `REPLAY_KINDS`.
+    `REPLAY_KINDS`. After each turn, the statistics in the field `norm` are updated with the steps of the turn. They are
+    the statistics of observations, if the policy has them, and the statistics of `reward_norm_init`, if `init` returns
+    them.
 
     Raises: ConfigError in the first iteration if the state lacks `replay`, if `steps` does not divide `buffer_size`, if
         the buffer is shorter than an iteration, or if a `segment_length` below `steps` does not divide `steps`.
@@ -234,11 +239,15 @@ def _turn(
         if any(new is not old for new, old in zip(*(flatten(s.get(name, None))[0] for s in (after, before)))):  # noqa: B905
             raise ValueError(f"a turn may not change the field {name} of the state")
     after = cast(TensorDict, after.exclude(*_FIXED))
+    norm = cast(TensorDict, after["norm"])
     if run.policy.norm_update is not None:
         counted = steps["mask"] if "mask" in steps else torch.ones_like(steps["done"])
-        norm = cast(TensorDict, after["norm"])
-        obs = run.jit(run.policy.norm_update)(norm["obs"], steps["obs"], counted)
-        after = replaced(after, {"norm": replaced(norm, {"obs": obs})})
+        norm = replaced(norm, {"obs": run.jit(run.policy.norm_update)(norm["obs"], steps["obs"], counted)})
+    if "reward" in norm:
+        paid, gamma = steps.select("reward", "done", "mask", "executed", strict=False), before["hyper", "gamma"]
+        reward = run.jit(reward_norm_update)(norm["reward"], paid.transpose(0, 1), gamma)
+        norm = replaced(norm, {"reward": reward})
+    after = replaced(after, {"norm": norm})
     cursor = replaced(cast(TensorDict, after["replay"]), {"cursor": start + replay.added})
     if executed is not None:
         executed = executed + distributed.all_sum(steps["executed"].sum())

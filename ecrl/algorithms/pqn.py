@@ -16,7 +16,16 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl import rng
-from ecrl.algorithms.core import LEARNER_KINDS, Algorithm, Run, batch_of, on_policy
+from ecrl.algorithms.core import (
+    LEARNER_KINDS,
+    REWARD_NORM_KINDS,
+    Algorithm,
+    Run,
+    batch_of,
+    on_policy,
+    reward_norm_init,
+    with_scaled_rewards,
+)
 from ecrl.algorithms.dqn import next_values, with_epsilon
 from ecrl.algorithms.interleaved import collect_exploring
 from ecrl.algorithms.minibatch_sgd import SGD, MinibatchConfig, gradient_steps, minibatch_epochs, sgd_choices
@@ -52,6 +61,7 @@ class PQNConfig(MinibatchConfig):
     exploration_fraction: Positive = Field(
         default=0.1, le=1.0, description="share of the run in which the probability falls to final_epsilon"
     )
+    normalize_reward: bool = Field(default=False, description="divide rewards by the standard deviation of returns")
 
     @model_validator(mode="after")
     def _no_distance(self) -> "PQNConfig":
@@ -70,7 +80,7 @@ class Choices(NamedTuple):
 
 
 def init(cfg: PQNConfig, run: Run, key: Tensor) -> dict[str, Any]:
-    """Return the parameters, the optimiser state, the hyperparameters and the exploration."""
+    """Return the parameters, the optimiser state, the hyperparameters, the exploration and any reward statistics."""
     policy = run.policy
     if policy.q is None or policy.explore is None or not isinstance(run.env.action_space, Discrete):
         needed = "a policy with a Q-function for Discrete actions, such as q_network"
@@ -87,7 +97,8 @@ def init(cfg: PQNConfig, run: Run, key: Tensor) -> dict[str, Any]:
     epsilon = torch.full((run.static.num_envs,), cfg.initial_epsilon, device=key.device)
     numbers = {name: getattr(cfg, name) for name in _NUMBERS}
     state = learning_state(cfg, params, numbers, key.device, run.algorithm.choices.sgd.groups)
-    return state | {"exploration": TensorDict({"epsilon": epsilon}, [])}
+    norm = {"norm": reward_norm_init(run.static.num_envs, key.device)} if cfg.normalize_reward else {}
+    return state | {"exploration": TensorDict({"epsilon": epsilon}, [])} | norm
 
 
 def collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
@@ -155,8 +166,8 @@ def pqn(cfg: PQNConfig) -> Algorithm:
     return Algorithm(
         choices=Choices(sgd_choices(cfg)),
         init=partial(init, cfg),
-        iterate=on_policy(collect, update),
-        kinds={**LEARNER_KINDS, "exploration": Kind.ENVIRONMENT},
+        iterate=on_policy(collect, with_scaled_rewards(update) if cfg.normalize_reward else update),
+        kinds={**LEARNER_KINDS, **REWARD_NORM_KINDS, "exploration": Kind.ENVIRONMENT},
         gradient_steps=partial(gradient_steps, cfg),
         as_one=True,
     )

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ecrl.algorithms.core import Run
 from ecrl.algorithms.interleaved import sample_keys
-from ecrl.algorithms.replay_learning import ReplayConfig, Sampling
+from ecrl.algorithms.replay_learning import ReplayConfig, Sampling, read
 from ecrl.algorithms.state_kinds import Kind, Kinds
 from ecrl.config.model import ConfigModel, Fraction, NonNegative, Positive
 from ecrl.distributed import all_max
@@ -30,7 +30,6 @@ from ecrl.kernels import (
     importance_weights,
     replay_add_priority,
     replay_prioritized_index,
-    replay_read,
     replay_set_priority,
     tree_init,
 )
@@ -95,7 +94,7 @@ def beta_of(state: TensorDict) -> Tensor:
 def sample_by_priority(run: Run, state: TensorDict, replay: Replay, sampling: Sampling) -> TensorDict:
     """Draw the transitions of an update with probabilities proportional to their priorities.
 
-    Returns: the transitions of `replay_read`, `[gradient_steps * batch_size]`, with the fields `index`, for
+    Returns: the transitions of `read`, `[gradient_steps * batch_size]`, with the fields `index`, for
         `set_priorities`, and `weight`, the importance weights. The largest weight of a minibatch, over all ranks, is 1.
     """
     keys, beta = sample_keys(run, state, sampling.gradient_steps * sampling.batch_size), beta_of(state)
@@ -107,7 +106,7 @@ def sample_by_priority(run: Run, state: TensorDict, replay: Replay, sampling: Sa
         smallest = minibatch.amin()
         share = -all_max(-smallest) / smallest  # of the smallest probability on all ranks
         weights.append(importance_weights(minibatch, beta=beta) * torch.pow(share, beta))
-    batch = replay_read(replay, index.flatten(), gamma=state["hyper", "gamma"], n=sampling.n_step)
+    batch = read(state, replay, index.flatten(), sampling)
     return replaced(batch, {"index": index.flatten(), "weight": torch.cat(weights)})
 
 

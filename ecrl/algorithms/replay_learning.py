@@ -1,6 +1,6 @@
 """Settings that algorithms with a replay buffer share, and the functions that draw a minibatch and its noise."""
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from pydantic import Field, model_validator
@@ -8,12 +8,13 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl import distributed, rng
-from ecrl.algorithms.core import Run, Static
-from ecrl.algorithms.interleaved import sample_keys
+from ecrl.algorithms.core import Run, Static, reward_norm_init, scaled_reward
+from ecrl.algorithms.interleaved import new_replay, sample_keys
 from ecrl.algorithms.optimizer_config import LearningConfig
 from ecrl.config.model import Count, Fraction, Natural, Positive
 from ecrl.errors import ConfigError
 from ecrl.kernels import Replay, replay_index, replay_read
+from ecrl.pytree import replaced
 
 
 class ReplayConfig(LearningConfig):
@@ -28,6 +29,9 @@ class ReplayConfig(LearningConfig):
     gradient_steps: Count = Field(default=1, description="gradient steps of an update")
     max_grad_norm: Positive = Field(
         default=10.0, description="largest global norm of the gradients; larger gradients are scaled down"
+    )
+    normalize_reward: bool = Field(
+        default=False, description="divide sampled rewards by the standard deviation of returns"
     )
 
     @model_validator(mode="after")
@@ -68,6 +72,12 @@ def check_steps(run: Run, cfg: ReplayConfig) -> None:
         )
 
 
+def replay_fields(cfg: ReplayConfig, run: Run, device: torch.device) -> dict[str, TensorDict]:
+    """Return the state's fields `replay`, an empty buffer, and `norm`, the reward statistics if rewards are scaled."""
+    fields = {"replay": new_replay(run, cfg.capacity, device)}
+    return fields | ({"norm": reward_norm_init(run.static.num_envs, device)} if cfg.normalize_reward else {})
+
+
 def noise_keys(state: TensorDict, size: int, count: Tensor) -> Tensor:
     """Return the keys `[size]` of the noise in a gradient step.
 
@@ -91,8 +101,21 @@ def gradient_steps(cfg: ReplayConfig, static: Static) -> int:
 def sample(run: Run, state: TensorDict, replay: Replay, sampling: Sampling) -> TensorDict:
     """Draw the transitions of an update uniformly at random.
 
-    Returns: the transitions of `replay_read`, `[gradient_steps * batch_size]`.
+    Returns: the transitions of `read`, `[gradient_steps * batch_size]`.
     """
     keys = sample_keys(run, state, sampling.gradient_steps * sampling.batch_size)
-    index = replay_index(replay, keys, n=sampling.n_step, stack=1)
-    return replay_read(replay, index, gamma=state["hyper", "gamma"], n=sampling.n_step)
+    return read(state, replay, replay_index(replay, keys, n=sampling.n_step, stack=1), sampling)
+
+
+def read(state: TensorDict, replay: Replay, index: Tensor, sampling: Sampling) -> TensorDict:
+    """Read transitions by `replay_read`. If the state has reward statistics, scale the rewards by `scaled_reward`.
+
+        clip(reward / sqrt(variance(return) + 1e-8), -10, 10),    with the sum of `n_step` rewards as the reward
+
+    The variance is that of the steps before this turn. The buffer keeps the rewards of the environment.
+    """
+    batch = replay_read(replay, index, gamma=state["hyper", "gamma"], n=sampling.n_step)
+    norm = cast(TensorDict, state["norm"])
+    if "reward" not in norm:
+        return batch
+    return replaced(batch, {"reward": scaled_reward(batch["reward"], cast(TensorDict, norm["reward"]))})
