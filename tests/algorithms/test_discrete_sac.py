@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from support.checks import close
-from support.continuous_agents import Nets, descend, follow, learnt, weights_of
-from support.graphs import traced_only
+from support.continuous_agents import LEARNING, NORMALIZED, SGD, Nets, assert_step, descend, follow
+from support.run_checks import assert_resumes, assert_same_for_lengths, assert_traced_equals_eager
 from support.small_runs import NET, last_state, same
 from tensordict import TensorDict
 
@@ -18,13 +18,11 @@ from ecrl.config.model import ConfigModel
 from ecrl.envs import Env, make_env
 from ecrl.errors import ConfigError
 from ecrl.loop.build import build
-from ecrl.loop.iteration import init_state, train_iter
+from ecrl.loop.iteration import init_state
 from ecrl.registry import register_env, register_policy
-from ecrl.run.checkpoint import load, save
 from ecrl.spaces import MultiDiscrete, dict_space
 
 N, T, B = 3, 4, 16
-SGD = {"algorithm.cfg.learning_rate": None, "algorithm.cfg.optimizer": {"name": "sgd", "learning_rate": 0.05}}
 
 
 def small(**changes: Any) -> Config:
@@ -85,11 +83,7 @@ def test_a_gradient_step_equals_the_equations_of_the_paper(learns, num_critics):
         state["target_params", "critic", name].add_(0.1)  # so that the targets differ from the critics
     after, logs = step(run, state, batch, torch.tensor(5))
     nets, targets, expected = by_hand(state, batch, (0.05, 0.1), 0.3)
-    for name, log_value in expected.items():
-        close(logs[name], log_value.detach(), tol=1e-4)
-    for params, modules in ((after["params"], nets), (after["target_params"], targets)):
-        for name, weight in weights_of(modules).items():
-            close(params[tuple(name.split("/"))], weight, tol=1e-5)
+    assert_step(after, logs, (nets, targets, expected))
     entropy = float(expected["entropy"].detach())
     close(temperature_of(after), exp(log(0.3) - 0.2 * 0.3 * (entropy - 0.4)) if learns else 0.3)
 
@@ -138,38 +132,18 @@ def test_actions_that_are_masked_are_never_taken_and_learning_stays_finite():
     assert all(x.isfinite().all() for x in state["params"].values(True, True))
 
 
-def of_length(size: int, steps: int, **changes: Any) -> Config:
-    """A run of so many steps of each environment, in iterations of `size` steps."""
-    return small(**{"trainer.buffer_size": size, "trainer.iterations": steps // size, **changes})
-
-
-LEARNING = {"algorithm.cfg.learning_starts": 8 * N, "algorithm.cfg.capacity": 8 * N + 5}
-
-
 def test_the_length_of_an_iteration_changes_no_bit():
-    changes = {"policy.normalize_obs": True, "algorithm.cfg.gradient_steps": 2, "algorithm.cfg.n_step": 2}
-    first, other = (last_state(of_length(size, 24, **LEARNING, **changes)).clone() for size in (1, 8))
-    assert not same(first["params"], init_state(of_length(4, 24, **changes))["params"])
-    assert same(learnt(first), learnt(other))
+    changes = {**NORMALIZED, "algorithm.cfg.gradient_steps": 2, "algorithm.cfg.n_step": 2}
+    assert_same_for_lengths(small(**LEARNING, **changes), (1, 8))
 
 
 def test_traced_graphs_equal_the_eager_run():
-    cfg = of_length(4, 16, **LEARNING)
-    eager = last_state(cfg).clone()
-    with traced_only() as graphs:
-        compiled = last_state(cfg.replace(**{"trainer.compile": "on"}))
-    assert graphs == ["_iteration_of_leaves"] * 2, "one for collecting, one for learning"
-    for name, value in eager["params"].items(True, True):
-        close(compiled["params"][name], value, tol=1e-4)
-    assert torch.equal(compiled["replay", "steps", "action"], eager["replay", "steps", "action"])
+    traced, eager = assert_traced_equals_eager(small(**LEARNING))
+    assert torch.equal(traced["replay", "steps", "action"], eager["replay", "steps", "action"])
 
 
 def test_a_run_resumes_with_the_same_bits(tmp_path):
-    cfg = small()
-    every = [r["state"].clone() for r in train_iter(init_state(cfg), cfg) if r["log_type"] == "train"]
-    save(tmp_path / "now", every[2], cfg)
-    *_, last = train_iter(*load(tmp_path / "now"))
-    assert same(last["state"], every[-1])
+    assert_resumes(small(), 3, tmp_path)
 
 
 BOTH = {"name": "actor_critic", "actor": NET, "critic": NET}

@@ -5,12 +5,11 @@ from typing import Any, cast
 import pytest
 import torch
 from support.checks import close
-from support.graphs import traced_only
+from support.run_checks import assert_resumes, assert_same_for_lengths, assert_seeds_batch, assert_traced_equals_eager
 from support.small_runs import NET, last_state, same
 from tensordict import TensorDict
 from torch import nn
 
-import ecrl
 from ecrl.algorithms.core import learn, step_keys
 from ecrl.algorithms.dqn import step, update, with_target
 from ecrl.algorithms.prioritized import beta_of
@@ -24,7 +23,6 @@ from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, train_iter
 from ecrl.pytree import replaced
 from ecrl.registry import register_env
-from ecrl.run.checkpoint import load, save
 
 N = 3
 DISTRIBUTIONS = {
@@ -40,7 +38,8 @@ FORMS = {
 
 
 PRIORITIZED = {"algorithm.cfg.prioritized": {"alpha": 0.7, "beta": 0.5, "eps": 0.01}}
-KINDS = [(kind, {}) for kind in FORMS] + [("values", PRIORITIZED)]
+SCALED = PRIORITIZED | {"algorithm.cfg.normalize_reward": True}
+KINDS = [(kind, {}) for kind in FORMS] + [("values", SCALED)]
 
 
 def small_dqn(policy: dict | None = None, **changes) -> Config:
@@ -324,11 +323,6 @@ def test_epsilon_falls_linearly():
     close(torch.tensor(logs), torch.tensor(turns).reshape(6, 4).mean(1))
 
 
-def learnt(state: TensorDict) -> TensorDict:
-    """The state without the counts of iterations, and without unfilled slots of episodes."""
-    return state.select("params", "opt", "target_params", "replay", "env", "exploration", "sample_step")
-
-
 @pytest.mark.parametrize(("kind", "changes"), KINDS)
 def test_the_length_of_an_iteration_changes_no_bit(kind, changes):
     changes = changes | {
@@ -336,38 +330,22 @@ def test_the_length_of_an_iteration_changes_no_bit(kind, changes):
         "algorithm.cfg.gradient_steps": 2,
         "algorithm.cfg.learning_starts": 8 * N,
     }
-    first, *others = (
-        last_state(
-            small_dqn(FORMS[kind], **changes, **{"trainer.buffer_size": size, "trainer.iterations": 32 // size})
-        ).clone()
-        for size in (1, 4, 8)
-    )
-    for other in others:
-        assert same(learnt(first), learnt(other))
+    assert_same_for_lengths(small_dqn(FORMS[kind], **changes), (1, 4, 8), steps=32)
 
 
 @pytest.mark.parametrize(("kind", "changes"), KINDS)
 def test_a_compiled_run_equals_an_eager_one(kind, changes):
     changes = changes | {"algorithm.cfg.gradient_steps": 2, "algorithm.cfg.learning_starts": 8 * N}
-    cfg = small_dqn(FORMS[kind], **changes)
-    eager = last_state(cfg)
-    with traced_only() as graphs:
-        compiled = last_state(cfg.replace(**{"trainer.compile": "on"}))
-        assert graphs == ["_iteration_of_leaves"] * 2, "one graph for collecting and one for learning"
-    for name in ("params", "target_params"):
-        for path, weight in cast(TensorDict, eager[name]).items(True, True):
-            close(compiled[name][path], weight, tol=1e-5)
+    traced, eager = assert_traced_equals_eager(small_dqn(FORMS[kind], **changes), tol=1e-5)
+    for path, weight in eager["target_params"].items(True, True):
+        close(traced["target_params"][path], weight, tol=1e-5)
     if "tree" in eager["replay"].keys():  # noqa: SIM118
-        close(compiled["replay", "tree"], eager["replay", "tree"], tol=1e-4)
+        close(traced["replay", "tree"], eager["replay", "tree"], tol=1e-4)
 
 
-@pytest.mark.parametrize(("kind", "changes"), [("values", {}), ("noisy", {}), ("values", PRIORITIZED)])
+@pytest.mark.parametrize(("kind", "changes"), [("values", {}), ("noisy", {}), ("values", SCALED)])
 def test_a_run_resumes_with_the_same_bits(kind, changes, tmp_path):
-    cfg = small_dqn(FORMS[kind], **changes)
-    every = [r["state"].clone() for r in train_iter(init_state(cfg), cfg) if r["log_type"] == "train"]
-    save(tmp_path / "now", every[2], cfg)
-    *_, last = train_iter(*load(tmp_path / "now"))
-    assert same(last["state"], every[-1])
+    assert_resumes(small_dqn(FORMS[kind], **changes), 3, tmp_path)
 
 
 class VectorPoleConfig(ConfigModel):
@@ -395,18 +373,9 @@ def test_steps_that_only_reset_an_environment_are_no_transitions():
     assert all(x.isfinite().all() for x in state["params"].values(True, True))
 
 
-@pytest.mark.parametrize(("kind", "changes"), [("values", {}), ("noisy", {}), ("values", PRIORITIZED)])
+@pytest.mark.parametrize(("kind", "changes"), [("values", {}), ("noisy", {}), ("values", SCALED)])
 def test_several_seeds_run_as_one_batch(kind, changes):
-    cfg = small_dqn(FORMS[kind], **changes)
-    iteration = ecrl.make_iteration(cfg)
-    states = [init_state(cfg.replace(**{"trainer.seed": seed})) for seed in range(2)]
-    many: Any = torch.stack([state.clone() for state in states])
-    single: TensorDict = states[1]
-    for _ in range(3):
-        many, _ = torch.func.vmap(iteration, randomness="error")(many)
-        single, _ = iteration(single)
-    for path, weight in cast(TensorDict, single["params"]).items(True, True):
-        close(many[1]["params"][path], weight, tol=1e-5)
+    assert_seeds_batch(small_dqn(FORMS[kind], **changes))
 
 
 def test_an_update_with_nan_is_left_out_and_counted():

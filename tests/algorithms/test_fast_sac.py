@@ -6,42 +6,37 @@ import pytest
 import torch
 from support.checks import close
 from support.continuous_agents import (
+    LEARNING,
+    NORMALIZED,
+    SGD,
     SUPPORT,
     B,
     N,
     Nets,
     T,
+    assert_step,
     continuous,
     descend,
+    drawn,
     follow,
-    learnt,
     projected,
     transitions,
-    weights_of,
 )
-from support.graphs import traced_only
-from support.small_runs import last_state, same
-from torch.distributions import Normal, TanhTransform, TransformedDistribution
+from support.run_checks import (
+    assert_compiled_equals_eager,
+    assert_resumes,
+    assert_same_for_lengths,
+    assert_traced_equals_eager,
+)
 
 from ecrl import rng
 from ecrl.algorithms.fast_sac import step
 from ecrl.algorithms.replay_learning import noise_keys
 from ecrl.errors import ConfigError
 from ecrl.loop.build import build
-from ecrl.loop.iteration import init_state, train_iter
-from ecrl.run.checkpoint import load, save
+from ecrl.loop.iteration import init_state
 
-SGD = {"algorithm.cfg.learning_rate": None, "algorithm.cfg.optimizer": {"name": "sgd", "learning_rate": 0.05}}
 RATES = {"algorithm.cfg.critic_learning_rate": 0.1, "algorithm.cfg.temperature_learning_rate": 0.2}
-
-
-def drawn(net, obs, noise):
-    """Actions of the squashed Gaussian in [-1, 1], and their log-probabilities by torch.distributions."""
-    mean, log_std = net(obs).chunk(2, -1)
-    normal = Normal(mean, log_std.clamp(-5.0, 2.0).exp())
-    action = torch.tanh(normal.mean + normal.stddev * noise)
-    squashed = TransformedDistribution(normal, TanhTransform(cache_size=1))
-    return action, squashed.log_prob(action).sum(-1)
 
 
 def by_hand(state, batch, noise, next_noise, temperature, moves):
@@ -77,11 +72,7 @@ def test_a_gradient_step_equals_the_equations_of_the_paper(count, num_critics):
     next_noise, noise = (rng.normal(k, (1,)).double() for k in rng.split(noise_keys(state, B, torch.tensor(count))))
     after, logs = step(run, state, batch, torch.tensor(count))
     nets, targets, temperature, expected = by_hand(state, batch, noise, next_noise, 0.3, count == 3)
-    for name, log_value in expected.items():
-        close(logs[name], log_value.detach(), tol=1e-4)
-    for params, modules in ((after["params"], nets), (after["target_params"], targets)):
-        for name, weight in weights_of(modules).items():
-            close(params[tuple(name.split("/"))], weight, tol=1e-5)
+    assert_step(after, logs, (nets, targets, expected))
     close(after["params", "log_temperature"], log(temperature))
 
 
@@ -92,53 +83,40 @@ def test_defaults_of_the_temperature():
     assert not bool(state["exploration", "random"].any())
 
 
-def of_length(size: int, steps: int, **changes):
-    """A run of so many steps of each environment, in iterations of `size` steps."""
-    return continuous("fast_sac", **{"trainer.buffer_size": size, "trainer.iterations": steps // size, **changes})
-
-
-LEARNING = {"algorithm.cfg.learning_starts": 8 * N, "algorithm.cfg.capacity": 8 * N + 5}
-
-
 @pytest.mark.parametrize(
     ("changes", "sizes"),
     [
-        ({"policy.normalize_obs": True, "algorithm.cfg.gradient_steps": 3, "algorithm.cfg.policy_delay": 2}, (1, 8)),
+        (
+            {
+                "policy.normalize_obs": True,
+                **NORMALIZED,
+                "algorithm.cfg.gradient_steps": 3,
+                "algorithm.cfg.policy_delay": 2,
+            },
+            (1, 8),
+        ),
         ({"algorithm.cfg.train_freq": 4, "algorithm.cfg.n_step": 3}, (4, 8)),
     ],
 )
 def test_the_length_of_an_iteration_changes_no_bit(changes, sizes):
-    first, other = (last_state(of_length(size, 24, **LEARNING, **changes)).clone() for size in sizes)
-    assert not same(first["params"], init_state(of_length(4, 24, **changes))["params"])
-    assert same(learnt(first), learnt(other))
+    assert_same_for_lengths(continuous("fast_sac", **LEARNING, **changes), sizes)
 
 
 def test_traced_graphs_equal_the_eager_run():
-    cfg = of_length(4, 16, **LEARNING, **{"algorithm.cfg.gradient_steps": 2, "algorithm.cfg.policy_delay": 2})
-    eager = last_state(cfg).clone()
-    with traced_only() as graphs:
-        compiled = last_state(cfg.replace(**{"trainer.compile": "on"}))
-    assert graphs == ["_iteration_of_leaves"] * 2, "one for collecting, one for learning"
-    for name, value in eager["params"].items(True, True):
-        close(compiled["params"][name], value, tol=1e-4)
-    close(compiled["replay", "steps", "action"], eager["replay", "steps", "action"], tol=1e-4)
+    assert_traced_equals_eager(
+        continuous("fast_sac", **LEARNING, **{"algorithm.cfg.gradient_steps": 2, "algorithm.cfg.policy_delay": 2})
+    )
 
 
 @pytest.mark.long
 def test_compiled_graphs_equal_the_eager_run():
-    cfg = of_length(4, 16, **LEARNING)
-    eager, compiled = (last_state(cfg.replace(**{"trainer.compile": form})).clone() for form in ("off", "on"))
-    for name, value in eager["params"].items(True, True):
-        close(compiled["params"][name], value, tol=1e-4)
+    assert_compiled_equals_eager(continuous("fast_sac", **LEARNING))
 
 
 @pytest.mark.parametrize("saved", [1, 3])
 def test_a_run_resumes_with_the_same_bits(saved, tmp_path):
     cfg = continuous("fast_sac", **{"algorithm.cfg.learning_starts": 2 * N * T, "algorithm.cfg.gradient_steps": 4})
-    every = [r["state"].clone() for r in train_iter(init_state(cfg), cfg) if r["log_type"] == "train"]
-    save(tmp_path / "now", every[saved - 1], cfg)
-    *_, last = train_iter(*load(tmp_path / "now"))
-    assert same(last["state"], every[-1])
+    assert_resumes(cfg, saved, tmp_path)
 
 
 WRONG = {

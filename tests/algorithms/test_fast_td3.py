@@ -6,21 +6,28 @@ import pytest
 import torch
 from support.checks import close
 from support.continuous_agents import (
+    LEARNING,
+    NORMALIZED,
+    SGD,
     SUPPORT,
     B,
     N,
     Nets,
     T,
+    assert_step,
     continuous,
     descend,
     follow,
-    learnt,
     projected,
     transitions,
-    weights_of,
 )
-from support.graphs import traced_only
-from support.small_runs import last_state, same
+from support.run_checks import (
+    assert_compiled_equals_eager,
+    assert_resumes,
+    assert_same_for_lengths,
+    assert_traced_equals_eager,
+)
+from support.small_runs import same
 
 from ecrl import rng
 from ecrl.algorithms.fast_td3 import step, with_new_scales
@@ -28,9 +35,6 @@ from ecrl.algorithms.replay_learning import noise_keys
 from ecrl.errors import ConfigError
 from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, train_iter
-from ecrl.run.checkpoint import load, save
-
-SGD = {"algorithm.cfg.learning_rate": None, "algorithm.cfg.optimizer": {"name": "sgd", "learning_rate": 0.05}}
 
 
 def by_hand(state, batch, noise, moves):
@@ -63,11 +67,7 @@ def test_a_gradient_step_equals_the_equations_of_the_paper(count, num_critics):
     noise = (0.3 * rng.normal(noise_keys(state, B, torch.tensor(count)), (1,)).double()).clamp(-0.5, 0.5)
     after, logs = step(run, state, batch, torch.tensor(count))
     nets, targets, expected = by_hand(state, batch, noise, count % 2 == 1)
-    for log_name, value in expected.items():
-        close(logs[log_name], value.detach(), tol=1e-4)
-    for params, modules in ((after["params"], nets), (after["target_params"], targets)):
-        for path, weight in weights_of(modules).items():
-            close(params[tuple(path.split("/"))], weight, tol=1e-5)
+    assert_step(after, logs, (nets, targets, expected))
     assert "actor" not in after["target_params"]
 
 
@@ -111,54 +111,31 @@ def test_scales_last_for_an_episode():
     assert [t + 2 for t, changed in enumerate(changes) if changed] == [7, 14], "episodes have 7 steps"
 
 
-def of_length(size: int, steps: int, **changes):
-    """A run of so many steps of each environment, in iterations of `size` steps."""
-    return continuous("fast_td3", **{"trainer.buffer_size": size, "trainer.iterations": steps // size, **changes})
-
-
-LEARNING = {"algorithm.cfg.learning_starts": 8 * N, "algorithm.cfg.capacity": 8 * N + 5}
-
-
 @pytest.mark.parametrize(
     ("changes", "sizes"),
     [
-        ({"policy.normalize_obs": True, "algorithm.cfg.gradient_steps": 3}, (1, 8)),
+        ({**NORMALIZED, "algorithm.cfg.gradient_steps": 3}, (1, 8)),
         ({"algorithm.cfg.train_freq": 4, "algorithm.cfg.n_step": 3}, (4, 8)),
     ],
 )
 def test_the_length_of_an_iteration_changes_no_bit(changes, sizes):
-    first, other = (last_state(of_length(size, 24, **LEARNING, **changes)).clone() for size in sizes)
-    assert not same(first["params"], init_state(of_length(4, 24, **changes))["params"])
-    assert same(learnt(first), learnt(other))
+    assert_same_for_lengths(continuous("fast_td3", **LEARNING, **changes), sizes)
 
 
 def test_traced_graphs_equal_the_eager_run():
-    cfg = of_length(4, 16, **LEARNING)
-    eager = last_state(cfg).clone()
-    with traced_only() as graphs:
-        compiled = last_state(cfg.replace(**{"trainer.compile": "on"}))
-    assert graphs == ["_iteration_of_leaves"] * 2, "one for collecting, one for learning"
-    for path, value in eager["params"].items(True, True):
-        close(compiled["params"][path], value, tol=1e-4)
-    close(compiled["replay", "steps", "action"], eager["replay", "steps", "action"], tol=1e-4)
-    assert torch.equal(compiled["exploration", "std"], eager["exploration", "std"])
+    traced, eager = assert_traced_equals_eager(continuous("fast_td3", **LEARNING, **NORMALIZED))
+    assert torch.equal(traced["exploration", "std"], eager["exploration", "std"])
 
 
 @pytest.mark.long
 def test_compiled_graphs_equal_the_eager_run():
-    cfg = of_length(4, 16, **LEARNING)
-    eager, compiled = (last_state(cfg.replace(**{"trainer.compile": form})).clone() for form in ("off", "on"))
-    for path, value in eager["params"].items(True, True):
-        close(compiled["params"][path], value, tol=1e-4)
+    assert_compiled_equals_eager(continuous("fast_td3", **LEARNING))
 
 
 @pytest.mark.parametrize("saved", [1, 3])
 def test_a_run_resumes_with_the_same_bits(saved, tmp_path):
     cfg = continuous("fast_td3", **{"algorithm.cfg.learning_starts": 2 * N * T})
-    every = [r["state"].clone() for r in train_iter(init_state(cfg), cfg) if r["log_type"] == "train"]
-    save(tmp_path / "now", every[saved - 1], cfg)
-    *_, last = train_iter(*load(tmp_path / "now"))
-    assert same(last["state"], every[-1])
+    assert_resumes(cfg, saved, tmp_path)
 
 
 WRONG = {

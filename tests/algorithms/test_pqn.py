@@ -3,13 +3,17 @@
 import json
 import shutil
 from dataclasses import replace
+from importlib import import_module
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from support.checks import assert_pure, close
 from support.command_line import called
+from support.continuous_agents import NORMALIZED
 from support.graphs import traced_only
+from support.run_checks import assert_compiled_equals_eager, assert_resumes, assert_seeds_batch
 from support.small_runs import NET, last_state, same
 from tensordict import TensorDict
 from torch import nn
@@ -17,17 +21,18 @@ from torch import nn
 import ecrl
 from ecrl import rng
 from ecrl.algorithms.core import learn
-from ecrl.algorithms.pqn import collect, update
+from ecrl.algorithms.pqn import collect, targets, update
 from ecrl.config import Config, config_from_dict
 from ecrl.config.model import ConfigModel
 from ecrl.envs import Env, state_of, time_limit
 from ecrl.envs.gymnasium import from_vector
 from ecrl.errors import ConfigError, NotFiniteError
+from ecrl.kernels import moments_variance
 from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, train_iter
 from ecrl.pytree import flatten, replaced
 from ecrl.registry import register_env
-from ecrl.run.checkpoint import load, save
+from ecrl.run.checkpoint import load
 from ecrl.spaces import Discrete, MultiDiscrete, box, dict_space
 
 N, T = 3, 8
@@ -202,6 +207,26 @@ def test_no_excluded_action_is_taken():
     assert float(steps["reward"].min()) >= -1.0
 
 
+def test_targets_have_rewards_in_standard_deviations_of_the_returns_of_earlier_iterations(monkeypatch):
+    cfg, rollouts = small_pqn(**NORMALIZED, **{"algorithm.cfg.gamma": 0.9}), []
+
+    def watched(run, state, steps):
+        rollouts.append(steps[:, :-1])
+        return targets(run, state, steps)
+
+    monkeypatch.setattr(import_module("ecrl.algorithms.pqn"), "targets", watched)
+    state, returns, running = last_state(cfg), [], [0.0] * N
+    for rollout in rollouts:
+        variance = np.var(returns) if returns else 1.0
+        close(rollout["reward"], torch.full((N, T), 1.0 / np.sqrt(variance + 1e-8)), tol=1e-4)  # CartPole pays 1
+        for t in range(T):
+            running = [1.0 + 0.9 * before for before in running]
+            returns += running
+            running = [0.0 if rollout["done"][e, t] else running[e] for e in range(N)]
+    close(moments_variance(state["norm", "reward", "moments"]), np.var(returns))
+    close(state["norm", "reward", "running"], running)
+
+
 def test_epsilon_falls_linearly():
     cfg = small_pqn(**{"algorithm.cfg.final_epsilon": 0.2})
     logs = [float(r["logs"]["epsilon"]) for r in train_iter(init_state(cfg), cfg) if r["log_type"] == "train"]
@@ -209,7 +234,7 @@ def test_epsilon_falls_linearly():
 
 
 def test_a_compiled_iteration_is_one_graph_and_equals_an_eager_one():
-    cfg = small_pqn(**GATED, **{"policy.normalize_obs": True})
+    cfg = small_pqn(**GATED, **NORMALIZED)
     eager = last_state(cfg)
     with traced_only() as graphs:
         compiled = last_state(cfg.replace(**{"trainer.compile": "on"}))
@@ -226,18 +251,12 @@ def test_a_compiled_iteration_is_one_graph_and_equals_an_eager_one():
 
 @pytest.mark.long
 def test_a_compiled_run_equals_an_eager_one():
-    eager, compiled = (last_state(small_pqn(**{"trainer.compile": form})).clone() for form in ("off", "on"))
-    for path, weight in cast(TensorDict, eager["params"]).items(True, True):
-        close(compiled["params"][path], weight, tol=1e-4)
+    assert_compiled_equals_eager(small_pqn())
 
 
 def test_a_run_resumes_with_the_same_bits(tmp_path):
-    cfg = small_pqn(**{"policy.normalize_obs": True, "algorithm.cfg.lr_scheduler": {"name": "linear"}})
-    every = [r["state"].clone() for r in train_iter(init_state(cfg), cfg) if r["log_type"] == "train"]
-    save(tmp_path / "now", every[2], cfg)
-    *_, last = train_iter(*load(tmp_path / "now"))
-    assert same(last["state"], every[-1])
-    assert same(last_state(cfg), every[-1]), "equal states give equal bits"
+    cfg = small_pqn(**NORMALIZED, **{"algorithm.cfg.lr_scheduler": {"name": "linear"}})
+    assert_resumes(cfg, 3, tmp_path)
 
 
 def test_the_commands_train_resume_and_evaluate_a_run(tmp_path, monkeypatch, capsys):
@@ -286,6 +305,10 @@ def test_it_learns_from_environments_of_gymnasium(env, form):
     assert graphs == (["draw", "act", "explore", "_learn"] if form == "on" else [])
     assert not same(learnt["params"], state["params"]) and logs["q_loss"].isfinite()
     ecrl.close(after, cfg)
+
+
+def test_several_seeds_run_as_one_batch():
+    assert_seeds_batch(small_pqn(**NORMALIZED))
 
 
 def test_a_gradient_step_with_nan_is_left_out_and_counted():

@@ -3,8 +3,27 @@
 import pytest
 import torch
 from support.checks import close
-from support.continuous_agents import C51, B, N, Nets, T, continuous, descend, follow, learnt, transitions, weights_of
-from support.graphs import traced_only
+from support.continuous_agents import (
+    C51,
+    LEARNING,
+    NORMALIZED,
+    SGD,
+    B,
+    N,
+    Nets,
+    T,
+    assert_step,
+    continuous,
+    descend,
+    follow,
+    transitions,
+)
+from support.run_checks import (
+    assert_compiled_equals_eager,
+    assert_resumes,
+    assert_same_for_lengths,
+    assert_traced_equals_eager,
+)
 from support.small_runs import last_state, same
 
 from ecrl import rng
@@ -13,11 +32,9 @@ from ecrl.algorithms.replay_learning import noise_keys
 from ecrl.algorithms.td3 import step as td3_step
 from ecrl.errors import ConfigError
 from ecrl.loop.build import build
-from ecrl.loop.iteration import init_state, train_iter
-from ecrl.run.checkpoint import load, save
+from ecrl.loop.iteration import init_state
 
 STEPS = {"ddpg": ddpg_step, "td3": td3_step}
-SGD = {"algorithm.cfg.learning_rate": None, "algorithm.cfg.optimizer": {"name": "sgd", "learning_rate": 0.05}}
 
 
 def by_hand(state, batch, noise, moves):
@@ -55,11 +72,7 @@ def test_a_gradient_step_equals_the_equations_of_the_paper(name, count, num_crit
         noise = (0.2 * rng.normal(noise_keys(state, B, torch.tensor(count)), (1,)).double()).clamp(-0.5, 0.5)
     after, logs = STEPS[name](run, state, batch, torch.tensor(count))
     nets, targets, expected = by_hand(state, batch, noise, name == "ddpg" or count % 2 == 1)
-    for log_name, value in expected.items():
-        close(logs[log_name], value.detach(), tol=1e-4)
-    for params, modules in ((after["params"], nets), (after["target_params"], targets)):
-        for path, weight in weights_of(modules).items():
-            close(params[tuple(path.split("/"))], weight, tol=1e-5)
+    assert_step(after, logs, (nets, targets, expected))
 
 
 def test_the_noise_in_the_target_is_clipped():
@@ -69,55 +82,32 @@ def test_the_noise_in_the_target_is_clipped():
     assert same(one["params"], other["params"])
 
 
-def of_length(name: str, size: int, steps: int, **changes):
-    """A run of so many steps of each environment, in iterations of `size` steps."""
-    return continuous(name, **{"trainer.buffer_size": size, "trainer.iterations": steps // size, **changes})
-
-
-LEARNING = {"algorithm.cfg.learning_starts": 8 * N, "algorithm.cfg.capacity": 8 * N + 5}
-
-
 @pytest.mark.parametrize(
     ("name", "changes", "sizes"),
     [
-        ("td3", {"policy.normalize_obs": True, "algorithm.cfg.gradient_steps": 3}, (1, 8)),
+        ("td3", {**NORMALIZED, "algorithm.cfg.gradient_steps": 3}, (1, 8)),
         ("td3", {"algorithm.cfg.train_freq": 4, "algorithm.cfg.n_step": 3}, (4, 8)),
         ("ddpg", {}, (1, 8)),
     ],
 )
 def test_the_length_of_an_iteration_changes_no_bit(name, changes, sizes):
-    first, other = (last_state(of_length(name, size, 24, **LEARNING, **changes)).clone() for size in sizes)
-    assert not same(first["params"], init_state(of_length(name, 4, 24, **changes))["params"])
-    assert same(learnt(first), learnt(other))
+    assert_same_for_lengths(continuous(name, **LEARNING, **changes), sizes)
 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_traced_graphs_equal_the_eager_run(name):
-    cfg = of_length(name, 4, 16, **LEARNING, **{"algorithm.cfg.gradient_steps": 2})
-    eager = last_state(cfg).clone()
-    with traced_only() as graphs:
-        compiled = last_state(cfg.replace(**{"trainer.compile": "on"}))
-    assert graphs == ["_iteration_of_leaves"] * 2, "one for collecting, one for learning"
-    for path, value in eager["params"].items(True, True):
-        close(compiled["params"][path], value, tol=1e-4)
-    close(compiled["replay", "steps", "action"], eager["replay", "steps", "action"], tol=1e-4)
+    assert_traced_equals_eager(continuous(name, **LEARNING, **{"algorithm.cfg.gradient_steps": 2}))
 
 
 @pytest.mark.long
 def test_compiled_graphs_equal_the_eager_run():
-    cfg = of_length("td3", 4, 16, **LEARNING)
-    eager, compiled = (last_state(cfg.replace(**{"trainer.compile": form})).clone() for form in ("off", "on"))
-    for path, value in eager["params"].items(True, True):
-        close(compiled["params"][path], value, tol=1e-4)
+    assert_compiled_equals_eager(continuous("td3", **LEARNING))
 
 
 @pytest.mark.parametrize(("name", "saved"), [("td3", 1), ("td3", 3), ("ddpg", 3)])
 def test_a_run_resumes_with_the_same_bits(name, saved, tmp_path):
     cfg = continuous(name, **{"algorithm.cfg.learning_starts": 2 * N * T})
-    every = [r["state"].clone() for r in train_iter(init_state(cfg), cfg) if r["log_type"] == "train"]
-    save(tmp_path / "now", every[saved - 1], cfg)
-    *_, last = train_iter(*load(tmp_path / "now"))
-    assert same(last["state"], every[-1])
+    assert_resumes(cfg, saved, tmp_path)
 
 
 def test_the_exploration_noise_has_the_configured_size():

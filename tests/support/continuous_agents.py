@@ -8,11 +8,17 @@ from typing import Any, cast
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
+from torch.distributions import Normal, TanhTransform, TransformedDistribution
 
 from ecrl.config import Config, config_from_dict
+from support.checks import close
 from support.small_runs import NET
 
 N, T, B = 3, 4, 16
+LEARNING = {"algorithm.cfg.learning_starts": 8 * N, "algorithm.cfg.capacity": 8 * N + 5}
+"""A run that first collects, and then overwrites its buffer while it learns."""
+NORMALIZED = {"policy.normalize_obs": True, "algorithm.cfg.normalize_reward": True}
+SGD = {"algorithm.cfg.learning_rate": None, "algorithm.cfg.optimizer": {"name": "sgd", "learning_rate": 0.05}}
 C51 = {"distribution": "categorical", "num_atoms": 5, "v_min": -6.0, "v_max": 4.0}
 SUPPORT = torch.tensor([-6.0, -3.5, -1.0, 1.5, 4.0], dtype=torch.float64)
 """The returns of `C51`, 2.5 apart."""
@@ -32,14 +38,6 @@ def continuous(name: str, **changes: Any) -> Config:
         },
     }
     return config_from_dict(base).replace(**changes)
-
-
-def learnt(state: TensorDict) -> TensorDict:
-    """The state without counts of iterations, and without the statistics of episodes.
-
-    The last bits of a return depend on the length of an iteration, because rewards are summed in another order.
-    """
-    return cast(TensorDict, state.exclude("update_step", "iterations", "episode"))
 
 
 def transitions(seed: int = 0) -> TensorDict:
@@ -86,6 +84,15 @@ class Nets:
         return torch.stack([critic(torch.cat((unit, obs), -1)) for critic in self.critics])
 
 
+def drawn(net: Any, obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """Actions of the squashed Gaussian in [-1, 1], and their log-probabilities by torch.distributions."""
+    mean, log_std = net(obs).chunk(2, -1)
+    normal = Normal(mean, log_std.clamp(-5.0, 2.0).exp())
+    action = torch.tanh(normal.mean + normal.stddev * noise)
+    squashed = TransformedDistribution(normal, TanhTransform(cache_size=1))
+    return action, squashed.log_prob(action).sum(-1)
+
+
 def projected(probs: Tensor, atoms: Tensor) -> Tensor:
     """Project distributions [B, K] with any returns [B, K] onto `SUPPORT`, between two neighbours each."""
     place = ((atoms - SUPPORT[0]) / 2.5).clamp(0.0, 4.0)
@@ -119,3 +126,13 @@ def follow(targets: Nets, nets: Nets, tau: float) -> None:
         for slow, fast in pairs:
             for old, new in zip(slow.parameters(), fast.parameters(), strict=True):
                 old.copy_(tau * new + (1.0 - tau) * old)
+
+
+def assert_step(after: TensorDict, logs: dict[str, Tensor], by_hand: tuple[Nets, Nets, dict[str, Tensor]]) -> None:
+    """Check a gradient step, given its networks, its targets and its logs by hand."""
+    nets, targets, expected = by_hand
+    for name, value in expected.items():
+        close(logs[name], value.detach(), tol=1e-4)
+    for params, modules in ((after["params"], nets), (after["target_params"], targets)):
+        for path, weight in weights_of(modules).items():
+            close(params[tuple(path.split("/"))], weight, tol=1e-5)
