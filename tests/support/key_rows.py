@@ -250,7 +250,7 @@ def replay(name: str, base: Changes) -> list[Row]:
         *learning(name, base),
         *not_adaptive(name, base | alg(learning_rate=1e-3), *REPLAY_HAS_NO_KL),
         *rows(part, base, gamma=0.5, n_step=3, capacity=64, batch_size=8, learning_starts=64),
-        *rows(part, base, train_freq=8, gradient_steps=2),
+        *rows(part, base, train_freq=8, gradient_steps=2, normalize_reward=True),
     ]
 
 
@@ -288,7 +288,7 @@ ALGORITHMS = [
     *learning("pqn", PQN),
     *not_adaptive("pqn", PQN | alg(learning_rate=1e-3), "to the policy that collected the steps", "pqn"),
     *rows("algorithm.pqn", PQN, n_epochs=3, batch_size=16, gamma=0.5, q_lambda=0.1, initial_epsilon=0.5),
-    *rows("algorithm.pqn", PQN, final_epsilon=0.9, exploration_fraction=1.0),
+    *rows("algorithm.pqn", PQN, final_epsilon=0.9, exploration_fraction=1.0, normalize_reward=True),
     *rows("algorithm.pqn", PQN | alg(batch_size=8), batch_size=16),
     *rows("algorithm.pqn", PQN | alg(batch_size=None), num_minibatches=4),
     *rows("algorithm.pqn", PQN | alg(batch_size=None, num_minibatches=2), num_minibatches=4),
