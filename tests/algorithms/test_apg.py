@@ -6,6 +6,7 @@ import pytest
 import torch
 from pydantic import Field
 from support.checks import assert_pure, close
+from support.run_checks import assert_seeds_batch
 from support.small_runs import same
 from tensordict import TensorDict
 
@@ -296,14 +297,7 @@ def test_the_environments_own_figures_are_logged():
 
 
 def test_vmapped_seeds_equal_single_ones():
-    cfg = run(**POINT)
-    states = [init_state(cfg, key=torch.tensor(seed)) for seed in (1, 2)]
-    iteration = make_iteration(cfg)
-    stacked, _ = torch.vmap(iteration, randomness="error")(torch.stack([s.clone() for s in states]))
-    for i, state in enumerate(states):
-        single, _ = iteration(state)
-        for name, leaf in single.flatten_keys("/").items():
-            close(stacked.flatten_keys("/")[name][i], leaf, tol=1e-4)
+    assert_seeds_batch(run(**POINT), tol=1e-4)
 
 
 @pytest.mark.slow

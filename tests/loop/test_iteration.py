@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.checks import assert_pure, close
+from support.run_checks import assert_seeds_batch
 from support.small_runs import last_state, same, small
 
 import ecrl.loop.iteration
@@ -86,14 +87,7 @@ def test_hyperparameters_are_read_from_the_state():
 
 
 def test_vmapped_seeds_equal_single_ones():
-    cfg = small()
-    states = [init_state(cfg, key=torch.tensor(seed)) for seed in (1, 2, 3)]
-    iteration = make_iteration(cfg)
-    stacked, _ = torch.vmap(iteration, randomness="error")(torch.stack([s.clone() for s in states]))
-    for i, state in enumerate(states):
-        single, _ = iteration(state)
-        for name, leaf in single.flatten_keys("/").items():
-            close(stacked.flatten_keys("/")[name][i], leaf, tol=1e-4)
+    assert_seeds_batch(small(), tol=1e-4)
 
 
 def test_a_state_of_another_config_is_refused_by_name():
