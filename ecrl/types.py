@@ -43,7 +43,7 @@ BATCH_FIELDS = {
 STATE_FIELDS = {
     "params": "policy parameters, nested under module names",
     "opt": "optimiser state",
-    "norm": "running moments of observations and rewards, for normalisation; fixed during an iteration or turn; may be empty",
+    "norm": "running moments of observations and rewards; fixed during an iteration, or a turn; may be empty",
     "env": "states of the environments, with the last observation",
     "episode": "returns and lengths of the running episodes and of the last finished episodes",
     "frozen_params": "parameters of the policy that are not trained; absent for policies without them",
