@@ -49,9 +49,9 @@ def stored(state: TensorDict) -> TensorDict:
 
 
 def returns_of(steps: TensorDict) -> tuple[list[list[float]], list[float]]:
-    """For each time, the discounted returns so far of the environments whose step counts. Also those of the last time.
+    """Return the discounted returns of each time, and the running returns after the last step, by a plain loop.
 
-    A step that does not count has the reward 0. The returns after the end of an episode start at 0.
+    A step that does not count has the reward 0 and no return. After the end of an episode, the running return is 0.
     """
     rows = {name: steps[name].tolist() for name in steps.keys() if name not in ("obs", "action", "padding")}  # noqa: SIM118
     returns, running = [], [0.0] * steps.shape[1]
