@@ -214,7 +214,7 @@ def _lift_constants(graph: GraphModule) -> GraphModule:
     _merge_duplicates(graph)
     _store_numbers(graph)
     for node in [n for n in graph.graph.nodes if n.target in WITH_BODIES]:
-        names = [arg.target for arg in node.args if isinstance(arg, Node) and arg.op == "get_attr"]
+        names = [str(arg.target) for arg in node.args if isinstance(arg, Node) and arg.op == "get_attr"]
         bodies = [_lift_constants(cast(GraphModule, getattr(graph, name))) for name in names]
         inputs = [*map(_skip_views, node.args[-1])]
         for name, body in zip(names, bodies, strict=True):
