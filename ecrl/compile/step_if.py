@@ -15,7 +15,6 @@ from ecrl.compile.scan import (
     pack_small,
     refuse_captured_variables,
     share_constants,
-    with_stride,
     without_aliases,
 )
 from ecrl.compile.user_line import call_pure
@@ -37,9 +36,12 @@ def graph_step_if(due: Tensor, body: Callable[..., tuple[Any, Any]], carry: Any,
         return step_or_keep(due, body, carry, *constants)
     packings = pack_small(old), pack_small(fixed)
     buffers = packings[0].pack(old), packings[1].pack(fixed)
-    at, structure, y_packing, y_buffers = len(buffers[0]), list[Any](), list[Packing](), list[Tensor]()
+    shapes, at = [x.shape for part in buffers for x in part], len(buffers[0])
+    structure, y_packing, y_like = list[Any](), list[Packing](), list[tuple[torch.Size, torch.dtype]]()
 
-    def run(*inputs: Tensor) -> list[Tensor]:
+    def run(*vectors: Tensor) -> list[Tensor]:
+        inputs = [x.reshape(shape) for x, shape in zip(vectors, shapes, strict=True)]
+
         def build_args() -> tuple[Any, ...]:
             return unflatten(c, packings[0].unpack(inputs[:at])), *unflatten(k, packings[1].unpack(inputs[at:]))
 
@@ -47,14 +49,22 @@ def graph_step_if(due: Tensor, body: Callable[..., tuple[Any, Any]], carry: Any,
         (new, c_after), (y_leaves, y_structure) = flatten(after), flatten(y)
         check_carry((old, c), (new, c_after))
         structure[:], y_packing[:] = [y_structure], [pack_small(y_leaves)]
-        y_buffers[:] = y_packing[0].pack(y_leaves)
-        new = [with_stride(x, before.stride()) for x, before in zip(packings[0].pack(new), inputs, strict=False)]
-        return without_aliases([*new, *y_buffers], inputs)
+        y_buffers = y_packing[0].pack(y_leaves)
+        y_like[:] = [(x.shape, x.dtype) for x in y_buffers]
+        return without_aliases([*map(_vector, packings[0].pack(new)), *map(dense, y_buffers)], vectors)
 
-    def keep(*inputs: Tensor) -> list[Tensor]:
-        return [*(x.clone() for x in inputs[:at]), *(torch.full_like(x, torch.nan) for x in y_buffers)]
+    def keep(*vectors: Tensor) -> list[Tensor]:
+        absent = [torch.full(shape, torch.nan, dtype=dtype) for shape, dtype in y_like]
+        return [*(x.clone() for x in vectors[:at]), *absent]
 
-    out = cond_op(due, run, keep, tuple(without_aliases([*map(dense, buffers[0]), *buffers[1]], ())))
+    operands = without_aliases([_vector(x) for part in buffers for x in part], ())
+    out = cond_op(due, run, keep, tuple(operands))
     refuse_captured_variables(mode.tracer.root)
     share_constants(mode.tracer.root)
-    return unflatten(c, packings[0].unpack(out[:at])), unflatten(structure[0], y_packing[0].unpack(out[at:]))
+    new = [x.reshape(shape) for x, shape in zip(out[:at], shapes, strict=False)]
+    return unflatten(c, packings[0].unpack(new)), unflatten(structure[0], y_packing[0].unpack(out[at:]))
+
+
+def _vector(x: Tensor) -> Tensor:
+    """Flatten a tensor. The compiler may store a matrix in another order than a branch reads it, but not a vector."""
+    return x.reshape(-1)

@@ -59,6 +59,7 @@ def by_hand(state, batch, noise, next_noise, temperature, moves):
     policy_loss = (temperature * log_prob - values.mean(0))[rows].mean()
     if moves:
         descend(policy_loss, [nets.actor], 0.05)
+    policy_loss = policy_loss if moves else torch.tensor(torch.nan)
     follow(targets, nets, 0.125)
     return nets, targets, temperature, {"q_loss": q_loss, "q_value": q_value, "policy_loss": policy_loss}
 

@@ -54,6 +54,7 @@ def by_hand(state, batch, noise, moves):
     policy_loss = -values.amin(0)[rows].mean()
     if moves:
         descend(policy_loss, [nets.actor], 0.05)
+    policy_loss = policy_loss if moves else torch.tensor(torch.nan)
     follow(targets, nets, 0.1)
     return nets, targets, {"q_loss": q_loss, "q_value": q_value, "policy_loss": policy_loss}
 

@@ -491,7 +491,7 @@ def test_vmapped_seeds_equal_single_ones_and_share_a_phase():
     assert torch.equal(one["replay", "steps", "action"], single["replay", "steps", "action"])
     for name, weight in weights(single):
         close(one["params", *name], weight)
-    many["sample_step"] = torch.tensor([0, 24])
+    many["sample_step"], many["replay", "cursor"] = torch.tensor([0, 24]), torch.tensor([0, 24 // N])
     with pytest.raises(ConfigError, match=r"^state: the seeds are in the phases \['collect', 'learn'\]; give them one"):
         torch.func.vmap(iteration)(many)
 

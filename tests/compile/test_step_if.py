@@ -65,6 +65,43 @@ def of_views(body: Any, carry: Any, xs: Tensor, weights: Tensor, start: Tensor) 
     return loop(turn, carry, start + torch.arange(STEPS), stacked, xs)
 
 
+def transposed(body: Any, carry: Any, xs: Tensor, weights: Tensor, start: Tensor) -> Any:
+    """Pass results that the compiler may store transposed."""
+
+    def turn(carry: Any, number: Tensor, row: Tensor, weights: Tensor) -> Any:
+        first = torch.exp(carry[0].T).T, torch.exp(carry[1]), carry[2]
+        rows, matrix = torch.sin(row.T + number).T, torch.cos(weights.T * number).T
+        return step_if(number % 2 == 1, body, first, rows, matrix)
+
+    return loop(turn, carry, start + torch.arange(STEPS), xs[0], weights)
+
+
+def shared(body: Any, carry: Any, xs: Tensor, weights: Tensor, start: Tensor) -> Any:
+    """Pass the same tensors twice, in the carry and as constants, and read the old ones afterwards."""
+
+    def turn(carry: Any, number: Tensor, row: Tensor) -> Any:
+        large, small, count = carry
+        (new_large, new_small, count), logs = step_if(number % 2 == 1, body, carry, row * small, large)
+        return (new_large - 0.1 * large, new_small + 0.1 * small, count), (logs, new_small.sum(), small.sum())
+
+    return loop(turn, carry, start + torch.arange(STEPS), xs[0])
+
+
+def of_parts(body: Any, carry: Any, xs: Tensor, weights: Tensor, start: Tensor) -> Any:
+    """Carry one vector, of which the step gets a large and a small part."""
+    large, small, count = carry
+
+    def turn(vector: Tensor, number: Tensor, row: Tensor, weights: Tensor) -> Any:
+        parts = vector.split([SIZE, large.numel(), SIZE, 1, large.numel()])
+        given = parts[1].reshape(large.shape), parts[2], parts[3][0].long()
+        (new_large, new_small, new_count), logs = step_if(number % 2 == 1, body, given, row, weights)
+        new = [2.0 * parts[0], new_large.flatten(), new_small, new_count.reshape(1).double(), parts[4] + parts[1]]
+        return torch.cat(new), (logs, new_small.sum() + parts[1].sum())
+
+    vector = torch.cat((small, large.flatten(), -small, count.reshape(1).double(), large.T.flatten()))
+    return loop(turn, vector, start + torch.arange(STEPS), xs[0], weights)
+
+
 def arguments() -> tuple[Any, Tensor, Tensor, Tensor]:
     g = torch.Generator().manual_seed(0)
     shapes = (SIZE, SIZE), (SIZE, SIZE), (SIZE,), (STEPS, ROWS, SIZE)
@@ -74,7 +111,7 @@ def arguments() -> tuple[Any, Tensor, Tensor, Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("body", [descend, with_loop, swap])
-@pytest.mark.parametrize("form", [once, in_loop, of_views])
+@pytest.mark.parametrize("form", [once, in_loop, of_views, transposed, shared, of_parts])
 def test_a_compiled_step_equals_eager(form, body, monkeypatch):
     monkeypatch.setitem(cpu._OPTIONS, "force_disable_caches", True)
     carry, xs, weights, start = arguments()
