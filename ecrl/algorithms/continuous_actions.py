@@ -86,7 +86,7 @@ def critic_loss(run: Run, params: TensorDict, batch: TensorDict, target: Tensor)
 
 
 DELAYED = ("policy_loss", "grad_norm")
-"""The actor's logs for the field `delayed` of an algorithm with `policy_delay`."""
+"""Logs of the actor, for `Algorithm.delayed` if the actor does not move in every gradient step."""
 
 
 def is_due(count: Tensor, period: int) -> Tensor | None:

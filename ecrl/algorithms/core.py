@@ -129,9 +129,9 @@ class Algorithm:
             reached the replay buffer do not count, such as the steps before a run resumed without its buffer. `iterate`
             reads the result from `run.static.phase`, and may run different code in each phase. Each phase is compiled
             once. Bind hyperparameters of the config, such as `learning_starts`, with `partial`.
-        delayed: names of the losses and gradient norms of optimiser groups that do not move in every gradient step.
-            They are NaN in an iteration in which the group does not move. The finite guard therefore ignores them, and
-            checks only the parameters of the group.
+        delayed: names of the logs of optimiser groups that do not move in every gradient step. Such a log is the mean
+            over the steps in which its group moves, and NaN in an iteration without such a step. The finite guard
+            therefore ignores these logs, and checks only the parameters of the group.
         name: name under which the algorithm is registered, for error messages.
     """
 
@@ -393,9 +393,13 @@ def from_reset(collect: Collect) -> Collect:
 def over_steps(run: Run, logs: Logs) -> Logs:
     """Average logs `[S]` over the turns of an iteration or the gradient steps of a turn, but sum `skipped_steps`.
 
-    The means leave out NaN, which is the log of a step that was skipped or in which an optimiser group did not move.
+    The mean of a log in `Algorithm.delayed` leaves out NaN, which is the log of a step in which its optimiser group did
+    not move. If `trainer.finite_guard` is "skip", the other means also leave out NaN, which is then the log of a step
+    that was skipped.
     """
-    return {name: log.sum() if name == SKIPPED_STEPS else log.nanmean() for name, log in logs.items()}
+    incomplete = logs.keys() if run.static.skips_nonfinite else run.algorithm.delayed
+    means = {name: log.nanmean() if name in incomplete else log.mean() for name, log in logs.items()}
+    return means | {name: logs[name].sum() for name in means.keys() & {SKIPPED_STEPS}}
 
 
 def standardize_over_ranks(x: Tensor, mask: Tensor) -> Tensor:

@@ -199,5 +199,5 @@ def fast_sac(cfg: FastSACConfig) -> Algorithm:
         gradient_steps=None,  # large batches: compiling always shortens a run
         as_one=True,
         phase=partial(phase, cfg),
-        delayed=DELAYED if cfg.policy_delay > 1 else (),
+        delayed=(*DELAYED, "entropy") if cfg.policy_delay > 1 else (),
     )

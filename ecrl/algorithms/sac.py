@@ -53,6 +53,8 @@ from ecrl.registry import register_algorithm
 from ecrl.spaces import Discrete, Space, flat_dim
 from ecrl.types import Logs
 
+_DELAYED = (*DELAYED, "entropy", "temperature", "temperature_loss", "temperature_grad_norm")
+
 ENTROPY_SHARE = 0.5
 """Default of `target_entropy` for A Discrete actions, as a share of log(A), the entropy of uniformly random actions.
 
@@ -270,5 +272,5 @@ def sac(cfg: SACConfig) -> Algorithm:
         gradient_steps=partial(gradient_steps, cfg),
         as_one=True,
         phase=partial(phase, cfg),
-        delayed=(*DELAYED, "temperature_loss", "temperature_grad_norm") if cfg.policy_delay > 1 else (),
+        delayed=_DELAYED if cfg.policy_delay > 1 else (),
     )

@@ -14,6 +14,7 @@ from support.small_runs import last_state, same
 from tensordict import TensorDict
 
 import ecrl
+from ecrl.config import Config
 from ecrl.errors import NotFiniteError
 from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, make_iteration, train_iter
@@ -173,3 +174,21 @@ def test_the_commands_train_resume_evaluate_plot_and_export_a_run(name, tmp_path
     obs = state["env", "obs"]
     action = build(cfg).policy.act(params, TensorDict({}, []), obs, None)[1]["action"]
     close(program.module()(obs=obs), action, tol=1e-5)
+
+
+def train_logs(cfg: Config, steps: int) -> list[dict[str, torch.Tensor]]:
+    """The logs of the updates in 12 steps of each environment, in iterations of some steps."""
+    cfg = cfg.replace(**{"trainer.buffer_size": steps, "trainer.iterations": 12 // steps})
+    return [record["logs"] for record in train_iter(init_state(cfg), cfg) if record["log_type"] == "train"]
+
+
+@pytest.mark.parametrize("name", ["td3", "sac", "discrete sac", "fast_td3", "fast_sac"])
+def test_the_logs_of_the_actor_are_means_over_the_steps_that_move_it(name):
+    changes = {"learning_starts": 0, "gradient_steps": 1, "policy_delay": 3}
+    cfg = agent(name, **{f"algorithm.cfg.{key}": value for key, value in changes.items()})
+    turns, (whole,) = train_logs(cfg, 2), train_logs(cfg, 12)
+    present = [{log for log, value in logs.items() if not value.isnan()} for logs in turns]
+    assert present[2] == present[5] == {*whole} and present[0] == present[1] == present[3] == present[4]
+    assert {*whole} - present[0] == {*build(cfg).algorithm.delayed} & {*whole} >= {"policy_loss", "grad_norm"}
+    for log, value in whole.items():
+        close(value, torch.stack([logs[log] for logs in turns]).nanmean())
