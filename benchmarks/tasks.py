@@ -45,7 +45,9 @@ TASKS = {
         Task("lunar_lander_ppo", "return", 200.0),
         Task("lunar_lander_dqn", "return", 150.0),
         Task("half_cheetah_ppo", "return", 1500.0),
+        Task("half_cheetah_sac", "return", 4000.0),
         Task("push_cube_ppo", "success", 0.95),
+        Task("push_cube_sac", "success", 0.95),
         Task("push_cube_grpo", "success", None),
         Task("push_cube_upstream", "success", None),
     )

@@ -103,5 +103,5 @@ def test_a_run_and_its_checkpoints_take_one_copy_of_the_buffer(tmp_path, form):
     steps, final, run, resumed, saved, copied = json.loads(done.stdout.splitlines()[-1])
     assert steps > 2**30 and final < 2**20
     assert copied > 0.99 * steps, "a copy of the buffer is seen by this measurement"
-    assert steps < run < 1.05 * steps and steps < resumed < 1.05 * steps
+    assert 0.99 * steps < run < 1.05 * steps and 0.99 * steps < resumed < 1.05 * steps
     assert saved < 2**20

@@ -129,9 +129,10 @@ class Algorithm:
             reached the replay buffer do not count, such as the steps before a run resumed without its buffer. `iterate`
             reads the result from `run.static.phase`, and may run different code in each phase. Each phase is compiled
             once. Bind hyperparameters of the config, such as `learning_starts`, with `partial`.
-        delayed: names of the logs of optimiser groups that do not move in every gradient step. Such a log is the mean
-            over the steps in which its group moves, and NaN in an iteration without such a step. The finite guard
-            therefore ignores these logs, and checks only the parameters of the group.
+        delayed: names of the logs of optimiser groups that do not move in every gradient step. Such a log is a mean
+            over the steps in which its group moves, first within each turn and then over the turns. It is NaN in an
+            iteration without such a step. The finite guard therefore ignores these logs, and checks only the parameters
+            of the group.
         name: name under which the algorithm is registered, for error messages.
     """
 

@@ -102,7 +102,7 @@ def _step_of_group(
 
     grads, (value, logs) = torch.func.grad_and_value(loss_of, has_aux=True)(own)
     count = logs.get("count", torch.ones_like(value))
-    logs = {name: log for name, log in logs.items() if name != "count"}
+    logs = {name: log.to(torch.promote_types(log.dtype, value.dtype)) for name, log in logs.items() if name != "count"}
     old, old_opt = pack(own, layout), pack_opt(opt, layout)
     grads, norms = clip_gradients(all_mean(pack(grads, layout), weight=count), hyper, layout)
     new, new_opt = optimizer_step(old, grads, old_opt, rates, hyper, layout)

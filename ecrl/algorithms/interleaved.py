@@ -161,7 +161,7 @@ def _ring(run: Run, state: TensorDict, borrowed: TensorDict) -> tuple[TensorDict
     check_replay(run, len(ring["steps"]) * run.static.num_envs)
     if "decision_step" in state and "executed" not in ring["steps"]:
         fault = "an action of this environment takes several steps, but the replay buffer has no field executed"
-        raise ConfigError(f"algorithm {run.algorithm.name}: {fault}; pass the field to `new_replay`")
+        raise ConfigError(f"algorithm {run.algorithm.name}: {fault}; create the state with `init_state`")
     return ring, dict(tree.items())
 
 

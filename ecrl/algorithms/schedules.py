@@ -35,7 +35,7 @@ def schedule_numbers(cfg: SchedulerConfig | None, device: torch.device) -> Tenso
 def scheduled_rate(
     schedule: str, base: Tensor, numbers: TensorDict, step: Tensor, iterations: Tensor, turns: int = 1
 ) -> Tensor:
-    """Return the 0-d learning rate in turn `step` of `iterations`, in the dtype of `base`.
+    """Return the 0-d learning rate in turn `step`, in the dtype of `base`.
 
     Args:
         schedule: linear, cosine, step or exponential.

@@ -330,27 +330,23 @@ def _iteration_of_leaves(
     return after, copies[0], writes, copies[1], nonfinite
 
 
-def phase_of(run: Run, steps: list[int]) -> Hashable:
-    """Compute the phase of an iteration (see `Algorithm.phase`) from the number of environment steps of each seed."""
-    if run.algorithm.phase is None:
+def phase_of(run: Run, state: TensorDict) -> Hashable:
+    """Compute the phase of the next iteration (see `Algorithm.phase`).
+
+    Environment steps that never reached the replay buffer do not count. A run that resumes without its buffer therefore
+    fills the buffer before it learns, and so does a run whose first iterations were left out by the finite guard. If
+    the state has several seeds, all of them wait for the seed with the fewest steps.
+    """
+    phase, steps = run.algorithm.phase, state["sample_step"]
+    if phase is None:
         return None
-    phases = {run.algorithm.phase(step) for step in steps}
+    phases = {phase(step) for step in host_values(steps)}
     if len(phases) > 1:
         raise ConfigError(f"state: the seeds are in the phases {sorted(map(str, phases))}; give them one sample_step")
-    return phases.pop()
-
-
-def steps_for_phase(run: Run, state: TensorDict) -> list[int]:
-    """Return the number of environment steps of each seed, for `phase_of`.
-
-    Steps that never reached the replay buffer do not count. A run that resumes without its buffer therefore fills the
-    buffer before it learns, and so does a run whose first iterations were left out by the finite guard.
-    """
-    steps = host_values(state["sample_step"])
     if not isinstance(run.algorithm.iterate, Interleaved) or "replay" not in state:
-        return steps
+        return phases.pop()
     stored = state["replay", "cursor"] * (run.static.num_envs * run.static.world_size)
-    return [step - lost for step, lost in zip(steps, host_values(decisions(state) - stored), strict=True)]
+    return phase(min(host_values(steps * stored // decisions(state).clamp(min=1))))
 
 
 def with_phase(run: Run, phase: Hashable) -> Run:
@@ -403,7 +399,7 @@ def make_iteration(cfg: Config, watch: Watch = unwatched) -> Iteration:
         own, borrowed = borrowed_leaves(state, kinds)
         if not vmapped():
             check_current(run, state)
-        iterate = bound(None if run.algorithm.phase is None else phase_of(run, steps_for_phase(run, own)))
+        iterate = bound(phase_of(run, own))
         own = with_iterations_of(cfg, own)
         own, writes, logs, nonfinite = iterate(own, Borrowed(borrowed))
         if borrowed.is_empty():
@@ -470,16 +466,14 @@ def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
     """
     state, guard = with_iterations_of(cfg, reopened(run, state)), cfg.trainer.finite_guard
     size, step, end = steps_per_iteration(cfg), int(decisions(state)), total_steps(cfg, run.static.world_size)
-    settled, phase, sample_step, lost = step + 2 * size, None, int(state["sample_step"]), 0
-    if run.algorithm.phase is not None:
-        lost = sample_step - steps_for_phase(run, state)[0]
+    settled, phase, sample_step = step + 2 * size, None, int(state["sample_step"])
     own, borrowed = borrowed_leaves(state, kinds_of(run))
     leaves, structure = flatten(own.clone())  # passing a list of tensors is faster than passing a TensorDict
     tf32, compilations, warned = _uses_tf32(cfg), compilations_of(run.jit), False
     bound = cache(lambda phase: _bound(_iteration_of_leaves, with_phase(run, phase), tf32, guard, structure))
     while step < end:
         known, before = len(compilations), state
-        if (now := phase_of(run, [sample_step - lost])) != phase:  # a new phase has its own graph
+        if (now := phase_of(run, state)) != phase:  # a new phase has its own graph
             phase, settled = now, step + 2 * size
         with interruptible():
             leaves, state, writes, logs, nonfinite = bound(phase)(leaves, Borrowed(borrowed))
@@ -488,7 +482,6 @@ def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
         if not skipped:
             commit(borrowed, writes)
         elif not borrowed.is_empty():
-            lost += size
             overwrite(borrowed, borrowed_leaves(with_gap(run, merge(state, borrowed)), kinds_of(run))[1])
         if guard == "skip" and not warned:
             warned = _warn_of_skip(nonfinite, logs["train"], sample_step)

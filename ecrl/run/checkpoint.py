@@ -14,7 +14,7 @@ If the file of frozen parameters is damaged, `read_files` recreates the paramete
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +29,7 @@ from ecrl.algorithms import Run
 from ecrl.algorithms.state_kinds import Kind, leaf_kinds
 from ecrl.config import Config, config_from_dict
 from ecrl.errors import CheckpointError, ConfigError
-from ecrl.loop.buffers import buffer_names, check_current, kinds_of
+from ecrl.loop.buffers import buffer_names, check_current, kinds_of, mark_written
 from ecrl.loop.build import build, device_of, form_in_use
 from ecrl.loop.iteration import expected_state, with_empty_buffers
 from ecrl.run.atomic_files import complete_folder, write_folder
@@ -96,7 +96,7 @@ class Snapshot(NamedTuple):
     files: dict[str, bytes]
     left_out: list[str]  # names of the buffers that are not in `tensors`
     frozen: FrozenLeaves | None
-    buffers: dict[str, tuple[Tensor, Tensor]]  # cursor and count `written` of each buffer in `tensors`
+    buffers: dict[str, tuple[int, Tensor]]  # expected and present count `written` of each buffer in `tensors`
     read: Event  # set by `write` when it no longer reads the tensors
 
 
@@ -138,7 +138,7 @@ def snapshot(
         if kind[name] is not Kind.FROZEN
     }
     buffers = {
-        name: (tensors[f"{name}/cursor"], tensors[f"{name}/written"])
+        name: (int(written := tensors[f"{name}/written"]), written)
         for name in buffer_names(kinds)
         if name not in left_out
     }
@@ -224,8 +224,8 @@ def write(path: str | Path, saved: Snapshot) -> None:
     path = Path(path)
     if path.exists() and not (path.is_dir() and _may_be_replaced(path)):
         raise CheckpointError(f"{path}: exists and is not a checkpoint; choose another name")
-    for name, (cursor, written) in saved.buffers.items():
-        if int(cursor) != int(written):
+    for name, (expected, written) in saved.buffers.items():
+        if expected != int(written):
             raise CheckpointError(
                 f"{path}: cannot be written: a later iteration has overwritten the buffer {name}; "
                 "save the newest state, or resume from an older checkpoint"
@@ -240,25 +240,25 @@ def write(path: str | Path, saved: Snapshot) -> None:
         if saved.frozen is None:
             write_folder(path, files, saved.read.set)
         else:
-            _write_with_frozen(path, files, saved.frozen, saved.read.set)
+            _write_with_frozen(path, files, saved.frozen, saved.read)
     except OSError as error:
         raise CheckpointError(
             f"{path}: cannot be written: {error.strerror}; make room or choose another place"
         ) from None
 
 
-def _write_with_frozen(
-    path: Path, files: dict[str, bytes | TensorFile], frozen: FrozenLeaves, on_read: Callable[[], None]
-) -> None:
+def _write_with_frozen(path: Path, files: dict[str, bytes | TensorFile], frozen: FrozenLeaves, read: Event) -> None:
     """Write a checkpoint folder. If another checkpoint has the same file of frozen leaves, hard-link this file."""
     known = frozen.on_disk(path.parent)
     if known is not None:
         try:
-            write_folder(path, {**files, frozen.file: known}, on_read)
+            write_folder(path, {**files, frozen.file: known}, read.set)
             return
-        except FileNotFoundError:  # the other checkpoint has just been removed
-            pass
-    write_folder(path, {**files, frozen.file: TensorFile(frozen.leaves)}, on_read)
+        except FileNotFoundError:
+            if read.is_set():  # the buffers may have changed since
+                raise
+            # otherwise, the other checkpoint has just been removed
+    write_folder(path, {**files, frozen.file: TensorFile(frozen.leaves)}, read.set)
 
 
 def _may_be_replaced(path: Path) -> bool:
@@ -455,6 +455,7 @@ def load_run(path: str | Path, device: str | None = None) -> tuple[Run, TensorDi
     state = _fill_structure(cast(TensorDict, expected), tensors, path)
     if left_out:
         state = with_empty_buffers(run, cfg, state, left_out).lock_()
+    mark_written(run, state, state)  # older versions of ecrl counted other steps in `written`
     return run, state, cfg
 
 

@@ -15,6 +15,7 @@ from ecrl.algorithms import Run
 from ecrl.config import Config, config_from_dict, diff, load_config
 from ecrl.distributed import rank
 from ecrl.errors import CheckpointError, ConfigError
+from ecrl.loop.buffers import mark_written
 from ecrl.loop.build import build, device_of
 from ecrl.loop.iteration import check_state, crossed, expected_state, first_state, steps_per_iteration
 from ecrl.pytree import replaced
@@ -92,13 +93,14 @@ def resume_run(
         own_run, run = run, build(cfg)
         state = _apply_changes(state.to(device_of(cfg)), (own_run, own), (run, cfg))
     state = load_own_shard(run, state, path)
+    mark_written(run, state, state)
     check_state(run, state, cfg)
     if rank() == 0:
         _warn_of_other_conditions(path, run, cfg)
         if left_out := buffers_left_out(path):
             warnings.warn(
                 f"{path}: has no {', '.join(left_out)}, because trainer.save_replay is false; the run fills an empty "
-                "buffer before it learns again",
+                "buffer before it learns again, as a new run does",
                 stacklevel=3,
             )
         drop_rows_after(Path(run_dir), int(state["sample_step"]))

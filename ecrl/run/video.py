@@ -23,7 +23,7 @@ from ecrl.errors import ConfigError
 from ecrl.kernels import scan
 from ecrl.loop.build import build, with_eval_events
 from ecrl.loop.contract import check_batch
-from ecrl.loop.iteration import phase_of, steps_for_phase, with_phase
+from ecrl.loop.iteration import phase_of, with_phase
 from ecrl.pytree import mapped
 from ecrl.run.evaluation import eval_steps
 from ecrl.run.loggers import ending
@@ -130,7 +130,7 @@ def rollout_views(run: Run, state: TensorDict, cfg: Config, count: int) -> Gener
 
     Raises: ConfigError if the algorithm cannot take steps without learning.
     """
-    run = with_phase(run, phase_of(run, steps_for_phase(run, state)))
+    run = with_phase(run, phase_of(run, state))
     env, static = _with_views(run.env, count), run.static._replace(num_envs=count)
     run = run._replace(env=env, static=static, jit=partial, scan=scan)
     _, batch = _collect(run)(run, _first_envs(state, cfg, count))

@@ -23,6 +23,7 @@ from ecrl.loop.buffers import kinds_of
 from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, make_iteration, train_iter
 from ecrl.registry import register_env
+from ecrl.run import checkpoint
 from ecrl.run.checkpoint import load, save
 from ecrl.run.rank_shards import _per_rank_tensors
 from ecrl.run.train import train
@@ -135,16 +136,30 @@ def test_rows_of_a_skipped_iteration_are_not_committed():
         assert same(state["replay"], expected["replay"])
 
 
-def test_a_state_before_a_skipped_iteration_is_out_of_date(tmp_path):
-    """The steps of the second iteration are left out, and the buffer then has a gap that the first state lacks."""
+def test_a_state_before_a_skipped_iteration_is_out_of_date(tmp_path, monkeypatch):
+    """The steps of the second iteration are left out, and the buffer then has a gap that the first state lacks.
+
+    The state after it is current, and can be saved.
+    """
     cfg = replaying(**{"env": {"name": "counting_with_a_fault"}, "trainer.finite_guard": "skip"})
     with pytest.warns(UserWarning, match="NaN or infinity in reward"):
-        records = [r["state"] for _, r in zip(range(4), train_iter(init_state(cfg), cfg), strict=False)]
-    before, after = records[0], records[2]
+        records = train_iter(init_state(cfg), cfg)
+        before, _, after, _ = (next(records)["state"] for _ in range(4))
     for use in (lambda state: train_iter(state, cfg), make_iteration(cfg), lambda state: save(tmp_path, state, cfg)):
         with pytest.raises(UserError, match=r"^state: the buffer replay was overwritten by a later iteration; use a"):
             use(before)
     assert make_iteration(cfg)(after)[0]["params"].isfinite().all()
+    save(tmp_path / "now", after, cfg)
+    monkeypatch.setattr(checkpoint, "check_current", lambda run, state: None)
+    old = after.clone()
+    old["replay", "written"].copy_(old["replay", "cursor"])  # as older versions of ecrl saved it
+    save(tmp_path / "old", old, cfg)
+    loaded = [load(tmp_path / name)[0] for name in ("now", "old")]
+    assert same(loaded[0], after) and same(loaded[1], after)
+    *_, end = records
+    for state in loaded:
+        *_, last = train_iter(state, cfg)
+        assert same(last["state"], end["state"])
 
 
 def test_a_fault_that_stops_leaves_the_buffer_as_it_was():

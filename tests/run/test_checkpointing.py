@@ -10,13 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load as tensors_from_bytes
 from safetensors.torch import save as tensors_to_bytes
+from support import chunks  # noqa: F401  # registers repeated_pole
+from support.off_policy_agents import agent
 from support.replay_agent import N, T, replaying
 from support.small_runs import NET, same, small
 
 from ecrl.errors import CheckpointError, UserError
 from ecrl.loop.buffers import check_current
 from ecrl.loop.build import build
-from ecrl.loop.iteration import init_state, make_iteration, train_iter
+from ecrl.loop.iteration import init_state, make_iteration, phase_of, train_iter
 from ecrl.pytree import flatten
 from ecrl.run import atomic_files
 from ecrl.run import checkpointing as saving
@@ -440,7 +442,7 @@ def test_save_replay_decides_if_checkpoints_have_the_buffer_and_resuming_warns(t
     assert ("replay" in names_in(path)) == saves
     message = (
         "^.*step_36: has no replay, because trainer.save_replay is false; the run fills an empty buffer before it "
-        "learns again$"
+        "learns again, as a new run does$"
     )
     with nullcontext() if saves else pytest.warns(UserWarning, match=message):
         state, _ = resume(tmp_path, overrides={"trainer.iterations": 5}, force=True)
@@ -473,6 +475,23 @@ def test_a_run_without_its_buffer_fills_the_buffer_before_it_learns(tmp_path, pr
     for expected in states[1:]:
         state, _ = pure(state)
         assert same(state, expected)
+
+
+def test_a_run_without_its_buffer_counts_the_steps_of_its_actions(tmp_path):
+    """An action of repeated_pole takes 1 or 2 steps. The run learns once its buffer has `learning_starts` steps."""
+    settings = {"algorithm.cfg.learning_starts": 60, "algorithm.cfg.capacity": 300, "trainer.save_replay": False}
+    cfg = agent("dqn", **settings, **{"env.name": "repeated_pole", "trainer.iterations": 12})
+    end, _ = train(init_state(cfg), cfg, tmp_path, progress=False)
+    assert int(end["sample_step"]) > 1.5 * int(end["decision_step"]) > 60
+    with pytest.warns(UserWarning, match="has no replay, because trainer.save_replay is false; "):
+        state, cfg = resume(tmp_path, overrides={"trainer.iterations": 24}, force=True)
+    run, before = build(cfg), int(state["sample_step"])
+    phases = [(phase_of(run, state), 0)]
+    for record in train_iter(state, cfg):
+        if record["log_type"] == "train":
+            phases.append((phase_of(run, record["state"]), record["sample_step"] - before))
+    assert [phase for phase, steps in phases if steps < 50] == ["collect"] * sum(steps < 50 for _, steps in phases)
+    assert {phase for phase, steps in phases if steps > 70} == {"learn"}
 
 
 def test_a_checkpoint_without_its_buffer_is_damaged_unless_its_manifest_names_the_buffer(tmp_path):

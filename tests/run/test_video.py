@@ -277,7 +277,7 @@ def test_a_collect_that_returns_steps_without_a_batch_is_refused(monkeypatch):
 def test_rank_0_films_alone_so_a_video_waits_for_no_other_rank(case, monkeypatch):
     cfg, is_whole = FILMED[case]
     state, _ = make_iteration(cfg)(init_state(cfg))
-    run = with_phase(build(cfg), phase_of(build(cfg), [int(state["sample_step"])]))
+    run = with_phase(build(cfg), phase_of(build(cfg), state))
     steps = run.algorithm.iterate(run, *borrowed_leaves(state, kinds_of(run)))[1]["batch", "steps"]
     monkeypatch.setattr(video, "view", lambda env, count: TensorDict({"obs": env["obs"][:count]}, [count]))
     for name in ("apg", "minibatch_sgd"):
