@@ -1,5 +1,7 @@
 """DDPG and TD3: one gradient step by hand, and bits that do not depend on how the run is executed."""
 
+from functools import partial
+
 import pytest
 import torch
 from support.checks import close
@@ -18,6 +20,7 @@ from support.continuous_agents import (
     follow,
     transitions,
 )
+from support.graphs import traced_only
 from support.run_checks import (
     assert_compiled_equals_eager,
     assert_resumes,
@@ -27,9 +30,12 @@ from support.run_checks import (
 from support.small_runs import last_state, same
 
 from ecrl import rng
+from ecrl.algorithms.ddpg import actor_loss
 from ecrl.algorithms.ddpg import step as ddpg_step
+from ecrl.algorithms.gradient_step import gradient_step
 from ecrl.algorithms.replay_learning import noise_keys
 from ecrl.algorithms.td3 import step as td3_step
+from ecrl.compile.jit import Jit
 from ecrl.errors import ConfigError
 from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state
@@ -73,6 +79,29 @@ def test_a_gradient_step_equals_the_equations_of_the_paper(name, count, num_crit
     after, logs = STEPS[name](run, state, batch, torch.tensor(count))
     nets, targets, expected = by_hand(state, batch, noise, name == "ddpg" or count % 2 == 1)
     assert_step(after, logs, (nets, targets, expected))
+
+
+def counted_loss(run, params, batch):
+    """The loss of the actor, with an integer log."""
+    value, logs = actor_loss(run, params, batch)
+    return value, logs | {"rows": batch["mask"].sum()}
+
+
+def step_of_actor(run, state, batch, moves):
+    return gradient_step(run, state, run.algorithm.choices.actor, counted_loss, batch, moves=moves)
+
+
+def test_a_step_that_is_not_due_changes_nothing_and_logs_nan_also_for_integers():
+    cfg = continuous("td3", **SGD)
+    run, state, batch = build(cfg), init_state(cfg).clone(), transitions()
+    with traced_only():
+        for step in (partial(step_of_actor, run), Jit(strict=True)(step_of_actor, run)):
+            after, logs = step(state, batch, torch.tensor(True))
+            assert not same(after["params", "actor"], state["params", "actor"])
+            assert int(logs["rows"]) == int(batch["mask"].sum())
+            after, logs = step(state, batch, torch.tensor(False))
+            assert same(after, state)
+            assert {name for name, log in logs.items() if log.isnan()} == {"rows", "policy_loss", "grad_norm"}
 
 
 def test_the_noise_in_the_target_is_clipped():
