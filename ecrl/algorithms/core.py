@@ -399,8 +399,13 @@ def over_steps(run: Run, logs: Logs) -> Logs:
     that was skipped.
     """
     incomplete = logs.keys() if run.static.skips_nonfinite else run.algorithm.delayed
-    means = {name: log.nanmean() if name in incomplete else log.mean() for name, log in logs.items()}
-    return means | {name: logs[name].sum() for name in means.keys() & {SKIPPED_STEPS}}
+
+    def over(name: str, log: Tensor) -> Tensor:
+        if name == SKIPPED_STEPS:
+            return log.sum()
+        return log.nanmean() if name in incomplete else log.mean()
+
+    return {name: over(name, log) for name, log in logs.items()}
 
 
 def standardize_over_ranks(x: Tensor, mask: Tensor) -> Tensor:

@@ -301,7 +301,7 @@ def test_a_turn_without_the_executed_steps_of_the_environment_is_refused():
 
     cfg = replaying(**{"trainer.iterations": 1})
     run, state = counting(build(cfg)), counted(init_state(cfg))
-    with pytest.raises(ConfigError, match="takes several steps, but the replay buffer has no field executed; pass"):
+    with pytest.raises(ConfigError, match="takes several steps, but the replay buffer has no field executed; create"):
         next(iterations(run, replaced(state, {"replay": init_state(cfg)["replay"]}), cfg))
     run = run._replace(algorithm=replace(run.algorithm, iterate=interleaved(turn)))
     with pytest.raises(ConfigError, match=r"^algorithm replay_td: turn returns steps without executed, only action, "):
