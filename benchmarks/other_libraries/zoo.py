@@ -106,7 +106,9 @@ ZOO: dict[str, Settings | ReplaySettings] = {
     ),
     "acrobot_dqn": ReplaySettings("Acrobot-v1", "DQN", None, _DQN),
     "lunar_lander_dqn": ReplaySettings("LunarLander-v3", "DQN", None, _DQN),
-    "half_cheetah_sac": ReplaySettings("HalfCheetah-v5", "SAC", None, {"learning_rate": 3e-4, "learning_starts": 10_000}),
+    "half_cheetah_sac": ReplaySettings(
+        "HalfCheetah-v5", "SAC", None, {"learning_rate": 3e-4, "learning_starts": 10_000}
+    ),
     "pendulum_sac": ReplaySettings("Pendulum-v1", "SAC", None, {"learning_rate": 1e-3}),
     "pendulum_td3": ReplaySettings("Pendulum-v1", "TD3", 0.1, _PENDULUM),
     "pendulum_ddpg": ReplaySettings("Pendulum-v1", "DDPG", 0.1, _PENDULUM),
