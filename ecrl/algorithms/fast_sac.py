@@ -4,10 +4,10 @@ The update has four differences from soft actor-critic. The critics predict cate
 (C51). Each critic has its own target, from its own target critic. The actor maximises the mean of the critics' values
 instead of the smallest value. The temperature moves in every gradient step, with the entropy of the next actions.
 
-The defaults are those of the authors' code, except for the optimiser and the networks. The authors use AdamW with betas
+The defaults are from the authors' code, except for the optimiser and the networks. The authors use AdamW with betas
 of 0.9 and 0.95 and a weight decay of 0.001, standardised observations, and networks with LayerNorm: set
 `algorithm.cfg.optimizer`, `policy.normalize_obs`, and `use_layernorm` of both networks. Their log standard deviation is
-at most 0, and at most 2 here. Entropies are those of actions that are scaled to [-1, 1].
+at most 0, and at most 2 here. Entropies are of actions that are scaled to [-1, 1].
 
 Source: Seo et al. 2025, arXiv:2512.01996.
 """

@@ -6,7 +6,7 @@ no target actor. The actor maximises the smallest mean of the critics. The targe
 
 Each environment has its own scale of the exploration noise, and draws a new scale when an episode ends.
 
-The defaults are those of the authors' code with 1,024 environments, except for the optimiser and the replay buffer. The
+The defaults are from the authors' code with 1,024 environments, except for the optimiser and the replay buffer. The
 authors use AdamW with a weight decay of 0.1 and standardised observations: set `algorithm.cfg.optimizer` and
 `policy.normalize_obs`. They store 10,240 steps of each environment, ten times as many as by default here.
 

@@ -27,7 +27,7 @@ from ecrl.envs import Env, state_of, time_limit
 from ecrl.errors import ConfigError
 from ecrl.loop.buffers import borrowed_leaves, committed, kinds_of
 from ecrl.loop.build import build
-from ecrl.loop.iteration import init_state, iterations, make_iteration, reopened, train_iter
+from ecrl.loop.iteration import init_state, iterations, make_iteration, phase_of, reopened, train_iter
 from ecrl.pytree import flatten, mapped, replaced
 from ecrl.registry import register_env
 from ecrl.run.checkpoint import load, save
@@ -491,6 +491,10 @@ def test_vmapped_seeds_equal_single_ones_and_share_a_phase():
     assert torch.equal(one["replay", "steps", "action"], single["replay", "steps", "action"])
     for name, weight in weights(single):
         close(one["params", *name], weight)
+    run, cursors = build(cfg), many["replay", "cursor"]
+    assert phase_of(run, many) == "learn"
+    many["replay", "cursor"] = cursors * torch.tensor([0, 1])
+    assert phase_of(run, many) == "collect", "all seeds wait for the seed with the fewest steps"
     many["sample_step"], many["replay", "cursor"] = torch.tensor([0, 24]), torch.tensor([0, 24 // N])
     with pytest.raises(ConfigError, match=r"^state: the seeds are in the phases \['collect', 'learn'\]; give them one"):
         torch.func.vmap(iteration)(many)
