@@ -163,11 +163,16 @@ def stream(key: Tensor, name: int, index: Tensor, step: Tensor | int) -> Tensor:
     return _philox(key, step, (index & _WORD) | ((_STREAM + name) << 32))[0]
 
 
+def _interleaved(even: Tensor, odd: Tensor, n: int) -> Tensor:
+    """Return the first n of the values `even[..., 0], odd[..., 0], even[..., 1], ...`, of shape `[*B, n]`."""
+    return even if n == 1 else torch.stack((even, odd), -1).flatten(-2)[..., :n]  # n = 1 computes no odd value
+
+
 def _pairs(key: Tensor, n: int) -> Tensor:
     """Draw int64 values of shape `[*B, n]` that pack two random words each. Value i has words 2i and 2i + 1."""
     block = _counter((n + 1) // 2, key.device)
     pairs = _philox(key.unsqueeze(-1), block, torch.full_like(block, _DRAW << 32))
-    return torch.stack(pairs, -1).flatten(-2)[..., :n]
+    return _interleaved(*pairs, n)
 
 
 def bits(key: Tensor, shape: Sequence[int] = ()) -> Tensor:
@@ -178,8 +183,7 @@ def bits(key: Tensor, shape: Sequence[int] = ()) -> Tensor:
     """
     n = prod(shape)
     pairs = _pairs(key, (n + 1) // 2)
-    words = torch.stack((pairs & _WORD, (pairs >> 32) & _WORD), -1)
-    return words.flatten(-2)[..., :n].reshape((*key.shape, *shape))
+    return _interleaved(pairs & _WORD, (pairs >> 32) & _WORD, n).reshape((*key.shape, *shape))
 
 
 def uniform(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Tensor:
@@ -192,12 +196,30 @@ def uniform(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.f
     >>> 0.0 <= float(uniform(key(0))) < 1.0
     True
     """
-    if dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
+    _check_float(dtype)
     if dtype == torch.float64:
         words = bits(key, (*shape, 2))
         return ((words[..., 0] >> 5) * 2**26 + (words[..., 1] >> 6)).to(dtype) * 2.0**-53
-    return (bits(key, shape) >> 8).to(dtype) * 2.0**-24
+    return _as_float32(bits(key, shape))
+
+
+def _check_float(dtype: torch.dtype) -> None:
+    if dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
+
+
+def _as_float32(word: Tensor) -> Tensor:
+    return (word >> 8).to(torch.float32) * 2.0**-24
+
+
+def _even_and_odd_uniform(key: Tensor, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the values with even and with odd indices of `uniform(key, (2 * n,), dtype)`, each of shape `[*B, n]`."""
+    _check_float(dtype)
+    if dtype == torch.float64:
+        both = uniform(key, (n, 2), dtype)
+        return both[..., 0], both[..., 1]
+    pairs = _pairs(key, n)  # no tensor interleaves the values, because a compiler would not vectorise its loops
+    return _as_float32(pairs & _WORD), _as_float32((pairs >> 32) & _WORD)
 
 
 def normal(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Tensor:
@@ -213,10 +235,10 @@ def normal(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.fl
     torch.Size([2, 3])
     """
     n = prod(shape)
-    pairs = uniform(key, ((n + 1) // 2, 2), dtype)
-    radius, angle = torch.sqrt(-2.0 * torch.log1p(-pairs[..., 0])), 2.0 * pi * pairs[..., 1]
-    both = torch.stack((radius * torch.cos(angle), radius * torch.sin(angle)), -1)
-    return both.flatten(-2)[..., :n].reshape((*key.shape, *shape))
+    even, odd = _even_and_odd_uniform(key, (n + 1) // 2, dtype)
+    radius, angle = torch.sqrt(-2.0 * torch.log1p(-even)), 2.0 * pi * odd
+    samples = _interleaved(radius * torch.cos(angle), radius * torch.sin(angle), n)
+    return samples.reshape((*key.shape, *shape))
 
 
 def gumbel(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Tensor:

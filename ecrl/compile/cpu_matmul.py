@@ -25,6 +25,7 @@ from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.mkldnn_ir import LinearUnary
 from torch._inductor.select_algorithm import PartialRender
 from torch._inductor.utils import Placeholder, parallel_num_threads
+from torch.fx import GraphModule, Node
 
 from ecrl.compile.cpu_codegen import skip_redundant_codegen
 
@@ -45,10 +46,11 @@ using Lane = at::vec::Vectorized<float>;
 constexpr int WIDTH = Lane::size(), LANES = WIDTH == 8 ? 2 : 4, COLUMNS = WIDTH * LANES;  // a tile fits in registers
 constexpr int64_t ROWS = {N} > WIDTH ? 6 : 12, TILES = {M} / ROWS, REST = {M} % ROWS;
 constexpr int64_t TERMS = {K} < {terms} ? {K} : {terms};
-// Add products of `terms` columns of `a` and rows of `b` to a tile of `y`, which starts at zero if `starts`.
+// Add products of `terms` columns of `a` and rows of `b` to a tile of `y`, which starts at zero if `starts`. If `ends`,
+// store the value of `{finish}` instead of the sum, where `more` is the third factor at the same place as `y`.
 template <int ROWS, int LANES, bool PART>
-static inline void tile(const float* a, int64_t a_m, int64_t a_k, const float* b, int64_t b_k, float* y,
-                        int64_t terms, bool starts, int64_t part) {{
+static inline void tile(const float* a, int64_t a_m, int64_t a_k, const float* b, int64_t b_k, const float* more,
+                        float* y, int64_t terms, bool starts, bool ends, int64_t part) {{
     Lane sums[ROWS][LANES], row[LANES];
     #pragma GCC unroll 12
     for (int64_t r = 0; r < ROWS; r++)
@@ -74,14 +76,19 @@ static inline void tile(const float* a, int64_t a_m, int64_t a_k, const float* b
     for (int64_t r = 0; r < ROWS; r++)
         #pragma GCC unroll 12
         for (int c = 0; c < LANES; c++) {{
+            if ({finishes} && ends) {{
+                const float* at = more + r * {more_m} + c * WIDTH;
+                const Lane sum = sums[r][c], other = PART && c + 1 == LANES ? Lane::loadu(at, part) : Lane::loadu(at);
+                sums[r][c] = {finish};
+            }}
             if (PART && c + 1 == LANES) sums[r][c].store(y + r * {N} + c * WIDTH, part);
             else sums[r][c].store(y + r * {N} + c * WIDTH);
         }}
 }}
 // Compute the tiles from `first` to `last` in one strip of columns. Copy the strip of `b` if that is worthwhile.
 template <int LANES, bool PART>
-static inline void strip(const float* a, int64_t a_t, int64_t a_m, int64_t a_k, const float* b, float* y,
-                         int64_t first, int64_t last, int64_t terms, bool starts, int64_t part) {{
+static inline void strip(const float* a, int64_t a_t, int64_t a_m, int64_t a_k, const float* b, const float* more,
+                         float* y, int64_t first, int64_t last, int64_t terms, bool starts, bool ends, int64_t part) {{
     constexpr int64_t WHOLE = PART ? LANES - 1 : LANES;
     alignas(64) float copy[{copies_b} ? TERMS * LANES * WIDTH : 1];
     if constexpr ({copies_b} && {b_n} == 1) {{
@@ -93,18 +100,26 @@ static inline void strip(const float* a, int64_t a_t, int64_t a_m, int64_t a_k, 
                 Lane::loadu(b + k * {b_k} + WHOLE * WIDTH, part).store(copy + (k * LANES + WHOLE) * WIDTH);
         }}
     }} else if constexpr ({copies_b}) {{
-        for (int64_t n = 0; n < WHOLE * WIDTH + (PART ? part : 0); n++)
-            for (int64_t k = 0; k < terms; k++) copy[k * LANES * WIDTH + n] = b[k * {b_k} + n * {b_n}];
+        constexpr int64_t SQUARE = {b_k} == 1 ? WIDTH : 1;  // transpose whole squares with vector instructions
+        const int64_t columns = WHOLE * WIDTH + (PART ? part : 0), squares = terms / WIDTH * WIDTH;
+        if constexpr (SQUARE > 1)
+            for (int64_t n = 0; n < WHOLE * WIDTH; n += WIDTH)
+                for (int64_t k = 0; k < squares; k += WIDTH)
+                    at::vec::transpose_mxn<float, WIDTH, WIDTH>(
+                        b + k + n * {b_n}, {b_n}, copy + k * LANES * WIDTH + n, LANES * WIDTH);
+        for (int64_t n = 0; n < columns; n++)
+            for (int64_t k = SQUARE > 1 && n < WHOLE * WIDTH ? squares : 0; k < terms; k++)
+                copy[k * LANES * WIDTH + n] = b[k * {b_k} + n * {b_n}];
     }}
     const float* rows = {copies_b} ? copy : b;
     constexpr int64_t step = {copies_b} ? LANES * WIDTH : {b_k};
     for (int64_t t = first; t < last; t++)
-        tile<ROWS, LANES, PART>(a + (t - first) * a_t, a_m, a_k, rows, step, y + t * ROWS * {N},
-                                terms, starts, part);
+        tile<ROWS, LANES, PART>(a + (t - first) * a_t, a_m, a_k, rows, step, more + t * ROWS * {more_m},
+                                y + t * ROWS * {N}, terms, starts, ends, part);
     if constexpr (REST > 0)
         if (last == TILES)
-            tile<REST, LANES, PART>(a + (last - first) * a_t, a_m, a_k, rows, step, y + last * ROWS * {N},
-                                    terms, starts, part);
+            tile<REST, LANES, PART>(a + (last - first) * a_t, a_m, a_k, rows, step, more + last * ROWS * {more_m},
+                                    y + last * ROWS * {N}, terms, starts, ends, part);
 }}
 }}
 extern "C" {kernel}
@@ -116,23 +131,32 @@ extern "C" {kernel}
         const int64_t i = part / {parts}, first = part % {parts} * TILES / {parts};
         const int64_t last = (part % {parts} + 1) * TILES / {parts};
         const float *a = {a} + {a_0} + i * {a_i} + first * ROWS * {a_m}, *b = {b} + {b_0} + i * {b_i};
+        const float* more = {more} + {more_0} + i * {more_i};
         float* y = product + i * {M} * {N};
         alignas(64) float copy[{copies_a} ? ({tiles} + 2) * ROWS * TERMS : 1];
         for (int64_t k = 0; k < {K}; k += TERMS, a += TERMS * {a_k}, b += TERMS * {b_k}) {{
             const int64_t terms = std::min<int64_t>(TERMS, {K} - k), rows = last == TILES ? REST : 0;
-            if constexpr ({copies_a})
-                for (int64_t m = 0; m < (last - first) * ROWS + rows; m += ROWS)
+            if constexpr ({copies_a}) {{
+                if constexpr ({a_m} == 1)
+                    for (int64_t m = 0; m < (last - first) * ROWS; m += ROWS)
+                        for (int64_t c = 0; c < terms; c++)
+                            std::memcpy(copy + m * TERMS + c * ROWS, a + m + c * {a_k}, ROWS * sizeof(float));
+                for (int64_t m = {a_m} == 1 ? (last - first) * ROWS : 0; m < (last - first) * ROWS + rows; m += ROWS)
                     for (int64_t c = 0; c < terms; c++)
                         for (int64_t r = 0; r < std::min<int64_t>(ROWS, (last - first) * ROWS + rows - m); r++)
                             copy[m * TERMS + c * ROWS + r] = a[(m + r) * {a_m} + c * {a_k}];
+            }}
             const float* left = {copies_a} ? copy : a;
             constexpr int64_t a_t = ROWS * ({copies_a} ? TERMS : {a_m}), a_m = {copies_a} ? 1 : {a_m};
             constexpr int64_t a_k = {copies_a} ? ROWS : {a_k};
+            const bool starts = k == 0, ends = k + TERMS >= {K};
             for (int64_t n = 0; n < WHOLE; n += COLUMNS)
-                strip<LANES, false>(left, a_t, a_m, a_k, b + n * {b_n}, y + n, first, last, terms, k == 0, 0);
+                strip<LANES, false>(
+                    left, a_t, a_m, a_k, b + n * {b_n}, more + n, y + n, first, last, terms, starts, ends, 0);
             if constexpr (LAST > 0)
                 strip<(LAST + WIDTH - 1) / WIDTH, LAST % WIDTH != 0>(
-                    left, a_t, a_m, a_k, b + WHOLE * {b_n}, y + WHOLE, first, last, terms, k == 0, LAST % WIDTH);
+                    left, a_t, a_m, a_k, b + WHOLE * {b_n}, more + WHOLE, y + WHOLE, first, last, terms, starts, ends,
+                    LAST % WIDTH);
         }}
     }}
 }}
@@ -179,7 +203,8 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
     if n <= _THIN and k >= _MIN_OUTER and m > _THIN and a.stride(0) == 1:
         return _rows(b.t(), a.t()).t()
     if n <= _THIN and k > _THIN and a.stride(1) == 1 and b.stride(0) == 1:
-        return (a.unsqueeze(1) * b.t()).sum(-1, dtype=a.dtype)
+        # each column of the result is contiguous, so that loops over the rows of a column are vectorised
+        return (a * b.t().unsqueeze(1)).sum(-1, dtype=a.dtype).t()
     if a.dtype == torch.float32 and k * n <= _LARGE and has_vector_instructions():
         return torch.ops.ecrl.bmm(a.unsqueeze(0), b.unsqueeze(0)).squeeze(0)
     if a.dtype == torch.float32 and torch.backends.mkldnn.is_available():
@@ -245,38 +270,126 @@ def _bmm(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(a, b)
 
 
+@torch.library.custom_op("ecrl::bmm_relu", mutates_args=())
+def _bmm_relu(a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
+    """Return `relu(a @ b + bias)` for batches of matrices and a bias of shape `[B, 1, N]`."""
+    return torch.relu(torch.bmm(a, b) + bias)
+
+
+@torch.library.custom_op("ecrl::bmm_relu_gradient", mutates_args=())
+def _bmm_relu_gradient(a: Tensor, b: Tensor, relu: Tensor) -> Tensor:
+    """Return `a @ b` for batches of matrices, with zeros where `relu`, of the same shape, is not positive."""
+    return torch.ops.aten.threshold_backward(torch.bmm(a, b), relu, 0)
+
+
 @_bmm.register_fake
 def _(a: Tensor, b: Tensor) -> Tensor:
     return a.new_empty(a.shape[0], a.shape[1], b.shape[2])
 
 
-def _tiles_code(kernel: CppTemplateKernel, a: Any, b: Any, product: Any) -> str:
-    """Write the C++ that multiplies batches of matrices with the memory layouts of `a` and `b`."""
+@_bmm_relu.register_fake
+@_bmm_relu_gradient.register_fake
+def _(a: Tensor, b: Tensor, other: Tensor) -> Tensor:
+    return a.new_empty(a.shape[0], a.shape[1], b.shape[2])
+
+
+_FINISH = {
+    "bmm": "sum",
+    "bmm_relu": "at::vec::clamp_min(sum + other, Lane(0.0f))",
+    "bmm_relu_gradient": "Lane::blendv(sum, Lane(0.0f), other <= Lane(0.0f))",
+}
+"""C++ code for the elements of the result of each operator, given the sum of products and the third factor."""
+_VIEWS = {
+    torch.ops.aten.view.default,
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.squeeze.dim,
+    torch.ops.aten.unsqueeze.default,
+}
+
+
+def _only_read_here(node: Node) -> Node | None:
+    """Return the product whose elements `node` views, in their order, if nothing else reads this product."""
+    while node.target in _VIEWS and len(node.users) == 1:
+        node = node.all_input_nodes[0]
+    return node if node.target is torch.ops.ecrl.bmm.default and len(node.users) == 1 else None
+
+
+def _replace(node: Node, operation: Any, product: Node, other: Node, shape: list[int]) -> None:
+    """Replace a node by an operation with the factors of a product and, in the given shape, another tensor."""
+    graph, value = node.graph, node.meta["val"]
+    with graph.inserting_before(node):
+        viewed = graph.call_function(torch.ops.aten.view.default, (other, shape))
+        viewed.meta = {"val": other.meta["val"].view(shape)}
+        new = graph.call_function(operation, (*product.args, viewed))
+        new.meta = {"val": product.meta["val"].new_empty(product.meta["val"].shape)}
+        out = graph.call_function(torch.ops.aten.view.default, (new, [*value.shape]))
+        out.meta = {"val": new.meta["val"].view(value.shape)}
+    node.replace_all_uses_with(out)
+    graph.erase_node(node)
+
+
+def fuse_relu(graph: GraphModule) -> None:
+    """Let the code of a matrix product also add a bias and apply relu, or compute the gradient of a relu.
+
+    Otherwise, separate loops read and write the product once more.
+    """
+    for relu in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default):
+        add = relu.args[0]
+        if add.target is not torch.ops.aten.add.Tensor or len(add.users) > 1 or add.kwargs or len(add.all_input_nodes) < 2:
+            continue
+        for term, bias in (add.args, add.args[::-1]):
+            product, shape = _only_read_here(term), bias.meta["val"].shape
+            if product is None or product.meta["val"].numel() != relu.meta["val"].numel():
+                continue
+            batch, _, n = product.meta["val"].shape
+            if shape == (batch, 1, n) or (batch == 1 and shape == (n,)):
+                _replace(relu, torch.ops.ecrl.bmm_relu.default, product, bias, [batch, 1, n])
+                break
+    threshold = torch.ops.aten.threshold_backward.default
+    for node in graph.graph.find_nodes(op="call_function", target=threshold):
+        gradient, relu, bound = node.args
+        product = _only_read_here(gradient)
+        if product is not None and bound == 0 and relu.meta["val"].is_contiguous():
+            shape = [*product.meta["val"].shape]
+            _replace(node, torch.ops.ecrl.bmm_relu_gradient.default, product, relu, shape)
+
+
+def _tiles_code(kernel: CppTemplateKernel, operator: str, factors: list[Any], product: Any) -> str:
+    """Write the C++ that multiplies batches of matrices with the memory layouts of the factors."""
+    a, b, *others = factors
     (batch, m, k), n = a.get_size(), b.get_size()[2]
-    names = {a.get_name(): "a_in"}
-    names.setdefault(b.get_name(), "b_in")  # if both factors are in one buffer, keep the name "a_in"
+    names: dict[str, str] = {}
+    for factor, name in zip(factors, ("a_in", "b_in", "more_in"), strict=False):
+        names.setdefault(factor.get_name(), name)  # factors in the same buffer share one argument
     (a_i, a_m, a_k), (b_i, b_k, b_n) = a.get_stride(), b.get_stride()
+    more, more_0, (more_i, more_m) = "product", 0, (0, 0)
+    for other in others:
+        more, more_0, (more_i, more_m) = names[other.get_name()], other.get_layout().offset, other.get_stride()[:2]
+        more_m = more_m if other.get_size()[1] > 1 else 0
     copies_a, copies_b = a_k != 1 and n >= _WIDE, b_n != 1 or m >= _TALL
     threads = parallel_num_threads() if batch * m * k * n >= _PARALLEL else 1
     parts = 1 if batch >= threads else min(threads, max(m // 12, 1))
     if copies_a:  # the copy of one part of `a` should fit in the cache
         parts = max(parts, -(-m // _COPIED_ROWS))
+    buffers = {names[x.get_name()]: x for x in reversed(factors)}
     text = _CPP.format(
         name=_NAME,
-        kernel=kernel.def_kernel({names[x.get_name()]: x for x in (a, b)}, {"product": product}),
+        kernel=kernel.def_kernel(dict(reversed(buffers.items())), {"product": product}),
         parallel=f"#pragma omp parallel for num_threads({threads})" if threads > 1 else "",
         **{"batch": batch, "parts": parts, "M": m, "K": k, "N": n, "terms": _TERMS},
         **{"a": names[a.get_name()], "a_0": a.get_layout().offset, "a_i": a_i, "a_m": a_m, "a_k": a_k},
         **{"b": names[b.get_name()], "b_0": b.get_layout().offset, "b_i": b_i, "b_k": b_k, "b_n": b_n},
+        **{"more": more, "more_0": more_0, "more_i": more_i, "more_m": more_m},
+        **{"finish": _FINISH[operator], "finishes": str(bool(others)).lower()},
         **{"copies_a": str(copies_a).lower(), "copies_b": str(copies_b).lower(), "tiles": -(-m // (6 * parts))},
     )
     return PartialRender(text, kernel.render_hooks).finalize_all()
 
 
-def _tiles_kernel(product: Any, **options: Any) -> tuple[CppTemplateKernel, Callable[[], str]]:
+def _tiles_kernel(operator: str, product: Any, **options: Any) -> tuple[CppTemplateKernel, Callable[[], str]]:
     """Return inductor's kernel object for a matrix product, and a function that writes the kernel's C++ code."""
     kernel = CppTemplateKernel(_NAME, parallel_num_threads())
-    return kernel, partial(_tiles_code, kernel, *product.inputs, product)
+    return kernel, partial(_tiles_code, kernel, operator, product.inputs, product)
 
 
 def _store_factor(x: Any) -> Any:
@@ -293,10 +406,15 @@ def _store_factor(x: Any) -> Any:
     return x
 
 
-@lowering.register_lowering(torch.ops.ecrl.bmm.default, type_promotion_kind=None)
-def _lower_bmm(a: Any, b: Any) -> Any:
-    a, b = _store_factor(a), _store_factor(b)
+def _lower(operator: str, a: Any, b: Any, *others: Any) -> Any:
+    factors = [*map(_store_factor, (a, b)), *(_store_factor(ir.ExternKernel.require_contiguous(x)) for x in others)]
     layout = ir.FixedLayout(a.get_device(), a.get_dtype(), [*a.get_size()[:2], b.get_size()[2]])
-    product = ir.CppTemplateBuffer(layout, [a, b], _tiles_kernel, cast(Any, None), None)
+    product = ir.CppTemplateBuffer(layout, factors, partial(_tiles_kernel, operator), cast(Any, None), None)
     cast(Any, product).allow_epilogue_fusion = False  # torch before 2.13 reads `epilogue_fusion` instead
     return ir.TensorBox.create(product)
+
+
+for _operator in _FINISH:
+    lowering.register_lowering(getattr(torch.ops.ecrl, _operator).default, type_promotion_kind=None)(
+        partial(_lower, _operator)
+    )

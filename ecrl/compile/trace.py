@@ -27,7 +27,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import ecrl.compile.cpu_philox  # registers C++ code for Philox
 import ecrl.compile.scan  # registers the implementation of `ecrl.kernels.loop` for graphs
 import ecrl.compile.step_if  # noqa: F401  # registers the implementation of `ecrl.kernels.scan_loop.step_if` for graphs
-from ecrl.compile.cpu_matmul import PRODUCTS
+from ecrl.compile.cpu_matmul import PRODUCTS, fuse_relu
 from ecrl.compile.user_code import checking_writes, user_line
 from ecrl.compile.user_line import call_pure
 from ecrl.errors import ConfigError
@@ -106,6 +106,30 @@ def _merge_duplicates(graph: GraphModule) -> None:
         if same is not node:
             node.replace_all_uses_with(same)
             graph.graph.erase_node(node)
+
+
+def _stack_parts_that_are_read(graph: GraphModule) -> None:
+    """Replace slices of stacked tensors by stacks of those tensors that the slice reads.
+
+    Inductor computes all tensors of a stack, also those that no slice reads. For example, the gradient with respect to
+    the inputs of a critic is a stack with one row per input, of which the gradient of an action is a slice.
+    """
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.slice.Tensor):
+        stack, dim, start, end, *step = node.args
+        dim, transposed = dim % node.meta["val"].ndim, False
+        while stack.target is torch.ops.aten.t.default:
+            stack, transposed, dim = stack.args[0], not transposed, 1 - dim
+        if stack.target is not torch.ops.aten.stack.default or dim != (stack.args[1:] or (0,))[0] or step:
+            continue
+        parts = stack.args[0][start:end]
+        with graph.graph.inserting_before(node):
+            new = graph.graph.call_function(torch.ops.aten.stack.default, (parts, dim))
+            new.meta = {"val": torch.stack([part.meta["val"] for part in parts], dim)}
+            if transposed:
+                rows, new = new, graph.graph.call_function(torch.ops.aten.t.default, (new,))
+                new.meta = {"val": rows.meta["val"].t()}
+        node.replace_all_uses_with(new)
+        graph.graph.erase_node(node)
 
 
 def _store_numbers(graph: GraphModule) -> None:
@@ -208,9 +232,11 @@ def _layout(node: Node) -> tuple[Any, ...]:
 def _lift_constants(graph: GraphModule) -> GraphModule:
     """Convert the constants of loop bodies and branches to inputs, because bodies and branches must not have constants.
 
-    The function also applies `_merge_duplicates` and `_store_numbers` to the graph and to each body, and `_store_parts`
-    to each body. The function returns the graph.
+    The function also applies `_stack_parts_that_are_read`, `fuse_relu`, `_merge_duplicates` and `_store_numbers` to the
+    graph and to each body, and `_store_parts` to each body. The function returns the graph.
     """
+    _stack_parts_that_are_read(graph)
+    fuse_relu(graph)
     _merge_duplicates(graph)
     _store_numbers(graph)
     for node in [n for n in graph.graph.nodes if n.target in WITH_BODIES]:
