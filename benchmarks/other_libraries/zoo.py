@@ -1,9 +1,10 @@
 """Tuned settings of RL Baselines3 Zoo, by the config with the same task.
 
 Source: `hyperparams/*.yml` of github.com/DLR-RM/rl-baselines3-zoo. The commits are 208b6fd (PPO), ce95481 (DQN),
-c94924e (SAC), a02f4fb (TD3) and 1159e28 (DDPG). `n_timesteps` is left out: here a run has the budget of the config.
-`normalize` is VecNormalize of observations and rewards, with the gamma of PPO. A number with "lin_" falls to 0 over the
-budget. The zoo has LunarLander-v2, HalfCheetah-v4 and, for TD3 and DDPG, Pendulum-v0.
+c94924e (SAC), a02f4fb (TD3 on Pendulum), d29756c (TD3 on MuJoCo's tasks) and 1159e28 (DDPG). `n_timesteps` is left out:
+here a run has the budget of the config. `normalize` is VecNormalize of observations and rewards, with the gamma of PPO.
+A number with "lin_" falls to 0 over the budget. The zoo has LunarLander-v2, HalfCheetah-v4, Hopper-v4 and, for TD3 and
+DDPG, Pendulum-v0.
 """
 
 from typing import Any, NamedTuple
@@ -42,6 +43,12 @@ _DQN = {"learning_rate": 6.3e-4, "batch_size": 128, "buffer_size": 50_000, "lear
 _PENDULUM = {"learning_rate": 1e-3, "buffer_size": 200_000, "learning_starts": 10_000, "gamma": 0.98} | {
     "train_freq": (1, "episode"),
     "gradient_steps": -1,
+    "policy_kwargs": {"net_arch": [400, 300]},
+}
+
+_MUJOCO_SAC = {"learning_rate": 3e-4, "learning_starts": 10_000}
+_MUJOCO_TD3 = {"learning_rate": 1e-3, "learning_starts": 10_000, "batch_size": 256, "train_freq": 1} | {
+    "gradient_steps": 1,
     "policy_kwargs": {"net_arch": [400, 300]},
 }
 
@@ -106,9 +113,10 @@ ZOO: dict[str, Settings | ReplaySettings] = {
     ),
     "acrobot_dqn": ReplaySettings("Acrobot-v1", "DQN", None, _DQN),
     "lunar_lander_dqn": ReplaySettings("LunarLander-v3", "DQN", None, _DQN),
-    "half_cheetah_sac": ReplaySettings(
-        "HalfCheetah-v5", "SAC", None, {"learning_rate": 3e-4, "learning_starts": 10_000}
-    ),
+    "half_cheetah_sac": ReplaySettings("HalfCheetah-v5", "SAC", None, _MUJOCO_SAC),
+    "half_cheetah_td3": ReplaySettings("HalfCheetah-v5", "TD3", 0.1, _MUJOCO_TD3),
+    "hopper_sac": ReplaySettings("Hopper-v5", "SAC", None, _MUJOCO_SAC),
+    "hopper_td3": ReplaySettings("Hopper-v5", "TD3", 0.1, _MUJOCO_TD3),
     "pendulum_sac": ReplaySettings("Pendulum-v1", "SAC", None, {"learning_rate": 1e-3}),
     "pendulum_td3": ReplaySettings("Pendulum-v1", "TD3", 0.1, _PENDULUM),
     "pendulum_ddpg": ReplaySettings("Pendulum-v1", "DDPG", 0.1, _PENDULUM),

@@ -25,6 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import ecrl.compile.cpu_philox  # registers C++ code for Philox
+import ecrl.compile.cpu_sum_tree  # registers C++ code for sum trees
 import ecrl.compile.scan  # registers the implementation of `ecrl.kernels.loop` for graphs
 import ecrl.compile.step_if  # noqa: F401  # registers the implementation of `ecrl.kernels.scan_loop.step_if` for graphs
 from ecrl.compile.cpu_matmul import PRODUCTS, fuse_relu

@@ -14,6 +14,8 @@ because sums of a million float32 priorities would misplace one percent of the d
 Source: Schaul et al. 2016, arXiv:1511.05952, appendix B.2.1.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -69,14 +71,30 @@ def tree_find(tree: Tensor, mass: Tensor) -> Tensor:
     >>> tree_find(tree, torch.tensor([0.0, 0.9, 1.0, 2.9, 3.0, 6.9])).tolist()
     [0, 0, 2, 2, 3, 3]
     """
-    depth, rest = _depth(tree), mass.flatten()
-    node = torch.ones_like(rest, dtype=torch.int64)
-    for _ in range(depth):
+    _depth(tree)
+    return _FIND[0](tree, mass.flatten()).reshape(mass.shape)
+
+
+def find_by_level(tree: Tensor, mass: Tensor) -> Tensor:
+    """Run the search of `tree_find`, for masses of shape `[B]`, with a few tensor operations per level of the tree."""
+    rest, node = mass, torch.ones_like(mass, dtype=torch.int64)
+    for _ in range(_depth(tree)):
         left, right = tree.index_select(0, 2 * node), tree.index_select(0, 2 * node + 1)
         goes_right = (rest >= left) & (right > 0)
         rest = torch.where(goes_right, rest - left, rest)
         node = 2 * node + goes_right
-    return (node - len(tree) // 2).reshape(mass.shape)
+    return node - len(tree) // 2
+
+
+def last_of_equal(index: Tensor) -> Tensor:
+    """Return, for each entry of an int64 tensor `[B]`, the position of the last entry with the same value.
+
+    >>> last_of_equal(torch.tensor([5, 3, 5, 8])).tolist()
+    [2, 1, 2, 3]
+    """
+    value, order = torch.sort(index, stable=True)
+    last = order.index_select(0, torch.searchsorted(value, value, right=True) - 1)
+    return torch.empty_like(order).index_put((order,), last)
 
 
 def tree_set(tree: Tensor, index: Tensor, priority: Tensor) -> Tensor:
@@ -102,11 +120,21 @@ def tree_set(tree: Tensor, index: Tensor, priority: Tensor) -> Tensor:
     """
     depth, tree = _depth(tree), tree.detach()
     same_shape(index=index, priority=priority)
-    node, order = torch.sort(index.flatten() + len(tree) // 2, stable=True)
-    last = order.index_select(0, torch.searchsorted(node, node, right=True) - 1)  # of the priorities for this node
-    tree = tree.index_put((node,), priority.detach().flatten().to(tree.dtype).index_select(0, last))
+    node, priority = index.flatten() + len(tree) // 2, priority.detach().flatten().to(tree.dtype)
+    tree = tree.index_put((node,), priority.index_select(0, _LAST_OF_EQUAL[0](node)))
     for count in (1 << level for level in reversed(range(depth))):
         node = node >> 1 if len(node) < count else torch.arange(count, 2 * count, device=tree.device)  # a whole level
         # The tree is a copy by now, so this function may write to it. Equal nodes get equal values.
         tree.index_put_((node,), tree.index_select(0, 2 * node) + tree.index_select(0, 2 * node + 1))
     return tree
+
+
+_FIND: list[Callable[[Tensor, Tensor], Tensor]] = [find_by_level]
+_LAST_OF_EQUAL: list[Callable[[Tensor], Tensor]] = [last_of_equal]
+
+
+def use_functions(
+    find: Callable[[Tensor, Tensor], Tensor], last: Callable[[Tensor], Tensor]
+) -> None:
+    """Make this module call other implementations of `find_by_level` and `last_of_equal`. `ecrl.compile` has some."""
+    _FIND[:], _LAST_OF_EQUAL[:] = [find], [last]

@@ -1,0 +1,136 @@
+"""Implement two functions of `ecrl.kernels.sum_tree` in C++ for graphs on a CPU.
+
+As tensor operations, each level of the tree needs a loop over all draws, with checks of each index. In C++, a draw
+descends the whole tree at once, and several draws descend together, so that the CPU need not wait for their memory. To
+find duplicates, the C++ code sorts only indices that are not sorted yet. The indices of prioritised replay are sorted.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch._inductor import ir, lowering  # import `lowering` before `codegen`, which imports `lowering`
+from torch._inductor.codegen.cpp_template_kernel import CppTemplateKernel
+from torch._inductor.select_algorithm import PartialRender
+from torch._inductor.utils import Placeholder, parallel_num_threads
+
+from torch import Tensor
+
+from ecrl.kernels.sum_tree import find_by_level, last_of_equal, use_functions
+from ecrl.tracing_state import in_graph, transforms
+
+_NAME = str(Placeholder.KERNEL_NAME)
+_FIND = """
+#include <torch/csrc/inductor/cpp_prefix.h>
+extern "C" {kernel}
+{{
+    constexpr int64_t TOGETHER = 16;
+    for (int64_t i = 0; i < {count}; i += TOGETHER) {{
+        const int64_t draws = std::min<int64_t>(TOGETHER, {count} - i);
+        double rest[TOGETHER];
+        int64_t node[TOGETHER];
+        for (int64_t d = 0; d < TOGETHER; d++) {{
+            rest[d] = d < draws ? second[i + d] : 0.0;
+            node[d] = 1;
+        }}
+        for (int64_t level = 0; level < {depth}; level++)
+            #pragma GCC unroll 16
+            for (int64_t d = 0; d < TOGETHER; d++) {{
+                const double left = first[2 * node[d]];
+                const bool goes_right = (rest[d] >= left) & (first[2 * node[d] + 1] > 0);
+                rest[d] = goes_right ? rest[d] - left : rest[d];
+                node[d] = 2 * node[d] + goes_right;
+            }}
+        for (int64_t d = 0; d < draws; d++) out[i + d] = node[d] - {leaves};
+    }}
+}}
+"""
+_LAST = """
+#include <torch/csrc/inductor/cpp_prefix.h>
+#include <algorithm>
+#include <numeric>
+#include <vector>
+extern "C" {kernel}
+{{
+    constexpr int64_t COUNT = {count};
+    std::vector<int64_t> order;
+    const bool sorted = std::is_sorted(first, first + COUNT);
+    if (!sorted) {{
+        order.resize(COUNT);
+        std::iota(order.begin(), order.end(), 0);
+        std::stable_sort(order.begin(), order.end(), [&](int64_t i, int64_t j) {{ return first[i] < first[j]; }});
+    }}
+    for (int64_t i = COUNT - 1, last = 0; i >= 0; i--) {{
+        const int64_t at = sorted ? i : order[i], next = i + 1 == COUNT ? -1 : sorted ? i + 1 : order[i + 1];
+        last = next >= 0 && first[next] == first[at] ? last : at;
+        out[at] = last;
+    }}
+}}
+"""
+
+
+def _code(kernel: CppTemplateKernel, text: str, inputs: list[Any], out: Any) -> str:
+    """Fill in the numbers of a C++ function and the declaration that inductor writes."""
+    names = dict(zip(("first", "second"), inputs, strict=False))
+    size, count = inputs[0].get_size()[0], out.get_size()[0]
+    numbers = {"count": count, "leaves": size // 2, "depth": int(size).bit_length() - 2}
+    return PartialRender(
+        text.format(kernel=kernel.def_kernel(names, {"out": out}), **numbers), kernel.render_hooks
+    ).finalize_all()
+
+
+def _kernel(text: str, out: Any, **options: Any) -> tuple[CppTemplateKernel, Callable[[], str]]:
+    """Return inductor's kernel object, and a function that writes the kernel's C++ code."""
+    kernel = CppTemplateKernel(_NAME, parallel_num_threads())
+    return kernel, partial(_code, kernel, text, out.inputs, out)
+
+
+@torch.library.custom_op("ecrl::tree_find", mutates_args=())
+def _tree_find(tree: Tensor, mass: Tensor) -> Tensor:
+    return find_by_level(tree, mass)
+
+
+@torch.library.custom_op("ecrl::last_of_equal", mutates_args=())
+def _last_of_equal(index: Tensor) -> Tensor:
+    return last_of_equal(index)
+
+
+@_tree_find.register_fake
+def _(tree: Tensor, mass: Tensor) -> Tensor:
+    return mass.new_empty(mass.shape, dtype=torch.int64)
+
+
+@_last_of_equal.register_fake
+def _(index: Tensor) -> Tensor:
+    return index.new_empty(index.shape)
+
+
+def _lower(text: str, *args: Any) -> Any:
+    inputs = [ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x)) for x in args]
+    layout = ir.FixedLayout(args[0].get_device(), torch.int64, [*args[-1].get_size()])
+    out = ir.CppTemplateBuffer(layout, inputs, partial(_kernel, text), cast(Any, None), None)
+    cast(Any, out).allow_epilogue_fusion = False  # torch before 2.13 reads `epilogue_fusion` instead
+    return ir.TensorBox.create(out)
+
+
+for _operator, _text in ((torch.ops.ecrl.tree_find, _FIND), (torch.ops.ecrl.last_of_equal, _LAST)):
+    lowering.register_lowering(_operator.default, type_promotion_kind=None)(partial(_lower, _text))
+
+
+def _is_in_cpu_graph(x: Tensor) -> bool:
+    """Return True if a graph for a CPU is being traced without transforms, for which the operators have no rules."""
+    return in_graph() and x.device.type == "cpu" and x.numel() > 0 and not transforms()
+
+
+def _find(tree: Tensor, mass: Tensor) -> Tensor:
+    is_float64 = tree.dtype == mass.dtype == torch.float64
+    return torch.ops.ecrl.tree_find(tree, mass) if is_float64 and _is_in_cpu_graph(mass) else find_by_level(tree, mass)
+
+
+def _last(index: Tensor) -> Tensor:
+    is_int64 = index.dtype == torch.int64
+    return torch.ops.ecrl.last_of_equal(index) if is_int64 and _is_in_cpu_graph(index) else last_of_equal(index)
+
+
+use_functions(_find, _last)
