@@ -158,6 +158,33 @@ def test_a_compiled_run_draws_the_same_bits():
     assert [x.tolist() for x in out[: len(EXACT)]] == [[oracle(key) for key in KEYS] for *_, oracle in EXACT.values()]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [1, 3, 8, 11, 64])
+def test_a_compiled_run_draws_the_same_bits_for_any_number_of_keys(keys):
+    """Vector instructions compute several draws at once; the last ones may be fewer."""
+    many = rng.split(rng.key(-5), keys)
+
+    def draw(many):
+        number = torch.arange(keys) - 2
+        bits = [rng.bits(many, (n,)) for n in (1, 2, 7)]
+        normals = [rng.normal(many, (n,)) for n in (1, 2, 3)]
+        return rng.fold_in(many, number), rng.stream(many[0], rng.ENV, number + 2, 2**40 + number), *bits, *normals
+
+    out, expected = choose_form("on", "cpu").jit(draw)(many), draw(many)
+    assert all(map(torch.equal, out[:5], expected[:5]))
+    for mine, right in zip(out[5:], expected[5:], strict=True):
+        close(mine, right, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [F32, F64])
+@pytest.mark.parametrize("n", [1, 2, 3, 8])
+def test_a_short_draw_is_the_start_of_a_long_one(dtype, n):
+    keys = rng.split(rng.key(2), 5)
+    for draw in (rng.uniform, rng.normal):
+        assert torch.equal(draw(keys, (n,), dtype), draw(keys, (9,), dtype)[:, :n])
+    assert torch.equal(rng.bits(keys, (n,)), rng.bits(keys, (9,))[:, :n])
+
+
 # float32: the angle 2 pi u is rounded by up to 2.4e-7, times a radius of up to 5.8; a Gumbel of up to 16.6 by 2 ulp.
 @pytest.mark.parametrize(
     ("fn", "dtype", "tol", "oracle"),
@@ -320,11 +347,11 @@ def test_categorical_needs_a_key_per_row():
 
 @pytest.mark.parametrize("dtype", [F32, F64])
 def test_extreme_words(monkeypatch, dtype):
-    monkeypatch.setattr(rng, "bits", lambda key, shape: torch.full(shape, M))
+    monkeypatch.setattr(rng, "_pairs", lambda key, n: torch.full((n,), -1))
     assert rng.uniform(rng.key(0), (2,), dtype).tolist() == [1.0 - (2.0**-24 if dtype == F32 else 2.0**-53)] * 2
     assert rng.normal(rng.key(0), (2,), dtype).isfinite().all() and rng.gumbel(rng.key(0), (2,), dtype).isfinite().all()
     assert rng.randint(rng.key(0), (1,), low=0, high=2**31).tolist() == [2**31 - 1]
-    monkeypatch.setattr(rng, "bits", lambda key, shape: torch.zeros(shape, dtype=torch.int64))
+    monkeypatch.setattr(rng, "_pairs", lambda key, n: torch.zeros(n, dtype=torch.int64))
     assert rng.uniform(rng.key(0), (2,), dtype).tolist() == rng.normal(rng.key(0), (2,), dtype).tolist() == [0.0, 0.0]
     assert rng.gumbel(rng.key(0), (2,), dtype).isfinite().all()
 

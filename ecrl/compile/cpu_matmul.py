@@ -19,15 +19,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._inductor import config, ir, lowering  # import `lowering` before `codegen`, which imports `lowering`
-from torch._inductor.codegen.cpp_template_kernel import CppTemplateKernel
+from torch._inductor import config, ir
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.mkldnn_ir import LinearUnary
-from torch._inductor.select_algorithm import PartialRender
-from torch._inductor.utils import Placeholder, parallel_num_threads
-from torch.fx import GraphModule, Node
+from torch._inductor.utils import parallel_num_threads
 
 from ecrl.compile.cpu_codegen import skip_redundant_codegen
+from ecrl.compile.cpu_source import NAME, call, register
 
 _LARGE = 2**18  # a second matrix with more elements does not fit in the cache, so use a library
 _THIN = 8  # the largest dimension of a product that becomes a sum
@@ -38,7 +36,6 @@ _WIDE = 128  # copying a transposed `a` is worthwhile if `b` has at least this n
 _COPIED_ROWS = 288  # the maximum number of rows of `a` that are copied at once
 _TERMS = 256  # a tile adds this number of terms before the next tile starts, so that its factors stay in the cache
 _PARALLEL = 2**18  # several threads are worthwhile for at least this number of multiplications
-_NAME = str(Placeholder.KERNEL_NAME)
 _CPP = """
 #include <torch/csrc/inductor/cpp_prefix.h>
 namespace {name}_tiles {{
@@ -47,7 +44,7 @@ constexpr int WIDTH = Lane::size(), LANES = WIDTH == 8 ? 2 : 4, COLUMNS = WIDTH 
 constexpr int64_t ROWS = {N} > WIDTH ? 6 : 12, TILES = {M} / ROWS, REST = {M} % ROWS;
 constexpr int64_t TERMS = {K} < {terms} ? {K} : {terms};
 // Add products of `terms` columns of `a` and rows of `b` to a tile of `y`, which starts at zero if `starts`. If `ends`,
-// store the value of `{finish}` instead of the sum, where `more` is the third factor at the same place as `y`.
+// store the value of `{finish}` instead of the sum, where `more` is the third argument at the place of `y`.
 template <int ROWS, int LANES, bool PART>
 static inline void tile(const float* a, int64_t a_m, int64_t a_k, const float* b, int64_t b_k, const float* more,
                         float* y, int64_t terms, bool starts, bool ends, int64_t part) {{
@@ -100,15 +97,14 @@ static inline void strip(const float* a, int64_t a_t, int64_t a_m, int64_t a_k, 
                 Lane::loadu(b + k * {b_k} + WHOLE * WIDTH, part).store(copy + (k * LANES + WHOLE) * WIDTH);
         }}
     }} else if constexpr ({copies_b}) {{
-        constexpr int64_t SQUARE = {b_k} == 1 ? WIDTH : 1;  // transpose whole squares with vector instructions
-        const int64_t columns = WHOLE * WIDTH + (PART ? part : 0), squares = terms / WIDTH * WIDTH;
-        if constexpr (SQUARE > 1)
-            for (int64_t n = 0; n < WHOLE * WIDTH; n += WIDTH)
-                for (int64_t k = 0; k < squares; k += WIDTH)
-                    at::vec::transpose_mxn<float, WIDTH, WIDTH>(
-                        b + k + n * {b_n}, {b_n}, copy + k * LANES * WIDTH + n, LANES * WIDTH);
-        for (int64_t n = 0; n < columns; n++)
-            for (int64_t k = SQUARE > 1 && n < WHOLE * WIDTH ? squares : 0; k < terms; k++)
+        // Transpose squares of WIDTH rows and columns with vector instructions, and copy the other elements one by one.
+        const int64_t squares = {b_k} == 1 ? terms / WIDTH * WIDTH : 0;
+        for (int64_t n = 0; n < WHOLE * WIDTH; n += WIDTH)
+            for (int64_t k = 0; k < squares; k += WIDTH)
+                at::vec::transpose_mxn<float, WIDTH, WIDTH>(
+                    b + k + n * {b_n}, {b_n}, copy + k * LANES * WIDTH + n, LANES * WIDTH);
+        for (int64_t n = 0; n < WHOLE * WIDTH + (PART ? part : 0); n++)
+            for (int64_t k = n < WHOLE * WIDTH ? squares : 0; k < terms; k++)
                 copy[k * LANES * WIDTH + n] = b[k * {b_k} + n * {b_n}];
     }}
     const float* rows = {copies_b} ? copy : b;
@@ -137,13 +133,13 @@ extern "C" {kernel}
         for (int64_t k = 0; k < {K}; k += TERMS, a += TERMS * {a_k}, b += TERMS * {b_k}) {{
             const int64_t terms = std::min<int64_t>(TERMS, {K} - k), rows = last == TILES ? REST : 0;
             if constexpr ({copies_a}) {{
-                if constexpr ({a_m} == 1)
-                    for (int64_t m = 0; m < (last - first) * ROWS; m += ROWS)
-                        for (int64_t c = 0; c < terms; c++)
-                            std::memcpy(copy + m * TERMS + c * ROWS, a + m + c * {a_k}, ROWS * sizeof(float));
-                for (int64_t m = {a_m} == 1 ? (last - first) * ROWS : 0; m < (last - first) * ROWS + rows; m += ROWS)
+                const int64_t whole = (last - first) * ROWS, together = {a_m} == 1 ? whole : 0;
+                for (int64_t m = 0; m < together; m += ROWS)
                     for (int64_t c = 0; c < terms; c++)
-                        for (int64_t r = 0; r < std::min<int64_t>(ROWS, (last - first) * ROWS + rows - m); r++)
+                        std::memcpy(copy + m * TERMS + c * ROWS, a + m + c * {a_k}, ROWS * sizeof(float));
+                for (int64_t m = together; m < whole + rows; m += ROWS)
+                    for (int64_t c = 0; c < terms; c++)
+                        for (int64_t r = 0; r < std::min<int64_t>(ROWS, whole + rows - m); r++)
                             copy[m * TERMS + c * ROWS + r] = a[(m + r) * {a_m} + c * {a_k}];
             }}
             const float* left = {copies_a} ? copy : a;
@@ -260,9 +256,11 @@ def _(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
-@lowering.register_lowering(torch.ops.ecrl.linear.default, type_promotion_kind=None)
 def _lower_linear(x: Any, weight: Any) -> Any:
     return ir.TensorBox.create(cast(Any, LinearUnary).create(x, weight, None, "none", [], ""))
+
+
+register(torch.ops.ecrl.linear, _lower_linear)
 
 
 @torch.library.custom_op("ecrl::bmm", mutates_args=())
@@ -299,68 +297,17 @@ _FINISH = {
     "bmm_relu_gradient": "Lane::blendv(sum, Lane(0.0f), other <= Lane(0.0f))",
 }
 """C++ code for the elements of the result of each operator, given the sum of products and the third factor."""
-_VIEWS = {
-    torch.ops.aten.view.default,
-    torch.ops.aten._unsafe_view.default,
-    torch.ops.aten.squeeze.dim,
-    torch.ops.aten.unsqueeze.default,
-}
 
 
-def _only_read_here(node: Node) -> Node | None:
-    """Return the product whose elements `node` views, in their order, if nothing else reads this product."""
-    while node.target in _VIEWS and len(node.users) == 1:
-        node = node.all_input_nodes[0]
-    return node if node.target is torch.ops.ecrl.bmm.default and len(node.users) == 1 else None
-
-
-def _replace(node: Node, operation: Any, product: Node, other: Node, shape: list[int]) -> None:
-    """Replace a node by an operation with the factors of a product and, in the given shape, another tensor."""
-    graph, value = node.graph, node.meta["val"]
-    with graph.inserting_before(node):
-        viewed = graph.call_function(torch.ops.aten.view.default, (other, shape))
-        viewed.meta = {"val": other.meta["val"].view(shape)}
-        new = graph.call_function(operation, (*product.args, viewed))
-        new.meta = {"val": product.meta["val"].new_empty(product.meta["val"].shape)}
-        out = graph.call_function(torch.ops.aten.view.default, (new, [*value.shape]))
-        out.meta = {"val": new.meta["val"].view(value.shape)}
-    node.replace_all_uses_with(out)
-    graph.erase_node(node)
-
-
-def fuse_relu(graph: GraphModule) -> None:
-    """Let the code of a matrix product also add a bias and apply relu, or compute the gradient of a relu.
-
-    Otherwise, separate loops read and write the product once more.
-    """
-    for relu in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default):
-        add = relu.args[0]
-        if add.target is not torch.ops.aten.add.Tensor or len(add.users) > 1 or add.kwargs or len(add.all_input_nodes) < 2:
-            continue
-        for term, bias in (add.args, add.args[::-1]):
-            product, shape = _only_read_here(term), bias.meta["val"].shape
-            if product is None or product.meta["val"].numel() != relu.meta["val"].numel():
-                continue
-            batch, _, n = product.meta["val"].shape
-            if shape == (batch, 1, n) or (batch == 1 and shape == (n,)):
-                _replace(relu, torch.ops.ecrl.bmm_relu.default, product, bias, [batch, 1, n])
-                break
-    threshold = torch.ops.aten.threshold_backward.default
-    for node in graph.graph.find_nodes(op="call_function", target=threshold):
-        gradient, relu, bound = node.args
-        product = _only_read_here(gradient)
-        if product is not None and bound == 0 and relu.meta["val"].is_contiguous():
-            shape = [*product.meta["val"].shape]
-            _replace(node, torch.ops.ecrl.bmm_relu_gradient.default, product, relu, shape)
-
-
-def _tiles_code(kernel: CppTemplateKernel, operator: str, factors: list[Any], product: Any) -> str:
+def _tiles_code(operator: str, declare: Callable[..., str], factors: list[Any], product: Any) -> str:
     """Write the C++ that multiplies batches of matrices with the memory layouts of the factors."""
     a, b, *others = factors
     (batch, m, k), n = a.get_size(), b.get_size()[2]
     names: dict[str, str] = {}
+    buffers: dict[str, Any] = {}
     for factor, name in zip(factors, ("a_in", "b_in", "more_in"), strict=False):
         names.setdefault(factor.get_name(), name)  # factors in the same buffer share one argument
+        buffers.setdefault(names[factor.get_name()], factor)
     (a_i, a_m, a_k), (b_i, b_k, b_n) = a.get_stride(), b.get_stride()
     more, more_0, (more_i, more_m) = "product", 0, (0, 0)
     for other in others:
@@ -371,10 +318,9 @@ def _tiles_code(kernel: CppTemplateKernel, operator: str, factors: list[Any], pr
     parts = 1 if batch >= threads else min(threads, max(m // 12, 1))
     if copies_a:  # the copy of one part of `a` should fit in the cache
         parts = max(parts, -(-m // _COPIED_ROWS))
-    buffers = {names[x.get_name()]: x for x in reversed(factors)}
-    text = _CPP.format(
-        name=_NAME,
-        kernel=kernel.def_kernel(dict(reversed(buffers.items())), {"product": product}),
+    return _CPP.format(
+        name=NAME,
+        kernel=declare(buffers, "product"),
         parallel=f"#pragma omp parallel for num_threads({threads})" if threads > 1 else "",
         **{"batch": batch, "parts": parts, "M": m, "K": k, "N": n, "terms": _TERMS},
         **{"a": names[a.get_name()], "a_0": a.get_layout().offset, "a_i": a_i, "a_m": a_m, "a_k": a_k},
@@ -383,13 +329,6 @@ def _tiles_code(kernel: CppTemplateKernel, operator: str, factors: list[Any], pr
         **{"finish": _FINISH[operator], "finishes": str(bool(others)).lower()},
         **{"copies_a": str(copies_a).lower(), "copies_b": str(copies_b).lower(), "tiles": -(-m // (6 * parts))},
     )
-    return PartialRender(text, kernel.render_hooks).finalize_all()
-
-
-def _tiles_kernel(operator: str, product: Any, **options: Any) -> tuple[CppTemplateKernel, Callable[[], str]]:
-    """Return inductor's kernel object for a matrix product, and a function that writes the kernel's C++ code."""
-    kernel = CppTemplateKernel(_NAME, parallel_num_threads())
-    return kernel, partial(_tiles_code, kernel, operator, product.inputs, product)
 
 
 def _store_factor(x: Any) -> Any:
@@ -408,13 +347,8 @@ def _store_factor(x: Any) -> Any:
 
 def _lower(operator: str, a: Any, b: Any, *others: Any) -> Any:
     factors = [*map(_store_factor, (a, b)), *(_store_factor(ir.ExternKernel.require_contiguous(x)) for x in others)]
-    layout = ir.FixedLayout(a.get_device(), a.get_dtype(), [*a.get_size()[:2], b.get_size()[2]])
-    product = ir.CppTemplateBuffer(layout, factors, partial(_tiles_kernel, operator), cast(Any, None), None)
-    cast(Any, product).allow_epilogue_fusion = False  # torch before 2.13 reads `epilogue_fusion` instead
-    return ir.TensorBox.create(product)
+    return call(partial(_tiles_code, operator), factors, [*a.get_size()[:2], b.get_size()[2]], a.get_dtype())
 
 
 for _operator in _FINISH:
-    lowering.register_lowering(getattr(torch.ops.ecrl, _operator).default, type_promotion_kind=None)(
-        partial(_lower, _operator)
-    )
+    register(getattr(torch.ops.ecrl, _operator), partial(_lower, _operator))

@@ -7,20 +7,16 @@ find duplicates, the C++ code sorts only indices that are not sorted yet. The in
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch._inductor import ir, lowering  # import `lowering` before `codegen`, which imports `lowering`
-from torch._inductor.codegen.cpp_template_kernel import CppTemplateKernel
-from torch._inductor.select_algorithm import PartialRender
-from torch._inductor.utils import Placeholder, parallel_num_threads
-
 from torch import Tensor
+from torch._inductor import ir
 
+from ecrl.compile.cpu_source import call, register
 from ecrl.kernels.sum_tree import find_by_level, last_of_equal, use_functions
 from ecrl.tracing_state import in_graph, transforms
 
-_NAME = str(Placeholder.KERNEL_NAME)
 _FIND = """
 #include <torch/csrc/inductor/cpp_prefix.h>
 extern "C" {kernel}
@@ -70,20 +66,11 @@ extern "C" {kernel}
 """
 
 
-def _code(kernel: CppTemplateKernel, text: str, inputs: list[Any], out: Any) -> str:
-    """Fill in the numbers of a C++ function and the declaration that inductor writes."""
-    names = dict(zip(("first", "second"), inputs, strict=False))
-    size, count = inputs[0].get_size()[0], out.get_size()[0]
-    numbers = {"count": count, "leaves": size // 2, "depth": int(size).bit_length() - 2}
-    return PartialRender(
-        text.format(kernel=kernel.def_kernel(names, {"out": out}), **numbers), kernel.render_hooks
-    ).finalize_all()
-
-
-def _kernel(text: str, out: Any, **options: Any) -> tuple[CppTemplateKernel, Callable[[], str]]:
-    """Return inductor's kernel object, and a function that writes the kernel's C++ code."""
-    kernel = CppTemplateKernel(_NAME, parallel_num_threads())
-    return kernel, partial(_code, kernel, text, out.inputs, out)
+def _code(text: str, declare: Callable[..., str], inputs: list[Any], result: Any) -> str:
+    """Fill in the declaration and the sizes of a C++ function."""
+    size, count = inputs[0].get_size()[0], result.get_size()[0]
+    declaration = declare(dict(zip(("first", "second"), inputs, strict=False)), "out")
+    return text.format(kernel=declaration, count=count, leaves=size // 2, depth=int(size).bit_length() - 2)
 
 
 @torch.library.custom_op("ecrl::tree_find", mutates_args=())
@@ -108,14 +95,11 @@ def _(index: Tensor) -> Tensor:
 
 def _lower(text: str, *args: Any) -> Any:
     inputs = [ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x)) for x in args]
-    layout = ir.FixedLayout(args[0].get_device(), torch.int64, [*args[-1].get_size()])
-    out = ir.CppTemplateBuffer(layout, inputs, partial(_kernel, text), cast(Any, None), None)
-    cast(Any, out).allow_epilogue_fusion = False  # torch before 2.13 reads `epilogue_fusion` instead
-    return ir.TensorBox.create(out)
+    return call(partial(_code, text), inputs, args[-1].get_size(), torch.int64)
 
 
 for _operator, _text in ((torch.ops.ecrl.tree_find, _FIND), (torch.ops.ecrl.last_of_equal, _LAST)):
-    lowering.register_lowering(_operator.default, type_promotion_kind=None)(partial(_lower, _text))
+    register(_operator, partial(_lower, _text))
 
 
 def _is_in_cpu_graph(x: Tensor) -> bool:

@@ -28,7 +28,8 @@ import ecrl.compile.cpu_philox  # registers C++ code for Philox
 import ecrl.compile.cpu_sum_tree  # registers C++ code for sum trees
 import ecrl.compile.scan  # registers the implementation of `ecrl.kernels.loop` for graphs
 import ecrl.compile.step_if  # noqa: F401  # registers the implementation of `ecrl.kernels.scan_loop.step_if` for graphs
-from ecrl.compile.cpu_matmul import PRODUCTS, fuse_relu
+from ecrl.compile.cpu_matmul import PRODUCTS
+from ecrl.compile.fuse_relu import fuse_relu
 from ecrl.compile.user_code import checking_writes, user_line
 from ecrl.compile.user_line import call_pure
 from ecrl.errors import ConfigError

@@ -133,8 +133,6 @@ _FIND: list[Callable[[Tensor, Tensor], Tensor]] = [find_by_level]
 _LAST_OF_EQUAL: list[Callable[[Tensor], Tensor]] = [last_of_equal]
 
 
-def use_functions(
-    find: Callable[[Tensor, Tensor], Tensor], last: Callable[[Tensor], Tensor]
-) -> None:
+def use_functions(find: Callable[[Tensor, Tensor], Tensor], last: Callable[[Tensor], Tensor]) -> None:
     """Make this module call other implementations of `find_by_level` and `last_of_equal`. `ecrl.compile` has some."""
     _FIND[:], _LAST_OF_EQUAL[:] = [find], [last]

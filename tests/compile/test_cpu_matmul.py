@@ -1,8 +1,12 @@
 """Products that are rewritten are the products."""
 
+from collections import Counter
+from math import prod
+
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from support.checks import close
 
 from ecrl.compile.cpu import compiled
@@ -110,6 +114,75 @@ def test_the_gradient_of_a_batch_of_weights_is_computed_in_the_layout_of_the_wei
     expected = _weight_gradients(*(leaf.double() for leaf in leaves))
     for mine, right in zip(compiled(_weight_gradients, structure, leaves)[0](*leaves), expected, strict=True):
         close(mine, right.float(), tol=1e-4)
+
+
+def _critics(weights, x):
+    """Outputs of perceptrons with two hidden layers, one for each entry of the first axis of the weights."""
+
+    def of_one(first, bias, second, other_bias, head):
+        hidden = torch.relu(F.linear(x, first, bias))
+        return F.linear(torch.relu(F.linear(hidden, second, other_bias)), head)
+
+    return torch.func.vmap(of_one)(*weights)
+
+
+def _learn(weights, x):
+    """Gradients of a loss, for all weights and for the inputs."""
+    return torch.func.grad(lambda weights, x: _critics(weights, x).square().mean(), (0, 1))(weights, x)
+
+
+def _perceptrons(batch, width, inputs):
+    sizes = ((width, inputs), (width,), (width, width), (width,), (2, width))
+    return [torch.linspace(-2.0, 2.0, batch * prod(s), dtype=torch.float64).sin().reshape(batch, *s) for s in sizes]
+
+
+@pytest.mark.slow
+@needs_cpu_compiler
+@pytest.mark.parametrize(("batch", "rows", "width", "inputs"), [(2, 64, 64, 4), (1, 40, 33, 20), (3, 50, 300, 9)])
+def test_relu_is_fused_into_products_with_the_same_results(batch, rows, width, inputs):
+    """The last case has several blocks of the sum, of which only the last may add the bias.
+
+    The first layer of all critics is one product with a transposed result, which relu is not fused into.
+    """
+    weights, x = _perceptrons(batch, width, inputs), _matrix(rows, inputs)
+    leaves, structure = flatten(([w.float() for w in weights], x.float()))
+    graph, _ = traced(_learn, structure, leaves)
+    counts = Counter(node.target for node in graph.graph.nodes if node.users)
+    assert counts[torch.ops.ecrl.bmm_relu.default] == counts[torch.ops.aten.relu.default] == 1
+    assert counts[torch.ops.ecrl.bmm_relu_gradient.default] == 2
+    assert not counts[torch.ops.aten.threshold_backward.default]
+    expected = flatten(_learn(weights, x))[0]
+    for mine, right in zip(compiled(_learn, structure, leaves)[0](*leaves), expected, strict=True):
+        close(mine, right.float(), tol=3e-5 * float(right.abs().max()))
+
+
+def _not_fused(a, b, bias):
+    """A sum that is read twice, a product that is read twice, a column as bias, and no bias."""
+    product, other = a @ b, a @ (2.0 * b)
+    total, column = product + bias, a @ b.abs() + a[:, :1]
+    return torch.relu(total), total, torch.relu(other + bias), other, torch.relu(column), (a @ -b).relu()
+
+
+def test_relu_of_other_sums_is_not_fused():
+    a, b, bias = (_matrix(*shape).float() for shape in ((40, 16), (16, 16), (1, 16)))
+    graph, _ = traced(_not_fused, *reversed(flatten((a, b, bias[0]))))
+    assert torch.ops.ecrl.bmm_relu.default not in [node.target for node in graph.graph.nodes]
+    for mine, right in zip(graph(a, b, bias[0]), _not_fused(a, b, bias[0]), strict=True):
+        close(mine, right, tol=1e-5)
+
+
+@pytest.mark.slow
+@needs_cpu_compiler
+def test_a_fused_relu_keeps_nan_and_parts_of_a_vector():
+    """As in a run, the weights and the bias are parts of one vector."""
+    x, vector = _matrix(40, 16).float(), torch.linspace(-1.0, 1.0, 16 * 16 + 16)
+    x[3, 2], x[7, 0] = torch.nan, -torch.inf
+
+    def layer(vector, x):
+        return torch.relu(F.linear(x, vector[16:].view(16, 16), vector[:16]))
+
+    leaves, structure = flatten((vector, x))
+    assert torch.allclose(compiled(layer, structure, leaves)[0](*leaves)[0], layer(vector, x), equal_nan=True)
 
 
 def _two_products(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -1,0 +1,48 @@
+"""Let a graph for a CPU call a function whose C++ code is given, instead of code that inductor generates."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch._inductor import ir, lowering  # import `lowering` before `codegen`, which imports `lowering`
+from torch._inductor.codegen.cpp_template_kernel import CppTemplateKernel
+from torch._inductor.select_algorithm import PartialRender
+from torch._inductor.utils import Placeholder, parallel_num_threads
+
+NAME = str(Placeholder.KERNEL_NAME)
+"""Stands for the name of the function in its code, until inductor has chosen the name."""
+
+
+def register(operator: Any, lower: Callable[..., Any]) -> None:
+    """Let `lower`, which takes and returns tensors of inductor, replace an operator of a graph."""
+    lowering.register_lowering(operator.default, type_promotion_kind=None)(lower)
+
+
+def call(write: Callable[..., str], inputs: list[Any], shape: Sequence[Any], dtype: torch.dtype) -> Any:
+    """Return the result of a function, as a tensor of inductor.
+
+    Args:
+        write: `write(declare, inputs, result)` returns the code. `declare(names, result_name)` returns the declaration
+            of a function that takes pointers to the tensors of the dict `names`, and to the result.
+        inputs: tensors of inductor, stored in memory.
+        shape: shape of the result, which is contiguous.
+        dtype: dtype of the result.
+    """
+    layout = ir.FixedLayout(inputs[0].get_device(), dtype, [*shape])
+    result = ir.CppTemplateBuffer(layout, inputs, partial(_kernel, write), cast(Any, None), None)
+    cast(Any, result).allow_epilogue_fusion = False  # torch before 2.13 reads `epilogue_fusion` instead
+    return ir.TensorBox.create(result)
+
+
+def _kernel(write: Callable[..., str], result: Any, **options: Any) -> tuple[CppTemplateKernel, Callable[[], str]]:
+    """Return inductor's kernel object for a result, and a function that writes the code."""
+    kernel = CppTemplateKernel(NAME, parallel_num_threads())
+
+    def declare(names: dict[str, Any], result_name: str) -> str:
+        return kernel.def_kernel(names, {result_name: result})
+
+    def code() -> str:
+        return PartialRender(write(declare, result.inputs, result), kernel.render_hooks).finalize_all()
+
+    return kernel, code
