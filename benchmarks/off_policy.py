@@ -2,10 +2,11 @@
 
 DQN, TD3 and SAC have one environment, one gradient step per environment step, and minibatches of 256 transitions. DQN
 and PQN learn CartPole, TD3 and SAC learn Pendulum. rejax is measured as it is, and with a sampler whose time does not
-depend on the capacity. FastTD3 and FastSAC, with the settings of the shipped configs but on Pendulum, are compared with
-Stable-Baselines3's TD3 and SAC on Pendulum. The last rows compare ecrl with itself: a buffer of 10,000 with one of
-1,000,000 steps, and uniform with prioritised replay. All rows are measured on one core. A quick run has one round of
-SAC with 64 units.
+depend on the capacity. Both have Double DQN. Stable-Baselines3 has no Double DQN, so with 256 units, where it is the
+only peer, ecrl has plain DQN. FastTD3 and FastSAC, with the settings of the shipped configs but on Pendulum, are
+compared with Stable-Baselines3's TD3 and SAC on Pendulum. The last rows compare ecrl with itself: a buffer of 10,000
+with one of 1,000,000 steps, and uniform with prioritised replay. All rows are measured on one core. A quick run has one
+round of SAC with 64 units.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,9 +54,9 @@ class Comparison(NamedTuple):
     must_and_aim: tuple[MustAndAim, ...]
 
 
-def ecrl(name: str, algorithm: str, units: int, capacity: int = CAPACITY, prioritized: bool = False) -> Contestant:
-    """Return ecrl as a contestant."""
-    args = {"algorithm": algorithm, "units": units, "capacity": capacity, "prioritized": prioritized}
+def ecrl(name: str, algorithm: str, units: int, capacity: int = CAPACITY, **keys: Any) -> Contestant:
+    """Return ecrl as a contestant. `keys` are keys of `algorithm.cfg`."""
+    args = {"algorithm": algorithm, "units": units, "capacity": capacity, "keys": keys}
     return Contestant(name, "benchmarks.off_policy:make", args)
 
 
@@ -80,7 +81,7 @@ def comparisons() -> list[Comparison]:
         _peers("sac", 256, (3.0, None), (1.2, 1.3), (1.05, 1.15)),
         _peers("td3", 64, (5.0, None), (None, None), (0.95, 1.1)),
         _peers("dqn", 64, (8.0, None), (None, None), (1.0, 1.15)),
-        _peers("dqn", 256, (2.2, None)),
+        Comparison("dqn", 256, (ecrl("ecrl, plain DQN", "dqn", 256, double=False), sb3("dqn", 256)), ((2.2, None),)),
         Comparison("pqn", 64, (ecrl("ecrl", "pqn", 64), rejax("pqn", 64)), ((1.0, None),)),
         Comparison("fast_td3", 64, (ecrl("ecrl", "fast_td3", 64), sb3("td3", 64)), ((10.0, None),)),
         Comparison("fast_sac", 64, (ecrl("ecrl", "fast_sac", 64), sb3("sac", 64)), ((10.0, None),)),
@@ -88,7 +89,7 @@ def comparisons() -> list[Comparison]:
         Comparison(
             "dqn",
             64,
-            (ecrl("ecrl, prioritised", "dqn", 64, prioritized=True), ecrl("ecrl, uniform", "dqn", 64)),
+            (ecrl("ecrl, prioritised", "dqn", 64, prioritized={}), ecrl("ecrl, uniform", "dqn", 64)),
             ((1 / 1.3, 1 / 1.15),),
         ),
     ]
@@ -100,11 +101,12 @@ def _peers(algorithm: str, units: int, stable_baselines: MustAndAim, *of_rejax: 
     return Comparison(algorithm, units, contestants, (*of_rejax, stable_baselines))
 
 
-def config(algorithm: str, units: int, capacity: int, prioritized: bool) -> Any:
+def config(algorithm: str, units: int, capacity: int, keys: dict[str, Any]) -> Any:
     """Return the config of one of ecrl's contestants."""
     from ecrl import load_config
 
-    keys: dict[str, Any] = {"trainer.iterations": 10**6, "trainer.compile": "on"}
+    keys = {f"algorithm.cfg.{name}": value for name, value in keys.items()}
+    keys |= {"trainer.iterations": 10**6, "trainer.compile": "on"}
     if algorithm.startswith("fast_"):
         keys |= {"env": {"name": "pendulum"}}
     elif algorithm == "pqn":
@@ -118,17 +120,15 @@ def config(algorithm: str, units: int, capacity: int, prioritized: bool) -> Any:
         keys |= {f"algorithm.cfg.{name}": value for name, value in learning.items()}
         networks = ("critic",) if algorithm == "dqn" else ("actor", "critic")
         keys |= {f"policy.{network}.network_cfg.hidden_sizes": [units, units] for network in networks}
-    if prioritized:
-        keys["algorithm.cfg.prioritized"] = {}
     return load_config(ROOT / "configs" / f"{_CONFIG[algorithm]}.json").replace(**keys)
 
 
-def make(algorithm: str, units: int, capacity: int, prioritized: bool) -> Callable[[], int]:
+def make(algorithm: str, units: int, capacity: int, keys: dict[str, Any]) -> Callable[[], int]:
     """A unit is one iteration of ecrl."""
     from ecrl.loop.build import build
     from ecrl.loop.iteration import first_state, iterations
 
-    cfg = config(algorithm, units, capacity, prioritized)
+    cfg = config(algorithm, units, capacity, keys)
     run = build(cfg)
     records = (record for record in iterations(run, first_state(run, cfg), cfg) if record["log_type"] == "train")
     next(records)  # has the steps before the first update

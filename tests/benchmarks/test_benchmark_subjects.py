@@ -428,7 +428,8 @@ def test_off_policy_contestants_learn_with_the_sizes_of_the_comparison(compariso
                 assert [numbers[name] for name in ("batch_size", "capacity", "train_freq", "gradient_steps")] == [
                     256, contestant.args["capacity"], 1, 1
                 ]  # fmt: skip
-            assert (numbers.get("prioritized") is not None) == contestant.args["prioritized"]
+            assert (numbers.get("prioritized") is not None) == ("prioritized" in contestant.args["keys"])
+            assert numbers.get("double", True) == contestant.args["keys"].get("double", True)
             assert [*cfg.policy.critic.network_cfg.hidden_sizes] == [comparison.units] * 2
         else:
             assert contestant.args["name"] == comparison.algorithm.removeprefix("fast_")
