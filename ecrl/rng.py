@@ -165,7 +165,8 @@ def stream(key: Tensor, name: int, index: Tensor, step: Tensor | int) -> Tensor:
 
 def _interleaved(even: Tensor, odd: Tensor, n: int) -> Tensor:
     """Return the first n of the values `even[..., 0], odd[..., 0], even[..., 1], ...`, of shape `[*B, n]`."""
-    return even if n == 1 else torch.stack((even, odd), -1).flatten(-2)[..., :n]  # n = 1 computes no odd value
+    # For n = 1, the odd values are not computed.
+    return even if n == 1 else torch.stack((even, odd), -1).flatten(-2)[..., :n]
 
 
 def _pairs(key: Tensor, n: int) -> Tensor:

@@ -21,7 +21,8 @@ from ecrl.compile.cpu_builds import parallel_builds
 from ecrl.compile.cpu_carries import writing_carries_in_place
 from ecrl.compile.cpu_codegen import skip_redundant_codegen
 from ecrl.compile.cpu_loops import rewriting_loops
-from ecrl.compile.trace import WITH_BODIES, captured, storage_of, traced
+from ecrl.compile.graph_nodes import storage_of
+from ecrl.compile.trace import WITH_BODIES, captured, traced
 
 _WITH_BODIES = tuple(f"{operation.__module__}.{operation.__name__}" for operation in WITH_BODIES)
 

@@ -20,7 +20,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule, Node
 
 from ecrl.compile.cache import sources_hash
-from ecrl.compile.trace import storage_of
+from ecrl.compile.graph_nodes import storage_of
 
 _LARGE = 4096
 """The number of elements above which a carry is written in place. `ecrl.compile.scan` packs smaller carries."""

@@ -7,7 +7,7 @@ of matrix products:
 - A product with a dimension of at most 8 becomes a sum, which the compiler fuses with neighbouring operations.
 - Any other small product becomes C++ code of this module, which computes the result tile by tile in vector registers.
   Libraries take up to three times as long as this code. For any number of threads, the code adds the terms of a sum in
-  the same order.
+  the same order. The code can also add a bias and apply relu, or compute the gradient of relu.
 - A large product calls oneDNN, a library that generates code for the CPU at hand. In contrast, the library MKL has only
   generic code for AMD's CPUs.
 """
@@ -25,7 +25,7 @@ from torch._inductor.mkldnn_ir import LinearUnary
 from torch._inductor.utils import parallel_num_threads
 
 from ecrl.compile.cpu_codegen import skip_redundant_codegen
-from ecrl.compile.cpu_source import NAME, call, register
+from ecrl.compile.cpu_source import NAME, call, pointers, register, stored
 
 _LARGE = 2**18  # a second matrix with more elements does not fit in the cache, so use a library
 _THIN = 8  # the largest dimension of a product that becomes a sum
@@ -44,9 +44,9 @@ constexpr int WIDTH = Lane::size(), LANES = WIDTH == 8 ? 2 : 4, COLUMNS = WIDTH 
 constexpr int64_t ROWS = {N} > WIDTH ? 6 : 12, TILES = {M} / ROWS, REST = {M} % ROWS;
 constexpr int64_t TERMS = {K} < {terms} ? {K} : {terms};
 // Add products of `terms` columns of `a` and rows of `b` to a tile of `y`, which starts at zero if `starts`. If `ends`,
-// store the value of `{finish}` instead of the sum, where `more` is the third argument at the place of `y`.
+// store the value of `{finish}` instead of the sum, where `third` is the third factor at the place of `y`.
 template <int ROWS, int LANES, bool PART>
-static inline void tile(const float* a, int64_t a_m, int64_t a_k, const float* b, int64_t b_k, const float* more,
+static inline void tile(const float* a, int64_t a_m, int64_t a_k, const float* b, int64_t b_k, const float* third,
                         float* y, int64_t terms, bool starts, bool ends, int64_t part) {{
     Lane sums[ROWS][LANES], row[LANES];
     #pragma GCC unroll 12
@@ -74,7 +74,7 @@ static inline void tile(const float* a, int64_t a_m, int64_t a_k, const float* b
         #pragma GCC unroll 12
         for (int c = 0; c < LANES; c++) {{
             if ({finishes} && ends) {{
-                const float* at = more + r * {more_m} + c * WIDTH;
+                const float* at = third + r * {third_m} + c * WIDTH;
                 const Lane sum = sums[r][c], other = PART && c + 1 == LANES ? Lane::loadu(at, part) : Lane::loadu(at);
                 sums[r][c] = {finish};
             }}
@@ -84,7 +84,7 @@ static inline void tile(const float* a, int64_t a_m, int64_t a_k, const float* b
 }}
 // Compute the tiles from `first` to `last` in one strip of columns. Copy the strip of `b` if that is worthwhile.
 template <int LANES, bool PART>
-static inline void strip(const float* a, int64_t a_t, int64_t a_m, int64_t a_k, const float* b, const float* more,
+static inline void strip(const float* a, int64_t a_t, int64_t a_m, int64_t a_k, const float* b, const float* third,
                          float* y, int64_t first, int64_t last, int64_t terms, bool starts, bool ends, int64_t part) {{
     constexpr int64_t WHOLE = PART ? LANES - 1 : LANES;
     alignas(64) float copy[{copies_b} ? TERMS * LANES * WIDTH : 1];
@@ -110,11 +110,11 @@ static inline void strip(const float* a, int64_t a_t, int64_t a_m, int64_t a_k, 
     const float* rows = {copies_b} ? copy : b;
     constexpr int64_t step = {copies_b} ? LANES * WIDTH : {b_k};
     for (int64_t t = first; t < last; t++)
-        tile<ROWS, LANES, PART>(a + (t - first) * a_t, a_m, a_k, rows, step, more + t * ROWS * {more_m},
+        tile<ROWS, LANES, PART>(a + (t - first) * a_t, a_m, a_k, rows, step, third + t * ROWS * {third_m},
                                 y + t * ROWS * {N}, terms, starts, ends, part);
     if constexpr (REST > 0)
         if (last == TILES)
-            tile<REST, LANES, PART>(a + (last - first) * a_t, a_m, a_k, rows, step, more + last * ROWS * {more_m},
+            tile<REST, LANES, PART>(a + (last - first) * a_t, a_m, a_k, rows, step, third + last * ROWS * {third_m},
                                     y + last * ROWS * {N}, terms, starts, ends, part);
 }}
 }}
@@ -126,8 +126,8 @@ extern "C" {kernel}
     for (int64_t part = 0; part < {batch} * {parts}; part++) {{
         const int64_t i = part / {parts}, first = part % {parts} * TILES / {parts};
         const int64_t last = (part % {parts} + 1) * TILES / {parts};
-        const float *a = {a} + {a_0} + i * {a_i} + first * ROWS * {a_m}, *b = {b} + {b_0} + i * {b_i};
-        const float* more = {more} + {more_0} + i * {more_i};
+        const float *a = {a} + i * {a_i} + first * ROWS * {a_m}, *b = {b} + i * {b_i};
+        const float* third = {third} + i * {third_i};
         float* y = product + i * {M} * {N};
         alignas(64) float copy[{copies_a} ? ({tiles} + 2) * ROWS * TERMS : 1];
         for (int64_t k = 0; k < {K}; k += TERMS, a += TERMS * {a_k}, b += TERMS * {b_k}) {{
@@ -148,10 +148,10 @@ extern "C" {kernel}
             const bool starts = k == 0, ends = k + TERMS >= {K};
             for (int64_t n = 0; n < WHOLE; n += COLUMNS)
                 strip<LANES, false>(
-                    left, a_t, a_m, a_k, b + n * {b_n}, more + n, y + n, first, last, terms, starts, ends, 0);
+                    left, a_t, a_m, a_k, b + n * {b_n}, third + n, y + n, first, last, terms, starts, ends, 0);
             if constexpr (LAST > 0)
                 strip<(LAST + WIDTH - 1) / WIDTH, LAST % WIDTH != 0>(
-                    left, a_t, a_m, a_k, b + WHOLE * {b_n}, more + WHOLE, y + WHOLE, first, last, terms, starts, ends,
+                    left, a_t, a_m, a_k, b + WHOLE * {b_n}, third + WHOLE, y + WHOLE, first, last, terms, starts, ends,
                     LAST % WIDTH);
         }}
     }}
@@ -199,8 +199,8 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
     if n <= _THIN and k >= _MIN_OUTER and m > _THIN and a.stride(0) == 1:
         return _rows(b.t(), a.t()).t()
     if n <= _THIN and k > _THIN and a.stride(1) == 1 and b.stride(0) == 1:
-        # each column of the result is contiguous, so that loops over the rows of a column are vectorised
-        return (a * b.t().unsqueeze(1)).sum(-1, dtype=a.dtype).t()
+        # Code that reads one column of the result reads the sums of the column, which are next to one another.
+        return (a * b.t().unsqueeze(1)).sum(-1, dtype=a.dtype).t().contiguous()
     if a.dtype == torch.float32 and k * n <= _LARGE and has_vector_instructions():
         return torch.ops.ecrl.bmm(a.unsqueeze(0), b.unsqueeze(0)).squeeze(0)
     if a.dtype == torch.float32 and torch.backends.mkldnn.is_available():
@@ -303,16 +303,12 @@ def _tiles_code(operator: str, declare: Callable[..., str], factors: list[Any], 
     """Write the C++ that multiplies batches of matrices with the memory layouts of the factors."""
     a, b, *others = factors
     (batch, m, k), n = a.get_size(), b.get_size()[2]
-    names: dict[str, str] = {}
-    buffers: dict[str, Any] = {}
-    for factor, name in zip(factors, ("a_in", "b_in", "more_in"), strict=False):
-        names.setdefault(factor.get_name(), name)  # factors in the same buffer share one argument
-        buffers.setdefault(names[factor.get_name()], factor)
+    buffers, addresses = pointers(factors)
     (a_i, a_m, a_k), (b_i, b_k, b_n) = a.get_stride(), b.get_stride()
-    more, more_0, (more_i, more_m) = "product", 0, (0, 0)
+    third, (third_i, third_m) = "product", (0, 0)
     for other in others:
-        more, more_0, (more_i, more_m) = names[other.get_name()], other.get_layout().offset, other.get_stride()[:2]
-        more_m = more_m if other.get_size()[1] > 1 else 0
+        third, (third_i, third_m) = addresses[2], other.get_stride()[:2]
+        third_m = third_m if other.get_size()[1] > 1 else 0
     copies_a, copies_b = a_k != 1 and n >= _WIDE, b_n != 1 or m >= _TALL
     threads = parallel_num_threads() if batch * m * k * n >= _PARALLEL else 1
     parts = 1 if batch >= threads else min(threads, max(m // 12, 1))
@@ -323,30 +319,16 @@ def _tiles_code(operator: str, declare: Callable[..., str], factors: list[Any], 
         kernel=declare(buffers, "product"),
         parallel=f"#pragma omp parallel for num_threads({threads})" if threads > 1 else "",
         **{"batch": batch, "parts": parts, "M": m, "K": k, "N": n, "terms": _TERMS},
-        **{"a": names[a.get_name()], "a_0": a.get_layout().offset, "a_i": a_i, "a_m": a_m, "a_k": a_k},
-        **{"b": names[b.get_name()], "b_0": b.get_layout().offset, "b_i": b_i, "b_k": b_k, "b_n": b_n},
-        **{"more": more, "more_0": more_0, "more_i": more_i, "more_m": more_m},
+        **{"a": addresses[0], "a_i": a_i, "a_m": a_m, "a_k": a_k},
+        **{"b": addresses[1], "b_i": b_i, "b_k": b_k, "b_n": b_n},
+        **{"third": third, "third_i": third_i, "third_m": third_m},
         **{"finish": _FINISH[operator], "finishes": str(bool(others)).lower()},
         **{"copies_a": str(copies_a).lower(), "copies_b": str(copies_b).lower(), "tiles": -(-m // (6 * parts))},
     )
 
 
-def _store_factor(x: Any) -> Any:
-    """Store a factor of a matrix product in memory at a constant offset, and return the stored factor.
-
-    In a loop over time, each iteration reads a different row of the tensors to loop over. A factor in such a row has no
-    constant offset, so this function copies the factor.
-    """
-    x = ir.ExternKernel.realize_input(x)
-    _, layout = ir.as_storage_and_layout(x, freeze=True)
-    if not (isinstance(layout.offset, int) or layout.offset.is_number):
-        x = ir.ExternKernel.copy_input(x)
-        ir.as_storage_and_layout(x, freeze=True)
-    return x
-
-
 def _lower(operator: str, a: Any, b: Any, *others: Any) -> Any:
-    factors = [*map(_store_factor, (a, b)), *(_store_factor(ir.ExternKernel.require_contiguous(x)) for x in others)]
+    factors = [*map(stored, (a, b)), *(stored(ir.ExternKernel.require_contiguous(x)) for x in others)]
     return call(partial(_tiles_code, operator), factors, [*a.get_size()[:2], b.get_size()[2]], a.get_dtype())
 
 

@@ -30,11 +30,12 @@ _CPP = """[](uint64_t key, uint64_t low, uint64_t high) -> int64_t {
 
 _VECTOR_CPP = """[&]() {{
     using Vector = std::decay_t<decltype({key})>;
+    static_assert(std::is_same_v<typename Vector::value_type, int64_t>);
     constexpr int size = Vector::size();
     alignas(64) int64_t keys[size], lows[size], highs[size];
     {key}.store(keys), {low}.store(lows), {high}.store(highs);
 #if defined(CPU_CAPABILITY_AVX2) || defined(CPU_CAPABILITY_AVX512)
-    using Words = __m256i;  // a word in the low half of each 64 bits, since a product ignores the high half
+    using Words = __m256i;  // Each 64 bits have a word in their low half. Products ignore the high half.
     #pragma GCC unroll 4
     for (int i = 0; i < size; i += 4) {{
         Words k0 = _mm256_load_si256((Words*)(keys + i)), k1 = _mm256_srli_epi64(k0, 32);

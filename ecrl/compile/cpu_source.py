@@ -19,13 +19,40 @@ def register(operator: Any, lower: Callable[..., Any]) -> None:
     lowering.register_lowering(operator.default, type_promotion_kind=None)(lower)
 
 
+def stored(x: Any) -> Any:
+    """Store a tensor of inductor in memory at a constant offset, and return the stored tensor.
+
+    In a loop over time, each iteration reads a different row of the tensors to loop over. A tensor in such a row has no
+    constant offset, so this function copies the tensor.
+    """
+    x = ir.ExternKernel.realize_input(x)
+    _, layout = ir.as_storage_and_layout(x, freeze=True)
+    if not (isinstance(layout.offset, int) or layout.offset.is_number):
+        x = ir.ExternKernel.copy_input(x)
+        ir.as_storage_and_layout(x, freeze=True)
+    return x
+
+
+def pointers(inputs: Sequence[Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the tensors that a function takes, by name, and C++ code for the address of each input.
+
+    Inputs in the same buffer share one argument.
+    """
+    names: dict[str, str] = {}
+    buffers: dict[str, Any] = {}
+    for number, x in enumerate(inputs):
+        name = names.setdefault(x.get_name(), f"input_{number}")
+        buffers.setdefault(name, x)
+    return buffers, [f"({names[x.get_name()]} + {x.get_layout().offset})" for x in inputs]
+
+
 def call(write: Callable[..., str], inputs: list[Any], shape: Sequence[Any], dtype: torch.dtype) -> Any:
     """Return the result of a function, as a tensor of inductor.
 
     Args:
         write: `write(declare, inputs, result)` returns the code. `declare(names, result_name)` returns the declaration
             of a function that takes pointers to the tensors of the dict `names`, and to the result.
-        inputs: tensors of inductor, stored in memory.
+        inputs: tensors from `stored`.
         shape: shape of the result, which is contiguous.
         dtype: dtype of the result.
     """

@@ -2,7 +2,7 @@
 
 As tensor operations, each level of the tree needs a loop over all draws, with checks of each index. In C++, a draw
 descends the whole tree at once, and several draws descend together, so that the CPU need not wait for their memory. To
-find duplicates, the C++ code sorts only indices that are not sorted yet. The indices of prioritised replay are sorted.
+find duplicates, the C++ code sorts only indices that are not sorted yet. The indices of a minibatch usually are.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._inductor import ir
 
-from ecrl.compile.cpu_source import call, register
+from ecrl.compile.cpu_source import call, pointers, register, stored
 from ecrl.kernels.sum_tree import find_by_level, last_of_equal, use_functions
 from ecrl.tracing_state import in_graph, transforms
 
@@ -22,19 +22,20 @@ _FIND = """
 extern "C" {kernel}
 {{
     constexpr int64_t TOGETHER = 16;
+    const double *tree = {first}, *mass = {second};
     for (int64_t i = 0; i < {count}; i += TOGETHER) {{
         const int64_t draws = std::min<int64_t>(TOGETHER, {count} - i);
         double rest[TOGETHER];
         int64_t node[TOGETHER];
         for (int64_t d = 0; d < TOGETHER; d++) {{
-            rest[d] = d < draws ? second[i + d] : 0.0;
+            rest[d] = d < draws ? mass[i + d] : 0.0;
             node[d] = 1;
         }}
         for (int64_t level = 0; level < {depth}; level++)
             #pragma GCC unroll 16
             for (int64_t d = 0; d < TOGETHER; d++) {{
-                const double left = first[2 * node[d]];
-                const bool goes_right = (rest[d] >= left) & (first[2 * node[d] + 1] > 0);
+                const double left = tree[2 * node[d]];
+                const bool goes_right = (rest[d] >= left) & (tree[2 * node[d] + 1] > 0);
                 rest[d] = goes_right ? rest[d] - left : rest[d];
                 node[d] = 2 * node[d] + goes_right;
             }}
@@ -50,16 +51,17 @@ _LAST = """
 extern "C" {kernel}
 {{
     constexpr int64_t COUNT = {count};
+    const int64_t* index = {first};
     std::vector<int64_t> order;
-    const bool sorted = std::is_sorted(first, first + COUNT);
+    const bool sorted = std::is_sorted(index, index + COUNT);
     if (!sorted) {{
         order.resize(COUNT);
         std::iota(order.begin(), order.end(), 0);
-        std::stable_sort(order.begin(), order.end(), [&](int64_t i, int64_t j) {{ return first[i] < first[j]; }});
+        std::stable_sort(order.begin(), order.end(), [&](int64_t i, int64_t j) {{ return index[i] < index[j]; }});
     }}
     for (int64_t i = COUNT - 1, last = 0; i >= 0; i--) {{
         const int64_t at = sorted ? i : order[i], next = i + 1 == COUNT ? -1 : sorted ? i + 1 : order[i + 1];
-        last = next >= 0 && first[next] == first[at] ? last : at;
+        last = next >= 0 && index[next] == index[at] ? last : at;
         out[at] = last;
     }}
 }}
@@ -67,10 +69,11 @@ extern "C" {kernel}
 
 
 def _code(text: str, declare: Callable[..., str], inputs: list[Any], result: Any) -> str:
-    """Fill in the declaration and the sizes of a C++ function."""
+    """Fill in the declaration, the addresses and the sizes of a C++ function."""
     size, count = inputs[0].get_size()[0], result.get_size()[0]
-    declaration = declare(dict(zip(("first", "second"), inputs, strict=False)), "out")
-    return text.format(kernel=declaration, count=count, leaves=size // 2, depth=int(size).bit_length() - 2)
+    buffers, addresses = pointers(inputs)
+    numbers = {"count": count, "leaves": size // 2, "depth": int(size).bit_length() - 2}
+    return text.format(kernel=declare(buffers, "out"), first=addresses[0], second=addresses[-1], **numbers)
 
 
 @torch.library.custom_op("ecrl::tree_find", mutates_args=())
@@ -94,7 +97,7 @@ def _(index: Tensor) -> Tensor:
 
 
 def _lower(text: str, *args: Any) -> Any:
-    inputs = [ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x)) for x in args]
+    inputs = [stored(ir.ExternKernel.require_contiguous(x)) for x in args]
     return call(partial(_code, text), inputs, args[-1].get_size(), torch.int64)
 
 

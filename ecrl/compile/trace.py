@@ -29,7 +29,8 @@ import ecrl.compile.cpu_sum_tree  # registers C++ code for sum trees
 import ecrl.compile.scan  # registers the implementation of `ecrl.kernels.loop` for graphs
 import ecrl.compile.step_if  # noqa: F401  # registers the implementation of `ecrl.kernels.scan_loop.step_if` for graphs
 from ecrl.compile.cpu_matmul import PRODUCTS
-from ecrl.compile.fuse_relu import fuse_relu
+from ecrl.compile.graph_nodes import storage_of, writes
+from ecrl.compile.rewrites import fuse_relu, stack_only_parts
 from ecrl.compile.user_code import checking_writes, user_line
 from ecrl.compile.user_line import call_pure
 from ecrl.errors import ConfigError
@@ -95,7 +96,7 @@ def _merge_duplicates(graph: GraphModule) -> None:
     therefore does not merge an operation whose result or argument shares memory with such a tensor.
     """
     nodes = graph.graph.nodes
-    separate = [n for n in nodes if n.op == "output" or n.target in WITH_BODIES or _writes(n)]
+    separate = [n for n in nodes if n.op == "output" or n.target in WITH_BODIES or writes(n)]
     separate = {storage_of(n) for node in separate for n in (node, *node.all_input_nodes)} - {None}
     first: dict[str, Node] = {}
     for node in list(nodes):
@@ -108,30 +109,6 @@ def _merge_duplicates(graph: GraphModule) -> None:
         if same is not node:
             node.replace_all_uses_with(same)
             graph.graph.erase_node(node)
-
-
-def _stack_parts_that_are_read(graph: GraphModule) -> None:
-    """Replace slices of stacked tensors by stacks of those tensors that the slice reads.
-
-    Inductor computes all tensors of a stack, also those that no slice reads. For example, the gradient with respect to
-    the inputs of a critic is a stack with one row per input, of which the gradient of an action is a slice.
-    """
-    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.slice.Tensor):
-        stack, dim, start, end, *step = node.args
-        dim, transposed = dim % node.meta["val"].ndim, False
-        while stack.target is torch.ops.aten.t.default:
-            stack, transposed, dim = stack.args[0], not transposed, 1 - dim
-        if stack.target is not torch.ops.aten.stack.default or dim != (stack.args[1:] or (0,))[0] or step:
-            continue
-        parts = stack.args[0][start:end]
-        with graph.graph.inserting_before(node):
-            new = graph.graph.call_function(torch.ops.aten.stack.default, (parts, dim))
-            new.meta = {"val": torch.stack([part.meta["val"] for part in parts], dim)}
-            if transposed:
-                rows, new = new, graph.graph.call_function(torch.ops.aten.t.default, (new,))
-                new.meta = {"val": rows.meta["val"].t()}
-        node.replace_all_uses_with(new)
-        graph.graph.erase_node(node)
 
 
 def _store_numbers(graph: GraphModule) -> None:
@@ -203,22 +180,12 @@ def _is_random(node: Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
-def _writes(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
-def storage_of(node: Node) -> int | None:
-    """Return an identifier of the storage of a node's tensor, or None if the node's value is not a tensor."""
-    value = node.meta.get("val")
-    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
-
-
 def _skip_views(node: Node) -> Node:
     """Return the node at the start of a chain of views that all have the same layout.
 
     If a loop reads a view instead, inductor frees the view after the first iteration of the loop.
     """
-    while node.op == "call_function" and not _writes(node) and len(node.all_input_nodes) == 1:
+    while node.op == "call_function" and not writes(node) and len(node.all_input_nodes) == 1:
         (base,) = node.all_input_nodes
         if storage_of(base) is None or _layout(base) != _layout(node):
             break
@@ -234,10 +201,10 @@ def _layout(node: Node) -> tuple[Any, ...]:
 def _lift_constants(graph: GraphModule) -> GraphModule:
     """Convert the constants of loop bodies and branches to inputs, because bodies and branches must not have constants.
 
-    The function also applies `_stack_parts_that_are_read`, `fuse_relu`, `_merge_duplicates` and `_store_numbers` to the
+    The function also applies `stack_only_parts`, `fuse_relu`, `_merge_duplicates` and `_store_numbers` to the
     graph and to each body, and `_store_parts` to each body. The function returns the graph.
     """
-    _stack_parts_that_are_read(graph)
+    stack_only_parts(graph)
     fuse_relu(graph)
     _merge_duplicates(graph)
     _store_numbers(graph)

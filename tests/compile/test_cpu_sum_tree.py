@@ -52,6 +52,41 @@ def test_a_compiled_tree_has_the_same_bits(fn, leaves, batch):
     assert all(map(torch.equal, out, fn(*args)))
 
 
+def _packed(tree, index, share):
+    """A loop that carries another number of float64, which shares a buffer with a small tree, and parts of tensors."""
+    largest, masses = share.amax(), share * tree[1]
+
+    def turn(carry, x):
+        largest, tree = carry
+        index, mass = x
+        leaf = tree_find(tree, mass)
+        return (largest + mass.sum(), tree_set(tree, index, mass)), (leaf, tree[-3:])
+
+    rows = torch.stack((index, index.flip(0), index)), torch.stack((masses, 0.5 * masses, masses.flip(0)))
+    trees = torch.stack((2.0 * tree, tree))
+    parts = tree_find(tree, masses[1:]), tree_find(trees[1], masses), tree_set(tree, rows[0][1, 1:], masses[1:])
+    return loop(turn, (largest, tree), rows), parts
+
+
+@pytest.mark.slow
+@needs_cpu_compiler
+@pytest.mark.parametrize("leaves", [32, 5000])
+def test_parts_of_tensors_are_read_where_they_start(leaves):
+    args = _inputs(leaves, 9)
+    args = args[0].clamp(min=0.0), *args[1:]
+    tensors, structure = flatten(args)
+    out = compiled(_packed, structure, tensors)[0](*tensors)
+    assert all(map(torch.equal, out, flatten(_packed(*args))[0]))
+
+
+@pytest.mark.slow
+@needs_cpu_compiler
+def test_a_tree_of_masses_is_searched():
+    tree = _inputs(16, 4)[0].clamp(min=0.0)
+    tensors, structure = flatten((tree,))
+    assert torch.equal(compiled(lambda t: tree_find(t, t), structure, tensors)[0](tree)[0], tree_find(tree, tree))
+
+
 @pytest.mark.slow
 @needs_cpu_compiler
 def test_a_batch_of_trees_is_searched_by_tensor_operations():

@@ -371,20 +371,6 @@ def test_what_is_calculated_alike_is_calculated_once():
     assert [str(n.target) for n in graph.graph.nodes if n.op == "call_function"].count("aten.sin.default") == 1
 
 
-def _parts_of_stacks(x):
-    """Slices along and across the axis of a stack, also of a transposed one."""
-    rows, columns = torch.stack([x.sin(), x.cos(), x.exp()]), torch.stack([x.sin(), x.tan()], 1)
-    return rows[1:2], rows.t()[:, :2], columns[:, 1:], rows[:, :3], rows.t()[1:3]
-
-
-def test_only_the_parts_of_a_stack_that_are_read_are_stacked():
-    x = torch.linspace(0.1, 1.0, 4)
-    graph, _ = traced(_parts_of_stacks, *reversed(flatten((x,))))
-    stacks = [n for n in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.stack.default) if n.users]
-    assert sorted(len(stack.args[0]) for stack in stacks) == [1, 1, 2, 3]
-    assert all(map(torch.equal, graph(x), _parts_of_stacks(x)))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "tol"), [(torch.float32, 1e-5), (torch.float64, 1e-9)])
 def test_gradients_of_a_minibatch_equal_the_eager_gradients(dtype, tol):
