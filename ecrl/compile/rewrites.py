@@ -15,7 +15,7 @@ import ecrl.compile.cpu_matmul  # noqa: F401  # registers the operators
 from ecrl.compile.graph_nodes import storage_of, written_storages
 
 _aten = torch.ops.aten
-_VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.squeeze.dim, _aten.unsqueeze.default}
+_VIEWS = {_aten.view.default, torch.ops.aten._unsafe_view.default, _aten.squeeze.dim, _aten.unsqueeze.default}
 """Operations that keep the order of the elements."""
 
 
