@@ -197,16 +197,12 @@ def uniform(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.f
     >>> 0.0 <= float(uniform(key(0))) < 1.0
     True
     """
-    _check_float(dtype)
+    if dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
     if dtype == torch.float64:
         words = bits(key, (*shape, 2))
         return ((words[..., 0] >> 5) * 2**26 + (words[..., 1] >> 6)).to(dtype) * 2.0**-53
     return _as_float32(bits(key, shape))
-
-
-def _check_float(dtype: torch.dtype) -> None:
-    if dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
 
 
 def _as_float32(word: Tensor) -> Tensor:
@@ -215,8 +211,7 @@ def _as_float32(word: Tensor) -> Tensor:
 
 def _even_and_odd_uniform(key: Tensor, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the values with even and with odd indices of `uniform(key, (2 * n,), dtype)`, each of shape `[*B, n]`."""
-    _check_float(dtype)
-    if dtype == torch.float64:
+    if dtype != torch.float32:
         both = uniform(key, (n, 2), dtype)
         return both[..., 0], both[..., 1]
     pairs = _pairs(key, n)  # no tensor interleaves the values, because a compiler would not vectorise its loops

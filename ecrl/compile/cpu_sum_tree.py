@@ -106,7 +106,7 @@ for _operator, _text in ((torch.ops.ecrl.tree_find, _FIND), (torch.ops.ecrl.last
 
 
 def _is_in_cpu_graph(x: Tensor) -> bool:
-    """Return True if a graph for a CPU is being traced without transforms, for which the operators have no rules."""
+    """Return True if a graph for a CPU is being traced without transforms. The operators do not support transforms."""
     return in_graph() and x.device.type == "cpu" and x.numel() > 0 and not transforms()
 
 

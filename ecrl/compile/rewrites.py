@@ -119,11 +119,11 @@ def _replace(node: Node, operation: Any, product: Node, other: Node, shape: list
     """Replace a node by an operation on the factors of a product and on another tensor, viewed in the given shape."""
     graph, value = node.graph, node.meta["val"]
     with graph.inserting_before(node):
-        third = graph.call_function(torch.ops.aten.view.default, (other, shape))
+        third = graph.call_function(_aten.view.default, (other, shape))
         third.meta = {"val": other.meta["val"].view(shape)}
         new = graph.call_function(operation, (*product.args, third))
         new.meta = {"val": torch.empty_like(product.meta["val"])}
-        out = graph.call_function(torch.ops.aten.view.default, (new, [*value.shape]))
+        out = graph.call_function(_aten.view.default, (new, [*value.shape]))
         out.meta = {"val": new.meta["val"].view(value.shape)}
     node.replace_all_uses_with(out)
     graph.erase_node(node)

@@ -201,8 +201,8 @@ def _layout(node: Node) -> tuple[Any, ...]:
 def _lift_constants(graph: GraphModule) -> GraphModule:
     """Convert the constants of loop bodies and branches to inputs, because bodies and branches must not have constants.
 
-    The function also applies `stack_only_parts`, `fuse_relu`, `_merge_duplicates` and `_store_numbers` to the
-    graph and to each body, and `_store_parts` to each body. The function returns the graph.
+    The function also applies `stack_only_parts`, `fuse_relu`, `_merge_duplicates` and `_store_numbers` to the graph and
+    to each body, and `_store_parts` to each body. The function returns the graph.
     """
     stack_only_parts(graph)
     fuse_relu(graph)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.checks import close
+from support.graphs import needs_cpu_compiler
 
 from ecrl.compile.cpu import compiled
 from ecrl.compile.cpu_matmul import addmm, mm
@@ -61,9 +62,6 @@ def test_doubles_and_nothing_are_left_to_the_library(shape):
     assert mm(torch.ones(m, k).double(), torch.ones(k, n).double()) is NotImplemented
 
 
-needs_cpu_compiler = pytest.mark.skipif(
-    torch.__version__ < "2.13", reason="ecrl compiles for the CPU with torch 2.13 or newer"
-)
 MATRICES = [  # rows, sum, columns, which are turned, and who multiplies them
     (128, 64, 64, (False, True), "bmm"),
     pytest.param(64, 2048, 64, (True, False), "bmm", marks=pytest.mark.long),

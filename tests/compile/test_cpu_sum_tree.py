@@ -2,16 +2,13 @@
 
 import pytest
 import torch
+from support.graphs import needs_cpu_compiler
 
 from ecrl.compile.cpu import compiled
 from ecrl.compile.trace import traced
 from ecrl.kernels import loop, tree_find, tree_init, tree_set
 from ecrl.kernels.sum_tree import last_of_equal
 from ecrl.pytree import flatten
-
-needs_cpu_compiler = pytest.mark.skipif(
-    torch.__version__ < "2.13", reason="ecrl compiles for the CPU with torch 2.13 or newer"
-)
 
 
 def _inputs(leaves, batch, seed=0):

@@ -4,24 +4,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.checks import close
+from support.graphs import graph_of, needs_cpu_compiler
 
 from ecrl.compile.cpu import compiled
 from ecrl.compile.jit import choose_form
-from ecrl.compile.trace import traced
 from ecrl.kernels.scan_loop import step_if
 from ecrl.pytree import flatten
 
 X, SQUARE = torch.linspace(0.1, 1.0, 4), torch.linspace(-1.0, 1.0, 256).reshape(16, 16)
 ROWS, BIAS = torch.linspace(-2.0, 2.0, 640).sin().reshape(40, 16), torch.linspace(-1.0, 1.0, 16)
-
-needs_cpu_compiler = pytest.mark.skipif(
-    torch.__version__ < "2.13", reason="ecrl compiles for the CPU with torch 2.13 or newer"
-)
-
-
-def graph_of(fn, *args):
-    """Trace a function of tensors."""
-    return traced(fn, *reversed(flatten(args)))[0]
 
 
 def stacked(x):

@@ -5,12 +5,17 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch.fx import GraphModule
 
 from ecrl.compile import jit
 from ecrl.compile.trace import captured, traced
 from ecrl.pytree import flatten
+
+needs_cpu_compiler = pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="ecrl compiles for the CPU with torch 2.13 or newer"
+)
 
 
 def graph_of(fn: Callable, *args: Any) -> GraphModule:
