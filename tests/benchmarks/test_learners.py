@@ -123,7 +123,8 @@ for config in {configs}:
         found[config] += [model.clip_range(1.0), model.clip_range(0.5), model.n_steps, model.use_sde]
     else:
         noise = None if model.action_noise is None else model.action_noise._sigma.tolist()
-        found[config] += [type(model).__name__, model.batch_size, model.gradient_steps, model.gamma, noise]
+        found[config] += [type(model).__name__, model.batch_size, model.gradient_steps, model.gamma]
+        found[config] += [noise, envs.action_space.shape]
 print(json.dumps(found))
 """
     for config, (still, score, rate, later_rate, num_envs, *others) in learnt_apart(code).items():
@@ -132,7 +133,8 @@ print(json.dumps(found))
         if isinstance(settings, ReplaySettings):
             arguments, noise = settings.arguments, settings.noise_std
             expected = [settings.algorithm, arguments.get("batch_size", 256), arguments.get("gradient_steps", 1)]
-            expected += [arguments.get("gamma", 0.99), None if noise is None else [noise]]
+            *others, shape = others
+            expected += [arguments.get("gamma", 0.99), None if noise is None else [noise] * shape[0]]
             assert (num_envs, others) == (1, expected), config
             assert rate == later_rate == arguments["learning_rate"], config
         else:
