@@ -137,8 +137,7 @@ def loss(run: Run, params: TensorDict, minibatch: TensorDict, mask: Tensor, hype
     The loss is the clipped surrogate plus the value loss minus the entropy bonus.
     """
     choices = run.algorithm.choices
-    log_prob, entropy = run.policy.evaluate_rows(params, minibatch)
-    value = run.policy.value_rows(params, minibatch)
+    log_prob, entropy, value = run.policy.evaluate_and_value_rows(params, minibatch)
     return choices.ppo_loss(
         log_prob,
         minibatch["sample_log_prob"],

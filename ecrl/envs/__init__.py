@@ -6,6 +6,7 @@ from ecrl.envs.cartpole import CartPoleConfig, cartpole
 from ecrl.envs.core import NEVER, Env, auto_reset, clip_action, state_of, time_limit
 from ecrl.envs.events import RandomizeFieldConfig, randomize_field, restart, with_events
 from ecrl.envs.gymnasium import GymnasiumConfig, from_vector, gymnasium_env
+from ecrl.envs.memory_tasks import RepeatPreviousConfig, TMazeConfig, repeat_previous, t_maze
 from ecrl.envs.mujoco.tasks import (
     CartPoleRLConfig,
     PushCubeConfig,
@@ -31,6 +32,8 @@ __all__ = [
     "PushCubeConfig",
     "RandomizeFieldConfig",
     "ReachConfig",
+    "RepeatPreviousConfig",
+    "TMazeConfig",
     "auto_reset",
     "cart_pole",
     "cartpole",
@@ -48,8 +51,10 @@ __all__ = [
     "push_cube",
     "randomize_field",
     "reach",
+    "repeat_previous",
     "restart",
     "state_of",
+    "t_maze",
     "time_limit",
     "with_events",
 ]

@@ -3,6 +3,7 @@
 The environment has the same dynamics, rewards and episode ends as Gymnasium's `CartPole-v1`.
 """
 
+from dataclasses import replace
 from math import inf, pi
 
 import torch
@@ -30,6 +31,7 @@ class CartPoleConfig(ConfigModel):
     max_angle: Positive = Field(12.0 * 2.0 * pi / 360.0, description="largest |theta|, rad; the episode ends beyond it")
     start: Positive = Field(0.05, description="x, x_dot, theta and theta_dot start at random between -start and start")
     max_episode_steps: Count = Field(500, description="time limit, steps")
+    observe_velocity: bool = Field(True, description="observe x_dot and theta_dot; if false, the task needs memory")
 
 
 _CONSTANTS = ("gravity", "cart_mass", "pole_mass", "half_length", "force")
@@ -65,6 +67,9 @@ def cartpole(cfg: CartPoleConfig) -> Env:
     (rad/s). The angle theta is 0 for an upright pole. The action `[*B]` is 0 or 1. The reward of every step is 1. The
     episode ends if |next_x| exceeds max_position or |next_theta| exceeds max_angle.
 
+    If observe_velocity is false, the observation `[*B, 2]` is x and theta, and the state has all four numbers in the
+    field `motion`.
+
     The state also stores gravity, cart_mass, pole_mass, half_length and force, each `[*B]`, so that events such as
     `randomize_field` can change these constants.
 
@@ -95,4 +100,25 @@ def cartpole(cfg: CartPoleConfig) -> Env:
 
     bounds = (2.0 * cfg.max_position, inf, 2.0 * cfg.max_angle, inf)
     space = Box(tuple(-b for b in bounds), bounds, (4,))
-    return time_limit(Env(reset, step, space, Discrete(2), min_truncation_gap=NEVER), cfg.max_episode_steps)
+    core = Env(reset, step, space, Discrete(2), min_truncation_gap=NEVER)
+    return time_limit(core if cfg.observe_velocity else _without_velocity(core, bounds[::2]), cfg.max_episode_steps)
+
+
+def _without_velocity(env: Env, bounds: tuple[float, ...]) -> Env:
+    """Return a CartPole whose observation is x and theta. `bounds` are the largest |x| and |theta| of the space."""
+
+    def observe(state: TensorDict) -> Tensor:
+        return torch.stack((state["motion"][..., 0], state["motion"][..., 2]), -1)
+
+    def hidden(state: TensorDict) -> TensorDict:
+        state = state.copy().set("motion", state["obs"])
+        return state.set("obs", observe(state))
+
+    def reset(keys: Tensor) -> TensorDict:
+        return hidden(env.reset(keys))
+
+    def step(state: TensorDict, action: Tensor, noise: object) -> TensorDict:
+        return hidden(env.step(state.exclude("motion").set("obs", state["motion"]), action, noise))
+
+    space = Box(tuple(-b for b in bounds), bounds, (2,))
+    return replace(env, reset=reset, step=step, observation_space=space, observe=observe)

@@ -27,13 +27,10 @@ class PendulumConfig(ConfigModel):
     max_speed: Positive = Field(8.0, description="largest angular velocity in either direction, rad/s")
     max_torque: Positive = Field(2.0, description="largest torque in either direction, N m")
     max_episode_steps: Count = Field(200, description="time limit, steps")
+    observe_velocity: bool = Field(True, description="observe theta_dot; if false, the task needs memory")
 
 
 _CONSTANTS = ("gravity", "mass", "length")
-
-
-def _observe(theta: Tensor, theta_dot: Tensor) -> Tensor:
-    return torch.stack((torch.cos(theta), torch.sin(theta), theta_dot), -1)
 
 
 @register_env("pendulum")
@@ -50,7 +47,8 @@ def pendulum(cfg: PendulumConfig) -> Env:
 
     The integrator is semi-implicit Euler. The observation `[*B, 3]` is cos(theta), sin(theta) and theta_dot (rad/s).
     The angle theta (rad) is 0 for an upright rod. The action `[*B, 1]` is the torque in N m. At the start, theta is
-    uniform in [-pi, pi) and theta_dot is uniform in [-1, 1). Every episode ends at the time limit.
+    uniform in [-pi, pi) and theta_dot is uniform in [-1, 1). Every episode ends at the time limit. If observe_velocity
+    is false, the observation `[*B, 2]` is cos(theta) and sin(theta).
 
     The state stores theta as `angle` and theta_dot as `speed`. The state also stores gravity, mass and length, each
     `[*B]`, so that events such as `randomize_field` can change these constants.
@@ -58,11 +56,15 @@ def pendulum(cfg: PendulumConfig) -> Env:
     Source: Gymnasium's `Pendulum-v1`.
     """
 
+    def observed(theta: Tensor, theta_dot: Tensor) -> Tensor:
+        angle = torch.cos(theta), torch.sin(theta)
+        return torch.stack((*angle, theta_dot) if cfg.observe_velocity else angle, -1)
+
     def reset(keys: Tensor) -> TensorDict:
         unit_theta, theta_dot = (2.0 * rng.uniform(keys, (2,)) - 1.0).unbind(-1)
         theta = pi * unit_theta
         constants = constant_fields(cfg, _CONSTANTS, theta)
-        return state_of(_observe(theta, theta_dot), keys.shape, angle=theta, speed=theta_dot, **constants)
+        return state_of(observed(theta, theta_dot), keys.shape, angle=theta, speed=theta_dot, **constants)
 
     def step(state: TensorDict, action: Tensor, noise: object) -> TensorDict:
         theta, theta_dot = state["angle"], state["speed"]
@@ -76,18 +78,19 @@ def pendulum(cfg: PendulumConfig) -> Env:
         after = {
             "angle": next_theta,
             "speed": next_theta_dot,
-            "obs": _observe(next_theta, next_theta_dot),
+            "obs": observed(next_theta, next_theta_dot),
             "reward": -(wrapped_theta.square() + 0.1 * theta_dot.square() + 0.001 * torque.square()),
             "terminated": terminated,
             "truncated": terminated.clone(),
         }
         return state.copy().update(after)
 
-    observation_space = Box((-1.0, -1.0, -cfg.max_speed), (1.0, 1.0, cfg.max_speed), (3,))
+    bounds = (1.0, 1.0, cfg.max_speed) if cfg.observe_velocity else (1.0, 1.0)
+    observation_space = Box(tuple(-b for b in bounds), bounds, (len(bounds),))
     action_space = box(-cfg.max_torque, cfg.max_torque, 1)
 
     def observe(state: TensorDict) -> Tensor:
-        return _observe(state["angle"], state["speed"])
+        return observed(state["angle"], state["speed"])
 
     core = Env(reset, step, observation_space, action_space, observe=observe, lockstep=True, min_truncation_gap=NEVER)
     return time_limit(core, cfg.max_episode_steps)

@@ -23,8 +23,9 @@ from ecrl.memory import check_room
 from ecrl.policies import Policy, make_policy
 from ecrl.spaces import element_bytes
 
-_COMPILING_S, _VECTOR_STEP_S, _GRADIENT_STEP_S = 30.0, 0.35e-3, 4.5e-3
-"""The seconds to compile with an empty cache, and the seconds that compiling saves per vectorised and gradient step."""
+_COMPILING_S, _VECTOR_STEP_S, _GRADIENT_STEP_S, _SEQUENCE_STEP_S = 30.0, 0.35e-3, 4.5e-3, 1e-3
+"""The seconds to compile with an empty cache, and the seconds that compiling saves per step: a vectorised step, a
+gradient step, and, for a policy with memory, a further step of the sequences in a gradient step."""
 
 
 def device_of(cfg: Config) -> torch.device:
@@ -74,7 +75,8 @@ def _saved_s(algorithm: Algorithm, static: Static, iterations: int) -> float:
     """Estimate the seconds that compiling saves in a run. If the number of gradient steps is unknown, return inf."""
     if algorithm.gradient_steps is None:
         return inf
-    per_iteration = static.buffer_size * _VECTOR_STEP_S + algorithm.gradient_steps(static) * _GRADIENT_STEP_S
+    gradient_step = _GRADIENT_STEP_S + (static.row_steps - 1) * _SEQUENCE_STEP_S
+    per_iteration = static.buffer_size * _VECTOR_STEP_S + algorithm.gradient_steps(static) * gradient_step
     return iterations * per_iteration
 
 

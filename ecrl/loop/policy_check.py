@@ -301,6 +301,23 @@ def _check_final_value(findings: list[str], policy: Policy, record: _Record, tol
         findings.append(f"value returns {given}; compute V_final from final['carry'], the memory after `act`")
 
 
+def _check_evaluate_and_value(findings: list[str], policy: Policy, record: _Record, tolerance: float) -> None:
+    """Compare the results of `evaluate_and_value` with the results of `evaluate` and `value`."""
+    params, steps, first = record.params, record.steps, _step(record.before, 0)
+    results = _called(findings, "evaluate_and_value", policy.evaluate_and_value, params, first, steps)  # pyright: ignore
+    value: Any = policy.value
+    values = value(params, first, steps["obs"]) if policy.unit == "step" else value(params, first, steps, None)[0]
+    expected = (*cast(Any, policy.evaluate)(params, first, steps), values)
+    sources = ("evaluate", "evaluate", "value")
+    for name, source, x, y in zip(("log_prob", "entropy", "V"), sources, results, expected, strict=True):
+        if x.shape != y.shape:
+            shapes = f"{list(x.shape)}, but {source} returns {list(y.shape)}"
+            findings.append(f"evaluate_and_value returns {name} {shapes}; return the same from both")
+        elif (place := _first_difference(x, y, tolerance)) is not None:
+            given = f"{x[tuple(place)]:.6g} {_place(place)}, but {source} returns {y[tuple(place)]:.6g}"
+            findings.append(f"evaluate_and_value returns {name} {given}; return the same from both")
+
+
 def _values_of_actions(policy: Policy, params: TensorDict, record: _Record) -> Tensor:
     """Return a loss whose gradient flows through `q` into the actions of `act`, as in DDPG."""
     total = torch.zeros(())
@@ -365,7 +382,12 @@ def _findings(
     _explore(lines, notes, policy, record)
     yield from lines
     functions_agree = not lines
-    for function, check in (("evaluate", _check_evaluate), ("value", _check_value)):
+    checks = {
+        "evaluate": _check_evaluate,
+        "value": _check_value,
+        "evaluate_and_value": _check_evaluate_and_value,
+    }
+    for function, check in checks.items():
         if getattr(policy, function) is not None:
             lines = []
             check(lines, policy, record, tolerance)
@@ -390,11 +412,12 @@ def check_policy(
 
     - Every function takes the arguments and returns the shapes and dtypes that `ecrl.Policy` describes.
     - The function `init` depends on its key alone.
-    - The functions `draw`, `act`, `explore`, `init_exploration`, `evaluate` and `value` depend on their arguments
-      alone, draw from no global generator and write to no argument.
+    - The functions `draw`, `act`, `explore`, `init_exploration`, `evaluate`, `value` and `evaluate_and_value` depend
+      on their arguments alone, draw from no global generator and write to no argument.
     - The policy's memory keeps its fields, shapes and dtypes.
     - The function `evaluate` returns the log-probabilities that `act` returned, also after the end of an episode.
     - The function `value` returns the same values for many steps in one call as for each step alone.
+    - The function `evaluate_and_value`, if any, returns the results of `evaluate` and `value`.
     - V_final, computed from the memory after `act`, equals the value of the next observation.
     - Gradients reach every parameter. This property is checked only if the policy has all other properties. For a
       policy with `q` and Box actions, the check includes the gradient of `q` with respect to the actions of `act`.

@@ -10,6 +10,7 @@ from ecrl.policies.module import module_policy
 from ecrl.policies.networks import NetworkConfig, make_network
 from ecrl.policies.observation_norm import normalized
 from ecrl.policies.q_network import QNetworkConfig, q_network
+from ecrl.policies.recurrent import RecurrentConfig, recurrent
 from ecrl.policies.twin_critic import (
     TwinCriticConfig,
     categorical_actor_critic,
@@ -26,6 +27,7 @@ __all__ = [
     "NetworkConfig",
     "Policy",
     "QNetworkConfig",
+    "RecurrentConfig",
     "TwinCriticConfig",
     "acting_params",
     "actor_critic",
@@ -41,6 +43,7 @@ __all__ = [
     "normalized",
     "policy_params",
     "q_network",
+    "recurrent",
     "squashed_actor_critic",
     "sum_tokens",
 ]

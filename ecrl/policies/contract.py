@@ -27,6 +27,7 @@ _ARGUMENTS = {
     "act": ("params", "carry", "obs", "noise"),
     "evaluate": ("params", "carry", "steps"),
     "value": ("params", "carry", "obs"),
+    "evaluate_and_value": ("params", "carry", "steps"),
     "norm_init": ("device",),
     "norm_update": ("norm", "obs", "mask"),
     "init_carry": ("params", "num_envs"),
@@ -164,6 +165,9 @@ def check_arguments(label: str, fn: Any, *names: str, note: str = "") -> None:
 def check_functions(policy: Policy) -> None:
     """Raise ConfigError if a function takes the wrong arguments, or if a policy of unit 'sequence' has no memory."""
     is_sequence, label = policy.unit == "sequence", policy_label(policy)
+    if policy.evaluate_and_value is not None and (policy.evaluate is None or policy.value is None):
+        lacks = "evaluate" if policy.evaluate is None else "value"
+        raise ConfigError(f"{label}: has evaluate_and_value, but no {lacks}; pass {lacks} too")
     if is_sequence and policy.init_carry is no_carry:
         raise ConfigError(
             f"{label}: unit is 'sequence', but there is no init_carry, expected (params, num_envs) -> carry; "
@@ -357,6 +361,12 @@ def _check_evaluate(label: str, args: tuple[Any, ...], out: Any, space: Space) -
         _check_floats(label, name, x, shape, more)
 
 
+def _check_evaluate_and_value(label: str, args: tuple[Any, ...], out: Any, space: Space) -> None:
+    log_prob, entropy, value = returned(label, out, "log_prob", "entropy", "V")
+    _check_evaluate(label, args, (log_prob, entropy), space)
+    _check_floats(label, "V", value, _batch_of(args[2]["obs"], space))
+
+
 def _check_value(label: str, args: tuple[Any, ...], out: Any, space: Space) -> None:
     _check_floats(label, "V", out, _batch_of(args[2], space))
 
@@ -411,6 +421,7 @@ def checked_policy(policy: Policy, observation_space: Space, action_space: Space
         "act": (_check_act, (observation_space, action_space, required)),
         "evaluate": (_check_evaluate, (observation_space,)),
         "value": (value, (observation_space,)),
+        "evaluate_and_value": (_check_evaluate_and_value, (observation_space,)),
         "explore": (_check_explore, (action_space,)),
         "q": (_check_q, (observation_space, action_space)),
         "norm_init": (_check_tree, ("norm",), "a fixed key"),

@@ -85,6 +85,9 @@ class Policy:
         evaluate: (params, carry, steps) -> (log_prob, entropy), in nats; None for a policy without probabilities, such
             as a policy that takes the action with the largest value.
         value: (params, carry, obs) -> V `[*B]`, or as above for a sequence policy; None for a policy without a critic.
+        evaluate_and_value: (params, carry, steps) -> (log_prob, entropy, V), the results of `evaluate` and of `value`
+            for the same steps, for a policy whose actor and critic share layers. A loss then computes the shared layers
+            once. If None, the loss calls `evaluate` and `value`.
         norm_init: device -> the initial statistics of `normalized`.
         norm_update: (statistics, obs, mask) -> the statistics updated with a batch.
         compiles: False if the policy cannot be compiled, because its module draws its own random numbers.
@@ -117,6 +120,7 @@ class Policy:
     act: Callable[[TensorDict, TensorDict, Any, Tensor | None], tuple[TensorDict, TensorDict]]
     evaluate: Callable[[TensorDict, TensorDict, TensorDict], tuple[Tensor, Tensor]] | None
     value: Callable[..., Any] | None
+    evaluate_and_value: Callable[[TensorDict, TensorDict, TensorDict], tuple[Tensor, Tensor, Tensor]] | None = None
     norm_init: Callable[[torch.device], TensorDict] | None = None
     norm_update: Callable[[TensorDict, Any, Tensor], TensorDict] | None = None
     compiles: bool = True
@@ -155,6 +159,16 @@ class Policy:
         carry, steps = _carry_and_steps(self, rows)
         critic: Any = self.value
         return critic(params, carry, steps["obs"]) if self.unit == "step" else critic(params, carry, steps, None)[0]
+
+    def evaluate_and_value_rows(self, params: TensorDict, rows: TensorDict) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the results of `evaluate_rows` and `value_rows`. Layers that both need are computed once.
+
+        The policy must have log-probabilities and a critic.
+        """
+        if self.evaluate_and_value is None:
+            return (*self.evaluate_rows(params, rows), self.value_rows(params, rows))
+        log_prob, entropy, value = self.evaluate_and_value(params, *_carry_and_steps(self, rows))
+        return sum_tokens(log_prob, rows), sum_tokens(entropy, rows), value
 
 
 def _carry_and_steps(policy: Policy, rows: TensorDict) -> tuple[TensorDict, TensorDict]:

@@ -48,7 +48,7 @@ def test_keys_that_may_be_absent_have_a_row_between_two_values():
     absent = {key for key, model, name in walked() if model.model_fields[name].default is None}
     between = {row.key for row in TABLE if (row.path or path_of(row.key)) in row.base}
     names = ("actor_critic", "actor_only", "categorical_actor_critic", "deterministic_actor_critic")
-    names += ("q_network", "squashed_actor_critic")
+    names += ("q_network", "recurrent", "squashed_actor_critic")
     only_one = {f"policy.{name}.action_dim" for name in names}  # all others are refused
     only_one.add("algorithm.pqn.segment_length")  # a policy with a Q-function has no sequences
     assert absent - between == only_one

@@ -47,6 +47,8 @@ DQN: Changes = {
 PQN: Changes = {"policy": Q, "algorithm": {"name": "pqn", "cfg": {"batch_size": 32}}}
 FAST = alg(learning_rate=1e-2, n_epochs=4)  # far enough from the old policy that clipping is felt
 REMEMBER = {"env": {"name": "remember_cue"}, "policy": {"name": "tanh_cell"}}
+RECURRENT = {"name": "recurrent", "actor": NET, "critic": NET, "cell": {"hidden_size": 8}}
+SEPARATE = RECURRENT | {"memory": "separate"}
 PENDULUM = {"env": {"name": "pendulum", "cfg": {"max_episode_steps": 5}}}
 GRPO = {**PENDULUM, "policy": ACTOR, "algorithm": {"name": "grpo", "cfg": {"n_epochs": 2, "batch_size": 32}}}
 EVAL = {**PENDULUM, "trainer.enable_eval": True, "trainer.eval_freq": 64}
@@ -96,8 +98,11 @@ ENVS = [
     Row("env.name", "point_mass", PENDULUM),
     *rows("env.cartpole", {}, gravity=5.0, cart_mass=2.0, pole_mass=0.5, half_length=1.0, force=5.0, dt=0.05),
     *rows("env.cartpole", {}, max_position=0.05, max_angle=0.02, start=0.2, max_episode_steps=3),
+    *rows("env.cartpole", {}, observe_velocity=False),
     *rows("env.pendulum", PENDULUM, gravity=5.0, mass=2.0, length=2.0, dt=0.1, max_speed=0.5, max_torque=0.5),
-    *rows("env.pendulum", PENDULUM, max_episode_steps=3),
+    *rows("env.pendulum", PENDULUM, max_episode_steps=3, observe_velocity=False),
+    *rows("env.t_maze", {"env": {"name": "t_maze", "cfg": {"length": 2}}}, length=1, max_episode_steps=3),
+    *rows("env.repeat_previous", {"env": {"name": "repeat_previous"}}, k=2, suits=3, max_episode_steps=5),
     *rows("env.point_mass", POINT_MASS, max_episode_steps=3, workspace_half=2.0, mass=2.0, force_scale=1.0),
     *rows("env.point_mass", POINT_MASS, linear_damping=1.0, dt=0.1, success_threshold=1.0),
     *rows("env.point_mass", POINT_MASS, obstacle_radius_range=[0.2, 0.3], obstacle_min_goal_distance=0.5),
@@ -154,6 +159,13 @@ POLICIES = [
     *rows("policy.q_network", DQN | {"policy.noisy": True}, noisy_std=2.0),
     *rows("policy.q_network", DQN | {"policy.noisy": True, "policy.noisy_std": 1.0}, noisy_std=2.0),
     *rows("policy.q_network", DQN | {"policy": C51, "policy.v_min": -5.0, "policy.v_max": 5.0}, v_min=-1.0, v_max=1.0),
+    Row("policy.recurrent.name", BOTH, {"policy": RECURRENT}, path="policy"),
+    *policy("recurrent", {"policy": SEPARATE}),
+    *rows("policy.recurrent", {"policy": RECURRENT}, memory="actor"),
+    *rows("policy.recurrent", {"policy": RECURRENT | {"encoder": NET}}, **{"encoder.type": "one_layer"}),
+    *rows("policy.recurrent", {"policy": RECURRENT}, **{"cell.type": "lstm", "cell.hidden_size": 4}),
+    *rows("policy.recurrent", TWO_PARTS | {"policy": SEPARATE}, critic_obs=["place"], **{"critic.type": "one_layer"}),
+    *rows("policy.recurrent", TWO_PARTS | {"policy": SEPARATE, "policy.critic_obs": ["other"]}, critic_obs=["place"]),
     *network("policy.actor.network_cfg"),
     *network("policy.critic.network_cfg"),
 ]

@@ -1,0 +1,212 @@
+"""The policy `recurrent`, which remembers what it has observed in the episode.
+
+The networks have up to three parts: an encoder of the observation, a cell with memory, and the network of the actor or
+critic, which reads the output of the cell:
+
+    features = encoder(obs)                 or `ecrl.policies.flatten(obs)` without an encoder
+    memory'  = cell(memory, features)
+    output   = network(memory')             the action's distribution, or the value
+
+`memory` in the config says which of actor and critic remember. A network without a cell reads the features.
+"""
+
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from pydantic import Field, model_validator
+from tensordict import TensorDict
+from torch import Tensor
+
+from ecrl import kernels as k
+from ecrl import rng
+from ecrl.errors import ConfigError
+from ecrl.policies.actor_critic import ActorOnlyConfig
+from ecrl.policies.cells import CELLS, CellConfig, cell_inputs, empty_memory, init_cell, unroll
+from ecrl.policies.core import Policy, flatten
+from ecrl.policies.heads import head_width, initial_log_std, is_masked, make_head
+from ecrl.policies.networks import NetworkConfig, Pure, make_network, seeded
+from ecrl.policies.visible import Names, visible_space
+from ecrl.registry import register_policy
+from ecrl.spaces import Space, box, flat_dim
+
+
+class RecurrentConfig(ActorOnlyConfig):
+    """Settings of the cell, the encoder, and the networks of actor and critic."""
+
+    cell: CellConfig = Field(CellConfig(), description='the cell, such as {"type": "gru", "hidden_size": 64}')
+    memory: Literal["shared", "separate", "actor", "critic"] = Field(
+        "shared",
+        description="actor and critic share one encoder and cell, each has its own, or only one of them remembers",
+    )
+    encoder: NetworkConfig | None = Field(
+        None, description="network between observation and cell, with `hidden_size` outputs; none if absent"
+    )
+    critic: NetworkConfig | None = Field(
+        None, description="critic network; without it, the policy has no critic, as for GRPO"
+    )
+    critic_obs: Names | None = Field(
+        None, description="names of the observations in a Dict that the critic reads; all if absent"
+    )
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> "RecurrentConfig":
+        if self.critic is None and self.memory in ("separate", "critic"):
+            raise ValueError(f'memory={self.memory!r} needs a critic; give critic, or use memory="actor"')
+        if self.critic is None and self.critic_obs is not None:
+            raise ValueError("critic_obs is given, but critic is not; leave critic_obs out")
+        if self.critic is not None and self.memory == "shared" and self.critic_obs != self.actor_obs:
+            problem = "actor and critic share an encoder, so both must read the same observations"
+            raise ValueError(f'critic_obs: {problem}; use the names of actor_obs, or memory="separate"')
+        return self
+
+
+class Trunk(NamedTuple):
+    """The layers before the network of the actor or critic: an optional encoder and an optional cell.
+
+    Attributes:
+        space: space of the observations that the trunk reads.
+        encoder: the encoder, or None.
+        cell: settings of the cell, or None for a trunk without memory.
+        width: number of outputs.
+    """
+
+    space: Space
+    encoder: Pure | None
+    cell: CellConfig | None
+    width: int
+
+    def init(self, key: Tensor) -> TensorDict:
+        """Return new weights, drawn from a 0-d key on the CPU."""
+        parts: dict[str, Any] = {}
+        if self.encoder is not None:
+            with seeded(key):
+                parts["encoder"] = self.encoder.init()
+        if self.cell is not None:
+            inputs = flat_dim(self.space) if self.encoder is None else self.cell.hidden_size
+            parts["cell"] = init_cell(self.cell, inputs, rng.fold_in(key, 1))
+        return TensorDict(parts, [])
+
+    def features(self, weights: TensorDict, obs: Any) -> Tensor:
+        """Return what the cell reads, `[*B, I]`."""
+        return flatten(obs, self.space) if self.encoder is None else self.encoder.forward(weights["encoder"], obs)
+
+    def step(self, weights: TensorDict, memory: TensorDict | None, obs: Any) -> tuple[TensorDict | None, Tensor]:
+        """Return the memory and the output after one step, for observations `[*B, ...]` and memory `[*B]`."""
+        features = self.features(weights, obs)
+        if self.cell is None or memory is None:
+            return None, features
+        cell, x = CELLS[self.cell.type], cell_inputs(weights["cell"], features)
+        after = cell.step(weights["cell"], dict(memory.items()), x)
+        return TensorDict(after, features.shape[:-1]), after["h"]
+
+    def unroll(self, weights: TensorDict, memory: TensorDict | None, steps: TensorDict) -> Tensor:
+        """Return the output after each step, `[n, S, width]`. The memory restarts after each `done` step."""
+        features = self.features(weights, steps["obs"])
+        if self.cell is None or memory is None:
+            return features
+        done = steps["done"]
+        is_first = torch.cat((torch.zeros_like(done[:, :1]), done[:, :-1]), 1)
+        return unroll(self.cell, weights["cell"], dict(memory.items()), features, is_first)
+
+
+def make_trunk(cfg: RecurrentConfig, observation_space: Space, side: str) -> Trunk:
+    """Build the trunk named `side`: shared, actor or critic."""
+    key = "critic_obs" if side == "critic" else "actor_obs"
+    space = visible_space(observation_space, cfg.critic_obs if side == "critic" else cfg.actor_obs, key)
+    size, encoder = cfg.cell.hidden_size, None
+    if cfg.encoder is not None:
+        encoder = make_network(cfg.encoder, space, size, cfg.bf16, "policy.encoder")
+    remembers = cfg.memory in ("shared", "separate", side)
+    width = size if remembers or encoder is not None else flat_dim(space)
+    return Trunk(space, encoder, cfg.cell if remembers else None, width)
+
+
+@register_policy("recurrent")
+def recurrent(cfg: RecurrentConfig, observation_space: Space, action_space: Space) -> Policy:
+    """Build a policy with memory.
+
+    The params are `actor`, `critic` and, for Box actions, `log_std` of shape `[A]`. If actor and critic share a trunk,
+    the params also have `shared`. Otherwise, `actor` and `critic` have a trunk each, under the name `trunk`.
+    """
+    head, width = make_head(action_space, cfg.squash), head_width(action_space, cfg.action_dim)
+    has_mask = is_masked(observation_space, action_space)
+    own = ("actor",) if cfg.critic is None else ("actor", "critic")
+    sides = ("shared",) if cfg.memory == "shared" else own
+    trunks = {side: make_trunk(cfg, observation_space, side) for side in sides}
+    of_actor, of_critic = sides[0], sides[-1]
+    networks = {"actor": _network(cfg, cfg.actor, trunks[of_actor].width, width, "policy.actor")}
+    if cfg.critic is not None:
+        networks["critic"] = _network(cfg, cfg.critic, trunks[of_critic].width, 1, "policy.critic")
+
+    def init(key: Tensor) -> TensorDict:
+        params: dict[str, Any] = {}
+        for i, name in enumerate(dict.fromkeys((*sides, *networks))):
+            own = rng.fold_in(key.cpu(), i)
+            parts = {"trunk": trunks[name].init(rng.fold_in(own, 0))} if name in trunks else {}
+            if name in networks:
+                with seeded(rng.fold_in(own, 1)):
+                    parts["network"] = networks[name].init()
+            params[name] = TensorDict(parts, [])
+        return TensorDict(params | initial_log_std(action_space, cfg.initial_log_std), []).to(key.device)
+
+    def init_carry(params: TensorDict, num_envs: int) -> TensorDict:
+        batch = torch.Size([num_envs])
+        memory = {
+            name: empty_memory(trunk.cell, params[name, "trunk", "cell"], batch)
+            for name, trunk in trunks.items()
+            if trunk.cell is not None
+        }
+        return TensorDict(memory, batch)
+
+    def step(params: TensorDict, carry: TensorDict, obs: Any, name: str) -> tuple[TensorDict | None, Tensor]:
+        return trunks[name].step(params[name, "trunk"], carry.get(name, None), obs)
+
+    def unrolled(params: TensorDict, carry: TensorDict, steps: TensorDict, name: str) -> Tensor:
+        return trunks[name].unroll(params[name, "trunk"], carry.get(name, None), steps)
+
+    def output(params: TensorDict, features: Tensor, obs: Any) -> tuple[Tensor | None, Tensor]:
+        out = networks["actor"].forward(params["actor", "network"], features)
+        return params.get("log_std", None), k.mask_logits(out, obs["action_mask"]) if has_mask else out
+
+    def critic(params: TensorDict, features: Tensor) -> Tensor:
+        return networks["critic"].forward(params["critic", "network"], features).squeeze(-1)
+
+    def act(params: TensorDict, carry: TensorDict, obs: Any, noise: Tensor | None) -> tuple[TensorDict, TensorDict]:
+        after = {name: step(params, carry, obs, name) for name in trunks}
+        log_std, out = output(params, after[of_actor][1], obs)
+        action = head.mode(log_std, out) if noise is None else head.sample(log_std, out, noise)
+        log_prob = head.log_prob(log_std, out, action)
+        batch = out.shape[:-1]
+        memory = {name: kept for name, (kept, _) in after.items() if kept is not None}
+        return TensorDict(memory, batch), TensorDict({"action": action, "sample_log_prob": log_prob}, batch)
+
+    def evaluate(params: TensorDict, carry: TensorDict, steps: TensorDict) -> tuple[Tensor, Tensor]:
+        log_std, out = output(params, unrolled(params, carry, steps, of_actor), steps["obs"])
+        return head.log_prob(log_std, out, steps["action"]), head.entropy(log_std, out)
+
+    def value(
+        params: TensorDict, carry: TensorDict, steps: TensorDict, final: TensorDict | None
+    ) -> tuple[Tensor, Tensor | None]:
+        values = critic(params, unrolled(params, carry, steps, of_critic))
+        if final is None:
+            return values, None
+        return values, critic(params, step(params, final.get("carry", TensorDict({}, [])), final["obs"], of_critic)[1])
+
+    def evaluate_and_value(params: TensorDict, carry: TensorDict, steps: TensorDict) -> tuple[Tensor, Tensor, Tensor]:
+        features = unrolled(params, carry, steps, "shared")
+        log_std, out = output(params, features, steps["obs"])
+        log_prob, entropy = head.log_prob(log_std, out, steps["action"]), head.entropy(log_std, out)
+        return log_prob, entropy, critic(params, features)
+
+    policy = Policy(init, head.noise, act, evaluate, None, init_carry=init_carry, unit="sequence")
+    if cfg.critic is None:
+        return policy
+    return replace(policy, value=value, evaluate_and_value=evaluate_and_value if "shared" in trunks else None)
+
+
+def _network(cfg: RecurrentConfig, network: NetworkConfig, inputs: int, outputs: int, key: str) -> Pure:
+    """Build the network of the actor or critic, which reads the output of a trunk."""
+    if inputs < 1:
+        raise ConfigError(f"{key}: the observations have no features")
+    return make_network(network, box(-torch.inf, torch.inf, inputs), outputs, cfg.bf16, key)
