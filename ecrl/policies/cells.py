@@ -155,7 +155,7 @@ def _orthogonal(key: Tensor, size: int) -> Tensor:
 
 def empty_memory(cfg: CellConfig, weights: TensorDict, batch: torch.Size) -> TensorDict:
     """Return the memory at the start of an episode, zeros `[*batch, H]`, in the dtype of the weights."""
-    bias, shape = weights["bias"], (*batch, cfg.hidden_size)
+    bias, shape = weights["bias"], torch.Size([*batch, cfg.hidden_size])
     return TensorDict({name: bias.new_zeros(shape) for name in CELLS[cfg.type].memory}, batch)
 
 
