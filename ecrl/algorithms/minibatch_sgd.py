@@ -317,8 +317,8 @@ def minibatch_epochs(
         fields: fields that the algorithm adds to the steps, `[N, T]`: a bool `mask`, True for the steps to learn from,
             and other fields such as advantages. The policy's `act` may not return fields of the same names.
         loss: (run, params, minibatch, mask, hyper) -> loss and logs. `minibatch` has rows from `rows_of`, which include
-            `fields`. Pass the minibatch to `run.policy.evaluate_rows` and `value_rows`. The minibatch's
-            `sample_log_prob` is summed over the tokens of an action.
+            `fields`. Pass the minibatch to `run.policy.evaluate_and_value_rows`, or to `evaluate_rows` if the loss
+            needs no values. The minibatch's `sample_log_prob` is summed over the tokens of an action.
         sgd: same as for `minibatch_sgd`. The remaining arguments and the result are also the same as for
             `minibatch_sgd`.
     """

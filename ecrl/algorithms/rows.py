@@ -2,8 +2,8 @@
 
 For a policy of unit "step", a row is one step of a batch. For a policy of unit "sequence", a row has all steps of one
 environment in the iteration, or a segment of these steps if `segment_length` is set. A sequence row also has the
-policy's memory before the first step, so that the policy can run its recurrence. The methods `evaluate_rows` and
-`value_rows` of a policy take rows of either unit.
+policy's memory before the first step, so that the policy can run its recurrence. The methods `evaluate_rows`,
+`value_rows` and `evaluate_and_value_rows` of a policy take rows of either unit.
 """
 
 from typing import cast

@@ -1,4 +1,4 @@
-"""Two tasks that an agent can only solve with memory: `t_maze` and `repeat_previous`.
+"""Two tasks that need memory: `t_maze` and `repeat_previous`.
 
 `cartpole` and `pendulum` also need memory if their setting `observe_velocity` is false.
 """
@@ -23,7 +23,16 @@ class TMazeConfig(ConfigModel):
     """Length of the corridor and the time limit."""
 
     length: Count = Field(20, description="steps from the start to the junction")
-    max_episode_steps: Count = Field(200, description="time limit, steps")
+    max_episode_steps: Count = Field(200, description="time limit, steps; above length")
+
+    @model_validator(mode="after")
+    def _can_be_solved(self) -> "TMazeConfig":
+        if self.length >= self.max_episode_steps:
+            raise ValueError(
+                f"length={self.length} needs max_episode_steps of at least {self.length + 1}, got "
+                f"{self.max_episode_steps}, so no episode would reach the turn; use a shorter maze or longer episodes"
+            )
+        return self
 
 
 def _t_maze_obs(position: Tensor, is_north: Tensor, length: int) -> Tensor:
@@ -112,8 +121,8 @@ def repeat_previous(cfg: RepeatPreviousConfig) -> Env:
                  -1 / (T - k + 1)      for a wrong suit
 
     The observation `[*B]` is the suit of a card, 0 to suits - 1, drawn with replacement. The action `[*B]` is a suit.
-    Every episode has `max_episode_steps` steps. The best return is 1. An agent without memory cannot do better than to
-    guess, which gives 2 / suits - 1.
+    Every episode has `max_episode_steps` steps. The best return is 1. With k of at least 2, an agent without memory
+    cannot do better than to guess, which gives 2 / suits - 1.
 
     The state stores the suits of the last k cards as `cards`, `[*B, k]`, the newest last, and the number of cards shown
     so far as `shown`.

@@ -25,7 +25,7 @@ from ecrl.spaces import element_bytes
 
 _COMPILING_S, _VECTOR_STEP_S, _GRADIENT_STEP_S, _SEQUENCE_STEP_S = 30.0, 0.35e-3, 4.5e-3, 1e-3
 """The seconds to compile with an empty cache, and the seconds that compiling saves per step: a vectorised step, a
-gradient step, and, for a policy with memory, a further step of the sequences in a gradient step."""
+gradient step, and each further step of a loop over the sequences in a gradient step, for a policy with memory."""
 
 
 def device_of(cfg: Config) -> torch.device:
@@ -71,11 +71,11 @@ def check_rollout(cfg: Config, run: Run) -> None:
     check_room(need, device_of(cfg), f"trainer.num_envs: num_envs * (buffer_size + 1) = {steps:,} steps")
 
 
-def _saved_s(algorithm: Algorithm, static: Static, iterations: int) -> float:
+def _saved_s(policy: Policy, algorithm: Algorithm, static: Static, iterations: int) -> float:
     """Estimate the seconds that compiling saves in a run. If the number of gradient steps is unknown, return inf."""
     if algorithm.gradient_steps is None:
         return inf
-    gradient_step = _GRADIENT_STEP_S + (static.row_steps - 1) * _SEQUENCE_STEP_S
+    gradient_step = _GRADIENT_STEP_S + policy.time_loops * (static.row_steps - 1) * _SEQUENCE_STEP_S
     per_iteration = static.buffer_size * _VECTOR_STEP_S + algorithm.gradient_steps(static) * gradient_step
     return iterations * per_iteration
 
@@ -105,7 +105,7 @@ def planned_form(cfg: Config, policy: Policy, algorithm: Algorithm, static: Stat
         if mode == "on":
             raise ConfigError(f"trainer.compile: on, but {reason}; use auto")
         return Form("eager", reason, partial, scan)
-    if mode == "auto" and (saved := _saved_s(algorithm, static, cfg.trainer.iterations)) < _COMPILING_S:
+    if mode == "auto" and (saved := _saved_s(policy, algorithm, static, cfg.trainer.iterations)) < _COMPILING_S:
         reason = f"compiling takes about {_COMPILING_S:.0f} s and would save about {saved:.0f} s of the whole run"
         form = Form("eager", reason, partial, scan)
     else:

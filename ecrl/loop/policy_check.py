@@ -328,6 +328,50 @@ def _values_of_actions(policy: Policy, params: TensorDict, record: _Record) -> T
     return total
 
 
+def _requiring_gradients(params: TensorDict, record: _Record) -> tuple[TensorDict, list[Tensor]]:
+    """Return the parameters of the record, and those leaves of `params` in them that gradients are taken of."""
+    moving = mapped(lambda x: x.detach().requires_grad_(x.is_floating_point()), params)
+    others = {name: x for name, x in cast(Any, record.params.items()) if name not in params}
+    leaves = [x for x in flatten(moving)[0] if x.requires_grad]
+    return TensorDict({**dict(moving.items()), **others}, []), leaves
+
+
+def _loss(policy: Policy, params: TensorDict, record: _Record) -> Tensor:
+    """Return a loss that depends on all results of `evaluate` and `value`."""
+    steps, total, carry = record.steps, torch.zeros(()), policy.init_carry(params, _NUM_ENVS)
+    if policy.evaluate is not None:
+        log_prob, entropy = policy.evaluate(params, carry, steps)
+        total = total + log_prob.sum() + 0.3 * entropy.sum()
+    if policy.value is not None:
+        is_step = policy.unit == "step"
+        values = policy.value(params, carry, steps["obs"]) if is_step else policy.value(params, carry, steps, None)[0]
+        total = total + values.square().sum()
+    return total
+
+
+def _check_shared_gradients(policy: Policy, params: TensorDict, record: _Record, tolerance: float) -> Iterator[str]:
+    """Yield a finding for each parameter with another gradient from `evaluate_and_value` than from separate calls."""
+    if policy.evaluate_and_value is None:
+        return
+    names = [name for name, x in _fields(params).items() if x.is_floating_point()]
+    with torch.enable_grad():
+        whole, inputs = _requiring_gradients(params, record)
+        carry = policy.init_carry(whole, _NUM_ENVS)
+        log_prob, entropy, values = policy.evaluate_and_value(whole, carry, record.steps)
+        together = log_prob.sum() + 0.3 * entropy.sum() + values.square().sum()
+        if not together.requires_grad:
+            yield "no gradient reaches the params from evaluate_and_value; leave out detach and torch.no_grad"
+            return
+        losses = together, _loss(policy, whole, record)
+        grads = [torch.autograd.grad(x, inputs, allow_unused=True, materialize_grads=True) for x in losses]
+    for name, one, other in zip(names, *grads, strict=True):
+        if (one - other).norm() > 10.0 * tolerance * (1.0 + other.norm()):
+            yield (
+                f"evaluate_and_value gives the parameter {name} another gradient than evaluate and value; leave out "
+                "detach, and compute the same results"
+            )
+
+
 def _check_gradients(policy: Policy, action_space: Space, params: TensorDict, record: _Record) -> Iterator[str]:
     """Yield a finding for each parameter that no gradient reaches, or that has a gradient with NaN or infinity."""
     leaves = {name: x for name, x in _fields(params).items() if x.is_floating_point()}
@@ -335,17 +379,8 @@ def _check_gradients(policy: Policy, action_space: Space, params: TensorDict, re
         return
     sources = "evaluate and value" if policy.q is None else "evaluate, value and q"
     with torch.enable_grad():
-        moving = mapped(lambda x: x.detach().requires_grad_(x.is_floating_point()), params)
-        others = {name: x for name, x in cast(Any, record.params.items()) if name not in params}
-        whole, steps = TensorDict({**dict(moving.items()), **others}, []), record.steps
-        carry, total = policy.init_carry(whole, _NUM_ENVS), torch.zeros(())
-        if policy.evaluate is not None:
-            log_prob, entropy = policy.evaluate(whole, carry, steps)
-            total = total + log_prob.sum() + 0.3 * entropy.sum()
-        if policy.value is not None:
-            is_step = policy.unit == "step"
-            values = policy.value(whole, carry, steps["obs"]) if is_step else policy.value(whole, carry, steps, None)[0]
-            total = total + values.square().sum()
+        whole, inputs = _requiring_gradients(params, record)
+        steps, total = record.steps, _loss(policy, whole, record)
         if policy.q is not None:
             for noise in (None, record.noise):
                 total = total + policy.q(whole, steps["obs"], steps["action"], noise).square().sum()
@@ -354,7 +389,6 @@ def _check_gradients(policy: Policy, action_space: Space, params: TensorDict, re
         if not total.requires_grad:
             yield f"no gradient reaches the params from {sources}; leave out detach and torch.no_grad"
             return
-        inputs = [x for x in flatten(moving)[0] if x.requires_grad]
         grads = torch.autograd.grad(total, inputs, allow_unused=True)
     for name, grad in zip(leaves, grads, strict=True):
         if grad is None or not grad.any():
@@ -395,6 +429,7 @@ def _findings(
             functions_agree = functions_agree and not lines
     if functions_agree:  # a function that writes to its arguments in place has no gradient
         yield from _check_gradients(policy, action_space, params, record)
+        yield from _check_shared_gradients(policy, params, record, tolerance)
 
 
 def check_policy(
@@ -419,8 +454,9 @@ def check_policy(
     - The function `value` returns the same values for many steps in one call as for each step alone.
     - The function `evaluate_and_value`, if any, returns the results of `evaluate` and `value`.
     - V_final, computed from the memory after `act`, equals the value of the next observation.
-    - Gradients reach every parameter. This property is checked only if the policy has all other properties. For a
-      policy with `q` and Box actions, the check includes the gradient of `q` with respect to the actions of `act`.
+    - Gradients reach every parameter, and `evaluate_and_value` has the gradients of `evaluate` and `value`. Gradients
+      are checked only if the policy has all other properties. For a policy with `q` and Box actions, the check includes
+      the gradient of `q` with respect to the actions of `act`.
 
     The policy acts in four environments on the CPU. The function adds noise to the parameters of `init`, because
     parameters equal to zero may hide a fault. Errors raised by the policy's own code are not caught.

@@ -7,6 +7,8 @@ of a cell has two parts:
     memory' = step(weights, memory, x)      `Cell.step`
 
 `unroll` runs a cell over the steps of sequences. The memory becomes zero before the first step of an episode.
+
+A cell computes in the dtype of its weights, also if `policy.bf16` runs the networks around it in bfloat16.
 """
 
 from collections.abc import Callable
@@ -144,7 +146,7 @@ def init_cell(cfg: CellConfig, inputs: int, key: Tensor) -> TensorDict:
         parts["hidden"] = torch.cat([_orthogonal(one, size) for one in keys], 1)
     if cfg.type == "gru":
         parts["hidden_bias"] = torch.zeros(size)
-    return TensorDict(parts, [])
+    return TensorDict({name: part.to(torch.get_default_dtype()) for name, part in parts.items()}, [])
 
 
 def _orthogonal(key: Tensor, size: int) -> Tensor:

@@ -85,9 +85,6 @@ class Policy:
         evaluate: (params, carry, steps) -> (log_prob, entropy), in nats; None for a policy without probabilities, such
             as a policy that takes the action with the largest value.
         value: (params, carry, obs) -> V `[*B]`, or as above for a sequence policy; None for a policy without a critic.
-        evaluate_and_value: (params, carry, steps) -> (log_prob, entropy, V), the results of `evaluate` and of `value`
-            for the same steps, for a policy whose actor and critic share layers. A loss then computes the shared layers
-            once. If None, the loss calls `evaluate` and `value`.
         norm_init: device -> the initial statistics of `normalized`.
         norm_update: (statistics, obs, mask) -> the statistics updated with a batch.
         compiles: False if the policy cannot be compiled, because its module draws its own random numbers.
@@ -112,6 +109,12 @@ class Policy:
             `q` is None for a policy without a Q-function.
         distribution: form of the return distributions that `q` returns; None if `q` returns values.
         noisy: True if `q` learns the scales of its noise, as a noisy network does. A loss must then pass noise to `q`.
+        evaluate_and_value: (params, carry, steps) -> (log_prob, entropy, V), the results of `evaluate` and of `value`
+            for the same steps, for a policy whose actor and critic share layers. A loss then computes the shared layers
+            once. If None, the loss calls `evaluate` and `value`. If you replace one of these two functions of a policy,
+            also replace `evaluate_and_value`, or set it to None.
+        time_loops: for a sequence policy, the number of loops over the steps of a sequence that a loss runs, for the
+            estimate of the time that compiling saves.
         name: registered name of the policy, for error messages.
     """
 
@@ -120,7 +123,6 @@ class Policy:
     act: Callable[[TensorDict, TensorDict, Any, Tensor | None], tuple[TensorDict, TensorDict]]
     evaluate: Callable[[TensorDict, TensorDict, TensorDict], tuple[Tensor, Tensor]] | None
     value: Callable[..., Any] | None
-    evaluate_and_value: Callable[[TensorDict, TensorDict, TensorDict], tuple[Tensor, Tensor, Tensor]] | None = None
     norm_init: Callable[[torch.device], TensorDict] | None = None
     norm_update: Callable[[TensorDict, Any, Tensor], TensorDict] | None = None
     compiles: bool = True
@@ -132,6 +134,8 @@ class Policy:
     q: Callable[[TensorDict, Any, Tensor | None, Any], Tensor] | None = None
     distribution: ReturnDistribution | None = None
     noisy: bool = False
+    evaluate_and_value: Callable[[TensorDict, TensorDict, TensorDict], tuple[Tensor, Tensor, Tensor]] | None = None
+    time_loops: int = field(default=1, compare=False)
     name: str = field(default="", compare=False)
 
     def __post_init__(self):

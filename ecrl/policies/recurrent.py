@@ -37,7 +37,8 @@ class RecurrentConfig(ActorOnlyConfig):
     cell: CellConfig = Field(CellConfig(), description='the cell, such as {"type": "gru", "hidden_size": 64}')
     memory: Literal["shared", "separate", "actor", "critic"] = Field(
         "shared",
-        description="actor and critic share one encoder and cell, each has its own, or only one of them remembers",
+        description="shared: actor and critic share an encoder and a cell; separate: each has its own encoder and "
+        "cell; actor, critic: each has its own encoder, but only this one has a cell",
     )
     encoder: NetworkConfig | None = Field(
         None, description="network between observation and cell, with `hidden_size` outputs; none if absent"
@@ -46,7 +47,9 @@ class RecurrentConfig(ActorOnlyConfig):
         None, description="critic network; without it, the policy has no critic, as for GRPO"
     )
     critic_obs: Names | None = Field(
-        None, description="names of the observations in a Dict that the critic reads; all if absent"
+        None,
+        description="names of the observations in a Dict that the critic reads; all if absent, or those of the actor "
+        "if both share a cell",
     )
 
     @model_validator(mode="after")
@@ -55,9 +58,10 @@ class RecurrentConfig(ActorOnlyConfig):
             raise ValueError(f'memory={self.memory!r} needs a critic; give critic, or use memory="actor"')
         if self.critic is None and self.critic_obs is not None:
             raise ValueError("critic_obs is given, but critic is not; leave critic_obs out")
-        if self.critic is not None and self.memory == "shared" and self.critic_obs != self.actor_obs:
-            problem = "actor and critic share an encoder, so both must read the same observations"
-            raise ValueError(f'critic_obs: {problem}; use the names of actor_obs, or memory="separate"')
+        differs = self.critic_obs is not None and {*self.critic_obs} != {*(self.actor_obs or ())}
+        if self.memory == "shared" and differs:
+            problem = "actor and critic share a cell, so both read the observations of actor_obs"
+            raise ValueError(f'critic_obs: {problem}; leave critic_obs out, or use memory="separate"')
         return self
 
 
@@ -91,19 +95,25 @@ class Trunk(NamedTuple):
         """Return what the cell reads, `[*B, I]`."""
         return flatten(obs, self.space) if self.encoder is None else self.encoder.forward(weights["encoder"], obs)
 
-    def step(self, weights: TensorDict, memory: TensorDict | None, obs: Any) -> tuple[TensorDict | None, Tensor]:
-        """Return the memory and the output after one step, for observations `[*B, ...]` and memory `[*B]`."""
+    def step(self, weights: TensorDict, memory: Any, obs: Any) -> tuple[TensorDict | None, Tensor]:
+        """Return the memory and the output after one step, for observations `[*B, ...]` and memory `[*B]`.
+
+        A trunk without a cell ignores `memory`, and returns None as its memory.
+        """
         features = self.features(weights, obs)
-        if self.cell is None or memory is None:
+        if self.cell is None:
             return None, features
         cell, x = CELLS[self.cell.type], cell_inputs(weights["cell"], features)
         after = cell.step(weights["cell"], dict(memory.items()), x)
         return TensorDict(after, features.shape[:-1]), after["h"]
 
-    def unroll(self, weights: TensorDict, memory: TensorDict | None, steps: TensorDict) -> Tensor:
-        """Return the output after each step, `[n, S, width]`. The memory restarts after each `done` step."""
+    def unroll(self, weights: TensorDict, memory: Any, steps: TensorDict) -> Tensor:
+        """Return the output after each step, `[n, S, width]`. The memory restarts after each `done` step.
+
+        A trunk without a cell ignores `memory`.
+        """
         features = self.features(weights, steps["obs"])
-        if self.cell is None or memory is None:
+        if self.cell is None:
             return features
         done = steps["done"]
         is_first = torch.cat((torch.zeros_like(done[:, :1]), done[:, :-1]), 1)
@@ -159,11 +169,18 @@ def recurrent(cfg: RecurrentConfig, observation_space: Space, action_space: Spac
         }
         return TensorDict(memory, batch)
 
+    def memory_of(carry: Any, name: str) -> Any:
+        if trunks[name].cell is None:
+            return None
+        if carry is None or name not in carry:
+            raise ConfigError(f"policy recurrent: the carry has no {name!r}; pass init_carry(params, num_envs)")
+        return carry[name]
+
     def step(params: TensorDict, carry: TensorDict, obs: Any, name: str) -> tuple[TensorDict | None, Tensor]:
-        return trunks[name].step(params[name, "trunk"], carry.get(name, None), obs)
+        return trunks[name].step(params[name, "trunk"], memory_of(carry, name), obs)
 
     def unrolled(params: TensorDict, carry: TensorDict, steps: TensorDict, name: str) -> Tensor:
-        return trunks[name].unroll(params[name, "trunk"], carry.get(name, None), steps)
+        return trunks[name].unroll(params[name, "trunk"], memory_of(carry, name), steps)
 
     def output(params: TensorDict, features: Tensor, obs: Any) -> tuple[Tensor | None, Tensor]:
         out = networks["actor"].forward(params["actor", "network"], features)
@@ -191,7 +208,7 @@ def recurrent(cfg: RecurrentConfig, observation_space: Space, action_space: Spac
         values = critic(params, unrolled(params, carry, steps, of_critic))
         if final is None:
             return values, None
-        return values, critic(params, step(params, final.get("carry", TensorDict({}, [])), final["obs"], of_critic)[1])
+        return values, critic(params, step(params, final.get("carry", None), final["obs"], of_critic)[1])
 
     def evaluate_and_value(params: TensorDict, carry: TensorDict, steps: TensorDict) -> tuple[Tensor, Tensor, Tensor]:
         features = unrolled(params, carry, steps, "shared")
@@ -199,7 +216,8 @@ def recurrent(cfg: RecurrentConfig, observation_space: Space, action_space: Spac
         log_prob, entropy = head.log_prob(log_std, out, steps["action"]), head.entropy(log_std, out)
         return log_prob, entropy, critic(params, features)
 
-    policy = Policy(init, head.noise, act, evaluate, None, init_carry=init_carry, unit="sequence")
+    loops = 0 if CELLS[cfg.cell.type].linear else sum(trunk.cell is not None for trunk in trunks.values())
+    policy = Policy(init, head.noise, act, evaluate, None, init_carry=init_carry, unit="sequence", time_loops=loops)
     if cfg.critic is None:
         return policy
     return replace(policy, value=value, evaluate_and_value=evaluate_and_value if "shared" in trunks else None)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.graphs import needs_cpu_compiler
 from torch import Tensor
 
 from ecrl.compile import cpu, cpu_carries
@@ -80,6 +81,7 @@ CASES = {
 }
 
 
+@needs_cpu_compiler
 @pytest.mark.parametrize("case", CASES)
 def test_a_loop_in_place_equals_copies(case, monkeypatch):
     body, expected_count = CASES[case]

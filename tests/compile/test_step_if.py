@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.graphs import needs_cpu_compiler
 from torch import Tensor
 
 from ecrl.compile import cpu
@@ -109,6 +110,7 @@ def arguments() -> tuple[Any, Tensor, Tensor, Tensor]:
     return (large, small, torch.tensor(0)), xs, weights, torch.tensor(0)
 
 
+@needs_cpu_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("body", [descend, with_loop, swap])
 @pytest.mark.parametrize("form", [once, in_loop, of_views, transposed, shared, of_parts])

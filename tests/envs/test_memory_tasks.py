@@ -3,12 +3,13 @@
 import pytest
 import torch
 from support.checks import close
-from tensordict import TensorDict
+from support.small_runs import small
 
 from ecrl import rng
 from ecrl.env_check.check import check_env
 from ecrl.envs import auto_reset, make_env
 from ecrl.errors import ConfigError
+from ecrl.loop.iteration import init_state
 from ecrl.spaces import Discrete
 
 NORTH, EAST, SOUTH, WEST = range(4)
@@ -63,7 +64,7 @@ def test_the_sign_of_a_t_maze_is_a_fair_coin_and_stands_at_the_start():
 
 
 def test_a_t_maze_ends_at_its_time_limit():
-    env = make_env({"name": "t_maze", "cfg": {"length": 5, "max_episode_steps": 3}})
+    env = make_env({"name": "t_maze", "cfg": {"length": 2, "max_episode_steps": 3}})
     states = played(env, env.reset(rng.split(rng.key(0), 4)), [EAST] * 3)
     assert [bool(state["truncated"].all()) for state in states] == [False, False, True]
     assert env.min_truncation_gap == 3
@@ -148,8 +149,14 @@ def test_hidden_velocities_change_only_the_observation(variant, name):
 
 
 def test_an_event_changes_hidden_motion():
-    env = make_env({"name": "cartpole", "cfg": {"observe_velocity": False}})
-    state = env.reset(rng.split(rng.key(0), 3))
-    moved = state.copy().set("motion", torch.tensor([[0.1, 0.2, 0.03, 0.4]] * 3))
-    close(env.observe(moved), [[0.1, 0.03]] * 3)
-    assert isinstance(moved, TensorDict)
+    push = {"func": "randomize_field", "mode": "reset", "params": {"field": "motion", "low": 0.1, "high": 0.2}}
+    cfg = small(**{"env": {"name": "cartpole", "cfg": {"observe_velocity": False}}, "trainer.events.train.push": push})
+    state = init_state(cfg)["env"]
+    assert ((state["motion"] >= 0.1) & (state["motion"] <= 0.2)).all()
+    close(state["obs"], state["motion"][:, [0, 2]])
+
+
+def test_a_maze_longer_than_an_episode_is_refused():
+    make_env({"name": "t_maze", "cfg": {"length": 5, "max_episode_steps": 6}})
+    with pytest.raises(ConfigError, match="length=5 needs max_episode_steps of at least 6, got 5, so no episode would"):
+        make_env({"name": "t_maze", "cfg": {"length": 5, "max_episode_steps": 5}})

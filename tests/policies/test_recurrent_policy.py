@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 from support.checks import close
-from support.graphs import graph_of
+from support.graphs import graph_of, needs_cpu_compiler
 from support.recurrent_agent import remembering
 from support.small_runs import NET, last_state, same
 from tensordict import TensorDict
@@ -21,14 +21,15 @@ from ecrl.algorithms.rows import rows_of
 from ecrl.compile.scan import scan_op
 from ecrl.errors import ConfigError
 from ecrl.loop.build import build, form_of
-from ecrl.loop.iteration import init_state, make_iteration, train_iter
+from ecrl.loop.iteration import init_state, make_iteration
 from ecrl.loop.policy_check import check_policy
 from ecrl.policies import make_policy
 from ecrl.run.export import export
 
 CELLS, MEMORIES = ("gru", "lstm", "mingru"), ("shared", "separate", "actor", "critic")
 SHORT = {"trainer.num_envs": 8, "trainer.iterations": 3}
-VECTOR, MASKED = spaces.box(-1.0, 1.0, 3), {"goal": spaces.box(-1.0, 1.0, 3), "action_mask": spaces.box(0, 1, 4)}
+VECTOR = spaces.box(-1.0, 1.0, 3)
+MASKED = spaces.dict_space({"goal": VECTOR, "action_mask": spaces.box(0, 1, 4)})
 BOX, CHOICE = spaces.box(-1.0, 1.0, 2), spaces.Discrete(4)
 
 
@@ -44,14 +45,10 @@ def agent(*args, policy=with_critic, **changes):
     return remembering(**{"policy": policy(*args), **changes})
 
 
-def masked_space():
-    return spaces.dict_space({name: space for name, space in MASKED.items()})
-
-
 @pytest.mark.parametrize(("cell", "memory"), [*product(CELLS, MEMORIES)])
 @pytest.mark.parametrize("encoder", [None, NET])
 def test_nothing_is_found_in_any_combination(cell, memory, encoder):
-    cases = [(VECTOR, BOX, False), (VECTOR, CHOICE, True), (masked_space(), CHOICE, True)]
+    cases = [(MASKED, CHOICE, True)] if encoder else [(VECTOR, BOX, False), (VECTOR, CHOICE, True)]
     for observations, actions, normalize in cases:
         settings = with_critic(cell, memory, encoder=encoder, normalize_obs=normalize)
         policy = make_policy(settings, observations, actions)
@@ -62,7 +59,7 @@ def test_nothing_is_found_in_any_combination(cell, memory, encoder):
 
 
 def test_a_masked_action_is_never_taken():
-    policy = make_policy(with_critic(), masked_space(), CHOICE)
+    policy = make_policy(with_critic(), MASKED, CHOICE)
     params = policy.init(rng.key(0))
     mask = torch.tensor([True, False, True, False]).expand(500, 4)
     obs = TensorDict(
@@ -81,7 +78,7 @@ def test_it_remembers_a_cue(cell, memory):
 
 def test_grpo_learns_without_a_critic():
     grpo = {"name": "grpo", "cfg": {"group_size": 4, "n_epochs": 2, "batch_size": 64, "learning_rate": 0.02}}
-    cfg = agent("mingru", policy=recurrent, algorithm=grpo)
+    cfg = agent("mingru", policy=recurrent, algorithm=grpo, **{"trainer.iterations": 50})
     assert ecrl.evaluate(last_state(cfg), cfg)["eval/avg_reward"] >= 0.9
 
 
@@ -190,12 +187,14 @@ def test_a_loss_with_a_shared_cell_is_the_loss_of_separate_calls(monkeypatch):
         close(leaf, together["params"][path])
 
 
+@needs_cpu_compiler
 def test_a_long_enough_run_with_memory_is_compiled():
     """An eager gradient step takes time for each step of a sequence, so compiling pays off earlier."""
     sizes = {"trainer.iterations": 60, "trainer.buffer_size": 128, "algorithm.cfg.batch_size": 512}
     cfg = agent(**{"trainer.compile": "auto"}, **sizes)
     feed_forward = {"name": "actor_critic", "actor": NET, "critic": NET}
     assert form_of(cfg).name == "compiled"
+    assert form_of(cfg.replace(**{"policy.cell.type": "mingru"})).name == "eager", "it runs no loop over the steps"
     assert form_of(cfg.replace(**{"policy": feed_forward})).name == "eager"
 
 
@@ -203,7 +202,7 @@ REFUSED = [
     (recurrent(memory="separate"), "memory='separate' needs a critic; give critic, or use memory=\"actor\""),
     (recurrent(memory="critic"), "memory='critic' needs a critic"),
     (recurrent(critic_obs=["goal"]), "critic_obs is given, but critic is not; leave critic_obs out"),
-    (with_critic(critic_obs=["goal"]), "critic_obs: actor and critic share an encoder, so both must read the same"),
+    (with_critic(critic_obs=["goal"]), "critic_obs: actor and critic share a cell, so both read the observations of"),
     (with_critic(memory="both"), "memory: expected 'shared', 'separate', 'actor' or 'critic', got 'both'"),
 ]
 
@@ -225,6 +224,16 @@ def broken(change):
     return replace(policy, evaluate_and_value=partial(change, policy.evaluate_and_value))
 
 
+def unrecorded(fn, *args):
+    with torch.no_grad():
+        return fn(*args)
+
+
+def half_recorded(fn, *args):
+    log_prob, entropy, value = fn(*args)
+    return log_prob, entropy, value.detach()
+
+
 def test_a_wrong_evaluate_and_value_is_found():
     def found(change):
         (line,) = check_policy(broken(change), VECTOR, CHOICE).findings
@@ -232,6 +241,9 @@ def test_a_wrong_evaluate_and_value_is_found():
 
     assert "evaluate_and_value returns V" in found(lambda fn, *args: (*fn(*args)[:2], fn(*args)[2] + 1.0))
     assert "evaluate_and_value returns log_prob" in found(lambda fn, *args: (fn(*args)[0] * 2.0, *fn(*args)[1:]))
+    assert found(unrecorded).startswith("no gradient reaches the params from evaluate_and_value")
+    (line, *_) = check_policy(broken(half_recorded), VECTOR, CHOICE).findings
+    assert line.startswith("evaluate_and_value gives the parameter critic.network") and "another gradient" in line
     assert "evaluate_and_value returns 2 values, expected 3: (log_prob, entropy, V)" in found(
         lambda fn, *args: fn(*args)[:2]
     )
@@ -243,7 +255,33 @@ def test_evaluate_and_value_needs_both_functions():
     assert line == "has evaluate_and_value, but no value; pass value too"
 
 
-def test_an_evaluation_and_a_loop_of_records_use_the_memory():
-    cfg = agent(**{**SHORT, "trainer.enable_eval": True, "trainer.eval_freq": 64})
-    kinds = {record["log_type"] for record in train_iter(init_state(cfg), cfg)}
-    assert "train" in kinds
+def test_apg_learns_what_to_remember():
+    apg = {"name": "apg", "cfg": {"gamma": 1.0, "learning_rate": 0.02, "deterministic_actions": True}}
+    numbers = {"env": {"name": "remember_cue", "cfg": {"action": "number"}}}
+    cfg = agent(policy=recurrent, algorithm=apg, **numbers, **{"trainer.iterations": 60, "trainer.buffer_size": 9})
+    assert ecrl.evaluate(last_state(cfg), cfg)["eval/avg_reward"] > -0.1
+
+
+def test_a_memory_that_is_not_there_is_refused():
+    policy = make_policy(with_critic(encoder=NET), VECTOR, CHOICE)
+    params, obs = policy.init(rng.key(0)), torch.zeros(5, 3)
+    with pytest.raises(ConfigError, match=r"the carry has no 'shared'; pass init_carry\(params, num_envs\)"):
+        policy.act(params, TensorDict({}, [5]), obs, None)
+    steps = TensorDict({"obs": torch.zeros(5, 2, 3), "done": torch.zeros(5, 2).bool()}, [5, 2])
+    final = TensorDict({"obs": torch.zeros(5, 1, 3)}, [5, 1])
+    with pytest.raises(ConfigError, match="the carry has no 'shared'"):
+        policy.value(params, policy.init_carry(params, 5), steps, final)
+
+
+def test_actor_and_critic_that_share_a_cell_read_the_same_observations():
+    space = spaces.dict_space({"a": VECTOR, "b": VECTOR})
+    policies = [
+        make_policy(with_critic(**settings), space, CHOICE)
+        for settings in (
+            {"actor_obs": ["a"]},
+            {"actor_obs": ["a"], "critic_obs": ["a"]},
+            {"actor_obs": ["a", "b"], "critic_obs": ["b", "a"]},
+        )
+    ]
+    inputs = [policy.init(rng.key(0))["shared", "trunk", "cell", "input"].shape[0] for policy in policies]
+    assert inputs == [3, 3, 6]
