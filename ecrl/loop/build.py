@@ -24,8 +24,11 @@ from ecrl.policies import Policy, make_policy
 from ecrl.spaces import element_bytes
 
 _COMPILING_S, _VECTOR_STEP_S, _GRADIENT_STEP_S, _SEQUENCE_STEP_S = 30.0, 0.35e-3, 4.5e-3, 1e-3
-"""The seconds to compile with an empty cache, and the seconds that compiling saves per step: a vectorised step, a
-gradient step, and each further step of a loop over the sequences in a gradient step, for a policy with memory."""
+"""The seconds to compile with an empty cache, and the seconds that compiling saves.
+
+Compiling saves time in each vectorised step and in each gradient step. If a gradient step runs a loop over sequences,
+compiling also saves time in each further step of the loop.
+"""
 
 
 def device_of(cfg: Config) -> torch.device:
