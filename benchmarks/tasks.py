@@ -41,7 +41,6 @@ TASKS = {
         Task("point_mass_fast_sac", "success", 0.95),
         Task("t_maze_ppo", "success", 0.99),
         Task("repeat_previous_ppo", "return", 0.9),
-        Task("cartpole_memory_ppo", "return", 450.0),
         Task("acrobot_ppo", "return", -100.0),
         Task("acrobot_dqn", "return", -90.0),
         Task("mountain_car_continuous_ppo", "return", 90.0),
