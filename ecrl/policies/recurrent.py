@@ -124,6 +124,8 @@ def make_trunk(cfg: RecurrentConfig, observation_space: Space, side: str) -> Tru
     """Build the trunk named `side`: shared, actor or critic."""
     key = "critic_obs" if side == "critic" else "actor_obs"
     space = visible_space(observation_space, cfg.critic_obs if side == "critic" else cfg.actor_obs, key)
+    if flat_dim(space) == 0:
+        raise ConfigError("policy recurrent: the observations have only an action_mask; use a policy without memory")
     size, encoder = cfg.cell.hidden_size, None
     if cfg.encoder is not None:
         encoder = make_network(cfg.encoder, space, size, cfg.bf16, "policy.encoder")
@@ -145,9 +147,10 @@ def recurrent(cfg: RecurrentConfig, observation_space: Space, action_space: Spac
     sides = ("shared",) if cfg.memory == "shared" else own
     trunks = {side: make_trunk(cfg, observation_space, side) for side in sides}
     of_actor, of_critic = sides[0], sides[-1]
-    networks = {"actor": _network(cfg, cfg.actor, trunks[of_actor].width, width, "policy.actor")}
+    read = {side: box(-torch.inf, torch.inf, trunk.width) for side, trunk in trunks.items()}
+    networks = {"actor": make_network(cfg.actor, read[of_actor], width, cfg.bf16, "policy.actor")}
     if cfg.critic is not None:
-        networks["critic"] = _network(cfg, cfg.critic, trunks[of_critic].width, 1, "policy.critic")
+        networks["critic"] = make_network(cfg.critic, read[of_critic], 1, cfg.bf16, "policy.critic")
 
     def init(key: Tensor) -> TensorDict:
         params: dict[str, Any] = {}
@@ -190,7 +193,8 @@ def recurrent(cfg: RecurrentConfig, observation_space: Space, action_space: Spac
         return networks["critic"].forward(params["critic", "network"], features).squeeze(-1)
 
     def act(params: TensorDict, carry: TensorDict, obs: Any, noise: Tensor | None) -> tuple[TensorDict, TensorDict]:
-        after = {name: step(params, carry, obs, name) for name in trunks}
+        used = (name for name, trunk in trunks.items() if name == of_actor or trunk.cell is not None)
+        after = {name: step(params, carry, obs, name) for name in used}
         log_std, out = output(params, after[of_actor][1], obs)
         action = head.mode(log_std, out) if noise is None else head.sample(log_std, out, noise)
         log_prob = head.log_prob(log_std, out, action)
@@ -221,10 +225,3 @@ def recurrent(cfg: RecurrentConfig, observation_space: Space, action_space: Spac
     if cfg.critic is None:
         return policy
     return replace(policy, value=value, evaluate_and_value=evaluate_and_value if "shared" in trunks else None)
-
-
-def _network(cfg: RecurrentConfig, network: NetworkConfig, inputs: int, outputs: int, key: str) -> Pure:
-    """Build the network of the actor or critic, which reads the output of a trunk."""
-    if inputs < 1:
-        raise ConfigError(f"{key}: the observations have no features")
-    return make_network(network, box(-torch.inf, torch.inf, inputs), outputs, cfg.bf16, key)

@@ -1,6 +1,7 @@
 """The policy `recurrent`: every combination of its settings is sound, remembers, and runs in every form."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -212,6 +213,24 @@ def test_settings_that_do_not_fit_are_refused(settings, message):
     with pytest.raises(ConfigError) as error:
         make_policy(settings, VECTOR, CHOICE)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_observations_without_features_are_refused(memory):
+    space = spaces.dict_space({"action_mask": spaces.box(0, 1, 4)})
+    with pytest.raises(ConfigError, match="the observations have only an action_mask; use a policy without memory"):
+        make_policy(with_critic(memory=memory), space, CHOICE)
+
+
+def test_acting_leaves_out_a_critic_without_memory():
+    """An error in the weights of the critic's encoder shows whether `act` reads them."""
+    for memory, reads in (("actor", False), ("separate", True)):
+        policy = make_policy(with_critic(memory=memory, encoder=NET), VECTOR, CHOICE)
+        params = policy.init(rng.key(0))
+        carry = policy.init_carry(params, 2)
+        params["critic", "trunk"] = params["critic", "trunk"].exclude("encoder")
+        with pytest.raises(KeyError) if reads else nullcontext():
+            policy.act(params, carry, torch.zeros(2, 3), None)
 
 
 def test_ppo_needs_a_critic():
