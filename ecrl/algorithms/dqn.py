@@ -109,7 +109,7 @@ def init(cfg: DQNConfig, run: Run, key: Tensor) -> dict[str, Any]:
     priorities = {} if cfg.prioritized is None else priority_numbers(cfg.prioritized)
     fields = replay_fields(cfg, run, key.device)
     if cfg.prioritized is not None:
-        fields["replay"] = with_tree(fields["replay"], cfg)
+        fields["replay"] = with_tree(run, fields["replay"], cfg)
     params = run.policy.init(rng.fold_in(key, rng.INIT))
     epsilon = torch.full((run.static.num_envs,), cfg.initial_epsilon, device=key.device)
     numbers = {name: getattr(cfg, name) for name in _NUMBERS} | priorities

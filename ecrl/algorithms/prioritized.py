@@ -54,13 +54,13 @@ def priority_numbers(cfg: PriorityConfig) -> dict[str, float]:
     return {f"priority_{name}": getattr(cfg, name) for name in PriorityConfig.model_fields}
 
 
-def with_tree(replay: TensorDict, cfg: ReplayConfig) -> TensorDict:
+def with_tree(run: Run, replay: TensorDict, cfg: ReplayConfig) -> TensorDict:
     """Add an empty sum tree, and the largest priority, 1, to an empty replay buffer.
 
     Raises: ConfigError if the buffer is too short, or if the tree does not fit in memory.
     """
     (steps, num_envs), device = replay["steps"].shape, cast(Tensor, replay["cursor"]).device
-    if steps < (least := cfg.train_freq + cfg.n_step + 1):
+    if steps < (least := cfg.train_freq + cfg.n_step + run.policy.frame_stack):
         raise ConfigError(
             f"algorithm.cfg.capacity: {cfg.capacity:,} has room for {steps:,} steps of each environment, but "
             f"prioritized replay with train_freq {cfg.train_freq} and n_step {cfg.n_step} "
@@ -77,7 +77,9 @@ def add_priorities(run: Run, state: TensorDict, replay: Replay, sampling: Sampli
     Call this function in each turn, after `store`.
     """
     own, steps = cast(TensorDict, state["replay"]), run.static.buffer_size
-    tree = replay_add_priority(replay, own["tree"], own["largest"], steps=steps, n=sampling.n_step, stack=1)
+    tree = replay_add_priority(
+        replay, own["tree"], own["largest"], steps=steps, n=sampling.n_step, stack=run.policy.frame_stack
+    )
     return replaced(state, {"replay": replaced(own, {"tree": tree})})
 
 
@@ -106,7 +108,7 @@ def sample_by_priority(run: Run, state: TensorDict, replay: Replay, sampling: Sa
         smallest = minibatch.amin()
         share = -all_max(-smallest) / smallest  # of the smallest probability on all ranks
         weights.append(importance_weights(minibatch, beta=beta) * torch.pow(share, beta))
-    batch = read(state, replay, index.flatten(), sampling)
+    batch = read(run, state, replay, index.flatten(), sampling)
     return replaced(batch, {"index": index.flatten(), "weight": torch.cat(weights)})
 
 

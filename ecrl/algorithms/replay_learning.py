@@ -13,7 +13,8 @@ from ecrl.algorithms.interleaved import new_replay, sample_keys
 from ecrl.algorithms.optimizer_config import LearningConfig
 from ecrl.config.model import Count, Fraction, Natural, Positive
 from ecrl.errors import ConfigError
-from ecrl.kernels import Replay, replay_index, replay_read
+from ecrl.kernels import Replay, replay_index, replay_read, replay_stack
+from ecrl.policies.frame_stack import newest_mask
 from ecrl.pytree import replaced
 
 
@@ -64,11 +65,13 @@ def sampling_choices(cfg: ReplayConfig) -> Sampling:
 
 
 def check_steps(run: Run, cfg: ReplayConfig) -> None:
-    """Raise ConfigError if the buffer is too short for n-step transitions."""
-    if (steps := cfg.capacity // run.static.num_envs) <= cfg.n_step:
+    """Raise ConfigError if the buffer is too short for n-step transitions and stacks of observations."""
+    needed = cfg.n_step + run.policy.frame_stack
+    if (steps := cfg.capacity // run.static.num_envs) < needed:
+        stacked = f" and frame_stack {run.policy.frame_stack}" * (run.policy.frame_stack > 1)
         raise ConfigError(
             f"algorithm.cfg.capacity: {cfg.capacity:,} has room for {steps:,} steps of each environment, but a "
-            f"transition of n_step {cfg.n_step} needs {cfg.n_step + 1}; make it larger"
+            f"transition of n_step {cfg.n_step}{stacked} needs {needed}; make it larger"
         )
 
 
@@ -104,17 +107,25 @@ def sample(run: Run, state: TensorDict, replay: Replay, sampling: Sampling) -> T
     Returns: the transitions of `read`, `[gradient_steps * batch_size]`.
     """
     keys = sample_keys(run, state, sampling.gradient_steps * sampling.batch_size)
-    return read(state, replay, replay_index(replay, keys, n=sampling.n_step, stack=1), sampling)
+    index = replay_index(replay, keys, n=sampling.n_step, stack=run.policy.frame_stack)
+    return read(run, state, replay, index, sampling)
 
 
-def read(state: TensorDict, replay: Replay, index: Tensor, sampling: Sampling) -> TensorDict:
-    """Read transitions by `replay_read`. If the state has reward statistics, scale the rewards by `scaled_reward`.
+def read(run: Run, state: TensorDict, replay: Replay, index: Tensor, sampling: Sampling) -> TensorDict:
+    """Read transitions by `replay_read`, or by `replay_stack` if the policy sees stacks of observations.
+
+    If the state has reward statistics, the rewards are scaled by `scaled_reward`:
 
         clip(reward / sqrt(variance(return) + 1e-8), -10, 10),    with the sum of `n_step` rewards as the reward
 
     The variance is that of the steps before this turn. The buffer keeps the rewards of the environment.
     """
-    batch = replay_read(replay, index, gamma=state["hyper", "gamma"], n=sampling.n_step)
+    gamma, stack = state["hyper", "gamma"], run.policy.frame_stack
+    if stack == 1:
+        batch = replay_read(replay, index, gamma=gamma, n=sampling.n_step)
+    else:
+        batch = replay_stack(replay, index, gamma=gamma, n=sampling.n_step, stack=stack)
+        batch = replaced(batch, {name: newest_mask(batch[name]) for name in ("obs", "next_obs")})
     norm = cast(TensorDict, state["norm"])
     if "reward" not in norm:
         return batch

@@ -200,6 +200,11 @@ class EnvChoice(Choice):
     other_names: ClassVar = {"id": "name"}
     part_kind: ClassVar = "env"
 
+    frame_stack: Count | None = Field(
+        None,
+        description="latest observations that the policy sees, 1 without stacking; if absent, set by the environment",
+    )
+
     @model_validator(mode="before")
     @classmethod
     def _registered(cls, data: Any) -> Any:

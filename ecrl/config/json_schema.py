@@ -64,6 +64,14 @@ def _add_branches(section: dict[str, Any], kind: str, configs: dict[str, dict[st
         section["oneOf"].append(_branch(_GYMNASIUM, keys, settings, {"cfg": pending}, False))
 
 
+def _accept_plain_name(section: dict[str, Any], configs: dict[str, dict[str, Any]]) -> None:
+    """Also accept the name of a component that has no required settings, in place of the whole section."""
+    names = [name for name, config in configs.items() if not config.get("required")]
+    whole = dict(section)
+    section.clear()
+    section.update({"description": whole.pop("description"), "anyOf": [{"enum": names}, whole]})
+
+
 def _add_translated_keys(trainer: dict[str, Any], env: dict[str, Any]) -> None:
     """Add the trainer keys that `ecrl.config.aliases` translates."""
     properties = trainer["properties"]
@@ -121,7 +129,9 @@ def json_schema() -> dict[str, Any]:
     configs = {k: {n: sections[m] | {"cfg": refs[m]} for n, m in by_name.items()} for k, by_name in parts.items()}
     for model, kind in choices.items():
         _add_branches(sections[model], kind, configs[kind])
-    _add_branches(schema["$defs"]["NetworkConfig"], "network", configs["network"])  # policies are added below
+    for model, kind in choices.items():
+        if kind == "network":
+            _accept_plain_name(sections[model], configs["network"])
     plain = {"$ref": refs[PolicyConfig]["$ref"] + "-plain"}  # reference for policies whose Config adds no keys
     if PolicyConfig in parts["policy"].values():
         schema["$defs"][plain["$ref"].rpartition("/")[2]] = dict(sections[PolicyConfig])

@@ -1,5 +1,7 @@
 """Environments as records of pure functions. Importing this package registers the built-in environments."""
 
+from dataclasses import replace
+
 from ecrl.config import EnvChoice
 from ecrl.config.model import validate_section
 from ecrl.envs.cartpole import CartPoleConfig, cartpole
@@ -63,10 +65,11 @@ __all__ = [
 def make_env(choice: EnvChoice | dict | str) -> Env:
     """Make an environment from its name or from the `env` section of a config.
 
-    Calls with equal settings return the same object.
+    Calls with equal settings return the same object, unless `frame_stack` changes the number of stacked observations.
 
     >>> make_env("cartpole") is make_env({"id": "cartpole", "cfg": {"gravity": 9.8}})
     True
     """
     choice = validate_section(EnvChoice, choice, "env")
-    return lookup("env", choice.name).make(choice.cfg)
+    env = lookup("env", choice.name).make(choice.cfg)
+    return env if choice.frame_stack is None else replace(env, frame_stack=choice.frame_stack)

@@ -79,6 +79,8 @@ class Env:
             truncations of one copy are therefore at least this many steps apart. Use 1 if the gap is unknown, and
             `NEVER` if `step` never truncates. `time_limit` lowers the gap to `max_episode_steps`. The gap must hold for
             every state that events may produce. An event that allows earlier truncations declares its own gap.
+        frame_stack: number of latest observations that the networks of the policy see. The environment itself returns
+            single observations.
     """
 
     reset: Callable[[Tensor], TensorDict]
@@ -94,6 +96,7 @@ class Env:
     carry_over: Callable[[TensorDict, TensorDict], TensorDict] = nothing_lasts
     scene: Any = None
     min_truncation_gap: int = 1
+    frame_stack: int = 1
 
     def __post_init__(self):
         if self.min_truncation_gap < 1:

@@ -38,6 +38,7 @@ from ecrl.kernels.exploration import (
     ou_noise,
 )
 from ecrl.kernels.groups import first_episode_mask, group_advantages, grpo_advantages
+from ecrl.kernels.images import push_frame, random_shift, stack_frames
 from ecrl.kernels.losses import (
     clipped_surrogate,
     clipped_value_loss,
@@ -233,11 +234,13 @@ __all__ = [
     "place_at_truncations",
     "ppo_loss",
     "ppo_loss_clipped_value",
+    "push_frame",
     "q_lambda",
     "q_target",
     "quantile_huber_loss",
     "quantile_midpoints",
     "quantile_q_target",
+    "random_shift",
     "replay_add",
     "replay_add_priority",
     "replay_count",
@@ -265,6 +268,7 @@ __all__ = [
     "soft_min_q_target",
     "soft_q_target",
     "soft_update",
+    "stack_frames",
     "standardize",
     "step_schedule",
     "tanh_normal_entropy",

@@ -318,13 +318,26 @@ def _check_evaluate_and_value(findings: list[str], policy: Policy, record: _Reco
             findings.append(f"evaluate_and_value returns {name} {given}; return the same from both")
 
 
+def _stacks(policy: Policy, obs: Any, batch_axes: int) -> Any:
+    """Return what `q` takes: observations, or stacks of equal frames for a policy that sees stacks."""
+    if policy.frame_stack == 1:
+        return obs
+    if isinstance(obs, TensorDict):
+        masked = {name: part for name, part in obs.items() if name == "action_mask"}
+        return TensorDict(
+            {name: _stacks(policy, part, batch_axes) for name, part in obs.items()} | masked, obs.batch_size
+        )
+    shape = [*obs.shape[:batch_axes], policy.frame_stack, *obs.shape[batch_axes:]]
+    return obs.unsqueeze(batch_axes).expand(shape)
+
+
 def _values_of_actions(policy: Policy, params: TensorDict, record: _Record) -> Tensor:
     """Return a loss whose gradient flows through `q` into the actions of `act`, as in DDPG."""
     total = torch.zeros(())
     for t in range(record.steps["done"].shape[1]):
         obs, carry, noise = (_step(tree, t) for tree in (record.steps["obs"], record.before, record.noise))
         _, out = policy.act(params, carry, obs, noise)
-        total = total + cast(Any, policy.q)(params, obs, out["action"], None).square().sum()
+        total = total + cast(Any, policy.q)(params, _stacks(policy, obs, 1), out["action"], None).square().sum()
     return total
 
 
@@ -382,8 +395,9 @@ def _check_gradients(policy: Policy, action_space: Space, params: TensorDict, re
         whole, inputs = _requiring_gradients(params, record)
         steps, total = record.steps, _loss(policy, whole, record)
         if policy.q is not None:
+            stacks = _stacks(policy, steps["obs"], 2)
             for noise in (None, record.noise):
-                total = total + policy.q(whole, steps["obs"], steps["action"], noise).square().sum()
+                total = total + policy.q(whole, stacks, steps["action"], noise).square().sum()
             if isinstance(action_space, Box):
                 total = total + _values_of_actions(policy, whole, record)
         if not total.requires_grad:
@@ -490,7 +504,7 @@ def check_policy(
         env = make_env(cfg.env)
         observation_space, action_space = env.observation_space, env.action_space
         tolerance = max(tolerance, _BF16_TOLERANCE) if cfg.policy.bf16 else tolerance
-        policy = make_policy(cfg.policy, observation_space, action_space)
+        policy = make_policy(cfg.policy, observation_space, action_space, frame_stack=env.frame_stack)
     findings, notes, label = [], [], f"{policy_label(policy)}: "
     with torch.no_grad(), checking():
         try:

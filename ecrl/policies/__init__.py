@@ -1,10 +1,15 @@
 """Policies as records of pure functions. Importing this package registers the built-in policies."""
 
+from dataclasses import replace
+
 from ecrl.config import PolicyConfig
 from ecrl.config.model import validate_section
 from ecrl.policies.actor_critic import ActorCriticConfig, ActorOnlyConfig, actor_critic, actor_only
 from ecrl.policies.contract import check_functions
+from ecrl.policies.convolutions import CNNConfig, ImpalaConfig, KeypointsConfig
 from ecrl.policies.core import Policy, acting_params, fixed_params, flatten, policy_params, sum_tokens
+from ecrl.policies.frame_stack import stacked_space, with_frame_stack
+from ecrl.policies.fused import EncoderConfig, FusedConfig
 from ecrl.policies.mlp import MLPConfig, build_mlp
 from ecrl.policies.module import module_policy
 from ecrl.policies.networks import NetworkConfig, make_network
@@ -23,6 +28,11 @@ from ecrl.spaces import Space
 __all__ = [
     "ActorCriticConfig",
     "ActorOnlyConfig",
+    "CNNConfig",
+    "EncoderConfig",
+    "FusedConfig",
+    "ImpalaConfig",
+    "KeypointsConfig",
     "MLPConfig",
     "NetworkConfig",
     "Policy",
@@ -45,12 +55,18 @@ __all__ = [
     "q_network",
     "recurrent",
     "squashed_actor_critic",
+    "stacked_space",
     "sum_tokens",
+    "with_frame_stack",
 ]
 
 
-def make_policy(cfg: PolicyConfig | dict, observation_space: Space, action_space: Space) -> Policy:
+def make_policy(
+    cfg: PolicyConfig | dict, observation_space: Space, action_space: Space, *, frame_stack: int = 1
+) -> Policy:
     """Build the policy that a config's `policy` section describes. Equal settings and spaces give equal policies.
+
+    If `frame_stack` is above 1, the networks of the policy see a stack of this many latest observations.
 
     >>> from ecrl import rng
     >>> from ecrl.envs import make_env
@@ -62,6 +78,11 @@ def make_policy(cfg: PolicyConfig | dict, observation_space: Space, action_space
     ['actor', 'critic']
     """
     cfg = validate_section(PolicyConfig, cfg, "policy")
-    policy = lookup("policy", cfg.name).make(cfg, observation_space, action_space)
+    seen = observation_space if frame_stack == 1 else stacked_space(observation_space, frame_stack)
+    policy = lookup("policy", cfg.name).make(cfg, seen, action_space)
     check_functions(policy)
-    return normalized(policy, observation_space) if cfg.normalize_obs else policy
+    policy = normalized(policy, observation_space) if cfg.normalize_obs else policy
+    if frame_stack == 1:
+        return policy
+    stacked = with_frame_stack(policy, observation_space, frame_stack)
+    return replace(stacked, init=policy.init, init_frozen=policy.init_frozen)  # equality ignores these two functions

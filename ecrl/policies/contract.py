@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ecrl.errors import ConfigError
 from ecrl.policies.core import Policy, no_carry
+from ecrl.policies.frame_stack import stacked_space
 from ecrl.pytree import flatten, paths
 from ecrl.spaces import Box, Dict, Discrete, Space, element_dtype, element_shape
 from ecrl.tracing_state import ignoring_draws, in_graph, noting_draws, transforms
@@ -316,7 +317,13 @@ def _check_action(label: str, action: Any, batch: list[int], space: Space) -> No
 
 
 def _check_act(
-    label: str, args: tuple[Any, ...], result: Any, space: Space, action_space: Space, required: Sequence[str]
+    label: str,
+    args: tuple[Any, ...],
+    result: Any,
+    space: Space,
+    stacks: Space,
+    action_space: Space,
+    required: Sequence[str],
 ) -> None:
     """Raise ConfigError if the output of `act` lacks a required field, or if a field or the carry is wrong."""
     carry, out = returned(label, result, "carry", "out")
@@ -327,7 +334,7 @@ def _check_act(
         if name not in out:
             raise ConfigError(f"{label} returns no {name}, only {known}; add the field")
     _check_names(label, out)
-    batch = _batch_of(args[2], space)
+    batch = _batch_of(args[2], stacks if args[1].is_empty() else space)
     _check_action(label, out["action"], batch, action_space)
     _check_rows(label, "out", named_leaves(out), batch)
     if "token_mask" in out and "sample_log_prob" in out:
@@ -415,15 +422,18 @@ def checked_policy(policy: Policy, observation_space: Space, action_space: Space
     label, required = policy_label(policy), ("action",)
     required = required if policy.evaluate is None else (*required, "sample_log_prob")
     value = _check_sequence_value if policy.unit == "sequence" else _check_value
+    stacks = observation_space  # with frame stacking, `q` and `act` with an empty carry take stacks of observations
+    if policy.frame_stack > 1:
+        stacks = stacked_space(observation_space, policy.frame_stack)
     checks: dict[str, tuple[Any, ...]] = {
         "init": (_check_tree, ("params",), "its key"),
         "draw": (_check_draw, (), "its keys"),
-        "act": (_check_act, (observation_space, action_space, required)),
+        "act": (_check_act, (observation_space, stacks, action_space, required)),
         "evaluate": (_check_evaluate, (observation_space,)),
         "value": (value, (observation_space,)),
         "evaluate_and_value": (_check_evaluate_and_value, (observation_space,)),
         "explore": (_check_explore, (action_space,)),
-        "q": (_check_q, (observation_space, action_space)),
+        "q": (_check_q, (stacks, action_space)),
         "norm_init": (_check_tree, ("norm",), "a fixed key"),
         "norm_update": (_check_norm_update, (), "a fixed key"),
         "init_frozen": (_check_tree, ("frozen params",)),

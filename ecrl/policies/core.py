@@ -8,6 +8,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from ecrl.errors import ConfigError
 from ecrl.pytree import replaced
 from ecrl.spaces import Box, Dict, Discrete, MultiDiscrete, Space, element_dtype, element_shape, flat_dim, is_image
 
@@ -115,6 +116,8 @@ class Policy:
             also replace `evaluate_and_value`, or set it to None.
         time_loops: for a sequence policy, the number of loops over the steps of a sequence that a loss runs, for the
             estimate of the time that compiling saves.
+        frame_stack: number of latest observations that the policy sees. If it is above 1, `q` takes stacks of
+            observations, and so does `act` with an empty carry (see `ecrl.policies.frame_stack`).
         name: registered name of the policy, for error messages.
     """
 
@@ -136,6 +139,7 @@ class Policy:
     noisy: bool = False
     evaluate_and_value: Callable[[TensorDict, TensorDict, TensorDict], tuple[Tensor, Tensor, Tensor]] | None = None
     time_loops: int = field(default=1, compare=False)
+    frame_stack: int = 1
     name: str = field(default="", compare=False)
 
     def __post_init__(self):
@@ -270,6 +274,8 @@ def flatten(obs: Any, space: Space) -> Tensor:
 def one_batch(obs: Any, space: Space) -> tuple[Any, torch.Size]:
     """Reshape an observation `[*B, ...]` to the single batch axis that modules expect. Return the observation and `B`.
 
+    Raises: ConfigError for an observation of another shape than the space has.
+
     >>> from ecrl.spaces import box
     >>> rows, batch = one_batch(torch.zeros(5, 6, 3, 8, 8), box(0.0, 1.0, 3, 8, 8))
     >>> rows.shape, batch
@@ -281,6 +287,12 @@ def one_batch(obs: Any, space: Space) -> tuple[Any, torch.Size]:
         return TensorDict({name: rows for name, (rows, _) in parts.items()}, [first.shape[0]]), batch
     shape = element_shape(space)
     batch = obs.shape[: obs.ndim - len(shape)]
+    if obs.shape[len(batch) :] != shape:
+        sizes = ", ".join(("...", *map(str, shape)))
+        raise ConfigError(
+            f"policy: an observation has the shape {list(obs.shape)}, but the networks were built for [{sizes}]; pass "
+            "observations of the environment that the policy was made for"
+        )
     return obs if len(batch) == 1 else obs.reshape((batch.numel(), *shape)), batch
 
 

@@ -1,8 +1,8 @@
-"""Multilayer perceptron, configured as `{"type": "mlp", "network_cfg": {"hidden_sizes": [64, 64], ...}}`."""
+"""Multilayer perceptron, configured as `"mlp"` or `{"type": "mlp", "network_cfg": {"hidden_sizes": [64, 64], ...}}`."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import torch
 from pydantic import Field, ValidationError, ValidationInfo, ValidatorFunctionWrapHandler, field_validator
@@ -15,7 +15,7 @@ from ecrl.registry import InitOnly, register_network
 from ecrl.spaces import Space, flat_dim
 
 Activation = Literal["relu", "elu", "tanh", "gelu", "silu"]
-_ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "relu": nn.ReLU,
     "elu": nn.ELU,
     "tanh": nn.Tanh,
@@ -30,7 +30,9 @@ Width = Annotated[int, Field(ge=1, le=65536)]
 class MLPConfig(ConfigModel):
     """Settings of a multilayer perceptron."""
 
-    hidden_sizes: Annotated[tuple[Width, ...], Field(strict=False)] = Field(description="width of each hidden layer")
+    hidden_sizes: Annotated[tuple[Width, ...], Field(strict=False)] = Field(
+        (64, 64), description="width of each hidden layer"
+    )
     activation: Activation = Field("elu", description="activation after each hidden layer")
     last_activation: Activation | None = Field(None, description="activation after the output layer; none if absent")
     use_layernorm: bool = Field(False, description="normalise each hidden layer before its activation")
@@ -99,14 +101,19 @@ def build_mlp(cfg: MLPConfig, inputs: int, outputs: int) -> nn.Sequential:
     for size in cfg.hidden_sizes:
         layers.append(nn.Linear(inputs, size))
         layers += [nn.LayerNorm(size)] if cfg.use_layernorm else []
-        layers.append(_ACTIVATIONS[cfg.activation]())
+        layers.append(ACTIVATIONS[cfg.activation]())
         inputs = size
     layers.append(nn.Linear(inputs, outputs))
-    layers += [_ACTIVATIONS[cfg.last_activation]()] if cfg.last_activation else []
+    layers += [ACTIVATIONS[cfg.last_activation]()] if cfg.last_activation else []
     linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
     gains = cfg.orthogonal_init
     if gains is not None:
-        for layer, gain in zip(linear, gains if isinstance(gains, tuple) else [gains] * len(linear), strict=True):
-            nn.init.orthogonal_(layer.weight, gain)
-            nn.init.zeros_(layer.bias)
+        orthogonal(linear, gains if isinstance(gains, tuple) else [gains] * len(linear))
     return nn.Sequential(*layers)
+
+
+def orthogonal(layers: Sequence[nn.Linear | nn.Conv2d], gains: Sequence[float]) -> None:
+    """Give layers orthogonal weights with these gains, and biases of 0."""
+    for layer, gain in zip(layers, gains, strict=True):
+        nn.init.orthogonal_(layer.weight, gain)
+        nn.init.zeros_(cast(Tensor, layer.bias))

@@ -1,4 +1,6 @@
-"""Turn modules into pure functions, and build networks from a config block `{"type": "mlp", "network_cfg": {...}}`.
+"""Turn modules into pure functions, and build networks from a config block.
+
+A block is `{"type": "mlp", "network_cfg": {...}}`, or a plain string such as `"cnn"` for default settings.
 
 `type` is the name of a registered function `make(cfg, space, outputs) -> nn.Module`. `make_network` turns the returned
 module into pure functions.
@@ -8,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from threading import RLock
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from pydantic import BaseModel, Field, SerializeAsAny, model_validator
@@ -21,27 +23,29 @@ from ecrl.config.model import ConfigModel
 from ecrl.errors import ConfigError
 from ecrl.memory import enough_memory
 from ecrl.policies.core import example, one_batch
+from ecrl.policies.images import SpaceError
 from ecrl.registry import lookup
 from ecrl.spaces import Space
 from ecrl.tracing_state import ignoring_draws
 
 
 class NetworkConfig(ConfigModel):
-    """Registered type and settings of a network."""
+    """Registered type and settings of a network. A plain string is the type of a network with default settings."""
+
+    part_kind: ClassVar = "network"
 
     type: str = Field(default="mlp", description='registered network type, such as "mlp"')
     network_cfg: SerializeAsAny[BaseModel] = Field(
-        description='settings of the network, such as {"hidden_sizes": [64, 64]}'
+        description='settings of the network, such as {"hidden_sizes": [64, 64]}; the defaults if absent'
     )
 
     @model_validator(mode="before")
     @classmethod
     def _registered(cls, data: Any) -> Any:
-        return (
-            validate_settings("network", {"type": "mlp"} | data, "type", "network_cfg")
-            if isinstance(data, dict)
-            else data
-        )
+        data = {"type": data} if isinstance(data, str) else data
+        if not isinstance(data, dict):
+            return data
+        return validate_settings("network", {"type": "mlp"} | data, "type", "network_cfg")
 
 
 _GENERATORS_LOCK = RLock()
@@ -180,6 +184,19 @@ def pure(make: Callable[[], nn.Module], name: str, bf16: bool) -> Pure:
     return Pure(init, forward, call, module)
 
 
+def build_network(cfg: NetworkConfig, space: Space, outputs: int, key: str) -> nn.Module:
+    """Build a configured network as a module with new weights. `key` is the path of the network in the config.
+
+    Raises: ConfigError, whose message begins with a path below `key`.
+    """
+    try:
+        return lookup("network", cfg.type).make(cfg.network_cfg, space, outputs)
+    except SpaceError as error:
+        raise ConfigError(f"{key}.type: {cfg.type} {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{key}.network_cfg.{error}") from None
+
+
 def make_network(
     cfg: NetworkConfig,
     space: Space,
@@ -200,17 +217,13 @@ def make_network(
     >>> net.forward(net.init(), torch.zeros(4, 5, 3)).shape
     torch.Size([4, 5, 2])
     """
-    make = lookup("network", cfg.type).make
 
-    def make_checked() -> nn.Module:
-        try:
-            with enough_memory(key, "make it smaller"):
-                return change(make(cfg.network_cfg, space, outputs))
-        except ConfigError as error:
-            raise ConfigError(f"{key}.network_cfg.{error}") from None
+    def make() -> nn.Module:
+        with enough_memory(key, "make it smaller"):
+            return change(build_network(cfg, space, outputs, key))
 
     name = f"{key} ({cfg.type})"
-    net = pure(make_checked, name, bf16)
+    net = pure(make, name, bf16)
 
     with torch.no_grad(), seeded(torch.zeros((), dtype=torch.int64)):
         out = net.forward(net.init(), example(space))

@@ -88,7 +88,12 @@ def _acting_module(
     The module clips actions to the action space if `policy.clip_actions` is set. If the policy has memory, the module
     returns the action and the new memory.
     """
-    policy = make_policy(cfg.policy.model_copy(update={"bf16": False}), env.observation_space, env.action_space)
+    policy = make_policy(
+        cfg.policy.model_copy(update={"bf16": False}),
+        env.observation_space,
+        env.action_space,
+        frame_stack=env.frame_stack,
+    )
     space = env.action_space if cfg.policy.clip_actions else None
     params = policy_params(state).detach().cpu()
     first = policy.init_carry(params, 1).detach()
