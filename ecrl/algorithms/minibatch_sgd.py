@@ -141,7 +141,7 @@ def check_batch_size(cfg: MinibatchConfig | SGD, length: int) -> None:
     if cfg.batch_size is not None and cfg.batch_size < length:
         raise ConfigError(
             f"algorithm.cfg.batch_size: {cfg.batch_size} is below {length}, the length of the sequences that a "
-            f"recurrent policy learns from; use at least {length}, or a smaller algorithm.cfg.segment_length"
+            f"policy with memory learns from; use at least {length}, or a smaller algorithm.cfg.segment_length"
         )
 
 

@@ -52,7 +52,7 @@ def _env_and_policy(cfg: Config) -> tuple[Env, Policy]:
         text = f"trainer.device: {device}, but {cfg.env.name} steps in MuJoCo on the CPU"
         raise ConfigError(f'{text}; set it to cpu, or env.cfg.physics.backend to "warp"')
     check_fields(env, cfg.env.name)
-    return env, make_policy(cfg.policy, env.observation_space, env.action_space, frame_stack=env.frame_stack)
+    return env, make_policy(cfg.policy, env.observation_space, env.action_space, env.frame_stack)
 
 
 def check_envs(cfg: Config, env: Env, num_envs: int, key: str) -> None:

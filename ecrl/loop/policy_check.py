@@ -504,7 +504,7 @@ def check_policy(
         env = make_env(cfg.env)
         observation_space, action_space = env.observation_space, env.action_space
         tolerance = max(tolerance, _BF16_TOLERANCE) if cfg.policy.bf16 else tolerance
-        policy = make_policy(cfg.policy, observation_space, action_space, frame_stack=env.frame_stack)
+        policy = make_policy(cfg.policy, observation_space, action_space, env.frame_stack)
     findings, notes, label = [], [], f"{policy_label(policy)}: "
     with torch.no_grad(), checking():
         try:

@@ -62,7 +62,7 @@ __all__ = [
 
 
 def make_policy(
-    cfg: PolicyConfig | dict, observation_space: Space, action_space: Space, *, frame_stack: int = 1
+    cfg: PolicyConfig | dict, observation_space: Space, action_space: Space, frame_stack: int = 1
 ) -> Policy:
     """Build the policy that a config's `policy` section describes. Equal settings and spaces give equal policies.
 

@@ -95,17 +95,19 @@ def _initialised(module: nn.Module, cfg: ConvolutionsConfig) -> nn.Module:
 
 
 class _ImageNetwork(nn.Module):
-    """Convolutions and fully connected layers on images of one space."""
+    """Convolutions and fully connected layers on an image, or on the only image in a Dict."""
 
-    def __init__(self, space: Box, convolutions: nn.Module, cfg: ConvolutionsConfig, outputs: int):
+    def __init__(self, space: Space, convolutions: nn.Module, cfg: ConvolutionsConfig, outputs: int):
         super().__init__()
-        self.space, self.convolutions = space, convolutions
+        self.name = space.items[0][0] if isinstance(space, Dict) else None
+        self.space, self.convolutions = check_image(space), convolutions
         with torch.no_grad():
-            features = convolutions(torch.zeros(1, *channel_shape(space)))
+            features = convolutions(torch.zeros(1, *channel_shape(self.space)))
         self.head = _head(cfg, features.numel(), outputs)
 
-    def forward(self, obs: Tensor) -> Tensor:
-        return self.head(self.convolutions(to_channels(obs, self.space)).flatten(1))
+    def forward(self, obs: Any) -> Tensor:
+        image = obs if self.name is None else obs[self.name]
+        return self.head(self.convolutions(to_channels(image, self.space)).flatten(1))
 
 
 @register_network("cnn")
@@ -129,7 +131,7 @@ def cnn(cfg: CNNConfig, space: Space, outputs: int) -> nn.Module:
         size = [(pixels - kernel) // stride + 1 for pixels in size]
         layers += [nn.Conv2d(channels, out, kernel, stride), *_normalised(out, cfg)]
         channels = out
-    return _initialised(_ImageNetwork(image, nn.Sequential(*layers), cfg, outputs), cfg)
+    return _initialised(_ImageNetwork(space, nn.Sequential(*layers), cfg, outputs), cfg)
 
 
 class ImpalaConfig(ConvolutionsConfig):
@@ -162,14 +164,13 @@ def impala(cfg: ImpalaConfig, space: Space, outputs: int) -> nn.Module:
     Raises: SpaceError for an observation that is not an image.
     Source: Espeholt et al. 2018, arXiv:1802.01561, figure 3.
     """
-    image = check_image(space)
-    channels, layers = channel_shape(image)[0], []
+    channels, layers = channel_shape(check_image(space))[0], []
     for out in cfg.channels:
         layers += [nn.Conv2d(channels, out, 3, padding=1), nn.MaxPool2d(3, 2, 1)]
         layers += [_Residual(out, cfg), _Residual(out, cfg)]
         channels = out
     layers += _normalised(channels, cfg)
-    return _initialised(_ImageNetwork(image, nn.Sequential(*layers), cfg, outputs), cfg)
+    return _initialised(_ImageNetwork(space, nn.Sequential(*layers), cfg, outputs), cfg)
 
 
 class KeypointsConfig(ConvolutionsConfig):
@@ -189,7 +190,10 @@ class KeypointsConfig(ConvolutionsConfig):
 
 
 class _Keypoints(nn.Module):
-    """Convolutions of one image, scaled and shifted by a condition, and the positions of their keypoints."""
+    """Convolutions of one image, scaled and shifted by a condition, and the positions of their keypoints.
+
+    A shift of all pixels does not change a softmax, so the last convolution has no bias, norm or shift.
+    """
 
     def __init__(self, space: Box, condition: int, cfg: KeypointsConfig):
         super().__init__()
@@ -197,9 +201,14 @@ class _Keypoints(nn.Module):
         channels, *size = channel_shape(space)
         inputs = (channels, *cfg.channels[:-1])
         geometry = zip(inputs, cfg.channels, cfg.kernel_sizes, cfg.strides, strict=True)
-        self.convolutions = nn.ModuleList(nn.Conv2d(i, o, k, s, k // 2) for i, o, k, s in geometry)
-        self.norms = nn.ModuleList(nn.GroupNorm(1, out) for out in cfg.channels if cfg.use_layernorm)
-        self.films = nn.ModuleList(nn.Linear(condition, 2 * out) for out in cfg.channels if condition)
+        last = len(cfg.channels) - 1
+        self.convolutions = nn.ModuleList(
+            nn.Conv2d(before, out, kernel, stride, kernel // 2, bias=i < last)
+            for i, (before, out, kernel, stride) in enumerate(geometry)
+        )
+        self.norms = nn.ModuleList(nn.GroupNorm(1, out) for out in cfg.channels[:-1] if cfg.use_layernorm)
+        sizes = [*(2 * out for out in cfg.channels[:-1]), cfg.channels[-1]]
+        self.films = nn.ModuleList(nn.Linear(condition, size) for size in sizes if condition)
         for stride in cfg.strides:
             size = [-(-pixels // stride) for pixels in size]
         y, x = torch.meshgrid(*(torch.linspace(-1.0, 1.0, pixels) for pixels in size), indexing="ij")
@@ -208,13 +217,14 @@ class _Keypoints(nn.Module):
 
     def forward(self, image: Tensor, condition: Tensor) -> Tensor:
         x = to_channels(image, self.space)
+        last = len(self.convolutions) - 1
         for i, convolution in enumerate(self.convolutions):
-            x = self.activation(x) if i else x
             x = convolution(x)
-            x = self.norms[i](x) if self.norms else x
+            x = self.norms[i](x) if self.norms and i < last else x
             if self.films:
-                scale, shift = self.films[i](condition).unsqueeze(-1).unsqueeze(-1).chunk(2, 1)
-                x = x * (1.0 + scale) + shift
+                scale, *shift = self.films[i](condition).unsqueeze(-1).unsqueeze(-1).split(x.shape[1], 1)
+                x = x * (1.0 + scale) + (shift[0] if shift else 0.0)
+            x = self.activation(x) if i < last else x
         return (x.flatten(2).softmax(-1) @ cast(Tensor, self.position).to(x.dtype)).flatten(1)
 
 
@@ -248,7 +258,7 @@ def keypoints(cfg: KeypointsConfig, space: Space, outputs: int) -> nn.Module:
 
         weight[c, y, x] = softmax(features[c, y, x])                      over the pixels of channel c
         keypoint[c]     = sum(weight[c, y, x] * (x, y))                   positions between -1 and 1
-        features        = (1 + scale(others)) * convolution(...) + shift(others)
+        features        = (1 + scale(others)) * convolution(...) + shift(others)      in each layer
 
     `others` are the observations of a Dict that are not images. They scale and shift (FiLM) the output of each
     convolution, and the fully connected layers read them beside the keypoints. Every image has its own convolutions.

@@ -1,5 +1,6 @@
 """The network `fused`, for a Dict of observations: one encoder per observation, and fully connected layers on top."""
 
+from collections import OrderedDict
 from typing import Annotated, Any
 
 import torch
@@ -39,7 +40,8 @@ class FusedConfig(MLPConfig):
 
 def _activated(network: nn.Module, cfg: EncoderConfig) -> nn.Module:
     """Return an encoder's network, followed by the activation of its config."""
-    return nn.Sequential(network, *([] if cfg.activation is None else [ACTIVATIONS[cfg.activation]()]))
+    activation = {} if cfg.activation is None else {"activation": ACTIVATIONS[cfg.activation]()}
+    return nn.Sequential(OrderedDict(network=network, **activation))
 
 
 def make_encoder(cfg: EncoderConfig, space: Space, bf16: bool, key: str) -> Pure:

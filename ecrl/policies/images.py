@@ -50,9 +50,13 @@ def describe(space: Space) -> str:
 
 
 def check_image(space: Space) -> Box:
-    """Return the space. Raise SpaceError if convolutions cannot read it."""
-    if is_image_like(space):
-        return cast(Box, space)
+    """Return the space of an image, or of the only observation in a Dict if it is an image.
+
+    Raises: SpaceError if convolutions cannot read it.
+    """
+    image = space.items[0][1] if isinstance(space, Dict) and len(space.items) == 1 else space
+    if is_image_like(image):
+        return cast(Box, image)
     expected = "an image [h, w], [h, w, c] or [c, h, w], of integers from 0 or of floats from 0 to 1"
     advice = 'use "fused" for several observations' if isinstance(space, Dict) else 'use "mlp"'
     if isinstance(space, Box) and len(space.shape) in (2, 3, 4):
@@ -89,7 +93,7 @@ def to_channels(image: Tensor, space: Box) -> Tensor:
     tensor([0.2000])
     """
     x = image.movedim(-1, -3) if _has_channels_last(space) else image
-    x = x.reshape(len(image), *channel_shape(space))
+    x = x.reshape(image.shape[0], *channel_shape(space))
     return x if space.dtype.is_floating_point else x.to(torch.get_default_dtype()) / space.high[0]
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, ValidationError, ValidationInfo, ValidatorFunctionWrapHandler, field_validator
@@ -113,7 +113,8 @@ def build_mlp(cfg: MLPConfig, inputs: int, outputs: int) -> nn.Sequential:
 
 
 def orthogonal(layers: Sequence[nn.Linear | nn.Conv2d], gains: Sequence[float]) -> None:
-    """Give layers orthogonal weights with these gains, and biases of 0."""
+    """Give layers orthogonal weights with these gains, and biases of 0, if they have biases."""
     for layer, gain in zip(layers, gains, strict=True):
         nn.init.orthogonal_(layer.weight, gain)
-        nn.init.zeros_(cast(Tensor, layer.bias))
+        if layer.bias is not None:
+            nn.init.zeros_(layer.bias)

@@ -92,7 +92,7 @@ def _acting_module(
         cfg.policy.model_copy(update={"bf16": False}),
         env.observation_space,
         env.action_space,
-        frame_stack=env.frame_stack,
+        env.frame_stack,
     )
     space = env.action_space if cfg.policy.clip_actions else None
     params = policy_params(state).detach().cpu()

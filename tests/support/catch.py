@@ -43,9 +43,7 @@ def catch(cfg: CatchConfig) -> Env:
 
     def observe(row: Tensor, ball: Tensor, paddle: Tensor) -> Any:
         cell = torch.arange(ROWS * COLUMNS, device=row.device)
-        lit = (cell == (row * COLUMNS + ball).unsqueeze(-1)) | (
-            cell == ((ROWS - 1) * COLUMNS + paddle).unsqueeze(-1)
-        )
+        lit = (cell == (row * COLUMNS + ball).unsqueeze(-1)) | (cell == ((ROWS - 1) * COLUMNS + paddle).unsqueeze(-1))
         board = (lit.to(torch.uint8) * 255).unflatten(-1, (ROWS, COLUMNS, 1))
         if cfg.observe == "image":
             return board
@@ -73,7 +71,7 @@ def catch(cfg: CatchConfig) -> Env:
     return Env(reset, step, space, Discrete(3), min_truncation_gap=gap)
 
 
-def catching(algorithm: str = "ppo", **changes: Any) -> Config:
+def catching(algorithm: str = "ppo", /, **changes: Any) -> Config:
     """Return a short run of an algorithm on Catch, with changes by dotted key."""
     agents: dict[str, Any] = {
         "ppo": (

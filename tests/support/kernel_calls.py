@@ -13,12 +13,16 @@ from support.replay_history import stored
 N, T, A, K = 4, 5, 3, 6
 
 
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
 def floats(seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, generator=generator(seed))
 
 
 def bools(seed: int, *shape: int, share: float = 0.3) -> Tensor:
-    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < share
+    return torch.rand(shape, generator=generator(seed)) < share
 
 
 def steps(seed: int, *names: str) -> tuple[Tensor, ...]:
@@ -299,6 +303,9 @@ CALLS: dict[str, Any] = {
     "importance_weights": lambda s: ((floats(s, N).exp(),), hyper(s, "beta")),
     "tree_find": lambda s: ((tree(s), floats(s, 7).sigmoid().double() * tree(s)[1]), {}),
     "tree_set": lambda s: ((tree(s), *priorities(s)), {}),
+    "push_frame": lambda s: ((floats(s, N, 2, A), bools(s + 1, N), floats(s + 2, N, A)), {}),
+    "stack_frames": lambda s: ((floats(s, N, 2, A), bools(s + 1, N), floats(s + 2, N, T, A), bools(s + 3, N, T)), {}),
+    "random_shift": lambda s: ((floats(s, N, 6, 5, A), torch.randint(-2, 3, (N, 2), generator=generator(s))), {}),
     "scan": lambda s: ((floats(s, N), floats(s + 1, T, N), floats(s + 2, N)), {}),
     "loop": lambda s: ((floats(s, N), floats(s + 1, T, N), floats(s + 2, N)), {}),
     "episode_update": lambda s: ((episode(s), *steps(s, "reward", "done", "mask")), {}),
