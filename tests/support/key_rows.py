@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from support.catch import NETWORK
 from support.key_effects import (
     NET,
     Changes,
@@ -52,6 +53,8 @@ SEPARATE = RECURRENT | {"memory": "separate"}
 PENDULUM = {"env": {"name": "pendulum", "cfg": {"max_episode_steps": 5}}}
 GRPO = {**PENDULUM, "policy": ACTOR, "algorithm": {"name": "grpo", "cfg": {"n_epochs": 2, "batch_size": 32}}}
 EVAL = {**PENDULUM, "trainer.enable_eval": True, "trainer.eval_freq": 64}
+SEEING = {"env": {"name": "catch"}, "policy": BOTH | {"actor": NETWORK}}
+SEEING_TWO = {"env": {"name": "catch", "cfg": {"observe": "dict"}}}
 GYM = {"env": {"name": "gymnasium", "cfg": {"id": "CartPole-v1"}}}
 PUSH = {"func": "randomize_field", "mode": "interval", "params": {"field": "angle", "low": -0.1, "high": 0.1}}
 EVENT = {**PENDULUM, "trainer.events.train.push": PUSH}
@@ -96,6 +99,8 @@ SLOW = {"env": {"name": "gymnasium:Napping-v0", "cfg": {"asynchronous": True}}, 
 
 ENVS = [
     Row("env.name", "point_mass", PENDULUM),
+    Row("env.frame_stack", 3, SEEING),
+    Row("env.frame_stack", 3, SEEING | {"env.frame_stack": 2}),
     *rows("env.cartpole", {}, gravity=5.0, cart_mass=2.0, pole_mass=0.5, half_length=1.0, force=5.0, dt=0.05),
     *rows("env.cartpole", {}, max_position=0.05, max_angle=0.02, start=0.2, max_episode_steps=3),
     *rows("env.cartpole", {}, observe_velocity=False),
@@ -134,6 +139,50 @@ def network(place: str) -> list[Row]:
         rows.append(Row(f"network.mlp.{key}", value, {f"{place}.{key}": keys[key]}, path=f"{place}.{key}"))
     return [*rows, Row("network.mlp.dropout_p", 0.1, {}, refused("dropout_p=0.1, expected 0"), f"{place}.dropout_p")]
 
+
+def convolutions(name: str, cfg: Changes, **own: Any) -> list[Row]:
+    """Return rows of the keys of a network with convolutions."""
+    base = SEEING | {"policy.actor": {"type": name, "network_cfg": cfg}}
+    keys = {"hidden_sizes": [4], "activation": "tanh", "last_activation": "tanh", "use_layernorm": True, **own}
+    rows = [Row(f"network.{name}.{key}", value, base) for key, value in {**keys, "orthogonal_init": 0.5}.items()]
+    for key, values in (("last_activation", ("relu", "tanh")), ("orthogonal_init", (0.5, [0.5, 2.0]))):
+        rows.append(Row(f"network.{name}.{key}", values[1], base | {f"policy.actor.network_cfg.{key}": values[0]}))
+    return rows
+
+
+FUSED = {"encoders": {"board": NETWORK | {"features": 4}}, "hidden_sizes": [8]}
+FUSING = SEEING_TWO | {"policy": BOTH | {"actor": {"type": "fused", "network_cfg": FUSED}}}
+_BOARD = "policy.actor.network_cfg.encoders.board"
+ENCODED = {"policy": BOTH | {"encoder": NET | {"features": 4}}}
+
+NETWORKS = [
+    *convolutions("cnn", NETWORK["network_cfg"], channels=[4], kernel_sizes=[2], strides=[2]),
+    *convolutions("impala", {"channels": [4], "hidden_sizes": [8]}, channels=[2]),
+    *convolutions(
+        "keypoints",
+        {"channels": [4, 4], "kernel_sizes": [3, 3], "strides": [1, 1], "hidden_sizes": [8]},
+        channels=[4, 2],
+        kernel_sizes=[1, 3],
+        strides=[2, 1],
+    ),
+    *rows("network.fused", FUSING, hidden_sizes=[4], activation="relu", last_activation="tanh", use_layernorm=True),
+    *rows("network.fused", FUSING, orthogonal_init=0.5),
+    *rows("network.fused", FUSING | {"policy.actor.network_cfg.last_activation": "relu"}, last_activation="tanh"),
+    *rows("network.fused", FUSING | {"policy.actor.network_cfg.orthogonal_init": 0.5}, orthogonal_init=[0.5, 2.0]),
+    Row("network.fused.dropout_p", 0.1, FUSING, refused("dropout_p=0.1, expected 0")),
+    Row("network.fused.encoders.*.type", "impala", FUSING, path=_BOARD),
+    Row("network.fused.encoders.*.features", 6, FUSING, path=f"{_BOARD}.features"),
+    Row("network.fused.encoders.*.activation", "tanh", FUSING, path=f"{_BOARD}.activation"),
+    Row(
+        "network.fused.encoders.*.activation",
+        "tanh",
+        FUSING | {f"{_BOARD}.activation": None},
+        path=f"{_BOARD}.activation",
+    ),
+    *rows("policy.actor_critic", ENCODED, **{"encoder.type": "one_layer", "encoder.features": 6}),
+    *rows("policy.actor_critic", ENCODED, **{"encoder.activation": "tanh"}),
+    *rows("policy.actor_critic", ENCODED | {"policy.encoder.activation": None}, **{"encoder.activation": "tanh"}),
+]
 
 POLICIES = [
     Row(
@@ -395,4 +444,4 @@ CONTINUOUS = [
     *rows("algorithm.fast_sac", FAST_SAC | alg(temperature_learning_rate=1e-4), temperature_learning_rate=1e-2),
 ]
 
-TABLE = [*TRAINER, *EVENTS, *ENVS, *POLICIES, *ALGORITHMS, *CONTINUOUS, *MUJOCO]
+TABLE = [*TRAINER, *EVENTS, *ENVS, *NETWORKS, *POLICIES, *ALGORITHMS, *CONTINUOUS, *MUJOCO]
