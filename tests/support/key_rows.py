@@ -15,6 +15,7 @@ from support.key_effects import (
     matrices,
     one_of_two,
     params,
+    played,
     processes,
     refused,
     saved_replay,
@@ -94,6 +95,10 @@ C51 = Q | {"distribution": "categorical", "v_min": -5.0, "v_max": 5.0}
 POINT_MASS = {"env": {"name": "point_mass"}}
 SLOW = {"env": {"name": "gymnasium:Napping-v0", "cfg": {"asynchronous": True}}, "trainer.num_envs": 1}
 
+ATARI = {"env": {"name": "gymnasium:FakeAtari-v0", "cfg": {"atari": {}}}}
+ATARI_KEYS = {"noop_max": 0, "frame_skip": 3, "screen_size": 42, "grayscale_obs": False}
+ATARI_KEYS |= {"terminal_on_life_loss": False, "fire_on_reset": False, "clip_reward": False}
+
 ENVS = [
     Row("env.name", "point_mass", PENDULUM),
     *rows("env.cartpole", {}, gravity=5.0, cart_mass=2.0, pole_mass=0.5, half_length=1.0, force=5.0, dt=0.05),
@@ -111,6 +116,7 @@ ENVS = [
     *rows("env.gymnasium", GYM | {"env.cfg.max_episode_steps": 5}, max_episode_steps=3),
     Row("env.gymnasium.asynchronous", True, GYM, processes),
     Row("env.gymnasium.timeout", 0.3, SLOW | alg(batch_size=8), answer),
+    *(Row(f"env.gymnasium.atari.{name}", value, ATARI, played) for name, value in ATARI_KEYS.items()),
 ]
 
 
