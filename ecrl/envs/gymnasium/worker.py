@@ -1,10 +1,9 @@
 """Reset and step single Gymnasium environments, and serve as the worker process of `process_vector.parallel`.
 
-A worker runs this file as a script. The file does not import ecrl, so a worker starts fast and needs little memory.
+A worker runs this file as a script. A worker does not import ecrl, so it starts fast and needs little memory.
 """
 
 import contextlib
-import importlib
 import importlib.util
 import math
 import os
@@ -70,11 +69,14 @@ def _explain_missing_package() -> Iterator[None]:
         raise ModuleNotFoundError(f"No module named {missing!r}: {advice}") from error
 
 
-def _sibling(name: str) -> ModuleType:
-    """Import a module from the folder of this file. A worker loads the module without its package."""
+def _atari_wrappers() -> ModuleType:
+    """Import `atari_wrappers`. A worker loads the module from its file, because importing the package is slow."""
     if __package__:
-        return importlib.import_module(f"{__package__}.{name}")
-    spec: Any = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+        from ecrl.envs.gymnasium import atari_wrappers
+
+        return atari_wrappers
+    path = Path(__file__).with_name("atari_wrappers.py")
+    spec: Any = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -123,7 +125,7 @@ def make(env_id: str, kwargs: dict[str, Any], atari: dict[str, Any] | None = Non
         if atari is None:
             env = gymnasium.make(env_id, disable_env_checker=True, **kwargs)
         else:
-            wrappers = _sibling("atari_wrappers")
+            wrappers = _atari_wrappers()
             if creator is not None:
                 wrappers.check_is_atari(creator)
             limit = kwargs.get("max_episode_steps")  # in steps of the agent, so gymnasium.make must not count frames
