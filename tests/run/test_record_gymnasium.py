@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 from support import fake_atari, fake_gymnasium_envs
+from support.camera_task import gl
 from support.checks import assert_pure
 from support.recurrent_agent import remembering
 from support.small_runs import same, small
@@ -141,6 +142,15 @@ def test_a_missing_package_is_reported_with_its_extra():
         "env: gymnasium:CartPole-v1: raised ModuleNotFoundError: No module named 'pygame': install it with: pip install"
     )
     assert done.stderr.splitlines()[-1].endswith(f"{text} 'ecrl[video]'")
+
+
+@gl
+def test_mujoco_environments_need_no_display(tmp_path, monkeypatch):
+    monkeypatch.setenv("MUJOCO_GL", "")
+    cfg = small(env={"name": "gymnasium:HalfCheetah-v5", "cfg": {"max_episode_steps": 4}})
+    state = init_state(cfg)
+    assert record(state, cfg, tmp_path / "film.mp4", 2) == 4
+    assert frames(tmp_path / "film.mp4")[0].std() > 10
 
 
 def test_the_command_line(tmp_path, monkeypatch, capsys):
