@@ -157,7 +157,8 @@ def record(
 ) -> None:
     """Record a real-time video of the newest policy of a run, with deterministic actions.
 
-    The config's first camera takes the video. Without a camera, the video shows the whole scene.
+    In a MuJoCo task, the config's first camera takes the video. Without a camera, the video shows the whole scene. An
+    environment of Gymnasium draws the video itself.
 
     Args:
         run: run folder or checkpoint folder.

@@ -206,12 +206,15 @@ def _executed_faults(history: dict[str, Tensor]) -> Iterator[str]:
 
 
 def _early_truncations(history: dict[str, Tensor], gap: int) -> Iterator[str]:
-    """Report the first truncation before step `gap` of an episode.
+    """Report the first truncation before step `gap` of an episode, or of a game whose episodes are its lives.
 
     A run would lose the final observation of this episode.
     """
     elapsed = torch.zeros_like(history["reward"][0], dtype=torch.int64)
-    for step, (terminated, truncated) in enumerate(zip(history["terminated"], history["truncated"], strict=True)):
+    ended = history["terminated"] | history["truncated"]
+    if "info.game_score" in history:
+        ended = ~history["info.game_score"].isnan()
+    for step, truncated in enumerate(history["truncated"]):
         early = truncated & (elapsed < gap)
         if step and early.any():
             (env,) = _first_index(early)
@@ -219,7 +222,7 @@ def _early_truncations(history: dict[str, Tensor], gap: int) -> Iterator[str]:
             place = f"{_place_text(step, env)}, at step {elapsed[env]} of the episode"
             yield f"truncated is true {place}, but min_truncation_gap declares {declared}; lower it"
             return
-        elapsed = elapsed.masked_fill(terminated | truncated, 0) + 1
+        elapsed = elapsed.masked_fill(ended[step], 0) + 1
 
 
 def _difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> tuple[str, list[int]] | None:

@@ -9,6 +9,10 @@ number of environment steps that the action took. `executed` is at least 1, and 
 episode ended within the chunk. Algorithms discount returns by `gamma ** executed`. `reward` is the sum of the rewards
 of the `executed` steps. After `reset`, `executed` may have any value. All other step counts in this module, such as
 `max_episode_steps` and `min_truncation_gap`, count calls of `step`.
+
+Episodes may be parts of a longer game, such as the lives of an Atari game. `info` then has the field `game_score`
+(float `[*B]`), which is the score of a game in the step that ends the game, and NaN in all other steps. Evaluations
+count games and their scores instead of episodes and their returns.
 """
 
 import sys
@@ -76,9 +80,10 @@ class Env:
             This start state keeps the values that outlast an episode, such as a mass that a startup event drew.
         scene: the simulation of a MuJoCo task, which events may change, or None for other environments.
         min_truncation_gap: the earliest step of an episode that may truncate the episode, counted from 1. Two
-            truncations of one copy are therefore at least this many steps apart. Use 1 if the gap is unknown, and
-            `NEVER` if `step` never truncates. `time_limit` lowers the gap to `max_episode_steps`. The gap must hold for
-            every state that events may produce. An event that allows earlier truncations declares its own gap.
+            truncations of one copy are therefore at least this many steps apart. If the episodes are parts of a game,
+            the number counts the steps of the game. Use 1 if the gap is unknown, and `NEVER` if `step` never truncates.
+            `time_limit` lowers the gap to `max_episode_steps`. The gap must hold for every state that events may
+            produce. An event that allows earlier truncations declares its own gap.
         frame_stack: number of latest observations that the networks of the policy see. The environment itself returns
             single observations.
     """

@@ -36,8 +36,8 @@ def _info_logs(steps: TensorDict) -> Logs:
     """Average the values that the environment reported in `info`.
 
     The logs `rewards/<term>` and `metrics/<name>` are means over the unmasked steps. The mean of a metric also leaves
-    out steps where the metric is NaN. The logs `success_rate` and `fail_rate` are means over the episodes that ended.
-    A mean over zero steps or episodes is NaN.
+    out steps where the metric is NaN. The logs `success_rate` and `fail_rate` are means over the episodes that ended,
+    and `game_score` is the mean over the games that ended. A mean over zero steps, episodes or games is NaN.
     """
     if "info" not in steps:
         return {}
@@ -46,6 +46,9 @@ def _info_logs(steps: TensorDict) -> Logs:
     for name in ("success", "fail"):
         if name in info:
             logs[f"{name}_rate"] = _mean_or_nan(info[name][:, :-1].to(torch.float32), ended)
+    if "game_score" in info:
+        score = info["game_score"][:, :-1]
+        logs["game_score"] = _mean_or_nan(score, counted & ~score.isnan())
     for group in ("rewards", "metrics"):
         for name, value in info.get(group, {}).items():
             if value.ndim == 2:  # vectors are not logged

@@ -2,6 +2,9 @@
 
 Every environment contributes the same number of episodes. If only the episodes that end first were counted, short
 episodes would get too much weight. Evaluations have their own seed, so that they do not change the results of training.
+
+If the episodes of an environment are parts of a game, such as the lives of an Atari game, evaluations count whole games
+and their scores.
 """
 
 import math
@@ -69,11 +72,23 @@ def _eval_step(
     carry, out = act(params, carry, env_state["obs"], None)
     env_state = step(env_state, out["action"], noise)
     carry = restarted_carry(carry, initial, env_state)
-    done = env_state["terminated"] | env_state["truncated"]
+    reward, done = _counted(env_state)
     taken = env_state["executed"] if "executed" in env_state else torch.ones_like(done)
     counts = taken.masked_fill(~env_state["mask"], 0) if "mask" in env_state else taken
-    row = (env_state["reward"], done, counts, *_outcomes(env_state).values())
+    row = (reward, done, counts, *_outcomes(env_state).values())
     return (carry, env_state), (torch.stack([x.to(torch.float32) for x in row]), before)
+
+
+def _counted(env_state: TensorDict) -> tuple[Tensor, Tensor]:
+    """Return the reward and the end of an episode, each of shape `[N]`, as evaluations count them.
+
+    If the environment reports the score of whole games, a game counts as one episode whose only reward is the score.
+    """
+    info = env_state.get("info", TensorDict({}, []))
+    if "game_score" in info:
+        score, over = info["game_score"], ~info["game_score"].isnan()
+        return score.where(over, 0.0), over
+    return env_state["reward"], env_state["terminated"] | env_state["truncated"]
 
 
 def _eval_steps(

@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
@@ -18,7 +19,8 @@ from ecrl.algorithms.core import Collect, collect_of, decisions
 from ecrl.config import Config
 from ecrl.distributed import world_size
 from ecrl.envs import Env
-from ecrl.envs.mujoco.camera import CameraConfig
+from ecrl.envs.gymnasium import GymnasiumConfig, draw, drawing_keys, render_fps
+from ecrl.envs.mujoco.camera import CameraConfig, grid
 from ecrl.errors import ConfigError
 from ecrl.kernels import scan
 from ecrl.loop.build import build, with_eval_events
@@ -27,7 +29,17 @@ from ecrl.loop.iteration import phase_of, with_phase
 from ecrl.pytree import mapped
 from ecrl.run.evaluation import eval_steps
 from ecrl.run.loggers import ending
-from ecrl.run.video_writer import FPS, Camera, background_worker, cameras, render_views, video_path, view, write_video
+from ecrl.run.video_writer import (
+    FPS,
+    Camera,
+    background_worker,
+    cameras,
+    encoder,
+    render_views,
+    video_path,
+    view,
+    write_video,
+)
 from ecrl.types import LogData
 
 
@@ -51,8 +63,9 @@ def _views_until(steps: Iterable[tuple[list[tuple], TensorDict | None]], num_epi
 def record(state: TensorDict, cfg: Config, path: str | Path, num_envs: int = 4, num_episodes: int = 1) -> int:
     """Record a real-time video of the policy. The policy's actions are deterministic, as in evaluations.
 
-    The first camera of `trainer.events.eval` takes the video. If there is no such camera, the first camera of
-    `trainer.events.train` takes the video. If the config has no camera, the video shows the whole scene.
+    In a MuJoCo task, the first camera of `trainer.events.eval` takes the video. If there is no such camera, the first
+    camera of `trainer.events.train` takes the video. If the config has no camera, the video shows the whole scene. A
+    Gymnasium environment is made with the render mode "rgb_array" in this process, and draws the video itself.
 
     Args:
         state: state of a run.
@@ -63,18 +76,39 @@ def record(state: TensorDict, cfg: Config, path: str | Path, num_envs: int = 4, 
             until all environments have finished.
 
     Returns: the number of frames. The video has one frame per step.
-    Raises: ConfigError if the environment has no scene; UserError if OpenGL or the extra `video` is missing.
+    Raises: ConfigError if the environment has no scene and cannot draw images; UserError if OpenGL or the extra `video`
+        is missing.
     """
     for name, count in (("num_envs", num_envs), ("num_episodes", num_episodes)):
         if count < 1:
             raise ConfigError(f"{name}: {count}, expected at least 1")
-    run = with_eval_events(build(cfg), cfg)
-    sim = run.env.scene
-    if sim is None:
-        raise ConfigError(f"{cfg.env.name} has no scene to record; ecrl record is for MuJoCo tasks")
-    camera = next((c.params for use in ("eval", "train") for c in cameras(cfg, use)), None) or _overview_camera(sim)
-    with torch.no_grad(), closing(eval_steps(run, state, cfg, num_envs, [], num_envs)) as steps:
-        return write_video(Path(path), render_views(sim, camera, _views_until(steps, num_episodes)), 1.0 / sim.dt)
+    with torch.no_grad():
+        if isinstance(cfg.env.cfg, GymnasiumConfig):
+            return _record_gymnasium(state, cfg, Path(path), num_envs, num_episodes)
+        run = with_eval_events(build(cfg), cfg)
+        sim = run.env.scene
+        if sim is None:
+            text = "ecrl record is for MuJoCo tasks and Gymnasium environments"
+            raise ConfigError(f"{cfg.env.name} has no scene to record; {text}")
+        camera = next((c.params for use in ("eval", "train") for c in cameras(cfg, use)), None) or _overview_camera(sim)
+        with closing(eval_steps(run, state, cfg, num_envs, [], num_envs)) as steps:
+            return write_video(Path(path), render_views(sim, camera, _views_until(steps, num_episodes)), 1.0 / sim.dt)
+
+
+def _record_gymnasium(state: TensorDict, cfg: Config, path: Path, num_envs: int, num_episodes: int) -> int:
+    """Record a video of a Gymnasium environment, and return the number of frames."""
+    encoder()  # report a missing package before the environments are made
+    cfg = cfg.replace(**drawing_keys(cast(GymnasiumConfig, cfg.env.cfg)))
+    fps, run = render_fps(cast(GymnasiumConfig, cfg.env.cfg)), with_eval_events(build(cfg), cfg)
+    images: list[np.ndarray] = []
+
+    def step(before: TensorDict, action: Any, noise: Any) -> TensorDict:
+        images.append(grid(draw(before)))
+        return run.env.step(before, action, noise)
+
+    filmed = run._replace(env=replace(run.env, step=step))
+    with closing(eval_steps(filmed, state, cfg, num_envs, [])) as steps:
+        return write_video(path, (images.pop() for _ in _views_until(steps, num_episodes)), fps)
 
 
 def _add_view(after: TensorDict, before: TensorDict, count: int) -> TensorDict:

@@ -103,6 +103,7 @@ def test_an_environment_that_cannot_be_made_is_one_line(env, message):
         ("Box2D", "LunarLander-v3", "box2d"),
         ("mujoco", "HalfCheetah-v5", "mujoco"),
         ("imageio", "HalfCheetah-v5", "mujoco"),
+        ("ale_py", "ALE/Pong-v5", "atari"),
     ],
 )
 def test_a_missing_package_is_reported_with_its_extra(package, gym_id, extra):

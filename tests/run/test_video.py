@@ -1,7 +1,5 @@
 """Videos: the right frames of the right steps, made in the background, without changing or delaying the run."""
 
-import re
-import subprocess
 import sys
 import warnings
 from contextlib import contextmanager
@@ -16,6 +14,7 @@ from support.camera_task import CUBE, TASK, film, filmed_run, gl
 from support.off_policy_agents import AGENTS, agent, is_continuous
 from support.replay_agent import replaying
 from support.small_runs import NET, full_config, same, small
+from support.video_files import frames
 from tensordict import TensorDict
 
 import ecrl.loop.build
@@ -34,16 +33,6 @@ from ecrl.run.evaluation import evaluate, with_evaluation
 from ecrl.run.train import train
 from ecrl.run.video import record, rollout_views, with_training_videos
 from ecrl.run.video_writer import background_worker, cameras, check_cameras, view, write_video
-
-ffmpeg = pytest.importorskip("imageio_ffmpeg", reason="videos need the extra 'video'")
-
-
-def frames(path):
-    """Return the frames of an mp4, uint8 `[T, h, w, 3]`, and the frames per second."""
-    command = [ffmpeg.get_ffmpeg_exe(), "-i", str(path), "-f", "rawvideo", "-pix_fmt", "rgb24", "-"]
-    read = subprocess.run(command, capture_output=True, check=True)
-    width, height, fps = re.search(rb"h264.* (\d+)x(\d+)[ ,].* ([\d.]+) fps", read.stderr).groups()
-    return np.frombuffer(read.stdout, np.uint8).reshape(-1, int(height), int(width), 3), float(fps)
 
 
 def grey(*values, size=(32, 48)):

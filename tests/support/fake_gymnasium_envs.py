@@ -161,6 +161,43 @@ class Drift(gymnasium.Env):
         return obs, reward, False, self._since == 4, {}
 
 
+class Drawn(gymnasium.Env):
+    """Environment whose image is as grey as its steps, 40 per step; episodes of odd seeds have 3 steps, others 5.
+
+    `draws` is another result of `render`.
+    """
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 12}  # noqa: RUF012
+    observation_space, action_space = spaces.Box(-np.inf, np.inf, (1,)), spaces.Discrete(2)
+
+    def __init__(self, render_mode=None, draws=None):
+        self.render_mode, self._draws, self._length = render_mode, draws, 5
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self._length = self._length if seed is None else 5 - 2 * (seed % 2)
+        self._since = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self._since += 1
+        return np.full(1, self._since, np.float32), 1.0, self._since == self._length, False, {}
+
+    def render(self):
+        if self._draws == "error":
+            raise RuntimeError("no\nscreen")
+        image = np.full((20, 16, 3), 40 * self._since, np.uint8)
+        return {"text": "a screen", "float": image / 255.0, "grey": image[..., 0]}.get(self._draws, image)
+
+
+class Unseen(Drawn):
+    """Environment that can only draw text."""
+
+    metadata = {"render_modes": ["ansi"]}  # noqa: RUF012
+
+
+gymnasium.register("Drawn-v0", Drawn)
+gymnasium.register("Unseen-v0", Unseen)
 gymnasium.register("Bandit-v0", Bandit)
 gymnasium.register("Count-v0", Count)
 gymnasium.register("Drift-v0", Drift)

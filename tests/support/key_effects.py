@@ -19,15 +19,19 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from safetensors.torch import load as tensors_from_bytes
 
+from ecrl import rng
 from ecrl.config import Config, config_from_dict
+from ecrl.envs import make_env
 from ecrl.errors import ConfigError, UserError
 from ecrl.loop.build import build, device_of, form_of
 from ecrl.loop.iteration import init_state, make_iteration, train_iter
 from ecrl.run.checkpoint import latest, read_manifest
 from ecrl.run.evaluation import with_evaluation
 from ecrl.run.train import train, train_from_config
+from support import fake_atari
 from support.wandb_files import logged
 
 NET = {"type": "mlp", "network_cfg": {"hidden_sizes": [8], "activation": "tanh"}}
@@ -76,6 +80,19 @@ def params(changes: Changes) -> dict[str, Any]:
     leaves = dict(weights.flatten_keys(".").items())
     assert all(leaf.isfinite().all() for leaf in leaves.values())
     return {name: (list(leaf.shape), leaf.numpy().tobytes()) for name, leaf in leaves.items()}
+
+
+@remembered
+def played(changes: Changes) -> tuple:
+    """Take steps in an environment, and return the observations, the rewards and the ends of episodes."""
+    with fake_atari.with_cv2():
+        env, rows = make_env(made(changes).env), []
+        state: Any = env.reset(rng.split(rng.key(2), 2))
+        for t in range(60):
+            rows += [state[name].numpy().tobytes() for name in ("obs", "reward", "terminated")]
+            state = env.step(state, torch.tensor([3, t % 4]), None)
+        env.close(state)
+    return tuple(rows)
 
 
 @remembered

@@ -16,6 +16,7 @@ from support.key_effects import (
     matrices,
     one_of_two,
     params,
+    played,
     processes,
     refused,
     saved_replay,
@@ -97,6 +98,10 @@ C51 = Q | {"distribution": "categorical", "v_min": -5.0, "v_max": 5.0}
 POINT_MASS = {"env": {"name": "point_mass"}}
 SLOW = {"env": {"name": "gymnasium:Napping-v0", "cfg": {"asynchronous": True}}, "trainer.num_envs": 1}
 
+ATARI = {"env": {"name": "gymnasium:FakeAtari-v0", "cfg": {"atari": {}}}}
+ATARI_KEYS = {"noop_max": 0, "frame_skip": 3, "screen_size": 42, "grayscale_obs": False}
+ATARI_KEYS |= {"terminal_on_life_loss": False, "fire_on_reset": False, "clip_reward": False}
+
 ENVS = [
     Row("env.name", "point_mass", PENDULUM),
     Row("env.frame_stack", 3, SEEING),
@@ -116,6 +121,7 @@ ENVS = [
     *rows("env.gymnasium", GYM | {"env.cfg.max_episode_steps": 5}, max_episode_steps=3),
     Row("env.gymnasium.asynchronous", True, GYM, processes),
     Row("env.gymnasium.timeout", 0.3, SLOW | alg(batch_size=8), answer),
+    *(Row(f"env.gymnasium.atari.{name}", value, ATARI, played) for name, value in ATARI_KEYS.items()),
 ]
 
 

@@ -1,5 +1,8 @@
 """Make Gymnasium environments from an id, such as `"gymnasium:LunarLander-v3"`, or by `from_vector`."""
 
+from ecrl.envs.gymnasium.atari import AtariConfig
 from ecrl.envs.gymnasium.env import GymnasiumConfig, from_vector, gymnasium_env
+from ecrl.envs.gymnasium.handles import draw
+from ecrl.envs.gymnasium.rendering import drawing_keys, render_fps
 
-__all__ = ["GymnasiumConfig", "from_vector", "gymnasium_env"]
+__all__ = ["AtariConfig", "GymnasiumConfig", "draw", "drawing_keys", "from_vector", "gymnasium_env", "render_fps"]

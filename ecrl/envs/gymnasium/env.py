@@ -3,18 +3,21 @@
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
 from gymnasium import registry
 from gymnasium.vector import VectorEnv
-from pydantic import Field, JsonValue, field_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl import rng
 from ecrl.config.model import ConfigModel, Count, Positive
 from ecrl.envs.core import NEVER, Env
+from ecrl.envs.gymnasium import worker
+from ecrl.envs.gymnasium.atari import FRAME_STACK, AtariConfig, base_kwargs, check_kwargs, truncation_gap
 from ecrl.envs.gymnasium.handles import Live, fault_text, find_live, require_live, steps_behind, to_list
 from ecrl.envs.gymnasium.process_vector import parallel
 from ecrl.envs.gymnasium.spaces import MASK, BadValue, action, allowed, check_allowed
@@ -37,6 +40,7 @@ class GymnasiumConfig(ConfigModel):
     max_episode_steps: Count | None = Field(None, description="time limit, steps; if absent, the registered limit")
     asynchronous: bool = Field(False, description="run the environments in worker processes, at most one per core")
     timeout: Positive = Field(60.0, description="seconds that a worker may take for one step or reset")
+    atari: AtariConfig | None = Field(None, description="preprocessing of an Atari game; {} for the usual settings")
 
     @field_validator("id")
     @classmethod
@@ -46,6 +50,26 @@ class GymnasiumConfig(ConfigModel):
             reason = f"belongs to module {module!r}, which is not imported"
             raise ValueError(f"{name!r} {reason}; import it first, or on the command line with --import {module}")
         return name
+
+    @model_validator(mode="after")
+    def _fits_atari(self) -> "GymnasiumConfig":
+        if self.atari is not None:
+            check_kwargs(self.atari, self.kwargs)
+        return self
+
+
+def open_envs(cfg: GymnasiumConfig, num_envs: int) -> Vector:
+    """Open `num_envs` environments. Raise Fault if they cannot be made."""
+    kwargs, atari = _make_kwargs(cfg), None if cfg.atari is None else cfg.atari.model_dump()
+    if cfg.asynchronous:
+        return parallel(cfg.id, kwargs, num_envs, cfg.timeout, atari)
+    return serial(cfg.id, kwargs, num_envs, atari)
+
+
+def _make_kwargs(cfg: GymnasiumConfig) -> dict[str, Any]:
+    """Return the arguments of `gymnasium.make`."""
+    limit = {} if cfg.max_episode_steps is None else {"max_episode_steps": cfg.max_episode_steps}
+    return cast(dict[str, Any], cfg.kwargs) | limit | ({} if cfg.atari is None else base_kwargs(cfg.atari))
 
 
 @register_env("gymnasium")
@@ -63,30 +87,33 @@ def gymnasium_env(cfg: GymnasiumConfig) -> Env:
     not a Dict becomes `obs["observation"]`. Gymnasium's `info["success"]` or `info["is_success"]` becomes
     `info.success`, which is NaN if the environment reports neither.
 
-    Equal keys give equal episodes, both in this process and in worker processes. `min_truncation_gap` is the time limit
-    for the environments that Gymnasium itself provides. For all other environments, the gap is 1, because their own
-    code may truncate at any step.
+    With `atari`, the observation of an Atari game is the newest image, uint8 `[size, size, 1]`, or `[size, size, 3]` in
+    color. `info.game_score` is the score of a game in the step that ends the game, and NaN in all other steps. The
+    score is the sum of the unclipped rewards of all lives.
+
+    Equal keys give equal episodes, both in this process and in worker processes. `min_truncation_gap` follows from the
+    time limit for the environments that Gymnasium itself provides, and for Atari games with `atari`. For all other
+    environments, the gap is 1, because their own code may truncate at any step.
 
     Raises: ConfigError if the environment cannot be created or has an unsupported space. `reset` and `step` raise
         UserError if an environment raises, dies, hangs in its worker or returns a value that does not fit its space.
         The error names the environment and the step. NaN and infinity raise no error, because `trainer.finite_guard`
         handles non-finite values in a run.
     """
-    limit = {} if cfg.max_episode_steps is None else {"max_episode_steps": cfg.max_episode_steps}
-    kwargs = cast(dict[str, Any], cfg.kwargs) | limit
-
-    def make(num_envs: int) -> Vector:
-        if cfg.asynchronous:
-            return parallel(cfg.id, kwargs, num_envs, cfg.timeout)
-        return serial(cfg.id, kwargs, num_envs)
-
-    return replace(_env(make, f"gymnasium:{cfg.id}"), min_truncation_gap=_truncation_gap(cfg.id, kwargs))
+    env = _env(partial(open_envs, cfg), f"gymnasium:{cfg.id}")
+    stack = 1 if cfg.atari is None else FRAME_STACK
+    return replace(env, min_truncation_gap=_truncation_gap(cfg), frame_stack=stack)
 
 
-def _truncation_gap(env_id: str, kwargs: dict[str, Any]) -> int:
-    """Return the time limit of an environment that Gymnasium itself provides, and 1 for any other environment."""
-    spec = registry.get(env_id.rpartition(":")[2])
-    if spec is None or not str(spec.entry_point).startswith("gymnasium.envs.") or spec.additional_wrappers:
+def _truncation_gap(cfg: GymnasiumConfig) -> int:
+    """Return the gap that follows from a time limit, or 1 if the environment's own code may truncate at any step."""
+    worker.register_atari(cfg.id, cfg.atari is not None)
+    spec, kwargs = registry.get(cfg.id.rpartition(":")[2]), _make_kwargs(cfg)
+    if spec is None or spec.additional_wrappers:
+        return 1
+    if cfg.atari is not None and str(spec.entry_point).startswith("ale_py."):
+        return truncation_gap(spec, kwargs, cfg.atari)
+    if not str(spec.entry_point).startswith("gymnasium.envs."):
         return 1
     limit = kwargs.get("max_episode_steps", spec.max_episode_steps)
     return limit if limit and limit > 0 else NEVER
@@ -222,6 +249,8 @@ def _state(outcome: Outcome, spaces: tuple[Space, Space], like: Tensor) -> Tenso
         "truncated": outcome.truncated,
         "info": TensorDict({"success": outcome.success}, [n]),
     }
+    if outcome.scores is not None:
+        fields["info"]["game_score"] = outcome.scores
     if outcome.counts is not None:
         fields["mask"] = outcome.counts
     return _to_device_of(like, TensorDict(fields, [n]))

@@ -10,6 +10,7 @@ import itertools
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
@@ -83,6 +84,20 @@ def find_live(state: TensorDict, owner: object) -> Live | None:
     """
     live = _LIVE.get(to_list(state["token"])[0])
     return live if live is not None and live.owner is owner else None
+
+
+def draw(state: TensorDict) -> list[np.ndarray]:
+    """Draw the environments of the newest state. Return one image uint8 `[h, w, 3]` per environment.
+
+    Raises: UserError if the environments are not open in this process, or cannot draw images.
+    """
+    live = _LIVE.get(to_list(state["token"])[0])
+    if live is None:
+        raise UserError("the envs of this state are not open in this process, so they cannot be drawn; reset the envs")
+    try:
+        return live.vector.render()
+    except (Fault, BadValue) as error:
+        raise UserError(f"{fault_text(live.label, error)}, when it was drawn") from error.__cause__
 
 
 def steps_behind(live: Live, state: TensorDict) -> int:

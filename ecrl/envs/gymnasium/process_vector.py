@@ -89,12 +89,14 @@ def _stop(workers: list[_Worker]) -> None:
             one.process.stdin.close()
 
 
-def parallel(env_id: str, kwargs: dict[str, Any], num_envs: int, timeout: float) -> Vector:
+def parallel(
+    env_id: str, kwargs: dict[str, Any], num_envs: int, timeout: float, atari: dict[str, Any] | None = None
+) -> Vector:
     """Open environments in at most one worker process per core. `serial` gives the same results without workers."""
     import cloudpickle
 
     spec = gymnasium.registry.get(env_id.rpartition(":")[2])
-    open_args = (env_id, kwargs, None if spec is None else cloudpickle.dumps(spec))
+    open_args = (env_id, kwargs, atari, None if spec is None else cloudpickle.dumps(spec))
     count = min(num_envs, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     edges = [num_envs * i // count for i in range(count + 1)]
     workers: list[_Worker] = []

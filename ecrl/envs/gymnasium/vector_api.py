@@ -17,6 +17,8 @@ from torch import Tensor
 from ecrl.envs.gymnasium import worker
 from ecrl.envs.gymnasium.spaces import BadValue, collate, observation
 
+_FPS = 30.0  # frame rate of an environment that declares none, as in Gymnasium's RecordVideo
+
 
 class Fault(Exception):
     """Error in an environment. `env` is the index of the environment, or None if it is unknown."""
@@ -31,7 +33,8 @@ class Outcome(NamedTuple):
 
     `counts` is False for an environment that the step only reset. `counts` is None if a reset never takes a step of its
     own. `success` is NaN for an environment that does not report success. `masks` holds the action mask of each
-    environment, or None for an environment without a mask.
+    environment, or None for an environment without a mask. `scores` holds the score of the Atari game that ended in the
+    step, NaN if no game ended, or is None for other environments.
     """
 
     obs: Any
@@ -42,16 +45,28 @@ class Outcome(NamedTuple):
     success: Tensor
     masks: Sequence[Any]
     counts: Tensor | None = None
+    scores: Tensor | None = None
+
+
+def _cannot_draw() -> list[np.ndarray]:
+    """Raise Fault, because only the environments of `serial` can draw images."""
+    raise Fault(None, "cannot draw images, because the environments run in other processes or as a vector env")
 
 
 class Vector(NamedTuple):
-    """Functions that reset, step and close N open environments. `reset` and `step` raise Fault or BadValue."""
+    """Functions that reset, step, close and draw N open environments.
+
+    `render` returns one image uint8 `[h, w, 3]` per environment. `fps` is the frame rate of the images, in frames per
+    second. `reset`, `step` and `render` raise Fault or BadValue.
+    """
 
     observation_space: gymnasium.Space
     action_space: gymnasium.Space
     reset: Callable[[list[int]], Outcome]
     step: Callable[[np.ndarray], Outcome]
     close: Callable[[], None]
+    render: Callable[[], list[np.ndarray]] = _cannot_draw
+    fps: float = _FPS
 
 
 def replace_rows(obs: Any, envs: Sequence[int], space: gymnasium.Space, rows: Sequence[Any]) -> Any:
@@ -74,14 +89,15 @@ def check_success(values: Sequence[float | str]) -> None:
 
 
 def _outcome(space: gymnasium.Space, rows: Sequence[tuple]) -> Outcome:
-    obs, masks, reward, terminated, truncated, success, finals = zip(*rows, strict=True)
+    obs, masks, reward, terminated, truncated, success, finals, scores = zip(*rows, strict=True)
     tensor = observation(space, collate(space, obs))
     check_success(success)
     ended = [i for i, final in enumerate(finals) if final is not None]
     final = replace_rows(tensor, ended, space, [finals[i] for i in ended])
     rewards = torch.from_numpy(np.array(reward, np.float32).reshape(len(rows)))
     terminations, truncations = (torch.from_numpy(np.array(flag, bool)) for flag in (terminated, truncated))
-    return Outcome(tensor, final, rewards, terminations, truncations, torch.tensor(success), masks)
+    outcome = Outcome(tensor, final, rewards, terminations, truncations, torch.tensor(success), masks)
+    return outcome if scores[0] is None else outcome._replace(scores=torch.tensor(scores))
 
 
 def vector_of(spaces: tuple, ask: Callable[[str, Any], Sequence[tuple]], close: Callable[[], None]) -> Vector:
@@ -96,7 +112,19 @@ def vector_of(spaces: tuple, ask: Callable[[str, Any], Sequence[tuple]], close: 
     return Vector(spaces[0], spaces[1], answer("reset"), answer("step"), close)
 
 
-def serial(env_id: str, kwargs: dict[str, Any], num_envs: int) -> Vector:
+def _image(env: gymnasium.Env, index: int) -> np.ndarray:
+    """Draw one environment. Raise Fault or BadValue if `render` fails or does not return an image."""
+    try:
+        image = worker.render(env)
+    except Exception as error:
+        raise Fault(index, f"raised {worker.error_text(error)}") from error
+    if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.ndim == 3 and image.shape[2] == 3:
+        return image
+    actual = f"{image.dtype} {list(image.shape)}" if isinstance(image, np.ndarray) else type(image).__name__
+    raise BadValue(f"drew {actual}, expected an image uint8 [h, w, 3]", index)
+
+
+def serial(env_id: str, kwargs: dict[str, Any], num_envs: int, atari: dict[str, Any] | None = None) -> Vector:
     """Open environments in this process. The returned `Vector` resets and steps one environment after the other."""
     envs: list[gymnasium.Env] = []
 
@@ -116,8 +144,10 @@ def serial(env_id: str, kwargs: dict[str, Any], num_envs: int) -> Vector:
 
     try:
         for _ in range(num_envs):
-            envs.append(worker.make(env_id, kwargs))
+            envs.append(worker.make(env_id, kwargs, atari))
     except Exception as error:
         close()
         raise Fault(len(envs), worker.error_text(error)) from error
-    return vector_of((envs[0].observation_space, envs[0].action_space), ask, close)
+    vector = vector_of((envs[0].observation_space, envs[0].action_space), ask, close)
+    fps = envs[0].metadata.get("render_fps") or _FPS
+    return vector._replace(render=lambda: [_image(env, i) for i, env in enumerate(envs)], fps=fps)

@@ -1,9 +1,10 @@
 """Reset and step single Gymnasium environments, and serve as the worker process of `process_vector.parallel`.
 
-A worker runs this file as a script. The file does not import ecrl, so a worker starts fast and needs little memory.
+A worker runs this file as a script. A worker does not import ecrl, so it starts fast and needs little memory.
 """
 
 import contextlib
+import importlib.util
 import math
 import os
 import sys
@@ -11,18 +12,27 @@ import threading
 from collections.abc import Iterator
 from copy import deepcopy
 from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import gymnasium
 from gymnasium.envs.registration import load_env_creator
 from gymnasium.error import DependencyNotInstalled
 
-_EXTRAS = {"mujoco": "mujoco", "imageio": "mujoco", "Box2D": "box2d"}
+_EXTRAS = {"mujoco": "mujoco", "imageio": "mujoco", "Box2D": "box2d", "pygame": "video"}
+_EXTRAS |= {"ale_py": "atari", "cv2": "atari"}
 """Map each package that Gymnasium's environments import to the extra of ecrl that installs the package."""
+
+
+_SCORE = "ecrl.game_score"
+"""Key of `info` for the score of an Atari game that ended. The key must differ from every key of an environment."""
 
 
 class Row(NamedTuple):
     """Result of one environment's step or reset. At the end of an episode, `final` is the observation before the reset.
+
+    `score` is the score of the Atari game that ended in the step, NaN if no game ended, or None for other environments.
 
     A worker sends a plain tuple instead of a `Row`. In the worker, this class belongs to the module `__main__`, so the
     parent process could not unpickle a `Row`.
@@ -35,6 +45,7 @@ class Row(NamedTuple):
     truncated: bool = False
     success: float | str = math.nan
     final: Any = None
+    score: float | None = None
 
 
 def _no_log_file() -> None:
@@ -58,14 +69,69 @@ def _explain_missing_package() -> Iterator[None]:
         raise ModuleNotFoundError(f"No module named {missing!r}: {advice}") from error
 
 
-def make(env_id: str, kwargs: dict[str, Any]) -> gymnasium.Env:
-    """Call `gymnasium.make` without Gymnasium's checker, which checks only the first steps. ecrl checks every step."""
-    known = gymnasium.registry.get(env_id)  # None for an id that begins with "module:"
+def _atari_wrappers() -> ModuleType:
+    """Import `atari_wrappers`. A worker loads the module from its file, because importing the package is slow."""
+    if __package__:
+        from ecrl.envs.gymnasium import atari_wrappers
+
+        return atari_wrappers
+    path = Path(__file__).with_name("atari_wrappers.py")
+    spec: Any = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _is_from_ale(spec: Any) -> bool:
+    return isinstance(spec.entry_point, str) and spec.entry_point.startswith("ale_py.")
+
+
+def _import_ale() -> None:
+    """Import ale_py, which registers the Atari games. Raise ModuleNotFoundError with the extra if it is missing."""
     with _explain_missing_package():
-        if known and isinstance(known.entry_point, str):
-            load_env_creator(known.entry_point)  # this call imports MuJoCo if the environment needs it
+        import ale_py  # pyright: ignore[reportMissingImports]
+    ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # otherwise each process prints a banner
+    gymnasium.register_envs(ale_py)
+
+
+def register_atari(env_id: str, is_atari: bool) -> None:
+    """Register the Atari games if the id names one of them, or if `is_atari` and the id is not registered."""
+    name = env_id.rpartition(":")[2]
+    known = gymnasium.registry.get(name)
+    if _is_from_ale(known) if known else is_atari or name.startswith("ALE/"):
+        _import_ale()
+
+
+def find_creator(env_id: str) -> Any:
+    """Return the class or function that creates an environment, or None if the id is not registered.
+
+    The call imports MuJoCo if the environment needs it.
+    """
+    known = gymnasium.registry.get(env_id.rpartition(":")[2])
+    with _explain_missing_package():
+        creator = known.entry_point if known else None
+        return load_env_creator(creator) if isinstance(creator, str) else creator
+
+
+def make(env_id: str, kwargs: dict[str, Any], atari: dict[str, Any] | None = None) -> gymnasium.Env:
+    """Call `gymnasium.make` without Gymnasium's checker, which checks only the first steps. ecrl checks every step.
+
+    `atari` are the settings of the preprocessing of an Atari game (`atari_wrappers.preprocess`), or None.
+    """
+    register_atari(env_id, atari is not None)
+    creator = find_creator(env_id)
+    with _explain_missing_package():
         _no_log_file()
-        env = gymnasium.make(env_id, disable_env_checker=True, **kwargs)
+        if atari is None:
+            env = gymnasium.make(env_id, disable_env_checker=True, **kwargs)
+        else:
+            wrappers = _atari_wrappers()
+            if creator is not None:
+                wrappers.check_is_atari(creator)
+            limit = kwargs.get("max_episode_steps")  # in steps of the agent, so gymnasium.make must not count frames
+            kwargs = {name: value for name, value in kwargs.items() if name != "max_episode_steps"}
+            env = gymnasium.make(env_id, disable_env_checker=True, **kwargs)
+            env = wrappers.preprocess(env, limit, _SCORE, **atari)
     _no_log_file()
     return env
 
@@ -73,7 +139,7 @@ def make(env_id: str, kwargs: dict[str, Any]) -> gymnasium.Env:
 def reset(env: gymnasium.Env, seed: int) -> Row:
     """Start an episode. The seed also determines all later episodes."""
     obs, info = env.reset(seed=seed)
-    return Row(obs, info.get("action_mask"))
+    return Row(obs, info.get("action_mask"), score=info.get(_SCORE))
 
 
 def step(env: gymnasium.Env, action: Any) -> Row:
@@ -83,7 +149,13 @@ def step(env: gymnasium.Env, action: Any) -> Row:
     if terminated or truncated:
         final = deepcopy(obs)  # the environment may write the next observation into the same memory
         obs, info = env.reset()
-    return Row(obs, info.get("action_mask"), reward, terminated, truncated, success, final)
+    return Row(obs, info.get("action_mask"), reward, terminated, truncated, success, final, info.get(_SCORE))
+
+
+def render(env: gymnasium.Env) -> Any:
+    """Return the image of an environment that was made with a render mode."""
+    with _explain_missing_package():
+        return env.render()
 
 
 def success_of(info: dict[str, Any]) -> float | str:
@@ -108,7 +180,7 @@ def error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
 
 
-def _open(env_id: str, kwargs: dict[str, Any], spec: bytes | None) -> gymnasium.Env:
+def _open(env_id: str, kwargs: dict[str, Any], atari: dict[str, Any] | None, spec: bytes | None) -> gymnasium.Env:
     if spec is not None:  # the parent may have registered an environment that this process has not registered
         import cloudpickle
 
@@ -116,8 +188,11 @@ def _open(env_id: str, kwargs: dict[str, Any], spec: bytes | None) -> gymnasium.
         # `process_vector.parallel` pickled in the parent process and sent through the private pipe of this worker. The
         # bytes never come from a file or a network. The module `pickle` itself cannot load a class that a notebook
         # defines.
-        gymnasium.registry.setdefault(env_id.rpartition(":")[2], cloudpickle.loads(spec))
-    return make(env_id, kwargs)
+        registered = cloudpickle.loads(spec)
+        if _is_from_ale(registered):
+            _import_ale()  # before the spec is added, because the import warns if it registers an id again
+        gymnasium.registry.setdefault(env_id.rpartition(":")[2], registered)
+    return make(env_id, kwargs, atari)
 
 
 def _answers(envs: list[gymnasium.Env], command: str, values: list) -> Iterator[Any]:
