@@ -95,11 +95,11 @@ class ZerosWithoutMemory(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if args and _is_one_element(args[0]):
+        name, first = getattr(func, "__name__", ""), next(iter((*args, *kwargs.values())), None)
+        if _is_one_element(first):  # the functions of `torch.nn.init` pass the tensor by name
             writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
             if writes or name in ("clone", "contiguous"):
-                return args[0]
+                return first
         if func in _ALLOCATING and kwargs.get("out") is None:
             like = func(*args, **{**kwargs, "device": "meta"})
             if like.numel() * like.element_size() > _LARGE:

@@ -271,6 +271,22 @@ def flatten(obs: Any, space: Space) -> Tensor:
             )
 
 
+def batch_shape(obs: Tensor, space: Space) -> torch.Size:
+    """Return the shape `B` of observations `[*B, *shape]` of a space that is not a Dict.
+
+    Raises: ConfigError for an observation of another shape than the space has.
+    """
+    shape = element_shape(space)
+    batch = obs.shape[: obs.ndim - len(shape)]
+    if obs.shape[len(batch) :] != shape:
+        sizes = ", ".join(("...", *map(str, shape)))
+        raise ConfigError(
+            f"policy: an observation has the shape {list(obs.shape)}, but the networks were built for [{sizes}]; pass "
+            "observations of the environment that the policy was made for"
+        )
+    return batch
+
+
 def one_batch(obs: Any, space: Space) -> tuple[Any, torch.Size]:
     """Reshape an observation `[*B, ...]` to the single batch axis that modules expect. Return the observation and `B`.
 
@@ -285,14 +301,7 @@ def one_batch(obs: Any, space: Space) -> tuple[Any, torch.Size]:
         parts = {name: one_batch(obs[name], part) for name, part in space.items}
         first, batch = next(iter(parts.values()))
         return TensorDict({name: rows for name, (rows, _) in parts.items()}, [first.shape[0]]), batch
-    shape = element_shape(space)
-    batch = obs.shape[: obs.ndim - len(shape)]
-    if obs.shape[len(batch) :] != shape:
-        sizes = ", ".join(("...", *map(str, shape)))
-        raise ConfigError(
-            f"policy: an observation has the shape {list(obs.shape)}, but the networks were built for [{sizes}]; pass "
-            "observations of the environment that the policy was made for"
-        )
+    shape, batch = element_shape(space), batch_shape(obs, space)
     return obs if len(batch) == 1 else obs.reshape((batch.numel(), *shape)), batch
 
 

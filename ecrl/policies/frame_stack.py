@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ecrl.errors import ConfigError
 from ecrl.kernels import push_frame, stack_frames
-from ecrl.policies.core import Policy
+from ecrl.policies.core import Policy, batch_shape
 from ecrl.pytree import flatten, replaced
 from ecrl.spaces import Box, Dict, Space, dict_space, without_mask
 
@@ -56,6 +56,15 @@ def newest_mask(obs: Any) -> Any:
         mask = cast(Tensor, obs[_MASK])
         return replaced(TensorDict(dict(obs.items()), obs.batch_size[:-1]), {_MASK: mask[..., -1, :]})
     return obs
+
+
+def _check_shapes(obs: Any, space: Space) -> None:
+    """Raise ConfigError for an observation of another shape than the space has."""
+    if isinstance(space, Dict):
+        for name, part in space.items:
+            _check_shapes(obs[name], part)
+    else:
+        batch_shape(obs, space)
 
 
 def _zeros(space: Space, batch: list[int], device: torch.device) -> Any:
@@ -101,6 +110,7 @@ def with_frame_stack(policy: Policy, observation_space: Space, frames: int) -> P
 
     def pushed(carry: TensorDict, obs: Any) -> Any:
         check_carry(carry)
+        _check_shapes(obs, seen)
         return _with_mask(push_frame(carry["frames"], cast(Tensor, carry["started"]), _frames_of(obs)), obs)
 
     def newer(stack: Any, axis: int) -> Any:
@@ -111,9 +121,11 @@ def with_frame_stack(policy: Policy, observation_space: Space, frames: int) -> P
     def check_carry(carry: TensorDict) -> None:
         if not {"frames", "started"} <= {*carry.keys()}:
             raise ConfigError("policy: the carry has no stacked observations; pass init_carry(params, num_envs)")
+        _check_shapes(carry["frames"], stacked_space(seen, frames - 1))
 
     def stacked(carry: TensorDict, steps: TensorDict) -> TensorDict:
         check_carry(carry)
+        _check_shapes(steps["obs"], seen)
         obs, started, done = steps["obs"], cast(Tensor, carry["started"]), cast(Tensor, steps["done"])
         return steps.copy().set("obs", _with_mask(stack_frames(carry["frames"], started, _frames_of(obs), done), obs))
 

@@ -177,6 +177,12 @@ def recurrent(cfg: RecurrentConfig, observation_space: Space, action_space: Spac
             return None
         if carry is None or name not in carry:
             raise ConfigError(f"policy recurrent: the carry has no {name!r}; pass init_carry(params, num_envs)")
+        sizes = {part: x.shape[-1] for part, x in carry[name].items()}
+        expected = dict.fromkeys(CELLS[cfg.cell.type].memory, cfg.cell.hidden_size)
+        if sizes != expected:
+            found, needed = (", ".join(f"{part} [{n}]" for part, n in some.items()) for some in (sizes, expected))
+            problem = f"policy recurrent: the carry {name!r} has {found}, expected {needed}"
+            raise ConfigError(f"{problem}; pass a carry of this policy, as from init_carry(params, num_envs)")
         return carry[name]
 
     def step(params: TensorDict, carry: TensorDict, obs: Any, name: str) -> tuple[TensorDict | None, Tensor]:

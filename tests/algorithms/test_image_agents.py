@@ -199,3 +199,19 @@ def test_a_memory_without_frames_is_refused():
     carry = policy.init_carry(params, 2).exclude("frames")
     with pytest.raises(ConfigError, match=r"^policy: the carry has no stacked observations; pass init_carry\(params, "):
         policy.act(params, carry, torch.zeros(2, 10, 5, 1, dtype=torch.uint8), None)
+
+
+def test_frames_of_another_size_are_refused():
+    policy = build(agent("stack")).policy
+    params, small = policy.init(rng.key(0)), torch.zeros(2, 5, 5, 1, dtype=torch.uint8)
+    carry = policy.init_carry(params, 2)
+    problem = (
+        r"^policy: an observation has the shape \[2, 5, 5, 1\], but the networks were built for \[\.\.\., 10, 5, 1\]"
+    )
+    with pytest.raises(ConfigError, match=problem):
+        policy.act(params, carry, small, None)
+    wrong = carry.copy().set("frames", torch.zeros(2, 2, 5, 5, 1, dtype=torch.uint8))
+    with pytest.raises(
+        ConfigError, match=r"has the shape \[2, 2, 5, 5, 1\], but the networks were built for \[\.\.\., 2, "
+    ):
+        policy.act(params, wrong, torch.zeros(2, 10, 5, 1, dtype=torch.uint8), None)

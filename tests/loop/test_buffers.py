@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.checks import assert_pure
 from support.replay_agent import CAPACITY, KINDS, N, T, replaying
-from support.small_runs import NET, same
+from support.small_runs import NET, same, small
 from tensordict import TensorDict
 
 import ecrl
@@ -321,3 +321,14 @@ def test_an_iteration_with_a_million_steps_in_the_buffer_allocates_little(form, 
         assert 0 < most < 3 * 16 * MEBIBYTE + MEBIBYTE
     else:
         assert 0 < total < 20 * MEBIBYTE
+
+
+@pytest.mark.parametrize("gain", [None, 1.0])
+def test_a_layer_of_more_than_a_mebibyte_is_trained(gain):
+    """The state that a run is checked against has no memory for large tensors, so their initial values are skipped."""
+    wide = {"network_cfg": {"hidden_sizes": [600, 600], "orthogonal_init": gain}}
+    cfg = small(**{"policy.actor": wide, "trainer.iterations": 1})
+    start = init_state(cfg)
+    (record,) = train_iter(start, cfg)
+    assert any(x.numel() == 360_000 for x in start["params"].values(True, True))
+    assert not same(start["params"], record["state"]["params"])

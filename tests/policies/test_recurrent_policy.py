@@ -292,6 +292,21 @@ def test_a_memory_that_is_not_there_is_refused():
         policy.value(params, policy.init_carry(params, 5), steps, final)
 
 
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"type": "gru", "hidden_size": 6}, r"the carry 'shared' has h \[6\], expected h \[8\]; pass a carry of this"),
+        ({"type": "lstm", "hidden_size": 8}, r"the carry 'shared' has h \[8\], c \[8\], expected h \[8\]"),
+    ],
+)
+def test_a_memory_of_another_network_is_refused(other, message):
+    policy = make_policy(with_critic(), VECTOR, CHOICE)
+    another = make_policy({**with_critic(), "cell": other}, VECTOR, CHOICE)
+    carry = another.init_carry(another.init(rng.key(0)), 5)
+    with pytest.raises(ConfigError, match=message):
+        policy.act(policy.init(rng.key(0)), carry, torch.zeros(5, 3), None)
+
+
 def test_actor_and_critic_that_share_a_cell_read_the_same_observations():
     space = spaces.dict_space({"a": VECTOR, "b": VECTOR})
     policies = [
