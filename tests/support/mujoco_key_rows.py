@@ -295,7 +295,7 @@ IMAGE = "observations.cam.params"
 CAMERAS = [
     *at("CameraConfig", IMAGE, PICTURED, pictured, resolution=[12, 12], eye=[-1.0, 1.4, 2.0], target=[0.5, 0.0, 0.0]),
     *between("CameraConfig", IMAGE, PICTURED, pictured, up=([0.0, 0.0, 1.0], [0.0, 1.0, 0.0])),
-    *at("CameraImageConfig", IMAGE, PICTURED, pictured, quality="full"),
+    *at("CameraConfig", IMAGE, PICTURED, pictured, quality="full"),
     *between("CameraConfig", IMAGE, PICTURED, pictured, intrinsics=(CAMERA["intrinsics"], [6.0, 6.0, 8.0, 6.0])),
 ]
 SWAYING = one_more("randomize_camera", PICTURED, eye_range=NEAR, target_range=NEAR)
