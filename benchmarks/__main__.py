@@ -22,6 +22,7 @@ SUBJECTS = {  # name: description; the file of that name has `rows(quick, cores)
     "scaling": "env steps per second by number of environments, length of a rollout and width of the networks",
     "seeds": "64 runs in one vmapped call against 64 runs in sequence, and against rejax vmapped",
     "physics": "PPO on PushCube against its bare physics",
+    "cameras": "frames per second of the cameras of MuJoCo tasks, fast images against full quality",
     "guard": "cost of the finite guard per iteration",
     "phases": "time of each phase of an iteration",
 }

@@ -78,6 +78,11 @@ class Env:
             closed or have taken further steps.
         carry_over: maps (start of the next episode, last state of the ended episode) to the start state that is used.
             This start state keeps the values that outlast an episode, such as a mass that a startup event drew.
+        reset_unobserved: like `reset`, but the state has no field `obs`. Use this function if observations are slow to
+            compute, such as images. `auto_reset` then draws the starts of later episodes with `reset_unobserved`, and
+            computes the observations of only those starts that are used. If None, `auto_reset` uses `reset`.
+        observe_where: maps (state, bool `[*B]`) to the observations of the copies where the mask is True. The rows of
+            the other copies may have any values. Needed for `reset_unobserved`. If None, `observe` is used.
         scene: the simulation of a MuJoCo task, which events may change, or None for other environments.
         min_truncation_gap: the earliest step of an episode that may truncate the episode, counted from 1. Two
             truncations of one copy are therefore at least this many steps apart. If the episodes are parts of a game,
@@ -99,6 +104,8 @@ class Env:
     close: Callable[[TensorDict], None] = nothing_to_close
     is_current: Callable[[TensorDict], bool] = always_current
     carry_over: Callable[[TensorDict, TensorDict], TensorDict] = nothing_lasts
+    reset_unobserved: Callable[[Tensor], TensorDict] | None = None
+    observe_where: Callable[[TensorDict, Tensor], Any] | None = None
     scene: Any = None
     min_truncation_gap: int = 1
     frame_stack: int = 1
@@ -106,6 +113,22 @@ class Env:
     def __post_init__(self):
         if self.min_truncation_gap < 1:
             raise ValueError(f"min_truncation_gap is {self.min_truncation_gap}, expected at least 1 step")
+        if self.reset_unobserved and not self.observe_where:
+            raise ValueError("an environment with reset_unobserved needs observe_where")
+
+    def observed_where(self, state: TensorDict, mask: Tensor) -> TensorDict:
+        """Return a state whose `obs` is recomputed where the mask (bool `[*B]`) is True.
+
+        Elsewhere, `obs` may have any values.
+        """
+        obs = self.observe_where(state, mask) if self.observe_where else self.observe(state)
+        return state.copy().set("obs", obs)
+
+
+def change_reset(env: Env, change: Callable[[Callable[[Tensor], TensorDict]], Callable[[Tensor], TensorDict]]) -> Env:
+    """Return an environment with `change(env.reset)` as `reset`, and likewise for `reset_unobserved` if it is set."""
+    unobserved = env.reset_unobserved and change(env.reset_unobserved)
+    return replace(env, reset=change(env.reset), reset_unobserved=unobserved)
 
 
 def state_of(obs: Tensor | TensorDict, batch: torch.Size, **fields: Tensor) -> TensorDict:
@@ -151,8 +174,8 @@ def time_limit(env: Env, max_episode_steps: int) -> Env:
     if max_episode_steps < 1:
         raise ValueError(f"time_limit needs max_episode_steps >= 1, got {max_episode_steps}")
 
-    def reset(keys: Tensor) -> TensorDict:
-        return env.reset(keys).set("elapsed", torch.zeros_like(keys))
+    def counted(reset: Callable[[Tensor], TensorDict]) -> Callable[[Tensor], TensorDict]:
+        return lambda keys: reset(keys).set("elapsed", torch.zeros_like(keys))
 
     def step(state: TensorDict, action: Tensor, noise: Any) -> TensorDict:
         elapsed = state["elapsed"] + 1
@@ -161,7 +184,7 @@ def time_limit(env: Env, max_episode_steps: int) -> Env:
         return after.copy().update({"elapsed": elapsed, "truncated": truncated})
 
     gap = min(env.min_truncation_gap, max_episode_steps)
-    return replace(env, reset=reset, step=step, min_truncation_gap=gap)
+    return replace(change_reset(env, counted), step=step, min_truncation_gap=gap)
 
 
 _OUTCOME = ("reward", "terminated", "truncated", "info", "mask", "executed")
@@ -176,8 +199,9 @@ def auto_reset(env: Env) -> Env:
     is the observation before any reset. In the next call of `env.step`, `terminated` and `truncated` are False.
 
     The noise of a step includes a start for the next episode. This start is drawn from the step's key and the stream
-    `rng.START`, so the start does not depend on the ended episode. An environment that is not pure resets itself, so
-    `auto_reset` returns the environment unchanged.
+    `rng.START`, so the start does not depend on the ended episode. If the environment has `reset_unobserved`, the start
+    has no observation, and `step` computes the observations of the starts that are used. An environment that is not
+    pure resets itself, so `auto_reset` returns the environment unchanged.
     """
     if not env.is_pure:
         return env
@@ -189,7 +213,7 @@ def auto_reset(env: Env) -> Env:
         return start.exclude(*_OUTCOME).update(outcome).set("final_obs", start["obs"].clone())
 
     def draw(keys: Tensor) -> TensorDict:
-        start = env.reset(rng.fold_in(keys, rng.START))
+        start = (env.reset_unobserved or env.reset)(rng.fold_in(keys, rng.START))
         return TensorDict({"start": start, "step": env.draw(rng.fold_in(keys, rng.ENV))}, keys.shape)
 
     def step(state: TensorDict, action: Tensor, noise: Any) -> TensorDict:
@@ -198,9 +222,11 @@ def auto_reset(env: Env) -> Env:
         done = after["terminated"] | after["truncated"]
         outcome = after.select(*_OUTCOME, strict=False)
         start, running = env.carry_over(noise["start"], after).exclude(*_OUTCOME), after.exclude(*_OUTCOME)
+        if env.reset_unobserved:
+            start = env.observed_where(running.copy().update(start), done)  # `running` has the usual field order
         return start.where(done, running).update(outcome).set("final_obs", after["obs"])
 
-    return replace(env, reset=reset, step=step, draw=draw)
+    return replace(env, reset=reset, step=step, draw=draw, reset_unobserved=None)
 
 
 @cache

@@ -60,7 +60,7 @@ def _apply_event(env: Env, event: _Event, state: TensorDict, keys: Tensor, selec
     """Apply an event to the environments that `selected` (bool `[*B]`) marks, and recompute their observations."""
     event_keys = rng.fold_in(keys, event.position)
     after = state.copy().update(event.apply(_event_fields(env, state), event_keys))
-    return after.set("obs", env.observe(after)).where(selected, state)
+    return env.observed_where(after, selected).where(selected, state)
 
 
 def make_event(event: EventConfig, scene: Any, label: str) -> Apply:

@@ -88,7 +88,8 @@ def check_fields(env: Env, name: str) -> None:
     `step` must return TensorDicts of batch size `[*B]` with the same fields, shapes and dtypes. The required fields are
     `obs`, `reward` (float32 `[*B]`), `terminated` and `truncated` (both bool `[*B]`). `obs` must have the shape and the
     dtype of the observation space; the dtype of a Discrete or MultiDiscrete space is int64. The field `executed` (int64
-    `[*B]`) is optional. The check also calls `reset` with keys `[T, N]`, as `auto_reset` does. An environment that is
+    `[*B]`) is optional. The check also calls `reset` with keys `[T, N]`, as `auto_reset` does. If the
+    environment has `reset_unobserved`, it must return the fields of `reset` without `obs`. An environment that is
     not pure is not checked. Errors raised by the environment's own code are not caught.
 
     Args:
@@ -110,5 +111,12 @@ def check_fields(env: Env, name: str) -> None:
         _check_required(env, before, keys.shape, f"{label}: reset")
         call = f"{label}: reset of keys {list(key_rows.shape)}"
         _check_required(env, _field_types(env.reset(key_rows), key_rows.shape, call), key_rows.shape, call)
+        if env.reset_unobserved:
+            call = f"{label}: reset_unobserved"
+            unobserved = _field_types(env.reset_unobserved(keys), keys.shape, call)
+            expected = {name: kind for name, kind in before.items() if name.split(".")[0] != "obs"}
+            if unobserved != expected:
+                names = ", ".join(sorted(name for name, _ in unobserved.items() ^ expected.items()))
+                raise ConfigError(f"{call} must return the fields of reset without obs; these differ: {names}")
         after: TensorDict = env.step(start, _zero_action(env.action_space, keys.shape), env.draw(keys))
     _check_same(before, _field_types(after, keys.shape, f"{label}: step"), label)

@@ -137,8 +137,10 @@ def render_views(sim: Any, camera: CameraConfig, views: Iterable[TensorDict]) ->
     """Render each view as one image, with one tile for each environment in the view."""
     with drawing(sim, camera) as draw:
         for worlds in views:
-            rows: list[Any] = [worlds[i] for i in range(worlds.batch_size[0])]
-            yield grid([draw(row["physics"], row.get("targets", {})) for row in rows])
+            arrays: Any = worlds.cpu().numpy()
+            targets = arrays.get("targets", {})
+            rows = ((row, {name: x[i] for name, x in targets.items()}) for i, row in enumerate(arrays["physics"]))
+            yield grid([draw(*row).copy() for row in rows])
 
 
 def view(state: TensorDict, count: int) -> TensorDict:

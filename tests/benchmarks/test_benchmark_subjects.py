@@ -5,11 +5,13 @@ import json
 import numpy as np
 import pytest
 import torch
+from support.camera_task import gl
 
 pytest.importorskip("rlax", reason="the benchmarks' peers are not installed")
 
 from benchmarks import (
     alternating_calls,
+    cameras,
     end_to_end,
     gpu,
     guard,
@@ -413,7 +415,27 @@ def test_iterations_under_each_guard_take_turns(env, monkeypatch):
     assert guards == {"off", "stop", "skip"} and guard.config(env, 4).trainer.num_envs == 4
 
 
-DRAWN = [end_to_end, guard, kernels, memory, off_policy, phases, physics, scaling, seeds, solved]
+def test_a_row_of_cameras_is_judged_by_the_fast_frames_of_one_core():
+    fast, full = (
+        Result("fast", [1400.0, 1600.0, 2000.0], 1.0, {}, 0.0),
+        Result("full", [140.0, 200.0, 500.0], 1.0, {}, 0.0),
+    )
+    row = cameras.result_row("ReachRL", 1, fast, full, fast)
+    assert (row["times_full"], row["times_min"], row["times_max"], row["met"]) == (8.0, 4.0, 10.0, True)
+    assert cameras.result_row("ReachRL", 2, fast, full, fast)["met"] is None
+    assert not cameras.result_row("ReachRL", 1, full, full, full)["met"]
+    assert cameras.result_row("ReachRL", 1, fast, full._replace(rates=[], error="died"), fast)["error"] == "died"
+
+
+@gl
+def test_work_units_of_cameras_draw_and_step(monkeypatch):
+    monkeypatch.setattr(cameras, "ENVS", 2)
+    assert cameras.frames("ReachRL", "fast")() == cameras.frames("ReachRL", "full")() == 2
+    work = cameras.steps("PushCubeRL")
+    assert sum(work() for _ in range(33)) == 66  # more than one batch of noise
+
+
+DRAWN = [cameras, end_to_end, guard, kernels, memory, off_policy, phases, physics, scaling, seeds, solved]
 
 
 @pytest.mark.parametrize("comparison", off_policy.comparisons(), ids=lambda c: f"{c.algorithm}-{c.contestants[0].name}")
@@ -456,6 +478,7 @@ def test_figures_of_rows_with_gaps(module, tmp_path):
         memory: {"contestant": "ecrl", "num_envs": 4, "peak_mb": 3.0},
         off_policy: {"algorithm": "sac", "units": 64, "ours": "ecrl", "peer": "SB3", "ratio": 2.0, "must": 1.0},
         physics: {"what": "iteration", "times_bare": 1.5},
+        cameras: {"task": "ReachRL", "cores": 1, "fast_frames_per_s": 9.0, "full_frames_per_s": 3.0, "times_full": 3.0},
         phases: {"num_envs": 4, "form": "as run", "phase": "collect", "share": 0.5, "ms": 1.0},
         scaling: {"by": "width", "num_envs": 4, "steps": 8, "width": 16, "ecrl_steps_per_s": 5.0},
         seeds: {"num_envs": 4, "cores": 1, "time_by_in_turn": 0.5}

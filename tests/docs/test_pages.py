@@ -131,7 +131,7 @@ def _config(text: str) -> None:
     """Check a config, or a part of one where the rest does not matter."""
     part = json.loads(text if text.startswith("{") else f"{{{text}}}")
     part = {"trainer": part} if "events" in part else part
-    cameras = "record_camera" in text
+    cameras = "record_camera" in text or "camera_image" in text
     base = json.loads((ROOT / "configs" / f"{'push_cube' if cameras else 'cartpole'}_ppo.json").read_text())
     if "optimizer" in part.get("algorithm", {}).get("cfg", {}):
         del base["algorithm"]["cfg"]["learning_rate"]

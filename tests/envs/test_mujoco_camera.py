@@ -27,7 +27,8 @@ def _sim(*places, color=(1.0, 0.0, 0.0, 1.0)):
 
 def _image(sim, targets=None, **camera):
     with drawing(sim, CameraConfig.model_validate({"resolution": [80, 60]} | camera)) as draw:
-        return draw(start(sim, (1,))["physics"][0], targets or {}).astype(int)
+        arrays = {name: x.numpy() for name, x in (targets or {}).items()}
+        return draw(start(sim, (1,))["physics"][0].numpy(), arrays).astype(int)
 
 
 def _middle(image, channel=0):
@@ -93,9 +94,9 @@ def test_targets_move_the_camera_and_change_the_light():
 def test_two_cameras_at_once_see_the_same_as_single_cameras():
     sim = _sim([0, 0, 0])
     near, far = (CameraConfig(resolution=(40, 30), eye=(0.0, y, 0.0)) for y in (-1.0, -3.0))
-    row = start(sim, (1,))["physics"][0]
+    row = start(sim, (1,))["physics"][0].numpy()
     with drawing(sim, near) as one:
-        single = one(row, {})
+        single = one(row, {}).copy()
         with drawing(sim, far) as two:
             assert not np.array_equal(two(row, {}), single)
             assert np.array_equal(one(row, {}), single)

@@ -1,5 +1,8 @@
 """Images as observations, and events that move cameras and change lights."""
 
+import threading
+from unittest.mock import patch
+
 import pytest
 import torch
 from support.camera_task import SMALL, TASK, filmed_run, gl
@@ -10,10 +13,11 @@ from ecrl import rng
 from ecrl.compile.jit import choose_form
 from ecrl.config.model import validate_section
 from ecrl.envs import make_env
-from ecrl.envs.mujoco import camera
-from ecrl.envs.mujoco.camera import CameraConfig, drawing
+from ecrl.envs.mujoco import camera, render_op
+from ecrl.envs.mujoco.camera import drawing
 from ecrl.envs.mujoco.scene.config import LightConfig
 from ecrl.envs.mujoco.terms.cameras import (
+    CameraImageConfig,
     RandomizeCameraConfig,
     RandomizeLightConfig,
     camera_image,
@@ -24,11 +28,15 @@ from ecrl.errors import ConfigError
 from ecrl.loop.iteration import init_state, make_iteration
 
 TINY = SMALL | {"resolution": [12, 8], "intrinsics": [12, 12, 6, 4]}
-CONFIG = CameraConfig.model_validate(TINY)
+CONFIG = CameraImageConfig.model_validate(TINY)
 
 
 def _env(**events):
     return make_env({"name": "film_task", "cfg": TASK["cfg"] | {"events": TASK["cfg"]["events"] | events}})
+
+
+def _numbers(settings):
+    return [getattr(settings, name) for name in dir(settings) if not name.startswith("_")]
 
 
 def _states(env, n=4):
@@ -40,11 +48,11 @@ def test_an_image_is_what_the_camera_draws():
     env = _env()
     state = _states(env)
     images = assert_pure(camera_image(CONFIG, env.scene), state, None)
-    assert images.shape == (4, 8, 12, 3) and images.dtype == torch.float32
+    assert images.shape == (4, 8, 12, 3) and images.dtype == torch.uint8
     with drawing(env.scene, CONFIG) as draw:
         for i in range(4):
-            expected = draw(state["world", "physics"][i], {"goal": state["targets", "goal"][i]}).copy()
-            close(images[i] * 255.0, torch.from_numpy(expected))
+            row, place = state["world", "physics"][i].numpy(), state["targets", "goal"][i].numpy()
+            assert torch.equal(images[i], torch.from_numpy(draw(row, {"goal": place}).copy()))
     left = state["targets", "goal"][:, 0] < -0.6
     assert 0 < left.sum() < 4
     first, *others = images[left]
@@ -70,13 +78,76 @@ def test_any_batch_and_vmap_give_the_same_pixels():
 
 
 @gl
+def test_images_are_drawn_only_where_they_are_needed():
+    env = _env()
+    state, term = _states(env), camera_image(CONFIG, env.scene)
+    needed, all_drawn = torch.tensor([False, True, True, False]), term(state, None)
+    drawn = term(state.copy().set("needed", needed), None)
+    assert torch.equal(drawn[needed], all_drawn[needed]) and not drawn[~needed].any()
+    assert not term(state.copy().set("needed", torch.zeros(4, dtype=torch.bool)), None).any()
+    per_copy = torch.vmap(lambda row: term(row, None))(state.select("world", "targets").set("needed", needed))
+    assert torch.equal(per_copy, drawn)
+
+
+@gl
+def test_any_number_of_threads_gives_the_same_pixels():
+    images, drew = [], []
+
+    def drawing_thread(*args):
+        drew.append(threading.current_thread().name)
+        return draw_rows(*args)
+
+    draw_rows = render_op._draw_rows
+    for threads in (1, 2, 3, 9):  # of five images
+        cfg = TASK["cfg"] | {"physics": {"threads": threads}}
+        env = make_env({"name": "film_task", "cfg": cfg})
+        with patch.object(render_op, "_draw_rows", drawing_thread):
+            images.append(camera_image(CONFIG, env.scene)(_states(env, 5), None))
+        assert len(drew) == len({*drew}) == min(threads, 5)
+        drew.clear()
+    assert all(torch.equal(image, images[0]) for image in images) and images[0].any()
+
+
+@gl
+def test_an_error_in_any_thread_is_raised():
+    env = make_env({"name": "film_task", "cfg": TASK["cfg"] | {"physics": {"threads": 2}}})
+    state, term = _states(env), camera_image(CONFIG, env.scene)
+    term(state, None)
+    for where in (True, False):
+        real, caller = render_op._draw_rows, threading.current_thread()
+
+        def fail(*args, real=real, where=where, caller=caller):
+            if (threading.current_thread() is caller) == where:
+                raise ValueError("no light")
+            real(*args)
+
+        with patch.object(render_op, "_draw_rows", fail), pytest.raises(ValueError, match="no light"):
+            term(state, None)
+    assert term(state, None).any()  # the threads still work
+
+
+@gl
+def test_a_fast_image_looks_like_a_full_one_and_physics_ignores_both():
+    env = _env()
+    state, quality = _states(env), _numbers(env.scene.model.vis.quality)
+    settings = SMALL | {"resolution": [64, 64], "intrinsics": [60, 60, 32, 32]}
+    fast, full = (
+        camera_image(CameraImageConfig.model_validate(settings | more), env.scene)(state, None).float()
+        for more in ({}, {"quality": "full"})
+    )
+    difference = (fast - full).abs()
+    assert 0.0 < difference.mean() < 5.0 and (difference > 64.0).float().mean() < 0.02
+    assert _numbers(env.scene.model.vis.quality) == quality and env.scene.model.vis.quality.offsamples > 0
+
+
+@gl
 @pytest.mark.slow
 def test_compiled_as_eager():
     env = _env()
     state, term = _states(env), camera_image(CONFIG, env.scene)
 
     def mean(state, scale):
-        return (term(state, None) * scale).mean((1, 2, 3))
+        return (term(state, None).float() * scale).mean((1, 2, 3))
 
     scale = torch.tensor(2.0)
     close(choose_form("on", "cpu").jit(mean)(state, scale), mean(state, scale))
@@ -87,10 +158,12 @@ def test_a_policy_that_sees():
     camera = {"func": "camera_image", "name": "camera", "params": TINY}
     cfg = filmed_run(**{"env.cfg.observations": {"image": camera}, "trainer.enable_eval": False})
     state = init_state(cfg)
-    assert state["env", "obs"].shape == (4, 8 * 12 * 3 + 18)
-    after, _ = make_iteration(cfg)(state)
-    assert after["env", "obs"].isfinite().all() and not torch.equal(after["env", "obs"], state["env", "obs"])
-    assert state["env", "obs"][:, : 8 * 12 * 3].min() >= 0.0 and state["env", "obs"][:, : 8 * 12 * 3].max() <= 1.0
+    before = state["env", "obs"]
+    assert {name: x.shape[1:] for name, x in before.items()} == {
+        "camera": (8, 12, 3), "robot_qpos": (6,), "robot_qvel": (6,), "robot_qf": (6,)
+    }  # fmt: skip
+    after = make_iteration(cfg)(state)[0]["env", "obs"]
+    assert after["camera"].dtype == torch.uint8 and not torch.equal(after["camera"], before["camera"])
 
 
 def test_draws_lie_between_the_bounds():

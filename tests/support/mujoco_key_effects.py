@@ -14,7 +14,7 @@ from ecrl.envs import make_env
 from ecrl.envs.mujoco.camera import backend
 from ecrl.envs.mujoco.scene.models import loaded
 from ecrl.errors import ConfigError, UserError
-from ecrl.run.video_writer import filming
+from ecrl.run.video_writer import cameras, filming, render_views, view
 from support.key_effects import Changes, See, made, remembered
 
 
@@ -74,6 +74,19 @@ def pictured(changes: Changes) -> list[dict[str, Any]]:
     except UserError as error:
         pytest.skip(str(error))
     return _steps(changes)
+
+
+@remembered
+def frame(changes: Changes) -> bytes:
+    """Return the first frame of a video of an evaluation."""
+    try:
+        backend()
+    except UserError as error:
+        pytest.skip(str(error))
+    cfg = made(changes)
+    env, (camera,) = make_env(cfg.env), cameras(cfg, "eval")
+    (image,) = render_views(env.scene, camera.params, [view(env.reset(rng.split(rng.key(0), 1)), 1)])
+    return image.tobytes()
 
 
 @remembered

@@ -4,7 +4,7 @@ from typing import Any
 
 from support.key_effects import Changes, See
 from support.key_row import Row
-from support.mujoco_key_effects import backed, bounds, filmed, model, pictured, rejected, stepped
+from support.mujoco_key_effects import backed, bounds, filmed, frame, model, pictured, rejected, stepped
 
 CFG = "env.cfg"
 
@@ -155,6 +155,7 @@ OBJECTS = [
     *of_object("ShapeConfig", round_thing(**CAN), height=shaped(**CAN | {"height": 0.14})),
 ]
 TASKS = [
+    *at("TaskConfig", "", RESTING, observation_form="parts"),
     *at("TaskConfig", "", RESTING, max_episode_steps=2, actions={"a": term("QposTerm")}, observations={}, rewards={}),
     *at("TaskConfig", "", REACH, events={"goal": GOAL}),
     *between("TaskConfig", "", CART, control_parts=(["arm"], ["hand"])),
@@ -294,6 +295,7 @@ IMAGE = "observations.cam.params"
 CAMERAS = [
     *at("CameraConfig", IMAGE, PICTURED, pictured, resolution=[12, 12], eye=[-1.0, 1.4, 2.0], target=[0.5, 0.0, 0.0]),
     *between("CameraConfig", IMAGE, PICTURED, pictured, up=([0.0, 0.0, 1.0], [0.0, 1.0, 0.0])),
+    *at("CameraConfig", IMAGE, PICTURED, pictured, quality="full"),
     *between("CameraConfig", IMAGE, PICTURED, pictured, intrinsics=(CAMERA["intrinsics"], [6.0, 6.0, 8.0, 6.0])),
 ]
 SWAYING = one_more("randomize_camera", PICTURED, eye_range=NEAR, target_range=NEAR)
@@ -308,6 +310,7 @@ CAMERAS += event_between(
 )
 FILM = "trainer.events.eval.film"
 FILMED = RESTING | {FILM: {"func": "record_camera_data"}}
+CAMERAS.append(Row("CameraConfig.quality", "fast", FILMED, frame, f"{FILM}.params.quality"))
 CAMERAS += [
     Row(f"RecordCameraConfig.{name}", value, FILMED, filmed, f"{FILM}.params.{name}")
     for name, value in {"name": "another", "max_env_num": 3, "save_path": "outputs"}.items()

@@ -13,15 +13,15 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from functools import cache
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
-from torch import Tensor
 
 from ecrl.config.model import ConfigModel, Positive
-from ecrl.envs.mujoco.physics.simulation import Simulation, to_data
+from ecrl.envs.mujoco.physics.simulation import Simulation, state_bits
 from ecrl.envs.mujoco.scene.config import Real, Triple
 from ecrl.envs.mujoco.scene.models import mujoco
 from ecrl.errors import UserError
@@ -30,16 +30,23 @@ EYE, TARGET, DIRECTION, COLOR = "camera_eye_offset", "camera_target_offset", "li
 """Names of the targets that move cameras or change the light. A disc in the images marks each other target position."""
 
 _GOAL = np.array([0.1, 0.75, 0.3, 0.5], np.float32)
+_UPRIGHT = np.eye(3).ravel()
 _GOAL_SIZE = np.array([0.1, 0.002, 0.0])  # radius and half thickness of the disc, in m
 _PROBE = "import mujoco.{0} as gl; context = gl.GLContext(8, 8); context.make_current(); context.free()"
 _Pixels = Annotated[int, Field(ge=1, le=4096)]
 
-Draw = Callable[[Tensor, Mapping[str, Tensor]], np.ndarray]
-"""Function that draws an image (uint8 `[h, w, 3]`) from one environment's `physics` (`[nstate]`) and named targets."""
+Draw = Callable[[np.ndarray, Mapping[str, np.ndarray]], np.ndarray]
+"""Function that draws an image (uint8 `[h, w, 3]`) from one environment's `physics` (`[nstate]`) and named targets.
+
+The next call overwrites the image.
+"""
+
+Quality = Literal["fast", "full"]
+"""Quality of the images of a camera, see `CameraConfig`."""
 
 
 class CameraConfig(ConfigModel):
-    """Config of a camera: its pose, resolution and intrinsics."""
+    """Config of a camera: its pose, resolution, intrinsics and quality."""
 
     resolution: Annotated[tuple[_Pixels, _Pixels], Field(strict=False)] = Field(
         (640, 480), description="width and height, pixels"
@@ -51,6 +58,11 @@ class CameraConfig(ConfigModel):
     )
     intrinsics: Annotated[tuple[Positive, Positive, Real, Real], Field(strict=False)] | None = Field(
         None, description="fx, fy, cx, cy, pixels; by default 600, 600 and the middle of the image"
+    )
+    quality: Quality = Field(
+        "full",
+        description="full: smooth edges and round shapes; fast: no anti-aliasing and shapes with few faces, for small "
+        "images",
     )
 
     @model_validator(mode="after")
@@ -96,24 +108,38 @@ def _context(width: int, height: int) -> Any:
     return GLContext(width, height)
 
 
+def _drawn_model(model: Any, camera: CameraConfig) -> Any:
+    """Return a copy of a model with the visual settings of a camera. The physics does not use the copy."""
+    model = copy(model)
+    visual = model.vis
+    visual.global_.offwidth, visual.global_.offheight = camera.resolution
+    visual.quality.shadowsize = 0  # images have no shadows, and the texture of the shadows would take 64 MB
+    if camera.quality == "fast":
+        visual.quality.offsamples = 0
+        visual.quality.numslices, visual.quality.numstacks, visual.quality.numquads = 10, 5, 1
+    return model
+
+
 @contextmanager
 def _canvas(model: Any, width: int, height: int) -> Iterator[Callable[[Any], np.ndarray]]:
     """Open an offscreen renderer, and yield a function that draws an `MjvScene` with this renderer.
 
+    All calls of the yielded function return the same array.
     Call the yielded function only in the thread that entered the context manager.
     """
-    window, viewport = _context(width, height), mujoco().MjrRect(0, 0, width, height)
+    gl = mujoco()
+    window, viewport = _context(width, height), gl.MjrRect(0, 0, width, height)
     try:
         window.make_current()
-        context = mujoco().MjrContext(model, mujoco().mjtFontScale.mjFONTSCALE_100.value)
-        mujoco().mjr_resizeOffscreen(width, height, context)
-        mujoco().mjr_setBuffer(mujoco().mjtFramebuffer.mjFB_OFFSCREEN.value, context)
+        context = gl.MjrContext(model, gl.mjtFontScale.mjFONTSCALE_100.value)
+        gl.mjr_setBuffer(gl.mjtFramebuffer.mjFB_OFFSCREEN.value, context)
+
+        image = np.empty((height, width, 3), np.uint8)
 
         def draw(scene: Any) -> np.ndarray:
-            image = np.empty((height, width, 3), np.uint8)
             window.make_current()  # another OpenGL context may be current in this thread
-            mujoco().mjr_render(viewport, scene, context)
-            mujoco().mjr_readPixels(image, None, viewport, context)
+            gl.mjr_render(viewport, scene, context)
+            gl.mjr_readPixels(image, None, viewport, context)
             return image[::-1]
 
         try:
@@ -151,19 +177,23 @@ def scene_light(sim: Simulation) -> dict[str, tuple[float, ...]]:
     return {DIRECTION: tuple(model.light_dir[0]), COLOR: tuple(model.light_diffuse[0])} if model.nlight else {}
 
 
-def _set_light(scene: Any, targets: Mapping[str, np.ndarray]) -> None:
-    for light in (light for light in scene.lights[: scene.nlight] if not light.headlight):
+def _set_lights(scene: Any, targets: Mapping[str, np.ndarray], headlight: tuple[np.ndarray, np.ndarray]) -> None:
+    """Set the targets of `randomize_light`, and the position and direction of the headlight."""
+    for light in scene.lights[: scene.nlight]:
+        if light.headlight:
+            light.pos, light.dir = headlight
+            continue
         if DIRECTION in targets:
             light.dir = targets[DIRECTION] / np.linalg.norm(targets[DIRECTION])
         if COLOR in targets:
             light.diffuse = targets[COLOR]
 
 
-def _add_mark(scene: Any, position: np.ndarray) -> None:
+def _add_mark(gl: Any, scene: Any, position: np.ndarray) -> None:
     """Add a translucent green disc at `position` to an `MjvScene`."""
     if scene.ngeom < scene.maxgeom:
-        kind = int(mujoco().mjtGeom.mjGEOM_CYLINDER)
-        mujoco().mjv_initGeom(scene.geoms[scene.ngeom], kind, _GOAL_SIZE, position, np.eye(3).ravel(), _GOAL)
+        kind = gl.mjtGeom.mjGEOM_CYLINDER.value
+        gl.mjv_initGeom(scene.geoms[scene.ngeom], kind, _GOAL_SIZE, position, _UPRIGHT, _GOAL)
         scene.ngeom += 1
 
 
@@ -174,28 +204,40 @@ def drawing(sim: Simulation, camera: CameraConfig) -> Iterator[Draw]:
     Call the yielded function only in the thread that entered the context manager.
 
     Discs in the images mark the targets that are positions. The targets of `randomize_camera` move the camera, and the
-    targets of `randomize_light` change the light.
+    targets of `randomize_light` change the light. An image depends only on its state and targets, and not on the images
+    that were drawn before.
 
     Raises: UserError if neither EGL nor OSMesa works.
     """
-    gl, model = mujoco(), sim.model
+    gl, model = mujoco(), _drawn_model(sim.model, camera)
     data, scene = gl.MjData(model), gl.MjvScene(model, 1000)
-    option, free, everything = gl.MjvOption(), gl.MjvCamera(), gl.mjtCatBit.mjCAT_ALL.value
+    option, view, everything = gl.MjvOption(), gl.MjvCamera(), gl.mjtCatBit.mjCAT_ALL.value
     for flag in ("SHADOW", "REFLECTION"):  # shadows and reflections each make drawing several times slower
         scene.flags[int(getattr(gl.mjtRndFlag, f"mjRND_{flag}"))] = 0
-    no_offset = np.zeros(3)
+    gl.mjv_updateScene(model, data, option, None, view, everything, scene)
+    view.type = gl.mjtCamera.mjCAMERA_USER.value  # later updates keep the pose that `_aim` sets
+    near_far = [(side.frustum_near, side.frustum_far) for side in scene.camera]
+    headlight = scene.lights[0].pos.copy(), scene.lights[0].dir.copy()  # behind MuJoCo's default camera
+    positions = gl.mj_kinematics, gl.mj_comPos, gl.mj_camlight, gl.mj_flex, gl.mj_tendon
+    bits, no_offset, pose = state_bits(), np.zeros(3), b""
     with _canvas(model, *camera.resolution) as paint:
 
-        def draw(row: Tensor, targets: Mapping[str, Tensor]) -> np.ndarray:
-            values = {name: value.double().cpu().numpy() for name, value in targets.items()}
-            gl.mjv_updateScene(model, to_data(sim, row, data), option, None, free, everything, scene)
-            eye = np.add(camera.eye, values.get(EYE, no_offset))
-            target = np.add(camera.target, values.get(TARGET, no_offset))
-            _aim(camera, eye, target, scene.camera)
-            _set_light(scene, values)
-            for name in values.keys() - {EYE, TARGET, DIRECTION, COLOR}:
-                if len(values[name]) == 3:
-                    _add_mark(scene, values[name])
+        def draw(row: np.ndarray, targets: Mapping[str, np.ndarray]) -> np.ndarray:
+            nonlocal pose
+            gl.mj_setState(model, data, row, bits)
+            for compute in positions:  # faster than `mj_forward`, which also computes contacts, forces and sensors
+                compute(model, data)
+            gl.mjv_updateScene(model, data, option, None, view, everything, scene)
+            eye = np.add(camera.eye, targets.get(EYE, no_offset), dtype=np.float64)
+            target = np.add(camera.target, targets.get(TARGET, no_offset), dtype=np.float64)
+            if pose != (pose := eye.tobytes() + target.tobytes()):
+                for side, (near, far) in zip(scene.camera, near_far, strict=True):
+                    side.frustum_near, side.frustum_far = near, far
+                _aim(camera, eye, target, scene.camera)
+            _set_lights(scene, targets, headlight)
+            for name in targets.keys() - {EYE, TARGET, DIRECTION, COLOR}:
+                if len(targets[name]) == 3:
+                    _add_mark(gl, scene, targets[name])
             return paint(scene)
 
         yield draw

@@ -30,16 +30,21 @@ from ecrl.envs.mujoco.task_step import (
     compute_reward,
     error_prefix,
     initial_state,
+    is_image,
     observe,
+    observe_entries,
+    observe_where,
+    part_name,
     prepare_starts,
     reset,
+    reset_unobserved,
     reward_names,
     step,
 )
 from ecrl.envs.mujoco.terms.term import ActionTerm, part_of
 from ecrl.errors import ConfigError
 from ecrl.registry import lookup
-from ecrl.spaces import Box, box
+from ecrl.spaces import Box, Dict, Space, box, dict_space
 
 _simulation = cast(Callable[..., Simulation], simulation)  # pyright does not know that configs are hashable
 
@@ -162,6 +167,35 @@ def _check_functions(task: Task, state: TensorDict) -> None:
     compute_reward(task, state, after)
 
 
+def _observation_space(task: Task, state: TensorDict) -> tuple[Space, bool]:
+    """Return the space of the observations, and True if an entry of the observation is an image.
+
+    Raises: ConfigError if an entry has a wrong dtype, if an image must be part of a vector, or if two entries have the
+        same name in a Dict.
+    """
+    entries, batch, form = observe_entries(task, state), len(state.batch_size), task.cfg.observation_form
+    images = [name for name, entry in entries.items() if is_image(entry, batch)]
+    if form == "vector" and images:
+        fault = f"'vector', but {images[0]!r} is an image, which cannot be part of a vector"
+        raise ConfigError(f'env.cfg.observation_form: {fault}; use "parts", or remove the image')
+    if form == "vector" or not (images or form == "parts"):
+        return box(-inf, inf, sum(entry.shape[batch:].numel() for entry in entries.values())), False
+    spaces: dict[str, Space] = {}
+    for name, entry in entries.items():
+        shape, kind = entry.shape[batch:], f"{entry.dtype} {list(entry.shape[batch:])}".removeprefix("torch.")
+        if name not in images and entry.dtype != torch.float32:
+            raise ConfigError(
+                f"env.cfg.observations: {name!r} is {kind}, expected float32, or an image uint8 [h, w, c]"
+            )
+        if (part := part_name(name)) in spaces:
+            raise ConfigError(
+                f"env.cfg.observations: two entries have the name {part!r} in the observation; rename one"
+            )
+        image = name in images
+        spaces[part] = box(0, 255, *shape, dtype=torch.uint8) if image else box(-inf, inf, shape.numel())
+    return dict_space(spaces), bool(images)
+
+
 def never(sim: Simulation, state: TensorDict) -> Tensor:
     """Return False for every environment, so that only the time limit truncates episodes.
 
@@ -227,15 +261,19 @@ def task_env(
     with torch.no_grad(), error_prefix("env.cfg.events"):
         task = prepare_starts(task)
     with torch.no_grad():
-        size = observe(task, initial_state(task, rng.split(rng.key(0), 1))).shape[-1]
+        space, has_images = _observation_space(task, initial_state(task, rng.split(rng.key(0), 1)))
+    task = replace(task, parts=isinstance(space, Dict))
     low, high = (tuple(x for term in actions for x in getattr(term, side)) for side in ("low", "high"))
     env = Env(
         partial(reset, task),
         partial(step, task),
-        box(-inf, inf, size),
+        space,
         Box(low, high, (len(low),)),
         observe=partial(observe, task),
         scene=sim,
         min_truncation_gap=lowered_gap(cfg.max_episode_steps if check_truncated is never else 1, cfg.events),
     )
+    if has_images:
+        late = {"reset_unobserved": partial(reset_unobserved, task), "observe_where": partial(observe_where, task)}
+        env = replace(env, **late)
     return replace(env, carry_over=partial(carry_over, task)) if task.events_of("startup", "interval") else env

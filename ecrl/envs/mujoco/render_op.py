@@ -1,23 +1,38 @@
 """Draw images with the torch operator `ecrl::mujoco_image`, which works inside compiled code.
 
-The CPU draws the images one after the other. Each thread keeps one renderer per camera open until the process ends.
-Opening a renderer takes as long as drawing dozens of small images.
+The CPU draws the images, on as many threads as the physics uses (`physics.threads`). The calling thread draws its share
+of the images, and the other shares belong to threads that live until the process ends. Each thread keeps one renderer
+per camera open. Opening a renderer takes as long as drawing dozens of small images.
+
+An image does not depend on the thread that draws it, so the images are the same bits for any number of threads.
 """
 
 import atexit
+import os
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import ExitStack
+from functools import cache
 from hashlib import sha256
-from threading import local
+from queue import SimpleQueue
+from threading import Thread, local
 from typing import Any, cast
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from ecrl.envs.mujoco.camera import COLOR, DIRECTION, EYE, TARGET, CameraConfig, Draw, drawing
+from ecrl.envs.mujoco.camera import COLOR, DIRECTION, EYE, TARGET, CameraConfig, Draw, backend, drawing
 from ecrl.envs.mujoco.physics.simulation import Simulation
-from ecrl.envs.mujoco.scene.models import STATE, size_of
+from ecrl.envs.mujoco.scene.models import STATE, loaded, size_of
 from ecrl.errors import ConfigError
+
+NEEDED = "needed"
+"""Name of an optional state field, bool `[*B]`. Images are drawn only where the field is True, and are black elsewhere.
+
+`ecrl.envs.mujoco.task_step.observe_where` sets this field.
+"""
 
 _VECTORS = (EYE, TARGET, DIRECTION, COLOR)
 _CAMERAS: dict[int, tuple[Simulation, CameraConfig]] = {}
@@ -26,19 +41,26 @@ _CAMERAS: dict[int, tuple[Simulation, CameraConfig]] = {}
 class _Renderers(local):
     def __init__(self) -> None:
         self.draws: dict[int, Draw] = {}
+        self.stack = ExitStack()
+        self.close: Callable[[], None] = self.stack.close
 
 
 _RENDERERS = _Renderers()
 
 _NAME = "ecrl::mujoco_image"
-torch.library.define(_NAME, "(Tensor physics, Tensor vectors, int camera) -> Tensor")
+torch.library.define(_NAME, "(Tensor physics, Tensor vectors, Tensor needed, int camera) -> Tensor")
 
 
 def camera_handle(sim: Simulation, camera: CameraConfig) -> int:
     """Register a camera of a simulation, and return an integer that identifies the camera.
 
     The returned handle is a hash of the model and of the camera's settings, so it is the same in every process.
+
+    Raises: UserError if neither EGL nor OSMesa works.
     """
+    # Mesa's own threads cannot share the work on a small image, and would compete with the threads of this module
+    os.environ.setdefault("LP_NUM_THREADS", "0")
+    backend()
     content = sha256(f"{sim.handle} {camera.model_dump_json()}".encode()).digest()
     handle = int.from_bytes(content[:7])
     _CAMERAS[handle] = sim, camera
@@ -52,35 +74,93 @@ def _camera(handle: int) -> tuple[Simulation, CameraConfig]:
 
 
 def _draw(handle: int) -> Draw:
-    draws = _RENDERERS.draws
-    if handle not in draws:
-        stack = ExitStack()
-        draws[handle] = stack.enter_context(drawing(*_camera(handle)))
-        atexit.register(stack.close)
-    return draws[handle]
+    """Return the function that draws images of a camera in this thread."""
+    if handle not in _RENDERERS.draws:
+        draw = _RENDERERS.stack.enter_context(drawing(*_camera(handle)))
+        if not _RENDERERS.draws:
+            atexit.register(_RENDERERS.close)  # after the first renderer, so that `close` runs before MuJoCo's own exit
+        _RENDERERS.draws[handle] = draw
+    return _RENDERERS.draws[handle]
+
+
+_Job = Callable[[], None]
+
+
+@cache
+def _queue(number: int) -> SimpleQueue[tuple[_Job, Future[None]] | None]:
+    """Start the thread of this number at the first call, and return the queue of its jobs. None ends the thread."""
+    queue: SimpleQueue[tuple[_Job, Future[None]] | None] = SimpleQueue()
+
+    def end() -> None:
+        queue.put(None)
+        thread.join()
+
+    def work() -> None:
+        _RENDERERS.close = end  # an OpenGL context must be closed in the thread that used it
+        with _RENDERERS.stack:
+            while entry := queue.get():
+                job, future = entry
+                try:
+                    future.set_result(job())
+                except BaseException as error:
+                    future.set_exception(error)
+
+    thread = Thread(target=work, name=f"ecrl-camera-{number}", daemon=True)
+    thread.start()
+    return queue
+
+
+def _run_together(jobs: list[_Job]) -> None:
+    """Run the first job in this thread, and each other job in a thread of its own."""
+    futures: list[Future[None]] = []
+    for number, job in enumerate(jobs[1:]):
+        future: Future[None] = Future()
+        _queue(number).put((job, future))
+        futures.append(future)
+    try:
+        for job in jobs[:1]:
+            job()
+    finally:
+        errors = [future.exception() for future in futures]  # waits, because the jobs write into shared memory
+    for error in errors:
+        if error is not None:
+            raise error
+
+
+def _draw_rows(out: np.ndarray, physics: np.ndarray, vectors: np.ndarray, rows: np.ndarray, camera: int) -> None:
+    """Draw the images of some rows into `out`."""
+    draw, is_absent = _draw(camera), np.isnan(vectors[:, : len(_VECTORS), 0])
+    marks = {f"mark {j}": len(_VECTORS) + j for j in range(vectors.shape[1] - len(_VECTORS))}
+    for i in rows:
+        targets = {name: vectors[i, j] for j, name in enumerate(_VECTORS) if not is_absent[i, j]}
+        targets |= {name: vectors[i, j] for name, j in marks.items()}
+        out[i] = draw(physics[i], targets)
 
 
 @torch.library.impl(_NAME, "CPU")
-def _image(physics: Tensor, vectors: Tensor, camera: int) -> Tensor:
-    width, height = _camera(camera)[1].resolution
-    out = torch.empty(len(physics), height, width, 3)
-    for i, (row, rows) in enumerate(zip(physics, vectors, strict=True)):
-        targets = {name: x for name, x in zip(_VECTORS, rows, strict=False) if not bool(x.isnan().any())}
-        marks = {f"mark {j}": x for j, x in enumerate(rows[len(_VECTORS) :])}
-        out[i] = torch.from_numpy(_draw(camera)(row, targets | marks).copy()).float() / 255.0
+def _image(physics: Tensor, vectors: Tensor, needed: Tensor, camera: int) -> Tensor:
+    sim, cfg = _camera(camera)
+    width, height = cfg.resolution
+    out = torch.zeros(len(physics), height, width, 3, dtype=torch.uint8)
+    arrays = out.numpy(), np.ascontiguousarray(physics.numpy()), vectors.numpy()
+    rows = np.flatnonzero(needed.numpy())
+    threads = min(loaded(sim.handle).threads or torch.get_num_threads(), len(rows))
+    _run_together([lambda share=rows[i::threads]: _draw_rows(*arrays, share, camera) for i in range(threads)])
     return out
 
 
 @torch.library.register_fake(_NAME)
-def _(physics: Tensor, vectors: Tensor, camera: int) -> Tensor:
+def _(physics: Tensor, vectors: Tensor, needed: Tensor, camera: int) -> Tensor:
     width, height = _camera(camera)[1].resolution
-    return physics.new_empty((len(physics), height, width, 3), dtype=torch.float32)
+    return physics.new_empty((len(physics), height, width, 3), dtype=torch.uint8)
 
 
-def _vmap_image(info: Any, in_dims: tuple, physics: Tensor, vectors: Tensor, camera: int) -> tuple[Tensor, int]:
+def _vmap_image(
+    info: Any, in_dims: tuple, physics: Tensor, vectors: Tensor, needed: Tensor, camera: int
+) -> tuple[Tensor, int]:
     batched = [
         x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
-        for x, dim in zip((physics, vectors), in_dims[:2], strict=True)
+        for x, dim in zip((physics, vectors, needed), in_dims[:3], strict=True)
     ]
     out = torch.ops.ecrl.mujoco_image(*(x.flatten(0, 1) for x in batched), camera)
     return out.unflatten(0, batched[0].shape[:2]), 0
@@ -105,13 +185,12 @@ def _vectors(state: TensorDict, batch: torch.Size) -> Tensor:
 def image(handle: int, state: TensorDict) -> Tensor:
     """Draw the image that a camera sees in each environment.
 
-        pixel = red, green, blue / 255
-
     Args:
         handle: the handle of the camera, as returned by `camera_handle`.
-        state: the state of a task, `[*B]`.
+        state: the state of a task, `[*B]`. If the state has the bool field `needed`, `[*B]`, images are drawn only
+            where it is True, and all pixels of the other images are 0.
 
-    Returns: images `[*B, h, w, 3]`, float32 from 0 to 1, with the top row of pixels first.
+    Returns: images `[*B, h, w, 3]`, uint8, with the top row of pixels first. The last axis is red, green and blue.
     Gradient: none.
     Raises: ConfigError if the state is not on the CPU. UserError if neither EGL nor OSMesa works.
     """
@@ -121,5 +200,6 @@ def image(handle: int, state: TensorDict) -> Tensor:
         raise ConfigError(f"the state is on {physics.device}, but images need the CPU; set trainer.device to cpu")
     batch = physics.shape[:-1]
     rows, vectors = physics.reshape(-1, size_of(sim.model, *STATE)), _vectors(state, batch)
-    images = torch.ops.ecrl.mujoco_image(rows, vectors.reshape(len(rows), -1, 3), handle)
+    needed = state.get(NEEDED, torch.ones(batch, dtype=torch.bool))
+    images = torch.ops.ecrl.mujoco_image(rows, vectors.reshape(len(rows), -1, 3), needed.reshape(-1), handle)
     return images.reshape(*batch, height, width, 3)

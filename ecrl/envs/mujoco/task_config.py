@@ -60,6 +60,10 @@ class TaskEventConfig(EventConfig):
     interval_step: Count = Field(10, description="mode interval: environment steps between two events")
 
 
+ObservationForm = Literal["auto", "vector", "parts"]
+"""Form of a task's observation, see `TaskConfig`."""
+
+
 class TaskConfig(SceneConfig):
     """Config of a task: a scene and terms. Terms of one kind are applied in the order of their names."""
 
@@ -70,6 +74,11 @@ class TaskConfig(SceneConfig):
     actions: dict[str, ActionConfig] = Field(default_factory=dict, description="action terms by name")
     observations: dict[str, ObservationConfig] = Field(
         default_factory=dict, description="observation terms by name; robot/qpos, robot/qvel and robot/qf exist already"
+    )
+    observation_form: ObservationForm = Field(
+        "auto",
+        description="vector: one vector of all entries of the observation; parts: a Dict with one vector or image per "
+        "entry; auto: parts if an entry is an image, otherwise vector",
     )
     rewards: dict[str, RewardConfig] = Field(default_factory=dict, description="reward terms by name")
     events: dict[str, TaskEventConfig] = Field(

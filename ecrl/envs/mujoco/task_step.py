@@ -12,7 +12,7 @@ In addition to the fields that the state of every environment has, the state of 
     life.start  random key of the start of the current episode
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,11 +26,13 @@ from ecrl import rng
 from ecrl.envs.events import Apply
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.physics.simulation import Simulation, advance, start
+from ecrl.envs.mujoco.render_op import NEEDED
 from ecrl.envs.mujoco.task_config import TaskConfig
 from ecrl.envs.mujoco.terms.term import ActionTerm, Observe, Reward
 from ecrl.errors import ConfigError
 from ecrl.kernels.scan_loop import loop
 
+_OUTCOME = ("reward", "terminated", "truncated", "info")
 _TRIES = 12  # largest number of random starts per episode, if a task accepts only some starts
 _CHECKED_EPISODES = 256  # number of episodes whose starts are tested when a task is created
 EVENT_FIELDS = ("world", "targets", "action", "force")  # fields of the state that events can read and change
@@ -65,6 +67,8 @@ class Task:
     `prepare_starts` sets these two attributes:
         spare_key: the key of an acceptable start. An episode uses this key if all its random starts are unacceptable.
         startup_neutral: True if startup events do not affect which starts are acceptable.
+
+    `task_env` sets the attribute `parts`: True if the observation is a Dict, and False if it is one vector.
     """
 
     cfg: TaskConfig
@@ -81,6 +85,7 @@ class Task:
     acceptable: Check | None
     spare_key: int | None = None
     startup_neutral: bool = False
+    parts: bool = False
 
     def events_of(self, *modes: str) -> list[Event]:
         """Return the events whose mode is among `modes`."""
@@ -189,8 +194,8 @@ def prepare_starts(task: Task) -> Task:
     return replace(task, spare_key=int(chosen[0]), startup_neutral=neutral)
 
 
-def reset(task: Task, keys: Tensor) -> TensorDict:
-    """Return the state of every environment at the start of an episode, `[*B]`."""
+def reset_unobserved(task: Task, keys: Tensor) -> TensorDict:
+    """Return the state of every environment at the start of an episode, `[*B]`, without the field `obs`."""
     state = _start_episode(task, initial_state(task, keys), keys)
     false = torch.zeros(keys.shape, dtype=torch.bool, device=keys.device)
     zero = torch.zeros(keys.shape, device=keys.device)
@@ -198,7 +203,15 @@ def reset(task: Task, keys: Tensor) -> TensorDict:
     rewards = dict.fromkeys(reward_names(task), zero)
     info = _info(false, false, metrics, rewards)
     outcome = {"reward": zero, "terminated": false.clone(), "truncated": false.clone(), "info": info}
-    return state.update({"obs": observe(task, state)} | outcome)
+    return state.update(outcome)
+
+
+def reset(task: Task, keys: Tensor) -> TensorDict:
+    """Return the state of every environment at the start of an episode, `[*B]`."""
+    state = reset_unobserved(task, keys)
+    outcome = state.select(*_OUTCOME)
+    # keep the field order of `step`, because compiled code recompiles if the order changes
+    return state.exclude(*_OUTCOME).set("obs", observe(task, state)).update(outcome)
 
 
 def _info(success: Tensor, fail: Tensor, metrics: dict[str, Tensor], rewards: dict[str, Tensor]) -> TensorDict:
@@ -221,7 +234,8 @@ def carry_over(task: Task, new_start: TensorDict, ended: TensorDict) -> TensorDi
         state = _apply(task.events_of("reset"), _apply_startup(task, state), life["start"])
     else:
         state = _start_episode(task, state, life["start"])
-    return new_start.copy().update(state).set("obs", observe(task, state))
+    carried = new_start.copy().update(state)
+    return carried.set("obs", observe(task, state)) if "obs" in new_start else carried
 
 
 def _control(task: Task, state: TensorDict, action: Tensor) -> Tensor:
@@ -300,11 +314,8 @@ def step(task: Task, state: TensorDict, action: Tensor, noise: Tensor) -> Tensor
     return after.update({"obs": observe(task, after)} | outcome | {"info": _info(success, fail, metrics, rewards)})
 
 
-def observe(task: Task, state: TensorDict) -> Tensor:
-    """Concatenate all flattened entries of the observation in the order of their names.
-
-    The observation is `[*B, D]` float32.
-    """
+def observe_entries(task: Task, state: TensorDict) -> dict[str, Tensor]:
+    """Return the entries of the observation by name, sorted by name, before they are flattened."""
     sim, joints, worlds = task.sim, task.sim.robot.joints, cast(TensorDict, state["world"])
     entries: dict[str, Tensor] = {}
     if joints:
@@ -318,5 +329,40 @@ def observe(task: Task, state: TensorDict) -> Tensor:
                     fault = "exists already; use mode modify" if mode == "add" else "does not exist; use mode add"
                     raise ConfigError(f"name: {name!r} {fault}; entries: {', '.join(entries)}")
                 entries[name] = term(state, entries.get(name))
-    batch = len(state.batch_size)
-    return torch.cat([value.flatten(batch) for _, value in sorted(entries.items())], -1)
+    return dict(sorted(entries.items()))
+
+
+def is_image(entry: Tensor, batch: int) -> bool:
+    """Return True if an entry of the observation with `batch` batch axes is an image, uint8 `[*B, h, w, c]`."""
+    return entry.dtype == torch.uint8 and entry.ndim == batch + 3
+
+
+def part_name(entry: str) -> str:
+    """Return the name that an entry of the observation has in a Dict.
+
+    >>> part_name("robot/qpos")
+    'robot_qpos'
+    """
+    return entry.replace("/", "_")
+
+
+def observe(task: Task, state: TensorDict) -> Tensor | TensorDict:
+    """Compute the observation of every environment.
+
+    If `task.parts` is False, the observation is float32 `[*B, D]`, the concatenation of all flattened entries in the
+    order of their names. Otherwise, the observation is a TensorDict with one field per entry, a vector `[*B, D]` or an
+    image `[*B, h, w, c]`.
+    """
+    entries, batch = observe_entries(task, state), len(state.batch_size)
+    if not task.parts:
+        return torch.cat([value.flatten(batch) for value in entries.values()], -1)
+    parts = {part_name(name): x if is_image(x, batch) else x.flatten(batch) for name, x in entries.items()}
+    return TensorDict(cast(Mapping[str, Any], parts), state.batch_size)
+
+
+def observe_where(task: Task, state: TensorDict, mask: Tensor) -> Tensor | TensorDict:
+    """Compute the observations of the environments where the mask (bool `[*B]`) is True.
+
+    The images of all other environments are black.
+    """
+    return observe(task, state.copy().set(NEEDED, mask))

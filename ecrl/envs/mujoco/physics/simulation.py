@@ -68,7 +68,9 @@ class Simulation:
         return loaded(self.handle).backend
 
 
-def _state_bits() -> int:
+@cache
+def state_bits() -> int:
+    """Return the bits of the components of `models.STATE` in MuJoCo's `mjtState`."""
     return sum(getattr(mujoco().mjtState, f"mjSTATE_{name}").value for name in STATE)
 
 
@@ -103,9 +105,9 @@ def simulation(cfg: SceneConfig, drives: tuple[tuple[str, Drive], ...] = (), var
     if cfg.physics.backend == "warp":
         warp_model.check(model, varied)
     row = np.empty(size_of(model, *STATE))
-    mujoco().mj_getState(model, data, row, _state_bits())
+    mujoco().mj_getState(model, data, row, state_bits())
     probe = mujoco().MjData(model)
-    mujoco().mj_setState(model, probe, row, _state_bits())
+    mujoco().mj_setState(model, probe, row, state_bits())
     probe.ctrl[:] = data.ctrl
     mujoco().mj_forward(model, probe)
     numbers = [getattr(model, field).ravel()[rows_of(model, field, name)] for field, name in varied]
@@ -164,8 +166,8 @@ def with_current_sensors(sim: Simulation, world: TensorDict, control: Tensor) ->
 
 
 def to_data(sim: Simulation, row: Tensor, data: Any = None) -> Any:
-    """Convert the `physics` of one world to an `MjData` for rendering or inspection, and run `mj_forward` on it."""
+    """Convert the `physics` of one world to an `MjData` for inspection, and run `mj_forward` on it."""
     data = mujoco().MjData(sim.model) if data is None else data
-    mujoco().mj_setState(sim.model, data, row.double().cpu().numpy(), _state_bits())
+    mujoco().mj_setState(sim.model, data, row.double().cpu().numpy(), state_bits())
     mujoco().mj_forward(sim.model, data)
     return data

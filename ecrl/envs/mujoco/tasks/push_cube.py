@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl.config.model import ConfigModel, NonNegative, Positive
-from ecrl.envs.core import Env
+from ecrl.envs.core import Env, change_reset
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.make_task import task_env
 from ecrl.envs.mujoco.physics.simulation import Simulation, advance
@@ -140,15 +140,18 @@ def _with_hold_check(env: Env, distance: Distance, ext: PushCubeExtensions) -> E
         metrics = cast(TensorDict, info["metrics"]).copy().set("still_inside", metric)
         return state.copy().set("info", info.set("metrics", metrics))
 
-    def reset(keys: Tensor) -> TensorDict:
-        state = env.reset(keys)
-        return add_metric(state, torch.zeros_like(state["terminated"]))
+    def with_metric(reset: Callable[[Tensor], TensorDict]) -> Callable[[Tensor], TensorDict]:
+        def reset_with_metric(keys: Tensor) -> TensorDict:
+            state = reset(keys)
+            return add_metric(state, torch.zeros_like(state["terminated"]))
+
+        return reset_with_metric
 
     def step(state: TensorDict, action: Tensor, noise: Any) -> TensorDict:
         after = env.step(state, action, noise)
         return add_metric(after, _inside_later(env.scene, after, distance, ext))
 
-    return replace(env, reset=reset, step=step)
+    return replace(change_reset(env, with_metric), step=step)
 
 
 @register_env("PushCubeRL")

@@ -10,11 +10,11 @@ from torch import Tensor
 from ecrl import rng
 from ecrl.config.model import ConfigModel, Count, Fraction
 from ecrl.envs.events import Apply
-from ecrl.envs.mujoco.camera import COLOR, DIRECTION, EYE, TARGET, CameraConfig, backend
+from ecrl.envs.mujoco.camera import COLOR, DIRECTION, EYE, TARGET, CameraConfig, Quality
 from ecrl.envs.mujoco.physics.simulation import Simulation
 from ecrl.envs.mujoco.render_op import camera_handle, image
 from ecrl.envs.mujoco.scene.config import LightConfig, Triple
-from ecrl.envs.mujoco.terms.term import Observe
+from ecrl.envs.mujoco.terms.term import Observe, new_entry
 from ecrl.errors import ConfigError
 from ecrl.registry import register_event, register_observation
 
@@ -80,18 +80,28 @@ def record_camera_data_async(cfg: RecordCameraAsyncConfig, sim: Simulation) -> A
     return _refuse_in_task(cfg, sim)
 
 
+class CameraImageConfig(CameraConfig):
+    """Settings of `camera_image`: a camera. By default, its images are drawn fast."""
+
+    quality: Quality = Field(
+        "fast",
+        description="fast: no anti-aliasing and shapes with few faces; full: smooth edges and round shapes, ten times "
+        "slower",
+    )
+
+
 @register_observation("camera_image")
-def camera_image(cfg: CameraConfig, sim: Simulation) -> Observe:
+def camera_image(cfg: CameraImageConfig, sim: Simulation) -> Observe:
     """Observe the image of a camera. Discs in the image mark the target positions. Use this term in mode add.
 
-        pixel = red, green, blue / 255
+    The image is `[*B, h, w, 3]`, uint8, with the top row of pixels first. The last axis is red, green and blue. The
+    observation is then a Dict, because an image cannot be part of a float vector. The CPU draws the images, so use a
+    small resolution.
 
-    The image is `[*B, h, w, 3]`, float32 from 0 to 1, with the top row of pixels first. The observation contains the
-    flattened image. The CPU draws the images of the environments one after the other, so use a small resolution.
+    Raises: ConfigError if the mode is modify. UserError if neither EGL nor OSMesa works.
     """
-    backend()
     handle = camera_handle(sim, cfg)
-    return lambda state, value: image(handle, state)
+    return lambda state, value: new_entry(value, image(handle, state))
 
 
 class RandomizeCameraConfig(ConfigModel):

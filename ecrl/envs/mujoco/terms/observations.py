@@ -20,6 +20,7 @@ from ecrl.envs.mujoco.terms.term import (
     JointsConfig,
     Observe,
     joints_of,
+    new_entry,
     object_of,
     ranges_of,
     target,
@@ -73,16 +74,6 @@ class TargetPositionConfig(ConfigModel):
     target_pose_key: str = Field("goal_pose", min_length=1, description="store_key of the event that sets the target")
 
 
-def _new_entry(value: Tensor | None, entry: Tensor) -> Tensor:
-    """Return `entry`, the new entry of a term.
-
-    Raises: ConfigError if the mode is modify. In this mode, `value` is the existing entry.
-    """
-    if value is not None:
-        raise ConfigError("mode: this term makes a new entry; use mode add")
-    return entry
-
-
 def _joint_entry(state: TensorDict, value: Tensor | None, joints: tuple[str, ...]) -> Tensor:
     """Return `value`, the existing entry that a term modifies.
 
@@ -128,7 +119,7 @@ def get_robot_eef_pose(cfg: RobotEefPoseConfig, sim: Simulation) -> Observe:
 
     def observe(state: TensorDict, value: Tensor | None) -> Tensor:
         pose = world.site_pose(sim, state["world"], site)
-        return _new_entry(value, pose[..., :3, 3] if position_only else pose)
+        return new_entry(value, pose[..., :3, 3] if position_only else pose)
 
     return observe
 
@@ -140,7 +131,7 @@ def get_rigid_object_pose(cfg: ObjectPoseConfig, sim: Simulation) -> Observe:
 
     def observe(state: TensorDict, value: Tensor | None) -> Tensor:
         pose = world.body_pose(sim, state["world"], body)
-        return _new_entry(value, pose[..., :3, 3] if position_only else pose)
+        return new_entry(value, pose[..., :3, 3] if position_only else pose)
 
     return observe
 
@@ -148,7 +139,7 @@ def get_rigid_object_pose(cfg: ObjectPoseConfig, sim: Simulation) -> Observe:
 @register_observation("target_position")
 def target_position(cfg: TargetPositionConfig, sim: Simulation) -> Observe:
     """Observe a target position that an event stores, `[*B, 3]` (m). Use this term in mode add."""
-    return lambda state, value: _new_entry(value, target(state, cfg.target_pose_key))
+    return lambda state, value: new_entry(value, target(state, cfg.target_pose_key))
 
 
 @register_observation("get_rigid_object_velocity")
@@ -167,7 +158,7 @@ def get_rigid_object_velocity(cfg: ObjectConfig, sim: Simulation) -> Observe:
         raise ConfigError(f"params.entity_cfg.uid: {error}") from None
 
     def observe(state: TensorDict, value: Tensor | None) -> Tensor:
-        return _new_entry(value, torch.cat(world.body_velocity(sim, state["world"], body), -1))
+        return new_entry(value, torch.cat(world.body_velocity(sim, state["world"], body), -1))
 
     return observe
 
@@ -196,6 +187,6 @@ def get_robot_eef_velocity(cfg: EefConfig, sim: Simulation) -> Observe:
     def observe(state: TensorDict, value: Tensor | None) -> Tensor:
         jacobian = world.site_jacobian(sim, state["world"], site, joints)
         velocities = world.joint_velocities(sim, state["world"], joints)
-        return _new_entry(value, (jacobian * velocities.unsqueeze(-2)).sum(-1))
+        return new_entry(value, (jacobian * velocities.unsqueeze(-2)).sum(-1))
 
     return observe

@@ -22,7 +22,12 @@ from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean
 
 Observe = Callable[[TensorDict, Tensor | None], Tensor]
-"""Function that maps (state, entry) to a new entry, float32 `[*B, ...]`. In mode add, the argument `entry` is None."""
+"""Function that maps (state, entry) to a new entry. In mode add, the argument `entry` is None.
+
+The new entry is float32 `[*B, ...]`, or a uint8 image `[*B, h, w, c]`. The state may have a bool field `needed`,
+`[*B]`. The values of the new entry are then used only where `needed` is True, so that a slow term can skip the other
+copies.
+"""
 
 Reward = Callable[[TensorDict, TensorDict], Tensor]
 """Function that maps (state before the step, state after the step) to an unweighted reward, float32 `[*B]`."""
@@ -65,6 +70,16 @@ class JointsConfig(ConfigModel):
         if self.joint_ids is not None and len(set(self.joint_ids)) < len(self.joint_ids):
             raise ValueError(f"joint_ids: {list(self.joint_ids)} names a joint twice; name each joint once")
         return self
+
+
+def new_entry(value: Tensor | None, entry: Tensor) -> Tensor:
+    """Return `entry`, the new entry of a term.
+
+    Raises: ConfigError if the mode is modify. In this mode, `value` is the existing entry.
+    """
+    if value is not None:
+        raise ConfigError("mode: this term makes a new entry; use mode add")
+    return entry
 
 
 def part_of(sim: Simulation, name: str) -> tuple[str, ...]:
