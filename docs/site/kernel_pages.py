@@ -12,6 +12,7 @@ TITLES = {
     "ecrl.types": "Rollouts and batches",
     "ecrl.kernels.returns": "Returns and advantages",
     "ecrl.kernels.rollout_estimators": "Returns of rollouts",
+    "ecrl.kernels.images": "Images",
     "ecrl.kernels.q_targets": "Targets of action values",
     "ecrl.kernels.distributional": "Distributional action values",
     "ecrl.kernels.groups": "Group-relative advantages",

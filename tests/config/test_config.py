@@ -124,7 +124,7 @@ FAULTS = [  # key, value, the one line without its source
     ("policy.critic", None, "policy.critic: expected an object, got null; critic network,"),
     ("policy.action_dim", 0, "policy.action_dim: must be at least 1, got 0;"),
     ("policy.initial_log_std", 9.0, "policy.initial_log_std: must be at most 2.0, got 9.0;"),
-    ("policy.actor.type", "cnn", "policy.actor.type: unknown network 'cnn'; known: mlp"),
+    ("policy.actor.type", "rnn", "policy.actor.type: unknown network 'rnn'; did you mean 'cnn'?"),
     (ACTOR, [], f"{ACTOR}: expected an object, got a list"),
     (f"{ACTOR}.hidden_sizes", 64, f"{ACTOR}.hidden_sizes: expected a list, got 64; width of each hidden layer"),
     (

@@ -60,6 +60,8 @@ GOOD = [
     ("algorithm.cfg", {"optimizer": {"name": "sgd", "learning_rate": 1}}),
     ("algorithm.cfg.lr_scheduler", None),
     ("policy.actor", {"network_cfg": {"hidden_sizes": []}}),
+    ("policy.actor", {}),
+    ("policy.actor", "mlp"),
 ]
 BAD = [
     ("trainer.sede", 1),
@@ -80,8 +82,9 @@ BAD = [
     ("trainer.events", {"tran": {}}),
     ("policy.name", "actor_only"),  # which has no critic
     ("policy.name", "x"),
-    ("policy.actor", {}),
-    ("policy.actor.type", "cnn"),
+    ("policy.actor", "rnn"),
+    ("policy.actor", 3),
+    ("policy.actor.type", "rnn"),
     ("policy.actor.network_cfg.activation", "rleu"),
     ("algorithm.name", "pp"),
     ("algorithm.cfg.gamma", 2),

@@ -163,7 +163,7 @@ def test_configs_are_hashable_and_equal_by_value():
 
 def test_wrong_width_is_an_error():
     cfg = MLPConfig(hidden_sizes=[4])
-    with pytest.raises(RuntimeError, match="shape"):
+    with pytest.raises(ConfigError, match=r"an observation has the shape \[5, 7\], but the networks were built for \["):
         _net(cfg).forward(TensorDict(dict(_weights(cfg).items()), []), torch.ones(5, 7))
 
 
