@@ -156,6 +156,21 @@ def time_limit(env: Env, max_episode_steps: int) -> Env:
     return replace(env, reset=reset, step=step, min_truncation_gap=gap)
 
 
+def _where(condition: Tensor, one: TensorDict, other: TensorDict) -> TensorDict:
+    """Select the fields of `one` where `condition` `[*B]` is True, and of `other` elsewhere.
+
+    Bytes are selected by bit operations, because inductor's vector code for bytes with a condition is slow.
+    """
+
+    def select(a: Tensor, b: Tensor) -> Tensor:
+        mask = condition.reshape(*condition.shape, *[1] * (a.ndim - condition.ndim))
+        if a.dtype != torch.uint8 or b.dtype != torch.uint8:
+            return torch.where(mask, a, b)
+        return b ^ ((a ^ b) & (255 * mask.to(torch.uint8)))
+
+    return one.apply(select, other)
+
+
 _OUTCOME = ("reward", "terminated", "truncated", "info", "mask", "executed")
 
 
@@ -190,7 +205,7 @@ def auto_reset(env: Env) -> Env:
         done = after["terminated"] | after["truncated"]
         outcome = after.select(*_OUTCOME, strict=False)
         start, running = env.carry_over(noise["start"], after).exclude(*_OUTCOME), after.exclude(*_OUTCOME)
-        return start.where(done, running).update(outcome).set("final_obs", after["obs"])
+        return _where(done, start, running).update(outcome).set("final_obs", after["obs"])
 
     return replace(env, reset=reset, step=step, draw=draw)
 
