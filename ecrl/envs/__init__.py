@@ -9,6 +9,18 @@ from ecrl.envs.core import NEVER, Env, auto_reset, clip_action, state_of, time_l
 from ecrl.envs.events import RandomizeFieldConfig, randomize_field, restart, with_events
 from ecrl.envs.gymnasium import GymnasiumConfig, from_vector, gymnasium_env
 from ecrl.envs.memory_tasks import RepeatPreviousConfig, TMazeConfig, repeat_previous, t_maze
+from ecrl.envs.minatar import (
+    AsterixConfig,
+    BreakoutConfig,
+    FreewayConfig,
+    SeaquestConfig,
+    SpaceInvadersConfig,
+    minatar_asterix,
+    minatar_breakout,
+    minatar_freeway,
+    minatar_seaquest,
+    minatar_space_invaders,
+)
 from ecrl.envs.mujoco.tasks import (
     CartPoleRLConfig,
     PushCubeConfig,

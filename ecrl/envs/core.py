@@ -187,6 +187,21 @@ def time_limit(env: Env, max_episode_steps: int) -> Env:
     return replace(change_reset(env, counted), step=step, min_truncation_gap=gap)
 
 
+def _where(condition: Tensor, one: TensorDict, other: TensorDict) -> TensorDict:
+    """Select the fields of `one` where `condition` `[*B]` is True, and of `other` elsewhere.
+
+    Bytes are selected by bit operations, because inductor's vector code for bytes with a condition is slow.
+    """
+
+    def select(a: Tensor, b: Tensor) -> Tensor:
+        mask = condition.reshape(*condition.shape, *[1] * (a.ndim - condition.ndim))
+        if a.dtype != torch.uint8 or b.dtype != torch.uint8:
+            return torch.where(mask, a, b)
+        return b ^ ((a ^ b) & (255 * mask.to(torch.uint8)))
+
+    return one.apply(select, other)
+
+
 _OUTCOME = ("reward", "terminated", "truncated", "info", "mask", "executed")
 
 
@@ -224,7 +239,7 @@ def auto_reset(env: Env) -> Env:
         start, running = env.carry_over(noise["start"], after).exclude(*_OUTCOME), after.exclude(*_OUTCOME)
         if env.reset_unobserved:
             start = env.observed_where(running.copy().update(start), done)  # `running` has the usual field order
-        return start.where(done, running).update(outcome).set("final_obs", after["obs"])
+        return _where(done, start, running).update(outcome).set("final_obs", after["obs"])
 
     return replace(env, reset=reset, step=step, draw=draw, reset_unobserved=None)
 
