@@ -77,6 +77,13 @@ _LARGE = 2**20
 _ALLOCATING = (torch.zeros, torch.empty, torch.zeros_like, torch.empty_like, Tensor.new_zeros, Tensor.new_empty)
 
 
+_CHANGING_NO_VALUE = {
+    *("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_"),
+    *("requires_grad_", "detach_"),
+}
+"""Names of the in-place functions that do not write on the values of a tensor."""
+
+
 def _is_one_element(x: Any) -> bool:
     return isinstance(x, Tensor) and x.numel() > 1 and not any(x.stride())
 
@@ -98,7 +105,7 @@ class ZerosWithoutMemory(TorchFunctionMode):
         name, first = getattr(func, "__name__", ""), next(iter((*args, *kwargs.values())), None)
         if _is_one_element(first):  # the functions of `torch.nn.init` pass the tensor by name
             writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-            if writes or name in ("clone", "contiguous"):
+            if (writes and name not in _CHANGING_NO_VALUE) or name in ("clone", "contiguous"):
                 return first
         if func in _ALLOCATING and kwargs.get("out") is None:
             like = func(*args, **{**kwargs, "device": "meta"})
