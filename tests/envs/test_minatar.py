@@ -26,7 +26,8 @@ WAVE = 0b0011111100
 
 
 def game(name, **cfg):
-    return make_env({"name": f"minatar_{name}", "cfg": {"use_minimal_action_set": False} | cfg})
+    six = {} if name == "seaquest" else {"use_minimal_action_set": False}
+    return make_env({"name": f"minatar_{name}", "cfg": six | cfg})
 
 
 def rows(n=8, **bits):
@@ -212,7 +213,8 @@ CASES = {
         *("seaquest", DEEP | {"torpedoes_left": rows(r3=4**6)}, NOOP, {}, {"torpedoes_left": rows(r3=4**5)}, 0, True),
     ),
     "the player swims into a torpedo that moves on": (
-        *("seaquest", DEEP | {"torpedoes_right": rows(r3=4**6)}, RIGHT, {}, {"torpedoes_right": rows(r3=4**7)}, 0, True),
+        *("seaquest", DEEP | {"torpedoes_right": rows(r3=4**6)}, RIGHT, {}),
+        *({"torpedoes_right": rows(r3=4**7)}, 0, True),
     ),
     "a fish hits the player": (
         *("seaquest", DEEP | enemies((4, 4, 1, FISH, 0, 3)), NOOP, {}),
@@ -220,7 +222,8 @@ CASES = {
     ),
     "an enemy appears": (
         *("seaquest", DEEP | {"enemy_spawn_wait": 0, "level": 7}, NOOP),
-        *({"enemy_row": 3, "enemy_right": 1, "enemy_is_sub": 1}, {"enemy_place": slots(30, 1), "enemy_row": slots(30, 3)}),
+        {"enemy_row": 3, "enemy_right": 1, "enemy_is_sub": 1},
+        {"enemy_place": slots(30, 1), "enemy_row": slots(30, 3), "enemy_is_sub": slots(30, 1)},
         *(0, False),
     ),
     "no enemy appears against another": (
@@ -235,10 +238,12 @@ CASES = {
         *({"diver_place": [0, 4**5], "divers": 6}, 0, False),
     ),
     "the player surfaces with two divers": (
-        *("seaquest", BACK | {"divers": 2}, UP, {}, {"divers": 1, "oxygen": 200, "level": 1, "surfaced": True}, 0, False),
+        *("seaquest", BACK | {"divers": 2}, UP, {}),
+        *({"divers": 1, "oxygen": 200, "level": 1, "surfaced": True}, 0, False),
     ),
     "the player surfaces with six divers": (
-        *("seaquest", BACK | {"divers": 6}, UP, {}, {"divers": -1, "oxygen": 200, "level": 1, "surfaced": True}, 5, False),
+        *("seaquest", BACK | {"divers": 6}, UP, {}),
+        *({"divers": -1, "oxygen": 200, "level": 1, "surfaced": True}, 5, False),
     ),
     "the player surfaces without divers": (
         *("seaquest", BACK, UP, {}, {"divers": 0, "oxygen": 119, "level": 0, "surfaced": False}, 0, True),
@@ -317,7 +322,7 @@ def test_images(variant, name):
 
 @pytest.mark.parametrize("name", CHANNELS)
 def test_minimal_actions_are_some_of_the_six(name):
-    full, minimal = game(name), game(name, use_minimal_action_set=True)
+    full, minimal = game(name), make_env(f"minatar_{name}")
     assert (full.action_space, minimal.action_space) == (Discrete(6), Discrete(len(MINIMAL[name])))
     state, noise = full.reset(rng.split(rng.key(0), 1)), no_luck(full, {})
     for action, executed in enumerate(MINIMAL[name]):

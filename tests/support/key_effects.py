@@ -262,3 +262,22 @@ def tracked(changes: Changes) -> tuple | None:
             return None
         (project, name), _, rows, _ = logged(folder)  # pyright: ignore
         return project, name, len(rows)
+
+
+_RAISES_LEVEL = {  # fields with which the next step of a game of MinAtar raises the level, and the action
+    "minatar_asterix": ({"ramp_wait": -1}, 0),
+    "minatar_space_invaders": ({"aliens": [0] * 5 + [16] + [0] * 4, "shots": [0] * 6 + [16] + [0] * 3}, 0),
+    "minatar_seaquest": ({"y": 1, "divers": 2, "surfaced": False}, 2),
+}
+
+
+@remembered
+def level(changes: Changes) -> int:
+    """The level of a game of MinAtar after a step that can raise it."""
+    choice = made(changes).env
+    env, (fields, action) = make_env(choice), _RAISES_LEVEL[choice.name]
+    keys = rng.split(rng.key(0), 1)
+    state, noise = env.reset(keys), env.draw(keys)
+    state = state.update({name: torch.tensor([value], dtype=state[name].dtype) for name, value in fields.items()})
+    noise["repeats"] = torch.zeros_like(noise["repeats"])
+    return int(env.step(state, torch.tensor([action]), noise)["level"])

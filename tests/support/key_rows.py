@@ -13,6 +13,7 @@ from support.key_effects import (
     files,
     folder_name,
     form,
+    level,
     matrices,
     one_of_two,
     params,
@@ -102,6 +103,16 @@ ATARI = {"env": {"name": "gymnasium:FakeAtari-v0", "cfg": {"atari": {}}}}
 ATARI_KEYS = {"noop_max": 0, "frame_skip": 3, "screen_size": 42, "grayscale_obs": False}
 ATARI_KEYS |= {"terminal_on_life_loss": False, "fire_on_reset": False, "clip_reward": False}
 
+
+def minatar(name: str) -> list[Row]:
+    """Rows of a game of MinAtar."""
+    part, base = f"env.minatar_{name}", {"env": {"name": f"minatar_{name}"}}
+    ramp = [] if name in ("breakout", "freeway") else [Row(f"{part}.difficulty_ramping", False, base, level)]
+    actions = [] if name == "seaquest" else rows(part, base, use_minimal_action_set=False)
+    limited = rows(part, base | {"env.cfg.max_episode_steps": 5}, max_episode_steps=3)
+    return [*ramp, *actions, *limited, *rows(part, base, max_episode_steps=3, sticky_action_prob=0.9)]
+
+
 ENVS = [
     Row("env.name", "point_mass", PENDULUM),
     Row("env.frame_stack", 3, SEEING),
@@ -113,6 +124,11 @@ ENVS = [
     *rows("env.pendulum", PENDULUM, max_episode_steps=3, observe_velocity=False),
     *rows("env.t_maze", {"env": {"name": "t_maze", "cfg": {"length": 2}}}, length=1, max_episode_steps=3),
     *rows("env.repeat_previous", {"env": {"name": "repeat_previous"}}, k=2, suits=3, max_episode_steps=5),
+    *minatar("breakout"),
+    *minatar("asterix"),
+    *minatar("freeway"),
+    *minatar("space_invaders"),
+    *minatar("seaquest"),
     *rows("env.point_mass", POINT_MASS, max_episode_steps=3, workspace_half=2.0, mass=2.0, force_scale=1.0),
     *rows("env.point_mass", POINT_MASS, linear_damping=1.0, dt=0.1, success_threshold=1.0),
     *rows("env.point_mass", POINT_MASS, obstacle_radius_range=[0.2, 0.3], obstacle_min_goal_distance=0.5),

@@ -16,8 +16,11 @@ from ecrl.envs.minatar.game import (
     RIGHT,
     SIZE,
     UP,
+    ActionSetConfig,
+    MinAtarConfig,
     RampConfig,
     Rules,
+    action_set,
     any_bit,
     constant,
     framed,
@@ -33,7 +36,7 @@ _ROWS = 8  # rows 1 to 8 have at most one object each
 _RAMP_WAIT, _LAST_LEVEL = 100, 9
 
 
-class AsterixConfig(RampConfig):
+class AsterixConfig(ActionSetConfig, RampConfig, MinAtarConfig):
     """Settings of Asterix."""
 
 
@@ -150,4 +153,4 @@ def minatar_asterix(cfg: AsterixConfig) -> Env:
         learning experiments", arXiv:1903.03176; the package MinAtar 1.0.15.
     """
     play = partial(_play, ramping=cfg.difficulty_ramping)
-    return make_game(cfg, Rules(4, (NOOP, LEFT, UP, RIGHT, DOWN), 3, _start, _draw, play, _image))
+    return make_game(cfg, Rules(4, action_set(cfg, NOOP, LEFT, UP, RIGHT, DOWN), 3, _start, _draw, play, _image))

@@ -13,8 +13,10 @@ from ecrl.envs.minatar.game import (
     NOOP,
     RIGHT,
     SIZE,
+    ActionSetConfig,
     MinAtarConfig,
     Rules,
+    action_set,
     constant,
     image_of,
     make_game,
@@ -29,7 +31,7 @@ _TOP_ROW, _BOTTOM_ROW = 1, 3  # rows of bricks
 _ALL_BRICKS = 2 ** (SIZE * (_BOTTOM_ROW - _TOP_ROW + 1)) - 1
 
 
-class BreakoutConfig(MinAtarConfig):
+class BreakoutConfig(ActionSetConfig, MinAtarConfig):
     """Settings of Breakout, which has no difficulty ramp."""
 
 
@@ -110,4 +112,4 @@ def minatar_breakout(cfg: BreakoutConfig) -> Env:
     Source: Young and Tian 2019, "MinAtar: An Atari-inspired testbed for thorough and reproducible reinforcement
         learning experiments", arXiv:1903.03176; the package MinAtar 1.0.15.
     """
-    return make_game(cfg, Rules(4, (NOOP, LEFT, RIGHT), 0, _start, no_draws, _play, _image))
+    return make_game(cfg, Rules(4, action_set(cfg, NOOP, LEFT, RIGHT), 0, _start, no_draws, _play, _image))

@@ -14,8 +14,10 @@ from ecrl.envs.minatar.game import (
     NOOP,
     SIZE,
     UP,
+    ActionSetConfig,
     MinAtarConfig,
     Rules,
+    action_set,
     any_bit,
     constant,
     countdown,
@@ -33,7 +35,7 @@ _BOTTOM = SIZE - 1
 _MOVE_WAIT, _LAST_STEP = 3, 2500
 
 
-class FreewayConfig(MinAtarConfig):
+class FreewayConfig(ActionSetConfig, MinAtarConfig):
     """Settings of Freeway, which has no difficulty ramp."""
 
 
@@ -120,5 +122,5 @@ def minatar_freeway(cfg: FreewayConfig) -> Env:
     Source: Young and Tian 2019, "MinAtar: An Atari-inspired testbed for thorough and reproducible reinforcement
         learning experiments", arXiv:1903.03176; the package MinAtar 1.0.15.
     """
-    rules = Rules(7, (NOOP, UP, DOWN), _LANES, _start, _draw, _play, _image)
+    rules = Rules(7, action_set(cfg, NOOP, UP, DOWN), _LANES, _start, _draw, _play, _image)
     return make_game(cfg, rules, lockstep=True)

@@ -7,6 +7,7 @@ images of bool, because inductor's vector code for bool is slow.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -32,10 +33,6 @@ ALL_ACTIONS = (NOOP, LEFT, UP, RIGHT, DOWN, FIRE)
 class MinAtarConfig(ConfigModel):
     """Settings that all games have."""
 
-    use_minimal_action_set: bool = Field(
-        True,
-        description="offer only the actions that the game uses; if false, all six: no-op, left, up, right, down, fire",
-    )
     sticky_action_prob: Fraction = Field(
         0.1, description="probability that a step repeats the previous step's action in place of the chosen action"
     )
@@ -44,10 +41,23 @@ class MinAtarConfig(ConfigModel):
     )
 
 
-class RampConfig(MinAtarConfig):
+class ActionSetConfig(ConfigModel):
+    """Settings of the games that do not use all actions."""
+
+    use_minimal_action_set: bool = Field(
+        True, description="offer only actions that the game uses; if false: no-op, left, up, right, down, fire"
+    )
+
+
+class RampConfig(ConfigModel):
     """Settings of the games that become harder during an episode."""
 
     difficulty_ramping: bool = Field(True, description="make the game faster during an episode")
+
+
+def action_set(cfg: ActionSetConfig, *minimal: int) -> tuple[int, ...]:
+    """Return the actions that the player can choose: the given ones, or all six."""
+    return minimal if cfg.use_minimal_action_set else ALL_ACTIONS
 
 
 class Rules(NamedTuple):
@@ -55,7 +65,7 @@ class Rules(NamedTuple):
 
     Attributes:
         channels: number of channels of the observation.
-        actions: the actions that the game uses, in ascending order.
+        actions: the actions that the player can choose, some of `ALL_ACTIONS` in ascending order.
         num_uniforms: number of uniform samples per step that `draw` needs.
         start: maps keys `[*B]` to the fields at the start of an episode.
         draw: maps uniform samples `[*B, num_uniforms]` to the random draws of a step.
@@ -81,7 +91,6 @@ def make_game(cfg: MinAtarConfig, rules: Rules, lockstep: bool = False) -> Env:
     The state has the fields of the game and `last_action`, the executed action of the last step. At the start of an
     episode, `last_action` is the no-op.
     """
-    actions = rules.actions if cfg.use_minimal_action_set else ALL_ACTIONS
 
     def reset(keys: Tensor) -> TensorDict:
         fields = rules.start(keys) | {"last_action": torch.full_like(keys, NOOP)}
@@ -93,7 +102,7 @@ def make_game(cfg: MinAtarConfig, rules: Rules, lockstep: bool = False) -> Env:
         return TensorDict({"repeats": repeats} | rules.draw(uniforms[..., 1:]), keys.shape)
 
     def step(state: TensorDict, action: Tensor, noise: TensorDict) -> TensorDict:
-        chosen = torch.tensor(actions, device=action.device)[action]
+        chosen = torch.tensor(rules.actions, device=action.device)[action]
         executed = torch.where(noise["repeats"], state["last_action"], chosen)
         fields, reward, terminated = rules.play(state, executed, noise)
         after = fields | {
@@ -107,7 +116,7 @@ def make_game(cfg: MinAtarConfig, rules: Rules, lockstep: bool = False) -> Env:
 
     space = box(0, 1, SIZE, SIZE, rules.channels, dtype=torch.uint8)
     env = Env(
-        *(reset, step, space, Discrete(len(actions))),
+        *(reset, step, space, Discrete(len(rules.actions))),
         draw=draw,
         observe=rules.image,
         lockstep=lockstep,
@@ -182,6 +191,7 @@ def image_of(channels: Sequence[Tensor], bits_per_column: int = 1) -> Tensor:
     [[0, 0, 0, 0], [0, 9, 9, 1]]
     """
     columns = bits_per_column * indices(channels[0])
-    cells = sum(((rows.unsqueeze(-1) >> columns) & 1) << c for c, rows in enumerate(channels))  # bit c is channel c
+    planes = (((rows.unsqueeze(-1) >> columns) & 1) << c for c, rows in enumerate(channels))
+    cells = reduce(torch.bitwise_or, planes)  # bit c of a cell is channel c
     bits = (cells.unsqueeze(-1) >> indices(cells, len(channels))) & 1
     return bits.to(torch.float32).to(torch.uint8)  # inductor has no vector code to convert int32 to uint8

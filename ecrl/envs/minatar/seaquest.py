@@ -17,6 +17,7 @@ from ecrl.envs.minatar.game import (
     RIGHT,
     SIZE,
     UP,
+    MinAtarConfig,
     RampConfig,
     Rules,
     any_bit,
@@ -41,7 +42,7 @@ _LAST_LEVEL = 19
 _ENEMIES, _SHOTS, _DIVERS = 30, 2, 2  # capacities, see `minatar_seaquest`
 
 
-class SeaquestConfig(RampConfig):
+class SeaquestConfig(RampConfig, MinAtarConfig):
     """Settings of Seaquest."""
 
 
@@ -244,12 +245,11 @@ def _play(
     caught = any_bit(torch.where(in_row, (enemies.place | places) & here, 0))
     arrived = moves & ~(in_row & ((places & here) != 0))
 
-    # the submarines move before the torpedoes, and the torpedoes before the fish
+    # a submarine that is hit as it moves still launches its torpedo
     launches = is_sub & (enemies.reload == 0)
     launched = [_board(enemies.row, torch.where(launches & (enemies.right == side), places, 0)) for side in (1, 0)]
     after_subs, shots, sub_hits = _collide(enemies, places, arrived & is_sub, shots)
     after_fish, shots, fish_hits = _collide(enemies, after_subs, arrived & ~is_sub, shots)
-    # a launch needs a submarine that was alive at the start of the launch, even if a shot hit it as it moved
     player = on_row(y, place, _ROWS, 1)
     old_right, old_left = state["torpedoes_right"] | launched[0], state["torpedoes_left"] | launched[1]
     torpedoes_right, torpedoes_left = (old_right << 2) & _EVERYWHERE, old_left >> 2
@@ -261,7 +261,7 @@ def _play(
     terminated = caught | (oxygen <= 0) | (surfaces & ~succeeds)
     is_full = divers == _MAX_DIVERS
     bonus = torch.where(succeeds & is_full, oxygen // _OXYGEN_PER_CELL, 0)
-    left_on_board = torch.where(is_full, 0, divers) - 1  # the reference also removes a diver after a full rescue
+    left_on_board = torch.where(is_full, 0, divers) - 1  # -1 after a rescue of six, as in the package MinAtar
     rises = succeeds & (level < _LAST_LEVEL) if ramping else torch.zeros_like(succeeds)
     fields = {
         "x": x,
@@ -306,8 +306,8 @@ def _image(state: Mapping[str, Tensor] | TensorDict) -> Tensor:
     fish = _board(enemies.row, torch.where(enemies.is_sub == 1, 0, enemies.place))
     subs = _board(enemies.row, torch.where(enemies.is_sub == 1, enemies.place, 0))
     divers = _board(state["diver_row"], state["diver_place"])
-    enemy_trail = _board(enemies.row, _shift(enemies.place, 1 - enemies.right))
-    diver_trail = _board(state["diver_row"], _shift(state["diver_place"], 1 - state["diver_right"]))
+    enemy_trail = _board(enemies.row, _shift(enemies.place, enemies.right ^ 1))
+    diver_trail = _board(state["diver_row"], _shift(state["diver_place"], state["diver_right"] ^ 1))
     trail = _occupied(enemy_trail) | _occupied(diver_trail)
     channels = (
         on_row(state["y"], place),
@@ -327,6 +327,35 @@ def _image(state: Mapping[str, Tensor] | TensorDict) -> Tensor:
 @register_env("minatar_seaquest")
 def minatar_seaquest(cfg: SeaquestConfig) -> Env:
     """Rescue divers with a submarine, shoot enemies, and surface before the oxygen runs out.
+
+    The player moves by one cell per step, and fires at most every five steps. Each enemy that is shot has the reward 1.
+    Every `20 - level` steps, a fish or, with probability 1/3, a submarine appears at the left or right end of a random
+    row. No enemy appears in a row in which another enemy moves in the opposite direction. Enemies move every
+    `max(2, 5 - level // 2) + 1` steps. A submarine launches a torpedo every 11 steps, which moves by one cell per step.
+    Every 30 steps, a diver appears, which moves every 6 steps. The player picks up divers that it touches, up to six.
+
+    Under water, the oxygen falls by 1 per step, from 200. At the surface, the player gives up one diver and gets new
+    oxygen. With six divers, it gives up all of them for a reward of `oxygen // 20`. The number of divers is then -1, as
+    in the package MinAtar. The player can then surface without a diver, and the number falls by one each time. With
+    difficulty_ramping, each surfacing raises the level by one, up to 19. The episode ends when an enemy or a torpedo
+    hits the player, when the oxygen is used up, and when the player surfaces with 0 divers.
+
+    The channels of the observation are 0 front and 1 back of the player, 2 shots, 3 the last cells of enemies and
+    divers, 4 torpedoes, 5 fish, 6 submarines, 7 oxygen, 8 divers on board and 9 divers. The actions are 0 no-op, 1
+    left, 2 up, 3 right, 4 down and 5 fire. The game uses all actions, so it has no setting use_minimal_action_set.
+
+    The state stores a column x as its place, 4**x, because a cell can hold three enemies. The place of an object that
+    is gone is 0. `enemy_*`, `shot_*` and `diver_*` are slots of objects, the oldest first. A new object takes the place
+    of the oldest. The capacities are large enough for any play:
+
+    - 30 enemies: on the highest levels, an enemy appears at every step and is gone after 30 steps. On lower levels, at
+      most as many appear while the oldest is on the board.
+    - 2 shots, because a shot is gone after 9 steps, and 2 divers, because a diver is gone after 60 steps.
+
+    The order of the slots decides which enemy a shot hits: the oldest fish in its cell, or else the oldest submarine.
+    An older enemy always stays ahead of a younger one in the same row, so two enemies never move into one cell in the
+    same step. Torpedoes have no slots, because torpedoes in one cell with one direction stay together. They are stored
+    by row, in `torpedoes_right` and `torpedoes_left`, int32 `[*B, 8]`.
 
     Source: Young and Tian 2019, "MinAtar: An Atari-inspired testbed for thorough and reproducible reinforcement
         learning experiments", arXiv:1903.03176; the package MinAtar 1.0.15.

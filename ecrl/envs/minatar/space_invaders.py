@@ -15,8 +15,11 @@ from ecrl.envs.minatar.game import (
     NOOP,
     RIGHT,
     SIZE,
+    ActionSetConfig,
+    MinAtarConfig,
     RampConfig,
     Rules,
+    action_set,
     any_bit,
     constant,
     count_bits,
@@ -35,7 +38,7 @@ _WAVE_ROWS, _WAVE = 4, 0b0011111100  # columns 2 to 7 of the rows 0 to 3
 _RELOAD, _BOMB_INTERVAL, _MOVE_INTERVAL, _LAST_LEVEL = 5, 10, 12, 6
 
 
-class SpaceInvadersConfig(RampConfig):
+class SpaceInvadersConfig(ActionSetConfig, RampConfig, MinAtarConfig):
     """Settings of Space Invaders."""
 
 
@@ -118,7 +121,7 @@ def _play(
         "shots": shots ^ killed,
         "bombs": bombs,
         "right": right ^ descends,
-        "move_wait": torch.where(moves, torch.minimum(number, _MOVE_INTERVAL - level), state["move_wait"]) - 1,
+        "move_wait": torch.where(moves, torch.minimum(number, level.neg() + _MOVE_INTERVAL), state["move_wait"]) - 1,
         "bomb_wait": torch.where(drops, _BOMB_INTERVAL, state["bomb_wait"]) - 1,
         "reload": countdown(torch.where(fires, _RELOAD, state["reload"])),
         "level": level_after,
@@ -155,4 +158,4 @@ def minatar_space_invaders(cfg: SpaceInvadersConfig) -> Env:
         learning experiments", arXiv:1903.03176; the package MinAtar 1.0.15.
     """
     play = partial(_play, ramping=cfg.difficulty_ramping)
-    return make_game(cfg, Rules(6, (NOOP, LEFT, RIGHT, FIRE), 0, _start, no_draws, play, _image))
+    return make_game(cfg, Rules(6, action_set(cfg, NOOP, LEFT, RIGHT, FIRE), 0, _start, no_draws, play, _image))
