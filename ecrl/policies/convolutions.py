@@ -54,7 +54,7 @@ class ConvolutionsConfig(ConfigModel):
 
 
 class CNNConfig(ConvolutionsConfig):
-    """Settings of the convolutions. The defaults are those of the network of Mnih et al. 2015."""
+    """Settings of the convolutions. The defaults are from Mnih et al. 2015."""
 
     channels: Sizes = Field((32, 64, 64), description="output channels of each convolution")
     kernel_sizes: Sizes = Field((8, 4, 3), description="size of the kernel of each convolution, pixels")

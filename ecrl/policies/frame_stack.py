@@ -51,7 +51,7 @@ def _with_mask(stack: Any, obs: Any) -> Any:
 
 
 def newest_mask(obs: Any) -> Any:
-    """Return stacked observations `[*B, k, ...]` in which `action_mask`, if any, is that of the newest frame."""
+    """Return stacked observations `[*B, k, ...]`, with only the newest `action_mask` of each stack, if any."""
     if isinstance(obs, TensorDict) and _MASK in obs:
         mask = cast(Tensor, obs[_MASK])
         return replaced(TensorDict(dict(obs.items()), obs.batch_size[:-1]), {_MASK: mask[..., -1, :]})

@@ -69,7 +69,7 @@ def _has_channels_last(space: Box) -> bool:
 
 
 def channel_shape(space: Box) -> tuple[int, int, int]:
-    """Return the number of channels of an image, with those of all its frames, and its height and width.
+    """Return the number of channels in all frames of an image, the height and the width.
 
     >>> from ecrl.spaces import box
     >>> channel_shape(box(0, 255, 4, 64, 48, 3, dtype=torch.uint8)), channel_shape(box(0.0, 1.0, 64, 48))

@@ -68,7 +68,7 @@ def _start_place(right: Tensor) -> Tensor:
 
 
 def _append(slots: Tensor, new: Tensor, where: Tensor) -> Tensor:
-    """Append an object to slots `[*B, n]`, of which the first is the oldest. Where `where` is True, drop the oldest."""
+    """Append an object to slots `[*B, n]`, and drop the oldest object, in slot 0, where `where` is True."""
     return torch.where(where.unsqueeze(-1), torch.cat((slots[..., 1:], new.unsqueeze(-1)), -1), slots)
 
 
