@@ -30,8 +30,10 @@ class Box:
     high: tuple[float, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
+    frames: int = 1
+    """Number of frames in a stack, which is then the first axis of the shape; 1 for a space without such an axis."""
     is_image: bool = field(init=False, compare=False)
-    """True if the dtype is uint8, the shape has three axes in any order, and all bounds are 0 and 255.
+    """True if the dtype is uint8, a frame has three axes in any order, and all bounds are 0 and 255.
 
     The constructor computes this field once, because an image has thousands of bounds.
     """
@@ -40,17 +42,27 @@ class Box:
         if self.dtype not in _DTYPES:
             known = ", ".join(map(str, _DTYPES))
             raise ValueError(f"dtype of a Box is {self.dtype!r}, expected one of {known}")
-        has_axes = self.dtype == torch.uint8 and len(self.shape) == 3
+        if self.frames < 1 or (self.frames > 1 and self.shape[:1] != (self.frames,)):
+            raise ValueError(f"a Box with frames={self.frames} has the shape {list(self.shape)}; expected frames first")
+        has_axes = self.dtype == torch.uint8 and len(self.frame_shape) == 3
         is_image = has_axes and {*self.low} == {0.0} and {*self.high} == {255.0}
         object.__setattr__(self, "is_image", is_image)
 
     def __repr__(self) -> str:
         """Return a Python expression that creates the space. Unless the dtype is float32, abbreviate equal bounds."""
+        if self.frames > 1:
+            bounds = f"low={self.low}, high={self.high}, shape={self.shape}"
+            return f"Box({bounds}, dtype={self.dtype}, frames={self.frames})"
         if self.dtype == torch.float32:
             return f"Box(low={self.low}, high={self.high}, shape={self.shape})"
         if self.low and {*self.low} == {self.low[0]} and {*self.high} == {self.high[0]}:
             return f"box({', '.join(map(str, (self.low[0], self.high[0], *self.shape)))}, dtype={self.dtype})"
         return f"Box(low={self.low}, high={self.high}, shape={self.shape}, dtype={self.dtype})"
+
+    @property
+    def frame_shape(self) -> tuple[int, ...]:
+        """Shape of a single frame, which is the shape of the space unless it is a space of stacks."""
+        return self.shape[1:] if self.frames > 1 else self.shape
 
 
 @dataclass(frozen=True)
@@ -135,7 +147,7 @@ def element_bytes(space: Space) -> int:
 
 
 def is_image(space: Space) -> bool:
-    """Return True if a space is a uint8 Box with three axes, in any order, and bounds 0 and 255.
+    """Return True if a space is a uint8 Box with three axes, in any order, and bounds 0 and 255, or a stack of images.
 
     >>> is_image(box(0, 255, 8, 8, 1, dtype=torch.uint8)), is_image(box(0, 1, 8, 8, 1, dtype=torch.uint8))
     (True, False)

@@ -87,7 +87,7 @@ def init(cfg: PQNConfig, run: Run, key: Tensor) -> dict[str, Any]:
         raise ConfigError(f"policy.name: pqn needs {needed}; the actions here are {run.env.action_space}")
     if policy.frame_stack > 1:
         problem = f"env.frame_stack: {policy.frame_stack}, but pqn learns from single observations"
-        raise ConfigError(f"{problem}; use dqn, or leave frame_stack out")
+        raise ConfigError(f"{problem}; use dqn, or set frame_stack to 1")
     if policy.unit != "step":
         raise ConfigError("policy.name: pqn needs a policy without memory, such as q_network")
     if policy.distribution is not None:

@@ -26,7 +26,7 @@ def push_frame(frames: Any, started: Tensor, obs: Any) -> Any:
 
     Returns: the stack `[*B, k, ...]`, in the dtypes of `obs`.
     Gradient: flows through `frames` and `obs`.
-    Raises: ValueError if `started` is not bool.
+    Raises: ValueError if `started` is not bool, or if the shapes do not fit.
     Source: Mnih et al. 2015, "Human-level control through deep reinforcement learning", methods.
 
     >>> frames, obs = torch.tensor([[1.0, 2.0], [1.0, 2.0]]), torch.tensor([3.0, 3.0])
@@ -39,8 +39,9 @@ def push_frame(frames: Any, started: Tensor, obs: Any) -> Any:
     def push(old: Tensor, new: Tensor) -> Tensor:
         newest = new.unsqueeze(axis)
         flag = started.reshape(*started.shape, *[1] * (old.ndim - axis))
-        return torch.cat((torch.where(flag, old, newest), newest), axis)
+        return torch.cat((torch.where(flag, old.to(new.dtype), newest), newest), axis)
 
+    _check_shapes(frames, obs, started.shape, started.shape)
     return _combined(push, frames, obs)
 
 
@@ -60,7 +61,7 @@ def stack_frames(frames: Any, started: Tensor, obs: Any, done: Tensor) -> Any:
 
     Returns: `[n, S, k, ...]`, in the dtypes of `obs`, with the oldest observation first.
     Gradient: flows through `frames` and `obs`.
-    Raises: ValueError if `started` or `done` is not bool.
+    Raises: ValueError if `started` or `done` is not bool, or if the shapes do not fit.
     Source: Mnih et al. 2015, "Human-level control through deep reinforcement learning", methods.
 
     >>> obs, done = torch.arange(4.0).unsqueeze(0), torch.tensor([[False, True, False, False]])
@@ -68,6 +69,10 @@ def stack_frames(frames: Any, started: Tensor, obs: Any, done: Tensor) -> Any:
     [[-2.0, -1.0, 0.0], [-1.0, 0.0, 1.0], [2.0, 2.0, 2.0], [2.0, 2.0, 3.0]]
     """
     check_bool(started=started, done=done)
+    if started.shape != done.shape[:1] or done.ndim != 2:
+        shapes = f"started has shape {list(started.shape)}, and done has {list(done.shape)}"
+        raise ValueError(f"{shapes}; expected [n] and [n, S]")
+    _check_shapes(frames, obs, started.shape, done.shape)
     before, (num, steps) = flatten(frames)[0][0].shape[1], done.shape
     nothing = done.new_zeros(num, before)
     is_first = torch.cat((nothing, ~started.unsqueeze(1), done[:, :-1]), 1)
@@ -87,6 +92,20 @@ def stack_frames(frames: Any, started: Tensor, obs: Any, done: Tensor) -> Any:
     return _combined(stack, frames, obs)
 
 
+def _check_shapes(frames: Any, obs: Any, num: torch.Size, batch: torch.Size) -> None:
+    """Raise ValueError unless frames `[*num, k - 1, *shape]` fit observations `[*batch, *shape]`."""
+    old, new = flatten(frames)[0], flatten(obs)[0]
+    if len(old) != len(new):
+        raise ValueError(f"frames has {len(old)} tensors, and obs has {len(new)}; expected the same fields")
+    for before, now in zip(old, new, strict=True):
+        shape = now.shape[len(batch) :]
+        fits = before.shape[: len(num)] == num and before.shape[len(num) + 1 :] == shape
+        if now.shape[: len(batch)] != batch or not fits or before.ndim != len(num) + 1 + len(shape):
+            shapes = f"frames has shape {list(before.shape)}, and obs has {list(now.shape)}"
+            expected = f"{[*num, 'k - 1', *shape]} and {[*batch, *shape]}".replace("'", "")
+            raise ValueError(f"{shapes}; expected {expected}")
+
+
 def _combined(fn: Callable[[Tensor, Tensor], Tensor], frames: Any, obs: Any) -> Any:
     """Apply a function to each pair of leaves of two trees. Return a tree with the structure of `obs`."""
     leaves, structure = flatten(obs)
@@ -102,7 +121,7 @@ def random_shift(image: Tensor, shift: Tensor) -> Tensor:
     `ecrl.rng.randint(keys, low=-4, high=5)`.
 
     Args:
-        image: `[*B, h, w, c]` of any dtype.
+        image: `[*B, h, w, c]` of any dtype. Move the channels of other images to the last axis first.
         shift: int64 `[*B, 2]` with (dy, dx), pixels. An axis of size 1 in `shift` gives several images the same shift,
             such as the frames of a stack.
 
@@ -117,7 +136,10 @@ def random_shift(image: Tensor, shift: Tensor) -> Tensor:
     """
     if shift.dtype != torch.int64:
         raise ValueError(f"shift has dtype {shift.dtype}, expected torch.int64")
-    if image.ndim < 3 or shift.ndim != image.ndim - 2 or shift.shape[-1] != 2:
+    fits = shift.ndim == image.ndim - 2 and all(
+        size in (1, images) for size, images in zip(shift.shape[:-1], image.shape[:-3], strict=True)
+    )
+    if image.ndim < 3 or not fits or shift.shape[-1] != 2:
         shapes = f"image has shape {list(image.shape)}, and shift has {list(shift.shape)}"
         raise ValueError(f"{shapes}; expected [*B, h, w, c] and [*B, 2]")
     height, width, channels = image.shape[-3:]

@@ -19,7 +19,8 @@ from ecrl.policies.images import (
     channel_shape,
     check_image,
     describe,
-    is_image_like,
+    has_images,
+    is_image_part,
     layer_name,
     to_channels,
 )
@@ -234,9 +235,9 @@ class _KeypointsNetwork(nn.Module):
     def __init__(self, parts: dict[str, Space], is_dict: bool, cfg: KeypointsConfig, outputs: int):
         super().__init__()
         self.is_dict = is_dict
-        self.others = dict_space({name: part for name, part in parts.items() if not is_image_like(part)})
+        images = {name: part for name, part in parts.items() if is_image_part(part)} if is_dict else parts
+        self.others = dict_space({name: part for name, part in parts.items() if name not in images})
         width = flat_dim(self.others)
-        images = {name: part for name, part in parts.items() if is_image_like(part)}
         self.names = tuple(images)
         self.keypoints = nn.ModuleDict(
             {layer_name(name): _Keypoints(cast(Box, part), width, cfg) for name, part in images.items()}
@@ -267,7 +268,10 @@ def keypoints(cfg: KeypointsConfig, space: Space, outputs: int) -> nn.Module:
     Source: Levine et al. 2016, arXiv:1504.00702, sec. 5.1 (keypoints); Perez et al. 2018, arXiv:1709.07871 (FiLM).
     """
     parts = dict(space.items) if isinstance(space, Dict) else {"image": check_image(space)}
-    if not any(map(is_image_like, parts.values())):
+    for name, part in parts.items():
+        if isinstance(part, Dict) and has_images(part):
+            raise SpaceError(f'expected images at the top level of the Dict, got an image inside {name!r}; use "fused"')
+    if not any(map(is_image_part, parts.values())) and isinstance(space, Dict):
         names = ", ".join(f"{name}: {describe(part)}" for name, part in parts.items())
         raise SpaceError(f'expected at least one image, got {names}; use "mlp"')
     return _initialised(_KeypointsNetwork(parts, isinstance(space, Dict), cfg, outputs), cfg)

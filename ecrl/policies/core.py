@@ -271,13 +271,9 @@ def flatten(obs: Any, space: Space) -> Tensor:
             )
 
 
-def batch_shape(obs: Tensor, space: Space) -> torch.Size:
-    """Return the shape `B` of observations `[*B, *shape]` of a space that is not a Dict.
-
-    Raises: ConfigError for an observation of another shape than the space has.
-    """
-    shape = element_shape(space)
-    batch = obs.shape[: obs.ndim - len(shape)]
+def batch_shape(obs: Tensor, shape: tuple[int, ...]) -> torch.Size:
+    """Return `B` for observations `[*B, *shape]`. Raise ConfigError for observations of another shape."""
+    batch = obs.shape[: max(0, obs.ndim - len(shape))]
     if obs.shape[len(batch) :] != shape:
         sizes = ", ".join(("...", *map(str, shape)))
         raise ConfigError(
@@ -301,7 +297,8 @@ def one_batch(obs: Any, space: Space) -> tuple[Any, torch.Size]:
         parts = {name: one_batch(obs[name], part) for name, part in space.items}
         first, batch = next(iter(parts.values()))
         return TensorDict({name: rows for name, (rows, _) in parts.items()}, [first.shape[0]]), batch
-    shape, batch = element_shape(space), batch_shape(obs, space)
+    shape = element_shape(space)
+    batch = batch_shape(obs, shape)
     return obs if len(batch) == 1 else obs.reshape((batch.numel(), *shape)), batch
 
 

@@ -16,64 +16,75 @@ from torch import Tensor
 from ecrl.errors import ConfigError
 from ecrl.kernels import push_frame, stack_frames
 from ecrl.policies.core import Policy, batch_shape
-from ecrl.pytree import flatten, replaced
-from ecrl.spaces import Box, Dict, Space, dict_space, without_mask
+from ecrl.pytree import flatten
+from ecrl.spaces import Box, Dict, Space, dict_space, element_shape, without_mask
 
 _MASK = "action_mask"
 
 
 def stacked_space(space: Space, frames: int) -> Space:
-    """Return the space of stacks of `frames` observations. An `action_mask` is not stacked.
+    """Return the space of stacks of `frames` observations, at least 2. An `action_mask` is not stacked.
 
     >>> from ecrl.spaces import box
-    >>> stacked_space(box(0, 255, 84, 84, 1, dtype=torch.uint8), 4)
-    box(0, 255, 4, 84, 84, 1, dtype=torch.uint8)
+    >>> stacked = stacked_space(box(0, 255, 84, 84, 1, dtype=torch.uint8), 4)
+    >>> stacked.shape, stacked.frame_shape, stacked.is_image
+    ((4, 84, 84, 1), (84, 84, 1), True)
 
     Raises: ConfigError for an observation that is not a Box.
     """
+    if frames < 2:
+        raise ValueError(f"frame_stack is {frames}, expected at least 2 frames")
     match space:
         case Box():
-            return Box(space.low * frames, space.high * frames, (frames, *space.shape), space.dtype)
+            return Box(space.low * frames, space.high * frames, (frames, *space.shape), space.dtype, frames)
         case Dict():
             parts = {name: part if name == _MASK else stacked_space(part, frames) for name, part in space.items}
             return dict_space(parts)
     raise ConfigError(f"env.frame_stack: only observations of Box can be stacked, got {space}; leave it out")
 
 
-def _frames_of(obs: Any) -> Any:
-    """Return the part of an observation that is stacked."""
-    return obs.exclude(_MASK) if isinstance(obs, TensorDict) else obs
-
-
-def _with_mask(stack: Any, obs: Any) -> Any:
-    """Return a stack with the action mask of the newest observation, if any."""
-    return replaced(stack, {_MASK: obs[_MASK]}) if isinstance(obs, TensorDict) and _MASK in obs else stack
-
-
-def newest_mask(obs: Any) -> Any:
-    """Return stacked observations `[*B, k, ...]`, with only the newest `action_mask` of each stack, if any."""
-    if isinstance(obs, TensorDict) and _MASK in obs:
-        mask = cast(Tensor, obs[_MASK])
-        return replaced(TensorDict(dict(obs.items()), obs.batch_size[:-1]), {_MASK: mask[..., -1, :]})
+def _frames_of(obs: Any, space: Space) -> Any:
+    """Return the parts of an observation that are stacked. `space` has no action mask."""
+    if isinstance(space, Dict):
+        return TensorDict({name: _frames_of(obs[name], part) for name, part in space.items}, obs.batch_size)
     return obs
 
 
-def _check_shapes(obs: Any, space: Space) -> None:
-    """Raise ConfigError for an observation of another shape than the space has."""
+def _with_masks(stack: Any, obs: Any, space: Space) -> Any:
+    """Return a stack with the action masks of the newest observation."""
+    if not isinstance(space, Dict):
+        return stack
+    parts = {
+        name: obs[name] if name == _MASK else _with_masks(stack[name], obs[name], part) for name, part in space.items
+    }
+    return TensorDict(parts, obs.batch_size)
+
+
+def newest_mask(obs: Any) -> Any:
+    """Return stacked observations `[B, k, ...]`, with only the newest `action_mask` of each stack, if any."""
+    if not isinstance(obs, TensorDict):
+        return obs
+    parts = {name: part[:, -1] if name == _MASK else newest_mask(part) for name, part in obs.items()}
+    return TensorDict(parts, obs.batch_size[:1])
+
+
+def _check_shapes(obs: Any, space: Space, stack: tuple[int, ...] = ()) -> None:
+    """Raise ConfigError for observations of another shape than `[*B, *stack, *shape]`."""
     if isinstance(space, Dict):
         for name, part in space.items:
-            _check_shapes(obs[name], part)
+            _check_shapes(obs[name], part, stack)
     else:
-        batch_shape(obs, space)
+        batch_shape(obs, (*stack, *element_shape(space)))
 
 
-def _zeros(space: Space, batch: list[int], device: torch.device) -> Any:
-    """Return zeros for observations of a space, without an action mask."""
+def _older(space: Space, num_envs: int, stack: int, device: torch.device) -> Any:
+    """Return zeros `[num_envs, stack, ...]` for the previous observations of a space without action masks."""
     if isinstance(space, Dict):
-        return TensorDict({name: _zeros(part, batch, device) for name, part in space.items}, batch)
+        parts = {name: _older(part, num_envs, stack, device) for name, part in space.items}
+        return TensorDict(parts, [num_envs])
     box = cast(Box, space)
     dtype = torch.get_default_dtype() if box.dtype == torch.float32 else box.dtype
-    return torch.zeros(*batch, *box.shape, dtype=dtype, device=device)
+    return torch.zeros(num_envs, stack, *box.shape, dtype=dtype, device=device)
 
 
 @cache
@@ -91,7 +102,7 @@ def with_frame_stack(policy: Policy, observation_space: Space, frames: int) -> P
     def init_carry(params: TensorDict, num_envs: int) -> TensorDict:
         device = flatten(params)[0][0].device
         started = torch.zeros(num_envs, dtype=torch.bool, device=device)
-        older = {"frames": _zeros(stacked_space(seen, frames - 1), [num_envs], device), "started": started}
+        older = {"frames": _older(seen, num_envs, frames - 1, device), "started": started}
         inner = {"memory": policy.init_carry(params, num_envs)} if policy.unit == "sequence" else {}
         return TensorDict(older | inner, [num_envs])
 
@@ -104,14 +115,16 @@ def with_frame_stack(policy: Policy, observation_space: Space, frames: int) -> P
         stack = pushed(carry, obs)
         memory, out = policy.act(params, inner_carry(carry), stack, noise)
         started = cast(Tensor, carry["started"])
-        after: dict[str, Any] = {"frames": newer(_frames_of(stack), started.ndim), "started": torch.ones_like(started)}
+        newest = newer(_frames_of(stack, seen), started.ndim)
+        after: dict[str, Any] = {"frames": newest, "started": torch.ones_like(started)}
         after |= {"memory": memory} if policy.unit == "sequence" else {}
         return TensorDict(after, carry.batch_size), out
 
     def pushed(carry: TensorDict, obs: Any) -> Any:
         check_carry(carry)
         _check_shapes(obs, seen)
-        return _with_mask(push_frame(carry["frames"], cast(Tensor, carry["started"]), _frames_of(obs)), obs)
+        stack = push_frame(carry["frames"], cast(Tensor, carry["started"]), _frames_of(obs, seen))
+        return _with_masks(stack, obs, observation_space)
 
     def newer(stack: Any, axis: int) -> Any:
         if isinstance(stack, Tensor):
@@ -121,13 +134,14 @@ def with_frame_stack(policy: Policy, observation_space: Space, frames: int) -> P
     def check_carry(carry: TensorDict) -> None:
         if not {"frames", "started"} <= {*carry.keys()}:
             raise ConfigError("policy: the carry has no stacked observations; pass init_carry(params, num_envs)")
-        _check_shapes(carry["frames"], stacked_space(seen, frames - 1))
+        _check_shapes(carry["frames"], seen, (frames - 1,))
 
     def stacked(carry: TensorDict, steps: TensorDict) -> TensorDict:
         check_carry(carry)
         _check_shapes(steps["obs"], seen)
         obs, started, done = steps["obs"], cast(Tensor, carry["started"]), cast(Tensor, steps["done"])
-        return steps.copy().set("obs", _with_mask(stack_frames(carry["frames"], started, _frames_of(obs), done), obs))
+        stack = stack_frames(carry["frames"], started, _frames_of(obs, seen), done)
+        return steps.copy().set("obs", _with_masks(stack, obs, observation_space))
 
     def evaluate(params: TensorDict, carry: TensorDict, steps: TensorDict) -> tuple[Tensor, Tensor]:
         return cast(Any, policy.evaluate)(params, inner_carry(carry), stacked(carry, steps))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ecrl.config.model import Count
 from ecrl.errors import ConfigError
 from ecrl.policies.core import flatten
-from ecrl.policies.images import SpaceError, describe, is_image_like, layer_name
+from ecrl.policies.images import SpaceError, describe, has_images, is_image_part, layer_name
 from ecrl.policies.mlp import ACTIVATIONS, Activation, MLPConfig, Width, build_mlp
 from ecrl.policies.networks import NetworkConfig, Pure, build_network, make_network
 from ecrl.registry import did_you_mean, register_network
@@ -84,8 +84,12 @@ def fused(cfg: FusedConfig, space: Space, outputs: int) -> nn.Module:
     for name in cfg.encoders:
         if name not in parts:
             raise ConfigError(f"encoders.{name}: the network reads no {name!r}; {did_you_mean(name, parts)}")
+    for name, part in parts.items():
+        if isinstance(part, Dict) and has_images(part) and name not in cfg.encoders:
+            problem = f"encoders: the network reads an image inside {name!r}, which has no encoder"
+            raise ConfigError(f'{problem}; set encoders.{name}, such as to "fused"')
     default = EncoderConfig(type="cnn")  # pyright: ignore[reportCallIssue]
-    configs = {name: default for name, part in parts.items() if is_image_like(part)} | cfg.encoders
+    configs = {name: default for name, part in parts.items() if is_image_part(part)} | cfg.encoders
     encoders: dict[str, nn.Module] = {
         name: _activated(build_network(one, parts[name], one.features, f"encoders.{name}"), one)
         for name, one in configs.items()

@@ -1,8 +1,7 @@
 """Convert images to the float channels that convolutions read.
 
 An image is a Box of shape `[h, w]`, `[h, w, c]` or `[c, h, w]`. The channel axis is the smaller one of the first and
-the last axis, as in Stable-Baselines3. A stack of frames has one more axis in front. A stack of frames `[h, w]` has the
-shape of an image with channels first, and is treated as one.
+the last axis, as in Stable-Baselines3. A stack of images (`Box.frames`) has one more axis in front.
 """
 
 from math import prod
@@ -28,12 +27,31 @@ def is_image_like(space: Space) -> bool:
     >>> is_image_like(box(0, 255, 8, 8, 3, dtype=torch.uint8)), is_image_like(box(-1.0, 1.0, 8, 8, 3))
     (True, False)
     """
-    if not isinstance(space, Box) or not 2 <= len(space.shape) <= 4 or 0 in space.shape:
+    if not isinstance(space, Box) or not 2 <= len(space.frame_shape) <= 3 or 0 in space.shape:
         return False
     low, high = {*space.low}, {*space.high}
     if space.dtype.is_floating_point:
         return min(low) >= 0.0 and max(high) <= 1.0
     return low == {0.0} and len(high) == 1 and max(high) > 0.0
+
+
+def is_image_part(space: Space) -> bool:
+    """Return True if a network for a Dict reads this part with convolutions, unless the config says otherwise.
+
+    A matrix of floats or of wide integers may have another meaning than an image, and is read as a vector.
+
+    >>> from ecrl.spaces import box
+    >>> is_image_part(box(0, 255, 8, 8, dtype=torch.uint8)), is_image_part(box(0.0, 1.0, 3, 3))
+    (True, False)
+    """
+    if not isinstance(space, Box) or not is_image_like(space):
+        return False
+    return len(space.frame_shape) == 3 or space.dtype == torch.uint8
+
+
+def has_images(space: Space) -> bool:
+    """Return True if a space is an image that `is_image_part` finds, or a Dict with such an image at any depth."""
+    return any(has_images(part) for _, part in space.items) if isinstance(space, Dict) else is_image_part(space)
 
 
 def describe(space: Space) -> str:
@@ -58,27 +76,27 @@ def check_image(space: Space) -> Box:
     if is_image_like(image):
         return cast(Box, image)
     expected = "an image [h, w], [h, w, c] or [c, h, w], of integers from 0 or of floats from 0 to 1"
-    advice = 'use "fused" for several observations' if isinstance(space, Dict) else 'use "mlp"'
-    if isinstance(space, Box) and len(space.shape) in (2, 3, 4):
+    advice = 'use "fused" for several observations' if isinstance(image, Dict) else 'use "mlp"'
+    if isinstance(image, Box) and len(image.frame_shape) in (2, 3):
         advice = "scale the image, and give its space these bounds"
-    raise SpaceError(f"expected {expected}, got {describe(space)}; {advice}")
+    raise SpaceError(f"expected {expected}, got {describe(image)}; {advice}")
 
 
 def _has_channels_last(space: Box) -> bool:
-    return len(space.shape) > 2 and space.shape[-1] <= space.shape[-3]
+    shape = space.frame_shape
+    return len(shape) > 2 and shape[-1] <= shape[0]
 
 
 def channel_shape(space: Box) -> tuple[int, int, int]:
     """Return the number of channels in all frames of an image, the height and the width.
 
     >>> from ecrl.spaces import box
-    >>> channel_shape(box(0, 255, 4, 64, 48, 3, dtype=torch.uint8)), channel_shape(box(0.0, 1.0, 64, 48))
-    ((12, 64, 48), (1, 64, 48))
+    >>> channel_shape(box(0, 255, 64, 48, 3, dtype=torch.uint8)), channel_shape(box(0.0, 1.0, 64, 48))
+    ((3, 64, 48), (1, 64, 48))
     """
-    shape = space.shape
-    channels_first = (*shape[:-3], shape[-1], *shape[-3:-1]) if _has_channels_last(space) else shape
-    *channels, height, width = channels_first
-    return prod(channels), height, width
+    shape = space.frame_shape
+    *channels, height, width = (shape[-1], *shape[:-1]) if _has_channels_last(space) else shape
+    return space.frames * prod(channels), height, width
 
 
 def to_channels(image: Tensor, space: Box) -> Tensor:
@@ -86,7 +104,7 @@ def to_channels(image: Tensor, space: Box) -> Tensor:
 
         x / upper bound        of integers
 
-    Floats stay unchanged. The channels of a stack of frames begin with those of the oldest frame.
+    Floats keep their values. The channels of a stack begin with the oldest frame.
 
     >>> from ecrl.spaces import box
     >>> to_channels(torch.full((1, 2, 2, 1), 51, dtype=torch.uint8), box(0, 255, 2, 2, 1, dtype=torch.uint8)).unique()
@@ -94,7 +112,10 @@ def to_channels(image: Tensor, space: Box) -> Tensor:
     """
     x = image.movedim(-1, -3) if _has_channels_last(space) else image
     x = x.reshape(image.shape[0], *channel_shape(space))
-    return x if space.dtype.is_floating_point else x.to(torch.get_default_dtype()) / space.high[0]
+    if space.dtype == torch.float32:
+        return x
+    x = x.to(torch.get_default_dtype())
+    return x if space.dtype.is_floating_point else x / space.high[0]
 
 
 def layer_name(name: str) -> str:

@@ -25,7 +25,7 @@ from ecrl.memory import enough_memory
 from ecrl.policies.core import example, one_batch
 from ecrl.policies.images import SpaceError
 from ecrl.registry import lookup
-from ecrl.spaces import Space
+from ecrl.spaces import Dict, Space
 from ecrl.tracing_state import ignoring_draws
 
 
@@ -189,6 +189,8 @@ def build_network(cfg: NetworkConfig, space: Space, outputs: int, key: str) -> n
 
     Raises: ConfigError, whose message begins with a path below `key`.
     """
+    if space == Dict(()):
+        raise ConfigError(f"{key}: the observations have nothing that a network reads; select others, or add some")
     try:
         return lookup("network", cfg.type).make(cfg.network_cfg, space, outputs)
     except SpaceError as error:

@@ -129,7 +129,7 @@ def _describe(name: str, tensor: Tensor, space: Space | None = None) -> dict[str
         return about
     kind: dict[str, Any] = {"type": type(space).__name__}
     for key, value in asdict(space).items():
-        if key not in ("shape", "dtype", "is_image"):
+        if key not in ("shape", "dtype", "frames", "is_image"):
             kind[key] = [x if isfinite(x) else None for x in value] if isinstance(value, tuple) else value
             if is_image(space) and len({*value}) == 1:
                 kind[key] = value[0]

@@ -181,6 +181,14 @@ def test_a_mask_is_not_stacked(policy):
     assert set(carry["frames"].keys()) == {"camera", "x"}
 
 
+def test_masks_and_images_inside_a_dict_are_handled():
+    space = dict_space({"arm": MASKED, "y": box(-1.0, 1.0, 1)})
+    encoders = {"arm": {"type": "keypoints", "network_cfg": {"channels": [4], "kernel_sizes": [3], "strides": [1]}}}
+    net = {"type": "fused", "network_cfg": {"encoders": encoders, "hidden_sizes": [8]}}
+    made = make_policy({"name": "actor_critic", "actor": net, "critic": net}, space, Discrete(3), 3)
+    assert check_policy(made, space, Discrete(3)).findings == []
+
+
 def test_stacks_that_do_not_fit_are_refused():
     with pytest.raises(ConfigError, match=r"env\.frame_stack: must be at least 1, got 0"):
         catching(**{"env.frame_stack": 0})
@@ -189,6 +197,8 @@ def test_stacks_that_do_not_fit_are_refused():
         init_state(catching(**pqn, **STACK))
     with pytest.raises(ConfigError, match=r"env\.frame_stack: only observations of Box can be stacked, got Discrete"):
         make_policy({"name": "actor_only", "actor": "mlp"}, Discrete(3), Discrete(2), 2)
+    with pytest.raises(ValueError, match="frame_stack is 0, expected at least 2 frames"):
+        make_policy({"name": "actor_only", "actor": "mlp"}, box(-1.0, 1.0, 2), Discrete(2), 0)
     with pytest.raises(ConfigError, match=r"n_step 1 and frame_stack 9 needs 10; make it larger"):
         init_state(catching("dqn", **{"env.frame_stack": 9, "algorithm.cfg.capacity": 36, "trainer.buffer_size": 8}))
 

@@ -63,6 +63,32 @@ def test_images_stay_uint8_and_names_stay():
     assert out["joints"][:, 0].sum(-1).tolist() == [[0.0, 0.0, 0.0, 5.0], [5.0, 5.0, 5.0, 5.0]]
 
 
+def test_stacks_have_the_dtype_of_the_observations():
+    frames, started, obs = torch.zeros(2, 3, dtype=torch.float64), torch.ones(2, dtype=torch.bool), torch.ones(2, 4)
+    assert push_frame(frames, started, obs[:, 0]).dtype == torch.float32
+    assert stack_frames(frames, started, obs, torch.zeros(2, 4, dtype=torch.bool)).dtype == torch.float32
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    frames, started, obs, done = torch.zeros(2, 3), torch.ones(2).bool(), torch.ones(2, 4), torch.zeros(2, 4).bool()
+    with pytest.raises(
+        ValueError, match=r"^frames has shape \[2, 3\], and obs has \[2, 4\]; expected \[2, k - 1\] and \["
+    ):
+        stack_frames(frames, started, obs, done[:, :3])
+    with pytest.raises(
+        ValueError, match=r"^started has shape \[3\], and done has \[2, 4\]; expected \[n\] and \[n, S\]"
+    ):
+        stack_frames(frames, torch.ones(3).bool(), obs, done)
+    with pytest.raises(ValueError, match=r"^frames has shape \[2, 3, 5\], and obs has \[2, 4\]"):
+        stack_frames(torch.zeros(2, 3, 5), started, obs, done)
+    with pytest.raises(
+        ValueError, match=r"^frames has shape \[2, 3\], and obs has \[3\]; expected \[2, k - 1\] and \[2\]"
+    ):
+        push_frame(frames, started, torch.ones(3))
+    with pytest.raises(ValueError, match=r"^frames has 1 tensors, and obs has 2; expected the same fields"):
+        push_frame(TensorDict({"a": frames}, [2]), started, TensorDict({"a": obs[:, 0], "b": obs[:, 0]}, [2]))
+
+
 def test_gradients_of_stacks():
     g = torch.Generator().manual_seed(0)
     frames, obs = (torch.randn(2, n, dtype=torch.float64, generator=g).requires_grad_() for n in (2, 5))
@@ -117,3 +143,5 @@ def test_wrong_shifts_are_refused():
         ValueError, match=r"^image has shape \[2, 4, 4, 1\], and shift has \[2\]; expected \[\*B, h, w, c\]"
     ):
         random_shift(image, torch.zeros(2, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"^image has shape \[2, 4, 4, 1\], and shift has \[3, 2\]"):
+        random_shift(image, torch.zeros(3, 2, dtype=torch.int64))

@@ -11,7 +11,8 @@ from tensordict import TensorDict
 from ecrl import rng
 from ecrl.errors import ConfigError
 from ecrl.loop.policy_check import check_policy
-from ecrl.policies import CNNConfig, NetworkConfig, make_network, make_policy
+from ecrl.policies import CNNConfig, NetworkConfig, flatten, make_network, make_policy, stacked_space
+from ecrl.policies.images import channel_shape
 from ecrl.spaces import Discrete, box, dict_space
 
 UINT8 = {"dtype": torch.uint8}
@@ -79,9 +80,11 @@ LAYOUTS = {
     "channels first": (box(0, 255, 3, 12, 10, **UINT8), lambda x: x.movedim(-1, 1)),
     "floats": (box(0.0, 1.0, 12, 10, 3), lambda x: x.float() / 255.0),
     "int32": (box(0, 255, 12, 10, 3, dtype=torch.int32), lambda x: x.int()),
-    "frames [h, w]": (box(0, 255, 3, 12, 10, **UINT8), lambda x: x.movedim(-1, 1)),
-    "frames [h, w, 1]": (box(0, 255, 3, 12, 10, 1, **UINT8), lambda x: x.movedim(-1, 1).unsqueeze(-1)),
-    "frames [1, h, w]": (box(0, 255, 3, 1, 12, 10, **UINT8), lambda x: x.movedim(-1, 1).unsqueeze(2)),
+    "frames [h, w]": (stacked_space(box(0, 255, 12, 10, **UINT8), 3), lambda x: x.movedim(-1, 1)),
+    "half": (box(0.0, 1.0, 12, 10, 3, dtype=torch.float16), lambda x: (x.float() / 255.0).half()),
+    "double": (box(0.0, 1.0, 12, 10, 3, dtype=torch.float64), lambda x: x.double() / 255.0),
+    "frames [h, w, 1]": (stacked_space(box(0, 255, 12, 10, 1, **UINT8), 3), lambda x: x.movedim(-1, 1).unsqueeze(-1)),
+    "frames [1, h, w]": (stacked_space(box(0, 255, 1, 12, 10, **UINT8), 3), lambda x: x.movedim(-1, 1).unsqueeze(2)),
 }
 
 
@@ -91,7 +94,7 @@ def test_every_layout_gives_the_same_numbers(name, layout):
     space, change = LAYOUTS[layout]
     net, other = network(block(name), IMAGE), network(block(name), space)
     weights, image = net.init(), images(3)
-    close(other.forward(weights, change(image)), net.forward(weights, image))
+    close(other.forward(weights, change(image)), net.forward(weights, image), tol=1e-2 if layout == "half" else 1e-5)
 
 
 def test_small_integers_are_divided_by_their_bound():
@@ -198,6 +201,40 @@ def test_names_of_observations_may_have_dots():
         assert net.forward(net.init(), obs).shape == (2, 2)
 
 
+def test_an_encoder_of_a_dict_inside_the_dict_reads_its_images():
+    encoders = {"arm": block("keypoints") | {"features": 6}, "camera": block("cnn") | {"features": 6}}
+    net = network({"type": "fused", "network_cfg": {"encoders": encoders}}, NESTED)
+    obs = TensorDict({"arm": observations(2), "camera": images(2)}, [2])
+    assert net.forward(net.init(), obs).shape == (2, 2)
+
+
+def test_vectors_and_matrices_in_a_dict_are_no_images():
+    """A stack of vectors, and a matrix of floats, have the shape of an image but are read as they are."""
+    parts = {"gate": stacked_space(box(0.0, 1.0, 6), 4), "matrix": box(0.0, 1.0, 3, 3), "count": box(0, 9, 3, **UINT8)}
+    space = dict_space({"camera": IMAGE, **parts})
+    weights = network(block("keypoints"), space).init()
+    assert {name.split(".")[1] for name in weights.keys() if name.startswith("keypoints")} == {"of_camera"}  # noqa: SIM118
+    assert weights["head.0.weight"].shape[1] == 2 * 4 + 24 + 9 + 3
+    encoders = {"camera": block("cnn") | {"features": 6}}
+    fused = network({"type": "fused", "network_cfg": {"encoders": encoders}}, space).init()
+    assert fused["trunk.0.weight"].shape[1] == 6 + 24 + 9 + 3
+    encoders["matrix"] = block("cnn", kernel_sizes=[2, 2], strides=[1, 1])
+    explicit = network({"type": "fused", "network_cfg": {"encoders": encoders}}, space).init()
+    assert explicit["encoders.of_matrix.network.convolutions.0.weight"].shape == (4, 1, 2, 2)
+
+
+def test_a_stack_of_small_images_keeps_its_axes():
+    """The number of frames is above the width, and must not be taken for it."""
+    assert channel_shape(stacked_space(box(0.0, 1.0, 6, 6), 8)) == (8, 6, 6)
+    assert channel_shape(stacked_space(box(0.0, 1.0, 6, 5, 3), 8)) == (24, 6, 5)
+
+
+def test_a_perceptron_scales_the_images_of_a_stack():
+    for shape in ((2, 2, 1), (1, 2, 2)):
+        space = stacked_space(box(0, 255, *shape, **UINT8), 4)
+        assert flatten(torch.full((1, 4, *shape), 255, dtype=torch.uint8), space).max() == 1.0
+
+
 @pytest.mark.parametrize("name", SMALL)
 def test_initial_weights_are_orthogonal(name):
     weights = network(block(name, orthogonal_init=[2.0, 0.5]), IMAGE).init()
@@ -224,12 +261,20 @@ def test_the_settings_of_the_layers_matter(name):
     assert net.forward(net.init().apply(lambda x: 100.0 * x), images(4)).abs().max() <= 1.0
 
 
+KNOWN = ("mlp", "cnn", "impala", "keypoints", "fused")
+NESTED = dict_space({"arm": BOTH, "camera": IMAGE})
 CHANNELS = box(0, 255, 4, 4, 3, **UINT8)
 EXPECTED = "expected an image [h, w], [h, w, c] or [c, h, w], of integers from 0 or of floats from 0 to 1, got"
 REFUSED = [
     ("cnn", VECTOR, f'.type: cnn {EXPECTED} a Box [4] of float32 from -1 to 1; use "mlp"'),
     ("impala", Discrete(3), f'.type: impala {EXPECTED} a Discrete; use "mlp"'),
     ("cnn", BOTH, f'.type: cnn {EXPECTED} a Dict; use "fused" for several observations'),
+    ("cnn", dict_space({"joints": VECTOR}), f'.type: cnn {EXPECTED} a Box [4] of float32 from -1 to 1; use "mlp"'),
+    ("cnn", dict_space({"c": box(-1.0, 1.0, 8, 8, 3)}), f".type: cnn {EXPECTED} a Box [8, 8, 3] of float32 from -1"),
+    ("cnn", box(0, 255, 2, 8, 8, 3, **UINT8), f".type: cnn {EXPECTED} a Box [2, 8, 8, 3] of uint8 from 0 to 255; use"),
+    ("keypoints", NESTED, ".type: keypoints expected images at the top level of the Dict, got an image inside 'arm';"),
+    ("fused", NESTED, ".network_cfg.encoders: the network reads an image inside 'arm', which has no encoder; set"),
+    *((name, dict_space({}), ": the observations have nothing that a network reads; select others") for name in KNOWN),
     ("cnn", box(-1.0, 1.0, 8, 8, 3), f".type: cnn {EXPECTED} a Box [8, 8, 3] of float32 from -1 to 1; scale the image"),
     ("cnn", box(0.0, 255.0, 8, 8), f".type: cnn {EXPECTED} a Box [8, 8] of float32 from 0 to 255; scale the image"),
     ("cnn", box(3, 9, 8, 8, **UINT8), f".type: cnn {EXPECTED} a Box [8, 8] of uint8 from 3 to 9; scale the image"),

@@ -45,9 +45,11 @@ def truncation_gap(spec: EnvSpec, kwargs: dict[str, Any], cfg: AtariConfig) -> i
 
     The game is truncated at frame `max_num_frames_per_episode`, which is 108,000 in the registered games, and at step
     `max_episode_steps` if it is set. The start of a game takes `noop_max` frames at most. An episode that continues the
-    game begins with a no-op and two actions for FIRE, which are steps of the game but not of the agent.
+    game begins with a no-op. FIRE adds up to four steps: FIRE, another action, and a no-op after each of these two that
+    loses a life. These are steps of the game but not of the agent.
     """
-    fire, step = 2 * cfg.fire_on_reset, 1 + (1 + 2 * cfg.fire_on_reset) * cfg.terminal_on_life_loss
+    fire = 4 * cfg.fire_on_reset
+    step = 1 + (1 + fire) * cfg.terminal_on_life_loss
     frames = (spec.kwargs | kwargs).get("max_num_frames_per_episode") or 0
     limit = kwargs.get("max_episode_steps") or 0
     gaps = [((frames - cfg.noop_max) // cfg.frame_skip, frames), (limit, limit)]
