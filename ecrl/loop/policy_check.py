@@ -60,7 +60,8 @@ def random_observations(space: Space, keys: Tensor, others: tuple[int, ...] = ()
     """Draw one observation per key from the uniform distribution on a space.
 
     If the bounds of a Box are infinite or far apart, the observation has standard normal values. An `action_mask`
-    allows at least one choice in every group of choices. The argument `others` contains the sizes of these groups.
+    allows at least one choice in every group of choices. The argument `others` contains the sizes of these groups. The
+    mask of a Dict inside the Dict masks no actions, and is drawn like any other observation.
 
     >>> random_observations(Discrete(3), rng.key(0).expand(2)).shape
     torch.Size([2])
@@ -70,7 +71,7 @@ def random_observations(space: Space, keys: Tensor, others: tuple[int, ...] = ()
             parts = {}
             for i, (name, part) in enumerate(space.items):
                 own = rng.fold_in(keys, i)
-                is_mask = name == "action_mask"
+                is_mask = name == "action_mask" and bool(others)
                 parts[name] = _random_mask(own, others) if is_mask else random_observations(part, own)
             return TensorDict(parts, keys.shape)
         case Discrete():

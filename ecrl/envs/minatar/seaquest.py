@@ -77,9 +77,8 @@ def _board(row: Tensor, place: Tensor) -> Tensor:
 
     A cell may hold up to three objects, which is why column x has two bits: its place is 4**x.
     """
-    rows = indices(row, _ROWS) + 1
-    here = row.unsqueeze(-2) == rows.unsqueeze(-1)
-    return torch.where(here, place.unsqueeze(-2), 0).sum(-1, dtype=torch.int32)
+    empty = row.new_zeros((*row.shape[:-1], 1 + _ROWS))
+    return empty.scatter_add(-1, row.to(torch.int64), place)[..., 1:]
 
 
 def _occupied(board: Tensor) -> Tensor:
