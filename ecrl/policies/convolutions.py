@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Self, cast
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
@@ -193,23 +194,23 @@ class KeypointsConfig(ConvolutionsConfig):
 class _Keypoints(nn.Module):
     """Convolutions of one image, scaled and shifted by a condition, and the positions of their keypoints.
 
-    A shift of all pixels does not change a softmax, so the last convolution has no bias, norm or shift.
+    The last convolution has no bias, because its output is standardised.
     """
 
     def __init__(self, space: Box, condition: int, cfg: KeypointsConfig):
         super().__init__()
         self.space, self.activation = space, ACTIVATIONS[cfg.activation]()
         channels, *size = channel_shape(space)
-        inputs = (channels, *cfg.channels[:-1])
+        inputs, last = (channels, *cfg.channels[:-1]), len(cfg.channels) - 1
         geometry = zip(inputs, cfg.channels, cfg.kernel_sizes, cfg.strides, strict=True)
-        last = len(cfg.channels) - 1
         self.convolutions = nn.ModuleList(
             nn.Conv2d(before, out, kernel, stride, kernel // 2, bias=i < last)
             for i, (before, out, kernel, stride) in enumerate(geometry)
         )
         self.norms = nn.ModuleList(nn.GroupNorm(1, out) for out in cfg.channels[:-1] if cfg.use_layernorm)
-        sizes = [*(2 * out for out in cfg.channels[:-1]), cfg.channels[-1]]
-        self.films = nn.ModuleList(nn.Linear(condition, size) for size in sizes if condition)
+        self.films = nn.ModuleList(nn.Linear(condition, 2 * out) for out in cfg.channels[:-1] if condition)
+        self.sharpen = nn.Linear(condition, cfg.channels[-1]) if condition else None
+        self.temperature = nn.Parameter(torch.ones(cfg.channels[-1]))
         for stride in cfg.strides:
             size = [-(-pixels // stride) for pixels in size]
         y, x = torch.meshgrid(*(torch.linspace(-1.0, 1.0, pixels) for pixels in size), indexing="ij")
@@ -217,16 +218,18 @@ class _Keypoints(nn.Module):
         self.outputs = 2 * cfg.channels[-1]
 
     def forward(self, image: Tensor, condition: Tensor) -> Tensor:
-        x = to_channels(image, self.space)
-        last = len(self.convolutions) - 1
-        for i, convolution in enumerate(self.convolutions):
+        x, *earlier, last = to_channels(image, self.space), *self.convolutions
+        for i, convolution in enumerate(earlier):
             x = convolution(x)
-            x = self.norms[i](x) if self.norms and i < last else x
+            x = self.norms[i](x) if self.norms else x
             if self.films:
-                scale, *shift = self.films[i](condition).unsqueeze(-1).unsqueeze(-1).split(x.shape[1], 1)
-                x = x * (1.0 + scale) + (shift[0] if shift else 0.0)
-            x = self.activation(x) if i < last else x
-        return (x.flatten(2).softmax(-1) @ cast(Tensor, self.position).to(x.dtype)).flatten(1)
+                scale, shift = self.films[i](condition).unsqueeze(-1).unsqueeze(-1).chunk(2, 1)
+                x = x * (1.0 + scale) + shift
+            x = self.activation(x)
+        x = F.layer_norm(last(x).flatten(2), (self.position.shape[0],))  # each channel, over its pixels
+        sharpness = self.temperature if self.sharpen is None else self.temperature * (1.0 + self.sharpen(condition))
+        weight = (sharpness.unsqueeze(-1) * x).softmax(-1)
+        return (weight @ cast(Tensor, self.position).to(x.dtype)).flatten(1)
 
 
 class _KeypointsNetwork(nn.Module):
@@ -257,12 +260,16 @@ class _KeypointsNetwork(nn.Module):
 def keypoints(cfg: KeypointsConfig, space: Space, outputs: int) -> nn.Module:
     """Build convolutions that end with the positions of keypoints, for an image, or for a Dict with images.
 
-        weight[c, y, x] = softmax(features[c, y, x])                      over the pixels of channel c
-        keypoint[c]     = sum(weight[c, y, x] * (x, y))                   positions between -1 and 1
-        features        = (1 + scale(others)) * convolution(...) + shift(others)      in each layer
+        features        = (1 + scale(others)) * convolution(...) + shift(others)           in all layers but the last
+        z[c]            = (features[c] - mean(features[c])) / std(features[c])              over the pixels of channel c
+        weight[c, y, x] = softmax(temperature[c] * (1 + sharpen(others)[c]) * z[c, y, x])   over the pixels of channel c
+        keypoint[c]     = sum(weight[c, y, x] * (x, y))                                     positions between -1 and 1
 
     `others` are the observations of a Dict that are not images. They scale and shift (FiLM) the output of each
     convolution, and the fully connected layers read them beside the keypoints. Every image has its own convolutions.
+
+    The features are standardised before the softmax. Without this step, a new network would have almost the same
+    keypoints for all images. `temperature` is learnt and begins at 1.
 
     Raises: SpaceError if no observation is an image.
     Source: Levine et al. 2016, arXiv:1504.00702, sec. 5.1 (keypoints); Perez et al. 2018, arXiv:1709.07871 (FiLM).

@@ -121,11 +121,19 @@ def test_a_keypoint_is_the_position_of_a_bright_pixel():
     (conv,) = (name for name, x in weights.items() if x.ndim == 4)
     kernel = torch.zeros(1, 1, 3, 3)
     kernel[0, 0, 1, 1] = 1000.0
-    weights = weights.update({conv: kernel, "head.0.weight": torch.eye(2), "head.0.bias": torch.zeros(2)})
+    head = {"head.0.weight": torch.eye(2), "head.0.bias": torch.zeros(2)}
+    weights = weights.update({conv: kernel, "keypoints.of_image.temperature": torch.tensor([100.0]), **head})
     for row, column in ((0, 0), (4, 2), (8, 4), (2, 1)):
         image = torch.zeros(1, 9, 5, 1, dtype=torch.uint8)
         image[0, row, column] = 255
         close(net.forward(weights, image)[0], [column / 2 - 1, row / 4 - 1])
+
+
+def test_new_keypoints_differ_between_images():
+    """Without standardised features, the keypoints of all images would be nearly equal at first."""
+    net = network(block("keypoints", hidden_sizes=[]), IMAGE, 8)
+    weights = net.init().update({"head.0.weight": torch.eye(8), "head.0.bias": torch.zeros(8)})
+    assert net.forward(weights, images(50)).std(0).min() > 0.02
 
 
 def test_other_observations_scale_and_shift_the_features_of_keypoints():
@@ -134,11 +142,12 @@ def test_other_observations_scale_and_shift_the_features_of_keypoints():
     plain = network(block("keypoints"), dict_space({"camera": IMAGE}))
     with_zero = weights.apply(lambda x: x, inplace=False)
     for name in weights.keys():  # noqa: SIM118
-        if ".films." in name:
+        if ".films." in name or ".sharpen." in name:
             with_zero[name] = torch.zeros_like(weights[name])
     with_zero["head.0.weight"] = weights["head.0.weight"].clone()
     with_zero["head.0.weight"][:, -4:] = 0.0
-    alone = with_zero.exclude(*(name for name in weights.keys() if ".films." in name))  # noqa: SIM118
+    unused = (name for name in weights.keys() if ".films." in name or ".sharpen." in name)  # noqa: SIM118
+    alone = with_zero.exclude(*unused)
     alone["head.0.weight"] = alone["head.0.weight"][:, :-4]
     close(net.forward(with_zero, obs), plain.forward(alone, obs))
     assert not torch.allclose(net.forward(weights, obs), net.forward(with_zero, obs))
