@@ -218,18 +218,18 @@ class _Keypoints(nn.Module):
         self.outputs = 2 * cfg.channels[-1]
 
     def forward(self, image: Tensor, condition: Tensor) -> Tensor:
-        x, *earlier, last = to_channels(image, self.space), *self.convolutions
-        for i, convolution in enumerate(earlier):
+        x, position = to_channels(image, self.space), cast(Tensor, self.position)
+        for i, convolution in enumerate(self.convolutions[:-1]):
             x = convolution(x)
             x = self.norms[i](x) if self.norms else x
             if self.films:
                 scale, shift = self.films[i](condition).unsqueeze(-1).unsqueeze(-1).chunk(2, 1)
                 x = x * (1.0 + scale) + shift
             x = self.activation(x)
-        x = F.layer_norm(last(x).flatten(2), (self.position.shape[0],))  # each channel, over its pixels
+        x = F.layer_norm(self.convolutions[-1](x).flatten(2), (position.shape[0],))  # each channel, over its pixels
         sharpness = self.temperature if self.sharpen is None else self.temperature * (1.0 + self.sharpen(condition))
         weight = (sharpness.unsqueeze(-1) * x).softmax(-1)
-        return (weight @ cast(Tensor, self.position).to(x.dtype)).flatten(1)
+        return (weight @ position.to(x.dtype)).flatten(1)
 
 
 class _KeypointsNetwork(nn.Module):
@@ -274,7 +274,7 @@ def keypoints(cfg: KeypointsConfig, space: Space, outputs: int) -> nn.Module:
     Raises: SpaceError if no observation is an image.
     Source: Levine et al. 2016, arXiv:1504.00702, sec. 5.1 (keypoints); Perez et al. 2018, arXiv:1709.07871 (FiLM).
     """
-    parts = dict(space.items) if isinstance(space, Dict) else {"image": check_image(space)}
+    parts: dict[str, Space] = dict(space.items) if isinstance(space, Dict) else {"image": check_image(space)}
     for name, part in parts.items():
         if isinstance(part, Dict) and has_images(part):
             raise SpaceError(f'expected images at the top level of the Dict, got an image inside {name!r}; use "fused"')
