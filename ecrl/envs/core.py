@@ -194,7 +194,7 @@ def _where(condition: Tensor, one: TensorDict, other: TensorDict) -> TensorDict:
     """
 
     def select(a: Tensor, b: Tensor) -> Tensor:
-        mask = condition.reshape(*condition.shape, *[1] * (a.ndim - condition.ndim))
+        mask = condition.reshape((*condition.shape, *[1] * (a.ndim - condition.ndim)))
         if a.dtype != torch.uint8 or b.dtype != torch.uint8:
             return torch.where(mask, a, b)
         return b ^ ((a ^ b) & (255 * mask.to(torch.uint8)))

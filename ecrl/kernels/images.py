@@ -38,7 +38,7 @@ def push_frame(frames: Any, started: Tensor, obs: Any) -> Any:
 
     def push(old: Tensor, new: Tensor) -> Tensor:
         newest = new.unsqueeze(axis)
-        flag = started.reshape(*started.shape, *[1] * (old.ndim - axis))
+        flag = started.reshape((*started.shape, *[1] * (old.ndim - axis)))
         return torch.cat((torch.where(flag, old.to(new.dtype), newest), newest), axis)
 
     _check_shapes(frames, obs, started.shape, started.shape)

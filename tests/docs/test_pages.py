@@ -133,6 +133,8 @@ def _config(text: str) -> None:
     part = {"trainer": part} if "events" in part else part
     cameras = "record_camera" in text or "camera_image" in text
     base = json.loads((ROOT / "configs" / f"{'push_cube' if cameras else 'cartpole'}_ppo.json").read_text())
+    if "name" in part.get("policy", {}):
+        del base["policy"]
     if "optimizer" in part.get("algorithm", {}).get("cfg", {}):
         del base["algorithm"]["cfg"]["learning_rate"]
     config_from_dict(_merged(base, part))
