@@ -158,6 +158,19 @@ def mapped(fn: Callable[..., Tensor], tree: Any, *others: Any, batch: _NewSize |
     return unflatten(structure, map(fn, leaves, *(other for other, _ in flat)), batch)
 
 
+def combined(fn: Callable[..., Tensor], first: Any, *others: Any) -> Any:
+    """Apply `fn` to the matching tensors of trees with equal fields, which may have other batch sizes.
+
+    The result has the batch sizes of `first`.
+
+    >>> one, two = TensorDict({"x": torch.ones(3)}, [3]), TensorDict({"x": torch.ones(3)}, [])
+    >>> combined(lambda x, y: x + y, one, two).batch_size
+    torch.Size([3])
+    """
+    leaves, structure = flatten(first)
+    return unflatten(structure, map(fn, leaves, *(flatten(other)[0] for other in others)))
+
+
 def replaced(tree: TensorDict, fields: Any) -> TensorDict:
     """Return a copy of `tree` with `fields` replaced or added. The copy shares all other fields with `tree`.
 

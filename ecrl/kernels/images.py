@@ -1,12 +1,11 @@
 """Stacks of the latest observations, and random shifts of images."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ecrl.pytree import flatten, unflatten
+from ecrl.pytree import combined, flatten
 from ecrl.types import check_bool
 
 
@@ -36,13 +35,13 @@ def push_frame(frames: Any, started: Tensor, obs: Any) -> Any:
     check_bool(started=started)
     axis = started.ndim
 
-    def push(old: Tensor, new: Tensor) -> Tensor:
+    def push(new: Tensor, old: Tensor) -> Tensor:
         newest = new.unsqueeze(axis)
         flag = started.reshape((*started.shape, *[1] * (old.ndim - axis)))
         return torch.cat((torch.where(flag, old.to(new.dtype), newest), newest), axis)
 
     _check_shapes(frames, obs, started.shape, started.shape)
-    return _combined(push, frames, obs)
+    return combined(push, obs, frames)
 
 
 def stack_frames(frames: Any, started: Tensor, obs: Any, done: Tensor) -> Any:
@@ -85,11 +84,11 @@ def stack_frames(frames: Any, started: Tensor, obs: Any, done: Tensor) -> Any:
     row = (before + steps) * torch.arange(num, device=done.device)
     index = (row.reshape(-1, 1, 1) + newest.unsqueeze(1) - torch.stack(back, -1)).flatten()
 
-    def stack(old: Tensor, new: Tensor) -> Tensor:
+    def stack(new: Tensor, old: Tensor) -> Tensor:
         joined = torch.cat((old.to(new.dtype), new), 1).flatten(0, 1)
         return joined.index_select(0, index).reshape(num, steps, before + 1, *new.shape[2:])
 
-    return _combined(stack, frames, obs)
+    return combined(stack, obs, frames)
 
 
 def _check_shapes(frames: Any, obs: Any, num: torch.Size, batch: torch.Size) -> None:
@@ -104,12 +103,6 @@ def _check_shapes(frames: Any, obs: Any, num: torch.Size, batch: torch.Size) -> 
             shapes = f"frames has shape {list(before.shape)}, and obs has {list(now.shape)}"
             expected = f"{[*num, 'k - 1', *shape]} and {[*batch, *shape]}".replace("'", "")
             raise ValueError(f"{shapes}; expected {expected}")
-
-
-def _combined(fn: Callable[[Tensor, Tensor], Tensor], frames: Any, obs: Any) -> Any:
-    """Apply a function to each pair of leaves of two trees. Return a tree with the structure of `obs`."""
-    leaves, structure = flatten(obs)
-    return unflatten(structure, [fn(old, new) for old, new in zip(flatten(frames)[0], leaves, strict=True)])
 
 
 def random_shift(image: Tensor, shift: Tensor) -> Tensor:

@@ -29,7 +29,6 @@ A row can be drawn if the buffer has the n steps after the row and the `stack - 
 steps therefore cannot be drawn yet. The `stack - 1` oldest steps are only read as frames of later observations.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -38,7 +37,7 @@ from torch import Tensor
 
 from ecrl import rng
 from ecrl.kernels.dtypes import common_dtype, computed_in, discounts
-from ecrl.pytree import flatten, mapped, names, replaced, unflatten
+from ecrl.pytree import combined, flatten, mapped, names, replaced, unflatten
 from ecrl.types import Scalar, check_bool
 
 _ENDS = ("terminated", "truncated")
@@ -191,16 +190,10 @@ def replay_add(replay: Replay, rows: TensorDict) -> Replay:
         values = torch.where(_append_axes(fits, old), new, old.index_select(0, place))
         return old.index_put((place,), torch.where(_append_axes(is_first, old), values, values.detach()))
 
-    steps = _combine(write, block, new)
+    steps = combined(write, block, new)
     final = _with_final(replay, rows["truncated"], final_obs)
     block = TensorDict({"steps": steps, "final": final}, [])
     return replay._replace(block=block, added=replay.added + length)
-
-
-def _combine(fn: Callable[..., Tensor], first: Any, *others: Any) -> Any:
-    """Apply `fn` to the matching tensors of trees with equal fields. The result has the batch sizes of `first`."""
-    leaves, structure = flatten(first)
-    return unflatten(structure, map(fn, leaves, *(flatten(other)[0] for other in others)))
 
 
 def _check_rows(label: str, rows: Any, stored: Any) -> None:
@@ -235,7 +228,7 @@ def _with_final(replay: Replay, truncated: Tensor, final_obs: Any) -> TensorDict
         rows = new.flatten(0, 1).index_select(0, source).reshape(old.shape).to(old.dtype)
         return torch.where(_append_axes(latest >= 0, old), rows, old)
 
-    obs = _combine(fill, final["obs"], final_obs)
+    obs = combined(fill, final["obs"], final_obs)
     step = torch.where(latest >= 0, first + latest, final["step"])
     return TensorDict({"obs": obs, "step": step}, final.batch_size)
 
@@ -267,8 +260,8 @@ def replay_writes(replay: Replay) -> TensorDict:
     def keep(new: Tensor, old: Tensor) -> Tensor:
         return torch.where(_append_axes(filled, new), new.to(old.dtype), old.index_select(0, slots))
 
-    final = _combine(keep, block["final"], ring["final"])
-    rows = _combine(lambda new, old: new.to(old.dtype), block["steps"], ring["steps"])
+    final = combined(keep, block["final"], ring["final"])
+    rows = combined(lambda new, old: new.to(old.dtype), block["steps"], ring["steps"])
     return TensorDict(
         {
             "steps": TensorDict({"rows": rows, "index": index}, []),
@@ -538,7 +531,7 @@ def replay_stack(replay: Replay, index: Tensor, *, gamma: Scalar, n: int, stack:
     def append(frames: Tensor, newest: Tensor) -> Tensor:
         return torch.cat((frames.narrow(axis, 1, stack - 1), newest.unsqueeze(axis)), axis)
 
-    return batch.update({"obs": obs, "next_obs": _combine(append, older, batch["next_obs"])})
+    return batch.update({"obs": obs, "next_obs": combined(append, older, batch["next_obs"])})
 
 
 def _frames(replay: Replay, step: Tensor, env: Tensor, stack: int) -> Any:

@@ -1,7 +1,7 @@
 """Shared parts of the MinAtar games: settings, sticky actions, and images from rows of bits.
 
 A board has 10 x 10 cells. Row 0 is at the top and column 0 is on the left. Most games store the objects on a row of the
-board as one int32, in which bit x is set if an object is in column x. A shift then moves all objects of a row by one
+board as one int32. Bit x is set if an object is in column x. A shift then moves all objects of a row by one
 cell, and an object that leaves the board leaves the integer. Compiled code handles such rows several times faster than
 images of bool, because inductor's vector code for bool is slow.
 """
@@ -126,7 +126,7 @@ def make_game(cfg: MinAtarConfig, rules: Rules, lockstep: bool = False) -> Env:
 
 
 def no_draws(uniforms: Tensor) -> dict[str, Tensor]:
-    """Return no random draws, for games in which only the repetition of actions is random."""
+    """Return no random draws, for games whose only random event is the repetition of an action."""
     return {}
 
 

@@ -85,8 +85,8 @@ class CameraImageConfig(CameraConfig):
 
     quality: Quality = Field(
         "fast",
-        description="fast: no anti-aliasing and shapes with few faces; full: smooth edges and round shapes, ten times "
-        "slower",
+        description="fast: no anti-aliasing and shapes with few faces; full: smooth edges and round shapes, but "
+        "much slower",
     )
 
 
