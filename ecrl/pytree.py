@@ -163,9 +163,9 @@ def combined(fn: Callable[..., Tensor], first: Any, *others: Any) -> Any:
 
     The result has the batch sizes of `first`.
 
-    >>> one, two = TensorDict({"x": torch.ones(3)}, [3]), TensorDict({"x": torch.ones(3)}, [])
+    >>> one, two = TensorDict({"x": [1.0, 2.0]}, [2]), TensorDict({"x": [3.0, 4.0]}, [])
     >>> combined(lambda x, y: x + y, one, two).batch_size
-    torch.Size([3])
+    torch.Size([2])
     """
     leaves, structure = flatten(first)
     return unflatten(structure, map(fn, leaves, *(flatten(other)[0] for other in others)))
