@@ -20,6 +20,7 @@ from benchmarks import (
     off_policy,
     phases,
     physics,
+    recurrent,
     roofline,
     scaling,
     seeds,
@@ -28,10 +29,12 @@ from benchmarks import (
 from benchmarks.alternating_calls import ratio, time_alternating
 from benchmarks.ecrl_runs import CONFIG
 from benchmarks.implementations import adam, draws, gae, loss
+from benchmarks.other_libraries import STEPS
 from benchmarks.pairs import Failure, Result, available
 from benchmarks.roofline import copy_rate, matmul_rate
 from benchmarks.separate_process import run_in_process
-from ecrl import load_config
+from ecrl import init_state, load_config
+from ecrl.kernels import gae as ecrl_gae
 from ecrl.report.plots import write
 
 EAGER = ["ecrl eager"]
@@ -435,7 +438,7 @@ def test_work_units_of_cameras_draw_and_step(monkeypatch):
     assert sum(work() for _ in range(33)) == 66  # more than one batch of noise
 
 
-DRAWN = [cameras, end_to_end, guard, kernels, memory, off_policy, phases, physics, scaling, seeds, solved]
+DRAWN = [cameras, end_to_end, guard, kernels, memory, off_policy, phases, physics, recurrent, scaling, seeds, solved]
 
 
 @pytest.mark.parametrize("comparison", off_policy.comparisons(), ids=lambda c: f"{c.algorithm}-{c.contestants[0].name}")
@@ -459,6 +462,41 @@ def test_off_policy_contestants_learn_with_the_sizes_of_the_comparison(compariso
     assert len(comparison.must_and_aim) == len(comparison.contestants) - 1
 
 
+def test_recurrent_contestants_have_the_same_task_layers_and_minibatches():
+    cfg = recurrent.config(8)
+    assert (cfg.trainer.num_envs * cfg.trainer.buffer_size) // cfg.algorithm.cfg.batch_size == recurrent.MINIBATCHES
+    assert cfg.algorithm.cfg.n_epochs == recurrent.EPOCHS
+    state = init_state(cfg)
+    weights = [tuple(x.shape) for x in state["params"].values(True, True) if x.ndim == 2]
+    cell = [(64, 3 * 64), (64, 3 * 64)]
+    assert sorted(weights) == sorted([(64, 2), *cell, (64, 64), (2, 64), (64, 64), (1, 64)])
+    jax = pytest.importorskip("jax")
+    pytest.importorskip("flax")
+    from benchmarks.other_libraries import purejaxrl_recurrent
+
+    runner, env, env_params = purejaxrl_recurrent.first_runner(8, 0)
+    assert runner.obs.shape == (8, len(recurrent.OBSERVED))
+    theirs = [x.shape for x in jax.tree.leaves(runner.train.params) if x.ndim == 2]
+    assert sum(a * b for a, b in theirs) == sum(a * b for a, b in weights)
+    after, rollout = purejaxrl_recurrent.iteration(runner, env, env_params)
+    assert int(after.train.step) == recurrent.EPOCHS * recurrent.MINIBATCHES
+    assert rollout.obs.shape == (STEPS, 8, 2) and np.asarray(rollout.done).any()
+
+
+@pytest.mark.ref
+def test_advantages_of_the_recurrent_peer_are_those_of_ecrl():
+    pytest.importorskip("flax")
+    from benchmarks.other_libraries import purejaxrl_recurrent as peer
+
+    draw = np.random.default_rng(0)
+    value, reward = draw.normal(size=(10, 3)), draw.normal(size=(9, 3))
+    done = draw.random((9, 3)) < 0.3
+    actual = peer.gae(peer.Transition(None, None, None, None, value[:-1], reward, done), value[-1])
+    columns = [torch.from_numpy(x.T.copy()) for x in (reward, value[:-1], value[1:], done, done)]
+    for ours, theirs in zip(ecrl_gae(*columns, gamma=peer.GAMMA, gae_lambda=peer.LAMBDA), actual, strict=True):
+        np.testing.assert_allclose(np.asarray(theirs), ours.numpy().T, atol=1e-5)
+
+
 @pytest.mark.parametrize("module", DRAWN, ids=lambda m: m.__name__)
 def test_figures_of_rows_with_gaps(module, tmp_path):
     pytest.importorskip("matplotlib")
@@ -478,6 +516,7 @@ def test_figures_of_rows_with_gaps(module, tmp_path):
         memory: {"contestant": "ecrl", "num_envs": 4, "peak_mb": 3.0},
         off_policy: {"algorithm": "sac", "units": 64, "ours": "ecrl", "peer": "SB3", "ratio": 2.0, "must": 1.0},
         physics: {"what": "iteration", "times_bare": 1.5},
+        recurrent: {"num_envs": 64, "ratio": 2.0, "ratio_min": 1.0, "ratio_max": 3.0},
         cameras: {"task": "ReachRL", "cores": 1, "fast_frames_per_s": 9.0, "full_frames_per_s": 3.0, "times_full": 3.0},
         phases: {"num_envs": 4, "form": "as run", "phase": "collect", "share": 0.5, "ms": 1.0},
         scaling: {"by": "width", "num_envs": 4, "steps": 8, "width": 16, "ecrl_steps_per_s": 5.0},

@@ -1,0 +1,99 @@
+"""Environment steps per second of recurrent PPO on CartPole without velocities: ecrl against PureJaxRL's in JAX.
+
+Both have one linear encoder with relu, a GRU, and an actor and a critic with one hidden layer, all of 64 units. An
+iteration has 128 steps and 4 epochs of 4 minibatches of whole environments. One core.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from benchmarks.other_libraries import STEPS, as_work
+from benchmarks.pairs import ROOT, Contestant, Result, race, ratio_summary, ratios, summary
+
+SIZES = (64, 512)
+UNITS, EPOCHS, MINIBATCHES = 64, 4, 4
+OBSERVED = (0, 2)
+"""The entries of CartPole's observation that are no velocity."""
+MUST, AIM = 0.8, 1.2
+
+
+def config(num_envs: int) -> Any:
+    """Return ecrl's config: the policy of `repeat_previous_ppo` on CartPole without velocities."""
+    from ecrl import load_config
+
+    return load_config(ROOT / "configs" / "repeat_previous_ppo.json").replace(
+        **{
+            "env": {"name": "cartpole", "cfg": {"observe_velocity": False}},
+            "trainer.num_envs": num_envs,
+            "trainer.buffer_size": STEPS,
+            "trainer.iterations": 10**6,
+            "trainer.compile": "on",
+            "policy.cell.hidden_size": UNITS,
+            "algorithm.cfg.lr_scheduler": None,
+            "algorithm.cfg.clip_vloss": True,
+            "algorithm.cfg.normalize_advantage": "minibatch",
+            "algorithm.cfg.n_epochs": EPOCHS,
+            "algorithm.cfg.batch_size": num_envs * STEPS // MINIBATCHES,
+        }
+    )
+
+
+def make(num_envs: int) -> Callable[[], int]:
+    """A unit is one iteration of ecrl."""
+    from benchmarks.ecrl_runs import averages
+
+    return as_work(averages(config(num_envs)), num_envs * STEPS)
+
+
+def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
+    """Return a row for each number of environments."""
+    return [
+        row(num_envs, *race(contestants(num_envs), cores[:1], 1 if quick else 5, 0.4 if quick else 2.0))
+        for num_envs in SIZES[: 1 if quick else None]
+    ]
+
+
+def contestants(num_envs: int) -> tuple[Contestant, Contestant]:
+    """Return ecrl and the peer."""
+    return (
+        Contestant("ecrl", "benchmarks.recurrent:make", {"num_envs": num_envs}),
+        Contestant("PureJaxRL's", "benchmarks.other_libraries.purejaxrl_recurrent:make", {"num_envs": num_envs}),
+    )
+
+
+def row(num_envs: int, ecrl: Result, peer: Result) -> dict[str, Any]:
+    """Return the row of a number of environments.
+
+    >>> row(64, Result("ecrl", [3.0], 1.0, {}, 0.0), Result("peer", [2.0], 1.0, {}, 0.0))["met"]
+    True
+    """
+    about = {"peer": peer.name, "num_envs": num_envs}
+    errors = [f"{result.name}: {result.error}" for result in (ecrl, peer) if result.error is not None]
+    if errors:
+        return about | {"error": "; ".join(errors)}
+    by_round = ratio_summary(ratios(ecrl, peer))
+    return (about | by_round) | {
+        "must": MUST,
+        "aim": AIM,
+        "met": (by_round["ratio"] or 0.0) >= MUST,
+        "ecrl_steps_s": summary(ecrl.rates)["median"],
+        "peer_steps_s": summary(peer.rates)["median"],
+        "ecrl_setup_s": ecrl.setup_s,
+        "peer_setup_s": peer.setup_s,
+    }
+
+
+def figure(rows: list[dict[str, Any]]) -> Any:
+    """Plot the ratio by number of environments, with its spread; the required ratio is a line."""
+    from matplotlib.figure import Figure
+
+    measured = [r for r in rows if "ratio" in r]
+    picture = Figure(figsize=(6, 4), layout="constrained")
+    axes = picture.subplots()
+    places = range(len(measured))
+    spread = [[r["ratio"] - r["ratio_min"] for r in measured], [r["ratio_max"] - r["ratio"] for r in measured]]
+    axes.bar(places, [r["ratio"] for r in measured], yerr=spread, color="tab:blue", width=0.5)
+    axes.axhline(MUST, color="black", linewidth=0.8)
+    axes.set_xticks(places, [str(r["num_envs"]) for r in measured])
+    axes.set(xlabel="environments", ylabel="env steps/s, ecrl / PureJaxRL's (line: must)")
+    return picture
