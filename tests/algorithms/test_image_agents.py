@@ -45,6 +45,7 @@ AGENTS: dict[str, dict[str, Any]] = {
         "policy": {"name": "actor_critic", "actor": ENCODED, "critic": NETWORK, "critic_obs": ["board"]},
     },
     "stack": {**STACK, "algorithm.cfg.segment_length": 8},
+    "memory": {"policy": RECURRENT, "algorithm.cfg.segment_length": 8},
     "stack and memory": {**STACK, "policy": RECURRENT, "algorithm.cfg.segment_length": 8},
     "dqn": FIXED,
     "dqn stack": {**STACK, **FIXED, "algorithm.cfg.prioritized": {"final_beta": 0.4}, "algorithm.cfg.n_step": 2},
@@ -94,6 +95,17 @@ def test_seeds_under_vmap_equal_single_runs(name):
     for i, state in enumerate(single):
         for path, leaf in state["params"].items(True, True):
             close(together["params"][path][i].detach(), leaf.detach(), tol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["image", "memory"])
+def test_64_seeds_under_vmap_equal_single_runs(name):
+    cfg = agent(name)
+    iteration, keys = make_iteration(cfg), [rng.key(seed) for seed in range(64)]
+    single = torch.stack([iteration(init_state(cfg, key))[0] for key in keys])
+    together = vmap(iteration)(torch.stack([init_state(cfg, key) for key in keys]))[0]
+    for path, leaf in single["params"].items(True, True):
+        close(together["params"][path].detach(), leaf.detach(), tol=1e-4)
 
 
 @pytest.mark.parametrize("name", AGENTS)

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
+from support.catch import NETWORK, catching
 from support.chunks import chunked
 
 import ecrl
@@ -42,6 +43,12 @@ class Scenario(NamedTuple):
 MOMENTS = {"policy.normalize_obs": True, "algorithm.cfg.normalize_reward": True}
 FULL = {"algorithm.cfg.n_epochs": 1, "algorithm.cfg.batch_size": ENVS * STEPS, "trainer.buffer_size": STEPS}
 USUAL = {"algorithm.cfg.batch_size": 48, "trainer.buffer_size": STEPS, "algorithm.cfg.n_epochs": 3}
+_NET = {"network_cfg": {"hidden_sizes": []}}
+REMEMBERING = {
+    "env.frame_stack": 3,
+    "policy": {"name": "recurrent", "encoder": NETWORK, "cell": {"hidden_size": 8}, "actor": _NET, "critic": _NET},
+    "algorithm.cfg.segment_length": 8,
+}
 SCENARIOS = {
     "double": Scenario("pendulum_ppo", 5, FULL, double=True),
     "single": Scenario("pendulum_ppo", 1, FULL),
@@ -51,6 +58,8 @@ SCENARIOS = {
     "gradients": Scenario("point_mass_apg", 5, {"trainer.buffer_size": STEPS}),
     "values": Scenario("cartpole_pqn", 3, FULL, double=True),
     "chunks": Scenario(chunked().model_dump(mode="json"), 2, FULL),
+    "images": Scenario(catching().model_dump(mode="json"), 3, FULL),
+    "memory and frames": Scenario(catching().model_dump(mode="json"), 3, FULL | REMEMBERING),
 }
 
 

@@ -19,11 +19,12 @@ from ecrl.kernels import masked_mean, moments_init, moments_update, standardize
 
 DESTROYED = "process group destroyed"
 SHORT = ["double", "single", "moments", "usual", "groups", "gradients", "values", "chunks"]
+SEEING = ["images", "memory and frames"]
 
 
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory):
-    return both(SHORT, "off", tmp_path_factory.mktemp("ranks"))
+    return both([*SHORT, *SEEING], "off", tmp_path_factory.mktemp("ranks"))
 
 
 def test_noise_is_that_of_the_global_environment(ends):
@@ -56,7 +57,14 @@ def test_two_ranks_count_the_steps_of_the_environments_as_one_does(ends):
     assert distance(one, first, "params") < 1e-6
 
 
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize("name", SEEING)
+def test_two_ranks_that_see_images_learn_what_one_does(ends, name):
+    one, first, _ = ends[name]
+    assert distance(one, first, "params") < 1e-6
+    assert one["sample_step"] == first["sample_step"] == 3 * 2 * ENVS * STEPS
+
+
+@pytest.mark.parametrize("name", [*SHORT, *SEEING])
 def test_all_ranks_hold_the_same_weights(ends, name):
     _, first, second = ends[name]
     assert distance(first, second, "params") == 0.0 and torch.equal(first["sample_step"], second["sample_step"])
