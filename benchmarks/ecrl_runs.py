@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.learning import Report, Row, followed
 from benchmarks.other_libraries import SOLVED, STEPS, as_work
 from benchmarks.pairs import ROOT
-from benchmarks.tasks import task_of
+from benchmarks.tasks import Task, task_of, without_memory
 from ecrl import Config, evaluate, init_state, load_config, train_iter
 from ecrl.algorithms import Run
 from ecrl.config import total_steps
@@ -58,8 +58,16 @@ def solve(seed: int, started: float, compile: str) -> dict[str, Any]:
 
 def learn(config: str, seed: int, started: float | None = None) -> Row:
     """Train a config for its whole budget and return its learning curve."""
-    task = task_of(config)
-    cfg = load_config(config).replace(**{"trainer.seed": seed, "trainer.num_eval_envs": 50})
+    return _learn(load_config(config), task_of(config), seed, started)
+
+
+def learn_without_memory(config: str, seed: int, started: float | None = None) -> Row:
+    """Do the same with feed-forward networks."""
+    return _learn(without_memory(load_config(config)), task_of(config), seed, started)
+
+
+def _learn(cfg: Config, task: Task, seed: int, started: float | None) -> Row:
+    cfg = cfg.replace(**{"trainer.seed": seed, "trainer.num_eval_envs": 50})
     names = {"eval/avg_reward": "return", "eval/success_rate": "success", "eval/avg_length": "length"}
 
     def train(report: Report) -> None:

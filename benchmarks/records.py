@@ -13,8 +13,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from benchmarks.other_libraries.zoo import ZOO
-from benchmarks.tasks import EPISODES, POINTS, TASKS, Task
-from ecrl.config import load_config, total_steps
+from benchmarks.tasks import EPISODES, MEMORY, POINTS, TASKS, Task, without_memory
+from ecrl.config import Config, load_config, total_steps
 from ecrl.errors import UserError
 from ecrl.report.curves import canonical_json, without_seeds_and_names
 from ecrl.run.atomic_files import replace_file
@@ -34,8 +34,16 @@ class Library(NamedTuple):
     tasks: Iterable[str]
 
 
+def _settings(cfg: Config) -> Row:
+    return without_seeds_and_names(cfg.model_dump(mode="json", exclude_defaults=True))
+
+
 def _own_settings(config: Path) -> Row:
-    return without_seeds_and_names(load_config(config).model_dump(mode="json", exclude_defaults=True))
+    return _settings(load_config(config))
+
+
+def _settings_without_memory(config: Path) -> Row:
+    return _settings(without_memory(load_config(config)))
 
 
 def _zoo_settings(config: Path) -> Row:
@@ -44,6 +52,9 @@ def _zoo_settings(config: Path) -> Row:
 
 LIBRARIES = {
     "ecrl": Library("ecrl", "benchmarks.ecrl_runs:learn", _own_settings, TASKS),
+    "without_memory": Library(
+        "ecrl, without memory", "benchmarks.ecrl_runs:learn_without_memory", _settings_without_memory, MEMORY
+    ),
     "sb3": Library("Stable-Baselines3", "benchmarks.other_libraries.sb3_zoo:learn", _zoo_settings, ZOO),
 }
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from benchmarks.pairs import ROOT
+from ecrl.config import Config
 
 CONFIGS = ROOT / "configs"
 POINTS = 40
@@ -41,6 +42,8 @@ TASKS = {
         Task("point_mass_fast_sac", "success", 0.95),
         Task("t_maze_ppo", "success", 0.99),
         Task("repeat_previous_ppo", "return", 0.9),
+        Task("cartpole_no_velocity_ppo", "return", 450.0),
+        Task("pendulum_no_velocity_ppo", "return", -230.0),
         Task("minatar_breakout_ppo", "return", None),
         Task("minatar_asterix_ppo", "return", None),
         Task("minatar_freeway_ppo", "return", None),
@@ -56,12 +59,24 @@ TASKS = {
         Task("half_cheetah_td3", "return", 4000.0),
         Task("hopper_sac", "return", 2000.0),
         Task("hopper_td3", "return", 2000.0),
+        Task("reach_pixels_ppo", "success", 0.8),
         Task("push_cube_ppo", "success", 0.95),
         Task("push_cube_sac", "success", 0.95),
         Task("push_cube_grpo", "success", None),
         Task("push_cube_upstream", "success", None),
     )
 }
+
+
+MEMORY = tuple(name for name in TASKS if name.startswith(("t_maze", "repeat_previous")) or "no_velocity" in name)
+"""The configs whose tasks need memory."""
+
+
+def without_memory(cfg: Config) -> Config:
+    """Return a config with separate feed-forward networks of two layers of 64 units in place of the recurrent ones."""
+    layers = {"type": "mlp", "network_cfg": {"hidden_sizes": [64, 64], "activation": "tanh"}}
+    normalize = cfg.policy.normalize_obs
+    return cfg.replace(policy={"name": "actor_critic", "actor": layers, "critic": layers, "normalize_obs": normalize})
 
 
 def task_of(config: str | Path) -> Task:
