@@ -17,6 +17,7 @@ SUBJECTS = {  # name: description; the file of that name has `rows(quick, cores)
     "end_to_end": "env steps per second of PPO on CartPole against rejax, SB3, TorchRL and a CleanRL-style loop",
     "off_policy": "env steps per second of DQN, TD3, SAC, PQN, FastTD3 and FastSAC against rejax and SB3",
     "recurrent": "env steps per second of recurrent PPO against PureJaxRL's in JAX",
+    "minatar": "env steps per second of PPO on games of MinAtar against rejax",
     "solved": "seconds from process start to CartPole solved, with cold and warm caches",
     "kernels": "kernels against rlax, TorchRL, SB3 and others: time, ratio, share of the machine's limit",
     "memory": "peak memory per environment step",

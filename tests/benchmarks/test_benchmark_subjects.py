@@ -17,6 +17,7 @@ from benchmarks import (
     guard,
     kernels,
     memory,
+    minatar,
     off_policy,
     phases,
     physics,
@@ -33,7 +34,7 @@ from benchmarks.other_libraries import STEPS
 from benchmarks.pairs import Failure, Result, available
 from benchmarks.roofline import copy_rate, matmul_rate
 from benchmarks.separate_process import run_in_process
-from ecrl import init_state, load_config
+from ecrl import init_state, load_config, make_env
 from ecrl.kernels import gae as ecrl_gae
 from ecrl.report.plots import write
 
@@ -438,7 +439,21 @@ def test_work_units_of_cameras_draw_and_step(monkeypatch):
     assert sum(work() for _ in range(33)) == 66  # more than one batch of noise
 
 
-DRAWN = [cameras, end_to_end, guard, kernels, memory, off_policy, phases, physics, recurrent, scaling, seeds, solved]
+DRAWN = [
+    cameras,
+    end_to_end,
+    guard,
+    kernels,
+    memory,
+    minatar,
+    off_policy,
+    phases,
+    physics,
+    recurrent,
+    scaling,
+    seeds,
+    solved,
+]
 
 
 @pytest.mark.parametrize("comparison", off_policy.comparisons(), ids=lambda c: f"{c.algorithm}-{c.contestants[0].name}")
@@ -483,6 +498,25 @@ def test_recurrent_contestants_have_the_same_task_layers_and_minibatches():
     assert rollout.obs.shape == (STEPS, 8, 2) and np.asarray(rollout.done).any()
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of gymnax's games
+@pytest.mark.parametrize("kind", minatar.NETWORKS)
+@pytest.mark.parametrize("game", minatar.GAMES)
+def test_contestants_of_minatar_have_the_same_layers_and_minibatches(game, kind):
+    cfg = minatar.config(game, kind)
+    assert cfg.trainer.num_envs * STEPS // cfg.algorithm.cfg.batch_size == minatar.SIZES.minibatches
+    weights = [x.numel() for x in init_state(cfg)["params"].values(True, True) if x.ndim > 1]
+    jax = pytest.importorskip("jax")
+    pytest.importorskip("rejax")
+    from benchmarks.other_libraries import rejax_minatar
+
+    algorithm = rejax_minatar.ppo(game, kind)
+    state = algorithm.init_state(jax.random.PRNGKey(0))
+    leaves = jax.tree.leaves((state.actor_ts.params, state.critic_ts.params))
+    assert sorted(x.size for x in leaves if x.ndim > 1) == sorted(weights)
+    shape = algorithm.env.observation_space(algorithm.env_params).shape
+    assert shape == make_env(cfg.env).observation_space.shape
+
+
 @pytest.mark.ref
 def test_advantages_of_the_recurrent_peer_are_those_of_ecrl():
     pytest.importorskip("flax")
@@ -516,6 +550,7 @@ def test_figures_of_rows_with_gaps(module, tmp_path):
         memory: {"contestant": "ecrl", "num_envs": 4, "peak_mb": 3.0},
         off_policy: {"algorithm": "sac", "units": 64, "ours": "ecrl", "peer": "SB3", "ratio": 2.0, "must": 1.0},
         physics: {"what": "iteration", "times_bare": 1.5},
+        minatar: {"game": "breakout", "network": "cnn", "ratio": 2.0, "ratio_min": 1.0, "ratio_max": 3.0},
         recurrent: {"num_envs": 64, "ratio": 2.0, "ratio_min": 1.0, "ratio_max": 3.0},
         cameras: {"task": "ReachRL", "cores": 1, "fast_frames_per_s": 9.0, "full_frames_per_s": 3.0, "times_full": 3.0},
         phases: {"num_envs": 4, "form": "as run", "phase": "collect", "share": 0.5, "ms": 1.0},

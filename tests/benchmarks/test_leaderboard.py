@@ -10,7 +10,7 @@ from benchmarks.leaderboard import COLUMNS, cells, summary, text
 from benchmarks.other_libraries.zoo import ZOO
 from benchmarks.pairs import ROOT
 from benchmarks.records import Entry, Standing, entries, standing
-from benchmarks.tasks import CONFIGS, EPISODES, TASKS
+from benchmarks.tasks import CONFIGS, EPISODES, MEMORY, TASKS
 from ecrl.config import load_config
 
 pytest.importorskip("matplotlib")
@@ -136,6 +136,19 @@ def test_the_readme_has_the_figures_of_the_leaderboard():
         names = ("config", "env steps", "seeds", "score", "interquartile mean", "95 % interval")
         row = " | ".join([*(ecrl[name] for name in names), sb3, *(ecrl[name] for name in COLUMNS[8:])])
         assert f"\n| {row} |\n" in readme, f"README.md has no line | {row} |"
+
+
+def test_the_page_on_memory_has_the_scores_with_and_without_memory():
+    page = (ROOT / "docs" / "memory.md").read_text()
+    known = {
+        (one.task.config, one.library): (one, standing(one, ROOT / "benchmarks" / "results"))
+        for one in entries(CONFIGS)
+    }
+    for config in MEMORY:
+        lines = [dict(zip(COLUMNS, cells(*known[config, key]), strict=True)) for key in ("ecrl", "without_memory")]
+        scores = " | ".join(f"{line['interquartile mean']} ({line['95 % interval']})" for line in lines)
+        row = f"| `{config}` | {lines[0]['score']} | {scores} | {lines[0]['env steps to it']} |"
+        assert f"\n{row}\n" in page, f"docs/memory.md has no line {row}"
 
 
 def test_the_hash_is_of_what_is_learnt_and_how_it_is_scored(monkeypatch):
