@@ -232,8 +232,8 @@ def rmsprop(
     Raises: ValueError naming the leaves whose keys or shapes do not match, or a hyperparameter that is not 0-d.
     Source: Tieleman and Hinton 2012, "Neural networks for machine learning", lecture 6e.
 
-    >>> p, g = TensorDict({"w": torch.tensor([1.0])}, []), TensorDict({"w": torch.tensor([5.0])}, [])
-    >>> rmsprop(p, g, rmsprop_init(p), learning_rate=0.1, alpha=0.99, eps=1e-8)[0]["w"]
+    >>> p, g = TensorDict({"w": torch.tensor([1.0])}, []), TensorDict({"w": torch.tensor([4.0])}, [])
+    >>> rmsprop(p, g, rmsprop_init(p), learning_rate=0.5, alpha=0.75, eps=1e-8)[0]["w"]
     tensor([0.])
     """
     learning_rate, alpha, eps = scalars(learning_rate=learning_rate, alpha=alpha, eps=eps)

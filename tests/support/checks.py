@@ -76,8 +76,8 @@ def _vmapped(fn: Callable, args: tuple, kwargs: dict) -> Any:
         return out
 
     both = torch.vmap(on_tensors)(*[torch.stack((leaves[i], leaves[i])) for i in where])
-    for out in both:
-        torch.testing.assert_close(out[0], out[1], rtol=0, atol=0, equal_nan=True)
+    for out in both:  # to rounding: the last elements of a tensor may be computed without vector instructions
+        torch.testing.assert_close(out[0], out[1], equal_nan=True)
     return pytree.tree_unflatten([out[0] for out in both], out_spec[0])
 
 
