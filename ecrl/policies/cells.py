@@ -29,6 +29,10 @@ from ecrl.policies.mlp import Width
 
 Memory = dict[str, Tensor]
 """Type of a cell's memory: tensors `[*B, H]`."""
+_Step = tuple[Tensor, Tensor]
+"""Input of a step, and the flag of an episode's first step."""
+_Stepped = tuple[Memory, Tensor]
+"""Memory and output after a step."""
 
 
 class CellConfig(ConfigModel):
@@ -188,7 +192,7 @@ def unroll(cfg: CellConfig, weights: TensorDict, memory: Memory, obs: Tensor, is
     if cell.linear:
         return _unroll_linear(memory["h"], x, first).transpose(0, 1)
 
-    def body(memory: Memory, row: tuple[Tensor, Tensor], weights: TensorDict) -> tuple[Memory, Tensor]:
+    def body(memory: Memory, row: _Step, weights: TensorDict) -> _Stepped:  # dynamo cannot trace `tuple[...]`
         x, first = row
         kept = {name: part.masked_fill(first.unsqueeze(-1), 0.0) for name, part in memory.items()}
         after = cell.step(weights, kept, x)
