@@ -127,9 +127,13 @@ def test_every_config_loads_and_runs_two_iterations(path):
     changes = {"trainer.compile": "off", "trainer.iterations": 2}
     learns_from_replay = "learning_starts" in path.read_text()
     cfg = load_config(path)
+    steps = min(cfg.trainer.buffer_size, 16)  # a short rollout in as many environments as in the config
+    changes["trainer.buffer_size"] = steps
     if learns_from_replay:
         changes |= {"algorithm.cfg.learning_starts": 0, "algorithm.cfg.batch_size": 64}
-        changes |= {"trainer.buffer_size": min(cfg.trainer.buffer_size, 16)}
+    elif hasattr(cfg.algorithm.cfg, "batch_size"):
+        rows = cfg.algorithm.cfg.batch_size * steps // cfg.trainer.buffer_size
+        changes["algorithm.cfg.batch_size"] = max(rows, steps)
     cfg = cfg.replace(**changes)
     records = [r for r in train_iter(init_state(cfg), cfg) if r["log_type"] == "train"]
     assert len(records) == 2

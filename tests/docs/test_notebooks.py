@@ -24,6 +24,7 @@ SMALL = {  # in place of the numbers in the cell that is tagged `parameters`
     "04_many_seeds": 'seeds, iterations, repeats, grid_iterations, compiling = 4, 1, 1, 1, "off"',
     "05_push_cube": "iterations, episodes, filmed = 1, 2, 1",
     "06_off_policy": "iterations = 2",
+    "07_memory_and_images": 'memory_iterations, image_iterations, compiling = 2, 1, "off"',
 }
 CLAIMS = {  # claims of a notebook about its run
     "00_quickstart": 'assert min(here["eval/avg_reward"], gymnasium["eval/avg_reward"]) >= 475\n'
@@ -33,6 +34,7 @@ CLAIMS = {  # claims of a notebook about its run
     "03_embed_a_kernel": "assert max(returns) > 400 and scores[-1] > 0.9 and ours.returns[-1] > 100",
     "04_many_seeds": "assert (finals >= 475).sum() >= 60",
     "05_push_cube": 'assert result["eval/success_rate"] >= 0.85',
+    "07_memory_and_images": "assert with_memory[-1] > 0.8 and without_memory[-1] < -0.3 and returns[-1] > 2 * returns[0]",
     "06_off_policy": "assert curve[0] < 30 and max(curve[-5:]) > 100",
 }
 ELSEWHERE = {"GAE", "VTrace", "Squashed"} | {  # results of kernels, and output that other notebooks show during a run

@@ -11,9 +11,10 @@ NEEDED = {
     "04_many_seeds": ("matplotlib", "pandas"),
     "05_push_cube": ("matplotlib", "mujoco", "imageio_ffmpeg"),
     "06_off_policy": ("matplotlib",),
+    "07_memory_and_images": ("matplotlib",),
 }
 VIDEOS = {"00_quickstart": 1, "05_push_cube": 1}
-PICTURES = {"00": 1, "01": 10, "02": 1, "03": 3, "04": 2, "05": 1, "06": 1}
+PICTURES = {"00": 1, "01": 10, "02": 1, "03": 3, "04": 2, "05": 1, "06": 1, "07": 3}
 
 
 def cells(notebook):
