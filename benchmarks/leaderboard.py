@@ -43,8 +43,8 @@ files.
   differ in speed by up to a factor of three. Minutes are therefore a weak comparison of libraries. Each file has its
   own commit and seconds.
 - **A failed seed** has no score and counts as a seed that did not reach the threshold.
-- **ecrl, without memory** has separate networks with two layers of 64 units in place of the recurrent ones. The other
-  settings are those of the config.
+- **ecrl, without memory** has separate networks in place of the recurrent ones: two layers of 64 units with tanh, and
+  PyTorch's initial weights. The settings outside of the networks are those of the config.
 
 The zoo's settings were tuned for other budgets, and four of the six are shorter than here. A run may therefore reach
 the threshold and fall below it again.

@@ -1,9 +1,11 @@
 """Environment steps per second of PPO on four games of MinAtar: ecrl against rejax with gymnax's games.
 
 Both libraries have separate networks for actor and critic: two layers of 64 units, or one convolution with 16 channels
-and a layer of 128 units. An iteration has 64 environments, 128 steps, and 4 epochs of 8 minibatches. Episodes end after
-1,000 steps, and those of Freeway after 2,500, as in gymnax. gymnax's games are similar to MinAtar's, but not equal; for
-example, actions are never repeated at random. gymnax 0.0.9 cannot run Seaquest. All rows are measured on one core.
+and a layer of 128 units. An iteration has 64 environments, 128 steps, and 4 epochs of 8 minibatches. Both clip the
+values and standardise the advantages of each minibatch. gymnax's games are similar to MinAtar's, but not equal. For
+example, actions are never repeated at random. An episode has at most 1,000 steps, and an episode of Freeway always has
+2,500 in gymnax and 2,501 in ecrl. ecrl also computes the critic's value at a time limit, where gymnax's episodes end as
+terminated. gymnax 0.0.9 cannot run Seaquest. All rows are measured on one core.
 """
 
 from collections.abc import Callable, Sequence
@@ -60,6 +62,8 @@ def config(game: str, kind: str) -> Any:
             "trainer.iterations": 10**6,
             "trainer.compile": "on",
             "algorithm.cfg.lr_scheduler": None,
+            "algorithm.cfg.clip_vloss": True,
+            "algorithm.cfg.normalize_advantage": "minibatch",
             "algorithm.cfg.n_epochs": SIZES.epochs,
             "algorithm.cfg.batch_size": SIZES.num_envs * STEPS // SIZES.minibatches,
         }

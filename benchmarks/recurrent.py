@@ -1,7 +1,9 @@
 """Environment steps per second of recurrent PPO on CartPole without velocities: ecrl against PureJaxRL's in JAX.
 
 Both have one linear encoder with relu, a GRU, and an actor and a critic with one hidden layer, all of 64 units. An
-iteration has 128 steps and 4 epochs of 4 minibatches of whole environments. One core.
+iteration has 128 steps and 4 epochs of 4 minibatches of whole environments. Both clip the values and standardise the
+advantages of each minibatch. ecrl also computes the critic's value at a time limit, where gymnax's episodes end as
+terminated. All rows are measured on one core.
 """
 
 from collections.abc import Callable, Sequence

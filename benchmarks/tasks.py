@@ -73,7 +73,7 @@ MEMORY = tuple(name for name in TASKS if name.startswith(("t_maze", "repeat_prev
 
 
 def without_memory(cfg: Config) -> Config:
-    """Return a config with separate feed-forward networks of two layers of 64 units in place of the recurrent ones."""
+    """Return a config with separate networks of two layers of 64 units with tanh in place of the recurrent ones."""
     layers = {"type": "mlp", "network_cfg": {"hidden_sizes": [64, 64], "activation": "tanh"}}
     normalize = cfg.policy.normalize_obs
     return cfg.replace(policy={"name": "actor_critic", "actor": layers, "critic": layers, "normalize_obs": normalize})

@@ -5,6 +5,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import rejax
 from rejax.networks import DiscretePolicy
 
@@ -13,12 +14,18 @@ from benchmarks.other_libraries import STEPS
 
 
 class CNN(nn.Module):
-    """A convolution and a layer, with relu."""
+    """A convolution and a layer, with relu.
+
+    The convolution is a product with all windows of the image. In a `scan` on a CPU, this is about ten times as fast
+    as the gradient of `flax.linen.Conv`.
+    """
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
         """Return the features of images `[B, h, w, c]`."""
-        x = nn.relu(nn.Conv(SIZES.channels, (SIZES.kernel, SIZES.kernel), padding="VALID")(x))
+        height, width, offsets = x.shape[1] - SIZES.kernel + 1, x.shape[2] - SIZES.kernel + 1, range(SIZES.kernel)
+        windows = jnp.concatenate([x[:, i : i + height, j : j + width] for i in offsets for j in offsets], -1)
+        x = nn.relu(nn.Dense(SIZES.channels)(windows))
         return nn.relu(nn.Dense(SIZES.features)(x.reshape((x.shape[0], -1))))
 
 

@@ -101,7 +101,9 @@ class Choices(NamedTuple):
 def init(cfg: PPOConfig, run: Run, key: Tensor) -> dict[str, Any]:
     """Return the parameters, optimiser state, hyperparameters and, if rewards are scaled, the reward statistics."""
     if run.policy.value is None:
-        raise ConfigError("policy.name: this policy has no critic, which ppo needs; use actor_critic")
+        raise ConfigError(
+            "policy.name: this policy has no critic, which ppo needs; use actor_critic, or give recurrent a critic"
+        )
     check_log_prob(run.policy, "ppo")
     check_batch_size(cfg, run.static.row_steps)
     params = run.policy.init(rng.fold_in(key, rng.INIT))

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Self, cast
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
 from torch import Tensor, nn
 
 from ecrl.config.model import ConfigModel, Count, Positive
@@ -53,6 +53,14 @@ class ConvolutionsConfig(ConfigModel):
     last_activation: Activation | None = Field(None, description=_LAST_ACTIVATION)
     use_layernorm: bool = Field(False, description=_LAYERNORM)
     orthogonal_init: Gains = Field(None, description=_GAINS)
+
+    @field_validator("orthogonal_init", mode="wrap")
+    @classmethod
+    def _one_gain_or_two(cls, data: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(data)
+        except ValidationError:
+            raise ValueError("expected a number above 0, or two: of the hidden layers and of the output") from None
 
 
 class CNNConfig(ConvolutionsConfig):

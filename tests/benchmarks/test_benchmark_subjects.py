@@ -498,6 +498,25 @@ def test_recurrent_contestants_have_the_same_task_layers_and_minibatches():
     assert rollout.obs.shape == (STEPS, 8, 2) and np.asarray(rollout.done).any()
 
 
+@pytest.mark.ref
+def test_the_recurrent_peer_recomputes_its_rollout():
+    """The memory restarts in the rollout and in the update at the same steps: the first update has the ratio 1."""
+    jax = pytest.importorskip("jax")
+    pytest.importorskip("flax")
+    from benchmarks.other_libraries import purejaxrl_recurrent as peer
+
+    runner, env, env_params = peer.first_runner(8, 0)
+    iterate = jax.jit(lambda runner: peer.iteration(runner, env, env_params))
+    for _ in range(2):
+        before = runner
+        runner, rollout = iterate(before)
+        seen = (rollout.obs, rollout.start)
+        _, logits, value = before.train.apply_fn(before.train.params, before.memory, seen)
+        np.testing.assert_allclose(value, rollout.value, atol=1e-5)
+        np.testing.assert_allclose(peer.log_prob_of(logits, rollout.action), rollout.log_prob, atol=1e-5)
+        assert np.asarray(rollout.done).sum() > 8 and (rollout.start[1:] == rollout.done[:-1]).all()
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of gymnax's games
 @pytest.mark.parametrize("kind", minatar.NETWORKS)
 @pytest.mark.parametrize("game", minatar.GAMES)

@@ -10,7 +10,8 @@ from benchmarks.leaderboard import COLUMNS, cells, summary, text
 from benchmarks.other_libraries.zoo import ZOO
 from benchmarks.pairs import ROOT
 from benchmarks.records import Entry, Standing, entries, standing
-from benchmarks.tasks import CONFIGS, EPISODES, MEMORY, TASKS
+from benchmarks.tasks import CONFIGS, EPISODES, MEMORY, TASKS, without_memory
+from ecrl import init_state
 from ecrl.config import load_config
 
 pytest.importorskip("matplotlib")
@@ -136,6 +137,15 @@ def test_the_readme_has_the_figures_of_the_leaderboard():
         names = ("config", "env steps", "seeds", "score", "interquartile mean", "95 % interval")
         row = " | ".join([*(ecrl[name] for name in names), sb3, *(ecrl[name] for name in COLUMNS[8:])])
         assert f"\n| {row} |\n" in readme, f"README.md has no line | {row} |"
+
+
+@pytest.mark.parametrize("config", MEMORY)
+def test_the_comparison_without_memory_has_the_same_run_and_no_memory(config):
+    cfg = load_config(CONFIGS / f"{config}.json")
+    other = without_memory(cfg)
+    assert other.replace(policy=cfg.policy) == cfg
+    assert other.policy.normalize_obs == cfg.policy.normalize_obs
+    assert "carry" in init_state(cfg) and "carry" not in init_state(other)
 
 
 def test_the_page_on_memory_has_the_scores_with_and_without_memory():

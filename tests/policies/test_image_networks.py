@@ -9,6 +9,7 @@ from support.small_runs import NET
 from tensordict import TensorDict
 
 from ecrl import rng
+from ecrl.config.model import validate_section
 from ecrl.errors import ConfigError
 from ecrl.loop.policy_check import check_policy
 from ecrl.policies import CNNConfig, NetworkConfig, flatten, make_network, make_policy, stacked_space
@@ -252,6 +253,15 @@ def test_initial_weights_are_orthogonal(name):
         matrix = matrix if len(matrix) <= matrix.shape[1] else matrix.t()
         close(matrix @ matrix.t(), gain**2 * torch.eye(len(matrix)))
     assert not any(x.any() for name, x in weights.items() if name.endswith("bias"))
+
+
+@pytest.mark.parametrize("gains", [[1.0, 1.0, 1.0], 0.0, [1.0, -1.0], "high"])
+@pytest.mark.parametrize("name", SMALL)
+def test_wrong_gains_are_refused_in_one_line(name, gains):
+    with pytest.raises(ConfigError) as error:
+        validate_section(NetworkConfig, block(name, orthogonal_init=gains), "actor")
+    expected = "expected a number above 0, or two: of the hidden layers and of the output"
+    assert str(error.value) == f"actor.network_cfg.orthogonal_init: {expected}"
 
 
 @pytest.mark.parametrize("name", SMALL)
