@@ -261,7 +261,7 @@ def test_wrong_gains_are_refused_in_one_line(name, gains):
     with pytest.raises(ConfigError) as error:
         validate_section(NetworkConfig, block(name, orthogonal_init=gains), "actor")
     expected = "expected a number above 0, or two: of the hidden layers and of the output"
-    assert str(error.value) == f"actor.network_cfg.orthogonal_init: {expected}"
+    assert str(error.value) == f"actor: network_cfg.orthogonal_init: {expected}"
 
 
 @pytest.mark.parametrize("name", SMALL)
