@@ -156,3 +156,37 @@ def test_a_compiled_loop_keeps_nothing_that_it_hands_out(monkeypatch):
     (body,) = re.findall(r"^    while \(1\) \{\n.*?^    \}\n", written[0], re.M | re.S)
     assert body.count("_reused.get()") >= 3 and "item_" not in body and "cond_graph" not in body
     assert len(re.findall("empty_strided", body)) - body.count("_new;") <= 2  # the counter and the carry
+
+
+def test_a_handle_is_freed_once():
+    made = (
+        "    AtenTensorHandle tmp_x_0;\n    AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(x, &tmp_x_0));\n"
+    )
+    use = "        AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_assign_tensors_out(RAIIAtenTensorHandle(tmp_x_0), &y));\n"
+    assert rewritten(made + use) == made + use
+    text = rewritten(made + use + use)
+    owner = "    RAIIAtenTensorHandle tmp_x_0_owner(tmp_x_0);\n"
+    assert text == made + owner + 2 * use.replace("RAIIAtenTensorHandle(tmp_x_0)", "tmp_x_0_owner")
+
+
+def _view(loop, start, xs, weight):
+    """The view has the layout of `weight`, so inductor writes no view, but another handle."""
+    return loop(_layers, start, xs, weight.unsqueeze(1).squeeze(1))
+
+
+@pytest.mark.slow
+def test_a_compiled_loop_frees_the_handle_of_a_view_once(monkeypatch):
+    """Otherwise the memory of `weight` is freed while it is in use, and a later call ends the process."""
+    written, rewrite = [], cpp_loops.rewritten
+    monkeypatch.setattr(cpp_loops, "rewritten", lambda code: written.append(rewrite(code)) or written[-1])
+    run = choose_form("on", "cpu").jit(_view, choose_form("on", "cpu").scan)
+    weight = torch.linspace(-1.0, 1.0, 32 * 32).sin().reshape(32, 32)
+    case = (torch.full((16, 32), 0.1), torch.arange(7.0).reshape(7, 1, 1), weight)
+    with config.patch(force_disable_caches=True):
+        outs = [run(*case)]
+    temporary = set(re.findall(r"RAIIAtenTensorHandle(?: \w+)?\((tmp_\w+)\)", written[0]))
+    assert len(temporary) == 1, "inductor makes no such handle, so this test needs another view"
+    assert len(re.findall(rf"RAIIAtenTensorHandle(?: \w+)?\({temporary.pop()}\)", written[0])) == 1
+    outs += [run(*case) for _ in range(20)]
+    for out in outs:
+        torch.testing.assert_close(out, _view(scan, *case), rtol=1e-5, atol=1e-5)
