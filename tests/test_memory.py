@@ -96,7 +96,7 @@ def test_other_errors_pass():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["off", "on"])
+@pytest.mark.parametrize("form", ["off", pytest.param("on", marks=pytest.mark.long)])
 def test_a_run_and_its_checkpoints_take_one_copy_of_the_buffer(tmp_path, form):
     done = subprocess.run([sys.executable, "tests/support/buffer_memory.py", form, tmp_path], capture_output=True)
     assert done.returncode == 0, done.stderr.decode()[-3000:]

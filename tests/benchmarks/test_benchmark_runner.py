@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 import benchmarks.__main__ as command
-from benchmarks import end_to_end, off_policy, pairs, report, solved
+from benchmarks import end_to_end, minatar, off_policy, pairs, recurrent, report, solved
 from benchmarks.pairs import ROOT, Contestant, Failure, Result, available, race, ratios, summary
 from ecrl.cli import commands
 from ecrl.cli import main as cli
@@ -269,7 +269,7 @@ def test_the_columns_are_what_fits_in_a_table():
     assert report.columns(rows) == ["a", "b", "error"]
 
 
-@pytest.mark.parametrize("module", [pairs, report, end_to_end, off_policy, solved])
+@pytest.mark.parametrize("module", [pairs, report, end_to_end, off_policy, recurrent, minatar, solved])
 def test_the_examples_in_docstrings_hold(module):
     outcome = doctest.testmod(module)
     assert outcome.attempted > 0 and outcome.failed == 0
@@ -307,6 +307,20 @@ def test_the_readme_has_the_ratios_of_off_policy():
         line = re.search(rf"^\| {name}\b.* \| {row['units']} \|(.*)\|(.*)\|(.*)\|$", readme, re.MULTILINE)
         assert line and line[1 + peers.index(row["peer"])].strip() == ratios_of(row), row
     assert all(f"{ratios_of(row)} times as many" in " ".join(readme.split()) for row in rows if row not in of_peers)
+
+
+@pytest.mark.parametrize(
+    ("page", "subject", "cells"),
+    [("memory", "recurrent", ("num_envs",)), ("images", "minatar", ("game", "network"))],
+)
+def test_a_page_has_the_ratios(page, subject, cells):
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    rows = json.loads((ROOT / "benchmarks" / "results" / f"{subject}.json").read_text())["rows"]
+    assert rows
+    for row in rows:
+        names = " | ".join(str(row[cell]).replace("_", " ") for cell in cells)
+        line = f"| {names} | {row['ratio']:.2f} ({row['ratio_min']:.2f} to {row['ratio_max']:.2f}) |"
+        assert f"\n{line}\n" in text, f"docs/{page}.md has no line {line}"
 
 
 @pytest.mark.parametrize("name", command.SUBJECTS)

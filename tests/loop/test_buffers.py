@@ -305,8 +305,15 @@ MEBIBYTE = 2**20
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["off", "on"])
-@pytest.mark.parametrize("draws", ["uniform", "prioritized"])
+@pytest.mark.parametrize(
+    ("form", "draws"),
+    [
+        ("off", "uniform"),
+        ("off", "prioritized"),
+        ("on", "prioritized"),  # has all fields of uniform draws, and the tree
+        pytest.param("on", "uniform", marks=pytest.mark.long),
+    ],
+)
 def test_an_iteration_with_a_million_steps_in_the_buffer_allocates_little(form, draws):
     """With uniform draws, the buffer has more than a GiB. A compiled iteration allocates one new sum tree of 16 MiB.
 
