@@ -1,7 +1,7 @@
 """Rewrite the loops in inductor's C++ so that each loop allocates its memory only once, not in each iteration.
 
-The module also mends a fault of inductor: a loop that reads a view of a tensor may free the handle of the view in each
-iteration, so the memory of the tensor is used after it is freed. See `_free_handles_once`.
+The module also mends a fault of inductor: a loop may free the handle of a view in each iteration. The tensor's memory
+is then used after it is freed. See `_free_handles_once`.
 
 With small tensors, an iteration spends most of its time on allocations, tensor views, tensor handles and the loop's end
 condition. With four environments, these operations take more than a third of the time of a rollout. This module
