@@ -74,7 +74,9 @@ def make(game: str, kind: str, seed: int = 0) -> Callable[[], int]:
     """A unit is one iteration, in one compiled call."""
     algorithm = ppo(game, kind)
     iterate = jax.jit(algorithm.train_iteration, donate_argnums=0)
-    state = jax.block_until_ready(iterate(jax.jit(algorithm.init_state)(jax.random.PRNGKey(seed))))
+    state = jax.jit(algorithm.init_state)(jax.random.PRNGKey(seed))
+    for _ in range(2):  # the second call may compile again, because types of the first state differ
+        state = jax.block_until_ready(iterate(state))
 
     def work() -> int:
         nonlocal state
