@@ -138,9 +138,10 @@ def _free_handles_once(code: str) -> str:
     for match in reversed([*_TEMPORARY.finditer(code)]):
         pad, name = match.groups()
         use, rest = f"RAIIAtenTensorHandle({name})", code[match.end() :]
-        if rest.count(use) > 1:
+        here, again, other = rest.partition(f"AtenTensorHandle {name};\n")  # another function may have the same name
+        if here.count(use) > 1:
             owner = f"{pad}RAIIAtenTensorHandle {name}_owner({name});\n"
-            code = code[: match.end()] + owner + rest.replace(use, f"{name}_owner")
+            code = code[: match.end()] + owner + here.replace(use, f"{name}_owner") + again + other
     return code
 
 

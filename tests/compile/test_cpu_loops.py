@@ -166,7 +166,10 @@ def test_a_handle_is_freed_once():
     assert rewritten(made + use) == made + use
     text = rewritten(made + use + use)
     owner = "    RAIIAtenTensorHandle tmp_x_0_owner(tmp_x_0);\n"
-    assert text == made + owner + 2 * use.replace("RAIIAtenTensorHandle(tmp_x_0)", "tmp_x_0_owner")
+    mended = made + owner + 2 * use.replace("RAIIAtenTensorHandle(tmp_x_0)", "tmp_x_0_owner")
+    assert text == mended
+    assert rewritten(made + use + use + made + use) == mended + made + use  # two functions with equal names
+    assert rewritten(made + use + made + use + use) == made + use + mended
 
 
 def _view(loop, start, xs, weight):
