@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.other_libraries import STEPS, as_work
-from benchmarks.pairs import ROOT, Contestant, Result, await_ready, ratio_summary, ratios, run_rounds, started, summary
+from benchmarks.pairs import ROOT, Contestant, Result, await_ready, compared, run_rounds, started
 
 GAMES = {  # ecrl: gymnax
     "breakout": "Breakout-MinAtar",
@@ -108,19 +108,7 @@ def row(game: str, kind: str, ecrl: Result, peer: Result) -> dict[str, Any]:
     1.5
     """
     about = {"game": game, "network": kind, "peer": peer.name}
-    errors = [f"{result.name}: {result.error}" for result in (ecrl, peer) if result.error is not None]
-    if errors:
-        return about | {"error": "; ".join(errors)}
-    by_round = ratio_summary(ratios(ecrl, peer))
-    return (about | by_round) | {
-        "must": MUST,
-        "aim": AIM,
-        "met": (by_round["ratio"] or 0.0) >= MUST,
-        "ecrl_steps_s": summary(ecrl.rates)["median"],
-        "peer_steps_s": summary(peer.rates)["median"],
-        "ecrl_setup_s": ecrl.setup_s,
-        "peer_setup_s": peer.setup_s,
-    }
+    return compared(about, ecrl, peer, MUST, AIM)
 
 
 def figure(rows: list[dict[str, Any]]) -> Any:

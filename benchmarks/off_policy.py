@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.other_libraries import as_work
-from benchmarks.pairs import ROOT, Contestant, Result, await_ready, ratio_summary, ratios, run_rounds, started, summary
+from benchmarks.pairs import ROOT, Contestant, Result, await_ready, compared, run_rounds, started
 
 BATCH, GAMMA, LEARNING_RATE, LEARNING_STARTS, CAPACITY = 256, 0.99, 1e-3, 256, 131_072
 TASK = {"dqn": "CartPole", "pqn": "CartPole", "td3": "Pendulum", "sac": "Pendulum"}
@@ -157,19 +157,7 @@ def row(comparison: Comparison, first: Result, other: Result, must: float | None
     True
     """
     about = {"algorithm": comparison.algorithm, "units": comparison.units, "ours": first.name, "peer": other.name}
-    errors = [f"{result.name}: {result.error}" for result in (first, other) if result.error is not None]
-    if errors:
-        return about | {"error": "; ".join(errors)}
-    by_round = ratio_summary(ratios(first, other))
-    return (about | by_round) | {
-        "must": must,
-        "aim": aim,
-        "met": None if must is None else (by_round["ratio"] or 0.0) >= must,
-        "ours_steps_s": summary(first.rates)["median"],
-        "peer_steps_s": summary(other.rates)["median"],
-        "ours_setup_s": first.setup_s,
-        "peer_setup_s": other.setup_s,
-    }
+    return compared(about, first, other, must, aim)
 
 
 def figure(rows: list[dict[str, Any]]) -> Any:

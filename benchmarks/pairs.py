@@ -238,3 +238,35 @@ def summary(values: Sequence[float]) -> dict[str, float | None]:
     if not values:
         return {"median": None, "min": None, "max": None}
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def compared(
+    about: Mapping[str, Any], ours: Result, peer: Result, must: float | None, aim: float | None
+) -> dict[str, Any]:
+    """Return a row with the ratio of two results, or with their errors.
+
+    Args:
+        about: first fields of the row.
+        ours: result of ecrl.
+        peer: result that ours is divided by.
+        must: required ratio, if any.
+        aim: desired ratio, if any.
+
+    >>> compared({}, Result("a", [9.0], 1.0, {}, 0.0), Result("b", [1.0], 1.0, {}, 0.0), 8.0, None)["met"]
+    True
+    """
+    errors = [f"{result.name}: {result.error}" for result in (ours, peer) if result.error is not None]
+    if errors:
+        return {**about, "error": "; ".join(errors)}
+    by_round = ratio_summary(ratios(ours, peer))
+    return {
+        **about,
+        **by_round,
+        "must": must,
+        "aim": aim,
+        "met": None if must is None else (by_round["ratio"] or 0.0) >= must,
+        "ours_steps_s": summary(ours.rates)["median"],
+        "peer_steps_s": summary(peer.rates)["median"],
+        "ours_setup_s": ours.setup_s,
+        "peer_setup_s": peer.setup_s,
+    }

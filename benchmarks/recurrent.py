@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.other_libraries import STEPS, as_work
-from benchmarks.pairs import ROOT, Contestant, Result, race, ratio_summary, ratios, summary
+from benchmarks.pairs import ROOT, Contestant, Result, compared, race
 
 SIZES = (64, 512)
 UNITS, EPOCHS, MINIBATCHES = 64, 4, 4
@@ -70,19 +70,7 @@ def row(num_envs: int, ecrl: Result, peer: Result) -> dict[str, Any]:
     True
     """
     about = {"peer": peer.name, "num_envs": num_envs}
-    errors = [f"{result.name}: {result.error}" for result in (ecrl, peer) if result.error is not None]
-    if errors:
-        return about | {"error": "; ".join(errors)}
-    by_round = ratio_summary(ratios(ecrl, peer))
-    return (about | by_round) | {
-        "must": MUST,
-        "aim": AIM,
-        "met": (by_round["ratio"] or 0.0) >= MUST,
-        "ecrl_steps_s": summary(ecrl.rates)["median"],
-        "peer_steps_s": summary(peer.rates)["median"],
-        "ecrl_setup_s": ecrl.setup_s,
-        "peer_setup_s": peer.setup_s,
-    }
+    return compared(about, ecrl, peer, MUST, AIM)
 
 
 def figure(rows: list[dict[str, Any]]) -> Any:

@@ -132,6 +132,14 @@ def test_only_the_innermost_loop_changes_and_other_code_does_not():
     )
 
 
+@pytest.fixture
+def written(monkeypatch):
+    """Collect the rewritten C++ code."""
+    codes, rewrite = [], cpp_loops.rewritten
+    monkeypatch.setattr(cpp_loops, "rewritten", lambda code: codes.append(rewrite(code)) or codes[-1])
+    return codes
+
+
 def _layers(carry, x, weight):
     hidden = torch.tanh(carry @ weight)
     after = hidden.cumsum(-1) @ weight + x
@@ -143,9 +151,7 @@ def _run(loop, start, xs, weight):
 
 
 @pytest.mark.slow
-def test_a_compiled_loop_keeps_nothing_that_it_hands_out(monkeypatch):
-    written, rewrite = [], cpp_loops.rewritten
-    monkeypatch.setattr(cpp_loops, "rewritten", lambda code: written.append(rewrite(code)) or written[-1])
+def test_a_compiled_loop_keeps_nothing_that_it_hands_out(written):
     run = choose_form("on", "cpu").jit(_run, choose_form("on", "cpu").scan)
     weight = torch.linspace(-1.0, 1.0, 32 * 32).sin().reshape(32, 32)
     cases = [(torch.full((16, 32), shift), torch.arange(7.0).reshape(7, 1, 1) + shift, weight) for shift in (0.1, 0.7)]
@@ -178,10 +184,8 @@ def _view(loop, start, xs, weight):
 
 
 @pytest.mark.slow
-def test_a_compiled_loop_frees_the_handle_of_a_view_once(monkeypatch):
+def test_a_compiled_loop_frees_the_handle_of_a_view_once(written):
     """Otherwise the memory of `weight` is freed while it is in use, and a later call ends the process."""
-    written, rewrite = [], cpp_loops.rewritten
-    monkeypatch.setattr(cpp_loops, "rewritten", lambda code: written.append(rewrite(code)) or written[-1])
     run = choose_form("on", "cpu").jit(_view, choose_form("on", "cpu").scan)
     weight = torch.linspace(-1.0, 1.0, 32 * 32).sin().reshape(32, 32)
     case = (torch.full((16, 32), 0.1), torch.arange(7.0).reshape(7, 1, 1), weight)
