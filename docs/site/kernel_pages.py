@@ -17,6 +17,8 @@ TITLES = {
     "ecrl.kernels.distributional": "Distributional action values",
     "ecrl.kernels.groups": "Group-relative advantages",
     "ecrl.kernels.losses": "Losses",
+    "ecrl.kernels.sequence_losses": "Losses of sequences",
+    "ecrl.kernels.sequences": "Means and weights of sequences",
     "ecrl.kernels.q_losses": "Losses of learning from replay",
     "ecrl.kernels.tracking": "Target networks",
     "ecrl.kernels.exploration": "Exploration",

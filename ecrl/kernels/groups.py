@@ -1,10 +1,12 @@
 """Group-relative advantages, which compare each environment with the other environments of its group.
 
-Group-relative advantages need no critic. A group consists of `group_size` consecutive environments. Scores are
-standardised separately for each index of the trailing axes, so a return is compared with the other returns of the same
-time step. The advantages of a group are 0 if fewer than two members are unmasked, or if the scores of the unmasked
-members differ only by rounding.
+Group-relative advantages need no critic. A group consists of `group_size` consecutive environments. Each index of the
+trailing axes is a separate group, so a return is compared with the other returns of the same time step. The advantages
+of a group are 0 if fewer than two members are unmasked, or if the scores of the unmasked members differ only by
+rounding.
 """
+
+from typing import NamedTuple
 
 import torch
 from tensordict import TensorDict
@@ -39,9 +41,108 @@ def group_advantages(score: Tensor, mask: Tensor, *, group_size: int, eps: Scala
     >>> group_advantages(torch.tensor([1.0, 3.0]), torch.tensor([True, True]), group_size=2, eps=0.0).tolist()
     [-1.0, 1.0]
     """
+    (eps,) = scalars(eps=eps)
+    group = _group_stats(score, mask, group_size)
+    std = torch.sqrt(group.variance.masked_fill(group.flat, 1.0))  # filled first: the gradient of sqrt at 0 is infinite
+    return _ungrouped(group.centred / (std + eps), group, score)
+
+
+def group_centered(score: Tensor, mask: Tensor, *, group_size: int) -> Tensor:
+    """Subtract the mean of each group of `group_size` consecutive entries, separately for each index of `*F`.
+
+        advantage = score - mean_g(score)        mean over unmasked members
+
+    Args:
+        score: `[N, *F]` float, in reward units. Masked entries may hold any value, including NaN.
+        mask: `[N, *F]` bool.
+        group_size: number of members per group, at least 2 and a divisor of N.
+
+    Returns: `[N, *F]` in the dtype of `score`, in reward units. Masked entries are 0. The advantages of a group are 0
+        in the same cases as in `group_advantages`.
+    Gradient: flows through `score`.
+    Raises: ValueError if `group_size` is below 2 or does not divide N. ValueError naming the argument, if shapes differ
+        or `mask` is not bool.
+    Source: Liu et al. 2025 (Dr. GRPO), arXiv:2503.20783, sec. 3.2.
+
+    >>> group_centered(torch.tensor([1.0, 3.0]), torch.tensor([True, True]), group_size=2).tolist()
+    [-1.0, 1.0]
+    """
+    group = _group_stats(score, mask, group_size)
+    return _ungrouped(group.centred, group, score)
+
+
+def leave_one_out(score: Tensor, mask: Tensor, *, group_size: int) -> Tensor:
+    """Subtract from each entry the mean of the other members of its group, separately for each index of `*F`.
+
+        advantage = score - mean of the other unmasked members
+                  = (score - mean_g(score)) * n / (n - 1)              n unmasked members
+
+    Args:
+        score: `[N, *F]` float, in reward units. Masked entries may hold any value, including NaN.
+        mask: `[N, *F]` bool.
+        group_size: number of members per group, at least 2 and a divisor of N.
+
+    Returns: `[N, *F]` in the dtype of `score`, in reward units. Masked entries are 0. The advantages of a group are 0
+        in the same cases as in `group_advantages`.
+    Gradient: flows through `score`.
+    Raises: ValueError if `group_size` is below 2 or does not divide N. ValueError naming the argument, if shapes differ
+        or `mask` is not bool.
+    Source: Ahmadian et al. 2024 (RLOO), arXiv:2402.14740, sec. 3.2.
+
+    >>> leave_one_out(torch.tensor([1.0, 3.0]), torch.tensor([True, True]), group_size=2).tolist()
+    [-2.0, 2.0]
+    """
+    group = _group_stats(score, mask, group_size)
+    return _ungrouped(group.centred * group.count / (group.count - 1).clamp(min=1), group, score)
+
+
+def informative_groups(score: Tensor, mask: Tensor, *, group_size: int, low: Scalar, high: Scalar) -> Tensor:
+    """Return a mask of the groups whose mean score is strictly between two bounds.
+
+        low < mean_g(score) < high        mean over unmasked members
+
+    With scores 0 and 1, the bounds 0 and 1 keep the groups with both successes and failures. The other groups have no
+    advantage.
+
+    Args:
+        score: `[N, *F]` float, in reward units. Masked entries may hold any value, including NaN.
+        mask: `[N, *F]` bool.
+        group_size: number of members per group, at least 2 and a divisor of N.
+        low: lower bound of the mean score, in reward units.
+        high: upper bound of the mean score, in reward units.
+
+    Returns: bool `[N, *F]`. Masked entries are False.
+    Gradient: none.
+    Raises: ValueError if `group_size` is below 2 or does not divide N. ValueError naming the argument, if shapes
+        differ, `mask` is not bool or a bound is not 0-d.
+    Source: Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 11.
+
+    >>> score, yes = torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.ones(4, dtype=torch.bool)
+    >>> informative_groups(score, yes, group_size=2, low=0.0, high=1.0).tolist()
+    [True, True, False, False]
+    """
+    low, high = scalars(low=low, high=high)
+    group = _group_stats(score, mask, group_size)
+    return (group.counted & (group.mean > low) & (group.mean < high)).reshape(score.shape)
+
+
+class _Groups(NamedTuple):
+    """Statistics of groups. The first two axes are the group and its member, of size 1 in statistics of a group."""
+
+    counted: Tensor
+    """True for unmasked members."""
+    count: Tensor
+    mean: Tensor
+    centred: Tensor
+    """Score minus mean, 0 for masked members."""
+    variance: Tensor
+    flat: Tensor
+    """True if the group has fewer than two unmasked members, or scores that differ only by rounding."""
+
+
+def _group_stats(score: Tensor, mask: Tensor, group_size: int) -> _Groups:
     same_shape(score=score, mask=mask)
     check_bool(mask=mask)
-    (eps,) = scalars(eps=eps)
     if group_size < 2 or score.shape[0] % group_size:
         raise ValueError(f"group_size={group_size} must be at least 2 and divide the {score.shape[0]} entries of score")
     dtype, (score,) = common_dtype(score), widened(score)
@@ -54,8 +155,12 @@ def group_advantages(score: Tensor, mask: Tensor, *, group_size: int, eps: Scala
     variance = centred.square().sum(1, keepdim=True) / count.clamp(min=1)
     size = scores.abs().sum(1, keepdim=True) / count.clamp(min=1)
     flat = (count < 2) | (variance <= (rounding(dtype) * size).square())
-    std = torch.sqrt(variance.masked_fill(flat, 1.0))  # filled before sqrt, whose gradient at 0 is infinite
-    return (centred / (std + eps)).masked_fill(flat | ~counted, 0.0).reshape(score.shape).to(dtype)
+    return _Groups(counted, count, mean, centred, variance, flat)
+
+
+def _ungrouped(advantage: Tensor, group: _Groups, score: Tensor) -> Tensor:
+    """Give grouped advantages the shape and the dtype of `score`, with 0 for masked members and flat groups."""
+    return advantage.masked_fill(group.flat | ~group.counted, 0.0).reshape(score.shape).to(common_dtype(score))
 
 
 def first_episode_mask(done: Tensor) -> Tensor:

@@ -21,14 +21,18 @@ from ecrl.kernels.masked_stats import explained_variance, masked_mean
 from ecrl.types import Logs, Scalar, check_bool, same_shape
 
 
-def _expand_to_tokens(advantage: Tensor, like: Tensor) -> Tensor:
-    """Return `advantage`, detached and expanded along the trailing token axes of `like`."""
+def expand_to_tokens(advantage: Tensor, like: Tensor, name: str = "log_prob") -> Tensor:
+    """Return `advantage` expanded along the trailing token axes of `like`, the argument called `name`.
+
+    >>> expand_to_tokens(torch.tensor([1.0, 2.0]), torch.zeros(2, 2)).tolist()
+    [[1.0, 1.0], [2.0, 2.0]]
+    """
     if advantage.shape != like.shape[: advantage.ndim]:
         raise ValueError(
-            f"advantage has shape {list(advantage.shape)}, expected the shape of log_prob, {list(like.shape)}, or its "
+            f"advantage has shape {list(advantage.shape)}, expected the shape of {name}, {list(like.shape)}, or its "
             "leading axes"
         )
-    return advantage.detach().reshape(*advantage.shape, *[1] * (like.ndim - advantage.ndim)).expand_as(like)
+    return advantage.reshape(*advantage.shape, *[1] * (like.ndim - advantage.ndim)).expand_as(like)
 
 
 def clipped_surrogate(
@@ -69,7 +73,7 @@ def _surrogate(
     check_bool(mask=mask)
     (clip_coef,) = scalars(clip_coef=clip_coef)
     bound = exponent_bound(common_dtype(log_prob, old_log_prob))
-    advantage = _expand_to_tokens(advantage, log_prob)
+    advantage = expand_to_tokens(advantage.detach(), log_prob)
     log_prob, old_log_prob, advantage = widened(log_prob, old_log_prob.detach(), advantage)
     log_ratio = (log_prob - old_log_prob).masked_fill(~mask, 0.0).clamp(max=bound)
     ratio = torch.exp(log_ratio)
@@ -153,7 +157,8 @@ def kl_k1(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
         ref_log_prob: `[*B]` float, log-probability in nats under the reference policy.
 
     Returns: `[*B]`, in nats.
-    Gradient: flows through both arguments.
+    Gradient: flows through both arguments. The mean gradient through `log_prob` is 0, so this is no penalty. Subtract
+        it from the reward instead.
     Raises: ValueError naming the arguments whose shapes differ.
     Source: Schulman 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.html.
 
@@ -174,7 +179,7 @@ def kl_k2(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
         ref_log_prob: `[*B]` float, log-probability in nats under the reference policy.
 
     Returns: `[*B]`, in nats.
-    Gradient: flows through both arguments.
+    Gradient: flows through both arguments. The mean gradient through `log_prob` is the gradient of KL(policy | ref).
     Raises: ValueError naming the arguments whose shapes differ.
     Source: Schulman 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.html.
 
@@ -197,7 +202,8 @@ def kl_k3(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
         ref_log_prob: `[*B]` float, log-probability in nats under the reference policy.
 
     Returns: `[*B]`, in nats.
-    Gradient: flows through both arguments.
+    Gradient: flows through both arguments. The mean gradient through `log_prob` is the gradient of KL(ref | policy),
+        the reverse of the estimated divergence. `kl_k3_with_k2_gradient` has the gradient of KL(policy | ref).
     Raises: ValueError naming the arguments whose shapes differ.
     Source: Schulman 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.html.
 
@@ -206,6 +212,35 @@ def kl_k3(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
     """
     same_shape(log_prob=log_prob, ref_log_prob=ref_log_prob)
     return _k3(log_prob, ref_log_prob).to(common_dtype(log_prob, ref_log_prob))
+
+
+def kl_k3_with_k2_gradient(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
+    """Estimate KL(policy | ref) as `kl_k3`, with the gradient of `kl_k2`.
+
+        k2 - stop(k2) + stop(k3)
+
+    The estimate and its gradient are both unbiased.
+
+    Args:
+        log_prob: `[*B]` float, log-probability in nats under the policy that drew the samples.
+        ref_log_prob: `[*B]` float, log-probability in nats under the reference policy.
+
+    Returns: `[*B]`, in nats.
+    Gradient: flows through both arguments. The mean gradient through `log_prob` is the gradient of KL(policy | ref). No
+        gradient flows if the difference is infinite.
+    Raises: ValueError naming the arguments whose shapes differ.
+    Source: Liu et al. 2025, arXiv:2510.01555. verl calls this penalty k3+.
+
+    >>> log_prob = torch.tensor([2.0], requires_grad=True)
+    >>> kl_k3_with_k2_gradient(log_prob, torch.tensor([2.0])).item()
+    0.0
+    """
+    same_shape(log_prob=log_prob, ref_log_prob=ref_log_prob)
+    k3 = _k3(log_prob.detach(), ref_log_prob.detach())
+    dtype, (log_prob, ref_log_prob) = common_dtype(log_prob, ref_log_prob), widened(log_prob, ref_log_prob)
+    difference = log_prob - ref_log_prob
+    k2 = difference.masked_fill(difference.isinf(), 0.0).square() / 2.0
+    return (k2 - k2.detach() + k3).to(dtype)
 
 
 def _k3(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
@@ -353,6 +388,9 @@ def grpo_loss(
     """Return the GRPO loss: the clipped surrogate, plus a KL penalty to a reference policy, minus the entropy bonus.
 
         loss = clipped_surrogate + kl_coef * mean(kl_k3(log_prob, ref_log_prob)) - ent_coef * mean(entropy)
+
+    Each mean is over all unmasked entries of the batch, as `token_mean`. The paper's eq. 3 first takes the mean of each
+    sequence. For that mean, pass `clipped_surrogate_asymmetric` and `kl_k3` to `sequence_mean`.
 
     Args:
         log_prob: `[*B]` float, log-probability in nats under the policy being trained; may have trailing token axes.

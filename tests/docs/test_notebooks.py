@@ -53,6 +53,11 @@ ELSEWHERE = {"GAE", "VTrace", "Squashed"} | {  # results of kernels, and output 
     "Replay", "importance_weights", "replay_add", "replay_add_priority", "replay_count", "replay_cut",
     "replay_index", "replay_init", "replay_prioritized_index", "replay_read", "replay_set_priority", "replay_stack",
     "replay_start", "replay_writes", "tree_find", "tree_init", "tree_set",
+} | {  # sequences of tokens: `tests/kernels/test_sequences.py` and its neighbours have numbers by hand
+    "cispo_loss", "clipped_surrogate_asymmetric", "fixed_length_mean", "group_centered", "gspo_loss",
+    "informative_groups", "kl_k3_with_k2_gradient", "leave_one_out", "masked_sequence_importance", "overlong_penalty",
+    "sapo_loss", "sequence_log_ratio", "sequence_mean", "token_mean", "truncated_importance",
+    "truncated_sequence_importance", "vespo_loss", "whiten",
 }  # fmt: skip
 CELL_S = 24 * 3600  # nbmake stops a cell after 300 s by default, which a loaded machine may need
 _OF_A_MACHINE = re.compile(r"/(?:home|root|Users|usr|opt|tmp|work|venv)\b|0x[0-9a-f]{6}")

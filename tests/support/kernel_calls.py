@@ -175,6 +175,15 @@ def transition(seed: int, *next_fields: Tensor) -> tuple[Tensor, ...]:
     return (floats(seed, N, T), *next_fields, bools(seed + 1, N, T))
 
 
+def sequences(seed: int) -> tuple[Tensor, ...]:
+    """Log-probabilities of two policies, an advantage per sequence and a mask, with masked tokens in each row."""
+    return floats(seed, N, T), floats(seed + 1, N, T), floats(seed + 2, N), bools(seed + 3, N, T, share=0.8)
+
+
+CLIPS = ("clip_low", "clip_high")
+GATES = ("k_positive", "lambda_positive", "k_negative", "lambda_negative")
+
+
 def dists(seed: int, *shape: int) -> Tensor:
     return floats(seed, *shape).softmax(-1)
 
@@ -238,6 +247,36 @@ CALLS: dict[str, Any] = {
     "grpo_loss": lambda s: (
         steps(s, "log_prob", "old_log_prob", "ref_log_prob", "advantage", "entropy", "mask"),
         hyper(s, "clip_coef", "kl_coef", "ent_coef"),
+    ),
+    "kl_k3_with_k2_gradient": lambda s: (steps(s, "log_prob", "ref_log_prob"), {}),
+    "group_centered": lambda s: ((floats(s, N, T), bools(s, N, T, share=0.8)), {"group_size": 2}),
+    "leave_one_out": lambda s: ((floats(s, N, T), bools(s, N, T, share=0.8)), {"group_size": 2}),
+    "informative_groups": lambda s: (
+        (floats(s, N, T), bools(s, N, T, share=0.8)),
+        hyper(s, "high", group_size=2) | {"low": -scalar(s + 1)},
+    ),
+    "clipped_surrogate_asymmetric": lambda s: (sequences(s), hyper(s, *CLIPS) | {"dual_clip": 2.0 + scalar(s + 2)}),
+    "gspo_loss": lambda s: (sequences(s), hyper(s, *CLIPS)),
+    "cispo_loss": lambda s: (sequences(s), hyper(s, *CLIPS)),
+    "sapo_loss": lambda s: (sequences(s), hyper(s, "tau_positive", "tau_negative")),
+    "vespo_loss": lambda s: (sequences(s), hyper(s, *GATES)),
+    "sequence_log_ratio": lambda s: (steps(s, "log_prob", "old_log_prob", "mask"), {}),
+    "token_mean": lambda s: (steps(s, "x", "mask"), {}),
+    "sequence_mean": lambda s: (steps(s, "x", "mask"), {}),
+    "fixed_length_mean": lambda s: (steps(s, "x", "mask"), {"length": 4.0 + scalar(s)}),
+    "whiten": lambda s: ((floats(s, N), bools(s, N, T)), hyper(s, "eps")),
+    "overlong_penalty": lambda s: (
+        ((8.0 * floats(s, N, T)).abs().round(),),
+        {"max_length": 9.0 + scalar(s), "buffer_length": 5.0 + scalar(s + 1)},
+    ),
+    "truncated_importance": lambda s: (steps(s, "log_prob", "sampler_log_prob", "mask"), {"cap": 1.0 + scalar(s)}),
+    "truncated_sequence_importance": lambda s: (
+        steps(s, "log_prob", "sampler_log_prob", "mask"),
+        {"cap": 1.0 + scalar(s)},
+    ),
+    "masked_sequence_importance": lambda s: (
+        steps(s, "log_prob", "sampler_log_prob", "mask"),
+        {"cap": 1.0 + scalar(s)},
     ),
     "mask_logits": lambda s: ((floats(s, N, K), bools(s, N, K)), {}),
     "categorical_sample": lambda s: ((floats(s, N, K), floats(s + 1, N, K)), {}),
@@ -394,7 +433,7 @@ WRAPPED = {"act_and_step": act_and_step, "collect_rollout": collect_rollout, "sc
 NO_FLOATS = {  # flags and actions
     "epsilon_greedy",
     "first_episode_mask", "categorical_sample", "categorical_mode", "multi_discrete_sample", "multi_discrete_mode",
-    "replay_count", "replay_index", "tree_find",
+    "replay_count", "replay_index", "tree_find", "informative_groups",
 }  # fmt: skip
 NO_TENSORS = {
     "moments_init": "takes a shape",
