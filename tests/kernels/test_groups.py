@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 from support.checks import assert_no_retrace, assert_pure, close
 from tensordict import TensorDict
 
-from ecrl.kernels import compute_returns, first_episode_mask, group_advantages, grpo_advantages
+from ecrl.kernels import (
+    compute_returns,
+    first_episode_mask,
+    group_advantages,
+    group_centered,
+    grpo_advantages,
+    informative_groups,
+    leave_one_out,
+)
 
 NAN, INF = float("nan"), float("inf")
 T, F = True, False
@@ -65,6 +73,128 @@ def test_any_shape(shape, groups, seed, eps):
     size = 2 if groups == "pairs" or shape[0] == 2 else shape[0] // groups
     score, mask = random_scores(seed, *shape)
     close(group_advantages(score, mask, group_size=size, eps=eps), loop(score, mask, size, eps), tol=2e-5)
+
+
+def centred_loop(kernel, score, mask, group_size):
+    """Subtract from each counted score the mean of its group, or of the others of its group."""
+    out = torch.zeros(score.shape, dtype=torch.float64)
+    for i, index in ((i, index) for i in range(score.shape[0]) for index in np.ndindex(score.shape[1:])):
+        first = i - i % group_size
+        rows = [j for j in range(first, first + group_size) if mask[(j, *index)]]
+        if kernel is leave_one_out:
+            rows = [j for j in rows if j != i]
+        if mask[(i, *index)] and rows:
+            out[(i, *index)] = float(score[(i, *index)]) - sum(float(score[(j, *index)]) for j in rows) / len(rows)
+    return out
+
+
+CENTRED = [group_centered, leave_one_out]
+each_centred = pytest.mark.parametrize("kernel", CENTRED, ids=lambda k: k.__name__)
+
+
+@each_centred
+def test_centred_scores_by_hand(variant, kernel):
+    # Column 0: 1, 3, 5 less 3, or less the means 4, 3, 2 of the others. Column 1: 2, 4 less 3, or less the other one.
+    factors = (1.5, 2.0) if kernel is leave_one_out else (1.0, 1.0)
+    a, b = 2 * factors[0], 1 * factors[1]
+    out = variant(kernel)(torch.tensor(SCORE), torch.tensor(MASK), group_size=3)
+    close(out, [[-a, -b], [0.0, 0.0], [a, b], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]])
+
+
+def test_reference_values_of_leave_one_out(variant):
+    score, yes = torch.tensor([1.0, 0.0, 0.0, 0.5]), torch.ones(4, dtype=torch.bool)
+    close(variant(leave_one_out)(score, yes, group_size=2), [1.0, -1.0, -0.5, 0.5])
+    close(variant(group_centered)(score, yes, group_size=2), [0.5, -0.5, -0.25, 0.25])
+
+
+@each_centred
+@pytest.mark.parametrize("shape", [(12,), (12, 5), (24, 2, 3)], ids=str)
+@given(seed=seeds, size=st.sampled_from([2, 3, 4, 12]))
+def test_centred_scores_against_loop(kernel, shape, seed, size):
+    score, mask = random_scores(seed, *shape, dtype=torch.float64)
+    out = assert_pure(kernel, score.masked_fill(~mask, NAN), mask, group_size=size)
+    close(out, centred_loop(kernel, score, mask, size), tol=1e-12)
+
+
+@each_centred
+@given(seed=seeds)
+def test_centred_scores_are_scaled_advantages(kernel, seed):
+    """A group's advantages are its centred scores over its deviation, so signs and order are the same."""
+    score, mask = random_scores(seed, 12, 2, dtype=torch.float64)
+    out, scaled = kernel(score, mask, group_size=4), group_advantages(score, mask, group_size=4, eps=0.0)
+    assert torch.equal(out.sign(), scaled.sign())
+    close(out.reshape(3, 4, 2).sum(1), torch.zeros(3, 2), tol=1e-10)
+
+
+@each_centred
+def test_centred_float_noise_is_no_signal(kernel):
+    score, yes = torch.full((8,), 0.1), torch.ones(8, dtype=torch.bool)
+    assert not kernel(score, yes, group_size=8).any()
+    assert not kernel(score, torch.arange(8) == 3, group_size=8).any()
+
+
+@each_centred
+@pytest.mark.parametrize("junk", [NAN, INF, -INF])
+def test_masked_scores_do_not_reach_the_gradient_of_centred_ones(kernel, junk):
+    score, mask = random_scores(3, 8, 3, dtype=torch.float64)
+    weight, results = torch.arange(24.0, dtype=torch.float64).reshape(8, 3), []
+    for fill in (0.0, junk):
+        x = score.masked_fill(~mask, fill).requires_grad_()
+        results.append(torch.autograd.grad((kernel(x, mask, group_size=4) * weight).sum(), x)[0])
+    assert torch.equal(*results) and results[0].isfinite().all() and not results[0][~mask].any()
+
+
+@each_centred
+def test_gradcheck_of_centred_scores(kernel):
+    score, mask = random_scores(2, 6, 2, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda x: kernel(x, mask, group_size=3), [score.requires_grad_()])
+
+
+# Pairs with the means 1, 1/2, 0; a group with one masked member, and one with both.
+RESULTS = [1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.5, NAN, NAN, INF]
+COUNTED = [T, T, T, T, T, T, T, F, F, F]
+
+
+def test_informative_groups_by_hand(variant):
+    call = variant(informative_groups)
+    out = call(torch.tensor(RESULTS), torch.tensor(COUNTED), group_size=2, low=0.0, high=1.0)
+    assert out.dtype == torch.bool
+    assert out.tolist() == [F, F, T, T, F, F, T, F, F, F]
+    out = call(torch.tensor(RESULTS), torch.tensor(COUNTED), group_size=2, low=-0.1, high=0.5)
+    assert out.tolist() == [F, F, F, F, T, T, F, F, F, F]
+
+
+@given(seed=seeds, size=st.sampled_from([2, 3, 6]))
+def test_informative_groups_against_loop(seed, size):
+    g = torch.Generator().manual_seed(seed)
+    score, mask = (torch.rand(12, 2, generator=g) < 0.6).float(), torch.rand(12, 2, generator=g) < 0.8
+    expected = torch.zeros(12, 2, dtype=torch.bool)
+    for i in range(12):
+        for f in range(2):
+            first = i - i % size
+            kept = [float(score[j, f]) for j in range(first, first + size) if mask[j, f]]
+            expected[i, f] = bool(mask[i, f]) and 0.1 < sum(kept) / len(kept) < 0.9
+    out = assert_pure(informative_groups, score.masked_fill(~mask, NAN), mask, group_size=size, low=0.1, high=0.9)
+    assert torch.equal(out, expected)
+
+
+@given(seed=seeds)
+def test_groups_of_equal_results_are_the_ones_without_an_advantage(seed):
+    score = (torch.rand(24, generator=torch.Generator().manual_seed(seed)) < 0.5).float()
+    yes = torch.ones(24, dtype=torch.bool)
+    kept = informative_groups(score, yes, group_size=4, low=0.0, high=1.0)
+    assert torch.equal(kept, group_centered(score, yes, group_size=4) != 0)
+
+
+@pytest.mark.parametrize("kernel", [*CENTRED, informative_groups], ids=lambda k: k.__name__)
+def test_bad_arguments_of_other_group_kernels_are_named(kernel):
+    bounds = {"low": 0.0, "high": 1.0} if kernel is informative_groups else {}
+    yes = torch.ones(4, dtype=torch.bool)
+    for size in (1, 0, -2, 3, 8):
+        with pytest.raises(ValueError, match=f"group_size={size} .*the 4 entries of score"):
+            kernel(torch.zeros(4), yes, group_size=size, **bounds)
+    with pytest.raises(ValueError, match=r"mask has shape \[4\], expected \[3\], the shape of score"):
+        kernel(torch.zeros(3), yes, group_size=2, **bounds)
 
 
 def jitter(offset, size, count=8):

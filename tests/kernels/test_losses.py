@@ -16,6 +16,7 @@ from ecrl.kernels import (
     kl_k1,
     kl_k2,
     kl_k3,
+    kl_k3_with_k2_gradient,
     masked_mean,
     ppo_loss,
     ppo_loss_clipped_value,
@@ -39,6 +40,7 @@ KERNELS = {
     kl_k1: (("log_prob", "ref_log_prob"), ("log_prob", "ref_log_prob"), {}),
     kl_k2: (("log_prob", "ref_log_prob"), ("log_prob", "ref_log_prob"), {}),
     kl_k3: (("log_prob", "ref_log_prob"), ("log_prob", "ref_log_prob"), {}),
+    kl_k3_with_k2_gradient: (("log_prob", "ref_log_prob"), ("log_prob", "ref_log_prob"), {}),
     explained_variance: (("value", "value_target", "mask"), (), {}),
     ppo_loss: (PPO, ("log_prob", "entropy", "value"), {"clip_coef": 0.2, "vf_coef": 0.5, "ent_coef": 0.1}),
     ppo_loss_clipped_value: (
@@ -199,6 +201,7 @@ def test_kl_by_hand(variant):
     close(variant(kl_k1)(log_prob, ref), [0.0, 1.0, -2.0])
     close(variant(kl_k2)(log_prob, ref), [0.0, 0.5, 2.0])
     close(variant(kl_k3)(log_prob, ref), [0.0, exp(-1.0), exp(2.0) - 3.0])
+    close(variant(kl_k3_with_k2_gradient)(log_prob, ref), [0.0, exp(-1.0), exp(2.0) - 3.0])
     close(variant(kl_k3)(torch.tensor([1e-4]), torch.tensor([0.0])) / 5e-9, [1.0], tol=1e-2)  # no cancellation near 0
 
 
@@ -373,7 +376,34 @@ def test_gradient_reaches_exactly_the_documented_arguments(kernel):
         assert reached == set(live)
 
 
-@pytest.mark.parametrize("kernel", [k for k, (_, live, _) in KERNELS.items() if live], ids=lambda k: k.__name__)
+@given(seed=seeds)
+def test_mean_gradients_of_kl_estimates(seed):
+    """The exact mean over a policy's five actions, against the gradients of both divergences."""
+    g = torch.Generator().manual_seed(seed)
+    logits, ref = (torch.randn(5, generator=g, dtype=torch.float64) for _ in range(2))
+    log_prob, ref = logits.requires_grad_().log_softmax(0), ref.log_softmax(0)
+    chance = log_prob.detach().exp()
+    forward = torch.autograd.grad((log_prob.exp() * (log_prob - ref)).sum(), logits, retain_graph=True)[0]
+    reverse = torch.autograd.grad((ref.exp() * (ref - log_prob)).sum(), logits, retain_graph=True)[0]
+    expected = {kl_k1: 0 * forward, kl_k2: forward, kl_k3: reverse, kl_k3_with_k2_gradient: forward}
+    for kernel, gradient in expected.items():
+        estimate = (chance * kernel(log_prob, ref)).sum()
+        close(torch.autograd.grad(estimate, logits, retain_graph=True)[0], gradient, tol=1e-10)
+        if kernel is not kl_k2:
+            close(estimate.detach(), (chance * (log_prob - ref)).sum().detach(), tol=1e-10)
+
+
+def test_k3_with_the_gradient_of_k2_by_hand(variant):
+    log_prob, ref = torch.tensor([1.0, -2.0, -INF]).requires_grad_(), torch.tensor([0.0, 0.0, 0.0])
+    (grad,) = torch.autograd.grad(kl_k3_with_k2_gradient(log_prob, ref).sum(), log_prob)
+    assert grad.tolist() == [1.0, -2.0, 0.0]
+    assert variant(kl_k3_with_k2_gradient)(log_prob.detach(), ref).isfinite().all()
+
+
+NO_STOP = [k for k, (_, live, _) in KERNELS.items() if live and k is not kl_k3_with_k2_gradient]
+
+
+@pytest.mark.parametrize("kernel", NO_STOP, ids=lambda k: k.__name__)
 def test_gradcheck(kernel):
     batch, live = random_batch(2, 2, 4, dtype=torch.float64), KERNELS[kernel][1]
     leaves = [batch[k].requires_grad_() for k in live]
