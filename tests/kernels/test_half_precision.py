@@ -71,7 +71,8 @@ def test_results_are_the_rounded_results_of_float32(name, dtype):
 
 @each_half
 @pytest.mark.parametrize(
-    "name", ["discounted_returns", "gae", "vtrace", "ppo_loss", "grpo_loss", "standardize", "adam"]
+    "name",
+    ["discounted_returns", "gae", "vtrace", "ppo_loss", "grpo_loss", "gspo_loss", "sapo_loss", "standardize", "adam"],
 )
 def test_half_precision_in_every_variant(variant, name, dtype):
     args, kwargs = CALLS[name](3)

@@ -308,10 +308,11 @@ def test_ratios_that_overflow_leave_loss_and_gradient_finite(kernel, sign, dtype
 
 @pytest.mark.parametrize("kernel", [cispo_loss, vespo_loss], ids=lambda k: k.__name__)
 def test_weights_of_ratios_that_overflow_are_finite(kernel):
-    log_prob = torch.tensor([[600.0, 0.0], [-600.0, -1.0]]).requires_grad_()
-    batch = log_prob, torch.zeros(2, 2), torch.tensor([1.0, -1.0]), torch.ones(2, 2, dtype=torch.bool)
+    log_prob = torch.tensor([[600.0, 0.0], [-600.0, -1.0], [-2.0, 0.0]]).requires_grad_()
+    old = torch.tensor([[0.0, 0.0], [0.0, 0.0], [-inf, 0.0]])
+    batch = log_prob, old, torch.tensor([1.0, -1.0, 1.0]), torch.ones(3, 2, dtype=torch.bool)
     loss, _ = kernel(*batch, **LOSSES[kernel])
-    expected = [[-1.28, -1.0], [0.8, 0.8]] if kernel is cispo_loss else [[0.0, 0.0], [0.0, 0.0]]
+    expected = [[-1.28, -1.0], [0.8, 0.8], [-1.28, -1.0]] if kernel is cispo_loss else [[0.0, 0.0]] * 3
     close(torch.autograd.grad(loss.sum(), log_prob)[0], expected)
     assert loss.isfinite().all()
 
