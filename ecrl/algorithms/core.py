@@ -17,6 +17,7 @@ from torch import Tensor
 from ecrl import distributed, rng
 from ecrl.algorithms.state_kinds import Kind, Kinds, merge, without
 from ecrl.envs import NEVER, Env, restart
+from ecrl.envs.action_chunks import undiscounted_reward
 from ecrl.errors import ConfigError
 from ecrl.kernels import (
     collect_rollout,
@@ -342,9 +343,10 @@ def _collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
 
 def with_episodes(state: TensorDict, steps: TensorDict) -> TensorDict:
     """Update the episode statistics with the steps `[N, T + 1]` of a batch (see `episode_update`)."""
-    steps = cast(TensorDict, steps.select("reward", "done", "mask", "executed", strict=False)[:, :-1])
+    reward = undiscounted_reward(steps)[:, :-1]
+    steps = cast(TensorDict, steps.select("done", "mask", "executed", strict=False)[:, :-1])
     return episode_update(
-        state["episode"], steps["reward"], steps["done"], steps.get("mask", None), steps.get("executed", None)
+        state["episode"], reward, steps["done"], steps.get("mask", None), steps.get("executed", None)
     )
 
 

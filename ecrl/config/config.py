@@ -204,6 +204,9 @@ class EnvChoice(Choice):
         None,
         description="latest observations that the policy sees, 1 without stacking; if absent, set by the environment",
     )
+    action_chunk: Count = Field(
+        1, description="env steps per action; above 1, an action is a chunk of so many actions, taken open loop"
+    )
 
     @model_validator(mode="before")
     @classmethod

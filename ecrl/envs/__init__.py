@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from ecrl.config import EnvChoice
 from ecrl.config.model import validate_section
+from ecrl.envs.action_chunks import chunked
 from ecrl.envs.cartpole import CartPoleConfig, cartpole
 from ecrl.envs.core import NEVER, Env, auto_reset, clip_action, state_of, time_limit
 from ecrl.envs.events import RandomizeFieldConfig, randomize_field, restart, with_events
@@ -32,6 +33,7 @@ from ecrl.envs.mujoco.tasks import (
 from ecrl.envs.pendulum import PendulumConfig, pendulum
 from ecrl.envs.point_mass import PointMassConfig, point_mass
 from ecrl.envs.probes import ProbeConfig, probe_action, probe_constant, probe_delay, probe_match, probe_observation
+from ecrl.errors import ConfigError
 from ecrl.registry import lookup
 
 __all__ = [
@@ -56,6 +58,7 @@ __all__ = [
     "auto_reset",
     "cart_pole",
     "cartpole",
+    "chunked",
     "clip_action",
     "from_vector",
     "gymnasium_env",
@@ -84,14 +87,22 @@ __all__ = [
 ]
 
 
-def make_env(choice: EnvChoice | dict | str) -> Env:
+def make_env(choice: EnvChoice | dict | str, *, chunk_gamma: float = 1.0) -> Env:
     """Make an environment from its name or from the `env` section of a config.
 
     Calls with equal settings return the same object, unless `frame_stack` changes the number of stacked observations.
+    If `action_chunk` is above 1, an action is a chunk of this many steps, and `chunk_gamma` is the discount per step
+    inside a chunk (see `chunked`).
 
     >>> make_env("cartpole") is make_env({"id": "cartpole", "cfg": {"gravity": 9.8}})
     True
     """
     choice = validate_section(EnvChoice, choice, "env")
     env = lookup("env", choice.name).make(choice.cfg)
-    return env if choice.frame_stack is None else replace(env, frame_stack=choice.frame_stack)
+    env = env if choice.frame_stack is None else replace(env, frame_stack=choice.frame_stack)
+    if choice.action_chunk == 1:
+        return env
+    try:
+        return chunked(env, choice.action_chunk, gamma=chunk_gamma)
+    except ConfigError as error:
+        raise ConfigError(f"env.action_chunk: {choice.action_chunk}, but {choice.name} {error}") from None

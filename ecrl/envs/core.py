@@ -4,10 +4,12 @@ An `Env` is a frozen dataclass of pure functions. The functions `reset(keys)` an
 state, a TensorDict of batch shape `[*B]`. Every state has the fields `obs`, `reward`, `terminated` and `truncated`, and
 the fields of the dynamics. A state may also have `info`, a TensorDict with fields such as `success`.
 
-One action may be a chunk of several environment steps. The state then has the field `executed` (int64 `[*B]`), the
-number of environment steps that the action took. `executed` is at least 1, and smaller than the chunk's length if the
-episode ended within the chunk. Algorithms discount returns by `gamma ** executed`. `reward` is the sum of the rewards
-of the `executed` steps. After `reset`, `executed` may have any value. All other step counts in this module, such as
+One action may be a chunk of several environment steps (`ecrl.envs.chunked`). The state then has the field `executed`
+(int64 `[*B]`), the number of environment steps that the action took. `executed` is at least 1, and smaller than the
+chunk's length if the episode ended within the chunk. Algorithms discount returns by `gamma ** executed`. `reward` is
+the sum of the rewards of the `executed` steps, and step i of a chunk should have the discount `gamma ** i`. If such
+discounts differ from 1, `info` has the field `reward_sum` (float `[*B]`), the sum without discounts, for logs and
+evaluations. After `reset`, `executed` may have any value. All other step counts in this module, such as
 `max_episode_steps` and `min_truncation_gap`, count calls of `step`.
 
 Episodes may be parts of a longer game, such as the lives of an Atari game. `info` then has the field `game_score`
@@ -83,6 +85,8 @@ class Env:
             computes the observations of only those starts that are used. If None, `auto_reset` uses `reset`.
         observe_where: maps (state, bool `[*B]`) to the observations of the copies where the mask is True. The rows of
             the other copies may have any values. Needed for `reset_unobserved`. If None, `observe` is used.
+        step_without_obs: True if `step` also accepts a state without the field `obs`, and then returns a state without
+            `obs`. Set this flag if observations are slow to compute. `chunked` then computes one observation per chunk.
         scene: the simulation of a MuJoCo task, which events may change, or None for other environments.
         min_truncation_gap: the earliest step of an episode that may truncate the episode, counted from 1. Two
             truncations of one copy are therefore at least this many steps apart. If the episodes are parts of a game,
@@ -106,6 +110,7 @@ class Env:
     carry_over: Callable[[TensorDict, TensorDict], TensorDict] = nothing_lasts
     reset_unobserved: Callable[[Tensor], TensorDict] | None = None
     observe_where: Callable[[TensorDict, Tensor], Any] | None = None
+    step_without_obs: bool = False
     scene: Any = None
     min_truncation_gap: int = 1
     frame_stack: int = 1
@@ -115,6 +120,8 @@ class Env:
             raise ValueError(f"min_truncation_gap is {self.min_truncation_gap}, expected at least 1 step")
         if self.reset_unobserved and not self.observe_where:
             raise ValueError("an environment with reset_unobserved needs observe_where")
+        if self.step_without_obs and self.observe is last_obs:
+            raise ValueError("an environment with step_without_obs needs observe")
 
     def observed_where(self, state: TensorDict, mask: Tensor) -> TensorDict:
         """Return a state whose `obs` is recomputed where the mask (bool `[*B]`) is True.
@@ -187,7 +194,7 @@ def time_limit(env: Env, max_episode_steps: int) -> Env:
     return replace(change_reset(env, counted), step=step, min_truncation_gap=gap)
 
 
-def _where(condition: Tensor, one: TensorDict, other: TensorDict) -> TensorDict:
+def where_fields(condition: Tensor, one: TensorDict, other: TensorDict) -> TensorDict:
     """Select the fields of `one` where `condition` `[*B]` is True, and of `other` elsewhere.
 
     Bytes are selected by bit operations, because inductor's vector code for bytes with a condition is slow.
@@ -239,7 +246,7 @@ def auto_reset(env: Env) -> Env:
         start, running = env.carry_over(noise["start"], after).exclude(*_OUTCOME), after.exclude(*_OUTCOME)
         if env.reset_unobserved:
             start = env.observed_where(running.copy().update(start), done)  # `running` has the usual field order
-        return _where(done, start, running).update(outcome).set("final_obs", after["obs"])
+        return where_fields(done, start, running).update(outcome).set("final_obs", after["obs"])
 
     return replace(env, reset=reset, step=step, draw=draw, reset_unobserved=None)
 

@@ -46,7 +46,7 @@ def device_of(cfg: Config) -> torch.device:
 
 
 def _env_and_policy(cfg: Config) -> tuple[Env, Policy]:
-    env = make_env(cfg.env)
+    env = make_env(cfg.env, chunk_gamma=getattr(cfg.algorithm.cfg, "gamma", 1.0))
     on_host = env.scene is not None and env.scene.backend == "mujoco"
     if on_host and (device := device_of(cfg)).type == "cuda":
         text = f"trainer.device: {device}, but {cfg.env.name} steps in MuJoCo on the CPU"

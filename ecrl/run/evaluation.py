@@ -22,6 +22,7 @@ from ecrl import rng
 from ecrl.algorithms import Run
 from ecrl.config import Config
 from ecrl.envs import Env, make_env
+from ecrl.envs.action_chunks import undiscounted_reward
 from ecrl.errors import ConfigError, UserError
 from ecrl.kernels import scan
 from ecrl.kernels.rollout import restarted_carry
@@ -88,7 +89,7 @@ def _counted(env_state: TensorDict) -> tuple[Tensor, Tensor]:
     if "game_score" in info:
         score, over = info["game_score"], ~info["game_score"].isnan()
         return score.where(over, 0.0), over
-    return env_state["reward"], env_state["terminated"] | env_state["truncated"]
+    return undiscounted_reward(env_state), env_state["terminated"] | env_state["truncated"]
 
 
 def _eval_steps(

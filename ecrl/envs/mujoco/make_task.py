@@ -270,6 +270,7 @@ def task_env(
         space,
         Box(low, high, (len(low),)),
         observe=partial(observe, task),
+        step_without_obs=True,
         scene=sim,
         min_truncation_gap=lowered_gap(cfg.max_episode_steps if check_truncated is never else 1, cfg.events),
     )

@@ -292,7 +292,7 @@ def step(task: Task, state: TensorDict, action: Tensor, noise: Tensor) -> Tensor
     """Advance every environment of the batch by one step.
 
     The function applies the interval events and steps the physics. The function then computes, in this order, success
-    and failure, the reward, and the observation.
+    and failure, the reward, and the observation. If the state has no field `obs`, the observation is left out.
     """
     if "life" in state:
         count = state["life", "count"] + 1
@@ -311,7 +311,8 @@ def step(task: Task, state: TensorDict, action: Tensor, noise: Tensor) -> Tensor
     reward, rewards = compute_reward(task, state, after.copy().update({"success": success, "fail": fail}))
     truncated = task.check_truncated(task.sim, after) | (after["elapsed"] >= task.cfg.max_episode_steps)
     outcome = {"reward": reward, "terminated": success | fail, "truncated": truncated}
-    return after.update({"obs": observe(task, after)} | outcome | {"info": _info(success, fail, metrics, rewards)})
+    obs = {"obs": observe(task, after)} if "obs" in state else {}
+    return after.update(obs | outcome | {"info": _info(success, fail, metrics, rewards)})
 
 
 def observe_entries(task: Task, state: TensorDict) -> dict[str, Tensor]:

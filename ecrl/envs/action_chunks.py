@@ -1,0 +1,168 @@
+"""Let a policy choose several actions at once: each action of the wrapped environment is a chunk of actions."""
+
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any, cast
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from ecrl import rng
+from ecrl.envs.core import NEVER, Env, where_fields
+from ecrl.errors import ConfigError
+from ecrl.kernels.scan_loop import loop
+from ecrl.pytree import mapped
+from ecrl.spaces import Box, Dict, Discrete, MultiDiscrete, Space, element_shape
+
+_REWARD_SUM = ("info", "reward_sum")
+
+
+def chunk_space(space: Space, k: int) -> Space:
+    """Return the space of chunks of `k` actions.
+
+    A Box gets a new first axis of size `k`. A Discrete or MultiDiscrete space becomes a MultiDiscrete space with `k`
+    times as many entries, and the entries of the first action come first.
+
+    Raises: ConfigError for a Dict space.
+
+    >>> from ecrl.spaces import box
+    >>> chunk_space(box(-1.0, 1.0, 1), 2), chunk_space(Discrete(3), 2)
+    (Box(low=(-1.0, -1.0), high=(1.0, 1.0), shape=(2, 1)), MultiDiscrete(nvec=(3, 3)))
+    """
+    match space:
+        case Box():
+            return Box(space.low * k, space.high * k, (k, *space.shape), space.dtype)
+        case Discrete():
+            return MultiDiscrete((space.n,) * k)
+        case MultiDiscrete():
+            return MultiDiscrete(space.nvec * k)
+    raise ConfigError(f"has actions of {space}, expected Box, Discrete or MultiDiscrete; leave it out")
+
+
+def undiscounted_reward(steps: TensorDict) -> Tensor:
+    """Return the sum of the rewards of each action's steps. If an action is one step, the sum is the reward.
+
+    `steps` are states or the steps of a rollout. Logs and evaluations use this sum, and algorithms learn from the field
+    `reward`, in which the steps of a chunk are discounted.
+    """
+    return steps[_REWARD_SUM] if _REWARD_SUM in steps.keys(True) else steps["reward"]
+
+
+def _check(env: Env, k: int, gamma: float) -> None:
+    """Raise an error if the environment cannot take chunks of actions."""
+    if k < 1 or not 0.0 <= gamma <= 1.0:
+        raise ValueError(f"chunked needs k >= 1 and gamma in [0, 1], got k = {k} and gamma = {gamma}")
+    if not env.is_pure:
+        fault = "keeps part of its state outside tensors, so that its environments cannot stop inside a chunk"
+        raise ConfigError(f"{fault}; leave it out, or use a tensor environment")
+    if isinstance(env.observation_space, Dict) and "action_mask" in dict(env.observation_space.items):
+        raise ConfigError("has action masks, which are unknown for the later actions of a chunk; leave it out")
+
+
+def _advance(
+    env: Env,
+    carry: tuple[TensorDict, dict[str, Tensor]],
+    x: tuple[Tensor, Any, Tensor],
+) -> tuple[tuple[TensorDict, dict[str, Tensor]], None]:
+    """Take one step in the environments whose episode has not ended within the chunk, and keep all others."""
+    (state, sums), (action, noise, discount) = carry, x
+    after, running = env.step(state, action, noise), sums["running"]
+    ended = after["terminated"] | after["truncated"]
+    # Use `where`, because the reward of a step after the end may be NaN.
+    sums = {
+        "running": running & ~ended,
+        "executed": sums["executed"] + running,
+        "reward": torch.where(running, sums["reward"] + discount * after["reward"], sums["reward"]),
+        "reward_sum": torch.where(running, sums["reward_sum"] + after["reward"], sums["reward_sum"]),
+    }
+    return (where_fields(~running, state, after), sums), None  # the first state determines the order of the fields
+
+
+@cache
+def chunked(env: Env, k: int, *, gamma: float) -> Env:
+    """Let one action be a chunk of `k` actions, which the environment takes one after the other.
+
+        state[i + 1], r[i] = step(state[i], action[i])             for i < executed
+        executed = the smaller of k and the number of steps to the end of the episode
+        reward   = sum of gamma^i * r[i] over i < executed
+
+    The policy sees no observation inside a chunk. The copies of a batch are independent: if the episode of a copy ends
+    inside a chunk, the state of this copy stays as it is until the end of the chunk, and all other copies continue.
+    `obs`, `info`, `terminated` and `truncated` are from the last step that was taken. A time limit inside a chunk
+    therefore bootstraps from the state that was reached. If `gamma` is below 1, `info.reward_sum` is the sum of the
+    rewards without discounts.
+
+    If `env.step_without_obs` is set, one observation is computed per chunk. Use `chunked` before `auto_reset`. Step
+    counts of wrappers outside of `chunked`, such as `time_limit` and `with_events`, count chunks.
+
+    Args:
+        env: a pure environment whose actions are single steps.
+        k: number of actions in a chunk. The action space is `chunk_space(env.action_space, k)`, such as `[k, A]`.
+        gamma: discount per step inside a chunk. Use the discount of the algorithm, or 1 for plain sums.
+
+    Gradient: flows through the steps that were taken.
+    Raises: ConfigError if the environment is not pure, has action masks or has a Dict of actions. ValueError if `k` or
+        `gamma` is out of range. `reset` raises ConfigError if actions of `env` are already chunks.
+
+    >>> from ecrl.envs import make_env
+    >>> env = chunked(make_env("cartpole"), 3, gamma=0.5)
+    >>> state = env.reset(torch.arange(2))
+    >>> state = env.step(state, torch.tensor([[0, 1, 0], [1, 0, 1]]), env.draw(torch.arange(2)))
+    >>> state["reward"], state["executed"]
+    (tensor([1.7500, 1.7500]), tensor([3, 3]))
+    """
+    _check(env, k, gamma)
+    single = element_shape(env.action_space)
+
+    def with_sums(state: TensorDict, executed: Tensor, reward: Tensor, reward_sum: Tensor) -> TensorDict:
+        state = state.copy().update({"reward": reward, "executed": executed})
+        if gamma == 1.0:
+            return state
+        info = cast(TensorDict, state.get("info", TensorDict({}, state.batch_size)))
+        return state.set("info", info.copy().set("reward_sum", reward_sum))
+
+    def started(state: TensorDict) -> TensorDict:
+        if "executed" in state:
+            raise ConfigError("env.action_chunk: the actions of this environment are already chunks; leave it out")
+        reward = state["reward"]
+        return with_sums(state, torch.zeros_like(reward, dtype=torch.int64), reward, torch.zeros_like(reward))
+
+    def reset(keys: Tensor) -> TensorDict:
+        return started(env.reset(keys))
+
+    def reset_unobserved(keys: Tensor) -> TensorDict:
+        return started(cast(Any, env.reset_unobserved)(keys))
+
+    def draw(keys: Tensor) -> Any:
+        return env.draw(keys.unsqueeze(-1) if k == 1 else rng.split(keys, k).movedim(0, -1))
+
+    def step(state: TensorDict, action: Tensor, noise: Any) -> TensorDict:
+        batch, axis, reward = state.batch_size, len(state.batch_size), state["reward"]
+        state = state.exclude("executed", _REWARD_SUM)
+        state = state.exclude("info") if gamma < 1.0 and state["info"].is_empty() else state
+        moving = state.exclude("obs") if env.step_without_obs else state
+        true = torch.ones_like(reward, dtype=torch.bool)
+        zero = torch.full_like(reward, -0.0)  # adding -0.0 changes no bit, not even the sign of 0
+        sums = {"running": true, "executed": torch.zeros_like(true, dtype=torch.int64), "reward": zero}
+        actions = action.reshape(*batch, k, *single).movedim(axis, 0)
+        noises = mapped(lambda x: x.movedim(axis, 0), noise, batch=lambda size: (*size[axis:], *size[:axis]))
+        discounts = reward.new_tensor([gamma**i for i in range(k)])
+        carry = moving, sums | {"reward_sum": zero.clone()}
+        (after, sums), _ = loop(partial(_advance, env), carry, (actions, noises, discounts))
+        if env.step_without_obs:
+            after = state.copy().update(after)  # `state` has the usual order of fields
+            after = after.set("obs", env.observe(after))
+        return with_sums(after, sums["executed"], sums["reward"], sums["reward_sum"])
+
+    gap = env.min_truncation_gap
+    return replace(
+        env,
+        reset=reset,
+        step=step,
+        draw=draw,
+        action_space=chunk_space(env.action_space, k),
+        reset_unobserved=env.reset_unobserved and reset_unobserved,
+        step_without_obs=False,
+        min_truncation_gap=NEVER if gap == NEVER else -(-gap // k),
+    )
