@@ -16,6 +16,10 @@ from ecrl.pytree import mapped
 from ecrl.spaces import Box, Dict, Discrete, MultiDiscrete, Space, element_shape
 
 _REWARD_SUM = ("info", "reward_sum")
+_REFUSED = {
+    "executed": "its actions are chunks already",
+    "mask": "some of its steps do not count, and a chunk cannot leave them out",
+}
 
 
 def chunk_space(space: Space, k: int) -> Space:
@@ -103,7 +107,7 @@ def chunked(env: Env, k: int, *, gamma: float) -> Env:
 
     Gradient: flows through the steps that were taken.
     Raises: ConfigError if the environment is not pure, has action masks or has a Dict of actions. ValueError if `k` or
-        `gamma` is out of range. `reset` raises ConfigError if actions of `env` are already chunks.
+        `gamma` is out of range. `reset` raises ConfigError if the state has a field `executed` or `mask`.
 
     >>> from ecrl.envs import make_env
     >>> env = chunked(make_env("cartpole"), 3, gamma=0.5)
@@ -123,8 +127,9 @@ def chunked(env: Env, k: int, *, gamma: float) -> Env:
         return state.set("info", info.copy().set("reward_sum", reward_sum))
 
     def started(state: TensorDict) -> TensorDict:
-        if "executed" in state:
-            raise ConfigError("env.action_chunk: the actions of this environment are already chunks; leave it out")
+        for field, fault in _REFUSED.items():
+            if field in state:
+                raise ConfigError(f"env.action_chunk: the environment reports {field!r}, so {fault}; leave it out")
         reward = state["reward"]
         return with_sums(state, torch.zeros_like(reward, dtype=torch.int64), reward, torch.zeros_like(reward))
 

@@ -52,7 +52,13 @@ def _env_and_policy(cfg: Config) -> tuple[Env, Policy]:
         text = f"trainer.device: {device}, but {cfg.env.name} steps in MuJoCo on the CPU"
         raise ConfigError(f'{text}; set it to cpu, or env.cfg.physics.backend to "warp"')
     check_fields(env, cfg.env.name)
-    return env, make_policy(cfg.policy, env.observation_space, env.action_space, env.frame_stack)
+    try:
+        return env, make_policy(cfg.policy, env.observation_space, env.action_space, env.frame_stack)
+    except ConfigError as error:
+        if cfg.env.action_chunk == 1 or str(env.action_space) not in str(error):
+            raise
+        reason = f"env.action_chunk {cfg.env.action_chunk} lets an action be a chunk of so many actions"
+        raise ConfigError(f"{error} ({reason})") from None
 
 
 def check_envs(cfg: Config, env: Env, num_envs: int, key: str) -> None:

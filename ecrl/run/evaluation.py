@@ -31,6 +31,7 @@ from ecrl.loop.build import build, check_envs, device_of, with_eval_events, with
 from ecrl.loop.iteration import is_due
 from ecrl.loop.signals import interruptible
 from ecrl.policies import policy_params
+from ecrl.policies.single_actions import in_single_actions
 from ecrl.registry import did_you_mean
 from ecrl.run.loggers import ending
 from ecrl.run.video_writer import filming, view, with_film
@@ -214,8 +215,25 @@ def _evaluate_run(
 def _with_env(run: Run, cfg: Config, name: str) -> Run:
     """Return a copy of the run with another environment. Raise ConfigError if the spaces differ."""
     env = make_env(name)
-    check_spaces(run.env, env, name)
-    return run._replace(env=with_training_wrappers(env, cfg, None))
+    check_spaces(single_step_env(cfg), env, name)
+    return in_single_steps(run, cfg)._replace(env=with_training_wrappers(env, cfg, None))
+
+
+def single_step_env(cfg: Config) -> Env:
+    """Return the environment of a config without action chunks."""
+    return make_env(cfg.env.model_copy(update={"action_chunk": 1}))
+
+
+def in_single_steps(run: Run, cfg: Config) -> Run:
+    """Return a run with the evaluation environment without action chunks.
+
+    Its policy takes the actions of each chunk one at a time. Without `env.action_chunk`, the run is unchanged.
+    """
+    if cfg.env.action_chunk == 1:
+        return run
+    env = single_step_env(cfg)
+    policy = in_single_actions(run.policy, cfg.env.action_chunk, env.action_space)
+    return run._replace(env=with_training_wrappers(env, cfg, "eval"), policy=policy)
 
 
 def check_spaces(trained: Env, env: Env, name: str) -> None:

@@ -27,7 +27,7 @@ from ecrl.loop.build import build, with_eval_events
 from ecrl.loop.contract import check_batch
 from ecrl.loop.iteration import phase_of, with_phase
 from ecrl.pytree import mapped
-from ecrl.run.evaluation import eval_steps
+from ecrl.run.evaluation import eval_steps, in_single_steps
 from ecrl.run.loggers import ending
 from ecrl.run.video_writer import (
     FPS,
@@ -75,7 +75,8 @@ def record(state: TensorDict, cfg: Config, path: str | Path, num_envs: int = 4, 
         num_episodes: number of episodes of each environment. An environment that has finished its episodes continues
             until all environments have finished.
 
-    Returns: the number of frames. The video has one frame per step.
+    Returns: the number of frames. The video has one frame per step of the environment, also if actions are chunks of
+        steps. Interval events of `trainer.events.eval` then count the steps of the environment instead of the actions.
     Raises: ConfigError if the environment has no scene and cannot draw images; UserError if OpenGL or the extra `video`
         is missing.
     """
@@ -85,7 +86,7 @@ def record(state: TensorDict, cfg: Config, path: str | Path, num_envs: int = 4, 
     with torch.no_grad():
         if isinstance(cfg.env.cfg, GymnasiumConfig):
             return _record_gymnasium(state, cfg, Path(path), num_envs, num_episodes)
-        run = with_eval_events(build(cfg), cfg)
+        run = in_single_steps(with_eval_events(build(cfg), cfg), cfg)
         sim = run.env.scene
         if sim is None:
             text = "ecrl record is for MuJoCo tasks and Gymnasium environments"
