@@ -20,7 +20,7 @@ from ecrl.compile.jit import choose_form
 from ecrl.compile.trace import traced
 from ecrl.config import config_from_dict
 from ecrl.config.config import EventConfig
-from ecrl.envs import auto_reset, make_env
+from ecrl.envs import auto_reset, chunked, make_env
 from ecrl.envs.events import with_events
 from ecrl.envs.mujoco import render_op
 from ecrl.envs.mujoco.terms.term import JointsConfig
@@ -141,6 +141,27 @@ def test_episodes_end_with_their_last_image_and_begin_with_their_first(name):
         assert same(after["final_obs"], bare["obs"]) and same(after["obs"], env.observe(after))
         start = env.reset(rng.fold_in(keys[t], rng.START))
         assert same(after["obs"], start["obs"] if ended.all() else bare["obs"])
+
+
+@gl
+def test_a_chunk_draws_one_image():
+    drawn = []
+
+    def count(out, physics, vectors, rows, camera):
+        drawn.append(len(rows))
+        return draw(out, physics, vectors, rows, camera)
+
+    draw, base, keys = render_op._draw_rows, _task("ReachRL", max_episode_steps=5), _keys(1, 4)
+    env = auto_reset(chunked(base, 3, gamma=0.9))
+    state, noise, actions = env.reset(_keys(0, 4)), env.draw(keys), _actions(base, 4, 3)
+    with patch.object(render_op, "_draw_rows", count):
+        state = env.step(state, actions, noise)
+        assert drawn == [4]
+        ended = env.step(state, actions, noise)
+        assert ended["truncated"].all() and ended["executed"].tolist() == [2] * 4 and drawn == [4] * 3
+    for i in range(3):
+        bare = base.step(base.reset(_keys(0, 4)) if i == 0 else bare, actions[:, i], noise["step"][:, i])
+    assert same(state["obs"], bare["obs"])
 
 
 @gl
