@@ -51,6 +51,7 @@ PAGES: dict[str, tuple[str, dict[str, list[str]]]] = {
             "Environments": [
                 "ecrl.envs.state_of",
                 "ecrl.envs.time_limit",
+                "ecrl.envs.chunked",
                 "ecrl.envs.auto_reset",
                 "ecrl.envs.clip_action",
                 "ecrl.envs.with_events",

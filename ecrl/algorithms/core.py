@@ -345,9 +345,7 @@ def with_episodes(state: TensorDict, steps: TensorDict) -> TensorDict:
     """Update the episode statistics with the steps `[N, T + 1]` of a batch (see `episode_update`)."""
     reward = undiscounted_reward(steps)[:, :-1]
     steps = cast(TensorDict, steps.select("done", "mask", "executed", strict=False)[:, :-1])
-    return episode_update(
-        state["episode"], reward, steps["done"], steps.get("mask", None), steps.get("executed", None)
-    )
+    return episode_update(state["episode"], reward, steps["done"], steps.get("mask", None), steps.get("executed", None))
 
 
 def with_compiled_policy(run: Run) -> Run:

@@ -205,7 +205,7 @@ def test_algorithms_for_discrete_actions_refuse_chunks_of_them():
     reason = r"needs Discrete actions, got .*; use another policy \(env\.action_chunk 2 lets an action be a chunk of"
     with pytest.raises(ConfigError, match=f"^policy.name: q_network {reason}"):
         build(cfg)
-    message = r"^env\.action_chunk: 2, but gymnasium keeps part of its state outside tensors, .*; leave it out, or use a"
+    message = r"^env\.action_chunk: 2, but gymnasium keeps part of its state outside tensors, .*; leave it out, or use"
     with pytest.raises(ConfigError, match=message):
         build(small(**{"env": {"name": "gymnasium:CartPole-v1", "action_chunk": 2}}))
     with pytest.raises(ConfigError, match=r"env\.action_chunk: must be at least 1, got 0"):
@@ -225,7 +225,14 @@ def test_a_policy_of_chunks_acts_in_single_steps():
     assert in_single_steps(run, cfg.replace(**{"env.action_chunk": 1})) is run
 
 
-@pytest.mark.parametrize("changes", [{}, {"policy": {"name": "recurrent", "actor": NET, "critic": NET, "cell": {"hidden_size": 4}}}, {"env.frame_stack": 2}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"policy": {"name": "recurrent", "actor": NET, "critic": NET, "cell": {"hidden_size": 4}}},
+        {"env.frame_stack": 2},
+    ],
+)
 def test_single_actions_are_those_of_the_chunk(changes):
     """The memory of the policy advances once per chunk, and a new episode starts with a new chunk."""
     cfg = chunks(**changes)

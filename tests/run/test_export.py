@@ -46,6 +46,7 @@ RUNS = {
     "pendulum, squashed": PENDULUM | {"policy.squash": True},
     "pendulum, clipped": PENDULUM,
     "pendulum, free": PENDULUM | {"policy.clip_actions": False},
+    "pendulum, chunks": PENDULUM | {"env.action_chunk": 3},
     "grpo, actor only": GRPO,
     "pqn, layer norm": PQN,
     "dqn": {"policy": {"name": "q_network", "critic": NET}, "algorithm": {"name": "dqn", "cfg": REPLAY}},
@@ -151,6 +152,8 @@ def test_the_description_names_inputs_outputs_and_where_it_is_from(written):
     assert (about["policy"], about["algorithm"], about["sample_step"]) == ("actor_critic", "ppo", 128)
     assert [x["shape"] for x in about["inputs"] + about["outputs"]] == [["batch", 3], ["batch", 1]]
     assert about["outputs"][0]["space"] == {"type": "Box", "low": [-2.0], "high": [2.0]}
+    chunks = json.loads((written["pendulum, chunks"] / "policy.json").read_text())
+    assert chunks["outputs"][0]["shape"] == ["batch", 3, 1] and chunks["env"]["action_chunk"] == 3
     cartpole = json.loads((written["grpo, actor only"] / "policy.json").read_text())
     assert cartpole["outputs"][0] == {
         "name": "action", "dtype": "int64", "shape": ["batch"], "space": {"type": "Discrete", "n": 2},

@@ -421,6 +421,13 @@ def test_record_of_an_off_policy_agent(name, tmp_path, drawn):
     assert steps_in(tmp_path / "film.mp4", 1)[:, 0].tolist() == list(range(count)) and count in (6, 9)
 
 
+def test_a_video_of_action_chunks_shows_every_step(tmp_path, drawn):
+    cfg = filmed_run(**{"env.action_chunk": 4})
+    count = record(init_state(cfg), cfg, tmp_path / "film.mp4", 1, 1)
+    assert steps_in(tmp_path / "film.mp4", 1)[:, 0].tolist() == list(range(count)) and count in (6, 9)
+    assert frames(tmp_path / "film.mp4")[1] == 25
+
+
 @gl
 def test_the_command_line(tmp_path, monkeypatch, capsys):
     cfg = filmed_run(evaluation={"cam": film(name="main")})

@@ -117,6 +117,8 @@ ENVS = [
     Row("env.name", "point_mass", PENDULUM),
     Row("env.frame_stack", 3, SEEING),
     Row("env.frame_stack", 3, SEEING | {"env.frame_stack": 2}),
+    Row("env.action_chunk", 2, PENDULUM),
+    Row("env.action_chunk", 3, PENDULUM | {"env.action_chunk": 2}),
     *rows("env.cartpole", {}, gravity=5.0, cart_mass=2.0, pole_mass=0.5, half_length=1.0, force=5.0, dt=0.05),
     *rows("env.cartpole", {}, max_position=0.05, max_angle=0.02, start=0.2, max_episode_steps=3),
     *rows("env.cartpole", {}, observe_velocity=False),
