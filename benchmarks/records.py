@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from benchmarks.other_libraries.zoo import ZOO
-from benchmarks.tasks import EPISODES, MEMORY, POINTS, TASKS, Task, without_memory
+from benchmarks.tasks import EPISODES, MEMORY, MINATAR_PPO, POINTS, TASKS, Task, without_memory
 from ecrl.config import Config, load_config, total_steps
 from ecrl.errors import UserError
 from ecrl.report.curves import canonical_json, without_seeds_and_names
@@ -54,6 +54,13 @@ LIBRARIES = {
     "ecrl": Library("ecrl", "benchmarks.ecrl_runs:learn", _own_settings, TASKS),
     "without_memory": Library(
         "ecrl, without memory", "benchmarks.ecrl_runs:learn_without_memory", _settings_without_memory, MEMORY
+    ),
+    "rejax": Library("rejax", "benchmarks.other_libraries.rejax_learning:learn", _own_settings, MINATAR_PPO),
+    "sb3_minatar": Library(
+        "Stable-Baselines3, same settings",
+        "benchmarks.other_libraries.sb3_minatar:learn",
+        _own_settings,
+        ("minatar_seaquest_ppo",),
     ),
     "sb3": Library("Stable-Baselines3", "benchmarks.other_libraries.sb3_zoo:learn", _zoo_settings, ZOO),
 }

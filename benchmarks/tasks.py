@@ -45,6 +45,7 @@ TASKS = {
         Task("cartpole_no_velocity_ppo", "return", 450.0),
         Task("pendulum_no_velocity_ppo", "return", -230.0),
         Task("minatar_breakout_ppo", "return", None),
+        Task("minatar_breakout_dqn", "return", None),
         Task("minatar_asterix_ppo", "return", None),
         Task("minatar_freeway_ppo", "return", None),
         Task("minatar_space_invaders_ppo", "return", None),
@@ -70,6 +71,9 @@ TASKS = {
 
 MEMORY = tuple(name for name in TASKS if name.startswith(("t_maze", "repeat_previous")) or "no_velocity" in name)
 """The configs whose tasks need memory."""
+
+MINATAR_PPO = tuple(name for name in TASKS if name.startswith("minatar") and name.endswith("_ppo"))
+"""The configs of PPO on MinAtar's games."""
 
 
 def without_memory(cfg: Config) -> Config:

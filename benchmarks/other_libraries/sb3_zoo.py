@@ -1,10 +1,12 @@
 """Stable-Baselines3's algorithms with its zoo's settings, on the budget of one of the shipped configs."""
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
 import stable_baselines3
 import torch
+from gymnasium import Env
 from stable_baselines3 import PPO
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.callbacks import BaseCallback
@@ -19,6 +21,8 @@ from benchmarks.other_libraries.zoo import ZOO, ReplaySettings, Settings
 from benchmarks.tasks import task_of
 from ecrl.config import load_config, total_steps
 
+MakeEnv = str | Callable[[], Env]
+"""The id of an environment of Gymnasium, or a function that makes one."""
 _EVAL_ENVS = 10
 
 
@@ -55,7 +59,7 @@ def make_model(settings: Settings | ReplaySettings, seed: int) -> BaseAlgorithm:
     return getattr(stable_baselines3, settings.algorithm)("MlpPolicy", envs, seed=seed, device="cpu", **more)
 
 
-def evaluated(model: BaseAlgorithm, env: str, seed: int, episodes: int) -> Row:
+def evaluated(model: BaseAlgorithm, env: MakeEnv, seed: int, episodes: int) -> Row:
     """Return the mean return of episodes with deterministic actions, under frozen statistics of training."""
     envs: VecEnv = make_vec_env(env, _EVAL_ENVS, seed)
     if isinstance(model.env, VecNormalize):
@@ -69,7 +73,7 @@ def evaluated(model: BaseAlgorithm, env: str, seed: int, episodes: int) -> Row:
 class Reporting(BaseCallback):
     """Callback that reports before every rollout, after the update of the previous one."""
 
-    def __init__(self, report: Report, env: str, seed: int):
+    def __init__(self, report: Report, env: MakeEnv, seed: int):
         super().__init__()
         self.report, self.env, self.seed_of_run = report, env, seed
 

@@ -8,9 +8,10 @@ from importlib.util import find_spec
 import pytest
 
 from benchmarks import learning
+from benchmarks.minatar import SIZES
 from benchmarks.other_libraries.zoo import ZOO, ReplaySettings
 from benchmarks.pairs import ROOT
-from benchmarks.tasks import CONFIGS, EPISODES, POINTS, TASKS
+from benchmarks.tasks import CONFIGS, EPISODES, MINATAR_PPO, POINTS, TASKS
 from ecrl.config import load_config, total_steps
 
 
@@ -92,6 +93,93 @@ def test_stable_baselines_learns_the_same_budget(tiny):
     assert steps == [256, 512, 768, 1024] and total_steps(load_config(tiny), 1) == 1024
     assert [row["episodes"] for row in result["curve"]] == [2, 2, 2, 4]
     assert all(8 <= row["return"] <= 500 for row in result["curve"])
+
+
+@pytest.mark.slow
+@pytest.mark.ref
+def test_rejax_learns_the_budget_of_a_config_on_the_same_game(tmp_path):
+    pytest.importorskip("rejax")
+    data = json.loads((CONFIGS / "minatar_breakout_ppo.json").read_text())
+    data["trainer"] |= {"num_envs": 4, "buffer_size": 8, "iterations": 2}
+    data["algorithm"]["cfg"]["batch_size"] = 16
+    (path := tmp_path / "minatar_breakout_ppo.json").write_text(json.dumps(data))
+    code = "from benchmarks.tasks import EPISODES; EPISODES['return'] = (1, 2); "
+    code += "from benchmarks.other_libraries.rejax_learning import learn"
+    result = learnt_apart(f"{code}; print(json.dumps(learn({str(path)!r}, 3)))")
+    assert [(row["steps"], row["episodes"]) for row in result["curve"]] == [(32, 1), (64, 2)]
+    assert all(row["return"] >= 0 for row in result["curve"])
+
+
+@pytest.mark.slow
+@pytest.mark.ref
+def test_rejax_plays_the_steps_of_the_game():
+    """150 steps of 5 environments through JAX's `vmap`, with resets, against the game itself."""
+    pytest.importorskip("rejax")
+    code = """
+import jax, numpy as np, torch
+from benchmarks.other_libraries.rejax_learning import HostGame
+from ecrl.envs import auto_reset, make_env
+
+env = make_env({"name": "minatar_asterix", "cfg": {"max_episode_steps": 40}})
+game, own, equal = HostGame(env), auto_reset(env), []
+
+def as_keys(keys):
+    words = np.asarray(keys).astype(">u4")
+    return torch.tensor([int.from_bytes(word.tobytes(), "big", signed=True) for word in words])
+
+keys = jax.random.split(jax.random.PRNGKey(0), 5)
+obs, state = jax.vmap(game.reset)(keys)
+expected, dones = own.reset(as_keys(keys)), 0
+for t in range(150):
+    keys = jax.random.split(jax.random.PRNGKey(t + 1), 5)
+    action = np.random.default_rng(t).integers(0, 5, 5)
+    obs, state, reward, done, _ = jax.vmap(game.step)(keys, state, jax.numpy.asarray(action))
+    expected = own.step(expected, torch.from_numpy(action), own.draw(as_keys(keys)))
+    dones += int(done.sum())
+    pairs = (obs, expected["obs"]), (reward, expected["reward"]), (state["final_obs"], expected["final_obs"])
+    equal += [bool((np.asarray(one) == other.numpy()).all()) for one, other in pairs]
+    equal.append(bool((np.asarray(done) == (expected["terminated"] | expected["truncated"]).numpy()).all()))
+print(json.dumps([all(equal), dones]))
+"""
+    equal, dones = learnt_apart(code)
+    assert equal and dones > 10
+
+
+@pytest.mark.slow
+@pytest.mark.ref
+def test_stable_baselines_learns_the_budget_of_a_config_on_the_package_minatar(tmp_path):
+    for package in ("stable_baselines3", "minatar"):
+        pytest.importorskip(package)
+    data = json.loads((CONFIGS / "minatar_seaquest_ppo.json").read_text())
+    data["trainer"] |= {"num_envs": 4, "buffer_size": 8, "iterations": 2}
+    data["algorithm"]["cfg"]["batch_size"] = 16
+    (path := tmp_path / "minatar_seaquest_ppo.json").write_text(json.dumps(data))
+    code = f"""
+from benchmarks.tasks import EPISODES; EPISODES['return'] = (1, 2)
+from benchmarks.other_libraries import sb3_minatar as m
+from ecrl import init_state, load_config
+cfg = load_config({str(path)!r})
+policy = m.make_model(cfg, 0).policy
+assert policy.pi_features_extractor is policy.vf_features_extractor
+other = cfg.replace(**{{"env.name": "minatar_breakout", "env.cfg": {{"max_episode_steps": 7, "sticky_action_prob": 0.0}}}})
+games = [m.game(cfg), m.game(other)]
+about = [games[0].unwrapped.game.env.__class__.__module__, games[0].unwrapped.game.sticky_action_prob, games[1].unwrapped.game.sticky_action_prob]
+spaces = [games[0].action_space.n, games[1].action_space.n, games[1]._max_episode_steps]
+sizes = [sum(p.numel() for p in policy.parameters()), sum(p.numel() for p in init_state(cfg)["params"].values(True, True))]
+print(json.dumps([m.learn({str(path)!r}, 3), about, spaces, sizes]))
+"""
+    result, about, spaces, (size, own_size) = learnt_apart(code)
+    assert [(row["steps"], row["episodes"]) for row in result["curve"]] == [(32, 1), (64, 2)]
+    assert about == ["minatar.environments.seaquest", 0.1, 0.0] and spaces == [6, 3, 7]
+    assert size == own_size
+
+
+def test_rejaxs_networks_have_the_sizes_of_the_configs():
+    for name in MINATAR_PPO:
+        encoder = json.loads((CONFIGS / f"{name}.json").read_text())["policy"]["encoder"]
+        layers = encoder["network_cfg"]
+        assert (layers["channels"], layers["kernel_sizes"], layers["strides"]) == ([SIZES.channels], [SIZES.kernel], [1])
+        assert (layers["hidden_sizes"], encoder["features"]) == ([], SIZES.features)
 
 
 def learnt_apart(code):
