@@ -151,6 +151,7 @@ def test_stable_baselines_learns_the_budget_of_a_config_on_the_package_minatar(t
     for package in ("stable_baselines3", "minatar"):
         pytest.importorskip(package)
     data = json.loads((CONFIGS / "minatar_seaquest_ppo.json").read_text())
+    data["env"]["cfg"]["max_episode_steps"] = 100  # a player who stays at the surface never dies
     data["trainer"] |= {"num_envs": 4, "buffer_size": 8, "iterations": 2}
     data["algorithm"]["cfg"]["batch_size"] = 16
     (path := tmp_path / "minatar_seaquest_ppo.json").write_text(json.dumps(data))
@@ -164,7 +165,7 @@ assert policy.pi_features_extractor is policy.vf_features_extractor
 other = cfg.replace(**{{"env.name": "minatar_breakout", "env.cfg": {{"max_episode_steps": 7, "sticky_action_prob": 0.0}}}})
 games = [m.game(cfg), m.game(other)]
 about = [games[0].unwrapped.game.env.__class__.__module__, games[0].unwrapped.game.sticky_action_prob, games[1].unwrapped.game.sticky_action_prob]
-spaces = [games[0].action_space.n, games[1].action_space.n, games[1]._max_episode_steps]
+spaces = [int(games[0].action_space.n), int(games[1].action_space.n), games[1]._max_episode_steps]
 sizes = [sum(p.numel() for p in policy.parameters()), sum(p.numel() for p in init_state(cfg)["params"].values(True, True))]
 print(json.dumps([m.learn({str(path)!r}, 3), about, spaces, sizes]))
 """
