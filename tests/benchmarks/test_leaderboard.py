@@ -10,7 +10,7 @@ from benchmarks.leaderboard import COLUMNS, cells, summary, text
 from benchmarks.other_libraries.zoo import ZOO
 from benchmarks.pairs import ROOT
 from benchmarks.records import Entry, Standing, entries, standing
-from benchmarks.tasks import CONFIGS, EPISODES, MEMORY, TASKS, without_memory
+from benchmarks.tasks import CONFIGS, EPISODES, MEMORY, MINATAR_PPO, TASKS, without_memory
 from ecrl import init_state
 from ecrl.config import load_config
 
@@ -129,9 +129,7 @@ def test_the_leaderboard_of_the_checkout_is_that_of_its_files(tmp_path):
 
 
 def test_the_readme_has_the_figures_of_the_leaderboard():
-    readme = (ROOT / "README.md").read_text()
-    known = [(one, standing(one, ROOT / "benchmarks" / "results")) for one in entries(CONFIGS)]
-    lines = {(one.task.config, one.library): dict(zip(COLUMNS, cells(one, it), strict=False)) for one, it in known}
+    readme, lines = (ROOT / "README.md").read_text(), lines_by_entry()
     for config in TASKS:
         ecrl, sb3 = lines[config, "ecrl"], lines.get((config, "sb3"), {}).get("interquartile mean", "")
         names = ("config", "env steps", "seeds", "score", "interquartile mean", "95 % interval")
@@ -148,17 +146,32 @@ def test_the_comparison_without_memory_has_the_same_run_and_no_memory(config):
     assert "carry" in init_state(cfg) and "carry" not in init_state(other)
 
 
+def lines_by_entry():
+    """The leaderboard's lines of this checkout, as dicts, by config and library."""
+    known = [(one, standing(one, ROOT / "benchmarks" / "results")) for one in entries(CONFIGS)]
+    return {(one.task.config, one.library): dict(zip(COLUMNS, cells(one, it), strict=False)) for one, it in known}
+
+
 def test_the_page_on_memory_has_the_scores_with_and_without_memory():
-    page = (ROOT / "docs" / "memory.md").read_text()
-    known = {
-        (one.task.config, one.library): (one, standing(one, ROOT / "benchmarks" / "results"))
-        for one in entries(CONFIGS)
-    }
+    page, lines = (ROOT / "docs" / "memory.md").read_text(), lines_by_entry()
     for config in MEMORY:
-        lines = [dict(zip(COLUMNS, cells(*known[config, key]), strict=True)) for key in ("ecrl", "without_memory")]
-        scores = " | ".join(f"{line['interquartile mean']} ({line['95 % interval']})" for line in lines)
-        row = f"| `{config}` | {lines[0]['score']} | {scores} | {lines[0]['env steps to it']} |"
+        own, other = lines[config, "ecrl"], lines[config, "without_memory"]
+        scores = " | ".join(f"{line['interquartile mean']} ({line['95 % interval']})" for line in (own, other))
+        row = f"| `{config}` | {own['score']} | {scores} | {own['env steps to it']} |"
         assert f"\n{row}\n" in page, f"docs/memory.md has no line {row}"
+
+
+def test_the_page_on_images_has_the_scores_on_minatar():
+    page, lines = (ROOT / "docs" / "images.md").read_text(), lines_by_entry()
+    for config in MINATAR_PPO:
+        found = [lines.get((config, library), {}) for library in ("ecrl", "rejax", "sb3_minatar")]
+        row = f"| `{config}` | {' | '.join(score_with_interval(line) for line in found)} |"
+        assert f"\n{row}\n" in page, f"docs/images.md has no line {row}"
+
+
+def score_with_interval(line):
+    score, interval = line.get("interquartile mean", ""), line.get("95 % interval", "")
+    return f"{score} ({interval})" if interval else score
 
 
 def test_the_hash_is_of_what_is_learnt_and_how_it_is_scored(monkeypatch):
