@@ -145,7 +145,7 @@ def chunked(env: Env, k: int, *, gamma: float) -> Env:
     def step(state: TensorDict, action: Tensor, noise: Any) -> TensorDict:
         batch, axis, reward = state.batch_size, len(state.batch_size), state["reward"]
         state = state.exclude("executed", _REWARD_SUM)
-        state = state.exclude("info") if gamma < 1.0 and state["info"].is_empty() else state
+        state = state.exclude("info") if gamma < 1.0 and cast(TensorDict, state["info"]).is_empty() else state
         moving = state.exclude("obs") if env.step_without_obs else state
         true = torch.ones_like(reward, dtype=torch.bool)
         zero = torch.full_like(reward, -0.0)  # adding -0.0 changes no bit, not even the sign of 0
