@@ -1,4 +1,4 @@
-"""Register environments, policies, algorithms, networks, events and the terms of MuJoCo tasks under names.
+"""Register environments, experts, policies, algorithms, networks, events and the terms of MuJoCo tasks under names.
 
 Each name maps to a config class and a function `make`. A decorator registers `make`, and reads the config class from
 the annotation of the first parameter:
@@ -10,8 +10,8 @@ Components made from equal configs have equal functions, so runs with equal conf
 
 - An algorithm consists of module-level functions and of settings that are compared by value. Each call of `make`
   builds a new algorithm.
-- The functions of an environment, an event or a term may read every field of their config. The registry calls `make`
-  once for each config, and returns the same object for equal configs.
+- The functions of an environment, an event, a term or an expert may read every field of their config. The registry
+  calls `make` once for each config, and returns the same object for equal configs.
 - The functions of a policy may read every config field except the fields marked with `InitOnly`. If two configs differ
   only in `InitOnly` fields, the two policies share all functions except `init` and `init_frozen`.
 
@@ -77,7 +77,7 @@ def _shape_of(value: Any) -> Hashable:
     return type(value), tuple((name, _shape_of(getattr(value, name))) for name in shaping)
 
 
-_KINDS = ("env", "policy", "algorithm", "network", "event", "action", "observation", "reward")
+_KINDS = ("env", "policy", "algorithm", "network", "event", "action", "observation", "reward", "expert")
 _KINDS_WITH_NAME = ("policy", "algorithm")
 """The kinds of components that have a field `name`."""
 _ENTRIES: dict[str, dict[str, Entry]] = {kind: {} for kind in _KINDS}
@@ -213,6 +213,16 @@ def register_reward(name: str, *, override: bool = False) -> Callable[[Callable]
     return _register("reward", name, override=override)
 
 
+def register_expert(name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
+    """Return a decorator that registers the function `make` as the scripted expert of the environment `name`.
+
+    The result of `make(cfg, env, env_cfg)` is a pure function `(state, keys) -> action`. `state` is the state `[*B]` of
+    `env`, and `keys` has one random key `[*B]` per action. `cfg` has the expert's faults, such as noise or bias, and
+    `env_cfg` has the settings of the environment. `ecrl.envs.make_expert` makes experts.
+    """
+    return _register("expert", name, override=override)
+
+
 @cache
 def _import_builtin() -> None:
     for module in BUILTIN:
@@ -266,7 +276,9 @@ def user_modules(config: str) -> list[str]:
 
 
 def registered(kind: str) -> tuple[str, ...]:
-    """List all registered names of a kind: env, policy, algorithm, network, event, action, observation or reward.
+    """List all registered names of a kind.
+
+    The kinds are env, policy, algorithm, network, event, action, observation, reward and expert.
 
     >>> "cartpole" in registered("env")
     True

@@ -8,6 +8,7 @@ from ecrl.envs.action_chunks import chunked
 from ecrl.envs.cartpole import CartPoleConfig, cartpole
 from ecrl.envs.core import NEVER, Env, auto_reset, clip_action, state_of, time_limit
 from ecrl.envs.events import RandomizeFieldConfig, randomize_field, restart, with_events
+from ecrl.envs.experts import make_expert
 from ecrl.envs.gymnasium import GymnasiumConfig, from_vector, gymnasium_env
 from ecrl.envs.memory_tasks import RepeatPreviousConfig, TMazeConfig, repeat_previous, t_maze
 from ecrl.envs.minatar import (
@@ -25,10 +26,12 @@ from ecrl.envs.minatar import (
 from ecrl.envs.mujoco.tasks import (
     CartPoleRLConfig,
     PushCubeConfig,
+    ReachColorConfig,
     ReachConfig,
     cart_pole,
     push_cube,
     reach,
+    reach_color,
 )
 from ecrl.envs.pendulum import PendulumConfig, pendulum
 from ecrl.envs.point_mass import PointMassConfig, point_mass
@@ -50,6 +53,7 @@ __all__ = [
     "ProbeConfig",
     "PushCubeConfig",
     "RandomizeFieldConfig",
+    "ReachColorConfig",
     "ReachConfig",
     "RepeatPreviousConfig",
     "SeaquestConfig",
@@ -63,6 +67,7 @@ __all__ = [
     "from_vector",
     "gymnasium_env",
     "make_env",
+    "make_expert",
     "minatar_asterix",
     "minatar_breakout",
     "minatar_freeway",
@@ -78,6 +83,7 @@ __all__ = [
     "push_cube",
     "randomize_field",
     "reach",
+    "reach_color",
     "repeat_previous",
     "restart",
     "state_of",

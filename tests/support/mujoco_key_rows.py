@@ -155,7 +155,7 @@ OBJECTS = [
     *of_object("ShapeConfig", round_thing(**CAN), height=shaped(**CAN | {"height": 0.14})),
 ]
 TASKS = [
-    *at("TaskConfig", "", RESTING, observation_form="parts"),
+    *at("TaskConfig", "", RESTING, observation_form="parts", observe_joints=False),
     *at("TaskConfig", "", RESTING, max_episode_steps=2, actions={"a": term("QposTerm")}, observations={}, rewards={}),
     *at("TaskConfig", "", REACH, events={"goal": GOAL}),
     *between("TaskConfig", "", CART, control_parts=(["arm"], ["hand"])),
@@ -180,6 +180,16 @@ TASKS = [
     *at("ReachExtensions", "extensions", RESTING, success_threshold=5.0),
     *at("ReachExtensions", "extensions", RESTING, rejected("no target 'there'"), target_pose_key="there"),
     *at("ReachExtensions", "extensions", RESTING, rejected("no end effector of 'leg'"), part_name="leg"),
+]
+COLORS = task("ReachColorRL", observations={"at": term("get_robot_qpos") | {"name": "at"}})
+TASKS += [
+    *between("ReachColorConfig", "", COLORS, rejected("no such file 'absent'"), tokenizer=(words_file(1), "absent")),
+    *at("ReachColorConfig", "", COLORS, extensions={"max_words": 7}),
+    *at("ReachColorExtensions", "extensions", COLORS, blocks=["blue", "green", "red"], swap_instructions=True),
+    *at("ReachColorExtensions", "extensions", COLORS, phrasings=["reach {goal}"], max_words=7),
+    *at("ReachColorExtensions", "extensions", COLORS, rejected("within extensions.hit_distance"), hit_distance=0.2),
+    *at("ReachColorExtensions", "extensions", COLORS, rejected("no instruction 'there'"), instruction_key="there"),
+    *at("ReachColorExtensions", "extensions", COLORS, rejected("no end effector of 'leg'"), part_name="leg"),
 ]
 UPRIGHT = CART | {
     f"{CFG}.max_episode_steps": 3,

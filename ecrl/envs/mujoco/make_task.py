@@ -1,6 +1,6 @@
 """Build and check the environment of a MuJoCo task, from a config and from functions that define the task."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -41,10 +41,10 @@ from ecrl.envs.mujoco.task_step import (
     reward_names,
     step,
 )
-from ecrl.envs.mujoco.terms.term import ActionTerm, part_of
+from ecrl.envs.mujoco.terms.term import ActionTerm, IntegerTerm, Observe, part_of
 from ecrl.errors import ConfigError
 from ecrl.registry import lookup
-from ecrl.spaces import Box, Dict, Space, box, dict_space
+from ecrl.spaces import Box, Dict, MultiDiscrete, Space, box, dict_space
 
 _simulation = cast(Callable[..., Simulation], simulation)  # pyright does not know that configs are hashable
 
@@ -167,23 +167,31 @@ def _check_functions(task: Task, state: TensorDict) -> None:
     compute_reward(task, state, after)
 
 
-def _observation_space(task: Task, state: TensorDict) -> tuple[Space, bool]:
+def _observation_space(task: Task, state: TensorDict, sizes: Mapping[str, tuple[int, ...]]) -> tuple[Space, bool]:
     """Return the space of the observations, and True if an entry of the observation is an image.
 
-    Raises: ConfigError if an entry has a wrong dtype, if an image must be part of a vector, or if two entries have the
-        same name in a Dict.
+    `sizes` maps the name of each entry that has integers to the numbers of values of its elements.
+
+    Raises: ConfigError if there is no entry, if an entry has a wrong dtype, if an image or integers must be part of a
+        vector, or if two entries have the same name in a Dict.
     """
     entries, batch, form = observe_entries(task, state), len(state.batch_size), task.cfg.observation_form
     images = [name for name, entry in entries.items() if is_image(entry, batch)]
+    integers = [name for name in sizes if entries[name].dtype == torch.int64]
+    if not entries:
+        raise ConfigError("env.cfg.observations: nothing is observed; add a term, or set observe_joints to true")
     if form == "vector" and images:
         fault = f"'vector', but {images[0]!r} is an image, which cannot be part of a vector"
         raise ConfigError(f'env.cfg.observation_form: {fault}; use "parts", or remove the image')
-    if form == "vector" or not (images or form == "parts"):
+    if form == "vector" and integers:
+        fault = f"'vector', but {integers[0]!r} has integers, which cannot be part of a float vector"
+        raise ConfigError(f'env.cfg.observation_form: {fault}; use "parts", or remove the entry')
+    if form == "vector" or not (images or integers or form == "parts"):
         return box(-inf, inf, sum(entry.shape[batch:].numel() for entry in entries.values())), False
     spaces: dict[str, Space] = {}
     for name, entry in entries.items():
         shape, kind = entry.shape[batch:], f"{entry.dtype} {list(entry.shape[batch:])}".removeprefix("torch.")
-        if name not in images and entry.dtype != torch.float32:
+        if name not in [*images, *integers] and entry.dtype != torch.float32:
             raise ConfigError(
                 f"env.cfg.observations: {name!r} is {kind}, expected float32, or an image uint8 [h, w, c]"
             )
@@ -191,8 +199,10 @@ def _observation_space(task: Task, state: TensorDict) -> tuple[Space, bool]:
             raise ConfigError(
                 f"env.cfg.observations: two entries have the name {part!r} in the observation; rename one"
             )
-        image = name in images
-        spaces[part] = box(0, 255, *shape, dtype=torch.uint8) if image else box(-inf, inf, shape.numel())
+        if name in images:
+            spaces[part] = box(0, 255, *shape, dtype=torch.uint8)
+        else:
+            spaces[part] = MultiDiscrete(sizes[name]) if name in integers else box(-inf, inf, shape.numel())
     return dict_space(spaces), bool(images)
 
 
@@ -210,6 +220,7 @@ def task_env(
     check_truncated: Check = never,
     get_reward: Callable[[Simulation, TensorDict, TensorDict], Tensor] | None = None,
     acceptable: Check | None = None,
+    own_observations: Mapping[str, Observe | IntegerTerm] | None = None,
 ) -> Env:
     """Make the environment of a task from its config and from functions that define the task.
 
@@ -225,6 +236,8 @@ def task_env(
             episode draws up to 12 random starts and uses the first acceptable start. If all 12 starts are unacceptable,
             the episode uses an acceptable start that was found when the task was created. `task_env` tests the starts
             of 256 episodes, and raises ConfigError if one of these episodes finds no acceptable start.
+        own_observations: observation terms of the task itself, by the name of their entry. The terms of the config are
+            applied after these terms.
 
     The state contains `success`, `fail`, `metrics` and `rewards` under `info`. For each reward term, `rewards` contains
     the unweighted value as `<name>` and the weighted value as `<name>_weighted`.
@@ -236,9 +249,17 @@ def task_env(
     Raises: ConfigError if the config or a function is invalid. The error message begins with a config path.
     """
     sim, actions = _build_scene(cfg)
-    observations = tuple(
+    own: list[tuple[str, str, str, Any]] = [
+        (name, "add", "env.cfg.observations", term) for name, term in (own_observations or {}).items()
+    ]
+    terms = own + [
         (term.name, term.mode, where, function)
         for _, where, term, function in _make("observation", sim, cfg.observations)
+    ]
+    sizes = {name: term.sizes for name, _, _, term in terms if isinstance(term, IntegerTerm)}
+    observations = tuple(
+        (name, mode, where, term.observe if isinstance(term, IntegerTerm) else term)
+        for name, mode, where, term in terms
     )
     rewards = tuple(
         (name, term.mode, term.weight, where, function)
@@ -261,7 +282,7 @@ def task_env(
     with torch.no_grad(), error_prefix("env.cfg.events"):
         task = prepare_starts(task)
     with torch.no_grad():
-        space, has_images = _observation_space(task, initial_state(task, rng.split(rng.key(0), 1)))
+        space, has_images = _observation_space(task, initial_state(task, rng.split(rng.key(0), 1)), sizes)
     task = replace(task, parts=isinstance(space, Dict))
     low, high = (tuple(x for term in actions for x in getattr(term, side)) for side in ("low", "high"))
     env = Env(

@@ -73,12 +73,16 @@ class TaskConfig(SceneConfig):
     )
     actions: dict[str, ActionConfig] = Field(default_factory=dict, description="action terms by name")
     observations: dict[str, ObservationConfig] = Field(
-        default_factory=dict, description="observation terms by name; robot/qpos, robot/qvel and robot/qf exist already"
+        default_factory=dict,
+        description="observation terms by name; see observe_joints for the entries that exist already",
     )
     observation_form: ObservationForm = Field(
         "auto",
         description="vector: one vector of all entries of the observation; parts: a Dict with one vector or image per "
-        "entry; auto: parts if an entry is an image, otherwise vector",
+        "entry; auto: parts if an entry is an image or has integers, otherwise vector",
+    )
+    observe_joints: bool = Field(
+        True, description="observe robot/qpos, robot/qvel and robot/qf, the positions, velocities and forces of joints"
     )
     rewards: dict[str, RewardConfig] = Field(default_factory=dict, description="reward terms by name")
     events: dict[str, TaskEventConfig] = Field(

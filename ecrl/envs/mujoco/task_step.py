@@ -319,7 +319,7 @@ def observe_entries(task: Task, state: TensorDict) -> dict[str, Tensor]:
     """Return the entries of the observation by name, sorted by name, before they are flattened."""
     sim, joints, worlds = task.sim, task.sim.robot.joints, cast(TensorDict, state["world"])
     entries: dict[str, Tensor] = {}
-    if joints:
+    if joints and task.cfg.observe_joints:
         entries["robot/qpos"] = world.joint_positions(sim, worlds, joints)
         entries["robot/qvel"] = world.joint_velocities(sim, worlds, joints)
         entries["robot/qf"] = world.joint_forces(sim, worlds, joints)
@@ -328,7 +328,7 @@ def observe_entries(task: Task, state: TensorDict) -> dict[str, Tensor]:
             with error_prefix(where):
                 if (name in entries) == (mode == "add"):
                     fault = "exists already; use mode modify" if mode == "add" else "does not exist; use mode add"
-                    raise ConfigError(f"name: {name!r} {fault}; entries: {', '.join(entries)}")
+                    raise ConfigError(f"name: {name!r} {fault}; entries: {', '.join(entries) or 'none'}")
                 entries[name] = term(state, entries.get(name))
     return dict(sorted(entries.items()))
 
@@ -351,8 +351,8 @@ def observe(task: Task, state: TensorDict) -> Tensor | TensorDict:
     """Compute the observation of every environment.
 
     If `task.parts` is False, the observation is float32 `[*B, D]`, the concatenation of all flattened entries in the
-    order of their names. Otherwise, the observation is a TensorDict with one field per entry, a vector `[*B, D]` or an
-    image `[*B, h, w, c]`.
+    order of their names. Otherwise, the observation is a TensorDict with one field per entry, a vector `[*B, D]`, an
+    image `[*B, h, w, c]` or integers `[*B, n]`.
     """
     entries, batch = observe_entries(task, state), len(state.batch_size)
     if not task.parts:

@@ -1,4 +1,4 @@
-"""Built-in robots made of primitive shapes: a cart-pole and an arm.
+"""Built-in robots made of primitive shapes: a cart-pole, an arm, and a finger that moves along x and y.
 
 The arm has the proportions of a UR10, and its tool is a pusher.
 
@@ -83,8 +83,19 @@ def _cart_pole(base: Any, tcp: dict[str, Matrix]) -> None:
     _geom(pole, "BOX", size=[0.02, 0.03, 0.5], pos=[0.0, 0.0, 0.47], mass=1.0, rgba=_GREY)
 
 
+def _finger(base: Any, tcp: dict[str, Matrix]) -> None:
+    finger, kinds = base.add_body(name="finger", gravcomp=1.0), mujoco().mjtJoint
+    for name, axis in zip(ROBOTS["Finger"].joints, ([1.0, 0.0, 0.0], [0.0, 1.0, 0.0]), strict=True):
+        finger.add_joint(name=name, type=kinds.mjJNT_SLIDE, axis=axis, range=[-0.4, 0.4])
+    shape = {"size": [0.02, 0.05, 0.0], "pos": [0.0, 0.0, 0.05], "mass": 0.1, "rgba": _DARK}
+    # the finger touches nothing, so that it can enter a block
+    finger.add_geom(type=mujoco().mjtGeom.mjGEOM_CYLINDER, contype=0, conaffinity=0, **shape)
+
+
 _ARM_JOINTS = ("shoulder_pan", "shoulder_lift", "elbow", "wrist_1", "wrist_2", "wrist_3")
 _CART_JOINTS = ("slider_to_cart", "cart_to_pole")
+_FINGER_JOINTS = ("finger_x", "finger_y")
+_NO_OFFSET = ((1.0, 0.0, 0.0, 0.0), (0.0, 1.0, 0.0, 0.0), (0.0, 0.0, 1.0, 0.0), (0.0, 0.0, 0.0, 1.0))
 ROBOTS = {
     "URRobot": Builtin(
         _arm,
@@ -107,6 +118,18 @@ ROBOTS = {
         stiffness=(10.0, 0.01),
         damping=(1.0, 0.001),
         max_effort=(100.0, 0.1),
+    ),
+    "Finger": Builtin(
+        _finger,
+        joints=_FINGER_JOINTS,
+        parts={"arm": _FINGER_JOINTS},
+        flange={"arm": (0.0, 0.0, 0.0)},
+        tcp={"arm": _NO_OFFSET},
+        home=(0.0, 0.0),
+        # stiffness / damping is one over the time step of 0.01 s, so a physics step moves the finger to its target
+        stiffness=(100_000.0, 100_000.0),
+        damping=(1_000.0, 1_000.0),
+        max_effort=(100_000.0, 100_000.0),
     ),
 }
 """Built-in robots by name. The cart-pole has the same drives and home position as in EmbodiChain's CartPoleRL."""

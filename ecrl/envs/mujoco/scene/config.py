@@ -147,7 +147,9 @@ class RobotConfig(ConfigModel):
     }
 
     uid: str = Field("robot", min_length=1, pattern=_NAME, description="name of the robot, without a NUL")
-    robot_type: str = Field("URRobot", description="built-in robot: URRobot or CartPole; not used if mjcf is set")
+    robot_type: str = Field(
+        "URRobot", description="built-in robot: URRobot, CartPole or Finger; not used if mjcf is set"
+    )
     mjcf: str | None = Field(
         None, description="path of the robot's MJCF file, also searched below $MENAGERIE_ROOT; or the text of the file"
     )

@@ -1,8 +1,26 @@
-"""MuJoCo tasks. Importing this package registers the tasks and their terms."""
+"""MuJoCo tasks. Importing this package registers the tasks, their terms and their experts."""
 
+from ecrl.envs.mujoco.tasks import experts  # noqa: F401  # registers the experts
 from ecrl.envs.mujoco.tasks.cart_pole import CartPoleRLConfig, cart_pole
 from ecrl.envs.mujoco.tasks.push_cube import PushCubeConfig, push_cube
 from ecrl.envs.mujoco.tasks.reach import ReachConfig, reach
-from ecrl.envs.mujoco.terms import actions, cameras, events, observations, rewards  # noqa: F401  # registers the terms
+from ecrl.envs.mujoco.tasks.reach_color import ReachColorConfig, reach_color
+from ecrl.envs.mujoco.terms import (  # noqa: F401  # registers the terms
+    actions,
+    cameras,
+    events,
+    instructions,
+    observations,
+    rewards,
+)
 
-__all__ = ["CartPoleRLConfig", "PushCubeConfig", "ReachConfig", "cart_pole", "push_cube", "reach"]
+__all__ = [
+    "CartPoleRLConfig",
+    "PushCubeConfig",
+    "ReachColorConfig",
+    "ReachConfig",
+    "cart_pole",
+    "push_cube",
+    "reach",
+    "reach_color",
+]

@@ -20,7 +20,7 @@ from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.physics.simulation import Simulation, start
 from ecrl.envs.mujoco.scene.config import Real, Triple
 from ecrl.envs.mujoco.scene.models import id_of, mujoco, rows_of
-from ecrl.envs.mujoco.terms.term import EntityConfig, JointsConfig, joints_of
+from ecrl.envs.mujoco.terms.term import EntityConfig, JointsConfig, joints_of, object_of, tcp_of
 from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean, register_event
 
@@ -48,9 +48,12 @@ _Rows = Annotated[tuple[_Row, _Row], Field(strict=False), AfterValidator(_ordere
 _Frictions = Annotated[tuple[NonNegative, NonNegative], Field(strict=False), AfterValidator(_ordered)]
 
 
-def _draw(keys: Tensor, bounds: tuple[Any, Any], count: int) -> Tensor:
-    """Draw values uniformly between two bounds, float32 `[*B, count]`. Each bound has one value or `count` values."""
-    u = rng.uniform(keys, (count,))
+def _draw(keys: Tensor, bounds: tuple[Any, Any], count: int, *rows: int) -> Tensor:
+    """Draw values uniformly between two bounds, float32 `[*B, *rows, count]`.
+
+    Each bound has one value or `count` values.
+    """
+    u = rng.uniform(keys, (*rows, count))
     low, high = (u.new_tensor(_numbers(bound)) for bound in bounds)
     return low + (high - low) * u
 
@@ -127,6 +130,71 @@ def randomize_rigid_object_pose(cfg: RandomizeRigidObjectPoseConfig, sim: Simula
             worlds = world.with_body_at_rest(sim, worlds, uid)
         return state.copy().set("world", worlds)
 
+    return apply
+
+
+_PLACES = 32  # number of random positions that are tried for each object
+_CHECKED_DRAWS = 256
+
+
+class ScatterConfig(ConfigModel):
+    """Settings of `scatter_rigid_objects`: the objects, the range of their positions, and the smallest distances."""
+
+    entity_cfgs: Annotated[tuple[EntityConfig, ...], Field(strict=False, min_length=1)] = Field(
+        description="the objects, dynamic or kinematic"
+    )
+    position_range: _Box = Field(description="[lowest, highest] x y z, m")
+    min_distance: NonNegative = Field(0.0, description="smallest horizontal distance between two objects, m")
+    min_tool_distance: NonNegative = Field(
+        0.0, description="smallest horizontal distance from an object to the end effector, m; 0: any distance"
+    )
+    part_name: str = Field("arm", description="part of the robot that has the end effector")
+
+
+@register_event("scatter_rigid_objects")
+def scatter_rigid_objects(cfg: ScatterConfig, sim: Simulation) -> Apply:
+    """Move objects to random positions that are apart from each other and from the end effector.
+
+    The objects are placed one after the other. Each object gets the first acceptable of 32 random positions. If none is
+    acceptable, the object gets the position that misses the distances by the least. The velocities of dynamic objects
+    become 0.
+
+    Raises: ConfigError if one of 256 tests finds no acceptable position for an object.
+    """
+    uids = [object_of(sim, entity, "entity_cfgs") for entity in cfg.entity_cfgs]
+    site = tcp_of(sim, cfg.part_name) if cfg.min_tool_distance else None
+    for uid in uids:
+        _look_up("entity_cfgs", lambda uid=uid: world.with_body_pose(sim, start(sim, ()), uid))
+    has_velocity = {uid: int(sim.model.body_mocapid[id_of(sim.model, "body", uid)]) < 0 for uid in uids}
+
+    def place(worlds: Any, keys: Tensor) -> tuple[Any, Tensor]:
+        """Return the worlds with the objects placed, and the smallest slack over the objects, m `[*B]`."""
+        tool = [] if site is None else [(world.site_pose(sim, worlds, site)[..., :2, 3], cfg.min_tool_distance)]
+        obstacles, slacks = tool, []  # an obstacle is a position [*B, 2] and the smallest distance to it
+        for i, uid in enumerate(uids):
+            draws = _draw(rng.fold_in(keys, i), cfg.position_range, 3, _PLACES)
+            slack = torch.zeros_like(draws[..., 0])
+            for position, distance in obstacles:
+                apart = torch.linalg.vector_norm(draws[..., :2] - position.unsqueeze(-2), dim=-1)
+                slack = torch.minimum(slack, apart - distance)
+            order = torch.arange(_PLACES, 0, -1, device=draws.device).to(slack)
+            chosen = torch.where(slack >= 0.0, order, slack).argmax(-1, keepdim=True)
+            position = draws.gather(-2, chosen.unsqueeze(-1).expand(*chosen.shape, 3)).squeeze(-2)
+            slacks.append(slack.gather(-1, chosen).squeeze(-1))
+            worlds = world.with_body_pose(sim, worlds, uid, position)
+            worlds = world.with_body_at_rest(sim, worlds, uid) if has_velocity[uid] else worlds
+            obstacles.append((position[..., :2], cfg.min_distance))
+        return worlds, torch.stack(slacks).amin(0)
+
+    def apply(state: Any, keys: Tensor) -> Any:
+        return state.copy().set("world", place(state["world"], keys)[0])
+
+    keys = rng.split(rng.key(0), _CHECKED_DRAWS)
+    with torch.no_grad():
+        failed = int((place(start(sim, keys.shape), keys)[1] < 0.0).sum())
+    if failed:
+        fault = f"in {failed} of {_CHECKED_DRAWS} tests, an object found no place in {_PLACES} draws"
+        raise ConfigError(f"params: {fault}; widen position_range, or reduce min_distance or min_tool_distance")
     return apply
 
 

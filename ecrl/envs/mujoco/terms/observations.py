@@ -44,6 +44,20 @@ class NormalizeJointsConfig(JointsConfig):
         return self
 
 
+class RobotQposConfig(JointsConfig):
+    """Settings of `get_robot_qpos`: the joints, and the range of the result."""
+
+    range: Annotated[tuple[Real, Real], Field(strict=False)] | None = Field(
+        None, description="values of the lower and the upper limit of a joint; if absent, positions are in rad or m"
+    )
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "RobotQposConfig":
+        if self.range is not None and self.range[0] >= self.range[1]:
+            raise ValueError(f"range: {self.range[0]} is not below {self.range[1]}")
+        return self
+
+
 class EefConfig(ConfigModel):
     """Settings of a term that observes an end effector."""
 
@@ -108,6 +122,27 @@ def normalize_robot_joint_data(cfg: NormalizeJointsConfig, sim: Simulation) -> O
         q = _joint_entry(state, value, known)
         fraction = (q - q.new_tensor(low)) / (q.new_tensor(high) - q.new_tensor(low))
         return torch.where(torch.tensor(scaled, device=q.device), first + (last - first) * fraction, q)
+
+    return observe
+
+
+@register_observation("get_robot_qpos")
+def get_robot_qpos(cfg: RobotQposConfig, sim: Simulation) -> Observe:
+    """Observe the positions of joints, `[*B, J]`, in rad or m, or scaled to `range`. Use this term in mode add.
+
+        value[j] = a + (b - a) (q[j] - low[j]) / (high[j] - low[j]),  (a, b) = range
+
+    If the positions are scaled, the limits of a hinge without limits are -pi and pi.
+    """
+    joints = joints_of(cfg, sim)
+    limits = None if cfg.range is None else ranges_of(sim, joints)
+
+    def observe(state: TensorDict, value: Tensor | None) -> Tensor:
+        q = world.joint_positions(sim, state["world"], joints)
+        if cfg.range is None or limits is None:
+            return new_entry(value, q)
+        low, high = (q.new_tensor(limit) for limit in limits)
+        return new_entry(value, cfg.range[0] + (cfg.range[1] - cfg.range[0]) * (q - low) / (high - low))
 
     return observe
 

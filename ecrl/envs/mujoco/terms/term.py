@@ -33,6 +33,16 @@ Reward = Callable[[TensorDict, TensorDict], Tensor]
 """Function that maps (state before the step, state after the step) to an unweighted reward, float32 `[*B]`."""
 
 
+class IntegerTerm(NamedTuple):
+    """An observation term whose entry has integers, int64 `[*B, len(sizes)]`, such as the ids of words.
+
+    Element i of the entry is between 0 and sizes[i] - 1.
+    """
+
+    observe: Observe
+    sizes: tuple[int, ...]
+
+
 class ActionTerm(NamedTuple):
     """An action term: the joints that it drives, the bounds of its action, and its function `control(state, action)`.
 

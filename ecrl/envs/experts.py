@@ -1,0 +1,61 @@
+"""Scripted experts: functions that solve an environment from its full state, for example to record demonstrations."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from ecrl import rng
+from ecrl.config import EnvChoice
+from ecrl.config.model import validate_section
+from ecrl.envs.core import Env
+from ecrl.errors import ConfigError
+from ecrl.registry import lookup, registered
+
+Expert = Callable[[TensorDict, Tensor], Tensor]
+"""Pure function that maps (state `[*B]`, int64 keys `[*B]`) to actions `[*B, A]`.
+
+The keys are for the expert's own noise.
+"""
+
+
+def make_expert(choice: EnvChoice | dict | str, settings: Mapping[str, Any] | None = None) -> Expert:
+    """Make the scripted expert of an environment.
+
+    Args:
+        choice: name or `env` section of the environment, as for `make_env`.
+        settings: settings of the expert, such as `{"noise": 0.1}`.
+    Raises: ConfigError if the environment has no expert, or if a setting is invalid.
+
+    >>> make_expert("pendulum")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ecrl.errors.ConfigError: env.name: 'pendulum' has no scripted expert; known: ...
+    """
+    choice = validate_section(EnvChoice, choice, "env")
+    if choice.name not in (known := registered("expert")):
+        raise ConfigError(f"env.name: {choice.name!r} has no scripted expert; known: {', '.join(known)}")
+    entry, env = lookup("expert", choice.name), lookup("env", choice.name).make(choice.cfg)
+    return entry.make(validate_section(entry.config, dict(settings or {}), "expert"), env, choice.cfg)
+
+
+def open_loop(env: Env, expert: Expert, k: int) -> Expert:
+    """Return an expert that plans `k` actions at once, `[*B, k, A]`, by taking them in a copy of the environment.
+
+    The plan is what `expert` would do step by step if the noise of the environment were the noise of these steps. In an
+    environment without noise, the plan is exactly what `expert` does. Actions after the end of an episode have no
+    meaning.
+    """
+    return partial(_plan, env, expert, k)
+
+
+def _plan(env: Env, expert: Expert, k: int, state: TensorDict, keys: Tensor) -> Tensor:
+    actions = []
+    for i in range(k):
+        step_keys = rng.fold_in(keys, i)
+        actions.append(expert(state, rng.fold_in(step_keys, 0)))
+        if i + 1 < k:
+            state = env.step(state, actions[-1], env.draw(rng.fold_in(step_keys, 1)))
+    return torch.stack(actions, state.batch_dims)
