@@ -216,9 +216,10 @@ def register_reward(name: str, *, override: bool = False) -> Callable[[Callable]
 def register_expert(name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
     """Return a decorator that registers the function `make` as the scripted expert of the environment `name`.
 
-    The result of `make(cfg, env, env_cfg)` is a pure function `(state, keys) -> action`. `state` is the state `[*B]` of
-    `env`, and `keys` has one random key `[*B]` per action. `cfg` has the expert's faults, such as noise or bias, and
-    `env_cfg` has the settings of the environment. `ecrl.envs.make_expert` makes experts.
+    The result of `make(cfg, env)` is a pure function `(state, keys) -> action`. `state` is the state `[*B]` of `env`,
+    and `keys` has one random key `[*B]` per action. The config has the expert's faults, such as noise or bias. If
+    `make` has three parameters, `make` takes the settings of the environment too. `ecrl.envs.make_expert` makes
+    experts.
     """
     return _register("expert", name, override=override)
 

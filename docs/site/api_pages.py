@@ -47,6 +47,7 @@ PAGES: dict[str, tuple[str, dict[str, list[str]]]] = {
                 "ecrl.register_action",
                 "ecrl.register_observation",
                 "ecrl.register_reward",
+                "ecrl.register_expert",
             ],
             "Environments": [
                 "ecrl.envs.state_of",
@@ -56,11 +57,14 @@ PAGES: dict[str, tuple[str, dict[str, list[str]]]] = {
                 "ecrl.envs.clip_action",
                 "ecrl.envs.with_events",
                 "ecrl.envs.from_vector",
+                "ecrl.envs.make_expert",
+                "ecrl.envs.experts.open_loop",
             ],
             "MuJoCo tasks": [
                 "ecrl.envs.mujoco.make_task.task_env",
                 "ecrl.envs.mujoco.terms.term.target",
                 "ecrl.envs.mujoco.terms.term.ActionTerm",
+                "ecrl.envs.mujoco.terms.term.IntegerTerm",
             ],
             "Policies": ["ecrl.policies.acting_params", "ecrl.policies.flatten", "ecrl.policies.normalized"],
             "Spaces": [

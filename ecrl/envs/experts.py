@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -38,7 +39,9 @@ def make_expert(choice: EnvChoice | dict | str, settings: Mapping[str, Any] | No
     if choice.name not in (known := registered("expert")):
         raise ConfigError(f"env.name: {choice.name!r} has no scripted expert; known: {', '.join(known)}")
     entry, env = lookup("expert", choice.name), lookup("env", choice.name).make(choice.cfg)
-    return entry.make(validate_section(entry.config, dict(settings or {}), "expert"), env, choice.cfg)
+    cfg = validate_section(entry.config, dict(settings or {}), "expert")
+    needs_settings = len(signature(entry.make).parameters) > 2
+    return entry.make(cfg, env, choice.cfg) if needs_settings else entry.make(cfg, env)
 
 
 def open_loop(env: Env, expert: Expert, k: int) -> Expert:

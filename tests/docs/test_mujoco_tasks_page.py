@@ -9,7 +9,7 @@ from support.paths import ROOT
 from ecrl.registry import lookup, registered
 
 PAGE = (ROOT / "docs" / "mujoco_tasks.md").read_text()
-(TASK,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+*_, TASK = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 @pytest.mark.parametrize("kind", ["action", "observation", "reward", "event"])

@@ -231,7 +231,7 @@ def test_a_group_of_grpo_shares_start_and_instruction():
 
 
 def _success(env, expert, count, seed=1):
-    """Return the fraction of episodes in which an expert reaches the goal."""
+    """Return the success rate of an expert, one episode per environment."""
     state, running = env.reset(_keys(count, seed)), torch.ones(count, dtype=torch.bool)
     reached = torch.zeros(count, dtype=torch.bool)
     for t in range(60):

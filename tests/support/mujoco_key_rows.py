@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ecrl.envs.vocabulary import SHIPPED
 from support.key_effects import Changes, See
 from support.key_row import Row
 from support.mujoco_key_effects import backed, bounds, filmed, frame, model, pictured, rejected, stepped
@@ -183,7 +184,7 @@ TASKS = [
 ]
 COLORS = task("ReachColorRL", observations={"at": term("get_robot_qpos") | {"name": "at"}})
 TASKS += [
-    *between("ReachColorConfig", "", COLORS, rejected("no such file 'absent'"), tokenizer=(words_file(1), "absent")),
+    *between("ReachColorConfig", "", COLORS, rejected("no such file 'absent'"), tokenizer=(str(SHIPPED), "absent")),
     *at("ReachColorConfig", "", COLORS, extensions={"max_words": 7}),
     *at("ReachColorExtensions", "extensions", COLORS, blocks=["blue", "green", "red"], swap_instructions=True),
     *at("ReachColorExtensions", "extensions", COLORS, phrasings=["reach {goal}"], max_words=7),
@@ -227,6 +228,17 @@ OBSERVATIONS = [
     *at(
         "TargetPositionConfig", f"{TERMS}.target.params", REACH, rejected("no target 'there'"), target_pose_key="there"
     ),
+    *between("RobotQposConfig", f"{TERMS}.at.params", COLORS, range=([-1.0, 1.0], [0.0, 1.0])),
+]
+TEXT = f"{TERMS}.text.params"
+SAID = COLORS | {
+    f"{CFG}.observations.text": term("instruction", phrasings=["reach the {goal}"], goals=["red", "blue"])
+    | {"name": "text"}
+}
+OBSERVATIONS += [
+    *at("InstructionConfig", TEXT, SAID, phrasings=["touch the {goal}"], goals=["blue", "red"], max_words=4, swap=True),
+    *between("InstructionConfig", TEXT, SAID, rejected("no such file 'absent'"), tokenizer=(str(SHIPPED), "absent")),
+    *at("InstructionConfig", TEXT, SAID, rejected("no instruction 'there'"), instruction_key="there"),
 ]
 
 FROM = {"source_entity_cfg": {"uid": "cube"}}
@@ -284,6 +296,10 @@ AIMED = one_more("randomize_target_pose", **REFERRED, reference_entity_cfg={"uid
 POSTURE = one_more("randomize_robot_qpos", qpos_range=[-0.1, 0.1])
 HEAVY = one_more("randomize_rigid_object_mass", **CUBE, mass_range=[1.0, 3.0])
 ROUGH = one_more("randomize_rigid_object_friction", **CUBE, friction_range=[0.1, 0.5])
+APART = {"entity_cfgs": [{"uid": "cube"}, OTHER], "position_range": [[-0.4, -0.4, 0.1], [0.4, 0.4, 0.1]]}
+SCATTERED = one_more("scatter_rigid_objects", **APART)
+KEPT_AWAY = one_more("scatter_rigid_objects", **APART, min_tool_distance=0.1)
+SPOKEN = COLORS | {f"{CFG}.events": {"say": happening("reset", "randomize_instruction")}}
 SCENE_EVENTS = [
     *event("RandomizeRigidObjectPoseConfig", MOVED, entity_cfg=OTHER, relative_position=False, relative_rotation=True),
     *event_between("RandomizeRigidObjectPoseConfig", MOVED, position_range=(NEAR, FAR)),
@@ -296,6 +312,16 @@ SCENE_EVENTS = [
     *event_between("RandomizeRobotQposConfig", POSTURE, rejected("no robot 'tom'"), entity_cfg=(ROBOT, TOM)),
     *event("RandomizeRigidObjectMassConfig", HEAVY, entity_cfg=OTHER, mass_range=[1.0, 2.0], relative=True),
     *event("RandomizeRigidObjectFrictionConfig", ROUGH, entity_cfg=OTHER, friction_range=[0.1, 0.2]),
+    *event("ScatterConfig", SCATTERED, entity_cfgs=[OTHER], position_range=NEAR, min_distance=0.35),
+    *event("ScatterConfig", SCATTERED, min_tool_distance=0.8),
+    *event("ScatterConfig", KEPT_AWAY, rejected("no end effector of 'leg'"), part_name="leg"),
+    *at(
+        "RandomizeInstructionConfig",
+        "events.say.params",
+        SPOKEN,
+        rejected("no instruction 'instruction'"),
+        store_key="x",
+    ),
     *at("PushRigidObjectConfig", "events.push.params", REACH, entity_cfg=OTHER, force_range=FAR),
 ]
 
