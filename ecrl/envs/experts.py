@@ -49,13 +49,18 @@ def open_loop(env: Env, expert: Expert, k: int) -> Expert:
 
     The plan is what `expert` would do step by step if the noise of the environment were the noise of these steps. In an
     environment without noise, the plan is exactly what `expert` does. Actions after the end of an episode have no
-    meaning.
+    meaning. If `env.step_without_obs` is set, planning computes no observations, and `expert` must not read them.
+
+    Args:
+        env: the environment of single steps, also if the states belong to `chunked(env, k)`.
+        expert: an expert of single steps.
+        k: number of actions in a plan.
     """
     return partial(_plan, env, expert, k)
 
 
 def _plan(env: Env, expert: Expert, k: int, state: TensorDict, keys: Tensor) -> Tensor:
-    actions = []
+    actions, state = [], state.exclude("obs") if env.step_without_obs else state
     for i in range(k):
         step_keys = rng.fold_in(keys, i)
         actions.append(expert(state, rng.fold_in(step_keys, 0)))

@@ -2,6 +2,7 @@
 
 import json
 from math import hypot
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,9 +15,9 @@ pytest.importorskip("mujoco.batch")
 from ecrl import rng
 from ecrl.compile.trace import traced
 from ecrl.config import config_from_dict
-from ecrl.envs import auto_reset, make_env, make_expert
+from ecrl.envs import auto_reset, chunked, make_env, make_expert
 from ecrl.envs.experts import open_loop
-from ecrl.envs.mujoco import world
+from ecrl.envs.mujoco import render_op, world
 from ecrl.envs.validate import check_fields
 from ecrl.envs.vocabulary import read_vocabulary
 from ecrl.errors import ConfigError
@@ -277,6 +278,28 @@ def test_a_plan_is_what_the_expert_does_step_by_step():
     for i in range(4):
         assert torch.equal(plan[:, i], expert(state, keys))
         state = env.step(state, plan[:, i], keys)
+
+
+def test_the_expert_reaches_the_goal_with_plans_of_four_actions():
+    env, expert = make_env(_choice()), make_expert(_choice(), {"noise": 0.1})
+    chunks = chunked(env, 4, gamma=1.0)
+    plan = open_loop(env, expert, 4)
+    state, reached = chunks.reset(_keys(500)), torch.zeros(500, dtype=torch.bool)
+    running = ~reached
+    for t in range(8):
+        state = chunks.step(state, plan(state, _keys(500, 100 + t)), chunks.draw(_keys(500, 200 + t)))
+        reached |= running & state["info", "success"]
+        running &= ~(state["terminated"] | state["truncated"])
+    assert not running.any() and reached.float().mean() >= 0.97
+
+
+@gl
+def test_plans_draw_no_images():
+    env, drawn = make_env("ReachColorRL"), []
+    state = env.reset(_keys(3))
+    with patch.object(render_op, "_draw_rows", lambda *args: drawn.append(args)):
+        assert open_loop(env, make_expert("ReachColorRL"), 4)(state, _keys(3)).shape == (3, 4, 2)
+    assert not drawn
 
 
 def test_the_expert_of_reach_reaches_the_target():
