@@ -17,7 +17,7 @@ from benchmarks.tasks import EPISODES, MEMORY, MINATAR_PPO, POINTS, TASKS, Task,
 from ecrl.config import Config, load_config, total_steps
 from ecrl.errors import UserError
 from ecrl.report.curves import canonical_json, without_seeds_and_names
-from ecrl.run.atomic_files import replace_file
+from ecrl.storage.atomic_files import replace_file
 
 SEEDS, FEW, SHORT_S = 10, 3, 600.0
 """Seeds per config, seeds per slow config, and the seconds per seed that make a config slow."""

@@ -28,7 +28,7 @@ from benchmarks.report import machine, versions
 from benchmarks.tasks import CONFIGS, TASKS
 from ecrl.errors import MissingExtraError, UserError
 from ecrl.registry import did_you_mean
-from ecrl.run.atomic_files import lock_folder
+from ecrl.storage.atomic_files import lock_folder
 
 NEEDED = ("stable_baselines3", "rejax", "matplotlib", "mujoco", "imageio", "Box2D")
 _PAUSE_S, _SHARE = 0.2, 0.9

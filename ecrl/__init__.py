@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         registered,
     )
     from ecrl.run.checkpoint import load, save
+    from ecrl.run.demonstrations import record_demonstrations
     from ecrl.run.evaluation import evaluate
     from ecrl.run.train import train, train_from_config
 
@@ -62,6 +63,7 @@ _HOME = {
     "make_iteration": "loop.iteration",
     "make_policy": "policies",
     "module_policy": "policies",
+    "record_demonstrations": "run.demonstrations",
     "register_action": "registry",
     "register_algorithm": "registry",
     "register_env": "registry",
@@ -99,6 +101,7 @@ __all__ = [
     "make_iteration",
     "make_policy",
     "module_policy",
+    "record_demonstrations",
     "register_action",
     "register_algorithm",
     "register_env",

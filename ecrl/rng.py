@@ -22,10 +22,11 @@ from torch import Tensor
 
 from ecrl.tracing_state import in_graph, transforms
 
-START, ENV, ACTION, UPDATE, INIT, EVAL, EVENT = range(7)
+START, ENV, ACTION, UPDATE, INIT, EVAL, EVENT, DEMO = range(8)
 """Integers that identify the purpose of random numbers in calls of `stream`.
 
-The purposes are episode starts, environment noise, actions, minibatches, weights, evaluation and events.
+The purposes are episode starts, environment noise, actions, minibatches, weights, evaluation, events and
+demonstrations.
 """
 
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)

@@ -49,6 +49,7 @@ STATE_FIELDS = {
     "frozen_params": "parameters of the policy that are not trained; absent for policies without them",
     "carry": "memory of the policy, one entry per environment; absent for feed-forward policies",
     "exploration": "state and parameters of exploration, one entry per environment; absent for policies without it",
+    "data_sha256": "int64 [4], SHA-256 of the file that the algorithm learns from; absent without such a file",
     "hyper": "each numeric hyperparameter that does not determine a shape, as a 0-d tensor",
     "key": "int64, the source of all randomness in the run",
     "sample_step": "int64, number of environment steps so far, over all ranks",

@@ -12,7 +12,7 @@ import ecrl
 
 ROOT = Path(ecrl.__file__).parent
 ORDER = [  # a package imports from earlier lines only; the foundation modules at the top of `ecrl/` come before all
-    {"kernels"},
+    {"kernels", "storage"},
     {"config"},
     {"envs", "policies"},  # not from each other: they meet in `ecrl.spaces`
     {"algorithms"},

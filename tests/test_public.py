@@ -20,9 +20,9 @@ CONFIGS = sorted((ROOT / "configs").glob("*.json"))
 
 SURFACE = """
 Algorithm Config ConfigError ConfigModel Env Policy PolicyConfig check_env check_policy close evaluate init_state load
-load_config make_algorithm make_env make_iteration make_policy module_policy register_action register_algorithm
-register_env register_event register_expert register_network register_observation register_policy register_reward
-registered save train train_from_config train_iter
+load_config make_algorithm make_env make_iteration make_policy module_policy record_demonstrations register_action
+register_algorithm register_env register_event register_expert register_network register_observation register_policy
+register_reward registered save train train_from_config train_iter
 """
 KERNELS = """
 GAE VTrace Squashed act_and_step adam adam_init adamw categorical_entropy categorical_kl categorical_log_prob
@@ -54,12 +54,12 @@ sequence_mean token_mean truncated_importance truncated_sequence_importance vesp
 
 
 ALGORITHMS = """
-APGConfig Algorithm DDPGConfig DQNConfig GRPOConfig Group GroupSettings Interleaved Kind LEARNER_KINDS LearningConfig
-MinibatchConfig PPOConfig PQNConfig REPLAY_KINDS REWARD_NORM_KINDS Run SACConfig SGD Static TD3Config apg check_log_prob
-collect collect_exploring ddpg dqn from_reset gradient_steps groups_of grpo interleaved learn learning_state
-make_algorithm minibatch_epochs minibatch_sgd new_replay on_policy ppo pqn reward_norm_init rows_of sac sample_keys
-sgd_choices standardize_over_ranks store take_steps td3 with_scaled_rewards FastSACConfig
-FastTD3Config fast_sac fast_td3
+APGConfig Algorithm BCConfig DDPGConfig DQNConfig GRPOConfig Group GroupSettings Interleaved Kind LEARNER_KINDS
+LearningConfig MinibatchConfig PPOConfig PQNConfig REPLAY_KINDS REWARD_NORM_KINDS Run SACConfig SGD Static TD3Config
+apg bc check_log_prob collect collect_exploring ddpg dqn from_reset gradient_steps groups_of grpo interleaved learn
+learning_state make_algorithm minibatch_epochs minibatch_sgd new_replay on_policy ppo pqn reward_norm_init rows_of sac
+sample_keys sgd_choices standardize_over_ranks store take_steps td3 with_scaled_rewards FastSACConfig FastTD3Config
+fast_sac fast_td3
 """
 
 

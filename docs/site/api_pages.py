@@ -21,6 +21,7 @@ PAGES: dict[str, tuple[str, dict[str, list[str]]]] = {
                 "ecrl.loop.policy_check.PolicyCheck",
             ],
             "Saving": ["ecrl.save", "ecrl.load"],
+            "Demonstrations": ["ecrl.record_demonstrations", "ecrl.run.demonstrations.Summary"],
             "History": ["ecrl.run.history.History"],
         },
     ),

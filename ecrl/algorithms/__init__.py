@@ -3,6 +3,7 @@
 from typing import Any
 
 from ecrl.algorithms.apg import APGConfig, apg
+from ecrl.algorithms.bc import BCConfig, bc
 from ecrl.algorithms.core import (
     LEARNER_KINDS,
     REWARD_NORM_KINDS,
@@ -61,6 +62,7 @@ __all__ = [
     "SGD",
     "APGConfig",
     "Algorithm",
+    "BCConfig",
     "DDPGConfig",
     "DQNConfig",
     "FastSACConfig",
@@ -79,6 +81,7 @@ __all__ = [
     "Static",
     "TD3Config",
     "apg",
+    "bc",
     "check_log_prob",
     "collect",
     "collect_exploring",

@@ -8,7 +8,7 @@ functions.
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from tensordict import TensorDict
@@ -103,6 +103,30 @@ Update = Callable[[Run, TensorDict, TensorDict], tuple[TensorDict, Logs]]
 Iterate = Callable[[Run, TensorDict, TensorDict], tuple[TensorDict, TensorDict, Logs]]
 
 
+class DataSet(Protocol):
+    """Data set in a file, which an algorithm learns from. Its tensors are borrowed, and are not part of the state.
+
+    Two data sets are equal if they are in the same file.
+    """
+
+    @property
+    def path(self) -> str:
+        """Path of the file."""
+        ...
+
+    def sha256(self) -> Tensor:
+        """Return the SHA-256 of the file, as int64 `[4]`."""
+        ...
+
+    def check(self, run: Run) -> None:
+        """Raise ConfigError if the file does not fit the run. The function reads only the header of the file."""
+        ...
+
+    def read(self, run: Run, device: torch.device) -> TensorDict:
+        """Read the tensors of the file."""
+        ...
+
+
 @dataclass(frozen=True)
 class Algorithm:
     """Functions and static settings of an algorithm.
@@ -134,6 +158,8 @@ class Algorithm:
             over the steps in which its group moves, first within each turn and then over the turns. It is NaN in an
             iteration without such a step. The finite guard therefore ignores these logs, and checks only the parameters
             of the group.
+        data: data set in a file, or None. `borrowed["data"]` then has the tensors of the file, and the state's field
+            `data_sha256` has the checksum of the file.
         name: name under which the algorithm is registered, for error messages.
     """
 
@@ -146,6 +172,7 @@ class Algorithm:
     as_one: bool = False
     phase: Callable[[int], Hashable] | None = field(default=None, compare=False)
     delayed: tuple[str, ...] = ()
+    data: DataSet | None = field(default=None, compare=False)
     name: str = field(default="", compare=False)
 
 

@@ -25,7 +25,7 @@ def check(path: Annotated[str, tyro.conf.Positional], /, *, overrides: Overrides
     from ecrl.config.files import parse_overrides
     from ecrl.distributed import world_size
     from ecrl.loop.build import build, with_eval_events
-    from ecrl.loop.iteration import run_summary
+    from ecrl.loop.iteration import check_start, run_summary
     from ecrl.run.evaluation import check_evaluation
     from ecrl.run.trackers import check_wandb
     from ecrl.run.video_writer import check_cameras
@@ -34,6 +34,7 @@ def check(path: Annotated[str, tyro.conf.Positional], /, *, overrides: Overrides
     try:
         run = build(cfg)
         lines = run_summary(run, cfg, world_size())
+        check_start(run, cfg)
         if cfg.trainer.enable_eval:
             check_evaluation(with_eval_events(run, cfg), cfg)
         check_cameras(cfg)

@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -114,37 +114,97 @@ def evaluate(
     """
     from pathlib import Path
 
+    from ecrl.config.files import parse_overrides
     from ecrl.run.checkpoint import latest, load
     from ecrl.run.evaluation import evaluate as run_episodes
 
     path = latest(run)
     state, cfg = load(path, device)
-    cfg = _changed_config(cfg, run, overrides)
+    cfg = _changed_config(cfg, run, parse_overrides(overrides))
     logs = run_episodes(state, cfg, num_episodes, env, None if env else Path(run) / "videos")
     print(f"{path} on {env or cfg.env.name}, {num_episodes} episodes")
     for name, value in logs.items():
         print(f"{name:<18} {value:.2f}")
 
 
-def _changed_config(cfg: "Config", run: str, overrides: tuple[str, ...]) -> "Config":
+def _changed_config(cfg: "Config", run: str, changes: dict[str, Any]) -> "Config":
     """Return a run's config with overrides for keys of env and trainer. The overrides may not change the spaces."""
     from ecrl.config import config_from_dict
     from ecrl.config.abcdrl import FLAGS
-    from ecrl.config.files import parse_overrides
     from ecrl.envs import make_env
     from ecrl.run.evaluation import check_spaces
 
-    changes = parse_overrides(overrides)
     if "trainer.device" in changes:
-        raise UserError("--trainer.device: use --device to set the device of an evaluation")
+        raise UserError("--trainer.device: use --device to set the device")
     for key in changes:
         if not key.startswith(("env.", "trainer.")) or key in FLAGS:
-            raise UserError(f"--{key}: an evaluation can only set keys of env and trainer; remove this option")
+            raise UserError(f"--{key}: with a trained policy, you can only set keys of env and trainer; remove it")
     if not changes:
         return cfg
     other = config_from_dict(cfg.model_dump(mode="json"), run, changes)
     check_spaces(make_env(cfg.env), make_env(other.env), "with these keys")
     return other
+
+
+def demo(
+    path: Annotated[str | None, tyro.conf.Positional] = None,
+    /,
+    run_dir: str | None = None,
+    out: str = "demos.safetensors",
+    num_episodes: int = 100,
+    num_envs: int = 64,
+    successes_only: bool = False,
+    sample: bool = False,
+    seed: int = 0,
+    device: str | None = None,
+    *,
+    overrides: Overrides = (),
+) -> None:
+    """Record demonstrations for the algorithm bc, with the scripted expert of an environment or with a trained policy.
+
+    You can set keys of the config, and settings of the scripted expert, as in --expert.noise 0.1.
+
+    Args:
+        path: name of a shipped config, such as cartpole_ppo, or path of a JSON or YAML file. The scripted expert of its
+            environment acts.
+        run_dir: run folder or checkpoint folder, instead of a config. Its newest policy acts in its environment.
+        out: safetensors file of the demonstrations, which must not exist yet.
+        num_episodes: number of episodes in the file.
+        num_envs: number of environments that run at the same time.
+        successes_only: leave out episodes that do not end with success.
+        sample: sample the actions of a trained policy. By default, its actions are deterministic.
+        seed: seed of starts, noise and actions.
+        device: device, such as cuda; the config's trainer.device if absent.
+    """
+    if (path is None) == (run_dir is None):
+        raise UserError("ecrl demo needs a config or --run-dir, such as: ecrl demo cartpole_ppo; pass one of them")
+    from ecrl.config import load_config
+    from ecrl.config.files import parse_overrides
+    from ecrl.run.checkpoint import latest, load
+    from ecrl.run.demonstrations import record_demonstrations
+
+    values = parse_overrides(overrides)
+    expert = {key.removeprefix("expert."): values.pop(key) for key in [*values] if key.startswith("expert.")}
+    state = None
+    if run_dir is not None:
+        state, cfg = load(latest(run_dir), device)
+        cfg = _changed_config(cfg, run_dir, values)
+    else:
+        cfg = load_config(path or "", values | ({} if device is None else {"trainer.device": device}))
+    done = record_demonstrations(
+        cfg,
+        out,
+        num_episodes,
+        state=state,
+        expert=expert,
+        sample=sample,
+        successes_only=successes_only,
+        seed=seed,
+        num_envs=num_envs,
+    )
+    rate = "" if done.success_rate is None else f", success rate {done.success_rate:.3f}"
+    print(f"{done.path}: {done.episodes:,} episodes, {done.steps:,} steps, mean return {done.mean_return:.2f}{rate}")
+    print(f"sha256 {done.sha256}")
 
 
 def record(
@@ -241,7 +301,13 @@ def _format_warning(message: Warning | str, *place: object) -> str:
     return f"warning: {message}\n"
 
 
-_WITH_OVERRIDES: dict[str, Callable] = {"train": train, "check": check, "check-env": check_env, "eval": evaluate}
+_WITH_OVERRIDES: dict[str, Callable] = {
+    "train": train,
+    "check": check,
+    "check-env": check_env,
+    "eval": evaluate,
+    "demo": demo,
+}
 _NO_OVERRIDES = {
     "record": record,
     "replay": replay,

@@ -166,6 +166,12 @@ class TrainerConfig(ConfigModel):
     tf32: bool = Field(
         False, description="multiply float32 matrices in TF32 on CUDA; this is faster but has only 10 bits of mantissa"
     )
+    init_from: str | None = Field(
+        None,
+        min_length=1,
+        description="run folder or checkpoint whose policy a new run starts from: its parameters and observation "
+        "statistics; at random if absent",
+    )
     events: EventsConfig = Field(EventsConfig(), description="events that change the environments")
 
     @field_validator("device")

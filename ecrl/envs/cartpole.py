@@ -3,6 +3,7 @@
 The environment has the same dynamics, rewards and episode ends as Gymnasium's `CartPole-v1`.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import inf, pi
 
@@ -12,9 +13,9 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl import rng
-from ecrl.config.model import ConfigModel, Count, Positive
+from ecrl.config.model import ConfigModel, Count, Fraction, Positive
 from ecrl.envs.core import NEVER, Env, constant_fields, state_of, time_limit
-from ecrl.registry import register_env
+from ecrl.registry import register_env, register_expert
 from ecrl.spaces import Box, Discrete
 
 
@@ -122,3 +123,26 @@ def _without_velocity(env: Env, bounds: tuple[float, ...]) -> Env:
 
     space = Box(tuple(-b for b in bounds), bounds, (2,))
     return replace(env, reset=reset, step=step, observation_space=space, observe=observe)
+
+
+class CartPoleExpertConfig(ConfigModel):
+    """Faults of the scripted expert of CartPole."""
+
+    noise: Fraction = Field(0.0, description="probability of a random push")
+
+
+_GAINS = (0.1, 0.3, 1.0, 0.5)
+"""Weights of x, x_dot, theta and theta_dot."""
+
+
+@register_expert("cartpole")
+def cartpole_expert(cfg: CartPoleExpertConfig, env: Env) -> Callable[[TensorDict, Tensor], Tensor]:
+    """Return a linear controller, which pushes right if 0.1 x + 0.3 x_dot + theta + 0.5 theta_dot is positive."""
+
+    def act(state: TensorDict, keys: Tensor) -> Tensor:
+        motion = state["motion"] if "motion" in state else state["obs"]
+        push = ((motion * motion.new_tensor(_GAINS)).sum(-1) > 0.0).long()
+        random_push = rng.randint(rng.fold_in(keys, 1), low=0, high=2)
+        return torch.where(rng.uniform(keys) < cfg.noise, random_push, push)
+
+    return act

@@ -38,6 +38,7 @@ LOOP_KINDS: Kinds = {
     "decision_step": Kind.COUNTER,
     "update_step": Kind.COUNTER,
     "iterations": Kind.COUNTER,
+    "data_sha256": Kind.COUNTER,
 }
 """The kinds of the state's fields that the training loop itself adds."""
 
@@ -47,7 +48,33 @@ _COUNTS = ("cursor", "written")
 def kinds_of(run: Run) -> Kinds:
     """Return the kind of each field of a run's state."""
     frozen = {} if run.policy.init_frozen is None else {"frozen_params": Kind.FROZEN}
-    return {**LOOP_KINDS, **run.algorithm.kinds, **frozen}
+    data = {} if run.algorithm.data is None else {"data": Kind.FROZEN}
+    return {**LOOP_KINDS, **run.algorithm.kinds, **frozen, **data}
+
+
+def check_data(run: Run, state: TensorDict) -> None:
+    """Raise ConfigError if the algorithm's data set is another file than the file of the state."""
+    if run.algorithm.data is None or torch.equal(run.algorithm.data.sha256(), state["data_sha256"].cpu()):
+        return
+    raise ConfigError(
+        f"algorithm {run.algorithm.name}: {run.algorithm.data.path}: differs from the data set of this run, whose "
+        f"SHA-256 is {sha256_text(state['data_sha256'])}; restore the file, or start a new run"
+    )
+
+
+def sha256_text(words: Tensor) -> str:
+    """Convert the SHA-256 in the field `data_sha256` of a state to hexadecimal.
+
+    >>> sha256_text(torch.tensor([1, 0, 0, -1]))[:18]
+    '010000000000000000'
+    """
+    return b"".join(word.to_bytes(8, "little", signed=True) for word in words.tolist()).hex()
+
+
+def data_of(run: Run, device: torch.device) -> TensorDict:
+    """Read the algorithm's data set as the only field `data` of a TensorDict, which is empty without a data set."""
+    data = run.algorithm.data
+    return TensorDict({} if data is None else {"data": data.read(run, device)}, [])
 
 
 def check_kinds(state: TensorDict, kinds: Kinds) -> None:

@@ -31,7 +31,7 @@ from ecrl.types import STATE_FIELDS
 
 _NEEDED = ("params", "hyper")
 _SET_BY_LOOP = ("env", "episode", "carry", "key", "frozen_params")
-_SET_BY_LOOP += ("sample_step", "decision_step", "update_step", "iterations")
+_SET_BY_LOOP += ("data", "data_sha256", "sample_step", "decision_step", "update_step", "iterations")
 _KEY = '`state["key"]`'
 _STEP_FIELDS = ("obs", "reward", "done")
 """Fields that the steps of every batch and every turn have."""

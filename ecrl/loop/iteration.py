@@ -35,9 +35,11 @@ from ecrl.loop.buffers import (
     ZerosWithoutMemory,
     borrowed_leaves,
     check_current,
+    check_data,
     check_kinds,
     commit,
     committed,
+    data_of,
     kinds_of,
     mark_written,
     overwrite,
@@ -47,6 +49,7 @@ from ecrl.loop.buffers import (
 from ecrl.loop.build import build, check_envs, check_rollout, device_of, planned_form
 from ecrl.loop.contract import with_contract
 from ecrl.loop.finite_guard import FIELDS, KINDS, flags, restart_nonfinite, restarted_exploration, undo_update
+from ecrl.loop.initial_policy import initial_policy
 from ecrl.loop.metrics import WINDOW, collect_logs, counted_steps, over_ranks
 from ecrl.loop.nonfinite_report import Collected, NonfiniteAction, action_error, nonfinite_error, with_checked_actions
 from ecrl.loop.signals import interruptible
@@ -90,8 +93,22 @@ def first_state(run: Run, cfg: Config, key: Tensor | None = None) -> TensorDict:
     """Create the initial state of a run that is already built (see `init_state`)."""
     check_envs(cfg, run.env, cfg.trainer.num_envs, "trainer.num_envs")
     key = (rng.key(cfg.trainer.seed) if key is None else key).to(device_of(cfg))
-    state = _state_without_env(run, cfg, key)  # must precede opening environments, as `init` may reject the config
+    start = run._replace(policy=initial_policy(run, cfg, key.device))
+    state = _state_without_env(start, cfg, key)  # must precede opening environments, as `init` may reject the config
+    if run.algorithm.data is not None:
+        run.algorithm.data.check(run)
+        state = replaced(state, {"data_sha256": run.algorithm.data.sha256().to(key.device)})
     return _with_envs(run, state, _first_envs(run, cfg, key)).lock_()
+
+
+def check_start(run: Run, cfg: Config) -> None:
+    """Raise ConfigError if the files that a new run starts from do not fit the config, without large tensors."""
+    key = rng.key(cfg.trainer.seed, device_of(cfg))
+    start = run._replace(policy=initial_policy(run, cfg, key.device))
+    with ZerosWithoutMemory():
+        _state_without_env(start, cfg, key)
+    if run.algorithm.data is not None:
+        run.algorithm.data.check(run)
 
 
 def _with_envs(run: Run, state: TensorDict, env: TensorDict) -> TensorDict:
@@ -126,6 +143,8 @@ def _fields_without_env(run: Run, cfg: Config, key: Tensor) -> TensorDict:
     state = TensorDict({**fields, "norm": norm, "episode": episode, "key": key.clone(), **counters}, [])
     if policy.init_frozen is not None:
         state.set("frozen_params", _frozen_params(policy, state))
+    if run.algorithm.data is not None:
+        state.set("data_sha256", torch.zeros(4, dtype=torch.int64, device=key.device))
     state.update(initial_carry(run, state))
     check_kinds(state, kinds_of(run))
     return state
@@ -217,6 +236,7 @@ def check_state(run: Run, state: TensorDict, cfg: Config) -> None:
                 raise ConfigError(
                     f"state: {name} is {actual_one}, the config makes it {expected_one}; use the config of its run"
                 )
+    check_data(run, state)
     numbers = [name for name in expected if name.startswith("hyper/") and not torch.equal(actual[name], expected[name])]
     if numbers:
         differences = ", ".join(
@@ -393,15 +413,17 @@ def make_iteration(cfg: Config, watch: Watch = unwatched) -> Iteration:
     """
     run, guard = build(cfg), "skip" if cfg.trainer.finite_guard == "skip" else "off"
     run, kinds, tf32 = watch(run), kinds_of(run), _uses_tf32(cfg)
+    data = data_of(run, device_of(cfg))
     bound = cache(lambda phase: _bound(_iteration, with_phase(run, phase), tf32, guard))
 
     def iteration(state: TensorDict) -> tuple[TensorDict, dict[str, Logs]]:
         own, borrowed = borrowed_leaves(state, kinds)
         if not vmapped():
             check_current(run, state)
+            check_data(run, state)
         iterate = bound(phase_of(run, own))
         own = with_iterations_of(cfg, own)
-        own, writes, logs, nonfinite = iterate(own, Borrowed(borrowed))
+        own, writes, logs, nonfinite = iterate(own, Borrowed(replaced(borrowed, data)))
         if borrowed.is_empty():
             return own, logs
         skipped = torch.zeros_like(own["key"], dtype=torch.bool) if nonfinite is None else nonfinite[1].any()
@@ -468,6 +490,8 @@ def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
     size, step, end = steps_per_iteration(cfg), int(decisions(state)), total_steps(cfg, run.static.world_size)
     settled, phase, sample_step = step + 2 * size, None, int(state["sample_step"])
     own, borrowed = borrowed_leaves(state, kinds_of(run))
+    data = data_of(run, device_of(cfg))
+    given = Borrowed(replaced(borrowed, data))
     leaves, structure = flatten(own.clone())  # passing a list of tensors is faster than passing a TensorDict
     tf32, compilations, warned = _uses_tf32(cfg), compilations_of(run.jit), False
     bound = cache(lambda phase: _bound(_iteration_of_leaves, with_phase(run, phase), tf32, guard, structure))
@@ -476,8 +500,8 @@ def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
         if (now := phase_of(run, state)) != phase:  # a new phase has its own graph
             phase, settled = now, step + 2 * size
         with interruptible():
-            leaves, state, writes, logs, nonfinite = bound(phase)(leaves, Borrowed(borrowed))
-            skipped = _is_skipped(with_phase(run, phase), guard, nonfinite, before)
+            leaves, state, writes, logs, nonfinite = bound(phase)(leaves, given)
+            skipped = _is_skipped(with_phase(run, phase), guard, nonfinite, replaced(before, data))
         mark_written(run, borrowed, state)
         if not skipped:
             commit(borrowed, writes)

@@ -477,7 +477,12 @@ def action_error(run: Run, state: TensorDict, refused: NonfiniteAction) -> NotFi
     before = refused.taken + 1 - len(refused.last)
     place = {name: n + before * (name != "env") for name, n in first.place.items()}
     report = {**_steps(state), "met": [first.what], "found": first._replace(place=place)._asdict()}
-    return NotFiniteError(explained(report), report, state)
+    return NotFiniteError(explained(report), report, _without_data(state))
+
+
+def _without_data(state: TensorDict) -> TensorDict:
+    """Return the state without the algorithm's data set, which no checkpoint stores."""
+    return cast(TensorDict, state.exclude("data")) if "data" in state else state
 
 
 def _steps(state: TensorDict) -> dict[str, int]:
@@ -502,4 +507,4 @@ def nonfinite_error(
     kinds = [kind for kind, flag in zip(KINDS, nonfinite[1].tolist(), strict=True) if flag]
     found, repeated = None if first is None else first._asdict(), collected is None or _can_repeat(run)
     report = {**_steps(state), "met": kinds, "found": found, "repeated": repeated}
-    return NotFiniteError(explained(report), report, state)
+    return NotFiniteError(explained(report), report, _without_data(state))

@@ -32,12 +32,19 @@ from ecrl.errors import CheckpointError, ConfigError
 from ecrl.loop.buffers import buffer_names, check_current, kinds_of, mark_written
 from ecrl.loop.build import build, device_of, form_in_use
 from ecrl.loop.iteration import expected_state, with_empty_buffers
-from ecrl.run.atomic_files import complete_folder, write_folder
-from ecrl.run.tensor_files import TensorFile, read_tensors
+from ecrl.storage.atomic_files import complete_folder, write_folder
+from ecrl.storage.checkpoint_files import (
+    FORMAT,
+    is_file,
+    json_bytes,
+    read_bytes,
+    read_manifest,
+    sha256_of,
+    sha256_of_file,
+    step_checkpoints,
+)
+from ecrl.storage.tensor_files import TensorFile, read_tensors
 from ecrl.tracing_state import version_of
-
-FORMAT = 1
-"""Version number of the checkpoint format, stored in the manifest."""
 
 _FROZEN = "frozen_"  # prefix of the names of files with frozen leaves
 _RESERVED_FILES = ("state.safetensors", "config.json", "manifest.json")
@@ -53,7 +60,7 @@ class FrozenLeaves:
     @cached_property
     def sha256(self) -> str:
         """Return the SHA-256 of the frozen leaves' file in hexadecimal."""
-        return _sha256(TensorFile(self.leaves))
+        return sha256_of(TensorFile(self.leaves))
 
     @property
     def file(self) -> str:
@@ -166,17 +173,6 @@ def changed_conditions(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[s
     ]
 
 
-def _sha256(data: bytes | TensorFile) -> str:
-    digest = hashlib.sha256()
-    for part in [data] if isinstance(data, bytes) else data:
-        digest.update(part)
-    return digest.hexdigest()
-
-
-def _json(data: Any) -> bytes:
-    return (json.dumps(data, indent=2, sort_keys=True) + "\n").encode()
-
-
 def _manifest(saved: Snapshot, files: Mapping[str, bytes | TensorFile]) -> dict[str, Any]:
     manifest: dict[str, Any] = {
         **saved.conditions,
@@ -184,13 +180,13 @@ def _manifest(saved: Snapshot, files: Mapping[str, bytes | TensorFile]) -> dict[
         "format": FORMAT,
         "sample_step": int(saved.tensors["sample_step"]),
         "update_step": int(saved.tensors["update_step"]),
-        "sha256": {name: _sha256(data) for name, data in files.items()},
+        "sha256": {name: sha256_of(data) for name, data in files.items()},
     }
     manifest |= {"left_out": saved.left_out} if saved.left_out else {}
     if saved.frozen is not None:
         manifest["frozen"] = saved.frozen.file
         manifest["sha256"][saved.frozen.file] = saved.frozen.sha256
-    return manifest | {"manifest_sha256": _sha256(_json(manifest))}
+    return manifest | {"manifest_sha256": sha256_of(json_bytes(manifest))}
 
 
 def save(
@@ -232,10 +228,10 @@ def write(path: str | Path, saved: Snapshot) -> None:
             )
     files: dict[str, bytes | TensorFile] = {
         "state.safetensors": TensorFile(saved.tensors),
-        "config.json": _json(saved.cfg.model_dump(mode="json")),
+        "config.json": json_bytes(saved.cfg.model_dump(mode="json")),
         **saved.files,
     }
-    files["manifest.json"] = _json(_manifest(saved, files))
+    files["manifest.json"] = json_bytes(_manifest(saved, files))
     try:
         if saved.frozen is None:
             write_folder(path, files, saved.read.set)
@@ -266,49 +262,6 @@ def _may_be_replaced(path: Path) -> bool:
     return any((path / name).exists() for name in ("manifest.json", "state.safetensors")) or not any(path.iterdir())
 
 
-def read_manifest(path: str | Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint folder. Raise CheckpointError if the manifest's checksum does not match."""
-    path = complete_folder(Path(path))
-    if not _is_file(path / "manifest.json"):
-        raise CheckpointError(f"{path}: not a checkpoint: it has no manifest.json")
-    data = _read(path / "manifest.json")
-    try:
-        manifest = dict(json.loads(data))
-        canonical = _json(manifest)
-        checksum, _ = manifest.pop("manifest_sha256"), dict(manifest["sha256"])
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path}/manifest.json: damaged ({error})") from None
-    if checksum != _sha256(_json(manifest)) or canonical != data:
-        raise CheckpointError(f"{path}/manifest.json: damaged: its checksum does not match")
-    if manifest["format"] != FORMAT:
-        raise CheckpointError(
-            f"{path}: has format {manifest['format']}, but this version of ecrl reads format {FORMAT}"
-        )
-    return manifest
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
-
-
-def _sha256_of_file(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError as error:  # the user has no permission to open the folder
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
-
-
 def read_files(path: str | Path) -> dict[str, bytes]:
     """Return the content of each file of a checkpoint, by filename.
 
@@ -319,7 +272,7 @@ def read_files(path: str | Path) -> dict[str, bytes]:
     """
     path, remade = complete_folder(Path(path)), verify(path)
     return {
-        name: b"".join(TensorFile(remade[name][0].leaves)) if name in remade else _read(path / name)
+        name: b"".join(TensorFile(remade[name][0].leaves)) if name in remade else read_bytes(path / name)
         for name in read_manifest(path)["sha256"]
     }
 
@@ -334,15 +287,15 @@ def verify(path: str | Path) -> dict[str, tuple[FrozenLeaves, str]]:
     checksums = read_manifest(path)["sha256"]
     # verify the frozen leaves last, because the config is needed to recreate the frozen leaves
     for name in sorted(checksums, key=lambda name: name.startswith(_FROZEN)):
-        if not _is_file(path / name):
+        if not is_file(path / name):
             problem = f"{path}/{name}: missing"
-        elif _sha256_of_file(path / name) != checksums[name]:
+        elif sha256_of_file(path / name) != checksums[name]:
             problem = f"{path}/{name}: damaged: its checksum differs from the checksum in the manifest"
         else:
             continue
         if not name.startswith(_FROZEN):
             raise CheckpointError(problem)
-        leaves = _remade_frozen(_read(path / "config.json"), checksums[name], problem)
+        leaves = _remade_frozen(read_bytes(path / "config.json"), checksums[name], problem)
         line = f"{problem}; the policy's init_frozen returns the same parameters, and these are used"
         remade[name] = leaves, line
     return remade
@@ -443,7 +396,7 @@ def load_run(path: str | Path, device: str | None = None) -> tuple[Run, TensorDi
     remade = verify(path)
     for _, line in remade.values():
         warnings.warn(line, stacklevel=3)
-    raw = json.loads(_read(path / "config.json"))
+    raw = json.loads(read_bytes(path / "config.json"))
     if device is not None:
         raw["trainer"]["device"] = device
     cfg = config_from_dict(raw, f"{path}/config.json")
@@ -490,12 +443,6 @@ def _environment_state(tensors: dict[str, Tensor]) -> TensorDict:
     return state
 
 
-def step_checkpoints(run: str | Path) -> list[Path]:
-    """Return the checkpoint folders `step_<N>` of a run from oldest to newest, including damaged checkpoints."""
-    folders = [p for p in (Path(run) / "checkpoints").glob("step_*") if p.name.removeprefix("step_").isdecimal()]
-    return sorted(folders, key=lambda p: int(p.name.removeprefix("step_")))
-
-
 def latest(run: str | Path) -> Path:
     """Return the newest undamaged checkpoint of a run folder, or the folder itself if it is a checkpoint.
 
@@ -503,7 +450,7 @@ def latest(run: str | Path) -> Path:
     a checkpoint is damaged, `latest` warns with the name of the damaged file and tries the next older checkpoint.
     """
     run = Path(run)
-    if _is_file(run / "manifest.json"):
+    if is_file(run / "manifest.json"):
         return run
     folders, faults = step_checkpoints(run), []
     if not folders:

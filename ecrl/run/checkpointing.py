@@ -25,10 +25,10 @@ from ecrl.errors import CheckpointError
 from ecrl.loop.buffers import kinds_of, overwritten_buffers, without_buffers
 from ecrl.loop.build import build
 from ecrl.loop.iteration import is_due
-from ecrl.run.atomic_files import complete_folder, remove_folder, remove_leftovers
 from ecrl.run.checkpoint import Snapshot, read_manifest, snapshot, step_checkpoints, verify, write
 from ecrl.run.loggers import ending, tolerate_errors
 from ecrl.run.rank_shards import has_all_shards, shards_without_buffers
+from ecrl.storage.atomic_files import complete_folder, remove_folder, remove_leftovers
 from ecrl.types import LogData
 
 _INCOMPLETE = "the state after {} env steps is not saved: the other ranks did not send their environments"

@@ -9,7 +9,7 @@ from pathlib import Path
 from ecrl.config import Config
 from ecrl.distributed import has_flag, rank, set_flag
 from ecrl.errors import ConfigError
-from ecrl.run.atomic_files import lock_folder, replace_file
+from ecrl.storage.atomic_files import lock_folder, replace_file
 
 
 def _create(folder: Path, exist_ok: bool) -> None:

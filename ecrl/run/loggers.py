@@ -26,7 +26,7 @@ import torch
 
 from ecrl.compile.jit import Compilation
 from ecrl.loop.iteration import decisions_of
-from ecrl.run.atomic_files import append
+from ecrl.storage.atomic_files import append
 from ecrl.types import LogData
 
 SPS = "charts/SPS"

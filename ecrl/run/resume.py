@@ -19,7 +19,6 @@ from ecrl.loop.buffers import mark_written
 from ecrl.loop.build import build, device_of
 from ecrl.loop.iteration import check_state, crossed, expected_state, first_state, steps_per_iteration
 from ecrl.pytree import replaced
-from ecrl.run.atomic_files import complete_folder
 from ecrl.run.checkpoint import (
     buffers_left_out,
     changed_conditions,
@@ -32,6 +31,7 @@ from ecrl.run.checkpoint import (
 )
 from ecrl.run.folder import replace_rows
 from ecrl.run.rank_shards import load_own_shard
+from ecrl.storage.atomic_files import complete_folder
 from ecrl.types import LogData
 
 
@@ -92,6 +92,9 @@ def resume_run(
     if changes:
         own_run, run = run, build(cfg)
         state = _apply_changes(state.to(device_of(cfg)), (own_run, own), (run, cfg))
+        if run.algorithm.data is not None and run.algorithm.data != own_run.algorithm.data:
+            run.algorithm.data.check(run)
+            state = replaced(state, {"data_sha256": run.algorithm.data.sha256().to(device_of(cfg))}).lock_()
     state = load_own_shard(run, state, path)
     mark_written(run, state, state)
     check_state(run, state, cfg)

@@ -25,7 +25,6 @@ from ecrl.loop.build import build, check_rollout, with_eval_events
 from ecrl.loop.iteration import check_state, first_state, iterations, run_summary
 from ecrl.loop.signals import asked, in_loop
 from ecrl.registry import registered
-from ecrl.run.atomic_files import replace_file
 from ecrl.run.checkpointing import with_best_checkpoint, with_checkpoints
 from ecrl.run.crash import with_crash
 from ecrl.run.evaluation import check_evaluation, with_evaluation
@@ -38,6 +37,7 @@ from ecrl.run.resume import continues_run, drop_rows_after, pending_evaluation, 
 from ecrl.run.trackers import check_wandb, with_tensorboard, with_wandb
 from ecrl.run.video import with_training_videos
 from ecrl.run.video_writer import cameras, check_cameras
+from ecrl.storage.atomic_files import replace_file
 from ecrl.types import LogData
 
 Timed = Callable[[str, Iterator[LogData]], Iterator[LogData]]

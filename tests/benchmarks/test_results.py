@@ -257,8 +257,8 @@ def test_two_that_measure_into_one_folder_are_not_let(small, tmp_path):
     run, calls = small
     (tmp_path / "out").mkdir()
     code = f"""
-import pathlib, time, ecrl.run.atomic_files
-with ecrl.run.atomic_files.lock_folder(pathlib.Path({str(tmp_path / "out")!r})):
+import pathlib, time, ecrl.storage.atomic_files
+with ecrl.storage.atomic_files.lock_folder(pathlib.Path({str(tmp_path / "out")!r})):
     print("held", flush=True)
     time.sleep(3600)
 """

@@ -5,7 +5,7 @@ from collections import Counter
 
 import gymnasium
 import pytest
-from support import fake_parts
+from support import demos, fake_parts
 from support.key_effects import BASE, made, params
 from support.key_rows import APG, TABLE, Row
 from support.schema_keys import builtin_configs, path_of, walked
@@ -29,6 +29,11 @@ def _parts():
     registered("env")  # imports the built-in parts, which must not be undone
     saved = {kind: registry._ENTRIES[kind] for kind in fake_parts.KINDS}
     fake_parts.register()
+    for seed in (0, 1):
+        demos.balancing(seed)
+    demos.cues()
+    for seed in (7, 8):
+        demos.start(seed, BASE["policy"])
     yield
     registry._ENTRIES.update(saved)
     del gymnasium.registry["Napping-v0"]

@@ -6,6 +6,7 @@ are for one of two ranks; a single rank has all environments and all rows of a m
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from safetensors.torch import load_file, save_file
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from support.catch import NETWORK, catching
 from support.chunks import chunked
+from support.demos import balancing, recording
 
 import ecrl
 from ecrl import distributed, rng
@@ -49,6 +51,7 @@ REMEMBERING = {
     "policy": {"name": "recurrent", "encoder": NETWORK, "cell": {"hidden_size": 8}, "actor": _NET, "critic": _NET},
     "algorithm.cfg.segment_length": 8,
 }
+CLONE = recording(algorithm={"name": "bc", "cfg": {"demos": os.environ.get("DEMOS", "none")}}).model_dump(mode="json")
 SCENARIOS = {
     "double": Scenario("pendulum_ppo", 5, FULL, double=True),
     "single": Scenario("pendulum_ppo", 1, FULL),
@@ -58,6 +61,7 @@ SCENARIOS = {
     "gradients": Scenario("point_mass_apg", 5, {"trainer.buffer_size": STEPS}),
     "values": Scenario("cartpole_pqn", 3, FULL, double=True),
     "chunks": Scenario(chunked().model_dump(mode="json"), 2, FULL),
+    "clones": Scenario(CLONE, 3, FULL | {"policy.normalize_obs": True, "algorithm.cfg.holdout": 0.25}),
     "images": Scenario(catching().model_dump(mode="json"), 3, FULL),
     "memory and frames": Scenario(catching().model_dump(mode="json"), 3, FULL | REMEMBERING),
 }
@@ -139,8 +143,9 @@ def ended(ranks: list[subprocess.Popen[str]], patience: float = PATIENCE_S) -> l
 
 def both(names: list[str], form: str, out: Path) -> dict[str, list[dict[str, torch.Tensor]]]:
     """Return by scenario the last states of one rank, and of each of two ranks."""
+    shutil.copy(balancing().path, out / "demos")
     for size in (1, 2):
-        ended(launched(size, [__file__, json.dumps(names), form, str(out)]))
+        ended(launched(size, [__file__, json.dumps(names), form, str(out)], DEMOS=str(out / "demos")))
     places = [(1, 0), (2, 0), (2, 1)]
     return {name: [load_file(out / f"{name}_{size}_{rank}") for size, rank in places] for name in names}
 

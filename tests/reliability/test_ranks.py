@@ -18,7 +18,7 @@ from ecrl.errors import ConfigError
 from ecrl.kernels import masked_mean, moments_init, moments_update, standardize
 
 DESTROYED = "process group destroyed"
-SHORT = ["double", "single", "moments", "usual", "groups", "gradients", "values", "chunks"]
+SHORT = ["double", "single", "moments", "usual", "groups", "gradients", "values", "chunks", "clones"]
 SEEING = ["images", "memory and frames"]
 
 
@@ -55,6 +55,13 @@ def test_two_ranks_count_the_steps_of_the_environments_as_one_does(ends):
         assert end["decision_step"] == decisions and end["update_step"] == 2
         assert end["sample_step"] == one["sample_step"] > decisions
     assert distance(one, first, "params") < 1e-6
+
+
+def test_two_ranks_clone_what_one_does(ends):
+    one, first, second = ends["clones"]
+    assert distance(one, first, "params") < 1e-6
+    assert one["norm/obs/count"] == first["norm/obs/count"] == second["norm/obs/count"] == 3 * 2 * ENVS * STEPS
+    torch.testing.assert_close(first["log/holdout_loss"], one["log/holdout_loss"])
 
 
 @pytest.mark.parametrize("name", SEEING)

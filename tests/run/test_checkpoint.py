@@ -17,9 +17,10 @@ from tensordict import TensorDict
 from ecrl.errors import CheckpointError
 from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, train_iter
-from ecrl.run import atomic_files as durable
 from ecrl.run import checkpoint
 from ecrl.run.checkpoint import latest, load, read_files, read_manifest, save, snapshot, write
+from ecrl.storage import atomic_files as durable
+from ecrl.storage.checkpoint_files import json_bytes, sha256_of
 
 
 @pytest.fixture
@@ -106,8 +107,8 @@ def rewritten(path, change):
     manifest = json.loads((path / "manifest.json").read_text())
     del manifest["manifest_sha256"]
     manifest |= change
-    sealed = manifest | {"manifest_sha256": checkpoint._sha256(checkpoint._json(manifest))}
-    (path / "manifest.json").write_bytes(checkpoint._json(sealed))
+    sealed = manifest | {"manifest_sha256": sha256_of(json_bytes(manifest))}
+    (path / "manifest.json").write_bytes(json_bytes(sealed))
 
 
 def test_another_format_is_refused(saved):

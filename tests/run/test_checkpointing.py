@@ -20,12 +20,12 @@ from ecrl.loop.buffers import check_current
 from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, make_iteration, phase_of, train_iter
 from ecrl.pytree import flatten
-from ecrl.run import atomic_files
 from ecrl.run import checkpointing as saving
 from ecrl.run.checkpoint import latest, load, read_manifest, snapshot, write
 from ecrl.run.checkpointing import with_best_checkpoint, with_checkpoints
 from ecrl.run.resume import resume
 from ecrl.run.train import train
+from ecrl.storage import atomic_files
 
 
 def steps_of(run_dir):

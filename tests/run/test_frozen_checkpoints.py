@@ -18,10 +18,11 @@ import ecrl
 from ecrl.errors import CheckpointError
 from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, train_iter
-from ecrl.run import atomic_files, checkpoint
+from ecrl.run import checkpoint
 from ecrl.run.checkpoint import load, read_manifest, save, snapshot, write
 from ecrl.run.checkpointing import with_best_checkpoint, with_checkpoints
 from ecrl.run.resume import resume
+from ecrl.storage import atomic_files
 from ecrl.types import LogData
 
 SAVING = {"trainer.save_freq": 32, "trainer.keep_checkpoints": 2, "trainer.best_eval_metric": "score"}

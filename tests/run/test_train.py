@@ -255,7 +255,7 @@ def test_an_unreachable_store_is_one_line(port):
 
 HOLD_FOLDER = """
 import sys, pathlib
-from ecrl.run.atomic_files import lock_folder
+from ecrl.storage.atomic_files import lock_folder
 with lock_folder(pathlib.Path('run')): print(flush=True), sys.stdin.read()
 """
 
@@ -314,7 +314,7 @@ def test_the_device_of_an_evaluation_is_given_once(tmp_path, monkeypatch, capsys
     cfg = small()
     train(ecrl.init_state(cfg), cfg, tmp_path / "run", progress=False)
     assert called(monkeypatch, "eval", tmp_path / "run", "--num-episodes", 2, "--trainer.device", "cpu") == 2
-    assert capsys.readouterr().err == "--trainer.device: use --device to set the device of an evaluation\n"
+    assert capsys.readouterr().err == "--trainer.device: use --device to set the device\n"
     assert called(monkeypatch, "eval", tmp_path / "run", "--num-episodes", 2, "--device", "cpu") == 0
 
 
@@ -344,7 +344,7 @@ def test_eval_under_other_keys_of_the_environment(config_file, monkeypatch, caps
     assert "eval/avg_length    5.00" in short
     assert "avg_length    5.00" not in evaluated("--env.cfg.max_episode_steps=400").out
     assert evaluated("--policy.name", "mine").err.startswith(
-        "--policy.name: an evaluation can only set keys of env and trainer"
+        "--policy.name: with a trained policy, you can only set keys of env and trainer"
     )
     assert "can only set keys of env and trainer" in evaluated("--trainer.tau", "0.5").err  # a flag of abcdRL
     assert "trainer.num_eval_envs: " in evaluated("--trainer.num_eval_envs", "0").err

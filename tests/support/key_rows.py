@@ -3,6 +3,7 @@
 from typing import Any
 
 from support.catch import NETWORK
+from support.demos import balancing_path, cues_path, start_path
 from support.key_effects import (
     NET,
     Changes,
@@ -48,8 +49,10 @@ DQN: Changes = {
     "algorithm": {"name": "dqn", "cfg": {"batch_size": 16, "capacity": 256, "learning_starts": 0}},
 }
 PQN: Changes = {"policy": Q, "algorithm": {"name": "pqn", "cfg": {"batch_size": 32}}}
+BC: Changes = {"algorithm": {"name": "bc", "cfg": {"demos": str(balancing_path()), "batch_size": 32}}}
 FAST = alg(learning_rate=1e-2, n_epochs=4)  # far enough from the old policy that clipping is felt
 REMEMBER = {"env": {"name": "remember_cue"}, "policy": {"name": "tanh_cell"}}
+BC_REMEMBER = BC | REMEMBER | alg(demos=str(cues_path()))
 RECURRENT = {"name": "recurrent", "actor": NET, "critic": NET, "cell": {"hidden_size": 8}}
 SEPARATE = RECURRENT | {"memory": "separate"}
 PENDULUM = {"env": {"name": "pendulum", "cfg": {"max_episode_steps": 5}}}
@@ -81,6 +84,8 @@ TRAINER = [
     Row("trainer.save_freq", 64, {}, files),
     Row("trainer.keep_checkpoints", 1, {"trainer.save_freq": 64}, files),
     Row("trainer.keep_checkpoints", 1, {"trainer.save_freq": 64, "trainer.keep_checkpoints": 2}, files),
+    Row("trainer.init_from", str(start_path(7)), {}),
+    Row("trainer.init_from", str(start_path(7)), {"trainer.init_from": str(start_path(8))}),
     Row("trainer.save_replay", False, {}, saved_replay),
     Row("trainer.finite_guard", "off", APG | alg(learning_rate=3e38), refused("NaN or infinity in")),
     Row("trainer.use_wandb", True, {}, tracked),
@@ -370,6 +375,14 @@ ALGORITHMS = [
     *rows("algorithm.dqn", DQN, final_epsilon=0.9, exploration_fraction=1.0),
     *rows("algorithm.dqn", DQN | alg(target_update_freq=8), tau=0.5),
     *rows("algorithm.dqn.prioritized", DQN | alg(prioritized={}), alpha=0.1, beta=1.0, final_beta=0.4, eps=1.0),
+    *learning("bc", BC),
+    *not_adaptive("bc", BC | alg(learning_rate=1e-3), "to the policy that collected the steps", "bc"),
+    *rows("algorithm.bc", BC, demos=str(balancing_path(1)), holdout=0.5, n_epochs=2, batch_size=16),
+    *rows("algorithm.bc", BC | alg(batch_size=8), batch_size=16),
+    *rows("algorithm.bc", BC | alg(batch_size=None), num_minibatches=4),
+    *rows("algorithm.bc", BC | alg(batch_size=None, num_minibatches=2), num_minibatches=4),
+    *rows("algorithm.bc", BC_REMEMBER, segment_length=2),
+    *rows("algorithm.bc", BC_REMEMBER | alg(segment_length=4), segment_length=2),
     *learning("pqn", PQN),
     *not_adaptive("pqn", PQN | alg(learning_rate=1e-3), "to the policy that collected the steps", "pqn"),
     *rows("algorithm.pqn", PQN, n_epochs=3, batch_size=16, gamma=0.5, q_lambda=0.1, initial_epsilon=0.5),

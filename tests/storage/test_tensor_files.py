@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load, save
 
 from ecrl.errors import CheckpointError
-from ecrl.run import tensor_files
-from ecrl.run.tensor_files import TensorFile, read_tensors
+from ecrl.storage import tensor_files
+from ecrl.storage.tensor_files import TensorFile, read_tensors
 
 
 def of_every_dtype():

@@ -12,9 +12,10 @@ import json
 import math
 import os
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,13 +63,16 @@ class TensorFile:
     """
 
     tensors: Mapping[str, Tensor]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """Texts by name, which the header stores as `__metadata__`."""
 
     def __iter__(self) -> Iterator[bytes | memoryview]:
         for name, x in self.tensors.items():
             if x.dtype not in _NAMES:
                 raise CheckpointError(f"state: {name} has dtype {x.dtype}, which no checkpoint can store; convert it")
         ordered = sorted(self.tensors.items(), key=lambda item: (_ORDER[item[1].dtype], item[0]))
-        header, end = {}, 0
+        header: dict[str, Any] = {"__metadata__": dict(self.metadata)} if self.metadata else {}
+        end = 0
         for name, x in ordered:
             start, end = end, end + x.numel() * x.element_size()
             header[name] = {"dtype": _NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [start, end]}
@@ -80,6 +84,22 @@ class TensorFile:
                 yield part.cpu().numpy().data
 
 
+class Header(NamedTuple):
+    """Header of a safetensors file: dtypes and shapes of its tensors by name, and its metadata."""
+
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    metadata: dict[str, str]
+
+
+def read_header(path: Path) -> Header:
+    """Read the header of a safetensors file.
+
+    Raises: CheckpointError if the file cannot be read, or is no safetensors file.
+    """
+    with _opened(path) as (_, _, header, metadata):
+        return Header({name: (_DTYPES[x["dtype"]], tuple(x["shape"])) for name, x in header.items()}, metadata)
+
+
 def read_tensors(path: Path, fields: Collection[str] | None = None) -> dict[str, Tensor]:
     """Read the tensors of a safetensors file, by name. Verify the checksum of the file before this call.
 
@@ -89,13 +109,20 @@ def read_tensors(path: Path, fields: Collection[str] | None = None) -> dict[str,
 
     Raises: CheckpointError if the file cannot be read, or is no safetensors file.
     """
+    with _opened(path) as (file, begin, header, _):
+        chosen = [name for name in header if fields is None or name.split("/")[0] in fields]
+        return {name: _read_tensor(file, begin, **header[name]) for name in chosen}
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[Any, int, dict[str, Any], dict[str, str]]]:
+    """Open a safetensors file. Yield the file, the place of its first tensor, the header and the metadata."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header: dict[str, Any] = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            chosen = [name for name in header if fields is None or name.split("/")[0] in fields]
-            return {name: _read_tensor(file, 8 + length, **header[name]) for name in chosen}
+            metadata = header.pop("__metadata__", {})
+            yield file, 8 + length, header, metadata
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:

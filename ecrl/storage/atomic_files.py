@@ -56,7 +56,7 @@ def append(path: Path, data: bytes) -> None:
             raise
 
 
-def replace_file(path: Path, data: bytes) -> None:
+def replace_file(path: Path, data: Content) -> None:
     """Replace a file atomically, or raise OSError and keep the old file."""
     temporary = path.with_name(f".{path.name}.new")
     try:

@@ -5,8 +5,15 @@ from contextlib import suppress
 
 import pytest
 
-from ecrl.run import atomic_files as durable
-from ecrl.run.atomic_files import append, complete_folder, remove_folder, remove_leftovers, replace_file, write_folder
+from ecrl.storage import atomic_files as durable
+from ecrl.storage.atomic_files import (
+    append,
+    complete_folder,
+    remove_folder,
+    remove_leftovers,
+    replace_file,
+    write_folder,
+)
 
 OLD, NEW = {"a": b"old", "b": b"1"}, {"a": b"new", "b": b"2", "c": b""}
 

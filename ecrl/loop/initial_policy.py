@@ -1,0 +1,146 @@
+"""Take the initial policy of a run from a checkpoint, which the config names under `trainer.init_from`.
+
+`initial_policy` returns the policy of the run with other functions `init`, `norm_init` and `init_frozen`, which return
+the tensors of the checkpoint. Everything that an algorithm derives from the initial parameters therefore derives from
+the checkpoint, such as the reference policy of GRPO and the target networks of SAC. The state of the optimiser is new.
+"""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from ecrl.algorithms import Run
+from ecrl.config import Config
+from ecrl.distributed import rank
+from ecrl.errors import CheckpointError, ConfigError
+from ecrl.policies import Policy
+from ecrl.pytree import flatten, paths, unflatten
+from ecrl.storage.atomic_files import complete_folder
+from ecrl.storage.checkpoint_files import is_file, read_manifest, sha256_of_file, step_checkpoints
+from ecrl.storage.tensor_files import read_tensors
+
+_KEY = "trainer.init_from"
+_PARTS = {"params": "params", "norm": "norm/obs", "frozen_params": "frozen_params"}
+
+
+def initial_policy(run: Run, cfg: Config, device: torch.device) -> Policy:
+    """Return the policy for the `init` of an algorithm. Without `trainer.init_from`, it is the policy of the run.
+
+    A part is a first-level name of the parameters, such as `actor` or `critic`. All tensors of a part that both have
+    must have equal names, shapes and dtypes. A part that only the policy has starts at random. A part that only the
+    checkpoint has is unused. A warning names the parts that only one of them has.
+
+    Raises: ConfigError if there is no undamaged checkpoint, if the checkpoint has no part of the policy, if a part has
+        other tensors, or if only one of them standardises observations.
+    """
+    if cfg.trainer.init_from is None:
+        return run.policy
+    path, policy = Path(cfg.trainer.init_from), run.policy
+    try:
+        folder, tensors = _read(path)
+    except CheckpointError as error:
+        raise ConfigError(f"{_KEY}: {error}") from None
+    saved = {part: _under(prefix, tensors) for part, prefix in _PARTS.items()}
+
+    def init(key: Tensor) -> TensorDict:
+        return _with_parts(folder, policy.init(key), saved["params"])
+
+    changed: dict[str, Any] = {"init": init}
+    if policy.norm_init is not None or saved["norm"]:
+        norm_init = _same_normaliser(folder, policy, saved["norm"], device)
+        changed["norm_init"] = lambda device: norm_init.apply(lambda x: x.to(device, copy=True))
+    if policy.init_frozen is not None and saved["frozen_params"]:
+        init_frozen = policy.init_frozen
+        changed["init_frozen"] = lambda device: _filled(
+            folder, "frozen_params", init_frozen(device), saved["frozen_params"]
+        )
+    return replace(policy, **changed)
+
+
+def _read(path: Path) -> tuple[Path, dict[str, Tensor]]:
+    """Return the folder of a checkpoint, and the tensors of its policy. The newest checkpoint of a run is used.
+
+    Raises: CheckpointError if there is no checkpoint, or if a file is damaged.
+    """
+    if not is_file(complete_folder(path) / "manifest.json"):
+        folders = step_checkpoints(path)
+        if not folders:
+            raise CheckpointError(f"{path}: no checkpoint: expected a run folder with checkpoints, or a checkpoint")
+        path = folders[-1]
+    folder, tensors = complete_folder(path), {}
+    for name, checksum in read_manifest(path)["sha256"].items():
+        if name.endswith(".safetensors") and not name.startswith("rank_"):
+            if not is_file(folder / name) or sha256_of_file(folder / name) != checksum:
+                raise CheckpointError(f"{path}/{name}: missing or damaged; use another checkpoint")
+            tensors |= read_tensors(folder / name, ["params", "norm", "frozen_params"])
+    return path, tensors
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors whose names start with `prefix`, by the rest of their names."""
+    start = f"{prefix}/"
+    return {name.removeprefix(start): x for name, x in tensors.items() if name.startswith(start)}
+
+
+def _with_parts(folder: Path, params: TensorDict, saved: Mapping[str, Tensor]) -> TensorDict:
+    """Replace the parts of `params` that the checkpoint also has."""
+    own, others = {str(name) for name in params.keys()}, {name.split("/")[0] for name in saved}  # noqa: SIM118
+    if not own & others:
+        raise ConfigError(
+            f"{_KEY}: {folder}: has the parts {_listed(others)}, but the policy has {_listed(own)}; use a "
+            "checkpoint of the same policy"
+        )
+    random = "the policy has parts that the checkpoint lacks, which start at random"
+    unused = "the checkpoint has parts that the policy lacks, which are unused"
+    for text, differing in ((random, own - others), (unused, others - own)):
+        if differing and rank() == 0:
+            warnings.warn(f"{_KEY}: {folder}: {text}: {_listed(differing)}", stacklevel=2)
+    shared = cast(TensorDict, params.select(*(own & others)))
+    known = {name: x for name, x in saved.items() if name.split("/")[0] in own}
+    return params.copy().update(_filled(folder, "params", shared, known))
+
+
+def _listed(names: set[str]) -> str:
+    return ", ".join(sorted(names)) or "none"
+
+
+def _filled(folder: Path, part: str, structure: TensorDict, saved: Mapping[str, Tensor]) -> TensorDict:
+    """Return a tree like `structure` with the tensors of the checkpoint.
+
+    Raises: ConfigError that names the first tensor that only one of both has, or that has another shape or dtype.
+    """
+    leaves, tree = flatten(structure)
+    expected = {"/".join(path): x for path, x in zip(paths(tree), leaves, strict=True)}
+    for name in sorted(expected.keys() | saved.keys()):
+        texts = [_described(tensors.get(name)) for tensors in (saved, expected)]
+        if texts[0] != texts[1]:
+            raise ConfigError(
+                f"{_KEY}: {folder}: {part}/{name} is {texts[0]}, but {texts[1]} in this config; use the policy of the "
+                "checkpoint"
+            )
+    return cast(TensorDict, unflatten(tree, [saved[name].to(x.device, copy=True) for name, x in expected.items()]))
+
+
+def _described(x: Tensor | None) -> str:
+    return "absent" if x is None else f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+
+
+def _same_normaliser(folder: Path, policy: Policy, saved: Mapping[str, Tensor], device: torch.device) -> TensorDict:
+    """Return the observation statistics of the checkpoint.
+
+    Raises: ConfigError unless the checkpoint and the policy both have statistics of the same observations.
+    """
+    if policy.norm_init is None or not saved:
+        has, lacks = ("the checkpoint", "the policy") if saved else ("the policy", "the checkpoint")
+        value = "true" if saved else "false"
+        raise ConfigError(
+            f"{_KEY}: {folder}: {has} standardises observations, but {lacks} does not; set policy.normalize_obs to "
+            f"{value}"
+        )
+    return _filled(folder, "norm/obs", policy.norm_init(device), saved)

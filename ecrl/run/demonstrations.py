@@ -1,0 +1,285 @@
+"""Record demonstrations of a scripted expert or of a trained policy, as a data set for the algorithm `bc`.
+
+Episode i depends only on the seed and on i. The number of environments that run at the same time changes the results
+by rounding at most.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from ecrl import rng
+from ecrl.algorithms import Run
+from ecrl.config import Config
+from ecrl.envs import make_env, make_expert
+from ecrl.envs.action_chunks import undiscounted_reward
+from ecrl.envs.experts import Expert, open_loop
+from ecrl.errors import CheckpointError, ConfigError, UserError
+from ecrl.kernels import scan
+from ecrl.kernels.rollout import restarted_carry
+from ecrl.kernels.scan_loop import Scan
+from ecrl.loop.build import build, device_of
+from ecrl.policies import policy_params
+from ecrl.pytree import flatten, mapped, names
+from ecrl.spaces import Box, Space, element_shape
+from ecrl.storage.demonstrations import write_demonstrations
+
+_CHUNK = 8  # number of steps between checks for the end of all episodes
+_MAX_STEPS = 1_000_000  # maximum length of an episode
+_TRIES = 100  # episodes per requested success before the recording gives up
+
+Act = Callable[[TensorDict, TensorDict, TensorDict, Tensor], tuple[TensorDict, Tensor]]
+"""Type of (params, carry, environment state, keys) -> (carry, action)."""
+
+
+class Actor(NamedTuple):
+    """The source of the actions, with its name for the metadata."""
+
+    name: str
+    act: Act
+    params: TensorDict
+    carry: TensorDict
+
+
+class Summary(NamedTuple):
+    """Content of a data set of demonstrations. The success rate counts all recorded episodes, or is None."""
+
+    path: Path
+    episodes: int
+    steps: int
+    mean_return: float
+    success_rate: float | None
+    sha256: str
+
+
+def record_demonstrations(
+    cfg: Config,
+    path: str | Path,
+    num_episodes: int = 100,
+    *,
+    state: TensorDict | None = None,
+    expert: Mapping[str, Any] | None = None,
+    sample: bool = False,
+    successes_only: bool = False,
+    seed: int = 0,
+    num_envs: int = 64,
+) -> Summary:
+    """Record whole episodes of an expert or a policy, and write the data set atomically.
+
+    Args:
+        cfg: config of the environment. If `state` is None, the policy and the algorithm of the config are not used.
+        path: safetensors file, which must not exist yet (see `ecrl.storage.demonstrations`).
+        num_episodes: number of episodes in the data set.
+        state: state of a run, whose policy acts; if None, the scripted expert of the environment acts.
+        expert: settings of the scripted expert, such as its noise.
+        sample: if True, the policy samples its actions; if False, its actions are deterministic.
+        successes_only: if True, only episodes that end with success are part of the data set.
+        seed: seed of starts, noise and actions.
+        num_envs: number of environments that run at the same time.
+
+    Returns: a summary of the data set. Without `successes_only`, the success rate is the rate of the data set. With it,
+        the success rate is the share of successes among all episodes that were tried.
+    Raises: ConfigError if the environment has no scripted expert, if it reports no success but `successes_only` is set,
+        or if `path` exists; UserError if too few episodes succeed, or if an episode does not end; CheckpointError if
+        the file cannot be written.
+    """
+    path, run = Path(path), build(cfg)
+    for name, number in (("num_episodes", num_episodes), ("num_envs", num_envs)):
+        if number < 1:
+            raise ConfigError(f"{name}: {number}, expected at least 1")
+    if path.exists():
+        raise ConfigError(f"{path}: exists; choose another name, or remove it first")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path}: the folder {path.parent} does not exist; create it first")
+    num_envs = min(num_envs, num_episodes)
+    if state is None:
+        actor = _expert_of(run, cfg, expert or {}, sample)
+    else:
+        actor = _policy_of(run, state, num_envs, expert, sample)
+    chosen: list[TensorDict] = []
+    tried = succeeded = 0
+    with torch.no_grad():
+        for episode in _episodes(run, actor, cfg, seed, num_envs):
+            if successes_only and "success" not in episode:
+                raise ConfigError(f"successes_only: {cfg.env.name} reports no success; leave it out")
+            success = bool(episode["success"][-1]) if "success" in episode else False
+            tried, succeeded = tried + 1, succeeded + success
+            if success or not successes_only:
+                chosen.append(episode)
+            if len(chosen) == num_episodes:
+                break
+            if tried >= _TRIES * num_episodes:
+                raise UserError(
+                    f"{path}: only {len(chosen)} of {tried:,} episodes of {actor.name} succeeded, expected "
+                    f"{num_episodes}; use a better expert, or ask for fewer"
+                )
+    rate = succeeded / tried if "success" in chosen[0] else None
+    steps = cast(TensorDict, torch.cat([episode.exclude("success") for episode in chosen]))
+    mean_return = float(steps["reward"].double().sum()) / num_episodes
+    about = {
+        "env": cfg.env.name,
+        "expert": actor.name,
+        "episodes": num_episodes,
+        "steps": len(steps),
+        "mean_return": mean_return,
+        "success_rate": rate,
+        "successes_only": successes_only,
+        "seed": seed,
+        "ecrl": _version(),
+        "config": cfg.model_dump(mode="json"),
+    }
+    leaves, structure = flatten(steps)
+    tensors = dict(zip(names(structure), (leaf.contiguous() for leaf in leaves), strict=True))
+    try:
+        checksum = write_demonstrations(path, tensors, about)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot be written: {error.strerror}; make room or choose another place"
+        ) from None
+    return Summary(path, num_episodes, len(steps), mean_return, rate, checksum)
+
+
+def _version() -> str:
+    try:
+        return version("ecrl")
+    except PackageNotFoundError:  # the package runs from its source
+        return "unknown"
+
+
+def _no_tensors() -> TensorDict:
+    return TensorDict({}, [])
+
+
+def _expert_of(run: Run, cfg: Config, settings: Mapping[str, Any], sample: bool) -> Actor:
+    """Return the scripted expert of the environment as an actor. The expert plans the actions of a chunk open loop."""
+    if sample:
+        raise ConfigError("sample: only a trained policy samples its actions; leave it out, or pass a run")
+    expert, chunk = make_expert(cfg.env, settings), cfg.env.action_chunk
+    if chunk > 1:
+        expert = open_loop(make_env(cfg.env.model_copy(update={"action_chunk": 1})), expert, chunk)
+    act = partial(_act_as_expert, expert, element_shape(run.env.action_space))
+    return Actor(f"the expert of {cfg.env.name}", act, _no_tensors(), _no_tensors())
+
+
+def _act_as_expert(
+    expert: Expert,
+    shape: tuple[int, ...],
+    params: TensorDict,
+    carry: TensorDict,
+    env_state: TensorDict,
+    keys: Tensor,
+) -> tuple[TensorDict, Tensor]:
+    action = expert(env_state, keys)
+    return carry, action.reshape(*keys.shape, *shape)
+
+
+def _policy_of(run: Run, state: TensorDict, num_envs: int, settings: Mapping[str, Any] | None, sample: bool) -> Actor:
+    """Return the policy of a state as an actor."""
+    if settings:
+        raise ConfigError(f"expert.{next(iter(settings))}: a trained policy has no such settings; leave it out")
+    params = policy_params(state)
+    act = partial(_act_as_policy, run.policy.act, run.policy.draw if sample else None)
+    return Actor(f"policy {run.policy.name}", act, params, run.policy.init_carry(params, num_envs))
+
+
+def _act_as_policy(
+    act: Callable,
+    draw: Callable | None,
+    params: TensorDict,
+    carry: TensorDict,
+    env_state: TensorDict,
+    keys: Tensor,
+) -> tuple[TensorDict, Tensor]:
+    carry, out = act(params, carry, env_state["obs"], None if draw is None else draw(keys))
+    return carry, out["action"]
+
+
+def _step(
+    act: Act,
+    step: Callable,
+    bounds: Space | None,
+    carry_and_env: tuple[TensorDict, TensorDict],
+    x: tuple[Any, Tensor],
+    params: TensorDict,
+    initial: TensorDict,
+) -> tuple[tuple[TensorDict, TensorDict], dict[str, Any]]:
+    """Take one step in every environment. Return the memories and the environments, and the row of the step."""
+    (carry, env_state), (noise, keys) = carry_and_env, x
+    obs = mapped(torch.clone, env_state["obs"])
+    carry, action = act(params, carry, env_state, keys)
+    if isinstance(bounds, Box):
+        low, high = (action.new_tensor(bound).reshape(bounds.shape) for bound in (bounds.low, bounds.high))
+        action = action.clamp(low, high)
+    env_state = step(env_state, action, noise)
+    carry = restarted_carry(carry, initial, env_state)
+    row = {"obs": obs, "action": action, "done": env_state["terminated"] | env_state["truncated"]}
+    row["reward"] = undiscounted_reward(env_state).clone()
+    if "executed" in env_state:
+        row["executed"] = env_state["executed"].clone()
+    if "success" in env_state.get("info", _no_tensors()):
+        row["success"] = env_state["info", "success"].clone()
+    return (carry, env_state), row
+
+
+def _steps(
+    act: Act,
+    run: Run,
+    loop: Scan,
+    bounds: Space | None,
+    length: int,
+    params: TensorDict,
+    initial: TensorDict,
+    carry_and_env: tuple[TensorDict, TensorDict],
+    key: Tensor,
+    index: Tensor,
+    first: Tensor,
+) -> tuple[tuple[TensorDict, TensorDict], dict[str, Any]]:
+    """Take `length` steps in every environment, starting at step `first`. The rows have shape `[length, N]`."""
+    times = first + torch.arange(length, device=key.device).unsqueeze(1)
+    noise = run.env.draw(rng.stream(key, rng.ENV, index, times))
+    xs = noise, rng.stream(key, rng.ACTION, index, times)
+    return loop(partial(_step, act, run.env.step, bounds), carry_and_env, xs, params, initial)
+
+
+def _episodes(run: Run, actor: Actor, cfg: Config, seed: int, num_envs: int) -> Iterator[TensorDict]:
+    """Yield the episodes 0, 1, 2, ... on the CPU, each a TensorDict of its steps `[T]`.
+
+    The environments run `num_envs` episodes at a time. The next episodes begin when all of these have ended.
+    """
+    key = rng.fold_in(rng.key(seed, device_of(cfg)), rng.DEMO)
+    bounds = run.env.action_space if cfg.policy.clip_actions else None
+    static = actor.act, run, run.scan if run.env.is_pure else scan, bounds, _CHUNK if run.env.is_pure else 1
+    steps = run.jit(_steps, *static) if run.env.is_pure else partial(_steps, *static)
+    for start in count(0, num_envs):
+        index = start + torch.arange(num_envs, device=key.device)
+        env_state = run.env.reset(rng.stream(key, rng.START, index, 0))
+        carry, rows, ended = actor.carry.clone(), [], torch.zeros(num_envs, dtype=torch.bool)
+        first = torch.zeros_like(key)
+        try:
+            while not ended.all():
+                if int(first) >= _MAX_STEPS:
+                    raise UserError(
+                        f"env {int((~ended).int().argmax())}: the episode did not end in {_MAX_STEPS:,} steps; give "
+                        "the environment a time limit"
+                    )
+                (carry, env_state), row = steps(actor.params, actor.carry, (carry, env_state), key, index, first)
+                rows.append(mapped(lambda x: x.cpu(), row))
+                ended, first = ended | row["done"].any(0).cpu(), first + len(row["done"])
+        finally:
+            run.env.close(env_state)
+        taken = int(first)
+        fields = mapped(lambda *parts: torch.cat(parts), *rows, batch=lambda size, taken=taken: (taken, *size[1:]))
+        for n, last in enumerate(fields["done"].int().argmax(0).tolist()):
+            yield _episode(fields, n, last + 1)
+
+
+def _episode(fields: dict[str, Any], n: int, length: int) -> TensorDict:
+    """Return the first `length` steps of environment n, from fields of shape `[T, N]`."""
+    return TensorDict(mapped(lambda x: x[:length, n].clone(), fields, batch=lambda size: (length, *size[2:])), [length])

@@ -1,0 +1,1 @@
+"""Read and write the files of ecrl: atomically, as safetensors, and with checksums."""

@@ -1,0 +1,66 @@
+"""Write and read data sets of demonstrations: one safetensors file with the steps of whole episodes.
+
+The rows of all tensors are steps, in the order of the episodes.
+
+| tensor | shape | content |
+|---|---|---|
+| `obs`, or `obs.<name>` for each entry of a Dict | `[M, ...]` | observation before the step, in its space's dtype |
+| `action` | `[M, ...]` | action that the environment received |
+| `reward` | `[M]` | reward of the step, float |
+| `done` | `[M]` | last step of an episode, bool |
+| `executed` | `[M]` | environment steps that the action took, int64; absent if this number is always 1 |
+
+The metadata of the file has one entry, `ecrl.demonstrations`. The entry is JSON with the version of the format, the
+environment, the number of episodes and steps, the mean return, the success rate, and the config.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ecrl.errors import CheckpointError
+from ecrl.storage.atomic_files import replace_file
+from ecrl.storage.checkpoint_files import sha256_of
+from ecrl.storage.tensor_files import TensorFile, read_header
+
+FORMAT = 1
+"""Version number of the format."""
+
+_KEY = "ecrl.demonstrations"
+
+
+def write_demonstrations(path: Path, steps: Mapping[str, Tensor], about: Mapping[str, Any]) -> str:
+    """Write a data set atomically, and return the SHA-256 of the file in hexadecimal.
+
+    Args:
+        path: path of the file. An existing file is replaced.
+        steps: the tensors of the table above.
+        about: further entries of the metadata, which JSON can store.
+
+    Raises: OSError if the file cannot be written.
+    """
+    text = json.dumps({"format": FORMAT, **about}, sort_keys=True)
+    file = TensorFile(steps, {_KEY: text})
+    replace_file(path, file)
+    return sha256_of(file)
+
+
+def read_about(path: Path) -> tuple[dict[str, tuple[Any, tuple[int, ...]]], dict[str, Any]]:
+    """Return the dtypes and shapes of a data set's tensors by name, and its metadata.
+
+    Raises: CheckpointError if the file cannot be read, or is no data set of demonstrations.
+    """
+    tensors, metadata = read_header(path)
+    try:
+        about = json.loads(metadata[_KEY])
+        version = about["format"]
+    except (KeyError, TypeError, ValueError):
+        raise CheckpointError(
+            f"{path}: no demonstrations: it has no metadata {_KEY}; use a file of ecrl demo"
+        ) from None
+    if version != FORMAT:
+        raise CheckpointError(f"{path}: has format {version}, but this version of ecrl reads format {FORMAT}")
+    return tensors, about

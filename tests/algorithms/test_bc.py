@@ -1,0 +1,310 @@
+"""Behaviour cloning: the steps that are drawn, the loss, resuming, memory, and that the clone acts as its expert."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support import catch  # noqa: F401  it registers an environment
+from support.checks import assert_pure, close
+from support.demos import balancing, cloning, of_policy, recording, remembering_clone
+from support.small_runs import last_state, same
+from tensordict import TensorDict
+
+import ecrl
+from ecrl.algorithms.demonstrations import Demonstrations, drawn_batch, rows_to_learn
+from ecrl.config import config_from_dict
+from ecrl.errors import ConfigError, NotFiniteError
+from ecrl.loop.buffers import data_of, sha256_text
+from ecrl.loop.build import build
+from ecrl.loop.iteration import init_state, make_iteration, train_iter
+from ecrl.policies import policy_params
+from ecrl.run.crash import replay
+from ecrl.run.demonstrations import record_demonstrations
+from ecrl.run.resume import resume
+from ecrl.run.train import train
+from ecrl.storage.tensor_files import read_tensors
+
+
+def drawn(cfg, **counters):
+    """The run, a state and the batch that an iteration from this state learns from."""
+    run, state = build(cfg), init_state(cfg)
+    state = state.copy().update({name: torch.tensor(x) for name, x in counters.items()})
+    data = data_of(run, torch.device("cpu"))
+    return run, state, assert_pure(drawn_batch, run, state, data["data", "train"])
+
+
+def rows_in(path: Path, steps: TensorDict) -> list[int]:
+    """The row of the file for each step, found by its observation."""
+    obs = read_tensors(path)["obs"]
+    return [int((obs == one).all(-1).nonzero()[0, 0]) for one in steps["obs"].reshape(-1, obs.shape[-1])]
+
+
+# The steps that an iteration draws
+
+
+def test_steps_are_rows_of_the_file_with_all_their_fields():
+    path = balancing().path
+    _, _, batch = drawn(cloning())
+    steps, tensors = batch["steps"], read_tensors(path)
+    index = torch.tensor(rows_in(path, steps))
+    assert steps.shape == (8, 17) and {*steps.keys()} == {"obs", "action", "reward", "done"}
+    for name in steps.keys():  # noqa: SIM118
+        assert torch.equal(steps[name].flatten(0, 1), tensors[name][index])
+
+
+def test_every_row_is_drawn_about_equally_often():
+    path = balancing().path
+    run, state, _ = drawn(cloning(**{"trainer.buffer_size": 512}))
+    part = data_of(run, torch.device("cpu"))["data", "train"]
+    part["steps"]["reward"] = torch.arange(320.0)
+    draws = drawn_batch(run, state, part)["steps", "reward"][:, :-1].flatten().long()
+    counts = torch.bincount(draws, minlength=len(read_tensors(path)["done"]))
+    assert len(counts) == 320 and counts.sum() == 4096
+    assert counts.min() > 0 and counts.max() < 35  # 12.8 on average, with a standard deviation of 3.6
+
+
+def test_iterations_and_seeds_draw_other_steps_and_a_repetition_the_same():
+    first, again, later = (drawn(cloning(), sample_step=n)[2]["steps"] for n in (0, 0, 128))
+    other = drawn(cloning(**{"trainer.seed": 2}))[2]["steps"]
+    assert same(first, again)
+    assert not torch.equal(first["obs"], later["obs"]) and not torch.equal(first["obs"], other["obs"])
+
+
+def test_held_out_episodes_are_never_learnt_from():
+    run = build(cloning(**{"algorithm.cfg.holdout": 0.25}))
+    data = data_of(run, torch.device("cpu"))["data"]
+    assert {*data.keys()} == {"train", "holdout"}
+    assert [len(data[part, "starts"]) for part in ("train", "holdout")] == [6, 2]
+    tensors = read_tensors(balancing().path)
+    both = torch.cat([data[part, "steps", "obs"] for part in ("train", "holdout")])
+    assert torch.equal(both, tensors["obs"]) and data["holdout", "starts"].tolist() == [0, 40]
+    with pytest.raises(ConfigError, match=r"^algorithm.cfg.holdout: 0.01 of 8 episodes leaves no episode"):
+        data_of(build(cloning(**{"algorithm.cfg.holdout": 0.01})), torch.device("cpu"))
+
+
+# Loss
+
+
+def test_the_loss_is_the_mean_negative_log_probability():
+    cfg = cloning(**{"algorithm.cfg.batch_size": 128})
+    run, state, batch = drawn(cfg)
+    rows = rows_to_learn(run, policy_params(state), batch)
+    log_prob = run.policy.evaluate_rows(policy_params(state), rows)[0]
+    logs = make_iteration(cfg)(state)[1]["train"]
+    close(logs["loss"], -log_prob.mean())
+
+
+@pytest.mark.parametrize("env", ["pendulum", "cartpole"])
+def test_the_critic_does_not_move_and_the_actor_does(env):
+    cfg = cloning(of_policy(env, **{"env.cfg.max_episode_steps": 10}), **{"env": {"name": env}})
+    before, after = init_state(cfg)["params"], last_state(cfg)["params"]
+    assert same(before["critic"], after["critic"]) and not same(before["actor"], after["actor"])
+
+
+def test_the_log_of_the_held_out_loss_falls():
+    cfg = cloning(**{"algorithm.cfg.holdout": 0.25, "trainer.iterations": 20, "algorithm.cfg.n_epochs": 2})
+    losses = [r["logs"]["holdout_loss"].item() for r in train_iter(init_state(cfg), cfg) if r["log_type"] == "train"]
+    assert len(losses) == 20 and losses[-1] < 0.75 * losses[0]
+
+
+def test_a_clone_balances_like_its_expert(tmp_path):
+    path = tmp_path / "demos.safetensors"
+    cfg = recording()
+    assert record_demonstrations(cfg, path, 5, expert={"noise": 0.05}).mean_return == 500.0
+    keys = {
+        "trainer.iterations": 40,
+        "trainer.num_envs": 16,
+        "trainer.buffer_size": 64,
+        "trainer.num_eval_episodes": 20,
+    }
+    cfg = cloning(path, **keys, **{"algorithm.cfg.batch_size": 128, "algorithm.cfg.learning_rate": 1e-2})
+    start = init_state(cfg)
+    assert ecrl.evaluate(start, cfg)["eval/avg_reward"] < 200.0
+    assert ecrl.evaluate(last_state(cfg, start), cfg)["eval/avg_reward"] >= 400.0
+
+
+# The loop
+
+
+def test_no_environment_steps_and_the_counters_of_drawn_steps():
+    cfg = cloning()
+    start, end = init_state(cfg), last_state(cfg)
+    assert same(start["env"], end["env"]) and same(start["episode"], end["episode"])
+    assert int(end["sample_step"]) == 3 * 8 * 16 and int(end["update_step"]) == 3
+    assert "data" not in end and sha256_text(end["data_sha256"]) == balancing().sha256
+
+
+def test_observation_statistics_are_those_of_the_drawn_steps():
+    cfg = cloning(**{"policy.normalize_obs": True, "trainer.iterations": 1})
+    obs = drawn(cfg)[2]["steps", "obs"][:, :-1].reshape(-1, 4).double()
+    norm = last_state(cfg)["norm", "obs"]
+    assert norm["count"] == 128
+    close(norm["mean"], obs.mean(0))
+
+
+def test_a_gymnasium_environment_is_not_stepped():
+    keys = {"env": {"name": "gymnasium:CartPole-v1"}, "trainer.num_envs": 2}
+    cfg = cloning(**keys)
+    state = init_state(cfg)
+    after = last_state(cfg, state)
+    assert torch.equal(after["env", "obs"], state["env", "obs"])
+    build(cfg).env.close(after["env"])
+
+
+def test_a_checkpoint_has_the_checksum_and_not_the_data_and_needs_no_file(tmp_path):
+    shutil.copy(balancing().path, tmp_path / "demos.safetensors")
+    cfg = cloning(tmp_path / "demos.safetensors")
+    state, _ = train(init_state(cfg), cfg, tmp_path / "run", progress=False)
+    step = tmp_path / "run" / "checkpoints" / "step_384"
+    tensors = read_tensors(step / "state.safetensors")
+    assert "data_sha256" in tensors and not [name for name in tensors if name.startswith("data/")]
+    assert sum(path.stat().st_size for path in step.iterdir()) < 60_000
+    (tmp_path / "demos.safetensors").unlink()
+    loaded, own = ecrl.load(step)
+    assert same(loaded, state) and ecrl.evaluate(loaded, own, 4) == ecrl.evaluate(state, cfg, 4)
+
+
+@pytest.mark.parametrize("agent", ["feed-forward", "memory"])
+def test_a_resumed_run_has_the_same_bits(agent, tmp_path):
+    cfg = cloning(**{"policy.normalize_obs": True, "algorithm.cfg.holdout": 0.25, "trainer.iterations": 4})
+    cfg = cfg if agent == "feed-forward" else remembering_clone(**{"trainer.iterations": 4})
+    ecrl.save(tmp_path / "half", last_state(cfg.replace(**{"trainer.iterations": 2})), cfg)
+    state, loaded = ecrl.load(tmp_path / "half")
+    assert same(last_state(loaded, state), last_state(cfg))
+
+
+def test_a_changed_file_is_refused_in_one_line_and_another_path_needs_force(tmp_path):
+    path, other = tmp_path / "demos.safetensors", tmp_path / "other.safetensors"
+    shutil.copy(balancing().path, path)
+    shutil.copy(balancing(seed=1).path, other)
+    cfg = cloning(path)
+    train(init_state(cfg), cfg, tmp_path / "run", progress=False)
+    shutil.copy(other, path)
+    with pytest.raises(ConfigError) as refused:
+        resume(tmp_path / "run")
+    assert str(refused.value) == (
+        f"algorithm bc: {path}: differs from the data set of this run, whose SHA-256 is {balancing().sha256}; restore "
+        "the file, or start a new run"
+    )
+    with pytest.raises(ConfigError, match="differs from the data set of this run"):
+        make_iteration(cfg)(ecrl.load(tmp_path / "run" / "checkpoints" / "step_384")[0])
+    path.unlink()
+    with pytest.raises(ConfigError, match=rf"^algorithm.cfg.demos: {path}: cannot be read: No such file"):
+        resume(tmp_path / "run")
+    changes = {"algorithm.cfg.demos": str(other), "trainer.iterations": 5}
+    with pytest.raises(ConfigError, match="to resume with it, add --force"):
+        resume(tmp_path / "run", overrides=changes)
+    state, own = resume(tmp_path / "run", overrides=changes, force=True)
+    assert sha256_text(state["data_sha256"]) == balancing(seed=1).sha256
+    assert int(last_state(own, state)["update_step"]) == 5
+
+
+def test_an_iteration_is_pure_and_vmaps_over_seeds():
+    cfg = cloning(**{"algorithm.cfg.holdout": 0.25})
+    states, iteration = [init_state(cfg, key=torch.tensor(seed)) for seed in (1, 2)], make_iteration(cfg)
+    single = [assert_pure(iteration, state)[0] for state in states]
+    stacked, _ = torch.vmap(iteration, randomness="error")(torch.stack([s.clone() for s in states]))
+    for i, state in enumerate(single):
+        for name, leaf in state.flatten_keys("/").items():
+            close(stacked.flatten_keys("/")[name][i], leaf, tol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("traced_or_compiled")
+@pytest.mark.parametrize("make", [cloning, remembering_clone])
+def test_compiled_equals_eager(make):
+    keys = {"algorithm.cfg.holdout": 0.25, "trainer.iterations": 3}
+    first, second = (last_state(make(**keys, **{"trainer.compile": form})) for form in ("off", "on"))
+    for name, leaf in first.flatten_keys("/").items():
+        close(second.flatten_keys("/")[name], leaf, tol=1e-4)
+
+
+def test_a_crash_is_written_without_the_data_and_repeated(tmp_path):
+    cfg = cloning(**{"algorithm.cfg.learning_rate": 3e38})
+    with pytest.raises(NotFiniteError, match="NaN or infinity in"):
+        train(init_state(cfg), cfg, tmp_path, progress=False)
+    assert any("again" in line for line in replay(tmp_path / "crash"))
+
+
+# Memory
+
+
+def test_a_policy_with_memory_learns_whole_episodes():
+    cfg = remembering_clone()
+    _, _, batch = drawn(cfg)
+    done = batch["steps", "done"]
+    assert done.shape == (16, 9) and torch.equal(done[:, :6], torch.tensor([[False, False, True] * 2]).expand(16, 6))
+    logs = [r["logs"] for r in train_iter(init_state(cfg), cfg) if r["log_type"] == "train"]
+    end = last_state(cfg)
+    assert logs[-1]["loss"] < 0.1 < logs[0]["loss"]
+    assert ecrl.evaluate(end, cfg, 64)["eval/avg_reward"] == 1.0
+
+
+def test_segments_start_with_the_memory_of_the_steps_before():
+    whole, parts = remembering_clone(), remembering_clone(**{"algorithm.cfg.segment_length": 4})
+    one, two = (drawn(cfg) for cfg in (whole, parts))
+    params = policy_params(one[1])
+    sequences, segments = (rows_to_learn(run, params, batch) for run, _, batch in (one, two))
+    assert sequences["done"].shape == (16, 8) and segments["done"].shape == (32, 4)
+    log_prob = [one[0].policy.evaluate_rows(params, rows)[0] for rows in (sequences, segments)]
+    close(log_prob[1].reshape(16, 8), log_prob[0])
+
+
+def test_an_episode_longer_than_a_sequence_is_refused():
+    with pytest.raises(ConfigError) as refused:
+        last_state(remembering_clone(**{"trainer.buffer_size": 2, "algorithm.cfg.batch_size": 32}))
+    assert str(refused.value) == (
+        "trainer.buffer_size: 2 is below 3, the length of the longest demonstration, but a policy with memory learns "
+        "from whole episodes; use at least 3"
+    )
+
+
+# Refusals
+
+
+def test_demonstrations_of_another_environment_are_refused():
+    with pytest.raises(ConfigError) as refused:
+        init_state(cloning(**{"env.cfg.observe_velocity": False}))
+    assert str(refused.value) == (
+        f"algorithm.cfg.demos: {balancing().path}: obs is float32 [4] per step, but float32 [2] in this environment; "
+        "use demonstrations of this environment"
+    )
+    with pytest.raises(ConfigError, match=r"has no obs\.\w+; use demonstrations"):
+        Demonstrations(str(balancing().path)).check(build(recording("catch", **{"env.cfg.observe": "dict"})))
+
+
+def test_a_file_that_is_no_data_set_is_refused(tmp_path):
+    ecrl.save(tmp_path / "run", init_state(recording()), recording())
+    path = tmp_path / "run" / "state.safetensors"
+    with pytest.raises(ConfigError, match=rf"^algorithm.cfg.demos: {path}: no demonstrations: it has no metadata"):
+        init_state(cloning(path))
+    (tmp_path / "text").write_text("text")
+    with pytest.raises(ConfigError, match=r"^algorithm.cfg.demos: .*text: damaged"):
+        init_state(cloning(tmp_path / "text"))
+
+
+def test_policies_without_log_probabilities_and_adaptive_rates_are_refused():
+    with pytest.raises(ConfigError, match=r"^policy.name: this policy has no log-probabilities, which bc needs"):
+        init_state(cloning(policy={"name": "q_network", "critic": {"network_cfg": {"hidden_sizes": [8]}}}))
+    with pytest.raises(ConfigError, match="lr_scheduler adaptive needs the KL"):
+        cloning(**{"algorithm.cfg.lr_scheduler": {"name": "adaptive"}})
+    with pytest.raises(ConfigError, match=r"algorithm.cfg.demos: missing"):
+        config_from_dict({"env": {"name": "cartpole"}, "policy": {"name": "actor_only"}, "algorithm": {"name": "bc"}})
+
+
+def test_the_data_set_is_not_copied():
+    """All iterations read the same tensors."""
+    cfg, seen = cloning(), []
+
+    def watched(run):
+        def iterate(run, state, borrowed):
+            seen.append(borrowed["data", "train", "steps", "obs"].data_ptr())
+            return bc.iterate(run, state, borrowed)
+
+        return run._replace(algorithm=replace(run.algorithm, iterate=iterate))
+
+    bc = build(cfg).algorithm
+    last_state(cfg, watch=watched)
+    assert len(seen) == 3 and len({*seen}) == 1
