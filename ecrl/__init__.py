@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         register_observation,
         register_policy,
         register_reward,
+        register_vla_backend,
         registered,
     )
     from ecrl.run.checkpoint import load, save
@@ -73,6 +74,7 @@ _HOME = {
     "register_observation": "registry",
     "register_policy": "registry",
     "register_reward": "registry",
+    "register_vla_backend": "registry",
     "registered": "registry",
     "save": "run.checkpoint",
     "train": "run.train",
@@ -111,6 +113,7 @@ __all__ = [
     "register_observation",
     "register_policy",
     "register_reward",
+    "register_vla_backend",
     "registered",
     "save",
     "train",

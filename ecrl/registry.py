@@ -1,4 +1,4 @@
-"""Register environments, experts, policies, algorithms, networks, events and the terms of MuJoCo tasks under names.
+"""Register environments, experts, policies, algorithms, networks, events, MuJoCo terms and VLA backends under names.
 
 Each name maps to a config class and a function `make`. A decorator registers `make`, and reads the config class from
 the annotation of the first parameter:
@@ -16,7 +16,8 @@ Components made from equal configs have equal functions, so runs with equal conf
   only in `InitOnly` fields, the two policies share all functions except `init` and `init_frozen`.
 
 An installed package can register its components automatically. The package declares an entry point in the group
-`ecrl.plugins`, which names the module that registers the components.
+`ecrl.plugins`, which names the module that registers the components. The group `ecrl.vla_backends` is for packages that
+only register backends of the policy `vla`.
 """
 
 import json
@@ -38,8 +39,8 @@ BUILTIN = ("ecrl.envs", "ecrl.policies", "ecrl.algorithms")
 The registry imports these packages before a user's first lookup or registration.
 """
 
-PLUGINS = "ecrl.plugins"
-"""Entry-point group of the plugins. The registry imports the plugins after the built-in packages."""
+PLUGINS = ("ecrl.plugins", "ecrl.vla_backends")
+"""Entry-point groups of the plugins. The registry imports the plugins after the built-in packages."""
 
 
 class Entry(NamedTuple):
@@ -77,9 +78,11 @@ def _shape_of(value: Any) -> Hashable:
     return type(value), tuple((name, _shape_of(getattr(value, name))) for name in shaping)
 
 
-_KINDS = ("env", "policy", "algorithm", "network", "event", "action", "observation", "reward", "expert")
+_KINDS = ("env", "policy", "algorithm", "network", "event", "action", "observation", "reward", "expert", "vla_backend")
 _KINDS_WITH_NAME = ("policy", "algorithm")
 """The kinds of components that have a field `name`."""
+_IN_POLICIES = ("network", "vla_backend")
+"""The kinds of components that policies contain."""
 _ENTRIES: dict[str, dict[str, Entry]] = {kind: {} for kind in _KINDS}
 
 
@@ -145,10 +148,11 @@ def _register(kind: str, name: str, *, override: bool = False) -> Callable[[Call
                 f"{kind} {name!r}: annotate the first parameter of {make.__name__} with its frozen Config model"
             )
         made = _with_name(make, name) if kind in _KINDS_WITH_NAME else make
-        # Networks are not memoised, because two policies with one network object would share its weights.
-        memoised = {"network": made, "algorithm": made, "policy": _sharing_functions(made)}
+        # Networks are not memoised, because two policies with one network object would share its weights. The policy
+        # `vla` memoises the policies of its backends.
+        memoised = {"network": made, "vla_backend": made, "algorithm": made, "policy": _sharing_functions(made)}
         _ENTRIES[kind][name] = Entry(config, memoised[kind] if kind in memoised else cache(made))
-        if kind == "network" and override:  # memoised policies still contain the old network
+        if kind in _IN_POLICIES and override:  # memoised policies still contain the old component
             for policy in _ENTRIES["policy"].values():
                 cast(Any, policy.make).cache_clear()
         return make
@@ -181,6 +185,16 @@ def register_network(name: str, *, override: bool = False) -> Callable[[Callable
     result of `forward` has shape `[B, outputs]`. `ecrl.policies.flatten` converts observations to float features.
     """
     return _register("network", name, override=override)
+
+
+def register_vla_backend(name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
+    """Return a decorator that registers the function `make` as a backend of the policy `vla`.
+
+    `make(cfg, observation_space, action_space, policy_cfg)` returns a Policy. `cfg` is the section `policy.vla`, whose
+    Config model is a subclass of `ecrl.policies.VLAConfig`. `action_space` is a Box with finite bounds, of shape `[A]`
+    or `[k, A]`. `policy_cfg` is the section `policy`, with settings such as `bf16`.
+    """
+    return _register("vla_backend", name, override=override)
 
 
 def register_event(name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
@@ -235,8 +249,8 @@ def _import_parts() -> None:
     _import_builtin()
     if _IMPORTED_GROUPS:
         return
-    _IMPORTED_GROUPS.append(PLUGINS)
-    for point in entry_points(group=PLUGINS):
+    _IMPORTED_GROUPS.extend(PLUGINS)
+    for point in (point for group in PLUGINS for point in entry_points(group=group)):
         try:
             point.load()
         except Exception as error:  # a plugin may raise any error, but must not break other plugins

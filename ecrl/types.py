@@ -23,7 +23,8 @@ Logs = dict[str, Tensor]
 ROLLOUT_FIELDS = {
     "obs": "[N, T+1, ...] observations, may be a TensorDict; obs[:, -1] is the observation after the last step",
     "action": "[N, T+1, ...] actions of the policy",
-    "sample_log_prob": "[N, T+1, ...] float, log-probability of the sampled action in nats; may have token axes",
+    "sample_log_prob": "[N, T+1, ...] float, log-probability of the sampled action in nats; may have token axes, the "
+    "first of several for the steps of a chunk",
     "token_mask": "[N, T+1, ...] bool, optional, of the shape of sample_log_prob, True for tokens that count",
     "value": "[N, T+1] float, value of obs[t]; value[:, -1] is not padding",
     "reward": "[N, T+1] float, in the units of the environment",

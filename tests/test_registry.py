@@ -16,6 +16,7 @@ from ecrl.registry import (
     register_event,
     register_network,
     register_policy,
+    register_vla_backend,
     registered,
 )
 
@@ -25,6 +26,7 @@ REGISTER = {
     "algorithm": register_algorithm,
     "network": register_network,
     "event": register_event,
+    "vla_backend": register_vla_backend,
 }
 BUILTIN = {
     "env": {
@@ -42,7 +44,9 @@ BUILTIN = {
     "algorithm": {"apg", "grpo", "ppo"},
     "network": {"mlp"},
     "event": set(),
+    "vla_backend": {"builtin"},
 }
+MADE_EACH_TIME = ("network", "algorithm", "vla_backend")
 
 pytestmark = pytest.mark.usefixtures("restored_registry")
 
@@ -62,9 +66,9 @@ def test_register_and_look_up(kind):
     assert entry.config is Settings and "mine" in registered(kind)
     assert all("mine" not in registered(other) for other in REGISTER if other != kind)
     assert entry.make(Settings()) is not entry.make(Settings(size=2))
-    # A network is made for every call, with new weights. Algorithms are compared by value. The others are made once per
-    # config.
-    assert (entry.make(Settings()) is entry.make(Settings(size=1))) == (kind not in ("network", "algorithm"))
+    # A network is made for every call, with new weights. Algorithms are compared by value. The policy `vla` remembers
+    # what a backend made. The others are made once per config.
+    assert (entry.make(Settings()) is entry.make(Settings(size=1))) == (kind not in MADE_EACH_TIME)
 
 
 @pytest.mark.parametrize("kind", REGISTER)
@@ -73,7 +77,7 @@ def test_a_taken_name_raises_unless_overridden(kind):
     first = lookup(kind, "mine").make(Settings())
     with pytest.raises(ValueError, match=f"{kind} 'mine' is already registered; pass override=True to replace it"):
         REGISTER[kind]("mine")(_make)
-    assert kind in ("network", "algorithm") or lookup(kind, "mine").make(Settings()) is first
+    assert kind in MADE_EACH_TIME or lookup(kind, "mine").make(Settings()) is first
     REGISTER[kind]("mine", override=True)(_make)
     assert lookup(kind, "mine").make(Settings()) is not first  # nothing is remembered of the one replaced
 
@@ -222,13 +226,13 @@ print(int(ecrl.train(ecrl.init_state(cfg), cfg, progress=False)[0]["update_step"
 """
 
 
-def _install(folder, package, text, points):
+def _install(folder, package, text, points, group="ecrl.plugins"):
     """Write a package as pip installs it: its code, and a dist-info with its entry points."""
     (folder / f"{package}.py").write_text(text)
     info = folder / f"{package}-1.2.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.2\n")
-    (info / "entry_points.txt").write_text("[ecrl.plugins]\n" + "".join(f"{point}\n" for point in points))
+    (info / "entry_points.txt").write_text(f"[{group}]\n" + "".join(f"{point}\n" for point in points))
 
 
 def test_the_parts_of_an_installed_package_are_known(tmp_path):
@@ -237,6 +241,26 @@ def test_the_parts_of_an_installed_package_are_known(tmp_path):
     assert done.stdout.strip() == "2" and done.stderr == ""
     error = _python("from ecrl.registry import lookup; lookup('env', 'tiny')", ok=False)
     assert "unknown env 'tiny'" in error.stderr, "only where it is installed"
+
+
+BACKEND = """
+from ecrl.policies import Policy, VLAConfig
+from ecrl.registry import register_vla_backend
+
+class TinyConfig(VLAConfig):
+    "No settings."
+
+@register_vla_backend("tiny_model")
+def tiny_model(cfg: TinyConfig, observation_space, action_space, policy_cfg) -> Policy: ...
+"""
+
+
+def test_packages_have_entry_points_for_backends_of_the_policy_vla(tmp_path):
+    _install(tmp_path, "tiny_backend", BACKEND, ["tiny = tiny_backend"], "ecrl.vla_backends")
+    _install(tmp_path, "tiny_parts", TINY, ["tiny = tiny_parts"])
+    names = "from ecrl.registry import registered; print(*registered('vla_backend'), 'tiny' in registered('env'))"
+    done = _python(names, tmp_path)
+    assert done.stdout.split() == ["builtin", "tiny_model", "True"] and done.stderr == ""
 
 
 BROKEN = "import ecrl_parts_that_nobody_has"

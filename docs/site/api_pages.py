@@ -44,6 +44,7 @@ PAGES: dict[str, tuple[str, dict[str, list[str]]]] = {
                 "ecrl.register_policy",
                 "ecrl.register_algorithm",
                 "ecrl.register_network",
+                "ecrl.register_vla_backend",
                 "ecrl.register_event",
                 "ecrl.register_action",
                 "ecrl.register_observation",

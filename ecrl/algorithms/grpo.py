@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ecrl import rng
 from ecrl.algorithms.core import LEARNER_KINDS, Algorithm, Run, collect, from_reset, on_policy
+from ecrl.algorithms.logprob_gap import logprob_gap
 from ecrl.algorithms.minibatch_sgd import (
     SGD,
     MinibatchConfig,
@@ -146,12 +147,12 @@ def loss(run: Run, params: TensorDict, minibatch: TensorDict, mask: Tensor, hype
 def update(run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:
     """Learn from a batch in `n_epochs` passes. Refresh the reference policy every `ref_update_freq` iterations."""
     choices, batch = run.algorithm.choices, batch.exclude(("steps", "value"))
-    fields = advantages(run, state, batch)
+    fields, gap = advantages(run, state, batch), logprob_gap(run, state, batch)
     state, logs = minibatch_epochs(
         run, state, batch, fields, loss, choices.sgd, distance="approx_kl", limit="target_kl"
     )
     freq = cast(TensorDict, state["hyper"]).get("ref_update_freq", None)
-    return state if freq is None else refreshed_reference(state, freq), logs
+    return state if freq is None else refreshed_reference(state, freq), logs | gap
 
 
 @register_algorithm("grpo")

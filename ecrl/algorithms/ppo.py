@@ -24,6 +24,7 @@ from ecrl.algorithms.core import (
     standardize_over_ranks,
     with_scaled_rewards,
 )
+from ecrl.algorithms.logprob_gap import logprob_gap
 from ecrl.algorithms.minibatch_sgd import (
     SGD,
     MinibatchConfig,
@@ -159,9 +160,11 @@ def update(run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, 
     choices = run.algorithm.choices
     fields = advantages(run, state["hyper"], batch["steps"])
     whole = {"advantage": standardize_over_ranks} if choices.normalize_advantage == "minibatch" else {}
-    return minibatch_epochs(
+    gap = logprob_gap(run, state, batch)
+    state, logs = minibatch_epochs(
         run, state, batch, fields, loss, choices.sgd, whole=whole, distance="approx_kl", limit="target_kl"
     )
+    return state, logs | gap
 
 
 def groups(cfg: PPOConfig) -> tuple[Group, ...]:

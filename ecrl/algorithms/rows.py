@@ -17,7 +17,7 @@ from ecrl.kernels.rollout import sequences
 from ecrl.policies import Policy, sum_tokens
 from ecrl.policies.contract import described
 
-_OUTCOMES = ("reward", "terminated", "truncated", "info", "final_value", "executed")
+_OUTCOMES = ("reward", "terminated", "truncated", "info", "final_value")
 _DERIVED = {"next_value"}
 """Fields that `ecrl.types.transitions` adds to steps."""
 
@@ -31,7 +31,8 @@ def rows_of(run: Run, batch: TensorDict, **fields: Tensor) -> TensorDict:
             `[N, T / L]`.
         fields: further fields of the rows, `[N, T]`, such as advantages.
 
-    Returns: `[N * T]` rows with obs, action, done and the other fields of the policy's `act`. A sequence has L =
+    Returns: `[N * T]` rows with obs, action, done and the other fields of the policy's `act`, and with `executed` if
+        the environment reports it, because the tokens of steps that were not taken do not count. A sequence has L =
         `run.static.row_steps` steps. For sequences, the result has `[N * T / L]` rows, whose fields have the shape
         `[N * T / L, L, ...]`. If the policy has memory, the result also has `carry`, of shape `[N * T / L, ...]`. The
         segments of an environment are consecutive. `sample_log_prob` is summed over the tokens of an action.

@@ -8,7 +8,7 @@ from contextlib import suppress
 from math import prod
 from typing import Any, NamedTuple
 
-from ecrl.config.model import Fault, Loc, format_path, known_keys
+from ecrl.config.model import Fault, Loc, format_key, format_path, format_value, known_keys
 from ecrl.registry import Entry, lookup
 
 KEY_ALIASES = {
@@ -36,6 +36,9 @@ COUNT_KEYS = {
 
 SKIP_KEY, GUARD_KEY = "algorithm.cfg.skip_nonfinite_updates", "trainer.finite_guard"
 """EmbodiChain's key `SKIP_KEY` for apg, and ecrl's key `GUARD_KEY`. True becomes "skip", and false becomes "stop"."""
+
+VLA_KEY = "policy.vla_config"
+"""EmbodiChain's section of a pretrained model. Its path becomes `policy.vla.model_path`."""
 
 SETTINGS = {"name": ("cfg", "kwargs"), "func": ("params",), "type": ("network_cfg",)}
 """Map a key that names a component to the keys that hold its settings. A new name removes the old settings."""
@@ -241,6 +244,34 @@ def convert_skip_flag(raw: RawConfig) -> RawConfig:
     else:
         with suppress(KeyError):
             data, origins[guard] = set_path(data, guard, "skip" if value else "stop"), SKIP_KEY
+    return RawConfig(data, origins, faults, raw.inert)
+
+
+def convert_vla_section(raw: RawConfig) -> RawConfig:
+    """Translate EmbodiChain's section `policy.vla_config` into `policy.vla`.
+
+    A config cannot name a Python class to import, so the keys `model_class` and `model_config` are faults.
+    """
+    path, target = split_path(VLA_KEY), ("policy", "vla", "model_path")
+    section = get_path(raw.data, path)
+    if section is MISSING or get_path(raw.data, ("policy", "name")) != "vla":
+        return raw
+    data, origins, faults = remove_path(raw.data, path), dict(raw.origins), list(raw.faults)
+    if not isinstance(section, dict):
+        return RawConfig(
+            data, origins, [*faults, (path, f"expected an object, got {format_value(section)}")], raw.inert
+        )
+    for key, value in section.items():
+        if key in ("model_class", "model_config"):
+            text = "a config imports no class; register a backend, and give its name and settings in policy.vla"
+            faults.append(((*path, key), text))
+        elif key != "model_path":
+            faults.append(((*path, format_key(key)), "unknown key; known: model_path"))
+        elif get_path(data, target) is not MISSING:
+            faults.append(((*path, key), "another name of 'policy.vla.model_path', which is also given; keep one"))
+        else:
+            with suppress(KeyError):
+                data, origins[target] = set_path(data, target, value), f"{VLA_KEY}.{key}"
     return RawConfig(data, origins, faults, raw.inert)
 
 

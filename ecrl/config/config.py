@@ -44,7 +44,7 @@ from ecrl.registry import Entry, lookup, registered
 __all__ = ["Config", "config_from_dict", "diff", "load_config", "parse_overrides", "total_steps"]
 
 
-def _find_entry(kind: str, section: dict, key: str = "name") -> Entry:
+def find_entry(kind: str, section: dict, key: str = "name") -> Entry:
     """Return the registry entry that `section[key]` names."""
     name = section.get(key)
     try:
@@ -62,7 +62,7 @@ def validate_settings(kind: str, section: dict, key: str, settings: str) -> dict
 
     The component that `section[key]` names has a Config model, which validates `section[settings]`.
     """
-    config = _find_entry(kind, section, key).config
+    config = find_entry(kind, section, key).config
     try:
         return section | {settings: config.model_validate(section.get(settings, {}))}
     except ValidationError as error:
@@ -246,7 +246,7 @@ class PolicyConfig(ConfigModel):
     @model_validator(mode="wrap")
     @classmethod
     def _registered(cls, data: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-        config = _find_entry("policy", data).config if cls is PolicyConfig and isinstance(data, dict) else cls
+        config = find_entry("policy", data).config if cls is PolicyConfig and isinstance(data, dict) else cls
         return handler(data) if config is cls else config.model_validate(data)
 
 

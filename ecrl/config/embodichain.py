@@ -20,6 +20,7 @@ from ecrl.config.aliases import (
     apply_overrides,
     convert_counts,
     convert_skip_flag,
+    convert_vla_section,
     get_path,
     part_entry,
     reject_unused_aliases,
@@ -39,6 +40,7 @@ INERT = {
     "trainer.renderer": _RENDERER,
     "trainer.enable_rt": "no ray tracing",
     "trainer.gpu_id": _GPU,
+    "trainer.buffer_type": "a rollout has every field that the policy returns",
     "env.cfg.headless": _WINDOW,
     "env.cfg.visualization": _WINDOW,
     "env.cfg.renderer": _RENDERER,
@@ -109,6 +111,15 @@ def inert_keys_in(model: type, data: Any, path: Loc = ()) -> list[Fault]:
     return faults
 
 
+def _inert_vla_keys(data: dict[str, Any]) -> list[Fault]:
+    """List the inert keys in the settings of the backend of the policy `vla`."""
+    section = get_path(data, ("policy", "vla"))
+    if not isinstance(section, dict) or get_path(data, ("policy", "name")) != "vla":
+        return []
+    entry = part_entry("vla_backend", {"name": section.get("backend", "builtin")})
+    return inert_keys_in(entry.config, section, ("policy", "vla")) if entry else []
+
+
 def inert_keys(data: dict[str, Any]) -> list[Fault]:
     """List all inert keys of a config, each with the reason why ecrl ignores it.
 
@@ -120,6 +131,7 @@ def inert_keys(data: dict[str, Any]) -> list[Fault]:
     if isinstance(trainer, dict):
         faults += [(("trainer", key), INERT[f"trainer.{key}"]) for key in trainer if f"trainer.{key}" in INERT]
         faults += _inert_events(trainer.get("events"), entry)
+    faults += _inert_vla_keys(data)
     cfg = env.get("cfg") if isinstance(env, dict) else None
     if entry and isinstance(cfg, dict):
         part_faults = inert_keys_in(entry.config, cfg, ("env", "cfg"))
@@ -246,4 +258,5 @@ def translate_config(
     raw = apply_aliases(RawConfig(data, {}, repeated_keys(data), []))
     raw = apply_aliases(apply_overrides(raw, overrides))
     raw = apply_aliases(merge_gym_config(raw, folder))
-    return _drop_inert_keys(reject_unused_aliases(convert_skip_flag(convert_counts(raw, defaults))))
+    raw = convert_vla_section(convert_skip_flag(convert_counts(raw, defaults)))
+    return _drop_inert_keys(reject_unused_aliases(raw))

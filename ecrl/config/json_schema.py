@@ -3,7 +3,7 @@
 Editors use the schema to complete the keys of a config.
 """
 
-from typing import Any
+from typing import Any, cast
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
@@ -14,7 +14,7 @@ from ecrl.config.aliases import COUNT_KEYS, GUARD_KEY, KEY_ALIASES, SKIP_KEY
 from ecrl.config.model import ConfigModel, sections_in
 from ecrl.registry import lookup, registered
 
-KINDS = ("env", "policy", "algorithm", "network", "event", "action", "observation", "reward")
+KINDS = ("env", "policy", "algorithm", "network", "event", "action", "observation", "reward", "vla_backend")
 _ANY_SETTINGS = "#/$defs/BaseModel"  # pydantic's reference for the settings of any component
 _GYMNASIUM = {"type": "string", "pattern": "^gymnasium:."}
 
@@ -36,6 +36,35 @@ def _part_models(models: list[type[BaseModel]]) -> dict[type[BaseModel], str]:
             kinds[model] = kind
         pending += [section for field in model.model_fields.values() for section in sections_in(field.annotation)]
     return kinds
+
+
+def _whole_parts(models: list[type[BaseModel]]) -> dict[type[BaseModel], tuple[str, str]]:
+    """Map each config model in the fields of `models` that a component's own model replaces to a kind and a key.
+
+    The section's value of the key is the name of the component.
+    """
+    annotations = [field.annotation for model in models for field in model.model_fields.values()]
+    fields = (section for annotation in annotations for section in sections_in(annotation))
+    return {model: cast(Any, model).whole_part for model in fields if "whole_part" in vars(model)}
+
+
+def _split_by_component(defs: dict[str, Any], ref: str, key: str, default: Any, refs: dict[str, str]) -> None:
+    """Split the schema of a section into one alternative per component, whose name is the section's value of `key`.
+
+    `ref` refers to the section in `defs`, and `refs` maps each component's name to a reference to its own schema.
+    """
+    place = ref.rpartition("/")[2]
+    section, plain = defs[place], f"{place}-plain"
+    if ref in refs.values():  # the schema of a component whose Config adds no keys
+        defs[plain] = dict(section)
+    alternatives = [
+        {"$ref": f"{own}-plain" if own == ref else own, "properties": {key: {"const": name}}}
+        | ({} if name == default else {"required": [key]})
+        for name, own in refs.items()
+    ]
+    description = section["description"]
+    section.clear()
+    section.update({"description": description, "oneOf": alternatives})
 
 
 def _branch(names: dict[str, Any], keys: list[str], settings: str, config: dict[str, Any], default: bool) -> dict:
@@ -116,8 +145,8 @@ def json_schema() -> dict[str, Any]:
     """
     parts = {kind: {name: lookup(kind, name).config for name in registered(kind)} for kind in KINDS}
     models = [Config, TrainerConfig, PolicyConfig, *(m for by_name in parts.values() for m in by_name.values())]
-    choices = _part_models(models)
-    models += choices
+    choices, whole = _part_models(models), _whole_parts(models)
+    models += [*choices, *whole]
     refs, schema = models_json_schema([(model, "validation") for model in dict.fromkeys(models)])
     refs = {model: ref for (model, _), ref in refs.items()}
     sections = {model: schema["$defs"][ref["$ref"].rpartition("/")[2]] for model, ref in refs.items()}
@@ -132,17 +161,9 @@ def json_schema() -> dict[str, Any]:
     for model, kind in choices.items():
         if kind == "network":
             _accept_plain_name(sections[model], configs["network"])
-    plain = {"$ref": refs[PolicyConfig]["$ref"] + "-plain"}  # reference for policies whose Config adds no keys
-    if PolicyConfig in parts["policy"].values():
-        schema["$defs"][plain["$ref"].rpartition("/")[2]] = dict(sections[PolicyConfig])
-    policies = [
-        (plain if parts["policy"][name] is PolicyConfig else config["cfg"])
-        | {"properties": {"name": {"const": name}}, "required": ["name"]}
-        for name, config in configs["policy"].items()
-    ]
-    description = sections[PolicyConfig]["description"]
-    sections[PolicyConfig].clear()
-    sections[PolicyConfig].update({"description": description, "oneOf": policies})
+    for model, (kind, key) in {PolicyConfig: ("policy", "name"), **whole}.items():
+        own_refs = {name: config["cfg"]["$ref"] for name, config in configs[kind].items()}
+        _split_by_component(schema["$defs"], refs[model]["$ref"], key, model.model_fields[key].default, own_refs)
     env = {"anyOf": [{"enum": list(configs["env"])}, _GYMNASIUM, refs[EnvChoice]]}
     _add_translated_keys(sections[TrainerConfig], env)
     config_schema = schema["$defs"].pop(refs[Config]["$ref"].rpartition("/")[2])

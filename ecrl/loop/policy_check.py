@@ -319,6 +319,14 @@ def _check_evaluate_and_value(findings: list[str], policy: Policy, record: _Reco
             findings.append(f"evaluate_and_value returns {name} {given}; return the same from both")
 
 
+def _check_imitation_loss(findings: list[str], policy: Policy, record: _Record, tolerance: float) -> None:
+    """Check that `imitation_loss` is a pure function with finite results."""
+    imitation_loss: Any = policy.imitation_loss
+    loss = _called(findings, "imitation_loss", imitation_loss, record.params, _step(record.before, 0), record.steps)
+    if not loss.isfinite().all():
+        findings.append("imitation_loss returns NaN or infinity; mend its computation")
+
+
 def _stacks(policy: Policy, obs: Any, batch_axes: int) -> Any:
     """Return what `q` takes: observations, or stacks of equal frames for a policy that sees stacks."""
     if policy.frame_stack == 1:
@@ -435,6 +443,7 @@ def _findings(
         "evaluate": _check_evaluate,
         "value": _check_value,
         "evaluate_and_value": _check_evaluate_and_value,
+        "imitation_loss": _check_imitation_loss,
     }
     for function, check in checks.items():
         if getattr(policy, function) is not None:
@@ -462,12 +471,13 @@ def check_policy(
 
     - Every function takes the arguments and returns the shapes and dtypes that `ecrl.Policy` describes.
     - The function `init` depends on its key alone.
-    - The functions `draw`, `act`, `explore`, `init_exploration`, `evaluate`, `value` and `evaluate_and_value` depend
-      on their arguments alone, draw from no global generator and write to no argument.
+    - The functions `draw`, `act`, `explore`, `init_exploration`, `evaluate`, `value`, `evaluate_and_value` and
+      `imitation_loss` depend on their arguments alone, draw from no global generator and write to no argument.
     - The policy's memory keeps its fields, shapes and dtypes.
     - The function `evaluate` returns the log-probabilities that `act` returned, also after the end of an episode.
     - The function `value` returns the same values for many steps in one call as for each step alone.
     - The function `evaluate_and_value`, if any, returns the results of `evaluate` and `value`.
+    - The function `imitation_loss`, if any, returns finite numbers.
     - V_final, computed from the memory after `act`, equals the value of the next observation.
     - Gradients reach every parameter, and `evaluate_and_value` has the gradients of `evaluate` and `value`. Gradients
       are checked only if the policy has all other properties. For a policy with `q` and Box actions, the check includes

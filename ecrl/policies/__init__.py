@@ -7,7 +7,15 @@ from ecrl.config.model import validate_section
 from ecrl.policies.actor_critic import ActorCriticConfig, ActorOnlyConfig, actor_critic, actor_only
 from ecrl.policies.contract import check_functions
 from ecrl.policies.convolutions import CNNConfig, ImpalaConfig, KeypointsConfig
-from ecrl.policies.core import Policy, acting_params, fixed_params, flatten, policy_params, sum_tokens
+from ecrl.policies.core import (
+    Policy,
+    acting_params,
+    counted_tokens,
+    fixed_params,
+    flatten,
+    policy_params,
+    sum_tokens,
+)
 from ecrl.policies.frame_stack import stacked_space, with_frame_stack
 from ecrl.policies.fused import EncoderConfig, FusedConfig
 from ecrl.policies.mlp import MLPConfig, build_mlp
@@ -22,12 +30,16 @@ from ecrl.policies.twin_critic import (
     deterministic_actor_critic,
     squashed_actor_critic,
 )
+from ecrl.policies.vla import vla
+from ecrl.policies.vla_builtin import BuiltinVLAConfig
+from ecrl.policies.vla_config import VLAConfig, VLAPolicyConfig
 from ecrl.registry import lookup
 from ecrl.spaces import Space
 
 __all__ = [
     "ActorCriticConfig",
     "ActorOnlyConfig",
+    "BuiltinVLAConfig",
     "CNNConfig",
     "EncoderConfig",
     "FusedConfig",
@@ -39,11 +51,14 @@ __all__ = [
     "QNetworkConfig",
     "RecurrentConfig",
     "TwinCriticConfig",
+    "VLAConfig",
+    "VLAPolicyConfig",
     "acting_params",
     "actor_critic",
     "actor_only",
     "build_mlp",
     "categorical_actor_critic",
+    "counted_tokens",
     "deterministic_actor_critic",
     "fixed_params",
     "flatten",
@@ -57,6 +72,7 @@ __all__ = [
     "squashed_actor_critic",
     "stacked_space",
     "sum_tokens",
+    "vla",
     "with_frame_stack",
 ]
 

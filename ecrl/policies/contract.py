@@ -29,6 +29,7 @@ _ARGUMENTS = {
     "evaluate": ("params", "carry", "steps"),
     "value": ("params", "carry", "obs"),
     "evaluate_and_value": ("params", "carry", "steps"),
+    "imitation_loss": ("params", "carry", "steps"),
     "norm_init": ("device",),
     "norm_update": ("norm", "obs", "mask"),
     "init_carry": ("params", "num_envs"),
@@ -366,6 +367,21 @@ def _check_evaluate(label: str, args: tuple[Any, ...], out: Any, space: Space) -
         shape, more = list(steps["token_mask"].shape), ""
     for name, x in zip(("log_prob", "entropy"), returned(label, out, "log_prob", "entropy"), strict=True):
         _check_floats(label, name, x, shape, more)
+        _check_chunk_axis(label, name, x, steps, len(_batch_of(steps["obs"], space)))
+
+
+def _check_chunk_axis(label: str, name: str, x: Tensor, steps: TensorDict, ndim: int) -> None:
+    """Raise ConfigError if the first of several token axes is not the axis of the steps of a chunk of actions."""
+    action = steps["action"]
+    if "executed" not in steps or x.ndim < ndim + 2 or action.ndim < ndim + 2:
+        return
+    if x.shape[ndim] != action.shape[ndim]:
+        problem = f"{label} returns {name} as {described(x)} for actions {list(action.shape)}"
+        raise ConfigError(f"{problem}; the first token axis is the axis of the {action.shape[ndim]} steps of a chunk")
+
+
+def _check_imitation_loss(label: str, args: tuple[Any, ...], out: Any, space: Space) -> None:
+    _check_floats(label, "the loss", out, _batch_of(args[2]["obs"], space))
 
 
 def _check_evaluate_and_value(label: str, args: tuple[Any, ...], out: Any, space: Space) -> None:
@@ -432,6 +448,7 @@ def checked_policy(policy: Policy, observation_space: Space, action_space: Space
         "evaluate": (_check_evaluate, (observation_space,)),
         "value": (value, (observation_space,)),
         "evaluate_and_value": (_check_evaluate_and_value, (observation_space,)),
+        "imitation_loss": (_check_imitation_loss, (observation_space,)),
         "explore": (_check_explore, (action_space,)),
         "q": (_check_q, (stacks, action_space)),
         "norm_init": (_check_tree, ("norm",), "a fixed key"),

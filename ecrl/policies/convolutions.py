@@ -199,7 +199,7 @@ class KeypointsConfig(ConvolutionsConfig):
         return self
 
 
-class _Keypoints(nn.Module):
+class ImageKeypoints(nn.Module):
     """Convolutions of one image, scaled and shifted by a condition, and the positions of their keypoints.
 
     The last convolution has no bias, because its output is standardised.
@@ -226,6 +226,7 @@ class _Keypoints(nn.Module):
         self.outputs = 2 * cfg.channels[-1]
 
     def forward(self, image: Tensor, condition: Tensor) -> Tensor:
+        """Return the x and y of each keypoint `[B, outputs]`, for conditions `[B, condition]` (see `keypoints`)."""
         x, position = to_channels(image, self.space), cast(Tensor, self.position)
         for i, convolution in enumerate(self.convolutions[:-1]):
             x = convolution(x)
@@ -251,7 +252,7 @@ class _KeypointsNetwork(nn.Module):
         width = flat_dim(self.others)
         self.names = tuple(images)
         self.keypoints = nn.ModuleDict(
-            {layer_name(name): _Keypoints(cast(Box, part), width, cfg) for name, part in images.items()}
+            {layer_name(name): ImageKeypoints(cast(Box, part), width, cfg) for name, part in images.items()}
         )
         inputs = sum(cast(int, one.outputs) for one in self.keypoints.values()) + width
         self.head = _head(cfg, inputs, outputs)

@@ -58,11 +58,14 @@ class Policy:
     """Record of the pure functions of a policy.
 
     `carry` is the policy's memory, an empty TensorDict for feed-forward policies. `steps` is a TensorDict with obs,
-    action, done and every other field that `act` returned. All values in `steps` must be finite.
+    action, done and every other field that `act` returned. If actions are chunks (`ecrl.envs.chunked`), `steps` also
+    has `executed`, the number of steps of each chunk that were taken. All values in `steps` must be finite.
 
     If an action has several tokens, `sample_log_prob` and the results of `evaluate` may have further axes, with one
     entry per token. The log-probability of an action is then the sum of the log-probabilities of its tokens. If only
     some tokens count, `act` also returns a bool field `token_mask` of the same shape, True for the tokens that count.
+    If there are two token axes or more, the first one is the axis of the steps of a chunk. The tokens of steps that
+    were not taken do not count.
 
     Most policies have the unit "step": `evaluate` and `value` process every step independently and accept any leading
     axes. A policy with memory has the unit "sequence". The `steps` of a sequence policy have shape `[n, S]`, with time
@@ -114,6 +117,8 @@ class Policy:
             for the same steps, for a policy whose actor and critic share layers. A loss then computes the shared layers
             once. If None, the loss calls `evaluate` and `value`. If you replace one of these two functions of a policy,
             also replace `evaluate_and_value`, or set it to None.
+        imitation_loss: (params, carry, steps) -> `[*B]`, the loss of imitating the action of each step, such as the
+            cross-entropy with a smoothed target. If None, the loss is the negative log-probability of the action.
         time_loops: for a sequence policy, the number of loops over the steps of a sequence that a loss runs, for the
             estimate of the time that compiling saves.
         frame_stack: number of latest observations that the policy sees. If it is above 1, `q` takes stacks of
@@ -138,6 +143,7 @@ class Policy:
     distribution: ReturnDistribution | None = None
     noisy: bool = False
     evaluate_and_value: Callable[[TensorDict, TensorDict, TensorDict], tuple[Tensor, Tensor, Tensor]] | None = None
+    imitation_loss: Callable[[TensorDict, TensorDict, TensorDict], Tensor] | None = None
     time_loops: int = field(default=1, compare=False)
     frame_stack: int = 1
     name: str = field(default="", compare=False)
@@ -152,14 +158,21 @@ class Policy:
         """Return the values of the result of `q`: the means of return distributions, or else `q` itself."""
         return q if self.distribution is None else self.distribution.mean(q)
 
+    def evaluate_tokens(self, params: TensorDict, rows: TensorDict) -> tuple[Tensor, Tensor]:
+        """For each step of a minibatch, return the log-probability of each token and its entropy, in nats.
+
+        The results have the token axes of the policy's log-probabilities, if any. `evaluate_rows` returns their sums.
+        """
+        evaluate: Any = self.evaluate
+        return evaluate(params, *_carry_and_steps(self, rows))
+
     def evaluate_rows(self, params: TensorDict, rows: TensorDict) -> tuple[Tensor, Tensor]:
         """For each step of a minibatch, return the log-probability of its action and the policy's entropy, in nats.
 
         `sum_tokens` sums the results over the tokens of an action. `ecrl.algorithms.rows.rows_of` creates `rows` for
         policies of either unit. The policy must have log-probabilities.
         """
-        evaluate: Any = self.evaluate
-        log_prob, entropy = evaluate(params, *_carry_and_steps(self, rows))
+        log_prob, entropy = self.evaluate_tokens(params, rows)
         return sum_tokens(log_prob, rows), sum_tokens(entropy, rows)
 
     def value_rows(self, params: TensorDict, rows: TensorDict) -> Tensor:
@@ -178,6 +191,15 @@ class Policy:
         log_prob, entropy, value = self.evaluate_and_value(params, *_carry_and_steps(self, rows))
         return sum_tokens(log_prob, rows), sum_tokens(entropy, rows), value
 
+    def imitation_rows(self, params: TensorDict, rows: TensorDict) -> Tensor:
+        """Return the loss of imitating the action of each step of a minibatch, of the shape of `rows["done"]`.
+
+        The policy must have `imitation_loss` or log-probabilities.
+        """
+        if self.imitation_loss is None:
+            return -self.evaluate_rows(params, rows)[0]
+        return self.imitation_loss(params, *_carry_and_steps(self, rows))
+
 
 def _carry_and_steps(policy: Policy, rows: TensorDict) -> tuple[TensorDict, TensorDict]:
     """Return the policy's memory before the first step of each minibatch row, and the steps of the rows."""
@@ -187,6 +209,29 @@ def _carry_and_steps(policy: Policy, rows: TensorDict) -> tuple[TensorDict, Tens
     return carry, TensorDict(dict(rows.exclude("carry").items()), rows["done"].shape)
 
 
+def counted_tokens(like: Tensor, rows: TensorDict) -> Tensor | None:
+    """Return a bool mask of the tokens that count, of the shape of `like`, or None if all tokens count.
+
+        token_mask[..., i, :] and i < executed        the second condition only if there are two token axes or more
+
+    Args:
+        like: tensor with the shape of `rows["done"]`, followed by token axes.
+        rows: TensorDict with `done`. Optional fields are a bool `token_mask` of the shape of `like`, and `executed`,
+            the number of steps of each chunk of actions that were taken, int64 of the shape of `done`.
+
+    >>> rows = TensorDict({"done": torch.tensor([False]), "executed": torch.tensor([1])}, [1])
+    >>> counted_tokens(torch.zeros(1, 2, 3), rows).tolist()
+    [[[True, True, True], [False, False, False]]]
+    """
+    ndim = rows["done"].ndim
+    mask = rows.get("token_mask", None)
+    if "executed" not in rows or like.ndim < ndim + 2:
+        return mask
+    taken = torch.arange(like.shape[ndim], device=like.device) < rows["executed"].unsqueeze(-1)
+    taken = taken.reshape(*taken.shape, *[1] * (like.ndim - ndim - 1)).expand_as(like)
+    return taken if mask is None else mask & taken
+
+
 def sum_tokens(x: Tensor, rows: TensorDict) -> Tensor:
     """Sum the log-probabilities or entropies of an action's tokens.
 
@@ -194,7 +239,8 @@ def sum_tokens(x: Tensor, rows: TensorDict) -> Tensor:
 
     Args:
         x: tensor with the shape of `rows["done"]`, optionally followed by token axes.
-        rows: TensorDict with `done`, and with a bool `token_mask` of the shape of `x` if some tokens do not count.
+        rows: TensorDict with `done`, and with `token_mask` and `executed` if some tokens do not count (see
+            `counted_tokens`).
 
     Returns: the shape of `rows["done"]`.
     Gradient: flows through the tokens that count.
@@ -206,9 +252,8 @@ def sum_tokens(x: Tensor, rows: TensorDict) -> Tensor:
     ndim = rows["done"].ndim
     if x.ndim == ndim:
         return x
-    if "token_mask" in rows:
-        x = x.masked_fill(~rows["token_mask"], 0.0)
-    return x.flatten(ndim).sum(-1)
+    mask = counted_tokens(x, rows)
+    return (x if mask is None else x.masked_fill(~mask, 0.0)).flatten(ndim).sum(-1)
 
 
 def acting_params(params: TensorDict, fixed: TensorDict) -> TensorDict:

@@ -162,12 +162,16 @@ def with_frame_stack(policy: Policy, observation_space: Space, frames: int) -> P
     def evaluate_and_value(params: TensorDict, carry: TensorDict, steps: TensorDict) -> tuple[Tensor, Tensor, Tensor]:
         return cast(Any, policy.evaluate_and_value)(params, inner_carry(carry), stacked(carry, steps))
 
+    def imitation_loss(params: TensorDict, carry: TensorDict, steps: TensorDict) -> Tensor:
+        return cast(Any, policy.imitation_loss)(params, inner_carry(carry), stacked(carry, steps))
+
     return replace(
         policy,
         act=act,
         evaluate=None if policy.evaluate is None else evaluate,
         value=None if policy.value is None else value,
         evaluate_and_value=None if policy.evaluate_and_value is None else evaluate_and_value,
+        imitation_loss=None if policy.imitation_loss is None else imitation_loss,
         init_carry=init_carry,
         unit="sequence",
         time_loops=policy.time_loops if policy.unit == "sequence" else 0,

@@ -65,7 +65,7 @@ def normalized(policy: Policy, observation_space: Space) -> Policy:
 @cache
 def _normalized(policy: Policy, observation_space: Space) -> Policy:
     critic, evaluator, explorer, q_critic = policy.value, policy.evaluate, policy.explore, policy.q
-    both = policy.evaluate_and_value
+    both, imitation = policy.evaluate_and_value, policy.imitation_loss
     norm = _init(observation_space, torch.device("cpu"))
     if norm is None:
         problem = f"{observation_space} has no float Box to standardise"
@@ -100,6 +100,9 @@ def _normalized(policy: Policy, observation_space: Space) -> Policy:
     def evaluate_and_value(params: TensorDict, carry: TensorDict, steps: TensorDict) -> tuple:
         return both(_without_norm(params), carry, with_obs(params["norm"], steps))  # pyright: ignore
 
+    def imitation_loss(params: TensorDict, carry: TensorDict, steps: TensorDict) -> Tensor:
+        return imitation(_without_norm(params), carry, with_obs(params["norm"], steps))  # pyright: ignore
+
     def explore(params: TensorDict, exploration: TensorDict, out: TensorDict, noise: Any) -> Any:
         return explorer(_without_norm(params), exploration, out, noise)  # pyright: ignore
 
@@ -116,6 +119,7 @@ def _normalized(policy: Policy, observation_space: Space) -> Policy:
     wrapped = replace(policy, act=act, norm_init=norm_init, norm_update=_update)
     wrapped = wrapped if evaluator is None else replace(wrapped, evaluate=evaluate)
     wrapped = wrapped if both is None else replace(wrapped, evaluate_and_value=evaluate_and_value)
+    wrapped = wrapped if imitation is None else replace(wrapped, imitation_loss=imitation_loss)
     wrapped = wrapped if explorer is None else replace(wrapped, explore=explore, init_exploration=init_exploration)
     wrapped = wrapped if q_critic is None else replace(wrapped, q=q)
     if policy.unit == "sequence":

@@ -11,7 +11,8 @@ from ecrl.config import TrainerConfig, config_from_dict
 from ecrl.config.embodichain import INERT, INERT_EVENTS, inert_keys
 from ecrl.config.model import ConfigModel
 from ecrl.errors import ConfigError
-from ecrl.registry import register_env, register_event, registered
+from ecrl.policies import VLAConfig
+from ecrl.registry import register_env, register_event, register_vla_backend, registered
 
 NET = {"type": "mlp", "network_cfg": {"hidden_sizes": [8]}}
 BASE = {
@@ -116,3 +117,67 @@ def test_other_keys_are_refused(path):
 def test_junk_is_left_to_the_check(junk):
     with pytest.raises(ConfigError, match=r"^config: trainer\.events"):
         config_from_dict(_with("trainer.events", junk))
+
+
+VLA = {"trainer": {}, "env": {"name": "cartpole"}, "policy": {"name": "vla"}, "algorithm": {"name": "grpo"}}
+
+
+def _vla(section, **more):
+    return {**VLA, "policy": {"name": "vla", **({} if section is None else {"vla": section}), **more}}
+
+
+def test_the_width_of_gaussian_actions_has_no_meaning_for_tokens():
+    config, messages = with_warnings(config_from_dict, _vla({"backend": "builtin", "gaussian_sigma": 0.1}))
+    assert config == config_from_dict(_vla(None))
+    reason = "actions are sampled as tokens, by policy.vla.temperature"
+    assert messages == [f"policy.vla.gaussian_sigma has no meaning here ({reason}); ignored"]
+
+
+def test_other_policies_do_not_know_the_keys_of_vla():
+    data = copy.deepcopy(BASE)
+    data["policy"]["vla_config"] = {"model_path": "weights"}
+    with pytest.raises(ConfigError, match=r"^config: policy.vla_config: unknown key; "):
+        config_from_dict(data)
+
+
+class _ReadsConfig(VLAConfig):
+    """A backend that reads weights."""
+
+    gaussian_sigma: float = Field(0.1, description="standard deviation")
+
+
+@pytest.mark.usefixtures("restored_registry")
+def test_the_path_of_a_model_has_another_place():
+    @register_vla_backend("reads")
+    def reads(cfg: _ReadsConfig, observation_space: object, action_space: object, policy_cfg: object) -> object: ...
+
+    data = _vla({"backend": "reads", "gaussian_sigma": 0.2}, vla_config={"model_path": "weights"})
+    config, messages = with_warnings(config_from_dict, data)
+    expected = _vla({"backend": "reads", "gaussian_sigma": 0.2, "model_path": "weights"})
+    assert config == config_from_dict(expected) and messages == []
+    twice = _vla({"backend": "reads", "model_path": "a"}, vla_config={"model_path": "b"})
+    message = r"^config: policy.vla_config.model_path: another name of 'policy.vla.model_path', which is also given"
+    with pytest.raises(ConfigError, match=message):
+        config_from_dict(twice)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (
+            {"model_class": "a.B"},
+            "policy.vla_config.model_class: a config imports no class; register a backend",
+        ),
+        (
+            {"model_config": {}},
+            "policy.vla_config.model_config: a config imports no class; register a backend",
+        ),
+        ({"path": "x"}, "policy.vla_config.path: unknown key; known: model_path"),
+        ({"model_path": "x"}, "policy: vla: model_path is given, but backend builtin begins with new weights"),
+        (["x"], "policy.vla_config: expected an object, got a list"),
+    ],
+)
+def test_a_section_of_a_model_that_cannot_be_read(section, message):
+    with pytest.raises(ConfigError) as caught:
+        config_from_dict(_vla(None, vla_config=section))
+    assert str(caught.value).startswith(f"config: {message}") and "\n" not in str(caught.value)

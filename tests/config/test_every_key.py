@@ -53,9 +53,10 @@ def test_keys_that_may_be_absent_have_a_row_between_two_values():
     absent = {key for key, model, name in walked() if model.model_fields[name].default is None}
     between = {row.key for row in TABLE if (row.path or path_of(row.key)) in row.base}
     names = ("actor_critic", "actor_only", "categorical_actor_critic", "deterministic_actor_critic")
-    names += ("q_network", "recurrent", "squashed_actor_critic")
+    names += ("q_network", "recurrent", "squashed_actor_critic", "vla")
     only_one = {f"policy.{name}.action_dim" for name in names}  # all others are refused
     only_one.add("algorithm.pqn.segment_length")  # a policy with a Q-function has no sequences
+    only_one |= {"vla_backend.builtin.model_path", "vla_backend.builtin.action_horizon"}  # others are refused
     assert absent - between == only_one
 
 
@@ -109,6 +110,7 @@ def test_the_schema_has_no_other_keys():
     """The JSON schema has the walked keys and the other places above, and no more."""
     strangers = {lookup(kind, name).config.__name__ for kind in KINDS for name in registered(kind)}
     strangers |= {"PolicyConfig", "PolicyConfig-plain"}  # of policies without own keys, which other tests register
+    strangers |= {"VLAConfig", "VLAConfig-plain"}  # of backends, in the same way
     mine = {config.__name__: config for config in builtin_configs().values()}
     mine |= {model.__name__: model for _, model, _ in walked()}
     sections = {

@@ -23,11 +23,14 @@ import torch
 from safetensors.torch import load as tensors_from_bytes
 
 from ecrl import rng
+from ecrl.algorithms.core import collect
+from ecrl.algorithms.rows import rows_of
 from ecrl.config import Config, config_from_dict
 from ecrl.envs import make_env
 from ecrl.errors import ConfigError, UserError
 from ecrl.loop.build import build, device_of, form_of
 from ecrl.loop.iteration import init_state, make_iteration, train_iter
+from ecrl.policies import policy_params
 from ecrl.run.checkpoint import latest, read_manifest
 from ecrl.run.evaluation import with_evaluation
 from ecrl.run.train import train, train_from_config
@@ -80,6 +83,15 @@ def params(changes: Changes) -> dict[str, Any]:
     leaves = dict(weights.flatten_keys(".").items())
     assert all(leaf.isfinite().all() for leaf in leaves.values())
     return {name: (list(leaf.shape), leaf.numpy().tobytes()) for name, leaf in leaves.items()}
+
+
+@remembered
+def imitation(changes: Changes) -> list[float]:
+    """The loss of imitating the first actions of the run's own policy."""
+    cfg = made(changes)
+    run, state = build(cfg), init_state(cfg)
+    rows = rows_of(run, collect(run, state)[1])
+    return run.policy.imitation_rows(policy_params(state), rows).tolist()
 
 
 @remembered

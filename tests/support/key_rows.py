@@ -4,6 +4,7 @@ from typing import Any
 
 from support.catch import NETWORK
 from support.demos import balancing_path, cues_path, start_path
+from support.dots import SMALL
 from support.key_effects import (
     NET,
     Changes,
@@ -14,6 +15,7 @@ from support.key_effects import (
     files,
     folder_name,
     form,
+    imitation,
     level,
     matrices,
     one_of_two,
@@ -211,6 +213,31 @@ NETWORKS = [
     *rows("policy.actor_critic", ENCODED, **{"encoder.type": "one_layer", "encoder.features": 6}),
     *rows("policy.actor_critic", ENCODED, **{"encoder.activation": "tanh"}),
     *rows("policy.actor_critic", ENCODED | {"policy.encoder.activation": None}, **{"encoder.activation": "tanh"}),
+]
+
+VLA: Changes = {
+    "env": {"name": "dots", "action_chunk": 2},
+    "policy": {"name": "vla", "vla": SMALL | {"critic": NET}},
+}
+
+VLAS = [
+    Row("policy.vla.name", BOTH, VLA, path="policy"),
+    Row("policy.vla.action_dim", 3, VLA, refused("policy.action_dim: 3 does not match the environment's")),
+    Row("policy.vla.clip_actions", False, VLA, refused("bins are inside the action space; leave it out")),
+    *rows("policy.vla", VLA, normalize_obs=True, bf16=True),
+    Row("vla_backend.builtin.backend", "another", VLA, refused("unknown vla_backend 'another'")),
+    Row("vla_backend.builtin.model_path", "weights", VLA, refused("backend builtin begins with new weights")),
+    Row("vla_backend.builtin.action_horizon", 4, VLA, refused("4, but an action of the environment has 2 steps")),
+    Row(
+        "vla_backend.builtin.instruction",
+        "words",
+        VLA | {"policy.vla.instruction": "instruction"},
+        refused("policy.vla.instruction: the observations have no 'words'"),
+    ),
+    *rows("vla_backend.builtin", VLA, decoding="autoregressive", bins=[5, 3], temperature=0.5, width=8, layers=2),
+    *rows("vla_backend.builtin", VLA, heads=4, channels=[4, 4], keypoints=5, image_tokens=3),
+    *rows("vla_backend.builtin", VLA, **{"critic.type": "one_layer"}),
+    Row("vla_backend.builtin.label_smoothing", 0.0, VLA, imitation),
 ]
 
 POLICIES = [
@@ -481,4 +508,4 @@ CONTINUOUS = [
     *rows("algorithm.fast_sac", FAST_SAC | alg(temperature_learning_rate=1e-4), temperature_learning_rate=1e-2),
 ]
 
-TABLE = [*TRAINER, *EVENTS, *ENVS, *NETWORKS, *POLICIES, *ALGORITHMS, *CONTINUOUS, *MUJOCO]
+TABLE = [*TRAINER, *EVENTS, *ENVS, *NETWORKS, *POLICIES, *VLAS, *ALGORITHMS, *CONTINUOUS, *MUJOCO]

@@ -15,9 +15,14 @@ from pydantic import BaseModel
 
 from ecrl.config import Config, PolicyConfig
 from ecrl.config.json_schema import KINDS
+from ecrl.policies import VLAConfig
 from ecrl.registry import lookup, registered
 
-_PARTS = (BaseModel, PolicyConfig)  # as a field's type: the settings of a registered part, which are walked by name
+_PARTS = (
+    BaseModel,
+    PolicyConfig,
+    VLAConfig,
+)  # as a field's type: the settings of a registered part, which are walked by name
 
 
 def _models(annotation: Any, many: str = "") -> Iterator[tuple[type[BaseModel], str]]:
@@ -80,6 +85,7 @@ def path_of(key: str) -> str:
         "algorithm": f"algorithm.cfg.{below}",
         "policy": f"policy.{below}",
         "network": f"policy.actor.network_cfg.{below}",
+        "vla_backend": f"policy.vla.{below}",
         "event": f"trainer.events.train.push.params.{below}",
     }
     return places[kind] if kind in places and below else key.replace("*", "push")

@@ -1,0 +1,42 @@
+"""Log how far the log-probabilities of acting and of learning differ before the first gradient step."""
+
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from ecrl.algorithms.core import Run
+from ecrl.algorithms.rows import rows_of
+from ecrl.distributed import all_max
+from ecrl.policies import counted_tokens, policy_params
+from ecrl.types import Logs
+
+_STEPS = 128  # enough to find a difference between two distributions, and cheap beside an update
+
+
+def logprob_gap(run: Run, state: TensorDict, batch: TensorDict) -> Logs:
+    """Return the log `logprob_gap` of a policy whose log-probabilities have token axes, and no log for other policies.
+
+        max |log_prob(token) - sample_log_prob(token)|        over the tokens that count, in nats
+
+    `sample_log_prob` is from `act`, and `log_prob` is from `evaluate` with the same parameters. Only rounding may make
+    a difference. The maximum is over at most 128 steps, spread evenly over the batch, and over all ranks.
+
+    Args:
+        run: the run.
+        state: state before the update.
+        batch: the batch of `collect`.
+
+    Gradient: none.
+    """
+    stored: Tensor = batch["steps", "sample_log_prob"]
+    if stored.ndim == batch["steps", "done"].ndim:
+        return {}
+    rows = rows_of(run, batch, token_log_prob=stored[:, :-1])
+    count = min(len(rows), max(1, _STEPS // run.static.row_steps))
+    chosen: Any = rows[torch.arange(count, device=stored.device) * len(rows) // count]
+    with torch.no_grad():
+        log_prob, _ = run.policy.evaluate_tokens(policy_params(state), chosen)
+    gap, mask = (log_prob - chosen["token_log_prob"]).abs(), counted_tokens(log_prob, chosen)
+    return {"logprob_gap": all_max((gap if mask is None else gap.masked_fill(~mask, 0.0)).amax())}

@@ -1,0 +1,79 @@
+"""Discretise actions into bins, so that a policy chooses an action as tokens."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ecrl.spaces import Box
+
+
+class ActionBins(NamedTuple):
+    """Bins of equal width between the bounds of each number of an action.
+
+    An action of the space has k steps of A numbers. A space of shape `[A]` has one step.
+
+    Attributes:
+        space: Box with finite bounds, of shape `[A]` or `[k, A]`.
+        counts: numbers of bins of the A numbers.
+    """
+
+    space: Box
+    counts: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return (k, A), the shape of the tokens of an action."""
+        return (self.space.shape[0] if len(self.space.shape) == 2 else 1), self.space.shape[-1]
+
+    @property
+    def width(self) -> int:
+        """Return the largest number of bins, which is the number of logits of each token."""
+        return max(self.counts)
+
+    def fixed(self) -> tuple[bool, ...]:
+        """Return True for each of the k * A numbers that has only one value, because its bounds are equal."""
+        return tuple(low == high for low, high in zip(self.space.low, self.space.high, strict=True))
+
+    def legal(self, device: torch.device) -> Tensor:
+        """Return a bool mask of the bins that a token may choose, `[k * A, width]`. A fixed number has one bin."""
+        counts = self.counts * self.shape[0]
+        counts = tuple(1 if fixed else n for n, fixed in zip(counts, self.fixed(), strict=True))
+        return torch.arange(self.width, device=device) < torch.tensor(counts, device=device).unsqueeze(-1)
+
+    def _low_and_step(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the lower bounds and the widths of the bins, each `[k, A]`."""
+        bounds = zip(self.space.low, self.space.high, self.counts * self.shape[0], strict=True)
+        steps = [(high - low) / n for low, high, n in bounds]
+        low, step = like.new_tensor(self.space.low), like.new_tensor(steps)
+        return low.reshape(self.shape), step.reshape(self.shape)
+
+    def centres(self, tokens: Tensor, like: Tensor) -> Tensor:
+        """Return the actions `[*B, *space.shape]` in the centres of bins `[*B, k, A]`.
+
+            low + (token + 1/2) * (high - low) / bins
+
+        The result has the dtype of `like`.
+
+        >>> from ecrl.spaces import box
+        >>> ActionBins(box(-1.0, 1.0, 2), (4, 2)).centres(torch.tensor([[[0, 1]]]), torch.zeros(()))
+        tensor([[-0.7500,  0.5000]])
+        """
+        low, step = self._low_and_step(like)
+        action = low + (tokens.to(like.dtype) + 0.5) * step
+        return action.reshape(*tokens.shape[:-2], *self.space.shape)
+
+    def tokens(self, action: Tensor) -> Tensor:
+        """Return the bins `[*B, k, A]`, int64, of actions `[*B, *space.shape]`. Actions are clipped to the space.
+
+            floor((action - low) / (high - low) * bins)
+
+        >>> from ecrl.spaces import box
+        >>> ActionBins(box(-1.0, 1.0, 2), (4, 2)).tokens(torch.tensor([[-0.75, 3.0]]))
+        tensor([[[0, 1]]])
+        """
+        low, step = self._low_and_step(action)
+        rows = action.reshape(*action.shape[: action.ndim - len(self.space.shape)], *self.shape)
+        last = torch.tensor(self.counts, device=action.device) - 1
+        index = ((rows - low) / torch.where(step > 0.0, step, torch.inf)).floor()
+        return torch.minimum(index.clamp(min=0.0).to(torch.int64), last)

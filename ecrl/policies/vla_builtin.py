@@ -1,0 +1,446 @@
+"""The backend `builtin` of the policy `vla`: a small network that finds what an instruction names in an image.
+
+The network has three parts:
+
+- Convolutions of each image end with the positions of keypoints (`ecrl.policies.convolutions`). The words of the
+  instruction scale and shift the features of the convolutions (FiLM).
+- A transformer (`ecrl.policies.transformer`) reads a prefix: tokens of the keypoints, the words, and one token of all
+  other observations.
+- Each number of a chunk of actions is a token, whose values are the bins of `ecrl.policies.action_bins`. With parallel
+  decoding, the tokens are independent given the observation. With autoregressive decoding, each token also sees the
+  tokens before it.
+
+`logits / temperature` are the logits of a token. `act` and `evaluate` share them.
+"""
+
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, cast
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, model_validator
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from ecrl import kernels as k
+from ecrl import rng
+from ecrl.config import PolicyConfig
+from ecrl.config.model import LIST, NUMBER, NonNegative, Positive, by_kind
+from ecrl.errors import ConfigError
+from ecrl.kernels import loop
+from ecrl.memory import check_room
+from ecrl.policies.action_bins import ActionBins
+from ecrl.policies.convolutions import ImageKeypoints, KeypointsConfig, Sizes
+from ecrl.policies.core import Policy, flatten, one_batch, sum_tokens
+from ecrl.policies.images import describe, has_images, is_image_part, layer_name
+from ecrl.policies.mlp import Width
+from ecrl.policies.networks import NetworkConfig, Pure, make_network, pure, seeded
+from ecrl.policies.transformer import (
+    KeysAndValues,
+    decode,
+    decode_one,
+    empty_cache,
+    init_layers,
+    init_linear,
+    init_norm,
+    linear,
+    norm,
+    read_prefix,
+)
+from ecrl.policies.vla_config import VLAConfig
+from ecrl.registry import did_you_mean, register_vla_backend
+from ecrl.spaces import Box, Dict, MultiDiscrete, Space, box, dict_space, flat_dim, without_mask
+
+_CONDITION = 32
+"""Numbers per word that scale and shift the features of the convolutions."""
+
+_Bins = Annotated[int, Field(ge=2, le=4096)]
+_Small = Annotated[int, Field(ge=1, le=256)]
+
+
+class BuiltinVLAConfig(VLAConfig):
+    """Settings of the network. With the defaults, the network has about 0.3 million weights."""
+
+    inert: ClassVar = {"gaussian_sigma": "actions are sampled as tokens, by policy.vla.temperature"}
+
+    decoding: Literal["parallel", "autoregressive"] = Field(
+        "parallel",
+        description="parallel: all tokens of an action at once; autoregressive: one after the other, each given the "
+        "tokens before it",
+    )
+    bins: Annotated[
+        Annotated[_Bins, NUMBER] | Annotated[tuple[_Bins, ...], Field(strict=False, min_length=1), LIST],
+        by_kind("a number, or a list of numbers"),
+    ] = Field(32, description="bins of each number of an action; a list has one entry per number of a step")
+    temperature: Positive = Field(1.0, description="number that divides the logits, when acting and when learning")
+    width: Width = Field(96, description="numbers per token of the transformer; a multiple of heads")
+    layers: _Small = Field(2, description="layers of the transformer")
+    heads: _Small = Field(4, description="attention heads of each layer")
+    channels: Sizes = Field((32, 48), description="output channels of the convolutions, each of which halves the image")
+    keypoints: Width = Field(48, description="keypoints per image, the channels of one more convolution")
+    image_tokens: _Small = Field(4, description="tokens per image, each a linear function of the keypoints")
+    instruction: str | None = Field(
+        None, description='name of the observation with the ids of words; "instruction" if absent and if there is one'
+    )
+    label_smoothing: NonNegative = Field(
+        1.0, description="width of the target of imitation, in bins; 0 for one bin without its neighbours"
+    )
+    critic: NetworkConfig | None = Field(
+        None, description="value network on the output of the transformer; without it, there is no critic"
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.width % self.heads:
+            raise ValueError(f"width={self.width} is no multiple of heads={self.heads}; change one of them")
+        if self.model_path is not None:
+            problem = "model_path is given, but backend builtin begins with new weights"
+            raise ValueError(f"{problem}; leave it out, or choose a backend that reads files")
+        return self
+
+
+class _Inputs(NamedTuple):
+    """The parts of an observation.
+
+    Attributes:
+        space: space of the observations, without action masks.
+        images: names and spaces of the images.
+        words: name of the instruction, and the number of values of each of its words; None without an instruction.
+        others: the other observations.
+    """
+
+    space: Space
+    images: dict[str, Box]
+    words: tuple[str, tuple[int, ...]] | None
+    others: Space
+
+    def part(self, obs: Any, name: str) -> Tensor:
+        """Return an observation by name. An observation that is not a Dict has the name "obs"."""
+        return obs[name] if isinstance(self.space, Dict) else obs
+
+
+def _inputs(observation_space: Space, instruction: str | None) -> _Inputs:
+    """Sort the parts of an observation.
+
+    Raises: ConfigError if there is nothing to see, or if the instruction is missing or has no ids of words.
+    """
+    space = without_mask(observation_space)
+    parts: dict[str, Space] = dict(space.items) if isinstance(space, Dict) else {"obs": space}
+    if instruction is not None:
+        key = "policy.vla.instruction"
+        if not isinstance(space, Dict) or instruction not in parts:
+            known = did_you_mean(instruction, parts) if isinstance(space, Dict) else "they are not a Dict"
+            raise ConfigError(f"{key}: the observations have no {instruction!r}; {known}")
+        if not isinstance(parts[instruction], MultiDiscrete):
+            found = describe(parts[instruction])
+            raise ConfigError(f"{key}: expected {instruction!r} as MultiDiscrete, the ids of words, got {found}")
+    for name, part in parts.items():
+        if isinstance(part, Dict) and has_images(part):
+            raise ConfigError(
+                f"policy vla: the image inside {name!r} is not at the top level of the Dict; move it there"
+            )
+    found = parts.get(name := instruction or "instruction")
+    words = (name, found.nvec) if isinstance(space, Dict) and isinstance(found, MultiDiscrete) else None
+    images = {name: cast(Box, part) for name, part in parts.items() if is_image_part(part)}
+    left = {name: part for name, part in parts.items() if name not in images and (words is None or name != words[0])}
+    others = dict_space(left) if isinstance(space, Dict) else space if left else Dict(())
+    if not images and flat_dim(others) == 0:
+        raise ConfigError("policy vla: the observations have neither an image nor a vector; add one of them")
+    return _Inputs(space, images, words, others)
+
+
+class _ImageTokens(nn.Module):
+    """Tokens of one image `[B, tokens, width]`, for conditions `[B, condition]`."""
+
+    def __init__(self, space: Box, condition: int, cfg: BuiltinVLAConfig):
+        super().__init__()
+        sizes, last = len(cfg.channels), (3,) * len(cfg.channels)
+        of_keypoints: dict[str, Any] = {
+            "channels": (*cfg.channels, cfg.keypoints),
+            "kernel_sizes": (5, *last),
+            "strides": (*(2,) * sizes, 1),
+            "activation": "gelu",
+        }
+        self.keypoints = ImageKeypoints(space, condition, KeypointsConfig(**of_keypoints))
+        self.tokens = nn.Linear(self.keypoints.outputs, cfg.image_tokens * cfg.width)
+        self.width = cfg.width
+
+    def forward(self, image: Tensor, condition: Tensor) -> Tensor:
+        return self.tokens(self.keypoints(image, condition)).unflatten(-1, (-1, self.width))
+
+
+class _Network(NamedTuple):
+    """The network as pure functions of its weights, for observations with one batch axis.
+
+    Attributes:
+        cfg: settings.
+        inputs: the parts of an observation.
+        images: functions of each image (`_ImageTokens`).
+        critic: functions of the value network, or None.
+        bins: the bins of an action.
+    """
+
+    cfg: BuiltinVLAConfig
+    inputs: _Inputs
+    images: dict[str, Pure]
+    critic: Pure | None
+    bins: ActionBins
+
+    def init(self, key: Tensor) -> TensorDict:
+        """Return new weights, drawn from a 0-d key on the CPU.
+
+        The head of the action tokens begins near 0, so that a new policy chooses all bins with similar probability.
+        """
+        cfg, width, count = self.cfg, self.cfg.width, len(self.bins.space.low)
+        keys = iter(rng.split(key, 8).unbind())
+        parts: dict[str, Any] = {}
+        with seeded(next(keys)):
+            images = {layer_name(name): network.init() for name, network in self.images.items()}
+        if images:
+            parts["images"] = TensorDict(images, [])
+        own = next(keys)
+        if self.inputs.words is not None:
+            length, values = len(self.inputs.words[1]), max(self.inputs.words[1])
+            words = {"embedding": rng.normal(own, (values, width)), "position": 0.02 * rng.normal(own, (length, width))}
+            if images:
+                words["condition"] = rng.normal(rng.fold_in(own, 1), (values, _CONDITION))
+            parts["words"] = TensorDict(words, [])
+        if flat_dim(self.inputs.others):
+            parts["others"] = init_linear(next(keys), flat_dim(self.inputs.others), width)
+        parts["layers"] = init_layers(next(keys), width, cfg.layers)
+        actions: dict[str, Any] = {
+            "query": rng.normal(next(keys), (count, width)),
+            "norm": init_norm(width),
+            "head": init_linear(next(keys), width, self.bins.width, 0.1),
+        }
+        if cfg.decoding == "autoregressive":
+            before = rng.normal(next(keys), (self.bins.width + 1, width))
+            actions |= {"embedding": before[1:].clone(), "start": before[0].clone()}
+        parts["actions"] = TensorDict(actions, [])
+        if self.critic is not None:
+            own = rng.fold_in(key, 1)
+            with seeded(own):
+                network = self.critic.init()
+            parts["critic"] = TensorDict(
+                {"token": rng.normal(own, (width,)), "norm": init_norm(width), "network": network}, []
+            )
+        return TensorDict(parts, []).apply(lambda x: x.to(torch.get_default_dtype()))
+
+    def prefix(self, params: TensorDict, obs: Any) -> tuple[Tensor, Tensor]:
+        """Return the tokens of observations, `[n, P, width]`, and a bool mask `[n, P]` that is False for padding."""
+        tokens, seen = [], []
+        condition = torch.empty(0)
+        if self.inputs.words is not None:
+            words, weights = self.inputs.part(obs, self.inputs.words[0]), cast(Any, params["words"])
+            is_word = words != 0
+            tokens.append(F.embedding(words, weights["embedding"]) + weights["position"])
+            seen.append(is_word)
+            if self.images:
+                of_words = F.embedding(words, weights["condition"])
+                condition = of_words.masked_fill(~is_word.unsqueeze(-1), 0.0).sum(-2)
+        for name, network in self.images.items():
+            weights = cast(TensorDict, params["images", layer_name(name)])
+            tokens.append(network.forward(weights, self.inputs.part(obs, name), condition))
+        if flat_dim(self.inputs.others):
+            tokens.append(linear(params["others"], flatten(obs, self.inputs.others)).unsqueeze(-2))
+        n = tokens[0].shape[0]
+        if self.critic is not None:
+            tokens.append(params["critic", "token"].expand(n, 1, -1))
+        x = torch.cat(tokens, -2)
+        padding = torch.ones(n, x.shape[-2] - sum(mask.shape[-1] for mask in seen), dtype=torch.bool, device=x.device)
+        return x, torch.cat((*seen, padding), -1)
+
+    def read(self, params: TensorDict, obs: Any, has_output: bool) -> tuple[list[KeysAndValues], Tensor, Tensor | None]:
+        """Return the cache of the observations, their mask and, if `has_output`, the output of the critic's token."""
+        x, seen = self.prefix(params, obs)
+        cache, out = read_prefix(params["layers"], self.cfg.heads, x, seen, has_output=has_output)
+        return cache, seen, None if out is None else out[:, -1]
+
+    def logits(self, params: TensorDict, cache: list[KeysAndValues], seen: Tensor, tokens: Tensor | None) -> Tensor:
+        """Return the logits `[n, k * A, bins]` of all tokens in one pass.
+
+        `tokens` are the chosen bins `[n, k * A]`, which only autoregressive decoding reads (teacher forcing).
+        """
+        weights, mask = cast(Any, params["actions"]), None
+        x = weights["query"].expand(seen.shape[0], -1, -1)
+        if self.cfg.decoding == "autoregressive":
+            chosen = F.embedding(cast(Tensor, tokens)[:, :-1], weights["embedding"])
+            first = weights["start"].expand(chosen.shape[0], 1, -1)
+            x = x + torch.cat((first, chosen), 1)
+            slots = torch.arange(x.shape[1], device=x.device)
+            mask = slots <= slots.unsqueeze(-1)
+        out = decode(params["layers"], self.cfg.heads, cache, seen, x, mask)
+        return self.scaled(weights, out, self.bins.legal(out.device))
+
+    def scaled(self, weights: Any, out: Tensor, legal: Tensor) -> Tensor:
+        """Return the logits of decoded tokens, divided by the temperature. Bins that are not legal have none."""
+        logits = linear(weights["head"], norm(weights["norm"], out)) / self.cfg.temperature
+        return k.mask_logits(logits, legal.expand_as(logits))
+
+    def sample(self, params: TensorDict, obs: Any, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return chosen bins and their log-probabilities, each `[n, k * A]`. `noise` is `[n, k * A, bins]` or None."""
+        cache, seen, _ = self.read(params, obs, False)
+        if self.cfg.decoding == "autoregressive":
+            return self.sample_in_turn(params, cache, seen, noise)
+        logits = self.logits(params, cache, seen, None)
+        tokens = _chosen(logits, noise)
+        return tokens, k.categorical_log_prob(logits, tokens)
+
+    def sample_in_turn(
+        self, params: TensorDict, cache: list[KeysAndValues], seen: Tensor, noise: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Sample one token after the other, in a loop with a cache of the keys and values of earlier tokens."""
+        weights: Any = params["actions"]
+        query, n = weights["query"], seen.shape[0]
+        own = empty_cache(cache, len(query))
+        xs = {"query": query, "position": torch.arange(len(query), device=query.device)}
+        xs["legal"] = self.bins.legal(query.device)
+        if noise is not None:
+            xs["noise"] = noise.movedim(1, 0)
+        carry = {"keys": own.keys, "values": own.values, "before": weights["start"].expand(n, -1).clone()}
+
+        def body(
+            carry: dict[str, Tensor],
+            x: dict[str, Tensor],
+            layers: TensorDict,
+            actions: TensorDict,
+            prefix: list,
+            seen: Tensor,
+        ) -> Any:
+            before = [KeysAndValues(*pair) for pair in prefix]
+            own, token = KeysAndValues(carry["keys"], carry["values"]), x["query"] + carry["before"]
+            own, out = decode_one(layers, self.cfg.heads, before, seen, own, x["position"], token)
+            logits = self.scaled(actions, out, x["legal"])
+            token = _chosen(logits, x.get("noise"))
+            after = {"keys": own.keys, "values": own.values, "before": F.embedding(token, actions["embedding"])}
+            return after, (token, k.categorical_log_prob(logits, token))
+
+        constants = params["layers"], weights.exclude("query", "start"), [tuple(pair) for pair in cache], seen
+        tokens, log_prob = loop(body, carry, xs, *constants)[1]
+        return tokens.t(), log_prob.t()
+
+    def value(self, params: TensorDict, features: Tensor) -> Tensor:
+        """Return V `[n]` from the output of the critic's token, `[n, width]`."""
+        critic, weights = cast(Pure, self.critic), cast(TensorDict, params["critic"])
+        return critic.forward(weights["network"], norm(weights["norm"], features)).squeeze(-1)
+
+
+def _chosen(logits: Tensor, noise: Tensor | None) -> Tensor:
+    return k.categorical_mode(logits) if noise is None else k.categorical_sample(logits, noise)
+
+
+def _smoothed(tokens: Tensor, legal: Tensor, width: float, like: Tensor) -> Tensor:
+    """Return the target of imitation, probabilities `[*B, bins]` for bins `[*B]`.
+
+    target[j] = exp(-(j - token)^2 / (2 width^2)) / sum        over the legal bins
+    """
+    distance = (torch.arange(legal.shape[-1], device=tokens.device) - tokens.unsqueeze(-1)).to(like.dtype)
+    if width == 0.0:
+        return (distance == 0.0).to(like.dtype)
+    score = (-0.5 * (distance / width).square()).masked_fill(~legal, -torch.inf)
+    return score.softmax(-1)
+
+
+def _bins(cfg: BuiltinVLAConfig, space: Box) -> ActionBins:
+    """Return the bins of an action space. Raise ConfigError if the number of bins does not match the space."""
+    if space.dtype != torch.float32:
+        raise ConfigError(f"policy vla: actions of {describe(space)} are not supported; use float32")
+    size = space.shape[-1]
+    counts = cfg.bins if isinstance(cfg.bins, tuple) else (cfg.bins,) * size
+    if len(counts) != size:
+        raise ConfigError(f"policy.vla.bins: has {len(counts)} entries for steps of {size} numbers; give {size}")
+    return ActionBins(space, counts)
+
+
+def _network(cfg: BuiltinVLAConfig, observation_space: Space, action_space: Box, bf16: bool) -> _Network:
+    bins, inputs = _bins(cfg, action_space), _inputs(observation_space, cfg.instruction)
+    if bf16 and not inputs.images:
+        raise ConfigError("policy.bf16: only convolutions run in bfloat16, but there is no image; leave it out")
+    weights = 12 * cfg.layers * cfg.width**2
+    check_room(8 * weights, torch.device("cpu"), f"policy.vla.width: {weights:,} weights and their gradients")
+    condition = _CONDITION if inputs.words else 0
+    images = {
+        name: pure(lambda space=space: _ImageTokens(space, condition, cfg), "policy.vla", bf16)
+        for name, space in inputs.images.items()
+    }
+    features, critic = box(-torch.inf, torch.inf, cfg.width), None
+    if cfg.critic is not None:
+        critic = make_network(cfg.critic, features, 1, False, "policy.vla.critic")
+    return _Network(cfg, inputs, images, critic, bins)
+
+
+@register_vla_backend("builtin")
+def builtin(cfg: BuiltinVLAConfig, observation_space: Space, action_space: Box, policy_cfg: PolicyConfig) -> Policy:
+    """Build the policy of the small network.
+
+    `act` returns the bins of an action as `action_tokens`, int64 `[*B, k, A]`, and the action in the centres of these
+    bins. `sample_log_prob` and the results of `evaluate` have the shape `[*B, k, A]`. `evaluate` reads `action_tokens`
+    or, if steps have none, the bins of `action`. A number whose bounds are equal does not count: `act` then also
+    returns a `token_mask`.
+
+    The params are `images`, `words`, `others`, `layers`, `actions` and, with a value network, `critic`.
+    """
+    if not policy_cfg.clip_actions:
+        raise ConfigError("policy.clip_actions: false, but bins are inside the action space; leave it out")
+    net = _network(cfg, observation_space, action_space, policy_cfg.bf16)
+    bins, shape = net.bins, net.bins.shape
+    counted = tuple(not fixed for fixed in bins.fixed())
+
+    def init(key: Tensor) -> TensorDict:
+        return net.init(key.cpu()).to(key.device)
+
+    def draw(keys: Tensor) -> Tensor:
+        return rng.gumbel(keys, (*shape, bins.width))
+
+    def act(params: TensorDict, carry: TensorDict, obs: Any, noise: Tensor | None) -> tuple[TensorDict, TensorDict]:
+        rows, batch = one_batch(obs, net.inputs.space)
+        noise = None if noise is None else noise.reshape(batch.numel(), -1, bins.width)
+        tokens, log_prob = (x.reshape(*batch, *shape) for x in net.sample(params, rows, noise))
+        fields = {
+            "action": bins.centres(tokens, log_prob),
+            "action_tokens": tokens,
+            "sample_log_prob": log_prob,
+        }
+        if not all(counted):
+            mask = torch.tensor(counted, device=tokens.device).reshape(shape)
+            fields["token_mask"] = mask.expand_as(tokens).clone()
+        return carry, TensorDict(cast(Any, fields), batch)
+
+    def tokens_of(steps: TensorDict) -> Tensor:
+        return steps["action_tokens"] if "action_tokens" in steps else bins.tokens(steps["action"])
+
+    def logits_of(params: TensorDict, steps: TensorDict, tokens: Tensor, has_output: bool = False) -> Any:
+        rows, batch = one_batch(steps["obs"], net.inputs.space)
+        cache, seen, features = net.read(params, rows, has_output)
+        logits = net.logits(params, cache, seen, tokens.reshape(batch.numel(), -1))
+        return logits.reshape(*batch, *shape, bins.width), features
+
+    def evaluate(params: TensorDict, carry: TensorDict, steps: TensorDict) -> tuple[Tensor, Tensor]:
+        tokens = tokens_of(steps)
+        logits, _ = logits_of(params, steps, tokens)
+        return k.categorical_log_prob(logits, tokens), k.categorical_entropy(logits)
+
+    def imitation_loss(params: TensorDict, carry: TensorDict, steps: TensorDict) -> Tensor:
+        tokens = tokens_of(steps)
+        logits, _ = logits_of(params, steps, tokens)
+        legal = bins.legal(logits.device).reshape(*shape, bins.width)
+        target = _smoothed(tokens, legal, cfg.label_smoothing, logits)
+        log_p = F.log_softmax(logits, -1).masked_fill(~legal, 0.0)
+        return sum_tokens(-(target * log_p).sum(-1), steps)
+
+    policy = Policy(init, draw, act, evaluate, None, imitation_loss=imitation_loss)
+    if net.critic is None:
+        return policy
+
+    def value(params: TensorDict, carry: TensorDict, obs: Any) -> Tensor:
+        rows, batch = one_batch(obs, net.inputs.space)
+        features = net.read(params, rows, True)[2]
+        return net.value(params, cast(Tensor, features)).reshape(batch)
+
+    def evaluate_and_value(params: TensorDict, carry: TensorDict, steps: TensorDict) -> tuple[Tensor, Tensor, Tensor]:
+        tokens = tokens_of(steps)
+        logits, features = logits_of(params, steps, tokens, True)
+        values = net.value(params, features).reshape(tokens.shape[:-2])
+        return k.categorical_log_prob(logits, tokens), k.categorical_entropy(logits), values
+
+    return replace(policy, value=value, evaluate_and_value=evaluate_and_value)

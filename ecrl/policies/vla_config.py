@@ -1,0 +1,39 @@
+"""Settings of the policy `vla`, and the settings that all of its backends have."""
+
+from typing import Any, ClassVar
+
+from pydantic import Field, SerializeAsAny, ValidatorFunctionWrapHandler, model_validator
+
+from ecrl.config import PolicyConfig
+from ecrl.config.config import find_entry
+from ecrl.config.model import ConfigModel, Count
+
+
+class VLAConfig(ConfigModel):
+    """Settings that all backends have. The Config model of the named backend validates the whole section."""
+
+    whole_part: ClassVar = ("vla_backend", "backend")
+
+    backend: str = Field("builtin", description='registered name of the backend, such as "builtin"')
+    model_path: str | None = Field(None, description="path of pretrained weights, for backends that read them")
+    action_horizon: Count | None = Field(
+        None, description="steps of an action; must equal env.action_chunk, and has its value if absent"
+    )
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _registered(cls, data: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        if cls is not VLAConfig or not isinstance(data, dict):
+            return handler(data)
+        data = {"backend": "builtin"} | data
+        config = find_entry("vla_backend", data, "backend").config
+        return handler(data) if config is cls else config.model_validate(data)
+
+
+class VLAPolicyConfig(PolicyConfig):
+    """Settings of a policy that sees images, reads an instruction and chooses chunks of actions."""
+
+    vla: SerializeAsAny[VLAConfig] = Field(
+        default_factory=lambda: VLAConfig.model_validate({}),
+        description='the backend and its settings, such as {"backend": "builtin", "decoding": "parallel"}',
+    )
