@@ -25,9 +25,9 @@ _RESAMPLES = 10_000
 (_WAY, _END), (_WAY_SUCCESS, _END_SUCCESS) = EPISODES["return"], EPISODES["success"]
 HEAD = f"""# Results
 
-How well every shipped config learns, compared with Stable-Baselines3 on the same budget. SB3 uses the settings of its
-zoo (`benchmarks/other_libraries/zoo.py`). `ecrl bench results` makes this page from the files in `runs/`. Each seed
-has a file with its raw curve, settings, their hash, commit, command, machine and times. `ecrl plot` can also read the
+How well every shipped config learns, compared with other libraries on the same budget. Stable-Baselines3 has the
+settings of its zoo (`benchmarks/other_libraries/zoo.py`). `ecrl bench results` makes this page from the files in
+`runs/`. Each seed has a file with its raw curve, settings, their hash, commit, command, machine and times. `ecrl plot` can also read the
 files.
 
 - **Scores** are the mean of {_END} episodes ({_END_SUCCESS} for a success rate) with deterministic actions, after the
@@ -45,8 +45,8 @@ files.
 - **A failed seed** has no score and counts as a seed that did not reach the threshold.
 - **ecrl, without memory** has separate networks in place of the recurrent ones: two layers of 64 units with tanh, and
   PyTorch's initial weights. The settings outside of the networks are those of the config.
-- **rejax** has the settings of the config, on the same games. `benchmarks/other_libraries/rejax_learning.py` lists the
-  differences.
+- **rejax** and **Stable-Baselines3, same settings** have the settings of the config.
+  `benchmarks/other_libraries/rejax_learning.py` and `sb3_minatar.py` list the differences.
 
 The zoo's settings were tuned for other budgets, and four of the six are shorter than here. A run may therefore reach
 the threshold and fall below it again.

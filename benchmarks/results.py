@@ -30,7 +30,7 @@ from ecrl.errors import MissingExtraError, UserError
 from ecrl.registry import did_you_mean
 from ecrl.storage.atomic_files import lock_folder
 
-NEEDED = ("stable_baselines3", "rejax", "matplotlib", "mujoco", "imageio", "Box2D")
+NEEDED = ("stable_baselines3", "rejax", "minatar", "matplotlib", "mujoco", "imageio", "Box2D")
 _PAUSE_S, _SHARE = 0.2, 0.9
 
 

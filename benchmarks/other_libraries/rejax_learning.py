@@ -2,9 +2,13 @@
 
 gymnax's games never repeat an action at random, so scores on them would not be comparable. Instead, rejax's compiled
 loop calls ecrl's game on the host in every step. The budget, the networks' sizes and the settings are those of the
-config. rejax differs in these points: actor and critic share no layers, it clips each element of a gradient instead of
-the global norm, it clips the values, it standardises the advantages of each minibatch, and a time limit ends an episode
-as a termination does.
+config, whose learning rate was chosen with ecrl. rejax differs in these points:
+
+- Actor and critic share no layers, and each has its own optimiser. Initial weights are not orthogonal.
+- Each element of a gradient is clipped instead of the global norm.
+- The change of the critic's values is clipped, and the critic's loss has a factor of one half.
+- The advantages of each minibatch are standardised, instead of those of each rollout.
+- A time limit ends an episode as a termination does.
 """
 
 from typing import Any

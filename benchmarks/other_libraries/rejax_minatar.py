@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import rejax
 from rejax.networks import DiscretePolicy
 
-from benchmarks.minatar import GAMES, SIZES
+from benchmarks.minatar import GAMES, SIZES, config
 from benchmarks.other_libraries import STEPS
 
 
@@ -55,7 +55,7 @@ def ppo(game: str, kind: str) -> rejax.PPO:
         num_steps=STEPS,
         num_epochs=SIZES.epochs,
         num_minibatches=SIZES.minibatches,
-        learning_rate=5e-4,
+        learning_rate=config(game, kind).algorithm.cfg.learning_rate,
         agent_kwargs={"activation": "relu", "hidden_layer_sizes": SIZES.units},
         max_grad_norm=0.5,  # of each element: rejax has no clipping by the global norm
         gamma=0.99,

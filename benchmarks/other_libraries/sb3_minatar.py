@@ -22,6 +22,7 @@ from benchmarks.minatar import SIZES
 from benchmarks.other_libraries.sb3_zoo import Reporting
 from benchmarks.tasks import task_of
 from ecrl import Config, load_config
+from ecrl.algorithms.optimizer_config import OptimizerKwargs
 from ecrl.config import total_steps
 
 
@@ -71,7 +72,12 @@ def make_model(cfg: Config, seed: int) -> PPO:
         ent_coef=numbers.ent_coef,
         vf_coef=numbers.vf_coef,
         max_grad_norm=numbers.max_grad_norm,
-        policy_kwargs={"features_extractor_class": Convolution, "net_arch": [], "activation_fn": nn.ReLU},
+        policy_kwargs={
+            "features_extractor_class": Convolution,
+            "net_arch": [],
+            "activation_fn": nn.ReLU,
+            "optimizer_kwargs": {"eps": OptimizerKwargs().eps},
+        },
         seed=seed,
         device="cpu",
     )

@@ -12,7 +12,7 @@ from ecrl import rng
 from ecrl.envs.core import NEVER, Env, where_fields
 from ecrl.errors import ConfigError
 from ecrl.kernels.scan_loop import loop
-from ecrl.pytree import mapped
+from ecrl.pytree import flatten, mapped, names
 from ecrl.spaces import Box, Dict, Discrete, MultiDiscrete, Space, element_shape
 
 _REWARD_SUM = ("info", "reward_sum")
@@ -64,16 +64,30 @@ def _check(env: Env, k: int, gamma: float) -> None:
         raise ConfigError("has action masks, which are unknown for the later actions of a chunk; leave it out")
 
 
+def _check_fields(before: TensorDict, after: TensorDict) -> None:
+    """Raise ConfigError if a step adds or removes fields."""
+    found, expected = (set(names(flatten(state)[1])) for state in (after, before))
+    for name in sorted(found ^ expected):
+        one, other = ("step", "reset") if name in found else ("reset", "step")
+        raise ConfigError(f"env.action_chunk: {one} returns the field {name!r}, but {other} does not; return it in both")
+
+
 def _advance(
     env: Env,
     carry: tuple[TensorDict, dict[str, Tensor]],
     x: tuple[Tensor, Any, Tensor],
+    first: TensorDict,
 ) -> tuple[tuple[TensorDict, dict[str, Tensor]], None]:
-    """Take one step in the environments whose episode has not ended within the chunk, and keep all others."""
+    """Take one step in the environments whose episode has not ended within the chunk, and keep all others.
+
+    Environments whose episode has ended step from `first`, the state before the chunk. The result is not used. A step
+    from the end of an episode could have NaN in its gradient, which `where` would not remove.
+    """
     (state, sums), (action, noise, discount) = carry, x
-    after, running = env.step(state, action, noise), sums["running"]
+    running = sums["running"]
+    after = env.step(where_fields(running, state, first), action, noise)
+    _check_fields(state, after)
     ended = after["terminated"] | after["truncated"]
-    # Use `where`, because the reward of a step after the end may be NaN.
     sums = {
         "running": running & ~ended,
         "executed": sums["executed"] + running,
@@ -153,8 +167,8 @@ def chunked(env: Env, k: int, *, gamma: float) -> Env:
         actions = action.reshape(*batch, k, *single).movedim(axis, 0)
         noises = mapped(lambda x: x.movedim(axis, 0), noise, batch=lambda size: (*size[axis:], *size[:axis]))
         discounts = reward.new_tensor([gamma**i for i in range(k)])
-        carry = moving, sums | {"reward_sum": zero.clone()}
-        (after, sums), _ = loop(partial(_advance, env), carry, (actions, noises, discounts))
+        carry, first = (moving, sums | {"reward_sum": zero.clone()}), moving.detach().clone()
+        (after, sums), _ = loop(partial(_advance, env), carry, (actions, noises, discounts), first)
         if env.step_without_obs:
             after = state.copy().update(after)  # `state` has the usual order of fields
             after = after.set("obs", env.observe(after))
@@ -169,5 +183,6 @@ def chunked(env: Env, k: int, *, gamma: float) -> Env:
         action_space=chunk_space(env.action_space, k),
         reset_unobserved=env.reset_unobserved and reset_unobserved,
         step_without_obs=False,
+        steps_per_action=k * env.steps_per_action,
         min_truncation_gap=NEVER if gap == NEVER else -(-gap // k),
     )

@@ -87,6 +87,8 @@ class Env:
             the other copies may have any values. Needed for `reset_unobserved`. If None, `observe` is used.
         step_without_obs: True if `step` also accepts a state without the field `obs`, and then returns a state without
             `obs`. Set this flag if observations are slow to compute. `chunked` then computes one observation per chunk.
+            A wrapper whose `step` reads `obs` must set the flag to False.
+        steps_per_action: number of environment steps in a chunk, if actions are chunks, or else 1.
         scene: the simulation of a MuJoCo task, which events may change, or None for other environments.
         min_truncation_gap: the earliest step of an episode that may truncate the episode, counted from 1. Two
             truncations of one copy are therefore at least this many steps apart. If the episodes are parts of a game,
@@ -111,6 +113,7 @@ class Env:
     reset_unobserved: Callable[[Tensor], TensorDict] | None = None
     observe_where: Callable[[TensorDict, Tensor], Any] | None = None
     step_without_obs: bool = False
+    steps_per_action: int = 1
     scene: Any = None
     min_truncation_gap: int = 1
     frame_stack: int = 1

@@ -102,9 +102,13 @@ def check_event(label: str, apply: Apply, before: TensorDict, keys: Tensor) -> N
             raise ConfigError(f"{label}: {fault}; return the same fields that the event receives: {names}")
 
 
-def lowered_gap(gap: int, events: Mapping[str, EventConfig]) -> int:
-    """Return the minimum of `gap` and of every `min_truncation_gap` that an event declares (see `with_events`)."""
-    return min((gap, *(getattr(event.params, "min_truncation_gap", gap) for event in events.values())))
+def lowered_gap(gap: int, events: Mapping[str, EventConfig], steps_per_action: int = 1) -> int:
+    """Return the minimum of `gap` and of every `min_truncation_gap` that an event declares (see `with_events`).
+
+    `gap` and the result count actions, and the events count environment steps.
+    """
+    declared = [getattr(event.params, "min_truncation_gap", None) for event in events.values()]
+    return min((gap, *(-(-steps // steps_per_action) for steps in declared if steps is not None)))
 
 
 def with_events(env: Env, events: Mapping[str, EventConfig], where: str = "trainer.events") -> Env:
@@ -128,8 +132,8 @@ def with_events(env: Env, events: Mapping[str, EventConfig], where: str = "train
     info, mask, executed, final_obs and elapsed. After an event, `env.observe` recomputes the observation.
 
     An event may change a field so that the environment truncates episodes earlier. The config class of such an event
-    needs a property `min_truncation_gap`, the first step that may truncate an episode. The gap of the returned
-    environment is the smallest gap among `env` and the events. Events cannot shorten the limit of `time_limit`, because
+    needs a property `min_truncation_gap`, the first environment step that may truncate an episode. The gap of the
+    returned environment is the smallest gap among `env` and the events, in actions. Events cannot shorten the limit of `time_limit`, because
     `elapsed` is hidden from events.
 
     If `events` is empty, `env` itself is returned. Error messages begin with the config section `where` and the name of
@@ -155,7 +159,7 @@ def with_events(env: Env, events: Mapping[str, EventConfig], where: str = "train
         ready.append(_Event(label, event.mode, event.interval_step, position, make_event(event, env.scene, label)))
     if not events:
         return env
-    gap = lowered_gap(env.min_truncation_gap, events)
+    gap = lowered_gap(env.min_truncation_gap, events, env.steps_per_action)
     return _with_events(replace(env, min_truncation_gap=gap), tuple(ready))
 
 

@@ -148,7 +148,8 @@ def cispo_loss(
 
     Returns: the loss `[*B, L]`, and the logs approx_kl and clip_frac, the share of unmasked tokens whose ratio is
         outside the clips.
-    Gradient: flows through `log_prob` only, and not through the ratio.
+    Gradient: flows through `log_prob` only, and not through the ratio. A token of probability 0 has loss 0 and no
+        gradient.
     Raises: ValueError naming the argument, if shapes do not match, `mask` is not bool or a hyperparameter is not 0-d.
     Source: MiniMax 2025, arXiv:2506.13585, eq. 4 and 5. Khatri et al. 2025, arXiv:2510.13786, cap the ratio.
 
@@ -165,7 +166,7 @@ def cispo_loss(
         "approx_kl": _approx_kl(log_ratio, mask),
         "clip_frac": masked_mean(_is_outside(ratio, clip_low, clip_high), mask),
     }
-    return (-clipped * advantage * log_prob).to(dtype), logs
+    return (-clipped * advantage * _finite(log_prob)).to(dtype), logs
 
 
 def sapo_loss(
@@ -240,7 +241,8 @@ def vespo_loss(
         lambda_negative: decay lambda for negative advantages, above 0. TRL's default is 2.
 
     Returns: the loss `[*B, L]`, and the log approx_kl.
-    Gradient: flows through `log_prob` only, and not through the ratio.
+    Gradient: flows through `log_prob` only, and not through the ratio. A token of probability 0 has loss 0 and no
+        gradient.
     Raises: ValueError naming the argument, if shapes do not match, `mask` is not bool or a hyperparameter is not 0-d.
     Source: Shen et al. 2026, arXiv:2602.10693.
 
@@ -257,7 +259,7 @@ def vespo_loss(
     decay = _choose(advantage < 0.0, lambda_negative, lambda_positive, advantage)
     total = log_ratio.detach().sum(-1, keepdim=True).clamp(max=bound)
     weight = torch.exp(k * total - decay * torch.expm1(total))
-    return (-weight * advantage * log_prob).to(dtype), {"approx_kl": _approx_kl(log_ratio.clamp(max=bound), mask)}
+    return (-weight * advantage * _finite(log_prob)).to(dtype), {"approx_kl": _approx_kl(log_ratio.clamp(max=bound), mask)}
 
 
 def sequence_log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> Tensor:
@@ -307,6 +309,11 @@ def _bounded_log_ratio(
     bound = exponent_bound(common_dtype(log_prob, old_log_prob))
     log_prob, log_ratio, advantage = _log_ratio(log_prob, old_log_prob, advantage, mask)
     return log_prob, log_ratio.clamp(max=bound), advantage
+
+
+def _finite(log_prob: Tensor) -> Tensor:
+    """Replace infinity by 0. A token of probability 0 then has loss 0 and no gradient."""
+    return log_prob.masked_fill(log_prob.isinf(), 0.0)
 
 
 def _choose(condition: Tensor, x: Scalar, other: Scalar, like: Tensor) -> Tensor:

@@ -149,8 +149,8 @@ def build(cfg: Config) -> Run:
 
 def _check_learning_starts(cfg: Config) -> None:
     """Raise ConfigError if a run with a replay buffer would end before its first gradient step."""
-    own, total = cfg.algorithm.cfg, total_steps(cfg, world_size())
-    last = total - total // cfg.trainer.iterations  # env steps before the last iteration
+    own, total = cfg.algorithm.cfg, total_steps(cfg, world_size()) * cfg.env.action_chunk
+    last = total - total // cfg.trainer.iterations  # the most env steps before the last iteration
     if isinstance(own, ReplayConfig) and own.learning_starts > last:
         raise ConfigError(
             f"algorithm.cfg.learning_starts: {own.learning_starts:,} is above {last:,}, the env steps before the last "

@@ -225,6 +225,7 @@ def check_state(run: Run, state: TensorDict, cfg: Config) -> None:
     """
     check_current(run, state)
     new = expected_state(run, cfg, state)
+    _check_chunk_discount(state, new, cfg)
     if state["key"].device != new["key"].device:  # `device_of(cfg)` may lack the device index
         raise ConfigError(f"state: is on {state['key'].device}, the config sets {device_of(cfg)}; use state.to(...)")
     expected, actual = (dict(td.flatten_keys("/").items()) for td in (new, state))
@@ -245,6 +246,17 @@ def check_state(run: Run, state: TensorDict, cfg: Config) -> None:
         warnings.warn(f"the state's hyperparameters are used, not the config's: {differences}", stacklevel=3)
 
 
+def _check_chunk_discount(state: TensorDict, new: TensorDict, cfg: Config) -> None:
+    """Raise ConfigError if the discount inside action chunks would differ from the discount of the algorithm."""
+    gamma = ("hyper", "gamma")
+    known = all(gamma in one.keys(True) for one in (state, new))
+    if cfg.env.action_chunk > 1 and known and not torch.equal(state[gamma], new[gamma]):
+        raise ConfigError(
+            f"algorithm.cfg.gamma: {new[gamma]:.6g}, but the state has {state[gamma]:.6g}, and steps inside an action "
+            "chunk would be discounted with the config's gamma; use the same gamma in both"
+        )
+
+
 def run_summary(run: Run, cfg: Config, world_size: int) -> list[str]:
     """Describe a run on `world_size` ranks in a few lines. Raise ConfigError if the components are incompatible."""
     form = planned_form(cfg, run.policy, run.algorithm, run.static)
@@ -260,8 +272,13 @@ def run_summary(run: Run, cfg: Config, world_size: int) -> list[str]:
         f"spaces   observations {run.env.observation_space}, actions {run.env.action_space}",
         f"policy   {weights:,} parameters",
         f"device   {device_of(cfg)}, {form.name} ({form.reason}), world size {world_size}",
-        f"budget   {total_steps(cfg, world_size):,} env steps, {cfg.trainer.iterations} iterations",
+        f"budget   {_budget(cfg, world_size)}, {cfg.trainer.iterations} iterations",
     ]
+
+
+def _budget(cfg: Config, world_size: int) -> str:
+    actions, chunk = total_steps(cfg, world_size), cfg.env.action_chunk
+    return f"{actions:,} env steps" if chunk == 1 else f"{actions:,} actions of up to {chunk} env steps"
 
 
 def steps_per_iteration(cfg: Config) -> int:

@@ -13,9 +13,10 @@ from support.checks import assert_pure, close
 from support.small_runs import same
 from tensordict import TensorDict
 
-from ecrl import rng
+from ecrl import ConfigModel, register_event, rng
+from ecrl.config import EventConfig
 from ecrl.env_check.check import check_env
-from ecrl.envs import NEVER, Env, auto_reset, chunked, clip_action, make_env, state_of, time_limit
+from ecrl.envs import NEVER, Env, auto_reset, chunked, clip_action, make_env, state_of, time_limit, with_events
 from ecrl.envs.action_chunks import chunk_space, undiscounted_reward
 from ecrl.envs.mujoco.task_step import observe_entries
 from ecrl.errors import ConfigError
@@ -161,6 +162,47 @@ def test_any_chunk_equals_its_steps(k, gamma, limits, seed):
     np.testing.assert_allclose(after["reward"], sums[:, 0], rtol=1e-5)
     np.testing.assert_allclose(undiscounted_reward(after), sums[:, 1], rtol=1e-5)
     assert torch.equal(after["place"], torch.stack([row["place"] for row in rows]))
+
+
+def test_the_gradient_is_finite_if_a_step_after_the_end_would_have_none():
+    """The reward is a root of the distance to the end, and the root of a negative number has a gradient of NaN."""
+
+    def step(state, action, noise):
+        place = state["place"] + action.squeeze(-1)
+        fields = {"place": place, "reward": torch.sqrt(1.0 - place), "terminated": place >= 0.5}
+        return state.copy().update(fields)
+
+    env = chunked(replace(WALK, step=step), 3, gamma=1.0)
+    state = _walking([9.0], [9.0]).exclude("info")
+    actions = torch.tensor([[[0.2], [0.4], [0.9]]], requires_grad=True)
+    (grad,) = torch.autograd.grad(env.step(state, actions, torch.zeros(1, 3))["reward"].sum(), actions)
+    places = [0.2, 0.6]
+    first = -sum(0.5 / (1.0 - place) ** 0.5 for place in places)
+    np.testing.assert_allclose(grad.flatten(), [first, -0.5 / 0.4**0.5, 0.0], rtol=1e-5)
+
+
+def test_a_field_that_only_one_of_reset_and_step_returns_is_named():
+    def step(state, action, noise):
+        return WALK.step(state, action, noise).set("extra", state["place"])
+
+    env = chunked(replace(WALK, step=step), 2, gamma=1.0)
+    with pytest.raises(ConfigError, match=r"^env.action_chunk: step returns the field 'extra', but reset does not"):
+        env.step(_walking([9.0], [9.0]).exclude("info"), torch.ones(1, 2, 1), torch.zeros(1, 2))
+
+
+@pytest.mark.parametrize(("chunk", "expected"), [(1, 6), (3, 2), (4, 2)])
+@pytest.mark.usefixtures("restored_registry")
+def test_the_gap_of_an_event_counts_steps_of_the_environment(chunk, expected):
+    class Shorter(ConfigModel):
+        min_truncation_gap: int = 6
+
+    @register_event("shorter_episodes")
+    def shorter_episodes(cfg: Shorter):
+        return lambda state, keys: state
+
+    event = EventConfig.model_validate({"func": "shorter_episodes", "mode": "reset"})
+    env = make_env({"name": "cartpole", "action_chunk": chunk})
+    assert with_events(auto_reset(env), {"shorter": event}).min_truncation_gap == expected
 
 
 @pytest.mark.parametrize("name", ["cartpole", "pendulum", "point_mass", "minatar_breakout", "ReachRL"])

@@ -317,6 +317,18 @@ def test_weights_of_ratios_that_overflow_are_finite(kernel):
     assert loss.isfinite().all()
 
 
+@pytest.mark.parametrize("kernel", [cispo_loss, vespo_loss], ids=lambda k: k.__name__)
+@pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
+def test_a_token_of_probability_0_has_loss_0_and_no_gradient(kernel, advantage):
+    log_prob = torch.tensor([[-inf, -1.0]]).requires_grad_()
+    batch = torch.tensor([[-1.0, -1.0]]), torch.tensor([advantage]), torch.ones(1, 2, dtype=torch.bool)
+    for hyper in (LOSSES[kernel], {"clip_low": 1.0, "clip_high": 4.0} if kernel is cispo_loss else LOSSES[kernel]):
+        loss, _ = kernel(log_prob, *batch, **hyper)
+        (grad,) = torch.autograd.grad(loss.sum(), log_prob)
+        assert loss.isfinite().all() and grad.isfinite().all()
+        assert loss[0, 0] == 0.0 and grad[0, 0] == 0.0
+
+
 def test_a_penalty_with_masked_entries_filled(variant):
     """The sum of a loss and a penalty, as the module's docstring describes."""
 

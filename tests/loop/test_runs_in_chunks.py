@@ -164,6 +164,23 @@ def test_the_discount_is_that_of_the_algorithm():
     assert one == build(small()) and one == build(small(**{"algorithm.cfg.gamma": 0.5}))
 
 
+def test_another_gamma_than_that_of_the_state_is_refused():
+    cfg = small(**{"env.action_chunk": 3, "algorithm.cfg.gamma": 0.9})
+    state = init_state(cfg)
+    with pytest.raises(ConfigError, match=r"^algorithm.cfg.gamma: 0.5, but the state has 0.9, and steps inside"):
+        next(iter(train_iter(state, cfg.replace(**{"algorithm.cfg.gamma": 0.5}))))
+    next(iter(train_iter(state, cfg)))
+
+
+def test_learning_starts_is_compared_with_the_most_environment_steps():
+    cfg = agent("td3", **{"env.action_chunk": 3})
+    actions = cfg.trainer.iterations * cfg.trainer.buffer_size * cfg.trainer.num_envs
+    before_last = 3 * actions - 3 * actions // cfg.trainer.iterations
+    build(cfg.replace(**{"algorithm.cfg.learning_starts": before_last}))
+    with pytest.raises(ConfigError, match=r"^algorithm.cfg.learning_starts: "):
+        build(cfg.replace(**{"algorithm.cfg.learning_starts": before_last + 1}))
+
+
 @pytest.mark.parametrize("name", ["ppo", "grpo", "apg"])
 @pytest.mark.usefixtures("restored_registry")
 def test_chunks_of_one_action_learn_the_same(name):
