@@ -296,19 +296,18 @@ def test_compiled_equals_eager(decoding):
             close(one, other, tol=1e-4)
 
 
-def localise(decoding, steps, size=24):
+def localise(decoding, steps, size=32):
     """Clone "be where the named dot is" from random scenes, and return the policy and its parameters."""
-    actions = box(-1.0, 1.0, 1, 2)
-    changes = {"width": 48, "heads": 2, "channels": [16, 24], "keypoints": 24, "bins": 20, "layers": 1}
-    policy = small(decoding, actions=actions, observations=space_of(size), **changes)
+    settings = {"name": "vla", "vla": {"decoding": decoding}}
+    policy = make_policy(settings, space_of(size), box(-1.0, 1.0, 2, 2))
     params = policy.init(rng.key(0)).requires_grad_()
     leaves = list(params.values(True, True))
-    optimizer = torch.optim.AdamW(leaves, 2e-3, weight_decay=1e-2)
+    optimizer = torch.optim.AdamW(leaves, 1e-3, weight_decay=1e-2)
     for i in range(steps):
         obs, xy, goal = scenes(rng.fold_in(rng.key(1), i), 64, size)
-        action = xy[torch.arange(64), goal].unsqueeze(1)
+        action = xy[torch.arange(64), goal].unsqueeze(1).expand(64, 2, 2)
         rows = TensorDict({"obs": obs, "action": action, "done": torch.zeros(64, dtype=torch.bool)}, [64])
-        optimizer.param_groups[0]["lr"] = 2e-3 * min(1.0, (i + 1) / 30) * (0.2 if i > 0.75 * steps else 1.0)
+        optimizer.param_groups[0]["lr"] = 1e-3 * min(1.0, (i + 1) / 50) * (0.3 if i > 0.7 * steps else 1.0)
         optimizer.zero_grad()
         policy.imitation_rows(params, rows).mean().backward()
         torch.nn.utils.clip_grad_norm_(leaves, 1.0)
@@ -320,8 +319,8 @@ def localise(decoding, steps, size=24):
 @pytest.mark.parametrize("decoding", DECODINGS)
 def test_the_network_finds_what_the_instruction_names(decoding):
     """New scenes; with another instruction, the policy goes to the other dot."""
-    policy, params = localise(decoding, 500)
-    obs, xy, goal = scenes(rng.key(99), 300, 24)
+    policy, params = localise(decoding, 450)
+    obs, xy, goal = scenes(rng.key(99), 300, 32)
     for shift in range(3):
         named = (goal + shift) % 3
         words = obs["instruction"].clone()
