@@ -173,7 +173,7 @@ def test_the_path_of_a_model_has_another_place():
             "policy.vla_config.model_config: a config imports no class; register a backend",
         ),
         ({"path": "x"}, "policy.vla_config.path: unknown key; known: model_path"),
-        ({"model_path": "x"}, "policy: vla: model_path is given, but backend builtin begins with new weights"),
+        ({"model_path": "x"}, "policy.vla: model_path is given, but backend builtin begins with new weights"),
         (["x"], "policy.vla_config: expected an object, got a list"),
     ],
 )
