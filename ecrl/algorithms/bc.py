@@ -67,10 +67,7 @@ def init(cfg: BCConfig, run: Run, key: Tensor) -> dict[str, Any]:
 
 
 def errors(run: Run, params: TensorDict, rows: TensorDict) -> tuple[Tensor, Tensor]:
-    """Return the loss of each demonstrated action and the entropy of the policy, both in nats.
-
-        loss = -log_prob(action)
-    """
+    """Return the loss `-log_prob(action)` of each demonstrated action and the entropy of the policy, both in nats."""
     log_prob, entropy = run.policy.evaluate_rows(params, rows)
     return -log_prob, entropy
 
