@@ -60,26 +60,23 @@ class BCConfig(MinibatchConfig):
 
 def init(cfg: BCConfig, run: Run, key: Tensor) -> dict[str, Any]:
     """Return parameters, optimiser state and hyperparameters."""
-    check_log_prob(run.policy, "bc")
+    if run.policy.imitation_loss is None:
+        check_log_prob(run.policy, "bc")
     check_batch_size(cfg, run.static.row_steps)
     params = run.policy.init(rng.fold_in(key, rng.INIT))
     return learning_state(cfg, params, {}, key.device, run.algorithm.choices.groups)
 
 
-def errors(run: Run, params: TensorDict, rows: TensorDict) -> tuple[Tensor, Tensor]:
-    """Return the loss `-log_prob(action)` of each demonstrated action and the entropy of the policy, both in nats."""
-    log_prob, entropy = run.policy.evaluate_rows(params, rows)
-    return -log_prob, entropy
-
-
 def loss(run: Run, params: TensorDict, minibatch: TensorDict, mask: Tensor, hyper: TensorDict) -> tuple[Tensor, Logs]:
-    """Return the mean loss of a minibatch, and the mean entropy as a log."""
-    loss, entropy = errors(run, params, minibatch)
-    return masked_mean(loss, mask), {"entropy": masked_mean(entropy.detach(), mask)}
+    """Return the mean loss of a minibatch.
+
+    loss = imitation_loss(action) of the policy, or else -log_prob(action), in nats
+    """
+    return masked_mean(run.policy.imitation_rows(params, minibatch), mask), {}
 
 
-def _errors_of_chunk(run: Run, _: None, rows: TensorDict, params: TensorDict) -> tuple[None, Tensor]:
-    return None, errors(run, params, rows)[0]
+def _losses_of_chunk(run: Run, _: None, rows: TensorDict, params: TensorDict) -> tuple[None, Tensor]:
+    return None, run.policy.imitation_rows(params, rows)
 
 
 def holdout_loss(run: Run, state: TensorDict, part: TensorDict) -> Tensor:
@@ -90,7 +87,7 @@ def holdout_loss(run: Run, state: TensorDict, part: TensorDict) -> Tensor:
     params = policy_params(state)
     rows = rows_to_learn(run, params, drawn_batch(run, state, part))
     with torch.no_grad():
-        _, losses = run.scan(partial(_errors_of_chunk, run), None, in_chunks(rows, run.static.row_steps), params)
+        _, losses = run.scan(partial(_losses_of_chunk, run), None, in_chunks(rows, run.static.row_steps), params)
     mean = losses.flatten(0, 1)[: len(rows)].mean()
     return all_mean(mean, weight=torch.ones_like(mean))
 

@@ -830,8 +830,8 @@ def test_another_thread_may_draw_from_the_global_generator(monkeypatch):
 def test_the_draws_of_an_environment_are_not_those_of_the_algorithm(monkeypatch):
     make = ecrl.loop.build.make_env
 
-    def noisy(choice):
-        env = make(choice)
+    def noisy(choice, **kwargs):
+        env = make(choice, **kwargs)
         return replace(env, step=drawing(env.step), reset=drawing(env.reset))
 
     monkeypatch.setattr("ecrl.loop.build.make_env", noisy)
