@@ -64,7 +64,8 @@ class Static(NamedTuple):
         world_size: number of ranks.
         skips_nonfinite: True if gradient steps with NaN or infinity are skipped (`trainer.finite_guard: skip`).
         row_steps: number of steps in each row of a minibatch. For a policy of unit "step", this number is 1. For unit
-            "sequence", the number is the algorithm's `segment_length`, or `buffer_size` by default.
+            "sequence", the number is the algorithm's `segment_length`, or `buffer_size` by default. If the algorithm
+            needs whole episodes in a row, the number is `buffer_size`.
         phase: phase of the iteration (`Algorithm.phase`), or None if the algorithm has no phases.
         turns: number of turns per iteration in the run of a turn (see `interleaved`), otherwise 1.
     """

@@ -3,14 +3,24 @@
 The members of a group share their start and the noise of the environment, and differ only in their actions. GRPO needs
 no critic.
 
+Settings of the config give the variants DAPO, Dr. GRPO, GSPO and RLOO:
+
+    loss = mean(objective + kl_coef * kl_k3 - ent_coef * entropy)
+
+The objective is the clipped surrogate with one probability ratio per action, token or episode (`ratio`). The mean is
+over all tokens, first over each episode, or with a fixed length (`loss_mean`). A token is a whole action if `ratio` is
+"action".
+
 Source: Shao et al. 2024, arXiv:2402.03300, applied to environment steps instead of tokens.
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, cast
+from math import inf
+from typing import Any, Literal, NamedTuple, Self, cast
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -19,27 +29,45 @@ from ecrl.algorithms.core import LEARNER_KINDS, Algorithm, Run, collect, from_re
 from ecrl.algorithms.logprob_gap import logprob_gap
 from ecrl.algorithms.minibatch_sgd import (
     SGD,
-    MinibatchConfig,
     check_batch_size,
     gradient_steps,
     minibatch_epochs,
     sgd_choices,
 )
 from ecrl.algorithms.optimizer import learning_state
-from ecrl.algorithms.reference import reference_log_prob, refreshed_reference
+from ecrl.algorithms.ratios import RATIOS, ClippedConfig, Ratio
+from ecrl.algorithms.reference import reference_log_prob, reference_token_log_prob, refreshed_reference
 from ecrl.algorithms.rows import check_log_prob
 from ecrl.algorithms.state_kinds import Kind
 from ecrl.config.model import Count, Fraction, NonNegative, Positive
+from ecrl.distributed import all_sum
+from ecrl.envs.action_chunks import undiscounted_reward
 from ecrl.errors import ConfigError
-from ecrl.kernels import first_episode_mask, grpo_advantages, grpo_loss
+from ecrl.kernels import (
+    first_episode_mask,
+    group_advantages,
+    group_centered,
+    grpo_loss,
+    informative_groups,
+    kl_k3,
+    leave_one_out,
+)
+from ecrl.kernels.groups import returns_to_go
+from ecrl.kernels.step_weights import (
+    fixed_length_mean_weights,
+    sequence_mean_weights,
+    token_mean_weights,
+    weighted_step_mean,
+)
 from ecrl.policies import acting_params
 from ecrl.registry import register_algorithm
 from ecrl.types import Logs
 
 _NUMBERS = ("gamma", "clip_coef", "ent_coef", "kl_coef", "eps", "target_kl")
+_NEW_NUMBERS = ("clip_coef_high", "dual_clip", "min_group_score", "max_group_score")
 
 
-class GRPOConfig(MinibatchConfig):
+class GRPOConfig(ClippedConfig):
     """Hyperparameters of GRPO. Numeric hyperparameters are stored in the state and may change during a run."""
 
     target_kl: Positive | None = Field(
@@ -47,7 +75,36 @@ class GRPOConfig(MinibatchConfig):
         description="KL of the update, in nats, above which learning from a rollout stops; no limit if absent",
     )
     gamma: Fraction = Field(default=0.99, description="discount per step")
-    clip_coef: Positive = Field(default=0.2, description="distance from 1 at which the probability ratio is clipped")
+    ratio: Literal["action", "token", "sequence"] = Field(
+        default="action",
+        description="probability ratio of each action, of each token of an action, or of a whole episode (GSPO)",
+    )
+    loss_mean: Literal["token", "sequence", "fixed_length"] = Field(
+        default="token",
+        description="mean of the loss: over all tokens (DAPO), first over each episode's tokens (GRPO), or of sums of "
+        "episodes divided by the largest length (Dr. GRPO); an action is one token if ratio is action",
+    )
+    advantage: Literal["return_to_go", "episode"] = Field(
+        default="return_to_go",
+        description="what a group compares: returns from each step on, or returns of whole episodes",
+    )
+    baseline: Literal["standardized", "centered", "leave_one_out"] = Field(
+        default="standardized",
+        description="subtract the group's mean and divide by its standard deviation, subtract the mean (Dr. GRPO), or "
+        "subtract the mean of the other members (RLOO)",
+    )
+    min_group_score: float | None = Field(
+        default=None,
+        description="learn only from groups whose mean sum of rewards is above this score (DAPO); no limit if absent",
+    )
+    max_group_score: float | None = Field(
+        default=None,
+        description="learn only from groups whose mean sum of rewards is below this score (DAPO); no limit if absent",
+    )
+    drop_masked: bool = Field(
+        default=False,
+        description="draw minibatches only from the steps that count, and take fewer gradient steps if some do not",
+    )
     ent_coef: NonNegative = Field(default=0.0, description="weight of the entropy bonus")
     kl_coef: NonNegative = Field(
         default=0.02, description="weight of the KL to the reference policy; 0 means no reference"
@@ -64,13 +121,99 @@ class GRPOConfig(MinibatchConfig):
     reset_every_rollout: bool = Field(default=True, description="reset every environment before each rollout")
     truncate_at_first_done: bool = Field(default=True, description="learn only from the first episode of each rollout")
 
+    @model_validator(mode="after")
+    def _settings_fit_together(self) -> Self:
+        whole = {"ratio": "sequence", "advantage": "episode"}
+        for key, value in whole.items():
+            if getattr(self, key) == value and not (self.reset_every_rollout and self.truncate_at_first_done):
+                raise ValueError(
+                    f"{key} {value!r} needs one whole episode per environment; set reset_every_rollout and "
+                    "truncate_at_first_done to true"
+                )
+        if self.ratio == "sequence" and self.dual_clip is not None:
+            raise ValueError("dual_clip is for the ratios action and token; leave it out with ratio 'sequence'")
+        low, high = self.min_group_score, self.max_group_score
+        if low is not None and high is not None and low >= high:
+            raise ValueError(f"min_group_score {low} is not below max_group_score {high}, so that no group would count")
+        return self
+
+    @property
+    def needs_episodes(self) -> bool:
+        """True if a minibatch needs whole episodes, to compute their probability ratios."""
+        return self.ratio == "sequence"
+
+
+Baseline = Callable[[Tensor, Tensor, int, TensorDict], Tensor]
+
+
+def standardized(score: Tensor, mask: Tensor, group_size: int, hyper: TensorDict) -> Tensor:
+    """Return (score - mean) / (std + eps) within each group."""
+    return group_advantages(score, mask, group_size=group_size, eps=hyper["eps"])
+
+
+def centered(score: Tensor, mask: Tensor, group_size: int, hyper: TensorDict) -> Tensor:
+    """Return score - mean within each group."""
+    return group_centered(score, mask, group_size=group_size)
+
+
+def left_one_out(score: Tensor, mask: Tensor, group_size: int, hyper: TensorDict) -> Tensor:
+    """Return score - mean of the other members within each group."""
+    return leave_one_out(score, mask, group_size=group_size)
+
+
+BASELINES: dict[str, Baseline] = {"standardized": standardized, "centered": centered, "leave_one_out": left_one_out}
+Weights = Callable[[Tensor, Tensor, int], Tensor]
+
+
+def token_weights(count: Tensor, mask: Tensor, length: int) -> Tensor:
+    """Return `token_mean_weights` of the batch of all ranks."""
+    return token_mean_weights(count, mask, total=all_sum)
+
+
+def episode_weights(count: Tensor, mask: Tensor, length: int) -> Tensor:
+    """Return `sequence_mean_weights` of the batch of all ranks."""
+    return sequence_mean_weights(count, mask, total=all_sum)
+
+
+def fixed_length_weights(count: Tensor, mask: Tensor, length: int) -> Tensor:
+    """Return `fixed_length_mean_weights` of the batch of all ranks."""
+    return fixed_length_mean_weights(count, mask, length=length, total=all_sum)
+
+
+WEIGHTS: dict[str, Weights] = {
+    "token": token_weights,
+    "sequence": episode_weights,
+    "fixed_length": fixed_length_weights,
+}
+
 
 class Choices(NamedTuple):
-    """Settings of a config that determine the compiled graph."""
+    """Settings of a config that determine the compiled graph.
+
+    Attributes:
+        has_reference: True if the loss penalises the KL to a reference policy.
+        truncate_at_first_done: True to learn only from the first episode of each rollout.
+        scores_episodes: True if a group compares the returns of whole episodes.
+        baseline: function that subtracts the baseline of a group.
+        ratio: functions of the probability ratio.
+        weights: function that weights the steps, or None if all steps have the same weight.
+        loss: `loss`, or `weighted_loss`.
+        sgd: settings of the minibatches and the optimiser.
+    """
 
     has_reference: bool
     truncate_at_first_done: bool
+    scores_episodes: bool
+    baseline: Baseline
+    ratio: Ratio
+    weights: Weights | None
+    loss: Callable[..., tuple[Tensor, Logs]]
     sgd: SGD
+
+
+def is_weighted(cfg: GRPOConfig) -> bool:
+    """Return True if a config needs `weighted_loss`."""
+    return (cfg.ratio, cfg.loss_mean, cfg.clip_coef_high, cfg.dual_clip) != ("action", "token", None, None)
 
 
 def check_groups(run: Run, cfg: GRPOConfig) -> None:
@@ -93,9 +236,14 @@ def init(cfg: GRPOConfig, run: Run, key: Tensor) -> dict[str, Any]:
     """
     check_groups(run, cfg)
     check_log_prob(run.policy, "grpo")
+    if cfg.needs_episodes and cfg.batch_size is not None and cfg.batch_size < run.static.buffer_size:
+        raise ConfigError(
+            f"algorithm.cfg.batch_size: {cfg.batch_size} is below trainer.buffer_size {run.static.buffer_size}, the "
+            "steps of an episode that ratio sequence keeps together; raise it"
+        )
     check_batch_size(cfg, run.static.row_steps)
     params = run.policy.init(rng.fold_in(key, rng.INIT))
-    numbers = {name: getattr(cfg, name) for name in _NUMBERS} | {"kl_coef": cfg.kl_coef or None}
+    numbers = {name: getattr(cfg, name) for name in (*_NUMBERS, *_NEW_NUMBERS)} | {"kl_coef": cfg.kl_coef or None}
     state = learning_state(cfg, params, numbers, key.device, run.algorithm.choices.sgd.groups)
     if cfg.kl_coef and cfg.ref_update_freq is not None:
         state["hyper"]["ref_update_freq"] = torch.tensor(cfg.ref_update_freq, device=key.device)
@@ -115,17 +263,47 @@ def collect_groups(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]
     return state, batch
 
 
+def filtered(run: Run, hyper: TensorDict, steps: TensorDict, mask: Tensor) -> Tensor:
+    """Mask the steps of groups whose mean score is not between `min_group_score` and `max_group_score`.
+
+    The score of an environment is the sum of the rewards of its unmasked steps, without discounts. A limit that is not
+    in `hyper` is infinite.
+    """
+    score = undiscounted_reward(steps)[:, :-1].masked_fill(~mask, 0.0).sum(-1)
+    low, high = hyper.get("min_group_score", -inf), hyper.get("max_group_score", inf)
+    kept = informative_groups(score, mask.any(-1), group_size=run.algorithm.group_size, low=low, high=high)
+    return mask & kept.unsqueeze(-1)
+
+
 def advantages(run: Run, state: TensorDict, batch: TensorDict) -> dict[str, Tensor]:
-    """Return the advantages, the mask of steps to learn from and any reference log-probabilities, each `[N, T]`."""
-    hyper, group_size = cast(TensorDict, state["hyper"]), run.algorithm.group_size
-    advantage, mask = grpo_advantages(batch["steps"], gamma=hyper["gamma"], group_size=group_size, eps=hyper["eps"])
-    if not run.algorithm.choices.has_reference:
-        return {"advantage": advantage, "mask": mask}
-    return {"advantage": advantage, "mask": mask, "ref_log_prob": reference_log_prob(run, state, batch)}
+    """Return the advantages, the mask of steps to learn from and any reference log-probabilities, each `[N, T]`.
+
+    If the loss weights its tokens, return also the `weight` of the tokens of each step. The log-probabilities then keep
+    their token axes, `[N, T, ...]`, unless the ratio is that of an action.
+    """
+    hyper, choices = cast(TensorDict, state["hyper"]), run.algorithm.choices
+    steps, group_size = cast(TensorDict, batch["steps"]), run.algorithm.group_size
+    score, mask = returns_to_go(steps, gamma=hyper["gamma"])
+    if choices.scores_episodes:
+        of_episodes = choices.baseline(score[:, 0], mask.any(-1), group_size, hyper)
+        advantage = of_episodes.unsqueeze(-1).masked_fill(~mask, 0.0)
+    else:
+        advantage = choices.baseline(score, mask, group_size, hyper)
+    if "min_group_score" in hyper or "max_group_score" in hyper:
+        mask = filtered(run, hyper, steps, mask)
+    fields = {"advantage": advantage, "mask": mask}
+    if choices.has_reference:
+        log_prob_of = reference_token_log_prob if choices.ratio.has_tokens else reference_log_prob
+        fields["ref_log_prob"] = log_prob_of(run, state, batch)
+    if choices.weights is not None:
+        taken = cast(TensorDict, steps[:, :-1])
+        counts = choices.ratio.token_mask(taken["sample_log_prob"], taken)
+        fields["weight"] = choices.weights(counts.sum(-1).to(advantage.dtype), mask, counts[0].numel())
+    return fields
 
 
 def loss(run: Run, params: TensorDict, minibatch: TensorDict, mask: Tensor, hyper: TensorDict) -> tuple[Tensor, Logs]:
-    """Return the loss and the logs of a minibatch.
+    """Return the loss and the logs of a minibatch, with one ratio per action and a mean over actions.
 
     The loss is the clipped surrogate plus the KL penalty minus the entropy bonus.
     """
@@ -144,14 +322,54 @@ def loss(run: Run, params: TensorDict, minibatch: TensorDict, mask: Tensor, hype
     )
 
 
+def weighted_loss(
+    run: Run, params: TensorDict, minibatch: TensorDict, mask: Tensor, hyper: TensorDict
+) -> tuple[Tensor, Logs]:
+    """Return the loss and the logs of a minibatch, for any ratio and any mean.
+
+        loss = weighted_step_mean(objective + kl_coef * kl_k3 - ent_coef * entropy)
+
+    The logs approx_kl and clip_frac are means over the tokens of the minibatch.
+    """
+    ratio: Ratio = run.algorithm.choices.ratio
+    log_prob, entropy = run.policy.evaluate_tokens(params, minibatch)
+    token_mask = ratio.token_mask(log_prob, minibatch) & mask.unsqueeze(-1)
+    log_prob, entropy = ratio.per_token(log_prob, minibatch), ratio.per_token(entropy, minibatch)
+    old_log_prob = ratio.per_token(minibatch["sample_log_prob"], minibatch)
+    objective, logs = ratio.objective(log_prob, old_log_prob, minibatch["advantage"], token_mask, hyper)
+    mean = partial(weighted_step_mean, token_mask=token_mask, mask=mask, weight=minibatch["weight"])
+    policy, bonus = mean(objective), mean(entropy)
+    penalty = torch.zeros_like(policy)
+    if "ref_log_prob" in minibatch:
+        # Fill masked entries before the exponential, because a masked NaN would make the gradient NaN.
+        both = (log_prob, ratio.per_token(minibatch["ref_log_prob"], minibatch))
+        penalty = mean(kl_k3(*(x.masked_fill(~token_mask, 0.0) for x in both)))
+    logs |= {"policy_loss": policy.detach(), "entropy": bonus.detach(), "kl_ref": penalty.detach()}
+    total = policy + hyper.get("kl_coef", 0.0) * penalty - hyper["ent_coef"] * bonus
+    return total, logs | {"count": mask.sum().to(total.dtype)}
+
+
 def update(run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:
     """Learn from a batch in `n_epochs` passes. Refresh the reference policy every `ref_update_freq` iterations."""
     choices, batch = run.algorithm.choices, batch.exclude(("steps", "value"))
     fields, gap = advantages(run, state, batch), logprob_gap(run, state, batch)
     state, logs = minibatch_epochs(
-        run, state, batch, fields, loss, choices.sgd, distance="approx_kl", limit="target_kl"
+        run,
+        state,
+        batch,
+        fields,
+        choices.loss,
+        choices.sgd,
+        distance="approx_kl",
+        limit="target_kl",
+        to_rows=choices.ratio.rows_of,
     )
-    freq = cast(TensorDict, state["hyper"]).get("ref_update_freq", None)
+    hyper = cast(TensorDict, state["hyper"])
+    if "min_group_score" in hyper or "max_group_score" in hyper:
+        logs = logs | {
+            "kept_groups": fields["mask"].any(-1).reshape(-1, run.algorithm.group_size).any(-1).float().mean()
+        }
+    freq = hyper.get("ref_update_freq", None)
     return state if freq is None else refreshed_reference(state, freq), logs | gap
 
 
@@ -159,7 +377,16 @@ def update(run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, 
 def grpo(cfg: GRPOConfig) -> Algorithm:
     """Build the GRPO algorithm. The policy needs no critic."""
     return Algorithm(
-        choices=Choices(bool(cfg.kl_coef), cfg.truncate_at_first_done, sgd_choices(cfg)),
+        choices=Choices(
+            has_reference=bool(cfg.kl_coef),
+            truncate_at_first_done=cfg.truncate_at_first_done,
+            scores_episodes=cfg.advantage == "episode",
+            baseline=BASELINES[cfg.baseline],
+            ratio=RATIOS[cfg.ratio],
+            weights=WEIGHTS[cfg.loss_mean] if is_weighted(cfg) else None,
+            loss=weighted_loss if is_weighted(cfg) else loss,
+            sgd=sgd_choices(cfg, drop_masked=cfg.drop_masked),
+        ),
         init=partial(init, cfg),
         iterate=on_policy(from_reset(collect_groups) if cfg.reset_every_rollout else collect_groups, update),
         kinds={**LEARNER_KINDS, "ref_params": Kind.LEARNED, "learning_rate": Kind.COUNTER},

@@ -40,9 +40,9 @@ from ecrl.algorithms.optimizer_config import LearningConfig
 from ecrl.algorithms.rows import counted, rows_of
 from ecrl.algorithms.schedules import adapted_rate
 from ecrl.config.model import Count
-from ecrl.distributed import all_mean
+from ecrl.distributed import all_mean, all_sum
 from ecrl.errors import ConfigError
-from ecrl.kernels.scan_loop import chunking, row_bytes
+from ecrl.kernels.scan_loop import chunking, row_bytes, step_if
 from ecrl.policies import acting_params, fixed_params
 from ecrl.policies.contract import described, returned
 from ecrl.pytree import flatten, mapped, replaced
@@ -74,19 +74,29 @@ class MinibatchConfig(LearningConfig):
             raise ValueError("batch_size and num_minibatches exclude each other; keep one")
         return self
 
+    @property
+    def needs_episodes(self) -> bool:
+        """True if a minibatch needs all steps of an environment together, also for a policy without memory."""
+        return False
+
 
 class SGD(NamedTuple):
-    """Config values and optimiser groups of `minibatch_sgd`, which determine the compiled graph."""
+    """Config values and optimiser groups of `minibatch_sgd`, which determine the compiled graph.
+
+    If `drop_masked` is True, minibatches hold no masked rows (see `minibatch_sgd`).
+    """
 
     n_epochs: int
     batch_size: int | None
     num_minibatches: int | None
     groups: tuple[Group, ...]
+    drop_masked: bool = False
 
 
-def sgd_choices(cfg: MinibatchConfig, groups: tuple[Group, ...] | None = None) -> SGD:
+def sgd_choices(cfg: MinibatchConfig, groups: tuple[Group, ...] | None = None, *, drop_masked: bool = False) -> SGD:
     """Return the `SGD` settings of a config. If `groups` is None, one optimiser group has all parameters."""
-    return SGD(cfg.n_epochs, cfg.batch_size, cfg.num_minibatches, groups_of(cfg) if groups is None else groups)
+    groups = groups_of(cfg) if groups is None else groups
+    return SGD(cfg.n_epochs, cfg.batch_size, cfg.num_minibatches, groups, drop_masked)
 
 
 class Objective(NamedTuple):
@@ -114,13 +124,16 @@ def _chunking(rows: TensorDict, most: int, length: int, device: torch.device) ->
     return number, -(-most // number)
 
 
-def shuffled(keys: Tensor, sizes: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
+def shuffled(keys: Tensor, sizes: Sequence[int], width: int, first: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return shuffled row indices `[len(keys) * len(sizes), width]`, with one minibatch per key and size.
 
     `width` is at least `max(sizes)`. A minibatch with fewer rows repeats its first row. The second result is a mask of
-    the same shape, which is False for repeated rows.
+    the same shape, which is False for repeated rows. If `first` is not None, it is a bool mask `[sum(sizes)]`, and the
+    rows of this mask come first, in a random order.
     """
     order = rng.permutation(keys, sum(sizes))
+    if first is not None:
+        order = order.gather(-1, first[order].to(torch.uint8).sort(stable=True, dim=-1, descending=True)[1])
     size = torch.tensor(sizes, device=keys.device).unsqueeze(1)
     slot = torch.arange(width, device=keys.device)
     real = slot < size
@@ -283,6 +296,28 @@ def _gradient_step(
     return (new_params, new_opts, rates, stopped), (count, stopped.to(count.dtype), logs | norms)
 
 
+def _gradient_step_if_due(
+    of: Objective,
+    carry: _Carry,
+    chosen: tuple[Tensor, Tensor, Tensor],
+    fixed: TensorDict,
+    rows: TensorDict,
+    hyper: TensorDict,
+) -> tuple[_Carry, tuple[Tensor, Tensor, Logs]]:
+    """Take a gradient step only if the minibatch is due (a 0-d bool). Otherwise, change nothing, and return count 0.
+
+    A compiled graph for the CPU does not compute the other steps. Their `stopped` and their logs are NaN.
+    """
+    index, real, due = chosen
+    carry, (count, stopped, logs) = step_if(due, partial(_gradient_step, of), carry, (index, real), fixed, rows, hyper)
+    return carry, (count.masked_fill(~due, 0.0), stopped, logs)
+
+
+def _counted_rows(rows: TensorDict) -> Tensor:
+    """Return a bool `[M]` that is True for the rows of which at least one step is not masked."""
+    return rows["mask"].reshape(len(rows), -1).any(-1)
+
+
 def _is_finite(tree: Any) -> Tensor:
     """Return a 0-d bool that is True if all values in a tree are finite."""
     return torch.stack([x.isfinite().all() for x in flatten(tree)[0]]).all()
@@ -306,6 +341,7 @@ def minibatch_epochs(
     whole: Mapping[str, Whole] = MappingProxyType({}),
     distance: str | None = None,
     limit: str | None = None,
+    to_rows: Callable[..., TensorDict] = rows_of,
 ) -> tuple[TensorDict, Logs]:
     """Take `n_epochs` passes of gradient steps over the steps of a batch, each pass in a new random order.
 
@@ -319,10 +355,11 @@ def minibatch_epochs(
         loss: (run, params, minibatch, mask, hyper) -> loss and logs. `minibatch` has rows from `rows_of`, which include
             `fields`. Pass the minibatch to `run.policy.evaluate_and_value_rows`, or to `evaluate_rows` if the loss
             needs no values. The minibatch's `sample_log_prob` is summed over the tokens of an action.
+        to_rows: `rows_of`, or `token_rows_of` if `sample_log_prob` must keep its token axes.
         sgd: same as for `minibatch_sgd`. The remaining arguments and the result are also the same as for
             `minibatch_sgd`.
     """
-    rows = rows_of(run, batch, **fields)
+    rows = to_rows(run, batch, **fields)
     return minibatch_sgd(run, state, rows, loss, sgd, whole=whole, distance=distance, limit=limit)
 
 
@@ -348,7 +385,10 @@ def minibatch_sgd(
         loss: (run, params, minibatch, mask, hyper) -> 0-d loss and logs, all means over the elements whose `mask` is
             True. `params` include the observation statistics and the frozen parameters. If the means are over another
             number of elements, return this number as the log `count`.
-        sgd: number and size of the minibatches, and the optimiser groups.
+        sgd: number and size of the minibatches, and the optimiser groups. If `sgd.drop_masked` is True, `rows` must
+            have a `mask`. Each pass then draws its minibatches only from rows with an unmasked step, and takes fewer
+            gradient steps. The last minibatch of a pass may be smaller. Shapes stay static, and a compiled graph for
+            the CPU saves the time of the gradient steps that it does not take.
         whole: dict from the name of a field to a function `fn(field, mask)` that returns the new field of the chosen
             rows. The function receives a whole minibatch, while `loss` may receive a minibatch in several chunks.
         distance: name of the log that measures how far the policy moved from the policy that collected the rows.
@@ -370,18 +410,24 @@ def minibatch_sgd(
     never = torch.zeros((), dtype=torch.bool, device=key.device)
     start = pack(params, layout), pack_opt(opt, layout), rates, never
     chunks = _chunking(rows, max(sizes), length, key.device)
-    chosen = tuple(x.unflatten(1, chunks) for x in shuffled(pass_keys(state, sgd.n_epochs), sizes, prod(chunks)))
-    constants = fixed_params(state), rows, hyper
-    (packed, opts, rates, _), (counts, skipped, logs) = run.scan(partial(_gradient_step, of), start, chosen, *constants)
+    first = _counted_rows(rows) if sgd.drop_masked else None
+    index, real = shuffled(pass_keys(state, sgd.n_epochs), sizes, prod(chunks), first)
+    chosen = index.unflatten(1, chunks), real.unflatten(1, chunks)
+    step, constants = _gradient_step, (fixed_params(state), rows, hyper)
+    if first is not None:
+        has_rows = (first[index] & real).any(-1)
+        step, chosen = _gradient_step_if_due, (*chosen, all_sum(has_rows.to(torch.int64)) > 0)
+    (packed, opts, rates, _), (counts, skipped, logs) = run.scan(partial(step, of), start, chosen, *constants)
     fields: dict[str, Any] = {"params": unpack(packed, layout).clone(), "opt": unpack_opt(opts, opt, layout)}
     left_out = logs.pop(SKIPPED_STEPS, None)
     logged = rate_logs(rates, sgd.groups, state)
     fields |= {name: rate for name, rate in logged.items() if name in state.keys()}  # noqa: SIM118
     logs = mean_logs(logs, counts)
     if left_out is not None:
-        logs = {name: log.masked_fill(left_out.all(), torch.nan) for name, log in logs.items()}
-        logs |= {SKIPPED_STEPS: left_out.sum()}
+        none_taken = (left_out != 0.0).all() & (left_out == 1.0).any()  # NaN means that a step was not due
+        logs = {name: log.masked_fill(none_taken, torch.nan) for name, log in logs.items()}
+        logs |= {SKIPPED_STEPS: left_out.nansum()}
     logs |= logged
     if limit is not None and limit in hyper:
-        logs |= {"skipped_frac": skipped.mean()}
+        logs |= {"skipped_frac": skipped.mean() if first is None else skipped.nanmean().nan_to_num()}
     return replaced(state, fields), logs

@@ -5,7 +5,7 @@ Source: Schulman et al. 2017, arXiv:1707.06347.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from pydantic import Field, model_validator
@@ -27,7 +27,6 @@ from ecrl.algorithms.core import (
 from ecrl.algorithms.logprob_gap import logprob_gap
 from ecrl.algorithms.minibatch_sgd import (
     SGD,
-    MinibatchConfig,
     check_batch_size,
     gradient_steps,
     minibatch_epochs,
@@ -35,19 +34,29 @@ from ecrl.algorithms.minibatch_sgd import (
 )
 from ecrl.algorithms.optimizer import Group, GroupSettings, groups_of, learning_state
 from ecrl.algorithms.optimizer_config import check_rate
+from ecrl.algorithms.ratios import RATIOS, ClippedConfig, Ratio
 from ecrl.algorithms.rows import check_log_prob
 from ecrl.algorithms.state_kinds import Kind
 from ecrl.config.model import Fraction, NonNegative, Positive
+from ecrl.distributed import all_sum
 from ecrl.errors import ConfigError
-from ecrl.kernels import compute_gae, ppo_loss, ppo_loss_clipped_value
+from ecrl.kernels import (
+    clipped_value_loss,
+    compute_gae,
+    explained_variance,
+    ppo_loss,
+    ppo_loss_clipped_value,
+    value_loss,
+)
+from ecrl.kernels.step_weights import token_mean_weights, weighted_step_mean
 from ecrl.registry import register_algorithm
 from ecrl.types import Logs
 
-_NUMBERS = ("gamma", "gae_lambda", "clip_coef", "ent_coef", "vf_coef", "target_kl")
+_NUMBERS = ("gamma", "gae_lambda", "clip_coef", "clip_coef_high", "dual_clip", "ent_coef", "vf_coef", "target_kl")
 _CRITIC_KEYS = ("critic_learning_rate", "critic_max_grad_norm")
 
 
-class PPOConfig(MinibatchConfig):
+class PPOConfig(ClippedConfig):
     """Hyperparameters of PPO. Numeric hyperparameters are stored in the state and may change during a run."""
 
     target_kl: Positive | None = Field(
@@ -58,7 +67,9 @@ class PPOConfig(MinibatchConfig):
     gae_lambda: Fraction = Field(
         default=0.95, description="weight of later steps in advantages; 0 gives one-step, 1 Monte-Carlo estimates"
     )
-    clip_coef: Positive = Field(default=0.2, description="distance from 1 at which the probability ratio is clipped")
+    ratio: Literal["action", "token"] = Field(
+        default="action", description="probability ratio of each action, or of each token of an action"
+    )
     clip_vloss: bool = Field(default=False, description="also clip the change of the critic's values, by clip_coef")
     ent_coef: NonNegative = Field(default=0.01, description="weight of the entropy bonus")
     vf_coef: NonNegative = Field(default=0.5, description="weight of the critic's error")
@@ -90,12 +101,16 @@ class Choices(NamedTuple):
         ppo_loss: the kernel `ppo_loss`, or `ppo_loss_clipped_value`.
         critic_fields: names of the minibatch fields that `ppo_loss` compares with the critic's value: the value target
             and, if the kernel clips, the value at collection.
+        ratio: functions of the probability ratio.
+        loss: `loss`, or `token_loss`.
         sgd: settings of the minibatches and the optimiser groups.
     """
 
     normalize_advantage: str
     ppo_loss: Callable[..., tuple[Tensor, Logs]]
     critic_fields: tuple[str, ...]
+    ratio: Ratio
+    loss: Callable[..., tuple[Tensor, Logs]]
     sgd: SGD
 
 
@@ -126,12 +141,21 @@ def check_critic(params: TensorDict, cfg: PPOConfig) -> None:
 
 
 def advantages(run: Run, hyper: TensorDict, steps: TensorDict) -> dict[str, Tensor]:
-    """Return the advantages, the value targets and the mask of the steps to learn from, each `[N, T]`."""
+    """Return the advantages, the value targets and the mask of the steps to learn from, each `[N, T]`.
+
+    `token_loss` also needs the `weight` of the tokens of each step.
+    """
     advantage, value_target = compute_gae(steps, hyper["gamma"], hyper["gae_lambda"])
     mask = steps["mask"][:, :-1] if "mask" in steps else torch.ones_like(steps["done"][:, :-1])
-    if run.algorithm.choices.normalize_advantage == "rollout":
+    choices = run.algorithm.choices
+    if choices.normalize_advantage == "rollout":
         advantage = standardize_over_ranks(advantage, mask)
-    return {"advantage": advantage, "value_target": value_target, "mask": mask}
+    fields = {"advantage": advantage, "value_target": value_target, "mask": mask}
+    if choices.loss is not token_loss:
+        return fields
+    taken = cast(TensorDict, steps[:, :-1])
+    count = choices.ratio.token_mask(taken["sample_log_prob"], taken).sum(-1).to(advantage.dtype)
+    return fields | {"weight": token_mean_weights(count, mask, total=all_sum)}
 
 
 def loss(run: Run, params: TensorDict, minibatch: TensorDict, mask: Tensor, hyper: TensorDict) -> tuple[Tensor, Logs]:
@@ -155,6 +179,39 @@ def loss(run: Run, params: TensorDict, minibatch: TensorDict, mask: Tensor, hype
     )
 
 
+def token_loss(
+    run: Run, params: TensorDict, minibatch: TensorDict, mask: Tensor, hyper: TensorDict
+) -> tuple[Tensor, Logs]:
+    """Return the loss and the logs of a minibatch, with a clipped ratio of each token.
+
+        loss = mean over tokens(objective - ent_coef * entropy) + vf_coef * mean over actions(value loss)
+
+    The advantage and the value are those of the whole action. The logs approx_kl and clip_frac are means over the
+    tokens of the minibatch.
+    """
+    choices = run.algorithm.choices
+    log_prob, entropy, value = run.policy.evaluate_and_value_tokens(params, minibatch)
+    token_mask = choices.ratio.token_mask(log_prob, minibatch) & mask.unsqueeze(-1)
+    tokens = log_prob, minibatch["sample_log_prob"], entropy
+    log_prob, old_log_prob, entropy = (choices.ratio.per_token(x, minibatch) for x in tokens)
+    objective, logs = choices.ratio.objective(log_prob, old_log_prob, minibatch["advantage"], token_mask, hyper)
+    mean = partial(weighted_step_mean, token_mask=token_mask, mask=mask, weight=minibatch["weight"])
+    policy, bonus = mean(objective), mean(entropy)
+    target = minibatch["value_target"]
+    if "value" in choices.critic_fields:
+        critic = clipped_value_loss(value, minibatch["value"], target, mask, clip_coef=hyper["clip_coef"])
+    else:
+        critic = value_loss(value, target, mask)
+    logs |= {
+        "policy_loss": policy.detach(),
+        "value_loss": critic.detach(),
+        "entropy": bonus.detach(),
+        "explained_variance": explained_variance(value, target, mask),
+        "count": mask.sum().to(policy.dtype),
+    }
+    return policy + hyper["vf_coef"] * critic - hyper["ent_coef"] * bonus, logs
+
+
 def update(run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:
     """Learn from a batch in `n_epochs` passes over its minibatches, with one gradient step per minibatch."""
     choices = run.algorithm.choices
@@ -162,7 +219,16 @@ def update(run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, 
     whole = {"advantage": standardize_over_ranks} if choices.normalize_advantage == "minibatch" else {}
     gap = logprob_gap(run, state, batch)
     state, logs = minibatch_epochs(
-        run, state, batch, fields, loss, choices.sgd, whole=whole, distance="approx_kl", limit="target_kl"
+        run,
+        state,
+        batch,
+        fields,
+        choices.loss,
+        choices.sgd,
+        whole=whole,
+        distance="approx_kl",
+        limit="target_kl",
+        to_rows=choices.ratio.rows_of,
     )
     return state, logs | gap
 
@@ -180,7 +246,14 @@ def ppo(cfg: PPOConfig) -> Algorithm:
     critic_fields = ("value", "value_target") if cfg.clip_vloss else ("value_target",)
     rates = {"learning_rate": Kind.COUNTER, "critic_learning_rate": Kind.COUNTER}
     return Algorithm(
-        choices=Choices(cfg.normalize_advantage, kernel, critic_fields, sgd_choices(cfg, groups(cfg))),
+        choices=Choices(
+            normalize_advantage=cfg.normalize_advantage,
+            ppo_loss=kernel,
+            critic_fields=critic_fields,
+            ratio=RATIOS[cfg.ratio],
+            loss=loss if (cfg.ratio, cfg.clip_coef_high, cfg.dual_clip) == ("action", None, None) else token_loss,
+            sgd=sgd_choices(cfg, groups(cfg)),
+        ),
         init=partial(init, cfg),
         iterate=on_policy(collect, with_scaled_rewards(update) if cfg.normalize_reward else update),
         kinds={**LEARNER_KINDS, **REWARD_NORM_KINDS, **rates},

@@ -1,7 +1,8 @@
 """Keep earlier policy parameters as a reference, so that a loss can penalise deviations from the reference."""
 
+from collections.abc import Callable
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDict
@@ -19,6 +20,11 @@ def _log_prob(run: Run, _: None, rows: TensorDict, params: TensorDict) -> tuple[
         return None, run.policy.evaluate_rows(params, rows)[0]
 
 
+def _token_log_prob(run: Run, _: None, rows: TensorDict, params: TensorDict) -> tuple[None, Tensor]:
+    with torch.no_grad():
+        return None, run.policy.evaluate_tokens(params, rows)[0]
+
+
 def reference_log_prob(run: Run, state: TensorDict, batch: TensorDict) -> Tensor:
     """Return the log-probabilities `[N, T]`, in nats, of a batch's actions under the state's `ref_params`.
 
@@ -26,12 +32,22 @@ def reference_log_prob(run: Run, state: TensorDict, batch: TensorDict) -> Tensor
 
     Gradient: none.
     """
+    return _over_rows(run, state, batch, _log_prob)
+
+
+def reference_token_log_prob(run: Run, state: TensorDict, batch: TensorDict) -> Tensor:
+    """Return the result of `reference_log_prob` with the token axes, `[N, T, ...]`, if the policy has any."""
+    return _over_rows(run, state, batch, _token_log_prob)
+
+
+def _over_rows(run: Run, state: TensorDict, batch: TensorDict, log_prob_of: Callable[..., Any]) -> Tensor:
     rows = rows_of(run, batch)
     chunks = in_chunks(rows.exclude("mask", "sample_log_prob"))
     frozen = state.select("frozen_params", strict=False)
     reference = acting_params(cast(TensorDict, state["ref_params"]), cast(TensorDict, frozen))
-    _, log_prob = run.scan(partial(_log_prob, run), None, chunks, reference)
-    return log_prob.flatten(0, 1)[: len(rows)].reshape(batch["steps", "done"][:, :-1].shape)
+    _, log_prob = run.scan(partial(log_prob_of, run), None, chunks, reference)
+    tokens = log_prob.shape[1 + rows["done"].ndim :]
+    return log_prob.flatten(0, 1)[: len(rows)].reshape(*batch["steps", "done"][:, :-1].shape, *tokens)
 
 
 def refreshed_reference(state: TensorDict, freq: Tensor) -> TensorDict:

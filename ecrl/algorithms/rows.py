@@ -2,8 +2,9 @@
 
 For a policy of unit "step", a row is one step of a batch. For a policy of unit "sequence", a row has all steps of one
 environment in the iteration, or a segment of these steps if `segment_length` is set. A sequence row also has the
-policy's memory before the first step, so that the policy can run its recurrence. The methods `evaluate_rows`,
-`value_rows` and `evaluate_and_value_rows` of a policy take rows of either unit.
+policy's memory before the first step, so that the policy can run its recurrence. If an algorithm compares whole
+episodes (`MinibatchConfig.needs_episodes`), a row has all steps of one environment for either unit. The methods
+`evaluate_rows`, `value_rows` and `evaluate_and_value_rows` of a policy take rows of every kind.
 """
 
 from typing import cast
@@ -26,7 +27,7 @@ def rows_of(run: Run, batch: TensorDict, **fields: Tensor) -> TensorDict:
     """Convert the steps of a batch to rows with all fields that the policy's `evaluate` and `value` need.
 
     Args:
-        run: the run, whose policy's `unit` determines the rows.
+        run: the run, whose policy's `unit` and whose `static.row_steps` determine the rows.
         batch: batch `[N]` with `steps` of shape `[N, T + 1]` and, if the policy has memory, `carry` of shape
             `[N, T / L]`.
         fields: further fields of the rows, `[N, T]`, such as advantages.
@@ -39,6 +40,14 @@ def rows_of(run: Run, batch: TensorDict, **fields: Tensor) -> TensorDict:
     Raises: ConfigError if `act` returned one of `fields`, or a field that estimators of returns add, or if one of
         `fields` is not `[N, T, ...]`.
     """
+    rows = token_rows_of(run, batch, **fields)
+    if "sample_log_prob" in rows:
+        rows = rows.set("sample_log_prob", sum_tokens(rows["sample_log_prob"], rows))
+    return rows
+
+
+def token_rows_of(run: Run, batch: TensorDict, **fields: Tensor) -> TensorDict:
+    """Return the rows of `rows_of` with the token axes of `sample_log_prob`, if it has any."""
     steps = cast(TensorDict, batch["steps"][:, :-1]).exclude(*_OUTCOMES)  # the last step is padding
     for name in sorted({*steps.keys()} & ({*fields, *_DERIVED} - {"mask"})):
         raise ConfigError(
@@ -49,11 +58,9 @@ def rows_of(run: Run, batch: TensorDict, **fields: Tensor) -> TensorDict:
         if x.shape[:2] != steps.shape:
             problem = f"algorithm {run.algorithm.name}: the field {name} is {described(x)}"
             raise ConfigError(f"{problem}, expected {list(steps.shape)} or more axes; pass one entry per step")
-    if "sample_log_prob" in steps:
-        steps = steps.set("sample_log_prob", sum_tokens(steps["sample_log_prob"], steps))
-    if run.policy.unit == "step":
-        return steps.update(fields).reshape(-1)
     length = run.static.row_steps
+    if run.policy.unit == "step" and length == 1:
+        return steps.update(fields).reshape(-1)
     cut = sequences(steps).update(fields).reshape(-1, length)
     carry = {"carry": cast(TensorDict, batch["carry"]).flatten(0, 1)} if "carry" in batch else {}
     return TensorDict({**dict(cut.items()), **carry}, cut.batch_size[:1])

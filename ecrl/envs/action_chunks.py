@@ -69,7 +69,9 @@ def _check_fields(before: TensorDict, after: TensorDict) -> None:
     found, expected = (set(names(flatten(state)[1])) for state in (after, before))
     for name in sorted(found ^ expected):
         one, other = ("step", "reset") if name in found else ("reset", "step")
-        raise ConfigError(f"env.action_chunk: {one} returns the field {name!r}, but {other} does not; return it in both")
+        raise ConfigError(
+            f"env.action_chunk: {one} returns the field {name!r}, but {other} does not; return it in both"
+        )
 
 
 def _advance(

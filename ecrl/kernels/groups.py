@@ -199,12 +199,19 @@ def grpo_advantages(rollout: TensorDict, *, gamma: Scalar, group_size: int, eps:
     >>> grpo_advantages(rollout, gamma=1.0, group_size=2, eps=0.0)[0].tolist()
     [[-1.0], [1.0]]
     """
+    returns, mask = returns_to_go(rollout, gamma=gamma)
+    return group_advantages(returns, mask, group_size=group_size, eps=eps).to(common_dtype(rollout["reward"])), mask
+
+
+def returns_to_go(rollout: TensorDict, *, gamma: Scalar) -> tuple[Tensor, Tensor]:
+    """Return the returns of a rollout without bootstrapping, and the mask, each `[N, T]`.
+
+    See `grpo_advantages` for the rollout. Half-precision rewards are converted to float32.
+    """
     check_rollout(rollout, "reward")
-    dtype, (reward,) = common_dtype(rollout["reward"]), widened(rollout["reward"])
+    (reward,) = widened(rollout["reward"])
     returns = compute_returns(rollout.exclude("value", "final_value").set("reward", reward), gamma)
-    if "mask" in rollout:
-        check_rollout(rollout, "mask")
-        mask = rollout["mask"][:, :-1]
-    else:
-        mask = torch.ones_like(returns, dtype=torch.bool)
-    return group_advantages(returns, mask, group_size=group_size, eps=eps).to(dtype), mask
+    if "mask" not in rollout:
+        return returns, torch.ones_like(returns, dtype=torch.bool)
+    check_rollout(rollout, "mask")
+    return returns, rollout["mask"][:, :-1]

@@ -259,7 +259,9 @@ def vespo_loss(
     decay = _choose(advantage < 0.0, lambda_negative, lambda_positive, advantage)
     total = log_ratio.detach().sum(-1, keepdim=True).clamp(max=bound)
     weight = torch.exp(k * total - decay * torch.expm1(total))
-    return (-weight * advantage * _finite(log_prob)).to(dtype), {"approx_kl": _approx_kl(log_ratio.clamp(max=bound), mask)}
+    return (-weight * advantage * _finite(log_prob)).to(dtype), {
+        "approx_kl": _approx_kl(log_ratio.clamp(max=bound), mask)
+    }
 
 
 def sequence_log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> Tensor:

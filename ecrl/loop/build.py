@@ -84,7 +84,8 @@ def _saved_s(policy: Policy, algorithm: Algorithm, static: Static, iterations: i
     """Estimate the seconds that compiling saves in a run. If the number of gradient steps is unknown, return inf."""
     if algorithm.gradient_steps is None:
         return inf
-    gradient_step = _GRADIENT_STEP_S + policy.time_loops * (static.row_steps - 1) * _SEQUENCE_STEP_S
+    looped = static.row_steps - 1 if policy.unit == "sequence" else 0
+    gradient_step = _GRADIENT_STEP_S + policy.time_loops * looped * _SEQUENCE_STEP_S
     per_iteration = static.buffer_size * _VECTOR_STEP_S + algorithm.gradient_steps(static) * gradient_step
     return iterations * per_iteration
 
@@ -184,10 +185,13 @@ def _row_steps(cfg: Config, policy: Policy) -> int:
     """Return the number of consecutive steps in each entry of a minibatch."""
     own, steps, key = cfg.algorithm.cfg, cfg.trainer.buffer_size, "algorithm.cfg.segment_length"
     length = own.segment_length if isinstance(own, MinibatchConfig) else None
+    whole = isinstance(own, MinibatchConfig) and own.needs_episodes
     if length is None:
-        return steps if policy.unit == "sequence" else 1
+        return steps if whole or policy.unit == "sequence" else 1
     if policy.unit == "step":
         raise ConfigError(f"{key}: {length}, but policy {cfg.policy.name} learns from single steps; leave it out")
     if steps % length:
         raise ConfigError(f"{key}: {length} does not divide trainer.buffer_size {steps}; use a divisor")
+    if whole and length < steps:
+        raise ConfigError(f"{key}: {length}, but the ratio of whole episodes needs rows of {steps} steps; leave it out")
     return length

@@ -186,10 +186,14 @@ class Policy:
 
         The policy must have log-probabilities and a critic.
         """
-        if self.evaluate_and_value is None:
-            return (*self.evaluate_rows(params, rows), self.value_rows(params, rows))
-        log_prob, entropy, value = self.evaluate_and_value(params, *_carry_and_steps(self, rows))
+        log_prob, entropy, value = self.evaluate_and_value_tokens(params, rows)
         return sum_tokens(log_prob, rows), sum_tokens(entropy, rows), value
+
+    def evaluate_and_value_tokens(self, params: TensorDict, rows: TensorDict) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the results of `evaluate_and_value_rows` with the token axes of log-probabilities and entropies."""
+        if self.evaluate_and_value is None:
+            return (*self.evaluate_tokens(params, rows), self.value_rows(params, rows))
+        return self.evaluate_and_value(params, *_carry_and_steps(self, rows))
 
     def imitation_rows(self, params: TensorDict, rows: TensorDict) -> Tensor:
         """Return the loss of imitating the action of each step of a minibatch, of the shape of `rows["done"]`.
@@ -203,9 +207,9 @@ class Policy:
 
 def _carry_and_steps(policy: Policy, rows: TensorDict) -> tuple[TensorDict, TensorDict]:
     """Return the policy's memory before the first step of each minibatch row, and the steps of the rows."""
-    if policy.unit == "step":
-        return TensorDict({}, []), rows
     carry: Any = rows.get("carry", TensorDict({}, []))
+    if rows.batch_size == rows["done"].shape and policy.unit == "step":
+        return carry, rows
     return carry, TensorDict(dict(rows.exclude("carry").items()), rows["done"].shape)
 
 
@@ -224,7 +228,7 @@ def counted_tokens(like: Tensor, rows: TensorDict) -> Tensor | None:
     [[[True, True, True], [False, False, False]]]
     """
     ndim = rows["done"].ndim
-    mask = rows.get("token_mask", None)
+    mask = rows["token_mask"] if "token_mask" in rows else None
     if "executed" not in rows or like.ndim < ndim + 2:
         return mask
     taken = torch.arange(like.shape[ndim], device=like.device) < rows["executed"].unsqueeze(-1)

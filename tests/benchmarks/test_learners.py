@@ -179,7 +179,11 @@ def test_rejaxs_networks_have_the_sizes_of_the_configs():
     for name in MINATAR_PPO:
         encoder = json.loads((CONFIGS / f"{name}.json").read_text())["policy"]["encoder"]
         layers = encoder["network_cfg"]
-        assert (layers["channels"], layers["kernel_sizes"], layers["strides"]) == ([SIZES.channels], [SIZES.kernel], [1])
+        assert (layers["channels"], layers["kernel_sizes"], layers["strides"]) == (
+            [SIZES.channels],
+            [SIZES.kernel],
+            [1],
+        )
         assert (layers["hidden_sizes"], encoder["features"]) == ([], SIZES.features)
 
 

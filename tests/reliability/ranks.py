@@ -21,6 +21,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from support.catch import NETWORK, catching
 from support.chunks import chunked
 from support.demos import balancing, recording
+from support.token_agent import speaking
 
 import ecrl
 from ecrl import distributed, rng
@@ -52,6 +53,9 @@ REMEMBERING = {
     "algorithm.cfg.segment_length": 8,
 }
 CLONE = recording(algorithm={"name": "bc", "cfg": {"demos": os.environ.get("DEMOS", "none")}}).model_dump(mode="json")
+_TOKENS = {"ratio": "token", "loss_mean": "sequence", "advantage": "episode", "group_size": 2, "drop_masked": True}
+_LIMITS = {"min_group_score": 0.0, "max_group_score": 1.0}
+_SPELLING = {"env": {"name": "spelling"}, "algorithm": {"name": "grpo", "cfg": _TOKENS | _LIMITS}}
 SCENARIOS = {
     "double": Scenario("pendulum_ppo", 5, FULL, double=True),
     "single": Scenario("pendulum_ppo", 1, FULL),
@@ -60,6 +64,7 @@ SCENARIOS = {
     "groups": Scenario("cartpole_grpo", 5, {"trainer.buffer_size": STEPS, "algorithm.cfg.batch_size": 48}),
     "gradients": Scenario("point_mass_apg", 5, {"trainer.buffer_size": STEPS}),
     "values": Scenario("cartpole_pqn", 3, FULL, double=True),
+    "tokens": Scenario(speaking(**_SPELLING).model_dump(mode="json"), 5, FULL, double=True),
     "chunks": Scenario(chunked().model_dump(mode="json"), 2, FULL),
     "clones": Scenario(CLONE, 3, FULL | {"policy.normalize_obs": True, "algorithm.cfg.holdout": 0.25}),
     "images": Scenario(catching().model_dump(mode="json"), 3, FULL),

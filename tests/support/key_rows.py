@@ -29,6 +29,7 @@ from support.key_effects import (
 from support.key_row import Row
 from support.mujoco_key_rows import MUJOCO
 from support.recurrent_agent import remembering  # noqa: F401  it registers the environment and the policy of `REMEMBER`
+from support.token_agent import spelling  # noqa: F401  it registers the environment and the policy of `SPELLING`
 
 
 def rows(part: str, base: Changes, **values: Any) -> list[Row]:
@@ -59,6 +60,8 @@ RECURRENT = {"name": "recurrent", "actor": NET, "critic": NET, "cell": {"hidden_
 SEPARATE = RECURRENT | {"memory": "separate"}
 PENDULUM = {"env": {"name": "pendulum", "cfg": {"max_episode_steps": 5}}}
 GRPO = {**PENDULUM, "policy": ACTOR, "algorithm": {"name": "grpo", "cfg": {"n_epochs": 2, "batch_size": 32}}}
+SPELLING = {"env": {"name": "spelling"}, "policy": {"name": "two_tokens"}}
+SPELLING_GRPO = {**GRPO, **SPELLING, "trainer.num_envs": 256, **alg(batch_size=512)}
 EVAL = {**PENDULUM, "trainer.enable_eval": True, "trainer.eval_freq": 64}
 SEEING = {"env": {"name": "catch"}, "policy": BOTH | {"actor": NETWORK}}
 SEEING_TWO = {"env": {"name": "catch", "cfg": {"observe": "dict"}}}
@@ -396,6 +399,22 @@ ALGORITHMS = [
     *rows("algorithm.grpo", GRPO | FAST | alg(kl_coef=0.5), ref_update_freq=1),
     *rows("algorithm.grpo", GRPO | FAST | alg(ref_update_freq=1) | {"trainer.iterations": 3}, ref_update_freq=2),
     *rows("algorithm.grpo", GRPO, reset_every_rollout=False, truncate_at_first_done=False),
+    *rows("algorithm.grpo", SPELLING_GRPO, ratio="token", loss_mean="sequence", advantage="episode"),
+    *rows("algorithm.grpo", SPELLING_GRPO, ratio="sequence", loss_mean="fixed_length"),
+    *rows("algorithm.grpo", GRPO, baseline="centered"),
+    *rows("algorithm.grpo", GRPO, baseline="leave_one_out"),
+    *rows("algorithm.grpo", GRPO | FAST | alg(clip_coef=1e-3), clip_coef_high=1.0),
+    *rows("algorithm.grpo", GRPO | FAST | alg(clip_coef=1e-3, clip_coef_high=0.002), clip_coef_high=1.0),
+    *rows("algorithm.grpo", GRPO | FAST | alg(clip_coef=1e-3), dual_clip=1.01),
+    *rows("algorithm.grpo", GRPO | FAST | alg(clip_coef=1e-3, dual_clip=100.0), dual_clip=1.01),
+    *rows("algorithm.grpo", SPELLING_GRPO, min_group_score=0.1, max_group_score=0.1),
+    *rows("algorithm.grpo", SPELLING_GRPO | alg(min_group_score=-1.0), min_group_score=0.1),
+    *rows("algorithm.grpo", SPELLING_GRPO | alg(max_group_score=2.0), max_group_score=0.1),
+    *rows("algorithm.grpo", SPELLING_GRPO, drop_masked=True),
+    *rows("algorithm.ppo", SPELLING, ratio="token"),
+    *rows("algorithm.ppo", FAST | alg(clip_coef=1e-3), clip_coef_high=1.0, dual_clip=1.01),
+    *rows("algorithm.ppo", FAST | alg(clip_coef=1e-3, clip_coef_high=0.002), clip_coef_high=1.0),
+    *rows("algorithm.ppo", FAST | alg(clip_coef=1e-3, dual_clip=100.0), dual_clip=1.01),
     *replay("dqn", DQN),
     *rows("algorithm.dqn", DQN | alg(learning_rate=0.1), double=False),
     *rows("algorithm.dqn", DQN, target_update_freq=8, huber_delta=1e-3, initial_epsilon=0.5),

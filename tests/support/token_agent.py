@@ -42,6 +42,25 @@ def two_words(cfg: WordsConfig) -> Env:
     return Env(reset, step, box(-1.0, 1.0, 1), Discrete(6), min_truncation_gap=NEVER, lockstep=True)
 
 
+@register_env("spelling", override=True)
+def spelling(cfg: WordsConfig) -> Env:
+    """Three questions as in `two_words`, alternating; a wrong answer ends the episode, and three right ones give 1."""
+
+    def reset(keys: Tensor) -> TensorDict:
+        sign = 2.0 * rng.randint(keys, low=0, high=2) - 1.0
+        return state_of(sign.unsqueeze(-1), keys.shape).set("asked", torch.zeros_like(sign))
+
+    def step(state: TensorDict, action: Tensor, noise: Any) -> TensorDict:
+        right = torch.where(state["obs"][..., 0] > 0, action == 5, action == 0)
+        asked = state["asked"] + 1.0
+        done = ~right | (asked == 3.0)
+        reward = (right & (asked == 3.0)).to(torch.float32)
+        after = {"obs": -state["obs"], "asked": asked, "reward": reward, "terminated": done}
+        return state.copy().update(after | {"truncated": torch.zeros_like(done)})
+
+    return Env(reset, step, box(-1.0, 1.0, 1), Discrete(6), min_truncation_gap=NEVER)
+
+
 @register_policy("two_tokens", override=True)
 def two_tokens(cfg: PolicyConfig, observation_space: Space, action_space: Space) -> Policy:
     """Linear logits of both tokens; the first has two choices and the second three, chosen after the first."""

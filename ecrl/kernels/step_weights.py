@@ -1,0 +1,112 @@
+"""Weights of steps, under which a mean over minibatches of single steps estimates a mean over whole sequences.
+
+A sequence, such as an episode, has T steps, and a step has K tokens. Minibatches hold steps of many sequences, so a
+minibatch alone cannot compute `sequence_mean` or `fixed_length_mean`. The mean of a minibatch is therefore
+
+    weighted_step_mean = sum(weight[b] * x[b, k] where token_mask[b, k] and mask[b]) / count(mask[b])
+
+A function of this module computes the weights once per batch. Over all steps of the batch, `weighted_step_mean` then
+equals the mean of `ecrl.kernels.sequences` with the same name. Over a random minibatch, it is an unbiased estimate if
+all minibatches have the same number of unmasked steps. Gradients of parts of a minibatch, weighted with the number of
+unmasked steps, add up to the gradient of the minibatch.
+
+In the weight functions, `count` `[N, T]` is float and has the number of tokens of each step, and `mask` `[N, T]` is
+bool. `total` sums a tensor over all processes, if each process holds a share of the batch. Weights have no gradient.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from ecrl.kernels.masked_stats import identity
+from ecrl.types import Scalar, check_bool, same_shape
+
+Total = Callable[[Tensor], Tensor]
+
+
+def weighted_step_mean(x: Tensor, token_mask: Tensor, mask: Tensor, weight: Tensor) -> Tensor:
+    """Return the mean over the unmasked steps of the weighted sum over each step's tokens.
+
+        sum(weight[b] * x[b, k] where token_mask[b, k] and mask[b]) / max(1, count(mask))
+
+    Args:
+        x: `[*B, K]` float. Masked entries may hold any value.
+        token_mask: `[*B, K]` bool.
+        mask: `[*B]` bool.
+        weight: `[*B]` float.
+
+    Returns: 0-d, in the dtype of `x`.
+    Gradient: flows through the unmasked entries of `x`.
+    Raises: ValueError naming the argument, if shapes differ or a mask is not bool.
+
+    >>> import torch
+    >>> x, yes = torch.tensor([[1.0, 2.0], [3.0, 9.0]]), torch.tensor([[True, True], [True, False]])
+    >>> weighted_step_mean(x, yes, yes[:, 0], torch.tensor([1.0, 2.0]))
+    tensor(4.5000)
+    """
+    same_shape(x=x, token_mask=token_mask)
+    same_shape(mask=mask, weight=weight)
+    check_bool(token_mask=token_mask, mask=mask)
+    total = x.masked_fill(~(token_mask & mask.unsqueeze(-1)), 0.0).sum(-1) * weight.detach().masked_fill(~mask, 0.0)
+    return total.sum() / mask.sum().clamp(min=1)
+
+
+def token_mean_weights(count: Tensor, mask: Tensor, *, total: Total = identity) -> Tensor:
+    """Return the weights `[N, T]` of `token_mean`.
+
+        weight = count(mask) / sum(count where mask)
+
+    Source: Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 8.
+
+    >>> import torch
+    >>> token_mean_weights(torch.tensor([[1.0, 3.0]]), torch.tensor([[True, True]])).tolist()
+    [[0.5, 0.5]]
+    """
+    tokens = total(_counts(count, mask).sum())
+    return (_steps(count, mask, total) / tokens.clamp(min=1.0)).expand_as(count)
+
+
+def sequence_mean_weights(count: Tensor, mask: Tensor, *, total: Total = identity) -> Tensor:
+    """Return the weights `[N, T]` of `sequence_mean`.
+
+        weight[n] = count(mask) / (sequences * sum(count[n] where mask[n]))
+
+    Here and in `fixed_length_mean_weights`, `sequences` is the number of sequences with an unmasked token.
+
+    Source: Shao et al. 2024 (GRPO), arXiv:2402.03300, eq. 3.
+
+    >>> import torch
+    >>> sequence_mean_weights(torch.ones(2, 2), torch.tensor([[True, True], [True, False]])).tolist()
+    [[0.75, 0.75], [1.5, 1.5]]
+    """
+    tokens = _counts(count, mask).sum(-1, keepdim=True)
+    steps, sequences = _steps(count, mask, total), _sequences(count, mask, total)
+    return (steps / sequences / tokens.clamp(min=1.0)).expand_as(count)
+
+
+def fixed_length_mean_weights(count: Tensor, mask: Tensor, *, length: Scalar, total: Total = identity) -> Tensor:
+    """Return the weights `[N, T]` of `fixed_length_mean`, whose sequences all count as `length` tokens.
+
+        weight = count(mask) / (sequences * length)
+
+    Source: Liu et al. 2025 (Dr. GRPO), arXiv:2503.20783, sec. 3.2.
+
+    >>> import torch
+    >>> fixed_length_mean_weights(torch.ones(2, 2), torch.tensor([[True, True], [True, False]]), length=3).tolist()
+    [[0.5, 0.5], [0.5, 0.5]]
+    """
+    return (_steps(count, mask, total) / _sequences(count, mask, total) / length).expand_as(count)
+
+
+def _counts(count: Tensor, mask: Tensor) -> Tensor:
+    same_shape(count=count, mask=mask)
+    check_bool(mask=mask)
+    return count.detach().masked_fill(~mask, 0.0)
+
+
+def _steps(count: Tensor, mask: Tensor, total: Total) -> Tensor:
+    return total(mask.sum()).to(count.dtype)
+
+
+def _sequences(count: Tensor, mask: Tensor, total: Total) -> Tensor:
+    return total((_counts(count, mask) > 0.0).any(-1).sum()).clamp(min=1).to(count.dtype)
