@@ -27,8 +27,8 @@ HEAD = f"""# Results
 
 How well every shipped config learns, compared with other libraries on the same budget. Stable-Baselines3 has the
 settings of its zoo (`benchmarks/other_libraries/zoo.py`). `ecrl bench results` makes this page from the files in
-`runs/`. Each seed has a file with its raw curve, settings, their hash, commit, command, machine and times. `ecrl plot` can also read the
-files.
+`runs/`. Each seed has a file with its raw curve, settings, their hash, commit, command, machine and times. `ecrl plot`
+can also read the files.
 
 - **Scores** are the mean of {_END} episodes ({_END_SUCCESS} for a success rate) with deterministic actions, after the
   whole budget.

@@ -7,7 +7,6 @@ those of each rollout.
 
 from typing import Any
 
-import torch
 from gymnasium import Env, spaces
 from gymnasium.wrappers import TimeLimit
 from minatar.gym import BaseEnv
@@ -48,7 +47,8 @@ class Convolution(BaseFeaturesExtractor):
 
 def game(cfg: Config) -> Env:
     """Make the package's game with the settings of the config's environment."""
-    name, numbers = cfg.env.name.removeprefix("minatar_"), cfg.env.cfg
+    name = cfg.env.name.removeprefix("minatar_")
+    numbers: Any = cfg.env.cfg
     settings: dict[str, Any] = {"sticky_action_prob": numbers.sticky_action_prob}
     if hasattr(numbers, "difficulty_ramping"):
         settings["difficulty_ramping"] = numbers.difficulty_ramping

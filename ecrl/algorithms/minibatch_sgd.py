@@ -315,7 +315,8 @@ def _gradient_step_if_due(
 
 def _counted_rows(rows: TensorDict) -> Tensor:
     """Return a bool `[M]` that is True for the rows of which at least one step is not masked."""
-    return rows["mask"].reshape(len(rows), -1).any(-1)
+    mask = cast(Tensor, rows["mask"])
+    return mask.reshape(len(rows), -1).any(-1)
 
 
 def _is_finite(tree: Any) -> Tensor:

@@ -133,8 +133,8 @@ def with_events(env: Env, events: Mapping[str, EventConfig], where: str = "train
 
     An event may change a field so that the environment truncates episodes earlier. The config class of such an event
     needs a property `min_truncation_gap`, the first environment step that may truncate an episode. The gap of the
-    returned environment is the smallest gap among `env` and the events, in actions. Events cannot shorten the limit of `time_limit`, because
-    `elapsed` is hidden from events.
+    returned environment is the smallest gap among `env` and the events, in actions. Events cannot shorten the limit of
+    `time_limit`, because `elapsed` is hidden from events.
 
     If `events` is empty, `env` itself is returned. Error messages begin with the config section `where` and the name of
     the event.

@@ -228,7 +228,7 @@ def counted_tokens(like: Tensor, rows: TensorDict) -> Tensor | None:
     [[[True, True, True], [False, False, False]]]
     """
     ndim = rows["done"].ndim
-    mask = rows["token_mask"] if "token_mask" in rows else None
+    mask = rows.get("token_mask", None)
     if "executed" not in rows or like.ndim < ndim + 2:
         return mask
     taken = torch.arange(like.shape[ndim], device=like.device) < rows["executed"].unsqueeze(-1)

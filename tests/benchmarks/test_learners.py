@@ -162,11 +162,14 @@ from ecrl import init_state, load_config
 cfg = load_config({str(path)!r})
 policy = m.make_model(cfg, 0).policy
 assert policy.pi_features_extractor is policy.vf_features_extractor
-other = cfg.replace(**{{"env.name": "minatar_breakout", "env.cfg": {{"max_episode_steps": 7, "sticky_action_prob": 0.0}}}})
+changed = {{"max_episode_steps": 7, "sticky_action_prob": 0.0}}
+other = cfg.replace(**{{"env.name": "minatar_breakout", "env.cfg": changed}})
 games = [m.game(cfg), m.game(other)]
-about = [games[0].unwrapped.game.env.__class__.__module__, games[0].unwrapped.game.sticky_action_prob, games[1].unwrapped.game.sticky_action_prob]
+played = [one.unwrapped.game for one in games]
+about = [played[0].env.__class__.__module__, *(one.sticky_action_prob for one in played)]
 spaces = [int(games[0].action_space.n), int(games[1].action_space.n), games[1]._max_episode_steps]
-sizes = [sum(p.numel() for p in policy.parameters()), sum(p.numel() for p in init_state(cfg)["params"].values(True, True))]
+own = init_state(cfg)["params"].values(True, True)
+sizes = [sum(p.numel() for p in parameters) for parameters in (policy.parameters(), own)]
 print(json.dumps([m.learn({str(path)!r}, 3), about, spaces, sizes]))
 """
     result, about, spaces, (size, own_size) = learnt_apart(code)
