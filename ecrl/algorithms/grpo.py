@@ -279,7 +279,7 @@ def advantages(run: Run, state: TensorDict, batch: TensorDict) -> dict[str, Tens
     """Return the advantages, the mask of steps to learn from and any reference log-probabilities, each `[N, T]`.
 
     If the loss weights its tokens, return also the `weight` of the tokens of each step. The log-probabilities then keep
-    their token axes, `[N, T, ...]`, unless the ratio is that of an action.
+    their token axes, `[N, T, ...]`, unless each action has one ratio.
     """
     hyper, choices = cast(TensorDict, state["hyper"]), run.algorithm.choices
     steps, group_size = cast(TensorDict, batch["steps"]), run.algorithm.group_size

@@ -356,9 +356,8 @@ def minibatch_epochs(
         loss: (run, params, minibatch, mask, hyper) -> loss and logs. `minibatch` has rows from `rows_of`, which include
             `fields`. Pass the minibatch to `run.policy.evaluate_and_value_rows`, or to `evaluate_rows` if the loss
             needs no values. The minibatch's `sample_log_prob` is summed over the tokens of an action.
+        sgd: same as for `minibatch_sgd`, as are `whole`, `distance`, `limit` and the result.
         to_rows: `rows_of`, or `token_rows_of` if `sample_log_prob` must keep its token axes.
-        sgd: same as for `minibatch_sgd`. The remaining arguments and the result are also the same as for
-            `minibatch_sgd`.
     """
     rows = to_rows(run, batch, **fields)
     return minibatch_sgd(run, state, rows, loss, sgd, whole=whole, distance=distance, limit=limit)

@@ -1,4 +1,4 @@
-"""Probability ratios of actions, tokens or episodes, and the clipped objective of PPO and GRPO with these ratios.
+"""Probability ratios per action, per token or per episode, and the clipped objectives that PPO and GRPO share.
 
 In this module, the last axis runs over the K tokens of a step: fields have the shape `[*B, K]`, where `[*B]` is the
 shape of `rows["done"]`. A step has one token if the ratio is that of a whole action.
@@ -47,7 +47,7 @@ class Ratio(NamedTuple):
     """Functions of one kind of probability ratio.
 
     Attributes:
-        has_tokens: False if the ratio is that of an action, whose tokens are summed.
+        has_tokens: False for ratios of whole actions, whose tokens are summed.
         rows_of: same arguments and result as `ecrl.algorithms.rows.rows_of`, with the `sample_log_prob` of this kind.
         per_token: (x, rows) -> `[*B, K]`, from the log-probabilities or entropies of `Policy.evaluate_tokens`.
         token_mask: (x, rows) -> bool `[*B, K]`, True for the tokens that count.

