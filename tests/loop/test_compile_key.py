@@ -44,9 +44,11 @@ OPTIONAL = {
     "apg": {"segment_length": 4},
 }
 """Settings of each algorithm under which it has the most numbers."""
+CLIPS = {"clip_coef_high": 0.3, "dual_clip": 3.0}
+LIMITS = {"min_group_score": -100.0, "max_group_score": 100.0}
 
 
-def config(algorithm: str, optimizer: dict, schedule: dict) -> Config:
+def config(algorithm: str, optimizer: dict, schedule: dict, **more: float) -> Config:
     """A run that reads as many numbers as possible."""
     gains = {**NET, "network_cfg": {**NET["network_cfg"], "orthogonal_init": [1.0, 0.5]}}
     policy = {"name": "actor_critic", "actor": gains, "critic": {**NET}, "normalize_obs": True}
@@ -56,7 +58,10 @@ def config(algorithm: str, optimizer: dict, schedule: dict) -> Config:
             "trainer": {"num_envs": 4, "buffer_size": 8, "iterations": 4, "compile": "on"},
             "env": "point_mass",
             "policy": policy,
-            "algorithm": {"name": algorithm, "cfg": {**OPTIONAL[algorithm], **optimizer, "lr_scheduler": schedule}},
+            "algorithm": {
+                "name": algorithm,
+                "cfg": {**OPTIONAL[algorithm], **optimizer, "lr_scheduler": schedule, **more},
+            },
         }
     )
 
@@ -65,6 +70,8 @@ CONFIGS = [
     *(config("ppo", optimizer, SCHEDULES[0]) for optimizer in OPTIMIZERS),
     *(config(name, OPTIMIZERS[0], schedule) for name in ("apg", "grpo") for schedule in SCHEDULES),
     config("ppo", OPTIMIZERS[0], ADAPTIVE),
+    config("ppo", OPTIMIZERS[0], SCHEDULES[0], **CLIPS),
+    config("grpo", OPTIMIZERS[0], SCHEDULES[0], **CLIPS, **LIMITS),
 ]
 COUNTS = {"total_iters", "T_max", "step_size", "ref_update_freq", "segment_length"}
 """Integers that count iterations or steps, and so shape nothing. A policy with memory does not train here."""
