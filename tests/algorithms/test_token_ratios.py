@@ -24,7 +24,7 @@ TOL = 3e-7
 """The hyperparameters of the state are rounded to float32."""
 SGD = {"name": "sgd", "learning_rate": 1.0}
 ONE_STEP = {"n_epochs": 1, "batch_size": N * T, "optimizer": SGD, "max_grad_norm": 1e6, "gamma": 0.9}
-FILTER = {"min_group_score": 0.0, "max_group_score": 1.0}
+FILTER: dict[str, Any] = {"min_group_score": 0.0, "max_group_score": 1.0}
 
 
 def spelling(algorithm: str = "grpo", **cfg: Any) -> Config:
@@ -289,7 +289,7 @@ def test_an_iteration_is_pure_and_vmaps_over_seeds(name):
     cfg = spelling(**RUNS[name])
     states, iteration = [init_state(cfg, key=torch.tensor(seed)) for seed in (1, 2)], make_iteration(cfg)
     single = [assert_pure(iteration, state)[0] for state in states]
-    stacked, _ = torch.vmap(iteration, randomness="error")(torch.stack([s.clone() for s in states]))
+    stacked, _ = torch.vmap(iteration, randomness="error")(cast(Any, torch.stack([s.clone() for s in states])))
     for i, state in enumerate(single):
         for path, leaf in state.flatten_keys("/").items():
             close(stacked.flatten_keys("/")[path][i], leaf, tol=1e-4)
