@@ -314,14 +314,8 @@ def _gradient_step_if_due(
 
 
 def _counted_rows(rows: TensorDict) -> Tensor:
-<<<<<<< HEAD
-    """Return a bool `[M]` that is True for the rows of which at least one step is not masked."""
-    mask = cast(Tensor, rows["mask"])
-    return mask.reshape(len(rows), -1).any(-1)
-=======
     """Return a bool `[M]` that is True for rows with at least one unmasked step."""
     return cast(Tensor, rows["mask"]).reshape(len(rows), -1).any(-1)
->>>>>>> f33421d (Correct types)
 
 
 def _is_finite(tree: Any) -> Tensor:

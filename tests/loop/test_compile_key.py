@@ -46,6 +46,8 @@ OPTIONAL = {
 """Settings of each algorithm under which it has the most numbers."""
 CLIPS = {"clip_coef_high": 0.3, "dual_clip": 3.0}
 LIMITS = {"min_group_score": -100.0, "max_group_score": 100.0}
+BOUNDED = ("factor", "rate", "dual_clip", "group_score")
+"""Parts of the names of keys that bound each other, so that a config may refuse a value."""
 
 
 def config(algorithm: str, optimizer: dict, schedule: dict, **more: float) -> Config:
@@ -177,7 +179,7 @@ def test_a_run_with_other_numbers_compiles_nothing(graphs, cfg: Config):
         try:
             other = other.replace(**{key: [0.5, 0.25] if "betas" in key else value})
         except ecrl.ConfigError as error:
-            assert any(name in key for name in ("factor", "rate")), error  # bounds of an adaptive rate
+            assert any(name in key for name in BOUNDED), error
     gains = {"policy.actor.network_cfg.orthogonal_init": [0.3, 2.0], "policy.critic.network_cfg.orthogonal_init": 0.1}
     other = other.replace(**gains, **{"policy.initial_log_std": -2.0, "trainer.seed": 5, "trainer.iterations": 3})
     state = last_state(other)
