@@ -6,6 +6,7 @@ from typing import Any, cast
 import pytest
 import torch
 from support.checks import assert_pure, close
+from support.dots import reaching
 from support.small_runs import last_state, same
 from support.token_agent import speaking
 from tensordict import TensorDict
@@ -216,6 +217,21 @@ def test_masked_tokens_may_hold_anything():
     dirty["steps", "sample_log_prob"].masked_fill_(~batch["steps", "token_mask"], torch.nan)
     same_after, same_logs = run.algorithm.iterate.update(run, state, dirty)
     assert same(same_after["params"], after["params"]) and same_logs["loss"] == logs["loss"]
+
+
+@pytest.mark.parametrize(("algorithm", "ratio"), [("grpo", "token"), ("grpo", "sequence"), ("ppo", "token")])
+def test_tokens_of_steps_that_were_not_taken_may_hold_anything(algorithm, ratio):
+    """Chunks of three actions, of which an episode may take fewer."""
+    cfg = reaching(algorithm, **{"algorithm.cfg.ratio": ratio})
+    run, state = build(cfg), init_state(cfg)
+    state, batch = getattr(run.algorithm.iterate, "collect", collect)(run, state)
+    taken = torch.arange(3) < batch["steps", "executed"].unsqueeze(-1)
+    assert 0 < (~taken[:, :-1]).sum() < taken[:, :-1].sum()
+    clean = run.algorithm.iterate.update(run, state, batch)[0]
+    dirty = batch.clone()
+    dirty["steps", "sample_log_prob"][~taken] = torch.nan
+    assert same(run.algorithm.iterate.update(run, state, dirty)[0]["params"], clean["params"])
+    assert not same(clean["params"], state["params"])
 
 
 def test_rows_that_count_come_first_in_a_random_order():
