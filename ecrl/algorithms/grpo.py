@@ -51,6 +51,7 @@ from ecrl.kernels import (
     informative_groups,
     kl_k3,
     leave_one_out,
+    masked_mean,
 )
 from ecrl.kernels.groups import returns_to_go
 from ecrl.kernels.step_weights import (
@@ -298,8 +299,15 @@ def advantages(run: Run, state: TensorDict, batch: TensorDict) -> dict[str, Tens
     if choices.weights is not None:
         taken = cast(TensorDict, steps[:, :-1])
         counts = choices.ratio.token_mask(taken["sample_log_prob"], taken)
-        fields["weight"] = choices.weights(counts.sum(-1).to(advantage.dtype), mask, counts[0].numel())
+        weight = choices.weights(counts.sum(-1).to(advantage.dtype), mask, counts[0].numel())
+        rows = counted_rows(mask.reshape(-1, run.static.row_steps))
+        fields["weight"] = weight * (all_sum(rows) / all_sum(mask.sum()).clamp(min=1)).to(weight.dtype)
     return fields
+
+
+def counted_rows(mask: Tensor) -> Tensor:
+    """Return the number of rows `[M]` or `[M, T]` with an unmasked step."""
+    return mask.reshape(len(mask), -1).any(-1).sum()
 
 
 def loss(run: Run, params: TensorDict, minibatch: TensorDict, mask: Tensor, hyper: TensorDict) -> tuple[Tensor, Logs]:
@@ -327,9 +335,10 @@ def weighted_loss(
 ) -> tuple[Tensor, Logs]:
     """Return the loss and the logs of a minibatch, for any ratio and any mean.
 
-        loss = weighted_step_mean(objective + kl_coef * kl_k3 - ent_coef * entropy)
+        loss = sum(weight * (objective + kl_coef * kl_k3 - ent_coef * entropy)) / rows
 
-    The logs approx_kl and clip_frac are means over the tokens of the minibatch.
+    `rows` is the number of rows with an unmasked step. A row is a step or, if a ratio needs it, a whole episode. The logs
+    are means over the tokens of the minibatch, except for policy_loss.
     """
     ratio: Ratio = run.algorithm.choices.ratio
     log_prob, entropy = run.policy.evaluate_tokens(params, minibatch)
@@ -337,16 +346,23 @@ def weighted_loss(
     log_prob, entropy = ratio.per_token(log_prob, minibatch), ratio.per_token(entropy, minibatch)
     old_log_prob = ratio.per_token(minibatch["sample_log_prob"], minibatch)
     objective, logs = ratio.objective(log_prob, old_log_prob, minibatch["advantage"], token_mask, hyper)
-    mean = partial(weighted_step_mean, token_mask=token_mask, mask=mask, weight=minibatch["weight"])
+    rows = counted_rows(mask)
+    steps_per_row = mask.sum() / rows.clamp(min=1)
+
+    def mean(x: Tensor) -> Tensor:
+        return steps_per_row * weighted_step_mean(x, token_mask, mask, minibatch["weight"])
+
     policy, bonus = mean(objective), mean(entropy)
-    penalty = torch.zeros_like(policy)
+    penalty, kl_ref = torch.zeros_like(policy), torch.zeros_like(policy)
     if "ref_log_prob" in minibatch:
         # Fill masked entries before the exponential, because a masked NaN would make the gradient NaN.
         both = (log_prob, ratio.per_token(minibatch["ref_log_prob"], minibatch))
-        penalty = mean(kl_k3(*(x.masked_fill(~token_mask, 0.0) for x in both)))
-    logs |= {"policy_loss": policy.detach(), "entropy": bonus.detach(), "kl_ref": penalty.detach()}
+        distance = kl_k3(*(x.masked_fill(~token_mask, 0.0) for x in both))
+        penalty, kl_ref = mean(distance), masked_mean(distance, token_mask)
+    entropy_log = masked_mean(entropy, token_mask)
+    logs |= {"policy_loss": policy.detach(), "entropy": entropy_log.detach(), "kl_ref": kl_ref.detach()}
     total = policy + hyper.get("kl_coef", 0.0) * penalty - hyper["ent_coef"] * bonus
-    return total, logs | {"count": mask.sum().to(total.dtype)}
+    return total, logs | {"count": rows.to(total.dtype)}
 
 
 def update(run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:

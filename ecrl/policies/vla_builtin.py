@@ -140,6 +140,11 @@ def _inputs(observation_space: Space, instruction: str | None) -> _Inputs:
                 f"policy vla: the image inside {name!r} is not at the top level of the Dict; move it there"
             )
     found = parts.get(name := instruction or "instruction")
+    if isinstance(space, Dict) and isinstance(found, Box) and not found.dtype.is_floating_point:
+        raise ConfigError(
+            f"policy vla: expected {name!r} as MultiDiscrete, the ids of words, got {describe(found)}; rename it if it "
+            "is no text"
+        )
     words = (name, found.nvec) if isinstance(space, Dict) and isinstance(found, MultiDiscrete) else None
     images = {name: cast(Box, part) for name, part in parts.items() if is_image_part(part)}
     left = {name: part for name, part in parts.items() if name not in images and (words is None or name != words[0])}
@@ -201,7 +206,8 @@ class _Network(NamedTuple):
         own = next(keys)
         if self.inputs.words is not None:
             length, values = len(self.inputs.words[1]), max(self.inputs.words[1])
-            words = {"embedding": rng.normal(own, (values, width)), "position": 0.02 * rng.normal(own, (length, width))}
+            position = 0.02 * rng.normal(rng.fold_in(own, 2), (length, width))
+            words = {"embedding": rng.normal(rng.fold_in(own, 0), (values, width)), "position": position}
             if images:
                 words["condition"] = rng.normal(rng.fold_in(own, 1), (values, _CONDITION))
             parts["words"] = TensorDict(words, [])
@@ -219,15 +225,18 @@ class _Network(NamedTuple):
         parts["actions"] = TensorDict(actions, [])
         if self.critic is not None:
             own = rng.fold_in(key, 1)
-            with seeded(own):
+            with seeded(rng.fold_in(own, 0)):
                 network = self.critic.init()
-            parts["critic"] = TensorDict(
-                {"token": rng.normal(own, (width,)), "norm": init_norm(width), "network": network}, []
-            )
+            token = rng.normal(rng.fold_in(own, 1), (width,))
+            parts["critic"] = TensorDict({"token": token, "norm": init_norm(width), "network": network}, [])
         return TensorDict(parts, []).apply(lambda x: x.to(torch.get_default_dtype()))
 
     def prefix(self, params: TensorDict, obs: Any) -> tuple[Tensor, Tensor]:
-        """Return the tokens of observations, `[n, P, width]`, and a bool mask `[n, P]` that is False for padding."""
+        """Return the tokens of observations, `[n, P, width]`, and a bool mask `[n, P]` of the tokens that others read.
+
+        The mask is False for padding. It is also False for the critic's token, so that a policy with a critic acts like
+        the policy without a critic.
+        """
         tokens, seen = [], []
         condition = torch.empty(0)
         if self.inputs.words is not None:
@@ -248,6 +257,8 @@ class _Network(NamedTuple):
             tokens.append(params["critic", "token"].expand(n, 1, -1))
         x = torch.cat(tokens, -2)
         padding = torch.ones(n, x.shape[-2] - sum(mask.shape[-1] for mask in seen), dtype=torch.bool, device=x.device)
+        if self.critic is not None:
+            padding = torch.cat((padding[:, :-1], torch.zeros_like(padding[:, -1:])), -1)
         return x, torch.cat((*seen, padding), -1)
 
     def read(self, params: TensorDict, obs: Any, has_output: bool) -> tuple[list[KeysAndValues], Tensor, Tensor | None]:

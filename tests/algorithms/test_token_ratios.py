@@ -234,6 +234,24 @@ def test_tokens_of_steps_that_were_not_taken_may_hold_anything(algorithm, ratio)
     assert not same(clean["params"], state["params"])
 
 
+@pytest.mark.parametrize("mean", ["token", "sequence", "fixed_length"])
+@pytest.mark.parametrize("ratio", ["token", "sequence"])
+def test_minibatches_have_the_gradient_of_the_batch_on_average(ratio, mean):
+    """At a rate of almost 0, the steps of a pass add up to the number of minibatches times the step of the batch."""
+    settings = {"ratio": ratio, "loss_mean": mean, "optimizer": {"name": "sgd", "learning_rate": 1e-5}}
+    size = T if ratio == "sequence" else 1
+    run, state, batch = collected(spelling(**settings))
+    whole = run.algorithm.iterate.update(run, state, batch)[0]
+    run = build(spelling(**settings, batch_size=size))
+    parts = run.algorithm.iterate.update(run, state, batch)[0]
+    mask = batch["steps", "mask"][:, :-1]
+    rows = mask.any(-1).sum() if ratio == "sequence" else mask.sum()
+    for name in ("first", "second"):
+        moved_by = [(after["params", name] - state["params", name]) for after in (whole, parts)]
+        assert moved_by[0].abs().max() > 1e-8
+        close(moved_by[1] / rows, moved_by[0], tol=1e-2 * moved_by[0].abs().max())
+
+
 def test_rows_that_count_come_first_in_a_random_order():
     keys = pass_keys(TensorDict({"key": torch.tensor(3), "update_step": torch.tensor(0)}, []), 2)
     first = torch.tensor([True, False, True, True, False, False, False])

@@ -21,7 +21,8 @@ from ecrl.envs.mujoco import render_op, world
 from ecrl.envs.validate import check_fields
 from ecrl.envs.vocabulary import read_vocabulary
 from ecrl.errors import ConfigError
-from ecrl.loop.iteration import init_state
+from ecrl.loop.build import build
+from ecrl.loop.iteration import init_state, make_iteration
 from ecrl.pytree import flatten
 from ecrl.spaces import MultiDiscrete, box
 
@@ -231,6 +232,25 @@ def test_a_group_of_grpo_shares_start_and_instruction():
     assert (physics == physics[:, :1]).all()
 
 
+def test_a_group_of_grpo_shares_start_and_instruction_in_each_rollout():
+    net = {"type": "mlp", "network_cfg": {"hidden_sizes": [8]}}
+    cfg = config_from_dict({
+        "trainer": {"num_envs": 12, "buffer_size": 3, "iterations": 2, "compile": "off", "enable_eval": False},
+        "env": _choice() | {"action_chunk": 4},
+        "policy": {"name": "actor_only", "actor": net, "actor_obs": ["proprio", "instruction"]},
+        "algorithm": {"name": "grpo", "cfg": {"n_epochs": 1, "batch_size": 16, "group_size": 4}},
+    })  # fmt: skip
+    run, state = build(cfg), init_state(cfg)
+    starts = []
+    for state in (state, make_iteration(cfg)(state)[0]):
+        _, batch = run.algorithm.iterate.collect(run, state)
+        for field in ("instruction", "proprio"):
+            first = batch["steps", "obs", field][:, 0].unflatten(0, (3, 4))
+            assert (first == first[:, :1]).all() and not (first[0] == first[1]).all()
+        starts.append(batch["steps", "obs", "proprio"][:, 0])
+    assert not torch.equal(*starts)
+
+
 def _success(env, expert, count, seed=1):
     """Return the success rate of an expert, one episode per environment."""
     state, running = env.reset(_keys(count, seed)), torch.ones(count, dtype=torch.bool)
@@ -310,14 +330,14 @@ def test_the_expert_of_reach_reaches_the_target():
 FAULTS = {
     "pink": (
         {"extensions": {"phrasings": ["reach the pink {goal}"]}},
-        r"^env\.cfg: instruction 'reach the pink red': 'pi",
+        r"^env\.cfg\.extensions: instruction 'reach the pink red': 'pi",
     ),
     "cyan": ({"extensions": {"blocks": ["red", "cyan"]}}, "'cyan' is not in the vocabulary"),
     "file": ({"tokenizer": "absent.json"}, r"^env\.cfg: tokenizer: no such file 'absent\.json'"),
     "length": ({"extensions": {"max_words": 4}}, r"'go to the red block' has 5 words, expected 1 to 4 \(max_words\)$"),
     "goal": (
         {"extensions": {"phrasings": ["reach it"]}},
-        r"phrasings: 'reach it' does not name the goal; add \{goal\}",
+        r"^env\.cfg\.extensions: phrasings: 'reach it' does not name the goal; add \{goal\}",
     ),
     "block": ({"extensions": {"blocks": ["red", "yellow"]}}, "'yellow' is not in the scene"),
     "twice": ({"extensions": {"blocks": ["red", "red"]}}, "names a block twice"),

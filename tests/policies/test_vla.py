@@ -165,6 +165,27 @@ def test_observations_of_any_parts(name, decoding):
     assert check_policy(policy, observations, CHUNK).findings == []
 
 
+@pytest.mark.parametrize("decoding", DECODINGS)
+def test_a_critic_does_not_change_the_actor(decoding):
+    """The weights of a policy without a critic, such as a cloned one, act alike in a policy with a critic."""
+    without, with_critic = small(decoding), small(decoding, critic="mlp")
+    params = moved(without)
+    more = with_critic.init(rng.key(9)).update(params)
+    steps = acted(without, params)
+    log_prob, entropy = without.evaluate(params, EMPTY, steps)
+    same_log_prob, same_entropy = with_critic.evaluate(more, EMPTY, steps)
+    close(same_log_prob, log_prob)
+    close(same_entropy, entropy)
+    value = with_critic.value(more, EMPTY, steps["obs"])
+    assert value.unique().numel() == len(value)
+
+
+def test_positions_are_not_copies_of_words():
+    words = small().init(rng.key(0))["words"]
+    n = min(len(words["position"]), len(words["embedding"]))
+    assert not torch.allclose(words["position"][:n], 0.02 * words["embedding"][:n])
+
+
 def test_the_name_of_the_instruction():
     observations = dict_space({"camera": CAMERA, "task": MultiDiscrete((7, 9))})
     assert "words" not in small(observations=observations).init(rng.key(0))
@@ -362,6 +383,10 @@ WRONG = {
     "an instruction of pixels": (
         {"instruction": "camera"},
         r"^policy.vla.instruction: expected 'camera' as MultiDiscrete, the ids of words, got a Box \[16, 16, 3\]",
+    ),
+    "ids in a box": (
+        {"observations": dict_space({"camera": CAMERA, "instruction": box(0, 9, 6, dtype=torch.int64)})},
+        r"^policy vla: expected 'instruction' as MultiDiscrete, the ids of words, got a Box \[6\]",
     ),
     "an instruction beside nothing": (
         {"instruction": "text", "observations": CAMERA},

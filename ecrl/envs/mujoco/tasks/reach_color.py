@@ -26,6 +26,7 @@ from ecrl.envs.mujoco.task_config import (
 from ecrl.envs.mujoco.task_step import error_prefix
 from ecrl.envs.mujoco.terms.instructions import GOAL, InstructionConfig, Phrasings, goal_index, instruction_term
 from ecrl.envs.mujoco.terms.term import tcp_of
+from ecrl.envs.vocabulary import read_vocabulary
 from ecrl.errors import ConfigError
 from ecrl.registry import register_env
 
@@ -182,6 +183,8 @@ def reach_color(cfg: ReachColorConfig) -> Env:
         instruction_key=ext.instruction_key,
     )
     with error_prefix("env.cfg"):
+        read_vocabulary(cfg.tokenizer)
+    with error_prefix("env.cfg.extensions"):
         instruction = instruction_term(texts)
 
     def compute_task_state(sim: Simulation, state: TensorDict) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
