@@ -337,8 +337,8 @@ def weighted_loss(
 
         loss = sum(weight * (objective + kl_coef * kl_k3 - ent_coef * entropy)) / rows
 
-    `rows` is the number of rows with an unmasked step. A row is a step or, if a ratio needs it, a whole episode. The logs
-    are means over the tokens of the minibatch, except for policy_loss.
+    `rows` is the number of rows with an unmasked step. A row is a step or, if a ratio needs it, a whole episode. Except
+    for policy_loss, the logs are means over the tokens of the minibatch.
     """
     ratio: Ratio = run.algorithm.choices.ratio
     log_prob, entropy = run.policy.evaluate_tokens(params, minibatch)

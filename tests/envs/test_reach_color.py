@@ -240,9 +240,8 @@ def test_a_group_of_grpo_shares_start_and_instruction_in_each_rollout():
         "policy": {"name": "actor_only", "actor": net, "actor_obs": ["proprio", "instruction"]},
         "algorithm": {"name": "grpo", "cfg": {"n_epochs": 1, "batch_size": 16, "group_size": 4}},
     })  # fmt: skip
-    run, state = build(cfg), init_state(cfg)
-    starts = []
-    for state in (state, make_iteration(cfg)(state)[0]):
+    run, begin, starts = build(cfg), init_state(cfg), []
+    for state in (begin, make_iteration(cfg)(begin)[0]):
         _, batch = run.algorithm.iterate.collect(run, state)
         for field in ("instruction", "proprio"):
             first = batch["steps", "obs", field][:, 0].unflatten(0, (3, 4))

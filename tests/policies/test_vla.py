@@ -73,7 +73,7 @@ def mapped_to(steps, batch):
 def test_acting_equals_evaluating(decoding, is_sampled, temperature):
     """For autoregressive decoding, the cached loop equals teacher forcing in one pass."""
     policy = small(decoding, temperature=temperature, bins=[5, 3])
-    params = moved(policy)
+    params = moved(policy, 3)
     steps = acted(policy, params, 64, is_sampled=is_sampled)
     log_prob, entropy = assert_pure(policy.evaluate, params, EMPTY, steps)
     close(log_prob, steps["sample_log_prob"], tol=1e-5)
