@@ -73,14 +73,15 @@ def mapped_to(steps, batch):
 def test_acting_equals_evaluating(decoding, is_sampled, temperature):
     """For autoregressive decoding, the cached loop equals teacher forcing in one pass."""
     policy = small(decoding, temperature=temperature, bins=[5, 3])
-    params = moved(policy, 3)
+    params = moved(policy)
     steps = acted(policy, params, 64, is_sampled=is_sampled)
     log_prob, entropy = assert_pure(policy.evaluate, params, EMPTY, steps)
     close(log_prob, steps["sample_log_prob"], tol=1e-5)
     assert log_prob.std() > 0.1 and (entropy > 0.0).all()
     from_bins, _ = policy.evaluate(params, EMPTY, steps.exclude("action_tokens"))
     assert torch.equal(from_bins, log_prob)
-    assert steps["action_tokens"][..., 1].max() == 2, "the second number has three bins"
+    second = steps["action_tokens"][..., 1]
+    assert second.max() == 2 if is_sampled else second.max() <= 2, "the second number has three bins"
 
 
 @pytest.mark.parametrize("decoding", DECODINGS)
