@@ -66,6 +66,11 @@ class InitOnly:
     """
 
 
+def is_init_only(field: Any) -> bool:
+    """Return True if a field of a Config model is marked with `InitOnly`."""
+    return any(isinstance(x, InitOnly) for x in field.metadata)
+
+
 def _shape_of(value: Any) -> Hashable:
     """Return a hashable key that depends on all fields of a config except the fields marked with `InitOnly`."""
     if isinstance(value, list | tuple):
@@ -74,7 +79,7 @@ def _shape_of(value: Any) -> Hashable:
         return tuple(sorted((key, _shape_of(part)) for key, part in value.items()))
     if (known := getattr(type(value), "model_fields", None)) is None:
         return type(value), repr(value) if isinstance(value, float) else value  # distinguishes 0.0 from -0.0
-    shaping = (name for name, field in known.items() if not any(isinstance(x, InitOnly) for x in field.metadata))
+    shaping = (name for name, field in known.items() if not is_init_only(field))
     return type(value), tuple((name, _shape_of(getattr(value, name))) for name in shaping)
 
 

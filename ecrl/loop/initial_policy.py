@@ -5,27 +5,35 @@ the tensors of the checkpoint. Everything that an algorithm derives from the ini
 the checkpoint, such as the reference policy of GRPO and the target networks of SAC. The state of the optimiser is new.
 """
 
+import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from pydantic import BaseModel, ValidationError
 from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl.algorithms import Run
 from ecrl.config import Config
+from ecrl.config.config import PolicyConfig
 from ecrl.distributed import rank
 from ecrl.errors import CheckpointError, ConfigError
 from ecrl.policies import Policy
 from ecrl.pytree import flatten, paths, unflatten
+from ecrl.registry import is_init_only
 from ecrl.storage.atomic_files import complete_folder
-from ecrl.storage.checkpoint_files import is_file, read_manifest, sha256_of_file, step_checkpoints
+from ecrl.storage.checkpoint_files import is_file, read_bytes, read_manifest, sha256_of_file, step_checkpoints
 from ecrl.storage.tensor_files import read_tensors
 
 _KEY = "trainer.init_from"
+_NOT_IN_NETWORKS = {"name", "action_dim", "action_horizon", "label_smoothing"}
+"""Settings of policies that change no function of observations: names, checks and the loss of imitation."""
+_OF_CRITICS = ("critic", "num_critics", "distribution", "num_atoms", "v_min", "v_max")
+"""Beginnings of the names of settings of critics."""
 _PARTS = {"params": "params", "norm": "norm/obs", "frozen_params": "frozen_params"}
 
 
@@ -34,7 +42,8 @@ def initial_policy(run: Run, cfg: Config, device: torch.device) -> Policy:
 
     A part is a first-level name of the parameters, such as `actor` or `critic`. All tensors of a part that both have
     must have equal names, shapes and dtypes. A part that only the policy has starts at random. A part that only the
-    checkpoint has is unused. A warning names the parts that only one of them has.
+    checkpoint has is unused. A warning names the parts that only one of them has. If the tensors fit, but the config of
+    the checkpoint has other settings of the policy, another warning names the first such setting.
 
     Raises: ConfigError if there is no undamaged checkpoint, if the checkpoint has no part of the policy, if a part has
         other tensors, or if only one of them standardises observations.
@@ -49,7 +58,9 @@ def initial_policy(run: Run, cfg: Config, device: torch.device) -> Policy:
     saved = {part: _under(prefix, tensors) for part, prefix in _PARTS.items()}
 
     def init(key: Tensor) -> TensorDict:
-        return _with_parts(folder, policy.init(key), saved["params"])
+        params = _with_parts(folder, policy.init(key), saved["params"])
+        _warn_of_other_settings(folder, cfg.policy)
+        return params
 
     changed: dict[str, Any] = {"init": init}
     if policy.norm_init is not None or saved["norm"]:
@@ -61,6 +72,43 @@ def initial_policy(run: Run, cfg: Config, device: torch.device) -> Policy:
             folder, "frozen_params", init_frozen(device), saved["frozen_params"]
         )
     return replace(policy, **changed)
+
+
+def _warn_of_other_settings(folder: Path, own: PolicyConfig) -> None:
+    """Warn if the checkpoint's config has another policy section, such as another activation.
+
+    Settings of a critic and settings that only choose initial weights do not count. A config that this installation
+    cannot read is skipped, because the checks of the tensors do not need it.
+    """
+    try:
+        saved = PolicyConfig.model_validate(json.loads(read_bytes(complete_folder(folder) / "config.json"))["policy"])
+    except (CheckpointError, ValidationError, KeyError, TypeError, ValueError):
+        return
+    old, new = dict(_settings(saved)), dict(_settings(own))
+    differing = [key for key in new | old if old.get(key, "null") != new.get(key, "null")]
+    if differing and rank() == 0:
+        key = differing[0]
+        text = f"{key} is {old.get(key, 'absent')}, but {new.get(key, 'absent')} in this config"
+        problem = "so that the policy may choose other actions; use the policy of the checkpoint"
+        warnings.warn(f"{_KEY}: {folder}: {text}, {problem}", stacklevel=3)
+
+
+def _settings(cfg: BaseModel, path: str = "policy") -> Iterator[tuple[str, str]]:
+    """Yield the dotted key and the JSON text of each setting that determines the actions of a policy.
+
+    Settings of critics are left out, except if the policy has no other network, as in DQN.
+    """
+    fields = type(cfg).model_fields
+    has_critic_only = path == "policy" and not {"actor", "vla"} & fields.keys()
+    for name, field in fields.items():
+        is_critic = name.startswith(_OF_CRITICS) and not has_critic_only
+        if is_critic or is_init_only(field) or name in _NOT_IN_NETWORKS:
+            continue
+        value = getattr(cfg, name)
+        if isinstance(value, BaseModel):
+            yield from _settings(value, f"{path}.{name}")
+        else:
+            yield f"{path}.{name}", json.dumps(value, default=str, sort_keys=True)
 
 
 def _read(path: Path) -> tuple[Path, dict[str, Tensor]]:

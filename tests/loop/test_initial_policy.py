@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.command_line import called
 from support.demos import NET, cloning, recording
+from support.dots import reaching
 from support.frozen_agent import freezing
 from support.off_policy_agents import agent
 from support.small_runs import last_state, same
@@ -130,6 +131,52 @@ def test_another_policy_is_refused_in_one_line(cloned, keys, message):
     with pytest.raises(ConfigError) as refused:
         init_state(starting(folder).replace(**keys))
     assert str(refused.value) == f"trainer.init_from: {folder}/checkpoints/step_384: {message}"
+
+
+def other_settings(folder, policy):
+    """The warnings about an initial state whose policy starts from a folder."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        init_state(starting(folder, policy=policy))
+    return [str(warning.message) for warning in caught]
+
+
+def test_other_settings_of_the_policy_with_equal_tensors_are_named_in_one_line(cloned):
+    folder, _ = cloned
+    relu = {"type": "mlp", "network_cfg": {"hidden_sizes": [32], "activation": "relu"}}
+    assert other_settings(folder, ACTOR | {"actor": relu}) == [
+        f'trainer.init_from: {folder}/checkpoints/step_384: policy.actor.network_cfg.activation is "tanh", but "relu" '
+        "in this config, so that the policy may choose other actions; use the policy of the checkpoint"
+    ]
+
+
+def test_settings_of_initial_weights_and_of_the_critic_do_not_warn(cloned, tmp_path):
+    orthogonal = {"type": "mlp", "network_cfg": NET["network_cfg"] | {"orthogonal_init": 1.0}}
+    assert other_settings(cloned[0], ACTOR | {"actor": orthogonal, "initial_log_std": -1.0, "action_dim": 2}) == []
+    cfg = recording()
+    ecrl.save(tmp_path / "ppo", init_state(cfg), cfg)
+    relu = {"type": "mlp", "network_cfg": {"hidden_sizes": [32], "activation": "relu"}}
+    new = recording(**{"trainer.init_from": str(tmp_path / "ppo"), "policy": BOTH | {"critic": relu}})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        init_state(new)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"policy.vla.heads": 1}, "policy.vla.heads is 2, but 1 in this config"),
+        ({"policy.vla.temperature": 0.5}, "policy.vla.temperature is 1.0, but 0.5 in this config"),
+        ({"policy.vla.label_smoothing": 0.0, "policy.vla.action_horizon": 3}, None),
+    ],
+)
+def test_other_settings_of_a_vla(changes, line, tmp_path):
+    cfg = reaching("grpo")
+    ecrl.save(tmp_path / "vla", init_state(cfg), cfg)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        init_state(cfg.replace(**{"trainer.init_from": str(tmp_path / "vla"), **changes}))
+    assert [line in str(warning.message) for warning in caught] == [True] * (line is not None)
 
 
 def test_missing_and_damaged_checkpoints_are_refused(cloned, tmp_path):
