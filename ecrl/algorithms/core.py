@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ecrl import distributed, rng
 from ecrl.algorithms.state_kinds import Kind, Kinds, merge, without
+from ecrl.config import Config
 from ecrl.envs import NEVER, Env, restart
 from ecrl.envs.action_chunks import undiscounted_reward
 from ecrl.errors import ConfigError
@@ -119,7 +120,7 @@ class DataSet(Protocol):
         """Return the SHA-256 of the file, as int64 `[4]`."""
         ...
 
-    def check(self, run: Run) -> None:
+    def check(self, run: Run, cfg: Config) -> None:
         """Raise ConfigError if the file does not fit the run. The function reads only the header of the file."""
         ...
 

@@ -1,5 +1,7 @@
 """Read a data set of demonstrations, and draw the steps of an iteration from the data set."""
 
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,10 +14,14 @@ from torch import Tensor
 from ecrl import rng
 from ecrl.algorithms.core import Run, step_keys
 from ecrl.algorithms.rows import rows_of
+from ecrl.config import Config
+from ecrl.distributed import rank
+from ecrl.envs import Env
+from ecrl.envs.vocabulary import vocabulary_checksums
 from ecrl.errors import CheckpointError, ConfigError
 from ecrl.kernels.rollout import restarted_carry
 from ecrl.pytree import mapped
-from ecrl.spaces import Dict, Space, element_dtype, element_shape
+from ecrl.spaces import Box, Dict, Discrete, MultiDiscrete, Space, element_dtype, element_shape
 from ecrl.storage.checkpoint_files import sha256_of_file
 from ecrl.storage.demonstrations import read_about
 from ecrl.storage.tensor_files import read_tensors
@@ -42,29 +48,56 @@ class Demonstrations:
         words = [int.from_bytes(digest[i : i + 8], "little", signed=True) for i in range(0, 32, 8)]
         return torch.tensor(words)
 
-    def check(self, run: Run) -> None:
-        """Raise ConfigError unless the file has demonstrations of the run's environment."""
-        tensors, _ = _or_config_error(read_about, Path(self.path))
-        env = run.env
-        expected = {**_leaves("obs", env.observation_space), "done": (torch.bool, ())}
-        expected["action"] = element_dtype(env.action_space), element_shape(env.action_space)
+    def check(self, run: Run, cfg: Config) -> None:
+        """Raise ConfigError if the file has no demonstrations for the run's environment.
+
+        Warn if another environment, or an environment with another vocabulary, recorded the file.
+        """
+        about = self._fitting_about(run)
+        if rank() == 0:
+            for text in _other_sources(about, cfg):
+                warnings.warn(f"{_KEY}: {self.path}: {text}", stacklevel=2)
+
+    def _fitting_about(self, run: Run) -> dict[str, Any]:
+        """Return the metadata of the file. Raise ConfigError unless the tensors of the file fit the run."""
+        tensors, about = _or_config_error(read_about, Path(self.path))
+        env, chunk = run.env, _at(about, "config", "env", "action_chunk")
+        spaces = _leaves("obs", env.observation_space) | {"action": env.action_space}
+        expected = {name: (element_dtype(space), element_shape(space)) for name, space in spaces.items()}
+        expected["done"] = torch.bool, ()
+        if has_executed := _reports_executed(env):
+            expected["executed"] = torch.int64, ()
+        hint = "use demonstrations of this environment"
+        if isinstance(chunk, int) and chunk != env.steps_per_action and max(chunk, env.steps_per_action) > 1:
+            hint = f"the demonstrations have env.action_chunk {chunk}; set env.action_chunk to {chunk}, or {hint}"
         for name, (dtype, shape) in expected.items():
             if name not in tensors:
-                raise ConfigError(f"{_KEY}: {self.path}: has no {name}; use demonstrations of this environment")
+                raise ConfigError(f"{_KEY}: {self.path}: has no {name}; {hint}")
             own, size = tensors[name]
-            if (own, size[1:]) != (dtype, shape):
+            if (own, size[1:]) != (dtype, shape) or not size:
                 problem = f"{name} is {_described(own, size[1:])} per step, but {_described(dtype, shape)} in this"
-                raise ConfigError(f"{_KEY}: {self.path}: {problem} environment; use demonstrations of this environment")
+                raise ConfigError(f"{_KEY}: {self.path}: {problem} environment; {hint}")
+        if "executed" in tensors and not has_executed:
+            problem = "has executed, but an action of this environment is always one step"
+            raise ConfigError(f"{_KEY}: {self.path}: {problem}; {hint}")
+        (rows,) = tensors["done"][1]
+        for name, (_, size) in tensors.items():
+            if name.split(".")[0] in _FIELDS and size[:1] != (rows,):
+                problem = f"{name} is a tensor {list(size)}, but done has {rows} rows"
+                raise ConfigError(f"{_KEY}: {self.path}: {problem}; write one row of each field per action")
+        return about
 
     def read(self, run: Run, device: torch.device) -> TensorDict:
         """Read the data set.
 
         Returns: a TensorDict with `train` and, if `holdout` is not 0, `holdout`. Each has `steps` `[M]` and `starts`,
             the index of the first step of each episode, int64 `[E]`.
-        Raises: ConfigError if the file does not fit the run, or if an episode is too long for a policy with memory.
+        Raises: ConfigError if the file does not fit the run, if a value is not finite or is outside its space, or if an
+            episode is too long for a policy with memory.
         """
-        self.check(run)
+        self._fitting_about(run)
         tensors = _or_config_error(read_tensors, Path(self.path))
+        self._check_values(run.env, tensors)
         fields = {name: x.to(device) for name, x in tensors.items() if name.split(".")[0] in _FIELDS}
         rows = len(fields["done"])
         steps = TensorDict({tuple(name.split(".")): x for name, x in fields.items()}, [rows])
@@ -89,6 +122,93 @@ class Demonstrations:
         held_out = _part(cast(TensorDict, steps[cut:]), starts[first:] - cut)
         return TensorDict({"train": _part(cast(TensorDict, steps[:cut]), starts[:first]), "holdout": held_out}, [])
 
+    def _check_values(self, env: Env, tensors: Mapping[str, Tensor]) -> None:
+        """Raise ConfigError for an action or observation that is not finite or is outside its Discrete space."""
+        for name, space in (_leaves("obs", env.observation_space) | {"action": env.action_space}).items():
+            problem = _outside(tensors[name], space)
+            if problem is not None:
+                raise ConfigError(f"{_KEY}: {self.path}: {name} has {problem}; use demonstrations of this environment")
+        if "executed" in tensors:
+            executed, most = tensors["executed"], env.steps_per_action
+            wrong = (executed < 1) | ((executed > most) if most > 1 else torch.zeros_like(executed, dtype=torch.bool))
+            if wrong.any():
+                limits = f"1 to {most}" if most > 1 else "at least 1"
+                problem = f"executed has {int(executed[wrong][0])}, expected {limits}"
+                raise ConfigError(f"{_KEY}: {self.path}: {problem}; write the number of environment steps per action")
+
+
+def _at(data: Any, *keys: str) -> Any:
+    """Return the entry of nested dicts, or None if it is missing."""
+    for key in keys:
+        data = data.get(key) if isinstance(data, dict) else None
+    return data
+
+
+def _env_name(name: Any, settings: Any) -> str:
+    """Return the name of an environment as in a config, with the id of a Gymnasium environment."""
+    return f"gymnasium:{_at(settings, 'id')}" if name == "gymnasium" else str(name)
+
+
+def _other_sources(about: dict[str, Any], cfg: Config) -> list[str]:
+    """Describe differences between the environment of a data set and the environment of a run."""
+    own, texts = cfg.env.model_dump(mode="json"), []
+    theirs, ours = _env_name(about.get("env"), _at(about, "config", "env", "cfg")), _env_name(own["name"], own["cfg"])
+    if theirs != ours:
+        texts.append(
+            f"the demonstrations are of the environment {theirs}, but this run has {ours}; use demonstrations of "
+            f"{ours} unless the observations and actions of both have the same meaning"
+        )
+    recorded = about.get("vocabularies")
+    known = recorded if isinstance(recorded, dict) else vocabulary_checksums(_at(about, "config", "env", "cfg"))
+    for key, checksum in vocabulary_checksums(own["cfg"]).items():
+        if key in known and known[key] != checksum:
+            texts.append(
+                f"env.cfg.{key}: the demonstrations have another vocabulary, so that their ids mean other words; use "
+                "the vocabulary of the demonstrations"
+            )
+            break
+    return texts
+
+
+def _reports_executed(env: Env) -> bool:
+    """Return True if states have the field `executed`.
+
+    Environments of your own may report the field without `env.action_chunk`, so that a reset is necessary. Gymnasium
+    environments and MuJoCo tasks never do.
+    """
+    if env.steps_per_action > 1 or not env.is_pure or env.scene is not None:
+        return env.steps_per_action > 1
+    return "executed" in env.reset(torch.zeros(1, dtype=torch.int64))
+
+
+def _outside(x: Tensor, space: Space) -> str | None:
+    """Describe the first value that is not finite or is outside a Discrete or MultiDiscrete space, if there is one."""
+    match space:
+        case Box():
+            if not x.is_floating_point() or x.isfinite().all():
+                return None
+            return "NaN or infinity"
+        case Discrete(n):
+            wrong = (x < 0) | (x >= n)
+        case MultiDiscrete(nvec):
+            wrong = (x < 0) | (x >= torch.tensor(nvec))
+        case _:
+            raise TypeError(f"{space} is no leaf of a space")
+    if not wrong.any():
+        return None
+    return f"the value {int(x[wrong][0])}, which is outside {_short(space)}"
+
+
+def _short(space: Discrete | MultiDiscrete) -> str:
+    """Return the name of a space. Equal entries of a MultiDiscrete space are named once.
+
+    >>> _short(MultiDiscrete((20,) * 8)), _short(MultiDiscrete((2, 3)))
+    ('MultiDiscrete((20,) * 8)', 'MultiDiscrete(nvec=(2, 3))')
+    """
+    if isinstance(space, MultiDiscrete) and len(space.nvec) > 1 and len({*space.nvec}) == 1:
+        return f"MultiDiscrete(({space.nvec[0]},) * {len(space.nvec)})"
+    return str(space)
+
 
 def _part(steps: TensorDict, starts: Tensor) -> TensorDict:
     return TensorDict({"steps": steps, "starts": starts}, [])
@@ -106,10 +226,10 @@ def _or_config_error(read: Any, path: Path) -> Any:
         raise ConfigError(f"{_KEY}: {error}") from None
 
 
-def _leaves(name: str, space: Space) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Map the name of each tensor of an observation to its dtype and shape."""
+def _leaves(name: str, space: Space) -> dict[str, Space]:
+    """Map the name of each tensor of an observation to its space."""
     if not isinstance(space, Dict):
-        return {name: (element_dtype(space), element_shape(space))}
+        return {name: space}
     parts = (_leaves(f"{name}.{key}", part) for key, part in space.items)
     return {key: leaf for part in parts for key, leaf in part.items()}
 

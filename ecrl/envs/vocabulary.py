@@ -6,7 +6,9 @@ instructions. Policies observe the ids, so no part of a policy depends on the fi
 
 import json
 from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean
@@ -46,6 +48,30 @@ def read_vocabulary(path: str | None = None) -> dict[str, int]:
         if (other := first_word.setdefault(number, word)) != word:
             raise ConfigError(f"{where} gives {other!r} and {word!r} the same id {number}; use one id per word")
     return words
+
+
+def vocabulary_checksums(settings: Any, prefix: str = "") -> dict[str, str]:
+    """Return the SHA-256 of each vocabulary that the settings of an environment name with a key `tokenizer`.
+
+    The result maps the dotted key to the SHA-256 in hexadecimal. It does not depend on the path of the file or on the
+    order of the words. The checksum of a file that cannot be read is the checksum of its path.
+
+    >>> one, two = (vocabulary_checksums({"text": {"tokenizer": path}}) for path in (None, str(SHIPPED)))
+    >>> list(one), one == two
+    (['text.tokenizer'], True)
+    """
+    if not isinstance(settings, dict):
+        return {}
+    found: dict[str, str] = {}
+    for key, value in settings.items():
+        if key == "tokenizer" and (value is None or isinstance(value, str)):
+            try:
+                text = json.dumps(read_vocabulary(value), sort_keys=True)
+            except ConfigError:
+                text = str(value)
+            found[f"{prefix}{key}"] = sha256(text.encode()).hexdigest()
+        found |= vocabulary_checksums(value, f"{prefix}{key}.")
+    return found
 
 
 def vocabulary_size(words: Mapping[str, int]) -> int:

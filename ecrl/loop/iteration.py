@@ -96,7 +96,7 @@ def first_state(run: Run, cfg: Config, key: Tensor | None = None) -> TensorDict:
     start = run._replace(policy=initial_policy(run, cfg, key.device))
     state = _state_without_env(start, cfg, key)  # must precede opening environments, as `init` may reject the config
     if run.algorithm.data is not None:
-        run.algorithm.data.check(run)
+        run.algorithm.data.check(run, cfg)
         state = replaced(state, {"data_sha256": run.algorithm.data.sha256().to(key.device)})
     return _with_envs(run, state, _first_envs(run, cfg, key)).lock_()
 
@@ -108,7 +108,7 @@ def check_start(run: Run, cfg: Config) -> None:
     with ZerosWithoutMemory():
         _state_without_env(start, cfg, key)
     if run.algorithm.data is not None:
-        run.algorithm.data.check(run)
+        run.algorithm.data.check(run, cfg)
 
 
 def _with_envs(run: Run, state: TensorDict, env: TensorDict) -> TensorDict:

@@ -21,6 +21,7 @@ from ecrl.config import Config
 from ecrl.envs import make_env, make_expert
 from ecrl.envs.action_chunks import undiscounted_reward
 from ecrl.envs.experts import Expert, open_loop
+from ecrl.envs.vocabulary import vocabulary_checksums
 from ecrl.errors import CheckpointError, ConfigError, UserError
 from ecrl.kernels import scan
 from ecrl.kernels.rollout import restarted_carry
@@ -133,6 +134,7 @@ def record_demonstrations(
         "successes_only": successes_only,
         "seed": seed,
         "ecrl": _version(),
+        "vocabularies": vocabulary_checksums(cfg.env.cfg.model_dump(mode="json")),
         "config": cfg.model_dump(mode="json"),
     }
     leaves, structure = flatten(steps)

@@ -93,7 +93,7 @@ def resume_run(
         own_run, run = run, build(cfg)
         state = _apply_changes(state.to(device_of(cfg)), (own_run, own), (run, cfg))
         if run.algorithm.data is not None and run.algorithm.data != own_run.algorithm.data:
-            run.algorithm.data.check(run)
+            run.algorithm.data.check(run, cfg)
             state = replaced(state, {"data_sha256": run.algorithm.data.sha256().to(device_of(cfg))}).lock_()
     state = load_own_shard(run, state, path)
     mark_written(run, state, state)

@@ -11,7 +11,8 @@ The rows of all tensors are steps, in the order of the episodes.
 | `executed` | `[M]` | environment steps that the action took, int64; absent if this number is always 1 |
 
 The metadata of the file has one entry, `ecrl.demonstrations`. The entry is JSON with the version of the format, the
-environment, the number of episodes and steps, the mean return, the success rate, and the config.
+environment, the number of episodes and steps, the mean return, the success rate, the SHA-256 of each vocabulary, and
+the config.
 """
 
 import json

@@ -6,24 +6,30 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import catch  # noqa: F401  it registers an environment
+from pydantic import Field
+from support import catch, chunks  # noqa: F401  they register environments
 from support.checks import assert_pure, close
 from support.demos import balancing, cloning, of_policy, recording, remembering_clone
+from support.dots import reaching
 from support.small_runs import last_state, same
 from tensordict import TensorDict
 
 import ecrl
 from ecrl.algorithms.demonstrations import Demonstrations, drawn_batch, rows_to_learn
 from ecrl.config import config_from_dict
+from ecrl.config.model import ConfigModel
+from ecrl.envs import Env, make_env
 from ecrl.errors import ConfigError, NotFiniteError
 from ecrl.loop.buffers import data_of, sha256_text
 from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, make_iteration, train_iter
 from ecrl.policies import policy_params
+from ecrl.registry import register_env
 from ecrl.run.crash import replay
 from ecrl.run.demonstrations import record_demonstrations
 from ecrl.run.resume import resume
 from ecrl.run.train import train
+from ecrl.storage.demonstrations import read_about, write_demonstrations
 from ecrl.storage.tensor_files import read_tensors
 
 
@@ -147,7 +153,8 @@ def test_observation_statistics_are_those_of_the_drawn_steps():
 def test_a_gymnasium_environment_is_not_stepped():
     keys = {"env": {"name": "gymnasium:CartPole-v1"}, "trainer.num_envs": 2}
     cfg = cloning(**keys)
-    state = init_state(cfg)
+    with pytest.warns(UserWarning, match="are of the environment cartpole, but this run has gymnasium:CartPole-v1"):
+        state = init_state(cfg)
     after = last_state(cfg, state)
     assert torch.equal(after["env", "obs"], state["env", "obs"])
     build(cfg).env.close(after["env"])
@@ -272,7 +279,162 @@ def test_demonstrations_of_another_environment_are_refused():
         "use demonstrations of this environment"
     )
     with pytest.raises(ConfigError, match=r"has no obs\.\w+; use demonstrations"):
-        Demonstrations(str(balancing().path)).check(build(recording("catch", **{"env.cfg.observe": "dict"})))
+        cfg = recording("catch", **{"env.cfg.observe": "dict"})
+        Demonstrations(str(balancing().path)).check(build(cfg), cfg)
+
+
+def edited(source, path, about=None, **changes):
+    """Write a copy of a data set with other tensors and metadata. A tensor None is left out."""
+    tensors = {name: x for name, x in {**read_tensors(source), **changes}.items() if x is not None}
+    write_demonstrations(path, tensors, {**read_about(source)[1], **(about or {})})
+    return path
+
+
+def with_value(x, value):
+    """A copy of a tensor whose first element is `value`."""
+    x = x.clone()
+    x.view(-1)[0] = value
+    return x
+
+
+@pytest.mark.parametrize(("value", "text"), [(2, "2"), (-1, "-1")])
+def test_an_action_outside_its_space_is_refused(value, text, tmp_path):
+    path = edited(balancing().path, tmp_path / "x", action=with_value(read_tensors(balancing().path)["action"], value))
+    with pytest.raises(ConfigError) as refused:
+        last_state(cloning(path))
+    assert str(refused.value) == (
+        f"algorithm.cfg.demos: {path}: action has the value {text}, which is outside Discrete(n=2); use demonstrations "
+        "of this environment"
+    )
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_observations_and_actions_that_are_not_finite_are_refused(value, tmp_path):
+    path = edited(balancing().path, tmp_path / "x", obs=with_value(read_tensors(balancing().path)["obs"], value))
+    with pytest.raises(ConfigError) as refused:
+        last_state(cloning(path))
+    assert str(refused.value) == (
+        f"algorithm.cfg.demos: {path}: obs has NaN or infinity; use demonstrations of this environment"
+    )
+    keys = {"env.cfg.max_episode_steps": 10}
+    source = of_policy("pendulum", **keys)
+    path = edited(source, tmp_path / "y", action=with_value(read_tensors(source)["action"], value))
+    with pytest.raises(ConfigError, match=r"y: action has NaN or infinity"):
+        last_state(cloning(path, **{"env": {"name": "pendulum"}}))
+
+
+def dots_data(path, chunk=3, **keys):
+    """Record the sampled actions of a new policy on `dots`, and return the config of its clone."""
+    cfg = reaching("grpo", **{"env.action_chunk": chunk})
+    record_demonstrations(cfg, path, 6, state=init_state(cfg), sample=True)
+    bc = {"name": "bc", "cfg": {"demos": str(path), "batch_size": 16}}
+    return cfg.replace(algorithm=bc, **keys)
+
+
+def test_a_word_outside_the_vocabulary_is_refused(tmp_path):
+    cfg = dots_data(tmp_path / "dots")
+    words = with_value(read_tensors(tmp_path / "dots")["obs.instruction"], 25)
+    path = edited(tmp_path / "dots", tmp_path / "x", **{"obs.instruction": words})
+    with pytest.raises(ConfigError) as refused:
+        last_state(cfg.replace(**{"algorithm.cfg.demos": str(path)}))
+    assert str(refused.value) == (
+        f"algorithm.cfg.demos: {path}: obs.instruction has the value 25, which is outside MultiDiscrete((6,) * 3); use "
+        "demonstrations of this environment"
+    )
+
+
+def test_chunks_of_another_length_are_refused_with_the_key(tmp_path):
+    cfg = dots_data(tmp_path / "dots")
+    for chunk in (1, 2):
+        with pytest.raises(ConfigError) as refused:
+            init_state(cfg.replace(**{"env.action_chunk": chunk}))
+        assert "; the demonstrations have env.action_chunk 3; set env.action_chunk to 3, or use" in str(refused.value)
+        assert f"{tmp_path / 'dots'}: action is float32 [3, 2] per step, but float32" in str(refused.value)
+
+
+def test_executed_must_be_in_the_file_exactly_if_actions_are_chunks(tmp_path):
+    cfg = dots_data(tmp_path / "dots")
+    path = edited(tmp_path / "dots", tmp_path / "without", executed=None)
+    with pytest.raises(ConfigError, match=rf"^algorithm.cfg.demos: {path}: has no executed; use demonstrations"):
+        init_state(cfg.replace(**{"algorithm.cfg.demos": str(path)}))
+    executed = read_tensors(tmp_path / "dots")["executed"]
+    path = edited(tmp_path / "dots", tmp_path / "four", executed=with_value(executed, 4))
+    with pytest.raises(ConfigError, match=rf"^algorithm.cfg.demos: {path}: executed has 4, expected 1 to 3; write"):
+        last_state(cfg.replace(**{"algorithm.cfg.demos": str(path)}))
+    path = edited(balancing().path, tmp_path / "with", executed=torch.ones(320, dtype=torch.int64))
+    problem = "has executed, but an action of this environment is always one step; use demonstrations"
+    with pytest.raises(ConfigError, match=rf"^algorithm.cfg.demos: {path}: {problem}"):
+        init_state(cloning(path))
+
+
+def test_executed_of_an_environment_that_repeats_actions_is_needed(tmp_path):
+    keys = {"env": {"name": "repeated_pole", "cfg": {"max_episode_steps": 20}}}
+    cfg = recording(**keys)
+    record_demonstrations(cfg, tmp_path / "pole", 4, state=init_state(cfg), sample=True)
+    clone = cloning(tmp_path / "pole", **keys)
+    init_state(clone)
+    path = edited(tmp_path / "pole", tmp_path / "without", executed=None)
+    with pytest.raises(ConfigError, match=rf"^algorithm.cfg.demos: {path}: has no executed"):
+        init_state(cloning(path, **keys))
+
+
+def test_fields_with_other_numbers_of_rows_are_refused(tmp_path):
+    path = edited(balancing().path, tmp_path / "x", reward=torch.zeros(319))
+    with pytest.raises(ConfigError) as refused:
+        init_state(cloning(path))
+    assert str(refused.value) == (
+        f"algorithm.cfg.demos: {path}: reward is a tensor [319], but done has 320 rows; write one row of each field "
+        "per action"
+    )
+
+
+def test_demonstrations_of_an_environment_with_another_name_warn_in_one_line(tmp_path):
+    path = edited(balancing().path, tmp_path / "x", about={"env": "other"})
+    with pytest.warns(UserWarning) as told:
+        init_state(cloning(path))
+    assert [str(warning.message) for warning in told] == [
+        f"algorithm.cfg.demos: {path}: the demonstrations are of the environment other, but this run has cartpole; use "
+        "demonstrations of cartpole unless the observations and actions of both have the same meaning"
+    ]
+
+
+class TextConfig(ConfigModel):
+    """Settings of `cartpole_with_words`, with the setting `tokenizer` of tasks with instructions."""
+
+    tokenizer: str | None = Field(None, description="JSON file that maps words to ids")
+
+
+@register_env("cartpole_with_words", override=True)
+def cartpole_with_words(cfg: TextConfig) -> Env:
+    """CartPole with a setting `tokenizer`, which it does not read."""
+    return make_env({"name": "cartpole", "cfg": {"max_episode_steps": 12}})
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_demonstrations_with_another_vocabulary_warn_in_one_line(recorded, tmp_path):
+    """Without checksums in the file, the paths are compared by their present content."""
+    one, copy, other = (tmp_path / name for name in ("one.json", "copy.json", "other.json"))
+    one.write_text('{"<pad>": 0, "red": 1, "blue": 2}')
+    copy.write_text('{"blue": 2, "<pad>": 0, "red": 1}')
+    other.write_text('{"<pad>": 0, "red": 2, "blue": 1}')
+    env = {"name": "cartpole_with_words", "cfg": {"tokenizer": str(one)}}
+    cfg = recording(env)
+    record_demonstrations(cfg, tmp_path / "words", 3, state=init_state(cfg))
+    about = {} if recorded else {"vocabularies": None}
+    path = edited(tmp_path / "words", tmp_path / "demos", about=about)
+    init_state(cloning(path, env=env))
+    init_state(cloning(path, env=env, **{"env.cfg.tokenizer": str(copy)}))
+    line = (
+        f"algorithm.cfg.demos: {path}: env.cfg.tokenizer: the demonstrations have another vocabulary, so that their "
+        "ids mean other words; use the vocabulary of the demonstrations"
+    )
+    with pytest.warns(UserWarning) as told:
+        init_state(cloning(path, env=env, **{"env.cfg.tokenizer": str(other)}))
+    assert [str(warning.message) for warning in told] == [line]
+    one.write_text(other.read_text())
+    if recorded:
+        with pytest.warns(UserWarning, match="env.cfg.tokenizer: the demonstrations have another vocabulary"):
+            init_state(cloning(path, env=env))
 
 
 def test_a_file_that_is_no_data_set_is_refused(tmp_path):
