@@ -68,7 +68,7 @@ def init(cfg: BCConfig, run: Run, key: Tensor) -> dict[str, Any]:
 
 
 def loss(run: Run, params: TensorDict, minibatch: TensorDict, mask: Tensor, hyper: TensorDict) -> tuple[Tensor, Logs]:
-    """Return the mean loss of a minibatch.
+    """Return the mean loss of a minibatch. Chunks of actions that `rows_to_learn` masks do not count.
 
     loss = imitation_loss(action) of the policy, or else -log_prob(action), in nats
     """
@@ -88,8 +88,9 @@ def holdout_loss(run: Run, state: TensorDict, part: TensorDict) -> Tensor:
     rows = rows_to_learn(run, params, drawn_batch(run, state, part))
     with torch.no_grad():
         _, losses = run.scan(partial(_losses_of_chunk, run), None, in_chunks(rows, run.static.row_steps), params)
-    mean = losses.flatten(0, 1)[: len(rows)].mean()
-    return all_mean(mean, weight=torch.ones_like(mean))
+    mask = cast(Tensor, rows["mask"])
+    mean = masked_mean(losses.flatten(0, 1)[: len(rows)], mask)
+    return all_mean(mean, weight=mask.sum().to(mean.dtype))
 
 
 def _iterate(run: Run, state: TensorDict, data: Borrowed) -> tuple[TensorDict, TensorDict, Logs]:

@@ -269,12 +269,31 @@ def drawn_batch(run: Run, state: TensorDict, part: TensorDict) -> TensorDict:
 def rows_to_learn(run: Run, params: TensorDict, batch: TensorDict) -> TensorDict:
     """Convert a batch of `drawn_batch` to rows for the policy's `evaluate` (see `rows_of`).
 
-    For a policy with memory, the rows include the memory before each segment, under the parameters `params`.
+    For a policy with memory, the rows include the memory before each segment, under the parameters `params`. The rows
+    have a bool `mask`, which is False for chunks of actions that cannot be learnt (see `_learnable`).
     """
     done = batch["steps", "done"][:, :-1]
     if run.policy.unit == "sequence":
         batch = batch.copy().update(_memories(run, params, cast(TensorDict, batch["steps"])))
-    return rows_of(run, batch, mask=torch.ones_like(done))
+    rows = rows_of(run, batch, mask=torch.ones_like(done))
+    return rows.set("mask", _learnable(run, params, rows))
+
+
+def _learnable(run: Run, params: TensorDict, rows: TensorDict) -> Tensor:
+    """Return the mask of the steps whose actions can be learnt, of the shape of `rows["done"]`.
+
+    The actions of a chunk after the end of an episode have no meaning. If log-probabilities have one entry per step of
+    a chunk, `sum_tokens` leaves out these actions. Other log-probabilities are of the whole chunk, and the mask is then
+    False if not all of its steps were taken. A policy with its own `imitation_loss` masks the actions itself.
+
+        mask = executed == steps_per_action
+    """
+    chunk, mask = run.env.steps_per_action, cast(Tensor, rows["mask"])
+    if "executed" not in rows or chunk == 1 or run.policy.imitation_loss is not None:
+        return mask
+    with torch.no_grad():
+        log_prob = run.policy.evaluate_tokens(params, rows[:1])[0]  # for its number of axes only
+    return mask & (rows["executed"] == chunk) if log_prob.ndim < mask.ndim + 2 else mask
 
 
 def _memories(run: Run, params: TensorDict, steps: TensorDict) -> dict[str, TensorDict]:

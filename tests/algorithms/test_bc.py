@@ -372,7 +372,8 @@ def test_executed_of_an_environment_that_repeats_actions_is_needed(tmp_path):
     cfg = recording(**keys)
     record_demonstrations(cfg, tmp_path / "pole", 4, state=init_state(cfg), sample=True)
     clone = cloning(tmp_path / "pole", **keys)
-    init_state(clone)
+    run, state, batch = drawn(clone)
+    assert rows_to_learn(run, policy_params(state), batch)["mask"].all()  # every action has a meaning
     path = edited(tmp_path / "pole", tmp_path / "without", executed=None)
     with pytest.raises(ConfigError, match=rf"^algorithm.cfg.demos: {path}: has no executed"):
         init_state(cloning(path, **keys))
@@ -435,6 +436,39 @@ def test_demonstrations_with_another_vocabulary_warn_in_one_line(recorded, tmp_p
     if recorded:
         with pytest.warns(UserWarning, match="env.cfg.tokenizer: the demonstrations have another vocabulary"):
             init_state(cloning(path, env=env))
+
+
+# Chunks of which not all actions were taken
+
+
+@pytest.mark.parametrize("env", ["pendulum", "cartpole"])
+def test_actions_after_the_end_of_an_episode_are_not_learnt(env, tmp_path):
+    """The actions of a chunk that were not taken change neither the parameters nor the held-out loss."""
+    section = {"name": env, "cfg": {"max_episode_steps": 10}, "action_chunk": 4}
+    cfg, path = recording(section), tmp_path / "demos"
+    record_demonstrations(cfg, path, 6, state=init_state(cfg), sample=True)
+    tensors = read_tensors(path)
+    cut = tensors["executed"] < 4
+    assert 0 < int(cut.sum()) < len(cut)
+    late = torch.arange(4) >= tensors["executed"].unsqueeze(1)
+    late = late.reshape(*late.shape, *[1] * (tensors["action"].ndim - 2))
+    other = edited(path, tmp_path / "other", action=torch.where(late, 1 - tensors["action"], tensors["action"]))
+    keys = {"env": section, "algorithm.cfg.holdout": 0.5}
+    ends, logs = [], []
+    for file in (path, other):
+        records = [*train_iter(init_state(cloning(file, **keys)), cloning(file, **keys))]
+        ends.append(records[-1]["state"])
+        logs.append([float(r["logs"]["holdout_loss"]) for r in records if r["log_type"] == "train"])
+    assert same(ends[0]["params"], ends[1]["params"]) and logs[0] == logs[1]
+    run, state, batch = drawn(cloning(path, **{"env": section}))
+    rows = rows_to_learn(run, policy_params(state), batch)
+    assert torch.equal(rows["mask"], rows["executed"] == 4) and not rows["mask"].all()
+
+
+def test_tokens_that_were_taken_are_learnt_in_chunks_that_are_cut(tmp_path):
+    run, state, batch = drawn(dots_data(tmp_path / "dots"))
+    rows = rows_to_learn(run, policy_params(state), batch)
+    assert (rows["executed"] < 3).any() and rows["mask"].all()
 
 
 def test_a_file_that_is_no_data_set_is_refused(tmp_path):
