@@ -26,12 +26,16 @@ Row = dict[str, Any]
 
 
 class Library(NamedTuple):
-    """A library: `learn` is "module:function", called with config and seed; `settings` returns the values to hash."""
+    """A library: `learn` is "module:function", called with config and seed; `settings` returns the values to hash.
+
+    `packages` are the packages that `learn` needs.
+    """
 
     name: str
     learn: str
     settings: Callable[[Path], Any]
     tasks: Iterable[str]
+    packages: tuple[str, ...] = ()
 
 
 def _settings(cfg: Config) -> Row:
@@ -55,12 +59,15 @@ LIBRARIES = {
     "without_memory": Library(
         "ecrl, without memory", "benchmarks.ecrl_runs:learn_without_memory", _settings_without_memory, MEMORY
     ),
-    "rejax": Library("rejax", "benchmarks.other_libraries.rejax_learning:learn", _own_settings, MINATAR_PPO),
+    "rejax": Library(
+        "rejax", "benchmarks.other_libraries.rejax_learning:learn", _own_settings, MINATAR_PPO, ("rejax",)
+    ),
     "sb3_minatar": Library(
         "Stable-Baselines3, same settings",
         "benchmarks.other_libraries.sb3_minatar:learn",
         _own_settings,
         ("minatar_seaquest_ppo",),
+        ("stable_baselines3", "minatar"),
     ),
     "sb3": Library("Stable-Baselines3", "benchmarks.other_libraries.sb3_zoo:learn", _zoo_settings, ZOO),
 }

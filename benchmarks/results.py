@@ -30,7 +30,7 @@ from ecrl.errors import MissingExtraError, UserError
 from ecrl.registry import did_you_mean
 from ecrl.storage.atomic_files import lock_folder
 
-NEEDED = ("stable_baselines3", "rejax", "minatar", "matplotlib", "mujoco", "imageio", "Box2D")
+NEEDED = ("stable_baselines3", "matplotlib", "mujoco", "imageio", "Box2D")
 _PAUSE_S, _SHARE = 0.2, 0.9
 
 
@@ -60,7 +60,9 @@ def check(only: Sequence[str], seeds: int | None, minutes: float | None) -> None
     for name, value in (("seeds", seeds), ("minutes", minutes)):
         if value is not None and not value >= 0:
             raise UserError(f"--{name} {value:g}: expected 0 or more")
-    missing = [name for name in NEEDED if find_spec(name) is None]
+    chosen = [library for library in LIBRARIES.values() if {*library.tasks} & ({*only} or {*TASKS})]
+    needed = dict.fromkeys((*NEEDED, *(name for library in chosen for name in library.packages)))
+    missing = [name for name in needed if find_spec(name) is None]
     if missing:
         raise MissingExtraError(f"results need {', '.join(missing)}: install with: pip install -e '.[bench]'")
 

@@ -226,6 +226,14 @@ def test_wrong_calls_are_one_line(monkeypatch):
         results.check((), -1, None)
     with pytest.raises(UserError, match=r"^--minutes nan: expected 0 or more$"):
         results.check((), None, float("nan"))
+    other = LIBRARIES["sb3"]._replace(tasks=("cartpole_ppo",), packages=("no_other_package",))
+    monkeypatch.setitem(LIBRARIES, "other", other)
+    with pytest.raises(UserError, match=r"^results need no_other_package: install with: pip install -e '.\[bench\]'$"):
+        results.check(("cartpole_ppo",), None, None)
+    results.check(("pendulum_ppo",), None, None)
+    monkeypatch.setitem(LIBRARIES, "other", other._replace(packages=()))
+    for key in LIBRARIES.keys() - {"ecrl"}:
+        monkeypatch.setitem(LIBRARIES, key, LIBRARIES[key]._replace(packages=()))
     monkeypatch.setattr(results, "NEEDED", ("no_such_package", "json"))
     with pytest.raises(UserError, match=r"^results need no_such_package: install with: pip install -e '.\[bench\]'$"):
         results.check((), None, None)

@@ -12,6 +12,7 @@ from ecrl.algorithms import APGConfig, DQNConfig, GRPOConfig, PPOConfig, SACConf
 from ecrl.config import Config
 from ecrl.loop.iteration import init_state
 from ecrl.policies import ActorCriticConfig, NetworkConfig
+from ecrl.policies.vla_builtin import BuiltinVLAConfig
 from ecrl.run.train import train
 
 PAGE = (Path(__file__).parents[2] / "docs" / "migration.md").read_text(encoding="utf-8")
@@ -60,6 +61,8 @@ def test_every_key_on_the_right_is_in_the_schema(key):
     models = [Config]
     if key.startswith("algorithm.cfg."):
         models, rest = [PPOConfig, GRPOConfig, APGConfig, DQNConfig, TD3Config, SACConfig], rest[1:]
+    elif key.startswith("policy.vla."):
+        models, rest = [BuiltinVLAConfig], rest[1:]
     elif section == "policy" and rest[1:]:
         models, rest = [NetworkConfig], rest[1:]
     elif section == "policy":

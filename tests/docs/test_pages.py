@@ -135,6 +135,9 @@ def _config(text: str) -> None:
     base = json.loads((ROOT / "configs" / f"{'push_cube' if cameras else 'cartpole'}_ppo.json").read_text())
     if "name" in part.get("policy", {}):
         del base["policy"]
+    algorithm = base["algorithm"]
+    if part.get("algorithm", {}).get("name", algorithm["name"]) != algorithm["name"]:
+        algorithm["cfg"] = {"learning_rate": algorithm["cfg"]["learning_rate"]}
     if "optimizer" in part.get("algorithm", {}).get("cfg", {}):
         del base["algorithm"]["cfg"]["learning_rate"]
     config_from_dict(_merged(base, part))

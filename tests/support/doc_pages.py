@@ -21,7 +21,7 @@ PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(path.relative_to(ROOT)) for
 _BLOCK = re.compile(r'^```(\w*)(?: title="([^"]+)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
 
 
-NAMED = ("ppo", "dqn", "pqn", "ddpg", "td3", "sac")
+NAMED = ("ppo", "grpo", "dqn", "pqn", "ddpg", "td3", "sac")
 """Algorithms whose files in configs/ are named in pages."""
 
 
