@@ -121,7 +121,8 @@ def test_the_state_has_the_fields_of_the_table():
         "frozen_params",
         "exploration",
         "decision_step",
-    }, "of other policies"
+        "data_sha256",
+    }, "of other policies and algorithms"
 
 
 def test_streams_go_on_where_they_were_if_the_buffer_changes():
