@@ -16,7 +16,6 @@ Source: Shao et al. 2024, arXiv:2402.03300, applied to environment steps instead
 
 from collections.abc import Callable
 from functools import partial
-from math import inf
 from typing import Any, Literal, NamedTuple, Self, cast
 
 import torch
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from ecrl import rng
 from ecrl.algorithms.core import LEARNER_KINDS, Algorithm, Run, collect, from_reset, on_policy
-from ecrl.algorithms.logprob_gap import logprob_gap
+from ecrl.algorithms.grpo_variants import BASELINES, WEIGHTS, Baseline, Weights, variant_advantages, weighted_loss
 from ecrl.algorithms.minibatch_sgd import (
     SGD,
     check_batch_size,
@@ -36,30 +35,12 @@ from ecrl.algorithms.minibatch_sgd import (
 )
 from ecrl.algorithms.optimizer import learning_state
 from ecrl.algorithms.ratios import RATIOS, ClippedConfig, Ratio
-from ecrl.algorithms.reference import reference_log_prob, reference_token_log_prob, refreshed_reference
+from ecrl.algorithms.reference import reference_log_prob, refreshed_reference
 from ecrl.algorithms.rows import check_log_prob
 from ecrl.algorithms.state_kinds import Kind
 from ecrl.config.model import Count, Fraction, NonNegative, Positive
-from ecrl.distributed import all_sum
-from ecrl.envs.action_chunks import undiscounted_reward
 from ecrl.errors import ConfigError
-from ecrl.kernels import (
-    first_episode_mask,
-    group_advantages,
-    group_centered,
-    grpo_loss,
-    informative_groups,
-    kl_k3,
-    leave_one_out,
-    masked_mean,
-)
-from ecrl.kernels.groups import returns_to_go
-from ecrl.kernels.step_weights import (
-    fixed_length_mean_weights,
-    sequence_mean_weights,
-    token_mean_weights,
-    weighted_step_mean,
-)
+from ecrl.kernels import first_episode_mask, grpo_advantages, grpo_loss
 from ecrl.policies import acting_params
 from ecrl.registry import register_algorithm
 from ecrl.types import Logs
@@ -144,58 +125,15 @@ class GRPOConfig(ClippedConfig):
         return self.ratio == "sequence"
 
 
-Baseline = Callable[[Tensor, Tensor, int, TensorDict], Tensor]
-
-
-def standardized(score: Tensor, mask: Tensor, group_size: int, hyper: TensorDict) -> Tensor:
-    """Return (score - mean) / (std + eps) within each group."""
-    return group_advantages(score, mask, group_size=group_size, eps=hyper["eps"])
-
-
-def centered(score: Tensor, mask: Tensor, group_size: int, hyper: TensorDict) -> Tensor:
-    """Return score - mean within each group."""
-    return group_centered(score, mask, group_size=group_size)
-
-
-def left_one_out(score: Tensor, mask: Tensor, group_size: int, hyper: TensorDict) -> Tensor:
-    """Return score - mean of the other members within each group."""
-    return leave_one_out(score, mask, group_size=group_size)
-
-
-BASELINES: dict[str, Baseline] = {"standardized": standardized, "centered": centered, "leave_one_out": left_one_out}
-Weights = Callable[[Tensor, Tensor, int], Tensor]
-
-
-def token_weights(count: Tensor, mask: Tensor, length: int) -> Tensor:
-    """Return `token_mean_weights` of the batch of all ranks."""
-    return token_mean_weights(count, mask, total=all_sum)
-
-
-def episode_weights(count: Tensor, mask: Tensor, length: int) -> Tensor:
-    """Return `sequence_mean_weights` of the batch of all ranks."""
-    return sequence_mean_weights(count, mask, total=all_sum)
-
-
-def fixed_length_weights(count: Tensor, mask: Tensor, length: int) -> Tensor:
-    """Return `fixed_length_mean_weights` of the batch of all ranks."""
-    return fixed_length_mean_weights(count, mask, length=length, total=all_sum)
-
-
-WEIGHTS: dict[str, Weights] = {
-    "token": token_weights,
-    "sequence": episode_weights,
-    "fixed_length": fixed_length_weights,
-}
-
-
 class Choices(NamedTuple):
     """Settings of a config that determine the compiled graph.
 
     Attributes:
         has_reference: True if the loss penalises the KL to a reference policy.
         truncate_at_first_done: True to learn only from the first episode of each rollout.
+        advantages: `step_advantages`, or `variant_advantages`.
         scores_episodes: True if a group compares the returns of whole episodes.
-        baseline: function that subtracts the baseline of a group.
+        baseline: function that subtracts the baseline of a group, or None with `step_advantages`.
         ratio: functions of the probability ratio.
         weights: function that weights the steps, or None if all steps have the same weight.
         loss: `loss`, or `weighted_loss`.
@@ -204,17 +142,13 @@ class Choices(NamedTuple):
 
     has_reference: bool
     truncate_at_first_done: bool
+    advantages: Callable[[Run, TensorDict, TensorDict], tuple[Tensor, Tensor]]
     scores_episodes: bool
-    baseline: Baseline
+    baseline: Baseline | None
     ratio: Ratio
     weights: Weights | None
     loss: Callable[..., tuple[Tensor, Logs]]
     sgd: SGD
-
-
-def is_weighted(cfg: GRPOConfig) -> bool:
-    """Return True if a config needs `weighted_loss`."""
-    return (cfg.ratio, cfg.loss_mean, cfg.clip_coef_high, cfg.dual_clip) != ("action", "token", None, None)
 
 
 def check_groups(run: Run, cfg: GRPOConfig) -> None:
@@ -264,16 +198,9 @@ def collect_groups(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]
     return state, batch
 
 
-def filtered(run: Run, hyper: TensorDict, steps: TensorDict, mask: Tensor) -> Tensor:
-    """Mask the steps of groups whose mean score is not between `min_group_score` and `max_group_score`.
-
-    The score of an environment is the sum of the rewards of its unmasked steps, without discounts. A limit that is not
-    in `hyper` is infinite.
-    """
-    score = undiscounted_reward(steps)[:, :-1].masked_fill(~mask, 0.0).sum(-1)
-    low, high = hyper.get("min_group_score", -inf), hyper.get("max_group_score", inf)
-    kept = informative_groups(score, mask.any(-1), group_size=run.algorithm.group_size, low=low, high=high)
-    return mask & kept.unsqueeze(-1)
+def step_advantages(run: Run, hyper: TensorDict, steps: TensorDict) -> tuple[Tensor, Tensor]:
+    """Return the advantages and the mask of steps to learn from, each `[N, T]`, with the default settings."""
+    return grpo_advantages(steps, gamma=hyper["gamma"], group_size=run.algorithm.group_size, eps=hyper["eps"])
 
 
 def advantages(run: Run, state: TensorDict, batch: TensorDict) -> dict[str, Tensor]:
@@ -282,32 +209,14 @@ def advantages(run: Run, state: TensorDict, batch: TensorDict) -> dict[str, Tens
     If the loss weights its tokens, return also the `weight` of the tokens of each step. The log-probabilities then keep
     their token axes, `[N, T, ...]`, unless each action has one ratio.
     """
-    hyper, choices = cast(TensorDict, state["hyper"]), run.algorithm.choices
-    steps, group_size = cast(TensorDict, batch["steps"]), run.algorithm.group_size
-    score, mask = returns_to_go(steps, gamma=hyper["gamma"])
-    if choices.scores_episodes:
-        of_episodes = choices.baseline(score[:, 0], mask.any(-1), group_size, hyper)
-        advantage = of_episodes.unsqueeze(-1).masked_fill(~mask, 0.0)
-    else:
-        advantage = choices.baseline(score, mask, group_size, hyper)
-    if "min_group_score" in hyper or "max_group_score" in hyper:
-        mask = filtered(run, hyper, steps, mask)
+    choices, steps = run.algorithm.choices, cast(TensorDict, batch["steps"])
+    advantage, mask = choices.advantages(run, cast(TensorDict, state["hyper"]), steps)
     fields = {"advantage": advantage, "mask": mask}
     if choices.has_reference:
-        log_prob_of = reference_token_log_prob if choices.ratio.has_tokens else reference_log_prob
-        fields["ref_log_prob"] = log_prob_of(run, state, batch)
+        fields["ref_log_prob"] = reference_log_prob(run, state, batch, choices.ratio.evaluate)
     if choices.weights is not None:
-        taken = cast(TensorDict, steps[:, :-1])
-        counts = choices.ratio.token_mask(taken["sample_log_prob"], taken)
-        weight = choices.weights(counts.sum(-1).to(advantage.dtype), mask, counts[0].numel())
-        rows = counted_rows(mask.reshape(-1, run.static.row_steps))
-        fields["weight"] = weight * (all_sum(rows) / all_sum(mask.sum()).clamp(min=1)).to(weight.dtype)
+        fields["weight"] = choices.weights(run, steps, mask)
     return fields
-
-
-def counted_rows(mask: Tensor) -> Tensor:
-    """Return the number of rows `[M]` or `[M, T]` with an unmasked step."""
-    return mask.reshape(len(mask), -1).any(-1).sum()
 
 
 def loss(run: Run, params: TensorDict, minibatch: TensorDict, mask: Tensor, hyper: TensorDict) -> tuple[Tensor, Logs]:
@@ -330,45 +239,10 @@ def loss(run: Run, params: TensorDict, minibatch: TensorDict, mask: Tensor, hype
     )
 
 
-def weighted_loss(
-    run: Run, params: TensorDict, minibatch: TensorDict, mask: Tensor, hyper: TensorDict
-) -> tuple[Tensor, Logs]:
-    """Return the loss and the logs of a minibatch, for any ratio and any mean.
-
-        loss = sum(weight * (objective + kl_coef * kl_k3 - ent_coef * entropy)) / rows
-
-    `rows` is the number of rows with an unmasked step. A row is a step or, if a ratio needs it, a whole episode. Except
-    for policy_loss, the logs are means over the tokens of the minibatch.
-    """
-    ratio: Ratio = run.algorithm.choices.ratio
-    log_prob, entropy = run.policy.evaluate_tokens(params, minibatch)
-    token_mask = ratio.token_mask(log_prob, minibatch) & mask.unsqueeze(-1)
-    log_prob, entropy = ratio.per_token(log_prob, minibatch), ratio.per_token(entropy, minibatch)
-    old_log_prob = ratio.per_token(minibatch["sample_log_prob"], minibatch)
-    objective, logs = ratio.objective(log_prob, old_log_prob, minibatch["advantage"], token_mask, hyper)
-    rows = counted_rows(mask)
-    steps_per_row = mask.sum() / rows.clamp(min=1)
-
-    def mean(x: Tensor) -> Tensor:
-        return steps_per_row * weighted_step_mean(x, token_mask, mask, minibatch["weight"])
-
-    policy, bonus = mean(objective), mean(entropy)
-    penalty, kl_ref = torch.zeros_like(policy), torch.zeros_like(policy)
-    if "ref_log_prob" in minibatch:
-        # Fill masked entries before the exponential, because a masked NaN would make the gradient NaN.
-        both = (log_prob, ratio.per_token(minibatch["ref_log_prob"], minibatch))
-        distance = kl_k3(*(x.masked_fill(~token_mask, 0.0) for x in both))
-        penalty, kl_ref = mean(distance), masked_mean(distance, token_mask)
-    entropy_log = masked_mean(entropy, token_mask)
-    logs |= {"policy_loss": policy.detach(), "entropy": entropy_log.detach(), "kl_ref": kl_ref.detach()}
-    total = policy + hyper.get("kl_coef", 0.0) * penalty - hyper["ent_coef"] * bonus
-    return total, logs | {"count": rows.to(total.dtype)}
-
-
 def update(run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:
     """Learn from a batch in `n_epochs` passes. Refresh the reference policy every `ref_update_freq` iterations."""
     choices, batch = run.algorithm.choices, batch.exclude(("steps", "value"))
-    fields, gap = advantages(run, state, batch), logprob_gap(run, state, batch)
+    fields = advantages(run, state, batch)
     state, logs = minibatch_epochs(
         run,
         state,
@@ -386,7 +260,18 @@ def update(run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, 
             "kept_groups": fields["mask"].any(-1).reshape(-1, run.algorithm.group_size).any(-1).float().mean()
         }
     freq = hyper.get("ref_update_freq", None)
-    return state if freq is None else refreshed_reference(state, freq), logs | gap
+    return state if freq is None else refreshed_reference(state, freq), logs
+
+
+def is_weighted(cfg: GRPOConfig) -> bool:
+    """Return True if a config needs `weighted_loss`."""
+    return (cfg.ratio, cfg.loss_mean, cfg.clip_coef_high, cfg.dual_clip) != ("action", "token", None, None)
+
+
+def has_variant_advantages(cfg: GRPOConfig) -> bool:
+    """Return True if a config needs `variant_advantages`."""
+    limits = cfg.min_group_score, cfg.max_group_score
+    return (cfg.advantage, cfg.baseline, *limits) != ("return_to_go", "standardized", None, None)
 
 
 @register_algorithm("grpo")
@@ -396,8 +281,9 @@ def grpo(cfg: GRPOConfig) -> Algorithm:
         choices=Choices(
             has_reference=bool(cfg.kl_coef),
             truncate_at_first_done=cfg.truncate_at_first_done,
+            advantages=variant_advantages if has_variant_advantages(cfg) else step_advantages,
             scores_episodes=cfg.advantage == "episode",
-            baseline=BASELINES[cfg.baseline],
+            baseline=BASELINES[cfg.baseline] if has_variant_advantages(cfg) else None,
             ratio=RATIOS[cfg.ratio],
             weights=WEIGHTS[cfg.loss_mean] if is_weighted(cfg) else None,
             loss=weighted_loss if is_weighted(cfg) else loss,

@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
-from torch import Tensor
 
 from ecrl.algorithms.core import Run
 from ecrl.algorithms.rows import rows_of
@@ -30,8 +29,8 @@ def logprob_gap(run: Run, state: TensorDict, batch: TensorDict) -> Logs:
 
     Gradient: none.
     """
-    stored: Tensor = batch["steps", "sample_log_prob"]
-    if stored.ndim == batch["steps", "done"].ndim:
+    stored: Any = batch["steps"].get("sample_log_prob", None)  # pyright: ignore
+    if stored is None or stored.ndim == batch["steps", "done"].ndim:
         return {}
     rows = rows_of(run, batch, token_log_prob=stored[:, :-1])
     count = min(len(rows), max(1, _STEPS // run.static.row_steps))

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ecrl import rng
 from ecrl.algorithms.core import SKIPPED_STEPS, Run, Static
+from ecrl.algorithms.logprob_gap import logprob_gap
 from ecrl.algorithms.optimizer import (
     Group,
     Layout,
@@ -358,8 +359,9 @@ def minibatch_epochs(
         sgd: same as for `minibatch_sgd`, as are `whole`, `distance`, `limit` and the result.
         to_rows: `rows_of`, or `token_rows_of` if `sample_log_prob` must keep its token axes.
     """
-    rows = to_rows(run, batch, **fields)
-    return minibatch_sgd(run, state, rows, loss, sgd, whole=whole, distance=distance, limit=limit)
+    rows, gap = to_rows(run, batch, **fields), logprob_gap(run, state, batch)
+    state, logs = minibatch_sgd(run, state, rows, loss, sgd, whole=whole, distance=distance, limit=limit)
+    return state, logs | gap
 
 
 def minibatch_sgd(

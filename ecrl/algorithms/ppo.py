@@ -5,7 +5,7 @@ Source: Schulman et al. 2017, arXiv:1707.06347.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field, model_validator
@@ -24,7 +24,6 @@ from ecrl.algorithms.core import (
     standardize_over_ranks,
     with_scaled_rewards,
 )
-from ecrl.algorithms.logprob_gap import logprob_gap
 from ecrl.algorithms.minibatch_sgd import (
     SGD,
     check_batch_size,
@@ -34,21 +33,13 @@ from ecrl.algorithms.minibatch_sgd import (
 )
 from ecrl.algorithms.optimizer import Group, GroupSettings, groups_of, learning_state
 from ecrl.algorithms.optimizer_config import check_rate
+from ecrl.algorithms.ppo_tokens import token_loss, token_weights
 from ecrl.algorithms.ratios import RATIOS, ClippedConfig, Ratio
 from ecrl.algorithms.rows import check_log_prob
 from ecrl.algorithms.state_kinds import Kind
 from ecrl.config.model import Fraction, NonNegative, Positive
-from ecrl.distributed import all_sum
 from ecrl.errors import ConfigError
-from ecrl.kernels import (
-    clipped_value_loss,
-    compute_gae,
-    explained_variance,
-    ppo_loss,
-    ppo_loss_clipped_value,
-    value_loss,
-)
-from ecrl.kernels.step_weights import token_mean_weights, weighted_step_mean
+from ecrl.kernels import compute_gae, ppo_loss, ppo_loss_clipped_value
 from ecrl.registry import register_algorithm
 from ecrl.types import Logs
 
@@ -102,6 +93,7 @@ class Choices(NamedTuple):
         critic_fields: names of the minibatch fields that `ppo_loss` compares with the critic's value: the value target
             and, if the kernel clips, the value at collection.
         ratio: functions of the probability ratio.
+        weights: function that weights the tokens of each step, or None if the loss needs no weights.
         loss: `loss`, or `token_loss`.
         sgd: settings of the minibatches and the optimiser groups.
     """
@@ -110,6 +102,7 @@ class Choices(NamedTuple):
     ppo_loss: Callable[..., tuple[Tensor, Logs]]
     critic_fields: tuple[str, ...]
     ratio: Ratio
+    weights: Callable[[Run, TensorDict, Tensor], Tensor] | None
     loss: Callable[..., tuple[Tensor, Logs]]
     sgd: SGD
 
@@ -143,7 +136,7 @@ def check_critic(params: TensorDict, cfg: PPOConfig) -> None:
 def advantages(run: Run, hyper: TensorDict, steps: TensorDict) -> dict[str, Tensor]:
     """Return the advantages, the value targets and the mask of the steps to learn from, each `[N, T]`.
 
-    `token_loss` also needs the `weight` of the tokens of each step.
+    If the loss weights its tokens, return also the `weight` of the tokens of each step.
     """
     advantage, value_target = compute_gae(steps, hyper["gamma"], hyper["gae_lambda"])
     mask = steps["mask"][:, :-1] if "mask" in steps else torch.ones_like(steps["done"][:, :-1])
@@ -151,11 +144,9 @@ def advantages(run: Run, hyper: TensorDict, steps: TensorDict) -> dict[str, Tens
     if choices.normalize_advantage == "rollout":
         advantage = standardize_over_ranks(advantage, mask)
     fields = {"advantage": advantage, "value_target": value_target, "mask": mask}
-    if choices.loss is not token_loss:
-        return fields
-    taken = cast(TensorDict, steps[:, :-1])
-    count = choices.ratio.token_mask(taken["sample_log_prob"], taken).sum(-1).to(advantage.dtype)
-    return fields | {"weight": token_mean_weights(count, mask, total=all_sum)}
+    if choices.weights is not None:
+        fields["weight"] = choices.weights(run, steps, mask)
+    return fields
 
 
 def loss(run: Run, params: TensorDict, minibatch: TensorDict, mask: Tensor, hyper: TensorDict) -> tuple[Tensor, Logs]:
@@ -179,46 +170,12 @@ def loss(run: Run, params: TensorDict, minibatch: TensorDict, mask: Tensor, hype
     )
 
 
-def token_loss(
-    run: Run, params: TensorDict, minibatch: TensorDict, mask: Tensor, hyper: TensorDict
-) -> tuple[Tensor, Logs]:
-    """Return the loss and the logs of a minibatch, with a clipped ratio of each token.
-
-        loss = mean over tokens(objective - ent_coef * entropy) + vf_coef * mean over actions(value loss)
-
-    The advantage and the value are those of the whole action. The logs approx_kl and clip_frac are means over the
-    tokens of the minibatch.
-    """
-    choices = run.algorithm.choices
-    log_prob, entropy, value = run.policy.evaluate_and_value_tokens(params, minibatch)
-    token_mask = choices.ratio.token_mask(log_prob, minibatch) & mask.unsqueeze(-1)
-    tokens = log_prob, minibatch["sample_log_prob"], entropy
-    log_prob, old_log_prob, entropy = (choices.ratio.per_token(x, minibatch) for x in tokens)
-    objective, logs = choices.ratio.objective(log_prob, old_log_prob, minibatch["advantage"], token_mask, hyper)
-    mean = partial(weighted_step_mean, token_mask=token_mask, mask=mask, weight=minibatch["weight"])
-    policy, bonus = mean(objective), mean(entropy)
-    target = minibatch["value_target"]
-    if "value" in choices.critic_fields:
-        critic = clipped_value_loss(value, minibatch["value"], target, mask, clip_coef=hyper["clip_coef"])
-    else:
-        critic = value_loss(value, target, mask)
-    logs |= {
-        "policy_loss": policy.detach(),
-        "value_loss": critic.detach(),
-        "entropy": bonus.detach(),
-        "explained_variance": explained_variance(value, target, mask),
-        "count": mask.sum().to(policy.dtype),
-    }
-    return policy + hyper["vf_coef"] * critic - hyper["ent_coef"] * bonus, logs
-
-
 def update(run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:
     """Learn from a batch in `n_epochs` passes over its minibatches, with one gradient step per minibatch."""
     choices = run.algorithm.choices
     fields = advantages(run, state["hyper"], batch["steps"])
     whole = {"advantage": standardize_over_ranks} if choices.normalize_advantage == "minibatch" else {}
-    gap = logprob_gap(run, state, batch)
-    state, logs = minibatch_epochs(
+    return minibatch_epochs(
         run,
         state,
         batch,
@@ -230,7 +187,6 @@ def update(run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, 
         limit="target_kl",
         to_rows=choices.ratio.rows_of,
     )
-    return state, logs | gap
 
 
 def groups(cfg: PPOConfig) -> tuple[Group, ...]:
@@ -244,6 +200,7 @@ def ppo(cfg: PPOConfig) -> Algorithm:
     """Build the PPO algorithm. The policy needs a critic."""
     kernel = ppo_loss_clipped_value if cfg.clip_vloss else ppo_loss
     critic_fields = ("value", "value_target") if cfg.clip_vloss else ("value_target",)
+    is_default = (cfg.ratio, cfg.clip_coef_high, cfg.dual_clip) == ("action", None, None)
     rates = {"learning_rate": Kind.COUNTER, "critic_learning_rate": Kind.COUNTER}
     return Algorithm(
         choices=Choices(
@@ -251,7 +208,8 @@ def ppo(cfg: PPOConfig) -> Algorithm:
             ppo_loss=kernel,
             critic_fields=critic_fields,
             ratio=RATIOS[cfg.ratio],
-            loss=loss if (cfg.ratio, cfg.clip_coef_high, cfg.dual_clip) == ("action", None, None) else token_loss,
+            weights=None if is_default else token_weights,
+            loss=loss if is_default else token_loss,
             sgd=sgd_choices(cfg, groups(cfg)),
         ),
         init=partial(init, cfg),

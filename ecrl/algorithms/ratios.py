@@ -6,7 +6,7 @@ shape of `rows["done"]`. A step has one token if the ratio is that of a whole ac
 
 from collections.abc import Callable
 from math import inf
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, cast
 
 import torch
 from pydantic import Field, model_validator
@@ -19,7 +19,7 @@ from ecrl.algorithms.rows import rows_of, token_rows_of
 from ecrl.config.model import Positive
 from ecrl.errors import ConfigError
 from ecrl.kernels import clipped_surrogate_asymmetric, gspo_loss
-from ecrl.policies import counted_tokens, sum_tokens
+from ecrl.policies import Policy, counted_tokens, sum_tokens
 from ecrl.types import Logs
 
 
@@ -47,14 +47,15 @@ class Ratio(NamedTuple):
     """Functions of one kind of probability ratio.
 
     Attributes:
-        has_tokens: False for ratios of whole actions, whose tokens are summed.
+        evaluate: `Policy.evaluate_rows` for ratios of whole actions, whose tokens are summed, or else
+            `Policy.evaluate_tokens`.
         rows_of: same arguments and result as `ecrl.algorithms.rows.rows_of`, with the `sample_log_prob` of this kind.
         per_token: (x, rows) -> `[*B, K]`, from the log-probabilities or entropies of `Policy.evaluate_tokens`.
         token_mask: (x, rows) -> bool `[*B, K]`, True for the tokens that count.
         objective: the loss per token and the logs, with the arguments of `clipped_objective`.
     """
 
-    has_tokens: bool
+    evaluate: Callable[[Policy, TensorDict, TensorDict], tuple[Tensor, Tensor]]
     rows_of: Callable[..., TensorDict]
     per_token: Callable[[Tensor, TensorDict], Tensor]
     token_mask: Callable[[Tensor, TensorDict], Tensor]
@@ -114,7 +115,14 @@ def _tokens_count(x: Tensor, rows: TensorDict) -> Tensor:
 
 
 RATIOS = {
-    "action": Ratio(False, rows_of, _one_token, _one_counts, clipped_objective),
-    "token": Ratio(True, rows_with_token_axes, _tokens, _tokens_count, clipped_objective),
-    "sequence": Ratio(True, token_rows_of, _tokens, _tokens_count, episode_objective),
+    "action": Ratio(Policy.evaluate_rows, rows_of, _one_token, _one_counts, clipped_objective),
+    "token": Ratio(Policy.evaluate_tokens, rows_with_token_axes, _tokens, _tokens_count, clipped_objective),
+    "sequence": Ratio(Policy.evaluate_tokens, token_rows_of, _tokens, _tokens_count, episode_objective),
 }
+
+
+def token_counts(run: Run, steps: TensorDict) -> Tensor:
+    """Return 1 for each token of steps `[N, T + 1]` that counts and 0 for the others, float `[N, T, K]`."""
+    taken = cast(TensorDict, steps[:, :-1])
+    log_prob = cast(Tensor, taken["sample_log_prob"])
+    return run.algorithm.choices.ratio.token_mask(log_prob, taken).to(log_prob.dtype)

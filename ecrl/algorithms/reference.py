@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 from tensordict import TensorDict
@@ -11,41 +11,32 @@ from torch import Tensor
 from ecrl.algorithms.core import Run
 from ecrl.algorithms.rows import rows_of
 from ecrl.kernels.scan_loop import in_chunks
-from ecrl.policies import acting_params
+from ecrl.policies import Policy, acting_params
 from ecrl.pytree import replaced
 
+Evaluate = Callable[[Policy, TensorDict, TensorDict], tuple[Tensor, Tensor]]
 
-def _log_prob(run: Run, _: None, rows: TensorDict, params: TensorDict) -> tuple[None, Tensor]:
+
+def _log_prob(run: Run, evaluate: Evaluate, _: None, rows: TensorDict, params: TensorDict) -> tuple[None, Tensor]:
     with torch.no_grad():
-        return None, run.policy.evaluate_rows(params, rows)[0]
+        return None, evaluate(run.policy, params, rows)[0]
 
 
-def _token_log_prob(run: Run, _: None, rows: TensorDict, params: TensorDict) -> tuple[None, Tensor]:
-    with torch.no_grad():
-        return None, run.policy.evaluate_tokens(params, rows)[0]
-
-
-def reference_log_prob(run: Run, state: TensorDict, batch: TensorDict) -> Tensor:
+def reference_log_prob(
+    run: Run, state: TensorDict, batch: TensorDict, evaluate: Evaluate = Policy.evaluate_rows
+) -> Tensor:
     """Return the log-probabilities `[N, T]`, in nats, of a batch's actions under the state's `ref_params`.
 
-    A reference with memory starts each sequence from the memory of the policy that acted.
+    With `Policy.evaluate_tokens` as `evaluate`, the result has the token axes, `[N, T, ...]`, if the policy has any. A
+    reference with memory starts each sequence from the memory of the policy that acted.
 
     Gradient: none.
     """
-    return _over_rows(run, state, batch, _log_prob)
-
-
-def reference_token_log_prob(run: Run, state: TensorDict, batch: TensorDict) -> Tensor:
-    """Return the result of `reference_log_prob` with the token axes, `[N, T, ...]`, if the policy has any."""
-    return _over_rows(run, state, batch, _token_log_prob)
-
-
-def _over_rows(run: Run, state: TensorDict, batch: TensorDict, log_prob_of: Callable[..., Any]) -> Tensor:
     rows = rows_of(run, batch)
     chunks = in_chunks(rows.exclude("mask", "sample_log_prob"))
     frozen = state.select("frozen_params", strict=False)
     reference = acting_params(cast(TensorDict, state["ref_params"]), cast(TensorDict, frozen))
-    _, log_prob = run.scan(partial(log_prob_of, run), None, chunks, reference)
+    _, log_prob = run.scan(partial(_log_prob, run, evaluate), None, chunks, reference)
     tokens = log_prob.shape[1 + rows["done"].ndim :]
     return log_prob.flatten(0, 1)[: len(rows)].reshape(*batch["steps", "done"][:, :-1].shape, *tokens)
 

@@ -1,8 +1,7 @@
 """An algorithm reads top to bottom: its iteration uses few names from other files of ecrl.
 
-The names are counted in the functions of one iteration with the default settings. The Config, `init`, checks, the
-registration and the functions of other settings do not count. What the registration binds for a run does: the function
-that collects, and a loss among the choices.
+The names are counted in the functions of one iteration. The Config, `init`, checks and the registration do not count.
+What the registration binds for a run does: the function that collects, and a loss among the choices.
 """
 
 import ast
@@ -16,11 +15,6 @@ from ecrl.algorithms import make_algorithm
 from ecrl.algorithms.core import OnPolicy
 
 NOT_IN_AN_ITERATION = ("init", "check_", "groups")
-OTHER_SETTINGS = {
-    *("token_loss", "weighted_loss", "filtered", "counted_rows"),
-    *("centered", "left_one_out", "token_weights", "episode_weights", "fixed_length_weights"),
-}
-"""Functions that only other settings than the defaults call."""
 
 
 def imported(tree: ast.Module) -> set[str]:
@@ -32,8 +26,7 @@ def imported(tree: ast.Module) -> set[str]:
 def of_an_iteration(tree: ast.Module) -> list[ast.FunctionDef]:
     """Return the functions of one iteration: all but `init`, checks and those that are registered."""
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and not node.decorator_list]
-    used = [node for node in functions if node.name not in OTHER_SETTINGS]
-    return [node for node in used if not node.name.startswith(NOT_IN_AN_ITERATION)]
+    return [node for node in functions if not node.name.startswith(NOT_IN_AN_ITERATION)]
 
 
 def looked_up(name: str, **cfg: Any) -> set[str]:
@@ -50,15 +43,12 @@ def looked_up(name: str, **cfg: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("cfg", [{}, {"clip_vloss": True, "normalize_advantage": "minibatch"}])
-def test_an_iteration_of_ppo_uses_eight_names(cfg):
+def test_an_iteration_of_ppo_uses_five_names(cfg):
     loss = "ppo_loss_clipped_value" if cfg else "ppo_loss"
-    of_tokens = {"all_sum", "token_mean_weights", "logprob_gap"}
-    names = {"collect", "compute_gae", "standardize_over_ranks", loss, "minibatch_epochs"}
-    assert looked_up("ppo", **cfg) == names | of_tokens
+    assert looked_up("ppo", **cfg) == {"collect", "compute_gae", "standardize_over_ranks", loss, "minibatch_epochs"}
 
 
-def test_an_iteration_of_grpo_uses_eleven_names():
-    collecting = {"collect", "first_episode_mask", "returns_to_go", "group_advantages"}
-    learning = {"grpo_loss", "minibatch_epochs", "reference_log_prob", "refreshed_reference"}
-    of_tokens = {"all_sum", "reference_token_log_prob", "logprob_gap"}
-    assert looked_up("grpo") == collecting | learning | of_tokens
+def test_an_iteration_of_grpo_uses_seven_names():
+    collecting = {"collect", "first_episode_mask"}
+    learning = {"grpo_advantages", "grpo_loss", "minibatch_epochs", "reference_log_prob", "refreshed_reference"}
+    assert looked_up("grpo") == collecting | learning
