@@ -43,9 +43,13 @@ def balancing_path(seed: int = 0) -> Path:
     return folder() / f"cartpole_{seed}.safetensors"
 
 
-@cache
 def balancing(seed: int = 0) -> Summary:
-    """A data set of eight episodes of 40 steps of the expert of CartPole."""
+    """A data set of eight episodes of 40 steps of the expert of CartPole, recorded once per process."""
+    return _recorded(seed)
+
+
+@cache  # with one positional argument, because `f()`, `f(0)` and `f(seed=0)` would be three entries
+def _recorded(seed: int) -> Summary:
     cfg = recording(**{"env.cfg.max_episode_steps": 40})
     return record_demonstrations(cfg, balancing_path(seed), 8, expert={"noise": 0.1}, seed=seed)
 
