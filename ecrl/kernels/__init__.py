@@ -37,6 +37,7 @@ from ecrl.kernels.exploration import (
     noisy_linear,
     ou_noise,
 )
+from ecrl.kernels.flow_sde import FlowStep, flow_entropy, flow_log_prob, flow_ode_step, flow_sde_step
 from ecrl.kernels.groups import (
     first_episode_mask,
     group_advantages,
@@ -178,6 +179,7 @@ from ecrl.types import transitions
 
 __all__ = [
     "GAE",
+    "FlowStep",
     "HeldNoise",
     "Replay",
     "Squashed",
@@ -220,6 +222,10 @@ __all__ = [
     "exponential_schedule",
     "first_episode_mask",
     "fixed_length_mean",
+    "flow_entropy",
+    "flow_log_prob",
+    "flow_ode_step",
+    "flow_sde_step",
     "gae",
     "gaussian_action",
     "global_norm",

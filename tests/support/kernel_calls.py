@@ -200,6 +200,12 @@ def normal_pair(seed: int) -> tuple[Tensor, ...]:
     return floats(seed, N, A), floats(seed + 1, A), floats(seed + 2, N, A), floats(seed + 3, A)
 
 
+def flow_times(seed: int) -> tuple[Tensor, Tensor]:
+    """Times with both ends of the interval, and lengths of steps."""
+    t = torch.tensor([1.0, 0.75, 0.5, 0.25]).reshape(N, 1, 1)
+    return t, 0.25 * scalar(seed)
+
+
 NVEC = {"nvec": (2, 4)}
 # name -> seed -> (tensor arguments, keyword arguments): 0-d tensors for every hyperparameter that may change in mid-run
 CALLS: dict[str, Any] = {
@@ -300,6 +306,10 @@ CALLS: dict[str, Any] = {
     "tanh_normal_log_prob": lambda s: (normal_pair(s)[:3], {}),
     "tanh_normal_entropy": lambda s: (normal_pair(s)[:2], {}),
     "tanh_normal_kl": lambda s: (normal_pair(s), {}),
+    "flow_ode_step": lambda s: ((floats(s, N, T, A), floats(s + 1, N, T, A), scalar(s)), {}),
+    "flow_sde_step": lambda s: ((floats(s, N, T, A), floats(s + 1, N, T, A), *flow_times(s)), hyper(s, "noise_level")),
+    "flow_log_prob": lambda s: ((floats(s, N, A), floats(s + 1, A).exp(), floats(s + 2, N, A)), {}),
+    "flow_entropy": lambda s: ((floats(s, N, A).exp(),), {}),
     "moments_merge": lambda s: ((moments(s), moments(s + 1)), {}),
     "moments_update": lambda s: ((moments(s), floats(s, N, A), bools(s, N)), {}),
     "moments_variance": lambda s: ((moments(s),), {}),
