@@ -120,13 +120,14 @@ def flow_log_prob(mean: Tensor, std: Tensor, next_sample: Tensor) -> Tensor:
 
 
 def flow_entropy(std: Tensor) -> Tensor:
-    """Return the differential entropy of each element of the next sample, in nats. The shape is the shape of `std`.
+    """Return the differential entropy of each element of the next sample, in nats.
 
         log(std) + log(2 pi e) / 2
 
     Args:
-        std: float, standard deviation, above 0.
+        std: `[*B, ...]` float, standard deviation, above 0.
 
+    Returns: the shape of `std`.
     Gradient: flows through `std`.
 
     >>> flow_entropy(torch.tensor([1.0]))
