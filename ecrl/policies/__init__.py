@@ -18,10 +18,13 @@ from ecrl.policies.core import (
 )
 from ecrl.policies.frame_stack import stacked_space, with_frame_stack
 from ecrl.policies.fused import EncoderConfig, FusedConfig
+from ecrl.policies.low_rank import AdaptersConfig
 from ecrl.policies.mlp import MLPConfig, build_mlp
 from ecrl.policies.module import module_policy
 from ecrl.policies.networks import NetworkConfig, make_network
 from ecrl.policies.observation_norm import normalized
+from ecrl.policies.pi0 import Pi0Config, save_pi0
+from ecrl.policies.pi0_checkpoint import encode_instructions
 from ecrl.policies.q_network import QNetworkConfig, q_network
 from ecrl.policies.recurrent import RecurrentConfig, recurrent
 from ecrl.policies.twin_critic import (
@@ -39,6 +42,7 @@ from ecrl.spaces import Space
 __all__ = [
     "ActorCriticConfig",
     "ActorOnlyConfig",
+    "AdaptersConfig",
     "BuiltinVLAConfig",
     "CNNConfig",
     "EncoderConfig",
@@ -47,6 +51,7 @@ __all__ = [
     "KeypointsConfig",
     "MLPConfig",
     "NetworkConfig",
+    "Pi0Config",
     "Policy",
     "QNetworkConfig",
     "RecurrentConfig",
@@ -60,6 +65,7 @@ __all__ = [
     "categorical_actor_critic",
     "counted_tokens",
     "deterministic_actor_critic",
+    "encode_instructions",
     "fixed_params",
     "flatten",
     "make_network",
@@ -69,6 +75,7 @@ __all__ = [
     "policy_params",
     "q_network",
     "recurrent",
+    "save_pi0",
     "squashed_actor_critic",
     "stacked_space",
     "sum_tokens",

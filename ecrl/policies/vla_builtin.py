@@ -32,7 +32,7 @@ from ecrl.memory import check_room
 from ecrl.policies.action_bins import ActionBins
 from ecrl.policies.convolutions import ImageKeypoints, KeypointsConfig, Sizes
 from ecrl.policies.core import Policy, flatten, one_batch, sum_tokens
-from ecrl.policies.images import describe, has_images, is_image_part, layer_name
+from ecrl.policies.images import describe, layer_name
 from ecrl.policies.mlp import Width
 from ecrl.policies.networks import NetworkConfig, Pure, make_network, pure, seeded
 from ecrl.policies.transformer import (
@@ -48,8 +48,9 @@ from ecrl.policies.transformer import (
     read_prefix,
 )
 from ecrl.policies.vla_config import VLAConfig
-from ecrl.registry import did_you_mean, register_vla_backend
-from ecrl.spaces import Box, Dict, MultiDiscrete, Space, box, dict_space, flat_dim, without_mask
+from ecrl.policies.vla_inputs import VLAInputs, vla_inputs
+from ecrl.registry import register_vla_backend
+from ecrl.spaces import Box, Space, box, flat_dim
 
 _CONDITION = 32
 """Numbers per word that scale and shift the features of the convolutions."""
@@ -99,61 +100,6 @@ class BuiltinVLAConfig(VLAConfig):
         return self
 
 
-class _Inputs(NamedTuple):
-    """The parts of an observation.
-
-    Attributes:
-        space: space of the observations, without action masks.
-        images: names and spaces of the images.
-        words: name of the instruction, and the number of values of each of its words; None without an instruction.
-        others: the other observations.
-    """
-
-    space: Space
-    images: dict[str, Box]
-    words: tuple[str, tuple[int, ...]] | None
-    others: Space
-
-    def part(self, obs: Any, name: str) -> Tensor:
-        """Return an observation by name. An observation that is not a Dict has the name "obs"."""
-        return obs[name] if isinstance(self.space, Dict) else obs
-
-
-def _inputs(observation_space: Space, instruction: str | None) -> _Inputs:
-    """Sort the parts of an observation.
-
-    Raises: ConfigError if there is nothing to see, or if the instruction is missing or has no ids of words.
-    """
-    space = without_mask(observation_space)
-    parts: dict[str, Space] = dict(space.items) if isinstance(space, Dict) else {"obs": space}
-    if instruction is not None:
-        key = "policy.vla.instruction"
-        if not isinstance(space, Dict) or instruction not in parts:
-            known = did_you_mean(instruction, parts) if isinstance(space, Dict) else "they are not a Dict"
-            raise ConfigError(f"{key}: the observations have no {instruction!r}; {known}")
-        if not isinstance(parts[instruction], MultiDiscrete):
-            found = describe(parts[instruction])
-            raise ConfigError(f"{key}: expected {instruction!r} as MultiDiscrete, the ids of words, got {found}")
-    for name, part in parts.items():
-        if isinstance(part, Dict) and has_images(part):
-            raise ConfigError(
-                f"policy vla: the image inside {name!r} is not at the top level of the Dict; move it there"
-            )
-    found = parts.get(name := instruction or "instruction")
-    if isinstance(space, Dict) and isinstance(found, Box) and not found.dtype.is_floating_point:
-        raise ConfigError(
-            f"policy vla: expected {name!r} as MultiDiscrete, the ids of words, got {describe(found)}; rename it if it "
-            "is no text"
-        )
-    words = (name, found.nvec) if isinstance(space, Dict) and isinstance(found, MultiDiscrete) else None
-    images = {name: cast(Box, part) for name, part in parts.items() if is_image_part(part)}
-    left = {name: part for name, part in parts.items() if name not in images and (words is None or name != words[0])}
-    others = dict_space(left) if isinstance(space, Dict) else space if left else Dict(())
-    if not images and flat_dim(others) == 0:
-        raise ConfigError("policy vla: the observations have neither an image nor a vector; add one of them")
-    return _Inputs(space, images, words, others)
-
-
 class _ImageTokens(nn.Module):
     """Tokens of one image `[B, tokens, width]`, for conditions `[B, condition]`."""
 
@@ -186,7 +132,7 @@ class _Network(NamedTuple):
     """
 
     cfg: BuiltinVLAConfig
-    inputs: _Inputs
+    inputs: VLAInputs
     images: dict[str, Pure]
     critic: Pure | None
     bins: ActionBins
@@ -364,7 +310,7 @@ def _bins(cfg: BuiltinVLAConfig, space: Box) -> ActionBins:
 
 
 def _network(cfg: BuiltinVLAConfig, observation_space: Space, action_space: Box, bf16: bool) -> _Network:
-    bins, inputs = _bins(cfg, action_space), _inputs(observation_space, cfg.instruction)
+    bins, inputs = _bins(cfg, action_space), vla_inputs(observation_space, cfg.instruction)
     if bf16 and not inputs.images:
         raise ConfigError("policy.bf16: only convolutions run in bfloat16, but there is no image; leave it out")
     weights = 12 * cfg.layers * cfg.width**2

@@ -1,0 +1,553 @@
+"""The backend `pi0` of the policy `vla`: a pretrained flow model of the package transformers.
+
+The model reads images, an instruction and a state, and turns noise into a chunk of actions in several denoising steps:
+
+    x[1] ~ N(0, 1),    x[t - delta] = step(x[t], velocity(x[t], t, observation)),    action = x[0]
+
+A policy gradient needs the log-probability of what was drawn. There are two ways to draw:
+
+- Flow-SDE: one random step of each action gets noise of a fixed size, and all other steps get none
+  (`ecrl.kernels.flow_sde_step`). `sample_log_prob` is the log-density of the noisy step.
+- Flow-Noise: each step gets noise, whose standard deviation a network computes. `sample_log_prob` is the mean of the
+  log-densities of the steps.
+
+Only the numbers that the environment takes get noise: the first k steps and the first A numbers of a step. The other
+numbers follow from them, so the log-density of the numbers with noise is the log-density of the whole step. Without
+noise, an action is the result of denoising steps without noise, from the same start each time.
+
+Sources: Black et al. 2024 (pi0), arXiv:2410.24164. Chen et al. 2025 (pi_RL, Flow-SDE and Flow-Noise), arXiv:2510.25889.
+"""
+
+from dataclasses import replace
+from math import log
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, NamedTuple, Protocol, Self, cast
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, model_validator
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from ecrl import kernels as k
+from ecrl import rng
+from ecrl.config import Config, PolicyConfig
+from ecrl.config.model import Positive
+from ecrl.errors import ConfigError, extra
+from ecrl.kernels import loop
+from ecrl.policies.core import Policy, flatten, one_batch, policy_params
+from ecrl.policies.images import channel_shape, to_channels
+from ecrl.policies.low_rank import AdaptersConfig, Names, add_adapters, check_names, is_adapter, is_in, merged
+from ecrl.policies.networks import NetworkConfig, Pure, make_network, pure, seeded
+from ecrl.policies.pi0_checkpoint import Statistics, check_folder, read_model, read_statistics, write_model
+from ecrl.policies.vla_config import VLAConfig
+from ecrl.policies.vla_inputs import VLAInputs, vla_inputs
+from ecrl.registry import register_vla_backend
+from ecrl.spaces import Box, Space, box, flat_dim
+
+_PREFIX = "pi0."
+_READ_OF_LAST = ("input_layernorm", "k_proj", "v_proj")
+"""Parts of the last layer of the language model that the actions depend on: they read its keys and values only."""
+Cache = list[tuple[Tensor, Tensor]]
+"""Keys and values of each layer, from the images and the instruction."""
+
+
+class Pi0Config(VLAConfig):
+    """Settings of the backend `pi0`. The sizes of the network are those of the checkpoint at `model_path`."""
+
+    inert: ClassVar = {"gaussian_sigma": "the noise of a denoising step is set by policy.vla.noise_level"}
+
+    denoising_steps: Annotated[int, Field(ge=1, le=1000)] | None = Field(
+        None, description="denoising steps of an action; the number of the checkpoint if absent"
+    )
+    noise_level: Positive = Field(0.5, description="factor of the noise of a denoising step (Flow-SDE)")
+    noise_head: NetworkConfig | None = Field(
+        None, description="network of the standard deviations of the noise (Flow-Noise); Flow-SDE without it"
+    )
+    noise_range: tuple[Positive, Positive] = Field(
+        (0.08, 0.16), strict=False, description="lowest and highest standard deviation that noise_head returns"
+    )
+    trained: Names | None = Field(
+        None,
+        description='parts of the model that are trained, such as "dit"; if absent, all parts, or with adapters only '
+        "the adapters",
+    )
+    adapters: AdaptersConfig | None = Field(
+        None, description="low-rank adapters of linear layers, whose own weights are not trained; none if absent"
+    )
+    critic: NetworkConfig | None = Field(
+        None, description="value network on the features of the images and the instruction; without it, no critic"
+    )
+    instruction: str | None = Field(
+        None, description='name of the observation with the ids of tokens; "instruction" if absent and if there is one'
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        low, high = self.noise_range
+        if low >= high:
+            raise ValueError(f"noise_range begins with {low}, which is not below {high}; swap them")
+        if self.noise_head is not None and "noise_level" in self.model_fields_set:
+            raise ValueError("noise_level is for Flow-SDE, but noise_head chooses Flow-Noise; leave one of them out")
+        if self.noise_head is None and "noise_range" in self.model_fields_set:
+            raise ValueError("noise_range limits the output of noise_head, which is absent; leave it out")
+        return self
+
+
+class _Model(nn.Module):
+    """The two parts of a pi0 model that a policy calls: what it reads once, and one denoising step."""
+
+    def __init__(self, pi0: Any):
+        super().__init__()
+        self.pi0 = pi0
+
+    def read(self, pixels: Tensor, ids: Tensor) -> tuple[Cache, Tensor, Tensor]:
+        """Return the cache, a mask `[n, P]` and the mean features `[n, H]` of images and instructions.
+
+        `pixels` are `[n, cameras, 3, size, size]` from -1 to 1, and `ids` are `[n, L]`, with zeros at the end.
+        """
+        config = self.pi0.config.vlm_config
+        tokens = pixels.shape[1] * (config.vision_config.image_size // config.vision_config.patch_size) ** 2
+        images = ids.new_full((len(ids), tokens), config.image_token_id)
+        ids = torch.cat((images, ids), 1)
+        mask = (ids != 0).long()
+        cameras = torch.ones(pixels.shape[:2], dtype=torch.bool, device=pixels.device)
+        embedded = self.pi0.model.embed_prefix(ids, pixels, cameras)
+        out = self.pi0.model.vlm(
+            inputs_embeds=embedded,
+            attention_mask=mask,
+            position_ids=mask.cumsum(-1) - 1,
+            token_type_ids=torch.zeros_like(embedded)[:, :, 0],
+            use_cache=True,
+        )
+        cache = [(keys, values) for keys, values, *_ in out.past_key_values]
+        weight = mask.unsqueeze(-1).to(embedded.dtype)
+        return cache, mask, (out.last_hidden_state * weight).sum(1) / weight.sum(1)
+
+    def velocity(self, cache: Cache, mask: Tensor, state: Tensor, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the velocity and the features of noisy actions `[n, C, M]` at times `[n]`."""
+        from transformers import DynamicCache
+
+        embedded = self.pi0.embed_action_time(state, x, t)
+        out = self.pi0.model(action_embeds=embedded, attention_mask=mask, past_key_values=DynamicCache(cache))
+        features = out.last_hidden_state[:, -x.shape[1] :]
+        return self.pi0.action_out_proj(features), features
+
+
+class _Read(NamedTuple):
+    """What a model has read: the cache and the mask of `_Model.read`, and the padded state `[n, S]`."""
+
+    cache: Cache
+    mask: Tensor
+    state: Tensor
+
+    def repeated(self, count: int) -> "_Read":
+        """Return `count` copies of each row, one after the other."""
+        copies = [x.repeat_interleave(count, 0) for x in (self.mask, self.state)]
+        return _Read([tuple(x.repeat_interleave(count, 0) for x in pair) for pair in self.cache], *copies)  # pyright: ignore
+
+
+class _Flow(NamedTuple):
+    """Sizes of the flow, and the model as pure functions.
+
+    Attributes:
+        net: the model `_Model`.
+        steps: number of denoising steps.
+        chunk: steps C of the model's chunks.
+        width: numbers M of a step of the model.
+        taken: steps k and numbers A of a step that the environment takes.
+    """
+
+    net: Pure
+    steps: int
+    chunk: int
+    width: int
+    taken: tuple[int, int]
+
+    def times(self, like: Tensor) -> Tensor:
+        """Return the times `[steps]` at which the steps begin, from 1 downwards."""
+        return torch.tensor([1.0 - i / self.steps for i in range(self.steps)], dtype=like.dtype, device=like.device)
+
+    def deltas(self, like: Tensor) -> Tensor:
+        """Return the lengths `[steps]` of the steps."""
+        return torch.full((self.steps,), 1.0 / self.steps, dtype=like.dtype, device=like.device)
+
+    def velocity(self, weights: TensorDict, read: _Read, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the velocity and the features at samples `[n, C, M]` and times `[n]`."""
+        return self.net.call(weights, "velocity", read.cache, read.mask, read.state, x, t)
+
+    def corner(self, x: Tensor) -> Tensor:
+        """Return the numbers `[..., k, A]` of samples `[..., C, M]` that the environment takes."""
+        rows, columns = self.taken
+        return x[..., :rows, :columns]
+
+    def with_corner(self, x: Tensor, corner: Tensor) -> Tensor:
+        """Replace the numbers that the environment takes."""
+        rows, columns = self.taken
+        top = torch.cat((corner, x[..., :rows, columns:]), -1)
+        return torch.cat((top, x[..., rows:, :]), -2)
+
+
+class _Noise(Protocol):
+    """A way to draw: Flow-SDE or Flow-Noise."""
+
+    def draw(self, keys: Tensor) -> TensorDict: ...
+
+    def sample(self, params: TensorDict, weights: TensorDict, read: _Read, noise: TensorDict | None) -> Any: ...
+
+    def evaluate(self, params: TensorDict, weights: TensorDict, read: _Read, steps: Any) -> tuple[Tensor, Tensor]: ...
+
+    def fields(self) -> tuple[str, ...]: ...
+
+
+def _start(flow: _Flow, read: _Read, noise: TensorDict | None) -> Tensor:
+    """Return the samples at time 1. Without noise, they are the same standard normal numbers for each observation."""
+    if noise is not None:
+        return cast(Tensor, noise["start"])
+    fixed = rng.normal(rng.key(0, read.state.device), (flow.chunk, flow.width))
+    return fixed.to(read.state.dtype).expand(len(read.state), -1, -1).clone()
+
+
+class _FlowSDE(NamedTuple):
+    """One random step of each action has noise of a fixed size.
+
+    Fields of the rollout: `flow_step` `[*B]` is the index of the noisy step, `flow_sample` `[*B, C, M]` is the sample
+    before this step, and `flow_next` `[*B, k, A]` are the numbers with noise after this step.
+    """
+
+    flow: _Flow
+    noise_level: float
+
+    def draw(self, keys: Tensor) -> TensorDict:
+        flow, (start, noise, step) = self.flow, rng.split(keys, 3)
+        fields = {
+            "start": rng.normal(start, (flow.chunk, flow.width)),
+            "noise": rng.normal(noise, flow.taken),
+            "step": rng.randint(step, low=0, high=flow.steps),
+        }
+        return TensorDict(cast(Any, fields), keys.shape)
+
+    def sample(self, params: TensorDict, weights: TensorDict, read: _Read, noise: TensorDict | None) -> Any:
+        """Return the corner of the final samples, their log-probabilities and the fields of the rollout."""
+        flow, x = self.flow, _start(self.flow, read, noise)
+        step = torch.zeros(len(x), dtype=torch.int64, device=x.device) if noise is None else cast(Tensor, noise["step"])
+        drawn = None if noise is None else noise["noise"]
+        corner = flow.corner(x).contiguous()
+        carry = {"x": x, "flow_sample": x, "flow_next": corner, "log_prob": torch.zeros_like(corner)}
+        xs = {"t": flow.times(x), "delta": flow.deltas(x), "index": torch.arange(flow.steps, device=x.device)}
+
+        def body(carry: dict, xs: dict, weights: TensorDict, read: tuple, step: Tensor, drawn: Tensor | None) -> Any:
+            x, delta, is_noisy = carry["x"], xs["delta"], (step == xs["index"])[:, None, None]
+            velocity, _ = flow.velocity(weights, _Read(*read), x, xs["t"].expand(len(x)))
+            plain, corner = k.flow_ode_step(x, velocity, delta), flow.corner
+            noisy = k.flow_sde_step(corner(x), corner(velocity), xs["t"], delta, noise_level=self.noise_level)
+            after = corner(plain) if drawn is None else noisy.mean + noisy.std * drawn
+            log_prob = k.flow_log_prob(noisy.mean, noisy.std, after)
+            kept = {
+                "flow_sample": torch.where(is_noisy, x, carry["flow_sample"]),
+                "flow_next": torch.where(is_noisy, after, carry["flow_next"]),
+                "log_prob": torch.where(is_noisy, log_prob, carry["log_prob"]),
+            }
+            return {"x": flow.with_corner(plain, torch.where(is_noisy, after, corner(plain))), **kept}, None
+
+        carry = loop(body, carry, xs, weights, tuple(read), step, drawn)[0]
+        fields = {"flow_step": step, "flow_sample": carry["flow_sample"], "flow_next": carry["flow_next"]}
+        return flow.corner(carry["x"]), carry["log_prob"], fields
+
+    def evaluate(self, params: TensorDict, weights: TensorDict, read: _Read, steps: Any) -> tuple[Tensor, Tensor]:
+        """Return the log-probability and the entropy of each number with noise, `[n, k, A]`."""
+        flow, x = self.flow, steps["flow_sample"]
+        t, delta = flow.times(x)[steps["flow_step"]], flow.deltas(x)[0]
+        velocity, _ = flow.velocity(weights, read, x, t)
+        corners, t = (flow.corner(x), flow.corner(velocity)), t[:, None, None]
+        noisy = k.flow_sde_step(*corners, t, delta, noise_level=self.noise_level)
+        log_prob = k.flow_log_prob(noisy.mean, noisy.std, steps["flow_next"])
+        return log_prob, k.flow_entropy(noisy.std).expand_as(log_prob)
+
+    def fields(self) -> tuple[str, ...]:
+        return "flow_step", "flow_sample", "flow_next"
+
+
+class _FlowNoise(NamedTuple):
+    """Each step has noise, whose standard deviation a network computes from the features of the step.
+
+    The field `flow_chain` `[*B, steps + 1, C, M]` of the rollout has the samples before each step and after the last.
+    """
+
+    flow: _Flow
+    head: Pure
+    range: tuple[float, float]
+
+    def draw(self, keys: Tensor) -> TensorDict:
+        flow, (start, noise) = self.flow, rng.split(keys, 2)
+        fields = {
+            "start": rng.normal(start, (flow.chunk, flow.width)),
+            "noise": rng.normal(noise, (flow.steps, *flow.taken)),
+        }
+        return TensorDict(cast(Any, fields), keys.shape)
+
+    def std(self, head: TensorDict, features: Tensor) -> Tensor:
+        """Return the standard deviations `[n, k, A]`, between both ends of `range` on a logarithmic scale."""
+        low, high = map(log, self.range)
+        share = 0.5 * (1.0 + self.head.forward(head, features[:, : self.flow.taken[0]]).tanh())
+        return (low + (high - low) * share).exp()
+
+    def sample(self, params: TensorDict, weights: TensorDict, read: _Read, noise: TensorDict | None) -> Any:
+        """Return the corner of the final samples, their log-probabilities and the fields of the rollout."""
+        flow, x = self.flow, _start(self.flow, read, noise)
+        xs = {"t": flow.times(x), "delta": flow.deltas(x)}
+        if noise is not None:
+            xs["noise"] = cast(Tensor, noise["noise"]).movedim(1, 0)
+
+        def body(x: Tensor, xs: dict, weights: TensorDict, read: tuple, head: TensorDict) -> Any:
+            velocity, features = flow.velocity(weights, _Read(*read), x, xs["t"].expand(len(x)))
+            plain, std = k.flow_ode_step(x, velocity, xs["delta"]), self.std(head, features)
+            mean = flow.corner(plain)
+            after = mean + std * xs["noise"] if "noise" in xs else mean
+            return flow.with_corner(plain, after), (x, k.flow_log_prob(mean, std, after))
+
+        last, (chain, log_prob) = loop(body, x, xs, weights, tuple(read), params["noise_head"])
+        chain = torch.cat((chain.movedim(0, 1), last.unsqueeze(1)), 1)
+        return flow.corner(last), log_prob.mean(0), {"flow_chain": chain}
+
+    def evaluate(self, params: TensorDict, weights: TensorDict, read: _Read, steps: Any) -> tuple[Tensor, Tensor]:
+        """Return the means over the steps of log-probabilities and entropies, `[n, k, A]`. All steps are one batch."""
+        flow, chain = self.flow, steps["flow_chain"]
+        before, after = chain[:, :-1].flatten(0, 1), flow.corner(chain[:, 1:]).flatten(0, 1)
+        t, delta = flow.times(before).repeat(len(chain)), flow.deltas(before)[0]
+        velocity, features = flow.velocity(weights, read.repeated(flow.steps), before, t)
+        std = self.std(cast(TensorDict, params["noise_head"]), features)
+        mean = flow.corner(k.flow_ode_step(before, velocity, delta))
+        both = k.flow_log_prob(mean, std, after), k.flow_entropy(std)
+        log_prob, entropy = (x.unflatten(0, (-1, flow.steps)).mean(1) for x in both)
+        return log_prob, entropy
+
+    def fields(self) -> tuple[str, ...]:
+        return ("flow_chain",)
+
+
+class _Reader(NamedTuple):
+    """Converts observations to the inputs of the model.
+
+    Attributes:
+        inputs: the parts of an observation.
+        state: numbers of a state of the model.
+        statistics: statistics of the checkpoint.
+    """
+
+    inputs: VLAInputs
+    state: int
+    statistics: Statistics
+
+    def pixels(self, obs: Any) -> Tensor:
+        """Return all images as `[n, cameras, 3, size, size]` from -1 to 1."""
+        images = [to_channels(self.inputs.part(obs, name), space) for name, space in self.inputs.images.items()]
+        return 2.0 * torch.stack(images, 1) - 1.0
+
+    def ids(self, obs: Any, like: Tensor) -> Tensor:
+        """Return the ids of the instruction, `[n, L]`. Without an instruction, L is 0."""
+        if self.inputs.words is None:
+            return torch.zeros(len(like), 0, dtype=torch.int64, device=like.device)
+        return self.inputs.part(obs, self.inputs.words[0])
+
+    def states(self, obs: Any, like: Tensor) -> Tensor:
+        """Return the other observations, standardised and filled up with zeros, `[n, S]`."""
+        if flat_dim(self.inputs.others) == 0:
+            return like.new_zeros(len(like), self.state)
+        x = flatten(obs, self.inputs.others)
+        if self.statistics.state is not None:
+            mean, std = (torch.tensor(part, dtype=x.dtype, device=x.device) for part in self.statistics.state)
+            x = (x - mean) / (std + 1e-8)
+        return F.pad(x, (0, self.state - x.shape[-1]))
+
+    def actions(self, x: Tensor) -> Tensor:
+        """Convert numbers of the model `[..., A]` to actions."""
+        if self.statistics.actions is None:
+            return x
+        mean, std = (torch.tensor(part, dtype=x.dtype, device=x.device) for part in self.statistics.actions)
+        return x * (std + 1e-8) + mean
+
+
+def _reader(config: Any, cfg: Pi0Config, folder: Path, observation_space: Space, action_space: Box) -> _Reader:
+    """Check that the observations and the actions fit the checkpoint, and return the reader."""
+    inputs = vla_inputs(observation_space, cfg.instruction)
+    if not inputs.images:
+        raise ConfigError("policy vla: backend pi0 needs an image, but the observations have none; add a camera")
+    size = config.vlm_config.vision_config.image_size
+    for name, space in inputs.images.items():
+        if channel_shape(space) != (3, size, size):
+            problem = f"image {name!r} is {list(space.shape)}, but the checkpoint reads [{size}, {size}, 3]"
+            raise ConfigError(f"policy vla: {problem}; render it at this size")
+    vocabulary = min(config.vlm_config.text_config.vocab_size, config.vlm_config.image_token_id)
+    if inputs.words is not None and max(inputs.words[1]) > vocabulary:
+        problem = f"{inputs.words[0]!r} has ids up to {max(inputs.words[1]) - 1}, but the checkpoint has {vocabulary}"
+        raise ConfigError(f"policy vla: {problem} tokens; encode instructions with encode_instructions")
+    k_steps, numbers = action_space.shape if len(action_space.shape) == 2 else (1, *action_space.shape)
+    sizes = (
+        ("state", flat_dim(inputs.others), config.max_state_dim, "numbers; leave some observations out"),
+        ("step of an action", numbers, config.max_action_dim, "numbers; use an action space with fewer"),
+        ("chunk of actions", k_steps, config.chunk_size, "steps; lower env.action_chunk"),
+    )
+    for what, have, most, advice in sizes:
+        if have > most:
+            raise ConfigError(f"policy vla: a {what} has {have}, but the checkpoint has room for {most} {advice}")
+    return _Reader(inputs, config.max_state_dim, read_statistics(folder, flat_dim(inputs.others), numbers))
+
+
+def _make_model(folder: Path, cfg: Pi0Config) -> nn.Module:
+    """Read the model, and add adapters, whose weights are drawn from torch's global generator."""
+    pi0 = read_model(folder)
+    if cfg.adapters is not None:
+        add_adapters(pi0, cfg.adapters, "policy.vla.adapters")
+    return _Model(pi0)
+
+
+def _is_unused(name: str, config: Any, cfg: Pi0Config) -> bool:
+    """Return True for a weight on which neither the actions nor the values depend."""
+    if is_in(name, ["dit.embed_tokens"]):
+        return True
+    last = config.vlm_config.text_config.num_hidden_layers - 1
+    is_at_end = is_in(name, [f"language_model.layers.{last}"]) and not is_in(name, _READ_OF_LAST)
+    return cfg.critic is None and (is_at_end or is_in(name, ["language_model.norm"]))
+
+
+def _part(name: str, config: Any, cfg: Pi0Config) -> str:
+    """Return the first-level name of a weight of the model in the parameters: model, adapters, or base if frozen."""
+    if _is_unused(name, config, cfg):
+        return "base"
+    if is_adapter(name):
+        return "adapters"
+    if cfg.trained is None:
+        return "model" if cfg.adapters is None else "base"
+    return "model" if is_in(name, cfg.trained) else "base"
+
+
+@register_vla_backend("pi0")
+def pi0(cfg: Pi0Config, observation_space: Space, action_space: Box, policy_cfg: PolicyConfig) -> Policy:
+    """Build the policy of a pi0 checkpoint.
+
+    `sample_log_prob` and the results of `evaluate` have the shape `[*B, k, A]`. `evaluate` also reads the fields
+    of the denoising steps that `act` returns, whose names begin with `flow_`.
+
+    The params are `model`, `adapters`, `noise_head` and `critic`, as far as they exist. Weights that are not trained
+    are the frozen parameters `base`.
+
+    Raises: ConfigError if the checkpoint cannot be read, or if it does not fit the environment. MissingExtraError if
+        transformers is not installed.
+    """
+    folder = check_folder(cfg.model_path)
+    with extra("vla"):
+        import transformers  # noqa: F401
+    net = pure(lambda: _make_model(folder, cfg), "policy.vla", policy_cfg.bf16)
+    config = cast(Any, net.module).pi0.config
+    reader = _reader(config, cfg, folder, observation_space, action_space)
+    names = [name for name, _ in net.module.named_parameters()]
+    if cfg.trained is not None:
+        check_names("policy.vla.trained", cfg.trained, names, "part")
+    numbers = action_space.shape[-1]
+    taken = action_space.shape[0] if len(action_space.shape) == 2 else 1, numbers
+    steps = cfg.denoising_steps or config.num_inference_steps
+    flow = _Flow(net, steps, config.chunk_size, config.max_action_dim, taken)
+    networks: dict[str, Pure] = {}
+    if cfg.noise_head is not None:
+        features = box(-torch.inf, torch.inf, config.dit_config.hidden_size)
+        networks["noise_head"] = make_network(cfg.noise_head, features, numbers, False, "policy.vla.noise_head")
+    if cfg.critic is not None:
+        features = box(-torch.inf, torch.inf, config.vlm_config.text_config.hidden_size)
+        networks["critic"] = make_network(cfg.critic, features, 1, False, "policy.vla.critic")
+    noise: _Noise = _FlowSDE(flow, cfg.noise_level)
+    if cfg.noise_head is not None:
+        noise = _FlowNoise(flow, networks["noise_head"], cfg.noise_range)
+
+    def init(key: Tensor) -> TensorDict:
+        with seeded(key):
+            weights = net.init()
+            parts = {name: network.init() for name, network in networks.items()}
+        for part in ("model", "adapters"):
+            if own := {name: weights[name] for name in names if _part(name, config, cfg) == part}:
+                parts[part] = TensorDict(cast(Any, own), [])
+        return TensorDict(cast(Any, parts), []).to(key.device)
+
+    def init_frozen(device: torch.device) -> TensorDict:
+        with seeded(torch.zeros((), dtype=torch.int64)):  # draws adapters, which are not used
+            weights = net.init()
+        own = {name: weights[name] for name in names if _part(name, config, cfg) == "base"}
+        return TensorDict({"base": TensorDict(cast(Any, own), [])}, []).to(device)
+
+    def read(params: TensorDict, obs: Any) -> tuple[TensorDict, _Read, Tensor]:
+        """Return the weights of the model, and what it reads of observations `[n, ...]`."""
+        parts = (cast(TensorDict, params[part]) for part in ("model", "adapters", "base") if part in params)
+        weights = TensorDict({name: weight for part in parts for name, weight in part.items()}, [])
+        pixels = reader.pixels(obs)
+        cache, mask, features = net.call(weights, "read", pixels, reader.ids(obs, pixels))
+        return weights, _Read(cache, mask, reader.states(obs, pixels)), features
+
+    def act(params: TensorDict, carry: TensorDict, obs: Any, drawn: Any) -> tuple[TensorDict, TensorDict]:
+        rows, batch = one_batch(obs, reader.inputs.space)
+        weights, inputs, _ = read(params, rows)
+        x, log_prob, fields = noise.sample(params, weights, inputs, None if drawn is None else drawn.reshape(-1))
+        action = reader.actions(x).reshape(*batch, *action_space.shape)
+        fields = {name: field.reshape(*batch, *field.shape[1:]) for name, field in fields.items()}
+        fields |= {"action": action, "sample_log_prob": log_prob.reshape(*batch, *taken)}
+        return carry, TensorDict(cast(Any, fields), batch)
+
+    def rows_of(steps: TensorDict) -> tuple[Any, dict[str, Tensor], torch.Size]:
+        """Return the observations and the fields of the denoising steps, with one batch axis."""
+        absent = [name for name in noise.fields() if name not in steps]
+        if absent:
+            advice = "learn from rollouts of this policy, with ppo or grpo"
+            raise ConfigError(f"policy vla: the steps have no {absent[0]}, which act of backend pi0 returns; {advice}")
+        rows, batch = one_batch(steps["obs"], reader.inputs.space)
+        fields: dict[str, Any] = {name: steps[name] for name in noise.fields()}
+        return rows, {name: x.reshape(batch.numel(), *x.shape[len(batch) :]) for name, x in fields.items()}, batch
+
+    def evaluate(params: TensorDict, carry: TensorDict, steps: TensorDict) -> tuple[Tensor, Tensor]:
+        rows, fields, batch = rows_of(steps)
+        weights, inputs, _ = read(params, rows)
+        log_prob, entropy = noise.evaluate(params, weights, inputs, fields)
+        return log_prob.reshape(*batch, *taken), entropy.reshape(*batch, *taken)
+
+    policy = Policy(init, cast(Any, noise.draw), act, evaluate, None, init_frozen=init_frozen)
+    if cfg.critic is None:
+        return policy
+    critic = networks["critic"]
+
+    def value(params: TensorDict, carry: TensorDict, obs: Any) -> Tensor:
+        rows, batch = one_batch(obs, reader.inputs.space)
+        return critic.forward(cast(TensorDict, params["critic"]), read(params, rows)[2]).reshape(batch)
+
+    def evaluate_and_value(params: TensorDict, carry: TensorDict, steps: TensorDict) -> tuple[Tensor, Tensor, Tensor]:
+        rows, fields, batch = rows_of(steps)
+        weights, inputs, features = read(params, rows)
+        log_prob, entropy = noise.evaluate(params, weights, inputs, fields)
+        values = critic.forward(cast(TensorDict, params["critic"]), features).reshape(batch)
+        return log_prob.reshape(*batch, *taken), entropy.reshape(*batch, *taken), values
+
+    return replace(policy, value=value, evaluate_and_value=evaluate_and_value)
+
+
+def save_pi0(folder: str | Path, state: TensorDict, cfg: Config) -> None:
+    """Write the policy of a run as a checkpoint that `PI0ForConditionalGeneration.from_pretrained` loads.
+
+    Adapters are added to the weights of their layers. A critic and a noise head are left out, because the model of
+    transformers has neither. All other files of the checkpoint that the run began with are copied, such as the files
+    of the tokenizer.
+
+    Args:
+        folder: path of a new folder, which appears complete or not at all.
+        state: state of a run.
+        cfg: config of the run, whose `policy.vla` has the backend `pi0`.
+
+    Raises: ConfigError if the folder exists, if the config has another policy, or if the checkpoint that the run began
+        with cannot be read.
+    """
+    section = getattr(cfg.policy, "vla", None)
+    if not isinstance(section, Pi0Config):
+        raise ConfigError(
+            "policy: save_pi0 needs the policy vla with the backend pi0; use ecrl.save for other policies"
+        )
+    params = policy_params(state)
+    parts = (cast(Any, params[part]) for part in ("model", "adapters", "base") if part in params)
+    weights = {name.removeprefix(_PREFIX): weight.detach().cpu() for part in parts for name, weight in part.items()}
+    scale = 1.0 if section.adapters is None else section.adapters.scale
+    write_model(Path(folder), check_folder(section.model_path), merged(weights, scale))

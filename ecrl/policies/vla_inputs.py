@@ -1,0 +1,65 @@
+"""Sort the observations of the policy `vla` into images, an instruction and all other parts."""
+
+from typing import Any, NamedTuple, cast
+
+from torch import Tensor
+
+from ecrl.errors import ConfigError
+from ecrl.policies.images import describe, has_images, is_image_part
+from ecrl.registry import did_you_mean
+from ecrl.spaces import Box, Dict, MultiDiscrete, Space, dict_space, flat_dim, without_mask
+
+
+class VLAInputs(NamedTuple):
+    """The parts of an observation.
+
+    Attributes:
+        space: space of the observations, without action masks.
+        images: names and spaces of the images.
+        words: name of the instruction, and the number of values of each of its words; None without an instruction.
+        others: the other observations.
+    """
+
+    space: Space
+    images: dict[str, Box]
+    words: tuple[str, tuple[int, ...]] | None
+    others: Space
+
+    def part(self, obs: Any, name: str) -> Tensor:
+        """Return an observation by name. An observation that is not a Dict has the name "obs"."""
+        return obs[name] if isinstance(self.space, Dict) else obs
+
+
+def vla_inputs(observation_space: Space, instruction: str | None) -> VLAInputs:
+    """Sort the parts of an observation.
+
+    Raises: ConfigError if there is nothing to see, or if the instruction is missing or has no ids of words.
+    """
+    space = without_mask(observation_space)
+    parts: dict[str, Space] = dict(space.items) if isinstance(space, Dict) else {"obs": space}
+    if instruction is not None:
+        key = "policy.vla.instruction"
+        if not isinstance(space, Dict) or instruction not in parts:
+            known = did_you_mean(instruction, parts) if isinstance(space, Dict) else "they are not a Dict"
+            raise ConfigError(f"{key}: the observations have no {instruction!r}; {known}")
+        if not isinstance(parts[instruction], MultiDiscrete):
+            found = describe(parts[instruction])
+            raise ConfigError(f"{key}: expected {instruction!r} as MultiDiscrete, the ids of words, got {found}")
+    for name, part in parts.items():
+        if isinstance(part, Dict) and has_images(part):
+            raise ConfigError(
+                f"policy vla: the image inside {name!r} is not at the top level of the Dict; move it there"
+            )
+    found = parts.get(name := instruction or "instruction")
+    if isinstance(space, Dict) and isinstance(found, Box) and not found.dtype.is_floating_point:
+        raise ConfigError(
+            f"policy vla: expected {name!r} as MultiDiscrete, the ids of words, got {describe(found)}; rename it if it "
+            "is no text"
+        )
+    words = (name, found.nvec) if isinstance(space, Dict) and isinstance(found, MultiDiscrete) else None
+    images = {name: cast(Box, part) for name, part in parts.items() if is_image_part(part)}
+    left = {name: part for name, part in parts.items() if name not in images and (words is None or name != words[0])}
+    others = dict_space(left) if isinstance(space, Dict) else space if left else Dict(())
+    if not images and flat_dim(others) == 0:
+        raise ConfigError("policy vla: the observations have neither an image nor a vector; add one of them")
+    return VLAInputs(space, images, words, others)

@@ -1,0 +1,415 @@
+"""The backend `pi0`: it computes what transformers computes, acts as it evaluates, and refuses what does not fit."""
+
+import json
+import math
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from support.checks import assert_pure, close
+from support.dots import scenes, space_of
+from support.tiny_pi0 import CHUNK, NUMBERS, SIZE, STATE, checkpoint, write_checkpoint, write_statistics
+from tensordict import TensorDict
+
+from ecrl import rng
+from ecrl.errors import ConfigError, MissingExtraError
+from ecrl.loop.policy_check import check_policy
+from ecrl.policies import encode_instructions, make_policy
+from ecrl.policies.core import example
+from ecrl.spaces import Box, MultiDiscrete, box, dict_space
+
+EMPTY = TensorDict({}, [])
+ACTIONS = box(-1.0, 1.0, 3, 2)
+NOISES = {"sde": {}, "head": {"noise_head": {"type": "mlp", "network_cfg": {"hidden_sizes": [8]}}}}
+CAMERA = box(0, 255, SIZE, SIZE, 3, dtype=torch.uint8)
+
+
+def tiny(observations=None, actions=ACTIONS, path=None, section=None, **changes):
+    settings = {"name": "vla", "vla": {"backend": "pi0", "model_path": path or checkpoint()} | changes}
+    return make_policy(settings | (section or {}), space_of(SIZE) if observations is None else observations, actions)
+
+
+def weights_of(policy, seed=0):
+    params = policy.init(rng.key(seed))
+    return params.update(policy.init_frozen(torch.device("cpu")))
+
+
+def acted(policy, params, n=12, is_sampled=True):
+    obs = scenes(rng.key(3), n, SIZE)[0]
+    noise = policy.draw(rng.split(rng.key(4), n)) if is_sampled else None
+    carry, out = assert_pure(policy.act, params, EMPTY, obs, noise)
+    assert carry.is_empty()
+    return out.copy().update({"obs": obs, "done": torch.zeros(n, dtype=torch.bool)}), noise
+
+
+def loaded(path=None):
+    from transformers import PI0ForConditionalGeneration
+
+    return PI0ForConditionalGeneration.from_pretrained(path or checkpoint(), local_files_only=True).eval()
+
+
+def inputs_of(obs, model):
+    """What the processor of pi0 gives to the model, written anew: four image tokens, the ids, and padding."""
+    n = len(obs["instruction"])
+    ids = torch.cat((torch.full((n, 4), model.config.vlm_config.image_token_id), obs["instruction"]), 1)
+    return {
+        "state": F.pad(obs["proprio"], (0, STATE - 2)),
+        "input_ids": ids,
+        "attention_mask": (ids != 0).long(),
+        "pixel_values": (obs["camera"].permute(0, 3, 1, 2).unsqueeze(1) / 255.0 * 2.0 - 1.0).contiguous(),
+        "pixel_attention_mask": torch.ones(n, 1, dtype=torch.bool),
+    }
+
+
+def test_the_weights_are_those_of_transformers():
+    params = weights_of(tiny())
+    mine = {name: x for part in ("model", "base") for name, x in params[part].items()}
+    theirs = dict(loaded().named_parameters())
+    assert sorted(mine) == sorted(f"pi0.{name}" for name in theirs)
+    assert all(torch.equal(mine[f"pi0.{name}"], weight) for name, weight in theirs.items())
+
+
+@pytest.mark.parametrize("steps", [None, 1, 4])
+@pytest.mark.parametrize("name", NOISES)
+def test_deterministic_actions_are_those_of_transformers_to_the_bit(name, steps):
+    """From the same start. The noise changes nothing, because a deterministic action has none."""
+    policy = tiny(denoising_steps=steps, **NOISES[name])
+    out, _ = acted(policy, weights_of(policy), is_sampled=False)
+    model = loaded()
+    start = rng.normal(rng.key(0), (CHUNK, NUMBERS)).expand(12, -1, -1)
+    expected = model.sample_actions(noise=start, num_steps=steps, **inputs_of(out["obs"], model))
+    assert torch.equal(out["action"], expected[:, :3, :2])
+    assert out["action"].std(0).min() > 1e-3, "actions depend on the observation"
+
+
+def test_the_start_is_drawn_and_only_one_step_has_noise():
+    """The probability of the noise is 0: the noise is 0, so that the mean of the noisy step remains."""
+    policy = tiny()
+    params = weights_of(policy)
+    out, noise = acted(policy, params, 200)
+    assert out["flow_sample"].shape == (200, CHUNK, NUMBERS) and out["flow_next"].shape == (200, 3, 2)
+    assert out["sample_log_prob"].shape == out["action"].shape == (200, 3, 2) and out["flow_step"].shape == (200,)
+    assert torch.equal(out["flow_step"], noise["step"]) and out["flow_step"].bincount().min() > 40
+    first = out["flow_step"] == 0
+    assert torch.equal(out["flow_sample"][first], noise["start"][first])
+    assert not torch.allclose(out["flow_sample"][~first], noise["start"][~first])
+    last = out["flow_step"] == 2
+    assert torch.equal(out["action"][last], out["flow_next"][last])
+
+
+def test_flow_sde_log_probabilities_are_the_closed_form():
+    """The velocity is from one call of transformers without a cache, and the density is computed in Python floats."""
+    policy = tiny(noise_level=0.8)
+    out, noise = acted(policy, weights_of(policy))
+    model, steps = loaded(), 3
+    t = 1.0 - out["flow_step"] / steps
+    with torch.no_grad():
+        v = model(noise=out["flow_sample"], timestep=t, **inputs_of(out["obs"], model)).logits
+    for i in range(12):
+        time, delta = 1.0 - int(out["flow_step"][i]) / steps, 1.0 / steps
+        sigma = 0.8 * math.sqrt(time / (delta if time == 1.0 else 1.0 - time))
+        for j in range(3):
+            for a in range(2):
+                x, velocity, after = (float(y[i, j, a]) for y in (out["flow_sample"], v, out["flow_next"]))
+                drift = velocity + sigma**2 / (2.0 * time) * (x + (1.0 - time) * velocity)
+                mean, std = x - delta * drift, sigma * math.sqrt(delta)
+                z = (after - mean) / std
+                close(torch.tensor(z), float(noise["noise"][i, j, a]), tol=1e-4)
+                expected = -0.5 * z * z - math.log(std * math.sqrt(2.0 * math.pi))
+                close(out["sample_log_prob"][i, j, a], expected, tol=1e-4)
+
+
+def test_flow_noise_averages_over_the_steps():
+    policy = tiny(noise_range=[0.1, 0.3], **NOISES["head"])
+    params = weights_of(policy)
+    out, noise = acted(policy, params)
+    chain = out["flow_chain"]
+    assert chain.shape == (12, 4, CHUNK, NUMBERS) and torch.equal(chain[:, 0], noise["start"])
+    assert torch.equal(chain[:, -1, :3, :2], out["action"])
+    model, log_probs = loaded(), []
+    for i in range(3):
+        with torch.no_grad():
+            v = model(noise=chain[:, i], timestep=torch.full((12,), 1.0 - i / 3), **inputs_of(out["obs"], model)).logits
+        plain = chain[:, i] - v / 3
+        close(chain[:, i + 1, 3:], plain[:, 3:], tol=1e-5)
+        close(chain[:, i + 1, :, 2:], plain[..., 2:], tol=1e-5)
+        difference = (chain[:, i + 1] - plain)[:, :3, :2].double()
+        std = difference / noise["noise"][:, i].double()
+        near = noise["noise"][:, i].abs() > 0.05
+        assert std[near].min() > 0.1 - 1e-3 and std[near].max() < 0.3 + 1e-3 and std[near].std() > 1e-4
+        z = noise["noise"][:, i].double()
+        log_probs.append(-0.5 * z**2 - std.abs().log() - 0.5 * math.log(2.0 * math.pi))
+    expected = torch.stack(log_probs).mean(0)
+    rounded = (noise["noise"].abs() < 0.05).any(1)
+    close(out["sample_log_prob"][~rounded], expected[~rounded], tol=1e-3)
+    other = params.clone()
+    other["noise_head"] = other["noise_head"].apply(lambda x: x + 1.0)
+    assert not torch.allclose(policy.evaluate(other, EMPTY, out)[0], out["sample_log_prob"])
+
+
+@pytest.mark.parametrize("is_sampled", [True, False])
+@pytest.mark.parametrize("name", NOISES)
+def test_acting_equals_evaluating(name, is_sampled):
+    policy = tiny(critic="mlp", **NOISES[name])
+    params = weights_of(policy)
+    out, _ = acted(policy, params, is_sampled=is_sampled)
+    log_prob, entropy = assert_pure(policy.evaluate, params, EMPTY, out)
+    close(log_prob, out["sample_log_prob"], tol=1e-5)
+    nested = out.reshape(3, 4)
+    again, _, value = policy.evaluate_and_value(params, EMPTY, nested)
+    close(again.flatten(0, 1), log_prob, tol=1e-5)
+    assert entropy.shape == (12, 3, 2) and value.shape == (3, 4)
+    close(policy.value(params, EMPTY, nested["obs"]), value, tol=1e-5)
+    assert value.unique().numel() == 12
+
+
+PLAIN = box(0, 255, 3, SIZE, SIZE, dtype=torch.uint8)
+TASK = MultiDiscrete((9,) * 2)
+SPACES = {
+    "without an instruction": (dict_space({"camera": CAMERA, "proprio": box(-1.0, 1.0, 2)}), {}),
+    "without a state": (dict_space({"camera": CAMERA, "instruction": TASK}), {}),
+    "two cameras": (dict_space({"a": CAMERA, "b": CAMERA, "task": TASK}), {"instruction": "task"}),
+    "an image with the channels first": (PLAIN, {}),
+}
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_observations_of_any_parts(name):
+    observations, changes = SPACES[name]
+    policy = tiny(observations, **changes)
+    params, obs = weights_of(policy), example(observations)
+    out = policy.act(params, EMPTY, obs, policy.draw(rng.split(rng.key(4), 2)))[1]
+    log_prob, _ = policy.evaluate(params, EMPTY, out.copy().set("obs", obs))
+    close(log_prob, out["sample_log_prob"], tol=1e-5)
+
+
+SAME = ["init returns the same params for two keys; draw them from the key with ecrl.rng"]
+CONTRACT = {
+    "all weights": ({"section": {"normalize_obs": True}}, SAME),
+    "a noise head, a critic and adapters": (NOISES["head"] | {"critic": "mlp", "adapters": {"rank": 2}}, []),
+    "parts and adapters": ({"trained": ["dit"], "adapters": {"layers": ["language_model"]}}, []),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONTRACT)
+def test_the_functions_keep_the_contract(name):
+    """Pretrained weights do not depend on the key, as they should."""
+    changes, findings = CONTRACT[name]
+    assert check_policy(tiny(**changes), space_of(SIZE), ACTIONS).findings == findings
+
+
+def test_single_actions():
+    policy = tiny(actions=box(-1.0, 1.0, 2))
+    out, _ = acted(policy, weights_of(policy))
+    assert out["action"].shape == (12, 2) and out["sample_log_prob"].shape == (12, 1, 2)
+
+
+def test_bfloat16_is_near():
+    one, other = tiny(), tiny(section={"bf16": True})
+    actions = [acted(policy, weights_of(policy), is_sampled=False)[0]["action"] for policy in (one, other)]
+    assert actions[1].dtype == torch.float32 and not torch.equal(*actions)
+    close(*actions, tol=0.1)
+
+
+def test_statistics_of_the_checkpoint_scale_states_and_actions(tmp_path):
+    path = tmp_path / "pi0"
+    shutil.copytree(checkpoint(), path)
+    write_statistics(path, state_mean=[1.0, 2.0], state_std=[0.5, 4.0], actions_mean=[0.1, 0.2], actions_std=[2.0, 3.0])
+    plain, scaled = tiny(), tiny(path=str(path))
+    out, _ = acted(scaled, weights_of(scaled), is_sampled=False)
+    obs = out["obs"].copy()
+    obs["proprio"] = (obs["proprio"] - torch.tensor([1.0, 2.0])) / torch.tensor([0.5, 4.0])
+    raw = plain.act(weights_of(plain), EMPTY, obs, None)[1]["action"]
+    close(out["action"], raw * torch.tensor([2.0, 3.0]) + torch.tensor([0.1, 0.2]), tol=1e-4)
+    write_statistics(path, state_mean=[1.0], state_std=[0.5])
+    with pytest.raises(
+        ConfigError, match=r"has state_mean and state_std of 1 and 1 numbers, but the environment has 2"
+    ):
+        tiny(path=str(path), noise_level=0.3)
+
+
+def test_trained_chooses_the_parts_that_learn():
+    policy = tiny(trained=["dit", "action_out_proj"])
+    params = policy.init(rng.key(0))
+    names, frozen = set(params["model"].keys()), set(policy.init_frozen(torch.device("cpu"))["base"].keys())
+    assert all(".dit." in name or "action_out_proj" in name for name in names) and len(names) == 21
+    assert not names & frozen and "pi0.model.dit.embed_tokens.weight" in frozen
+
+
+def test_adapters_start_at_the_pretrained_model():
+    plain, adapted = tiny(), tiny(adapters={"rank": 2, "layers": ["q_proj", "dit"], "scale": 2.0})
+    one, two = weights_of(plain), weights_of(adapted, seed=1)
+    assert "model" not in two and all("adapter_" in name for name in two["adapters"].keys())  # noqa: SIM118
+    actions = [acted(policy, params)[0]["action"] for policy, params in ((plain, one), (adapted, two))]
+    assert torch.equal(*actions)
+    moved = two.clone()
+    moved["adapters"] = moved["adapters"].apply(lambda x: x + 0.1)
+    assert not torch.allclose(acted(adapted, moved)[0]["action"], actions[0])
+    keys = [
+        adapted.init(rng.key(seed))["adapters", "pi0.model.dit.layers.0.mlp.up_proj.adapter_down"] for seed in (0, 1)
+    ]
+    assert keys[0].shape == (2, 24) and not torch.equal(*keys)
+
+
+def test_instructions_are_tokens_of_the_checkpoint():
+    ids, space = encode_instructions(checkpoint(), ["go red", "go go blue"])
+    assert ids.tolist() == [[2, 3, 4, 7, 0], [2, 3, 3, 6, 7]] and space == MultiDiscrete((8,) * 5)
+    assert ids.dtype == torch.int64
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint(), local_files_only=True)
+    assert tokenizer("<bos>go red\n", add_special_tokens=False)["input_ids"] == ids[0, :4].tolist()
+
+
+def test_unknown_words_are_named(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        encode_instructions(checkpoint(), ["go red", "paint it red"])
+    line = f"instruction 'paint it red': the tokenizer of {checkpoint()!r} does not know 'paint', 'it'; reword it"
+    assert str(caught.value) == line
+    path = tmp_path / "pi0"
+    shutil.copytree(checkpoint(), path, ignore=shutil.ignore_patterns("token*", "special*"))
+    with pytest.raises(ConfigError, match=r"^policy.vla.model_path: the tokenizer in .* cannot be loaded: ") as caught:
+        encode_instructions(str(path), ["go red"])
+    assert "\n" not in str(caught.value)
+
+
+def test_without_transformers_the_line_names_the_extra(monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformers"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(MissingExtraError, match=r"install it with: pip install 'ecrl\[vla\]'$"):
+        tiny(noise_level=0.123)
+
+
+FITTING = {
+    "another size": (
+        {"observations": dict_space({"camera": box(0, 255, 8, 8, 3, dtype=torch.uint8)})},
+        r"^policy vla: image 'camera' is \[8, 8, 3\], but the checkpoint reads \[16, 16, 3\]; render it at this size$",
+    ),
+    "no image": (
+        {"observations": dict_space({"instruction": MultiDiscrete((9,)), "x": box(-1.0, 1.0, 2)})},
+        r"^policy vla: backend pi0 needs an image, but the observations have none; add a camera$",
+    ),
+    "ids of another tokenizer": (
+        {"observations": dict_space({"camera": CAMERA, "instruction": MultiDiscrete((99, 3))})},
+        r"^policy vla: 'instruction' has ids up to 98, but the checkpoint has 64 tokens; encode instructions with",
+    ),
+    "a long state": (
+        {"observations": dict_space({"camera": CAMERA, "x": box(-1.0, 1.0, 6)})},
+        r"^policy vla: a state has 6, but the checkpoint has room for 5 numbers; leave some observations out$",
+    ),
+    "a wide action": (
+        {"actions": box(-1.0, 1.0, 3, 4)},
+        r"^policy vla: a step of an action has 4, but the checkpoint has room for 3 numbers; use an action space with",
+    ),
+    "a long chunk": (
+        {"actions": box(-1.0, 1.0, 5, 2)},
+        r"^policy vla: a chunk of actions has 5, but the checkpoint has room for 4 steps; lower env.action_chunk$",
+    ),
+    "no such part": (
+        {"trained": ["ditt"]},
+        r"^policy.vla.trained: the model has no part 'ditt'; did you mean 'dit'\?$",
+    ),
+    "no such layer": (
+        {"adapters": {"layers": ["qproj"]}},
+        r"^policy.vla.adapters.layers: the model has no linear layer 'qproj'; did you mean 'q_proj'\?$",
+    ),
+    "no such instruction": (
+        {"instruction": "text"},
+        r"^policy.vla.instruction: the observations have no 'text'",
+    ),
+    "a range": (
+        {"noise_head": "mlp", "noise_range": [0.2, 0.1]},
+        r"^policy: vla: noise_range begins with 0.2, which is",
+    ),
+    "a range of nothing": ({"noise_range": [0.1, 0.2]}, r"^policy: vla: noise_range limits the output of noise_head"),
+    "two noises": (
+        {"noise_head": "mlp", "noise_level": 0.3},
+        r"^policy: vla: noise_level is for Flow-SDE, but noise_hea",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FITTING)
+def test_one_clear_line(case):
+    changes, message = FITTING[case]
+    with pytest.raises(ConfigError, match=message) as caught:
+        tiny(**changes)
+    assert "\n" not in str(caught.value)
+
+
+def _copy(tmp_path):
+    path = tmp_path / "pi0"
+    shutil.copytree(checkpoint(), path)
+    return path
+
+
+def _of_another_kind(path: Path):
+    data = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(data | {"model_type": "llama"}))
+
+
+def _without_a_weight(path: Path):
+    weights = load_file(path / "model.safetensors")
+    del weights["action_out_proj.bias"]
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+
+
+def _of_another_shape(path: Path):
+    weights = load_file(path / "model.safetensors")
+    weights["action_out_proj.bias"] = torch.zeros(7)
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+
+
+def _cut(path: Path):
+    data = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(data[: len(data) // 2])
+
+
+FAULTS = {
+    "no folder": (shutil.rmtree, r"no such folder '.*pi0'; give the folder that save_pretrained of a pi0 model wrote$"),
+    "no config": (lambda path: (path / "config.json").unlink(), r"has no config.json; give the folder that"),
+    "no JSON": (lambda path: (path / "config.json").write_text("{"), r"config.json' cannot be read: JSONDecodeError"),
+    "another kind": (_of_another_kind, r"is a checkpoint of 'llama', expected 'pi0'; give the folder"),
+    "no weights": (lambda path: (path / "model.safetensors").unlink(), r"cannot be loaded by transformers: OSError"),
+    "a weight less": (_without_a_weight, r"lacks the weights action_out_proj.bias; copy the checkpoint again$"),
+    "another shape": (_of_another_shape, r"cannot be loaded by transformers: RuntimeError: "),
+    "a damaged file": (_cut, r"cannot be loaded by transformers: SafetensorError: "),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_checkpoint_is_refused_in_one_line(fault, tmp_path):
+    damage, message = FAULTS[fault]
+    damage(path := _copy(tmp_path))
+    with pytest.raises(ConfigError, match=r"^policy.vla.model_path: .*" + message) as caught:
+        tiny(path=str(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_path_is_needed():
+    with pytest.raises(ConfigError, match=r"^policy.vla.model_path: absent, but backend pi0 reads a checkpoint; give"):
+        make_policy({"name": "vla", "vla": {"backend": "pi0"}}, space_of(SIZE), ACTIONS)
+
+
+def test_steps_of_other_policies_are_refused():
+    policy = tiny()
+    params = weights_of(policy)
+    out, _ = acted(policy, params)
+    with pytest.raises(
+        ConfigError, match=r"^policy vla: the steps have no flow_step, which act of backend pi0 returns"
+    ):
+        policy.evaluate(params, EMPTY, out.exclude("flow_step", "flow_sample", "flow_next"))
+
+
+def test_other_checkpoints_give_other_policies(tmp_path):
+    """Two checkpoints of different sizes can be used in one process."""
+    path = write_checkpoint(tmp_path / "large", 1, chunk_size=6)
+    policy = tiny(path=str(path), actions=Box((-1.0,) * 10, (1.0,) * 10, (5, 2)))
+    out, _ = acted(policy, weights_of(policy))
+    assert out["action"].shape == (12, 5, 2) and out["flow_sample"].shape == (12, 6, NUMBERS)
