@@ -44,7 +44,7 @@ BUILTIN = {
     "algorithm": {"apg", "grpo", "ppo"},
     "network": {"mlp"},
     "event": set(),
-    "vla_backend": {"builtin"},
+    "vla_backend": {"builtin", "pi0"},
 }
 MADE_EACH_TIME = ("network", "algorithm", "vla_backend")
 

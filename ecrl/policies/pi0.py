@@ -60,12 +60,14 @@ class Pi0Config(VLAConfig):
     denoising_steps: Annotated[int, Field(ge=1, le=1000)] | None = Field(
         None, description="denoising steps of an action; the number of the checkpoint if absent"
     )
-    noise_level: Positive = Field(0.5, description="factor of the noise of a denoising step (Flow-SDE)")
+    noise_level: Positive | None = Field(
+        None, description="factor of the noise of a denoising step (Flow-SDE); 0.5 if absent"
+    )
     noise_head: NetworkConfig | None = Field(
         None, description="network of the standard deviations of the noise (Flow-Noise); Flow-SDE without it"
     )
-    noise_range: tuple[Positive, Positive] = Field(
-        (0.08, 0.16), strict=False, description="lowest and highest standard deviation that noise_head returns"
+    noise_range: Annotated[tuple[Positive, Positive], Field(strict=False)] | None = Field(
+        None, description="lowest and highest standard deviation that noise_head returns; [0.08, 0.16] if absent"
     )
     trained: Names | None = Field(
         None,
@@ -84,12 +86,12 @@ class Pi0Config(VLAConfig):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        low, high = self.noise_range
-        if low >= high:
+        if self.noise_range is not None and self.noise_range[0] >= self.noise_range[1]:
+            low, high = self.noise_range
             raise ValueError(f"noise_range begins with {low}, which is not below {high}; swap them")
-        if self.noise_head is not None and "noise_level" in self.model_fields_set:
+        if self.noise_head is not None and self.noise_level is not None:
             raise ValueError("noise_level is for Flow-SDE, but noise_head chooses Flow-Noise; leave one of them out")
-        if self.noise_head is None and "noise_range" in self.model_fields_set:
+        if self.noise_head is None and self.noise_range is not None:
             raise ValueError("noise_range limits the output of noise_head, which is absent; leave it out")
         return self
 
@@ -455,9 +457,9 @@ def pi0(cfg: Pi0Config, observation_space: Space, action_space: Box, policy_cfg:
     if cfg.critic is not None:
         features = box(-torch.inf, torch.inf, config.vlm_config.text_config.hidden_size)
         networks["critic"] = make_network(cfg.critic, features, 1, False, "policy.vla.critic")
-    noise: _Noise = _FlowSDE(flow, cfg.noise_level)
+    noise: _Noise = _FlowSDE(flow, cfg.noise_level or 0.5)
     if cfg.noise_head is not None:
-        noise = _FlowNoise(flow, networks["noise_head"], cfg.noise_range)
+        noise = _FlowNoise(flow, networks["noise_head"], cfg.noise_range or (0.08, 0.16))
 
     def init(key: Tensor) -> TensorDict:
         with seeded(key):

@@ -75,19 +75,18 @@ def test_the_weights_are_those_of_transformers():
 
 @pytest.mark.parametrize("steps", [None, 1, 4])
 @pytest.mark.parametrize("name", NOISES)
-def test_deterministic_actions_are_those_of_transformers_to_the_bit(name, steps):
-    """From the same start. The noise changes nothing, because a deterministic action has none."""
+def test_deterministic_actions_are_those_of_transformers(name, steps):
+    """Both begin at the same start. The sums of matrix products are rounded in another order."""
     policy = tiny(denoising_steps=steps, **NOISES[name])
     out, _ = acted(policy, weights_of(policy), is_sampled=False)
     model = loaded()
     start = rng.normal(rng.key(0), (CHUNK, NUMBERS)).expand(12, -1, -1)
     expected = model.sample_actions(noise=start, num_steps=steps, **inputs_of(out["obs"], model))
-    assert torch.equal(out["action"], expected[:, :3, :2])
+    close(out["action"], expected[:, :3, :2], tol=2e-6)
     assert out["action"].std(0).min() > 1e-3, "actions depend on the observation"
 
 
 def test_the_start_is_drawn_and_only_one_step_has_noise():
-    """The probability of the noise is 0: the noise is 0, so that the mean of the noisy step remains."""
     policy = tiny()
     params = weights_of(policy)
     out, noise = acted(policy, params, 200)

@@ -29,6 +29,7 @@ from support.key_effects import (
 from support.key_row import Row
 from support.mujoco_key_rows import MUJOCO
 from support.recurrent_agent import remembering  # noqa: F401  it registers the environment and the policy of `REMEMBER`
+from support.tiny_pi0 import checkpoint
 from support.token_agent import spelling  # noqa: F401  it registers the environment and the policy of `SPELLING`
 
 
@@ -241,6 +242,33 @@ VLAS = [
     *rows("vla_backend.builtin", VLA, heads=4, channels=[4, 4], keypoints=5, image_tokens=3),
     *rows("vla_backend.builtin", VLA, **{"critic.type": "one_layer"}),
     Row("vla_backend.builtin.label_smoothing", 0.0, VLA, imitation),
+]
+
+PI0: Changes = {
+    "env": {"name": "dots", "action_chunk": 2},
+    "policy": {"name": "vla", "vla": {"backend": "pi0", "model_path": checkpoint(), "critic": NET}},
+    "trainer.buffer_size": 4,
+}
+_HEAD = PI0 | {"policy.vla.noise_head": NET}
+_ADAPTED = PI0 | {"policy.vla.adapters": {"rank": 2}}
+
+PI0S = [
+    Row("vla_backend.pi0.backend", "another", PI0, refused("unknown vla_backend 'another'")),
+    Row("vla_backend.pi0.model_path", checkpoint(1), PI0 | {"policy.vla.model_path": checkpoint()}),
+    Row("vla_backend.pi0.action_horizon", 4, PI0, refused("4, but an action of the environment has 2 steps")),
+    Row(
+        "vla_backend.pi0.instruction",
+        "words",
+        PI0 | {"policy.vla.instruction": "instruction"},
+        refused("policy.vla.instruction: the observations have no 'words'"),
+    ),
+    *rows("vla_backend.pi0", PI0 | {"policy.vla.denoising_steps": 1}, denoising_steps=2),
+    *rows("vla_backend.pi0", PI0 | {"policy.vla.noise_level": 0.9}, noise_level=0.3),
+    *rows("vla_backend.pi0", _HEAD, **{"noise_head.type": "one_layer"}),
+    *rows("vla_backend.pi0", _HEAD | {"policy.vla.noise_range": [0.1, 0.2]}, noise_range=[0.1, 0.3]),
+    *rows("vla_backend.pi0", PI0 | {"policy.vla.trained": ["dit"]}, trained=["action_out_proj"]),
+    *rows("vla_backend.pi0", _ADAPTED, **{"adapters.rank": 3, "adapters.layers": ["q_proj"], "adapters.scale": 2.0}),
+    *rows("vla_backend.pi0", PI0, **{"critic.type": "one_layer"}),
 ]
 
 POLICIES = [
@@ -527,4 +555,4 @@ CONTINUOUS = [
     *rows("algorithm.fast_sac", FAST_SAC | alg(temperature_learning_rate=1e-4), temperature_learning_rate=1e-2),
 ]
 
-TABLE = [*TRAINER, *EVENTS, *ENVS, *NETWORKS, *POLICIES, *VLAS, *ALGORITHMS, *CONTINUOUS, *MUJOCO]
+TABLE = [*TRAINER, *EVENTS, *ENVS, *NETWORKS, *POLICIES, *VLAS, *PI0S, *ALGORITHMS, *CONTINUOUS, *MUJOCO]

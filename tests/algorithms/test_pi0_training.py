@@ -1,0 +1,174 @@
+"""PPO and GRPO fine-tune a tiny pi0, the result is a checkpoint of transformers, and nothing uses the network."""
+
+import socket
+
+import pytest
+import torch
+from support.checks import close
+from support.small_runs import last_state, same
+from support.tiny_pi0 import checkpoint, flowing
+from tensordict import TensorDict
+
+import ecrl
+from ecrl import rng
+from ecrl.algorithms.core import collect
+from ecrl.algorithms.reference import reference_log_prob
+from ecrl.errors import ConfigError
+from ecrl.loop.build import build
+from ecrl.loop.iteration import init_state, make_iteration, train_iter
+from ecrl.policies import policy_params, save_pi0
+
+EMPTY = TensorDict({}, [])
+HEAD = {"policy.vla.noise_head": {"type": "mlp", "network_cfg": {"hidden_sizes": [8]}}}
+ADAPTERS = {"policy.vla.adapters": {"rank": 2, "scale": 2.0}}
+TOKENS = {"algorithm.cfg.ratio": "token"}
+GENTLE = {"algorithm.cfg.learning_rate": 1e-4}
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError(f"a connection to {args[1:]}")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+def logs_of(cfg):
+    return [record["logs"] for record in train_iter(init_state(cfg), cfg) if record["log_type"] == "train"]
+
+
+def reloaded(path):
+    from transformers import PI0ForConditionalGeneration
+
+    return PI0ForConditionalGeneration.from_pretrained(path, local_files_only=True).eval()
+
+
+RUNS = {
+    "grpo": ("grpo", {}),
+    "grpo by token": ("grpo", TOKENS),
+    "ppo": ("ppo", {}),
+    "ppo by token with a noise head": ("ppo", TOKENS | HEAD),
+    "grpo with adapters": ("grpo", ADAPTERS),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_iterations_learn_and_log_the_gap(name):
+    algorithm, changes = RUNS[name]
+    cfg = flowing(algorithm, **changes)
+    logs, before, after = logs_of(cfg), init_state(cfg)["params"], last_state(cfg)["params"]
+    assert len(logs) == 2 and all(float(log["logprob_gap"]) < 1e-5 for log in logs)
+    assert all(not same(before[part], after[part]) for part in before.keys())  # noqa: SIM118
+    assert all(weight.isfinite().all() for weight in after.values(True, True))
+
+
+@pytest.mark.usefixtures("offline")
+def test_ten_iterations_are_saved_and_loaded_by_transformers(tmp_path):
+    cfg = flowing("grpo", **GENTLE, **{"trainer.iterations": 10})
+    state = last_state(cfg)
+    save_pi0(tmp_path / "tuned", state, cfg)
+    theirs, first = (
+        dict(reloaded(tmp_path / "tuned").named_parameters()),
+        dict(reloaded(checkpoint()).named_parameters()),
+    )
+    params = policy_params(state)
+    mine = {name: x for part in ("model", "base") for name, x in params[part].items()}
+    assert sorted(mine) == sorted(f"pi0.{name}" for name in theirs)
+    assert all(torch.equal(mine[f"pi0.{name}"], weight) for name, weight in theirs.items())
+    assert not torch.equal(theirs["action_out_proj.weight"], first["action_out_proj.weight"])
+    other = flowing("grpo", **{"policy.vla.model_path": str(tmp_path / "tuned")})
+    obs = state["env", "obs"]
+    actions = [
+        build(c).policy.act(policy_params(s), EMPTY, obs, None)[1]["action"]
+        for c, s in ((cfg, state), (other, init_state(other)))
+    ]
+    assert torch.equal(*actions)
+    names = {path.name for path in (tmp_path / "tuned").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= names
+
+
+def test_merged_adapters_act_like_adapters(tmp_path):
+    cfg = flowing("grpo", **ADAPTERS)
+    state = last_state(cfg)
+    save_pi0(tmp_path / "tuned", state, cfg)
+    plain = flowing("grpo", **{"policy.vla.model_path": str(tmp_path / "tuned")})
+    obs, start = state["env", "obs"], flowing("grpo")
+    one, two, base = (
+        build(c).policy.act(policy_params(s), EMPTY, obs, None)[1]["action"]
+        for c, s in ((cfg, state), (plain, init_state(plain)), (start, init_state(start)))
+    )
+    close(one, two, tol=1e-5)
+    assert not torch.allclose(one, base)
+
+
+def test_only_adapters_are_trained_and_the_reference_is_the_pretrained_model():
+    cfg, plain = flowing("grpo", **ADAPTERS), flowing("grpo")
+    run, first = build(cfg), init_state(cfg)
+    *_, record = train_iter(first, cfg)
+    last = record["state"]
+    assert set(last["params"].keys()) == {"adapters"}
+    weight = ("frozen_params", "base", "pi0.action_out_proj.weight")
+    assert last[weight].data_ptr() == first[weight].data_ptr(), "no copy of the pretrained weights"
+    size = sum(x.numel() for x in last["params"].values(True, True))
+    for field in ("opt", "ref_params"):
+        tensors = [x for x in last[field].values(True, True) if x.is_floating_point()]
+        assert sum(x.numel() for x in tensors) == (2 if field == "opt" else 1) * size
+    _, batch = collect(run, last)
+    pretrained = init_state(plain)
+    steps = batch["steps"][:, :-1]
+    expected, _ = build(plain).policy.evaluate(policy_params(pretrained), EMPTY, steps)
+    executed = torch.arange(3) < steps["executed"].unsqueeze(-1)
+    expected = expected.masked_fill(~executed.unsqueeze(-1), 0.0).sum((-2, -1))
+    close(reference_log_prob(run, last, batch), expected, tol=1e-4)
+    now, _ = run.policy.evaluate_rows(policy_params(last), steps)
+    assert (now - expected).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("changes", [{}, HEAD | ADAPTERS], ids=["all weights", "adapters"])
+def test_a_resumed_run_has_the_same_bits(tmp_path, changes):
+    cfg = flowing("grpo", **changes)
+    ecrl.save(tmp_path / "middle", last_state(cfg.replace(**{"trainer.iterations": 1})), cfg)
+    state, loaded = ecrl.load(tmp_path / "middle")
+    assert same(last_state(loaded, state), last_state(cfg))
+
+
+def test_an_existing_folder_and_another_policy_are_refused(tmp_path):
+    cfg = flowing("grpo")
+    state = init_state(cfg)
+    (tmp_path / "note").write_text("mine")
+    with pytest.raises(ConfigError, match=r"exists; give the path of a new folder$"):
+        save_pi0(tmp_path, state, cfg)
+    assert (tmp_path / "note").read_text() == "mine"
+    other = ecrl.load_config("cartpole_ppo")
+    with pytest.raises(ConfigError, match=r"^policy: save_pi0 needs the policy vla with the backend pi0; use"):
+        save_pi0(tmp_path / "new", state, other)
+    assert not (tmp_path / "new").exists()
+
+
+def test_evaluations_act_without_noise():
+    cfg = flowing("grpo")
+    policy, state = build(cfg).policy, init_state(cfg)
+    obs, params = state["env", "obs"], policy_params(init_state(cfg))
+    one, two = (policy.act(params, EMPTY, obs, None)[1]["action"] for _ in range(2))
+    drawn = policy.act(params, EMPTY, obs, policy.draw(rng.split(rng.key(1), 8)))[1]["action"]
+    assert torch.equal(one, two) and not torch.allclose(one, drawn)
+    logs = ecrl.evaluate(state, cfg.replace(**{"trainer.num_eval_episodes": 4, "trainer.num_eval_envs": 4}))
+    assert all(value == value for value in logs.values() if isinstance(value, float))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["grpo", "ppo by token with a noise head"])
+def test_compiled_equals_eager(name):
+    """Compiling takes minutes."""
+    algorithm, changes = RUNS[name]
+    cfg = flowing(algorithm, **changes, **GENTLE)
+    compiled = cfg.replace(**{"trainer.compile": "on"})
+    state, losses = init_state(compiled), []
+    iterate = make_iteration(compiled)
+    for _ in range(2):
+        state, logs = iterate(state)
+        losses.append(logs)
+    assert all(float(log["logprob_gap"]) < 1e-4 for log in losses)
+    for name, weight in last_state(cfg)["params"].items(True, True):
+        close(state["params"][name], weight, tol=1e-4)
