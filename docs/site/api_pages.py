@@ -68,7 +68,13 @@ PAGES: dict[str, tuple[str, dict[str, list[str]]]] = {
                 "ecrl.envs.mujoco.terms.term.ActionTerm",
                 "ecrl.envs.mujoco.terms.term.IntegerTerm",
             ],
-            "Policies": ["ecrl.policies.acting_params", "ecrl.policies.flatten", "ecrl.policies.normalized"],
+            "Policies": [
+                "ecrl.policies.acting_params",
+                "ecrl.policies.flatten",
+                "ecrl.policies.normalized",
+                "ecrl.policies.encode_instructions",
+                "ecrl.policies.save_pi0",
+            ],
             "Spaces": [
                 "ecrl.spaces.Box",
                 "ecrl.spaces.Discrete",
