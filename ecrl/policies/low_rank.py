@@ -8,7 +8,6 @@ Source: Hu et al. 2021 (LoRA), arXiv:2106.09685.
 """
 
 from collections.abc import Iterable, Mapping
-from math import sqrt
 from typing import Annotated
 
 import torch.nn.functional as F
@@ -43,12 +42,8 @@ class AdaptedLinear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.scale = layer.in_features, layer.out_features, scale
         self.weight, self.bias = layer.weight, layer.bias
-        inputs, outputs = (
-            layer.weight.new_empty(rank, self.in_features),
-            layer.weight.new_zeros(self.out_features, rank),
-        )
-        self.adapter_down = nn.Parameter(nn.init.normal_(inputs, std=1.0 / sqrt(self.in_features)))
-        self.adapter_up = nn.Parameter(outputs)
+        self.adapter_down = nn.Linear(self.in_features, rank, bias=False).weight
+        self.adapter_up = nn.Parameter(layer.weight.new_zeros(self.out_features, rank))
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the layer and add the change."""
