@@ -127,7 +127,7 @@ def test_threads_of_openmp_wait_briefly_unless_the_user_sets_otherwise(first, va
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
-def test_every_config_loads_and_runs_two_iterations(path):
+def test_every_config_loads_and_runs_two_iterations(path, tmp_path, monkeypatch):
     changes = {"trainer.compile": "off", "trainer.iterations": 2}
     learns_from_replay = "learning_starts" in path.read_text()
     cfg = load_config(path)
@@ -139,6 +139,12 @@ def test_every_config_loads_and_runs_two_iterations(path):
         rows = cfg.algorithm.cfg.batch_size * steps // cfg.trainer.buffer_size
         changes["algorithm.cfg.batch_size"] = max(rows, steps)
     cfg = cfg.replace(**changes)
+    monkeypatch.chdir(tmp_path)
+    if cfg.algorithm.name == "bc":
+        ecrl.record_demonstrations(cfg, cfg.algorithm.cfg.demos, 10)
+    if cfg.trainer.init_from:
+        cfg = cfg.replace(**{"trainer.num_envs": 32, "algorithm.cfg.batch_size": 64})  # a `vla` takes long
+        ecrl.save(cfg.trainer.init_from, init_state(cfg.replace(**{"trainer.init_from": None})), cfg)
     records = [r for r in train_iter(init_state(cfg), cfg) if r["log_type"] == "train"]
     assert len(records) == 2
     assert all(torch.isfinite(log) for log in records[-1]["logs"].values())

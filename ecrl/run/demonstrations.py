@@ -97,8 +97,6 @@ def record_demonstrations(
             raise ConfigError(f"{name}: {number}, expected at least 1")
     if path.exists():
         raise ConfigError(f"{path}: exists; choose another name, or remove it first")
-    if not path.parent.is_dir():
-        raise ConfigError(f"{path}: the folder {path.parent} does not exist; create it first")
     num_envs = min(num_envs, num_episodes)
     if state is None:
         actor = _expert_of(run, cfg, expert or {}, sample)
@@ -140,6 +138,7 @@ def record_demonstrations(
     leaves, structure = flatten(steps)
     tensors = dict(zip(names(structure), (leaf.contiguous() for leaf in leaves), strict=True))
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         checksum = write_demonstrations(path, tensors, about)
     except OSError as error:
         raise CheckpointError(

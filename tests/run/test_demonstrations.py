@@ -51,6 +51,11 @@ def test_a_seed_gives_the_same_bits_and_the_number_of_environments_does_not_matt
     assert files["a"] == files["again"] == files["few"] and files["a"][1] != files["seed"][1]
 
 
+def test_folders_of_the_file_are_created(tmp_path):
+    path = tmp_path / "new" / "folder" / "demos"
+    assert record_demonstrations(recording(**SHORT), path, 1).path == path and path.exists()
+
+
 def test_the_file_opens_with_the_library_and_has_its_metadata():
     done = balancing()
     with safe_open(done.path, "pt") as file:
@@ -129,13 +134,11 @@ def test_wrong_arguments_are_refused_in_one_line(keys, message, tmp_path):
     assert str(refused.value) == message and not [*tmp_path.iterdir()]
 
 
-def test_an_existing_file_a_missing_folder_and_a_missing_expert_are_refused(tmp_path, monkeypatch):
+def test_an_existing_file_and_a_missing_expert_are_refused(tmp_path, monkeypatch):
     (tmp_path / "demos").write_text("mine")
     with pytest.raises(ConfigError, match=r"demos: exists; choose another name, or remove it first$"):
         record_demonstrations(recording(), tmp_path / "demos")
     assert (tmp_path / "demos").read_text() == "mine"
-    with pytest.raises(ConfigError, match=r"the folder .*/no does not exist; create it first$"):
-        record_demonstrations(recording(), tmp_path / "no" / "demos")
     with pytest.raises(ConfigError, match=r"^env.name: 'pendulum' has no scripted expert; known: .*cartpole"):
         record_demonstrations(recording("pendulum"), tmp_path / "other")
     with pytest.raises(ConfigError, match=r"^expert.noise: a trained policy has no such settings; leave it out$"):
