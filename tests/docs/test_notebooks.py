@@ -25,6 +25,7 @@ SMALL = {  # in place of the numbers in the cell that is tagged `parameters`
     "05_push_cube": "iterations, episodes, filmed = 1, 2, 1",
     "06_off_policy": "iterations = 2",
     "07_memory_and_images": 'memory_iterations, image_iterations, compiling = 2, 1, "off"',
+    "08_vla": 'demonstrations, clone_iterations, iterations = 8, 1, 1\nnum_envs, episodes, compiling = 32, 4, "off"',
 }
 CLAIMS = {  # claims of a notebook about its run
     "00_quickstart": 'assert min(here["eval/avg_reward"], gymnasium["eval/avg_reward"]) >= 475\n'
@@ -37,6 +38,8 @@ CLAIMS = {  # claims of a notebook about its run
     "06_off_policy": "assert curve[0] < 30 and max(curve[-5:]) > 100",
     "07_memory_and_images": "assert with_memory[-1] > 0.8 and without_memory[-1] < -0.3\n"
     "assert returns[-1] > 2 * returns[0]",
+    "08_vla": 'rates = {name: result["eval/success_rate"] for name, result in rates.items()}\n'
+    'assert 0.3 < rates["clone"] < 0.65 and rates["after GRPO"] > 0.8 and rates["swapped instructions"] < 0.1',
 }
 ELSEWHERE = {"GAE", "VTrace", "Squashed"} | {  # results of kernels, and output that other notebooks show during a run
     "act_and_step", "collect_rollout", "episode_init", "episode_update", "loop", "place_at_truncations",

@@ -12,9 +12,10 @@ NEEDED = {
     "05_push_cube": ("matplotlib", "mujoco", "imageio_ffmpeg"),
     "06_off_policy": ("matplotlib",),
     "07_memory_and_images": ("matplotlib",),
+    "08_vla": ("matplotlib", "mujoco", "imageio_ffmpeg"),
 }
-VIDEOS = {"00_quickstart": 1, "05_push_cube": 1}
-PICTURES = {"00": 1, "01": 10, "02": 1, "03": 3, "04": 2, "05": 1, "06": 1, "07": 3}
+VIDEOS = {"00_quickstart": 1, "05_push_cube": 1, "08_vla": 2}
+PICTURES = {"00": 1, "01": 10, "02": 1, "03": 3, "04": 2, "05": 1, "06": 1, "07": 3, "08": 2}
 
 
 def cells(notebook):
