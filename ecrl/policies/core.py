@@ -65,7 +65,8 @@ class Policy:
     entry per token. The log-probability of an action is then the sum of the log-probabilities of its tokens. If only
     some tokens count, `act` also returns a bool field `token_mask` of the same shape, True for the tokens that count.
     If there are two token axes or more, the first one is the axis of the steps of a chunk. The tokens of steps that
-    were not taken do not count.
+    were not taken do not count. If the steps of a chunk depend on each other's noise, use one token axis, so that all
+    tokens count.
 
     Most policies have the unit "step": `evaluate` and `value` process every step independently and accept any leading
     axes. A policy with memory has the unit "sequence". The `steps` of a sequence policy have shape `[n, S]`, with time

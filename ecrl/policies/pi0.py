@@ -15,6 +15,9 @@ Only the numbers that the environment takes get noise: the first k steps and the
 numbers follow from them, so the log-density of the numbers with noise is the log-density of the whole step. Without
 noise, an action is the result of denoising steps without noise, from the same start each time.
 
+Later denoising steps mix all steps of a chunk, so the noise of each number changes all of them. `sample_log_prob`
+therefore has one token axis `[k * A]`: all numbers count, even if an episode ends inside the chunk.
+
 Sources: Black et al. 2024 (pi0), arXiv:2410.24164. Chen et al. 2025 (pi_RL, Flow-SDE and Flow-Noise), arXiv:2510.25889.
 """
 
@@ -428,8 +431,8 @@ def _part(name: str, config: Any, cfg: Pi0Config) -> str:
 def pi0(cfg: Pi0Config, observation_space: Space, action_space: Box, policy_cfg: PolicyConfig) -> Policy:
     """Build the policy of a pi0 checkpoint.
 
-    `sample_log_prob` and the results of `evaluate` have the shape `[*B, k, A]`. `evaluate` also reads the fields
-    of the denoising steps that `act` returns, whose names begin with `flow_`.
+    `sample_log_prob` and the results of `evaluate` have the shape `[*B, k * A]`, and all numbers of a chunk count.
+    `evaluate` also reads the fields of the denoising steps that `act` returns, whose names begin with `flow_`.
 
     The params are `model`, `adapters`, `noise_head` and `critic`, as far as they exist. Weights that are not trained
     are the frozen parameters `base`.
@@ -448,6 +451,7 @@ def pi0(cfg: Pi0Config, observation_space: Space, action_space: Box, policy_cfg:
         check_names("policy.vla.trained", cfg.trained, names, "part")
     numbers = action_space.shape[-1]
     taken = action_space.shape[0] if len(action_space.shape) == 2 else 1, numbers
+    tokens = taken[0] * numbers
     steps = cfg.denoising_steps or config.num_inference_steps
     flow = _Flow(net, steps, config.chunk_size, config.max_action_dim, taken)
     networks: dict[str, Pure] = {}
@@ -490,7 +494,7 @@ def pi0(cfg: Pi0Config, observation_space: Space, action_space: Box, policy_cfg:
         x, log_prob, fields = noise.sample(params, weights, inputs, None if drawn is None else drawn.reshape(-1))
         action = reader.actions(x).reshape(*batch, *action_space.shape)
         fields = {name: field.reshape(*batch, *field.shape[1:]) for name, field in fields.items()}
-        fields |= {"action": action, "sample_log_prob": log_prob.reshape(*batch, *taken)}
+        fields |= {"action": action, "sample_log_prob": log_prob.reshape(*batch, tokens)}
         return carry, TensorDict(cast(Any, fields), batch)
 
     def rows_of(steps: TensorDict) -> tuple[Any, dict[str, Tensor], torch.Size]:
@@ -507,7 +511,7 @@ def pi0(cfg: Pi0Config, observation_space: Space, action_space: Box, policy_cfg:
         rows, fields, batch = rows_of(steps)
         weights, inputs, _ = read(params, rows)
         log_prob, entropy = noise.evaluate(params, weights, inputs, fields)
-        return log_prob.reshape(*batch, *taken), entropy.reshape(*batch, *taken)
+        return log_prob.reshape(*batch, tokens), entropy.reshape(*batch, tokens)
 
     policy = Policy(init, cast(Any, noise.draw), act, evaluate, None, init_frozen=init_frozen)
     if cfg.critic is None:
@@ -523,7 +527,7 @@ def pi0(cfg: Pi0Config, observation_space: Space, action_space: Box, policy_cfg:
         weights, inputs, features = read(params, rows)
         log_prob, entropy = noise.evaluate(params, weights, inputs, fields)
         values = critic.forward(cast(TensorDict, params["critic"]), features).reshape(batch)
-        return log_prob.reshape(*batch, *taken), entropy.reshape(*batch, *taken), values
+        return log_prob.reshape(*batch, tokens), entropy.reshape(*batch, tokens), values
 
     return replace(policy, value=value, evaluate_and_value=evaluate_and_value)
 

@@ -118,8 +118,7 @@ def test_only_adapters_are_trained_and_the_reference_is_the_pretrained_model():
     pretrained = init_state(plain)
     steps = batch["steps"][:, :-1]
     expected, _ = build(plain).policy.evaluate(policy_params(pretrained), EMPTY, steps)
-    executed = torch.arange(3) < steps["executed"].unsqueeze(-1)
-    expected = expected.masked_fill(~executed.unsqueeze(-1), 0.0).sum((-2, -1))
+    expected = expected.sum(-1)
     close(reference_log_prob(run, last, batch), expected, tol=1e-4)
     now, _ = run.policy.evaluate_rows(policy_params(last), steps)
     assert (now - expected).abs().max() > 1e-3

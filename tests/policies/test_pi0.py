@@ -19,7 +19,7 @@ from ecrl import rng
 from ecrl.errors import ConfigError, MissingExtraError
 from ecrl.loop.policy_check import check_policy
 from ecrl.policies import encode_instructions, make_policy
-from ecrl.policies.core import example
+from ecrl.policies.core import example, sum_tokens
 from ecrl.spaces import Box, MultiDiscrete, box, dict_space
 
 EMPTY = TensorDict({}, [])
@@ -91,7 +91,8 @@ def test_the_start_is_drawn_and_only_one_step_has_noise():
     params = weights_of(policy)
     out, noise = acted(policy, params, 200)
     assert out["flow_sample"].shape == (200, CHUNK, NUMBERS) and out["flow_next"].shape == (200, 3, 2)
-    assert out["sample_log_prob"].shape == out["action"].shape == (200, 3, 2) and out["flow_step"].shape == (200,)
+    assert out["action"].shape == (200, 3, 2) and out["flow_step"].shape == (200,)
+    assert out["sample_log_prob"].shape == (200, 6), "one axis, since no number is independent of the others"
     assert torch.equal(out["flow_step"], noise["step"]) and out["flow_step"].bincount().min() > 40
     first = out["flow_step"] == 0
     assert torch.equal(out["flow_sample"][first], noise["start"][first])
@@ -119,7 +120,7 @@ def test_flow_sde_log_probabilities_are_the_closed_form():
                 z = (after - mean) / std
                 close(torch.tensor(z), float(noise["noise"][i, j, a]), tol=1e-4)
                 expected = -0.5 * z * z - math.log(std * math.sqrt(2.0 * math.pi))
-                close(out["sample_log_prob"][i, j, a], expected, tol=1e-4)
+                close(out["sample_log_prob"][i, 2 * j + a], expected, tol=1e-4)
 
 
 def test_flow_noise_averages_over_the_steps():
@@ -143,7 +144,7 @@ def test_flow_noise_averages_over_the_steps():
         z = noise["noise"][:, i].double()
         log_probs.append(-0.5 * z**2 - std.abs().log() - 0.5 * math.log(2.0 * math.pi))
     expected = torch.stack(log_probs).mean(0)
-    rounded = (noise["noise"].abs() < 0.05).any(1)
+    expected, rounded = expected.flatten(1), (noise["noise"].abs() < 0.05).any(1).flatten(1)
     close(out["sample_log_prob"][~rounded], expected[~rounded], tol=1e-3)
     other = params.clone()
     other["noise_head"] = other["noise_head"].apply(lambda x: x + 1.0)
@@ -161,9 +162,27 @@ def test_acting_equals_evaluating(name, is_sampled):
     nested = out.reshape(3, 4)
     again, _, value = policy.evaluate_and_value(params, EMPTY, nested)
     close(again.flatten(0, 1), log_prob, tol=1e-5)
-    assert entropy.shape == (12, 3, 2) and value.shape == (3, 4)
+    assert entropy.shape == (12, 6) and value.shape == (3, 4)
     close(policy.value(params, EMPTY, nested["obs"]), value, tol=1e-5)
     assert value.unique().numel() == 12
+
+
+@pytest.mark.parametrize("name", NOISES)
+def test_all_numbers_count_if_an_episode_ends_inside_a_chunk(name):
+    """The noise of steps that are not taken changes the steps that are taken, since denoising mixes the chunk."""
+    policy = tiny(**NOISES[name])
+    params = weights_of(policy)
+    out, noise = acted(policy, params)
+    changed = noise.clone()
+    changed["noise"][..., 2, :] += 1.0
+    other = policy.act(params, EMPTY, out["obs"], changed)[1]
+    is_mixed = noise["step"] < 2 if "step" in noise.keys() else torch.ones(12, dtype=torch.bool)  # noqa: SIM118
+    assert is_mixed.any() and not torch.isclose(other["action"], out["action"])[is_mixed, 0].any()
+    rows = out.copy().set("executed", torch.ones(12, dtype=torch.int64))
+    log_prob, entropy = policy.evaluate_rows(params, rows)
+    close(log_prob, out["sample_log_prob"].sum(-1), tol=1e-5)
+    close(sum_tokens(out["sample_log_prob"], rows), log_prob, tol=1e-5)
+    close(entropy, policy.evaluate(params, EMPTY, rows)[1].sum(-1), tol=1e-5)
 
 
 PLAIN = box(0, 255, 3, SIZE, SIZE, dtype=torch.uint8)
@@ -205,7 +224,7 @@ def test_the_functions_keep_the_contract(name):
 def test_single_actions():
     policy = tiny(actions=box(-1.0, 1.0, 2))
     out, _ = acted(policy, weights_of(policy))
-    assert out["action"].shape == (12, 2) and out["sample_log_prob"].shape == (12, 1, 2)
+    assert out["action"].shape == (12, 2) and out["sample_log_prob"].shape == (12, 2)
 
 
 def test_bfloat16_is_near():
