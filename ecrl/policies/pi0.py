@@ -21,6 +21,7 @@ therefore has one token axis `[k * A]`: all numbers count, even if an episode en
 Sources: Black et al. 2024 (pi0), arXiv:2410.24164. Chen et al. 2025 (pi_RL, Flow-SDE and Flow-Noise), arXiv:2510.25889.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 from math import log
 from pathlib import Path
@@ -427,6 +428,19 @@ def _part(name: str, config: Any, cfg: Pi0Config) -> str:
     return "model" if is_in(name, cfg.trained) else "base"
 
 
+def _check_effect(key: str, parts: Iterable[str], names: Iterable[str], config: Any, cfg: Pi0Config) -> None:
+    """Raise ConfigError for a part that would train nothing, because neither actions nor values depend on its weights.
+
+    `names` are the names of the weights that the config entry `key` chooses from.
+    """
+    known = list(names)
+    for part in parts:
+        if all(_is_unused(name, config, cfg) for name in known if is_in(name, [part])):
+            problem = "no weights that change the actions" + (" or the values" if cfg.critic is not None else "")
+            advice = "name another part" + (", or set policy.vla.critic" if cfg.critic is None else "")
+            raise ConfigError(f"{key}: {part!r} has {problem}; {advice}")
+
+
 @register_vla_backend("pi0")
 def pi0(cfg: Pi0Config, observation_space: Space, action_space: Box, policy_cfg: PolicyConfig) -> Policy:
     """Build the policy of a pi0 checkpoint.
@@ -449,6 +463,10 @@ def pi0(cfg: Pi0Config, observation_space: Space, action_space: Box, policy_cfg:
     names = [name for name, _ in net.module.named_parameters()]
     if cfg.trained is not None:
         check_names("policy.vla.trained", cfg.trained, names, "part")
+        _check_effect("policy.vla.trained", cfg.trained, names, config, cfg)
+    if cfg.adapters is not None:
+        adapters = [name for name in names if is_adapter(name)]
+        _check_effect("policy.vla.adapters.layers", cfg.adapters.layers, adapters, config, cfg)
     numbers = action_space.shape[-1]
     taken = action_space.shape[0] if len(action_space.shape) == 2 else 1, numbers
     tokens = taken[0] * numbers

@@ -259,6 +259,13 @@ def test_trained_chooses_the_parts_that_learn():
     assert not names & frozen and "pi0.model.dit.embed_tokens.weight" in frozen
 
 
+def test_with_a_critic_the_end_of_the_language_model_is_trained():
+    policy = tiny(trained=["language_model.norm"], critic="mlp", adapters={"layers": ["language_model.layers.1.mlp"]})
+    params = policy.init(rng.key(0))
+    assert list(params["model"].keys()) == ["pi0.model.vlm.language_model.norm.weight"]
+    assert len(params["adapters"].keys()) == 6
+
+
 def test_adapters_start_at_the_pretrained_model():
     plain, adapted = tiny(), tiny(adapters={"rank": 2, "layers": ["q_proj", "dit"], "scale": 2.0})
     one, two = weights_of(plain), weights_of(adapted, seed=1)
@@ -336,6 +343,19 @@ FITTING = {
     "no such layer": (
         {"adapters": {"layers": ["qproj"]}},
         r"^policy.vla.adapters.layers: the model has no linear layer 'qproj'; did you mean 'q_proj'\?$",
+    ),
+    "a part that trains nothing": (
+        {"trained": ["dit", "language_model.norm"]},
+        r"^policy.vla.trained: 'language_model.norm' has no weights that change the actions; name another part, or set "
+        r"policy.vla.critic$",
+    ),
+    "a part that trains nothing with a critic": (
+        {"trained": ["dit.embed_tokens"], "critic": "mlp"},
+        r"^policy.vla.trained: 'dit.embed_tokens' has no weights that change the actions or the values; name another",
+    ),
+    "adapters that train nothing": (
+        {"adapters": {"layers": ["language_model.layers.1.mlp"]}},
+        r"^policy.vla.adapters.layers: 'language_model.layers.1.mlp' has no weights that change the actions; name",
     ),
     "no such instruction": (
         {"instruction": "text"},
