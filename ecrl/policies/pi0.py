@@ -460,6 +460,9 @@ def pi0(cfg: Pi0Config, observation_space: Space, action_space: Box, policy_cfg:
     net = pure(lambda: _make_model(folder, cfg), "policy.vla", policy_cfg.bf16)
     config = cast(Any, net.module).pi0.config
     reader = _reader(config, cfg, folder, observation_space, action_space)
+    if policy_cfg.normalize_obs and reader.statistics.state is not None:
+        problem = "true, but processor_config.json of the checkpoint already standardises the state"
+        raise ConfigError(f"policy.normalize_obs: {problem}; set it to false")
     names = [name for name, _ in net.module.named_parameters()]
     if cfg.trained is not None:
         check_names("policy.vla.trained", cfg.trained, names, "part")

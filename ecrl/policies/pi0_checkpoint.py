@@ -7,6 +7,7 @@ is run, and nothing is downloaded. The extra `vla` is required.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import isfinite
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, cast
@@ -110,21 +111,40 @@ class Statistics(NamedTuple):
 def read_statistics(folder: Path, state: int, actions: int) -> Statistics:
     """Return the statistics in `processor_config.json` of a checkpoint, if it has this file.
 
-    Raises: ConfigError if the statistics are not of `state` and `actions` numbers.
+    Raises: ConfigError if the statistics are not lists of `state` and `actions` finite numbers, if a standard deviation
+        is not above 0, or if a mean or a standard deviation is alone.
     """
     path = folder / "processor_config.json"
     data = read_json(path) if path.is_file() else {}
-    found = []
-    for name, size in (("state", state), ("actions", actions)):
-        mean, std = (data.get(f"{name}_{part}") for part in ("mean", "std"))
-        if mean is None or std is None:
-            found.append(None)
-            continue
-        if len(mean) != size or len(std) != size:
-            have = f"{name}_mean and {name}_std of {len(mean)} and {len(std)} numbers"
-            raise ConfigError(f"{_KEY}: {str(path)!r} has {have}, but the environment has {size}; correct the file")
-        found.append((tuple(map(float, mean)), tuple(map(float, std))))
-    return Statistics(*found)
+    return Statistics(_mean_and_std(path, data, "state", state), _mean_and_std(path, data, "actions", actions))
+
+
+def _mean_and_std(
+    path: Path, data: Mapping[str, Any], name: str, size: int
+) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+    """Return the mean and the standard deviation of `name` in a file, or None if the file has neither."""
+    keys = f"{name}_mean", f"{name}_std"
+    absent = [key for key in keys if data.get(key) is None]
+    if len(absent) == 2:
+        return None
+    where, advice = f"{_KEY}: {str(path)!r}", "correct the file"
+    if absent:
+        present = keys[1 - keys.index(absent[0])]
+        raise ConfigError(f"{where} has {present}, but no {absent[0]}; add it, or delete {present}")
+    for key in keys:
+        if not isinstance(data[key], list) or not all(map(_is_finite, data[key])):
+            raise ConfigError(f"{where}: {key} is not a list of finite numbers; {advice}")
+        if len(data[key]) != size:
+            problem = f"{key} has the length {len(data[key])}, but the environment has {size} numbers"
+            raise ConfigError(f"{where}: {problem}; {advice}")
+    mean, std = (tuple(map(float, data[key])) for key in keys)
+    if min(std, default=1.0) <= 0.0:
+        raise ConfigError(f"{where}: {keys[1]} has {min(std)}, which is not above 0; {advice}")
+    return mean, std
+
+
+def _is_finite(x: Any) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool) and isfinite(x)
 
 
 def write_model(folder: Path, source: Path, weights: Mapping[str, Tensor]) -> None:

@@ -244,11 +244,50 @@ def test_statistics_of_the_checkpoint_scale_states_and_actions(tmp_path):
     obs["proprio"] = (obs["proprio"] - torch.tensor([1.0, 2.0])) / torch.tensor([0.5, 4.0])
     raw = plain.act(weights_of(plain), EMPTY, obs, None)[1]["action"]
     close(out["action"], raw * torch.tensor([2.0, 3.0]) + torch.tensor([0.1, 0.2]), tol=1e-4)
-    write_statistics(path, state_mean=[1.0], state_std=[0.5])
-    with pytest.raises(
-        ConfigError, match=r"has state_mean and state_std of 1 and 1 numbers, but the environment has 2"
-    ):
-        tiny(path=str(path), noise_level=0.3)
+
+
+STATISTICS = {
+    "too short": (
+        {"state_mean": [1.0], "state_std": [0.5]},
+        r"state_mean has the length 1, but the environment has 2 numbers; correct the file$",
+    ),
+    "a number": ({"state_mean": 0.0, "state_std": [1.0, 1.0]}, r"state_mean is not a list of finite numbers; correct"),
+    "strings": (
+        {"actions_mean": [0.0, 0.0], "actions_std": ["a", "b"]},
+        r"actions_std is not a list of finite numbers",
+    ),
+    "not a number": ({"state_mean": [0.0, math.nan], "state_std": [1.0, 1.0]}, r"state_mean is not a list of finite"),
+    "a flag": ({"state_mean": [0.0, True], "state_std": [1.0, 1.0]}, r"state_mean is not a list of finite"),
+    "no deviation": (
+        {"state_mean": [0.0, 0.0]},
+        r"processor_config.json' has state_mean, but no state_std; add it, or delete state_mean$",
+    ),
+    "no mean": ({"actions_std": [1.0, 1.0]}, r"has actions_std, but no actions_mean; add it, or delete actions_std$"),
+    "a deviation of 0": (
+        {"state_mean": [0.0, 0.0], "state_std": [1.0, 0.0]},
+        r"state_std has 0.0, which is not above 0; correct the file$",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STATISTICS)
+def test_wrong_statistics_are_refused_in_one_line(case, tmp_path):
+    numbers, message = STATISTICS[case]
+    write_statistics(path := _copy(tmp_path), **numbers)
+    with pytest.raises(ConfigError, match=r"^policy.vla.model_path: .*" + message) as caught:
+        tiny(path=str(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_states_are_standardised_once(tmp_path):
+    write_statistics(path := _copy(tmp_path), state_mean=[1.0, 2.0], state_std=[0.5, 4.0])
+    message = (
+        r"^policy.normalize_obs: true, but processor_config.json of the checkpoint already standardises the state; set "
+    )
+    with pytest.raises(ConfigError, match=message):
+        tiny(path=str(path), section={"normalize_obs": True})
+    write_statistics(path, actions_mean=[0.1, 0.2], actions_std=[2.0, 3.0])
+    tiny(path=str(path), section={"normalize_obs": True}, noise_level=0.4)
 
 
 def test_trained_chooses_the_parts_that_learn():

@@ -83,7 +83,7 @@ def checkpoint(seed: int = 0) -> str:
     return str(write_checkpoint(Path(mkdtemp(prefix="tiny_pi0_")), seed))
 
 
-def write_statistics(folder: Path, **numbers: list[float]) -> None:
+def write_statistics(folder: Path, **numbers: Any) -> None:
     """Write the means and standard deviations of the state and of the actions, as the processor of pi0 saves them."""
     (folder / "processor_config.json").write_text(json.dumps({"processor_class": "PI0Processor", **numbers}))
 
