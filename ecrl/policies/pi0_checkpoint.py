@@ -13,7 +13,6 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, cast
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ecrl.errors import ConfigError, extra
@@ -25,14 +24,17 @@ _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".safetensors", ".index.json",
 
 
 @contextmanager
-def _without_progress_bars() -> Iterator[None]:
+def _quiet() -> Iterator[None]:
+    """Silence the progress bars and the warnings of transformers. Errors of ecrl report what is wrong."""
     from transformers.utils import logging
 
-    was_enabled = logging.is_progress_bar_enabled()
+    was_enabled, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity(logging.CRITICAL)
     try:
         yield
     finally:
+        logging.set_verbosity(verbosity)
         if was_enabled:
             logging.enable_progress_bar()
 
@@ -71,29 +73,45 @@ def check_folder(model_path: str | None) -> Path:
 def read_model(folder: Path) -> Any:
     """Return the model of a checkpoint, a `PI0ForConditionalGeneration` in float32 and in evaluation mode.
 
-    Raises: ConfigError if a weight is missing or has another shape, or if a file is damaged. MissingExtraError if
-        transformers is not installed.
+    Raises: ConfigError if a weight is missing, unknown or of another shape, or if a file is damaged. MissingExtraError
+        if transformers is not installed.
     """
     with extra("vla"):
         from transformers import PI0ForConditionalGeneration
     read: Any = PI0ForConditionalGeneration.from_pretrained
     try:
-        with _without_progress_bars():
+        with _quiet():
             model, report = read(
                 str(folder),
                 local_files_only=True,
                 trust_remote_code=False,
                 use_safetensors=True,
                 dtype=torch.float32,
+                ignore_mismatched_sizes=True,  # the report names them
                 output_loading_info=True,
             )
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
+    except Exception as error:  # damaged files raise errors of many kinds
         problem = f"{str(folder)!r} cannot be loaded by transformers: {_one_line(error)}"
         raise ConfigError(f"{_KEY}: {problem}; copy the checkpoint again") from None
-    if missing := sorted(report["missing_keys"]):
-        more = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
-        raise ConfigError(f"{_KEY}: {str(folder)!r} lacks the weights {missing[0]}{more}; copy the checkpoint again")
+    _check_report(folder, report)
     return model.eval()
+
+
+def _check_report(folder: Path, report: Mapping[str, Any]) -> None:
+    """Raise ConfigError for the first weight that is missing, of another shape, or unknown to the model."""
+    shapes = [
+        f"{name} of shape {list(have)}, but config.json has {list(want)}"
+        for name, have, want in sorted(report["mismatched_keys"])
+    ]
+    problems = (
+        ("lacks the weights", sorted(report["missing_keys"]), "copy the checkpoint again"),
+        ("has the weights", shapes, "copy the checkpoint again"),
+        ("has weights that pi0 lacks,", sorted(report["unexpected_keys"]), "remove them, or copy the checkpoint again"),
+    )
+    for problem, found, advice in problems:
+        if found:
+            more = f" and {len(found) - 1} others" if len(found) > 1 else ""
+            raise ConfigError(f"{_KEY}: {str(folder)!r} {problem} {found[0]}{more}; {advice}")
 
 
 class Statistics(NamedTuple):
@@ -166,7 +184,7 @@ def write_model(folder: Path, source: Path, weights: Mapping[str, Tensor]) -> No
     others = [p for p in source.iterdir() if p.is_file() and not p.name.endswith(_OTHER_WEIGHTS)]
     files: dict[str, Any] = {path.name: path.read_bytes() for path in others}
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=folder.parent) as temporary, _without_progress_bars():
+    with TemporaryDirectory(dir=folder.parent) as temporary, _quiet():
         cast(Any, model).save_pretrained(temporary)
         files |= {path.name: path for path in Path(temporary).iterdir()}
         write_folder(folder, files)
@@ -189,7 +207,8 @@ def encode_instructions(model_path: str, texts: Sequence[str]) -> tuple[Tensor, 
     with extra("vla"):
         from transformers import AutoTokenizer
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        with _quiet():
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the formats of tokenizers raise errors of many kinds
         problem = f"the tokenizer in {model_path!r} cannot be loaded: {_one_line(error)}"
         raise ConfigError(f"{_KEY}: {problem}; copy tokenizer.json and tokenizer_config.json there") from None

@@ -443,6 +443,17 @@ def _of_another_shape(path: Path):
     save_file(weights, path / "model.safetensors", {"format": "pt"})
 
 
+def _with_another_weight(path: Path):
+    weights = load_file(path / "model.safetensors")
+    weights["second_head.bias"] = torch.zeros(7)
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+
+
+def _with_a_wrong_size(path: Path):
+    data = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(data | {"chunk_size": "a"}))
+
+
 def _cut(path: Path):
     data = (path / "model.safetensors").read_bytes()
     (path / "model.safetensors").write_bytes(data[: len(data) // 2])
@@ -455,18 +466,32 @@ FAULTS = {
     "another kind": (_of_another_kind, r"is a checkpoint of 'llama', expected 'pi0'; give the folder"),
     "no weights": (lambda path: (path / "model.safetensors").unlink(), r"cannot be loaded by transformers: OSError"),
     "a weight less": (_without_a_weight, r"lacks the weights action_out_proj.bias; copy the checkpoint again$"),
-    "another shape": (_of_another_shape, r"cannot be loaded by transformers: RuntimeError: "),
+    "another shape": (
+        _of_another_shape,
+        r"has the weights action_out_proj.bias of shape \[7\], but config.json has \[3\]; copy the checkpoint again$",
+    ),
+    "a weight more": (
+        _with_another_weight,
+        r"has weights that pi0 lacks, second_head.bias; remove them, or copy the checkpoint again$",
+    ),
+    "a wrong size": (_with_a_wrong_size, r"cannot be loaded by transformers: \w+: .*; copy the checkpoint again$"),
     "a damaged file": (_cut, r"cannot be loaded by transformers: SafetensorError: "),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_wrong_checkpoint_is_refused_in_one_line(fault, tmp_path):
+def test_a_wrong_checkpoint_is_refused_in_one_line(fault, tmp_path, capfd):
+    """Transformers prints nothing about the fault, and its settings stay as they were."""
+    from transformers.utils import logging
+
     damage, message = FAULTS[fault]
     damage(path := _copy(tmp_path))
+    settings, _ = (logging.get_verbosity(), logging.is_progress_bar_enabled()), capfd.readouterr()
     with pytest.raises(ConfigError, match=r"^policy.vla.model_path: .*" + message) as caught:
         tiny(path=str(path))
     assert "\n" not in str(caught.value)
+    assert capfd.readouterr() == ("", "")
+    assert settings == (logging.get_verbosity(), logging.is_progress_bar_enabled())
 
 
 def test_a_path_is_needed():
