@@ -13,10 +13,11 @@ import ecrl
 from ecrl import rng
 from ecrl.algorithms.core import collect
 from ecrl.algorithms.reference import reference_log_prob
-from ecrl.errors import ConfigError
+from ecrl.errors import ConfigError, UserError
 from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, make_iteration, train_iter
 from ecrl.policies import policy_params, save_pi0
+from ecrl.run.export import export
 
 EMPTY = TensorDict({}, [])
 HEAD = {"policy.vla.noise_head": {"type": "mlp", "network_cfg": {"hidden_sizes": [8]}}}
@@ -143,6 +144,14 @@ def test_an_existing_folder_and_another_policy_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"^policy: save_pi0 needs the policy vla with the backend pi0; use"):
         save_pi0(tmp_path / "new", state, other)
     assert not (tmp_path / "new").exists()
+
+
+def test_export_refers_to_save_pi0(tmp_path, capfd):
+    cfg = flowing("grpo")
+    message = r"^policy.pt2: policy 'vla' cannot be exported .*: backend pi0 has no graph; write a checkpoint with "
+    with pytest.raises(UserError, match=message + r"ecrl.policies.save_pi0$") as caught:
+        export(init_state(cfg), cfg, tmp_path / "exported")
+    assert "\n" not in str(caught.value) and capfd.readouterr().err == ""
 
 
 def test_evaluations_act_without_noise():
