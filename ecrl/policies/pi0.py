@@ -567,8 +567,8 @@ def save_pi0(folder: str | Path, state: TensorDict, cfg: Config) -> None:
         state: state of a run.
         cfg: config of the run, whose `policy.vla` has the backend `pi0`.
 
-    Raises: ConfigError if the folder exists, if the config has another policy, or if the checkpoint that the run began
-        with cannot be read.
+    Raises: ConfigError if the folder exists or cannot be made, if the config has another policy, or if the checkpoint
+        that the run began with cannot be read.
     """
     section = getattr(cfg.policy, "vla", None)
     if not isinstance(section, Pi0Config):

@@ -5,6 +5,7 @@ is run, and nothing is downloaded. The extra `vla` is required.
 """
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import isfinite
@@ -170,10 +171,15 @@ def write_model(folder: Path, source: Path, weights: Mapping[str, Tensor]) -> No
 
     The folder appears complete or not at all.
 
-    Raises: ConfigError if the folder exists, or if the weights are not the weights of the model in `source`.
+    Raises: ConfigError if the folder exists or cannot be made, or if the weights are not the weights of the model in
+        `source`.
     """
-    if folder.exists():
+    if os.path.lexists(folder):
         raise ConfigError(f"{str(folder)!r} exists; give the path of a new folder")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{str(folder)!r} cannot be made: {_one_line(error)}; give another path") from None
     model: nn.Module = read_model(source)
     own = dict(model.named_parameters())
     if unknown := sorted(own.keys() ^ weights.keys()):
@@ -183,7 +189,6 @@ def write_model(folder: Path, source: Path, weights: Mapping[str, Tensor]) -> No
             own[name].copy_(weight)
     others = [p for p in source.iterdir() if p.is_file() and not p.name.endswith(_OTHER_WEIGHTS)]
     files: dict[str, Any] = {path.name: path.read_bytes() for path in others}
-    folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent) as temporary, _quiet():
         cast(Any, model).save_pretrained(temporary)
         files |= {path.name: path for path in Path(temporary).iterdir()}
@@ -200,9 +205,11 @@ def encode_instructions(model_path: str, texts: Sequence[str]) -> tuple[Tensor, 
         texts: the instructions.
 
     Returns: int64 ids `[len(texts), L]`, where L is the length of the longest instruction, and the space of one row.
-    Raises: ConfigError if a word is unknown to the tokenizer, or if the folder has no tokenizer. MissingExtraError if
-        transformers is not installed.
+    Raises: ConfigError if there are no texts, if a word is unknown to the tokenizer, or if the folder has no tokenizer.
+        MissingExtraError if transformers is not installed.
     """
+    if not texts:
+        raise ConfigError("encode_instructions: texts is empty; give the instructions of the environment")
     folder = check_folder(model_path)
     with extra("vla"):
         from transformers import AutoTokenizer

@@ -140,6 +140,9 @@ def test_an_existing_folder_and_another_policy_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"exists; give the path of a new folder$"):
         save_pi0(tmp_path, state, cfg)
     assert (tmp_path / "note").read_text() == "mine"
+    with pytest.raises(ConfigError, match=r"note/tuned' cannot be made: \w+: .*; give another path$") as caught:
+        save_pi0(tmp_path / "note" / "tuned", state, cfg)
+    assert "\n" not in str(caught.value)
     other = ecrl.load_config("cartpole_ppo")
     with pytest.raises(ConfigError, match=r"^policy: save_pi0 needs the policy vla with the backend pi0; use"):
         save_pi0(tmp_path / "new", state, other)

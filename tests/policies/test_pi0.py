@@ -331,6 +331,10 @@ def test_instructions_are_tokens_of_the_checkpoint():
 
 
 def test_unknown_words_are_named(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"^encode_instructions: texts is empty; give the instructions of the environ"
+    ):
+        encode_instructions(checkpoint(), [])
     with pytest.raises(ConfigError) as caught:
         encode_instructions(checkpoint(), ["go red", "paint it red"])
     line = f"instruction 'paint it red': the tokenizer of {checkpoint()!r} does not know 'paint', 'it'; reword it"
@@ -366,6 +370,10 @@ FITTING = {
     "a long state": (
         {"observations": dict_space({"camera": CAMERA, "x": box(-1.0, 1.0, 6)})},
         r"^policy vla: a state has 6, but the checkpoint has room for 5 numbers; leave some observations out$",
+    ),
+    "no bounds": (
+        {"actions": box(-math.inf, math.inf, 3, 2)},
+        r"^policy vla: the action space has no finite bounds; give each number finite bounds$",
     ),
     "a wide action": (
         {"actions": box(-1.0, 1.0, 3, 4)},
