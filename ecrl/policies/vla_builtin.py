@@ -140,7 +140,9 @@ class _Network(NamedTuple):
     def init(self, key: Tensor) -> TensorDict:
         """Return new weights, drawn from a 0-d key on the CPU.
 
-        The head of the action tokens begins near 0, so that a new policy chooses all bins with similar probability.
+        The head of the action tokens begins near 0, so that a new policy chooses all bins with similar probability. The
+        condition of the convolutions begins small. All phrasings of an instruction then share what the convolutions
+        learn. With a condition of size 1, two of five clones did not learn to find the blocks of ReachColorRL.
         """
         cfg, width, count = self.cfg, self.cfg.width, len(self.bins.space.low)
         keys = iter(rng.split(key, 8).unbind())
@@ -155,13 +157,13 @@ class _Network(NamedTuple):
             position = 0.02 * rng.normal(rng.fold_in(own, 2), (length, width))
             words = {"embedding": rng.normal(rng.fold_in(own, 0), (values, width)), "position": position}
             if images:
-                words["condition"] = rng.normal(rng.fold_in(own, 1), (values, _CONDITION))
+                words["condition"] = 0.2 * rng.normal(rng.fold_in(own, 1), (values, _CONDITION))
             parts["words"] = TensorDict(words, [])
         if flat_dim(self.inputs.others):
             parts["others"] = init_linear(next(keys), flat_dim(self.inputs.others), width)
         parts["layers"] = init_layers(next(keys), width, cfg.layers)
         actions: dict[str, Any] = {
-            "query": rng.normal(next(keys), (count, width)),
+            "query": 0.02 * rng.normal(next(keys), (count, width)),
             "norm": init_norm(width),
             "head": init_linear(next(keys), width, self.bins.width, 0.1),
         }
