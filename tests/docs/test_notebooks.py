@@ -39,7 +39,8 @@ CLAIMS = {  # claims of a notebook about its run
     "07_memory_and_images": "assert with_memory[-1] > 0.8 and without_memory[-1] < -0.3\n"
     "assert returns[-1] > 2 * returns[0]",
     "08_vla": 'rates = {name: result["eval/success_rate"] for name, result in rates.items()}\n'
-    'assert 0.3 < rates["clone"] < 0.65 and rates["after GRPO"] > 0.8 and rates["swapped instructions"] < 0.1',
+    'assert rates["clone"] > 0.3 and rates["after GRPO"] > rates["clone"] + 0.1\n'
+    'assert rates["swapped instructions"] < 0.1',
 }
 ELSEWHERE = {"GAE", "VTrace", "Squashed"} | {  # results of kernels, and output that other notebooks show during a run
     "act_and_step", "collect_rollout", "episode_init", "episode_update", "loop", "place_at_truncations",
