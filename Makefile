@@ -13,7 +13,7 @@ train: $(VENV)/installed
 	$(BIN)/ecrl eval outputs/make_train --env gymnasium:CartPole-v1 --num-episodes 100
 
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not long" --durations=60
+	$(BIN)/python -m pytest -n 2 -m "not long" --durations=60
 
 test-default: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -n 2 -m "not slow and not long"
