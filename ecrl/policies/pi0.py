@@ -338,12 +338,10 @@ class _Reader(NamedTuple):
     Attributes:
         inputs: the parts of an observation.
         state: numbers of a state of the model.
-        statistics: statistics of the checkpoint.
     """
 
     inputs: VLAInputs
     state: int
-    statistics: Statistics
 
     def pixels(self, obs: Any) -> Tensor:
         """Return all images as `[n, cameras, 3, size, size]` from -1 to 1."""
@@ -356,26 +354,41 @@ class _Reader(NamedTuple):
             return torch.zeros(len(like), 0, dtype=torch.int64, device=like.device)
         return self.inputs.part(obs, self.inputs.words[0])
 
-    def states(self, obs: Any, like: Tensor) -> Tensor:
+    def states(self, params: TensorDict, obs: Any, like: Tensor) -> Tensor:
         """Return the other observations, standardised and filled up with zeros, `[n, S]`."""
         if flat_dim(self.inputs.others) == 0:
             return like.new_zeros(len(like), self.state)
         x = flatten(obs, self.inputs.others)
-        if self.statistics.state is not None:
-            mean, std = (torch.tensor(part, dtype=x.dtype, device=x.device) for part in self.statistics.state)
-            x = (x - mean) / (std + 1e-8)
+        if (found := _statistics(params, "state")) is not None:
+            x = (x - found["mean"]) / (found["std"] + 1e-8)
         return F.pad(x, (0, self.state - x.shape[-1]))
 
-    def actions(self, x: Tensor) -> Tensor:
+    def actions(self, params: TensorDict, x: Tensor) -> Tensor:
         """Convert numbers of the model `[..., A]` to actions."""
-        if self.statistics.actions is None:
-            return x
-        mean, std = (torch.tensor(part, dtype=x.dtype, device=x.device) for part in self.statistics.actions)
-        return x * (std + 1e-8) + mean
+        found = _statistics(params, "actions")
+        return x if found is None else x * (found["std"] + 1e-8) + found["mean"]
 
 
-def _reader(config: Any, cfg: Pi0Config, folder: Path, observation_space: Space, action_space: Box) -> _Reader:
-    """Check that the observations and the actions fit the checkpoint, and return the reader."""
+def _statistics(params: TensorDict, name: str) -> dict[str, Tensor] | None:
+    """Return the mean and the standard deviation of the state or of the actions, if the checkpoint has them."""
+    found: Any = params.get("statistics", None)
+    return dict(found[name].items()) if found is not None and name in found else None
+
+
+def _statistics_params(statistics: Statistics) -> dict[str, TensorDict]:
+    """Return the statistics as frozen parameters: none, or `statistics` with `state`, `actions` or both."""
+    found = {name: pair for name, pair in statistics._asdict().items() if pair is not None}
+    parts = {
+        name: TensorDict({"mean": torch.tensor(mean), "std": torch.tensor(std)}, [])
+        for name, (mean, std) in found.items()
+    }
+    return {"statistics": TensorDict(cast(Any, parts), [])} if parts else {}
+
+
+def _reader(
+    config: Any, cfg: Pi0Config, folder: Path, observation_space: Space, action_space: Box
+) -> tuple[_Reader, Statistics]:
+    """Check that the observations and the actions fit the checkpoint. Return the reader and the statistics."""
     inputs = vla_inputs(observation_space, cfg.instruction)
     if not inputs.images:
         raise ConfigError("policy vla: backend pi0 needs an image, but the observations have none; add a camera")
@@ -397,7 +410,7 @@ def _reader(config: Any, cfg: Pi0Config, folder: Path, observation_space: Space,
     for what, have, most, advice in sizes:
         if have > most:
             raise ConfigError(f"policy vla: a {what} has {have}, but the checkpoint has room for {most} {advice}")
-    return _Reader(inputs, config.max_state_dim, read_statistics(folder, flat_dim(inputs.others), numbers))
+    return _Reader(inputs, config.max_state_dim), read_statistics(folder, flat_dim(inputs.others), numbers)
 
 
 def _make_model(folder: Path, cfg: Pi0Config) -> nn.Module:
@@ -449,7 +462,7 @@ def pi0(cfg: Pi0Config, observation_space: Space, action_space: Box, policy_cfg:
     `evaluate` also reads the fields of the denoising steps that `act` returns, whose names begin with `flow_`.
 
     The params are `model`, `adapters`, `noise_head` and `critic`, as far as they exist. Weights that are not trained
-    are the frozen parameters `base`.
+    are the frozen parameters `base`. The statistics of the checkpoint, if any, are the frozen parameters `statistics`.
 
     Raises: ConfigError if the checkpoint cannot be read, or if it does not fit the environment. MissingExtraError if
         transformers is not installed.
@@ -459,8 +472,8 @@ def pi0(cfg: Pi0Config, observation_space: Space, action_space: Box, policy_cfg:
         import transformers  # noqa: F401
     net = pure(lambda: _make_model(folder, cfg), "policy.vla", policy_cfg.bf16)
     config = cast(Any, net.module).pi0.config
-    reader = _reader(config, cfg, folder, observation_space, action_space)
-    if policy_cfg.normalize_obs and reader.statistics.state is not None:
+    reader, statistics = _reader(config, cfg, folder, observation_space, action_space)
+    if policy_cfg.normalize_obs and statistics.state is not None:
         problem = "true, but processor_config.json of the checkpoint already standardises the state"
         raise ConfigError(f"policy.normalize_obs: {problem}; set it to false")
     names = [name for name, _ in net.module.named_parameters()]
@@ -499,7 +512,8 @@ def pi0(cfg: Pi0Config, observation_space: Space, action_space: Box, policy_cfg:
         with seeded(torch.zeros((), dtype=torch.int64)):  # draws adapters, which are not used
             weights = net.init()
         own = {name: weights[name] for name in names if _part(name, config, cfg) == "base"}
-        return TensorDict({"base": TensorDict(cast(Any, own), [])}, []).to(device)
+        parts = {"base": TensorDict(cast(Any, own), [])} | _statistics_params(statistics)
+        return TensorDict(cast(Any, parts), []).to(device)
 
     def read(params: TensorDict, obs: Any) -> tuple[TensorDict, _Read, Tensor]:
         """Return the weights of the model, and what it reads of observations `[n, ...]`."""
@@ -507,7 +521,7 @@ def pi0(cfg: Pi0Config, observation_space: Space, action_space: Box, policy_cfg:
         weights = TensorDict({name: weight for part in parts for name, weight in part.items()}, [])
         pixels = reader.pixels(obs)
         cache, mask, features = net.call(weights, "read", pixels, reader.ids(obs, pixels))
-        return weights, _Read(cache, mask, reader.states(obs, pixels)), features
+        return weights, _Read(cache, mask, reader.states(params, obs, pixels)), features
 
     def act(params: TensorDict, carry: TensorDict, obs: Any, drawn: Any) -> tuple[TensorDict, TensorDict]:
         if torch.compiler.is_exporting():
@@ -515,7 +529,7 @@ def pi0(cfg: Pi0Config, observation_space: Space, action_space: Box, policy_cfg:
         rows, batch = one_batch(obs, reader.inputs.space)
         weights, inputs, _ = read(params, rows)
         x, log_prob, fields = noise.sample(params, weights, inputs, None if drawn is None else drawn.reshape(-1))
-        action = reader.actions(x).reshape(*batch, *action_space.shape)
+        action = reader.actions(params, x).reshape(*batch, *action_space.shape)
         fields = {name: field.reshape(*batch, *field.shape[1:]) for name, field in fields.items()}
         fields |= {"action": action, "sample_log_prob": log_prob.reshape(*batch, tokens)}
         return carry, TensorDict(cast(Any, fields), batch)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.checks import close
 from support.small_runs import last_state, same
-from support.tiny_pi0 import checkpoint, flowing
+from support.tiny_pi0 import checkpoint, flowing, write_checkpoint, write_statistics
 from tensordict import TensorDict
 
 import ecrl
@@ -131,6 +131,25 @@ def test_a_resumed_run_has_the_same_bits(tmp_path, changes):
     ecrl.save(tmp_path / "middle", last_state(cfg.replace(**{"trainer.iterations": 1})), cfg)
     state, loaded = ecrl.load(tmp_path / "middle")
     assert same(last_state(loaded, state), last_state(cfg))
+
+
+def test_the_state_keeps_the_statistics_of_the_checkpoint(tmp_path):
+    """A later change of the file changes no action of the run, also if another process loads it."""
+    path = write_checkpoint(tmp_path / "pi0")
+    numbers = {"state_mean": [0.1, 0.2], "state_std": [0.5, 2.0], "actions_mean": [0.1, 0.2], "actions_std": [2.0, 3.0]}
+    write_statistics(path, **numbers)
+    cfg = flowing("grpo", **{"policy.vla.model_path": str(path)})
+    state = init_state(cfg)
+    kept = state["frozen_params", "statistics"]
+    assert {f"{name}_{part}": x for name in kept.keys() for part, x in kept[name].items()}.keys() == numbers.keys()  # noqa: SIM118
+    close(kept["state", "std"], torch.tensor([0.5, 2.0]), tol=0.0)
+    ecrl.save(tmp_path / "run", state, cfg)
+    before = build(cfg).policy.act(policy_params(state), EMPTY, state["env", "obs"], None)[1]["action"]
+    write_statistics(path, **numbers | {"actions_std": [1.0, 1.0], "state_std": [1.0, 1.0]})
+    loaded, saved = ecrl.load(tmp_path / "run")
+    again = saved.replace(**{"policy.vla.noise_level": 0.4})  # another config, whose policy is built anew
+    after = build(again).policy.act(policy_params(loaded), EMPTY, loaded["env", "obs"], None)[1]["action"]
+    assert torch.equal(before, after)
 
 
 def test_an_existing_folder_and_another_policy_are_refused(tmp_path):
