@@ -8,6 +8,7 @@ run is a file, `results/runs/reach_color/<arm>/<seed>.json`, and is not measured
 import hashlib
 import json
 import shlex
+import shutil
 import sys
 import tempfile
 import time
@@ -68,10 +69,15 @@ def config(arm: Arm, seed: int, folder: Path) -> Config:
 
 def settings_hash(arm: Arm) -> str:
     """Return the hash of everything that a record depends on, except the seed and the code."""
-    cfg = config(arm, 0, Path("folder"))
-    settings = without_seeds_and_names(cfg.model_dump(mode="json", exclude_defaults=True))
-    about = {"demos": DEMOS, "expert": EXPERT, "episodes": EPISODES, "settings": settings}
+    about = {"demos": DEMOS, "expert": EXPERT, "episodes": EPISODES, "settings": _settings(arm)}
+    if arm is not ARMS["clone"]:
+        about["clone"] = _settings(ARMS["clone"])
     return hashlib.sha256(canonical_json(about).encode()).hexdigest()
+
+
+def _settings(arm: Arm) -> Row:
+    cfg = config(arm, 0, Path("folder"))
+    return without_seeds_and_names(cfg.model_dump(mode="json", exclude_defaults=True))
 
 
 def learn(arm: str, seed: int, started: float) -> Row:
@@ -183,7 +189,7 @@ def run(arms: tuple[str, ...] = tuple(ARMS), seeds: tuple[int, ...] = (0, 1, 2, 
 
     clones = [("clone", seed) for seed in seeds if seed not in records("clone", out) or _needs_clone(seed, arms, out)]
     for _, seed in clones:
-        (WORK / str(seed) / "demos.safetensors").unlink(missing_ok=True)
+        shutil.rmtree(WORK / str(seed), ignore_errors=True)
     rest = [(arm, seed) for arm in arms if arm != "clone" for seed in seeds if seed not in records(arm, out)]
     succeeded = all_of(clones) and all_of(rest)
     print(table(out))

@@ -37,6 +37,13 @@ def test_every_arm_but_the_first_starts_from_the_clone_of_its_seed(tmp_path):
     assert len({settings_hash(arm) for arm in ARMS.values()}) == len(ARMS)
 
 
+def test_other_settings_of_the_clone_make_all_records_stale(monkeypatch):
+    hashes = {name: settings_hash(arm) for name, arm in ARMS.items() if name != "clone_more"}
+    changed = ARMS["clone"]._replace(changes={"trainer.iterations": 3})
+    monkeypatch.setitem(ARMS, "clone", changed)
+    assert all(settings_hash(ARMS[name]) != before for name, before in hashes.items())
+
+
 def test_missing_runs_are_trained_after_their_clone_and_a_failure_is_reported(tmp_path, monkeypatch, capsys):
     called = []
 
@@ -52,8 +59,11 @@ def test_missing_runs_are_trained_after_their_clone_and_a_failure_is_reported(tm
     assert reach_color.run(("clone", "grpo"), (0, 1), tmp_path)
     assert called == [("clone", 0), ("clone", 1), ("grpo", 0), ("grpo", 1)]
     called.clear()
+    left = tmp_path / "work" / "0" / "clone" / "of_a_process_that_died"
+    left.mkdir(parents=True)
     assert not reach_color.run(("clone", "grpo", "ppo"), (0, 1), tmp_path)
     assert called == [("clone", 0), ("clone", 1), ("ppo", 0), ("ppo", 1)]  # the folders of the clones are gone
+    assert not left.exists()
     assert "ppo, seed 1: died" in capsys.readouterr().out
 
 
@@ -63,4 +73,6 @@ def test_an_unknown_arm_is_one_line():
 
 
 def test_the_page_has_the_table_of_the_files():
-    assert table() in (ROOT / "docs" / "vla.md").read_text(), "paste the output of: python -m benchmarks.reach_color"
+    assert records("clone")
+    page = (ROOT / "docs" / "vla.md").read_text()
+    assert f"\n{table()}\n\n" in page, "paste the table of: python -m benchmarks.reach_color"

@@ -21,7 +21,7 @@ PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(path.relative_to(ROOT)) for
 _BLOCK = re.compile(r'^```(\w*)(?: title="([^"]+)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
 
 
-NAMED = ("ppo", "grpo", "dqn", "pqn", "ddpg", "td3", "sac")
+NAMED = ("bc", "ppo", "grpo", "dqn", "pqn", "ddpg", "td3", "sac")
 """Algorithms whose files in configs/ are named in pages."""
 
 
@@ -48,7 +48,7 @@ def small(data: dict[str, Any]) -> dict[str, Any]:
     """Return a config with two iterations of a few steps, eager."""
     trainer = data["trainer"] | {"iterations": 2, "compile": "off", "buffer_size": 16, "eval_freq": 100}
     known = known_keys(lookup("algorithm", data["algorithm"]["name"]).config)
-    few = {"n_epochs": 1, "batch_size": 32, "learning_starts": 32}
+    few = {"n_epochs": 1, "batch_size": 32, "learning_starts": 32, "group_size": 4}
     cfg = data["algorithm"].get("cfg", {}) | {key: value for key, value in few.items() if key in known}
     return data | {"trainer": trainer | {"num_envs": 4}, "algorithm": data["algorithm"] | {"cfg": cfg}}
 
