@@ -5,6 +5,7 @@ is run, and nothing is downloaded. The extra `vla` is required.
 """
 
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,17 +28,17 @@ _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".safetensors", ".index.json",
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silence the progress bars and the warnings of transformers. Errors of ecrl report what is wrong."""
-    from transformers.utils import logging
+    from transformers.utils import logging as logs
 
-    was_enabled, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity(logging.CRITICAL)
+    was_enabled, verbosity = logs.is_progress_bar_enabled(), logs.get_verbosity()
+    logs.disable_progress_bar()
+    logs.set_verbosity(logging.CRITICAL)
     try:
         yield
     finally:
-        logging.set_verbosity(verbosity)
+        logs.set_verbosity(verbosity)
         if was_enabled:
-            logging.enable_progress_bar()
+            logs.enable_progress_bar()
 
 
 def _one_line(error: Exception) -> str:
