@@ -57,7 +57,7 @@ Cache = list[tuple[Tensor, Tensor]]
 
 
 class Pi0Config(VLAConfig):
-    """Settings of the backend `pi0`. The sizes of the network are those of the checkpoint at `model_path`."""
+    """Settings of the backend `pi0`. The checkpoint at `model_path` sets the sizes of the network."""
 
     inert: ClassVar = {"gaussian_sigma": "the noise of a denoising step is set by policy.vla.noise_level"}
 
@@ -141,7 +141,7 @@ class _Model(nn.Module):
 
 
 class _Read(NamedTuple):
-    """What a model has read: the cache and the mask of `_Model.read`, and the padded state `[n, S]`."""
+    """The cache and the mask that `_Model.read` returned, and the padded state `[n, S]`."""
 
     cache: Cache
     mask: Tensor
@@ -422,7 +422,7 @@ def _make_model(folder: Path, cfg: Pi0Config) -> nn.Module:
 
 
 def _is_unused(name: str, config: Any, cfg: Pi0Config) -> bool:
-    """Return True for a weight on which neither the actions nor the values depend."""
+    """Return True for a weight that changes neither the actions nor the values."""
     if is_in(name, ["dit.embed_tokens"]):
         return True
     last = config.vlm_config.text_config.num_hidden_layers - 1
