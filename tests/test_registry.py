@@ -44,7 +44,7 @@ BUILTIN = {
     "algorithm": {"apg", "grpo", "ppo"},
     "network": {"mlp"},
     "event": set(),
-    "vla_backend": {"builtin", "pi0"},
+    "vla_backend": {"builtin", "openvla", "pi0"},
 }
 MADE_EACH_TIME = ("network", "algorithm", "vla_backend")
 
@@ -260,7 +260,7 @@ def test_packages_have_entry_points_for_backends_of_the_policy_vla(tmp_path):
     _install(tmp_path, "tiny_parts", TINY, ["tiny = tiny_parts"])
     names = "from ecrl.registry import registered; print(*registered('vla_backend'), 'tiny' in registered('env'))"
     done = _python(names, tmp_path)
-    assert done.stdout.split() == ["builtin", "pi0", "tiny_model", "True"] and done.stderr == ""
+    assert done.stdout.split() == ["builtin", "openvla", "pi0", "tiny_model", "True"] and done.stderr == ""
 
 
 BROKEN = "import ecrl_parts_that_nobody_has"

@@ -5,6 +5,7 @@ from dataclasses import replace
 from ecrl.config import PolicyConfig
 from ecrl.config.model import validate_section
 from ecrl.policies.actor_critic import ActorCriticConfig, ActorOnlyConfig, actor_critic, actor_only
+from ecrl.policies.checkpoint_folder import encode_instructions
 from ecrl.policies.contract import check_functions
 from ecrl.policies.convolutions import CNNConfig, ImpalaConfig, KeypointsConfig
 from ecrl.policies.core import (
@@ -23,8 +24,8 @@ from ecrl.policies.mlp import MLPConfig, build_mlp
 from ecrl.policies.module import module_policy
 from ecrl.policies.networks import NetworkConfig, make_network
 from ecrl.policies.observation_norm import normalized
+from ecrl.policies.openvla import OpenVLAConfig, save_openvla
 from ecrl.policies.pi0 import Pi0Config, save_pi0
-from ecrl.policies.pi0_checkpoint import encode_instructions
 from ecrl.policies.q_network import QNetworkConfig, q_network
 from ecrl.policies.recurrent import RecurrentConfig, recurrent
 from ecrl.policies.twin_critic import (
@@ -51,6 +52,7 @@ __all__ = [
     "KeypointsConfig",
     "MLPConfig",
     "NetworkConfig",
+    "OpenVLAConfig",
     "Pi0Config",
     "Policy",
     "QNetworkConfig",
@@ -75,6 +77,7 @@ __all__ = [
     "policy_params",
     "q_network",
     "recurrent",
+    "save_openvla",
     "save_pi0",
     "squashed_actor_critic",
     "stacked_space",

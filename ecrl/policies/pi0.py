@@ -21,8 +21,8 @@ therefore has one token axis `[k * A]`: all numbers count, even if an episode en
 Sources: Black et al. 2024 (pi0), arXiv:2410.24164. Chen et al. 2025 (pi_RL, Flow-SDE and Flow-Noise), arXiv:2510.25889.
 """
 
-from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from math import log
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple, Protocol, Self, cast
@@ -39,24 +39,25 @@ from ecrl.config import Config, PolicyConfig
 from ecrl.config.model import Positive
 from ecrl.errors import ConfigError, extra
 from ecrl.kernels import loop
+from ecrl.policies.checkpoint_folder import check_folder
 from ecrl.policies.core import Policy, flatten, one_batch, policy_params
 from ecrl.policies.images import channel_shape, to_channels
-from ecrl.policies.low_rank import AdaptersConfig, Names, add_adapters, check_names, is_adapter, is_in, merged
-from ecrl.policies.networks import NetworkConfig, Pure, make_network, pure, seeded
-from ecrl.policies.pi0_checkpoint import Statistics, check_folder, read_model, read_statistics, write_model
-from ecrl.policies.vla_config import VLAConfig
+from ecrl.policies.low_rank import add_adapters, is_in, merged
+from ecrl.policies.networks import NetworkConfig, Pure, make_network, pure
+from ecrl.policies.pi0_checkpoint import Statistics, read_model, read_statistics, write_model
+from ecrl.policies.pretrained import PretrainedConfig, pretrained_model, weights_of
 from ecrl.policies.vla_inputs import VLAInputs, vla_inputs
 from ecrl.registry import register_vla_backend
 from ecrl.spaces import Box, Space, box, flat_dim
 
-_PREFIX = "pi0."
+_KIND, _PREFIX = "pi0", "pi0."
 _READ_OF_LAST = ("input_layernorm", "k_proj", "v_proj")
 """Parts of the last layer of the language model that the actions depend on: they read its keys and values only."""
 Cache = list[tuple[Tensor, Tensor]]
 """Keys and values of each layer, from the images and the instruction."""
 
 
-class Pi0Config(VLAConfig):
+class Pi0Config(PretrainedConfig):
     """Settings of the backend `pi0`. The checkpoint at `model_path` sets the sizes of the network."""
 
     inert: ClassVar = {"gaussian_sigma": "the noise of a denoising step is set by policy.vla.noise_level"}
@@ -72,20 +73,6 @@ class Pi0Config(VLAConfig):
     )
     noise_range: Annotated[tuple[Positive, Positive], Field(strict=False)] | None = Field(
         None, description="lowest and highest standard deviation that noise_head returns; [0.08, 0.16] if absent"
-    )
-    trained: Names | None = Field(
-        None,
-        description='parts of the model that are trained, such as "dit"; if absent, all parts, or with adapters only '
-        "the adapters",
-    )
-    adapters: AdaptersConfig | None = Field(
-        None, description="low-rank adapters of linear layers, whose own weights are not trained; none if absent"
-    )
-    critic: NetworkConfig | None = Field(
-        None, description="value network on the features of the images and the instruction; without it, no critic"
-    )
-    instruction: str | None = Field(
-        None, description='name of the observation with the ids of tokens; "instruction" if absent and if there is one'
     )
 
     @model_validator(mode="after")
@@ -376,13 +363,12 @@ def _statistics(params: TensorDict, name: str) -> dict[str, Tensor] | None:
 
 
 def _statistics_params(statistics: Statistics) -> dict[str, TensorDict]:
-    """Return the statistics as frozen parameters: none, or `statistics` with `state`, `actions` or both."""
+    """Return the statistics as frozen parameters, with `state`, `actions`, both or neither."""
     found = {name: pair for name, pair in statistics._asdict().items() if pair is not None}
-    parts = {
+    return {
         name: TensorDict({"mean": torch.tensor(mean), "std": torch.tensor(std)}, [])
         for name, (mean, std) in found.items()
     }
-    return {"statistics": TensorDict(cast(Any, parts), [])} if parts else {}
 
 
 def _reader(
@@ -421,37 +407,13 @@ def _make_model(folder: Path, cfg: Pi0Config) -> nn.Module:
     return _Model(pi0)
 
 
-def _is_unused(name: str, config: Any, cfg: Pi0Config) -> bool:
+def _is_unused(config: Any, cfg: Pi0Config, name: str) -> bool:
     """Return True for a weight that changes neither the actions nor the values."""
     if is_in(name, ["dit.embed_tokens"]):
         return True
     last = config.vlm_config.text_config.num_hidden_layers - 1
     is_at_end = is_in(name, [f"language_model.layers.{last}"]) and not is_in(name, _READ_OF_LAST)
     return cfg.critic is None and (is_at_end or is_in(name, ["language_model.norm"]))
-
-
-def _part(name: str, config: Any, cfg: Pi0Config) -> str:
-    """Return the first-level name of a weight of the model in the parameters: model, adapters, or base if frozen."""
-    if _is_unused(name, config, cfg):
-        return "base"
-    if is_adapter(name):
-        return "adapters"
-    if cfg.trained is None:
-        return "model" if cfg.adapters is None else "base"
-    return "model" if is_in(name, cfg.trained) else "base"
-
-
-def _check_effect(key: str, parts: Iterable[str], names: Iterable[str], config: Any, cfg: Pi0Config) -> None:
-    """Raise ConfigError for a part that would train nothing, because neither actions nor values depend on its weights.
-
-    `names` are the names of the weights that the config entry `key` chooses from.
-    """
-    known = list(names)
-    for part in parts:
-        if all(_is_unused(name, config, cfg) for name in known if is_in(name, [part])):
-            problem = "no weights that change the actions" + (" or the values" if cfg.critic is not None else "")
-            advice = "name another part" + (", or set policy.vla.critic" if cfg.critic is None else "")
-            raise ConfigError(f"{key}: {part!r} has {problem}; {advice}")
 
 
 @register_vla_backend("pi0")
@@ -467,7 +429,7 @@ def pi0(cfg: Pi0Config, observation_space: Space, action_space: Box, policy_cfg:
     Raises: ConfigError if the checkpoint cannot be read, or if it does not fit the environment. MissingExtraError if
         transformers is not installed.
     """
-    folder = check_folder(cfg.model_path)
+    folder = check_folder(cfg.model_path, _KIND)
     with extra("vla"):
         import transformers  # noqa: F401
     net = pure(lambda: _make_model(folder, cfg), "policy.vla", policy_cfg.bf16)
@@ -476,13 +438,6 @@ def pi0(cfg: Pi0Config, observation_space: Space, action_space: Box, policy_cfg:
     if policy_cfg.normalize_obs and statistics.state is not None:
         problem = "true, but processor_config.json of the checkpoint already standardises the state"
         raise ConfigError(f"policy.normalize_obs: {problem}; set it to false")
-    names = [name for name, _ in net.module.named_parameters()]
-    if cfg.trained is not None:
-        check_names("policy.vla.trained", cfg.trained, names, "part")
-        _check_effect("policy.vla.trained", cfg.trained, names, config, cfg)
-    if cfg.adapters is not None:
-        adapters = [name for name in names if is_adapter(name)]
-        _check_effect("policy.vla.adapters.layers", cfg.adapters.layers, adapters, config, cfg)
     numbers = action_space.shape[-1]
     taken = action_space.shape[0] if len(action_space.shape) == 2 else 1, numbers
     tokens = taken[0] * numbers
@@ -499,27 +454,14 @@ def pi0(cfg: Pi0Config, observation_space: Space, action_space: Box, policy_cfg:
     if cfg.noise_head is not None:
         noise = _FlowNoise(flow, networks["noise_head"], cfg.noise_range or (0.08, 0.16))
 
-    def init(key: Tensor) -> TensorDict:
-        with seeded(key):
-            weights = net.init()
-            parts = {name: network.init() for name, network in networks.items()}
-        for part in ("model", "adapters"):
-            if own := {name: weights[name] for name in names if _part(name, config, cfg) == part}:
-                parts[part] = TensorDict(cast(Any, own), [])
-        return TensorDict(cast(Any, parts), []).to(key.device)
+    model = pretrained_model(net, cfg, partial(_is_unused, config, cfg), networks)
 
     def init_frozen(device: torch.device) -> TensorDict:
-        with seeded(torch.zeros((), dtype=torch.int64)):  # draws adapters, which are not used
-            weights = net.init()
-        own = {name: weights[name] for name in names if _part(name, config, cfg) == "base"}
-        parts = {"base": TensorDict(cast(Any, own), [])} | _statistics_params(statistics)
-        return TensorDict(cast(Any, parts), []).to(device)
+        return model.init_frozen(_statistics_params(statistics), device)
 
     def read(params: TensorDict, obs: Any) -> tuple[TensorDict, _Read, Tensor]:
         """Return the weights of the model, and what it reads of observations `[n, ...]`."""
-        parts = (cast(TensorDict, params[part]) for part in ("model", "adapters", "base") if part in params)
-        weights = TensorDict({name: weight for part in parts for name, weight in part.items()}, [])
-        pixels = reader.pixels(obs)
+        weights, pixels = weights_of(params), reader.pixels(obs)
         cache, mask, features = net.call(weights, "read", pixels, reader.ids(obs, pixels))
         return weights, _Read(cache, mask, reader.states(params, obs, pixels)), features
 
@@ -550,7 +492,7 @@ def pi0(cfg: Pi0Config, observation_space: Space, action_space: Box, policy_cfg:
         log_prob, entropy = noise.evaluate(params, weights, inputs, fields)
         return log_prob.reshape(*batch, tokens), entropy.reshape(*batch, tokens)
 
-    policy = Policy(init, cast(Any, noise.draw), act, evaluate, None, init_frozen=init_frozen)
+    policy = Policy(model.init, cast(Any, noise.draw), act, evaluate, None, init_frozen=init_frozen)
     if cfg.critic is None:
         return policy
     critic = networks["critic"]
@@ -589,8 +531,7 @@ def save_pi0(folder: str | Path, state: TensorDict, cfg: Config) -> None:
         raise ConfigError(
             "policy: save_pi0 needs the policy vla with the backend pi0; use ecrl.save for other policies"
         )
-    params = policy_params(state)
-    parts = (cast(Any, params[part]) for part in ("model", "adapters", "base") if part in params)
-    weights = {name.removeprefix(_PREFIX): weight.detach().cpu() for part in parts for name, weight in part.items()}
+    found = weights_of(policy_params(state)).items()
+    weights = {name.removeprefix(_PREFIX): weight.detach().cpu() for name, weight in found}
     scale = 1.0 if section.adapters is None else section.adapters.scale
-    write_model(Path(folder), check_folder(section.model_path), merged(weights, scale))
+    write_model(Path(folder), check_folder(section.model_path, _KIND), merged(weights, scale))

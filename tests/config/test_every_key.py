@@ -57,7 +57,7 @@ def test_keys_that_may_be_absent_have_a_row_between_two_values():
     only_one = {f"policy.{name}.action_dim" for name in names}  # all others are refused
     only_one.add("algorithm.pqn.segment_length")  # a policy with a Q-function has no sequences
     only_one |= {"vla_backend.builtin.model_path", "vla_backend.builtin.action_horizon"}  # others are refused
-    only_one.add("vla_backend.pi0.action_horizon")
+    only_one |= {"vla_backend.pi0.action_horizon", "vla_backend.openvla.action_horizon"}
     assert absent - between == only_one
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from support import tiny_openvla
 from support.catch import NETWORK
 from support.demos import balancing_path, cues_path, start_path
 from support.dots import SMALL
@@ -269,6 +270,42 @@ PI0S = [
     *rows("vla_backend.pi0", PI0 | {"policy.vla.trained": ["dit"]}, trained=["action_out_proj"]),
     *rows("vla_backend.pi0", _ADAPTED, **{"adapters.rank": 3, "adapters.layers": ["q_proj"], "adapters.scale": 2.0}),
     *rows("vla_backend.pi0", PI0, **{"critic.type": "one_layer"}),
+]
+
+OPENVLA: Changes = {
+    "env": {"name": "dots", "action_chunk": 2},
+    "policy": {"name": "vla", "vla": {"backend": "openvla", "model_path": tiny_openvla.checkpoint(), "critic": NET}},
+    "trainer.buffer_size": 4,
+}
+_TWO_DATA_SETS = OPENVLA | {
+    "policy.vla.model_path": tiny_openvla.checkpoint_of_two_data_sets(),
+    "policy.vla.dataset": "small",
+}
+_ADAPTED_OPENVLA = OPENVLA | {"policy.vla.adapters": {"rank": 2}}
+
+OPENVLAS = [
+    Row("vla_backend.openvla.backend", "another", OPENVLA, refused("unknown vla_backend 'another'")),
+    Row(
+        "vla_backend.openvla.model_path",
+        tiny_openvla.checkpoint(1),
+        OPENVLA | {"policy.vla.model_path": tiny_openvla.checkpoint()},
+    ),
+    Row("vla_backend.openvla.action_horizon", 4, OPENVLA, refused("4, but an action of the environment has 2 steps")),
+    Row(
+        "vla_backend.openvla.instruction",
+        "words",
+        OPENVLA | {"policy.vla.instruction": "instruction"},
+        refused("policy.vla.instruction: the observations have no 'words'"),
+    ),
+    *rows("vla_backend.openvla", OPENVLA, decoding="autoregressive", temperature=0.5),
+    *rows("vla_backend.openvla", _TWO_DATA_SETS, dataset="large"),
+    *rows("vla_backend.openvla", OPENVLA | {"policy.vla.trained": ["projector"]}, trained=["lm_head"]),
+    *rows(
+        "vla_backend.openvla",
+        _ADAPTED_OPENVLA,
+        **{"adapters.rank": 3, "adapters.layers": ["q_proj"], "adapters.scale": 2.0},
+    ),
+    *rows("vla_backend.openvla", OPENVLA, **{"critic.type": "one_layer"}),
 ]
 
 POLICIES = [
@@ -555,4 +592,4 @@ CONTINUOUS = [
     *rows("algorithm.fast_sac", FAST_SAC | alg(temperature_learning_rate=1e-4), temperature_learning_rate=1e-2),
 ]
 
-TABLE = [*TRAINER, *EVENTS, *ENVS, *NETWORKS, *POLICIES, *VLAS, *PI0S, *ALGORITHMS, *CONTINUOUS, *MUJOCO]
+TABLE = [*TRAINER, *EVENTS, *ENVS, *NETWORKS, *POLICIES, *VLAS, *PI0S, *OPENVLAS, *ALGORITHMS, *CONTINUOUS, *MUJOCO]

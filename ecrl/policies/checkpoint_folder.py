@@ -1,0 +1,142 @@
+"""Pretrained checkpoints in local folders: their JSON files and their tokenizers.
+
+No code and no pickle of a folder is run, and nothing is downloaded. Tokenizers require the extra `vla`.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ecrl.errors import ConfigError, extra
+from ecrl.spaces import MultiDiscrete
+
+KEY = "policy.vla.model_path"
+
+_ADVICE = {
+    "pi0": "give the folder that save_pretrained of a pi0 model wrote",
+    "openvla": "give the folder of an OpenVLA or OpenVLA-OFT model",
+}
+"""What to do, for each `model_type` in the `config.json` of a folder that ecrl reads."""
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence the progress bars and the warnings of transformers. Errors of ecrl report what is wrong."""
+    from transformers.utils import logging as logs
+
+    was_enabled, verbosity = logs.is_progress_bar_enabled(), logs.get_verbosity()
+    logs.disable_progress_bar()
+    logs.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logs.set_verbosity(verbosity)
+        if was_enabled:
+            logs.enable_progress_bar()
+
+
+def one_line(error: Exception) -> str:
+    """Return the type and the message of an error in one line of at most 300 characters."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file of a checkpoint. Raise ConfigError if the file holds none."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{KEY}: {str(path)!r} cannot be read: {one_line(error)}; copy it again") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{KEY}: {str(path)!r} is not a JSON object; copy it again")
+    return data
+
+
+def is_finite(x: Any) -> bool:
+    """Return True for a finite number, and False for a flag."""
+    return isinstance(x, int | float) and not isinstance(x, bool) and isfinite(x)
+
+
+def check_folder(model_path: str | None, kind: str) -> Path:
+    """Return the folder of a checkpoint. Raise ConfigError if there is none, or if its `model_type` is not `kind`."""
+    advice = _ADVICE[kind]
+    if model_path is None:
+        raise ConfigError(f"{KEY}: absent, but backend {kind} reads a checkpoint; {advice}")
+    found = model_type(model_path, advice)
+    if found != kind:
+        raise ConfigError(f"{KEY}: {model_path!r} is a checkpoint of {found!r}, expected {kind!r}; {advice}")
+    return Path(model_path)
+
+
+def model_type(model_path: str, advice: str) -> Any:
+    """Return the `model_type` in the `config.json` of a folder. Errors end with `advice`."""
+    folder = Path(model_path)
+    if not folder.is_dir():
+        raise ConfigError(f"{KEY}: no such folder {model_path!r}; {advice}")
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{KEY}: {model_path!r} has no config.json; {advice}")
+    return read_json(folder / "config.json").get("model_type")
+
+
+def _pi0_row(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(f"{tokenizer.bos_token or ''}{text}\n", add_special_tokens=False)["input_ids"]
+
+
+def _openvla_row(tokenizer: Any, text: str) -> list[int]:
+    prompt = f"In: What action should the robot take to {text.lower()}?\nOut:"
+    row = [tokenizer.bos_token_id, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]
+    empty = tokenizer.convert_tokens_to_ids("\u2581")  # Llama's token of a space, which ends the prompts of OpenVLA
+    return row if empty in (None, tokenizer.unk_token_id, row[-1]) else [*row, empty]
+
+
+_ROWS: Mapping[str, Callable[[Any, str], list[int]]] = {"pi0": _pi0_row, "openvla": _openvla_row}
+
+
+def encode_instructions(model_path: str, texts: Sequence[str]) -> tuple[Tensor, MultiDiscrete]:
+    """Convert instructions to the ids of the tokens of a checkpoint, for the observations of an environment.
+
+        pi0:      ids = tokens(bos + text + newline)
+        openvla:  ids = tokens(bos + "In: What action should the robot take to {text}?" + newline + "Out:" + space)
+
+    Args:
+        model_path: folder of a pi0 or OpenVLA checkpoint with the files of its tokenizer.
+        texts: the instructions. For openvla, they are converted to lower case.
+
+    Returns: int64 ids `[len(texts), L]`, where L is the length of the longest row, and the space of one row. Shorter
+        rows end with zeros.
+    Raises: ConfigError if there are no texts, if a word is unknown to the tokenizer, or if the folder has no tokenizer.
+        MissingExtraError if transformers is not installed.
+    """
+    if not texts:
+        raise ConfigError("encode_instructions: texts is empty; give the instructions of the environment")
+    kind = model_type(model_path, advice := "give the folder of a pi0 or OpenVLA checkpoint")
+    if kind not in _ROWS:
+        raise ConfigError(f"{KEY}: {model_path!r} is a checkpoint of {kind!r}; {advice}")
+    with extra("vla"):
+        from transformers import AutoTokenizer
+    try:
+        with quiet():
+            tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the formats of tokenizers raise errors of many kinds
+        problem = f"the tokenizer in {model_path!r} cannot be loaded: {one_line(error)}"
+        raise ConfigError(f"{KEY}: {problem}; copy tokenizer.json and tokenizer_config.json there") from None
+    rows = []
+    for text in texts:
+        row = _ROWS[kind](tokenizer, text)
+        if tokenizer.unk_token_id in row:
+            pieces = {word: tokenizer(word, add_special_tokens=False)["input_ids"] for word in text.split()}
+            unknown = [word for word, ids in pieces.items() if tokenizer.unk_token_id in ids]
+            words = ", ".join(map(repr, unknown)) or "a character"
+            raise ConfigError(f"instruction {text!r}: the tokenizer of {model_path!r} does not know {words}; reword it")
+        if 0 in row:
+            raise ConfigError(f"instruction {text!r}: a token has the id 0, which is padding; use another tokenizer")
+        rows.append(row)
+    length = max(map(len, rows))
+    table = torch.tensor([row + [0] * (length - len(row)) for row in rows])
+    return table, MultiDiscrete((int(table.max()) + 1,) * length)

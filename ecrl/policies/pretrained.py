@@ -1,0 +1,126 @@
+"""Parameters of a policy whose model is pretrained: parts that are trained, and parts that are frozen.
+
+A weight belongs to one of three parts: `model` is trained, `adapters` are trained changes of frozen linear layers, and
+`base` is frozen. Weights that change neither actions nor values are part of `base`.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, cast
+
+import torch
+from pydantic import Field
+from tensordict import TensorDict
+from torch import Tensor
+
+from ecrl.errors import ConfigError
+from ecrl.policies.low_rank import AdaptersConfig, Names, check_names, is_adapter, is_in
+from ecrl.policies.networks import NetworkConfig, Pure, seeded
+from ecrl.policies.vla_config import VLAConfig
+
+_TRAINED = ("model", "adapters")
+
+
+class PretrainedConfig(VLAConfig):
+    """Settings of all backends with a pretrained model."""
+
+    trained: Names | None = Field(
+        None,
+        description="names of the parts of the model that are trained; if absent, all parts, or with adapters only the "
+        "adapters",
+    )
+    adapters: AdaptersConfig | None = Field(
+        None, description="low-rank adapters of linear layers, whose own weights are not trained; none if absent"
+    )
+    critic: NetworkConfig | None = Field(
+        None, description="value network on features of the images and the instruction; without it, no critic"
+    )
+    instruction: str | None = Field(
+        None, description='name of the observation with the ids of tokens; "instruction" if absent and if there is one'
+    )
+
+
+class PretrainedModel(NamedTuple):
+    """The model as pure functions, the part of each of its weights, and further trained networks.
+
+    Attributes:
+        net: the model.
+        parts: names of the weights of the model, mapped to "model", "adapters" or "base".
+        networks: networks that are not pretrained, such as a critic.
+    """
+
+    net: Pure
+    parts: dict[str, str]
+    networks: dict[str, Pure]
+
+    def init(self, key: Tensor) -> TensorDict:
+        """Return the trained parameters: `model`, `adapters` and the networks, as far as they exist."""
+        with seeded(key):
+            weights = self.net.init()
+            result = {name: network.init() for name, network in self.networks.items()}
+        for part in _TRAINED:
+            if own := self._of(part, weights):
+                result[part] = TensorDict(own, [])
+        return TensorDict(cast(Any, result), []).to(key.device)
+
+    def init_frozen(self, statistics: Mapping[str, TensorDict], device: torch.device) -> TensorDict:
+        """Return the frozen parameters `base` and, if the checkpoint has any, `statistics`."""
+        with seeded(torch.zeros((), dtype=torch.int64)):  # draws adapters, which are not used
+            weights = self.net.init()
+        result: dict[str, Any] = {"base": TensorDict(self._of("base", weights), [])}
+        if statistics:
+            result["statistics"] = TensorDict(cast(Any, dict(statistics)), [])
+        return TensorDict(result, []).to(device)
+
+    def _of(self, part: str, weights: TensorDict) -> dict[str, Any]:
+        return {name: weights[name] for name, own in self.parts.items() if own == part}
+
+
+def weights_of(params: TensorDict) -> TensorDict:
+    """Return all weights of the model, trained or frozen."""
+    parts = (cast(TensorDict, params[part]) for part in (*_TRAINED, "base") if part in params)
+    return TensorDict({name: weight for part in parts for name, weight in part.items()}, [])
+
+
+def pretrained_model(
+    net: Pure, cfg: PretrainedConfig, is_unused: Callable[[str], bool], networks: dict[str, Pure]
+) -> PretrainedModel:
+    """Assign each weight of a model to its part.
+
+    Args:
+        net: the model, with adapters if the config has any.
+        cfg: settings that choose what is trained.
+        is_unused: function that returns True for the name of a weight that changes neither actions nor values.
+        networks: networks that are not pretrained.
+
+    Raises: ConfigError for a part that the model does not have, or that has no weight with an effect.
+    """
+    names = [name for name, _ in net.module.named_parameters()]
+    if cfg.trained is not None:
+        check_names("policy.vla.trained", cfg.trained, names, "part")
+        _check_effect("policy.vla.trained", cfg.trained, names, is_unused, cfg)
+    if cfg.adapters is not None:
+        adapters = [name for name in names if is_adapter(name)]
+        _check_effect("policy.vla.adapters.layers", cfg.adapters.layers, adapters, is_unused, cfg)
+    return PretrainedModel(net, {name: "base" if is_unused(name) else _part(name, cfg) for name in names}, networks)
+
+
+def _part(name: str, cfg: PretrainedConfig) -> str:
+    if is_adapter(name):
+        return "adapters"
+    is_trained = cfg.adapters is None if cfg.trained is None else is_in(name, cfg.trained)
+    return "model" if is_trained else "base"
+
+
+def _check_effect(
+    key: str, parts: Iterable[str], names: Iterable[str], is_unused: Callable[[str], bool], cfg: PretrainedConfig
+) -> None:
+    """Raise ConfigError for a part that would train nothing, because neither actions nor values depend on its weights.
+
+    `names` are the names of the weights that the config entry `key` chooses from.
+    """
+    known = list(names)
+    for part in parts:
+        if all(is_unused(name) for name in known if is_in(name, [part])):
+            problem = "no weights that change the actions" + (" or the values" if cfg.critic is not None else "")
+            advice = "name another part" + (", or set policy.vla.critic" if cfg.critic is None else "")
+            raise ConfigError(f"{key}: {part!r} has {problem}; {advice}")
