@@ -73,6 +73,7 @@ PAGES: dict[str, tuple[str, dict[str, list[str]]]] = {
                 "ecrl.policies.flatten",
                 "ecrl.policies.normalized",
                 "ecrl.policies.encode_instructions",
+                "ecrl.policies.save_openvla",
                 "ecrl.policies.save_pi0",
             ],
             "Spaces": [

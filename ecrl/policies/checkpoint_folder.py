@@ -23,7 +23,7 @@ _ADVICE = {
     "pi0": "give the folder that save_pretrained of a pi0 model wrote",
     "openvla": "give the folder of an OpenVLA or OpenVLA-OFT model",
 }
-"""What to do, for each `model_type` in the `config.json` of a folder that ecrl reads."""
+"""Advice at the end of errors, for each `model_type` of `config.json` that ecrl reads."""
 
 
 @contextmanager

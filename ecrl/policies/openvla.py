@@ -105,7 +105,7 @@ class ActionTokens(NamedTuple):
 
 
 class _Model(nn.Module):
-    """What a policy calls of the model."""
+    """Calls the parts of a model: read observations, compute logits, sample tokens."""
 
     def __init__(self, model: OpenVLAModel, decoding: str):
         super().__init__()
@@ -198,7 +198,7 @@ class _Model(nn.Module):
 
 
 def _last(out: Tensor, mask: Tensor) -> Tensor:
-    """Return the output at the last token that is no padding, `[n, width]`."""
+    """Return the output at the last token whose mask is True, `[n, width]`."""
     last = mask.sum(-1) - 1
     return out.gather(1, last.reshape(-1, 1, 1).expand(-1, 1, out.shape[-1])).squeeze(1)
 

@@ -29,7 +29,7 @@ _UNUSED = "norm", "attn_pool", "fc_norm", "head"
 
 
 class Shape(NamedTuple):
-    """What a checkpoint contains.
+    """Sizes and settings of the model in a checkpoint.
 
     Attributes:
         vision: sizes of each vision model.
@@ -252,7 +252,7 @@ def read_statistics(folder: Path, dataset: str | None, kind: str, size: int) -> 
 
 
 def write_model(folder: Path, source: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write a checkpoint with new weights. All other weights and files are copies of those of `source`.
+    """Write a checkpoint with new weights. All other weights and files are copied from the checkpoint `source`.
 
     A weight keeps its dtype in `source`. The folder appears complete or not at all.
 

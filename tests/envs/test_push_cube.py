@@ -10,7 +10,8 @@ from support.checks import assert_pure, close
 import ecrl
 import ecrl.loop.build
 from ecrl import rng
-from ecrl.envs import auto_reset, make_env
+from ecrl.config import load_config
+from ecrl.envs import auto_reset, make_env, make_expert
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.physics import step_op as physics
 from ecrl.envs.mujoco.physics.simulation import advance
@@ -308,3 +309,40 @@ def test_faults_of_the_scene_and_of_action_modes_name_their_key():
     with pytest.warns(UserWarning, match=r"^env.cfg.actions.a.mode has no meaning here"):
         cfg = ecrl.load_config(CONFIG, {"env.cfg.actions": {"a": term}})
     assert cfg.env.cfg.actions["a"].params.scale == 0.1
+
+
+def _choice():
+    return {"name": "PushCubeRL", "cfg": load_config(CONFIG).env.cfg.model_dump(mode="json", exclude_unset=True)}
+
+
+def _pushed(settings, count=100):
+    """Return the success rate of the expert, one episode per environment."""
+    env, expert = make_env(_choice()), make_expert(_choice(), settings)
+    state = env.reset(_keys(count))
+    ended, succeeded = torch.zeros(count, dtype=torch.bool), torch.zeros(count, dtype=torch.bool)
+    for t in range(100):
+        state = env.step(state, expert(state, _keys(count, 100 + t)), env.draw(_keys(count, 300 + t)))
+        succeeded |= ~ended & state["info", "success"]
+        ended |= state["terminated"] | state["truncated"]
+    return succeeded.float().mean()
+
+
+def test_the_expert_pushes_the_cube_to_the_goal_and_a_bias_makes_it_miss():
+    assert _pushed({}) >= 0.9
+    assert _pushed({"noise": 0.1}) >= 0.85
+    assert _pushed({"bias": 0.1}) < 0.8
+
+
+def test_actions_of_the_expert_move_the_tool_towards_the_start_of_a_push():
+    """The tool is near this place after 12 steps, and was not before."""
+    env, expert = make_env(_choice()), make_expert(_choice())
+    state = _put(env, env.reset(_keys(4)), cube=(-0.6, -0.4), goal=(-0.8, -0.4))
+    start = torch.tensor([-0.6 + 0.13, -0.4])
+    distances = []
+    for t in range(12):
+        tool = world.site_pose(env.scene, state["world"], env.scene.robot.tcp["arm"])[..., :2, 3]
+        distances.append(torch.linalg.vector_norm(tool - start, dim=-1))
+        action = assert_pure(expert, state, _keys(4, t))
+        assert action.shape == (4, 6) and action.abs().max() <= 1.0
+        state = env.step(state, action, env.draw(_keys(4, t)))
+    assert (distances[-1] < 0.05).all() and (distances[0] > 0.1).all()

@@ -14,6 +14,7 @@ from ecrl.envs.experts import Expert
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.scene.config import Real
 from ecrl.envs.mujoco.task_config import ActionConfig, TaskConfig
+from ecrl.envs.mujoco.tasks.push_cube import PushCubeConfig
 from ecrl.envs.mujoco.tasks.reach import ReachConfig
 from ecrl.envs.mujoco.tasks.reach_color import ReachColorConfig, block_offsets, is_goal
 from ecrl.envs.mujoco.terms.actions import ScaledConfig
@@ -24,6 +25,10 @@ from ecrl.registry import register_expert
 _KEEP_AWAY = 0.14  # m, distance at which the finger begins to go around a block
 _AROUND, _AWAY = 0.12, 2.0  # m, and a factor: strengths of the motion around a block and away from it
 _DAMPING = 1e-3  # of the least squares, m^2
+_BEHIND, _BESIDE = 0.13, 0.05  # m, distance behind the cube at which a push begins, and its largest sideways error
+_AHEAD = 0.1  # m, aim of a push in front of the cube
+_HIGH, _LOW = 0.25, 0.06  # m, heights of the end effector on the way to the cube, and while it pushes
+_TURN = 0.3  # m, weight of the tool's direction in the least squares
 
 
 class ExpertConfig(ConfigModel):
@@ -61,9 +66,53 @@ def reach_expert(cfg: ExpertConfig, env: Env, task: ReachConfig) -> Expert:
         offset = target(state, task.extensions.target_pose_key) - position
         offset = offset + offset.new_tensor([cfg.bias, 0.0, 0.0])
         jacobian = world.site_jacobian(sim, worlds, site, sim.robot.joints)[..., :3, :]
-        gram = jacobian @ jacobian.mT + _DAMPING * torch.eye(3, device=offset.device)
-        motion = jacobian.mT @ torch.linalg.solve(gram, offset.unsqueeze(-1))
-        return _action(motion.squeeze(-1), scale, cfg.noise, keys)
+        return _action(_least_squares(jacobian, offset), scale, cfg.noise, keys)
+
+    return act
+
+
+def _least_squares(jacobian: Tensor, offset: Tensor) -> Tensor:
+    """Return the joint motion J^T (J J^T + damping)^-1 offset."""
+    gram = jacobian @ jacobian.mT + _DAMPING * torch.eye(offset.shape[-1], device=offset.device)
+    return (jacobian.mT @ torch.linalg.solve(gram, offset.unsqueeze(-1))).squeeze(-1)
+
+
+@register_expert("PushCubeRL")
+def push_cube_expert(cfg: ExpertConfig, env: Env, task: PushCubeConfig) -> Expert:
+    """Move the end effector to the side of the cube away from the goal, lower it there, and push.
+
+        u     = horizontal unit vector from the cube to the goal;    start = cube - 0.13 u
+        back  = (cube - p) . u;    side = |cube - p - back u|        horizontally, for the end effector at p
+        place = cube + 0.1 u    if p is below 0.12 m, back > 0 and side < 0.05 m, so that the end effector pushes
+                start           otherwise
+        z     = 0.06 m          if the end effector pushes, or is horizontally within 0.05 m of start
+                0.25 m          otherwise
+
+    Damped least squares give the motion of the joints to (place, z), and turn the tool downwards. A bias moves the cube
+    in these equations.
+    """
+    sim, scale, ext, site = env.scene, _scale(task), task.extensions, tcp_of(env.scene, "arm")
+
+    def act(state: TensorDict, keys: Tensor) -> Tensor:
+        worlds = cast(TensorDict, state["world"])
+        pose = world.site_pose(sim, worlds, site)
+        tool, cube = pose[..., :3, 3], world.body_position(sim, worlds, ext.object_uid)[..., :2]
+        path = target(state, ext.target_pose_key)[..., :2] - cube
+        ahead = path / torch.linalg.vector_norm(path, dim=-1, keepdim=True).clamp(min=1e-6)
+        cube = cube + cube.new_tensor([cfg.bias, 0.0])
+        to_cube, start = cube - tool[..., :2], cube - _BEHIND * ahead
+        back = (to_cube * ahead).sum(-1, keepdim=True)
+        side = torch.linalg.vector_norm(to_cube - back * ahead, dim=-1, keepdim=True)
+        pushes = (tool[..., 2:] < 2 * _LOW) & (back > 0.0) & (side < _BESIDE)
+        above = torch.linalg.vector_norm(start - tool[..., :2], dim=-1, keepdim=True) < _BESIDE
+        place = torch.where(pushes, cube + _AHEAD * ahead, start)
+        height = torch.where(pushes | above, _LOW, _HIGH)
+        offset = torch.cat((place, height), -1) - tool
+        jacobian = world.site_jacobian(sim, worlds, site, sim.robot.joints)
+        down = pose[..., :3, 2]
+        turn = _TURN * torch.linalg.cross(down, down.new_tensor([0.0, 0.0, -1.0]).expand_as(down))
+        jacobian = torch.cat((jacobian[..., :3, :], _TURN * jacobian[..., 3:, :]), -2)
+        return _action(_least_squares(jacobian, torch.cat((offset, turn), -1)), scale, cfg.noise, keys)
 
     return act
 
