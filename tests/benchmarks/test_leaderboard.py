@@ -5,11 +5,10 @@ from math import inf
 
 import pytest
 
-from benchmarks import leaderboard
+from benchmarks import clones, leaderboard
 from benchmarks.leaderboard import COLUMNS, cells, summary, text
 from benchmarks.other_libraries.zoo import ZOO
 from benchmarks.pairs import ROOT
-from benchmarks.reach_color import ARMS
 from benchmarks.records import Entry, Standing, entries, standing
 from benchmarks.tasks import CONFIGS, EPISODES, MEMORY, MINATAR_PPO, TASKS, without_memory
 from ecrl import init_state
@@ -110,7 +109,7 @@ def test_the_page_is_its_table_machines_and_pictures():
 
 
 def test_the_table_names_every_shipped_config_and_the_zoo_its_environment():
-    measured = {*TASKS, *(arm.config for arm in ARMS.values())}
+    measured = {*TASKS, *(arm.config for task in clones.TASKS.values() for arm in task.arms.values())}
     assert measured == {path.stem for path in CONFIGS.glob("*.json")}, "add new configs to benchmarks/tasks.py"
     assert [e.task.config for e in entries(CONFIGS) if e.library == "sb3"] == [c for c in TASKS if c in ZOO]
     for config, settings in ZOO.items():
