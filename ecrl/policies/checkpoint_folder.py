@@ -21,7 +21,7 @@ KEY = "policy.vla.model_path"
 
 _ADVICE = {
     "pi0": "give the folder that save_pretrained of a pi0 model wrote",
-    "openvla": "give the folder of an OpenVLA or OpenVLA-OFT model",
+    "openvla": "give the folder of an OpenVLA or OpenVLA-OFT model with action tokens",
 }
 """Advice at the end of errors, for each `model_type` of `config.json` that ecrl reads."""
 
@@ -60,7 +60,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def is_finite(x: Any) -> bool:
     """Return True for a finite number, and False for a flag."""
-    return isinstance(x, int | float) and not isinstance(x, bool) and isfinite(x)
+    try:
+        return isinstance(x, int | float) and not isinstance(x, bool) and isfinite(float(x))
+    except OverflowError:
+        return False
 
 
 def check_folder(model_path: str | None, kind: str) -> Path:
@@ -89,6 +92,8 @@ def _pi0_row(tokenizer: Any, text: str) -> list[int]:
 
 
 def _openvla_row(tokenizer: Any, text: str) -> list[int]:
+    if tokenizer.bos_token_id is None:
+        raise ConfigError(f"{KEY}: the tokenizer has no bos_token, with which prompts begin; copy its files again")
     prompt = f"In: What action should the robot take to {text.lower()}?\nOut:"
     row = [tokenizer.bos_token_id, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]
     empty = tokenizer.convert_tokens_to_ids("\u2581")  # Llama's token of a space, which ends the prompts of OpenVLA

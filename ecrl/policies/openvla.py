@@ -145,9 +145,11 @@ class _Model(nn.Module):
         return out.last_hidden_state, cache
 
     def _scores(self, features: Tensor) -> Tensor:
-        """Return the logits `[..., bins]` of the action tokens."""
+        """Return the logits `[..., bins]` of the action tokens, in the dtype of the weights also under autocast."""
         shape, rows = self.openvla.shape, cast(Any, self.openvla.language_model).lm_head.weight
-        return F.linear(features, rows[shape.vocabulary - shape.bins : shape.vocabulary].flip(0))
+        with torch.autocast(features.device.type, enabled=False):
+            rows = rows[shape.vocabulary - shape.bins : shape.vocabulary].flip(0)
+            return F.linear(features.to(rows.dtype), rows)
 
     def _token_input(self, tokens: Tensor) -> Tensor:
         return self._embed(self.openvla.shape.vocabulary - 1 - tokens)
@@ -386,14 +388,18 @@ def save_openvla(folder: str | Path, state: TensorDict, cfg: Config) -> None:
         cfg: config of the run, whose `policy.vla` has the backend `openvla`.
 
     Raises: ConfigError if the folder exists or cannot be made, if the config has another policy, or if the checkpoint
-        that the run began with cannot be read.
+        that the run began with cannot be read or has other bounds now.
     """
     section = getattr(cfg.policy, "vla", None)
     if not isinstance(section, OpenVLAConfig):
         raise ConfigError(
             "policy: save_openvla needs the policy vla with the backend openvla; use ecrl.save for other policies"
         )
-    found = weights_of(policy_params(state)).items()
-    weights = {name.removeprefix(_PREFIX): weight.detach().cpu() for name, weight in found}
+    params, source = policy_params(state), check_folder(section.model_path, _KIND)
+    for kind, bounds in cast(Any, params["statistics"]).items():
+        found = read_statistics(source, section.dataset, kind, len(bounds["low"]))
+        if any(bounds[name].tolist() != torch.tensor(x).tolist() for name, x in found._asdict().items()):
+            raise ConfigError(f"{str(source)!r}: its bounds of {kind} changed since the run began; restore the file")
+    weights = {name.removeprefix(_PREFIX): weight.detach().cpu() for name, weight in weights_of(params).items()}
     scale = 1.0 if section.adapters is None else section.adapters.scale
-    write_model(Path(folder), check_folder(section.model_path, _KIND), merged(weights, scale))
+    write_model(Path(folder), source, merged(weights, scale))

@@ -8,10 +8,11 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -23,6 +24,10 @@ from ecrl.storage.atomic_files import write_folder
 
 BACKBONES = "featurizer", "fused_featurizer"
 """Names of the vision models in `vision_backbone`."""
+
+_EMBEDDINGS = "language_model.model.embed_tokens.weight"
+_OTHER_PARTS = "action_head", "noise_predictor", "noisy_action_projector", "proprio_projector", "vision_backbone"
+"""Names of files of OpenVLA-OFT with weights that belong to heads for continuous actions, or to FiLM."""
 
 _UNUSED = "norm", "attn_pool", "fc_norm", "head"
 """Parts of a vision model after its last block, which OpenVLA does not use."""
@@ -75,42 +80,96 @@ def _opened(folder: Path) -> Iterator[Any]:
             raise _fault(path, f"{one_line(error)}; copy it again") from None
 
 
+class _ConfigFile(BaseModel):
+    """The entries of `config.json` that ecrl reads, without `norm_stats`."""
+
+    model_config = ConfigDict(strict=True)
+
+    use_fused_vision_backbone: bool
+    timm_model_ids: list[str]
+    image_sizes: list[Annotated[int, Field(ge=1)]]
+    timm_override_act_layers: list[str | None] = []
+    text_config: dict[str, Any]
+    n_action_bins: Annotated[int, Field(ge=2)] = 256
+    pad_to_multiple_of: Annotated[int, Field(ge=0)] = 64
+    llm_backbone_id: str | None = None
+
+
+_Real = Annotated[float, Field(allow_inf_nan=False)]
+_Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+
+
+class _PixelsFile(BaseModel):
+    """The entries of `preprocessor_config.json` that ecrl reads: a mean and a deviation of red, green and blue each."""
+
+    model_config = ConfigDict(strict=True)
+
+    means: list[Annotated[list[_Real], Field(min_length=3, max_length=3)]]
+    stds: list[Annotated[list[_Positive], Field(min_length=3, max_length=3)]]
+
+
+_File = TypeVar("_File", bound=BaseModel)
+
+
+def _read(path: Path, model: type[_File]) -> _File:
+    try:
+        return model.model_validate(read_json(path))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise _fault(path, f"{where}: {first['msg']}; copy the file again") from None
+
+
+def _refuse_other_heads(folder: Path) -> None:
+    """Raise ConfigError if the weights of other heads lie beside the model, so that its tokens were not trained."""
+    for part in _OTHER_PARTS:
+        if found := sorted(folder.glob(f"*{part}*.pt")):
+            problem = f"{found[0].name} belongs to a model whose actions are not tokens, or with FiLM"
+            raise _fault(folder, f"{problem}; give a model that was trained with action tokens")
+
+
 def read_shape(folder: Path) -> Shape:
     """Read what a checkpoint contains from its JSON files and the shapes of its weights.
 
-    Raises: ConfigError if a file is damaged, or if the model has another vision model or language model.
+    Raises: ConfigError if a file is damaged, or if the model has another vision model, language model or head.
     """
-    config, pixels = read_json(folder / "config.json"), read_json(folder / "preprocessor_config.json")
+    _refuse_other_heads(folder)
+    config = _read(folder / "config.json", _ConfigFile)
+    pixels = _read(folder / "preprocessor_config.json", _PixelsFile)
     shapes = {name: tuple(f.get_slice(name).get_shape()) for f in _opened(folder) for name in f.keys()}  # noqa: SIM118
-    names: Any = config.get("timm_model_ids")
-    images: Any = config.get("image_sizes")
-    means: Any = pixels.get("means")
-    stds: Any = pixels.get("stds")
-    count = 2 if config.get("use_fused_vision_backbone") else 1
-    for key, found in (("timm_model_ids", names), ("image_sizes", images), ("means", means), ("stds", stds)):
-        if not isinstance(found, list) or len(found) != count:
-            where = "config.json" if key in config else "preprocessor_config.json"
-            raise _fault(folder, f"{where} has {key} {found!r}, expected a list of {count}; copy the file again")
-    if any(config.get("timm_override_act_layers") or ()):
+    count = 2 if config.use_fused_vision_backbone else 1
+    lists = {"timm_model_ids": config.timm_model_ids, "image_sizes": config.image_sizes}
+    for key, found in (lists | {"means": pixels.means, "stds": pixels.stds}).items():
+        if len(found) != count:
+            raise _fault(folder, f"{key} has {len(found)} entries, expected {count}; copy the JSON files again")
+    if any(config.timm_override_act_layers):
         raise _fault(folder, "timm_override_act_layers is set, but only models with GELU are supported")
-    text = config.get("text_config")
-    if not isinstance(text, dict) or text.get("model_type") != "llama":
-        raise _fault(folder, "config.json has no text_config of a Llama model, the only language model that is known")
+    text = config.text_config
+    if text.get("model_type") != "llama" or (config.llm_backbone_id or "").startswith("vicuna"):
+        raise _fault(folder, "the language model is not Llama 2, the only one that is supported; give another folder")
+    if text.get("tie_word_embeddings"):
+        raise _fault(folder, "text_config has tie_word_embeddings, which is not supported; give another folder")
     try:
         vision = tuple(
             ViTSizes.of(name, size, _below(f"vision_backbone.{backbone}.", shapes))
-            for backbone, name, size in zip(BACKBONES, names, images, strict=False)
+            for backbone, name, size in zip(BACKBONES, config.timm_model_ids, config.image_sizes, strict=False)
         )
     except ValueError as error:
         raise _fault(folder, str(error)) from None
-    rows = shapes.get("language_model.model.embed_tokens.weight", (0,))[0]
+    if len(shapes.get(_EMBEDDINGS, ())) != 2:
+        raise _fault(folder, f"lacks the weight {_EMBEDDINGS!r}; copy the checkpoint again")
+    rows, width = shapes[_EMBEDDINGS]
+    vocabulary = rows - config.pad_to_multiple_of
+    if vocabulary < config.n_action_bins:
+        problem = f"config.json has n_action_bins {config.n_action_bins}, but the vocabulary has {vocabulary} tokens"
+        raise _fault(folder, f"{problem}; copy the file again")
     return Shape(
         vision,
-        tuple(tuple(x) for x in means),
-        tuple(tuple(x) for x in stds),
-        text | {"vocab_size": rows},
-        config.get("n_action_bins", 256),
-        rows - config.get("pad_to_multiple_of", 64),
+        tuple(tuple(x) for x in pixels.means),
+        tuple(tuple(x) for x in pixels.stds),
+        text | {"vocab_size": rows, "hidden_size": width},
+        config.n_action_bins,
+        vocabulary,
         shapes.get("proprio_projector.fc1.weight", (0, 0))[1],
     )
 
@@ -184,8 +243,13 @@ def read_model(folder: Path, shape: Shape) -> OpenVLAModel:
         for name in file.keys()  # noqa: SIM118
         if not _is_unused(shape, name) and not name.endswith("rotary_emb.inv_freq")
     }
-    with torch.device("meta"), quiet():
-        model = OpenVLAModel(shape)
+    try:
+        with torch.device("meta"), quiet():
+            model = OpenVLAModel(shape)
+        language: Any = model.language_model
+        rotary = LlamaRotaryEmbedding(language.config)  # its buffers are not in the checkpoint
+    except Exception as error:  # settings of a wrong kind raise errors of many kinds
+        raise _fault(folder, f"text_config of config.json: {one_line(error)}; copy the file again") from None
     own = dict(model.named_parameters())
     for problem, names in (("lacks the weight", own.keys() - weights), ("has an unknown weight", weights.keys() - own)):
         if names:
@@ -195,8 +259,7 @@ def read_model(folder: Path, shape: Shape) -> OpenVLAModel:
             problem = f"{name} has the shape {list(weights[name].shape)}, expected {list(weight.shape)}"
             raise _fault(folder, f"{problem}; copy the checkpoint again")
     model.load_state_dict(weights, assign=True)
-    language: Any = model.language_model
-    language.model.rotary_emb = LlamaRotaryEmbedding(language.config)  # its buffers are not in the checkpoint
+    language.model.rotary_emb = rotary
     return model.eval()
 
 
@@ -219,7 +282,9 @@ class Statistics(NamedTuple):
 
 
 def read_statistics(folder: Path, dataset: str | None, kind: str, size: int) -> Statistics:
-    """Return the 1 % and 99 % quantiles of a data set in `norm_stats` of `config.json`.
+    """Return the 1 % and 99 % quantiles of a data set.
+
+    They are in `dataset_statistics.json`, which fine-tuning writes, or else in `norm_stats` of `config.json`.
 
     Args:
         folder: the checkpoint.
@@ -228,9 +293,12 @@ def read_statistics(folder: Path, dataset: str | None, kind: str, size: int) -> 
         size: expected number of numbers.
     Raises: ConfigError if the data set is unknown, if several exist and none is named, or if the numbers do not fit.
     """
-    all_sets = read_json(folder / "config.json").get("norm_stats") or {}
+    own = folder / "dataset_statistics.json"
+    path = own if own.is_file() else folder / "config.json"
+    all_sets = read_json(path)
+    all_sets = all_sets if path == own else all_sets.get("norm_stats")
     if not isinstance(all_sets, dict) or not all_sets:
-        raise _fault(folder, "config.json has no norm_stats, so that actions have no units; copy the file again")
+        raise _fault(path, "no norm_stats, so that actions have no units; copy the file again")
     known = ", ".join(sorted(all_sets))
     if dataset is None and len(all_sets) > 1:
         raise ConfigError(f"policy.vla.dataset: absent, but the checkpoint has several data sets; choose one: {known}")
@@ -240,23 +308,26 @@ def read_statistics(folder: Path, dataset: str | None, kind: str, size: int) -> 
     found = found.get(kind) if isinstance(found, dict) else None
     found = {"mask": [True] * size} | (found if isinstance(found, dict) else {})
     for name, is_valid in (("q01", is_finite), ("q99", is_finite), ("mask", _is_flag)):
-        where, numbers = f"norm_stats.{kind}.{name}", found.get(name)
+        where, numbers = f"{kind}.{name}", found.get(name)
         if not isinstance(numbers, list) or not all(map(is_valid, numbers)):
             what = "true and false" if is_valid is _is_flag else "finite numbers"
-            raise _fault(folder, f"{where} is not a list of {what}; correct config.json")
+            raise _fault(path, f"{where} is not a list of {what}; correct the file")
         if len(numbers) != size:
             problem = f"{where} has {len(numbers)} numbers, but the environment has {size}"
-            raise _fault(folder, f"{problem}; use an environment with as many, or another dataset")
+            raise _fault(path, f"{problem}; use an environment with as many, or another dataset")
     low, high = (tuple(map(float, found[name])) for name in ("q01", "q99"))
-    return Statistics(low, high, tuple(map(bool, found["mask"])))
+    if any(x > y for x, y, is_scaled in zip(low, high, found["mask"], strict=True) if is_scaled):
+        raise _fault(path, f"{kind}.q01 is above {kind}.q99; correct the file")
+    return Statistics(low, high, tuple(found["mask"]))
 
 
 def write_model(folder: Path, source: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write a checkpoint with new weights. All other weights and files are copied from the checkpoint `source`.
+    """Write a checkpoint with new weights. All other weights and files at the top level are copied from `source`.
 
     A weight keeps its dtype in `source`. The folder appears complete or not at all.
 
-    Raises: ConfigError if the folder exists or cannot be made, or if `source` does not have one of the weights.
+    Raises: ConfigError if the folder exists or cannot be made, or if `source` does not have one of the weights in
+        its shape.
     """
     if os.path.lexists(folder):
         raise ConfigError(f"{str(folder)!r} exists; give the path of a new folder")
@@ -271,6 +342,8 @@ def write_model(folder: Path, source: Path, weights: Mapping[str, Tensor]) -> No
         for path, file in zip(paths, _opened(source), strict=True):
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             for name in tensors.keys() & left.keys():
+                if tensors[name].shape != left[name].shape:
+                    raise _fault(source, f"{name} has another shape than in the run; use the run's own checkpoint")
                 tensors[name] = left.pop(name).to(tensors[name].dtype).contiguous()
             files[path.name] = Path(temporary) / path.name
             save_file(tensors, files[path.name], file.metadata())

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from safetensors.torch import load_file
+from support import tiny_openvla
 from support.checks import close
 from support.small_runs import last_state, same
 from support.tiny_openvla import checkpoint, choosing, write_checkpoint
@@ -104,6 +105,16 @@ def test_an_existing_folder_and_another_policy_are_refused(tmp_path):
     path = write_checkpoint(tmp_path / "other", state=0)
     other = choosing("grpo", **{"policy.vla.model_path": str(path)})
     with pytest.raises(ConfigError, match=r"no weight 'proprio_projector.fc1.bias', which the run has; use the check"):
+        save_openvla(tmp_path / "new", state, other)
+    path = write_checkpoint(tmp_path / "wide", state=3)
+    other = choosing("grpo", **{"policy.vla.model_path": str(path)})
+    message = r"proprio_projector.fc1.weight has another shape than in the run; use the run's own checkpoint$"
+    with pytest.raises(ConfigError, match=message):
+        save_openvla(tmp_path / "new", state, other)
+    statistics = tiny_openvla.STATISTICS | {"action": {"q01": [0.0, 0.0], "q99": [2.0, 2.0]}}
+    path = write_checkpoint(tmp_path / "changed", norm_stats={"dots": statistics})
+    other = choosing("grpo", **{"policy.vla.model_path": str(path)})
+    with pytest.raises(ConfigError, match=r"changed': its bounds of action changed since the run began; restore the f"):
         save_openvla(tmp_path / "new", state, other)
     assert not (tmp_path / "new").exists()
 

@@ -34,7 +34,6 @@ from ecrl import rng
 from ecrl.errors import ConfigError
 from ecrl.loop.policy_check import check_policy
 from ecrl.policies import encode_instructions, make_policy
-from ecrl.policies.core import example
 from ecrl.policies.vision_transformer import VisionTransformer, ViTSizes
 from ecrl.spaces import MultiDiscrete, box, dict_space
 
@@ -67,12 +66,15 @@ def raw(path=None):
 
 
 class Reference:
-    """OpenVLA for one observation without padding, written anew with Llama of transformers and dense matrices."""
+    """OpenVLA for one observation without padding, written anew with Llama of transformers and dense matrices.
 
-    def __init__(self, path=None):
+    `cameras` are the names of the images in order. The vision models and the state are those of the weights.
+    """
+
+    def __init__(self, path=None, cameras=("camera",)):
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        self.weights = raw(path)
+        self.weights, self.cameras = raw(path), cameras
         self.language = LlamaForCausalLM(LlamaConfig(**text_config())).eval()
         self.language.load_state_dict(self.below("language_model."))
         self.embedding = self.weights["language_model.model.embed_tokens.weight"]
@@ -83,25 +85,32 @@ class Reference:
     def dense(self, name, x):
         return x @ self.weights[f"{name}.weight"].T + self.weights[f"{name}.bias"]
 
-    def prefix(self, obs):
+    def see(self, image):
         seen = []
         for i, name in enumerate(VISION):
-            weights = self.below(f"vision_backbone.{name}.")
-            sizes = ViTSizes.of(NAMES[i], SIZE, {key: tuple(x.shape) for key, x in weights.items()})
-            model = VisionTransformer(sizes)
-            model.load_state_dict(weights, strict=False)
-            pixels = (obs["camera"].double() / 255.0 - torch.tensor(MEANS[i])) / torch.tensor(STDS[i])
-            seen.append(model(pixels.float().permute(2, 0, 1).unsqueeze(0))[0])
+            if weights := self.below(f"vision_backbone.{name}."):
+                sizes = ViTSizes.of(NAMES[i], SIZE, {key: tuple(x.shape) for key, x in weights.items()})
+                model = VisionTransformer(sizes)
+                model.load_state_dict(weights, strict=False)
+                pixels = (image.double() / 255.0 - torch.tensor(MEANS[i])) / torch.tensor(STDS[i])
+                seen.append(model(pixels.float().permute(2, 0, 1).unsqueeze(0))[0])
         x = self.dense("projector.fc1", torch.cat(seen, -1))
         for name in ("projector.fc2", "projector.fc3"):
-            x = self.dense(name, torch.nn.functional.gelu(x))
-        bounds = STATISTICS["proprio"]
-        low, high = torch.tensor(bounds["q01"]), torch.tensor(bounds["q99"])
-        state = (2.0 * (obs["proprio"] - low) / (high - low + 1e-8) - 1.0).clamp(-1.0, 1.0)
-        state = torch.nn.functional.gelu(self.dense("proprio_projector.fc1", state))
+            if f"{name}.weight" in self.weights:
+                x = self.dense(name, torch.nn.functional.gelu(x))
+        return x
+
+    def prefix(self, obs):
+        found = [self.see(obs[name]) for name in self.cameras]
+        if "proprio_projector.fc1.weight" in self.weights:
+            bounds = STATISTICS["proprio"]
+            low, high = torch.tensor(bounds["q01"]), torch.tensor(bounds["q99"])
+            state = (2.0 * (obs["proprio"] - low) / (high - low + 1e-8) - 1.0).clamp(-1.0, 1.0)
+            state = torch.nn.functional.gelu(self.dense("proprio_projector.fc1", state))
+            found.append(self.dense("proprio_projector.fc2", state).unsqueeze(0))
         ids = obs["instruction"][obs["instruction"] != 0]
         words = self.embedding[ids]
-        return torch.cat((words[:1], x, self.dense("proprio_projector.fc2", state).unsqueeze(0), words[1:]))
+        return torch.cat((words[:1], *found, words[1:]))
 
     @torch.no_grad()
     def parallel(self, obs, count):
@@ -236,24 +245,75 @@ def test_the_state_of_a_run_keeps_the_bounds(tmp_path):
 CAMERA = box(0, 255, SIZE, SIZE, 3, dtype=torch.uint8)
 TASK = MultiDiscrete((9,) * 2)
 SPACES = {
-    "two cameras": (dict_space({"a": CAMERA, "b": CAMERA, "instruction": TASK}), {"state": 0}),
-    "channels first": (
-        dict_space({"a": box(0, 255, 3, SIZE, SIZE, dtype=torch.uint8), "instruction": TASK}),
-        {"state": 0},
-    ),
-    "one vision model": (dict_space({"camera": CAMERA, "instruction": TASK}), {"state": 0, "is_fused": False}),
+    "two cameras": ({"front": CAMERA, "wrist": CAMERA}, {"state": 0}),
+    "one vision model": ({"camera": CAMERA}, {"state": 0, "is_fused": False}),
+    "one vision model and a state": ({"camera": CAMERA, "proprio": box(-1.0, 1.0, 2)}, {"is_fused": False}),
 }
 
 
 @pytest.mark.parametrize("decoding", DECODINGS)
 @pytest.mark.parametrize("name", SPACES)
-def test_observations_of_any_parts(name, decoding, tmp_path):
-    observations, changes = SPACES[name]
-    policy = tiny(observations, path=str(write_checkpoint(tmp_path / "model", **changes)), decoding=decoding)
-    params, obs = params_of(policy), example(observations)
-    out = policy.act(params, EMPTY, obs, policy.draw(rng.split(rng.key(4), 2)))[1]
-    log_prob, _ = policy.evaluate(params, EMPTY, out.copy().set("obs", obs))
-    close(log_prob, out["sample_log_prob"], tol=1e-5)
+def test_models_and_observations_of_any_parts(name, decoding, tmp_path):
+    parts, changes = SPACES[name]
+    path = str(write_checkpoint(tmp_path / "model", **changes))
+    policy = tiny(dict_space({**parts, "instruction": MultiDiscrete((6,) * 3)}), path=path, decoding=decoding)
+    params, obs = params_of(policy), scenes(rng.key(3), 6, SIZE)[0]
+    obs = obs.copy().update({"front": obs["camera"].flip(0), "wrist": obs["camera"]}).select(*parts, "instruction")
+    out = policy.act(params, EMPTY, obs, policy.draw(rng.split(rng.key(4), 6)))[1].set("obs", obs)
+    close(policy.evaluate(params, EMPTY, out)[0], out["sample_log_prob"], tol=1e-5)
+    model = Reference(path, [part for part in parts if part != "proprio"])
+    for i in range(6):
+        ids = (VOCABULARY - 1 - out["action_tokens"][i].flatten()).tolist()
+        for j in range(6):
+            logits = model.parallel(obs[i], 6)[j] if decoding == "parallel" else model.after(obs[i], ids[:j])
+            expected = logits[VOCABULARY - BINS : VOCABULARY].log_softmax(-1)[ids[j] - VOCABULARY]
+            close(out["sample_log_prob"][i].flatten()[j], expected, tol=2e-5)
+
+
+def test_images_with_the_channels_first(tmp_path):
+    path = str(write_checkpoint(tmp_path / "model", state=0))
+    last, first = CAMERA, box(0, 255, 3, SIZE, SIZE, dtype=torch.uint8)
+    obs = scenes(rng.key(3), 4, SIZE)[0].select("camera", "instruction")
+    other, words = obs.copy(), MultiDiscrete((6,) * 3)
+    other["camera"] = obs["camera"].permute(0, 3, 1, 2).contiguous()
+    actions = []
+    for space, seen in ((last, obs), (first, other)):
+        policy = tiny(dict_space({"camera": space, "instruction": words}), path=path)
+        actions.append(policy.act(params_of(policy), EMPTY, seen, None)[1]["sample_log_prob"])
+    assert torch.equal(*actions)
+
+
+def test_bounds_of_fine_tuning_replace_those_of_the_pretrained_model(tmp_path):
+    path = write_checkpoint(tmp_path / "model")
+    tuned = {"mine": STATISTICS | {"action": {"q01": [0.0, 0.0], "q99": [3.0, 3.0]}}}
+    (path / "dataset_statistics.json").write_text(json.dumps(tuned))
+    assert params_of(tiny(path=str(path)))["statistics", "action", "high"].tolist() == [3.0, 3.0]
+    with pytest.raises(ConfigError, match=r"^policy.vla.dataset: the checkpoint has no data set 'dots'; known: mine$"):
+        tiny(path=str(path), dataset="dots")
+
+
+def test_sizes_that_config_json_leaves_out_are_those_of_the_weights(tmp_path):
+    """transformers saves only the settings of the language model that differ from its defaults."""
+    text = text_config()
+    text.pop("hidden_size")
+    text.pop("vocab_size")
+    path = str(write_checkpoint(tmp_path / "model", text_config=text))
+    one, two = tiny(path=path), tiny()
+    assert torch.equal(acted(one, params_of(one))[0]["action"], acted(two, params_of(two))[0]["action"])
+
+
+@pytest.mark.parametrize("decoding", DECODINGS)
+def test_bfloat16_is_near_and_its_logits_are_not_rounded(decoding):
+    policy = tiny(decoding=decoding, section={"bf16": True}, temperature=1.6)
+    params = params_of(policy)
+    out, _ = acted(policy, params)
+    log_prob, _ = policy.evaluate(params, EMPTY, out)
+    assert log_prob.dtype == torch.float32
+    close(log_prob, out["sample_log_prob"], tol=1e-5 if decoding == "parallel" else 0.2)
+    probability = policy.evaluate(params, EMPTY, out)[0]
+    assert not torch.equal(probability, probability.bfloat16().float())
+    exact = tiny(decoding=decoding, temperature=1.6)
+    close(exact.evaluate(params, EMPTY, out)[0], log_prob, tol=1.0)
 
 
 SAME = ["init returns the same params for two keys; draw them from the key with ecrl.rng"]
@@ -333,7 +393,46 @@ DAMAGED = {
         lambda p: _drop(p, HEAD, **{HEAD: torch.zeros(2, 2)}),
         r"language_model.lm_head.weight has the shape \[2, 2\], expected \[128, 32\]; copy the checkpoint again$",
     ),
-    "another language model": (lambda p: _edit(p, text_config={"model_type": "gemma"}), r"no text_config of a Llama"),
+    "another language model": (
+        lambda p: _edit(p, text_config={"model_type": "gemma"}),
+        r"the language model is not Llama 2, the only one that is supported; give another folder$",
+    ),
+    "vicuna": (lambda p: _edit(p, llm_backbone_id="vicuna-v15-7b"), r"the language model is not Llama 2, the only one"),
+    "tied weights": (
+        lambda p: _edit(p, text_config=text_config(tie_word_embeddings=True)),
+        r"text_config has tie_word_embeddings, which is not supported; give another folder$",
+    ),
+    "a wrong setting of the language model": (
+        lambda p: _edit(p, text_config=text_config(num_attention_heads=5)),
+        r"text_config of config.json: .*; copy the file again$",
+    ),
+    "an unknown activation": (
+        lambda p: _edit(p, text_config=text_config(hidden_act="nope")),
+        r"text_config of config.json: KeyError: 'nope'; copy the file again$",
+    ),
+    "no embeddings": (
+        lambda p: _drop(p, "language_model.model.embed_tokens.weight"),
+        r"lacks the weight 'language_model.model.embed_tokens.weight'; copy the checkpoint again$",
+    ),
+    "a text for a number": (lambda p: _edit(p, pad_to_multiple_of="64"), r"config.json': pad_to_multiple_of: Input sh"),
+    "too many bins": (
+        lambda p: _edit(p, n_action_bins=1000),
+        r"config.json has n_action_bins 1000, but the vocabulary has 120 tokens; copy the file again$",
+    ),
+    "sizes that are no numbers": (lambda p: _edit(p, image_sizes=["a", "b"]), r"config.json': image_sizes.0: Input "),
+    "names that are no texts": (lambda p: _edit(p, timm_model_ids=[1, 2]), r"config.json': timm_model_ids.0: Input sh"),
+    "one mean": (
+        lambda p: (p / "preprocessor_config.json").write_text(json.dumps({"means": [[0.5]] * 2, "stds": STDS})),
+        r"preprocessor_config.json': means.0: List should have at least 3 items",
+    ),
+    "a deviation of 0": (
+        lambda p: (p / "preprocessor_config.json").write_text(json.dumps({"means": MEANS, "stds": [[0.0] * 3] * 2})),
+        r"preprocessor_config.json': stds.0.0: Input should be greater than 0; copy the file again$",
+    ),
+    "another head": (
+        lambda p: (p / "action_head--10_checkpoint.pt").write_bytes(b"x"),
+        r"action_head--10_checkpoint.pt belongs to a model whose actions are not tokens, or with FiLM; give a model",
+    ),
     "another activation": (
         lambda p: _edit(p, timm_override_act_layers=["quick_gelu", None]),
         r"timm_override_act_layers is set, but only models with GELU are supported$",
@@ -344,16 +443,24 @@ DAMAGED = {
     ),
     "one vision model": (
         lambda p: _edit(p, timm_model_ids=["vit_tiny"]),
-        r"config.json has timm_model_ids \['vit_tiny'\], expected a list of 2; copy the file again$",
+        r"timm_model_ids has 1 entries, expected 2; copy the JSON files again$",
     ),
-    "no statistics": (lambda p: _edit(p, norm_stats=None), r"config.json has no norm_stats, so that actions have no"),
+    "no statistics": (lambda p: _edit(p, norm_stats=None), r"config.json': no norm_stats, so that actions have no un"),
     "short statistics": (
         lambda p: _edit(p, norm_stats={"dots": {"action": {"q01": [0.0], "q99": [1.0]}}}),
-        r"norm_stats.action.q01 has 1 numbers, but the environment has 2; use an environment with as many, or",
+        r"action.q01 has 1 numbers, but the environment has 2; use an environment with as many, or",
+    ),
+    "a huge number": (
+        lambda p: _edit(p, norm_stats={"dots": {"action": {"q01": [10**400, 0], "q99": [1.0, 1.0]}}}),
+        r"action.q01 is not a list of finite numbers; correct the file$",
+    ),
+    "bounds in the wrong order": (
+        lambda p: _edit(p, norm_stats={"dots": {"action": {"q01": [2.0, 0.0], "q99": [1.0, 1.0]}}}),
+        r"action.q01 is above action.q99; correct the file$",
     ),
     "strings for statistics": (
         lambda p: _edit(p, norm_stats={"dots": {"action": {"q01": ["a", "b"], "q99": [1.0, 1.0]}}}),
-        r"norm_stats.action.q01 is not a list of finite numbers; correct config.json$",
+        r"action.q01 is not a list of finite numbers; correct the file$",
     ),
 }
 
@@ -399,7 +506,7 @@ FITTING = {
     ),
     "a wide action": (
         {"actions": box(-1.0, 1.0, 3, 4)},
-        r"norm_stats.action.q01 has 2 numbers, but the environment has 4; use an environment with as many, or another",
+        r"action.q01 has 2 numbers, but the environment has 4; use an environment with as many, or another",
     ),
     "no bounds": (
         {"actions": box(-math.inf, math.inf, 3, 2)},

@@ -97,9 +97,9 @@ def push_cube_expert(cfg: ExpertConfig, env: Env, task: PushCubeConfig) -> Exper
         worlds = cast(TensorDict, state["world"])
         pose = world.site_pose(sim, worlds, site)
         tool, cube = pose[..., :3, 3], world.body_position(sim, worlds, ext.object_uid)[..., :2]
+        cube = cube + cube.new_tensor([cfg.bias, 0.0])
         path = target(state, ext.target_pose_key)[..., :2] - cube
         ahead = path / torch.linalg.vector_norm(path, dim=-1, keepdim=True).clamp(min=1e-6)
-        cube = cube + cube.new_tensor([cfg.bias, 0.0])
         to_cube, start = cube - tool[..., :2], cube - _BEHIND * ahead
         back = (to_cube * ahead).sum(-1, keepdim=True)
         side = torch.linalg.vector_norm(to_cube - back * ahead, dim=-1, keepdim=True)
