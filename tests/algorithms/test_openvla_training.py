@@ -54,6 +54,17 @@ def test_two_iterations_learn_and_log_the_gap(name):
     assert all(weight.isfinite().all() for weight in after.values(True, True))
 
 
+@pytest.mark.parametrize("changes", [{}, IN_TURN], ids=["parallel", "in turn"])
+def test_bc_clones_actions(tmp_path, changes):
+    """The demonstrations are actions of another checkpoint, whose tokens are read from the actions."""
+    teacher = choosing("grpo", **{"policy.vla.model_path": checkpoint(1)})
+    path = tmp_path / "demos.safetensors"
+    ecrl.record_demonstrations(teacher, path, 20, state=init_state(teacher))
+    cfg = choosing("bc", **changes, **{"algorithm.cfg.demos": str(path), "trainer.iterations": 12})
+    losses = [float(log["loss"]) for log in logs_of(cfg)]
+    assert losses[-1] < 0.7 * losses[0]
+
+
 def test_a_tuned_model_is_a_checkpoint(tmp_path):
     cfg = choosing("grpo", **GENTLE)
     state = last_state(cfg)

@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.checks import assert_pure, close
 from support.dots import scenes, space_of
+from support.pretrained import ACTIONS, EMPTY, params_of, policy_of
+from support.pretrained import acted as acted_on
 from support.tiny_openvla import (
     BINS,
     FILL,
@@ -28,36 +30,24 @@ from support.tiny_openvla import (
     text_config,
     write_checkpoint,
 )
-from tensordict import TensorDict
 
 from ecrl import rng
 from ecrl.errors import ConfigError
 from ecrl.loop.policy_check import check_policy
-from ecrl.policies import encode_instructions, make_policy
+from ecrl.policies import encode_instructions
 from ecrl.policies.vision_transformer import VisionTransformer, ViTSizes
 from ecrl.spaces import MultiDiscrete, box, dict_space
 
-EMPTY = TensorDict({}, [])
-ACTIONS = box(-1.0, 1.0, 3, 2)
 DECODINGS = ["parallel", "autoregressive"]
 
 
 def tiny(observations=None, actions=ACTIONS, path=None, section=None, **changes):
-    settings = {"name": "vla", "vla": {"backend": "openvla", "model_path": path or checkpoint()} | changes}
-    return make_policy(settings | (section or {}), space_of(SIZE) if observations is None else observations, actions)
-
-
-def params_of(policy, seed=0):
-    params = policy.init(rng.key(seed))
-    return params.update(policy.init_frozen(torch.device("cpu")))
+    space = space_of(SIZE) if observations is None else observations
+    return policy_of("openvla", path or checkpoint(), space, actions, section, **changes)
 
 
 def acted(policy, params, n=12, is_sampled=True):
-    obs = scenes(rng.key(3), n, SIZE)[0]
-    noise = policy.draw(rng.split(rng.key(4), n)) if is_sampled else None
-    carry, out = assert_pure(policy.act, params, EMPTY, obs, noise)
-    assert carry.is_empty()
-    return out.copy().update({"obs": obs, "done": torch.zeros(n, dtype=torch.bool)}), noise
+    return acted_on(policy, params, SIZE, n, is_sampled)
 
 
 def raw(path=None):

@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from support.checks import assert_pure, close
-from support.dots import scenes, space_of
+from support.dots import space_of
+from support.pretrained import ACTIONS, EMPTY, params_of, policy_of
+from support.pretrained import acted as acted_on
 from support.tiny_pi0 import CHUNK, NUMBERS, SIZE, STATE, checkpoint, write_checkpoint, write_statistics
-from tensordict import TensorDict
 
 from ecrl import rng
 from ecrl.errors import ConfigError, MissingExtraError
@@ -22,28 +23,17 @@ from ecrl.policies import encode_instructions, make_policy
 from ecrl.policies.core import example, sum_tokens
 from ecrl.spaces import Box, MultiDiscrete, box, dict_space
 
-EMPTY = TensorDict({}, [])
-ACTIONS = box(-1.0, 1.0, 3, 2)
 NOISES = {"sde": {}, "head": {"noise_head": {"type": "mlp", "network_cfg": {"hidden_sizes": [8]}}}}
 CAMERA = box(0, 255, SIZE, SIZE, 3, dtype=torch.uint8)
 
 
 def tiny(observations=None, actions=ACTIONS, path=None, section=None, **changes):
-    settings = {"name": "vla", "vla": {"backend": "pi0", "model_path": path or checkpoint()} | changes}
-    return make_policy(settings | (section or {}), space_of(SIZE) if observations is None else observations, actions)
-
-
-def weights_of(policy, seed=0):
-    params = policy.init(rng.key(seed))
-    return params.update(policy.init_frozen(torch.device("cpu")))
+    space = space_of(SIZE) if observations is None else observations
+    return policy_of("pi0", path or checkpoint(), space, actions, section, **changes)
 
 
 def acted(policy, params, n=12, is_sampled=True):
-    obs = scenes(rng.key(3), n, SIZE)[0]
-    noise = policy.draw(rng.split(rng.key(4), n)) if is_sampled else None
-    carry, out = assert_pure(policy.act, params, EMPTY, obs, noise)
-    assert carry.is_empty()
-    return out.copy().update({"obs": obs, "done": torch.zeros(n, dtype=torch.bool)}), noise
+    return acted_on(policy, params, SIZE, n, is_sampled)
 
 
 def loaded(path=None):
@@ -66,7 +56,7 @@ def inputs_of(obs, model):
 
 
 def test_the_weights_are_those_of_transformers():
-    params = weights_of(tiny())
+    params = params_of(tiny())
     mine = {name: x for part in ("model", "base") for name, x in params[part].items()}
     theirs = dict(loaded().named_parameters())
     assert sorted(mine) == sorted(f"pi0.{name}" for name in theirs)
@@ -78,7 +68,7 @@ def test_the_weights_are_those_of_transformers():
 def test_deterministic_actions_are_those_of_transformers(name, steps):
     """Both begin at the same start. The sums of matrix products are rounded in another order."""
     policy = tiny(denoising_steps=steps, **NOISES[name])
-    out, _ = acted(policy, weights_of(policy), is_sampled=False)
+    out, _ = acted(policy, params_of(policy), is_sampled=False)
     model = loaded()
     start = rng.normal(rng.key(0), (CHUNK, NUMBERS)).expand(12, -1, -1)
     expected = model.sample_actions(noise=start, num_steps=steps, **inputs_of(out["obs"], model))
@@ -88,7 +78,7 @@ def test_deterministic_actions_are_those_of_transformers(name, steps):
 
 def test_the_start_is_drawn_and_only_one_step_has_noise():
     policy = tiny()
-    params = weights_of(policy)
+    params = params_of(policy)
     out, noise = acted(policy, params, 200)
     assert out["flow_sample"].shape == (200, CHUNK, NUMBERS) and out["flow_next"].shape == (200, 3, 2)
     assert out["action"].shape == (200, 3, 2) and out["flow_step"].shape == (200,)
@@ -104,7 +94,7 @@ def test_the_start_is_drawn_and_only_one_step_has_noise():
 def test_flow_sde_log_probabilities_are_the_closed_form():
     """The velocity is from one call of transformers without a cache, and the density is computed in Python floats."""
     policy = tiny(noise_level=0.8)
-    out, noise = acted(policy, weights_of(policy))
+    out, noise = acted(policy, params_of(policy))
     model, steps = loaded(), 3
     t = 1.0 - out["flow_step"] / steps
     with torch.no_grad():
@@ -125,7 +115,7 @@ def test_flow_sde_log_probabilities_are_the_closed_form():
 
 def test_flow_noise_averages_over_the_steps():
     policy = tiny(noise_range=[0.1, 0.3], **NOISES["head"])
-    params = weights_of(policy)
+    params = params_of(policy)
     out, noise = acted(policy, params)
     chain = out["flow_chain"]
     assert chain.shape == (12, 4, CHUNK, NUMBERS) and torch.equal(chain[:, 0], noise["start"])
@@ -155,7 +145,7 @@ def test_flow_noise_averages_over_the_steps():
 @pytest.mark.parametrize("name", NOISES)
 def test_acting_equals_evaluating(name, is_sampled):
     policy = tiny(critic="mlp", **NOISES[name])
-    params = weights_of(policy)
+    params = params_of(policy)
     out, _ = acted(policy, params, is_sampled=is_sampled)
     log_prob, entropy = assert_pure(policy.evaluate, params, EMPTY, out)
     close(log_prob, out["sample_log_prob"], tol=1e-5)
@@ -171,7 +161,7 @@ def test_acting_equals_evaluating(name, is_sampled):
 def test_all_numbers_count_if_an_episode_ends_inside_a_chunk(name):
     """The noise of steps that are not taken changes the steps that are taken, since denoising mixes the chunk."""
     policy = tiny(**NOISES[name])
-    params = weights_of(policy)
+    params = params_of(policy)
     out, noise = acted(policy, params)
     changed = noise.clone()
     changed["noise"][..., 2, :] += 1.0
@@ -199,7 +189,7 @@ SPACES = {
 def test_observations_of_any_parts(name):
     observations, changes = SPACES[name]
     policy = tiny(observations, **changes)
-    params, obs = weights_of(policy), example(observations)
+    params, obs = params_of(policy), example(observations)
     out = policy.act(params, EMPTY, obs, policy.draw(rng.split(rng.key(4), 2)))[1]
     log_prob, _ = policy.evaluate(params, EMPTY, out.copy().set("obs", obs))
     close(log_prob, out["sample_log_prob"], tol=1e-5)
@@ -223,13 +213,13 @@ def test_the_functions_keep_the_contract(name):
 
 def test_single_actions():
     policy = tiny(actions=box(-1.0, 1.0, 2))
-    out, _ = acted(policy, weights_of(policy))
+    out, _ = acted(policy, params_of(policy))
     assert out["action"].shape == (12, 2) and out["sample_log_prob"].shape == (12, 2)
 
 
 def test_bfloat16_is_near():
     one, other = tiny(), tiny(section={"bf16": True})
-    actions = [acted(policy, weights_of(policy), is_sampled=False)[0]["action"] for policy in (one, other)]
+    actions = [acted(policy, params_of(policy), is_sampled=False)[0]["action"] for policy in (one, other)]
     assert actions[1].dtype == torch.float32 and not torch.equal(*actions)
     close(*actions, tol=0.1)
 
@@ -239,10 +229,10 @@ def test_statistics_of_the_checkpoint_scale_states_and_actions(tmp_path):
     shutil.copytree(checkpoint(), path)
     write_statistics(path, state_mean=[1.0, 2.0], state_std=[0.5, 4.0], actions_mean=[0.1, 0.2], actions_std=[2.0, 3.0])
     plain, scaled = tiny(), tiny(path=str(path))
-    out, _ = acted(scaled, weights_of(scaled), is_sampled=False)
+    out, _ = acted(scaled, params_of(scaled), is_sampled=False)
     obs = out["obs"].copy()
     obs["proprio"] = (obs["proprio"] - torch.tensor([1.0, 2.0])) / torch.tensor([0.5, 4.0])
-    raw = plain.act(weights_of(plain), EMPTY, obs, None)[1]["action"]
+    raw = plain.act(params_of(plain), EMPTY, obs, None)[1]["action"]
     close(out["action"], raw * torch.tensor([2.0, 3.0]) + torch.tensor([0.1, 0.2]), tol=1e-4)
 
 
@@ -307,7 +297,7 @@ def test_with_a_critic_the_end_of_the_language_model_is_trained():
 
 def test_adapters_start_at_the_pretrained_model():
     plain, adapted = tiny(), tiny(adapters={"rank": 2, "layers": ["q_proj", "dit"], "scale": 2.0})
-    one, two = weights_of(plain), weights_of(adapted, seed=1)
+    one, two = params_of(plain), params_of(adapted, seed=1)
     assert "model" not in two and all("adapter_" in name for name in two["adapters"].keys())  # noqa: SIM118
     actions = [acted(policy, params)[0]["action"] for policy, params in ((plain, one), (adapted, two))]
     assert torch.equal(*actions)
@@ -509,7 +499,7 @@ def test_a_path_is_needed():
 
 def test_steps_of_other_policies_are_refused():
     policy = tiny()
-    params = weights_of(policy)
+    params = params_of(policy)
     out, _ = acted(policy, params)
     with pytest.raises(
         ConfigError, match=r"^policy vla: the steps have no flow_step, which act of backend pi0 returns"
@@ -521,5 +511,5 @@ def test_other_checkpoints_give_other_policies(tmp_path):
     """Two checkpoints of different sizes can be used in one process."""
     path = write_checkpoint(tmp_path / "large", 1, chunk_size=6)
     policy = tiny(path=str(path), actions=Box((-1.0,) * 10, (1.0,) * 10, (5, 2)))
-    out, _ = acted(policy, weights_of(policy))
+    out, _ = acted(policy, params_of(policy))
     assert out["action"].shape == (12, 5, 2) and out["flow_sample"].shape == (12, 6, NUMBERS)

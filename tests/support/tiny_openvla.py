@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from ecrl.config import Config, config_from_dict
-from support import dots
+from ecrl.config import Config
+from support.pretrained import run_of
 
 SIZE, PATCH, WIDTH, STATE = 16, 8, 32, 2
 BINS, ROWS, FILL = 16, 128, 8
@@ -142,15 +142,4 @@ def checkpoint_of_two_data_sets() -> str:
 
 def choosing(algorithm: str, /, **changes: Any) -> Config:
     """Return a short run of a tiny OpenVLA on `dots` with chunks of 3 actions, with changes by dotted key."""
-    settings: dict[str, Any] = {"n_epochs": 2, "batch_size": 16, "learning_rate": 1e-3}
-    settings |= {"grpo": {"group_size": 4, "kl_coef": 0.02}}.get(algorithm, {})
-    vla: dict[str, Any] = {"backend": "openvla", "model_path": checkpoint()} | (
-        {} if algorithm == "grpo" else {"critic": "mlp"}
-    )
-    data = {
-        "trainer": {"num_envs": 8, "buffer_size": 4, "iterations": 2, "compile": "off"},
-        "env": {"name": dots.dots.__name__, "action_chunk": 3},
-        "policy": {"name": "vla", "vla": vla},
-        "algorithm": {"name": algorithm, "cfg": settings},
-    }
-    return config_from_dict(data, "openvla", changes)
+    return run_of("openvla", checkpoint(), algorithm, changes)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ecrl.config import Config, config_from_dict
-from support import dots
+from ecrl.config import Config
+from support.pretrained import run_of
 
 SIZE = 16
 CHUNK, STATE, NUMBERS = 4, 5, 3
@@ -90,15 +90,4 @@ def write_statistics(folder: Path, **numbers: Any) -> None:
 
 def flowing(algorithm: str, /, **changes: Any) -> Config:
     """Return a short run of a tiny pi0 on `dots` with chunks of 3 actions, with changes by dotted key."""
-    settings: dict[str, Any] = {"n_epochs": 2, "batch_size": 16, "learning_rate": 1e-3}
-    settings |= {"grpo": {"group_size": 4, "kl_coef": 0.02}}.get(algorithm, {})
-    vla: dict[str, Any] = {"backend": "pi0", "model_path": checkpoint()} | (
-        {} if algorithm == "grpo" else {"critic": "mlp"}
-    )
-    data = {
-        "trainer": {"num_envs": 8, "buffer_size": 4, "iterations": 2, "compile": "off"},
-        "env": {"name": dots.dots.__name__, "action_chunk": 3},
-        "policy": {"name": "vla", "vla": vla},
-        "algorithm": {"name": algorithm, "cfg": settings},
-    }
-    return config_from_dict(data, "pi0", changes)
+    return run_of("pi0", checkpoint(), algorithm, changes)
