@@ -50,7 +50,7 @@ td_loss temperature_loss min_categorical_target soft_categorical_target
 cispo_loss clipped_surrogate_asymmetric fixed_length_mean group_centered gspo_loss informative_groups
 kl_k3_with_k2_gradient leave_one_out masked_sequence_importance overlong_penalty sapo_loss sequence_log_ratio
 sequence_mean token_mean truncated_importance truncated_sequence_importance vespo_loss whiten
-FlowStep flow_entropy flow_log_prob flow_ode_step flow_sde_step
+FlowStep flow_entropy flow_interpolate flow_log_prob flow_matching_loss flow_ode_step flow_sde_step
 """
 
 

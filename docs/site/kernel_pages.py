@@ -24,7 +24,7 @@ TITLES = {
     "ecrl.kernels.exploration": "Exploration",
     "ecrl.kernels.categorical": "Categorical distributions",
     "ecrl.kernels.normal": "Normal distributions",
-    "ecrl.kernels.flow_sde": "Denoising steps of flows",
+    "ecrl.kernels.flow_matching": "Flow matching",
     "ecrl.kernels.masked_stats": "Masked statistics",
     "ecrl.kernels.rollout": "Collecting experience",
     "ecrl.kernels.replay": "Replay buffer",

@@ -27,6 +27,8 @@ from ecrl.storage.demonstrations import read_about
 from ecrl.storage.tensor_files import read_tensors
 
 _KEY = "algorithm.cfg.demos"
+_NOISE = 1
+"""Counter of the keys for `draw_imitation`."""
 _FIELDS = ("obs", "action", "reward", "done", "executed")
 
 
@@ -249,7 +251,8 @@ def drawn_batch(run: Run, state: TensorDict, part: TensorDict) -> TensorDict:
         state: state of the run; only the key, the counters and, for a policy with memory, the parameters are read.
         part: `train` or `holdout` of the data set.
 
-    Returns: a batch `[N]` whose `steps` have shape `[N, T + 1]`. The last step is padding.
+    Returns: a batch `[N]` whose `steps` have shape `[N, T + 1]`. The last step is padding. If the policy has
+        `draw_imitation`, its result for each step is the field `imitation_noise`.
     """
     keys, steps = step_keys(run, state)[1].t(), cast(TensorDict, part["steps"])
     if run.policy.unit == "sequence":
@@ -263,6 +266,9 @@ def drawn_batch(run: Run, state: TensorDict, part: TensorDict) -> TensorDict:
         chosen = chosen.set("executed", torch.cat((chosen["executed"][:, :-1], padding), 1))
     if "reward" not in chosen:
         chosen = chosen.set("reward", torch.zeros_like(chosen["done"], dtype=torch.float32))
+    if (draw := run.policy.draw_imitation) is not None:
+        noise_keys = rng.fold_in(torch.cat((keys, keys[:, -1:]), 1), _NOISE)
+        chosen = chosen.set("imitation_noise", draw(noise_keys))
     return TensorDict({"steps": chosen}, chosen.batch_size[:1])
 
 

@@ -37,7 +37,15 @@ from ecrl.kernels.exploration import (
     noisy_linear,
     ou_noise,
 )
-from ecrl.kernels.flow_sde import FlowStep, flow_entropy, flow_log_prob, flow_ode_step, flow_sde_step
+from ecrl.kernels.flow_matching import (
+    FlowStep,
+    flow_entropy,
+    flow_interpolate,
+    flow_log_prob,
+    flow_matching_loss,
+    flow_ode_step,
+    flow_sde_step,
+)
 from ecrl.kernels.groups import (
     first_episode_mask,
     group_advantages,
@@ -223,7 +231,9 @@ __all__ = [
     "first_episode_mask",
     "fixed_length_mean",
     "flow_entropy",
+    "flow_interpolate",
     "flow_log_prob",
+    "flow_matching_loss",
     "flow_ode_step",
     "flow_sde_step",
     "gae",

@@ -320,9 +320,13 @@ def _check_evaluate_and_value(findings: list[str], policy: Policy, record: _Reco
 
 
 def _check_imitation_loss(findings: list[str], policy: Policy, record: _Record, tolerance: float) -> None:
-    """Check that `imitation_loss` is a pure function with finite results."""
+    """Check that `draw_imitation` and `imitation_loss` are pure functions, and that the loss is finite."""
     imitation_loss: Any = policy.imitation_loss
-    loss = _called(findings, "imitation_loss", imitation_loss, record.params, _step(record.before, 0), record.steps)
+    steps = record.steps
+    if policy.draw_imitation is not None:
+        keys = rng.split(rng.key(0), steps["done"].numel()).reshape(steps["done"].shape)
+        steps = steps.copy().set("imitation_noise", _called(findings, "draw_imitation", policy.draw_imitation, keys))
+    loss = _called(findings, "imitation_loss", imitation_loss, record.params, _step(record.before, 0), steps)
     if not loss.isfinite().all():
         findings.append("imitation_loss returns NaN or infinity; mend its computation")
 
@@ -471,8 +475,9 @@ def check_policy(
 
     - Every function takes the arguments and returns the shapes and dtypes that `ecrl.Policy` describes.
     - The function `init` depends on its key alone.
-    - The functions `draw`, `act`, `explore`, `init_exploration`, `evaluate`, `value`, `evaluate_and_value` and
-      `imitation_loss` depend on their arguments alone, draw from no global generator and write to no argument.
+    - The functions `draw`, `act`, `explore`, `init_exploration`, `evaluate`, `value`, `evaluate_and_value`,
+      `draw_imitation` and `imitation_loss` depend on their arguments alone, draw from no global generator and write to
+      no argument.
     - The policy's memory keeps its fields, shapes and dtypes.
     - The function `evaluate` returns the log-probabilities that `act` returned, also after the end of an episode.
     - The function `value` returns the same values for many steps in one call as for each step alone.

@@ -30,6 +30,7 @@ _ARGUMENTS = {
     "value": ("params", "carry", "obs"),
     "evaluate_and_value": ("params", "carry", "steps"),
     "imitation_loss": ("params", "carry", "steps"),
+    "draw_imitation": ("keys",),
     "norm_init": ("device",),
     "norm_update": ("norm", "obs", "mask"),
     "init_carry": ("params", "num_envs"),
@@ -41,9 +42,9 @@ _ARGUMENTS = {
 _SEQUENCE_VALUE = ("params", "carry", "steps", "final")
 _RESERVED = {
     *("obs", "final_obs", "reward", "terminated", "truncated", "done", "info", "mask", "executed"),
-    *("value", "final_value", "next_value", "carry", "final_carry"),
+    *("value", "final_value", "next_value", "carry", "final_carry", "imitation_noise"),
 }
-"""Fields of a rollout that the collector and the estimators set."""
+"""Fields of a rollout that the collector, the estimators and behaviour cloning set."""
 
 _CHECKING = ContextVar("_CHECKING", default=False)
 
@@ -170,6 +171,8 @@ def check_functions(policy: Policy) -> None:
     if policy.evaluate_and_value is not None and (policy.evaluate is None or policy.value is None):
         lacks = "evaluate" if policy.evaluate is None else "value"
         raise ConfigError(f"{label}: has evaluate_and_value, but no {lacks}; pass {lacks} too")
+    if policy.draw_imitation is not None and policy.imitation_loss is None:
+        raise ConfigError(f"{label}: has draw_imitation, but no imitation_loss; pass imitation_loss too")
     if is_sequence and policy.init_carry is no_carry:
         raise ConfigError(
             f"{label}: unit is 'sequence', but there is no init_carry, expected (params, num_envs) -> carry; "
@@ -449,6 +452,7 @@ def checked_policy(policy: Policy, observation_space: Space, action_space: Space
         "value": (value, (observation_space,)),
         "evaluate_and_value": (_check_evaluate_and_value, (observation_space,)),
         "imitation_loss": (_check_imitation_loss, (observation_space,)),
+        "draw_imitation": (_check_draw, (), "its keys"),
         "explore": (_check_explore, (action_space,)),
         "q": (_check_q, (stacks, action_space)),
         "norm_init": (_check_tree, ("norm",), "a fixed key"),

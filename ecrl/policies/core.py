@@ -120,6 +120,8 @@ class Policy:
             also replace `evaluate_and_value`, or set it to None.
         imitation_loss: (params, carry, steps) -> `[*B]`, the loss of imitating the action of each step, such as the
             cross-entropy with a smoothed target. If None, the loss is the negative log-probability of the action.
+        draw_imitation: keys `[*B]` -> random numbers of `imitation_loss`, such as the time and the noise of flow
+            matching, which `imitation_loss` reads from `steps["imitation_noise"]`. None for a loss without any.
         time_loops: for a sequence policy, the number of loops over the steps of a sequence that a loss runs, for the
             estimate of the time that compiling saves.
         frame_stack: number of latest observations that the policy sees. If it is above 1, `q` takes stacks of
@@ -145,6 +147,7 @@ class Policy:
     noisy: bool = False
     evaluate_and_value: Callable[[TensorDict, TensorDict, TensorDict], tuple[Tensor, Tensor, Tensor]] | None = None
     imitation_loss: Callable[[TensorDict, TensorDict, TensorDict], Tensor] | None = None
+    draw_imitation: Callable[[Tensor], Tensor | TensorDict] | None = None
     time_loops: int = field(default=1, compare=False)
     frame_stack: int = 1
     name: str = field(default="", compare=False)
@@ -199,7 +202,8 @@ class Policy:
     def imitation_rows(self, params: TensorDict, rows: TensorDict) -> Tensor:
         """Return the loss of imitating the action of each step of a minibatch, of the shape of `rows["done"]`.
 
-        The policy must have `imitation_loss` or log-probabilities.
+        The policy must have `imitation_loss` or log-probabilities. If the policy has `draw_imitation`, the rows must
+        have its result as the field `imitation_noise`.
         """
         if self.imitation_loss is None:
             return -self.evaluate_rows(params, rows)[0]

@@ -18,6 +18,11 @@ noise, an action is the result of denoising steps without noise, from the same s
 Later denoising steps mix all steps of a chunk, so the noise of each number changes all of them. `sample_log_prob`
 therefore has one token axis `[k * A]`: all numbers count, even if an episode ends inside the chunk.
 
+Behaviour cloning needs no log-probability. Its loss is that of flow matching:
+
+    t = scale * Beta(1.5, 1) + offset,    x[t] = (1 - t) action + t noise
+    loss = mean((velocity(x[t], t, observation) - (noise - action))^2)
+
 Sources: Black et al. 2024 (pi0), arXiv:2410.24164. Chen et al. 2025 (pi_RL, Flow-SDE and Flow-Noise), arXiv:2510.25889.
 """
 
@@ -179,6 +184,36 @@ class _Flow(NamedTuple):
         rows, columns = self.taken
         top = torch.cat((corner, x[..., :rows, columns:]), -1)
         return torch.cat((top, x[..., rows:, :]), -2)
+
+
+class _Imitation(NamedTuple):
+    """The loss of flow matching, which is the loss of pretraining.
+
+    `Beta(alpha, 1)`, the distribution of the share of the time, is `uniform ** (1 / alpha)`.
+    """
+
+    flow: _Flow
+    alpha: float
+    scale: float
+    offset: float
+
+    def draw(self, keys: Tensor) -> TensorDict:
+        """Return for each action the time `t` and the noise `start`, `[C, M]`."""
+        start, t = rng.split(keys, 2)
+        share = rng.uniform(t) ** (1.0 / self.alpha)
+        noise = rng.normal(start, (self.flow.chunk, self.flow.width))
+        return TensorDict({"t": self.scale * share + self.offset, "start": noise}, keys.shape)
+
+    def loss(self, weights: TensorDict, read: _Read, actions: Tensor, t: Tensor, start: Tensor) -> Tensor:
+        """Return the squared errors of the velocity, `[n, k, A]`, for the numbers that the environment takes.
+
+        `actions` are `[n, k, A]` numbers of the model. Its other numbers are 0, as in pretraining, and do not count.
+        """
+        flow = self.flow
+        data = flow.with_corner(torch.zeros_like(start), actions)
+        x = k.flow_interpolate(data, start, t[:, None, None])
+        velocity, _ = flow.velocity(weights, read, x, t)
+        return k.flow_matching_loss(flow.corner(velocity), actions, flow.corner(start))
 
 
 class _Noise(Protocol):
@@ -355,6 +390,11 @@ class _Reader(NamedTuple):
         found = _statistics(params, "actions")
         return x if found is None else x * (found["std"] + 1e-8) + found["mean"]
 
+    def numbers(self, params: TensorDict, actions: Tensor) -> Tensor:
+        """Convert actions to numbers of the model `[..., A]`, the inverse of `actions`."""
+        found = _statistics(params, "actions")
+        return actions if found is None else (actions - found["mean"]) / (found["std"] + 1e-8)
+
 
 def _statistics(params: TensorDict, name: str) -> dict[str, Tensor] | None:
     """Return the mean and the standard deviation of the state or of the actions, if the checkpoint has them."""
@@ -397,6 +437,15 @@ def _reader(
         if have > most:
             raise ConfigError(f"policy vla: a {what} has {have}, but the checkpoint has room for {most} {advice}")
     return _Reader(inputs, config.max_state_dim), read_statistics(folder, flat_dim(inputs.others), numbers)
+
+
+def _imitation(flow: _Flow, config: Any) -> _Imitation:
+    """Return the loss of flow matching, with the distribution of times of the checkpoint."""
+    if config.time_sampling_beta_beta != 1.0:
+        problem = f"config.json: time_sampling_beta_beta is {config.time_sampling_beta_beta:g}, expected 1"
+        raise ConfigError(f"policy vla: {problem}, as in all released checkpoints of pi0; set it to 1")
+    scale, offset = config.time_sampling_scale, config.time_sampling_offset
+    return _Imitation(flow, config.time_sampling_beta_alpha, scale, offset)
 
 
 def _make_model(folder: Path, cfg: Pi0Config) -> nn.Module:
@@ -492,7 +541,23 @@ def pi0(cfg: Pi0Config, observation_space: Space, action_space: Box, policy_cfg:
         log_prob, entropy = noise.evaluate(params, weights, inputs, fields)
         return log_prob.reshape(*batch, tokens), entropy.reshape(*batch, tokens)
 
-    policy = Policy(model.init, cast(Any, noise.draw), act, evaluate, None, init_frozen=init_frozen)
+    imitation = _imitation(flow, config)
+
+    def imitation_loss(params: TensorDict, carry: TensorDict, steps: TensorDict) -> Tensor:
+        rows, batch = one_batch(steps["obs"], reader.inputs.space)
+        weights, inputs, _ = read(params, rows)
+        t, start = (steps["imitation_noise", name] for name in ("t", "start"))
+        actions = reader.numbers(params, steps["action"]).reshape(batch.numel(), *taken)
+        errors = imitation.loss(weights, inputs, actions, t.reshape(-1), start.reshape(-1, *start.shape[-2:]))
+        mean = errors.mean(-1)
+        if "executed" not in steps:
+            return mean.mean(-1).reshape(batch)
+        executed = steps["executed"].reshape(-1, 1)
+        counts = torch.arange(taken[0], device=mean.device) < executed
+        return (mean.masked_fill(~counts, 0.0).sum(-1) / executed.squeeze(-1).clamp(min=1)).reshape(batch)
+
+    losses: dict[str, Any] = {"imitation_loss": imitation_loss, "draw_imitation": imitation.draw}
+    policy = Policy(model.init, cast(Any, noise.draw), act, evaluate, None, init_frozen=init_frozen, **losses)
     if cfg.critic is None:
         return policy
     critic = networks["critic"]

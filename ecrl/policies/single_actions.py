@@ -51,5 +51,6 @@ def in_single_actions(policy: Policy, k: int, action_space: Space) -> Policy:
         fields = {"chunk": chunk, "taken": (taken + 1) % k, "memory": memory}
         return TensorDict(cast(Any, fields), carry.batch_size), TensorDict({"action": action}, carry.batch_size)
 
-    none: dict[str, Any] = dict.fromkeys(("evaluate", "value", "evaluate_and_value", "imitation_loss", "explore", "q"))
+    unused = ("evaluate", "value", "evaluate_and_value", "imitation_loss", "draw_imitation", "explore", "q")
+    none: dict[str, Any] = dict.fromkeys(unused)
     return replace(policy, act=act, init_carry=init_carry, unit="sequence", frame_stack=1, **none)

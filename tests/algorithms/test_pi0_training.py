@@ -6,12 +6,13 @@ import pytest
 import torch
 from support.checks import close
 from support.small_runs import last_state, same
-from support.tiny_pi0 import checkpoint, flowing, write_checkpoint, write_statistics
+from support.tiny_pi0 import CHUNK, NUMBERS, checkpoint, flowing, write_checkpoint, write_statistics
 from tensordict import TensorDict
 
 import ecrl
 from ecrl import rng
 from ecrl.algorithms.core import collect
+from ecrl.algorithms.demonstrations import drawn_batch
 from ecrl.algorithms.reference import reference_log_prob
 from ecrl.errors import ConfigError, UserError
 from ecrl.loop.build import build
@@ -62,6 +63,45 @@ def test_two_iterations_learn_and_log_the_gap(name):
     assert len(logs) == 2 and all(float(log["logprob_gap"]) < 1e-5 for log in logs)
     assert all(not same(before[part], after[part]) for part in before.keys())  # noqa: SIM118
     assert all(weight.isfinite().all() for weight in after.values(True, True))
+
+
+def distance_to_teacher(cfg, state, teacher):
+    """Return the mean distance between the deterministic actions of both policies on new observations."""
+    obs, policies = init_state(cfg.replace(**{"trainer.seed": 7}))["env", "obs"], ((cfg, state), teacher)
+    one, two = (build(c).policy.act(policy_params(s), EMPTY, obs, None)[1]["action"] for c, s in policies)
+    return float((one - two).abs().mean())
+
+
+@pytest.mark.parametrize("changes", [{}, ADAPTERS], ids=["all weights", "adapters"])
+def test_bc_clones_actions_with_flow_matching(tmp_path, changes):
+    """The demonstrations are actions of another checkpoint."""
+    teacher = flowing("grpo", **{"policy.vla.model_path": checkpoint(1)})
+    path = tmp_path / "demos.safetensors"
+    ecrl.record_demonstrations(teacher, path, 20, state=init_state(teacher))
+    keys = {"algorithm.cfg.demos": str(path), "algorithm.cfg.holdout": 0.2, "trainer.iterations": 15}
+    cfg = flowing("bc", **changes, **keys, **{"algorithm.cfg.learning_rate": 3e-3})
+    logs = logs_of(cfg)
+    assert float(logs[-1]["loss"]) < 0.7 * float(logs[0]["loss"])
+    assert float(logs[-1]["holdout_loss"]) < 0.8 * float(logs[0]["holdout_loss"])
+    pair, states = (teacher, init_state(teacher)), (init_state(cfg), last_state(cfg))
+    first, last = (distance_to_teacher(cfg, state, pair) for state in states)
+    assert last < 0.7 * first
+
+
+def test_bc_draws_other_noise_in_each_iteration_and_the_same_after_resuming(tmp_path):
+    teacher, path = flowing("grpo"), tmp_path / "demos.safetensors"
+    ecrl.record_demonstrations(teacher, path, 6, state=init_state(teacher))
+    cfg = flowing("bc", **{"algorithm.cfg.demos": str(path)})
+    run, iterate = build(cfg), make_iteration(cfg)
+    data = run.algorithm.data.read(run, torch.device("cpu"))["train"]
+    state = init_state(cfg)
+    first = drawn_batch(run, state, data)["steps", "imitation_noise"]
+    second = drawn_batch(run, iterate(state)[0], data)["steps", "imitation_noise"]
+    assert first["t"].shape == (8, 5) and first["start"].shape == (8, 5, CHUNK, NUMBERS)
+    assert first["t"][:, :-1].unique().numel() == 32 and not torch.isin(first["t"], second["t"]).any()
+    ecrl.save(tmp_path / "middle", last_state(cfg.replace(**{"trainer.iterations": 1})), cfg)
+    middle, loaded = ecrl.load(tmp_path / "middle")
+    assert same(last_state(loaded, middle), last_state(cfg))
 
 
 @pytest.mark.usefixtures("offline")

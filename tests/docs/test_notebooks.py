@@ -62,8 +62,9 @@ ELSEWHERE = {"GAE", "VTrace", "Squashed"} | {  # results of kernels, and output 
     "informative_groups", "kl_k3_with_k2_gradient", "leave_one_out", "masked_sequence_importance", "overlong_penalty",
     "sapo_loss", "sequence_log_ratio", "sequence_mean", "token_mean", "truncated_importance",
     "truncated_sequence_importance", "vespo_loss", "whiten",
-} | {  # flows: `tests/kernels/test_flow_sde.py` has numbers by hand
-    "FlowStep", "flow_entropy", "flow_log_prob", "flow_ode_step", "flow_sde_step",
+} | {  # flows: `tests/kernels/test_flow_matching.py` has numbers by hand
+    "FlowStep", "flow_entropy", "flow_interpolate", "flow_log_prob", "flow_matching_loss", "flow_ode_step",
+    "flow_sde_step",
 }  # fmt: skip
 CELL_S = 24 * 3600  # nbmake stops a cell after 300 s by default, which a loaded machine may need
 _OF_A_MACHINE = re.compile(r"/(?:home|root|Users|usr|opt|tmp|work|venv)\b|0x[0-9a-f]{6}")

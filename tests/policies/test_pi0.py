@@ -113,6 +113,59 @@ def test_flow_sde_log_probabilities_are_the_closed_form():
                 close(out["sample_log_prob"][i, 2 * j + a], expected, tol=1e-4)
 
 
+def test_the_imitation_loss_is_that_of_transformers():
+    """The model predicts all of its numbers here, so none is filled up with zeros."""
+    policy = tiny(actions=box(-1.0, 1.0, CHUNK, NUMBERS))
+    params = params_of(policy)
+    out, _ = acted(policy, params)
+    noise = assert_pure(policy.draw_imitation, rng.split(rng.key(5), 12))
+    rows = out.copy().set("imitation_noise", noise)
+    loss, model = assert_pure(policy.imitation_loss, params, EMPTY, rows), loaded()
+    model.config.loss_reduction = "none"
+    inputs = inputs_of(out["obs"], model)
+    with torch.no_grad():
+        theirs = model(actions=out["action"], noise=noise["start"], timestep=noise["t"], **inputs).loss
+    assert loss.shape == (12,)
+    close(loss, theirs.mean((1, 2)), tol=2e-5)
+    close(policy.imitation_rows(params, rows.reshape(3, 4)), loss.reshape(3, 4), tol=1e-5)
+
+
+def test_only_actions_that_were_taken_are_imitated(tmp_path):
+    path = tmp_path / "pi0"
+    shutil.copytree(checkpoint(), path)
+    write_statistics(path, actions_mean=[0.1, 0.2], actions_std=[2.0, 3.0])
+    policy = tiny(path=str(path))
+    params = params_of(policy)
+    out, _ = acted(policy, params)
+    noise = policy.draw_imitation(rng.split(rng.key(5), 12))
+    rows = out.copy().set("imitation_noise", noise)
+    with torch.no_grad():
+        numbers = (out["action"] - torch.tensor([0.1, 0.2])) / torch.tensor([2.0, 3.0])
+        x = F.pad(numbers, (0, NUMBERS - 2, 0, CHUNK - 3))
+        x = (1.0 - noise["t"][:, None, None]) * x + noise["t"][:, None, None] * noise["start"]
+        model = loaded()
+        velocity = model(noise=x, timestep=noise["t"], **inputs_of(out["obs"], model)).logits[:, :3, :2]
+    errors = (velocity - (noise["start"][:, :3, :2] - numbers)).square().mean(-1)
+    close(policy.imitation_loss(params, EMPTY, rows), errors.mean(-1), tol=1e-4)
+    for executed in (1, 2, 3):
+        rows["executed"] = torch.full((12,), executed)
+        close(policy.imitation_loss(params, EMPTY, rows), errors[:, :executed].mean(-1), tol=1e-4)
+
+
+def test_times_of_imitation_have_the_distribution_of_the_checkpoint(tmp_path):
+    path = write_checkpoint(tmp_path / "pi0", time_sampling_beta_alpha=3.0, time_sampling_scale=0.5)
+    for policy, alpha, scale in ((tiny(), 1.5, 0.999), (tiny(path=str(path)), 3.0, 0.5)):
+        noise = policy.draw_imitation(rng.split(rng.key(6), 20_000))
+        share = (noise["t"] - 0.001) / scale
+        for x in (0.25, 0.5, 0.75):
+            assert abs(float((share < x).float().mean()) - x**alpha) < 0.01
+        assert abs(float(noise["start"].mean())) < 0.01 and abs(float(noise["start"].std()) - 1.0) < 0.01
+    path = write_checkpoint(tmp_path / "other", time_sampling_beta_beta=2.0)
+    message = r"^policy vla: config.json: time_sampling_beta_beta is 2, expected 1, as in all released checkpoints"
+    with pytest.raises(ConfigError, match=message):
+        tiny(path=str(path))
+
+
 def test_flow_noise_averages_over_the_steps():
     policy = tiny(noise_range=[0.1, 0.3], **NOISES["head"])
     params = params_of(policy)

@@ -477,3 +477,29 @@ def test_the_imitation_loss_is_checked():
 
         (finding,) = check_policy(replace(made, imitation_loss=imitation_loss), space_of(16), CHUNK).findings
         assert finding.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("draw", "message"),
+    [
+        (
+            lambda keys: rng.uniform(keys)[:1],
+            "draw_imitation returns noise float32 [1, 14], expected [4, 14, ...]; return",
+        ),
+        (lambda keys: torch.rand(keys.shape), "draw_imitation draws random numbers from torch's global generator, so"),
+        (lambda: None, "draw_imitation takes (), expected (keys); take these arguments by position"),
+    ],
+)
+def test_the_noise_of_imitation_is_checked(draw, message):
+    made = small()
+
+    def imitation_loss(params, carry, steps):
+        loss: Any = made.imitation_loss
+        return loss(params, carry, steps) + steps["imitation_noise"]
+
+    noisy = replace(made, imitation_loss=imitation_loss, draw_imitation=rng.uniform)
+    assert check_policy(noisy, space_of(16), CHUNK).findings == []
+    (finding,) = check_policy(replace(noisy, draw_imitation=draw), space_of(16), CHUNK).findings
+    assert message in finding
+    (finding,) = check_policy(replace(noisy, imitation_loss=None), space_of(16), CHUNK).findings
+    assert finding == "has draw_imitation, but no imitation_loss; pass imitation_loss too"

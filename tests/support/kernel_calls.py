@@ -306,6 +306,8 @@ CALLS: dict[str, Any] = {
     "tanh_normal_log_prob": lambda s: (normal_pair(s)[:3], {}),
     "tanh_normal_entropy": lambda s: (normal_pair(s)[:2], {}),
     "tanh_normal_kl": lambda s: (normal_pair(s), {}),
+    "flow_interpolate": lambda s: ((floats(s, N, T, A), floats(s + 1, N, T, A), flow_times(s)[0]), {}),
+    "flow_matching_loss": lambda s: (tuple(floats(s + i, N, A) for i in range(3)), {}),
     "flow_ode_step": lambda s: ((floats(s, N, T, A), floats(s + 1, N, T, A), scalar(s)), {}),
     "flow_sde_step": lambda s: ((floats(s, N, T, A), floats(s + 1, N, T, A), *flow_times(s)), hyper(s, "noise_level")),
     "flow_log_prob": lambda s: ((floats(s, N, A), floats(s + 1, A).exp(), floats(s + 2, N, A)), {}),

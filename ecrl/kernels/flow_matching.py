@@ -1,4 +1,4 @@
-"""Denoising steps of flow matching, without noise (ODE) and with noise (Flow-SDE), and their log-probabilities.
+"""Flow matching: its loss, and denoising steps without noise (ODE) and with noise (Flow-SDE).
 
 A flow turns noise at time 1 into data at time 0. A sample at time t is a mixture of data x0 and noise x1:
 
@@ -32,6 +32,56 @@ def _check(sample: Tensor, **named: Tensor) -> None:
         if x.ndim > sample.ndim or any(ours not in (1, theirs) for ours, theirs in pairs):
             expected = f"a shape that broadcasts to {list(sample.shape)}"
             raise ValueError(f"{name} has shape {list(x.shape)}, expected {expected}")
+
+
+def flow_interpolate(data: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+    """Return the sample at time t on the straight line between data and noise.
+
+        (1 - t) * data + t * noise
+
+    Args:
+        data: `[*B, ...]` float, the sample at time 0.
+        noise: float of the shape of `data`, the sample at time 1.
+        t: time, from 0 to 1, in a shape that broadcasts to `data`.
+
+    Returns: the shape of `data`.
+    Gradient: flows through all three arguments.
+    Raises: ValueError naming the arguments whose shapes do not match.
+    Source: Lipman et al. 2023, arXiv:2210.02747, with the direction of time of Black et al. 2024, arXiv:2410.24164.
+
+    >>> flow_interpolate(torch.tensor([4.0]), torch.tensor([0.0]), torch.tensor(0.25))
+    tensor([3.])
+    """
+    same_shape(data=data, noise=noise)
+    _check(data, t=t)
+    dtype, (data, noise, t) = common_dtype(data, noise, t), widened(data, noise, t)
+    return ((1.0 - t) * data + t * noise).to(dtype)
+
+
+def flow_matching_loss(velocity: Tensor, data: Tensor, noise: Tensor) -> Tensor:
+    """Return the squared error of each element of a predicted velocity.
+
+        (velocity - (noise - data))^2
+
+    The velocity is predicted from `flow_interpolate(data, noise, t)` and t. Average over random times and noise.
+
+    Args:
+        velocity: `[*B, ...]` float, the predicted velocity.
+        data: float of the shape of `velocity`, the sample at time 0.
+        noise: float of the shape of `velocity`, the sample at time 1.
+
+    Returns: the shape of `velocity`.
+    Gradient: flows through all three arguments.
+    Raises: ValueError naming the arguments whose shapes do not match.
+    Source: Lipman et al. 2023, arXiv:2210.02747, eq. 23, with the direction of time of Black et al. 2024,
+        arXiv:2410.24164.
+
+    >>> flow_matching_loss(torch.tensor([1.0]), torch.tensor([4.0]), torch.tensor([2.0]))
+    tensor([9.])
+    """
+    same_shape(velocity=velocity, data=data, noise=noise)
+    dtype, (velocity, data, noise) = common_dtype(velocity, data, noise), widened(velocity, data, noise)
+    return (velocity - (noise - data)).square().to(dtype)
 
 
 def flow_ode_step(sample: Tensor, velocity: Tensor, delta: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Denoising steps of flows: numbers by hand, an oracle from the papers, log-probabilities and marginals."""
+"""Loss and denoising steps of flows: numbers by hand, oracles from the papers, log-probabilities and marginals."""
 
 import math
 
@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from support.checks import assert_pure, close
 
 from ecrl import rng
-from ecrl.kernels import flow_entropy, flow_log_prob, flow_ode_step, flow_sde_step
+from ecrl.kernels import (
+    flow_entropy,
+    flow_interpolate,
+    flow_log_prob,
+    flow_matching_loss,
+    flow_ode_step,
+    flow_sde_step,
+)
 
 F64 = torch.float64
 
@@ -32,6 +39,51 @@ def test_by_hand(variant):
     half_log_2pi = 0.5 * math.log(2.0 * math.pi)
     close(log_prob, [[-0.5 - half_log_2pi], [-0.125 - math.log(2.0) - half_log_2pi]], 1e-6)
     close(variant(flow_entropy)(step.std), [[0.5 + half_log_2pi], [0.5 + half_log_2pi + math.log(2.0)]], 1e-6)
+
+
+def test_interpolation_and_loss_by_hand(variant):
+    data, noise = torch.tensor([[4.0], [1.0], [2.0]]), torch.tensor([[0.0], [3.0], [-2.0]])
+    times = torch.tensor([[0.25], [0.0], [1.0]])
+    close(variant(flow_interpolate)(data, noise, times), [[3.0], [1.0], [-2.0]], 1e-6)
+    # the velocities of the lines are -4, 2 and -4
+    velocity = torch.tensor([[-4.0], [5.0], [-4.5]])
+    close(variant(flow_matching_loss)(velocity, data, noise), [[0.0], [9.0], [0.25]], 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_interpolation_and_loss_against_python_floats(dtype):
+    velocity, data, noise = (random(5, 3, 2, seed=s).to(dtype) for s in range(3))
+    times = rng.uniform(rng.key(3), (5, 1, 1), dtype)
+    mixed, loss = (
+        assert_pure(flow_interpolate, data, noise, times),
+        assert_pure(flow_matching_loss, velocity, data, noise),
+    )
+    assert mixed.dtype == loss.dtype == dtype
+    tol = 1e-6 if dtype == torch.float32 else 1e-12
+    for i, rows in enumerate(zip(velocity.tolist(), data.tolist(), noise.tolist(), strict=True)):
+        for j in range(3):
+            for a in range(2):
+                v, x0, x1, t = (*(row[j][a] for row in rows), float(times[i]))
+                close(mixed[i, j, a], torch.tensor(x0 + t * (x1 - x0), dtype=F64), tol)
+                close(loss[i, j, a], torch.tensor((v + x0 - x1) ** 2, dtype=F64), 10.0 * tol)
+
+
+@given(t=st.floats(0.0, 1.0), x0=st.floats(-3, 3), x1=st.floats(-3, 3))
+def test_a_step_along_the_line_of_the_interpolation_reaches_the_data_and_has_no_loss(t, x0, x1):
+    data, noise, time = (torch.tensor([x], dtype=F64) for x in (x0, x1, t))
+    velocity = noise - data
+    close(flow_ode_step(flow_interpolate(data, noise, time), velocity, time), data, 1e-9)
+    close(flow_matching_loss(velocity, data, noise), [0.0])
+
+
+def test_the_mean_velocity_has_the_least_loss():
+    """The velocity that predicts the mean of noise - data given the sample has the least loss of linear functions."""
+    n, t = 40_000, torch.tensor(0.6, dtype=F64)
+    data, noise = 0.5 * random(n, 1), random(n, 1, seed=1)
+    x = flow_interpolate(data, noise, t)
+    slope = (t - (1.0 - t) * 0.25) / ((1.0 - t) ** 2 * 0.25 + t**2)
+    losses = [float(flow_matching_loss(a * slope * x, data, noise).mean()) for a in (0.8, 1.0, 1.2)]
+    assert losses[1] < losses[0] and losses[1] < losses[2]
 
 
 def euler_maruyama(x, v, t, delta, a):
@@ -114,10 +166,15 @@ def test_gradients():
     whole = lambda t, delta: flow_sde_step(sample[1:], velocity[1:], t, delta, noise_level=0.7)  # noqa: E731
     assert torch.autograd.gradcheck(whole, times)
     assert torch.autograd.gradcheck(flow_ode_step, (sample, velocity, times[1]))
+    assert torch.autograd.gradcheck(flow_interpolate, (sample, velocity, t.clone().requires_grad_()))
+    assert torch.autograd.gradcheck(flow_matching_loss, (sample, velocity, after))
 
 
 X = torch.zeros(2, 3)
 WRONG = {
+    "noise": (flow_interpolate, (X, X[0], X), {}, r"^noise has shape \[3\], expected \[2, 3\], the shape of data$"),
+    "t of an interpolation": (flow_interpolate, (X, X, X[:, :2]), {}, r"^t has shape \[2, 2\], expected a shape that"),
+    "data": (flow_matching_loss, (X, X[0], X), {}, r"^data has shape \[3\], expected \[2, 3\], the shape of velocity$"),
     "velocity": (
         flow_ode_step,
         (X, X[0], X),
