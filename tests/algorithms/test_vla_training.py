@@ -146,6 +146,14 @@ def test_one_graph_that_is_traced_once(decoding):
         iterate(state)
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_resumed_run_has_the_same_bits(algorithm, tmp_path):
+    cfg = reaching(algorithm)
+    ecrl.save(tmp_path / "middle", last_state(cfg.replace(**{"trainer.iterations": 1})), cfg)
+    state, loaded = ecrl.load(tmp_path / "middle")
+    assert same(last_state(loaded, state), last_state(cfg))
+
+
 def test_grpo_and_ppo_need_what_they_say():
     with pytest.raises(ConfigError, match=r"^policy.name: this policy has no critic, which ppo needs"):
         init_state(reaching("ppo", **{"policy.vla.critic": None}))

@@ -21,6 +21,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from support.catch import NETWORK, catching
 from support.chunks import chunked
 from support.demos import balancing, recording
+from support.dots import reaching
 from support.token_agent import speaking
 
 import ecrl
@@ -56,6 +57,8 @@ CLONE = recording(algorithm={"name": "bc", "cfg": {"demos": os.environ.get("DEMO
 _TOKENS = {"ratio": "token", "loss_mean": "sequence", "advantage": "episode", "group_size": 2, "drop_masked": True}
 _LIMITS = {"min_group_score": 0.0, "max_group_score": 1.0}
 _SPEAKING = {"algorithm": {"name": "grpo", "cfg": _TOKENS | _LIMITS}}
+# Adam would enlarge rounding errors of gradients near 0
+_PLAIN = {"algorithm.cfg.learning_rate": None, "algorithm.cfg.optimizer": {"name": "sgd", "learning_rate": 0.1}}
 SCENARIOS = {
     "double": Scenario("pendulum_ppo", 5, FULL, double=True),
     "single": Scenario("pendulum_ppo", 1, FULL),
@@ -68,6 +71,7 @@ SCENARIOS = {
     "chunks": Scenario(chunked().model_dump(mode="json"), 2, FULL),
     "clones": Scenario(CLONE, 3, FULL | {"policy.normalize_obs": True, "algorithm.cfg.holdout": 0.25}),
     "images": Scenario(catching().model_dump(mode="json"), 3, FULL),
+    "instructions": Scenario(reaching("grpo").model_dump(mode="json"), 3, FULL | _PLAIN),
     "memory and frames": Scenario(catching().model_dump(mode="json"), 3, FULL | REMEMBERING),
 }
 
