@@ -57,7 +57,7 @@ def agent(name: str, **changes: Any) -> ecrl.Config:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["image", "dict", "dqn stack"])
+@pytest.mark.parametrize("name", ["image", "dict", pytest.param("dqn stack", marks=pytest.mark.long)])
 def test_an_agent_learns_to_catch(name):
     longer = {"trainer.iterations": 120}
     if not name.startswith("dqn"):
@@ -68,7 +68,13 @@ def test_an_agent_learns_to_catch(name):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("traced_or_compiled")
-@pytest.mark.parametrize("name", AGENTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("dict", "stack and memory", "dqn stack") else pytest.param(name, marks=pytest.mark.long)
+        for name in AGENTS
+    ],
+)
 def test_a_compiled_run_equals_an_eager_one(name):
     eager, compiled = (last_state(agent(name, **{"env.cfg.steps": 5, "trainer.compile": c})) for c in ("off", "on"))
     for path, leaf in eager["params"].items(True, True):
@@ -98,7 +104,7 @@ def test_seeds_under_vmap_equal_single_runs(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["image", "memory"])
+@pytest.mark.parametrize("name", ["image", pytest.param("memory", marks=pytest.mark.long)])
 def test_64_seeds_under_vmap_equal_single_runs(name):
     cfg = agent(name)
     iteration, keys = make_iteration(cfg), [rng.key(seed) for seed in range(64)]

@@ -1,5 +1,6 @@
 """A compiled graph runs a step of `step_if` only when it is due, with the results of eager code."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -110,10 +111,17 @@ def arguments() -> tuple[Any, Tensor, Tensor, Tensor]:
     return (large, small, torch.tensor(0)), xs, weights, torch.tensor(0)
 
 
+PAIRS = [*product((once, in_loop, of_views, transposed, shared, of_parts), (descend, with_loop, swap))]
+EACH_ONCE = {(once, descend), (in_loop, with_loop), (of_views, descend), (transposed, swap), (shared, with_loop)}
+EACH_ONCE.add((of_parts, swap))
+
+
 @needs_cpu_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("body", [descend, with_loop, swap])
-@pytest.mark.parametrize("form", [once, in_loop, of_views, transposed, shared, of_parts])
+@pytest.mark.parametrize(
+    ("form", "body"),
+    [pair if pair in EACH_ONCE else pytest.param(*pair, marks=pytest.mark.long) for pair in PAIRS],
+)
 def test_a_compiled_step_equals_eager(form, body, monkeypatch):
     monkeypatch.setitem(cpu._OPTIONS, "force_disable_caches", True)
     carry, xs, weights, start = arguments()

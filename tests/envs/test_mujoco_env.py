@@ -145,7 +145,7 @@ def test_training_compiled_equals_training_eager_and_resumes():
         close(states[-1]["params"].flatten_keys("/")[key], leaf, 1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ppo_learns_to_reach_and_to_balance():
     """Random actions take 24 steps to the target, of 25 at most, and drop the pole after some 30; learned in 20 s."""
     net = {"type": "mlp", "network_cfg": {"hidden_sizes": [32, 32], "activation": "tanh"}}

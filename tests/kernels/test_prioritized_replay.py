@@ -186,7 +186,7 @@ def test_weights_by_hand(variant):
     assert torch.autograd.gradcheck(lambda p, b: importance_weights(p, beta=b), [p, beta])
 
 
-@pytest.mark.parametrize("size", [100, pytest.param(1_000_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [100, pytest.param(1_000_000, marks=pytest.mark.long)])
 def test_frequencies_match_priorities(size):
     """Draws in equal parts of the sum vary less than independent ones, so the statistic is compared with both tails."""
     g = torch.Generator().manual_seed(3)

@@ -73,7 +73,10 @@ def test_rollout_by_hand():
 
 BOUNDS = [
     *(("eager", *sizes) for sizes in [(1, 3), (2, 7), (3, 3), (9, 4)]),
-    *((name, 3, 7) for name in SHORT_VARIANTS),
+    *(
+        pytest.param(name, 3, 7, marks=pytest.mark.long) if name == "compiled" else (name, 3, 7)
+        for name in SHORT_VARIANTS
+    ),
 ]
 
 

@@ -71,7 +71,7 @@ def test_rounding_never_leads_to_a_priority_of_zero():
         assert (priority[tree_find(tree, near)] > 0).all()
 
 
-@pytest.mark.parametrize("size", [64, pytest.param(2**20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [64, pytest.param(2**20, marks=pytest.mark.long)])
 def test_frequencies_match_priorities(size):
     g = torch.Generator().manual_seed(1)
     priority = 0.5 + torch.rand(size, generator=g)

@@ -310,7 +310,7 @@ MEBIBYTE = 2**20
     [
         ("off", "uniform"),
         ("off", "prioritized"),
-        ("on", "prioritized"),  # has all fields of uniform draws, and the tree
+        pytest.param("on", "prioritized", marks=pytest.mark.long),
         pytest.param("on", "uniform", marks=pytest.mark.long),
     ],
 )

@@ -43,8 +43,14 @@ def chunks(**changes):
     return small(**{"env": env, "algorithm.cfg.gamma": 0.9} | changes)
 
 
-@pytest.mark.parametrize("end", ["terminated", "truncated"])
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [
+        *((name, "terminated") for name in ALGORITHMS),
+        *((name, "truncated") for name in ("ppo", "grpo", "apg")),
+        *(pytest.param(name, "truncated", marks=pytest.mark.long) for name in ("td3", "sac")),
+    ],
+)
 def test_a_run_equals_one_with_chunks_written_by_hand(name, end):
     """The environment `chunks` of the tests has its own loop over the steps of an action."""
     whole = by_hand(**ALGORITHMS[name], **{"env.cfg": {"gamma": 0.9, "end": end}})
@@ -288,7 +294,10 @@ COMPILED = {
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("traced_or_compiled")
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("ppo", "apg", "discrete") else pytest.param(name, marks=pytest.mark.long) for name in COMPILED],
+)
 def test_a_compiled_run_equals_an_eager_one(name):
     eager, compiled = (last_state(COMPILED[name].replace(**{"trainer.compile": form})) for form in ("off", "on"))
     assert int(eager["sample_step"]) == int(compiled["sample_step"]) > int(eager["decision_step"])

@@ -71,7 +71,14 @@ def test_a_masked_action_is_never_taken():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("cell", "memory"), [("gru", "shared"), ("lstm", "separate"), ("mingru", "actor")])
+@pytest.mark.parametrize(
+    ("cell", "memory"),
+    [
+        ("gru", "shared"),
+        pytest.param("lstm", "separate", marks=pytest.mark.long),
+        pytest.param("mingru", "actor", marks=pytest.mark.long),
+    ],
+)
 def test_it_remembers_a_cue(cell, memory):
     cfg = agent(cell, memory)
     assert ecrl.evaluate(last_state(cfg), cfg)["eval/avg_reward"] >= 0.95
@@ -106,7 +113,10 @@ def test_the_settings_of_the_critics_optimiser_reach_its_own_cell():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("traced_or_compiled")
-@pytest.mark.parametrize(("cell", "memory"), [("gru", "shared"), ("lstm", "separate"), ("mingru", "critic")])
+@pytest.mark.parametrize(
+    ("cell", "memory"),
+    [("gru", "shared"), pytest.param("lstm", "separate", marks=pytest.mark.long), ("mingru", "critic")],
+)
 def test_a_compiled_run_equals_an_eager_one(cell, memory):
     changes = {**SHORT, "env": {"name": "remember_cue", "cfg": {"end": "truncated"}}}
     eager, compiled = (last_state(agent(cell, memory, **changes, **{"trainer.compile": c})) for c in ("off", "on"))

@@ -338,7 +338,7 @@ def localise(decoding, steps, size=32):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("decoding", DECODINGS)
+@pytest.mark.parametrize("decoding", ["parallel", pytest.param("autoregressive", marks=pytest.mark.long)])
 def test_the_network_finds_what_the_instruction_names(decoding):
     """New scenes; with another instruction, the policy goes to the other dot."""
     policy, params = localise(decoding, 450)

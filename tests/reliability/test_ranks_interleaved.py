@@ -125,7 +125,7 @@ def test_the_length_of_an_iteration_changes_no_bit_on_two_ranks(tmp_path):
         assert kept and all(torch.equal(x, other[name]) for name, x in kept.items())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_compiled_ranks_learn_the_same(tmp_path):
     ends = []
     for form in ("off", "on"):

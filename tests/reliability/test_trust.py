@@ -48,14 +48,21 @@ def test_damage_is_caught_and_the_checkpoint_before_is_used(flips, cuts, algorit
     assert all("manifest.json" in line and line.endswith(", 0 not.") for line in lines)
 
 
+CONFIGS = sorted(path.stem for path in (HERE.parents[1] / "configs").glob("*.json"))
+SOME = ["cartpole_dqn", "cartpole_ppo", "hopper_sac", "push_cube_ppo", "reach_color_grpo", "t_maze_ppo"]
+
+
 @pytest.mark.parametrize(
-    "count", [pytest.param(8, marks=pytest.mark.slow), pytest.param(10_000, marks=pytest.mark.long)]
+    ("configs", "count"),
+    [pytest.param(SOME, 30, marks=pytest.mark.slow), pytest.param(CONFIGS, 10_000, marks=pytest.mark.long)],
+    ids=["some", "all"],
 )
-def test_mutated_configs_are_refused_in_lines_or_accepted(count):
+def test_mutated_configs_are_refused_in_lines_or_accepted(configs, count):
     pytest.importorskip("mujoco")
-    pytest.importorskip("Box2D")
-    lines = run_script("mutations.py", "--count", count).splitlines()
-    assert len(lines) == len(list((HERE.parents[1] / "configs").glob("*.json")))
+    if "lunar_lander_ppo" in configs:
+        pytest.importorskip("Box2D")
+    lines = run_script("mutations.py", *configs, "--count", count).splitlines()
+    assert [line.split(":")[0] for line in lines] == configs
     assert all(f"{count} mutations" in line and ", 0 defects" in line for line in lines)
 
 
@@ -79,7 +86,8 @@ def test_memory_descriptors_and_speed_stay_as_they_are(size):
     "faults",
     [
         pytest.param(("worker_dies",), marks=pytest.mark.slow),
-        pytest.param(("disk_full_for_a_while", "disk_full_to_the_end", "disk_of_a_few_pages"), marks=pytest.mark.slow),
+        pytest.param(("disk_full_for_a_while",), marks=pytest.mark.slow),
+        pytest.param(("disk_full_to_the_end", "disk_of_a_few_pages"), marks=pytest.mark.long),
         pytest.param(("worker_raises", "worker_killed", "worker_hangs"), marks=pytest.mark.long),
         pytest.param(("video",), marks=pytest.mark.long),
         pytest.param(("tracker_killed",), marks=pytest.mark.long),
