@@ -2,6 +2,8 @@
 
 import json
 from collections import Counter
+from contextlib import nullcontext
+from unittest.mock import patch
 
 import gymnasium
 import pytest
@@ -34,7 +36,8 @@ def _parts():
     demos.cues()
     for seed in (7, 8):
         demos.start(seed, BASE["policy"])
-    yield
+    with patch("ecrl.loop.iteration.checking", nullcontext):  # other tests check functions; hundreds of runs need not
+        yield
     registry._ENTRIES.update(saved)
     del gymnasium.registry["Napping-v0"]
 
@@ -72,7 +75,14 @@ def test_changing_a_key_changes_something(row):
     assert not same_again, f"{row.key}: {row.value!r} changes nothing: {row.see.__name__}"
 
 
-BASES = {(row.see.__name__, str(row.base)): row for row in TABLE}
+def _part(base, section):
+    """Return the name of the environment, policy or algorithm of a base."""
+    part = base.get(section, {})
+    return base.get(f"{section}.name", part.get("name") if isinstance(part, dict) else part)
+
+
+SECTIONS = ("env", "policy", "algorithm")
+BASES = {(row.see.__name__, *(str(_part(row.base, section)) for section in SECTIONS)): row for row in TABLE}
 
 
 @pytest.mark.parametrize("row", BASES.values(), ids=_name)

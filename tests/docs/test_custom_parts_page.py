@@ -40,7 +40,8 @@ def page(restored_registry, tmp_path, monkeypatch):
     data = json.loads((ROOT / "configs" / "cartpole_ppo.json").read_text())
     task = json.loads(TASK)
     for section in (data, task):
-        section["trainer"] |= {"compile": "off"}
+        section["trainer"] |= {"compile": "off", "num_envs": 8, "buffer_size": 32}
+        section["algorithm"] |= {"cfg": section["algorithm"].get("cfg", {}) | {"batch_size": 64}}
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "cartpole_ppo.json").write_text(json.dumps(data))
     (tmp_path / "my_task.json").write_text(json.dumps(task))

@@ -46,7 +46,13 @@ def commands(block: Block) -> list[str]:
 
 def small(data: dict[str, Any]) -> dict[str, Any]:
     """Return a config with two iterations of a few steps, eager."""
-    trainer = data["trainer"] | {"iterations": 2, "compile": "off", "buffer_size": 16, "eval_freq": 100}
+    trainer = data["trainer"] | {
+        "iterations": 2,
+        "compile": "off",
+        "buffer_size": 16,
+        "eval_freq": 100,
+        "num_eval_episodes": 4,
+    }
     known = known_keys(lookup("algorithm", data["algorithm"]["name"]).config)
     few = {"n_epochs": 1, "batch_size": 32, "learning_starts": 32, "group_size": 4}
     cfg = data["algorithm"].get("cfg", {}) | {key: value for key, value in few.items() if key in known}
@@ -71,8 +77,11 @@ def write(block: Block) -> None:
 
 
 def ecrl(line: str) -> None:
-    """Run `ecrl ...` in this process, and check that it succeeds."""
+    """Run `ecrl ...` in this process with few episodes, and check that it succeeds."""
     words, _, target = line.partition(" > ")
+    words = re.sub(r"--num-episodes \d+", "--num-episodes 8" if " demo " in words else "--num-episodes 4", words)
+    if words.startswith("ecrl eval ") and "--num-episodes" not in words:
+        words += " --num-episodes 4"
     sys.argv, before = shlex.split(words), sys.argv
     out = io.StringIO()
     try:
