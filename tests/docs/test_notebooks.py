@@ -25,7 +25,8 @@ SMALL = {  # in place of the numbers in the cell that is tagged `parameters`
     "05_push_cube": "iterations, episodes, filmed = 1, 2, 1",
     "06_off_policy": "iterations = 2",
     "07_memory_and_images": 'memory_iterations, image_iterations, compiling = 2, 1, "off"',
-    "08_vla": 'demonstrations, clone_iterations, iterations = 8, 1, 1\nnum_envs, episodes, frames, compiling = 32, 4, 4, "off"',
+    "08_vla": "demonstrations, clone_iterations, iterations = 8, 1, 1\n"
+    'num_envs, episodes, frames, compiling = 32, 4, 4, "off"',
 }
 CLAIMS = {  # claims of a notebook about its run
     "00_quickstart": 'assert min(here["eval/avg_reward"], gymnasium["eval/avg_reward"]) >= 475\n'
