@@ -22,7 +22,15 @@ KEYS += ["trainer.wandb_project_name", "trainer.events.train.a.func", "env", "en
 KEYS += ["policy.actor.type", "policy.actor.network_cfg.activation", "policy.critic_obs", "algorithm.name"]
 KEYS += ["algorithm.cfg.optimizer.name", "algorithm.cfg.lr_scheduler.name", "algorithm.cfg.gamma"]
 TASK = {"name": "PushCubeRL"}
-IN_TASKS = ["mjcf", "robot.mjcf", "robot.robot_type", "keyframe", "physics.backend", "actions.a.func", "rewards.a.func"]
+IN_TASKS = [
+    "mjcf",
+    "robot.model",
+    "robot.robot_type",
+    "keyframe",
+    "physics.backend",
+    "actions.a.func",
+    "rewards.a.func",
+]
 IN_TASKS += ["observations.a.func", "events.a.func", "control_parts"]
 TAGS = ["!!python/object/apply:os.system ['touch canary']", "!!python/name:canary.run", "!!python/module:canary"]
 TAGS += ["!!python/object/new:canary.Run {}", "!!python/object:canary.Run {}", "!!python/tuple [1]"]

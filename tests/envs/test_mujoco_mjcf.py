@@ -68,7 +68,7 @@ def test_a_target_position_is_one_whatever_gear_and_gains(actuator):
 
 @pytest.mark.parametrize("actuator", POSITION)
 def test_an_arm_is_held_where_it_starts_whatever_gear_and_gains(actuator):
-    robot = {"mjcf": FILE.format(actuator + SPRUNG), "init_qpos": [0.4, 0.0], "init_pos": [0.0, 0.0, 1.0]}
+    robot = {"model": FILE.format(actuator + SPRUNG), "init_qpos": [0.4, 0.0], "init_pos": [0.0, 0.0, 1.0]}
     env = scene("", robot=robot, params={"joint_ids": [1]})
     close(world.joint_positions(env.scene, after(env, 0.0, 20), ("robot/j1",)), torch.tensor([[0.4]]), 1e-3)
 
@@ -83,13 +83,13 @@ def test_a_force_and_a_velocity_are_what_is_asked_for_whatever_the_gear():
 @pytest.mark.parametrize(("kind", "func"), [("motor", "QfTerm"), ("velocity", "QvelTerm")])
 def test_a_robot_keeps_the_actuators_of_its_file_where_they_are_what_a_term_asks_for(kind, func):
     file = FILE.format(f"<{kind} joint='j1'/><{kind} joint='j2'/>")
-    assert scene("", func, robot={"mjcf": file}).action_space == Box((-1.0,), (1.0,), (1,))
+    assert scene("", func, robot={"model": file}).action_space == Box((-1.0,), (1.0,), (1,))
 
 
 TWICE = "<position name='p' joint='j1' kp='9'/><position name='q' joint='j1' kp='9'/>"
 DRIVES = {"stiffness": 10.0, "damping": 1.0}
 BARE = FILE.format("")
-NAMELESS = {"mjcf": BARE.replace('name="j2"', ""), "drive_pros": DRIVES | {"max_effort": 1.0}}
+NAMELESS = {"model": BARE.replace('name="j2"', ""), "drive_pros": DRIVES | {"max_effort": 1.0}}
 
 
 @pytest.mark.parametrize(
@@ -99,10 +99,13 @@ NAMELESS = {"mjcf": BARE.replace('name="j2"', ""), "drive_pros": DRIVES | {"max_
         ({"actuators": "<intvelocity joint='j1' kp='9' actrange='-1 1'/>"}, "has an actuator of kind other, expected"),
         ({"actuators": SPRUNG, "params": {"joint_ids": [0, 0]}}, r"\[0, 0\] names a joint twice; name each joint once"),
         (
-            {"actuators": "", "robot": {"mjcf": BARE, "drive_pros": DRIVES | {"max_effort": {"j1": 5.0}}}},
+            {"actuators": "", "robot": {"model": BARE, "drive_pros": DRIVES | {"max_effort": {"j1": 5.0}}}},
             "robot.drive_pros.max_effort: no value for j2",
         ),
-        ({"actuators": "", "robot": NAMELESS}, "robot.mjcf: a hinge or slide of the file has no name; name each joint"),
+        (
+            {"actuators": "", "robot": NAMELESS},
+            "robot.model: a hinge or slide of the file has no name; name each joint",
+        ),
     ],
 )
 def test_files_that_do_not_fit_are_refused(settings, message):

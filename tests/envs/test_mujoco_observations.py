@@ -209,7 +209,7 @@ def test_the_velocity_of_a_tool_beyond_a_ball_joint_is_refused():
     </mujoco>"""
     drives = {"stiffness": 10.0, "damping": 1.0, "max_effort": 5.0}
     tcp = [[1.0, 0.0, 0.0, 0.5], [0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0]]
-    robot = {"uid": "d", "mjcf": shoulder, "drive_pros": drives, "solver_cfg": {"arm": {"tcp": tcp}}}
+    robot = {"uid": "d", "model": shoulder, "drive_pros": drives, "solver_cfg": {"arm": {"tcp": tcp}}}
     sim = simulation(validate_section(SceneConfig, {"robot": robot}, "scene"))
     made("observation", "get_robot_eef_pose", sim)
     with pytest.raises(ConfigError, match="joint 'd/roll' is not a hinge or slide"):

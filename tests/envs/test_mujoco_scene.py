@@ -89,7 +89,7 @@ CHANGES = [  # every key: a scene, and the same with one thing changed
     ({}, {"robot": ROBOT}),
     ({"robot": ROBOT}, {"robot": ROBOT | {"uid": "s"}}),
     ({"robot": ROBOT}, {"robot": ROBOT | {"robot_type": "URRobot"}}),
-    ({"robot": ROBOT}, {"robot": ROBOT | {"mjcf": ARM % MOTOR}}),
+    ({"robot": ROBOT}, {"robot": ROBOT | {"model": ARM % MOTOR}}),
     ({"robot": ROBOT}, {"robot": ROBOT | {"init_pos": [0.0, 0.0, 1.0]}}),
     ({"robot": ROBOT}, {"robot": ROBOT | {"init_rot": [0.0, 0.0, 90.0]}}),
     ({"robot": ROBOT}, {"robot": ROBOT | {"init_qpos": [0.1, 0.0]}}),
@@ -197,7 +197,7 @@ def test_a_scene_from_a_file_keeps_its_own_physics(tmp_path):
         ARM.replace('axis="1 0 0"/>', 'axis="1 0 0" ref="0.2"/>')
         % '<actuator><position joint="out" kp="9"/></actuator>'
     )
-    for robot, qpos in (({}, [0.0, -1.57, 1.57, -1.57, -1.57, 0.0]), ({"mjcf": bent}, [0.0, 0.2])):
+    for robot, qpos in (({}, [0.0, -1.57, 1.57, -1.57, -1.57, 0.0]), ({"model": bent}, [0.0, 0.2])):
         s = made(mjcf=SCENE, keyframe="there", robot=robot)  # the robot is held, the rest is the keyframe's
         assert s.data.qpos.tolist() == [0.5, *qpos] and s.data.ctrl.tolist() == [0.7, *qpos[-s.model.nu + 1 :]]
 
@@ -205,12 +205,12 @@ def test_a_scene_from_a_file_keeps_its_own_physics(tmp_path):
 def test_a_robot_from_a_file_keeps_its_actuators_or_gets_drives(tmp_path, monkeypatch):
     (tmp_path / "arm.xml").write_text(ARM % MOTOR)
     monkeypatch.setenv("MENAGERIE_ROOT", str(tmp_path))
-    s = made(robot={"uid": "r", "mjcf": "arm.xml", "solver_cfg": {"arm": {"tcp": TCP}}})
+    s = made(robot={"uid": "r", "model": "arm.xml", "solver_cfg": {"arm": {"tcp": TCP}}})
     assert s.robot == (("r/hip", "r/out"), {"arm": ("r/hip", "r/out")}, {"arm": "r/arm_tcp"})
     assert s.model.actuator(0).name == "r/push" and s.model.actuator_biastype[0] == 0
     assert np.allclose(s.model.joint("r/hip").range, np.radians([-90, 45]))
     assert s.model.site("r/arm_tcp").pos.tolist() == [0.0, 0.0, 0.2]
-    s = made(robot={"uid": "r", "mjcf": ARM % MOTOR, "drive_pros": DRIVES, "init_qpos": [0.1, 0.2]})
+    s = made(robot={"uid": "r", "model": ARM % MOTOR, "drive_pros": DRIVES, "init_qpos": [0.1, 0.2]})
     assert [s.model.actuator(i).name for i in range(s.model.nu)] == ["r/hip", "r/out"]
     assert s.model.actuator_biasprm[:, 1:3].tolist() == [[-100.0, -10.0], [-100.0, -20.0]]
     assert s.model.actuator_forcerange[:, 1].tolist() == [5.0, 6.0]
@@ -218,13 +218,13 @@ def test_a_robot_from_a_file_keeps_its_actuators_or_gets_drives(tmp_path, monkey
 
 
 def test_a_robot_may_start_at_the_limit_of_its_file():
-    assert made(robot={"mjcf": ARM % MOTOR, "init_qpos": [0.785398163, 9.0]}).data.qpos[0] == 0.785398163
+    assert made(robot={"model": ARM % MOTOR, "init_qpos": [0.785398163, 9.0]}).data.qpos[0] == 0.785398163
     assert made(robot={"init_qpos": [0.0, -6.2831855, 3.1415927, 0.0, 0.0, 0.0]}).data.qpos[2] == 3.1415927
 
 
 def test_a_file_may_have_the_sensor_of_a_drive_itself():
     file = ARM % (MOTOR + HOLDER % "jointactuatorfrc")
-    m = made(robot={"uid": "r", "mjcf": file}).model
+    m = made(robot={"uid": "r", "model": file}).model
     assert [m.sensor(i).name for i in range(m.nsensor)] == ["r/hip_force", "r/out_force"]
     m = made(mjcf=file).model
     assert [m.sensor(i).name for i in range(m.nsensor)] == ["hip_force"]
@@ -235,8 +235,8 @@ def test_a_light_of_the_config_replaces_all_others():
     for settings, colors in (
         ({"mjcf": lit}, [[0.7] * 3] * 2),  # MuJoCo's own
         ({"mjcf": lit, "light": {"color": [1.0, 0.0, 0.5]}}, [[1.0, 0.0, 0.5]]),
-        ({"robot": {"mjcf": lit}}, [[0.7] * 3]),
-        ({"robot": {"mjcf": lit}, "light": {"color": [1.0, 0.0, 0.5]}}, [[1.0, 0.0, 0.5]]),
+        ({"robot": {"model": lit}}, [[0.7] * 3]),
+        ({"robot": {"model": lit}, "light": {"color": [1.0, 0.0, 0.5]}}, [[1.0, 0.0, 0.5]]),
     ):
         assert np.allclose(made(**settings).model.light_diffuse, colors)
 
@@ -319,7 +319,7 @@ FAULTS = [
         "robot.init_qpos: 3.2 of joint 'robot/elbow_joint' is bey",
     ),
     (
-        {"robot": {"mjcf": ARM % MOTOR, "init_qpos": [-1.6, 0.0]}},
+        {"robot": {"model": ARM % MOTOR, "init_qpos": [-1.6, 0.0]}},
         "robot.init_qpos: -1.6 of joint 'robot/hip' is beyond its limits, -1.5708 to 0.785398; start within the limits",
     ),
     (
@@ -332,23 +332,26 @@ FAULTS = [
     ),
     ({"robot": {"drive_pros": {"max_effort": {"elbow_joint": 0.0}}}}, "max_effort: 0.0 of joint 'elbow_joint', expec"),
     (
-        {"robot": {"mjcf": LOOSE % MOTOR}},
-        "robot.mjcf: a body of the file has a free joint, but the robot's base is fixed",
+        {"robot": {"model": LOOSE % MOTOR}},
+        "robot.model: a body of the file has a free joint, but the robot's base is fixed",
     ),
     (
-        {"robot": {"mjcf": ARM % (MOTOR + HOLDER % "jointpos")}},
-        "robot.mjcf: sensor 'hip_force' is not a jointactuatorfrc of joint 'hip' without .*; rename it",
+        {"robot": {"model": ARM % (MOTOR + HOLDER % "jointpos")}},
+        "robot.model: sensor 'hip_force' is not a jointactuatorfrc of joint 'hip' without .*; rename it",
     ),
     (
         {"mjcf": ARM % (MOTOR + (HOLDER % "jointactuatorfrc").replace("/>", ' cutoff="1"/>'))},
         "^mjcf: sensor 'hip_force' is not a jointactuatorfrc of joint 'hip' without cutoff, the force of its drive;",
     ),
     (
-        {"robot": {"mjcf": SITED % MOTOR, "solver_cfg": {"arm": {"tcp": TCP}}}},
-        "robot.mjcf: the file has a site 'arm_tcp', the name of the end effector; rename the site",
+        {"robot": {"model": SITED % MOTOR, "solver_cfg": {"arm": {"tcp": TCP}}}},
+        "robot.model: the file has a site 'arm_tcp', the name of the end effector; rename the site",
     ),
-    ({"robot": {"mjcf": ARM % ""}}, "robot.mjcf: the file has no actuators; give robot.drive_pros"),
-    ({"robot": {"mjcf": ARM % MOTOR, "drive_pros": {"damping": 1.0}}}, "robot.drive_pros: give stiffness, damping and"),
+    ({"robot": {"model": ARM % ""}}, "robot.model: the file has no actuators; give robot.drive_pros"),
+    (
+        {"robot": {"model": ARM % MOTOR, "drive_pros": {"damping": 1.0}}},
+        "robot.drive_pros: give stiffness, damping and",
+    ),
     ({"rigid_object": [CUBE | {"color": [255.0, 0.0, 0.0, 1.0]}]}, r"rigid_object\[0\].color\[0\]: .* 255"),
     ({"light": {"color": [0.0, 0.0, 9.0]}}, r"light.color\[2\]: .* 9"),
     ({"light": {"ambient": [-1.0, 0.0, 0.0]}}, r"light.ambient\[0\]: .* -1"),

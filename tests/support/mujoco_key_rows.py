@@ -3,6 +3,7 @@
 from typing import Any
 
 from ecrl.envs.vocabulary import SHIPPED
+from support import urdf_robot
 from support.key_effects import Changes, See
 from support.key_row import Row
 from support.mujoco_key_effects import backed, bounds, filmed, frame, model, pictured, rejected, stepped
@@ -87,6 +88,7 @@ def robot_file(mass: float) -> str:
 
 
 BARE = {"observations": {}, "rewards": {}}
+FROM_URDF = task("ReachRL", robot={"model": urdf_robot.robot(), "solver_cfg": {"arm": {}}})
 FILED = task("PushCubeRL", robot=None, rigid_object=[], **BARE)
 ANY_ROBOT = task("PushCubeRL", robot={}, **BARE)
 TCP = [[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 0.2], [0.0, 0.0, 0.0, 1.0]]
@@ -110,13 +112,14 @@ SCENE = [
     *between("LightConfig", "light", RESTING, model, ambient=([0.1, 0.1, 0.1], [0.2, 0.2, 0.2])),
     *at("RobotConfig", "robot", REACH, model, uid="another"),
     *at("RobotConfig", "robot", ANY_ROBOT, robot_type="CartPole"),
-    *between("RobotConfig", "robot", ANY_ROBOT, mjcf=(robot_file(1.0), robot_file(2.0))),
+    *between("RobotConfig", "robot", ANY_ROBOT, model=(robot_file(1.0), robot_file(2.0))),
     *at("RobotConfig", "robot", REACH, init_pos=[0.0, 0.0, 0.1], init_rot=[0.0, 0.0, 10.0]),
     *between("RobotConfig", "robot", REACH, init_qpos=(FALLEN, [0.1, *FALLEN[1:]])),
     *at("RobotConfig", "robot", REACH, drive_pros={"max_effort": 1.0}, solver_cfg={"arm": {"tcp": TCP}}),
     *at("RobotConfig", "robot", REACH, rejected("no end effector of 'arm'"), control_parts={"leg": JOINTS}),
     *between("DriveConfig", "robot.drive_pros", REACH, stiffness=(1e3, 2e3), damping=(10.0, 20.0)),
     *between("DriveConfig", "robot.drive_pros", REACH, max_effort=(1.0, 2.0)),
+    *between("SolverConfig", "robot.solver_cfg.arm", FROM_URDF, end_link_name=("upper", "tool")),
     *at("SolverConfig", "robot.solver_cfg.arm", REACH | {f"{CFG}.robot.solver_cfg": {"arm": {"tcp": TCP}}}, tcp=LONGER),
 ]
 

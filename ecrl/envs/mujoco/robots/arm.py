@@ -95,7 +95,7 @@ def _finger(base: Any, tcp: dict[str, Matrix]) -> None:
 _ARM_JOINTS = ("shoulder_pan", "shoulder_lift", "elbow", "wrist_1", "wrist_2", "wrist_3")
 _CART_JOINTS = ("slider_to_cart", "cart_to_pole")
 _FINGER_JOINTS = ("finger_x", "finger_y")
-_NO_OFFSET = ((1.0, 0.0, 0.0, 0.0), (0.0, 1.0, 0.0, 0.0), (0.0, 0.0, 1.0, 0.0), (0.0, 0.0, 0.0, 1.0))
+NO_OFFSET = ((1.0, 0.0, 0.0, 0.0), (0.0, 1.0, 0.0, 0.0), (0.0, 0.0, 1.0, 0.0), (0.0, 0.0, 0.0, 1.0))
 ROBOTS = {
     "URRobot": Builtin(
         _arm,
@@ -124,7 +124,7 @@ ROBOTS = {
         joints=_FINGER_JOINTS,
         parts={"arm": _FINGER_JOINTS},
         flange={"arm": (0.0, 0.0, 0.0)},
-        tcp={"arm": _NO_OFFSET},
+        tcp={"arm": NO_OFFSET},
         home=(0.0, 0.0),
         # stiffness / damping is one over the time step of 0.01 s, so a physics step moves the finger to its target
         stiffness=(100_000.0, 100_000.0),

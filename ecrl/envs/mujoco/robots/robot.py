@@ -1,13 +1,18 @@
-"""Build the robot of a scene from a built-in robot or an MJCF file, with drives, force sensors and end effectors."""
+"""Build the robot of a scene from a built-in robot or a file, with drives, force sensors and end effectors."""
 
 import os
+import re
+import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from ecrl.config.model import format_key, format_value
-from ecrl.envs.mujoco.robots.arm import ROBOTS, Builtin, Matrix
+from ecrl.envs.mujoco.robots import urdf
+from ecrl.envs.mujoco.robots.arm import NO_OFFSET, ROBOTS, Builtin, Matrix
+from ecrl.envs.mujoco.robots.examples import EXAMPLES, PREFIX, Example, example_file
 from ecrl.envs.mujoco.scene.config import DriveConfig, PerJoint, RobotConfig
 from ecrl.envs.mujoco.scene.models import mujoco
 from ecrl.errors import ConfigError
@@ -43,17 +48,26 @@ def spec_of(source: str, key: str, root: str = "") -> Any:
 
     Raises: ConfigError that begins with `key`, if the file does not exist or is not an MJCF file.
     """
-    spec, paths = mujoco().MjSpec, [source, *([os.path.join(root, source)] if root else [])]
     try:
-        if source.lstrip().startswith("<"):
-            return spec.from_string(source)
-        if path := next(filter(os.path.isfile, paths), None):
-            return spec.from_file(path)
+        if _is_text(source):
+            return mujoco().MjSpec.from_string(source)
+        return mujoco().MjSpec.from_file(_existing(source, key, root))
     except ValueError as error:
         raise ConfigError(f"{key}: {' '.join(str(error).split())}") from None
-    raise ConfigError(
-        f"{key}: no such file {format_value(source)}{f', nor below MENAGERIE_ROOT, {root}' if root else ''}"
-    )
+
+
+def _is_text(source: str) -> bool:
+    """Return True for the text of a file, and False for its path."""
+    return source.lstrip().startswith("<")
+
+
+def _existing(source: str, key: str, root: str) -> str:
+    """Return the path of an existing file. A relative path is also searched below `root`, if `root` is not empty."""
+    paths = [source, *([os.path.join(root, source)] if root else [])]
+    if path := next(filter(os.path.isfile, paths), None):
+        return path
+    below = f", nor below MENAGERIE_ROOT, {root}" if root else ""
+    raise ConfigError(f"{key}: no such file {format_value(source)}{below}")
 
 
 def hinges_and_slides(spec: Any) -> tuple[str, ...]:
@@ -113,8 +127,25 @@ def _add_drives(spec: Any, cfg: DriveConfig, built: Builtin, drives: Mapping[str
                 actuator.set_to_motor()
 
 
-def _add_tcp(spec: Any, part: str, joint: str, flange: tuple[float, float, float], tcp: Matrix) -> str:
-    """Add a site at the end effector of a part to the body of `joint`, and return the name of the site."""
+def _end_body(spec: Any, cfg: RobotConfig, part: str, joint: str) -> Any:
+    """Return the body that holds the end effector of a part: `end_link_name`, or else the body of `joint`."""
+    link = cfg.solver_cfg[part].end_link_name if part in cfg.solver_cfg else None
+    if link is None and (example := EXAMPLES.get((cfg.model or "").removeprefix(PREFIX))) is not None:
+        link = example.end_links.get(part)
+    key = f"robot.solver_cfg.{format_key(part)}.end_link_name"
+    if link is None:
+        return spec.joint(joint).parent
+    if cfg.model is None:
+        warnings.warn(f"{key}: has no meaning for a built-in robot, whose end effector is at its flange", stacklevel=2)
+        return spec.joint(joint).parent
+    if (body := spec.body(link)) is None:
+        links = [body.name for body in spec.bodies[1:]]
+        raise ConfigError(f"{key}: unknown {link!r}; {did_you_mean(link, links)}")
+    return body
+
+
+def _add_tcp(spec: Any, part: str, body: Any, flange: tuple[float, float, float], tcp: Matrix) -> str:
+    """Add a site at the end effector of a part to a body, and return the name of the site."""
     quaternion, rotation = np.zeros(4), np.array([row[:3] for row in tcp[:3]])
     if not np.allclose(rotation @ rotation.T, np.eye(3), atol=1e-3) or np.linalg.det(rotation) < 0.0:
         raise ConfigError(f"robot.solver_cfg.{part}.tcp: the first three columns are not a rotation")
@@ -123,30 +154,62 @@ def _add_tcp(spec: Any, part: str, joint: str, flange: tuple[float, float, float
     mujoco().mju_mat2Quat(quaternion, rotation.flatten())
     position, name = [a + row[3] for a, row in zip(flange, tcp[:3], strict=True)], f"{part}_tcp"
     if spec.site(name) is not None:
-        raise ConfigError(f"robot.mjcf: the file has a site {name!r}, the name of the end effector; rename the site")
-    spec.joint(joint).parent.add_site(name=name, pos=position, quat=quaternion, size=[0.01, 0.01, 0.01])
+        raise ConfigError(f"robot.model: the file has a site {name!r}, the name of the end effector; rename the site")
+    body.add_site(name=name, pos=position, quat=quaternion, size=[0.01, 0.01, 0.01])
     return name
 
 
 def _from_file(cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Builtin]:
-    """Read a robot from an MJCF file. If the config has no drive settings, the actuators of the file are kept."""
-    spec = spec_of(cfg.mjcf or "", "robot.mjcf", os.environ.get("MENAGERIE_ROOT", ""))
+    """Read a robot from a URDF or MJCF file.
+
+    If the config has no drive settings, the actuators of an MJCF file are kept, and a robot of a URDF file gets drives
+    that follow from the efforts of its joints.
+    """
+    source, root = cfg.model or "", os.environ.get("MENAGERIE_ROOT", "")
+    if source.startswith(PREFIX):
+        name = source.removeprefix(PREFIX)
+        path = example_file(name, "robot.model")
+        return _from_urdf(urdf.urdf_spec(path.read_text(), path.parent, "robot.model"), cfg, EXAMPLES.get(name))
+    if urdf.is_urdf(source):
+        path = None if _is_text(source) else Path(_existing(source, "robot.model", root))
+        text, folder = (source, Path.cwd()) if path is None else (path.read_text(), path.parent)
+        return _from_urdf(urdf.urdf_spec(text, folder, "robot.model"), cfg)
+    return _from_mjcf(spec_of(source, "robot.model", root), cfg, drives)
+
+
+def _from_urdf(spec: Any, cfg: RobotConfig, example: Example | None = None) -> tuple[Any, Builtin]:
+    """Return the MjSpec of a URDF file and the robot. Joints that follow another joint are no joints of the robot."""
+    following, key = urdf.followers(spec), "robot.drive_pros.max_effort"
+    joints = tuple(name for name in hinges_and_slides(spec) if name not in following)
+    efforts = _per_joint(cfg.drive_pros.max_effort, urdf.efforts_of(spec, joints), joints, key)
+    if weak := [name for name, effort in zip(joints, efforts, strict=True) if effort <= 0.0]:
+        raise ConfigError(f"{key}: joint {weak[0]!r} has no effort in the file; give robot.drive_pros.max_effort")
+    urdf.add_rotors(spec, joints, efforts)
+    stiffness, damping = urdf.default_gains(efforts)
+    parts, tcp, home = {"arm": joints}, dict[str, Matrix](), urdf.start_of(spec, joints)
+    if example is not None:
+        parts = {part: _matching(names, joints, part) for part, names in example.parts.items()}
+        tcp, home = dict.fromkeys(example.end_links, NO_OFFSET), example.home
+    return spec, Builtin(lambda body, tcp: None, joints, parts, {}, tcp, home, stiffness, damping, efforts)
+
+
+def _from_mjcf(spec: Any, cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Builtin]:
     drive_cfg = cfg.drive_pros
     settings = (drive_cfg.stiffness, drive_cfg.damping, drive_cfg.max_effort)
     set_count = sum(value is not None for value in settings)
     if 0 < set_count < 3 or (drives and not set_count):
-        raise ConfigError("robot.drive_pros: give stiffness, damping and max_effort for the robot of robot.mjcf")
+        raise ConfigError("robot.drive_pros: give stiffness, damping and max_effort for the robot of robot.model")
     if not set_count and not spec.actuators:
-        raise ConfigError("robot.mjcf: the file has no actuators; give robot.drive_pros")
+        raise ConfigError("robot.model: the file has no actuators; give robot.drive_pros")
     for element in (*spec.lights, *(spec.actuators if set_count else ())):  # the scene has its own light
         spec.delete(element)
     joints = hinges_and_slides(spec)
     if "" in joints:
-        raise ConfigError("robot.mjcf: a hinge or slide of the file has no name; name each joint")
+        raise ConfigError("robot.model: a hinge or slide of the file has no name; name each joint")
     if any(joint.type == mujoco().mjtJoint.mjJNT_FREE for joint in spec.joints):
         fault = "a body of the file has a free joint, but the robot's base is fixed at robot.init_pos"
         remedy = "remove the joint, or use the file as the whole scene by giving its path as mjcf"
-        raise ConfigError(f"robot.mjcf: {fault}; {remedy}")
+        raise ConfigError(f"robot.model: {fault}; {remedy}")
     for name in ("stiffness", "damping", "max_effort"):
         numbers = getattr(drive_cfg, name)
         if isinstance(numbers, dict) and (missing := [joint for joint in joints if joint not in numbers]):
@@ -163,15 +226,24 @@ def _builtin(cfg: RobotConfig) -> tuple[Any, Builtin]:
     return spec, ROBOTS[cfg.robot_type]
 
 
+def _matching(names: tuple[str, ...], joints: tuple[str, ...], part: str) -> tuple[str, ...]:
+    """Return the joints of a part, in the order of the config. A name may be a pattern for whole names of joints."""
+    key, found = f"robot.control_parts.{format_key(part)}", list[str]()
+    for name in names:
+        try:
+            matches = [name] if name in joints else [joint for joint in joints if re.fullmatch(name, joint)]
+        except re.error as error:
+            raise ConfigError(f"{key}: {name!r} is neither a joint nor a pattern: {error}") from None
+        if not matches:
+            raise ConfigError(f"{key}: unknown {name!r}; {did_you_mean(name, joints)}")
+        if twice := [joint for joint in matches if joint in found]:
+            raise ConfigError(f"{key}: names joint {twice[0]!r} twice; name the joint once")
+        found += matches
+    return tuple(found)
+
+
 def _parts(cfg: RobotConfig, built: Builtin) -> dict[str, tuple[str, ...]]:
-    parts = dict(cfg.control_parts) or built.parts
-    for part, names in parts.items():
-        key = f"robot.control_parts.{format_key(part)}"
-        for i, name in enumerate(names):
-            if name not in built.joints:
-                raise ConfigError(f"{key}: unknown {name!r}; {did_you_mean(name, built.joints)}")
-            if name in names[:i]:
-                raise ConfigError(f"{key}: names joint {name!r} twice; name the joint once")
+    parts = {part: _matching(names, built.joints, part) for part, names in cfg.control_parts.items()} or built.parts
     for part in cfg.solver_cfg:
         if part not in parts:
             raise ConfigError(f"robot.solver_cfg: unknown part {part!r}; {did_you_mean(part, parts)}")
@@ -203,9 +275,9 @@ def _tool_poses(built: Builtin, poses: dict[str, Matrix], mounts: Mapping[str, t
 def robot_spec(cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Robot, tuple[float, ...]]:
     """Return the MjSpec of a robot, the `Robot` with its names, and the joint positions at the start of an episode.
 
-    The tuple of joint positions is empty if the MJCF file defines the positions.
+    The tuple of joint positions is empty if an MJCF file defines the positions.
     """
-    spec, built = _from_file(cfg, drives) if cfg.mjcf is not None else _builtin(cfg)
+    spec, built = _from_file(cfg, drives) if cfg.model is not None else _builtin(cfg)
     parts = _parts(cfg, built)
     for name in drives:
         if name not in built.joints:
@@ -216,8 +288,9 @@ def robot_spec(cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Robo
     built.build(spec.worldbody, _tool_poses(built, poses, mounts))
     if not spec.actuators:
         _add_drives(spec, cfg.drive_pros, built, drives)
-    add_force_sensors(spec, built.joints, "robot.mjcf")
-    tcp = {part: _add_tcp(spec, part, *mounts[part], poses[part]) for part in poses}
+    add_force_sensors(spec, built.joints, "robot.model")
+    ends = {part: _end_body(spec, cfg, part, joint) for part, (joint, _) in mounts.items()}
+    tcp = {part: _add_tcp(spec, part, ends[part], mounts[part][1], pose) for part, pose in poses.items()}
     home = built.home if cfg.init_qpos is None else cfg.init_qpos
     if 0 < len(home) < len(built.joints) or (cfg.init_qpos is not None and not home):
         raise ConfigError(f"robot.init_qpos: {len(home)} values for {len(built.joints)} joints")

@@ -129,29 +129,37 @@ class SolverConfig(ConfigModel):
     """Config of the end effector of one part of the robot."""
 
     inert: ClassVar = dict.fromkeys(
-        ("class_type", "urdf_path", "joint_names", "end_link_name", "root_link_name", "ik_nearest_weight"), _OWN_SOLVER
+        ("class_type", "urdf_path", "joint_names", "root_link_name", "ik_nearest_weight"), _OWN_SOLVER
     )
 
     tcp: Annotated[tuple[_Row, _Row, _Row, _Row], Field(strict=False)] = Field(
-        description="pose of the end effector in the frame of the flange, as a 4x4 matrix, m"
+        default=((1.0, 0.0, 0.0, 0.0), (0.0, 1.0, 0.0, 0.0), (0.0, 0.0, 1.0, 0.0), (0.0, 0.0, 0.0, 1.0)),
+        description="pose of the end effector in the frame of the flange, as a 4x4 matrix, m",
+    )
+    end_link_name: str | None = Field(
+        None,
+        min_length=1,
+        description="link of robot.model that holds the end effector; by default, the link of the part's last joint",
     )
 
 
 class RobotConfig(ConfigModel):
-    """Config of the robot, which is either a built-in robot or an MJCF file."""
+    """Config of the robot, which is either a built-in robot or a URDF or MJCF file."""
 
     inert: ClassVar = {
-        "urdf_cfg": "robots are built in or MJCF files; see robot.robot_type and robot.mjcf",
+        "urdf_cfg": "robots are built in or files; see robot.robot_type and robot.model",
         "class_type": "see robot.robot_type",
-        "fpath": "see robot.mjcf",
+        "fpath": "see robot.model",
     }
 
     uid: str = Field("robot", min_length=1, pattern=_NAME, description="name of the robot, without a NUL")
     robot_type: str = Field(
-        "URRobot", description="built-in robot: URRobot, CartPole or Finger; not used if mjcf is set"
+        "URRobot", description="built-in robot: URRobot, CartPole or Finger; not used if model is set"
     )
-    mjcf: str | None = Field(
-        None, description="path of the robot's MJCF file, also searched below $MENAGERIE_ROOT; or the text of the file"
+    model: str | None = Field(
+        None,
+        description="path of the robot's URDF or MJCF file, also searched below $MENAGERIE_ROOT; or the text of the "
+        "file",
     )
     init_pos: Triple = Field((0.0, 0.0, 0.0), description="position of the robot's base, m")
     init_rot: Triple = Field(
@@ -162,7 +170,9 @@ class RobotConfig(ConfigModel):
     )
     drive_pros: DriveConfig = Field(DriveConfig.model_construct(), description="drives of the joints")
     control_parts: dict[str, Annotated[tuple[str, ...], Field(strict=False, min_length=1)]] = Field(
-        {}, description="joint names by part of the robot; by default, the parts that the robot defines"
+        {},
+        description="joint names by part of the robot, or patterns such as joint[1-6]; by default, the parts that the "
+        "robot defines",
     )
     solver_cfg: dict[str, SolverConfig] = Field({}, description="end effectors by part of the robot")
 

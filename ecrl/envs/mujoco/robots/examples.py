@@ -1,0 +1,71 @@
+"""Robots of the package `example-robot-data`, named `example:panda` in `robot.model`.
+
+The package has URDF files with meshes. A robot in `EXAMPLES` has parts, an end effector and a home position. All other
+robots of the package are named by their files, such as `example:go2`, and have one part with all joints.
+"""
+
+from importlib.metadata import distribution
+from pathlib import Path
+from typing import NamedTuple
+
+from ecrl.errors import ConfigError, extra
+from ecrl.registry import did_you_mean
+
+PREFIX = "example:"
+_FOLDER = "cmeel.prefix/share/example-robot-data/robots"
+
+
+class Example(NamedTuple):
+    """A robot of the package.
+
+    Attributes:
+        file: name of its URDF file, without `.urdf`.
+        parts: patterns of the joints of each part.
+        end_links: link that holds the end effector of a part, by part.
+        home: positions of the joints at the start (m or rad), in the order of the joints in the file.
+    """
+
+    file: str
+    parts: dict[str, tuple[str, ...]]
+    end_links: dict[str, str]
+    home: tuple[float, ...]
+
+
+def _ur(number: int) -> Example:
+    return Example(f"ur{number}_robot", {"arm": (".*",)}, {"arm": "tool0"}, (0.0, -1.57, 1.57, -1.57, -1.57, 0.0))
+
+
+EXAMPLES = {
+    "panda": Example(
+        "panda",
+        {"arm": ("panda_joint[1-7]",), "hand": ("panda_finger_joint1",)},
+        {"arm": "panda_hand_tcp"},
+        (0.0, -0.785, 0.0, -2.356, 0.0, 1.571, 0.785, 0.04),
+    ),
+    "ur3": _ur(3),
+    "ur5": _ur(5),
+    "ur10": _ur(10),
+    "so101": Example(
+        "so101",
+        {"arm": ("shoulder_.*", "elbow_flex", "wrist_.*"), "hand": ("gripper",)},
+        {"arm": "gripper_frame_link"},
+        (0.0, -0.6, 0.6, 1.2, 0.0, 0.5),
+    ),
+}
+"""Robots with parts, end effectors and home positions, by name."""
+
+
+def example_file(name: str, key: str) -> Path:
+    """Return the path of the URDF file of a robot in the package.
+
+    Raises: ConfigError that begins with `key`, if there is no such robot. MissingExtraError if the package is not
+        installed.
+    """
+    with extra("robots"):
+        folder = Path(str(distribution("example-robot-data").locate_file(_FOLDER)))
+    files = {path.stem: path for path in sorted(folder.rglob("*.urdf"))}
+    stem = EXAMPLES[name].file if name in EXAMPLES else name
+    if stem not in files:
+        known = did_you_mean(name, sorted({*EXAMPLES, *files}))
+        raise ConfigError(f"{key}: example-robot-data has no robot {name!r}; {known}")
+    return files[stem]

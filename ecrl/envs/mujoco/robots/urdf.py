@@ -1,0 +1,200 @@
+"""Read a robot from a URDF file: find its meshes, leave out what MuJoCo cannot read, and set its drives.
+
+MuJoCo reads the links, joints, limits, mimic joints and meshes of a URDF file, and collides with the convex hulls of
+the meshes. A URDF file has no drives, so the robot gets position drives whose strength follows from the efforts of the
+joints. The motors compensate gravity, as the controllers of most arms do.
+"""
+
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from ecrl.config.model import format_value
+from ecrl.envs.mujoco.scene.models import mujoco
+from ecrl.errors import ConfigError
+
+_READABLE = (".stl", ".obj", ".msh")
+_MEANINGFUL = ("link", "joint", "material", "mujoco")
+_COMPILER = {"strippath": "false", "fusestatic": "false", "discardvisual": "false"}
+_HIDDEN = 3
+"""Group of geoms that images do not show: shapes for collisions of links that have other shapes for images."""
+_COLLISION = {"contype": 2, "conaffinity": 1, "condim": 4}  # a robot does not collide with itself
+
+_ERROR = 0.02
+"""Position error (rad or m) at which a drive reaches its largest force."""
+_RATE = 20.0
+"""Stiffness / damping of a drive, 1/s: the rate at which the position error decays."""
+_ACCELERATION = 300.0
+"""Acceleration (rad/s^2 or m/s^2) of a motor without load at its largest force, which sets the inertia of its rotor."""
+
+
+def is_urdf(source: str) -> bool:
+    """Return True for the text or the path of a URDF file.
+
+    >>> is_urdf("robots/arm.urdf"), is_urdf("<?xml version='1.0'?><robot name='arm'/>"), is_urdf("arm.xml")
+    (True, True, False)
+    """
+    return "<robot" in source if source.lstrip().startswith("<") else source.lower().endswith(".urdf")
+
+
+def urdf_spec(text: str, folder: Path, key: str) -> Any:
+    """Return the MjSpec of a URDF file.
+
+    Args:
+        text: the text of the file.
+        folder: folder of the file, where relative paths begin.
+        key: config key for error messages.
+
+    Raises: ConfigError if the text is not a URDF file, if MuJoCo cannot simulate it, or if a mesh is missing.
+    """
+    robot = _parsed(text, key)
+    for child in [child for child in robot if child.tag not in _MEANINGFUL]:
+        robot.remove(child)
+    _check_tree(robot, key)
+    _resolve_meshes(robot, folder, key)
+    section = robot.find("mujoco")
+    section = ElementTree.SubElement(robot, "mujoco") if section is None else section
+    compiler = section.find("compiler")
+    compiler = ElementTree.SubElement(section, "compiler") if compiler is None else compiler
+    for name, value in _COMPILER.items():
+        compiler.set(name, value)
+    try:
+        spec = mujoco().MjSpec.from_string(ElementTree.tostring(robot, encoding="unicode"))
+    except ValueError as error:
+        raise ConfigError(f"{key}: {' '.join(str(error).split())}") from None
+    _set_shapes(spec)
+    for body in spec.bodies[1:]:
+        body.gravcomp = 1.0
+    return spec
+
+
+def _parsed(text: str, key: str) -> ElementTree.Element:
+    if "<!DOCTYPE" in text or "<!ENTITY" in text:
+        raise ConfigError(f"{key}: the URDF file has a document type, which ecrl does not read; remove it")
+    try:
+        robot = ElementTree.fromstring(text)
+    except ElementTree.ParseError as error:
+        raise ConfigError(f"{key}: not a URDF file: {error}") from None
+    if robot.tag != "robot":
+        raise ConfigError(f"{key}: the first element is <{robot.tag}>, expected <robot>")
+    return robot
+
+
+def _check_tree(robot: ElementTree.Element, key: str) -> None:
+    """Raise ConfigError if a joint names an unknown link, if a link has two parents, or if links form a loop."""
+    links, parents = [link.get("name") for link in robot.iter("link")], dict[Any, Any]()
+    for joint in robot.findall("joint"):
+        name = format_value(joint.get("name"))
+        ends = {side: None if (end := joint.find(side)) is None else end.get("link") for side in ("parent", "child")}
+        for side, link in ends.items():
+            if link not in links:
+                raise ConfigError(f"{key}: joint {name} has the {side} {format_value(link)}, which is no link")
+        child, parent = ends["child"], ends["parent"]
+        if child in parents:
+            raise ConfigError(f"{key}: link {format_value(child)} has two parents, but the links of a URDF are a tree")
+        parents[child] = parent
+    for start in links:
+        link, steps = start, 0
+        while (link := parents.get(link)) is not None:
+            steps += 1
+            if steps > len(links):
+                raise ConfigError(f"{key}: link {format_value(start)} is in a loop, but the links of a URDF are a tree")
+
+
+def _shapes(robot: ElementTree.Element, tag: str) -> Iterator[tuple[ElementTree.Element, ElementTree.Element, Any]]:
+    """Yield each link, each of its `visual` or `collision` elements, and the mesh of the element or None."""
+    for link in robot.findall("link"):
+        for shape in link.findall(tag):
+            yield link, shape, shape.find("geometry/mesh")
+
+
+def _resolve_meshes(robot: ElementTree.Element, folder: Path, key: str) -> None:
+    """Replace the file names of meshes with paths. Remove visual meshes that MuJoCo cannot read, with one warning."""
+    dropped: list[str] = []
+    for link, shape, mesh in [*_shapes(robot, "visual"), *_shapes(robot, "collision")]:
+        if mesh is None:
+            continue
+        name = mesh.get("filename", "")
+        is_readable = name.lower().endswith(_READABLE)
+        if not is_readable and shape.tag == "visual":
+            link.remove(shape)
+            dropped.append(name)
+            continue
+        if not is_readable:
+            problem = f"the collision mesh {format_value(name)} is not a file of MuJoCo"
+            raise ConfigError(f"{key}: {problem}; convert it to one of {', '.join(_READABLE)}")
+        mesh.set("filename", str(_mesh_path(name, folder, key)))
+    if dropped:
+        many = f"{len(dropped)} visual meshes such as {format_value(dropped[0])} are not files of MuJoCo"
+        warnings.warn(f"{key}: {many}, so images show the shapes for collisions instead", stacklevel=2)
+
+
+def _mesh_path(name: str, folder: Path, key: str) -> Path:
+    """Return the path of a mesh. `package://NAME/...` is searched above `folder` and below $ROS_PACKAGE_PATH."""
+    if not name.startswith("package://"):
+        path = folder / name.removeprefix("file://")
+        if not path.is_file():
+            raise ConfigError(f"{key}: no such mesh {format_value(str(path))}")
+        return path.resolve()
+    package, _, rest = name.removeprefix("package://").partition("/")
+    above = [folder.resolve(), *folder.resolve().parents]
+    named = [path / rest for path in above if path.name == package]
+    roots = [*above, *map(Path, filter(None, os.environ.get("ROS_PACKAGE_PATH", "").split(os.pathsep)))]
+    for path in (*named, *(root / package / rest for root in roots)):
+        if path.is_file():
+            return path
+    where = f"in a folder above {folder} or below $ROS_PACKAGE_PATH"
+    raise ConfigError(f"{key}: no such mesh {format_value(name)}; expected the package {format_value(package)} {where}")
+
+
+def _set_shapes(spec: Any) -> None:
+    """Set with what the shapes collide, and hide the shapes for collisions of links that have others for images."""
+    for body in spec.bodies[1:]:
+        visuals = [geom for geom in body.geoms if geom.contype == 0]
+        for geom in (geom for geom in body.geoms if geom.contype):
+            geom.contype, geom.conaffinity, geom.condim = _COLLISION.values()
+            geom.group = _HIDDEN if visuals else geom.group
+
+
+def followers(spec: Any) -> set[str]:
+    """Return the names of the joints that follow another joint (`mimic`), which have no drive of their own."""
+    kind = mujoco().mjtEq.mjEQ_JOINT
+    return {equality.name1 for equality in spec.equalities if equality.type == kind and equality.name2}
+
+
+def efforts_of(spec: Any, joints: tuple[str, ...]) -> tuple[float, ...]:
+    """Return the largest force of each joint, `limit effort` in the file, or 0 if the file has none (N or N m)."""
+    return tuple(float(spec.joint(name).actfrcrange[1]) for name in joints)
+
+
+def default_gains(efforts: tuple[float, ...]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the stiffness and the damping of drives with these largest forces.
+
+        stiffness = effort / 0.02,    damping = stiffness / 20
+
+    >>> default_gains((330.0,))
+    ((16500.0,), (825.0,))
+    """
+    stiffness = tuple(effort / _ERROR for effort in efforts)
+    return stiffness, tuple(x / _RATE for x in stiffness)
+
+
+def add_rotors(spec: Any, joints: tuple[str, ...], efforts: tuple[float, ...]) -> None:
+    """Give each joint without an armature the inertia of a rotor, `effort / 300`. Let only drives limit the force."""
+    for name, effort in zip(joints, efforts, strict=True):
+        joint = spec.joint(name)
+        joint.actfrclimited = mujoco().mjtLimited.mjLIMITED_FALSE
+        joint.armature = joint.armature or effort / _ACCELERATION
+
+
+def start_of(spec: Any, joints: tuple[str, ...]) -> tuple[float, ...]:
+    """Return the position of each joint that is nearest to 0 within its limits (m or rad)."""
+    positions = []
+    for name in joints:
+        joint = spec.joint(name)
+        low, high = joint.range
+        positions.append(float(min(max(0.0, low), high)) if low < high else 0.0)
+    return tuple(positions)

@@ -1,0 +1,125 @@
+"""Robots of the package `example-robot-data`: kinematics equal to Pinocchio's, drives that hold, and a run."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from support.checks import close
+
+from ecrl import rng
+from ecrl.config.model import validate_section
+from ecrl.envs import make_env
+from ecrl.envs.mujoco import world
+from ecrl.envs.mujoco.physics.simulation import advance
+from ecrl.envs.mujoco.robots.examples import EXAMPLES, example_file
+from ecrl.envs.mujoco.scene.config import SceneConfig
+from ecrl.envs.mujoco.scene.scene import build
+from ecrl.errors import ConfigError, MissingExtraError
+
+mujoco = pytest.importorskip("mujoco")
+pytestmark = pytest.mark.filterwarnings("ignore:robot.model. .* visual meshes:UserWarning")
+TARGET = {"position_range": [[0.2, -0.1, 0.2], [0.3, 0.1, 0.3]], "store_key": "target_pose"}
+
+
+@pytest.fixture(autouse=True)
+def _package():
+    pytest.importorskip("cmeel", reason="the robots need the extra 'robots'")
+
+
+def reaching(name, **changes):
+    event = {"func": "randomize_target_pose", "mode": "reset", "params": TARGET}
+    robot = {"uid": "r", "model": f"example:{name}"} | changes
+    return make_env({"name": "ReachRL", "cfg": {"robot": robot, "events": {"goal": event}}})
+
+
+@pytest.mark.ref
+@pytest.mark.parametrize("name", ["panda", "so101", "ur10"])
+def test_kinematics_are_those_of_pinocchio(name):
+    pinocchio = pytest.importorskip("pinocchio")
+    path = example_file(name, "robot.model")
+    theirs = pinocchio.buildModelFromUrdf(str(path), mimic=True)
+    data, frame = theirs.createData(), theirs.getFrameId(EXAMPLES[name].end_links["arm"])
+    env = reaching(name)
+    sim, n = env.scene, 1000
+    joints = sim.robot.joints
+    low, high = (torch.tensor(limits) for limits in world.joint_limits(sim, joints))
+    positions = low + (high - low) * rng.uniform(rng.key(0), (n, len(joints)))
+    state = env.reset(rng.split(rng.key(1), n))["world"]
+    poses = world.site_pose(sim, world.with_joint_positions(sim, state, joints, positions), sim.robot.tcp["arm"])
+    ours = mujoco.MjData(sim.model)
+    for i, row in enumerate(positions.double().numpy()):
+        q = pinocchio.neutral(theirs)
+        for joint, x in zip(joints, row, strict=True):
+            q[theirs.joints[theirs.getJointId(joint.removeprefix("r/"))].idx_q] = x
+            ours.joint(joint).qpos[0] = x
+        pinocchio.framesForwardKinematics(theirs, data, q)
+        expected = data.oMf[frame].homogeneous
+        mujoco.mj_kinematics(sim.model, ours)
+        site = ours.site(sim.robot.tcp["arm"])
+        assert np.allclose(site.xpos, expected[:3, 3], rtol=0.0, atol=1e-9)
+        assert np.allclose(site.xmat.reshape(3, 3), expected[:3, :3], rtol=0.0, atol=1e-9)
+        close(poses[i], expected, tol=2e-6)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_drives_hold_the_home_position_and_move_to_another(name):
+    env = reaching(name)
+    sim, state = env.scene, env.reset(rng.split(rng.key(0), 2))
+    joints, worlds = sim.robot.joints, state["world"]
+    start = world.joint_positions(sim, worlds, joints)
+    for _ in range(25):  # one second
+        worlds, failed = advance(sim, worlds, world.hold_controls(sim, state["world"]))
+    assert not failed.any()
+    close(world.joint_positions(sim, worlds, joints), start, tol=2e-3)
+    low, high = (torch.tensor(limits) for limits in world.joint_limits(sim, joints))
+    target = (start + 0.1 * (high - low).clamp(max=2.0)).clamp(low, high)
+    for _ in range(50):
+        worlds, failed = advance(sim, worlds, target)
+    assert not failed.any()
+    close(world.joint_positions(sim, worlds, joints), target, tol=5e-3)
+
+
+def test_the_hand_of_the_panda_is_a_part_and_its_second_finger_follows():
+    env = reaching("panda")
+    sim = env.scene
+    assert sim.robot.parts == {
+        "arm": tuple(f"r/panda_joint{i}" for i in range(1, 8)),
+        "hand": ("r/panda_finger_joint1",),
+    }
+    assert env.action_space.shape == (8,)
+    state = env.reset(rng.split(rng.key(0), 1))["world"]
+    fingers = ("r/panda_finger_joint1", "r/panda_finger_joint2")
+    close(world.joint_positions(sim, state, fingers), [[0.04, 0.04]], tol=1e-6)
+    closed = world.hold_controls(sim, state).clone()
+    closed[:, -1] = 0.01
+    for _ in range(25):
+        state, _ = advance(sim, state, closed)
+    close(world.joint_positions(sim, state, fingers), [[0.01, 0.01]], tol=1e-3)
+
+
+def test_robots_without_a_row_are_named_by_their_files():
+    made = build(validate_section(SceneConfig, {"robot": {"uid": "r", "model": "example:go2"}}, "scene"))
+    assert len(made.robot.joints) == 12 and made.robot.parts == {"arm": made.robot.joints}
+    with pytest.raises(
+        ConfigError, match=r"^robot.model: example-robot-data has no robot 'pandas'; did you mean 'panda'"
+    ):
+        build(validate_section(SceneConfig, {"robot": {"model": "example:pandas"}}, "scene"))
+
+
+def test_a_missing_package_is_reported_with_its_extra(monkeypatch):
+    import importlib.metadata as metadata
+
+    def missing(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("ecrl.envs.mujoco.robots.examples.distribution", missing)
+    with pytest.raises(MissingExtraError, match=r"install it with: pip install 'ecrl\[robots\]'$"):
+        example_file("panda", "robot.model")
+
+
+def test_one_warning_tells_that_images_show_other_shapes():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        build(validate_section(SceneConfig, {"robot": {"uid": "r", "model": "example:ur10"}}, "scene"))
+    assert len(caught) == 1 and "visual meshes such as 'package://example-robot-data/" in str(caught[0].message)
