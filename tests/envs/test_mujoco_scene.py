@@ -76,7 +76,7 @@ def test_the_arm_follows_its_targets_within_its_limits():
 
 def test_embodichains_drives_hold_the_arm_too():
     drive = {"stiffness": 1e5, "damping": 1e3, "max_effort": 500.0}
-    s = made(robot={"drive_pros": drive, "init_qpos": [0.1, -1.57, 1.57, -1.57, -1.57, 0.0, 0.04, 0.04]})
+    s = made(robot={"drive_pros": drive, "init_qpos": [0.1, -1.57, 1.57, -1.57, -1.57, 0.0]})
     for _ in range(200):
         mujoco.mj_step(s.model, s.data)
     assert np.allclose(s.data.qpos, [0.1, -1.57, 1.57, -1.57, -1.57, 0.0], atol=1e-6)
@@ -280,7 +280,6 @@ def test_keys_of_other_simulators_are_listed_with_a_reason():
     keys = inert_keys_in(SceneConfig, GYM)
     assert [path for path, _ in keys] == [
         ("rigid_object_group",),
-        ("robot", "urdf_cfg"),
         ("robot", "drive_pros", "drive_type"),
         ("robot", "drive_pros", "max_velocity"),
         ("robot", "solver_cfg", "arm", "class_type"),
@@ -309,9 +308,11 @@ FAULTS = [
     ({"robot": {"robot_type": "URobot"}}, "robot.robot_type: unknown 'URobot'; did you mean 'URRobot'"),
     ({"robot": {"init_qpos": [0.0, 1.0]}}, "robot.init_qpos: 2 values for 6 joints"),
     ({"robot": {"init_qpos": []}}, "robot.init_qpos: 0 values for 6 joints"),
+    ({"robot": {"init_qpos": [0.0] * 8}}, "robot.init_qpos: 8 values for 6 joints: shoulder_pan_joint, "),
+    ({"robot": {"drive_pros": {"damping": [1.0] * 7}}}, "robot.drive_pros.damping: 7 values for 6 joints: shoulder"),
     ({"robot": {"drive_pros": {"damping": [1.0]}}}, "robot.drive_pros.damping: 1 values for 6 joints: shoulder_pan"),
     ({"robot": {"drive_pros": {"damping": {"elbo": 1.0}}}}, "robot.drive_pros.damping: unknown joint 'elbo'"),
-    ({"robot": {"control_parts": {"arm": ["x"]}}}, "robot.control_parts.arm: unknown 'x'"),
+    ({"robot": {"control_parts": {"arm": ["x"]}}}, "robot.control_parts.arm: unknown joint 'x'"),
     ({"robot": {"solver_cfg": {"hand": {"tcp": TCP}}}}, "robot.solver_cfg: unknown part 'hand'"),
     ({"robot": {"solver_cfg": {"arm": {"tcp": [TCP[0]] * 4}}}}, "robot.solver_cfg.arm.tcp: the first three columns"),
     (

@@ -205,7 +205,7 @@ REFUSED = {
     "no such joints": (
         robot(),
         {"control_parts": {"arm": ["JOINT[1-6]"]}},
-        r"control_parts.arm: unknown 'JOINT\[1-6\]'",
+        r"control_parts.arm: unknown joint 'JOINT\[1-6\]'",
     ),
     "no pattern": (robot(), {"control_parts": {"arm": ["turn["]}}, r"'turn\[' is neither a joint nor a pattern"),
     "twice": (robot(), {"control_parts": {"arm": ["turn", "t.*"]}}, r"names joint 'turn' twice"),

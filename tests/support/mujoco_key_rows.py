@@ -93,8 +93,20 @@ FILED = task("PushCubeRL", robot=None, rigid_object=[], **BARE)
 ANY_ROBOT = task("PushCubeRL", robot={}, **BARE)
 TCP = [[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 0.2], [0.0, 0.0, 0.0, 1.0]]
 LONGER = [*TCP[:2], [0.0, 0.0, 1.0, 0.3], TCP[3]]
+ARM_PART = {"component_type": "arm", "urdf_path": urdf_robot.robot(urdf_robot.ARM_LINKS, urdf_robot.ARM_JOINTS)}
+HAND_PART = {"component_type": "hand", "urdf_path": urdf_robot.robot(urdf_robot.HAND_LINKS, urdf_robot.HAND_JOINTS)}
+OTHER_ARM = urdf_robot.robot()
+WITH_PARTS = task("PushCubeRL", robot={"urdf_cfg": {"components": [ARM_PART]}}, **BARE)
 JOINTS = ["shoulder_pan_joint", "shoulder_lift_joint", "elbow_joint"]
 FALLEN = [0.0, -1.0, 1.0, -1.5, -1.5, 0.0]
+
+
+def of_part(part: dict[str, Any], **values: Any) -> list[Row]:
+    """Return rows of the keys of a component."""
+    place, section = f"{CFG}.robot.urdf_cfg.components", "ComponentConfig"
+    base = WITH_PARTS | {place: [part]}
+    return [Row(f"{section}.{name}", [part | {name: x}], base, stepped, place) for name, x in values.items()]
+
 
 SCENE = [
     *between("SceneConfig", "", FILED, mjcf=(scene_file(100.0), scene_file(50.0))),
@@ -113,6 +125,10 @@ SCENE = [
     *at("RobotConfig", "robot", REACH, model, uid="another"),
     *at("RobotConfig", "robot", ANY_ROBOT, robot_type="CartPole"),
     *between("RobotConfig", "robot", ANY_ROBOT, model=(robot_file(1.0), robot_file(2.0))),
+    *between("RobotConfig", "robot", ANY_ROBOT, urdf_cfg=({"components": []}, {"components": [ARM_PART]})),
+    *at("ComponentsConfig", "robot.urdf_cfg", WITH_PARTS, components=[ARM_PART, HAND_PART]),
+    *of_part(ARM_PART, component_type="hand", urdf_path=OTHER_ARM),
+    *of_part(HAND_PART | {"transform": TCP}, transform=LONGER),
     *at("RobotConfig", "robot", REACH, init_pos=[0.0, 0.0, 0.1], init_rot=[0.0, 0.0, 10.0]),
     *between("RobotConfig", "robot", REACH, init_qpos=(FALLEN, [0.1, *FALLEN[1:]])),
     *at("RobotConfig", "robot", REACH, drive_pros={"max_effort": 1.0}, solver_cfg={"arm": {"tcp": TCP}}),

@@ -38,6 +38,17 @@ JOINTS = [
 ]
 
 
+ARM_LINKS = [link("base", BALL), link("upper", BALL), link("flange")]
+ARM_JOINTS = [joint("turn", "base", "upper"), joint("fixed", "upper", "flange", "fixed", limit="")]
+"""An arm without a gripper."""
+HAND_LINKS = [link("base", BALL), *LINKS[-2:]]
+HAND_JOINTS = [
+    joint("grip_left", "base", "left", "prismatic", "1 0 0", FINGER),
+    joint("grip_right", "base", "right", "prismatic", "1 0 0", 'lower="-0.04" upper="0.04" effort="20"', MIMIC),
+]
+"""The gripper alone."""
+
+
 def robot(links: Sequence[str] = LINKS, joints: Sequence[str] = JOINTS, more: str = "") -> str:
     """Return the text of a URDF file."""
     return f'<?xml version="1.0"?><robot name="two_links">{"".join([*links, *joints])}{more}</robot>'

@@ -35,12 +35,13 @@ Matrix = tuple[tuple[float, ...], ...]
 class Builtin(NamedTuple):
     """A built-in robot: a function that builds the robot, the names of its joints, and its default settings.
 
-    `build(base, tcp)` adds the robot to the body `base` of an MjSpec. `tcp` maps each part of the robot to the pose of
-    the part's end effector. `flange` maps each part to the position (m) of the part's tool in the frame of the last
-    link. `stiffness`, `damping` and `max_effort` are the default settings of the drives.
+    `build(base, tcp, has_hand)` adds the robot to the body `base` of an MjSpec. `tcp` maps each part of the robot to
+    the pose of the part's end effector. With a hand, the arm has no tool of its own. `flange` maps each part to the
+    position (m) of the part's tool in the frame of the last link. `stiffness`, `damping` and `max_effort` are the
+    default settings of the drives. `aliases` are EmbodiChain's names of the joints, in the order of `joints`.
     """
 
-    build: Callable[[Any, dict[str, Matrix]], None]
+    build: Callable[[Any, dict[str, Matrix], bool], None]
     joints: tuple[str, ...]
     parts: dict[str, tuple[str, ...]]
     flange: dict[str, tuple[float, float, float]]
@@ -49,6 +50,7 @@ class Builtin(NamedTuple):
     stiffness: tuple[float, ...]
     damping: tuple[float, ...]
     max_effort: tuple[float, ...]
+    aliases: tuple[str, ...] = ()
 
 
 def _geom(body: Any, kind: str, **attributes: Any) -> None:
@@ -59,20 +61,22 @@ def _capsule(body: Any, start: tuple, end: tuple, radius: float, mass: float, rg
     _geom(body, "CAPSULE", fromto=[*start, *end], size=[radius, 0.0, 0.0], mass=mass, rgba=rgba)
 
 
-def _arm(base: Any, tcp: dict[str, Matrix]) -> None:
+def _arm(base: Any, tcp: dict[str, Matrix], has_hand: bool) -> None:
     body, frames = base, [(0.0, 0.0, 0.0), *zip(_A, _D, _ALPHA, strict=False)]
     for i, (name, (a, d, alpha)) in enumerate(zip(ROBOTS["URRobot"].joints, frames, strict=True)):
         quaternion = [cos(alpha / 2), sin(alpha / 2), 0.0, 0.0]
         body = body.add_body(name=name.replace("joint", "link"), pos=[a, 0.0, d], quat=quaternion, gravcomp=1.0)
         body.add_joint(name=name, axis=[0.0, 0.0, 1.0], range=[-_LIMIT[i], _LIMIT[i]], armature=_ARMATURE[i])
         _capsule(body, *_SHAPES[i], _MASS[i], _GREY if i in (1, 2, 5) else _BLUE)
+    if has_hand:
+        return
     tool = tcp.get("arm", ROBOTS["URRobot"].tcp["arm"])  # use the default pose if no part has the name "arm"
     x, y, z = (row[3] for row in tool[:3])
     _geom(body, "BOX", size=[0.035, 0.035, 0.015], pos=[0.0, 0.0, _D[5] + 0.015], mass=0.3, rgba=_DARK)
     _capsule(body, (0.0, 0.0, _D[5] + 0.02), (x, y, _D[5] + z - 0.02), 0.02, 0.5, _DARK)
 
 
-def _cart_pole(base: Any, tcp: dict[str, Matrix]) -> None:
+def _cart_pole(base: Any, tcp: dict[str, Matrix], has_hand: bool) -> None:
     kinds = mujoco().mjtJoint
     _geom(base, "BOX", size=[0.015, 4.0, 0.015], mass=1.0, rgba=_DARK)
     cart = base.add_body(name="cart")
@@ -83,7 +87,7 @@ def _cart_pole(base: Any, tcp: dict[str, Matrix]) -> None:
     _geom(pole, "BOX", size=[0.02, 0.03, 0.5], pos=[0.0, 0.0, 0.47], mass=1.0, rgba=_GREY)
 
 
-def _finger(base: Any, tcp: dict[str, Matrix]) -> None:
+def _finger(base: Any, tcp: dict[str, Matrix], has_hand: bool) -> None:
     finger, kinds = base.add_body(name="finger", gravcomp=1.0), mujoco().mjtJoint
     for name, axis in zip(ROBOTS["Finger"].joints, ([1.0, 0.0, 0.0], [0.0, 1.0, 0.0]), strict=True):
         finger.add_joint(name=name, type=kinds.mjJNT_SLIDE, axis=axis, range=[-0.4, 0.4])
@@ -107,6 +111,7 @@ ROBOTS = {
         stiffness=(20_000.0, 20_000.0, 8_000.0, 1_000.0, 1_000.0, 1_000.0),
         damping=(1_000.0, 1_000.0, 300.0, 30.0, 30.0, 30.0),
         max_effort=(330.0, 330.0, 150.0, 56.0, 56.0, 56.0),
+        aliases=tuple(f"joint{i}" for i in range(1, 7)),
     ),
     "CartPole": Builtin(
         _cart_pole,

@@ -12,12 +12,15 @@ import numpy as np
 from ecrl.config.model import format_key, format_value
 from ecrl.envs.mujoco.robots import urdf
 from ecrl.envs.mujoco.robots.arm import NO_OFFSET, ROBOTS, Builtin, Matrix
+from ecrl.envs.mujoco.robots.components import attach_hand, component, flange_of
 from ecrl.envs.mujoco.robots.examples import EXAMPLES, PREFIX, Example, example_file
 from ecrl.envs.mujoco.scene.config import DriveConfig, PerJoint, RobotConfig
 from ecrl.envs.mujoco.scene.models import mujoco
 from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean
 
+_NUMBERS = ("stiffness", "damping", "max_effort")
+"""Settings of a drive."""
 Drive = Literal["position", "velocity", "force"]
 """Kind of drive. A control is a target position (m or rad), a target velocity (m/s or rad/s) or a force (N or N m)."""
 
@@ -91,26 +94,47 @@ def add_force_sensors(spec: Any, joints: tuple[str, ...], key: str) -> None:
             raise ConfigError(f"{key}: sensor {sensor.name!r} is not {expected}; rename it")
 
 
-def _per_joint(
-    values: PerJoint | None, defaults: tuple[float, ...], joints: tuple[str, ...], key: str
-) -> tuple[float, ...]:
+def _per_joint(values: PerJoint | None, defaults: tuple[float, ...], built: Builtin, key: str) -> tuple[float, ...]:
     """Expand a config value to one value per joint. Missing values are replaced by the robot's defaults."""
+    joints = built.joints
     if isinstance(values, dict):
-        for name in values:
-            if name not in joints:
-                raise ConfigError(f"{key}: unknown joint {name!r}; {did_you_mean(name, joints)}")
-        return tuple(values.get(name, default) for name, default in zip(joints, defaults, strict=True))
-    if isinstance(values, tuple) and len(values) < len(joints):
+        given = {joint: x for name, x in values.items() for joint in _matching((name,), built, key)}
+        return tuple(given.get(name, default) for name, default in zip(joints, defaults, strict=True))
+    if isinstance(values, tuple) and len(values) != len(joints):
         raise ConfigError(f"{key}: {len(values)} values for {len(joints)} joints: {', '.join(joints)}")
     if values is None:
         return defaults
-    return values[: len(joints)] if isinstance(values, tuple) else (values,) * len(joints)
+    return values if isinstance(values, tuple) else (values,) * len(joints)
+
+
+def _matching(names: tuple[str, ...], built: Builtin, key: str) -> tuple[str, ...]:
+    """Return the joints that names select, in the order of the names.
+
+    A name is a joint, or a pattern for whole names of joints or for EmbodiChain's names of them. A pattern that fits no
+    joint is tried again without regard to upper and lower case.
+    """
+    found, joints = list[str](), built.joints
+    others = built.aliases or joints
+    for name in names:
+        matches = [name] if name in joints else []
+        try:
+            for flags in (re.NOFLAG, re.IGNORECASE):
+                pairs = () if matches else zip(joints, others, strict=True)
+                matches += [one for one, other in pairs if any(re.fullmatch(name, x, flags) for x in (one, other))]
+        except re.error as error:
+            raise ConfigError(f"{key}: {name!r} is neither a joint nor a pattern: {error}") from None
+        if not matches:
+            raise ConfigError(f"{key}: unknown joint {name!r}; {did_you_mean(name, joints)}")
+        if twice := [joint for joint in matches if joint in found]:
+            raise ConfigError(f"{key}: names joint {twice[0]!r} twice; name the joint once")
+        found += matches
+    return tuple(found)
 
 
 def _add_drives(spec: Any, cfg: DriveConfig, built: Builtin, drives: Mapping[str, Drive]) -> None:
     key, joints = "robot.drive_pros", built.joints
     numbers = [
-        _per_joint(getattr(cfg, name), getattr(built, name), joints, f"{key}.{name}")
+        _per_joint(getattr(cfg, name), getattr(built, name), built, f"{key}.{name}")
         for name in ("stiffness", "damping", "max_effort")
     ]
     for name, stiffness, damping, effort in zip(joints, *numbers, strict=True):
@@ -127,11 +151,17 @@ def _add_drives(spec: Any, cfg: DriveConfig, built: Builtin, drives: Mapping[str
                 actuator.set_to_motor()
 
 
-def _end_body(spec: Any, cfg: RobotConfig, part: str, joint: str) -> Any:
-    """Return the body that holds the end effector of a part: `end_link_name`, or else the body of `joint`."""
+def _end_link(cfg: RobotConfig, part: str) -> str | None:
+    """Return the name of the link that holds the end effector of a part, if the config or the robot names one."""
     link = cfg.solver_cfg[part].end_link_name if part in cfg.solver_cfg else None
     if link is None and (example := EXAMPLES.get((cfg.model or "").removeprefix(PREFIX))) is not None:
-        link = example.end_links.get(part)
+        return example.end_links.get(part)
+    return link
+
+
+def _end_body(spec: Any, cfg: RobotConfig, part: str, joint: str) -> Any:
+    """Return the body that holds the end effector of a part: `end_link_name`, or else the body of `joint`."""
+    link = _end_link(cfg, part)
     key = f"robot.solver_cfg.{format_key(part)}.end_link_name"
     if link is None:
         return spec.joint(joint).parent
@@ -159,6 +189,17 @@ def _add_tcp(spec: Any, part: str, body: Any, flange: tuple[float, float, float]
     return name
 
 
+def _urdf_of(source: str, key: str, root: str = "") -> Any:
+    """Return the MjSpec of the path or the text of a URDF file."""
+    path = None if _is_text(source) else Path(_existing(source, key, root))
+    text, folder = (source, Path.cwd()) if path is None else (path.read_text(), path.parent)
+    return urdf.urdf_spec(text, folder, key)
+
+
+def _no_shapes(base: Any, tcp: dict[str, Matrix], has_hand: bool) -> None:
+    """Add nothing, because the file has the shapes of the robot."""
+
+
 def _from_file(cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Builtin]:
     """Read a robot from a URDF or MJCF file.
 
@@ -169,28 +210,45 @@ def _from_file(cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Buil
     if source.startswith(PREFIX):
         name = source.removeprefix(PREFIX)
         path = example_file(name, "robot.model")
-        return _from_urdf(urdf.urdf_spec(path.read_text(), path.parent, "robot.model"), cfg, EXAMPLES.get(name))
+        return _from_urdf(urdf.urdf_spec(path.read_text(), path.parent, "robot.model"), example=EXAMPLES.get(name))
     if urdf.is_urdf(source):
-        path = None if _is_text(source) else Path(_existing(source, "robot.model", root))
-        text, folder = (source, Path.cwd()) if path is None else (path.read_text(), path.parent)
-        return _from_urdf(urdf.urdf_spec(text, folder, "robot.model"), cfg)
+        return _from_urdf(_urdf_of(source, "robot.model", root))
     return _from_mjcf(spec_of(source, "robot.model", root), cfg, drives)
 
 
-def _from_urdf(spec: Any, cfg: RobotConfig, example: Example | None = None) -> tuple[Any, Builtin]:
+def _from_urdf(spec: Any, part: str = "arm", example: Example | None = None) -> tuple[Any, Builtin]:
     """Return the MjSpec of a URDF file and the robot. Joints that follow another joint are no joints of the robot."""
-    following, key = urdf.followers(spec), "robot.drive_pros.max_effort"
+    following = urdf.followers(spec)
     joints = tuple(name for name in hinges_and_slides(spec) if name not in following)
-    efforts = _per_joint(cfg.drive_pros.max_effort, urdf.efforts_of(spec, joints), joints, key)
-    if weak := [name for name, effort in zip(joints, efforts, strict=True) if effort <= 0.0]:
+    if not joints:
+        raise ConfigError(f"robot: the URDF file of the {part} has no joint that moves; use another file")
+    efforts, home = urdf.efforts_of(spec, joints), urdf.start_of(spec, joints)
+    built = Builtin(_no_shapes, joints, {part: joints}, {}, {}, home, *urdf.default_gains(efforts), efforts)
+    if example is None:
+        return spec, built
+    parts = {name: _matching(patterns, built, "robot.model") for name, patterns in example.parts.items()}
+    return spec, built._replace(parts=parts, tcp=dict.fromkeys(example.end_links, NO_OFFSET), home=example.home)
+
+
+def _with_rotors(spec: Any, cfg: RobotConfig, built: Builtin, joints: tuple[str, ...]) -> Builtin:
+    """Give joints of URDF files the inertia of rotors. Return the robot with gains that follow from its efforts."""
+    key = "robot.drive_pros.max_effort"
+    efforts = dict(zip(built.joints, _per_joint(cfg.drive_pros.max_effort, built.max_effort, built, key), strict=True))
+    if weak := [name for name in joints if efforts[name] <= 0.0]:
         raise ConfigError(f"{key}: joint {weak[0]!r} has no effort in the file; give robot.drive_pros.max_effort")
-    urdf.add_rotors(spec, joints, efforts)
-    stiffness, damping = urdf.default_gains(efforts)
-    parts, tcp, home = {"arm": joints}, dict[str, Matrix](), urdf.start_of(spec, joints)
-    if example is not None:
-        parts = {part: _matching(names, joints, part) for part, names in example.parts.items()}
-        tcp, home = dict.fromkeys(example.end_links, NO_OFFSET), example.home
-    return spec, Builtin(lambda body, tcp: None, joints, parts, {}, tcp, home, stiffness, damping, efforts)
+    urdf.add_rotors(spec, joints, tuple(efforts[name] for name in joints))
+    stiffness, damping = urdf.default_gains(tuple(efforts.values()))
+    gains = dict(zip(built.joints, zip(stiffness, damping, strict=True), strict=True))
+    old = zip(built.joints, built.stiffness, built.damping, strict=True)
+    rows = [gains[name] if name in joints else (k, d) for name, k, d in old]
+    return built._replace(stiffness=tuple(k for k, _ in rows), damping=tuple(d for _, d in rows))
+
+
+def _with_hand(built: Builtin, hand: Builtin) -> Builtin:
+    """Return an arm together with a hand, whose joints follow those of the arm."""
+    joined = {name: getattr(built, name) + getattr(hand, name) for name in ("joints", "home", *_NUMBERS)}
+    aliases = (*(built.aliases or built.joints), *(hand.aliases or hand.joints))
+    return built._replace(parts=built.parts | hand.parts, aliases=aliases, **joined)
 
 
 def _from_mjcf(spec: Any, cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Builtin]:
@@ -215,7 +273,7 @@ def _from_mjcf(spec: Any, cfg: RobotConfig, drives: Mapping[str, Drive]) -> tupl
         if isinstance(numbers, dict) and (missing := [joint for joint in joints if joint not in numbers]):
             raise ConfigError(f"robot.drive_pros.{name}: no value for {', '.join(missing)}; give one for each joint")
     zeros = (0.0,) * len(joints)
-    return spec, Builtin(lambda body, tcp: None, joints, {"arm": joints}, {}, {}, (), zeros, zeros, zeros)
+    return spec, Builtin(_no_shapes, joints, {"arm": joints}, {}, {}, (), zeros, zeros, zeros)
 
 
 def _builtin(cfg: RobotConfig) -> tuple[Any, Builtin]:
@@ -226,24 +284,9 @@ def _builtin(cfg: RobotConfig) -> tuple[Any, Builtin]:
     return spec, ROBOTS[cfg.robot_type]
 
 
-def _matching(names: tuple[str, ...], joints: tuple[str, ...], part: str) -> tuple[str, ...]:
-    """Return the joints of a part, in the order of the config. A name may be a pattern for whole names of joints."""
-    key, found = f"robot.control_parts.{format_key(part)}", list[str]()
-    for name in names:
-        try:
-            matches = [name] if name in joints else [joint for joint in joints if re.fullmatch(name, joint)]
-        except re.error as error:
-            raise ConfigError(f"{key}: {name!r} is neither a joint nor a pattern: {error}") from None
-        if not matches:
-            raise ConfigError(f"{key}: unknown {name!r}; {did_you_mean(name, joints)}")
-        if twice := [joint for joint in matches if joint in found]:
-            raise ConfigError(f"{key}: names joint {twice[0]!r} twice; name the joint once")
-        found += matches
-    return tuple(found)
-
-
 def _parts(cfg: RobotConfig, built: Builtin) -> dict[str, tuple[str, ...]]:
-    parts = {part: _matching(names, built.joints, part) for part, names in cfg.control_parts.items()} or built.parts
+    keys = {part: f"robot.control_parts.{format_key(part)}" for part in cfg.control_parts}
+    parts = {part: _matching(names, built, keys[part]) for part, names in cfg.control_parts.items()} or built.parts
     for part in cfg.solver_cfg:
         if part not in parts:
             raise ConfigError(f"robot.solver_cfg: unknown part {part!r}; {did_you_mean(part, parts)}")
@@ -277,7 +320,19 @@ def robot_spec(cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Robo
 
     The tuple of joint positions is empty if an MJCF file defines the positions.
     """
+    arm, hand = component(cfg, "arm"), component(cfg, "hand")
+    if arm is not None:
+        cfg = cfg.model_copy(update={"model": arm.source, "robot_type": arm.builtin or cfg.robot_type})
     spec, built = _from_file(cfg, drives) if cfg.model is not None else _builtin(cfg)
+    is_urdf = cfg.model is not None and (cfg.model.startswith(PREFIX) or urdf.is_urdf(cfg.model))
+    of_files, hand_spec = (built.joints if is_urdf else ()), None
+    if hand is not None:
+        if cfg.model is not None and not is_urdf:
+            raise ConfigError(f"{hand.key}: an MJCF file takes no hand; add the hand to the file of the arm")
+        if cfg.model is None and "arm" not in built.flange:
+            raise ConfigError(f"{hand.key}: the built-in {cfg.robot_type} has no flange for a hand; leave the hand out")
+        hand_spec, gripper = _from_urdf(_urdf_of(hand.source or "", hand.key), "hand")
+        built, of_files = _with_hand(built, gripper), (*of_files, *gripper.joints)
     parts = _parts(cfg, built)
     for name in drives:
         if name not in built.joints:
@@ -285,13 +340,20 @@ def robot_spec(cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Robo
     poses = {part: pose for part, pose in built.tcp.items() if part in parts}
     poses |= {part: solver.tcp for part, solver in cfg.solver_cfg.items()}
     mounts = {part: _mount(built, part, parts[part]) for part in poses}
-    built.build(spec.worldbody, _tool_poses(built, poses, mounts))
+    built.build(spec.worldbody, _tool_poses(built, poses, mounts), hand is not None)
+    if hand is not None:
+        joint, position = _mount(built, "arm", built.parts["arm"]) if cfg.model is None else ("", (0.0, 0.0, 0.0))
+        end = spec.joint(joint).parent if joint else flange_of(spec, _end_link(cfg, "arm"), hand.key)
+        attach_hand(spec, hand_spec, end, position, hand.transform, hand.key)
+    if of_files:
+        built = _with_rotors(spec, cfg, built, of_files)
     if not spec.actuators:
         _add_drives(spec, cfg.drive_pros, built, drives)
     add_force_sensors(spec, built.joints, "robot.model")
     ends = {part: _end_body(spec, cfg, part, joint) for part, (joint, _) in mounts.items()}
     tcp = {part: _add_tcp(spec, part, ends[part], mounts[part][1], pose) for part, pose in poses.items()}
     home = built.home if cfg.init_qpos is None else cfg.init_qpos
-    if 0 < len(home) < len(built.joints) or (cfg.init_qpos is not None and not home):
-        raise ConfigError(f"robot.init_qpos: {len(home)} values for {len(built.joints)} joints")
-    return spec, Robot(built.joints, parts, tcp), home[: len(built.joints)]
+    if cfg.init_qpos is not None and len(home) != len(built.joints):
+        names = ", ".join(built.joints)
+        raise ConfigError(f"robot.init_qpos: {len(home)} values for {len(built.joints)} joints: {names}")
+    return spec, Robot(built.joints, parts, tcp), home

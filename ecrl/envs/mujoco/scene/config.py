@@ -143,11 +143,33 @@ class SolverConfig(ConfigModel):
     )
 
 
+class ComponentConfig(ConfigModel):
+    """Config of a component of the robot."""
+
+    component_type: Literal["arm", "hand"] = Field(description="arm, or hand at the flange of the arm")
+    urdf_path: str = Field(min_length=1, description="path of a URDF file, also below $MENAGERIE_ROOT; or its text")
+    transform: Annotated[tuple[_Row, _Row, _Row, _Row], Field(strict=False)] | None = Field(
+        None, description="pose of a hand in the frame of the flange, as a 4x4 matrix, m; the flange if absent"
+    )
+
+
+class ComponentsConfig(ConfigModel):
+    """Config of the components of a robot."""
+
+    inert: ClassVar = dict.fromkeys(
+        ("fname", "fpath", "fpath_prefix", "use_signature_check", "base_link_name"),
+        "components are assembled in memory",
+    )
+
+    components: Annotated[tuple[ComponentConfig, ...], Field(strict=False)] = Field(
+        (), description="at most one arm and one hand; without an arm, the arm is robot.model or robot.robot_type"
+    )
+
+
 class RobotConfig(ConfigModel):
     """Config of the robot, which is either a built-in robot or a URDF or MJCF file."""
 
     inert: ClassVar = {
-        "urdf_cfg": "robots are built in or files; see robot.robot_type and robot.model",
         "class_type": "see robot.robot_type",
         "fpath": "see robot.model",
     }
@@ -161,12 +183,13 @@ class RobotConfig(ConfigModel):
         description="path of the robot's URDF or MJCF file, also searched below $MENAGERIE_ROOT; or the text of the "
         "file",
     )
+    urdf_cfg: ComponentsConfig | None = Field(None, description="components of the robot, as in EmbodiChain")
     init_pos: Triple = Field((0.0, 0.0, 0.0), description="position of the robot's base, m")
     init_rot: Triple = Field(
         (0.0, 0.0, 0.0), description="rotation of the base, degrees: about x, then the rotated y, then the rotated z"
     )
     init_qpos: Annotated[tuple[Real, ...], Field(strict=False)] | None = Field(
-        None, description="joint positions at the start, m or rad; surplus values, such as for a gripper, are ignored"
+        None, description="joint positions at the start, m or rad; one value per joint"
     )
     drive_pros: DriveConfig = Field(DriveConfig.model_construct(), description="drives of the joints")
     control_parts: dict[str, Annotated[tuple[str, ...], Field(strict=False, min_length=1)]] = Field(

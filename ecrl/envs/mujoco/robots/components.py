@@ -1,0 +1,144 @@
+"""Parts of a robot that `robot.urdf_cfg` names: an arm, and a hand at the flange of the arm.
+
+EmbodiChain downloads the files of its robots. Where such a file is not on the disk, a built-in arm or gripper of the
+same size takes its place, with one warning. All other missing files are errors.
+"""
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ecrl.config.model import format_value
+from ecrl.envs.mujoco.robots.arm import NO_OFFSET, Matrix
+from ecrl.envs.mujoco.scene.config import RobotConfig
+from ecrl.envs.mujoco.scene.models import mujoco
+from ecrl.errors import ConfigError
+
+KEY = "robot.urdf_cfg.components"
+_ARMS = {"UR10": "URRobot", "cart_pole": "CartPole"}
+"""Built-in robots that take the place of EmbodiChain's files, by the name of the file."""
+_GRIPPER = "DH_PGI_140_80"
+_HAND = "hand_"
+
+
+def _box(size: str, z: float, color: str) -> str:
+    shape = f'<origin xyz="0 0 {z}"/><geometry><box size="{size}"/></geometry>'
+    return f'<visual>{shape}<material name="{color}"/></visual><collision>{shape}</collision>'
+
+
+def _link(name: str, mass: float, inertia: float, z: float, shape: str) -> str:
+    tensor = f'<inertia ixx="{inertia}" iyy="{inertia}" izz="{inertia}" ixy="0" ixz="0" iyz="0"/>'
+    weight = f'<inertial><origin xyz="0 0 {z}"/><mass value="{mass}"/>{tensor}</inertial>'
+    return f'<link name="{name}">{weight}{shape}</link>'
+
+
+def _finger(number: int, x: float) -> str:
+    name, inwards = f"gripper_finger{number}", -1 if x > 0 else 1
+    ends = f'<parent link="gripper_base"/><child link="{name}_link"/><origin xyz="{x} 0 0"/>'
+    travel = f'<axis xyz="{inwards} 0 0"/><limit lower="0" upper="0.04" effort="140" velocity="0.2"/>'
+    joint = f'<joint name="{name}_joint_1" type="prismatic">{ends}{travel}</joint>'
+    return _link(f"{name}_link", 0.1, 1e-4, 0.125, _box("0.01 0.022 0.07", 0.125, "dark")) + joint
+
+
+GRIPPER = (
+    '<robot name="two_finger_gripper"><material name="dark"><color rgba="0.2 0.2 0.22 1"/></material>'
+    '<material name="grey"><color rgba="0.75 0.76 0.78 1"/></material>'
+    + _link("gripper_base", 0.8, 1e-3, 0.045, _box("0.1 0.06 0.09", 0.045, "grey"))
+    + _finger(1, 0.045)
+    + _finger(2, -0.045)
+    + "</robot>"
+)
+"""URDF of a parallel gripper: its fingers are 0.08 m apart at the joint positions 0, and touch at 0.04 m.
+
+Opening and stroke are those of the gripper PGI-140-80. The tips are 0.16 m from the flange.
+"""
+
+
+class Part(NamedTuple):
+    """A component of a robot.
+
+    Attributes:
+        source: path or text of a URDF file; None for a built-in robot.
+        builtin: name of the built-in robot, or None.
+        key: config key of the component, for error messages.
+        transform: pose in the frame of the flange, for a hand.
+    """
+
+    source: str | None
+    builtin: str | None
+    key: str
+    transform: Matrix
+
+
+def component(cfg: RobotConfig, kind: str) -> Part | None:
+    """Return the component of a kind, "arm" or "hand", or None if the config has none.
+
+    Raises: ConfigError if there are several, if a file does not exist, or if an arm is moved.
+    """
+    listed = () if cfg.urdf_cfg is None else cfg.urdf_cfg.components
+    found = [(i, part) for i, part in enumerate(listed) if part.component_type == kind]
+    if not found:
+        return None
+    if len(found) > 1:
+        raise ConfigError(f"{KEY}: {len(found)} components of the type {kind}, expected one; leave the others out")
+    (i, part), key = found[0], f"{KEY}[{found[0][0]}].urdf_path"
+    if kind == "arm" and cfg.model is not None:
+        raise ConfigError(f"{key}: robot.model names the arm too; keep one")
+    if kind == "arm" and part.transform not in (None, NO_OFFSET):
+        raise ConfigError(f"{KEY}[{i}].transform: moves the arm; use robot.init_pos and robot.init_rot")
+    transform, path = part.transform or NO_OFFSET, Path(part.urdf_path)
+    if part.urdf_path.lstrip().startswith("<"):
+        return Part(part.urdf_path, None, key, transform)
+    for folder in filter(None, (".", os.environ.get("MENAGERIE_ROOT", ""))):
+        if (Path(folder) / path).is_file():
+            return Part(str(Path(folder) / path), None, key, transform)
+    known = _ARMS if kind == "arm" else {_GRIPPER: "two-finger gripper"}
+    if path.stem not in known:
+        names = ", ".join(known)
+        raise ConfigError(f"{key}: no such file {format_value(part.urdf_path)}; built in are {names}")
+    taken = f"the built-in {known[path.stem]} of this size takes its place"
+    warnings.warn(f"{key}: no file {format_value(part.urdf_path)}, so {taken}", stacklevel=2)
+    return Part(None if kind == "arm" else GRIPPER, _ARMS.get(path.stem), key, transform)
+
+
+def attach_hand(spec: Any, hand: Any, body: Any, position: tuple[float, ...], transform: Matrix, key: str) -> None:
+    """Attach the MjSpec of a hand to a body. Links and meshes of the hand get the prefix `hand_`, and joints get none.
+
+    Args:
+        spec: the MjSpec of the arm, which is changed.
+        hand: the MjSpec of the hand, which is changed.
+        body: the body of the arm.
+        position: position of the flange in the frame of the body, m.
+        transform: pose of the hand in the frame of the flange.
+        key: config key for error messages.
+    """
+    joints, taken = [joint.name for joint in hand.joints], {joint.name for joint in spec.joints}
+    if twice := [name for name in joints if name in taken]:
+        raise ConfigError(f"{key}: joint {twice[0]!r} is in the arm and in the hand; rename it in one of the files")
+    quaternion, rows = np.zeros(4), np.array(transform)
+    mujoco().mju_mat2Quat(quaternion, rows[:3, :3].flatten())
+    frame = body.add_frame(pos=[a + b for a, b in zip(position, rows[:3, 3], strict=True)], quat=quaternion)
+    spec.attach(hand, frame=frame, prefix=_HAND)
+    for name in joints:
+        spec.joint(_HAND + name).name = name
+    for equality in spec.equalities:
+        equality.name1 = equality.name1.removeprefix(_HAND)
+        equality.name2 = equality.name2.removeprefix(_HAND)
+
+
+def flange_of(spec: Any, end_link: str | None, key: str) -> Any:
+    """Return the link of an arm from a file that holds the hand.
+
+    Raises: ConfigError if the arm has several links at its ends, and the config names none of them.
+    """
+    if end_link is not None and (body := spec.body(end_link)) is not None:
+        return body
+    ends = [body for body in spec.bodies[1:] if not list(body.bodies)]
+    if len(ends) != 1:
+        names = ", ".join(body.name for body in ends)
+        problem = f"the arm has {len(ends)} links at its ends, {names}"
+        raise ConfigError(f"{key}: {problem}; name the flange with robot.solver_cfg.arm.end_link_name")
+    return ends[0]

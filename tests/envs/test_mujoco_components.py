@@ -1,0 +1,198 @@
+"""Robots of components (`robot.urdf_cfg`): EmbodiChain's arm with a gripper, and arms and hands from files."""
+
+import numpy as np
+import pytest
+import torch
+from support.checks import close
+from support.urdf_robot import ARM_JOINTS, ARM_LINKS, HAND_JOINTS, HAND_LINKS, JOINTS, LINKS, robot
+
+from ecrl import rng
+from ecrl.config.model import validate_section
+from ecrl.envs import make_env
+from ecrl.envs.mujoco import world
+from ecrl.envs.mujoco.physics.simulation import advance
+from ecrl.envs.mujoco.scene.config import SceneConfig
+from ecrl.envs.mujoco.scene.scene import build
+from ecrl.errors import ConfigError
+
+mujoco = pytest.importorskip("mujoco")
+
+TCP = [[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 0.16], [0.0, 0.0, 0.0, 1.0]]
+HAND = {"component_type": "hand", "urdf_path": "DH_PGI_140_80/DH_PGI_140_80.urdf"}
+ARM = {"component_type": "arm", "urdf_path": "UniversalRobots/UR10/UR10.urdf"}
+UPSTREAM = {
+    "uid": "Manipulator",
+    "urdf_cfg": {"components": [ARM, HAND]},
+    "init_qpos": [0.0, -1.57, 1.57, -1.57, -1.57, 0.0, 0.04, 0.04],
+    "drive_pros": {"stiffness": 1e5, "damping": 1e3, "max_effort": 500.0},
+    "solver_cfg": {"arm": {"tcp": TCP}},
+    "control_parts": {"arm": ["JOINT[1-6]"]},
+}
+"""The robot of PushCubeRL as in EmbodiChain v0.1.2."""
+FINGERS = ("gripper_finger1_joint_1", "gripper_finger2_joint_1")
+
+
+def scene(**cfg):
+    return build(validate_section(SceneConfig, {"robot": {"uid": "r"} | cfg}, "scene"))
+
+
+def components(*listed, **cfg):
+    return scene(urdf_cfg={"components": list(listed)}, **cfg)
+
+
+@pytest.mark.filterwarnings("ignore:robot.urdf_cfg:UserWarning")
+def test_push_cube_has_the_actions_and_observations_of_embodichain():
+    env = make_env({"name": "PushCubeRL", "cfg": {"robot": UPSTREAM}})
+    assert env.observation_space.shape == (59,)
+    arm = make_env({"name": "PushCubeRL", "cfg": {"robot": UPSTREAM | {"control_parts": {}}}})
+    assert arm.scene.robot.parts == {
+        "arm": arm.scene.robot.joints[:6],
+        "hand": tuple(f"Manipulator/{name}" for name in FINGERS),
+    }
+    assert arm.action_space.shape == (8,) and arm.observation_space.shape == (59,)
+    state = env.reset(rng.split(rng.key(0), 3))
+    close(world.joint_positions(env.scene, state["world"], env.scene.robot.joints)[:, 6:], [[0.04, 0.04]] * 3, tol=1e-6)
+    pose = world.site_pose(env.scene, state["world"], env.scene.robot.tcp["arm"])
+    same = make_env({"name": "PushCubeRL", "cfg": {"robot": {"uid": "r"}}})
+    other = world.site_pose(same.scene, same.reset(rng.split(rng.key(0), 3))["world"], "r/arm_tcp")
+    close(pose, other, tol=1e-5)
+
+
+def test_one_warning_for_each_file_that_a_built_in_part_replaces():
+    with pytest.warns(UserWarning) as caught:
+        scene(**UPSTREAM)
+    assert [str(one.message).split(", so")[0] for one in caught] == [
+        "robot.urdf_cfg.components[0].urdf_path: no file 'UniversalRobots/UR10/UR10.urdf'",
+        "robot.urdf_cfg.components[1].urdf_path: no file 'DH_PGI_140_80/DH_PGI_140_80.urdf'",
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:robot.urdf_cfg:UserWarning")
+def test_the_gripper_has_its_opening_and_holds_a_cube_against_gravity():
+    """The fingers are 0.08 m apart when open, and touch at 0.04 m."""
+    cube = {"uid": "cube", "shape": {"shape_type": "Cube", "size": [0.05, 0.05, 0.05]}, "init_pos": [0.0, 0.0, 5.0]}
+    cube["attrs"] = {"mass": 0.2, "static_friction": 1.0, "linear_damping": 0.0, "angular_damping": 0.0}
+    cfg = {"robot": {"uid": "r", "urdf_cfg": {"components": [HAND]}}, "rigid_object": [cube]}
+    made = build(validate_section(SceneConfig, cfg, "scene"))
+    model, data = made.model, made.data
+    mujoco.mj_forward(model, data)
+    left, right = (data.body(f"r/hand_gripper_finger{i}_link") for i in (1, 2))
+    assert np.linalg.norm(left.xpos - right.xpos) - 0.01 == pytest.approx(0.08)
+    data.joint("cube").qpos[:3] = data.site("r/arm_tcp").xpos - np.array([0.0, 0.0, -0.01])
+    data.joint("cube").qpos[3:] = [1.0, 0.0, 0.0, 0.0]
+    model.opt.gravity[:] = 0.0
+    for name in FINGERS:
+        data.actuator(f"r/{name}").ctrl[0] = 0.025
+    for _ in range(50):
+        mujoco.mj_step(model, data)
+    model.opt.gravity[:] = [0.0, 0.0, -9.81]
+    start = data.body("cube").xpos.copy()
+    for _ in range(200):  # two seconds
+        mujoco.mj_step(model, data)
+    assert np.linalg.norm(data.body("cube").xpos - start) < 0.01
+    for name in FINGERS:
+        data.actuator(f"r/{name}").ctrl[0] = 0.0
+    for _ in range(50):
+        mujoco.mj_step(model, data)
+    assert data.body("cube").xpos[2] < start[2] - 0.1, "an open gripper lets go"
+
+
+@pytest.mark.filterwarnings("ignore:robot.urdf_cfg:UserWarning")
+def test_names_of_embodichain_select_joints_and_drives():
+    drives = {"JOINT[1-6]": 1e4, "GRIPPER_FINGER[1-2]_JOINT_1": 2e3}
+    made = components(
+        ARM, HAND, control_parts={"arm": ["joint[1-3]"], "hand": ["GRIPPER.*"]}, drive_pros={"stiffness": drives}
+    )
+    assert made.robot.parts == {
+        "arm": ("r/shoulder_pan_joint", "r/shoulder_lift_joint", "r/elbow_joint"),
+        "hand": tuple(f"r/{name}" for name in FINGERS),
+    }
+    assert made.model.actuator_gainprm[:, 0].tolist() == [1e4] * 6 + [2e3] * 2
+    assert made.model.actuator_forcerange[6:, 1].tolist() == [140.0, 140.0]
+
+
+def test_without_a_gripper_the_arm_is_as_before():
+    one, other = scene(), scene(urdf_cfg={"components": []})
+    assert one.model.ngeom == other.model.ngeom and one.robot == other.robot
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    (tmp_path / "arm.urdf").write_text(robot(ARM_LINKS, ARM_JOINTS))
+    (tmp_path / "hand.urdf").write_text(robot(HAND_LINKS, HAND_JOINTS))
+    (tmp_path / "two_ends.urdf").write_text(robot(LINKS, JOINTS))
+    (tmp_path / "stiff.urdf").write_text(robot(ARM_LINKS[:1], []))
+    monkeypatch.chdir(tmp_path)
+
+
+def of_files(arm, hand=None, **more):
+    parts = [{"component_type": "arm", "urdf_path": arm}]
+    return parts if hand is None else [*parts, {"component_type": "hand", "urdf_path": hand} | more]
+
+
+@pytest.mark.usefixtures("files")
+def test_a_hand_of_a_file_is_at_the_flange_of_an_arm_of_a_file():
+    moved = [[1.0, 0.0, 0.0, 0.1], [0.0, 0.0, -1.0, 0.0], [0.0, 1.0, 0.0, 0.2], [0.0, 0.0, 0.0, 1.0]]
+    made = components(*of_files("arm.urdf", "hand.urdf", transform=moved), init_qpos=[0.0, 0.02])
+    assert made.robot.joints == ("r/turn", "r/grip_left")
+    assert made.robot.parts == {"arm": ("r/turn",), "hand": ("r/grip_left",)}
+    model, data = made.model, made.data
+    assert data.joint("r/grip_right").qpos[0] == pytest.approx(0.01 - 0.02)
+    mujoco.mj_forward(model, data)
+    assert np.allclose(data.body("r/hand_base").xpos, [0.1, 0.0, 0.3 + 0.3 + 0.2])
+    assert np.allclose(data.body("r/hand_base").xmat.reshape(3, 3), np.array(moved)[:3, :3], atol=1e-12)
+    assert model.actuator_forcerange[:, 1].tolist() == [50.0, 20.0]
+    texts = robot(ARM_LINKS, ARM_JOINTS), robot(HAND_LINKS, HAND_JOINTS)
+    assert components(*of_files(*texts)).robot == made.robot, "texts in place of paths"
+    named = {"solver_cfg": {"arm": {"end_link_name": "tool"}}}
+    made = components(*of_files("two_ends.urdf", "hand.urdf")[:1], **named)
+    assert made.robot.tcp == {"arm": "r/arm_tcp"}
+
+
+@pytest.mark.usefixtures("files")
+def test_the_drives_of_a_hand_reach_their_targets():
+    cfg = {"urdf_cfg": {"components": of_files("arm.urdf", "hand.urdf")}, "solver_cfg": {"arm": {}}}
+    target = {"position_range": [[-0.1, -0.1, 0.5], [0.1, 0.1, 0.6]], "store_key": "target_pose"}
+    event = {"func": "randomize_target_pose", "mode": "reset", "params": target}
+    env = make_env({"name": "ReachRL", "cfg": {"robot": {"uid": "r"} | cfg, "events": {"goal": event}}})
+    worlds, sim = env.reset(rng.split(rng.key(0), 2))["world"], env.scene
+    for _ in range(25):
+        worlds, _ = advance(sim, worlds, torch.tensor([[0.5, 0.03]] * 2))
+    close(world.joint_positions(sim, worlds, sim.robot.joints), [[0.5, 0.03]] * 2, tol=2e-3)
+
+
+MJCF = "<mujoco><worldbody><body><joint name='j'/><geom size='.1'/></body></worldbody>"
+MJCF += "<actuator><position joint='j' kp='1'/></actuator></mujoco>"
+MOVED = [[1.0, 0.0, 0.0, 0.1], *TCP[1:3], [0.0, 0.0, 0.0, 1.0]]
+WITH_JOINT = of_files("arm.urdf", "arm.urdf")
+REFUSED = {
+    "another arm": (
+        {},
+        of_files("Franka/Panda/Panda.urdf"),
+        r"\[0\].urdf_path: no such file 'Franka/",
+    ),
+    "another hand": (
+        {},
+        [{**HAND, "urdf_path": "x/BrainCo.urdf"}],
+        r"no such file 'x/BrainCo.urdf'; built in",
+    ),
+    "two arms": ({}, [ARM, ARM], r"^robot.urdf_cfg.components: 2 components of the type arm, expected one"),
+    "a moved arm": ({}, [{**ARM, "transform": MOVED}], r"\[0\].transform: moves the arm; use robot.init_pos and"),
+    "a model too": ({"model": "example:panda"}, [ARM], r"robot.model names the arm too; keep one$"),
+    "no flange": ({"robot_type": "CartPole"}, [HAND], r"the built-in CartPole has no flange for a hand; leave"),
+    "an MJCF file": ({"model": MJCF}, [HAND], r"an MJCF file takes no hand; add the hand to the file of the arm$"),
+    "two ends": ({}, of_files("two_ends.urdf", "hand.urdf"), r"the arm has 2 links at its ends, left, right; name the"),
+    "one joint twice": ({}, WITH_JOINT, r"joint 'turn' is in the arm and in the hand; rename it"),
+    "no joint": ({}, of_files("stiff.urdf"), r"^robot: the URDF file of the arm has no joint that moves; use another"),
+    "too few positions": ({"init_qpos": [0.0] * 6}, [HAND], r"robot.init_qpos: 6 values for 8 joints"),
+}
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.filterwarnings("ignore:robot.urdf_cfg:UserWarning")
+@pytest.mark.parametrize("name", REFUSED)
+def test_one_clear_line(name):
+    cfg, listed, message = REFUSED[name]
+    with pytest.raises(ConfigError, match=message) as error:
+        components(*listed, **cfg)
+    assert "\n" not in str(error.value)
