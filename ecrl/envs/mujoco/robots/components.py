@@ -51,7 +51,7 @@ GRIPPER = (
     + _finger(2, -0.045)
     + "</robot>"
 )
-"""URDF of a parallel gripper: its fingers are 0.08 m apart at the joint positions 0, and touch at 0.04 m.
+"""URDF of a parallel gripper. The fingers are 0.08 m apart at the joint positions 0, and touch at 0.04 m.
 
 Opening and stroke are those of the gripper PGI-140-80. The tips are 0.16 m from the flange.
 """

@@ -12,7 +12,7 @@ import numpy as np
 from ecrl.config.model import format_key, format_value
 from ecrl.envs.mujoco.robots import urdf
 from ecrl.envs.mujoco.robots.arm import NO_OFFSET, ROBOTS, Builtin, Matrix
-from ecrl.envs.mujoco.robots.components import attach_hand, component, flange_of
+from ecrl.envs.mujoco.robots.components import Part, attach_hand, component, flange_of
 from ecrl.envs.mujoco.robots.examples import EXAMPLES, PREFIX, Example, example_file
 from ecrl.envs.mujoco.scene.config import DriveConfig, PerJoint, RobotConfig
 from ecrl.envs.mujoco.scene.models import mujoco
@@ -244,8 +244,33 @@ def _with_rotors(spec: Any, cfg: RobotConfig, built: Builtin, joints: tuple[str,
     return built._replace(stiffness=tuple(k for k, _ in rows), damping=tuple(d for _, d in rows))
 
 
+def _is_urdf(cfg: RobotConfig) -> bool:
+    """Return True if a URDF file defines the arm."""
+    return cfg.model is not None and (cfg.model.startswith(PREFIX) or urdf.is_urdf(cfg.model))
+
+
+def _read_hand(cfg: RobotConfig, built: Builtin, hand: Part) -> tuple[Any, Builtin]:
+    """Return the MjSpec of a hand and the hand. Raise ConfigError if the arm `built` takes no hand."""
+    if cfg.model is not None and not _is_urdf(cfg):
+        raise ConfigError(f"{hand.key}: an MJCF file takes no hand; add the hand to the file of the arm")
+    if cfg.model is None and "arm" not in built.flange:
+        raise ConfigError(f"{hand.key}: the built-in {cfg.robot_type} has no flange for a hand; leave the hand out")
+    return _from_urdf(_urdf_of(hand.source or "", hand.key), "hand")
+
+
+def _attach(spec: Any, cfg: RobotConfig, built: Builtin, hand: Part, hand_spec: Any) -> None:
+    """Attach a hand to the flange of the arm."""
+    position = (0.0, 0.0, 0.0)
+    if cfg.model is None:
+        joint, position = _mount(built, "arm", built.parts["arm"])
+        body = spec.joint(joint).parent
+    else:
+        body = flange_of(spec, _end_link(cfg, "arm"), hand.key)
+    attach_hand(spec, hand_spec, body, position, hand.transform, hand.key)
+
+
 def _with_hand(built: Builtin, hand: Builtin) -> Builtin:
-    """Return an arm together with a hand, whose joints follow those of the arm."""
+    """Return an arm together with a hand. The joints of the hand come last."""
     joined = {name: getattr(built, name) + getattr(hand, name) for name in ("joints", "home", *_NUMBERS)}
     aliases = (*(built.aliases or built.joints), *(hand.aliases or hand.joints))
     return built._replace(parts=built.parts | hand.parts, aliases=aliases, **joined)
@@ -324,14 +349,10 @@ def robot_spec(cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Robo
     if arm is not None:
         cfg = cfg.model_copy(update={"model": arm.source, "robot_type": arm.builtin or cfg.robot_type})
     spec, built = _from_file(cfg, drives) if cfg.model is not None else _builtin(cfg)
-    is_urdf = cfg.model is not None and (cfg.model.startswith(PREFIX) or urdf.is_urdf(cfg.model))
-    of_files, hand_spec = (built.joints if is_urdf else ()), None
+    of_files = built.joints if _is_urdf(cfg) else ()
+    hand_spec = None
     if hand is not None:
-        if cfg.model is not None and not is_urdf:
-            raise ConfigError(f"{hand.key}: an MJCF file takes no hand; add the hand to the file of the arm")
-        if cfg.model is None and "arm" not in built.flange:
-            raise ConfigError(f"{hand.key}: the built-in {cfg.robot_type} has no flange for a hand; leave the hand out")
-        hand_spec, gripper = _from_urdf(_urdf_of(hand.source or "", hand.key), "hand")
+        hand_spec, gripper = _read_hand(cfg, built, hand)
         built, of_files = _with_hand(built, gripper), (*of_files, *gripper.joints)
     parts = _parts(cfg, built)
     for name in drives:
@@ -342,9 +363,7 @@ def robot_spec(cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Robo
     mounts = {part: _mount(built, part, parts[part]) for part in poses}
     built.build(spec.worldbody, _tool_poses(built, poses, mounts), hand is not None)
     if hand is not None:
-        joint, position = _mount(built, "arm", built.parts["arm"]) if cfg.model is None else ("", (0.0, 0.0, 0.0))
-        end = spec.joint(joint).parent if joint else flange_of(spec, _end_link(cfg, "arm"), hand.key)
-        attach_hand(spec, hand_spec, end, position, hand.transform, hand.key)
+        _attach(spec, cfg, built, hand, hand_spec)
     if of_files:
         built = _with_rotors(spec, cfg, built, of_files)
     if not spec.actuators:
