@@ -1,5 +1,6 @@
 """Gymnasium by id: equal to a loop over its environments, every kind of space trains, faults name env and step."""
 
+import subprocess
 import sys
 
 import gymnasium
@@ -96,26 +97,39 @@ def test_an_environment_that_cannot_be_made_is_one_line(env, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("package", "gym_id", "extra"),
-    [
-        ("Box2D", "LunarLander-v3", "box2d"),
-        ("mujoco", "HalfCheetah-v5", "mujoco"),
-        ("imageio", "HalfCheetah-v5", "mujoco"),
-        ("ale_py", "ALE/Pong-v5", "atari"),
-    ],
-)
-def test_a_missing_package_is_reported_with_its_extra(package, gym_id, extra, monkeypatch):
-    if package == "imageio":
-        pytest.importorskip("mujoco")  # which is missed first
-    loaded = [name for name in sys.modules if name.startswith(("gymnasium.envs.", "gymnasium.utils.", f"{package}."))]
-    for name in loaded:  # modules that would import the package again
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, package, None)
-    what = f"env: gymnasium:{gym_id}: ModuleNotFoundError: No module named {package!r}"
-    with pytest.raises(ConfigError) as error:
-        make_env(f"gymnasium:{gym_id}")
-    assert str(error.value) == f"{what}: install it with: pip install 'ecrl[{extra}]'"
+MISSING = [
+    ("Box2D", "LunarLander-v3", "box2d"),
+    ("mujoco", "HalfCheetah-v5", "mujoco"),
+    ("imageio", "HalfCheetah-v5", "mujoco"),
+    ("ale_py", "ALE/Pong-v5", "atari"),
+]
+WITHOUT = f"""
+import os, sys
+import gymnasium
+import ecrl
+from ecrl.errors import UserError
+
+ecrl.make_env("gymnasium:CartPole-v1")
+for package, gym_id, _ in {MISSING}:
+    if not (child := os.fork()):
+        sys.modules[package] = None
+        try:
+            ecrl.make_env(f"gymnasium:{{gym_id}}")
+        except UserError as error:
+            print(error, flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+
+
+def test_a_missing_package_is_reported_with_its_extra():
+    pytest.importorskip("mujoco")  # which is missed before imageio
+    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True)
+    assert done.stdout.splitlines() == [
+        f"env: gymnasium:{gym_id}: ModuleNotFoundError: No module named {package!r}: "
+        f"install it with: pip install 'ecrl[{extra}]'"
+        for package, gym_id, extra in MISSING
+    ], done.stderr
 
 
 def test_kwargs_and_time_limit_reach_the_environment():

@@ -163,10 +163,11 @@ def graphs():
         yield names
 
 
-SLOW = [pytest.param(cfg, marks=pytest.mark.slow) for cfg in (*CONFIGS[:4], *CONFIGS[5:8], *CONFIGS[9:])]
+LONG = [pytest.param(cfg, marks=pytest.mark.long) for cfg in (*CONFIGS[1:4], *CONFIGS[5:8], *CONFIGS[9:])]
+SHORT = [pytest.param(CONFIGS[0], marks=pytest.mark.slow), CONFIGS[4], CONFIGS[8]]
 
 
-@pytest.mark.parametrize("cfg", [CONFIGS[4], CONFIGS[8], *SLOW], ids=lambda cfg: cfg.algorithm.name)
+@pytest.mark.parametrize("cfg", [*SHORT, *LONG], ids=lambda cfg: cfg.algorithm.name)
 def test_a_run_with_other_numbers_compiles_nothing(graphs, cfg: Config):
     cfg = cfg.replace(**{"trainer.iterations": 2})
     last_state(cfg)
