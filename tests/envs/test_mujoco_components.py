@@ -4,7 +4,18 @@ import numpy as np
 import pytest
 import torch
 from support.checks import close
-from support.urdf_robot import ARM_JOINTS, ARM_LINKS, HAND_JOINTS, HAND_LINKS, JOINTS, LINKS, robot
+from support.urdf_robot import (
+    ARM_JOINTS,
+    ARM_LINKS,
+    BALL,
+    HAND_JOINTS,
+    HAND_LINKS,
+    JOINTS,
+    LINKS,
+    joint,
+    link,
+    robot,
+)
 
 from ecrl import rng
 from ecrl.config.model import validate_section
@@ -76,7 +87,7 @@ def test_the_gripper_has_its_opening_and_holds_a_cube_against_gravity():
     made = build(validate_section(SceneConfig, cfg, "scene"))
     model, data = made.model, made.data
     mujoco.mj_forward(model, data)
-    left, right = (data.body(f"r/hand_gripper_finger{i}_link") for i in (1, 2))
+    left, right = (data.body(f"r/hand/gripper_finger{i}_link") for i in (1, 2))
     assert np.linalg.norm(left.xpos - right.xpos) - 0.01 == pytest.approx(0.08)
     data.joint("cube").qpos[:3] = data.site("r/arm_tcp").xpos - np.array([0.0, 0.0, -0.01])
     data.joint("cube").qpos[3:] = [1.0, 0.0, 0.0, 0.0]
@@ -139,8 +150,8 @@ def test_a_hand_of_a_file_is_at_the_flange_of_an_arm_of_a_file():
     model, data = made.model, made.data
     assert data.joint("r/grip_right").qpos[0] == pytest.approx(0.01 - 0.02)
     mujoco.mj_forward(model, data)
-    assert np.allclose(data.body("r/hand_base").xpos, [0.1, 0.0, 0.3 + 0.3 + 0.2])
-    assert np.allclose(data.body("r/hand_base").xmat.reshape(3, 3), np.array(moved)[:3, :3], atol=1e-12)
+    assert np.allclose(data.body("r/hand/base").xpos, [0.1, 0.0, 0.3 + 0.3 + 0.2])
+    assert np.allclose(data.body("r/hand/base").xmat.reshape(3, 3), np.array(moved)[:3, :3], atol=1e-12)
     assert model.actuator_forcerange[:, 1].tolist() == [50.0, 20.0]
     texts = robot(ARM_LINKS, ARM_JOINTS), robot(HAND_LINKS, HAND_JOINTS)
     assert components(*of_files(*texts)).robot == made.robot, "texts in place of paths"
@@ -159,6 +170,29 @@ def test_the_drives_of_a_hand_reach_their_targets():
     for _ in range(25):
         worlds, _ = advance(sim, worlds, torch.tensor([[0.5, 0.03]] * 2))
     close(world.joint_positions(sim, worlds, sim.robot.joints), [[0.5, 0.03]] * 2, tol=2e-3)
+
+
+def listed_texts(arm_links, arm_joints):
+    return of_files(robot(arm_links, arm_joints), robot(HAND_LINKS, HAND_JOINTS))
+
+
+def test_a_hand_leaves_the_following_joints_of_the_arm_as_they_are():
+    follows = joint("hand_turn", "base", "extra", more='<mimic joint="turn"/>')
+    listed = listed_texts([*ARM_LINKS, link("extra", BALL)], [*ARM_JOINTS, follows])
+    made = components(*listed, solver_cfg={"arm": {"end_link_name": "flange"}})
+    pairs = {(one.name, one.leader, one.offset, one.multiplier) for one in made.robot.followers}
+    assert pairs == {("r/hand_turn", "r/turn", 0.0, 1.0), ("r/grip_right", "r/grip_left", 0.01, -1.0)}
+    names = {made.model.joint(i).name for i in made.model.eq_obj1id}
+    assert names == {"r/hand_turn", "r/grip_right"} and made.model.neq == 2
+
+
+def test_end_effectors_are_at_the_flange_and_at_links_of_the_hand():
+    both = of_files(robot(ARM_LINKS, ARM_JOINTS), robot(HAND_LINKS, HAND_JOINTS))
+    made = components(*both, solver_cfg={"arm": {}, "hand": {"end_link_name": "left"}})
+    bodies = {part: made.model.body(int(made.model.site(site).bodyid[0])).name for part, site in made.robot.tcp.items()}
+    assert bodies == {"arm": "r/flange", "hand": "r/hand/left"}
+    made = components(both[1], solver_cfg={"hand": {"end_link_name": "base"}})
+    assert made.model.body(int(made.model.site("r/hand_tcp").bodyid[0])).name == "r/hand/base"
 
 
 MJCF = "<mujoco><worldbody><body><joint name='j'/><geom size='.1'/></body></worldbody>"
@@ -184,6 +218,18 @@ REFUSED = {
     "two ends": ({}, of_files("two_ends.urdf", "hand.urdf"), r"the arm has 2 links at its ends, left, right; name the"),
     "one joint twice": ({}, WITH_JOINT, r"joint 'turn' is in the arm and in the hand; rename it"),
     "no joint": ({}, of_files("stiff.urdf"), r"^robot: the URDF file of the arm has no joint that moves; use another"),
+    "no pose": (
+        {},
+        [{**HAND, "transform": [[2.0, 0.0, 0.0, 0.0], *TCP[1:]]}],
+        r"transform: the first three",
+    ),
+    "a long path": ({}, of_files("a" * 5000 + ".urdf"), r"urdf_path: no such file 'aaa"),
+    "a broken arm": ({}, of_files("<robot"), r"^robot.urdf_cfg.components\[0\].urdf_path: not a URDF file"),
+    "no link of the hand": (
+        {"solver_cfg": {"hand": {"end_link_name": "lef"}}},
+        [HAND],
+        r"unknown 'lef'; known",
+    ),
     "too few positions": ({"init_qpos": [0.0] * 6}, [HAND], r"robot.init_qpos: 6 values for 8 joints"),
 }
 

@@ -14,11 +14,12 @@ from ecrl.config.model import validate_section
 from ecrl.envs import make_env
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.physics.simulation import advance
+from ecrl.envs.mujoco.robots.inverse_kinematics import inverse_kinematics
 from ecrl.envs.mujoco.scene.config import SceneConfig
 from ecrl.envs.mujoco.scene.scene import build
 from ecrl.errors import ConfigError
 
-pytest.importorskip("mujoco")
+mujoco = pytest.importorskip("mujoco")
 
 
 def scene(text=None, **cfg):
@@ -103,6 +104,44 @@ def test_parts_are_patterns_of_joint_names():
     assert scene(control_parts={"arm": ["bend", "turn"]}).robot.parts["arm"] == ("r/bend", "r/turn")
 
 
+FOLLOWING = [
+    joint("a", "base", "upper", axis="0 1 0", limit='lower="-2" upper="2" effort="50"'),
+    joint("b", "upper", "lower", axis="0 1 0", limit='lower="-4" upper="4" effort="50"', more='<mimic joint="a"/>'),
+    joint("c", "lower", "tool", "fixed", limit=""),
+]
+
+
+def test_joints_that_follow_move_the_end_effector():
+    """The tip is behind the joints a and b, and b turns by as much as a."""
+    env = reaching(model=robot(LINKS[:4], FOLLOWING))
+    sim, site = env.scene, env.scene.robot.tcp["arm"]
+    state = env.reset(rng.split(rng.key(0), 3))["world"]
+    angle = torch.tensor([[0.0], [0.3], [0.6]])
+    moved = world.with_joint_positions(sim, state, ("r/a",), angle)
+    close(world.joint_positions(sim, moved, ("r/b",)), angle, tol=1e-6)
+    one, two = angle[:, 0].double(), 2.0 * angle[:, 0].double()
+    x, z = 0.3 * (one.sin() + two.sin()), 0.3 + 0.3 * (one.cos() + two.cos())
+    close(world.site_pose(sim, moved, site)[:, :3, 3], torch.stack((x, torch.zeros(3), z), -1), tol=1e-6)
+    pose, jacobian = world.site_motion(sim, state, site, ("r/a",), angle)
+    close(pose, world.site_pose(sim, moved, site), tol=1e-6)
+    slope = torch.stack((0.3 * (one.cos() + 2.0 * two.cos()), -0.3 * (one.sin() + 2.0 * two.sin())), -1)
+    close(jacobian[:, [0, 2], 0], slope, tol=1e-6)
+    close(world.site_jacobian(sim, moved, site, ("r/a",)), jacobian, tol=1e-6)
+    close(jacobian[:, 4, 0], [2.0] * 3, tol=1e-6)
+    reached = inverse_kinematics(sim, state, site, ("r/a",), pose, iterations=50)
+    close(reached.positions, angle, tol=1e-3)
+    fast = world.with_joint_velocities(sim, moved, ("r/a",), torch.full((3, 1), 0.5))
+    close(world.joint_velocities(sim, fast, ("r/b",)), [[0.5]] * 3, tol=1e-6)
+
+
+def test_a_root_named_world_does_not_collide_with_the_robot():
+    big = '<collision><geometry><sphere radius="0.5"/></geometry></collision>'
+    joints = [joint("turn", "world", "upper"), *JOINTS[1:]]
+    made = scene(robot([link("world", big), *LINKS[1:]], joints))
+    mujoco.mj_forward(made.model, made.data)
+    assert set(made.model.geom_contype[made.model.geom_bodyid > 0]) | {1} == {1, 2} and made.data.ncon == 0
+
+
 CORNERS = np.array([[0, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1]], float)
 
 
@@ -165,7 +204,60 @@ def test_visual_meshes_of_other_formats_are_left_out_with_one_warning(package):
 TWO_PARENTS = joint("second", "upper", "tool", "fixed", limit="")
 LOOP = [joint("a", "base", "upper", "fixed", limit=""), joint("b", "upper", "base", "fixed", limit="")]
 WEAK = joint("turn", "base", "upper", limit='lower="-1" upper="2" effort="0"')
+
+
+def with_turn(**changes):
+    return robot(joints=[joint("turn", "base", "upper", **changes), *JOINTS[1:]])
+
+
+def with_mimic(name, leader, **changes):
+    more = f'<mimic joint="{leader}" multiplier="3"/>'
+    return robot(LINKS[:4], [JOINTS[0], joint(name, "upper", "lower", more=more, **changes), JOINTS[2]])
+
+
+CHAIN = [JOINTS[0], joint("m1", "upper", "lower", more='<mimic joint="turn"/>')]
+CHAIN.append(joint("m2", "lower", "tool", more='<mimic joint="m1"/>'))
 REFUSED = {
+    "a mimic of nothing": (
+        with_mimic("m", "nope"),
+        {},
+        r"joint 'm' follows 'nope', which is no joint that moves by itself",
+    ),
+    "a mimic of itself": (
+        with_mimic("m", "m"),
+        {},
+        r"joint 'm' follows 'm', which is no joint that moves by itself; known",
+    ),
+    "a mimic of a mimic": (
+        robot(LINKS[:4], CHAIN),
+        {},
+        r"joint 'm2' follows 'm1', which is no joint that moves by itself",
+    ),
+    "a start beyond limits": (
+        with_mimic("m", "turn"),
+        {"init_qpos": [1.0]},
+        r"joint 'r/m' follows 'r/turn' to 3, beyond",
+    ),
+    "limits in turn": (
+        with_turn(limit='lower="1" upper="-1" effort="5"'),
+        {},
+        r"'turn' has the limits 1 to -1, expected",
+    ),
+    "a limit of nan": (
+        with_turn(limit='lower="-1" upper="nan" effort="5"'),
+        {},
+        r"'turn' has the upper 'nan', expected a",
+    ),
+    "an endless effort": (with_turn(limit='lower="-1" upper="1" effort="inf"'), {}, r"'turn' has the effort 'inf'"),
+    "a negative effort": (
+        with_turn(limit='lower="-1" upper="1" effort="-5"'),
+        {},
+        r"'turn' has the effort -5, expected",
+    ),
+    "a floating joint": (with_turn(kind="floating"), {}, r"joint 'turn' is 'floating', expected one of revolute"),
+    "a joint twice": (robot(joints=[*JOINTS, JOINTS[0]]), {}, r"the URDF file has two joints 'turn'"),
+    "a link without a name": (robot([*LINKS, link("")]), {}, r"the URDF file has a link without a name; give each"),
+    "a long path": (meshed("", "x" * 5000 + ".stl"), {}, r"no such mesh '"),
     "no file": ("arm.urdf", {}, r"no such file 'arm.urdf'$"),
     "no XML": ("<robot name='a'>", {}, r"not a URDF file: no element found: line 1, column 16$"),
     "another file": (

@@ -179,16 +179,40 @@ def joint_limits(sim: Simulation, joints: Sequence[str]) -> tuple[tuple[float, .
     return tuple(float(low) for low, _ in ranges), tuple(float(high) for _, high in ranges)
 
 
+@cache
+def _followers(sim: Simulation, joints: tuple[str, ...]) -> tuple[tuple[str, int, float, float], ...]:
+    """Return the joints that follow one of `joints`: name, index of the leader in `joints`, offset and multiplier."""
+    chosen = (f for f in sim.robot.followers if f.leader in joints)
+    return tuple((f.name, joints.index(f.leader), f.offset, f.multiplier) for f in chosen)
+
+
+def _with_followers(sim: Simulation, joints: tuple[str, ...], values: Tensor, rate: bool) -> tuple[tuple, Tensor]:
+    """Add the joints that follow one of `joints`, and their positions, or their velocities if `rate` is True."""
+    rows = _followers(sim, joints)
+    if not rows:
+        return joints, values
+    more = [(0.0 if rate else offset) + multiplier * values[..., i] for _, i, offset, multiplier in rows]
+    return (*joints, *(name for name, *_ in rows)), torch.cat((values, torch.stack(more, -1)), -1)
+
+
 def with_joint_positions(sim: Simulation, world: TensorDict, joints: Sequence[str], values: Tensor) -> TensorDict:
-    """Return worlds with the positions of the given joints set to `values`, `[*B, len(joints)]` (rad or m)."""
+    """Return worlds with the positions of the given joints set to `values`, `[*B, len(joints)]` (rad or m).
+
+    Joints that follow one of the joints move with it.
+    """
+    names, values = _with_followers(sim, tuple(joints), values, False)
     first = _columns(sim, "QPOS").start
-    return _write(sim, world, [first + i for i in _joints(sim, tuple(joints))[0]], values)
+    return _write(sim, world, [first + i for i in _joints(sim, names)[0]], values)
 
 
 def with_joint_velocities(sim: Simulation, world: TensorDict, joints: Sequence[str], values: Tensor) -> TensorDict:
-    """Return worlds with the velocities of the given joints set to `values`, `[*B, len(joints)]` (rad/s or m/s)."""
+    """Return worlds with the velocities of the given joints set to `values`, `[*B, len(joints)]` (rad/s or m/s).
+
+    Joints that follow one of the joints move with it.
+    """
+    names, values = _with_followers(sim, tuple(joints), values, True)
     first = _columns(sim, "QVEL").start
-    return _write(sim, world, [first + i for i in _joints(sim, tuple(joints))[1]], values)
+    return _write(sim, world, [first + i for i in _joints(sim, names)[1]], values)
 
 
 def sensor(sim: Simulation, world: TensorDict, name: str) -> Tensor:
@@ -248,9 +272,22 @@ def site_jacobian(sim: Simulation, world: TensorDict, name: str, joints: Sequenc
     """Return the Jacobian of a site's pose with respect to joint positions, `[*B, 6, len(joints)]`.
 
     Each column contains the site's translation (m) and rotation (rad) per rad or m of one joint. The column of a joint
-    that does not move the site is 0.
+    that does not move the site is 0. The column of a joint includes the motion of the joints that follow it.
     """
-    return kinematics.jacobian(_to_site(sim, name), _positions(sim, world), _joints(sim, tuple(joints))[1])
+    names = (*joints, *(follower for follower, *_ in _followers(sim, tuple(joints))))
+    columns = kinematics.jacobian(_to_site(sim, name), _positions(sim, world), _joints(sim, names)[1])
+    return _with_columns_of_followers(sim, tuple(joints), columns)
+
+
+def _with_columns_of_followers(sim: Simulation, joints: tuple[str, ...], columns: Tensor) -> Tensor:
+    """Add the columns of joints that follow others, which come last, to the columns of their leaders."""
+    rows = _followers(sim, joints)
+    if not rows:
+        return columns
+    own = list(columns[..., : len(joints)].unbind(-1))
+    for j, (_, i, _, multiplier) in enumerate(rows):
+        own[i] = own[i] + multiplier * columns[..., len(joints) + j]
+    return torch.stack(own, -1)
 
 
 def site_motion(
@@ -258,11 +295,13 @@ def site_motion(
 ) -> tuple[Tensor, Tensor]:
     """Return the pose `[*B, 4, 4]` and the Jacobian `[*B, 6, len(joints)]` of a site at given joint positions.
 
-    `values` contains the positions of `joints`, `[*B, len(joints)]` (rad or m). All other joints have the positions
-    that they have in `world`.
+    `values` contains the positions of `joints`, `[*B, len(joints)]` (rad or m). Joints that follow one of the joints
+    move with it. All other joints have the positions that they have in `world`.
     """
-    indices, dofs = _joints(sim, tuple(joints))
-    return kinematics.motion(_to_site(sim, name), _replaced(_positions(sim, world), indices, values), dofs)
+    names, values = _with_followers(sim, tuple(joints), values, False)
+    indices, dofs = _joints(sim, names)
+    end, columns = kinematics.motion(_to_site(sim, name), _replaced(_positions(sim, world), indices, values), dofs)
+    return end, _with_columns_of_followers(sim, tuple(joints), columns)
 
 
 def _free_joint(sim: Simulation, name: str) -> int | None:

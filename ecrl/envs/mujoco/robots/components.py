@@ -21,7 +21,8 @@ KEY = "robot.urdf_cfg.components"
 _ARMS = {"UR10": "URRobot", "cart_pole": "CartPole"}
 """Built-in robots that take the place of EmbodiChain's files, by the name of the file."""
 _GRIPPER = "DH_PGI_140_80"
-_HAND = "hand_"
+HAND = "hand/"
+"""Prefix of the links of a hand."""
 
 
 def _box(size: str, z: float, color: str) -> str:
@@ -84,28 +85,40 @@ def component(cfg: RobotConfig, kind: str) -> Part | None:
         return None
     if len(found) > 1:
         raise ConfigError(f"{KEY}: {len(found)} components of the type {kind}, expected one; leave the others out")
-    (i, part), key = found[0], f"{KEY}[{found[0][0]}].urdf_path"
+    i, part = found[0]
+    key = f"{KEY}[{i}]"
     if kind == "arm" and cfg.model is not None:
         raise ConfigError(f"{key}: robot.model names the arm too; keep one")
     if kind == "arm" and part.transform not in (None, NO_OFFSET):
-        raise ConfigError(f"{KEY}[{i}].transform: moves the arm; use robot.init_pos and robot.init_rot")
-    transform, path = part.transform or NO_OFFSET, Path(part.urdf_path)
+        raise ConfigError(f"{key}.transform: moves the arm; use robot.init_pos and robot.init_rot")
+    transform, stem = part.transform or NO_OFFSET, Path(part.urdf_path).stem
     if part.urdf_path.lstrip().startswith("<"):
         return Part(part.urdf_path, None, key, transform)
     for folder in filter(None, (".", os.environ.get("MENAGERIE_ROOT", ""))):
-        if (Path(folder) / path).is_file():
-            return Part(str(Path(folder) / path), None, key, transform)
+        if os.path.isfile(path := os.path.join(folder, part.urdf_path)):
+            return Part(path, None, key, transform)
     known = _ARMS if kind == "arm" else {_GRIPPER: "two-finger gripper"}
-    if path.stem not in known:
+    if stem not in known:
         names = ", ".join(known)
-        raise ConfigError(f"{key}: no such file {format_value(part.urdf_path)}; built in are {names}")
-    taken = f"the built-in {known[path.stem]} of this size takes its place"
-    warnings.warn(f"{key}: no file {format_value(part.urdf_path)}, so {taken}", stacklevel=2)
-    return Part(None if kind == "arm" else GRIPPER, _ARMS.get(path.stem), key, transform)
+        raise ConfigError(f"{key}.urdf_path: no such file {format_value(part.urdf_path)}; built in are {names}")
+    taken = f"the built-in {known[stem]} of this size takes its place"
+    warnings.warn(f"{key}.urdf_path: no file {format_value(part.urdf_path)}, so {taken}", stacklevel=2)
+    return Part(None if kind == "arm" else GRIPPER, _ARMS.get(stem), key, transform)
+
+
+def quaternion_of(pose: Matrix, key: str) -> np.ndarray:
+    """Return the quaternion of the rotation in a 4x4 pose. Raise ConfigError that begins with `key` for no pose."""
+    quaternion, rotation = np.zeros(4), np.array([row[:3] for row in pose[:3]])
+    if not np.allclose(rotation @ rotation.T, np.eye(3), atol=1e-3) or np.linalg.det(rotation) < 0.0:
+        raise ConfigError(f"{key}: the first three columns are not a rotation")
+    if pose[3] != (0.0, 0.0, 0.0, 1.0):
+        raise ConfigError(f"{key}: the last row is {list(pose[3])}, expected [0, 0, 0, 1]")
+    mujoco().mju_mat2Quat(quaternion, rotation.flatten())
+    return quaternion
 
 
 def attach_hand(spec: Any, hand: Any, body: Any, position: tuple[float, ...], transform: Matrix, key: str) -> None:
-    """Attach the MjSpec of a hand to a body. Links and meshes of the hand get the prefix `hand_`, and joints get none.
+    """Attach the MjSpec of a hand to a body. Links and meshes of the hand get the prefix `hand/`, and joints get none.
 
     Args:
         spec: the MjSpec of the arm, which is changed.
@@ -118,15 +131,14 @@ def attach_hand(spec: Any, hand: Any, body: Any, position: tuple[float, ...], tr
     joints, taken = [joint.name for joint in hand.joints], {joint.name for joint in spec.joints}
     if twice := [name for name in joints if name in taken]:
         raise ConfigError(f"{key}: joint {twice[0]!r} is in the arm and in the hand; rename it in one of the files")
-    quaternion, rows = np.zeros(4), np.array(transform)
-    mujoco().mju_mat2Quat(quaternion, rows[:3, :3].flatten())
-    frame = body.add_frame(pos=[a + b for a, b in zip(position, rows[:3, 3], strict=True)], quat=quaternion)
-    spec.attach(hand, frame=frame, prefix=_HAND)
-    for name in joints:
-        spec.joint(_HAND + name).name = name
+    place = [a + row[3] for a, row in zip(position, transform[:3], strict=True)]
+    spec.attach(hand, frame=body.add_frame(pos=place, quat=quaternion_of(transform, f"{key}.transform")), prefix=HAND)
+    names = {HAND + name: name for name in joints}
+    for long, short in names.items():
+        spec.joint(long).name = short
     for equality in spec.equalities:
-        equality.name1 = equality.name1.removeprefix(_HAND)
-        equality.name2 = equality.name2.removeprefix(_HAND)
+        equality.name1 = names.get(equality.name1, equality.name1)
+        equality.name2 = names.get(equality.name2, equality.name2)
 
 
 def flange_of(spec: Any, end_link: str | None, key: str) -> Any:

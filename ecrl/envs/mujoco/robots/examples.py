@@ -63,9 +63,13 @@ def example_file(name: str, key: str) -> Path:
     """
     with extra("robots"):
         folder = Path(str(distribution("example-robot-data").locate_file(_FOLDER)))
-    files = {path.stem: path for path in sorted(folder.rglob("*.urdf"))}
+    files = sorted(folder.rglob("*.urdf"))
     stem = EXAMPLES[name].file if name in EXAMPLES else name
-    if stem not in files:
-        known = did_you_mean(name, sorted({*EXAMPLES, *files}))
+    found = [path for path in files if path.stem == stem]
+    if not found:
+        known = did_you_mean(name, sorted({*EXAMPLES, *(path.stem for path in files)}))
         raise ConfigError(f"{key}: example-robot-data has no robot {name!r}; {known}")
-    return files[stem]
+    if len(found) > 1:
+        paths = ", ".join(map(str, found))
+        raise ConfigError(f"{key}: example-robot-data has several robots {name!r}; give one of the paths {paths}")
+    return found[0]

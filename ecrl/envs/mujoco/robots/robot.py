@@ -7,12 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
-
 from ecrl.config.model import format_key, format_value
 from ecrl.envs.mujoco.robots import urdf
 from ecrl.envs.mujoco.robots.arm import NO_OFFSET, ROBOTS, Builtin, Matrix
-from ecrl.envs.mujoco.robots.components import Part, attach_hand, component, flange_of
+from ecrl.envs.mujoco.robots.components import HAND, Part, attach_hand, component, flange_of, quaternion_of
 from ecrl.envs.mujoco.robots.examples import EXAMPLES, PREFIX, Example, example_file
 from ecrl.envs.mujoco.scene.config import DriveConfig, PerJoint, RobotConfig
 from ecrl.envs.mujoco.scene.models import mujoco
@@ -29,18 +27,21 @@ class Robot(NamedTuple):
     """Names of a robot's joints and end effector sites in the model.
 
     `joints` names all joints. A list in the config that has one value per joint has the same order. `parts` maps each
-    part to the part's joints. `tcp` maps each part that has an end effector to the end effector's site.
+    part to the part's joints. `tcp` maps each part that has an end effector to the end effector's site. `followers` are
+    further joints, each of which follows one of `joints`.
     """
 
     joints: tuple[str, ...]
     parts: dict[str, tuple[str, ...]]
     tcp: dict[str, str]
+    followers: tuple[urdf.Follower, ...] = ()
 
     def with_prefix(self, prefix: str) -> "Robot":
         """Return a copy of the robot with `prefix` before all its names, as in the model of a scene."""
         parts = {part: tuple(prefix + name for name in names) for part, names in self.parts.items()}
         tcp = {part: prefix + site for part, site in self.tcp.items()}
-        return Robot(tuple(prefix + name for name in self.joints), parts, tcp)
+        followers = (f._replace(name=prefix + f.name, leader=prefix + f.leader) for f in self.followers)
+        return Robot(tuple(prefix + name for name in self.joints), parts, tcp, tuple(followers))
 
 
 def spec_of(source: str, key: str, root: str = "") -> Any:
@@ -159,29 +160,24 @@ def _end_link(cfg: RobotConfig, part: str) -> str | None:
     return link
 
 
-def _end_body(spec: Any, cfg: RobotConfig, part: str, joint: str) -> Any:
-    """Return the body that holds the end effector of a part: `end_link_name`, or else the body of `joint`."""
-    link = _end_link(cfg, part)
-    key = f"robot.solver_cfg.{format_key(part)}.end_link_name"
+def _end_body(spec: Any, cfg: RobotConfig, part: str, joint: str, assembly: "_Assembly") -> Any:
+    """Return the body that holds the end effector of a part: `end_link_name`, the flange, or the body of `joint`."""
+    link, key = _end_link(cfg, part), f"robot.solver_cfg.{format_key(part)}.end_link_name"
+    is_of_hand = joint in assembly.hand_joints
     if link is None:
-        return spec.joint(joint).parent
-    if cfg.model is None:
+        return spec.joint(joint).parent if is_of_hand or assembly.flange is None else assembly.flange
+    if assembly.kind == "built-in" and not is_of_hand:
         warnings.warn(f"{key}: has no meaning for a built-in robot, whose end effector is at its flange", stacklevel=2)
         return spec.joint(joint).parent
-    if (body := spec.body(link)) is None:
-        links = [body.name for body in spec.bodies[1:]]
+    if (body := spec.body(HAND + link if is_of_hand else link)) is None:
+        links = [body.name.removeprefix(HAND) for body in spec.bodies[1:] if is_of_hand == body.name.startswith(HAND)]
         raise ConfigError(f"{key}: unknown {link!r}; {did_you_mean(link, links)}")
     return body
 
 
 def _add_tcp(spec: Any, part: str, body: Any, flange: tuple[float, float, float], tcp: Matrix) -> str:
     """Add a site at the end effector of a part to a body, and return the name of the site."""
-    quaternion, rotation = np.zeros(4), np.array([row[:3] for row in tcp[:3]])
-    if not np.allclose(rotation @ rotation.T, np.eye(3), atol=1e-3) or np.linalg.det(rotation) < 0.0:
-        raise ConfigError(f"robot.solver_cfg.{part}.tcp: the first three columns are not a rotation")
-    if tcp[3] != (0.0, 0.0, 0.0, 1.0):
-        raise ConfigError(f"robot.solver_cfg.{part}.tcp: the last row is {list(tcp[3])}, expected [0, 0, 0, 1]")
-    mujoco().mju_mat2Quat(quaternion, rotation.flatten())
+    quaternion = quaternion_of(tcp, f"robot.solver_cfg.{format_key(part)}.tcp")
     position, name = [a + row[3] for a, row in zip(flange, tcp[:3], strict=True)], f"{part}_tcp"
     if spec.site(name) is not None:
         raise ConfigError(f"robot.model: the file has a site {name!r}, the name of the end effector; rename the site")
@@ -191,9 +187,13 @@ def _add_tcp(spec: Any, part: str, body: Any, flange: tuple[float, float, float]
 
 def _urdf_of(source: str, key: str, root: str = "") -> Any:
     """Return the MjSpec of the path or the text of a URDF file."""
-    path = None if _is_text(source) else Path(_existing(source, key, root))
-    text, folder = (source, Path.cwd()) if path is None else (path.read_text(), path.parent)
-    return urdf.urdf_spec(text, folder, key)
+    if _is_text(source):
+        return urdf.urdf_spec(source, Path.cwd(), key)
+    path = Path(_existing(source, key, root))
+    try:
+        return urdf.urdf_spec(path.read_text(encoding="utf-8"), path.parent, key)
+    except UnicodeDecodeError:
+        raise ConfigError(f"{key}: {format_value(str(path))} is not in UTF-8; save it in UTF-8") from None
 
 
 def _no_shapes(base: Any, tcp: dict[str, Matrix], has_hand: bool) -> None:
@@ -218,7 +218,7 @@ def _from_file(cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Buil
 
 def _from_urdf(spec: Any, part: str = "arm", example: Example | None = None) -> tuple[Any, Builtin]:
     """Return the MjSpec of a URDF file and the robot. Joints that follow another joint are no joints of the robot."""
-    following = urdf.followers(spec)
+    following = {follower.name for follower in urdf.followers(spec)}
     joints = tuple(name for name in hinges_and_slides(spec) if name not in following)
     if not joints:
         raise ConfigError(f"robot: the URDF file of the {part} has no joint that moves; use another file")
@@ -244,29 +244,48 @@ def _with_rotors(spec: Any, cfg: RobotConfig, built: Builtin, joints: tuple[str,
     return built._replace(stiffness=tuple(k for k, _ in rows), damping=tuple(d for _, d in rows))
 
 
-def _is_urdf(cfg: RobotConfig) -> bool:
-    """Return True if a URDF file defines the arm."""
-    return cfg.model is not None and (cfg.model.startswith(PREFIX) or urdf.is_urdf(cfg.model))
+class _Assembly(NamedTuple):
+    """How a robot was made.
+
+    Attributes:
+        kind: what defines the arm.
+        hand_joints: joints of the hand.
+        flange: the body of an arm from a file that holds the hand; None without a hand, or for a built-in arm.
+    """
+
+    kind: Literal["built-in", "URDF", "MJCF"]
+    hand_joints: tuple[str, ...] = ()
+    flange: Any = None
 
 
-def _read_hand(cfg: RobotConfig, built: Builtin, hand: Part) -> tuple[Any, Builtin]:
-    """Return the MjSpec of a hand and the hand. Raise ConfigError if the arm `built` takes no hand."""
-    if cfg.model is not None and not _is_urdf(cfg):
-        raise ConfigError(f"{hand.key}: an MJCF file takes no hand; add the hand to the file of the arm")
-    if cfg.model is None and "arm" not in built.flange:
-        raise ConfigError(f"{hand.key}: the built-in {cfg.robot_type} has no flange for a hand; leave the hand out")
-    return _from_urdf(_urdf_of(hand.source or "", hand.key), "hand")
-
-
-def _attach(spec: Any, cfg: RobotConfig, built: Builtin, hand: Part, hand_spec: Any) -> None:
-    """Attach a hand to the flange of the arm."""
-    position = (0.0, 0.0, 0.0)
+def _arm(cfg: RobotConfig, drives: Mapping[str, Drive], arm: Part | None) -> tuple[Any, Builtin, _Assembly]:
+    """Return the MjSpec of an arm, the arm, and how it was made. `arm` is the component of the config, if any."""
+    if arm is not None and arm.source is not None:
+        return *_from_urdf(_urdf_of(arm.source, f"{arm.key}.urdf_path")), _Assembly("URDF")
     if cfg.model is None:
+        return *_builtin(cfg), _Assembly("built-in")
+    is_urdf = cfg.model.startswith(PREFIX) or urdf.is_urdf(cfg.model)
+    return *_from_file(cfg, drives), _Assembly("URDF" if is_urdf else "MJCF")
+
+
+def _read_hand(cfg: RobotConfig, built: Builtin, hand: Part, assembly: _Assembly) -> tuple[Any, Builtin]:
+    """Return the MjSpec of a hand and the hand. Raise ConfigError if the arm `built` takes no hand."""
+    if assembly.kind == "MJCF":
+        raise ConfigError(f"{hand.key}: an MJCF file takes no hand; add the hand to the file of the arm")
+    if assembly.kind == "built-in" and "arm" not in built.flange:
+        raise ConfigError(f"{hand.key}: the built-in {cfg.robot_type} has no flange for a hand; leave the hand out")
+    return _from_urdf(_urdf_of(hand.source or "", f"{hand.key}.urdf_path"), "hand")
+
+
+def _attach(spec: Any, cfg: RobotConfig, built: Builtin, hand: Part, hand_spec: Any, assembly: _Assembly) -> _Assembly:
+    """Attach a hand to the flange of the arm."""
+    if assembly.kind == "built-in":
         joint, position = _mount(built, "arm", built.parts["arm"])
-        body = spec.joint(joint).parent
-    else:
-        body = flange_of(spec, _end_link(cfg, "arm"), hand.key)
-    attach_hand(spec, hand_spec, body, position, hand.transform, hand.key)
+        attach_hand(spec, hand_spec, spec.joint(joint).parent, position, hand.transform, hand.key)
+        return assembly
+    flange = flange_of(spec, _end_link(cfg, "arm"), hand.key)
+    attach_hand(spec, hand_spec, flange, (0.0, 0.0, 0.0), hand.transform, hand.key)
+    return assembly._replace(flange=flange)
 
 
 def _with_hand(built: Builtin, hand: Builtin) -> Builtin:
@@ -346,14 +365,14 @@ def robot_spec(cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Robo
     The tuple of joint positions is empty if an MJCF file defines the positions.
     """
     arm, hand = component(cfg, "arm"), component(cfg, "hand")
-    if arm is not None:
-        cfg = cfg.model_copy(update={"model": arm.source, "robot_type": arm.builtin or cfg.robot_type})
-    spec, built = _from_file(cfg, drives) if cfg.model is not None else _builtin(cfg)
-    of_files = built.joints if _is_urdf(cfg) else ()
-    hand_spec = None
+    if arm is not None and arm.builtin is not None:
+        cfg = cfg.model_copy(update={"robot_type": arm.builtin})
+    spec, built, assembly = _arm(cfg, drives, arm)
+    of_files, hand_spec = (built.joints if assembly.kind == "URDF" else ()), None
     if hand is not None:
-        hand_spec, gripper = _read_hand(cfg, built, hand)
+        hand_spec, gripper = _read_hand(cfg, built, hand, assembly)
         built, of_files = _with_hand(built, gripper), (*of_files, *gripper.joints)
+        assembly = assembly._replace(hand_joints=gripper.joints)
     parts = _parts(cfg, built)
     for name in drives:
         if name not in built.joints:
@@ -363,16 +382,17 @@ def robot_spec(cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Robo
     mounts = {part: _mount(built, part, parts[part]) for part in poses}
     built.build(spec.worldbody, _tool_poses(built, poses, mounts), hand is not None)
     if hand is not None:
-        _attach(spec, cfg, built, hand, hand_spec)
+        assembly = _attach(spec, cfg, built, hand, hand_spec, assembly)
     if of_files:
         built = _with_rotors(spec, cfg, built, of_files)
     if not spec.actuators:
         _add_drives(spec, cfg.drive_pros, built, drives)
     add_force_sensors(spec, built.joints, "robot.model")
-    ends = {part: _end_body(spec, cfg, part, joint) for part, (joint, _) in mounts.items()}
+    ends = {part: _end_body(spec, cfg, part, joint, assembly) for part, (joint, _) in mounts.items()}
     tcp = {part: _add_tcp(spec, part, ends[part], mounts[part][1], pose) for part, pose in poses.items()}
     home = built.home if cfg.init_qpos is None else cfg.init_qpos
     if cfg.init_qpos is not None and len(home) != len(built.joints):
         names = ", ".join(built.joints)
         raise ConfigError(f"robot.init_qpos: {len(home)} values for {len(built.joints)} joints: {names}")
-    return spec, Robot(built.joints, parts, tcp), home
+    followers = urdf.followers(spec) if of_files else ()
+    return spec, Robot(built.joints, parts, tcp, followers), home

@@ -8,14 +8,16 @@ joints. The motors compensate gravity, as the controllers of most arms do.
 import os
 import warnings
 from collections.abc import Iterator
+from math import isfinite, nan
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 from ecrl.config.model import format_value
 from ecrl.envs.mujoco.scene.models import mujoco
 from ecrl.errors import ConfigError
 
+_MOVING = ("revolute", "continuous", "prismatic")
 _READABLE = (".stl", ".obj", ".msh")
 _MEANINGFUL = ("link", "joint", "material", "mujoco")
 _COMPILER = {"strippath": "false", "fusestatic": "false", "discardvisual": "false"}
@@ -54,6 +56,7 @@ def urdf_spec(text: str, folder: Path, key: str) -> Any:
     for child in [child for child in robot if child.tag not in _MEANINGFUL]:
         robot.remove(child)
     _check_tree(robot, key)
+    _check_joints(robot, key)
     _resolve_meshes(robot, folder, key)
     section = robot.find("mujoco")
     section = ElementTree.SubElement(robot, "mujoco") if section is None else section
@@ -84,8 +87,14 @@ def _parsed(text: str, key: str) -> ElementTree.Element:
 
 
 def _check_tree(robot: ElementTree.Element, key: str) -> None:
-    """Raise ConfigError if a joint names an unknown link, if a link has two parents, or if links form a loop."""
-    links, parents = [link.get("name") for link in robot.iter("link")], dict[Any, Any]()
+    """Raise ConfigError if a name is missing or twice, or if the links are no tree."""
+    for tag in ("link", "joint"):
+        names = [part.get("name") for part in robot.findall(tag)]
+        for i, name in enumerate(names):
+            if not name or name in names[:i]:
+                problem = f"has two {tag}s {format_value(name)}" if name else f"has a {tag} without a name"
+                raise ConfigError(f"{key}: the URDF file {problem}; give each a name of its own")
+    links, parents = [link.get("name") for link in robot.findall("link")], dict[Any, Any]()
     for joint in robot.findall("joint"):
         name = format_value(joint.get("name"))
         ends = {side: None if (end := joint.find(side)) is None else end.get("link") for side in ("parent", "child")}
@@ -102,6 +111,42 @@ def _check_tree(robot: ElementTree.Element, key: str) -> None:
             steps += 1
             if steps > len(links):
                 raise ConfigError(f"{key}: link {format_value(start)} is in a loop, but the links of a URDF are a tree")
+
+
+def _check_joints(robot: ElementTree.Element, key: str) -> None:
+    """Raise ConfigError for a kind of joint, a limit or a `mimic` that a robot cannot have."""
+    joints = robot.findall("joint")
+    leaders = [joint.get("name") for joint in joints if joint.get("type") in _MOVING and joint.find("mimic") is None]
+    for joint in joints:
+        kind, where = joint.get("type"), f"{key}: joint {format_value(joint.get('name'))}"
+        if kind not in (*_MOVING, "fixed"):
+            raise ConfigError(f"{where} is {format_value(kind)}, expected one of {', '.join((*_MOVING, 'fixed'))}")
+        mimic = joint.find("mimic")
+        if kind == "fixed":
+            continue
+        if mimic is not None and mimic.get("joint") not in leaders:
+            problem = f"follows {format_value(mimic.get('joint'))}, which is no joint that moves by itself"
+            raise ConfigError(f"{where} {problem}; known: {', '.join(map(str, leaders)) or 'none'}")
+        low, high, effort = _limits(joint, where)
+        if kind != "continuous" and not low < high:
+            raise ConfigError(f"{where} has the limits {low:g} to {high:g}, expected lower < upper")
+        if effort < 0.0:
+            raise ConfigError(f"{where} has the effort {effort:g}, expected at least 0")
+
+
+def _limits(joint: ElementTree.Element, where: str) -> tuple[float, float, float]:
+    """Return `lower`, `upper` and `effort` of a joint, which are 0 if absent."""
+    limit, numbers = joint.find("limit"), list[float]()
+    for name in ("lower", "upper", "effort"):
+        text = "0" if limit is None else limit.get(name, "0")
+        try:
+            numbers.append(float(text))
+        except ValueError:
+            numbers.append(nan)
+        if not isfinite(numbers[-1]):
+            raise ConfigError(f"{where} has the {name} {format_value(text)}, expected a finite number")
+    low, high, effort = numbers
+    return low, high, effort
 
 
 def _shapes(robot: ElementTree.Element, tag: str) -> Iterator[tuple[ElementTree.Element, ElementTree.Element, Any]]:
@@ -136,7 +181,7 @@ def _mesh_path(name: str, folder: Path, key: str) -> Path:
     """Return the path of a mesh. `package://NAME/...` is searched above `folder` and below $ROS_PACKAGE_PATH."""
     if not name.startswith("package://"):
         path = folder / name.removeprefix("file://")
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise ConfigError(f"{key}: no such mesh {format_value(str(path))}")
         return path.resolve()
     package, _, rest = name.removeprefix("package://").partition("/")
@@ -144,7 +189,7 @@ def _mesh_path(name: str, folder: Path, key: str) -> Path:
     named = [path / rest for path in above if path.name == package]
     roots = [*above, *map(Path, filter(None, os.environ.get("ROS_PACKAGE_PATH", "").split(os.pathsep)))]
     for path in (*named, *(root / package / rest for root in roots)):
-        if path.is_file():
+        if os.path.isfile(path):
             return path
     where = f"in a folder above {folder} or below $ROS_PACKAGE_PATH"
     raise ConfigError(f"{key}: no such mesh {format_value(name)}; expected the package {format_value(package)} {where}")
@@ -152,17 +197,25 @@ def _mesh_path(name: str, folder: Path, key: str) -> Path:
 
 def _set_shapes(spec: Any) -> None:
     """Set with what the shapes collide, and hide the shapes for collisions of links that have others for images."""
-    for body in spec.bodies[1:]:
+    for body in spec.bodies:
         visuals = [geom for geom in body.geoms if geom.contype == 0]
         for geom in (geom for geom in body.geoms if geom.contype):
             geom.contype, geom.conaffinity, geom.condim = _COLLISION.values()
             geom.group = _HIDDEN if visuals else geom.group
 
 
-def followers(spec: Any) -> set[str]:
-    """Return the names of the joints that follow another joint (`mimic`), which have no drive of their own."""
-    kind = mujoco().mjtEq.mjEQ_JOINT
-    return {equality.name1 for equality in spec.equalities if equality.type == kind and equality.name2}
+class Follower(NamedTuple):
+    """A joint that follows another joint: position = offset + multiplier * position of the leader (m or rad)."""
+
+    name: str
+    leader: str
+    offset: float
+    multiplier: float
+
+
+def followers(spec: Any) -> tuple[Follower, ...]:
+    """Return the joints of a URDF file that follow another joint (`mimic`), which have no drive of their own."""
+    return tuple(Follower(e.name1, e.name2, float(e.data[0]), float(e.data[1])) for e in spec.equalities if e.name2)
 
 
 def efforts_of(spec: Any, joints: tuple[str, ...]) -> tuple[float, ...]:

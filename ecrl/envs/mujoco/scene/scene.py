@@ -153,7 +153,7 @@ def _start(model: Any, cfg: SceneConfig, robot: Robot, home: tuple[float, ...]) 
             fault = f"{position} of joint {name!r} is beyond its limits, {low:.6g} to {high:.6g}"
             raise ConfigError(f"robot.init_qpos: {fault}; start within the limits")
         data.joint(name).qpos[0] = position
-    _set_followers(model, data, cfg, robot)
+    _set_followers(model, data, robot)
     has_robot = cfg.robot is not None
     # the keyframe sets the controls of actuators that do not drive the robot
     actuators = [i for i in range(model.nu) if cfg.keyframe is None or (has_robot and _drives_robot(model, i, robot))]
@@ -161,17 +161,15 @@ def _start(model: Any, cfg: SceneConfig, robot: Robot, home: tuple[float, ...]) 
     return data
 
 
-def _set_followers(model: Any, data: Any, cfg: SceneConfig, robot: Robot) -> None:
+def _set_followers(model: Any, data: Any, robot: Robot) -> None:
     """Set each joint of a URDF file that follows another joint (`mimic`) to its position."""
-    kind, prefix = int(mujoco().mjtEq.mjEQ_JOINT), "" if cfg.robot is None else f"{cfg.robot.uid}/"
-    for i in (i for i in range(model.neq) if model.eq_type[i] == kind and model.eq_obj2id[i] >= 0):
-        name = model.joint(int(model.eq_obj1id[i])).name
-        if not prefix or not name.startswith(prefix) or name in robot.joints:
-            continue
-        follower, leader = (int(model.jnt_qposadr[ids[i]]) for ids in (model.eq_obj1id, model.eq_obj2id))
-        moved = data.qpos[leader] - model.qpos0[leader]
-        shift = sum(c * moved**k for k, c in enumerate(model.eq_data[i, :5]))
-        data.qpos[follower] = model.qpos0[follower] + shift
+    for follower in robot.followers:
+        position = follower.offset + follower.multiplier * float(data.joint(follower.leader).qpos[0])
+        low, high = model.joint(follower.name).range if model.joint(follower.name).limited else (-inf, inf)
+        if not low - _SLACK <= position <= high + _SLACK:
+            fault = f"joint {follower.name!r} follows {follower.leader!r} to {position:.6g}"
+            raise ConfigError(f"robot.init_qpos: {fault}, beyond its limits, {low:.6g} to {high:.6g}; start elsewhere")
+        data.joint(follower.name).qpos[0] = position
 
 
 def _drives_robot(model: Any, i: int, robot: Robot) -> bool:
