@@ -457,7 +457,7 @@ def test_settings_that_do_not_fit_are_refused(sim, func, params, message):
 def test_robots_that_do_not_fit_are_refused():
     with pytest.raises(ConfigError, match="no end effector of 'arm'; known: none"):
         term("EefPoseTerm", made(POLE))
-    simulated = made({"mjcf": UNDRIVEN_JOINT})
+    simulated = made({"model": UNDRIVEN_JOINT})
     with pytest.raises(ConfigError, match="joint 'robot/slack' has no actuator"):
         term("DeltaQposTerm", simulated)
     assert len(term("DeltaQposTerm", simulated, joint_ids=[0, 1]).low) == 2
