@@ -80,7 +80,7 @@ OTHER = {"policy.normalize_obs": True, "algorithm.cfg.train_freq": 2}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keys", [{}, OTHER])
+@pytest.mark.parametrize("keys", [pytest.param({}, marks=pytest.mark.long), OTHER])
 def test_two_ranks_learn_the_same_from_buffers_of_their_own(tmp_path, keys):
     check(*trained(tmp_path, config(**keys)))
 
