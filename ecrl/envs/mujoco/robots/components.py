@@ -54,7 +54,7 @@ GRIPPER = (
 )
 """URDF of a parallel gripper. The fingers are 0.08 m apart at the joint positions 0, and touch at 0.04 m.
 
-Opening and stroke are those of the gripper PGI-140-80. The tips are 0.16 m from the flange.
+The opening and the stroke are as in the gripper PGI-140-80. The tips are 0.16 m from the flange.
 """
 
 
@@ -72,6 +72,12 @@ class Part(NamedTuple):
     builtin: str | None
     key: str
     transform: Matrix
+
+
+def found_file(path: str, root: str) -> str | None:
+    """Return the path of a file, which is also searched below `root` if `root` is not empty, or None."""
+    paths = [path, *([os.path.join(root, path)] if root else [])]
+    return next(filter(os.path.isfile, paths), None)
 
 
 def component(cfg: RobotConfig, kind: str) -> Part | None:
@@ -94,9 +100,8 @@ def component(cfg: RobotConfig, kind: str) -> Part | None:
     transform, stem = part.transform or NO_OFFSET, Path(part.urdf_path).stem
     if part.urdf_path.lstrip().startswith("<"):
         return Part(part.urdf_path, None, key, transform)
-    for folder in filter(None, (".", os.environ.get("MENAGERIE_ROOT", ""))):
-        if os.path.isfile(path := os.path.join(folder, part.urdf_path)):
-            return Part(path, None, key, transform)
+    if path := found_file(part.urdf_path, os.environ.get("MENAGERIE_ROOT", "")):
+        return Part(path, None, key, transform)
     known = _ARMS if kind == "arm" else {_GRIPPER: "two-finger gripper"}
     if stem not in known:
         names = ", ".join(known)

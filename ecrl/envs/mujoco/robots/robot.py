@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 from ecrl.config.model import format_key, format_value
 from ecrl.envs.mujoco.robots import urdf
 from ecrl.envs.mujoco.robots.arm import NO_OFFSET, ROBOTS, Builtin, Matrix
-from ecrl.envs.mujoco.robots.components import HAND, Part, attach_hand, component, flange_of, quaternion_of
+from ecrl.envs.mujoco.robots.components import HAND, Part, attach_hand, component, flange_of, found_file, quaternion_of
 from ecrl.envs.mujoco.robots.examples import EXAMPLES, PREFIX, Example, example_file
 from ecrl.envs.mujoco.scene.config import DriveConfig, PerJoint, RobotConfig
 from ecrl.envs.mujoco.scene.models import mujoco
@@ -67,8 +67,7 @@ def _is_text(source: str) -> bool:
 
 def _existing(source: str, key: str, root: str) -> str:
     """Return the path of an existing file. A relative path is also searched below `root`, if `root` is not empty."""
-    paths = [source, *([os.path.join(root, source)] if root else [])]
-    if path := next(filter(os.path.isfile, paths), None):
+    if path := found_file(source, root):
         return path
     below = f", nor below MENAGERIE_ROOT, {root}" if root else ""
     raise ConfigError(f"{key}: no such file {format_value(source)}{below}")
@@ -245,7 +244,7 @@ def _with_rotors(spec: Any, cfg: RobotConfig, built: Builtin, joints: tuple[str,
 
 
 class _Assembly(NamedTuple):
-    """How a robot was made.
+    """Parts of a robot.
 
     Attributes:
         kind: what defines the arm.
@@ -259,7 +258,7 @@ class _Assembly(NamedTuple):
 
 
 def _arm(cfg: RobotConfig, drives: Mapping[str, Drive], arm: Part | None) -> tuple[Any, Builtin, _Assembly]:
-    """Return the MjSpec of an arm, the arm, and how it was made. `arm` is the component of the config, if any."""
+    """Return the MjSpec of an arm, the arm, and its parts. `arm` is the component of the config, if any."""
     if arm is not None and arm.source is not None:
         return *_from_urdf(_urdf_of(arm.source, f"{arm.key}.urdf_path")), _Assembly("URDF")
     if cfg.model is None:
