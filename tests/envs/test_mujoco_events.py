@@ -66,7 +66,8 @@ def scene(varied=(), **changes):
 def made(func, sim=None, **params):
     entry = lookup("event", func)
     cfg = validate_section(entry.config, params, "params")
-    sim = scene(getattr(cfg, "varied", ())) if sim is None else sim
+    varied = getattr(cfg, "varied", lambda sim: ())
+    sim = scene(varied(scene())) if sim is None else sim
     return sim, entry.make(cfg, sim)
 
 

@@ -11,10 +11,10 @@ from ecrl.config.model import ConfigModel, validate_section
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.make_task import task_env
 from ecrl.envs.mujoco.task_config import TaskConfig
-from ecrl.envs.mujoco.terms import events as scene_events
+from ecrl.envs.mujoco.terms import events, physics_events, robot_events
 from ecrl.envs.mujoco.terms.term import ActionTerm, JointsConfig, joints_of
 
-assert scene_events  # its events are registered
+assert events and physics_events and robot_events  # their events are registered
 
 RAIL = """<mujoco><option timestep="0.005" integrator="implicitfast" cone="elliptic" iterations="50"/><worldbody>
 <geom name="floor" type="plane" size="9 9 .1"/>

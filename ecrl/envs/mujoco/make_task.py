@@ -92,10 +92,12 @@ def _varied(cfg: TaskConfig) -> Varied:
     """Return the model fields that events vary between environments, each in a pair with the name of an object."""
     fields: dict[tuple[str, str], None] = {}
     for name, event in sorted(cfg.events.items()):
-        for field, uid in getattr(event.params, "varied", ()):
-            with error_prefix(term_text("env.cfg.events", name, event.func)):
+        if (find := getattr(event.params, "varied", None)) is None:
+            continue
+        with error_prefix(term_text("env.cfg.events", name, event.func)):
+            for field, uid in find(_simulation(cfg)):
                 rows_of(_simulation(cfg).model, field, uid)
-            fields[field, uid] = None
+                fields[field, uid] = None
     return tuple(fields)
 
 
@@ -104,14 +106,15 @@ def _build_scene(cfg: TaskConfig) -> tuple[Simulation, tuple[ActionTerm, ...]]:
     with error_prefix("env.cfg"):
         _simulation(cfg)
     varied = _varied(cfg)
-    sim = _limit_to_control_parts(cfg, _simulation(cfg, varied=varied))
+    has_movable_base = any(getattr(event.params, "moved_bases", ()) for event in cfg.events.values())
+    sim = _limit_to_control_parts(cfg, _simulation(cfg, (), varied, has_movable_base))
     actions = _action_terms(cfg, sim)
     needed = ((joint, term.drive) for term in actions for joint in term.joints if term.drive != "position")
     drives = tuple((joint, drive) for joint, drive in needed if world.drive_of(sim, joint) != drive)
     if drives:
         prefix = f"{cfg.robot.uid}/" if cfg.robot else ""
         drives = tuple((joint.removeprefix(prefix), drive) for joint, drive in drives)
-        sim = _limit_to_control_parts(cfg, _simulation(cfg, drives, varied))
+        sim = _limit_to_control_parts(cfg, _simulation(cfg, drives, varied, has_movable_base))
         actions = _action_terms(cfg, sim)
     _check_drives(cfg, sim, actions)
     return sim, actions
@@ -242,9 +245,13 @@ def task_env(
     The state contains `success`, `fail`, `metrics` and `rewards` under `info`. For each reward term, `rewards` contains
     the unweighted value as `<name>` and the weighted value as `<name>_weighted`.
 
-    The Config model of an event may define the properties `stores` and `varied`. `stores` maps the name of each target
-    that the event sets to the target's initial value. `varied` lists the model fields that the event changes per
-    environment. The list has the same format as the argument `varied` of `simulation`.
+    The Config model of an event may define these attributes:
+
+    - The property `stores` maps the name of each target that the event sets to the target's initial value.
+    - The method `varied(sim)` lists the model fields that the event changes per environment. The list has the same
+      format as the argument `varied` of `simulation`.
+    - The property `moved_bases` lists the robots whose bases the event moves.
+    - The property `longest_delay` is the number of steps whose controls the state keeps for the event.
 
     Raises: ConfigError if the config or a function is invalid. The error message begins with a config path.
     """

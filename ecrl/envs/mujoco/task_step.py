@@ -6,6 +6,9 @@ In addition to the fields that the state of every environment has, the state of 
     action      `[*B, A]` float32, the last action, which is within its bounds; 0 at the start of an episode
     force       `[*B, nv]` float32, forces (N or N m) along the degrees of freedom during the next step
     elapsed     `[*B]` int64, number of steps since the episode started
+    delay       TensorDict; absent if no event delays actions
+    delay.steps `[*B]` int64, number of steps until an action acts
+    delay.controls  `[*B, d, nu]` float32, controls of the last d steps, the newest first; d is the longest delay
     life        TensorDict of int64 tensors `[*B]`; absent if no event has mode startup or interval
     life.count  number of steps since `reset`
     life.key    random key of the startup events, whose effects outlast episodes
@@ -35,7 +38,7 @@ from ecrl.kernels.scan_loop import loop
 _OUTCOME = ("reward", "terminated", "truncated", "info")
 _TRIES = 12  # largest number of random starts per episode, if a task accepts only some starts
 _CHECKED_EPISODES = 256  # number of episodes whose starts are tested when a task is created
-EVENT_FIELDS = ("world", "targets", "action", "force")  # fields of the state that events can read and change
+EVENT_FIELDS = ("world", "targets", "action", "force", "delay")  # fields of the state that events can read and change
 
 ComputeTaskState = Callable[[Simulation, TensorDict], tuple[Tensor, Tensor, dict[str, Tensor]]]
 """Function that maps (sim, state after a step) to success and fail (bool `[*B]`) and a dictionary of metrics.
@@ -91,6 +94,11 @@ class Task:
         """Return the events whose mode is among `modes`."""
         return [event for event in self.events if event.mode in modes]
 
+    @property
+    def longest_delay(self) -> int:
+        """The longest delay of actions in steps, or 0 if no event delays actions."""
+        return max((getattr(event.params, "longest_delay", 0) for event in self.cfg.events.values()), default=0)
+
 
 @contextmanager
 def error_prefix(where: str) -> Iterator[None]:
@@ -108,6 +116,9 @@ def initial_state(task: Task, keys: Tensor) -> TensorDict:
     fields: dict[str, Any] = {"world": start(task.sim, keys.shape, keys.device)}
     fields |= {"action": zeros(*keys.shape, width), "force": zeros(*keys.shape, task.sim.nv)}
     fields["elapsed"] = torch.zeros_like(keys)
+    if task.longest_delay:
+        controls = zeros(*keys.shape, task.longest_delay, task.sim.nu)
+        fields["delay"] = TensorDict({"steps": torch.zeros_like(keys), "controls": controls}, keys.shape)
     if task.targets:
         targets = {name: torch.tensor(row, device=keys.device) for name, row in task.targets}
         fields["targets"] = TensorDict(
@@ -257,6 +268,20 @@ def _control(task: Task, state: TensorDict, action: Tensor) -> Tensor:
     return torch.stack(columns, -1)
 
 
+def _delayed(task: Task, state: TensorDict, control: Tensor) -> tuple[TensorDict, Tensor]:
+    """Return the field `delay` after a step, and the control `[*B, nu]` that acts in the step.
+
+    acting[t] = control[t - steps]; before the episode, the controls held the joints where they were at its start
+    """
+    held = world.hold_controls(task.sim, cast(TensorDict, state["world"])).unsqueeze(-2)
+    is_first = (state["elapsed"] == 0)[..., None, None]
+    earlier = torch.where(is_first, held, state["delay", "controls"])
+    known = torch.cat((control.unsqueeze(-2), earlier), -2)
+    steps = state["delay", "steps"][..., None, None].expand(*control.shape[:-1], 1, control.shape[-1])
+    fields = {"steps": state["delay", "steps"].clone(), "controls": known[..., :-1, :].clone()}
+    return TensorDict(cast(Any, fields), state.batch_size), known.gather(-2, steps).squeeze(-2)
+
+
 def reward_names(task: Task) -> list[str]:
     """Return the names that the components of the reward have in the logs."""
     task_reward = ["task"] if task.get_reward else []
@@ -300,7 +325,11 @@ def step(task: Task, state: TensorDict, action: Tensor, noise: Tensor) -> Tensor
             changed = _apply([event], state, noise)
             state = changed.where(count % event.interval_step == 0, state)
         state = state.copy().set("life", cast(TensorDict, state["life"]).copy().set("count", count))
-    worlds, failed = advance(task.sim, cast(TensorDict, state["world"]), _control(task, state, action), state["force"])
+    control = _control(task, state, action)
+    if task.longest_delay:
+        delay, control = _delayed(task, state, control)
+        state = state.copy().set("delay", delay)
+    worlds, failed = advance(task.sim, cast(TensorDict, state["world"]), control, state["force"])
     # joint limits clamp the target of an infinite action, but rewards computed from the action would be infinite
     invalid = failed | ~action.isfinite().all(-1)
     last_action = torch.where(invalid.unsqueeze(-1), state["action"], action)

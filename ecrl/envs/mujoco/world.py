@@ -383,6 +383,34 @@ def push(sim: Simulation, name: str, force: Tensor) -> Tensor:
 
 
 @cache
+def joints_to(sim: Simulation, site: str) -> tuple[str, ...]:
+    """Return the names of all joints between the world and a site, including joints that no action drives."""
+    model, names = sim.model, []
+    body = int(model.site_bodyid[id_of(model, "site", site)])
+    while body:
+        first = int(model.body_jntadr[body])
+        names += [model.joint(i).name for i in range(first, first + int(model.body_jntnum[body]))]
+        body = int(model.body_parentid[body])
+    return tuple(names)
+
+
+def push_site(sim: Simulation, world: TensorDict, name: str, force: Tensor) -> Tensor:
+    """Convert a force on a site to forces along the degrees of freedom, `[*B, nv]`.
+
+        result = J^T force
+
+    The argument `force` is in N and in the world frame, `[*B, 3]`. The result is in N or N m. Pass the result to
+    `advance` as `force`.
+
+    Raises: ConfigError if a joint between the world and the site is not a hinge or slide.
+    """
+    dofs = _joints(sim, joints_to(sim, name))[1]
+    columns = kinematics.jacobian(_to_site(sim, name), _positions(sim, world), dofs)
+    along = (columns[..., :3, :] * force.unsqueeze(-1)).sum(-2)
+    return _replaced(force.new_zeros(*force.shape[:-1], sim.nv), dofs, along)
+
+
+@cache
 def _parameter_columns(sim: Simulation, field: str, name: str) -> slice:
     at = 0
     for varied in sim.varied:
@@ -401,7 +429,7 @@ def parameter(sim: Simulation, world: TensorDict, field: str, name: str) -> Tens
 def with_parameter(sim: Simulation, world: TensorDict, field: str, name: str, values: Tensor) -> TensorDict:
     """Return worlds with the values of a varied model field for one object set to `values`.
 
-    A new mass of a body does not change the body's inertia.
+    A new mass or size of a body does not change the body's inertia.
     """
     columns, row = _parameter_columns(sim, field, name), world["parameters"]
     values = values.double().expand(*world.batch_size, columns.stop - columns.start)

@@ -19,7 +19,7 @@ from torch import Tensor
 from ecrl.envs.mujoco.physics import step_op, warp_model
 from ecrl.envs.mujoco.robots.robot import Drive, Robot
 from ecrl.envs.mujoco.scene.config import SceneConfig
-from ecrl.envs.mujoco.scene.models import STATE, Backend, Varied, load, loaded, mujoco, rows_of, size_of
+from ecrl.envs.mujoco.scene.models import STATE, Backend, Varied, field_of, load, loaded, mujoco, rows_of, size_of
 from ecrl.envs.mujoco.scene.scene import build
 from ecrl.errors import ConfigError
 
@@ -87,7 +87,12 @@ def _substeps(cfg: SceneConfig, dt: float) -> int:
 
 
 @cache
-def simulation(cfg: SceneConfig, drives: tuple[tuple[str, Drive], ...] = (), varied: Varied = ()) -> Simulation:
+def simulation(
+    cfg: SceneConfig,
+    drives: tuple[tuple[str, Drive], ...] = (),
+    varied: Varied = (),
+    has_movable_base: bool = False,
+) -> Simulation:
     """Return the simulation of a scene. Simulations are cached, so a process reads the files of a scene only once.
 
     Args:
@@ -96,11 +101,13 @@ def simulation(cfg: SceneConfig, drives: tuple[tuple[str, Drive], ...] = (), var
             `(("elbow_joint", "velocity"),)`.
         varied: pairs of a model field's name and an object's name, for all fields that differ between environments,
             such as `(("body_mass", "cube"), ("body_inertia", "cube"), ("geom_friction", "cube"))`.
+        has_movable_base: True if events may move the base of the robot. The base is then a mocap body.
 
     Raises: ConfigError if the config is invalid (see `ecrl.envs.mujoco.scene.scene.build`), or if the backend does not
         support the scene.
     """
-    scene = build(cfg, dict(drives))
+    offset = tuple(name for field, name in varied if field == "body_ipos")
+    scene = build(cfg, dict(drives), offset, has_movable_base)
     model, data = scene.model, scene.data
     if cfg.physics.backend == "warp":
         warp_model.check(model, varied)
@@ -110,7 +117,7 @@ def simulation(cfg: SceneConfig, drives: tuple[tuple[str, Drive], ...] = (), var
     mujoco().mj_setState(model, probe, row, state_bits())
     probe.ctrl[:] = data.ctrl
     mujoco().mj_forward(model, probe)
-    numbers = [getattr(model, field).ravel()[rows_of(model, field, name)] for field, name in varied]
+    numbers = [field_of(model, field).ravel()[rows_of(model, field, name)] for field, name in varied]
     parameters = np.concatenate([np.zeros(0), *numbers])
     handle = load(model, cfg.physics.threads, varied, cfg.physics.backend)
     sensors = probe.sensordata.astype(np.float32)

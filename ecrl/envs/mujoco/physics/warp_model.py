@@ -27,6 +27,7 @@ GROUPS = {"FIXED": _FIXED, "KIN0": _KIN0, "INERT0": _INERT0}
 VARIES = {
     "body_mass": ("FIXED", "KIN0", "INERT0"),
     "body_inertia": ("INERT0",),
+    "body_ipos": ("KIN0", "INERT0"),
     "body_gravcomp": (),
     "dof_armature": ("INERT0",),
     "dof_damping": (),

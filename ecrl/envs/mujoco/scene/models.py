@@ -3,6 +3,7 @@
 import os
 from copy import copy
 from hashlib import sha256
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -20,6 +21,9 @@ Varied = tuple[tuple[str, str], ...]
 
 Backend = Literal["mujoco", "warp"]
 """Library that steps a model: MuJoCo on the CPU, or MuJoCo Warp for GPUs."""
+
+GRAVITY = "opt.gravity"
+"""Name of the model field that holds the gravitational acceleration, m/s^2. The field belongs to no object."""
 
 _PREFIXES = ("body", "geom", "jnt", "dof", "actuator", "site", "tendon")
 
@@ -136,11 +140,20 @@ def _dofs_of(model: Any, name: str) -> tuple[int, int]:
     return int(model.jnt_dofadr[joint]), (6, 3, 1, 1)[int(model.jnt_type[joint])]
 
 
+def field_of(model: Any, field: str) -> np.ndarray:
+    """Return a field of a model, such as `body_mass`, or an option, such as `opt.gravity`."""
+    return attrgetter(field)(model)
+
+
 def rows_of(model: Any, field: str, name: str) -> range:
     """Return the indices of an object's values in a flattened model field.
 
+    The field `opt.gravity` belongs to no object, so `name` has no meaning for it.
+
     Raises: ConfigError if the model does not have the field or the object.
     """
+    if field == GRAVITY:
+        return range(3)
     prefix, values = field.partition("_")[0], getattr(model, field, None)
     if prefix not in _PREFIXES or not isinstance(values, np.ndarray):
         expected = "expected one such as body_mass or geom_friction"

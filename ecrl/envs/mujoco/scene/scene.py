@@ -3,7 +3,7 @@
 A scene consists of a robot, objects, and either a floor or the content of an MJCF file.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import inf, radians
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean
 
 _TOUCH = {"contype": 1, "conaffinity": 3, "condim": 4}  # objects collide with everything, including robots
+_ASIDE = np.array([1e-3, 1e-3, 1e-3])  # in m; any offset from the origin
 _SLACK = 1e-6  # rounding tolerance (rad or m) for a config that repeats a joint limit from an MJCF file
 
 
@@ -86,7 +87,9 @@ def _set_options(spec: Any, cfg: SceneConfig) -> None:
     option.disableflags = int(option.disableflags) | int(reset)
 
 
-def _add_robot(spec: Any, cfg: SceneConfig, drives: Mapping[str, Drive]) -> tuple[Robot, tuple[float, ...]]:
+def _add_robot(
+    spec: Any, cfg: SceneConfig, drives: Mapping[str, Drive], has_movable_base: bool
+) -> tuple[Robot, tuple[float, ...]]:
     """Add the robot that the config describes to an MjSpec.
 
     If the config has no robot, the robot consists of the joints that the actuators of the MJCF file drive.
@@ -102,19 +105,46 @@ def _add_robot(spec: Any, cfg: SceneConfig, drives: Mapping[str, Drive]) -> tupl
         return Robot(joints, {"arm": joints} if joints else {}, {}), ()
     child_spec, robot, home = robot_spec(cfg.robot, drives)
     base = spec.worldbody.add_body(name=cfg.robot.uid, pos=list(cfg.robot.init_pos))
-    base.quat = _quaternion(cfg.robot.init_rot)
+    base.quat, base.mocap = _quaternion(cfg.robot.init_rot), has_movable_base
     prefix = f"{cfg.robot.uid}/"
     spec.attach(child_spec, frame=base.add_frame(), prefix=prefix)
     return robot.with_prefix(prefix), home
 
 
-def build(cfg: SceneConfig, drives: Mapping[str, Drive] | None = None) -> Scene:
+def _compiled(spec: Any, offset: Sequence[str]) -> Any:
+    """Compile an MjSpec. The centres of mass of the bodies in `offset` may move later.
+
+    MuJoCo skips terms of the equations of motion if a body's centre of mass is at the body's origin. Each body in
+    `offset` is therefore compiled with its centre of mass elsewhere, and the centre of mass is moved back.
+    """
+    model = spec.compile()
+    if not offset:
+        return model
+    for name in offset:
+        body, mass = spec.body(name), model.body(name)
+        body.explicitinertial, body.mass, body.inertia = True, float(mass.mass[0]), list(mass.inertia)
+        body.ipos, body.iquat = [*(mass.ipos + _ASIDE)], list(mass.iquat)
+    general = spec.compile()
+    for name in offset:
+        general.body(name).ipos[:] = model.body(name).ipos
+    mujoco().mj_setConst(general, mujoco().MjData(general))
+    return general
+
+
+def build(
+    cfg: SceneConfig,
+    drives: Mapping[str, Drive] | None = None,
+    offset: Sequence[str] = (),
+    has_movable_base: bool = False,
+) -> Scene:
     """Build the MuJoCo model of a scene.
 
     Args:
         cfg: config of the scene.
         drives: a dictionary that maps joint names to kinds of drive. A joint that is not in the dictionary has a
             position drive.
+        offset: names of the bodies whose centres of mass may move later.
+        has_movable_base: True if the base of the robot may move later. The base is then a mocap body.
 
     Raises: ConfigError that names the invalid config key. Possible causes are a missing or invalid file, a list of the
     wrong length, a duplicate name, or an unknown robot, joint, part or keyframe.
@@ -125,10 +155,10 @@ def build(cfg: SceneConfig, drives: Mapping[str, Drive] | None = None) -> Scene:
         _set_light(spec, cfg.light or LightConfig.model_construct())
     objects = [*cfg.rigid_object, *cfg.background]
     try:
-        robot, home = _add_robot(spec, cfg, drives or {})
+        robot, home = _add_robot(spec, cfg, drives or {}, has_movable_base)
         for item in objects:
             _add_object(spec, item)
-        model = spec.compile()
+        model = _compiled(spec, offset)
     except ConfigError:
         raise
     except ValueError as error:

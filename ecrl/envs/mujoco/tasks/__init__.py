@@ -11,7 +11,9 @@ from ecrl.envs.mujoco.terms import (  # noqa: F401  # registers the terms
     events,
     instructions,
     observations,
+    physics_events,
     rewards,
+    robot_events,
 )
 
 __all__ = [

@@ -198,17 +198,6 @@ def get_rigid_object_velocity(cfg: ObjectConfig, sim: Simulation) -> Observe:
     return observe
 
 
-def _joints_to(sim: Simulation, site: str) -> tuple[str, ...]:
-    """Return the names of all joints between the world and a site, including joints that no action drives."""
-    model, names = sim.model, []
-    body = int(model.site(site).bodyid[0])
-    while body:
-        first = int(model.body_jntadr[body])
-        names += [model.joint(i).name for i in range(first, first + int(model.body_jntnum[body]))]
-        body = int(model.body_parentid[body])
-    return tuple(names)
-
-
 @register_observation("get_robot_eef_velocity")
 def get_robot_eef_velocity(cfg: EefConfig, sim: Simulation) -> Observe:
     """Observe the linear and angular velocity of an end effector, `[*B, 6]` (m/s and rad/s). Use this term in mode add.
@@ -216,7 +205,7 @@ def get_robot_eef_velocity(cfg: EefConfig, sim: Simulation) -> Observe:
     velocity = J(q) dq/dt
     """
     site = tcp_of(sim, cfg.part_name)
-    joints = _joints_to(sim, site)
+    joints = world.joints_to(sim, site)
     world.joint_velocities(sim, start(sim, ()), joints)  # raises ConfigError if a joint is not a hinge or slide
 
     def observe(state: TensorDict, value: Tensor | None) -> Tensor:

@@ -1,0 +1,458 @@
+"""Random events that change masses, centres of mass, sizes, friction and gravity, or push objects.
+
+Masses, centres of mass, sizes, friction and gravity are fields of MuJoCo's model that differ between environments. Each
+environment keeps its values until the event happens again.
+"""
+
+import re
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from ecrl import rng
+from ecrl.config.model import LIST, OBJECT, ConfigModel, by_kind
+from ecrl.envs.events import Apply
+from ecrl.envs.mujoco import world
+from ecrl.envs.mujoco.physics.simulation import Simulation
+from ecrl.envs.mujoco.scene.models import GRAVITY, Varied, field_of, id_of, mujoco, rows_of
+from ecrl.envs.mujoco.terms.ranges import Box, Factors, NonNegativeSpan, Span, draw, look_up
+from ecrl.envs.mujoco.terms.term import EntityConfig, object_of
+from ecrl.errors import ConfigError
+from ecrl.registry import did_you_mean, register_event
+
+_MASS_FIELDS = ("body_mass", "body_inertia", "dof_damping")
+
+
+def scene_values(sim: Simulation, field: str, uid: str) -> list[float]:
+    """Return the values of a model field for one object, as in the scene config.
+
+    Raises: ConfigError if the field cannot differ between environments.
+    """
+    rows = look_up("entity_cfg.uid", lambda: rows_of(sim.model, field, uid))
+    if (field, uid) not in sim.varied:
+        raise ConfigError(
+            f"all environments share {field} of {uid!r}, so this event cannot vary it; "
+            "put the event under env.cfg.events"
+        )
+    return field_of(sim.model, field).ravel()[rows].tolist()
+
+
+def _dynamic(sim: Simulation, uid: str, parameter: str = "entity_cfg.uid") -> None:
+    """Raise ConfigError if an object is not dynamic."""
+    look_up(parameter, lambda: world.push(sim, uid, torch.zeros(3)))
+
+
+def _stretch(sim: Simulation, worlds: Any, uid: str) -> Tensor:
+    """Return the factors by which an object is longer along x, y and z than in the scene config, `[*B, 3]`."""
+    if ("geom_size", uid) not in sim.varied:
+        return torch.ones(*worlds.batch_size, 3, device=worlds.device)
+    kinds, geom = mujoco().mjtGeom, id_of(sim.model, "geom", uid)
+    size = world.parameter(sim, worlds, "geom_size", uid)
+    ratio = size / size.new_tensor([edge or 1.0 for edge in sim.model.geom_size[geom].tolist()])
+    columns = {int(kinds.mjGEOM_SPHERE): (0, 0, 0), int(kinds.mjGEOM_CYLINDER): (0, 0, 1)}
+    return torch.stack([ratio[..., i] for i in columns.get(int(sim.model.geom_type[geom]), (0, 1, 2))], -1)
+
+
+def _with_inertia(sim: Simulation, worlds: Any, uid: str) -> Any:
+    """Return worlds whose inertia and damping of an object follow from the object's current mass and size.
+
+        E'[i] = E[i] (m' / m) s[i]^2,   inertia'[i] = sum_{j != i} E'[j],   E[i] = sum_j inertia[j] / 2 - inertia[i]
+
+    `s` are the factors of the size. E[i] is the second moment of the mass along axis i, kg m^2.
+    """
+    model, body = sim.model, id_of(sim.model, "body", uid)
+    stretch = _stretch(sim, worlds, uid).double()
+    inertia, damping = (
+        stretch.new_tensor(field_of(model, field).ravel()[rows_of(model, field, uid)].tolist())
+        for field in ("body_inertia", "dof_damping")
+    )
+    ratio = torch.ones_like(stretch[..., :1])
+    if ("body_mass", uid) in sim.varied:
+        ratio = world.parameter(sim, worlds, "body_mass", uid).double() / float(model.body_mass[body])
+    moments = (0.5 * inertia.sum() - inertia) * ratio * stretch.square()
+    new = moments.sum(-1, keepdim=True) - moments
+    worlds = world.with_parameter(sim, worlds, "body_inertia", uid, new)
+    new_damping = torch.cat((damping[:3] * ratio, damping[3:] * new / inertia), -1)
+    return world.with_parameter(sim, worlds, "dof_damping", uid, new_damping)
+
+
+class RandomizeRigidObjectMassConfig(ConfigModel):
+    """Settings of `randomize_rigid_object_mass`: an object, and the range of its random mass."""
+
+    entity_cfg: EntityConfig = Field(description="the object, dynamic")
+    mass_range: Span = Field(description="[lowest, highest], kg")
+    relative: bool = Field(False, description="add masses to the mass in the scene config")
+
+    def varied(self, sim: Simulation) -> Varied:
+        """Return pairs of a model field's name and the object's name, for all fields that the event changes."""
+        return tuple((field, self.entity_cfg.uid) for field in _MASS_FIELDS)
+
+
+@register_event("randomize_rigid_object_mass")
+def randomize_rigid_object_mass(cfg: RandomizeRigidObjectMassConfig, sim: Simulation) -> Apply:
+    """Set the mass of an object to a random value. The object keeps its shape and a uniform density.
+
+        m' = draw, or m + draw, kg;  inertia' = inertia m' / m;  damping' = damping m' / m
+
+    `m` is the object's mass in the scene config. The damping changes with the mass, so that velocities still decay at
+    the same rate.
+    """
+    uid = cfg.entity_cfg.uid
+    _dynamic(sim, uid)
+    ((mass,), *_) = (scene_values(sim, field, uid) for field in _MASS_FIELDS)
+    low, high = (bound + mass if cfg.relative else bound for bound in cfg.mass_range)
+    if low <= 0.0:
+        raise ConfigError(f"params.mass_range: the lowest mass is {low} kg, expected more than 0")
+
+    def apply(state: Any, keys: Tensor) -> Any:
+        worlds = world.with_parameter(sim, state["world"], "body_mass", uid, draw(keys, (low, high), 1))
+        return state.copy().set("world", _with_inertia(sim, worlds, uid))
+
+    return apply
+
+
+class RandomizeCenterOfMassConfig(ConfigModel):
+    """Settings of `randomize_rigid_object_center_of_mass`: an object, and the range of the random offset."""
+
+    entity_cfg: EntityConfig = Field(description="the object, dynamic")
+    com_pos_offset_range: Box = Field(description="[lowest, highest] x y z in the frame of the object, m")
+
+    def varied(self, sim: Simulation) -> Varied:
+        """Return pairs of a model field's name and the object's name, for all fields that the event changes."""
+        return (("body_ipos", self.entity_cfg.uid),)
+
+
+@register_event("randomize_rigid_object_center_of_mass")
+def randomize_rigid_object_center_of_mass(cfg: RandomizeCenterOfMassConfig, sim: Simulation) -> Apply:
+    """Move the centre of mass of an object by a random offset. The inertia about the centre of mass does not change.
+
+        com' = com + draw, m, in the frame of the object
+
+    `com` is the centre of mass in the scene config. An object whose mass is not above its support tips over. A force of
+    `push_rigid_object` still acts at the object's origin, and then also turns the object.
+    """
+    uid = cfg.entity_cfg.uid
+    _dynamic(sim, uid)
+    home = scene_values(sim, "body_ipos", uid)
+
+    def apply(state: Any, keys: Tensor) -> Any:
+        offset = draw(keys, cfg.com_pos_offset_range, 3)
+        com = offset + offset.new_tensor(home)
+        return state.copy().set("world", world.with_parameter(sim, state["world"], "body_ipos", uid, com))
+
+    return apply
+
+
+_Masses = Annotated[
+    Annotated[Span, LIST] | Annotated[dict[str, Span], OBJECT],
+    by_kind("a list [lowest, highest], or an object with such a list for each link name"),
+]
+
+
+class RandomizeArticulationMassConfig(ConfigModel):
+    """Settings of `randomize_articulation_mass`: links of the robot, and the ranges of their random masses."""
+
+    entity_cfg: EntityConfig = Field(description="the robot")
+    mass_range: _Masses = Field(
+        description="[lowest, highest] for all links, or an object that maps names of links to [lowest, highest], kg"
+    )
+    link_names: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = Field(
+        None, description="regular expressions that choose the links by name; by default, all links that have a mass"
+    )
+    relative: bool = Field(False, description="add masses to the masses in the scene")
+
+    @model_validator(mode="after")
+    def _one_choice(self) -> "RandomizeArticulationMassConfig":
+        if self.link_names is not None and isinstance(self.mass_range, dict):
+            raise ValueError("link_names and an object mass_range both choose links; keep one")
+        return self
+
+    def spans(self, sim: Simulation) -> dict[str, tuple[float, float]]:
+        """Return a dictionary that maps the name of each chosen body to the range of its mass.
+
+        Raises: ConfigError if there is no such robot or link, or if a link has no mass.
+        """
+        uid, model = self.entity_cfg.uid, sim.model
+        prefix = f"{uid}/"
+        masses = {model.body(i).name: float(model.body_mass[i]) for i in range(1, model.nbody)}
+        links = {name.removeprefix(prefix): mass for name, mass in masses.items() if name.startswith(prefix)}
+        if not links:
+            robots = {name.split("/")[0] for name in masses if "/" in name}
+            raise ConfigError(f"params.entity_cfg.uid: no robot {uid!r}; {did_you_mean(uid, robots)}")
+        if isinstance(self.mass_range, dict):
+            chosen = dict(self.mass_range)
+        elif self.link_names is None:
+            chosen = {name: self.mass_range for name, mass in links.items() if mass > 0.0}
+        else:
+            chosen = {name: self.mass_range for pattern in self.link_names for name in _fitting(pattern, links)}
+        for name in chosen:
+            if name not in links:
+                raise ConfigError(f"params.mass_range: unknown link {name!r}; {did_you_mean(name, links)}")
+            if links[name] <= 0.0:
+                raise ConfigError(f"params: link {name!r} has no mass that could vary; choose other links")
+        return {prefix + name: span for name, span in chosen.items()}
+
+    def varied(self, sim: Simulation) -> Varied:
+        """Return pairs of a model field's name and a link's name, for all fields that the event changes."""
+        return tuple((field, name) for name in self.spans(sim) for field in ("body_mass", "body_inertia"))
+
+
+def _fitting(pattern: str, links: dict[str, float]) -> list[str]:
+    """Return the links whose whole name fits a regular expression. Raise ConfigError if there is none."""
+    try:
+        found = [name for name in links if re.fullmatch(pattern, name)]
+    except re.error as error:
+        raise ConfigError(f"params.link_names: {pattern!r} is not a regular expression: {error}") from None
+    if not found:
+        raise ConfigError(f"params.link_names: no link fits {pattern!r}; {did_you_mean(pattern, links)}")
+    return found
+
+
+@register_event("randomize_articulation_mass")
+def randomize_articulation_mass(cfg: RandomizeArticulationMassConfig, sim: Simulation) -> Apply:
+    """Set the masses of links of the robot to random values. The links keep their shapes and a uniform density.
+
+        m' = draw, or m + draw, kg;  inertia' = inertia m' / m
+
+    `m` is the link's mass in the scene. The mass of each link is drawn on its own. A link whose gravity is compensated,
+    as in the built-in arm, is also compensated with its new mass.
+    """
+    spans, rows = cfg.spans(sim), []
+    for name, span in spans.items():
+        (mass,), inertia = (scene_values(sim, field, name) for field in ("body_mass", "body_inertia"))
+        low, high = (bound + mass if cfg.relative else bound for bound in span)
+        if low <= 0.0:
+            raise ConfigError(f"params.mass_range: the lowest mass of {name!r} is {low} kg, expected more than 0")
+        rows.append((name, low, high, mass, inertia))
+    names, low, high, _, _ = zip(*rows, strict=True)
+
+    def apply(state: Any, keys: Tensor) -> Any:
+        masses, worlds = draw(keys, (low, high), len(names)), state["world"]
+        for i, (name, _, _, mass, inertia) in enumerate(rows):
+            new = masses[..., i : i + 1]
+            worlds = world.with_parameter(sim, worlds, "body_mass", name, new)
+            worlds = world.with_parameter(sim, worlds, "body_inertia", name, new / mass * new.new_tensor(inertia))
+        return state.copy().set("world", worlds)
+
+    return apply
+
+
+class ScaleConfig(ConfigModel):
+    """Range of the random factors of an object's size."""
+
+    scale_factor_range: Factors = Field(
+        description="[lowest, highest] factors of the size in the scene config: each a list of one factor, or of three "
+        "for x, y and z"
+    )
+    same_scale_all_axes: bool = Field(True, description="use the first factor for all axes; only a Cube has others")
+
+    @model_validator(mode="after")
+    def _three(self) -> "ScaleConfig":
+        if not self.same_scale_all_axes and {len(bound) for bound in self.scale_factor_range} != {3}:
+            raise ValueError("same_scale_all_axes is false; give three lowest and three highest factors")
+        return self
+
+
+class RandomizeScaleConfig(ScaleConfig):
+    """Settings of `randomize_rigid_object_scale`: an object, and the range of the random factors of its size."""
+
+    entity_cfg: EntityConfig = Field(description="the object")
+
+    def varied(self, sim: Simulation) -> Varied:
+        """Return pairs of a model field's name and the object's name, for all fields that the event changes."""
+        return _scaled_fields(sim, self.entity_cfg.uid)
+
+
+class RandomizeScalesConfig(ScaleConfig):
+    """Settings of `randomize_rigid_objects_scale`: objects, and the range of the random factors of their sizes."""
+
+    entity_cfgs: Annotated[tuple[EntityConfig, ...], Field(strict=False, min_length=1)] = Field(
+        description="the objects"
+    )
+    shared_sample: bool = Field(False, description="use the same factors for all objects of an environment")
+
+    def varied(self, sim: Simulation) -> Varied:
+        """Return pairs of a model field's name and an object's name, for all fields that the event changes."""
+        return tuple(pair for entity in self.entity_cfgs for pair in _scaled_fields(sim, entity.uid))
+
+
+def _scaled_fields(sim: Simulation, uid: str) -> Varied:
+    """Return the model fields that depend on the size of an object."""
+    is_dynamic = int(sim.model.body_dofnum[id_of(sim.model, "body", uid)]) == 6
+    return tuple((field, uid) for field in ("geom_size", *(_MASS_FIELDS[1:] if is_dynamic else ())))
+
+
+def _scaling(cfg: ScaleConfig, sim: Simulation, uid: str, parameter: str) -> Any:
+    """Return a function that scales an object of worlds by factors `[*B, 3]`."""
+    object_of(sim, EntityConfig(uid=uid), parameter)
+    home, kinds = scene_values(sim, "geom_size", uid), mujoco().mjtGeom
+    kind = int(sim.model.geom_type[id_of(sim.model, "geom", uid)])
+    if not cfg.same_scale_all_axes and kind != int(kinds.mjGEOM_BOX):
+        fault = f"{uid!r} is not a Cube, so its axes have one factor"
+        raise ConfigError(f"params.same_scale_all_axes: {fault}; set same_scale_all_axes to true")
+
+    def scaled(worlds: Any, factors: Tensor) -> Any:
+        worlds = world.with_parameter(sim, worlds, "geom_size", uid, factors * factors.new_tensor(home))
+        return _with_inertia(sim, worlds, uid) if ("body_inertia", uid) in sim.varied else worlds
+
+    return scaled
+
+
+def _draw_factors(cfg: ScaleConfig, keys: Tensor) -> Tensor:
+    if cfg.same_scale_all_axes:
+        low, high = (bound[:1] for bound in cfg.scale_factor_range)
+        return draw(keys, (low, high), 1).expand(*keys.shape, 3)
+    return draw(keys, cfg.scale_factor_range, 3)
+
+
+@register_event("randomize_rigid_object_scale")
+def randomize_rigid_object_scale(cfg: RandomizeScaleConfig, sim: Simulation) -> Apply:
+    """Scale the size of an object by random factors. The mass and the position of the centre do not change.
+
+        size' = size draw;  inertia' is the inertia of the new shape with the same mass
+
+    `size` is the size in the scene config. An object on the floor that grows is pushed up by the floor. To place the
+    object above the floor, use `randomize_rigid_object_pose`.
+    """
+    scaled = _scaling(cfg, sim, cfg.entity_cfg.uid, "entity_cfg")
+
+    def apply(state: Any, keys: Tensor) -> Any:
+        return state.copy().set("world", scaled(state["world"], _draw_factors(cfg, keys)))
+
+    return apply
+
+
+@register_event("randomize_rigid_objects_scale")
+def randomize_rigid_objects_scale(cfg: RandomizeScalesConfig, sim: Simulation) -> Apply:
+    """Scale the sizes of several objects by random factors, as `randomize_rigid_object_scale` scales one object.
+
+    If `shared_sample` is set, all objects of an environment get the same factors.
+    """
+    each = [_scaling(cfg, sim, entity.uid, "entity_cfgs") for entity in cfg.entity_cfgs]
+
+    def apply(state: Any, keys: Tensor) -> Any:
+        worlds = state["world"]
+        for i, scaled in enumerate(each):
+            worlds = scaled(worlds, _draw_factors(cfg, keys if cfg.shared_sample else rng.fold_in(keys, i)))
+        return state.copy().set("world", worlds)
+
+    return apply
+
+
+class RandomizeRigidObjectFrictionConfig(ConfigModel):
+    """Settings of `randomize_rigid_object_friction`: an object, and the range of its random friction."""
+
+    entity_cfg: EntityConfig = Field(description="the object")
+    friction_range: NonNegativeSpan = Field(
+        description="[lowest, highest] coefficient of sliding friction, tangential force per normal force"
+    )
+
+    def varied(self, sim: Simulation) -> Varied:
+        """Return pairs of a model field's name and the object's name, for all fields that the event changes."""
+        return (("geom_friction", self.entity_cfg.uid),)
+
+
+@register_event("randomize_rigid_object_friction")
+def randomize_rigid_object_friction(cfg: RandomizeRigidObjectFrictionConfig, sim: Simulation) -> Apply:
+    """Set an object's coefficient of sliding friction, at rest and in motion, to a random value.
+
+        friction' = draw, tangential force per normal force
+
+    The coefficient applies to contacts with the floor, with the robot, and with fixed geoms of an MJCF file. If two
+    objects touch, the larger coefficient of the two objects applies.
+    """
+    uid = cfg.entity_cfg.uid
+    scene_values(sim, "geom_friction", uid)
+
+    def apply(state: Any, keys: Tensor) -> Any:
+        rest = world.parameter(sim, state["world"], "geom_friction", uid)[..., 1:]
+        friction = torch.cat((draw(keys, cfg.friction_range, 1), rest), -1)
+        return state.copy().set("world", world.with_parameter(sim, state["world"], "geom_friction", uid, friction))
+
+    return apply
+
+
+class RandomizeGravityConfig(ConfigModel):
+    """Settings of `randomize_gravity`: the range of the random gravity."""
+
+    gravity_range: Box = Field(description="[lowest, highest] x y z of the gravitational acceleration, m/s^2")
+
+    def varied(self, sim: Simulation) -> Varied:
+        """Return a pair of the name of the model field and the word world."""
+        return ((GRAVITY, "world"),)
+
+
+@register_event("randomize_gravity")
+def randomize_gravity(cfg: RandomizeGravityConfig, sim: Simulation) -> Apply:
+    """Set the gravitational acceleration to a random vector.
+
+        gravity' = draw, m/s^2;  a free fall from rest covers gravity' t^2 / 2 in the time t
+
+    Links whose gravity is compensated, as in the built-in arm, do not feel the gravity.
+    """
+    scene_values(sim, GRAVITY, "world")
+
+    def apply(state: Any, keys: Tensor) -> Any:
+        gravity = draw(keys, cfg.gravity_range, 3)
+        return state.copy().set("world", world.with_parameter(sim, state["world"], GRAVITY, "world", gravity))
+
+    return apply
+
+
+class PushRigidObjectConfig(ConfigModel):
+    """Settings of `push_rigid_object`: an object, and the range of the random force."""
+
+    entity_cfg: EntityConfig = Field(description="the object, dynamic")
+    force_range: Box = Field(description="[lowest, highest] force along x y z of the world, N")
+
+
+@register_event("push_rigid_object")
+def push_rigid_object(cfg: PushRigidObjectConfig, sim: Simulation) -> Apply:
+    """Apply a random force to the centre of an object during the next step.
+
+        force' = force + draw, N
+
+    A step of `dt` seconds changes the velocity of a free object of mass m by draw dt / m (m/s).
+    """
+    uid = cfg.entity_cfg.uid
+    _dynamic(sim, uid)
+
+    def apply(state: Any, keys: Tensor) -> Any:
+        return state.copy().set("force", state["force"] + world.push(sim, uid, draw(keys, cfg.force_range, 3)))
+
+    return apply
+
+
+class RandomizeVelocityConfig(ConfigModel):
+    """Settings of `randomize_rigid_object_velocity`: an object, and the ranges of its random velocities."""
+
+    entity_cfg: EntityConfig = Field(description="the object, dynamic")
+    linear_range: Box = Field(
+        ((0.0, 0.0, 0.0), (0.0, 0.0, 0.0)), description="[lowest, highest] velocity along x y z of the world, m/s"
+    )
+    angular_range: Box = Field(
+        ((0.0, 0.0, 0.0), (0.0, 0.0, 0.0)),
+        description="[lowest, highest] angular velocity about x y z of the world, rad/s",
+    )
+    relative: bool = Field(False, description="add velocities to the current velocities")
+
+
+@register_event("randomize_rigid_object_velocity")
+def randomize_rigid_object_velocity(cfg: RandomizeVelocityConfig, sim: Simulation) -> Apply:
+    """Set the linear and the angular velocity of an object to random values in the world frame.
+
+    v' = draw, or v + draw, m/s;  omega' = draw, or omega + draw, rad/s
+    """
+    uid = cfg.entity_cfg.uid
+    _dynamic(sim, uid)
+
+    def apply(state: Any, keys: Tensor) -> Any:
+        linear, angular = draw(keys, cfg.linear_range, 3), draw(rng.fold_in(keys, 1), cfg.angular_range, 3)
+        if cfg.relative:
+            old_linear, old_angular = world.body_velocity(sim, state["world"], uid)
+            linear, angular = linear + old_linear, angular + old_angular
+        return state.copy().set("world", world.with_body_velocity(sim, state["world"], uid, linear, angular))
+
+    return apply
