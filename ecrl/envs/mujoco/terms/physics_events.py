@@ -8,7 +8,7 @@ import re
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor
 
 from ecrl import rng
@@ -151,6 +151,10 @@ _Masses = Annotated[
 ]
 
 
+def _listed(names: Any) -> Any:
+    return [names] if isinstance(names, str) else names
+
+
 class RandomizeArticulationMassConfig(ConfigModel):
     """Settings of `randomize_articulation_mass`: links of the robot, and the ranges of their random masses."""
 
@@ -158,7 +162,7 @@ class RandomizeArticulationMassConfig(ConfigModel):
     mass_range: _Masses = Field(
         description="[lowest, highest] for all links, or an object that maps names of links to [lowest, highest], kg"
     )
-    link_names: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = Field(
+    link_names: Annotated[tuple[str, ...], BeforeValidator(_listed), Field(strict=False, min_length=1)] | None = Field(
         None, description="regular expressions that choose the links by name; by default, all links that have a mass"
     )
     relative: bool = Field(False, description="add masses to the masses in the scene")
