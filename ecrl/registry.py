@@ -91,6 +91,8 @@ _IN_POLICIES = ("network", "vla_backend")
 _ENTRIES: dict[str, dict[str, Entry]] = {kind: {} for kind in _KINDS}
 
 
+_ADVICE: dict[str, dict[str, str]] = {kind: {} for kind in _KINDS}
+"""For each kind, advice for names that other libraries have and ecrl does not have."""
 _IMPORT_FIRST = "import its module first: import MODULE in Python, --import MODULE in a shell"
 _FAILED_PLUGINS: list[str] = []  # error messages of plugins that failed to import
 _IMPORTED_GROUPS: list[str] = []  # filled before the plugins are imported, because plugins register components
@@ -309,6 +311,17 @@ def registered(kind: str) -> tuple[str, ...]:
     return tuple(sorted(_ENTRIES[kind]))
 
 
+def add_advice(kind: str, advice: dict[str, str]) -> None:
+    """Add advice to the errors for unknown names. `advice` maps each name to one line that says what to use instead."""
+    _ADVICE[kind].update(advice)
+
+
+def advised(kind: str) -> dict[str, str]:
+    """Return a dictionary that maps each unknown name with advice to the advice."""
+    registered(kind)
+    return dict(_ADVICE[kind])
+
+
 def lookup(kind: str, name: str) -> Entry:
     """Return the registry entry of a component. For an unknown name, raise a KeyError that suggests known names.
 
@@ -318,6 +331,8 @@ def lookup(kind: str, name: str) -> Entry:
     """
     known = registered(kind)
     if name not in known:
+        if name in _ADVICE[kind]:
+            raise KeyError(f"ecrl has no {kind} {name!r}; {_ADVICE[kind][name]}")
         short_name = repr(name if len(name) <= 60 else f"{name[:60]}...")
         nearest = did_you_mean(name, known)
         nearest += f"{'' if nearest.endswith('?') else '.'} If the {kind} is your own, {_IMPORT_FIRST}"

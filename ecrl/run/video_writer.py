@@ -24,7 +24,7 @@ from tensordict import TensorDict
 from ecrl.config import Config, EventConfig
 from ecrl.config.model import term_text
 from ecrl.envs import make_env
-from ecrl.envs.mujoco.camera import CameraConfig, backend, drawing, grid
+from ecrl.envs.mujoco.camera import CameraConfig, backend, drawing, grid, sizes_of
 from ecrl.envs.mujoco.terms.cameras import RecordCameraConfig
 from ecrl.errors import ConfigError, extra
 from ecrl.run.loggers import tolerate_errors
@@ -138,14 +138,21 @@ def render_views(sim: Any, camera: CameraConfig, views: Iterable[TensorDict]) ->
     with drawing(sim, camera) as draw:
         for worlds in views:
             arrays: Any = worlds.cpu().numpy()
-            targets = arrays.get("targets", {})
+            targets = {
+                **arrays.get("targets", {}),
+                **{name: x.numpy() for name, x in sizes_of(sim, worlds.cpu()).items()},
+            }
             rows = ((row, {name: x[i] for name, x in targets.items()}) for i, row in enumerate(arrays["physics"]))
             yield grid([draw(*row).copy() for row in rows])
 
 
 def view(state: TensorDict, count: int) -> TensorDict:
-    """Return the state fields `physics` and `targets`, which a camera needs, for the first `count` environments."""
-    parts: dict[str, Any] = {"physics": state["world", "physics"][:count]}
+    """Return the state fields that a camera needs, for the first `count` environments.
+
+    The fields are `physics`, `parameters` if model fields vary, and `targets` if the task has targets.
+    """
+    worlds = cast(TensorDict, state["world"])
+    parts: dict[str, Any] = {n: worlds[n][:count] for n in ("physics", "parameters") if n in worlds}
     if "targets" in state:
         targets = cast(TensorDict, state["targets"])
         parts["targets"] = TensorDict({name: x[:count] for name, x in targets.items()}, [count])

@@ -1,6 +1,7 @@
 """Images as observations, and events that move cameras and change lights."""
 
 import threading
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -11,21 +12,24 @@ from tensordict import TensorDict
 
 from ecrl import rng
 from ecrl.compile.jit import choose_form
+from ecrl.config import EventConfig
 from ecrl.config.model import validate_section
-from ecrl.envs import make_env
+from ecrl.envs import auto_reset, make_env, with_events
 from ecrl.envs.mujoco import camera, render_op
 from ecrl.envs.mujoco.camera import drawing
 from ecrl.envs.mujoco.scene.config import LightConfig
 from ecrl.envs.mujoco.terms.cameras import (
     CameraImageConfig,
     RandomizeCameraConfig,
+    RandomizeIntrinsicsConfig,
     RandomizeLightConfig,
     camera_image,
-    randomize_camera,
+    randomize_camera_extrinsics,
     randomize_light,
 )
 from ecrl.errors import ConfigError
 from ecrl.loop.iteration import init_state, make_iteration
+from ecrl.run.video_writer import render_views, view
 
 TINY = SMALL | {"resolution": [12, 8], "intrinsics": [12, 12, 6, 4]}
 CONFIG = CameraImageConfig.model_validate(TINY)
@@ -172,12 +176,12 @@ def test_draws_lie_between_the_bounds():
     assert both.stores == {camera.EYE: (0.0, 0.0, 0.0), camera.TARGET: (0.0, 0.0, 0.0)}
     keys = rng.split(rng.key(1), 500)
     state = TensorDict({"targets": {name: torch.zeros(500, 3) for name in both.stores}}, [500])
-    after = assert_pure(randomize_camera(both, None), state, keys)["targets"]
+    after = assert_pure(randomize_camera_extrinsics(both, None), state, keys)["targets"]
     low, high = after[camera.EYE].min(0).values, after[camera.EYE].max(0).values
     close(low, [-0.1, 0.0, 0.5], 0.02)
     close(high, [0.1, 0.0, 1.0], 0.02)
     close(after[camera.TARGET].mean(0), [0.5, 1.0, 1.5], 0.15)
-    one = randomize_camera(both, None)(state[3], keys[3])
+    one = randomize_camera_extrinsics(both, None)(state[3], keys[3])
     assert torch.equal(one["targets", camera.EYE], after[camera.EYE][3])
     u = rng.uniform(rng.fold_in(keys, 1), (3,))
     close(after[camera.TARGET], u * torch.tensor([1.0, 2.0, 3.0]))
@@ -212,8 +216,11 @@ def test_before_the_first_draw_the_light_is_the_scenes():
 @pytest.mark.parametrize(
     ("func", "params"),
     [
-        ("randomize_camera", {"eye_range": [[-0.3, -0.3, -0.3], [0.3, 0.3, 0.3]]}),
-        ("randomize_camera", {"target_range": [[-0.3, -0.3, -0.3], [0.3, 0.3, 0.3]]}),
+        ("randomize_camera_extrinsics", {"eye_range": [[-0.3, -0.3, -0.3], [0.3, 0.3, 0.3]]}),
+        ("randomize_camera_extrinsics", {"target_range": [[-0.3, -0.3, -0.3], [0.3, 0.3, 0.3]]}),
+        ("randomize_camera_extrinsics", {"up_range": [[-0.9, -0.9, 0.0], [0.9, 0.9, 0.0]]}),
+        ("randomize_camera_intrinsics", {"focal_x_range": [-4.0, 4.0], "cy_range": [-3.0, 3.0]}),
+        ("randomize_visual_material", {"entity_cfg": {"uid": "floor"}, "base_color_range": [[0, 0, 0], [0.5, 1, 1]]}),
         ("randomize_light", {"direction_range": [[-1, -1, -1], [1, 1, -0.5]]}),
         ("randomize_light", {"color_range": [[0, 0, 0], [0.5, 0.5, 0.5]]}),
     ],
@@ -230,7 +237,7 @@ def test_events_of_a_task_change_what_is_seen_and_nothing_else(func, params):
 @pytest.mark.parametrize(
     ("model", "settings", "message"),
     [
-        (RandomizeCameraConfig, {}, "give eye_range, target_range or both"),
+        (RandomizeCameraConfig, {}, "give eye_range, target_range, up_range or several"),
         (RandomizeLightConfig, {}, "give direction_range, color_range or both"),
         (RandomizeCameraConfig, {"eye_range": [[0, 1, 0], [0, 0, 0]]}, "lowest 1.0 is above highest 0.0"),
         (RandomizeLightConfig, {"color_range": [[0, 0, 0], [0, 0, 2]]}, "color_range"),
@@ -244,3 +251,79 @@ def test_events_of_a_task_change_what_is_seen_and_nothing_else(func, params):
 def test_settings_without_effect_are_refused(model, settings, message):
     with pytest.raises(ConfigError, match=message):
         validate_section(model, settings, "params")
+
+
+def _drawn_cube(env, state, settings=SMALL):
+    """Red, green and blue of the pixels of the cube, which is the only red thing, for each environment."""
+    images = camera_image(CameraImageConfig.model_validate(settings), env.scene)(state, None).int()
+    red, green, blue = images.unbind(-1)
+    return images, (red > 1.5 * green) & (red > 1.5 * blue) & (red > 60)
+
+
+@gl
+def test_an_object_has_the_drawn_color_in_images_and_the_scenes_color_before():
+    color = {"entity_cfg": {"uid": "cube"}, "base_color_range": [[0.0, 0.0, 1.0], [0.0, 0.0, 1.0]]}
+    event = {"func": "randomize_visual_material", "mode": "interval", "interval_step": 2, "params": color}
+    env = _env(z=event)
+    state = _states(env, 2)
+    close(state["targets", "color/cube"], [[0.85, 0.35, 0.2]] * 2, 1e-6)
+    images, red = _drawn_cube(env, state)
+    assert (red.sum((1, 2)) > 3).all() and torch.equal(images, _drawn_cube(_env(), _states(_env(), 2))[0])
+    for _ in range(2):
+        state = env.step(state, torch.zeros(2, 6), env.draw(rng.split(rng.key(0), 2)))
+    images, _ = _drawn_cube(env, state)
+    blue = (images[..., 2] > 60) & (images[..., 0] < 40)
+    assert (blue.sum((1, 2)) > 3).all()
+    assert torch.equal(_drawn_cube(env, _states(env, 2))[1], red)  # the earlier color is gone
+
+
+@gl
+def test_an_object_has_its_drawn_size_in_images_and_in_videos():
+    shown = {"eye": [-0.6, -0.4, 1.0], "target": [-0.6, -0.4, 0.0], "up": [0.0, 1.0, 0.0]}
+    shown |= {"resolution": [64, 48], "intrinsics": [240, 240, 32, 24]}
+    pixels = []
+    for factor in (0.5, 1.0):
+        cube = {"entity_cfg": {"uid": "cube"}, "scale_factor_range": [[factor], [factor]]}
+        env = _env(z={"func": "randomize_rigid_object_scale", "mode": "reset", "params": cube})
+        state = _states(env, 2)
+        images, red = _drawn_cube(env, state, shown)
+        pixels.append(red.sum((1, 2)).float())
+        film = next(render_views(env.scene, CameraImageConfig.model_validate(shown), [view(state, 1)]))
+        assert torch.equal(torch.from_numpy(film).int(), images[0])
+    close(pixels[0] / pixels[1], [0.25 * (0.9 / 0.925) ** 2] * 2, 0.05)  # the smaller cube's top is lower
+
+
+def test_a_longer_focal_length_moves_points_away_from_the_principal_point():
+    """(fx x / z + cx) of the module's description, by the frustum that MuJoCo gets."""
+    ranges = {"focal_x_range": [10.0, 10.0], "cx_range": [5.0, 5.0], "cy_range": [-2.0, -2.0]}
+    cfg = validate_section(RandomizeIntrinsicsConfig, ranges, "params")
+    targets = {name: torch.zeros(3).numpy() for name in cfg.stores}
+    plain, changed = (SimpleNamespace(frustum_near=0.1, frustum_far=1.0) for _ in range(2))
+    settings = CameraImageConfig.model_validate(SMALL)
+    camera._aim(settings, targets, [plain])
+    camera._aim(settings, {name: torch.tensor(low).numpy() for name, (low, _) in cfg.ranges.items()}, [changed])
+    fx, _, cx, _ = settings.intrinsics
+    width, _ = settings.resolution
+    close(torch.tensor(changed.frustum_width), 0.1 * width / (2 * (fx + 10.0)), 1e-6)
+    close(torch.tensor(changed.frustum_center), 0.1 * (width / 2 - cx - 5.0) / (fx + 10.0), 1e-6)
+    close(torch.tensor(plain.frustum_top - changed.frustum_top), 0.1 * 2.0 / 60.0, 1e-6)
+    assert plain.frustum_width > changed.frustum_width and (changed.forward == plain.forward).all()
+
+
+@pytest.mark.parametrize("func", ["randomize_visual_material", "randomize_camera_intrinsics", "randomize_light"])
+def test_under_trainer_events_the_error_names_the_right_place(func):
+    params = {
+        "randomize_visual_material": {"entity_cfg": {"uid": "cube"}},
+        "randomize_camera_intrinsics": {"cx_range": [-1.0, 1.0]},
+        "randomize_light": {"color_range": [[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]]},
+    }
+    event = {"func": func, "mode": "reset", "params": params[func]}
+    outer = {"it": validate_section(EventConfig, event, "trainer.events.train.it")}
+    keys = rng.split(rng.key(0), 2)
+    with pytest.raises(ConfigError, match=rf"trainer.events.it \({func}\): .*put the event under env.cfg.events$"):
+        with_events(auto_reset(_env()), outer).reset(keys)
+    own = auto_reset(_env(own=event))
+    ours, theirs = (e.reset(keys)["targets"] for e in (own, with_events(own, outer)))
+    assert not all(torch.equal(ours[name], theirs[name]) for name in ours.keys())
+    with pytest.raises(ConfigError, match="no object 'cub' with a color; did you mean 'cube'"):
+        _env(z={"func": "randomize_visual_material", "params": {"entity_cfg": {"uid": "cub"}}})

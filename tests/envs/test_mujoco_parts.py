@@ -190,7 +190,7 @@ def test_only_the_starts_that_are_used_are_drawn():
 @gl
 def test_startup_events_last_and_their_episodes_are_drawn():
     ranges = {"eye_range": [[-0.3, -0.3, -0.3], [0.3, 0.3, 0.3]]}
-    moved = {"z": {"func": "randomize_camera", "mode": "startup", "params": ranges}}
+    moved = {"z": {"func": "randomize_camera_extrinsics", "mode": "startup", "params": ranges}}
     goal = {"func": "randomize_target_pose", "mode": "reset"}
     goal |= {"params": {"position_range": [[-0.9, -0.4, 0.2], [-0.5, 0.1, 0.7]], "store_key": "target_pose"}}
     env = _task("ReachRL", max_episode_steps=2, events=moved | {"goal": goal})

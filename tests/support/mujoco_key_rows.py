@@ -353,7 +353,7 @@ CAMERAS = [
     *at("CameraConfig", IMAGE, PICTURED, pictured, quality="full"),
     *between("CameraConfig", IMAGE, PICTURED, pictured, intrinsics=(CAMERA["intrinsics"], [6.0, 6.0, 8.0, 6.0])),
 ]
-SWAYING = one_more("randomize_camera", PICTURED, eye_range=NEAR, target_range=NEAR)
+SWAYING = one_more("randomize_camera_extrinsics", PICTURED, eye_range=NEAR, target_range=NEAR)
 LIT = one_more("randomize_light", PICTURED, direction_range=[[-1.0] * 3, [0.0] * 3], color_range=[[0.0] * 3, [1.0] * 3])
 CAMERAS += event_between("RandomizeCameraConfig", SWAYING, pictured, eye_range=(NEAR, FAR), target_range=(NEAR, FAR))
 CAMERAS += event_between(

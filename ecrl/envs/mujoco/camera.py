@@ -21,13 +21,22 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from ecrl.config.model import ConfigModel, Positive
+from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.physics.simulation import Simulation, state_bits
 from ecrl.envs.mujoco.scene.config import Real, Triple
 from ecrl.envs.mujoco.scene.models import mujoco
 from ecrl.errors import UserError
 
-EYE, TARGET, DIRECTION, COLOR = "camera_eye_offset", "camera_target_offset", "light_direction", "light_color"
-"""Names of the targets that move cameras or change the light. A disc in the images marks each other target position."""
+EYE, TARGET, UP = "camera_eye_offset", "camera_target_offset", "camera_up_offset"
+FOCAL, CENTER = "camera_focal_offset", "camera_center_offset"
+DIRECTION, COLOR = "light_direction", "light_color"
+SETTINGS = (EYE, TARGET, UP, FOCAL, CENTER, DIRECTION, COLOR)
+"""Names of the targets that move cameras, change their intrinsics or change the light."""
+COLOR_OF, SIZE_OF = "color/", "size/"
+"""First parts of the names of vectors with the color or the size of an object, such as `color/cube`.
+
+A disc in the images marks each target position that has none of these names.
+"""
 
 _GOAL = np.array([0.1, 0.75, 0.3, 0.5], np.float32)
 _UPRIGHT = np.eye(3).ravel()
@@ -151,16 +160,29 @@ def _canvas(model: Any, width: int, height: int) -> Iterator[Callable[[Any], np.
         window.free()
 
 
-def _aim(camera: CameraConfig, eye: np.ndarray, target: np.ndarray, views: Any) -> None:
+def intrinsics_of(camera: CameraConfig) -> tuple[float, float, float, float]:
+    """Return the intrinsics fx, fy, cx and cy of a camera in pixels."""
+    width, height = camera.resolution
+    return camera.intrinsics or (600.0, 600.0, width / 2, height / 2)
+
+
+def _aim(camera: CameraConfig, targets: Mapping[str, np.ndarray], views: Any) -> None:
     """Set the pose and the intrinsics of `views`, which are the left-eye and right-eye cameras of an `MjvScene`."""
+    zero = np.zeros(3)
+    eye, target = (
+        np.add(start, targets.get(name, zero), dtype=np.float64)
+        for start, name in ((camera.eye, EYE), (camera.target, TARGET))
+    )
     distance = float(np.linalg.norm(target - eye))
     forward = (target - eye) / distance
-    up = np.array(camera.up if camera.up is not None else (0.0, 0.0, 1.0))
+    up = np.add(camera.up if camera.up is not None else (0.0, 0.0, 1.0), targets.get(UP, zero), dtype=np.float64)
     if camera.up is None and np.linalg.norm(np.cross(forward, up)) < 1e-6:
         up = np.array([0.0, 1.0, 0.0])
     up = up - forward * (forward @ up)
     width, height = camera.resolution
-    fx, fy, cx, cy = camera.intrinsics or (600.0, 600.0, width / 2, height / 2)
+    fx, fy, cx, cy = intrinsics_of(camera)
+    fx, fy = np.maximum(np.add((fx, fy), targets.get(FOCAL, zero)[:2], dtype=np.float64), 1.0)
+    cx, cy = np.add((cx, cy), targets.get(CENTER, zero)[:2], dtype=np.float64)
     for view in views:
         near, view.frustum_far = view.frustum_near, max(view.frustum_far, 10.0 * distance)
         view.pos, view.forward, view.up = eye, forward, up / np.linalg.norm(up)
@@ -189,6 +211,38 @@ def _set_lights(scene: Any, targets: Mapping[str, np.ndarray], headlight: tuple[
             light.diffuse = targets[COLOR]
 
 
+@cache
+def named_shapes(sim: Simulation) -> tuple[str, ...]:
+    """Return the names of the geoms whose color an event can change: the objects' own geoms, and the floor."""
+    names = (sim.model.geom(i).name for i in range(sim.model.ngeom))
+    bodies = {sim.model.body(i).name for i in range(1, sim.model.nbody)}
+    return tuple(name for name in names if name and (name in bodies or name == "floor"))
+
+
+def scene_colors(sim: Simulation) -> dict[str, tuple[float, ...]]:
+    """Return a dictionary that maps the names of color vectors to the colors in the scene: red, green and blue."""
+    return {COLOR_OF + name: tuple(map(float, sim.model.geom(name).rgba[:3])) for name in named_shapes(sim)}
+
+
+def sizes_of(sim: Simulation, worlds: Any) -> dict[str, Any]:
+    """Return a dictionary that maps the names of size vectors to the sizes `[*B, 3]` of the objects whose size varies.
+
+    `worlds` has the field `parameters`, unless no model field varies.
+    """
+    uids = (uid for field, uid in sim.varied if field == "geom_size" and uid in named_shapes(sim))
+    return {SIZE_OF + uid: world.parameter(sim, worlds, "geom_size", uid) for uid in uids}
+
+
+def _set_shapes(model: Any, scene_model: Any, targets: Mapping[str, np.ndarray]) -> None:
+    """Set the colors and the sizes of shapes in a model. All other shapes get the values of the scene."""
+    model.geom_rgba[:], model.geom_size[:] = scene_model.geom_rgba, scene_model.geom_size
+    for name, values in targets.items():
+        if name.startswith(COLOR_OF):
+            model.geom(name.removeprefix(COLOR_OF)).rgba[:3] = values
+        elif name.startswith(SIZE_OF):
+            model.geom(name.removeprefix(SIZE_OF)).size[:] = values
+
+
 def _add_mark(gl: Any, scene: Any, position: np.ndarray) -> None:
     """Add a translucent green disc at `position` to an `MjvScene`."""
     if scene.ngeom < scene.maxgeom:
@@ -203,8 +257,9 @@ def drawing(sim: Simulation, camera: CameraConfig) -> Iterator[Draw]:
 
     Call the yielded function only in the thread that entered the context manager.
 
-    Discs in the images mark the targets that are positions. The targets of `randomize_camera` move the camera, and the
-    targets of `randomize_light` change the light. An image depends only on its state and targets, and not on the images
+    Discs in the images mark the targets that are positions. The targets of `randomize_camera_extrinsics` and
+    `randomize_camera_intrinsics` change the camera, and the targets of `randomize_light` change the light. The targets
+    of `randomize_visual_material` change colors. An image depends only on its state and targets, and not on the images
     that were drawn before.
 
     Raises: UserError if neither EGL nor OSMesa works.
@@ -219,24 +274,24 @@ def drawing(sim: Simulation, camera: CameraConfig) -> Iterator[Draw]:
     near_far = [(side.frustum_near, side.frustum_far) for side in scene.camera]
     headlight = scene.lights[0].pos.copy(), scene.lights[0].dir.copy()  # behind MuJoCo's default camera
     positions = gl.mj_kinematics, gl.mj_comPos, gl.mj_camlight, gl.mj_flex, gl.mj_tendon
-    bits, no_offset, pose = state_bits(), np.zeros(3), b""
+    bits, pose = state_bits(), b""
     with _canvas(model, *camera.resolution) as paint:
 
         def draw(row: np.ndarray, targets: Mapping[str, np.ndarray]) -> np.ndarray:
             nonlocal pose
+            _set_shapes(model, sim.model, targets)
             gl.mj_setState(model, data, row, bits)
             for compute in positions:  # faster than `mj_forward`, which also computes contacts, forces and sensors
                 compute(model, data)
             gl.mjv_updateScene(model, data, option, None, view, everything, scene)
-            eye = np.add(camera.eye, targets.get(EYE, no_offset), dtype=np.float64)
-            target = np.add(camera.target, targets.get(TARGET, no_offset), dtype=np.float64)
-            if pose != (pose := eye.tobytes() + target.tobytes()):
+            offsets = [targets[name].tobytes() if name in targets else b"" for name in SETTINGS[:5]]
+            if pose != (pose := b"|".join(offsets)):
                 for side, (near, far) in zip(scene.camera, near_far, strict=True):
                     side.frustum_near, side.frustum_far = near, far
-                _aim(camera, eye, target, scene.camera)
+                _aim(camera, targets, scene.camera)
             _set_lights(scene, targets, headlight)
-            for name in targets.keys() - {EYE, TARGET, DIRECTION, COLOR}:
-                if len(targets[name]) == 3:
+            for name in targets.keys() - {*SETTINGS}:
+                if len(targets[name]) == 3 and not name.startswith((COLOR_OF, SIZE_OF)):
                     _add_mark(gl, scene, targets[name])
             return paint(scene)
 

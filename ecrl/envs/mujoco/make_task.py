@@ -15,7 +15,7 @@ from ecrl.config.model import term_text
 from ecrl.envs.core import Env
 from ecrl.envs.events import check_event, lowered_gap, make_event
 from ecrl.envs.mujoco import world
-from ecrl.envs.mujoco.camera import scene_light
+from ecrl.envs.mujoco.camera import scene_colors, scene_light
 from ecrl.envs.mujoco.physics.simulation import Simulation, simulation
 from ecrl.envs.mujoco.scene.models import Varied, rows_of
 from ecrl.envs.mujoco.task_config import TaskConfig
@@ -274,7 +274,8 @@ def task_env(
     )
     stored = (getattr(event.params, "stores", {}) for _, event in sorted(cfg.events.items()))
     initial = {name: row for rows in stored for name, row in rows.items()}
-    initial |= {name: row for name, row in scene_light(sim).items() if name in initial}
+    of_scene = scene_light(sim) | scene_colors(sim)
+    initial |= {name: row for name, row in of_scene.items() if name in initial}
     targets = tuple((name, tuple(map(float, row))) for name, row in sorted(initial.items()))
     home = torch.from_numpy(sim.home.ctrl).float()
     functions = compute_task_state, check_truncated, get_reward, acceptable

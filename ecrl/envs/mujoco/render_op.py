@@ -23,7 +23,17 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from ecrl.envs.mujoco.camera import COLOR, DIRECTION, EYE, TARGET, CameraConfig, Draw, backend, drawing
+from ecrl.envs.mujoco.camera import (
+    COLOR_OF,
+    SETTINGS,
+    SIZE_OF,
+    CameraConfig,
+    Draw,
+    backend,
+    drawing,
+    named_shapes,
+    sizes_of,
+)
 from ecrl.envs.mujoco.physics.simulation import Simulation
 from ecrl.envs.mujoco.scene.models import STATE, loaded, size_of
 from ecrl.errors import ConfigError
@@ -34,7 +44,6 @@ NEEDED = "needed"
 `ecrl.envs.mujoco.task_step.observe_where` sets this field.
 """
 
-_VECTORS = (EYE, TARGET, DIRECTION, COLOR)
 _CAMERAS: dict[int, tuple[Simulation, CameraConfig]] = {}
 
 
@@ -71,6 +80,13 @@ def _camera(handle: int) -> tuple[Simulation, CameraConfig]:
     if handle not in _CAMERAS:
         raise ConfigError(f"camera {handle} is not registered in this process; make its environment first")
     return _CAMERAS[handle]
+
+
+@cache
+def _vector_names(sim: Simulation) -> tuple[str, ...]:
+    """Return the names of the vectors that an image depends on, other than the positions that the image marks."""
+    shapes = named_shapes(sim)
+    return (*SETTINGS, *(COLOR_OF + name for name in shapes), *(SIZE_OF + name for name in shapes))
 
 
 def _draw(handle: int) -> Draw:
@@ -129,10 +145,11 @@ def _run_together(jobs: list[_Job]) -> None:
 
 def _draw_rows(out: np.ndarray, physics: np.ndarray, vectors: np.ndarray, rows: np.ndarray, camera: int) -> None:
     """Draw the images of some rows into `out`."""
-    draw, is_absent = _draw(camera), np.isnan(vectors[:, : len(_VECTORS), 0])
-    marks = {f"mark {j}": len(_VECTORS) + j for j in range(vectors.shape[1] - len(_VECTORS))}
+    names = _vector_names(_camera(camera)[0])
+    draw, is_absent = _draw(camera), np.isnan(vectors[:, : len(names), 0])
+    marks = {f"mark {j}": len(names) + j for j in range(vectors.shape[1] - len(names))}
     for i in rows:
-        targets = {name: vectors[i, j] for j, name in enumerate(_VECTORS) if not is_absent[i, j]}
+        targets = {name: vectors[i, j] for j, name in enumerate(names) if not is_absent[i, j]}
         targets |= {name: vectors[i, j] for name, j in marks.items()}
         out[i] = draw(physics[i], targets)
 
@@ -169,16 +186,16 @@ def _vmap_image(
 torch.library.register_vmap(_NAME, _vmap_image)
 
 
-def _vectors(state: TensorDict, batch: torch.Size) -> Tensor:
-    """Stack the target vectors that an image depends on, `[*B, V, 3]`.
+def _vectors(sim: Simulation, state: TensorDict, batch: torch.Size) -> Tensor:
+    """Stack the vectors that an image depends on, `[*B, V, 3]`.
 
-    The first four vectors set the camera and the light. Each of the four is NaN if the state has no such target. The
-    other vectors are the positions that the image marks.
+    The first vectors set the camera, the light, and the colors and sizes of objects; see `_vector_names`. Each of them
+    is NaN if the state does not have it. The other vectors are the positions that the image marks.
     """
     targets: Any = state.get("targets", {})
-    absent = torch.full((*batch, 3), torch.nan)
-    rows = [targets.get(name, absent) for name in _VECTORS]
-    marks = [name for name in sorted(targets.keys()) if name not in _VECTORS and targets[name].shape[-1] == 3]
+    names, sizes, absent = _vector_names(sim), sizes_of(sim, state["world"]), torch.full((*batch, 3), torch.nan)
+    rows = [sizes.get(name, targets.get(name, absent)) for name in names]
+    marks = [name for name in sorted(targets.keys()) if name not in names and targets[name].shape[-1] == 3]
     return torch.stack([row.float() for row in (*rows, *(targets[name] for name in marks))], -2)
 
 
@@ -199,7 +216,7 @@ def image(handle: int, state: TensorDict) -> Tensor:
     if not physics.is_cpu:
         raise ConfigError(f"the state is on {physics.device}, but images need the CPU; set trainer.device to cpu")
     batch = physics.shape[:-1]
-    rows, vectors = physics.reshape(-1, size_of(sim.model, *STATE)), _vectors(state, batch)
+    rows, vectors = physics.reshape(-1, size_of(sim.model, *STATE)), _vectors(sim, state, batch)
     needed = state.get(NEEDED, torch.ones(batch, dtype=torch.bool))
     images = torch.ops.ecrl.mujoco_image(rows, vectors.reshape(len(rows), -1, 3), needed.reshape(-1), handle)
     return images.reshape(*batch, height, width, 3)

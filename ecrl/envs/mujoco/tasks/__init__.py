@@ -8,6 +8,7 @@ from ecrl.envs.mujoco.tasks.reach_color import ReachColorConfig, reach_color
 from ecrl.envs.mujoco.terms import (  # noqa: F401  # registers the terms
     actions,
     cameras,
+    embodichain_names,
     events,
     instructions,
     observations,

@@ -10,13 +10,26 @@ from torch import Tensor
 from ecrl import rng
 from ecrl.config.model import ConfigModel, Count, Fraction
 from ecrl.envs.events import Apply
-from ecrl.envs.mujoco.camera import COLOR, DIRECTION, EYE, TARGET, CameraConfig, Quality
+from ecrl.envs.mujoco.camera import (
+    CENTER,
+    COLOR,
+    COLOR_OF,
+    DIRECTION,
+    EYE,
+    FOCAL,
+    TARGET,
+    UP,
+    CameraConfig,
+    Quality,
+    named_shapes,
+)
 from ecrl.envs.mujoco.physics.simulation import Simulation
 from ecrl.envs.mujoco.render_op import camera_handle, image
 from ecrl.envs.mujoco.scene.config import LightConfig, Triple
-from ecrl.envs.mujoco.terms.term import Observe, new_entry
+from ecrl.envs.mujoco.terms.ranges import Span
+from ecrl.envs.mujoco.terms.term import EntityConfig, Observe, new_entry
 from ecrl.errors import ConfigError
-from ecrl.registry import register_event, register_observation
+from ecrl.registry import did_you_mean, register_event, register_observation
 
 
 def _ordered(bounds: tuple[tuple[float, ...], tuple[float, ...]]) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -104,28 +117,78 @@ def camera_image(cfg: CameraImageConfig, sim: Simulation) -> Observe:
     return lambda state, value: new_entry(value, image(handle, state))
 
 
+_Ranges = dict[str, tuple[tuple[float, ...], tuple[float, ...]]]
+
+
+def _zeros(ranges: _Ranges) -> dict[str, tuple[float, ...]]:
+    """Return a dictionary that maps the name of each target to its initial value 0."""
+    return dict.fromkeys(ranges, (0.0, 0.0, 0.0))
+
+
 class RandomizeCameraConfig(ConfigModel):
-    """Settings of `randomize_camera`: ranges of the random offsets."""
+    """Settings of `randomize_camera_extrinsics`: ranges of the random offsets."""
 
     eye_range: _Box | None = Field(None, description="[lowest, highest] x y z added to the eye of cameras, m")
     target_range: _Box | None = Field(None, description="[lowest, highest] x y z added to the target of cameras, m")
+    up_range: _Box | None = Field(None, description="[lowest, highest] x y z added to the up direction of cameras")
 
     @model_validator(mode="after")
     def _has_a_range(self) -> "RandomizeCameraConfig":
-        if self.eye_range is None and self.target_range is None:
-            raise ValueError("give eye_range, target_range or both")
+        if not self.ranges:
+            raise ValueError("give eye_range, target_range, up_range or several of them")
         return self
 
     @property
-    def ranges(self) -> dict[str, tuple[Triple, Triple]]:
+    def ranges(self) -> _Ranges:
         """Dictionary that maps the name of each target to the range of the target's random offset."""
-        ranges = {EYE: self.eye_range, TARGET: self.target_range}
+        ranges = {EYE: self.eye_range, TARGET: self.target_range, UP: self.up_range}
         return {name: box for name, box in ranges.items() if box is not None}
 
     @property
     def stores(self) -> dict[str, tuple[float, ...]]:
         """Dictionary that maps the name of each target to its initial value 0, which does not move the cameras."""
-        return dict.fromkeys(self.ranges, (0.0, 0.0, 0.0))
+        return _zeros(self.ranges)
+
+
+class RandomizeIntrinsicsConfig(ConfigModel):
+    """Settings of `randomize_camera_intrinsics`: ranges of the random offsets, pixels."""
+
+    focal_x_range: Span = Field((0.0, 0.0), description="[lowest, highest] added to the focal length fx, pixels")
+    focal_y_range: Span = Field((0.0, 0.0), description="[lowest, highest] added to the focal length fy, pixels")
+    cx_range: Span = Field((0.0, 0.0), description="[lowest, highest] added to the principal point cx, pixels")
+    cy_range: Span = Field((0.0, 0.0), description="[lowest, highest] added to the principal point cy, pixels")
+
+    @property
+    def ranges(self) -> _Ranges:
+        """Dictionary that maps the name of each target to the range of the target's random offset."""
+        focal = zip(self.focal_x_range, self.focal_y_range, (0.0, 0.0), strict=True)
+        center = zip(self.cx_range, self.cy_range, (0.0, 0.0), strict=True)
+        (low, high), (low_center, high_center) = focal, center
+        return {FOCAL: (low, high), CENTER: (low_center, high_center)}
+
+    @property
+    def stores(self) -> dict[str, tuple[float, ...]]:
+        """Dictionary that maps the name of each target to its initial value 0, which changes nothing."""
+        return _zeros(self.ranges)
+
+
+class RandomizeMaterialConfig(ConfigModel):
+    """Settings of `randomize_visual_material`: an object, and the range of its random color."""
+
+    entity_cfg: EntityConfig = Field(description="the object, or the floor: floor")
+    base_color_range: _Colors = Field(
+        ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)), description="[lowest, highest] red, green, blue, 0 to 1"
+    )
+
+    @property
+    def ranges(self) -> _Ranges:
+        """Dictionary that maps the name of the target to the range of the color."""
+        return {COLOR_OF + self.entity_cfg.uid: self.base_color_range}
+
+    @property
+    def stores(self) -> dict[str, tuple[float, ...]]:
+        """Dictionary that maps the name of each target to its initial value, which the color in the scene replaces."""
+        return _zeros(self.ranges)
 
 
 class RandomizeLightConfig(ConfigModel):
@@ -143,7 +206,7 @@ class RandomizeLightConfig(ConfigModel):
         return self
 
     @property
-    def ranges(self) -> dict[str, tuple[Triple, Triple]]:
+    def ranges(self) -> _Ranges:
         """Dictionary that maps the name of each target to the range of the target's random values."""
         ranges = {DIRECTION: self.direction_range, COLOR: self.color_range}
         return {name: box for name, box in ranges.items() if box is not None}
@@ -155,10 +218,17 @@ class RandomizeLightConfig(ConfigModel):
         return {name: {DIRECTION: default.direction, COLOR: default.color}[name] for name in self.ranges}
 
 
-def _draw_targets(cfg: RandomizeCameraConfig | RandomizeLightConfig) -> Apply:
+_Stored = RandomizeCameraConfig | RandomizeIntrinsicsConfig | RandomizeMaterialConfig | RandomizeLightConfig
+
+
+def _draw_targets(cfg: _Stored) -> Apply:
     """Return the `apply` function of an event that draws each target from its range."""
 
     def apply(state: TensorDict, keys: Tensor) -> TensorDict:
+        known = cast(TensorDict, state["targets"]).keys() if "targets" in state else ()
+        if missing := [name for name in cfg.ranges if name not in known]:
+            fault = f"the task does not keep {missing[0]!r}, so this event cannot vary it"
+            raise ConfigError(f"{fault}; put the event under env.cfg.events")
         targets = cast(TensorDict, state["targets"]).copy()
         for i, (name, (low, high)) in enumerate(cfg.ranges.items()):
             u = rng.uniform(rng.fold_in(keys, i), (3,))
@@ -168,12 +238,34 @@ def _draw_targets(cfg: RandomizeCameraConfig | RandomizeLightConfig) -> Apply:
     return apply
 
 
-@register_event("randomize_camera")
-def randomize_camera(cfg: RandomizeCameraConfig, sim: Simulation) -> Apply:
+@register_event("randomize_camera_extrinsics")
+def randomize_camera_extrinsics(cfg: RandomizeCameraConfig, sim: Simulation) -> Apply:
     """Move all cameras by random offsets. The event also moves the cameras that record videos.
 
     eye' = eye + draw,  target' = target + draw;    draw uniform between lowest and highest, m
     """
+    return _draw_targets(cfg)
+
+
+@register_event("randomize_camera_intrinsics")
+def randomize_camera_intrinsics(cfg: RandomizeIntrinsicsConfig, sim: Simulation) -> Apply:
+    """Change the intrinsics of all cameras by random offsets. The event also changes the cameras that record videos.
+
+        fx' = fx + draw,  fy' = fy + draw,  cx' = cx + draw,  cy' = cy + draw;    pixels
+
+    A focal length is at least 1 pixel.
+    """
+    return _draw_targets(cfg)
+
+
+@register_event("randomize_visual_material")
+def randomize_visual_material(cfg: RandomizeMaterialConfig, sim: Simulation) -> Apply:
+    """Set the color of an object in images to a random color. The opacity and the physics do not change.
+
+    color' = draw,    draw uniform between lowest and highest red, green and blue, 0 to 1
+    """
+    if (uid := cfg.entity_cfg.uid) not in (known := named_shapes(sim)):
+        raise ConfigError(f"params.entity_cfg.uid: no object {uid!r} with a color; {did_you_mean(uid, known)}")
     return _draw_targets(cfg)
 
 
