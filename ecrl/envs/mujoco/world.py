@@ -20,6 +20,7 @@ from ecrl.envs.mujoco.robots.robot import Drive
 from ecrl.envs.mujoco.scene.models import (
     STATE,
     control_per_target,
+    field_of,
     id_of,
     is_linear_in_control,
     mujoco,
@@ -337,6 +338,15 @@ def with_body_pose(
     return world
 
 
+def movable_bodies(sim: Simulation) -> tuple[str, ...]:
+    """Return the names of all dynamic and kinematic objects. The base of a robot is no object."""
+    model = sim.model
+    bases = {name.split("/")[0] for name in sim.robot.joints if "/" in name}
+    names = (model.body(i).name for i in range(1, model.nbody))
+    is_mocap = {model.body(i).name: int(model.body_mocapid[i]) >= 0 for i in range(1, model.nbody)}
+    return tuple(n for n in names if n not in bases and (is_mocap[n] or _free_joint(sim, n) is not None))
+
+
 def _first_dof(sim: Simulation, name: str) -> int:
     """Return the index of a free body's first degree of freedom. Raise ConfigError if the body is not free."""
     joint = _free_joint(sim, name)
@@ -424,6 +434,23 @@ def _parameter_columns(sim: Simulation, field: str, name: str) -> slice:
 def parameter(sim: Simulation, world: TensorDict, field: str, name: str) -> Tensor:
     """Return the values of a varied model field for one object, `[*B, size]`, in MuJoCo's units."""
     return world["parameters"][..., _parameter_columns(sim, field, name)].float()
+
+
+def field_value(sim: Simulation, world: TensorDict, field: str, name: str) -> Tensor:
+    """Return the values of a model field for one object, `[*B, size]`, in MuJoCo's units. The field need not vary."""
+    if (field, name) in sim.varied:
+        return parameter(sim, world, field, name)
+    values = field_of(sim.model, field).ravel()[rows_of(sim.model, field, name)].tolist()
+    return torch.tensor(values, device=world.device).expand(*world.batch_size, len(values))
+
+
+def body_scale(sim: Simulation, world: TensorDict, name: str) -> Tensor:
+    """Return the factors by which an object is longer along x, y and z than in the scene config, `[*B, 3]`."""
+    kinds, geom = mujoco().mjtGeom, id_of(sim.model, "geom", name)
+    size = field_value(sim, world, "geom_size", name)
+    ratio = size / size.new_tensor([edge or 1.0 for edge in sim.model.geom_size[geom].tolist()])
+    columns = {int(kinds.mjGEOM_SPHERE): (0, 0, 0), int(kinds.mjGEOM_CYLINDER): (0, 0, 1)}
+    return torch.stack([ratio[..., i] for i in columns.get(int(sim.model.geom_type[geom]), (0, 1, 2))], -1)
 
 
 def with_parameter(sim: Simulation, world: TensorDict, field: str, name: str, values: Tensor) -> TensorDict:

@@ -88,6 +88,30 @@ def pose(position: Tensor | None, quaternion: Tensor) -> Tensor:
     return out.unflatten(-1, (4, 4))
 
 
+def quaternion_of(pose: Tensor) -> Tensor:
+    """Return the quaternion of a pose `[*B, 4, 4]` in the order w, x, y, z, `[*B, 4]`. The first component is >= 0.
+
+        4 w^2 = 1 + R00 + R11 + R22,  4 w x = R21 - R12, and so on
+
+    Each row below is the quaternion times one of its components. The row of the largest component is the most precise.
+
+    >>> quaternion_of(torch.tensor([[0.0, -1.0, 0.0, 7.0], [1.0, 0.0, 0.0, 8.0], [0.0, 0.0, 1.0, 9.0], [0.0] * 4]))
+    tensor([0.7071, 0.0000, 0.0000, 0.7071])
+    """
+    (a, b, c), (d, e, f), (g, h, i) = (row.unbind(-1) for row in pose[..., :3, :3].unbind(-2))
+    rows = [
+        [1.0 + a + e + i, h - f, c - g, d - b],
+        [h - f, 1.0 + a - e - i, b + d, c + g],
+        [c - g, b + d, 1.0 - a + e - i, f + h],
+        [d - b, c + g, f + h, 1.0 - a - e + i],
+    ]
+    products = torch.stack([torch.stack(row, -1) for row in rows], -2)
+    largest = products.diagonal(dim1=-2, dim2=-1).argmax(-1)[..., None, None].expand(*products.shape[:-2], 1, 4)
+    row = products.gather(-2, largest).squeeze(-2)
+    unit = row / torch.linalg.vector_norm(row, dim=-1, keepdim=True)
+    return torch.where(unit[..., :1] < 0.0, -unit, unit)
+
+
 def constant_pose(position: Any, quaternion: Any) -> np.ndarray:
     """Convert a position and a quaternion to a pose, and return the pose as a NumPy array `[4, 4]`."""
     out, matrix = np.eye(4), np.zeros(9)

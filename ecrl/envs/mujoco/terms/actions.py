@@ -4,22 +4,23 @@ Each term defines the bounds of its action. The task clamps target positions to 
 """
 
 from math import pi
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, model_validator
 from tensordict import TensorDict
 from torch import Tensor
 
-from ecrl.config.model import ConfigModel, Count, Positive
+from ecrl.config.model import LIST, NUMBER, ConfigModel, Count, Positive, by_kind
 from ecrl.envs.mujoco import world
-from ecrl.envs.mujoco.physics.simulation import Simulation
+from ecrl.envs.mujoco.physics.simulation import Simulation, start
 from ecrl.envs.mujoco.robots import kinematics
 from ecrl.envs.mujoco.robots.inverse_kinematics import inverse_kinematics
 from ecrl.envs.mujoco.robots.robot import Drive
 from ecrl.envs.mujoco.scene.config import Real
 from ecrl.envs.mujoco.terms.term import ActionTerm, JointsConfig, joints_of, ranges_of, tcp_of
-from ecrl.registry import register_action
+from ecrl.errors import ConfigError
+from ecrl.registry import did_you_mean, register_action
 
 Scale = Annotated[float, Field(ge=1e-6, le=1e6)]
 _MIN_LENGTH = 1e-6  # a shorter quaternion does not define a rotation
@@ -53,12 +54,11 @@ class NormalizedConfig(DenormalizedConfig):
     )
 
 
-class EefPoseConfig(ConfigModel):
-    """Settings of `EefPoseTerm`: a part of the robot, the pose format, and the search for joint positions."""
+class EefSearchConfig(ConfigModel):
+    """Settings of a term that moves an end effector: a part of the robot, and the search for joint positions."""
 
     robot_uid: str | None = Field(None, description="name of the robot")
     part_name: str = Field("arm", description="part of the robot that has the end effector")
-    pose_dim: Literal[6, 7] = Field(7, description="6: position and Euler angles; 7: position and quaternion, w x y z")
     scale: Scale = Field(1.0, description="factor from action to position and angles, in m and rad")
     reach: Positive = Field(1.5, le=1e6, description="largest distance from the origin along each axis, m")
     iterations: Count = Field(15, le=1000, description="steps of the inverse kinematics")
@@ -68,6 +68,48 @@ class EefPoseConfig(ConfigModel):
     rotation_tolerance: Positive = Field(
         1e-2, description="largest rotation error, rad; if the error is larger, the robot stays still"
     )
+
+
+class EefPoseConfig(EefSearchConfig):
+    """Settings of `EefPoseTerm`: a part of the robot, the pose format, and the search for joint positions."""
+
+    pose_dim: Literal[6, 7] = Field(7, description="6: position and Euler angles; 7: position and quaternion, w x y z")
+
+
+class EefPoseGripperConfig(EefSearchConfig):
+    """Settings of `EefPoseGripperTerm`: an arm, the search for joint positions, and a hand."""
+
+    hand_name: str = Field("hand", description="part of the robot whose joints are the fingers")
+
+
+class GripperConfig(ConfigModel):
+    """Settings of `JointPositionGripperTerm`: an arm and a hand."""
+
+    part_name: str = Field("arm", description="part of the robot that is driven joint by joint")
+    hand_name: str = Field("hand", description="part of the robot whose joints are the fingers")
+
+
+_List = Annotated[tuple[Real, ...], Field(strict=False, min_length=1), LIST]
+_Numbers = Annotated[Annotated[Real, NUMBER] | _List, by_kind("a number or a list of numbers")]
+
+
+class DefaultPositionConfig(JointsConfig):
+    """Settings of `DefaultJointPositionTerm`: the joints, the default posture, and the scale."""
+
+    joint_names: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = Field(
+        None, description="names of joints in the order of the action; an alternative to joint_ids and part_name"
+    )
+    offset: _Numbers | None = Field(
+        None, description="default posture, rad or m: one value, or one per joint; by default, robot.init_qpos"
+    )
+    scale: _Numbers = Field(1.0, description="factor from action to position, rad or m: one value, or one per joint")
+    clip: Positive = Field(1.0, le=1e6, description="largest magnitude of an action")
+
+    @model_validator(mode="after")
+    def _one_choice(self) -> "DefaultPositionConfig":
+        if self.joint_names is not None and not self.part_name is self.joint_ids is None:
+            raise ValueError("joint_names and joint_ids or part_name both select joints; keep one")
+        return self
 
 
 def _joints(cfg: JointsConfig, sim: Simulation) -> tuple[str, ...]:
@@ -148,12 +190,16 @@ def eef_pose(cfg: EefPoseConfig, sim: Simulation) -> ActionTerm:
     remaining error is larger than `position_tolerance` or `rotation_tolerance`, or if the length of the quaternion is
     below 1e-6. If the search fails, the target positions are the current positions.
     """
+    return _eef_pose(cfg, sim, cfg.pose_dim)
+
+
+def _eef_pose(cfg: EefSearchConfig, sim: Simulation, pose_dim: int) -> ActionTerm:
     joints = _joints(JointsConfig(robot_uid=cfg.robot_uid, part_name=cfg.part_name, joint_ids=None), sim)
     site = tcp_of(sim, cfg.part_name)
 
     def control(state: TensorDict, action: Tensor) -> Tensor:
         position, rotation = cfg.scale * action[..., :3], action[..., 3:]
-        quaternion = _quaternion(cfg.scale * rotation) if cfg.pose_dim == 6 else rotation
+        quaternion = _quaternion(cfg.scale * rotation) if pose_dim == 6 else rotation
         too_short = torch.linalg.vector_norm(quaternion, dim=-1, keepdim=True) < _MIN_LENGTH
         identity = quaternion.new_tensor([1.0, 0.0, 0.0, 0.0])
         pose = kinematics.pose(position, torch.where(too_short, identity, quaternion))
@@ -162,9 +208,79 @@ def eef_pose(cfg: EefPoseConfig, sim: Simulation) -> ActionTerm:
         failed = failed | too_short[..., 0]
         return torch.where(failed[..., None], world.joint_positions(sim, state["world"], joints), result.positions)
 
-    high_rotation = (pi / cfg.scale,) * 3 if cfg.pose_dim == 6 else (1.0,) * 4
+    high_rotation = (pi / cfg.scale,) * 3 if pose_dim == 6 else (1.0,) * 4
     high = (cfg.reach / cfg.scale,) * 3 + high_rotation
     return ActionTerm(joints, "position", tuple(-x for x in high), high, control)
+
+
+def _with_gripper(arm: ActionTerm, hand_name: str, sim: Simulation) -> ActionTerm:
+    """Add an action in [-1, 1] to the term of an arm. The action moves all fingers between their limits."""
+    fingers = _joints(JointsConfig(robot_uid=None, part_name=hand_name, joint_ids=None), sim)
+    limits, count = ranges_of(sim, fingers), len(arm.low)
+
+    def control(state: TensorDict, action: Tensor) -> Tensor:
+        low, high = (action.new_tensor(limit) for limit in limits)
+        targets = low + 0.5 * (action[..., count:] + 1.0) * (high - low)
+        return torch.cat((arm.control(state, action[..., :count]), targets), -1)
+
+    return ActionTerm((*arm.joints, *fingers), "position", (*arm.low, -1.0), (*arm.high, 1.0), control)
+
+
+@register_action("JointPositionGripperTerm")
+def joint_position_gripper(cfg: GripperConfig, sim: Simulation) -> ActionTerm:
+    """Set the target positions of an arm's joints, and of all fingers of a hand by one last action.
+
+        target[arm] = a[:-1], rad or m;  target[finger] = lowest + (a[-1] + 1) / 2 * (highest - lowest)
+
+    The actions of the arm are between the joint limits. The last action is in [-1, 1].
+    """
+    joints = _joints(JointsConfig(robot_uid=None, part_name=cfg.part_name, joint_ids=None), sim)
+    arm = ActionTerm(joints, "position", *ranges_of(sim, joints), lambda state, action: action)
+    return _with_gripper(arm, cfg.hand_name, sim)
+
+
+@register_action("EefPoseGripperTerm")
+def eef_pose_gripper(cfg: EefPoseGripperConfig, sim: Simulation) -> ActionTerm:
+    """Move an end effector to a pose as `EefPoseTerm` with `pose_dim` 6, and all fingers by one last action.
+
+        a = [x, y, z, three angles, fingers],  target[finger] = lowest + (a[6] + 1) / 2 * (highest - lowest)
+
+    The last action is in [-1, 1].
+    """
+    return _with_gripper(_eef_pose(cfg, sim, 6), cfg.hand_name, sim)
+
+
+def _per_joint(values: Any, joints: tuple[str, ...], key: str) -> tuple[float, ...]:
+    """Return one value per joint. Raise ConfigError that names the setting `key` if the number of values is wrong."""
+    if not isinstance(values, tuple):
+        return (values,) * len(joints)
+    if len(values) != len(joints):
+        raise ConfigError(f"params.{key}: {len(values)} values for {len(joints)} joints: {', '.join(joints)}")
+    return values
+
+
+@register_action("DefaultJointPositionTerm")
+def default_joint_position(cfg: DefaultPositionConfig, sim: Simulation) -> ActionTerm:
+    """Set the target positions of joints (rad or m) around a default posture: `target = offset + scale * a`.
+
+    The action a is in [-clip, clip]. Actions beyond these bounds are clipped.
+    """
+    if cfg.joint_names is None:
+        joints = _joints(cfg, sim)
+    else:
+        by_name = {name.split("/")[-1]: name for name in sim.robot.joints}
+        if unknown := [name for name in cfg.joint_names if name not in by_name]:
+            raise ConfigError(f"params.joint_names: unknown joint {unknown[0]!r}; {did_you_mean(unknown[0], by_name)}")
+        joints = tuple(by_name[name] for name in cfg.joint_names)
+        world.actuators_of(sim, joints)
+    home = tuple(world.joint_positions(sim, start(sim, ()), joints).tolist())
+    offset = _per_joint(home if cfg.offset is None else cfg.offset, joints, "offset")
+    scale, bound = _per_joint(cfg.scale, joints, "scale"), (cfg.clip,) * len(joints)
+
+    def control(state: TensorDict, action: Tensor) -> Tensor:
+        return action.new_tensor(offset) + action.new_tensor(scale) * action
+
+    return ActionTerm(joints, "position", tuple(-x for x in bound), bound, control)
 
 
 def _proportional(cfg: ScaledConfig, sim: Simulation, drive: Drive) -> ActionTerm:

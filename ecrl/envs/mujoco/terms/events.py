@@ -7,12 +7,23 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from ecrl import rng
-from ecrl.config.model import ConfigModel, NonNegative
+from ecrl.config.model import ConfigModel, Count, NonNegative
 from ecrl.envs.events import Apply
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.physics.simulation import Simulation, start
+from ecrl.envs.mujoco.scene.config import Real
 from ecrl.envs.mujoco.scene.models import id_of
-from ecrl.envs.mujoco.terms.ranges import Box, ScenePoseConfig, draw, draw_scene_pose, look_up, pose_of
+from ecrl.envs.mujoco.terms.ranges import (
+    Box,
+    Rectangle,
+    Rows,
+    ScenePoseConfig,
+    draw,
+    draw_scene_pose,
+    look_up,
+    numbers,
+    pose_of,
+)
 from ecrl.envs.mujoco.terms.term import EntityConfig, object_of, tcp_of
 from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean, register_event
@@ -110,6 +121,109 @@ def scatter_rigid_objects(cfg: ScatterConfig, sim: Simulation) -> Apply:
     if failed:
         fault = f"in {failed} of {_CHECKED_DRAWS} tests, an object found no place in {_PLACES} draws"
         raise ConfigError(f"params: {fault}; widen position_range, or reduce min_distance or min_tool_distance")
+    return apply
+
+
+_Cells = Annotated[Count, Field(le=100)]
+
+
+class GridConfig(ConfigModel):
+    """Settings of `planner_grid_cell_sampler`: the objects, and the grid of their places."""
+
+    object_uid_list: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = Field(
+        description="names of the objects, dynamic or kinematic"
+    )
+    position_range: Rectangle = Field(description="[lowest x y, highest x y] of the grid, m")
+    reference_height: Real = Field(description="height of the objects' centres, m")
+    grid_size: Annotated[tuple[_Cells, _Cells], Field(strict=False)] = Field(
+        description="number of cells along x and along y"
+    )
+
+
+@register_event("planner_grid_cell_sampler")
+def planner_grid_cell_sampler(cfg: GridConfig, sim: Simulation) -> Apply:
+    """Move objects to the centres of random cells of a grid, at most one object in a cell. Their velocities become 0.
+
+    position' = lowest + (cell + 1/2) (highest - lowest) / grid_size, m;  height' = reference_height
+    """
+    uids, (columns, rows) = cfg.object_uid_list, cfg.grid_size
+    for uid in uids:
+        look_up("object_uid_list", lambda uid=uid: world.with_body_pose(sim, start(sim, ()), uid))
+    if len(set(uids)) < len(uids):
+        raise ConfigError(f"params.object_uid_list: {list(uids)} names an object twice; name each object once")
+    if columns * rows < len(uids):
+        fault = f"{columns * rows} cells for {len(uids)} objects"
+        raise ConfigError(f"params.grid_size: {fault}; give at least one cell per object")
+    (x, y), (x_end, y_end) = cfg.position_range
+
+    def apply(state: Any, keys: Tensor) -> Any:
+        cells = rng.uniform(keys, (columns * rows,)).argsort(-1)[..., : len(uids)]
+        along_x, along_y = cells % columns + 0.5, cells // columns + 0.5
+        places = x + along_x * ((x_end - x) / columns), y + along_y * ((y_end - y) / rows)
+        positions = torch.stack((*places, torch.full_like(places[0], cfg.reference_height)), -1)
+        worlds = state["world"]
+        for i, uid in enumerate(uids):
+            worlds = world.with_body_pose(sim, worlds, uid, positions[..., i, :])
+            worlds = world.with_body_at_rest(sim, worlds, uid) if _has_velocity(sim, uid) else worlds
+        return state.copy().set("world", worlds)
+
+    return apply
+
+
+class AnchorHeightConfig(ConfigModel):
+    """Settings of `randomize_anchor_height`: an object such as a table, and the range of its random height."""
+
+    anchor_uid: str = Field(min_length=1, description="name of the object, kinematic or dynamic")
+    height_delta_range: Rows | None = Field(None, description="[lowest, highest] change of the height, m")
+    height_delta_candidates: Annotated[tuple[Real, ...], Field(strict=False, min_length=1)] | None = Field(
+        None, description="changes of the height to choose from, m; an alternative to height_delta_range"
+    )
+    exclude_uids: Annotated[tuple[str, ...], Field(strict=False)] = Field(
+        (), description="objects that do not move along"
+    )
+
+    @model_validator(mode="after")
+    def _one_choice(self) -> "AnchorHeightConfig":
+        if (self.height_delta_range is None) == (self.height_delta_candidates is None):
+            raise ValueError("give height_delta_range or height_delta_candidates, not both")
+        if self.height_delta_range is not None and {len(numbers(x)) for x in self.height_delta_range} != {1}:
+            raise ValueError("height_delta_range: give one lowest and one highest value")
+        return self
+
+
+@register_event("randomize_anchor_height")
+def randomize_anchor_height(cfg: AnchorHeightConfig, sim: Simulation) -> Apply:
+    """Move an object, such as a table, to a random height, and all other objects by the same change of height.
+
+        z' = home z + draw, m, of the anchor;  z' = z + (change of the anchor's z), m, of the others
+
+    `home z` is the height in the scene config. Other objects are all dynamic and kinematic objects except
+    `exclude_uids`. The robot does not move. The velocities of dynamic objects become 0.
+    """
+    anchor, initial = cfg.anchor_uid, start(sim, ())
+    look_up("anchor_uid", lambda: world.with_body_pose(sim, initial, anchor))
+    home = float(world.body_position(sim, initial, anchor)[2])
+    movable = world.movable_bodies(sim)
+    for uid in cfg.exclude_uids:
+        if uid not in movable:
+            raise ConfigError(f"params.exclude_uids: no movable object {uid!r}; {did_you_mean(uid, movable)}")
+    moved = [uid for uid in movable if uid not in cfg.exclude_uids or uid == anchor]
+
+    def apply(state: Any, keys: Tensor) -> Any:
+        if cfg.height_delta_range is not None:
+            delta = draw(keys, cfg.height_delta_range, 1)[..., 0]
+        else:
+            choices = torch.tensor(cfg.height_delta_candidates, device=keys.device)
+            delta = choices[(rng.uniform(keys) * len(choices)).long()]
+        worlds = state["world"]
+        change = home + delta - world.body_position(sim, worlds, anchor)[..., 2]
+        for uid in moved:
+            position = world.body_position(sim, worlds, uid)
+            position = torch.cat((position[..., :2], position[..., 2:] + change.unsqueeze(-1)), -1)
+            worlds = world.with_body_pose(sim, worlds, uid, position)
+            worlds = world.with_body_at_rest(sim, worlds, uid) if _has_velocity(sim, uid) else worlds
+        return state.copy().set("world", worlds)
+
     return apply
 
 

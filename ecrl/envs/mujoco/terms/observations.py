@@ -14,7 +14,9 @@ from torch import Tensor
 from ecrl.config.model import ConfigModel
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.physics.simulation import Simulation, start
+from ecrl.envs.mujoco.robots.kinematics import quaternion_of
 from ecrl.envs.mujoco.scene.config import Real
+from ecrl.envs.mujoco.terms.ranges import look_up
 from ecrl.envs.mujoco.terms.term import (
     EntityConfig,
     JointsConfig,
@@ -77,7 +79,9 @@ class ObjectConfig(ConfigModel):
 
 
 class ObjectPoseConfig(ObjectConfig):
-    """Settings of `get_rigid_object_pose`."""
+    """Settings of `get_object_pose` and `get_rigid_object_pose`."""
+
+    to_matrix: bool = Field(True, description="return a 4x4 matrix; false: x y z in m and the quaternion w x y z")
 
     position_only: bool = Field(False, description="return only the position, x y z in m, instead of a 4x4 matrix")
 
@@ -159,14 +163,53 @@ def get_robot_eef_pose(cfg: RobotEefPoseConfig, sim: Simulation) -> Observe:
     return observe
 
 
+@register_observation("get_object_pose")
 @register_observation("get_rigid_object_pose")
-def get_rigid_object_pose(cfg: ObjectPoseConfig, sim: Simulation) -> Observe:
-    """Observe the pose `[*B, 4, 4]` or the position `[*B, 3]` (m) of an object. Use this term in mode add."""
-    body, position_only = object_of(sim, cfg.entity_cfg, "entity_cfg"), cfg.position_only
+def get_object_pose(cfg: ObjectPoseConfig, sim: Simulation) -> Observe:
+    """Observe the pose of an object, of the robot's base or of a link. Use this term in mode add.
+
+    The entry is a matrix `[*B, 4, 4]`. If `to_matrix` is false, the entry is the position (m) and the quaternion
+    w x y z with w >= 0, `[*B, 7]`. If `position_only` is set, the entry is the position (m), `[*B, 3]`.
+    """
+    body = object_of(sim, cfg.entity_cfg, "entity_cfg")
 
     def observe(state: TensorDict, value: Tensor | None) -> Tensor:
         pose = world.body_pose(sim, state["world"], body)
-        return new_entry(value, pose[..., :3, 3] if position_only else pose)
+        position = pose[..., :3, 3]
+        if cfg.position_only:
+            return new_entry(value, position)
+        return new_entry(value, pose if cfg.to_matrix else torch.cat((position, quaternion_of(pose)), -1))
+
+    return observe
+
+
+@register_observation("get_object_body_scale")
+def get_object_body_scale(cfg: ObjectConfig, sim: Simulation) -> Observe:
+    """Observe how many times longer an object is along x, y and z than in the scene, `[*B, 3]`, without a unit.
+
+    The entry is 1 unless `randomize_rigid_object_scale` changes the size. Use this term in mode add.
+    """
+    uid = object_of(sim, cfg.entity_cfg, "entity_cfg")
+    look_up("entity_cfg.uid", lambda: world.body_scale(sim, start(sim, ()), uid))
+    return lambda state, value: new_entry(value, world.body_scale(sim, state["world"], uid))
+
+
+@register_observation("get_rigid_object_physics_attributes")
+def get_rigid_object_physics_attributes(cfg: ObjectConfig, sim: Simulation) -> Observe:
+    """Observe the damping, friction, inertia and mass of a dynamic object, `[*B, 6]`.
+
+        [damping rate of the velocity (1/s), coefficient of sliding friction, inertia x y z (kg m^2), mass (kg)]
+
+    The values are the current values, such as after `randomize_rigid_object_mass`. Use this term in mode add.
+    """
+    uid = object_of(sim, cfg.entity_cfg, "entity_cfg")
+    look_up("entity_cfg.uid", lambda: world.push(sim, uid, torch.zeros(3)))
+    fields = ("dof_damping", "geom_friction", "body_inertia", "body_mass")
+    look_up("entity_cfg.uid", lambda: world.field_value(sim, start(sim, ()), "geom_friction", uid))
+
+    def observe(state: TensorDict, value: Tensor | None) -> Tensor:
+        damping, friction, inertia, mass = (world.field_value(sim, state["world"], field, uid) for field in fields)
+        return new_entry(value, torch.cat((damping[..., :1] / mass, friction[..., :1], inertia, mass), -1))
 
     return observe
 

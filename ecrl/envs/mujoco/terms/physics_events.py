@@ -44,17 +44,6 @@ def _dynamic(sim: Simulation, uid: str, parameter: str = "entity_cfg.uid") -> No
     look_up(parameter, lambda: world.push(sim, uid, torch.zeros(3)))
 
 
-def _stretch(sim: Simulation, worlds: Any, uid: str) -> Tensor:
-    """Return the factors by which an object is longer along x, y and z than in the scene config, `[*B, 3]`."""
-    if ("geom_size", uid) not in sim.varied:
-        return torch.ones(*worlds.batch_size, 3, device=worlds.device)
-    kinds, geom = mujoco().mjtGeom, id_of(sim.model, "geom", uid)
-    size = world.parameter(sim, worlds, "geom_size", uid)
-    ratio = size / size.new_tensor([edge or 1.0 for edge in sim.model.geom_size[geom].tolist()])
-    columns = {int(kinds.mjGEOM_SPHERE): (0, 0, 0), int(kinds.mjGEOM_CYLINDER): (0, 0, 1)}
-    return torch.stack([ratio[..., i] for i in columns.get(int(sim.model.geom_type[geom]), (0, 1, 2))], -1)
-
-
 def _with_inertia(sim: Simulation, worlds: Any, uid: str) -> Any:
     """Return worlds whose inertia and damping of an object follow from the object's current mass and size.
 
@@ -63,7 +52,9 @@ def _with_inertia(sim: Simulation, worlds: Any, uid: str) -> Any:
     `s` are the factors of the size. E[i] is the second moment of the mass along axis i, kg m^2.
     """
     model, body = sim.model, id_of(sim.model, "body", uid)
-    stretch = _stretch(sim, worlds, uid).double()
+    scales = ("geom_size", uid) in sim.varied
+    stretch = world.body_scale(sim, worlds, uid) if scales else torch.ones(*worlds.batch_size, 3, device=worlds.device)
+    stretch = stretch.double()
     inertia, damping = (
         stretch.new_tensor(field_of(model, field).ravel()[rows_of(model, field, uid)].tolist())
         for field in ("body_inertia", "dof_damping")
