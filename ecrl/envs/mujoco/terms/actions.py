@@ -107,7 +107,7 @@ class DefaultPositionConfig(JointsConfig):
 
     @model_validator(mode="after")
     def _one_choice(self) -> "DefaultPositionConfig":
-        if self.joint_names is not None and not self.part_name is self.joint_ids is None:
+        if self.joint_names is not None and (self.part_name is not None or self.joint_ids is not None):
             raise ValueError("joint_names and joint_ids or part_name both select joints; keep one")
         return self
 
