@@ -224,15 +224,30 @@ def acting(func: str) -> Changes:
     return RESTING | {f"{CFG}.actions": {"a": term(func)}}
 
 
+def handling(func: str) -> Changes:
+    """Return a task of an arm with a hand, with one term of the action."""
+    robot = {"urdf_cfg": {"components": [ARM_PART, HAND_PART]}, "solver_cfg": {"arm": {}}}
+    return task("PushCubeRL", robot=robot, actions={"a": term(func)}, **BARE)
+
+
+DEFAULT_OF_TWO = RESTING | {f"{CFG}.actions": {"a": term("DefaultJointPositionTerm", offset=[0.1, 0.2])}}
 POSED = "actions.a.params"
 ACTIONS = [
     *at("ScaledConfig", POSED, acting("DeltaQposTerm"), scale=0.5),
     *at("DenormalizedConfig", POSED, acting("QposDenormalizedTerm"), range=[0.0, 1.0]),
-    *between("EefPoseConfig", POSED, acting("EefPoseTerm"), rejected("no robot 'tom'"), robot_uid=("robot", "tom")),
-    *at("EefPoseConfig", POSED, acting("EefPoseTerm"), rejected("unknown part 'leg'"), part_name="leg"),
-    *at("EefPoseConfig", POSED, acting("EefPoseTerm"), pose_dim=6, scale=1.5, iterations=1),
-    *at("EefPoseConfig", POSED, acting("EefPoseTerm"), bounds, reach=1.0),
-    *at("EefPoseConfig", POSED, acting("EefPoseTerm"), position_tolerance=1e-12, rotation_tolerance=1e-12),
+    *between("EefSearchConfig", POSED, acting("EefPoseTerm"), rejected("no robot 'tom'"), robot_uid=("robot", "tom")),
+    *at("EefSearchConfig", POSED, acting("EefPoseTerm"), rejected("unknown part 'leg'"), part_name="leg"),
+    *at("EefPoseConfig", POSED, acting("EefPoseTerm"), pose_dim=6),
+    *at("EefSearchConfig", POSED, acting("EefPoseTerm"), scale=1.5, iterations=1),
+    *at("EefSearchConfig", POSED, acting("EefPoseTerm"), bounds, reach=1.0),
+    *at("EefSearchConfig", POSED, acting("EefPoseTerm"), position_tolerance=1e-12, rotation_tolerance=1e-12),
+    *at("DefaultPositionConfig", POSED, acting("DefaultJointPositionTerm"), scale=0.5),
+    *at("DefaultPositionConfig", POSED, acting("DefaultJointPositionTerm"), bounds, clip=2.0),
+    *between("DefaultPositionConfig", POSED, acting("DefaultJointPositionTerm"), offset=(0.1, 0.2)),
+    *between("DefaultPositionConfig", POSED, DEFAULT_OF_TWO, joint_names=(JOINTS[:2], JOINTS[1::-1])),
+    *at("GripperConfig", POSED, handling("JointPositionGripperTerm"), rejected("unknown part 'leg'"), part_name="leg"),
+    *at("GripperConfig", POSED, handling("JointPositionGripperTerm"), rejected("unknown part 'leg'"), hand_name="leg"),
+    *at("EefPoseGripperConfig", POSED, handling("EefPoseGripperTerm"), rejected("unknown part 'leg'"), hand_name="leg"),
     *between("JointsConfig", "rewards.slow.params", CART, part_name=("arm", "hand"), joint_ids=([0], [1])),
     *between("JointsConfig", "rewards.slow.params", CART, rejected("no robot 'tom'"), robot_uid=("Cart", "tom")),
 ]
@@ -243,7 +258,7 @@ OBSERVATIONS = [
     *at("RobotEefPoseConfig", f"{TERMS}.tool.params", REACH, position_only=True),
     *at("ObjectConfig", f"{TERMS}.cube.params", REACH, entity_cfg=OTHER),
     *at("EntityConfig", f"{TERMS}.cube.params.entity_cfg", REACH, uid="other"),
-    *at("ObjectPoseConfig", f"{TERMS}.cube.params", REACH, position_only=True),
+    *at("ObjectPoseConfig", f"{TERMS}.cube.params", REACH, position_only=True, to_matrix=False),
     *at(
         "TargetPositionConfig", f"{TERMS}.target.params", REACH, rejected("no target 'there'"), target_pose_key="there"
     ),
@@ -315,20 +330,75 @@ AIMED = one_more("randomize_target_pose", **REFERRED, reference_entity_cfg={"uid
 POSTURE = one_more("randomize_robot_qpos", qpos_range=[-0.1, 0.1])
 HEAVY = one_more("randomize_rigid_object_mass", **CUBE, mass_range=[1.0, 3.0])
 ROUGH = one_more("randomize_rigid_object_friction", **CUBE, friction_range=[0.1, 0.5])
+SWINGING = one_more("randomize_robot_qvel", qvel_range=[-0.1, 0.1])
+SWUNG_AGAIN = one_more("randomize_robot_qvel", qvel_range=[0.1, 0.1]) | {
+    f"{CFG}.events.before": happening("reset", "randomize_robot_qvel", qvel_range=[0.5, 0.5], relative_qvel=False)
+}
+REACHING = one_more("randomize_robot_eef_pose", entity_cfg={"uid": "robot"}, position_range=NEAR, rotation_range=NEAR)
+SHOVED = one_more("push_robot", force_range=NEAR)
+LATE = one_more("randomize_action_delay", delay_range=[1, 1])
+LOPSIDED = one_more("randomize_rigid_object_center_of_mass", **CUBE, com_pos_offset_range=[[0.01] * 3, [0.02] * 3])
+LOADED = one_more("randomize_articulation_mass", entity_cfg={"uid": "robot"}, mass_range=[1.0, 3.0])
+GROWN = one_more("randomize_rigid_object_scale", **CUBE, scale_factor_range=[[0.5, 1.0, 1.0], [0.9, 1.0, 1.0]])
+ALL_GROWN = one_more(
+    "randomize_rigid_objects_scale", entity_cfgs=[{"uid": "cube"}, OTHER], scale_factor_range=[[0.5], [0.9]]
+)
+LIGHTER = one_more("randomize_gravity", gravity_range=[[0.0, 0.0, -9.0], [0.0, 0.0, -8.0]])
+THROWN = one_more("randomize_rigid_object_velocity", **CUBE, linear_range=NEAR)
+THROWN_AGAIN = THROWN | {
+    f"{CFG}.events.before": happening("reset", "randomize_rigid_object_velocity", **CUBE, linear_range=FAR)
+}
+GRID = {"position_range": [[-0.6, -0.6], [0.6, 0.6]], "reference_height": 0.2, "grid_size": [2, 2]}
+GRIDDED = one_more("planner_grid_cell_sampler", object_uid_list=["cube"], **GRID)
+RAISED = one_more("randomize_anchor_height", anchor_uid="cube", height_delta_range=[0.1, 0.2])
+RAISED_WITH_OTHER = one_more("randomize_anchor_height", anchor_uid="other", height_delta_range=[0.1, 0.2])
+CHOSEN = one_more("randomize_anchor_height", anchor_uid="cube", height_delta_candidates=[0.1, 0.2])
 APART = {"entity_cfgs": [{"uid": "cube"}, OTHER], "position_range": [[-0.4, -0.4, 0.1], [0.4, 0.4, 0.1]]}
 SCATTERED = one_more("scatter_rigid_objects", **APART)
 KEPT_AWAY = one_more("scatter_rigid_objects", **APART, min_tool_distance=0.1)
 SPOKEN = COLORS | {f"{CFG}.events": {"say": happening("reset", "randomize_instruction")}}
 SCENE_EVENTS = [
-    *event("RandomizeRigidObjectPoseConfig", MOVED, entity_cfg=OTHER, relative_position=False, relative_rotation=True),
-    *event_between("RandomizeRigidObjectPoseConfig", MOVED, position_range=(NEAR, FAR)),
-    *event_between("RandomizeRigidObjectPoseConfig", MOVED, rotation_range=(NEAR, FAR)),
+    *event("ScenePoseConfig", MOVED, entity_cfg=OTHER, relative_position=False, relative_rotation=True),
+    *event_between("PoseRangeConfig", MOVED, position_range=(NEAR, FAR), rotation_range=(NEAR, FAR)),
     *event("RandomizeTargetPoseConfig", AIMED, position_range=NEAR),
     *event("RandomizeTargetPoseConfig", AIMED, rejected("go together"), relative_position=False),
     *event_between("RandomizeTargetPoseConfig", AIMED, reference_entity_cfg=({"uid": "cube"}, OTHER)),
     *event("RandomizeTargetPoseConfig", AIMED, store_key="another"),
     *event("RandomizeRobotQposConfig", POSTURE, qpos_range=[-0.2, 0.2], relative_qpos=False),
-    *event_between("RandomizeRobotQposConfig", POSTURE, rejected("no robot 'tom'"), entity_cfg=(ROBOT, TOM)),
+    *event_between("RobotJointsConfig", POSTURE, rejected("no robot 'tom'"), entity_cfg=(ROBOT, TOM)),
+    *event("RandomizeRobotQvelConfig", SWINGING, qvel_range=[-0.2, 0.2]),
+    *event("RandomizeRobotQvelConfig", SWUNG_AGAIN, relative_qvel=False),
+    *event("RandomizeEefPoseConfig", REACHING, rejected("no robot 'tom'"), entity_cfg=TOM),
+    *event("RandomizeEefPoseConfig", REACHING, iterations=1, position_tolerance=1e-12),
+    *event("RandomizeEefPoseConfig", REACHING, rotation_tolerance=1e-12),
+    *at("RobotPartsConfig", "events.more.params.entity_cfg", REACHING, rejected("no robot 'tom'"), uid="tom"),
+    *at(
+        "RobotPartsConfig",
+        "events.more.params.entity_cfg",
+        REACHING,
+        rejected("unknown part 'leg'"),
+        control_parts=["leg"],
+    ),
+    *event("PushRobotConfig", SHOVED, force_range=FAR),
+    *event("PushRobotConfig", SHOVED, rejected("no end effector of 'leg'"), part_name="leg"),
+    *event("RandomizeDelayConfig", LATE, delay_range=[2, 2]),
+    *event("RandomizeCenterOfMassConfig", LOPSIDED, entity_cfg=OTHER, com_pos_offset_range=NEAR),
+    *event("RandomizeArticulationMassConfig", LOADED, rejected("no robot 'tom'"), entity_cfg=TOM),
+    *event("RandomizeArticulationMassConfig", LOADED, mass_range=[20.0, 30.0], relative=True),
+    *event_between("RandomizeArticulationMassConfig", LOADED, link_names=(["elbow_link"], ["shoulder_.*"])),
+    *event("ScaleConfig", GROWN, scale_factor_range=[[1.1, 1.0, 1.0], [1.5, 1.0, 1.0]]),
+    *event("ScaleConfig", GROWN, same_scale_all_axes=False),
+    *event("RandomizeScaleConfig", GROWN, entity_cfg=OTHER),
+    *event("RandomizeScalesConfig", ALL_GROWN, entity_cfgs=[OTHER], shared_sample=True),
+    *event("RandomizeGravityConfig", LIGHTER, gravity_range=[[0.0, 0.0, -3.0], [0.0, 0.0, -1.0]]),
+    *event("RandomizeVelocityConfig", THROWN, entity_cfg=OTHER, linear_range=FAR, angular_range=FAR),
+    *event("RandomizeVelocityConfig", THROWN_AGAIN, relative=True),
+    *event("GridConfig", GRIDDED, object_uid_list=["other"], position_range=[[-0.5, -0.5], [0.0, 0.0]]),
+    *event("GridConfig", GRIDDED, reference_height=0.3, grid_size=[3, 1]),
+    *event("AnchorHeightConfig", RAISED, rejected("'box' is not in the scene"), anchor_uid="box"),
+    *event("AnchorHeightConfig", RAISED_WITH_OTHER, exclude_uids=["cube"]),
+    *event_between("AnchorHeightConfig", RAISED, height_delta_range=([0.1, 0.2], [0.3, 0.4])),
+    *event_between("AnchorHeightConfig", CHOSEN, height_delta_candidates=([0.1, 0.2], [0.3])),
     *event("RandomizeRigidObjectMassConfig", HEAVY, entity_cfg=OTHER, mass_range=[1.0, 2.0], relative=True),
     *event("RandomizeRigidObjectFrictionConfig", ROUGH, entity_cfg=OTHER, friction_range=[0.1, 0.2]),
     *event("ScatterConfig", SCATTERED, entity_cfgs=[OTHER], position_range=NEAR, min_distance=0.35),
@@ -363,6 +433,15 @@ CAMERAS += event_between(
     direction_range=([[-1.0] * 3, [0.0] * 3], [[0.0, 0.0, -1.0], [1.0, 1.0, -1.0]]),
     color_range=([[0.0] * 3, [1.0] * 3], [[0.5] * 3, [1.0] * 3]),
 )
+CAMERAS += event_between(
+    "RandomizeCameraConfig", SWAYING, pictured, up_range=(NEAR, [[0.2, 0.2, 0.0], [0.9, 0.9, 0.0]])
+)
+ZOOMED = one_more("randomize_camera_intrinsics", PICTURED, focal_x_range=[-1.0, 1.0])
+SHIFTED = {"focal_x_range": [4.0, 6.0], "focal_y_range": [4.0, 6.0], "cx_range": [3.0, 4.0], "cy_range": [3.0, 4.0]}
+CAMERAS += event("RandomizeIntrinsicsConfig", ZOOMED, pictured, **SHIFTED)
+PAINTED = one_more("randomize_visual_material", PICTURED, entity_cfg={"uid": "floor"})
+CAMERAS += event("RandomizeMaterialConfig", PAINTED, pictured, base_color_range=[[0.0] * 3, [0.1] * 3])
+CAMERAS += event("RandomizeMaterialConfig", PAINTED, pictured, entity_cfg={"uid": "cube"})
 FILM = "trainer.events.eval.film"
 FILMED = RESTING | {FILM: {"func": "record_camera_data"}}
 CAMERAS.append(Row("CameraConfig.quality", "fast", FILMED, frame, f"{FILM}.params.quality"))
