@@ -10,9 +10,11 @@ from support.small_runs import NET, small
 
 from ecrl.algorithms import APGConfig, DQNConfig, GRPOConfig, PPOConfig, SACConfig, TD3Config
 from ecrl.config import Config
+from ecrl.envs.mujoco.terms.embodichain_names import ABSENT
 from ecrl.loop.iteration import init_state
 from ecrl.policies import ActorCriticConfig, NetworkConfig
 from ecrl.policies.vla_builtin import BuiltinVLAConfig
+from ecrl.registry import registered
 from ecrl.run.train import train
 
 PAGE = (Path(__file__).parents[2] / "docs" / "migration.md").read_text(encoding="utf-8")
@@ -80,7 +82,21 @@ def test_every_row_has_a_left_and_a_right():
     )
     for rows in ROWS.values():
         for row in rows:
-            assert len(row) == 3 and row[0] and spans(row[1]), row
+            assert len(row) == 3 and row[0] and (spans(row[1]) or (row[1] == "none" and row[2])), row
+
+
+def test_every_functor_has_a_row_and_the_replacements_are_there():
+    rows = ROWS["EmbodiChain: functors"]
+    left = [name for row in rows for name in spans(row[0])]
+    absent = {name: kind for kind, names in ABSENT.items() for name in names}
+    kinds = ("action", "observation", "reward", "event")
+    terms = {name for kind in kinds for name in registered(kind)}
+    assert len(left) == len(set(left)) and set(absent) - {"randomize_camera"} <= set(left)
+    for row in rows:
+        for name in spans(row[0]):
+            assert (name in terms) != (name in absent), name
+            assert name not in terms or name in spans(row[1]), row
+        assert all(name in terms | {"color", "init_pos", "startup", "mjcf"} for name in spans(row[1])), row
 
 
 def test_every_log_name_on_the_right_is_logged(tmp_path):
