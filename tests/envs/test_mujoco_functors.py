@@ -10,6 +10,7 @@ from support.checks import assert_pure, close
 pytest.importorskip("mujoco.batch")
 
 from support.fake_mujoco_task import SCENE, cube, happening, keys_of, task
+from support.small_runs import same
 from tensordict import TensorDict
 
 from ecrl import rng
@@ -21,7 +22,9 @@ from ecrl.envs.mujoco.robots import kinematics
 from ecrl.envs.mujoco.scene.config import SceneConfig
 from ecrl.envs.mujoco.terms.embodichain_names import ABSENT
 from ecrl.errors import ConfigError
+from ecrl.loop.iteration import init_state, make_iteration
 from ecrl.registry import lookup, registered
+from ecrl.run.checkpoint import load, save
 
 pytestmark = pytest.mark.usefixtures("mujoco_test_terms")
 CUBE = {"entity_cfg": {"uid": "cube"}}
@@ -293,3 +296,29 @@ def test_angles_are_in_degrees():
     pose = world.body_pose(sim, after["world"], "cube")
     angle = torch.acos(((pose[:, :3, :3].diagonal(dim1=-2, dim2=-1).sum(-1) - 1.0) / 2.0).clamp(-1.0, 1.0))
     close(angle, torch.full((3,), pi), 2e-3)
+
+
+def test_a_run_with_all_kinds_of_changes_goes_on_from_a_checkpoint_bit_by_bit(tmp_path):
+    com = {**CUBE, "com_pos_offset_range": [[-0.01] * 3, [0.01] * 3]}
+    base = {"entity_cfg": {"uid": "Manipulator"}, "position_range": [[-0.01, -0.01, 0.0], [0.01, 0.01, 0.0]]}
+    events = {
+        "base": happening("randomize_articulation_root_pose", **base),
+        "color": happening("randomize_visual_material", **CUBE),
+        "com": happening("randomize_rigid_object_center_of_mass", "startup", **com),
+        "delay": happening("randomize_action_delay", delay_range=[0, 3]),
+        "goal": happening("randomize_target_pose", position_range=[[-0.9, -0.7, 0.05], [-0.3, -0.1, 0.05]]),
+        "gravity": happening("randomize_gravity", "interval", 2, gravity_range=[[0.0, 0.0, -9.9], [0.0, 0.0, -9.7]]),
+    }
+    net = {"type": "mlp", "network_cfg": {"hidden_sizes": [8]}}
+    cfg = config_from_dict(
+        {
+            "trainer": {"num_envs": 2, "buffer_size": 8, "iterations": 2, "compile": "off"},
+            "env": {"name": "PushCubeRL", "cfg": {"events": events, "max_episode_steps": 5}},
+            "policy": {"name": "actor_critic", "actor": net, "critic": net},
+            "algorithm": {"name": "ppo", "cfg": {"batch_size": 8}},
+        }
+    )
+    iterate = make_iteration(cfg)
+    once = iterate(init_state(cfg))[0]
+    save(tmp_path / "saved", once, cfg)
+    assert same(iterate(once)[0], iterate(load(tmp_path / "saved")[0])[0])

@@ -339,7 +339,7 @@ def with_body_pose(
 
 
 def movable_bodies(sim: Simulation) -> tuple[str, ...]:
-    """Return the names of all dynamic and kinematic objects. The base of a robot is no object."""
+    """Return the names of all dynamic and kinematic objects, without the bases of robots."""
     model = sim.model
     bases = {name.split("/")[0] for name in sim.robot.joints if "/" in name}
     names = (model.body(i).name for i in range(1, model.nbody))
@@ -445,7 +445,7 @@ def field_value(sim: Simulation, world: TensorDict, field: str, name: str) -> Te
 
 
 def body_scale(sim: Simulation, world: TensorDict, name: str) -> Tensor:
-    """Return the factors by which an object is longer along x, y and z than in the scene config, `[*B, 3]`."""
+    """Return the lengths of an object along x, y and z, divided by its lengths in the scene config, `[*B, 3]`."""
     kinds, geom = mujoco().mjtGeom, id_of(sim.model, "geom", name)
     size = field_value(sim, world, "geom_size", name)
     ratio = size / size.new_tensor([edge or 1.0 for edge in sim.model.geom_size[geom].tolist()])
