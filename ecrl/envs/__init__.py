@@ -25,10 +25,12 @@ from ecrl.envs.minatar import (
 )
 from ecrl.envs.mujoco.tasks import (
     CartPoleRLConfig,
+    PickCubeConfig,
     PushCubeConfig,
     ReachColorConfig,
     ReachConfig,
     cart_pole,
+    pick_cube,
     push_cube,
     reach,
     reach_color,
@@ -49,6 +51,7 @@ __all__ = [
     "FreewayConfig",
     "GymnasiumConfig",
     "PendulumConfig",
+    "PickCubeConfig",
     "PointMassConfig",
     "ProbeConfig",
     "PushCubeConfig",
@@ -74,6 +77,7 @@ __all__ = [
     "minatar_seaquest",
     "minatar_space_invaders",
     "pendulum",
+    "pick_cube",
     "point_mass",
     "probe_action",
     "probe_constant",

@@ -23,12 +23,14 @@ class Example(NamedTuple):
         parts: patterns of the joints of each part.
         end_links: link that holds the end effector of a part, by part.
         home: positions of the joints at the start (m or rad), in the order of the joints in the file.
+        grip: positions of the joints of the gripper when it is open and when it is closed (m or rad).
     """
 
     file: str
     parts: dict[str, tuple[str, ...]]
     end_links: dict[str, str]
     home: tuple[float, ...]
+    grip: dict[str, tuple[float, float]] = {}  # noqa: RUF012  # never changed
 
 
 def _ur(number: int) -> Example:
@@ -41,6 +43,7 @@ EXAMPLES = {
         {"arm": ("panda_joint[1-7]",), "hand": ("panda_finger_joint1",)},
         {"arm": "panda_hand_tcp"},
         (0.0, -0.785, 0.0, -2.356, 0.0, 1.571, 0.785, 0.04),
+        {"panda_finger_joint1": (0.04, 0.0)},
     ),
     "ur3": _ur(3),
     "ur5": _ur(5),
@@ -50,6 +53,7 @@ EXAMPLES = {
         {"arm": ("shoulder_.*", "elbow_flex", "wrist_.*"), "hand": ("gripper",)},
         {"arm": "gripper_frame_link"},
         (0.0, -0.6, 0.6, 1.2, 0.0, 0.5),
+        {"gripper": (1.2, -0.17)},
     ),
 }
 """Robots with parts, end effectors and home positions, by name."""

@@ -10,7 +10,17 @@ from typing import Any, Literal, NamedTuple
 from ecrl.config.model import format_key, format_value
 from ecrl.envs.mujoco.robots import urdf
 from ecrl.envs.mujoco.robots.arm import NO_OFFSET, ROBOTS, Builtin, Matrix
-from ecrl.envs.mujoco.robots.components import HAND, Part, attach_hand, component, flange_of, found_file, quaternion_of
+from ecrl.envs.mujoco.robots.components import (
+    GRIPPER,
+    GRIPPER_GRIP,
+    HAND,
+    Part,
+    attach_hand,
+    component,
+    flange_of,
+    found_file,
+    quaternion_of,
+)
 from ecrl.envs.mujoco.robots.examples import EXAMPLES, PREFIX, Example, example_file
 from ecrl.envs.mujoco.scene.config import DriveConfig, PerJoint, RobotConfig
 from ecrl.envs.mujoco.scene.models import mujoco
@@ -28,20 +38,25 @@ class Robot(NamedTuple):
 
     `joints` names all joints. A list in the config that has one value per joint has the same order. `parts` maps each
     part to the part's joints. `tcp` maps each part that has an end effector to the end effector's site. `followers` are
-    further joints, each of which follows one of `joints`.
+    further joints, each of which follows one of `joints`. `grip` maps each joint of a gripper to its positions in the
+    open and in the closed gripper. `fingers` are the bodies that grasp objects.
     """
 
     joints: tuple[str, ...]
     parts: dict[str, tuple[str, ...]]
     tcp: dict[str, str]
     followers: tuple[urdf.Follower, ...] = ()
+    grip: dict[str, tuple[float, float]] = {}  # noqa: RUF012  # never changed
+    fingers: tuple[str, ...] = ()
 
     def with_prefix(self, prefix: str) -> "Robot":
         """Return a copy of the robot with `prefix` before all its names, as in the model of a scene."""
         parts = {part: tuple(prefix + name for name in names) for part, names in self.parts.items()}
         tcp = {part: prefix + site for part, site in self.tcp.items()}
         followers = (f._replace(name=prefix + f.name, leader=prefix + f.leader) for f in self.followers)
-        return Robot(tuple(prefix + name for name in self.joints), parts, tcp, tuple(followers))
+        grip = {prefix + name: positions for name, positions in self.grip.items()}
+        joints, fingers = (tuple(prefix + name for name in names) for names in (self.joints, self.fingers))
+        return Robot(joints, parts, tcp, tuple(followers), grip, fingers)
 
 
 def spec_of(source: str, key: str, root: str = "") -> Any:
@@ -226,7 +241,8 @@ def _from_urdf(spec: Any, part: str = "arm", example: Example | None = None) -> 
     if example is None:
         return spec, built
     parts = {name: _matching(patterns, built, "robot.model") for name, patterns in example.parts.items()}
-    return spec, built._replace(parts=parts, tcp=dict.fromkeys(example.end_links, NO_OFFSET), home=example.home)
+    tcp = dict.fromkeys(example.end_links, NO_OFFSET)
+    return spec, built._replace(parts=parts, tcp=tcp, home=example.home, grip=example.grip)
 
 
 def _with_rotors(spec: Any, cfg: RobotConfig, built: Builtin, joints: tuple[str, ...]) -> Builtin:
@@ -273,7 +289,8 @@ def _read_hand(cfg: RobotConfig, built: Builtin, hand: Part, assembly: _Assembly
         raise ConfigError(f"{hand.key}: an MJCF file takes no hand; add the hand to the file of the arm")
     if assembly.kind == "built-in" and "arm" not in built.flange:
         raise ConfigError(f"{hand.key}: the built-in {cfg.robot_type} has no flange for a hand; leave the hand out")
-    return _from_urdf(_urdf_of(hand.source or "", f"{hand.key}.urdf_path"), "hand")
+    spec, gripper = _from_urdf(_urdf_of(hand.source or "", f"{hand.key}.urdf_path"), "hand")
+    return spec, gripper._replace(grip=GRIPPER_GRIP) if hand.source == GRIPPER else gripper
 
 
 def _attach(spec: Any, cfg: RobotConfig, built: Builtin, hand: Part, hand_spec: Any, assembly: _Assembly) -> _Assembly:
@@ -291,7 +308,7 @@ def _with_hand(built: Builtin, hand: Builtin) -> Builtin:
     """Return an arm together with a hand. The joints of the hand come last."""
     joined = {name: getattr(built, name) + getattr(hand, name) for name in ("joints", "home", *_NUMBERS)}
     aliases = (*(built.aliases or built.joints), *(hand.aliases or hand.joints))
-    return built._replace(parts=built.parts | hand.parts, aliases=aliases, **joined)
+    return built._replace(parts=built.parts | hand.parts, aliases=aliases, grip=built.grip | hand.grip, **joined)
 
 
 def _from_mjcf(spec: Any, cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Builtin]:
@@ -334,6 +351,15 @@ def _parts(cfg: RobotConfig, built: Builtin) -> dict[str, tuple[str, ...]]:
         if part not in parts:
             raise ConfigError(f"robot.solver_cfg: unknown part {part!r}; {did_you_mean(part, parts)}")
     return parts
+
+
+def _fingers(spec: Any, joints: tuple[str, ...], followers: tuple[urdf.Follower, ...]) -> tuple[str, ...]:
+    """Return the bodies that a hand's joints move. If only one body moves, it grasps together with its parent."""
+    moving = (*joints, *(follower.name for follower in followers if follower.leader in joints))
+    bodies = list({body.name: body for body in (spec.joint(name).parent for name in moving)}.values())
+    if len(bodies) == 1:
+        bodies.append(bodies[0].parent)
+    return tuple(body.name for body in bodies if body.name)
 
 
 def _mount(built: Builtin, part: str, joints: tuple[str, ...]) -> tuple[str, tuple[float, float, float]]:
@@ -394,4 +420,5 @@ def robot_spec(cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Robo
         names = ", ".join(built.joints)
         raise ConfigError(f"robot.init_qpos: {len(home)} values for {len(built.joints)} joints: {names}")
     followers = urdf.followers(spec) if of_files else ()
-    return spec, Robot(built.joints, parts, tcp, followers), home
+    fingers = _fingers(spec, parts.get("hand", ()), followers)
+    return spec, Robot(built.joints, parts, tcp, followers, built.grip, fingers), home

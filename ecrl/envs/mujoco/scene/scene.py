@@ -16,6 +16,7 @@ from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean
 
 _TOUCH = {"contype": 1, "conaffinity": 3, "condim": 4}  # objects collide with everything, including robots
+_NET_FORCE = [2, 3, 1]  # settings of a contact sensor: the data are forces, of which the sum is taken, one result
 _SLACK = 1e-6  # rounding tolerance (rad or m) for a config that repeats a joint limit from an MJCF file
 
 
@@ -49,6 +50,20 @@ def _add_object(spec: Any, cfg: RigidObjectConfig) -> None:
     # with priority 1, MuJoCo uses the object's friction in contacts with the floor and the robot
     attributes = {"mass": cfg.attrs.mass, "friction": friction, "priority": 1, "rgba": cfg.color}
     body.add_geom(name=cfg.uid, type=kind, size=size, **attributes, **_TOUCH)
+
+
+def _add_contact_sensors(spec: Any, fingers: tuple[str, ...], objects: list[RigidObjectConfig]) -> None:
+    """Add a sensor for the force with which each finger presses on each dynamic object, in the world frame (N)."""
+    body, sensors = mujoco().mjtObj.mjOBJ_BODY, mujoco().mjtSensor
+    for finger in fingers:
+        for item in (item for item in objects if item.body_type == "dynamic"):
+            name, ends = contact_sensor(finger, item.uid), {"objtype": body, "objname": finger, "reftype": body}
+            spec.add_sensor(name=name, type=sensors.mjSENS_CONTACT, refname=item.uid, intprm=_NET_FORCE, **ends)
+
+
+def contact_sensor(finger: str, uid: str) -> str:
+    """Return the name of the sensor for the force of a finger on an object."""
+    return f"{finger}/{uid}_contact"
 
 
 def _set_damping(model: Any, cfg: RigidObjectConfig) -> None:
@@ -128,6 +143,7 @@ def build(cfg: SceneConfig, drives: Mapping[str, Drive] | None = None) -> Scene:
         robot, home = _add_robot(spec, cfg, drives or {})
         for item in objects:
             _add_object(spec, item)
+        _add_contact_sensors(spec, robot.fingers, objects)
         model = spec.compile()
     except ConfigError:
         raise

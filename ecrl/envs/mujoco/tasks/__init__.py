@@ -2,6 +2,7 @@
 
 from ecrl.envs.mujoco.tasks import experts  # noqa: F401  # registers the experts
 from ecrl.envs.mujoco.tasks.cart_pole import CartPoleRLConfig, cart_pole
+from ecrl.envs.mujoco.tasks.pick_cube import PickCubeConfig, pick_cube
 from ecrl.envs.mujoco.tasks.push_cube import PushCubeConfig, push_cube
 from ecrl.envs.mujoco.tasks.reach import ReachConfig, reach
 from ecrl.envs.mujoco.tasks.reach_color import ReachColorConfig, reach_color
@@ -9,6 +10,7 @@ from ecrl.envs.mujoco.terms import (  # noqa: F401  # registers the terms
     actions,
     cameras,
     events,
+    grasping,
     instructions,
     observations,
     rewards,
@@ -16,10 +18,12 @@ from ecrl.envs.mujoco.terms import (  # noqa: F401  # registers the terms
 
 __all__ = [
     "CartPoleRLConfig",
+    "PickCubeConfig",
     "PushCubeConfig",
     "ReachColorConfig",
     "ReachConfig",
     "cart_pole",
+    "pick_cube",
     "push_cube",
     "reach",
     "reach_color",
