@@ -25,15 +25,19 @@ from ecrl.envs.minatar import (
 )
 from ecrl.envs.mujoco.tasks import (
     CartPoleRLConfig,
+    OpenDrawerConfig,
     PickCubeConfig,
     PushCubeConfig,
     ReachColorConfig,
     ReachConfig,
+    StackCubeConfig,
     cart_pole,
+    open_drawer,
     pick_cube,
     push_cube,
     reach,
     reach_color,
+    stack_cube,
 )
 from ecrl.envs.pendulum import PendulumConfig, pendulum
 from ecrl.envs.point_mass import PointMassConfig, point_mass
@@ -50,6 +54,7 @@ __all__ = [
     "Env",
     "FreewayConfig",
     "GymnasiumConfig",
+    "OpenDrawerConfig",
     "PendulumConfig",
     "PickCubeConfig",
     "PointMassConfig",
@@ -61,6 +66,7 @@ __all__ = [
     "RepeatPreviousConfig",
     "SeaquestConfig",
     "SpaceInvadersConfig",
+    "StackCubeConfig",
     "TMazeConfig",
     "auto_reset",
     "cart_pole",
@@ -76,6 +82,7 @@ __all__ = [
     "minatar_freeway",
     "minatar_seaquest",
     "minatar_space_invaders",
+    "open_drawer",
     "pendulum",
     "pick_cube",
     "point_mass",
@@ -90,6 +97,7 @@ __all__ = [
     "reach_color",
     "repeat_previous",
     "restart",
+    "stack_cube",
     "state_of",
     "t_maze",
     "time_limit",

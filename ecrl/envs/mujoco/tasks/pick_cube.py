@@ -13,7 +13,6 @@ from ecrl.envs.core import Env
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.make_task import task_env
 from ecrl.envs.mujoco.physics.simulation import Simulation
-from ecrl.envs.mujoco.robots.components import BUILTIN_HAND
 from ecrl.envs.mujoco.scene.config import RigidObjectConfig, RobotConfig
 from ecrl.envs.mujoco.task_config import (
     ActionConfig,
@@ -23,29 +22,18 @@ from ecrl.envs.mujoco.task_config import (
     TaskEventConfig,
     parse_terms,
 )
+from ecrl.envs.mujoco.tasks.gripper_arm import ACTIONS, GRIPPER_ARM, ROBOT_OBSERVATIONS
 from ecrl.envs.mujoco.terms.grasping import is_grasped
 from ecrl.envs.mujoco.terms.term import target
 from ecrl.registry import register_env
 
 _CUBE, _GOAL = {"object_cfg": {"uid": "cube"}}, {"target_pose_key": "goal_pose"}
-GRIPPER_ARM: Any = {
-    "uid": "Manipulator",
-    "urdf_cfg": {"components": [{"component_type": "hand", "urdf_path": BUILTIN_HAND}]},
-    # between the fingers, 0.02 m above their tips
-    "solver_cfg": {"arm": {"tcp": [[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 0.14], [0.0, 0.0, 0.0, 1.0]]}},
-    # soft enough that two fingers hold an object in their middle
-    "drive_pros": {"stiffness": {"gripper.*": 1000.0}, "damping": {"gripper.*": 50.0}},
-}
-"""Settings of the built-in arm with the built-in gripper."""
-GRIPPER_ACTIONS: Any = {
-    "arm": {"func": "DeltaQposTerm", "params": {"part_name": "arm", "scale": 0.1}},
-    "gripper": {"func": "GripperTerm"},
-}
-"""Actions of an arm with a gripper: 0.1 * action is added to the positions of the arm's joints."""
-_OBSERVATIONS: Any = {
-    "robot_qpos": {"func": "normalize_robot_joint_data", "mode": "modify", "name": "robot/qpos"},
-    "robot_ee_pose": {"func": "get_robot_eef_pose", "name": "robot/ee_pose"},
-    "cube_pose": {"func": "get_rigid_object_pose", "name": "object/cube_pose", "params": {"entity_cfg": {"uid": "cube"}}},
+_OBSERVATIONS: Any = ROBOT_OBSERVATIONS | {
+    "cube_pose": {
+        "func": "get_rigid_object_pose",
+        "name": "object/cube_pose",
+        "params": {"entity_cfg": {"uid": "cube"}},
+    },
     "goal_pos": {"func": "target_position", "name": "object/goal_pos", "params": _GOAL},
     "to_cube": {"func": "get_eef_to_object", "name": "object/to_cube", "params": _CUBE},
     "to_goal": {"func": "get_object_to_target", "name": "object/to_goal", "params": _CUBE | _GOAL},
@@ -107,8 +95,8 @@ class PickCubeConfig(TaskConfig):
     )
     max_episode_steps: int = Field(100, ge=1, lt=2**31, description="time limit, steps")
     actions: dict[str, ActionConfig] = Field(
-        default_factory=partial(parse_terms, ActionConfig, GRIPPER_ACTIONS),
-        description="action terms by name; by default 0.1 * action is added to the joint positions of the arm, and one "
+        default_factory=partial(parse_terms, ActionConfig, ACTIONS),
+        description="action terms by name; by default three actions move the end effector by 0.03 m, and one "
         "action opens and closes the gripper",
     )
     observations: dict[str, ObservationConfig] = Field(

@@ -9,6 +9,7 @@ The force f[i] of finger i on the object (N) is the sum of all contact forces in
 an episode no object is grasped.
 """
 
+from collections.abc import Callable
 from typing import Annotated
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from ecrl.config.model import ConfigModel, Positive
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.physics.simulation import Simulation
-from ecrl.envs.mujoco.scene.config import Real
+from ecrl.envs.mujoco.scene.config import Real, Triple
 from ecrl.envs.mujoco.scene.scene import contact_sensor
 from ecrl.envs.mujoco.terms.term import (
     ActionTerm,
@@ -77,10 +78,14 @@ class ReachingObjectConfig(EefToObjectConfig):
 
 
 class ObjectToTargetConfig(ConfigModel):
-    """Settings of a term about an object and its target."""
+    """Settings of a term about an object and its target, a place that an event sets, or a place near another object."""
 
     object_cfg: EntityConfig = Field(description="the object")
-    target_pose_key: str = Field("goal_pose", min_length=1, description="store_key of the event that sets the target")
+    target_pose_key: str = Field(
+        "goal_pose", min_length=1, description="store_key of the event that sets the target; not used with target_cfg"
+    )
+    target_cfg: EntityConfig | None = Field(None, description="object whose centre + offset is the target")
+    offset: Triple = Field((0.0, 0.0, 0.0), description="x y z from the centre of target_cfg to the target, m")
 
 
 class GraspedToTargetConfig(ObjectToTargetConfig):
@@ -114,6 +119,20 @@ def _graspable(sim: Simulation, entity: EntityConfig) -> str:
     uid = object_of(sim, entity, "object_cfg")
     check_graspable(sim, uid, "params.object_cfg")
     return uid
+
+
+def _to_target(cfg: ObjectToTargetConfig, sim: Simulation) -> Callable[[TensorDict], Tensor]:
+    """Return a function that maps a state to the vector from the object to its target, `[*B, 3]` (m)."""
+    uid = object_of(sim, cfg.object_cfg, "object_cfg")
+    other = None if cfg.target_cfg is None else object_of(sim, cfg.target_cfg, "target_cfg")
+
+    def to_target(state: TensorDict) -> Tensor:
+        position = world.body_position(sim, state["world"], uid)
+        if other is None:
+            return target(state, cfg.target_pose_key) - position
+        return world.body_position(sim, state["world"], other) + position.new_tensor(cfg.offset) - position
+
+    return to_target
 
 
 def _distance(offset: Tensor) -> Tensor:
@@ -166,12 +185,8 @@ def get_eef_to_object(cfg: EefToObjectConfig, sim: Simulation) -> Observe:
 @register_observation("get_object_to_target")
 def get_object_to_target(cfg: ObjectToTargetConfig, sim: Simulation) -> Observe:
     """Observe the vector from the centre of an object to its target, `[*B, 3]` (m). Use this term in mode add."""
-    uid = object_of(sim, cfg.object_cfg, "object_cfg")
-
-    def observe(state: TensorDict, value: Tensor | None) -> Tensor:
-        return new_entry(value, target(state, cfg.target_pose_key) - world.body_position(sim, state["world"], uid))
-
-    return observe
+    to_target = _to_target(cfg, sim)
+    return lambda state, value: new_entry(value, to_target(state))
 
 
 @register_observation("get_object_grasped")
@@ -204,11 +219,10 @@ def grasped_object_to_target(cfg: GraspedToTargetConfig, sim: Simulation) -> Rew
 
     reward = grasped (1 - tanh(k |object - target|)),  k = distance_scale, 1/m
     """
-    uid = _graspable(sim, cfg.object_cfg)
+    uid, to_target = _graspable(sim, cfg.object_cfg), _to_target(cfg, sim)
 
     def reward(before: TensorDict, after: TensorDict) -> Tensor:
-        offset = target(after, cfg.target_pose_key) - world.body_position(sim, after["world"], uid)
-        near = 1.0 - torch.tanh(cfg.distance_scale * _distance(offset))
+        near = 1.0 - torch.tanh(cfg.distance_scale * _distance(to_target(after)))
         return is_grasped(sim, after["world"], uid).float() * near
 
     return reward
