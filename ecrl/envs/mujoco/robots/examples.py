@@ -23,6 +23,7 @@ class Example(NamedTuple):
         parts: patterns of the joints of each part.
         end_links: link that holds the end effector of a part, by part.
         home: positions of the joints at the start (m or rad), in the order of the joints in the file.
+        reach: largest distance from the base to the end effector, m.
         grip: positions of the joints of the gripper when it is open and when it is closed (m or rad).
     """
 
@@ -30,11 +31,13 @@ class Example(NamedTuple):
     parts: dict[str, tuple[str, ...]]
     end_links: dict[str, str]
     home: tuple[float, ...]
+    reach: float
     grip: dict[str, tuple[float, float]] = {}  # noqa: RUF012  # never changed
 
 
-def _ur(number: int) -> Example:
-    return Example(f"ur{number}_robot", {"arm": (".*",)}, {"arm": "tool0"}, (0.0, -1.57, 1.57, -1.57, -1.57, 0.0))
+def _ur(number: int, reach: float) -> Example:
+    home = (0.0, -1.57, 1.57, -1.57, -1.57, 0.0)
+    return Example(f"ur{number}_robot", {"arm": (".*",)}, {"arm": "tool0"}, home, reach)
 
 
 EXAMPLES = {
@@ -43,16 +46,18 @@ EXAMPLES = {
         {"arm": ("panda_joint[1-7]",), "hand": ("panda_finger_joint1",)},
         {"arm": "panda_hand_tcp"},
         (0.0, -0.785, 0.0, -2.356, 0.0, 1.571, 0.785, 0.04),
+        0.855,
         {"panda_finger_joint1": (0.04, 0.0)},
     ),
-    "ur3": _ur(3),
-    "ur5": _ur(5),
-    "ur10": _ur(10),
+    "ur3": _ur(3, 0.5),
+    "ur5": _ur(5, 0.85),
+    "ur10": _ur(10, 1.3),
     "so101": Example(
         "so101",
         {"arm": ("shoulder_.*", "elbow_flex", "wrist_.*"), "hand": ("gripper",)},
         {"arm": "gripper_frame_link"},
-        (0.0, -0.6, 0.6, 1.2, 0.0, 0.5),
+        (0.0, -0.6, 0.6, 1.57, 0.0, 0.5),
+        0.42,
         {"gripper": (1.2, -0.17)},
     ),
 }

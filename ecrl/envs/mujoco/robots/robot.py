@@ -362,6 +362,12 @@ def _fingers(spec: Any, joints: tuple[str, ...], followers: tuple[urdf.Follower,
     return tuple(body.name for body in bodies if body.name)
 
 
+def start_rotation(cfg: RobotConfig) -> tuple[float, float, float]:
+    """Return the rotation of a robot's base (degrees) if the config has none."""
+    name = (cfg.model or "").removeprefix(PREFIX)
+    return (0.0, 0.0, 180.0) if (cfg.model or "").startswith(PREFIX) and name in EXAMPLES else (0.0, 0.0, 0.0)
+
+
 def _mount(built: Builtin, part: str, joints: tuple[str, ...]) -> tuple[str, tuple[float, float, float]]:
     """Return the joint whose body holds the end effector of a part, and the flange position in that body's frame.
 

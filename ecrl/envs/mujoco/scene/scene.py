@@ -9,7 +9,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ecrl.envs.mujoco.robots.robot import Drive, Robot, add_force_sensors, hinges_and_slides, robot_spec, spec_of
+from ecrl.envs.mujoco.robots.robot import (
+    Drive,
+    Robot,
+    add_force_sensors,
+    hinges_and_slides,
+    robot_spec,
+    spec_of,
+    start_rotation,
+)
 from ecrl.envs.mujoco.scene.config import LightConfig, RigidObjectConfig, SceneConfig
 from ecrl.envs.mujoco.scene.models import control_per_target, is_linear_in_control, mujoco
 from ecrl.errors import ConfigError
@@ -117,7 +125,7 @@ def _add_robot(spec: Any, cfg: SceneConfig, drives: Mapping[str, Drive]) -> tupl
         return Robot(joints, {"arm": joints} if joints else {}, {}), ()
     child_spec, robot, home = robot_spec(cfg.robot, drives)
     base = spec.worldbody.add_body(name=cfg.robot.uid, pos=list(cfg.robot.init_pos))
-    base.quat = _quaternion(cfg.robot.init_rot)
+    base.quat = _quaternion(cfg.robot.init_rot or start_rotation(cfg.robot))
     prefix = f"{cfg.robot.uid}/"
     spec.attach(child_spec, frame=base.add_frame(), prefix=prefix)
     return robot.with_prefix(prefix), home

@@ -1,7 +1,7 @@
 """The task PickCubeRL: an arm with a gripper grasps a cube and lifts it to a goal."""
 
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
@@ -13,15 +13,15 @@ from ecrl.envs.core import Env
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.make_task import task_env
 from ecrl.envs.mujoco.physics.simulation import Simulation
-from ecrl.envs.mujoco.scene.config import RigidObjectConfig, RobotConfig
+from ecrl.envs.mujoco.scene.config import LENGTH, RigidObjectConfig, RobotConfig
 from ecrl.envs.mujoco.task_config import (
     ActionConfig,
     ObservationConfig,
     RewardConfig,
-    TaskConfig,
     TaskEventConfig,
     parse_terms,
 )
+from ecrl.envs.mujoco.task_scale import ScalableTaskConfig, scaled
 from ecrl.envs.mujoco.tasks.gripper_arm import ACTIONS, GRIPPER_ARM, ROBOT_OBSERVATIONS
 from ecrl.envs.mujoco.terms.grasping import is_grasped
 from ecrl.envs.mujoco.terms.term import target
@@ -73,16 +73,20 @@ _OBJECT: Any = {
 class PickCubeExtensions(ConfigModel):
     """Settings of PickCubeRL: the object, the goal and the condition of success."""
 
-    success_threshold: Positive = Field(
+    success_threshold: Annotated[Positive, LENGTH] = Field(
         0.04, description="distance to the goal, m, below which a grasped object at rest is a success"
     )
-    rest_speed: Positive = Field(0.2, description="speed of the object, m/s, below which it is at rest")
-    start_distance: NonNegative = Field(0.1, description="smallest distance from object to goal at the start, m")
+    rest_speed: Annotated[Positive, LENGTH] = Field(
+        0.2, description="speed of the object, m/s, below which it is at rest"
+    )
+    start_distance: Annotated[NonNegative, LENGTH] = Field(
+        0.1, description="smallest distance from object to goal at the start, m"
+    )
     object_uid: str = Field("cube", description="uid of the object to pick up")
     target_pose_key: str = Field("goal_pose", description="store_key of the event that sets the goal")
 
 
-class PickCubeConfig(TaskConfig):
+class PickCubeConfig(ScalableTaskConfig):
     """Config of PickCubeRL. By default, the built-in arm with the built-in gripper picks up a cube."""
 
     robot: RobotConfig | None = Field(
@@ -127,6 +131,7 @@ def pick_cube(cfg: PickCubeConfig) -> Env:
     Success or failure ends the episode. A state is an acceptable start if d >= start_distance. The metrics are
     `distance_to_goal`, which is d, and `grasped`, which is 1 while two fingers hold the cube, and 0 otherwise.
     """
+    cfg = scaled(cfg)
     ext, uid, key = cfg.extensions, cfg.extensions.object_uid, cfg.extensions.target_pose_key
 
     def distance(sim: Simulation, state: TensorDict) -> Tensor:

@@ -1,7 +1,7 @@
 """The task StackCubeRL: an arm with a gripper puts a cube on another cube."""
 
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
@@ -13,15 +13,15 @@ from ecrl.envs.core import Env
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.make_task import task_env
 from ecrl.envs.mujoco.physics.simulation import Simulation
-from ecrl.envs.mujoco.scene.config import RigidObjectConfig, RobotConfig, Triple
+from ecrl.envs.mujoco.scene.config import LENGTH, RigidObjectConfig, RobotConfig, Triple
 from ecrl.envs.mujoco.task_config import (
     ActionConfig,
     ObservationConfig,
     RewardConfig,
-    TaskConfig,
     TaskEventConfig,
     parse_terms,
 )
+from ecrl.envs.mujoco.task_scale import ScalableTaskConfig, scaled
 from ecrl.envs.mujoco.tasks.gripper_arm import ACTIONS, GRIPPER_ARM, ROBOT_OBSERVATIONS
 from ecrl.envs.mujoco.terms.grasping import is_grasped
 from ecrl.registry import register_env
@@ -70,17 +70,21 @@ class StackCubeExtensions(ConfigModel):
 
     object_uid: str = Field("cube", description="uid of the object to put on the other one")
     base_uid: str = Field("base", description="uid of the object below")
-    offset: Triple = Field(
+    offset: Annotated[Triple, LENGTH] = Field(
         (0.0, 0.0, 0.05), description="x y z from the centre of the object below to the centre of the object on it, m"
     )
-    horizontal_threshold: Positive = Field(
+    horizontal_threshold: Annotated[Positive, LENGTH] = Field(
         0.025, description="horizontal distance to the place on the other object, m, below which it is a success"
     )
-    vertical_threshold: Positive = Field(0.01, description="vertical distance to this place, m, of a success")
-    rest_speed: Positive = Field(0.1, description="speed of the object, m/s, below which it is at rest")
+    vertical_threshold: Annotated[Positive, LENGTH] = Field(
+        0.01, description="vertical distance to this place, m, of a success"
+    )
+    rest_speed: Annotated[Positive, LENGTH] = Field(
+        0.1, description="speed of the object, m/s, below which it is at rest"
+    )
 
 
-class StackCubeConfig(TaskConfig):
+class StackCubeConfig(ScalableTaskConfig):
     """Config of StackCubeRL. By default, the built-in arm with the built-in gripper stacks two equal cubes."""
 
     robot: RobotConfig | None = Field(
@@ -129,6 +133,7 @@ def stack_cube(cfg: StackCubeConfig) -> Env:
     Success or failure ends the episode. The metrics are `distance_to_place`, which is |e|, and `grasped`, which is 1
     while two fingers hold the cube, and 0 otherwise.
     """
+    cfg = scaled(cfg)
     ext, uid, base = cfg.extensions, cfg.extensions.object_uid, cfg.extensions.base_uid
 
     def to_place(sim: Simulation, state: TensorDict) -> Tensor:

@@ -13,7 +13,7 @@ from ecrl.envs.events import Apply
 from ecrl.envs.mujoco.camera import COLOR, DIRECTION, EYE, TARGET, CameraConfig, Quality
 from ecrl.envs.mujoco.physics.simulation import Simulation
 from ecrl.envs.mujoco.render_op import camera_handle, image
-from ecrl.envs.mujoco.scene.config import LightConfig, Triple
+from ecrl.envs.mujoco.scene.config import LENGTH, LightConfig, Triple
 from ecrl.envs.mujoco.terms.term import Observe, new_entry
 from ecrl.errors import ConfigError
 from ecrl.registry import register_event, register_observation
@@ -107,8 +107,12 @@ def camera_image(cfg: CameraImageConfig, sim: Simulation) -> Observe:
 class RandomizeCameraConfig(ConfigModel):
     """Settings of `randomize_camera`: ranges of the random offsets."""
 
-    eye_range: _Box | None = Field(None, description="[lowest, highest] x y z added to the eye of cameras, m")
-    target_range: _Box | None = Field(None, description="[lowest, highest] x y z added to the target of cameras, m")
+    eye_range: Annotated[_Box | None, LENGTH] = Field(
+        None, description="[lowest, highest] x y z added to the eye of cameras, m"
+    )
+    target_range: Annotated[_Box | None, LENGTH] = Field(
+        None, description="[lowest, highest] x y z added to the target of cameras, m"
+    )
 
     @model_validator(mode="after")
     def _has_a_range(self) -> "RandomizeCameraConfig":

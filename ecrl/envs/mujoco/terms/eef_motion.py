@@ -1,6 +1,6 @@
 """The action term that moves an end effector by a small step."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
@@ -11,6 +11,7 @@ from ecrl.config.model import ConfigModel, Positive
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.physics.simulation import Simulation, start
 from ecrl.envs.mujoco.robots.inverse_kinematics import solve
+from ecrl.envs.mujoco.scene.config import LENGTH
 from ecrl.envs.mujoco.terms.term import ActionTerm, part_of, tcp_of
 from ecrl.registry import register_action
 
@@ -25,7 +26,7 @@ class DeltaEefPoseConfig(ConfigModel):
     pose_dim: Literal[3, 6] = Field(
         3, description="3: the actions move the end effector, and its z axis keeps its direction; 6: they also turn it"
     )
-    scale: Positive = Field(0.03, le=1e6, description="factor from action to motion, m")
+    scale: Annotated[Positive, LENGTH] = Field(0.03, le=1e6, description="factor from action to motion, m")
     rotation_scale: Positive = Field(0.1, le=1e6, description="factor from action to rotation, rad; for pose_dim 6")
 
 

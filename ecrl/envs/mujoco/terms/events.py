@@ -18,7 +18,7 @@ from ecrl.config.model import LIST, NUMBER, ConfigModel, NonNegative, by_kind
 from ecrl.envs.events import Apply
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.physics.simulation import Simulation, start
-from ecrl.envs.mujoco.scene.config import Real, Triple
+from ecrl.envs.mujoco.scene.config import FORCE, LENGTH, MASS, Real, Triple
 from ecrl.envs.mujoco.scene.models import id_of, mujoco, rows_of
 from ecrl.envs.mujoco.terms.term import EntityConfig, JointsConfig, joints_of, object_of, tcp_of
 from ecrl.errors import ConfigError
@@ -85,7 +85,9 @@ class RandomizeRigidObjectPoseConfig(ConfigModel):
     """Settings of `randomize_rigid_object_pose`: an object, and the ranges of its random pose."""
 
     entity_cfg: EntityConfig = Field(description="the object, dynamic or kinematic")
-    position_range: _Box | None = Field(None, description="[lowest, highest] x y z, m; position unchanged if absent")
+    position_range: Annotated[_Box | None, LENGTH] = Field(
+        None, description="[lowest, highest] x y z, m; position unchanged if absent"
+    )
     rotation_range: _Box | None = Field(
         None,
         description="[lowest, highest] angles about x, rotated y, rotated z, degrees; rotation unchanged if absent",
@@ -143,9 +145,11 @@ class ScatterConfig(ConfigModel):
     entity_cfgs: Annotated[tuple[EntityConfig, ...], Field(strict=False, min_length=1)] = Field(
         description="the objects, dynamic or kinematic"
     )
-    position_range: _Box = Field(description="[lowest, highest] x y z, m")
-    min_distance: NonNegative = Field(0.0, description="smallest horizontal distance between two objects, m")
-    min_tool_distance: NonNegative = Field(
+    position_range: Annotated[_Box, LENGTH] = Field(description="[lowest, highest] x y z, m")
+    min_distance: Annotated[NonNegative, LENGTH] = Field(
+        0.0, description="smallest horizontal distance between two objects, m"
+    )
+    min_tool_distance: Annotated[NonNegative, LENGTH] = Field(
         0.0, description="smallest horizontal distance from an object to the end effector, m; 0: any distance"
     )
     part_name: str = Field("arm", description="part of the robot that has the end effector")
@@ -201,7 +205,7 @@ def scatter_rigid_objects(cfg: ScatterConfig, sim: Simulation) -> Apply:
 class RandomizeTargetPoseConfig(ConfigModel):
     """Settings of `randomize_target_pose`: the range of the target position, and the name of the target."""
 
-    position_range: _Box = Field(description="[lowest, highest] x y z, m")
+    position_range: Annotated[_Box, LENGTH] = Field(description="[lowest, highest] x y z, m")
     relative_position: bool = Field(False, description="add positions to the position of reference_entity_cfg")
     reference_entity_cfg: EntityConfig | None = Field(None, description="reference object of relative_position")
     store_key: str = Field("goal_pose", pattern=r"^[\w-]+$", description="name of the target; terms refer to it")
@@ -297,7 +301,7 @@ class RandomizeRigidObjectMassConfig(ConfigModel):
     """Settings of `randomize_rigid_object_mass`: an object, and the range of its random mass."""
 
     entity_cfg: EntityConfig = Field(description="the object, dynamic")
-    mass_range: _Span = Field(description="[lowest, highest], kg")
+    mass_range: Annotated[_Span, MASS] = Field(description="[lowest, highest], kg")
     relative: bool = Field(False, description="add masses to the mass in the scene config")
 
     @property
@@ -371,7 +375,7 @@ class PushRigidObjectConfig(ConfigModel):
     """Settings of `push_rigid_object`: an object, and the range of the random force."""
 
     entity_cfg: EntityConfig = Field(description="the object, dynamic")
-    force_range: _Box = Field(description="[lowest, highest] force along x y z of the world, N")
+    force_range: Annotated[_Box, FORCE] = Field(description="[lowest, highest] force along x y z of the world, N")
 
 
 @register_event("push_rigid_object")

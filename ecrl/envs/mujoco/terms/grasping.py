@@ -20,7 +20,7 @@ from torch import Tensor
 from ecrl.config.model import ConfigModel, Positive
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.physics.simulation import Simulation
-from ecrl.envs.mujoco.scene.config import Real, Triple
+from ecrl.envs.mujoco.scene.config import LENGTH, PER_LENGTH, Real, Triple
 from ecrl.envs.mujoco.scene.scene import contact_sensor
 from ecrl.envs.mujoco.terms.term import (
     ActionTerm,
@@ -74,7 +74,7 @@ class EefToObjectConfig(ConfigModel):
 class ReachingObjectConfig(EefToObjectConfig):
     """Settings of `reaching_object`."""
 
-    distance_scale: Positive = Field(5.0, description="scale k of the distance, 1/m")
+    distance_scale: Annotated[Positive, PER_LENGTH] = Field(5.0, description="scale k of the distance, 1/m")
 
 
 class ObjectToTargetConfig(ConfigModel):
@@ -85,13 +85,15 @@ class ObjectToTargetConfig(ConfigModel):
         "goal_pose", min_length=1, description="store_key of the event that sets the target; not used with target_cfg"
     )
     target_cfg: EntityConfig | None = Field(None, description="object whose centre + offset is the target")
-    offset: Triple = Field((0.0, 0.0, 0.0), description="x y z from the centre of target_cfg to the target, m")
+    offset: Annotated[Triple, LENGTH] = Field(
+        (0.0, 0.0, 0.0), description="x y z from the centre of target_cfg to the target, m"
+    )
 
 
 class GraspedToTargetConfig(ObjectToTargetConfig):
     """Settings of `grasped_object_to_target`."""
 
-    distance_scale: Positive = Field(5.0, description="scale k of the distance, 1/m")
+    distance_scale: Annotated[Positive, PER_LENGTH] = Field(5.0, description="scale k of the distance, 1/m")
 
 
 def is_grasped(sim: Simulation, worlds: TensorDict, uid: str) -> Tensor:
