@@ -25,6 +25,7 @@ KEPT = {  # lengths that stay: of the robot, of its search for a posture, and of
     ("EefPoseConfig", "position_tolerance"),
     ("ScaledConfig", "scale"),
     ("EefPoseConfig", "scale"),
+    ("ScalableTaskConfig", "scale"),
 }
 UNITS = {r"1/m$": PER_LENGTH, r"\bkg\b": MASS, r"\bm$|\bm[;,]|\bm/s\b": LENGTH}
 
@@ -58,7 +59,7 @@ def test_every_length_mass_and_inverse_length_is_marked():
                 continue
             expected = next((unit for pattern, unit in UNITS.items() if re.search(pattern, text)), None)
             marked = next((x for x in info.metadata if isinstance(x, ScalesWith)), None)
-            where = next((cls.__name__ for cls in model.__mro__ if name in cls.__dict__.get("__annotations__", {})), "")
+            where = next(cls.__name__ for cls in reversed(model.__mro__) if name in getattr(cls, "model_fields", {}))
             if (where, name) in KEPT:
                 assert marked is None
             elif expected is not None:
