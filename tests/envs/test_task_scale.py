@@ -54,7 +54,7 @@ def test_every_length_mass_and_inverse_length_is_marked():
     checked = 0
     for model in all_models():
         for name, info in model.model_fields.items():
-            text = re.sub(r"by default.*|rad or m.*|m or rad.*|m/s or.*", "", info.description or "")
+            text = re.sub(r"N m|by default.*|rad or m.*|m or rad.*|m/s or.*", "", info.description or "")
             if info.annotation is bool:
                 continue
             expected = next((unit for pattern, unit in UNITS.items() if re.search(pattern, text)), None)
