@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, Field
 
 from ecrl.config.model import Positive
-from ecrl.envs.mujoco.robots.examples import EXAMPLES, PREFIX
+from ecrl.envs.mujoco.robots.robot import described
 from ecrl.envs.mujoco.scene.config import ScalesWith
 from ecrl.envs.mujoco.task_config import TaskConfig
+from ecrl.envs.mujoco.task_step import error_prefix
 
 _REACH = 1.3
 """Reach of the built-in arm, for which the default lengths of tasks are chosen, m."""
@@ -26,7 +27,7 @@ class ScalableTaskConfig(TaskConfig):
     scale: Positive | None = Field(
         None,
         description="factor on the lengths of the objects, events, terms and thresholds; masses have its third power. "
-        "If absent, 1, or for an arm such as example:panda its reach / 1.3 m, the reach of the built-in arm",
+        "If absent, 1, or for example:panda and registered arms their reach / 1.3 m, the reach of the built-in arm",
     )
 
 
@@ -60,9 +61,9 @@ def scaled(cfg: Cfg) -> Cfg:
 
     Times and densities stay the same, so velocities and accelerations are scaled as lengths are.
     """
-    model = "" if cfg.robot is None else cfg.robot.model or ""
-    example = EXAMPLES.get(model.removeprefix(PREFIX)) if model.startswith(PREFIX) else None
-    factor = cfg.scale or (1.0 if example is None else example.reach / _REACH)
+    with error_prefix("env.cfg"):
+        model = None if cfg.robot is None else described(cfg.robot)
+    factor = cfg.scale or (1.0 if model is None else model.reach / _REACH)
     if factor == 1.0:
         return cfg
     return cfg.model_copy(

@@ -21,11 +21,12 @@ from ecrl.envs.mujoco.robots.components import (
     found_file,
     quaternion_of,
 )
-from ecrl.envs.mujoco.robots.examples import EXAMPLES, PREFIX, Example, example_file
+from ecrl.envs.mujoco.robots.examples import EXAMPLES, PREFIX, example_file
+from ecrl.envs.mujoco.robots.model import RobotModel
 from ecrl.envs.mujoco.scene.config import DriveConfig, PerJoint, RobotConfig
 from ecrl.envs.mujoco.scene.models import mujoco
 from ecrl.errors import ConfigError
-from ecrl.registry import did_you_mean
+from ecrl.registry import did_you_mean, lookup, registered
 
 _NUMBERS = ("stiffness", "damping", "max_effort")
 """Settings of a drive."""
@@ -166,12 +167,26 @@ def _add_drives(spec: Any, cfg: DriveConfig, built: Builtin, drives: Mapping[str
                 actuator.set_to_motor()
 
 
+def described(cfg: RobotConfig) -> RobotModel | None:
+    """Return the description of a robot that is registered or is an arm of example-robot-data, or None.
+
+    Raises: ConfigError if `robot_type` is neither a built-in nor a registered robot.
+    """
+    if cfg.model is not None:
+        return EXAMPLES.get(cfg.model.removeprefix(PREFIX)) if cfg.model.startswith(PREFIX) else None
+    if cfg.robot_type in ROBOTS:
+        return None
+    known = (*ROBOTS, *registered("robot"))
+    if cfg.robot_type not in known:
+        raise ConfigError(f"robot.robot_type: unknown {cfg.robot_type!r}; {did_you_mean(cfg.robot_type, known)}")
+    return lookup("robot", cfg.robot_type).make(cfg)
+
+
 def _end_link(cfg: RobotConfig, part: str) -> str | None:
     """Return the name of the link that holds the end effector of a part, if the config or the robot names one."""
     link = cfg.solver_cfg[part].end_link_name if part in cfg.solver_cfg else None
-    if link is None and (example := EXAMPLES.get((cfg.model or "").removeprefix(PREFIX))) is not None:
-        return example.end_links.get(part)
-    return link
+    model = described(cfg)
+    return model.end_links.get(part) if link is None and model is not None else link
 
 
 def _end_body(spec: Any, cfg: RobotConfig, part: str, joint: str, assembly: "_Assembly") -> Any:
@@ -222,27 +237,31 @@ def _from_file(cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Buil
     """
     source, root = cfg.model or "", os.environ.get("MENAGERIE_ROOT", "")
     if source.startswith(PREFIX):
-        name = source.removeprefix(PREFIX)
-        path = example_file(name, "robot.model")
-        return _from_urdf(urdf.urdf_spec(path.read_text(), path.parent, "robot.model"), example=EXAMPLES.get(name))
+        path = example_file(source.removeprefix(PREFIX), "robot.model")
+        return _from_urdf(urdf.urdf_spec(path.read_text(), path.parent, "robot.model"))
     if urdf.is_urdf(source):
         return _from_urdf(_urdf_of(source, "robot.model", root))
     return _from_mjcf(spec_of(source, "robot.model", root), cfg, drives)
 
 
-def _from_urdf(spec: Any, part: str = "arm", example: Example | None = None) -> tuple[Any, Builtin]:
+def _as_described(built: Builtin, model: RobotModel) -> Builtin:
+    """Return the robot of a file with the parts, the start and the gripper of its description."""
+    if model.home and len(model.home) != len(built.joints):
+        names = ", ".join(built.joints)
+        raise ConfigError(f"robot: home has {len(model.home)} values for {len(built.joints)} joints: {names}")
+    parts = {name: _matching(patterns, built, "robot") for name, patterns in model.parts.items()}
+    tcp, home = dict.fromkeys(model.end_links, NO_OFFSET), model.home or built.home
+    return built._replace(parts=parts or built.parts, tcp=tcp, home=home, grip=model.grip)
+
+
+def _from_urdf(spec: Any, part: str = "arm") -> tuple[Any, Builtin]:
     """Return the MjSpec of a URDF file and the robot. Joints that follow another joint are no joints of the robot."""
     following = {follower.name for follower in urdf.followers(spec)}
     joints = tuple(name for name in hinges_and_slides(spec) if name not in following)
     if not joints:
         raise ConfigError(f"robot: the URDF file of the {part} has no joint that moves; use another file")
     efforts, home = urdf.efforts_of(spec, joints), urdf.start_of(spec, joints)
-    built = Builtin(_no_shapes, joints, {part: joints}, {}, {}, home, *urdf.default_gains(efforts), efforts)
-    if example is None:
-        return spec, built
-    parts = {name: _matching(patterns, built, "robot.model") for name, patterns in example.parts.items()}
-    tcp = dict.fromkeys(example.end_links, NO_OFFSET)
-    return spec, built._replace(parts=parts, tcp=tcp, home=example.home, grip=example.grip)
+    return spec, Builtin(_no_shapes, joints, {part: joints}, {}, {}, home, *urdf.default_gains(efforts), efforts)
 
 
 def _with_rotors(spec: Any, cfg: RobotConfig, built: Builtin, joints: tuple[str, ...]) -> Builtin:
@@ -277,10 +296,15 @@ def _arm(cfg: RobotConfig, drives: Mapping[str, Drive], arm: Part | None) -> tup
     """Return the MjSpec of an arm, the arm, and its parts. `arm` is the component of the config, if any."""
     if arm is not None and arm.source is not None:
         return *_from_urdf(_urdf_of(arm.source, f"{arm.key}.urdf_path")), _Assembly("URDF")
-    if cfg.model is None:
+    model = described(cfg)
+    if cfg.model is None and model is None:
         return *_builtin(cfg), _Assembly("built-in")
-    is_urdf = cfg.model.startswith(PREFIX) or urdf.is_urdf(cfg.model)
-    return *_from_file(cfg, drives), _Assembly("URDF" if is_urdf else "MJCF")
+    if cfg.model is None and model is not None:
+        cfg = cfg.model_copy(update={"model": model.source})
+    source = cfg.model or ""
+    spec, built = _from_file(cfg, drives)
+    kind = "URDF" if source.startswith(PREFIX) or urdf.is_urdf(source) else "MJCF"
+    return spec, built if model is None else _as_described(built, model), _Assembly(kind)
 
 
 def _read_hand(cfg: RobotConfig, built: Builtin, hand: Part, assembly: _Assembly) -> tuple[Any, Builtin]:
@@ -337,8 +361,6 @@ def _from_mjcf(spec: Any, cfg: RobotConfig, drives: Mapping[str, Drive]) -> tupl
 
 
 def _builtin(cfg: RobotConfig) -> tuple[Any, Builtin]:
-    if cfg.robot_type not in ROBOTS:
-        raise ConfigError(f"robot.robot_type: unknown {cfg.robot_type!r}; {did_you_mean(cfg.robot_type, ROBOTS)}")
     spec = mujoco().MjSpec()
     spec.compiler.degree = False
     return spec, ROBOTS[cfg.robot_type]
@@ -364,8 +386,8 @@ def _fingers(spec: Any, joints: tuple[str, ...], followers: tuple[urdf.Follower,
 
 def start_rotation(cfg: RobotConfig) -> tuple[float, float, float]:
     """Return the rotation of a robot's base (degrees) if the config has none."""
-    name = (cfg.model or "").removeprefix(PREFIX)
-    return (0.0, 0.0, 180.0) if (cfg.model or "").startswith(PREFIX) and name in EXAMPLES else (0.0, 0.0, 0.0)
+    model = described(cfg)
+    return (0.0, 0.0, 0.0) if model is None else model.init_rot
 
 
 def _mount(built: Builtin, part: str, joints: tuple[str, ...]) -> tuple[str, tuple[float, float, float]]:

@@ -189,7 +189,9 @@ class RobotConfig(ConfigModel):
 
     uid: str = Field("robot", min_length=1, pattern=_NAME, description="name of the robot, without a NUL")
     robot_type: str = Field(
-        "URRobot", description="built-in robot: URRobot, CartPole or Finger; not used if model is set"
+        "URRobot",
+        description="built-in robot, URRobot, CartPole or Finger, or the name of a registered robot; not used if model is "
+        "set",
     )
     model: str | None = Field(
         None,
@@ -201,7 +203,7 @@ class RobotConfig(ConfigModel):
     init_rot: Triple | None = Field(
         None,
         description="rotation of the base, degrees: about x, then the rotated y, then the rotated z; if absent, 0, or "
-        "for an arm such as example:panda half a turn about z, so that all arms face -x",
+        "as the robot defines: half a turn about z for example:panda, so that all arms face -x",
     )
     init_qpos: Annotated[tuple[Real, ...], Field(strict=False)] | None = Field(
         None, description="joint positions at the start, m or rad; one value per joint"
