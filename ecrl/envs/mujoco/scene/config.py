@@ -190,8 +190,7 @@ class RobotConfig(ConfigModel):
     uid: str = Field("robot", min_length=1, pattern=_NAME, description="name of the robot, without a NUL")
     robot_type: str = Field(
         "URRobot",
-        description="built-in robot, URRobot, CartPole or Finger, or the name of a registered robot; not used if model is "
-        "set",
+        description="URRobot, CartPole or Finger, which are built in, or a registered robot; not used if model is set",
     )
     model: str | None = Field(
         None,
