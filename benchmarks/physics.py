@@ -3,6 +3,7 @@
 Three contestants use the same cores, with one thread per core. MuJoCo alone repeats the states and controls of ecrl's
 first rollout in one call. ecrl's environment alone repeats the actions of that rollout, with task, resets and
 observations. The third contestant runs whole iterations of `configs/push_cube_ppo.json`, collecting and learning.
+Two more contestants measure the environment with a robot that has meshes, the arm `example:panda`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,29 +13,31 @@ from benchmarks.other_libraries import as_work
 from benchmarks.pairs import ROOT, Contestant, Result, race, ratios, summary
 
 CONFIG = ROOT / "configs" / "push_cube_ppo.json"
-MOST = {"environment": (1.25, None), "iteration": (2.2, 1.6)}
+MESHES = "example:panda"
+MOST = {"environment": (1.25, None), "iteration": (2.2, 1.6), "meshes": (1.3, None)}
 """Targets as multiples of the time of bare physics: required and desired."""
 
 
-def config(**keys: Any) -> Any:
-    """Return the config of an endless run."""
+def config(robot: str | None = None, **keys: Any) -> Any:
+    """Return the config of an endless run, with another robot if `robot` is given."""
     from ecrl import load_config
 
+    keys |= {} if robot is None else {"env.cfg.robot": {"model": robot}}
     return load_config(CONFIG).replace(**{"trainer.iterations": 10**6, **keys})
 
 
-def first_rollout() -> tuple[Any, Any]:
+def first_rollout(robot: str | None = None) -> tuple[Any, Any]:
     """Return the initial state of a run, and the steps of its first batch, eager."""
     from ecrl import init_state
     from ecrl.loop.build import build
 
-    cfg = config(**{"trainer.compile": "off"})
+    cfg = config(robot, **{"trainer.compile": "off"})
     state = init_state(cfg)
     run = build(cfg)
     return state, run.algorithm.iterate.collect(run, state)[1]["steps"]
 
 
-def recorded() -> tuple[Any, Any, Any, int]:
+def recorded(robot: str | None = None) -> tuple[Any, Any, Any, int]:
     """Return MuJoCo's model, states `[T, N, nstate]` and controls `[T, N, nu]` of the first rollout, and substeps."""
     from unittest.mock import patch
 
@@ -43,7 +46,7 @@ def recorded() -> tuple[Any, Any, Any, int]:
     from ecrl.envs.mujoco.physics import step_op as physics
     from ecrl.envs.mujoco.scene.models import loaded
 
-    cfg, calls, handles, step = config(), [], [], physics.step
+    cfg, calls, handles, step = config(robot), [], [], physics.step
 
     def recording_step(state: Any, control: Any, parameters: Any, *, handle: int, substeps: int) -> Any:
         if len(state) == cfg.trainer.num_envs:
@@ -52,13 +55,13 @@ def recorded() -> tuple[Any, Any, Any, int]:
         return step(state, control, parameters, handle=handle, substeps=substeps)
 
     with patch.object(physics, "step", recording_step):
-        first_rollout()
+        first_rollout(robot)
     states, controls = (torch.stack(x[-cfg.trainer.buffer_size :]).numpy() for x in zip(*calls, strict=True))
     model = loaded(handles[-1][0]).model
     return model, states, controls[..., : model.nu], handles[-1][1]
 
 
-def replay(threads: int) -> tuple[Callable[[], Any], Any, int]:
+def replay(threads: int, robot: str | None = None) -> tuple[Callable[[], Any], Any, int]:
     """Return a function that repeats all environments' steps in one call, the expected states, and the substeps.
 
     It returns MuJoCo's full physics state after every substep, `[N, T * substeps, ...]`; episodes do not end in it.
@@ -69,7 +72,7 @@ def replay(threads: int) -> tuple[Callable[[], Any], Any, int]:
     from ecrl.envs.mujoco.scene.models import STATE
     from ecrl.envs.mujoco.scene.models import mujoco as load_mujoco
 
-    model, states, controls, substeps = recorded()
+    model, states, controls, substeps = recorded(robot)
     mujoco = load_mujoco()
     datas, full = [mujoco.MjData(model) for _ in range(threads)], int(mujoco.mjtState.mjSTATE_FULLPHYSICS)
     state_spec = sum(int(getattr(mujoco.mjtState, f"mjSTATE_{name}")) for name in STATE)
@@ -84,9 +87,9 @@ def replay(threads: int) -> tuple[Callable[[], Any], Any, int]:
     return lambda: pool.rollout(model, datas, initial_states, control_sequence, control_spec=kind)[0], states, substeps
 
 
-def bare(threads: int) -> Callable[[], int]:
+def bare(threads: int, robot: str | None = None) -> Callable[[], int]:
     """Return work units of the bare physics of a rollout."""
-    run_rollout, states, _ = replay(threads)
+    run_rollout, states, _ = replay(threads, robot)
 
     def rollouts() -> Iterator[None]:
         while True:
@@ -96,14 +99,14 @@ def bare(threads: int) -> Callable[[], int]:
     return as_work(rollouts(), states.shape[0] * states.shape[1])
 
 
-def environment() -> Callable[[], int]:
+def environment(robot: str | None = None) -> Callable[[], int]:
     """Return work units of the same rollout with given actions, compiled as in training."""
     from ecrl.algorithms.core import step_keys
     from ecrl.loop.build import build
 
-    cfg = config()
+    cfg = config(robot)
     run, size, length = build(cfg), cfg.trainer.num_envs, cfg.trainer.buffer_size
-    state, rollout = first_rollout()
+    state, rollout = first_rollout(robot)
     keys = step_keys(run, state)[0]
     actions = rollout["action"][:, :-1].transpose(0, 1).contiguous()
     rollout_function = run.jit(_roll, run.env, run.scan)
@@ -137,15 +140,20 @@ def iteration() -> Callable[[], int]:
 
 
 def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
-    """Return a row for the environment and one for the iteration, on two cores if available."""
+    """Return rows for the environment, the iteration and a robot with meshes, on two cores if available."""
     cores = cores[:2]
     field = [
         Contestant("mujoco.rollout", "benchmarks.physics:bare", {"threads": len(cores)}),
         Contestant("environment", "benchmarks.physics:environment"),
         Contestant("iteration", "benchmarks.physics:iteration"),
+        Contestant("mujoco.rollout with meshes", "benchmarks.physics:bare", {"threads": len(cores), "robot": MESHES}),
+        Contestant("meshes", "benchmarks.physics:environment", {"robot": MESHES}),
     ]
-    mujoco, *ecrl_results = race(field, cores, rounds=3 if quick else 11, seconds=0.5 if quick else 1.0)
-    return [result_row(contestant_result, mujoco, len(cores)) for contestant_result in ecrl_results]
+    bare_arm, *of_arm, bare_meshes, meshes = race(
+        field, cores, rounds=3 if quick else 11, seconds=0.5 if quick else 1.0
+    )
+    pairs = [*((result, bare_arm) for result in of_arm), (meshes, bare_meshes)]
+    return [result_row(result, mujoco, len(cores)) for result, mujoco in pairs]
 
 
 def result_row(ecrl: Result, mujoco: Result, cores: int) -> dict[str, Any]:
@@ -172,5 +180,5 @@ def figure(rows: list[dict[str, Any]]) -> Any:
     axes = picture.subplots()
     axes.bar([row["what"] for row in measured], [row["times_bare"] for row in measured])
     axes.axhline(1.0, color="black", linewidth=1)
-    axes.set(ylabel="times mujoco.rollout", title="PushCube, 64 environments")
+    axes.set(ylabel="times mujoco.rollout", title="PushCube, 64 environments; meshes: a Panda")
     return picture

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         register_observation,
         register_policy,
         register_reward,
+        register_robot,
         register_vla_backend,
         registered,
     )
@@ -74,6 +75,7 @@ _HOME = {
     "register_observation": "registry",
     "register_policy": "registry",
     "register_reward": "registry",
+    "register_robot": "registry",
     "register_vla_backend": "registry",
     "registered": "registry",
     "save": "run.checkpoint",
@@ -113,6 +115,7 @@ __all__ = [
     "register_observation",
     "register_policy",
     "register_reward",
+    "register_robot",
     "register_vla_backend",
     "registered",
     "save",

@@ -83,7 +83,8 @@ def _shape_of(value: Any) -> Hashable:
     return type(value), tuple((name, _shape_of(getattr(value, name))) for name in shaping)
 
 
-_KINDS = ("env", "policy", "algorithm", "network", "event", "action", "observation", "reward", "expert", "vla_backend")
+_KINDS = ("env", "policy", "algorithm", "network", "event", "action", "observation", "reward")
+_KINDS += ("expert", "vla_backend", "robot")
 _KINDS_WITH_NAME = ("policy", "algorithm")
 """The kinds of components that have a field `name`."""
 _IN_POLICIES = ("network", "vla_backend")
@@ -245,6 +246,15 @@ def register_expert(name: str, *, override: bool = False) -> Callable[[Callable]
     return _register("expert", name, override=override)
 
 
+def register_robot(name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
+    """Return a decorator that registers the function `make(cfg) -> RobotModel` as a robot of MuJoCo tasks.
+
+    `cfg` is the section `env.cfg.robot`, whose key `robot_type` is `name`. Annotate it with
+    `ecrl.envs.mujoco.scene.config.RobotConfig`. The result is an `ecrl.envs.mujoco.robots.model.RobotModel`.
+    """
+    return _register("robot", name, override=override)
+
+
 @cache
 def _import_builtin() -> None:
     for module in BUILTIN:
@@ -300,7 +310,7 @@ def user_modules(config: str) -> list[str]:
 def registered(kind: str) -> tuple[str, ...]:
     """List all registered names of a kind.
 
-    The kinds are env, policy, algorithm, network, event, action, observation, reward and expert.
+    The kinds are env, policy, algorithm, network, event, action, observation, reward, expert, vla_backend and robot.
 
     >>> "cartpole" in registered("env")
     True

@@ -50,6 +50,7 @@ PAGES: dict[str, tuple[str, dict[str, list[str]]]] = {
                 "ecrl.register_observation",
                 "ecrl.register_reward",
                 "ecrl.register_expert",
+                "ecrl.register_robot",
             ],
             "Environments": [
                 "ecrl.envs.state_of",

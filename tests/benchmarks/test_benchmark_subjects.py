@@ -361,7 +361,7 @@ def test_on_a_gpu_the_trace_distinguishes_a_copy_from_a_graph():
 def small_push_cube(monkeypatch):
     sizes = {"trainer.num_envs": 3, "trainer.buffer_size": 8, "algorithm.cfg.batch_size": 24, "trainer.compile": "off"}
     small = physics.config(**sizes)
-    monkeypatch.setattr(physics, "config", lambda **keys: small.replace(**keys))
+    monkeypatch.setattr(physics, "config", lambda robot=None, **keys: small.replace(**keys))
 
 
 def test_bare_physics_takes_the_steps_of_a_rollout(monkeypatch):
@@ -369,7 +369,7 @@ def test_bare_physics_takes_the_steps_of_a_rollout(monkeypatch):
     small = physics.config().replace(
         **{"trainer.num_envs": 3, "trainer.buffer_size": 8, "algorithm.cfg.batch_size": 24}
     )
-    monkeypatch.setattr(physics, "config", lambda **keys: small.replace(**keys))
+    monkeypatch.setattr(physics, "config", lambda robot=None, **keys: small.replace(**keys))
     again, states, substeps = physics.replay(2)
     passed = again()[:, substeps - 1 :: substeps]  # time, positions, velocities first, as in ecrl
     width = 1 + 13 + 12
@@ -385,7 +385,7 @@ def test_environment_and_iterations_of_push_cube_work(monkeypatch):
         **{"trainer.num_envs": 3, "trainer.buffer_size": 8, "algorithm.cfg.batch_size": 24}
     )
     small = small.replace(**{"trainer.compile": "off"})
-    monkeypatch.setattr(physics, "config", lambda **keys: small.replace(**keys))
+    monkeypatch.setattr(physics, "config", lambda robot=None, **keys: small.replace(**keys))
     assert physics.environment()() == physics.iteration()() == 24
 
 

@@ -40,7 +40,7 @@ def test_kinematics_are_those_of_pinocchio(name):
     path = example_file(name, "robot.model")
     theirs = pinocchio.buildModelFromUrdf(str(path), mimic=True)
     data, frame = theirs.createData(), theirs.getFrameId(EXAMPLES[name].end_links["arm"])
-    env = reaching(name)
+    env = reaching(name, init_rot=[0.0, 0.0, 0.0])
     sim, n = env.scene, 1000
     joints = sim.robot.joints
     low, high = (torch.tensor(limits) for limits in world.joint_limits(sim, joints))

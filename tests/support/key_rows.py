@@ -6,6 +6,7 @@ from support import tiny_openvla
 from support.catch import NETWORK
 from support.demos import balancing_path, cues_path, start_path
 from support.dots import SMALL
+from support.grasping_key_rows import GRASPS
 from support.key_effects import (
     NET,
     Changes,
@@ -592,4 +593,17 @@ CONTINUOUS = [
     *rows("algorithm.fast_sac", FAST_SAC | alg(temperature_learning_rate=1e-4), temperature_learning_rate=1e-2),
 ]
 
-TABLE = [*TRAINER, *EVENTS, *ENVS, *NETWORKS, *POLICIES, *VLAS, *PI0S, *OPENVLAS, *ALGORITHMS, *CONTINUOUS, *MUJOCO]
+TABLE = [
+    *TRAINER,
+    *EVENTS,
+    *ENVS,
+    *NETWORKS,
+    *POLICIES,
+    *VLAS,
+    *PI0S,
+    *OPENVLAS,
+    *ALGORITHMS,
+    *CONTINUOUS,
+    *MUJOCO,
+    *GRASPS,
+]

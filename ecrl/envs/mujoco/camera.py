@@ -23,7 +23,7 @@ from pydantic import Field, model_validator
 from ecrl.config.model import ConfigModel, Positive
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.physics.simulation import Simulation, state_bits
-from ecrl.envs.mujoco.scene.config import Real, Triple
+from ecrl.envs.mujoco.scene.config import LENGTH, Real, Triple
 from ecrl.envs.mujoco.scene.models import mujoco
 from ecrl.errors import UserError
 
@@ -60,8 +60,8 @@ class CameraConfig(ConfigModel):
     resolution: Annotated[tuple[_Pixels, _Pixels], Field(strict=False)] = Field(
         (640, 480), description="width and height, pixels"
     )
-    eye: Triple = Field((0.0, 0.0, 2.0), description="position of the camera, m")
-    target: Triple = Field((0.0, 0.0, 0.0), description="point that the camera looks at, m")
+    eye: Annotated[Triple, LENGTH] = Field((0.0, 0.0, 2.0), description="position of the camera, m")
+    target: Annotated[Triple, LENGTH] = Field((0.0, 0.0, 0.0), description="point that the camera looks at, m")
     up: Triple | None = Field(
         None, description="up direction of the image; by default z, or y for a camera that looks straight up or down"
     )

@@ -38,7 +38,8 @@ class Builtin(NamedTuple):
     `build(base, tcp, has_hand)` adds the robot to the body `base` of an MjSpec. `tcp` maps each part of the robot to
     the pose of the part's end effector. With a hand, the arm has no tool of its own. `flange` maps each part to the
     position (m) of the part's tool in the frame of the last link. `stiffness`, `damping` and `max_effort` are the
-    default settings of the drives. `aliases` are EmbodiChain's names of the joints, in the order of `joints`.
+    default settings of the drives. `aliases` are EmbodiChain's names of the joints, in the order of `joints`. `grip`
+    maps each joint of a gripper to its positions in the open and in the closed gripper.
     """
 
     build: Callable[[Any, dict[str, Matrix], bool], None]
@@ -51,6 +52,7 @@ class Builtin(NamedTuple):
     damping: tuple[float, ...]
     max_effort: tuple[float, ...]
     aliases: tuple[str, ...] = ()
+    grip: dict[str, tuple[float, float]] = {}  # noqa: RUF012  # never changed
 
 
 def _geom(body: Any, kind: str, **attributes: Any) -> None:

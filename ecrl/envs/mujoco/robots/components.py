@@ -21,6 +21,8 @@ KEY = "robot.urdf_cfg.components"
 _ARMS = {"UR10": "URRobot", "cart_pole": "CartPole"}
 """Built-in robots that take the place of EmbodiChain's files, by the name of the file."""
 _GRIPPER = "DH_PGI_140_80"
+BUILTIN_HAND = "builtin:two_finger_gripper"
+"""Name of the built-in gripper in `urdf_path`."""
 HAND = "hand/"
 """Prefix of the links of a hand."""
 
@@ -56,6 +58,8 @@ GRIPPER = (
 
 The opening and the stroke are as in the gripper PGI-140-80. The tips are 0.16 m from the flange.
 """
+GRIPPER_GRIP = {f"gripper_finger{number}_joint_1": (0.0, 0.04) for number in (1, 2)}
+"""Positions of the joints of the built-in gripper when it is open and when it is closed, m."""
 
 
 class Part(NamedTuple):
@@ -98,13 +102,15 @@ def component(cfg: RobotConfig, kind: str) -> Part | None:
     if kind == "arm" and part.transform not in (None, NO_OFFSET):
         raise ConfigError(f"{key}.transform: moves the arm; use robot.init_pos and robot.init_rot")
     transform, stem = part.transform or NO_OFFSET, Path(part.urdf_path).stem
+    if kind == "hand" and part.urdf_path == BUILTIN_HAND:
+        return Part(GRIPPER, None, key, transform)
     if part.urdf_path.lstrip().startswith("<"):
         return Part(part.urdf_path, None, key, transform)
     if path := found_file(part.urdf_path, os.environ.get("MENAGERIE_ROOT", "")):
         return Part(path, None, key, transform)
     known = _ARMS if kind == "arm" else {_GRIPPER: "two-finger gripper"}
     if stem not in known:
-        names = ", ".join(known)
+        names = ", ".join([*known, *([BUILTIN_HAND] if kind == "hand" else [])])
         raise ConfigError(f"{key}.urdf_path: no such file {format_value(part.urdf_path)}; built in are {names}")
     taken = f"the built-in {known[stem]} of this size takes its place"
     warnings.warn(f"{key}.urdf_path: no file {format_value(part.urdf_path)}, so {taken}", stacklevel=2)

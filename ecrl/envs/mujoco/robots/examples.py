@@ -6,8 +6,8 @@ robots of the package are named by their files, such as `example:go2`, and have 
 
 from importlib.metadata import distribution
 from pathlib import Path
-from typing import NamedTuple
 
+from ecrl.envs.mujoco.robots.model import RobotModel
 from ecrl.errors import ConfigError, extra
 from ecrl.registry import did_you_mean
 
@@ -15,44 +15,38 @@ PREFIX = "example:"
 _FOLDER = "cmeel.prefix/share/example-robot-data/robots"
 
 
-class Example(NamedTuple):
-    """A robot of the package.
-
-    Attributes:
-        file: name of its URDF file, without `.urdf`.
-        parts: patterns of the joints of each part.
-        end_links: link that holds the end effector of a part, by part.
-        home: positions of the joints at the start (m or rad), in the order of the joints in the file.
-    """
-
-    file: str
-    parts: dict[str, tuple[str, ...]]
-    end_links: dict[str, str]
-    home: tuple[float, ...]
+_HALF_TURN = (0.0, 0.0, 180.0)  # the arms of the package face +x, and ecrl's arms face -x
 
 
-def _ur(number: int) -> Example:
-    return Example(f"ur{number}_robot", {"arm": (".*",)}, {"arm": "tool0"}, (0.0, -1.57, 1.57, -1.57, -1.57, 0.0))
+def _ur(number: int, reach: float) -> RobotModel:
+    home = (0.0, -1.57, 1.57, -1.57, -1.57, 0.0)
+    return RobotModel(f"ur{number}_robot", {"arm": (".*",)}, {"arm": "tool0"}, home, reach, _HALF_TURN)
 
 
 EXAMPLES = {
-    "panda": Example(
+    "panda": RobotModel(
         "panda",
         {"arm": ("panda_joint[1-7]",), "hand": ("panda_finger_joint1",)},
         {"arm": "panda_hand_tcp"},
         (0.0, -0.785, 0.0, -2.356, 0.0, 1.571, 0.785, 0.04),
+        0.855,
+        _HALF_TURN,
+        {"panda_finger_joint1": (0.04, 0.0)},
     ),
-    "ur3": _ur(3),
-    "ur5": _ur(5),
-    "ur10": _ur(10),
-    "so101": Example(
+    "ur3": _ur(3, 0.5),
+    "ur5": _ur(5, 0.85),
+    "ur10": _ur(10, 1.3),
+    "so101": RobotModel(
         "so101",
         {"arm": ("shoulder_.*", "elbow_flex", "wrist_.*"), "hand": ("gripper",)},
         {"arm": "gripper_frame_link"},
-        (0.0, -0.6, 0.6, 1.2, 0.0, 0.5),
+        (0.0, -0.6, 0.6, 1.57, 0.0, 0.5),
+        0.42,
+        _HALF_TURN,
+        {"gripper": (1.2, -0.17)},
     ),
 }
-"""Robots with parts, end effectors and home positions, by name."""
+"""Robots with parts, end effectors and home positions, by name. `source` is the name of the file without `.urdf`."""
 
 
 def example_file(name: str, key: str) -> Path:
@@ -64,7 +58,7 @@ def example_file(name: str, key: str) -> Path:
     with extra("robots"):
         folder = Path(str(distribution("example-robot-data").locate_file(_FOLDER)))
     files = sorted(folder.rglob("*.urdf"))
-    stem = EXAMPLES[name].file if name in EXAMPLES else name
+    stem = EXAMPLES[name].source if name in EXAMPLES else name
     found = [path for path in files if path.stem == stem]
     if not found:
         known = did_you_mean(name, sorted({*EXAMPLES, *(path.stem for path in files)}))

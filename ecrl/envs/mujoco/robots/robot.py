@@ -10,12 +10,23 @@ from typing import Any, Literal, NamedTuple
 from ecrl.config.model import format_key, format_value
 from ecrl.envs.mujoco.robots import urdf
 from ecrl.envs.mujoco.robots.arm import NO_OFFSET, ROBOTS, Builtin, Matrix
-from ecrl.envs.mujoco.robots.components import HAND, Part, attach_hand, component, flange_of, found_file, quaternion_of
-from ecrl.envs.mujoco.robots.examples import EXAMPLES, PREFIX, Example, example_file
+from ecrl.envs.mujoco.robots.components import (
+    GRIPPER,
+    GRIPPER_GRIP,
+    HAND,
+    Part,
+    attach_hand,
+    component,
+    flange_of,
+    found_file,
+    quaternion_of,
+)
+from ecrl.envs.mujoco.robots.examples import EXAMPLES, PREFIX, example_file
+from ecrl.envs.mujoco.robots.model import RobotModel
 from ecrl.envs.mujoco.scene.config import DriveConfig, PerJoint, RobotConfig
 from ecrl.envs.mujoco.scene.models import mujoco
 from ecrl.errors import ConfigError
-from ecrl.registry import did_you_mean
+from ecrl.registry import did_you_mean, lookup, registered
 
 _NUMBERS = ("stiffness", "damping", "max_effort")
 """Settings of a drive."""
@@ -28,20 +39,25 @@ class Robot(NamedTuple):
 
     `joints` names all joints. A list in the config that has one value per joint has the same order. `parts` maps each
     part to the part's joints. `tcp` maps each part that has an end effector to the end effector's site. `followers` are
-    further joints, each of which follows one of `joints`.
+    further joints, each of which follows one of `joints`. `grip` maps each joint of a gripper to its positions in the
+    open and in the closed gripper. `fingers` are the bodies that grasp objects.
     """
 
     joints: tuple[str, ...]
     parts: dict[str, tuple[str, ...]]
     tcp: dict[str, str]
     followers: tuple[urdf.Follower, ...] = ()
+    grip: dict[str, tuple[float, float]] = {}  # noqa: RUF012  # never changed
+    fingers: tuple[str, ...] = ()
 
     def with_prefix(self, prefix: str) -> "Robot":
         """Return a copy of the robot with `prefix` before all its names, as in the model of a scene."""
         parts = {part: tuple(prefix + name for name in names) for part, names in self.parts.items()}
         tcp = {part: prefix + site for part, site in self.tcp.items()}
         followers = (f._replace(name=prefix + f.name, leader=prefix + f.leader) for f in self.followers)
-        return Robot(tuple(prefix + name for name in self.joints), parts, tcp, tuple(followers))
+        grip = {prefix + name: positions for name, positions in self.grip.items()}
+        joints, fingers = (tuple(prefix + name for name in names) for names in (self.joints, self.fingers))
+        return Robot(joints, parts, tcp, tuple(followers), grip, fingers)
 
 
 def spec_of(source: str, key: str, root: str = "") -> Any:
@@ -151,12 +167,26 @@ def _add_drives(spec: Any, cfg: DriveConfig, built: Builtin, drives: Mapping[str
                 actuator.set_to_motor()
 
 
+def described(cfg: RobotConfig) -> RobotModel | None:
+    """Return the description of a robot that is registered or is an arm of example-robot-data, or None.
+
+    Raises: ConfigError if `robot_type` is neither a built-in nor a registered robot.
+    """
+    if cfg.model is not None:
+        return EXAMPLES.get(cfg.model.removeprefix(PREFIX)) if cfg.model.startswith(PREFIX) else None
+    if cfg.robot_type in ROBOTS:
+        return None
+    known = (*ROBOTS, *registered("robot"))
+    if cfg.robot_type not in known:
+        raise ConfigError(f"robot.robot_type: unknown {cfg.robot_type!r}; {did_you_mean(cfg.robot_type, known)}")
+    return lookup("robot", cfg.robot_type).make(cfg)
+
+
 def _end_link(cfg: RobotConfig, part: str) -> str | None:
     """Return the name of the link that holds the end effector of a part, if the config or the robot names one."""
     link = cfg.solver_cfg[part].end_link_name if part in cfg.solver_cfg else None
-    if link is None and (example := EXAMPLES.get((cfg.model or "").removeprefix(PREFIX))) is not None:
-        return example.end_links.get(part)
-    return link
+    model = described(cfg)
+    return model.end_links.get(part) if link is None and model is not None else link
 
 
 def _end_body(spec: Any, cfg: RobotConfig, part: str, joint: str, assembly: "_Assembly") -> Any:
@@ -207,26 +237,31 @@ def _from_file(cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Buil
     """
     source, root = cfg.model or "", os.environ.get("MENAGERIE_ROOT", "")
     if source.startswith(PREFIX):
-        name = source.removeprefix(PREFIX)
-        path = example_file(name, "robot.model")
-        return _from_urdf(urdf.urdf_spec(path.read_text(), path.parent, "robot.model"), example=EXAMPLES.get(name))
+        path = example_file(source.removeprefix(PREFIX), "robot.model")
+        return _from_urdf(urdf.urdf_spec(path.read_text(), path.parent, "robot.model"))
     if urdf.is_urdf(source):
         return _from_urdf(_urdf_of(source, "robot.model", root))
     return _from_mjcf(spec_of(source, "robot.model", root), cfg, drives)
 
 
-def _from_urdf(spec: Any, part: str = "arm", example: Example | None = None) -> tuple[Any, Builtin]:
+def _as_described(built: Builtin, model: RobotModel) -> Builtin:
+    """Return the robot of a file with the parts, the start and the gripper of its description."""
+    if model.home and len(model.home) != len(built.joints):
+        names = ", ".join(built.joints)
+        raise ConfigError(f"robot: home has {len(model.home)} values for {len(built.joints)} joints: {names}")
+    parts = {name: _matching(patterns, built, "robot") for name, patterns in model.parts.items()}
+    tcp, home = dict.fromkeys(model.end_links, NO_OFFSET), model.home or built.home
+    return built._replace(parts=parts or built.parts, tcp=tcp, home=home, grip=model.grip)
+
+
+def _from_urdf(spec: Any, part: str = "arm") -> tuple[Any, Builtin]:
     """Return the MjSpec of a URDF file and the robot. Joints that follow another joint are no joints of the robot."""
     following = {follower.name for follower in urdf.followers(spec)}
     joints = tuple(name for name in hinges_and_slides(spec) if name not in following)
     if not joints:
         raise ConfigError(f"robot: the URDF file of the {part} has no joint that moves; use another file")
     efforts, home = urdf.efforts_of(spec, joints), urdf.start_of(spec, joints)
-    built = Builtin(_no_shapes, joints, {part: joints}, {}, {}, home, *urdf.default_gains(efforts), efforts)
-    if example is None:
-        return spec, built
-    parts = {name: _matching(patterns, built, "robot.model") for name, patterns in example.parts.items()}
-    return spec, built._replace(parts=parts, tcp=dict.fromkeys(example.end_links, NO_OFFSET), home=example.home)
+    return spec, Builtin(_no_shapes, joints, {part: joints}, {}, {}, home, *urdf.default_gains(efforts), efforts)
 
 
 def _with_rotors(spec: Any, cfg: RobotConfig, built: Builtin, joints: tuple[str, ...]) -> Builtin:
@@ -261,10 +296,15 @@ def _arm(cfg: RobotConfig, drives: Mapping[str, Drive], arm: Part | None) -> tup
     """Return the MjSpec of an arm, the arm, and its parts. `arm` is the component of the config, if any."""
     if arm is not None and arm.source is not None:
         return *_from_urdf(_urdf_of(arm.source, f"{arm.key}.urdf_path")), _Assembly("URDF")
-    if cfg.model is None:
+    model = described(cfg)
+    if cfg.model is None and model is None:
         return *_builtin(cfg), _Assembly("built-in")
-    is_urdf = cfg.model.startswith(PREFIX) or urdf.is_urdf(cfg.model)
-    return *_from_file(cfg, drives), _Assembly("URDF" if is_urdf else "MJCF")
+    if cfg.model is None and model is not None:
+        cfg = cfg.model_copy(update={"model": model.source})
+    source = cfg.model or ""
+    spec, built = _from_file(cfg, drives)
+    kind = "URDF" if source.startswith(PREFIX) or urdf.is_urdf(source) else "MJCF"
+    return spec, built if model is None else _as_described(built, model), _Assembly(kind)
 
 
 def _read_hand(cfg: RobotConfig, built: Builtin, hand: Part, assembly: _Assembly) -> tuple[Any, Builtin]:
@@ -273,7 +313,8 @@ def _read_hand(cfg: RobotConfig, built: Builtin, hand: Part, assembly: _Assembly
         raise ConfigError(f"{hand.key}: an MJCF file takes no hand; add the hand to the file of the arm")
     if assembly.kind == "built-in" and "arm" not in built.flange:
         raise ConfigError(f"{hand.key}: the built-in {cfg.robot_type} has no flange for a hand; leave the hand out")
-    return _from_urdf(_urdf_of(hand.source or "", f"{hand.key}.urdf_path"), "hand")
+    spec, gripper = _from_urdf(_urdf_of(hand.source or "", f"{hand.key}.urdf_path"), "hand")
+    return spec, gripper._replace(grip=GRIPPER_GRIP) if hand.source == GRIPPER else gripper
 
 
 def _attach(spec: Any, cfg: RobotConfig, built: Builtin, hand: Part, hand_spec: Any, assembly: _Assembly) -> _Assembly:
@@ -291,7 +332,7 @@ def _with_hand(built: Builtin, hand: Builtin) -> Builtin:
     """Return an arm together with a hand. The joints of the hand come last."""
     joined = {name: getattr(built, name) + getattr(hand, name) for name in ("joints", "home", *_NUMBERS)}
     aliases = (*(built.aliases or built.joints), *(hand.aliases or hand.joints))
-    return built._replace(parts=built.parts | hand.parts, aliases=aliases, **joined)
+    return built._replace(parts=built.parts | hand.parts, aliases=aliases, grip=built.grip | hand.grip, **joined)
 
 
 def _from_mjcf(spec: Any, cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Builtin]:
@@ -320,8 +361,6 @@ def _from_mjcf(spec: Any, cfg: RobotConfig, drives: Mapping[str, Drive]) -> tupl
 
 
 def _builtin(cfg: RobotConfig) -> tuple[Any, Builtin]:
-    if cfg.robot_type not in ROBOTS:
-        raise ConfigError(f"robot.robot_type: unknown {cfg.robot_type!r}; {did_you_mean(cfg.robot_type, ROBOTS)}")
     spec = mujoco().MjSpec()
     spec.compiler.degree = False
     return spec, ROBOTS[cfg.robot_type]
@@ -334,6 +373,21 @@ def _parts(cfg: RobotConfig, built: Builtin) -> dict[str, tuple[str, ...]]:
         if part not in parts:
             raise ConfigError(f"robot.solver_cfg: unknown part {part!r}; {did_you_mean(part, parts)}")
     return parts
+
+
+def _fingers(spec: Any, joints: tuple[str, ...], followers: tuple[urdf.Follower, ...]) -> tuple[str, ...]:
+    """Return the bodies that a hand's joints move. If only one body moves, it grasps together with its parent."""
+    moving = (*joints, *(follower.name for follower in followers if follower.leader in joints))
+    bodies = list({body.name: body for body in (spec.joint(name).parent for name in moving)}.values())
+    if len(bodies) == 1:
+        bodies.append(bodies[0].parent)
+    return tuple(body.name for body in bodies if body.name)
+
+
+def start_rotation(cfg: RobotConfig) -> tuple[float, float, float]:
+    """Return the rotation of a robot's base (degrees) if the config has none."""
+    model = described(cfg)
+    return (0.0, 0.0, 0.0) if model is None else model.init_rot
 
 
 def _mount(built: Builtin, part: str, joints: tuple[str, ...]) -> tuple[str, tuple[float, float, float]]:
@@ -394,4 +448,5 @@ def robot_spec(cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Robo
         names = ", ".join(built.joints)
         raise ConfigError(f"robot.init_qpos: {len(home)} values for {len(built.joints)} joints: {names}")
     followers = urdf.followers(spec) if of_files else ()
-    return spec, Robot(built.joints, parts, tcp, followers), home
+    fingers = _fingers(spec, parts.get("hand", ()), followers)
+    return spec, Robot(built.joints, parts, tcp, followers, built.grip, fingers), home

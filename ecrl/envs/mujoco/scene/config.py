@@ -4,7 +4,7 @@ The config keys are the same as in EmbodiChain. The attribute `inert` of a Confi
 use to the reason. An inert key is ignored with a warning.
 """
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -14,6 +14,17 @@ Real = Annotated[float, Field(ge=-1e6, le=1e6)]
 Triple = Annotated[tuple[Real, Real, Real], Field(strict=False)]
 Shade = Annotated[tuple[Fraction, Fraction, Fraction], Field(strict=False)]
 Color = Annotated[tuple[Fraction, Fraction, Fraction, Fraction], Field(strict=False)]
+
+
+class ScalesWith(NamedTuple):
+    """Marker of a field that is multiplied by a power of the scale of a task; see `ecrl.envs.mujoco.task_scale`."""
+
+    power: int
+
+
+LENGTH, PER_LENGTH, MASS, FORCE = ScalesWith(1), ScalesWith(-1), ScalesWith(3), ScalesWith(4)
+"""Markers of lengths and velocities (m, m/s), inverse lengths (1/m), masses (kg) and forces (N)."""
+
 Steps = Annotated[int, Field(ge=1, le=10_000)]
 """Number of physics steps or solver iterations. The number is limited, because a running step cannot be interrupted."""
 _Row = Annotated[tuple[Real, Real, Real, Real], Field(strict=False)]
@@ -35,11 +46,11 @@ class ShapeConfig(ConfigModel):
     inert: ClassVar = {"visual_material": "see color of the object"}
 
     shape_type: Literal["Cube", "Sphere", "Cylinder"] = Field(description="Cube (a box), Sphere or Cylinder")
-    size: Annotated[tuple[Positive, Positive, Positive], Field(strict=False)] | None = Field(
+    size: Annotated[tuple[Positive, Positive, Positive] | None, Field(strict=False), LENGTH] = Field(
         None, description="edge lengths of a Cube along x, y and z, m"
     )
-    radius: Positive | None = Field(None, description="radius of a Sphere or Cylinder, m")
-    height: Positive | None = Field(None, description="height of a Cylinder, m")
+    radius: Annotated[Positive | None, LENGTH] = Field(None, description="radius of a Sphere or Cylinder, m")
+    height: Annotated[Positive | None, LENGTH] = Field(None, description="height of a Cylinder, m")
 
     @model_validator(mode="after")
     def _complete(self) -> "ShapeConfig":
@@ -65,7 +76,7 @@ class AttrsConfig(ConfigModel):
         "enable_ccd": "MuJoCo has no continuous collision detection",
     }
 
-    mass: Positive = Field(1.0, description="mass, kg")
+    mass: Annotated[Positive, MASS] = Field(1.0, description="mass, kg")
     static_friction: NonNegative = Field(0.5, description="coefficient of sliding friction, at rest and in motion")
     linear_damping: NonNegative = Field(0.7, description="damping rate of the velocity, 1/s")
     angular_damping: NonNegative = Field(0.7, description="damping rate of the angular velocity, 1/s")
@@ -85,7 +96,9 @@ class RigidObjectConfig(ConfigModel):
     body_type: Literal["dynamic", "kinematic", "static"] = Field(
         "dynamic", description="dynamic: moved by forces; kinematic: moved only by events; static: part of the world"
     )
-    init_pos: Triple = Field((0.0, 0.0, 0.0), description="position of the object's centre at the start, m")
+    init_pos: Annotated[Triple, LENGTH] = Field(
+        (0.0, 0.0, 0.0), description="position of the object's centre at the start, m"
+    )
     init_rot: Triple = Field(
         (0.0, 0.0, 0.0), description="rotation at the start, degrees: about x, then the rotated y, then the rotated z"
     )
@@ -176,7 +189,8 @@ class RobotConfig(ConfigModel):
 
     uid: str = Field("robot", min_length=1, pattern=_NAME, description="name of the robot, without a NUL")
     robot_type: str = Field(
-        "URRobot", description="built-in robot: URRobot, CartPole or Finger; not used if model is set"
+        "URRobot",
+        description="URRobot, CartPole or Finger, which are built in, or a registered robot; not used if model is set",
     )
     model: str | None = Field(
         None,
@@ -185,8 +199,10 @@ class RobotConfig(ConfigModel):
     )
     urdf_cfg: ComponentsConfig | None = Field(None, description="components of the robot, as in EmbodiChain")
     init_pos: Triple = Field((0.0, 0.0, 0.0), description="position of the robot's base, m")
-    init_rot: Triple = Field(
-        (0.0, 0.0, 0.0), description="rotation of the base, degrees: about x, then the rotated y, then the rotated z"
+    init_rot: Triple | None = Field(
+        None,
+        description="rotation of the base, degrees: about x, then the rotated y, then the rotated z; if absent, 0, or "
+        "as the robot defines: half a turn about z for example:panda, so that all arms face -x",
     )
     init_qpos: Annotated[tuple[Real, ...], Field(strict=False)] | None = Field(
         None, description="joint positions at the start, m or rad; one value per joint"

@@ -9,7 +9,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ecrl.envs.mujoco.robots.robot import Drive, Robot, add_force_sensors, hinges_and_slides, robot_spec, spec_of
+from ecrl.envs.mujoco.robots.robot import (
+    Drive,
+    Robot,
+    add_force_sensors,
+    hinges_and_slides,
+    robot_spec,
+    spec_of,
+    start_rotation,
+)
 from ecrl.envs.mujoco.scene.config import LightConfig, RigidObjectConfig, SceneConfig
 from ecrl.envs.mujoco.scene.models import control_per_target, is_linear_in_control, mujoco
 from ecrl.errors import ConfigError
@@ -17,6 +25,7 @@ from ecrl.registry import did_you_mean
 
 _TOUCH = {"contype": 1, "conaffinity": 3, "condim": 4}  # objects collide with everything, including robots
 _ASIDE = np.array([1e-3, 1e-3, 1e-3])  # in m; any offset from the origin
+_NET_FORCE = [2, 3, 1]  # settings of a contact sensor: the data are forces, of which the sum is taken, one result
 _SLACK = 1e-6  # rounding tolerance (rad or m) for a config that repeats a joint limit from an MJCF file
 
 
@@ -50,6 +59,20 @@ def _add_object(spec: Any, cfg: RigidObjectConfig) -> None:
     # with priority 1, MuJoCo uses the object's friction in contacts with the floor and the robot
     attributes = {"mass": cfg.attrs.mass, "friction": friction, "priority": 1, "rgba": cfg.color}
     body.add_geom(name=cfg.uid, type=kind, size=size, **attributes, **_TOUCH)
+
+
+def _add_contact_sensors(spec: Any, fingers: tuple[str, ...], objects: list[RigidObjectConfig]) -> None:
+    """Add a sensor for the force with which each finger presses on each dynamic object, in the world frame (N)."""
+    body, sensors = mujoco().mjtObj.mjOBJ_BODY, mujoco().mjtSensor
+    for finger in fingers:
+        for item in (item for item in objects if item.body_type == "dynamic"):
+            name, ends = contact_sensor(finger, item.uid), {"objtype": body, "objname": finger, "reftype": body}
+            spec.add_sensor(name=name, type=sensors.mjSENS_CONTACT, refname=item.uid, intprm=_NET_FORCE, **ends)
+
+
+def contact_sensor(finger: str, uid: str) -> str:
+    """Return the name of the sensor for the force of a finger on an object."""
+    return f"{finger}/{uid}_contact"
 
 
 def _set_damping(model: Any, cfg: RigidObjectConfig) -> None:
@@ -105,7 +128,8 @@ def _add_robot(
         return Robot(joints, {"arm": joints} if joints else {}, {}), ()
     child_spec, robot, home = robot_spec(cfg.robot, drives)
     base = spec.worldbody.add_body(name=cfg.robot.uid, pos=list(cfg.robot.init_pos))
-    base.quat, base.mocap = _quaternion(cfg.robot.init_rot), has_movable_base
+    rotation = cfg.robot.init_rot or start_rotation(cfg.robot)
+    base.quat, base.mocap = _quaternion(rotation), has_movable_base
     prefix = f"{cfg.robot.uid}/"
     spec.attach(child_spec, frame=base.add_frame(), prefix=prefix)
     return robot.with_prefix(prefix), home
@@ -158,6 +182,7 @@ def build(
         robot, home = _add_robot(spec, cfg, drives or {}, has_movable_base)
         for item in objects:
             _add_object(spec, item)
+        _add_contact_sensors(spec, robot.fingers, objects)
         model = _compiled(spec, offset)
     except ConfigError:
         raise

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import torch
 from pydantic import Field
@@ -15,15 +15,15 @@ from ecrl.envs.core import Env, change_reset
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.make_task import task_env
 from ecrl.envs.mujoco.physics.simulation import Simulation, advance
-from ecrl.envs.mujoco.scene.config import RigidObjectConfig, RobotConfig
+from ecrl.envs.mujoco.scene.config import LENGTH, RigidObjectConfig, RobotConfig
 from ecrl.envs.mujoco.task_config import (
     ActionConfig,
     ObservationConfig,
     RewardConfig,
-    TaskConfig,
     TaskEventConfig,
     parse_terms,
 )
+from ecrl.envs.mujoco.task_scale import ScalableTaskConfig, scaled
 from ecrl.envs.mujoco.terms.term import target
 from ecrl.registry import register_env
 
@@ -68,10 +68,12 @@ _OBJECT: Any = {
 class PushCubeExtensions(ConfigModel):
     """Settings of PushCubeRL: the object, the goal and the success condition."""
 
-    success_threshold: Positive = Field(
+    success_threshold: Annotated[Positive, LENGTH] = Field(
         0.1, description="horizontal distance to the goal, m, below which the episode is a success"
     )
-    start_distance: NonNegative = Field(0.15, description="smallest distance from cube to goal at the start, m")
+    start_distance: Annotated[NonNegative, LENGTH] = Field(
+        0.15, description="smallest distance from cube to goal at the start, m"
+    )
     hold_time: NonNegative = Field(
         0.0,
         description="time for which the arm is held still after a success, s; the metric still_inside then reports if "
@@ -81,7 +83,7 @@ class PushCubeExtensions(ConfigModel):
     target_pose_key: str = Field("goal_pose", description="store_key of the event that sets the goal")
 
 
-class PushCubeConfig(TaskConfig):
+class PushCubeConfig(ScalableTaskConfig):
     """Config of PushCubeRL. The default scene and the default terms are the same as in EmbodiChain's config."""
 
     robot: RobotConfig | None = Field(
@@ -168,6 +170,7 @@ def push_cube(cfg: PushCubeConfig) -> Env:
     if the cube is still at the goal `hold_time` seconds after a success, and 0 otherwise. In a step without a success,
     `still_inside` is NaN.
     """
+    cfg = scaled(cfg)
     ext, uid, key = cfg.extensions, cfg.extensions.object_uid, cfg.extensions.target_pose_key
 
     def distance(sim: Simulation, state: TensorDict) -> Tensor:

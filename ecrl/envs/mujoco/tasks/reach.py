@@ -1,7 +1,7 @@
 """The task ReachRL: an arm moves its tool to a point in space."""
 
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
@@ -13,15 +13,15 @@ from ecrl.envs.core import Env
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.make_task import task_env
 from ecrl.envs.mujoco.physics.simulation import Simulation
-from ecrl.envs.mujoco.scene.config import RobotConfig
+from ecrl.envs.mujoco.scene.config import LENGTH, RobotConfig
 from ecrl.envs.mujoco.task_config import (
     ActionConfig,
     ObservationConfig,
     RewardConfig,
-    TaskConfig,
     TaskEventConfig,
     parse_terms,
 )
+from ecrl.envs.mujoco.task_scale import ScalableTaskConfig, scaled
 from ecrl.envs.mujoco.terms.term import target, tcp_of
 from ecrl.registry import register_env
 
@@ -48,14 +48,14 @@ _EVENTS: Any = {
 class ReachExtensions(ConfigModel):
     """Settings of ReachRL: the target and the success condition."""
 
-    success_threshold: Positive = Field(
+    success_threshold: Annotated[Positive, LENGTH] = Field(
         0.05, description="distance to the target, m, below which the episode is a success"
     )
     target_pose_key: str = Field("target_pose", description="store_key of the event that sets the target")
     part_name: str = Field("arm", description="part of the robot that has the end effector")
 
 
-class ReachConfig(TaskConfig):
+class ReachConfig(ScalableTaskConfig):
     """Config of ReachRL. By default, the robot is the built-in arm, and the target is in front of the arm."""
 
     robot: RobotConfig | None = Field(RobotConfig.model_construct(), description="the arm")
@@ -89,6 +89,7 @@ def reach(cfg: ReachConfig) -> Env:
 
     Success ends the episode. The metric `distance_to_target` is d.
     """
+    cfg = scaled(cfg)
 
     def distance(sim: Simulation, state: TensorDict) -> Tensor:
         position = world.site_pose(sim, state["world"], tcp_of(sim, cfg.extensions.part_name))[..., :3, 3]

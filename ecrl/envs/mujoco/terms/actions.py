@@ -17,7 +17,7 @@ from ecrl.envs.mujoco.physics.simulation import Simulation, start
 from ecrl.envs.mujoco.robots import kinematics
 from ecrl.envs.mujoco.robots.inverse_kinematics import inverse_kinematics
 from ecrl.envs.mujoco.robots.robot import Drive
-from ecrl.envs.mujoco.scene.config import Real
+from ecrl.envs.mujoco.scene.config import LENGTH, Real
 from ecrl.envs.mujoco.terms.term import ActionTerm, JointsConfig, joints_of, ranges_of, tcp_of
 from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean, register_action
@@ -60,7 +60,9 @@ class EefSearchConfig(ConfigModel):
     robot_uid: str | None = Field(None, description="name of the robot")
     part_name: str = Field("arm", description="part of the robot that has the end effector")
     scale: Scale = Field(1.0, description="factor from action to position and angles, in m and rad")
-    reach: Positive = Field(1.5, le=1e6, description="largest distance from the origin along each axis, m")
+    reach: Annotated[Positive, LENGTH] = Field(
+        1.5, le=1e6, description="largest distance from the origin along each axis, m"
+    )
     iterations: Count = Field(15, le=1000, description="steps of the inverse kinematics")
     position_tolerance: Positive = Field(
         1e-3, description="largest position error, m; if the error is larger, the robot stays still"

@@ -25,7 +25,7 @@ from ecrl.envs.mujoco.camera import (
 )
 from ecrl.envs.mujoco.physics.simulation import Simulation
 from ecrl.envs.mujoco.render_op import camera_handle, image
-from ecrl.envs.mujoco.scene.config import LightConfig, Triple
+from ecrl.envs.mujoco.scene.config import LENGTH, LightConfig, Triple
 from ecrl.envs.mujoco.terms.ranges import Span
 from ecrl.envs.mujoco.terms.term import EntityConfig, Observe, new_entry
 from ecrl.errors import ConfigError
@@ -128,8 +128,12 @@ def _zeros(ranges: _Ranges) -> dict[str, tuple[float, ...]]:
 class RandomizeCameraConfig(ConfigModel):
     """Settings of `randomize_camera_extrinsics`: ranges of the random offsets."""
 
-    eye_range: _Box | None = Field(None, description="[lowest, highest] x y z added to the eye of cameras, m")
-    target_range: _Box | None = Field(None, description="[lowest, highest] x y z added to the target of cameras, m")
+    eye_range: Annotated[_Box | None, LENGTH] = Field(
+        None, description="[lowest, highest] x y z added to the eye of cameras, m"
+    )
+    target_range: Annotated[_Box | None, LENGTH] = Field(
+        None, description="[lowest, highest] x y z added to the target of cameras, m"
+    )
     up_range: _Box | None = Field(None, description="[lowest, highest] x y z added to the up direction of cameras")
 
     @model_validator(mode="after")

@@ -11,7 +11,7 @@ from ecrl.config.model import ConfigModel, Count, NonNegative
 from ecrl.envs.events import Apply
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.physics.simulation import Simulation, start
-from ecrl.envs.mujoco.scene.config import Real
+from ecrl.envs.mujoco.scene.config import LENGTH, Real
 from ecrl.envs.mujoco.scene.models import id_of
 from ecrl.envs.mujoco.terms.ranges import (
     Box,
@@ -69,9 +69,11 @@ class ScatterConfig(ConfigModel):
     entity_cfgs: Annotated[tuple[EntityConfig, ...], Field(strict=False, min_length=1)] = Field(
         description="the objects, dynamic or kinematic"
     )
-    position_range: Box = Field(description="[lowest, highest] x y z, m")
-    min_distance: NonNegative = Field(0.0, description="smallest horizontal distance between two objects, m")
-    min_tool_distance: NonNegative = Field(
+    position_range: Annotated[Box, LENGTH] = Field(description="[lowest, highest] x y z, m")
+    min_distance: Annotated[NonNegative, LENGTH] = Field(
+        0.0, description="smallest horizontal distance between two objects, m"
+    )
+    min_tool_distance: Annotated[NonNegative, LENGTH] = Field(
         0.0, description="smallest horizontal distance from an object to the end effector, m; 0: any distance"
     )
     part_name: str = Field("arm", description="part of the robot that has the end effector")
@@ -133,8 +135,8 @@ class GridConfig(ConfigModel):
     object_uid_list: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = Field(
         description="names of the objects, dynamic or kinematic"
     )
-    position_range: Rectangle = Field(description="[lowest x y, highest x y] of the grid, m")
-    reference_height: Real = Field(description="height of the objects' centres, m")
+    position_range: Annotated[Rectangle, LENGTH] = Field(description="[lowest x y, highest x y] of the grid, m")
+    reference_height: Annotated[Real, LENGTH] = Field(description="height of the objects' centres, m")
     grid_size: Annotated[tuple[_Cells, _Cells], Field(strict=False)] = Field(
         description="number of cells along x and along y"
     )
@@ -174,10 +176,12 @@ class AnchorHeightConfig(ConfigModel):
     """Settings of `randomize_anchor_height`: an object such as a table, and the range of its random height."""
 
     anchor_uid: str = Field(min_length=1, description="name of the object, kinematic or dynamic")
-    height_delta_range: Rows | None = Field(None, description="[lowest, highest] change of the height, m")
-    height_delta_candidates: Annotated[tuple[Real, ...], Field(strict=False, min_length=1)] | None = Field(
-        None, description="changes of the height to choose from, m; an alternative to height_delta_range"
+    height_delta_range: Annotated[Rows | None, LENGTH] = Field(
+        None, description="[lowest, highest] change of the height, m"
     )
+    height_delta_candidates: Annotated[
+        Annotated[tuple[Real, ...], Field(strict=False, min_length=1)] | None, LENGTH
+    ] = Field(None, description="changes of the height to choose from, m; an alternative to height_delta_range")
     exclude_uids: Annotated[tuple[str, ...], Field(strict=False)] = Field(
         (), description="objects that do not move along"
     )
@@ -230,7 +234,7 @@ def randomize_anchor_height(cfg: AnchorHeightConfig, sim: Simulation) -> Apply:
 class RandomizeTargetPoseConfig(ConfigModel):
     """Settings of `randomize_target_pose`: the range of the target position, and the name of the target."""
 
-    position_range: Box = Field(description="[lowest, highest] x y z, m")
+    position_range: Annotated[Box, LENGTH] = Field(description="[lowest, highest] x y z, m")
     relative_position: bool = Field(False, description="add positions to the position of reference_entity_cfg")
     reference_entity_cfg: EntityConfig | None = Field(None, description="reference object of relative_position")
     store_key: str = Field("goal_pose", pattern=r"^[\w-]+$", description="name of the target; terms refer to it")

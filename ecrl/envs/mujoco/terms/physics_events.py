@@ -16,6 +16,7 @@ from ecrl.config.model import LIST, OBJECT, ConfigModel, by_kind
 from ecrl.envs.events import Apply
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.physics.simulation import Simulation
+from ecrl.envs.mujoco.scene.config import FORCE, LENGTH, MASS
 from ecrl.envs.mujoco.scene.models import GRAVITY, Varied, field_of, id_of, mujoco, rows_of
 from ecrl.envs.mujoco.terms.ranges import Box, Factors, NonNegativeSpan, Span, draw, look_up
 from ecrl.envs.mujoco.terms.term import EntityConfig, object_of
@@ -73,7 +74,7 @@ class RandomizeRigidObjectMassConfig(ConfigModel):
     """Settings of `randomize_rigid_object_mass`: an object, and the range of its random mass."""
 
     entity_cfg: EntityConfig = Field(description="the object, dynamic")
-    mass_range: Span = Field(description="[lowest, highest], kg")
+    mass_range: Annotated[Span, MASS] = Field(description="[lowest, highest], kg")
     relative: bool = Field(False, description="add masses to the mass in the scene config")
 
     def varied(self, sim: Simulation) -> Varied:
@@ -108,7 +109,9 @@ class RandomizeCenterOfMassConfig(ConfigModel):
     """Settings of `randomize_rigid_object_center_of_mass`: an object, and the range of the random offset."""
 
     entity_cfg: EntityConfig = Field(description="the object, dynamic")
-    com_pos_offset_range: Box = Field(description="[lowest, highest] x y z in the frame of the object, m")
+    com_pos_offset_range: Annotated[Box, LENGTH] = Field(
+        description="[lowest, highest] x y z in the frame of the object, m"
+    )
 
     def varied(self, sim: Simulation) -> Varied:
         """Return pairs of a model field's name and the object's name, for all fields that the event changes."""
@@ -400,7 +403,7 @@ class PushRigidObjectConfig(ConfigModel):
     """Settings of `push_rigid_object`: an object, and the range of the random force."""
 
     entity_cfg: EntityConfig = Field(description="the object, dynamic")
-    force_range: Box = Field(description="[lowest, highest] force along x y z of the world, N")
+    force_range: Annotated[Box, FORCE] = Field(description="[lowest, highest] force along x y z of the world, N")
 
 
 @register_event("push_rigid_object")
@@ -424,7 +427,7 @@ class RandomizeVelocityConfig(ConfigModel):
     """Settings of `randomize_rigid_object_velocity`: an object, and the ranges of its random velocities."""
 
     entity_cfg: EntityConfig = Field(description="the object, dynamic")
-    linear_range: Box = Field(
+    linear_range: Annotated[Box, LENGTH] = Field(
         ((0.0, 0.0, 0.0), (0.0, 0.0, 0.0)), description="[lowest, highest] velocity along x y z of the world, m/s"
     )
     angular_range: Box = Field(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ecrl import rng
 from ecrl.config.model import LIST, NUMBER, ConfigModel, NonNegative, Positive, by_kind
-from ecrl.envs.mujoco.scene.config import Real, Triple
+from ecrl.envs.mujoco.scene.config import LENGTH, Real, Triple
 from ecrl.envs.mujoco.scene.models import mujoco
 from ecrl.envs.mujoco.terms.term import EntityConfig
 from ecrl.errors import ConfigError
@@ -58,7 +58,9 @@ NonNegativeSpan = Annotated[tuple[NonNegative, NonNegative], Field(strict=False)
 class PoseRangeConfig(ConfigModel):
     """Ranges of a random pose."""
 
-    position_range: Box | None = Field(None, description="[lowest, highest] x y z, m; position unchanged if absent")
+    position_range: Annotated[Box | None, LENGTH] = Field(
+        None, description="[lowest, highest] x y z, m; position unchanged if absent"
+    )
     rotation_range: Box | None = Field(
         None,
         description="[lowest, highest] angles about x, rotated y, rotated z, degrees; rotation unchanged if absent",

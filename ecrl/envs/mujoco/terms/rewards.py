@@ -5,6 +5,7 @@ the distance is 0. The task multiplies the value of each reward term by the term
 """
 
 from math import isinf
+from typing import Annotated
 
 import torch
 from pydantic import Field
@@ -14,7 +15,7 @@ from torch import Tensor
 from ecrl.config.model import ConfigModel, Fraction, NonNegative, Positive
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.physics.simulation import Simulation
-from ecrl.envs.mujoco.scene.config import Real
+from ecrl.envs.mujoco.scene.config import LENGTH, PER_LENGTH, Real
 from ecrl.envs.mujoco.terms.term import EntityConfig, JointsConfig, Reward, joints_of, object_of, target, tcp_of
 from ecrl.errors import ConfigError
 from ecrl.registry import register_reward
@@ -35,7 +36,7 @@ class DistanceBetweenObjectsConfig(ObjectsConfig):
     """Settings of `distance_between_objects`: two objects, and the shape of the reward."""
 
     exponential: bool = Field(False, description="reward exp(-d^2 / (2 sigma^2)) instead of -d")
-    sigma: float = Field(1.0, ge=1e-6, le=1e6, description="width of the exponential, m")
+    sigma: Annotated[float, LENGTH] = Field(1.0, ge=1e-6, le=1e6, description="width of the exponential, m")
 
 
 class TargetConfig(ConfigModel):
@@ -50,13 +51,13 @@ class DistanceToTargetConfig(TargetConfig):
     """Settings of `distance_to_target`: an object, its target, and the shape of the reward."""
 
     exponential: bool = Field(False, description="reward exp(-d^2 / (2 sigma^2)) instead of -d")
-    sigma: float = Field(1.0, ge=1e-6, le=1e6, description="width of the exponential, m")
+    sigma: Annotated[float, LENGTH] = Field(1.0, ge=1e-6, le=1e6, description="width of the exponential, m")
 
 
 class IncrementalDistanceConfig(TargetConfig):
     """Settings of `incremental_distance_to_target`: an object, its target, and weights for changes in distance."""
 
-    tanh_scale: Positive = Field(10.0, description="scale k of the change in distance, 1/m")
+    tanh_scale: Annotated[Positive, PER_LENGTH] = Field(10.0, description="scale k of the change in distance, 1/m")
     positive_weight: Real = Field(1.0, description="weight of steps that reduce the distance")
     negative_weight: Real = Field(1.0, description="weight of steps that increase the distance")
 
@@ -74,9 +75,15 @@ class ReachingBehindConfig(ConfigModel):
 
     object_cfg: EntityConfig = Field(description="the object to push")
     target_pose_key: str = Field("goal_pose", min_length=1, description="store_key of the event that sets the target")
-    behind_offset: NonNegative = Field(0.015, description="distance of the point behind the object's centre, m")
-    height_offset: Real = Field(0.015, description="height of the point above the object's centre, m")
-    distance_scale: Positive = Field(5.0, description="scale k of the distance to the point, 1/m")
+    behind_offset: Annotated[NonNegative, LENGTH] = Field(
+        0.015, description="distance of the point behind the object's centre, m"
+    )
+    height_offset: Annotated[Real, LENGTH] = Field(
+        0.015, description="height of the point above the object's centre, m"
+    )
+    distance_scale: Annotated[Positive, PER_LENGTH] = Field(
+        5.0, description="scale k of the distance to the point, 1/m"
+    )
     part_name: str = Field("arm", description="part of the robot that has the end effector")
 
 

@@ -1,0 +1,71 @@
+"""Scale the lengths of a task, so that a small arm can do the task of a large one.
+
+A field of a Config model that has the unit of a length carries a marker, such as `Annotated[Triple, LENGTH]`.
+"""
+
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, Field
+
+from ecrl.config.model import Positive
+from ecrl.envs.mujoco.robots.robot import described
+from ecrl.envs.mujoco.scene.config import ScalesWith
+from ecrl.envs.mujoco.task_config import TaskConfig
+from ecrl.envs.mujoco.task_step import error_prefix
+
+_REACH = 1.3
+"""Reach of the built-in arm, for which the default lengths of tasks are chosen, m."""
+_OWN = ("robot", "physics", "light", "mjcf")
+"""Keys of a task's config that keep their lengths."""
+
+Cfg = TypeVar("Cfg", bound="ScalableTaskConfig")
+
+
+class ScalableTaskConfig(TaskConfig):
+    """Config of a task whose lengths can be scaled."""
+
+    scale: Positive | None = Field(
+        None,
+        description="factor on the lengths of the objects, events, terms and thresholds; masses have its third power. "
+        "If absent, 1, or for example:panda and registered arms their reach / 1.3 m, the reach of the built-in arm",
+    )
+
+
+def _times(value: Any, factor: float) -> Any:
+    """Multiply a number, or all numbers of nested tuples."""
+    if isinstance(value, tuple):
+        return tuple(_times(x, factor) for x in value)
+    return value if value is None else value * factor
+
+
+def _scaled(value: Any, factor: float) -> Any:
+    """Multiply the marked fields of a Config model, and of all models in it, by powers of a factor."""
+    if isinstance(value, tuple):
+        return tuple(_scaled(x, factor) for x in value)
+    if isinstance(value, dict):
+        return {name: _scaled(x, factor) for name, x in value.items()}
+    if not isinstance(value, BaseModel):
+        return value
+    changes: dict[str, Any] = {}
+    for name, info in type(value).model_fields.items():
+        marker = next((x for x in info.metadata if isinstance(x, ScalesWith)), None)
+        old = getattr(value, name)
+        changes[name] = _scaled(old, factor) if marker is None else _times(old, factor**marker.power)
+    return value.model_copy(update=changes)
+
+
+def scaled(cfg: Cfg) -> Cfg:
+    """Return the config of a task with all lengths multiplied by `scale`. The robot keeps its size.
+
+        length' = scale length,    mass' = scale^3 mass,    force' = scale^4 force,    1 / length' = 1 / (scale length)
+
+    Times and densities stay the same, so velocities and accelerations are scaled as lengths are.
+    """
+    with error_prefix("env.cfg"):
+        model = None if cfg.robot is None else described(cfg.robot)
+    factor = cfg.scale or (1.0 if model is None else model.reach / _REACH)
+    if factor == 1.0:
+        return cfg
+    return cfg.model_copy(
+        update={name: _scaled(getattr(cfg, name), factor) for name in type(cfg).model_fields if name not in _OWN}
+    )

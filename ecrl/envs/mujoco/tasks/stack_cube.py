@@ -1,0 +1,153 @@
+"""The task StackCubeRL: an arm with a gripper puts a cube on another cube."""
+
+from functools import partial
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+from tensordict import TensorDict
+from torch import Tensor
+
+from ecrl.config.model import ConfigModel, Positive
+from ecrl.envs.core import Env
+from ecrl.envs.mujoco import world
+from ecrl.envs.mujoco.make_task import task_env
+from ecrl.envs.mujoco.physics.simulation import Simulation
+from ecrl.envs.mujoco.scene.config import LENGTH, RigidObjectConfig, RobotConfig, Triple
+from ecrl.envs.mujoco.task_config import (
+    ActionConfig,
+    ObservationConfig,
+    RewardConfig,
+    TaskEventConfig,
+    parse_terms,
+)
+from ecrl.envs.mujoco.task_scale import ScalableTaskConfig, scaled
+from ecrl.envs.mujoco.tasks.gripper_arm import ACTIONS, GRIPPER_ARM, ROBOT_OBSERVATIONS
+from ecrl.envs.mujoco.terms.grasping import is_grasped
+from ecrl.registry import register_env
+
+_CUBE, _BASE = {"object_cfg": {"uid": "cube"}}, {"target_cfg": {"uid": "base"}, "offset": [0.0, 0.0, 0.055]}
+_OBSERVATIONS: Any = ROBOT_OBSERVATIONS | {
+    "cube_pose": {
+        "func": "get_rigid_object_pose",
+        "name": "object/cube_pose",
+        "params": {"entity_cfg": {"uid": "cube"}},
+    },
+    "base_pose": {
+        "func": "get_rigid_object_pose",
+        "name": "object/base_pose",
+        "params": {"entity_cfg": {"uid": "base"}},
+    },
+    "to_cube": {"func": "get_eef_to_object", "name": "object/to_cube", "params": _CUBE},
+    "to_base": {"func": "get_object_to_target", "name": "object/to_base", "params": _CUBE | _BASE},
+    "grasped": {"func": "get_object_grasped", "name": "object/grasped", "params": _CUBE},
+}
+_REWARDS: Any = {
+    "reaching_reward": {"func": "reaching_object", "weight": 0.1, "params": _CUBE},
+    "grasp_reward": {"func": "grasp_reward", "weight": 0.1, "params": _CUBE},
+    "stacking_reward": {"func": "grasped_object_to_target", "weight": 0.2, "params": _CUBE | _BASE},
+    "action_penalty": {"func": "action_smoothness_penalty", "weight": 0.005},
+    "success_bonus": {"func": "success_reward", "weight": 20.0},
+}
+_SQUARE = {"position_range": [[-0.8, -0.35, 0.025], [-0.5, -0.05, 0.025]], "min_distance": 0.1}
+_EVENTS: Any = {
+    "scatter_cubes": {
+        "func": "scatter_rigid_objects",
+        "mode": "reset",
+        "params": {"entity_cfgs": [{"uid": "cube"}, {"uid": "base"}]} | _SQUARE,
+    },
+}
+
+
+def _cube(uid: str, x: float, color: tuple[float, ...]) -> RigidObjectConfig:
+    shape, attrs = {"shape_type": "Cube", "size": [0.05, 0.05, 0.05]}, {"mass": 0.2, "static_friction": 1.0}
+    cube = {"uid": uid, "shape": shape, "init_pos": [x, -0.2, 0.025], "attrs": attrs, "color": list(color)}
+    return RigidObjectConfig.model_validate(cube)
+
+
+class StackCubeExtensions(ConfigModel):
+    """Settings of StackCubeRL: the objects and the condition of success."""
+
+    object_uid: str = Field("cube", description="uid of the object to put on the other one")
+    base_uid: str = Field("base", description="uid of the object below")
+    offset: Annotated[Triple, LENGTH] = Field(
+        (0.0, 0.0, 0.05), description="x y z from the centre of the object below to the centre of the object on it, m"
+    )
+    horizontal_threshold: Annotated[Positive, LENGTH] = Field(
+        0.025, description="horizontal distance to the place on the other object, m, below which it is a success"
+    )
+    vertical_threshold: Annotated[Positive, LENGTH] = Field(
+        0.01, description="vertical distance to this place, m, of a success"
+    )
+    rest_speed: Annotated[Positive, LENGTH] = Field(
+        0.1, description="speed of the object, m/s, below which it is at rest"
+    )
+
+
+class StackCubeConfig(ScalableTaskConfig):
+    """Config of StackCubeRL. By default, the built-in arm with the built-in gripper stacks two equal cubes."""
+
+    robot: RobotConfig | None = Field(
+        default_factory=lambda: RobotConfig.model_validate(GRIPPER_ARM), description="the arm with a gripper"
+    )
+    rigid_object: tuple[RigidObjectConfig, ...] = Field(
+        default_factory=lambda: (
+            _cube("cube", -0.6, (0.85, 0.35, 0.2, 1.0)),
+            _cube("base", -0.75, (0.2, 0.7, 0.3, 1.0)),
+        ),
+        strict=False,
+        description="objects; by default two cubes of 0.05 m and 0.2 kg",
+    )
+    max_episode_steps: int = Field(100, ge=1, lt=2**31, description="time limit, steps")
+    actions: dict[str, ActionConfig] = Field(
+        default_factory=partial(parse_terms, ActionConfig, ACTIONS),
+        description="action terms by name; by default three actions move the end effector by 0.03 m, and one "
+        "action opens and closes the gripper",
+    )
+    observations: dict[str, ObservationConfig] = Field(
+        default_factory=partial(parse_terms, ObservationConfig, _OBSERVATIONS),
+        description="observation terms by name; by default end effector, cubes and grasp",
+    )
+    rewards: dict[str, RewardConfig] = Field(
+        default_factory=partial(parse_terms, RewardConfig, _REWARDS),
+        description="reward terms by name; by default reaching, grasping, stacking, smoothness and success",
+    )
+    events: dict[str, TaskEventConfig] = Field(
+        default_factory=partial(parse_terms, TaskEventConfig, _EVENTS),
+        description="events by name; by default random places of both cubes",
+    )
+    extensions: StackCubeExtensions = Field(
+        StackCubeExtensions.model_construct(), description="objects and condition of success"
+    )
+
+
+@register_env("StackCubeRL")
+def stack_cube(cfg: StackCubeConfig) -> Env:
+    """Put a cube on another cube and let go of it.
+
+        place = base + offset;    e = place - cube, m
+        success: |e_xy| < horizontal_threshold, |e_z| < vertical_threshold, the cube is not grasped, and its speed is
+                 below rest_speed
+        failure: cube_z < -0.1 m or base_z < -0.1 m
+
+    Success or failure ends the episode. The metrics are `distance_to_place`, which is |e|, and `grasped`, which is 1
+    while two fingers hold the cube, and 0 otherwise.
+    """
+    cfg = scaled(cfg)
+    ext, uid, base = cfg.extensions, cfg.extensions.object_uid, cfg.extensions.base_uid
+
+    def to_place(sim: Simulation, state: TensorDict) -> Tensor:
+        cube, below = (world.body_position(sim, state["world"], name) for name in (uid, base))
+        return below + below.new_tensor(ext.offset) - cube
+
+    def compute_task_state(sim: Simulation, state: TensorDict) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        error, grasped = to_place(sim, state), is_grasped(sim, state["world"], uid)
+        level = torch.linalg.vector_norm(error[..., :2], dim=-1) < ext.horizontal_threshold
+        above = error[..., 2].abs() < ext.vertical_threshold
+        speed = torch.linalg.vector_norm(world.body_velocity(sim, state["world"], uid)[0], dim=-1)
+        success = level & above & ~grasped & (speed < ext.rest_speed)
+        fallen = [world.body_position(sim, state["world"], name)[..., 2] < -0.1 for name in (uid, base)]
+        metrics = {"distance_to_place": torch.linalg.vector_norm(error, dim=-1), "grasped": grasped.float()}
+        return success, fallen[0] | fallen[1], metrics
+
+    return task_env(cfg, compute_task_state)

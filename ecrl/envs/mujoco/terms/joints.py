@@ -1,0 +1,65 @@
+"""Terms about a joint of the scene that is not a joint of the robot, such as the slide of a drawer."""
+
+from math import isinf
+
+from pydantic import Field
+from tensordict import TensorDict
+from torch import Tensor
+
+from ecrl.config.model import ConfigModel
+from ecrl.envs.mujoco import world
+from ecrl.envs.mujoco.physics.simulation import Simulation
+from ecrl.envs.mujoco.terms.term import Observe, Reward, new_entry
+from ecrl.errors import ConfigError
+from ecrl.registry import register_observation, register_reward
+
+
+class SceneJointConfig(ConfigModel):
+    """Settings of a term about a joint of the scene."""
+
+    joint: str = Field(min_length=1, description="name of a hinge or slide with limits, in the file of mjcf")
+
+
+def opening_of(sim: Simulation, worlds: TensorDict, joint: str) -> Tensor:
+    """Return how far a joint is between its limits, `[*B]`: 0 at the lower limit and 1 at the upper limit.
+
+        opening = (q - low) / (high - low)
+
+    Raises: ConfigError if the scene has no such hinge or slide, or if it has no limits.
+    """
+    (low,), (high,) = world.joint_limits(sim, (joint,))
+    if isinf(low) or isinf(high):
+        raise ConfigError(f"joint {joint!r} has no limits, but its opening needs them; give it a range")
+    return (world.joint_positions(sim, worlds, (joint,))[..., 0] - low) / (high - low)
+
+
+def _checked(cfg: SceneJointConfig, sim: Simulation) -> str:
+    try:
+        world.joint_limits(sim, (cfg.joint,))
+    except ConfigError as error:
+        raise ConfigError(f"params.joint: {error}") from None
+    return cfg.joint
+
+
+@register_observation("get_joint_opening")
+def get_joint_opening(cfg: SceneJointConfig, sim: Simulation) -> Observe:
+    """Observe how far a joint of the scene is between its limits, `[*B, 1]`, 0 to 1. Use this term in mode add.
+
+    opening = (q - low) / (high - low)
+    """
+    joint = _checked(cfg, sim)
+    return lambda state, value: new_entry(value, opening_of(sim, state["world"], joint).unsqueeze(-1))
+
+
+@register_reward("joint_opening_progress")
+def joint_opening_progress(cfg: SceneJointConfig, sim: Simulation) -> Reward:
+    """Reward a step that moves a joint of the scene towards its upper limit, `[*B]`, -1 to 1.
+
+    reward = opening_after - opening_before,  opening = (q - low) / (high - low)
+    """
+    joint = _checked(cfg, sim)
+
+    def reward(before: TensorDict, after: TensorDict) -> Tensor:
+        return opening_of(sim, after["world"], joint) - opening_of(sim, before["world"], joint)
+
+    return reward

@@ -1,0 +1,111 @@
+"""Scaled tasks: every length is marked, and a small arm gets a small task."""
+
+import re
+import warnings
+from typing import get_args
+
+import pytest
+import torch
+from pydantic import BaseModel
+from support.checks import close
+
+from ecrl import rng
+from ecrl.config import load_config
+from ecrl.envs import PickCubeConfig, PushCubeConfig, ReachConfig, StackCubeConfig, make_env
+from ecrl.envs.mujoco import world
+from ecrl.envs.mujoco.scene.config import LENGTH, MASS, PER_LENGTH, ScalesWith
+from ecrl.envs.mujoco.task_scale import scaled
+from ecrl.registry import lookup, registered
+
+TASKS = (PushCubeConfig, PickCubeConfig, StackCubeConfig, ReachConfig)
+KEPT = {  # lengths that stay: of the robot, of its search for a posture, and of single joints
+    ("RobotConfig", "init_pos"),
+    ("SolverConfig", "tcp"),
+    ("ComponentConfig", "transform"),
+    ("EefSearchConfig", "position_tolerance"),
+    ("ScaledConfig", "scale"),
+    ("EefSearchConfig", "scale"),
+    ("RandomizeEefPoseConfig", "position_tolerance"),
+    ("RandomizeArticulationMassConfig", "mass_range"),
+    ("ScalableTaskConfig", "scale"),
+}
+UNITS = {r"1/m$": PER_LENGTH, r"\bkg\b": MASS, r"\bm$|\bm[;,]|\bm/s(?!\^)\b": LENGTH}
+
+
+def models_in(annotation):
+    """Yield the Config models in an annotation."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from models_in(part)
+
+
+def all_models():
+    kinds = ("action", "observation", "reward", "event")
+    todo = [*TASKS, *(lookup(kind, name).config for kind in kinds for name in registered(kind))]
+    seen = {}
+    while todo:
+        model = todo.pop()
+        if model.__name__ not in seen:
+            seen[model.__name__] = model
+            todo += [other for info in model.model_fields.values() for other in models_in(info.annotation)]
+    return [model for model in seen.values() if model.__module__.startswith("ecrl.envs.mujoco")]
+
+
+def test_every_length_mass_and_inverse_length_is_marked():
+    checked = 0
+    for model in all_models():
+        for name, info in model.model_fields.items():
+            text = re.sub(r"N m|by default.*|rad or m.*|m or rad.*|m/s or.*|rad/s or m/s.*", "", info.description or "")
+            if info.annotation is bool:
+                continue
+            expected = next((unit for pattern, unit in UNITS.items() if re.search(pattern, text)), None)
+            marked = next((x for x in info.metadata if isinstance(x, ScalesWith)), None)
+            where = next(cls.__name__ for cls in reversed(model.__mro__) if name in getattr(cls, "model_fields", {}))
+            if (where, name) in KEPT:
+                assert marked is None
+            elif expected is not None:
+                assert marked == expected, f"{model.__name__}.{name}: {info.description}"
+                checked += 1
+    assert checked > 25
+
+
+def test_a_scale_of_one_changes_nothing():
+    cfg = PushCubeConfig()
+    assert scaled(cfg) is cfg and scaled(cfg.model_copy(update={"scale": 1.0})) is not None
+
+
+def test_lengths_masses_and_thresholds_are_multiplied():
+    cfg = scaled(PushCubeConfig.model_validate({"scale": 0.5}))
+    (cube,) = cfg.rigid_object
+    assert cube.shape.size == (0.05,) * 3 and cube.init_pos == (-0.3, -0.2, 0.025)
+    assert cube.attrs.mass == 0.25 and cube.attrs.static_friction == 1.0
+    assert cfg.events["randomize_goal"].params.position_range == ((-0.15, -0.15, 0.025), (0.15, 0.15, 0.025))
+    reach = cfg.rewards["reaching_reward"].params
+    assert (reach.behind_offset, reach.distance_scale) == (0.015, 16.0)
+    assert cfg.extensions.success_threshold == 0.05 and cfg.extensions.start_distance == 0.075
+    assert cfg.actions["delta_qpos"].params.scale == 0.1 and cfg.robot == PushCubeConfig().robot
+
+
+def test_thresholds_and_places_of_a_scaled_environment():
+    env = make_env({"name": "PickCubeRL", "cfg": {"scale": 2.0}})
+    cube = world.body_position(env.scene, env.reset(rng.split(rng.key(0), 2000))["world"], "cube")
+    assert -1.6 <= cube[:, 0].min() < -1.55 and -1.05 < cube[:, 0].max() <= -1.0
+    close(cube[:, 2], torch.full((2000,), 0.05))
+    close(torch.tensor(env.scene.model.body("cube").mass), [1.6])
+
+
+@pytest.mark.parametrize(("name", "reach"), [("panda", 0.855), ("so101", 0.42), ("ur10", 1.3)])
+def test_one_line_gives_push_cube_to_an_arm_of_another_size(name, reach):
+    pytest.importorskip("cmeel", reason="the robots need the extra 'robots'")
+    cfg = load_config("push_cube_ppo").replace(**{"env.cfg.robot": {"model": f"example:{name}"}})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*visual meshes")
+        env = make_env(cfg.env)
+    sim, state = env.scene, env.reset(rng.split(rng.key(0), 64))
+    close(torch.tensor(sim.model.geom("cube").size), torch.full((3,), 0.05 * reach / 1.3))
+    tool = world.site_pose(sim, state["world"], sim.robot.tcp["arm"])
+    assert (tool[:, 0, 3] < -0.1).all()  # all arms face -x
+    close(tool[:, 2, 2], torch.full((64,), -1.0), tol=1e-3)  # and their tools point down
+    cube = world.body_position(sim, state["world"], "cube")
+    assert (cube[:, :2].norm(dim=-1) < reach).all()
