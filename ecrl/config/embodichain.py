@@ -26,6 +26,7 @@ from ecrl.config.aliases import (
     reject_unused_aliases,
     remove_path,
 )
+from ecrl.config.embodichain_releases import translate_releases
 from ecrl.config.files import read
 from ecrl.config.model import ConfigModel, Fault, Loc, format_path, format_value, known_keys, repeated_keys, sections_in
 from ecrl.errors import ConfigError
@@ -57,6 +58,7 @@ INERT = {
     "env.cfg.rigid_object_group": _SCENE,
     "env.cfg.articulation": _SCENE,
     "env.cfg.arena_space": _SCENE,
+    "env.cfg.physics": _ENGINE,
     "env.cfg.physics_config": _ENGINE,
     "env.cfg.sim_steps_per_control": _ENGINE,
     "env.cfg.target_control_frequency": _ENGINE,
@@ -101,9 +103,10 @@ def inert_keys_in(model: type, data: Any, path: Loc = ()) -> list[Fault]:
     if not isinstance(data, dict) or not issubclass(model, ConfigModel):
         return []
     faults = [((*path, key), model.inert[key]) for key in data if key in model.inert]
-    for name, field in model.model_fields.items():
+    for name, parts in data.items():
+        if (field := model.model_fields.get(model.other_names.get(name, name))) is None:
+            continue
         for section in sections_in(field.annotation):
-            parts = data.get(name)
             if "dict" in str(field.annotation) and isinstance(parts, dict):  # the field is a dict of sections
                 faults += [f for key, part in parts.items() for f in inert_keys_in(section, part, (*path, name, key))]
             else:
@@ -257,6 +260,6 @@ def translate_config(
     """
     raw = apply_aliases(RawConfig(data, {}, repeated_keys(data), []))
     raw = apply_aliases(apply_overrides(raw, overrides))
-    raw = apply_aliases(merge_gym_config(raw, folder))
+    raw = translate_releases(apply_aliases(merge_gym_config(raw, folder)))
     raw = convert_vla_section(convert_skip_flag(convert_counts(raw, defaults)))
     return _drop_inert_keys(reject_unused_aliases(raw))

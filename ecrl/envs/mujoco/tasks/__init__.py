@@ -11,6 +11,7 @@ from ecrl.envs.mujoco.terms import (  # noqa: F401  # registers the terms
     events,
     instructions,
     observations,
+    relative_joint_position,
     rewards,
 )
 
