@@ -13,7 +13,7 @@ import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self, cast
 
 from pydantic import (
     BaseModel,
@@ -249,6 +249,15 @@ class PolicyConfig(ConfigModel):
         config = find_entry("policy", data).config if cls is PolicyConfig and isinstance(data, dict) else cls
         return handler(data) if config is cls else config.model_validate(data)
 
+    def replace(self, **changes: Any) -> Self:
+        """Return a validated copy with new values, as in `cfg.policy.replace(normalize_obs=True)`.
+
+        A new `name` chooses the Config model of another policy.
+
+        Raises: ConfigError with one line per fault.
+        """
+        return cast(Self, validate_section(PolicyConfig, self._with_changes(changes), "replace"))
+
 
 class Config(ConfigModel):
     """Config of a whole run."""
@@ -261,9 +270,14 @@ class Config(ConfigModel):
     policy: SerializeAsAny[PolicyConfig] = Field(description='the policy, such as {"name": "actor_critic", ...}')
     algorithm: AlgorithmChoice = Field(description='the algorithm, such as {"name": "ppo", "cfg": {...}}')
 
-    def replace(self, **changes: Any) -> "Config":
-        """Return a validated copy with new values by dotted key, as in `cfg.replace(**{"trainer.seed": 3})`."""
-        return config_from_dict(self.model_dump(mode="json"), "replace", changes)
+    def replace(self, **changes: Any) -> Self:
+        """Return a validated copy with new values by dotted key, as in `cfg.replace(**{"trainer.seed": 3})`.
+
+        The keys of EmbodiChain and the flags of abcdRL are translated, as in a file.
+
+        Raises: ConfigError with one line per fault.
+        """
+        return cast(Self, config_from_dict(self.to_dict(), "replace", changes))
 
 
 _SIZES = {name: TrainerConfig.model_fields[name].default for name in ("buffer_size", "num_envs")}

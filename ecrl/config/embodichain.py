@@ -104,7 +104,8 @@ def inert_keys_in(model: type, data: Any, path: Loc = ()) -> list[Fault]:
         return []
     faults = [((*path, key), model.inert[key]) for key in data if key in model.inert]
     for name, parts in data.items():
-        if (field := model.model_fields.get(model.other_names.get(name, name))) is None:
+        key = model.other_names[name] if name in model.other_names else name
+        if (field := model.model_fields.get(key)) is None:
             continue
         for section in sections_in(field.annotation):
             if "dict" in str(field.annotation) and isinstance(parts, dict):  # the field is a dict of sections
