@@ -187,10 +187,10 @@ def apply_overrides(raw: RawConfig, overrides: Mapping[str, Any]) -> RawConfig:
 def _convert_count(count: Any, unit: str, sizes: list[Any]) -> Any:
     """Convert a count to the unit of the key `unit`: from steps to `iterations`, or from updates to `save_freq`.
 
-    An invalid count is returned unchanged.
+    A count that is not a positive integer is returned unchanged. Validation reports it, except a `save_freq` of 0.
     """
     if not all(isinstance(x, int) and not isinstance(x, bool) and x > 0 for x in (count, *sizes)):
-        return count  # validation reports the invalid count
+        return count
     return -(-count // prod(sizes)) if unit == "iterations" else count * prod(sizes)
 
 

@@ -29,6 +29,7 @@ from ecrl.config.files import parse_overrides, read
 from ecrl.config.model import (
     ConfigModel,
     Count,
+    Natural,
     fault_at,
     faults_from_error,
     format_key,
@@ -123,8 +124,9 @@ class TrainerConfig(ConfigModel):
         False, description="train with several processes, one for each device; torchrun starts the processes"
     )
     enable_eval: bool = Field(False, description="evaluate during training")
-    eval_freq: Count = Field(
-        10_000, description="evaluate whenever the count of environment steps passes a multiple of this number"
+    eval_freq: Natural = Field(
+        10_000,
+        description="evaluate whenever the count of environment steps passes a multiple of this number; 0: never",
     )
     num_eval_envs: Count = Field(
         4,
@@ -141,8 +143,10 @@ class TrainerConfig(ConfigModel):
     best_eval_mode: Literal["max", "min"] = Field(
         "max", description="max: a larger best_eval_metric is better; min: a smaller one is better"
     )
-    save_freq: Count = Field(
-        50_000, description="save a checkpoint whenever the count of environment steps passes a multiple of this number"
+    save_freq: Natural = Field(
+        50_000,
+        description="save a checkpoint whenever the count of environment steps passes a multiple of this number; 0: "
+        "only at the end of the run",
     )
     finite_guard: Literal["stop", "skip", "off"] = Field(
         "stop",

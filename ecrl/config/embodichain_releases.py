@@ -3,13 +3,14 @@
 - v0.1.0 and v0.1.1 have other keys for the actions and the time limit, and are refused.
 - From v0.3.0 on, the physical properties of an object are in groups such as `attrs.mass_props`, and `physics` is the
   name of a simulator.
+- All releases accept names in any case, and the time limit -1 for episodes without a limit.
 """
 
 from typing import Any
 
 from ecrl.config.aliases import MISSING, RawConfig, get_path, part_entry, set_path
 from ecrl.config.model import Loc, known_keys, sections_in
-from ecrl.registry import Entry
+from ecrl.registry import Entry, registered
 
 _CFG: Loc = ("env", "cfg")
 _OLD_KEYS = ("episode_length", "obs_mode", "action_type", "action_scale", "joint_limits")
@@ -17,6 +18,18 @@ _TOO_OLD = (
     "a key of EmbodiChain before v0.1.2, and ecrl reads files from v0.1.2 on; give env.actions and max_episode_steps "
     "as these files do"
 )
+_NAMES: dict[Loc, str] = {
+    ("policy", "name"): "policy",
+    ("policy", "actor", "type"): "network",
+    ("policy", "critic", "type"): "network",
+    ("algorithm", "name"): "algorithm",
+}
+"""Map the path of a name to the kind of component that it names."""
+
+_LIMIT: Loc = (*_CFG, "max_episode_steps")
+NO_LIMIT = 2**31 - 1
+"""Time limit in steps that no episode reaches."""
+
 PROPERTY_GROUPS = ("mass_props", "rigid_props", "collision_props", "material_props")
 """Groups of an object's `attrs` in EmbodiChain's files from v0.3.0 on."""
 
@@ -96,6 +109,37 @@ def flatten_attrs(raw: RawConfig) -> RawConfig:
     return raw
 
 
+def lower_names(data: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of a config in which the names of registered components are written as they are registered.
+
+    EmbodiChain reads the names of policies, algorithms and networks in any case. A name is changed only if its lower
+    case is registered and the name itself is not.
+
+    >>> lower_names({"algorithm": {"name": "PPO"}})
+    {'algorithm': {'name': 'ppo'}}
+    """
+    for path, kind in _NAMES.items():
+        name = get_path(data, path)
+        if isinstance(name, str) and name not in (names := registered(kind)) and name.lower() in names:
+            data = set_path(data, path, name.lower())
+    return data
+
+
+def lower_name(key: str, value: Any) -> Any:
+    """Return the new value of a key in the form of `lower_names`. The value may also be a whole section."""
+    nested = value
+    for part in reversed(key.split(".")):
+        nested = {part: nested}
+    return get_path(lower_names(nested), tuple(key.split(".")))
+
+
+def unlimited_episodes(raw: RawConfig) -> RawConfig:
+    """Translate the time limit -1 of an environment, which means no limit, to the largest number of steps."""
+    if get_path(raw.data, _LIMIT) != -1:
+        return raw
+    return raw._replace(data=set_path(raw.data, _LIMIT, NO_LIMIT))
+
+
 def translate_releases(raw: RawConfig) -> RawConfig:
     """Translate the keys of all releases, and refuse a file of a release before v0.1.2."""
-    return flatten_attrs(drop_simulator_name(refuse_old_release(raw)))
+    return unlimited_episodes(flatten_attrs(drop_simulator_name(refuse_old_release(raw))))

@@ -281,6 +281,11 @@ def _check_float32(value: float) -> float:
     return value
 
 
+def lower_case(value: Any) -> Any:
+    """Return a string in lower case, and any other value unchanged. Names of EmbodiChain's configs have any case."""
+    return value.lower() if isinstance(value, str) else value
+
+
 Positive = Annotated[float, Field(gt=0.0), AfterValidator(_check_float32)]
 NonNegative = Annotated[float, Field(ge=0.0), AfterValidator(_check_float32)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
