@@ -127,7 +127,7 @@ def _inert_vla_keys(data: dict[str, Any]) -> list[Fault]:
 
 
 def _inert_settings(kind: str, data: dict[str, Any]) -> list[Fault]:
-    """List the inert keys in `env.cfg` or `algorithm.cfg`: those of its Config model, and those in `INERT`."""
+    """List the inert keys in `env.cfg` or `algorithm.cfg`, from its Config model and from `INERT`."""
     entry, cfg = part_entry(kind, data.get(kind)), get_path(data, (kind, "cfg"))
     if entry is None or not isinstance(cfg, dict):
         return []

@@ -110,7 +110,7 @@ def flatten_attrs(raw: RawConfig) -> RawConfig:
 
 
 def lower_names(data: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a config in which the names of registered components are written as they are registered.
+    """Return a copy of a config with the names of components in the case of their registered names.
 
     EmbodiChain reads the names of policies, algorithms and networks in any case. A name is changed only if its lower
     case is registered and the name itself is not.
