@@ -8,7 +8,7 @@ Source: Freeman et al. 2021, arXiv:2106.13281.
 """
 
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from pydantic import Field, model_validator
@@ -37,6 +37,8 @@ _NUMBERS = ("gamma", "ent_coef")
 
 class APGConfig(LearningConfig):
     """Hyperparameters of APG. Numeric hyperparameters are stored in the state and may change during a run."""
+
+    inert: ClassVar = {"gae_lambda": "APG differentiates the returns, without a generalised advantage estimate"}
 
     gamma: Fraction = Field(
         default=0.99, description="discount per step; the cumulative discount restarts at 1 in every episode"

@@ -16,7 +16,7 @@ Source: Shao et al. 2024, arXiv:2402.03300, applied to environment steps instead
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple, Self, cast
+from typing import Any, ClassVar, Literal, NamedTuple, Self, cast
 
 import torch
 from pydantic import Field, model_validator
@@ -51,6 +51,8 @@ _NEW_NUMBERS = ("clip_coef_high", "dual_clip", "min_group_score", "max_group_sco
 
 class GRPOConfig(ClippedConfig):
     """Hyperparameters of GRPO. Numeric hyperparameters are stored in the state and may change during a run."""
+
+    inert: ClassVar = {"gae_lambda": "GRPO compares the returns of a group, without a generalised advantage estimate"}
 
     target_kl: Positive | None = Field(
         default=None,

@@ -2,9 +2,9 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_serializer, model_validator
+from pydantic import BeforeValidator, Field, field_serializer, model_validator
 
-from ecrl.config.model import ConfigModel, Count, Fraction, NonNegative, Positive
+from ecrl.config.model import ConfigModel, Count, Fraction, NonNegative, Positive, lower_case
 from ecrl.registry import did_you_mean
 
 USED = {
@@ -85,7 +85,9 @@ class _Named(ConfigModel):
 class OptimizerConfig(_Named):
     """Name and hyperparameters of an optimiser."""
 
-    name: Literal["adam", "adamw", "sgd", "rmsprop"] = Field(default="adam", description="adam, adamw, sgd or rmsprop")
+    name: Annotated[Literal["adam", "adamw", "sgd", "rmsprop"], BeforeValidator(lower_case)] = Field(
+        default="adam", description="adam, adamw, sgd or rmsprop"
+    )
     learning_rate: Positive = Field(default=3e-4, description="step size, before the schedule")
     kwargs: OptimizerKwargs = Field(default=OptimizerKwargs(), description="further hyperparameters, as in torch.optim")
 
@@ -97,8 +99,8 @@ class SchedulerConfig(_Named):
     buffer, a schedule changes the rate every `train_freq` steps, and its lengths are still in iterations.
     """
 
-    name: Literal["linear", "cosine", "step", "exponential", "adaptive"] = Field(
-        description="linear, cosine, step, exponential or adaptive"
+    name: Annotated[Literal["linear", "cosine", "step", "exponential", "adaptive"], BeforeValidator(lower_case)] = (
+        Field(description="linear, cosine, step, exponential or adaptive")
     )
     kwargs: SchedulerKwargs = Field(
         default=SchedulerKwargs(), description="further hyperparameters, as in torch.optim.lr_scheduler"

@@ -8,7 +8,7 @@ from contextlib import suppress
 from math import prod
 from typing import Any, NamedTuple
 
-from ecrl.config.model import Fault, Loc, format_key, format_path, format_value, known_keys
+from ecrl.config.model import SETTINGS, Fault, Loc, format_key, format_path, format_value, known_keys
 from ecrl.registry import Entry, lookup
 
 KEY_ALIASES = {
@@ -39,9 +39,6 @@ SKIP_KEY, GUARD_KEY = "algorithm.cfg.skip_nonfinite_updates", "trainer.finite_gu
 
 VLA_KEY = "policy.vla_config"
 """EmbodiChain's section of a pretrained model. Its path becomes `policy.vla.model_path`."""
-
-SETTINGS = {"name": ("cfg", "kwargs"), "func": ("params",), "type": ("network_cfg",)}
-"""Map a key that names a component to the keys that hold its settings. A new name removes the old settings."""
 
 MISSING = object()
 """Result of `get_path` if a path has no value."""
@@ -190,10 +187,10 @@ def apply_overrides(raw: RawConfig, overrides: Mapping[str, Any]) -> RawConfig:
 def _convert_count(count: Any, unit: str, sizes: list[Any]) -> Any:
     """Convert a count to the unit of the key `unit`: from steps to `iterations`, or from updates to `save_freq`.
 
-    An invalid count is returned unchanged.
+    A count that is not a positive integer is returned unchanged. Validation reports it, except a `save_freq` of 0.
     """
     if not all(isinstance(x, int) and not isinstance(x, bool) and x > 0 for x in (count, *sizes)):
-        return count  # validation reports the invalid count
+        return count
     return -(-count // prod(sizes)) if unit == "iterations" else count * prod(sizes)
 
 

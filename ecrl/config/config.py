@@ -13,7 +13,7 @@ import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self, cast
 
 from pydantic import (
     BaseModel,
@@ -29,6 +29,7 @@ from ecrl.config.files import parse_overrides, read
 from ecrl.config.model import (
     ConfigModel,
     Count,
+    Natural,
     fault_at,
     faults_from_error,
     format_key,
@@ -123,8 +124,9 @@ class TrainerConfig(ConfigModel):
         False, description="train with several processes, one for each device; torchrun starts the processes"
     )
     enable_eval: bool = Field(False, description="evaluate during training")
-    eval_freq: Count = Field(
-        10_000, description="evaluate whenever the count of environment steps passes a multiple of this number"
+    eval_freq: Natural = Field(
+        10_000,
+        description="evaluate whenever the count of environment steps passes a multiple of this number; 0: never",
     )
     num_eval_envs: Count = Field(
         4,
@@ -141,8 +143,10 @@ class TrainerConfig(ConfigModel):
     best_eval_mode: Literal["max", "min"] = Field(
         "max", description="max: a larger best_eval_metric is better; min: a smaller one is better"
     )
-    save_freq: Count = Field(
-        50_000, description="save a checkpoint whenever the count of environment steps passes a multiple of this number"
+    save_freq: Natural = Field(
+        50_000,
+        description="save a checkpoint whenever the count of environment steps passes a multiple of this number; 0: "
+        "only at the end of the run",
     )
     finite_guard: Literal["stop", "skip", "off"] = Field(
         "stop",
@@ -249,6 +253,15 @@ class PolicyConfig(ConfigModel):
         config = find_entry("policy", data).config if cls is PolicyConfig and isinstance(data, dict) else cls
         return handler(data) if config is cls else config.model_validate(data)
 
+    def replace(self, **changes: Any) -> Self:
+        """Return a validated copy with new values, as in `cfg.policy.replace(normalize_obs=True)`.
+
+        A new `name` chooses the Config model of another policy.
+
+        Raises: ConfigError with one line per fault.
+        """
+        return cast(Self, validate_section(PolicyConfig, self._with_changes(changes), "replace"))
+
 
 class Config(ConfigModel):
     """Config of a whole run."""
@@ -261,9 +274,14 @@ class Config(ConfigModel):
     policy: SerializeAsAny[PolicyConfig] = Field(description='the policy, such as {"name": "actor_critic", ...}')
     algorithm: AlgorithmChoice = Field(description='the algorithm, such as {"name": "ppo", "cfg": {...}}')
 
-    def replace(self, **changes: Any) -> "Config":
-        """Return a validated copy with new values by dotted key, as in `cfg.replace(**{"trainer.seed": 3})`."""
-        return config_from_dict(self.model_dump(mode="json"), "replace", changes)
+    def replace(self, **changes: Any) -> Self:
+        """Return a validated copy with new values by dotted key, as in `cfg.replace(**{"trainer.seed": 3})`.
+
+        The keys of EmbodiChain and the flags of abcdRL are translated, as in a file.
+
+        Raises: ConfigError with one line per fault.
+        """
+        return cast(Self, config_from_dict(self.to_dict(), "replace", changes))
 
 
 _SIZES = {name: TrainerConfig.model_fields[name].default for name in ("buffer_size", "num_envs")}

@@ -3,9 +3,9 @@
 - Some keys have a different name in ecrl (`ecrl.config.aliases`).
 - `trainer.gym_config` is the path of a second file, which has the name and the settings of the environment.
 - *Inert* keys describe EmbodiChain's simulator (window, renderer, scene) or its data sets, and ecrl ignores them. Inert
-  keys are removed, and a warning names each removed key. A key of `env.cfg` is inert only if the environment's Config
-  does not have this key. An event is inert only if the environment has no scene and no user has registered an event of
-  that name.
+  keys are removed, and a warning names each removed key. A key of `env.cfg` or `algorithm.cfg` is inert only if the
+  Config of the environment or algorithm does not have this key. An event is inert only if the environment has no scene
+  and no user has registered an event of that name.
 """
 
 import os
@@ -26,6 +26,7 @@ from ecrl.config.aliases import (
     reject_unused_aliases,
     remove_path,
 )
+from ecrl.config.embodichain_releases import lower_name, lower_names, translate_releases
 from ecrl.config.files import read
 from ecrl.config.model import ConfigModel, Fault, Loc, format_path, format_value, known_keys, repeated_keys, sections_in
 from ecrl.errors import ConfigError
@@ -41,6 +42,7 @@ INERT = {
     "trainer.enable_rt": "no ray tracing",
     "trainer.gpu_id": _GPU,
     "trainer.buffer_type": "a rollout has every field that the policy returns",
+    "algorithm.cfg.device": "trainer.device is also the device of the algorithm",
     "env.cfg.headless": _WINDOW,
     "env.cfg.visualization": _WINDOW,
     "env.cfg.renderer": _RENDERER,
@@ -57,6 +59,7 @@ INERT = {
     "env.cfg.rigid_object_group": _SCENE,
     "env.cfg.articulation": _SCENE,
     "env.cfg.arena_space": _SCENE,
+    "env.cfg.physics": _ENGINE,
     "env.cfg.physics_config": _ENGINE,
     "env.cfg.sim_steps_per_control": _ENGINE,
     "env.cfg.target_control_frequency": _ENGINE,
@@ -101,9 +104,12 @@ def inert_keys_in(model: type, data: Any, path: Loc = ()) -> list[Fault]:
     if not isinstance(data, dict) or not issubclass(model, ConfigModel):
         return []
     faults = [((*path, key), model.inert[key]) for key in data if key in model.inert]
-    for name, field in model.model_fields.items():
+    name: str
+    for name, parts in data.items():
+        key: str = model.other_names.get(name, name)
+        if (field := model.model_fields.get(key)) is None:
+            continue
         for section in sections_in(field.annotation):
-            parts = data.get(name)
             if "dict" in str(field.annotation) and isinstance(parts, dict):  # the field is a dict of sections
                 faults += [f for key, part in parts.items() for f in inert_keys_in(section, part, (*path, name, key))]
             else:
@@ -120,6 +126,17 @@ def _inert_vla_keys(data: dict[str, Any]) -> list[Fault]:
     return inert_keys_in(entry.config, section, ("policy", "vla")) if entry else []
 
 
+def _inert_settings(kind: str, data: dict[str, Any]) -> list[Fault]:
+    """List the inert keys in `env.cfg` or `algorithm.cfg`, from its Config model and from `INERT`."""
+    entry, cfg = part_entry(kind, data.get(kind)), get_path(data, (kind, "cfg"))
+    if entry is None or not isinstance(cfg, dict):
+        return []
+    faults = inert_keys_in(entry.config, cfg, (kind, "cfg"))
+    known = known_keys(entry.config) | {path[2] for path, _ in faults}
+    unknown = [key for key in cfg if key not in known and f"{kind}.cfg.{key}" in INERT]
+    return [*faults, *(((kind, "cfg", key), INERT[f"{kind}.cfg.{key}"]) for key in unknown)]
+
+
 def inert_keys(data: dict[str, Any]) -> list[Fault]:
     """List all inert keys of a config, each with the reason why ecrl ignores it.
 
@@ -132,13 +149,7 @@ def inert_keys(data: dict[str, Any]) -> list[Fault]:
         faults += [(("trainer", key), INERT[f"trainer.{key}"]) for key in trainer if f"trainer.{key}" in INERT]
         faults += _inert_events(trainer.get("events"), entry)
     faults += _inert_vla_keys(data)
-    cfg = env.get("cfg") if isinstance(env, dict) else None
-    if entry and isinstance(cfg, dict):
-        part_faults = inert_keys_in(entry.config, cfg, ("env", "cfg"))
-        unknown = [key for key in cfg if key not in known_keys(entry.config) | {path[2] for path, _ in part_faults}]
-        faults += part_faults
-        faults += [(("env", "cfg", key), INERT[f"env.cfg.{key}"]) for key in unknown if f"env.cfg.{key}" in INERT]
-    return faults
+    return [*faults, *_inert_settings("env", data), *_inert_settings("algorithm", data)]
 
 
 def _gym_faults(gym: Any) -> list[Fault]:
@@ -255,8 +266,8 @@ def translate_config(
         folder: folder that is searched for a relative `trainer.gym_config` after the working directory.
         defaults: dict with the default values of `buffer_size` and `num_envs` in the trainer section.
     """
-    raw = apply_aliases(RawConfig(data, {}, repeated_keys(data), []))
-    raw = apply_aliases(apply_overrides(raw, overrides))
-    raw = apply_aliases(merge_gym_config(raw, folder))
+    raw = apply_aliases(RawConfig(lower_names(data), {}, repeated_keys(data), []))
+    raw = apply_aliases(apply_overrides(raw, {key: lower_name(key, value) for key, value in overrides.items()}))
+    raw = translate_releases(apply_aliases(merge_gym_config(raw, folder)))
     raw = convert_vla_section(convert_skip_flag(convert_counts(raw, defaults)))
     return _drop_inert_keys(reject_unused_aliases(raw))

@@ -107,11 +107,18 @@ def _add_translated_keys(trainer: dict[str, Any], env: dict[str, Any]) -> None:
     for old, new in (KEY_ALIASES | COUNT_KEYS).items():
         key = old.removeprefix("trainer.")
         if old.startswith("trainer.") and key not in properties:
-            kind = {"type": "boolean"} if key == "deterministic_actions" else {"type": "integer", "minimum": 1}
+            least = 0 if new == "trainer.save_freq" else 1
+            kind = {"type": "boolean"} if key == "deterministic_actions" else {"type": "integer", "minimum": least}
             properties[key] = kind | {"description": f"sets {new}{', in another unit' * (old in COUNT_KEYS)}"}
     properties["learning_env"] = env | {"description": "another name of env"}
     description = "path of a file with the environment's id and settings; values under env override the file's values"
     properties["gym_config"] = {"type": "string", "description": description}
+
+
+def _with_no_limit(limit: dict[str, Any]) -> dict[str, Any]:
+    """Also accept the time limit -1, which `ecrl.config.embodichain_releases` translates."""
+    about = {key: limit[key] for key in ("description", "default", "title") if key in limit}
+    return about | {"anyOf": [{key: value for key, value in limit.items() if key not in about}, {"const": -1}]}
 
 
 def _add_flags(config_schema: dict[str, Any], trainer: dict[str, Any]) -> None:
@@ -154,7 +161,10 @@ def json_schema() -> dict[str, Any]:
         _add_other_names(model, section)
     num_envs = sections[TrainerConfig]["properties"]["num_envs"] | {"description": "another name of trainer.num_envs"}
     for model in parts["env"].values():
-        sections[model].setdefault("properties", {})["num_envs"] = num_envs
+        properties = sections[model].setdefault("properties", {})
+        properties["num_envs"] = num_envs
+        if limit := properties.get("max_episode_steps"):
+            properties["max_episode_steps"] = _with_no_limit(limit)
     configs = {k: {n: sections[m] | {"cfg": refs[m]} for n, m in by_name.items()} for k, by_name in parts.items()}
     for model, kind in choices.items():
         _add_branches(sections[model], kind, configs[kind])

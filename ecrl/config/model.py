@@ -162,6 +162,21 @@ def _hashable(value: Any) -> Any:
     return value
 
 
+SETTINGS = {"name": ("cfg", "kwargs"), "func": ("params",), "type": ("network_cfg",)}
+"""Map a key that names a component to the keys that hold its settings. A new name removes the old settings."""
+
+
+def _changed(data: Any, path: Loc, value: Any) -> dict:
+    """Return a copy of a section with a new value at `path`. Create missing subsections."""
+    key, *rest = path
+    section = data if isinstance(data, dict) else {}
+    if rest:
+        return section | {key: _changed(section.get(key), tuple(rest), value)}
+    if key in SETTINGS and section.get(key) != value:
+        section = {name: part for name, part in section.items() if name not in SETTINGS[key]}
+    return section | {key: value}
+
+
 class ConfigModel(BaseModel):
     """A section of the config: frozen, hashable and strict. If a key is unknown, the error suggests a similar key."""
 
@@ -200,6 +215,56 @@ class ConfigModel(BaseModel):
     def __hash__(self) -> int:
         return hash(_hashable(self))
 
+    def replace(self, **changes: Any) -> Self:
+        """Return a validated copy with new values. A dotted key sets a value of a subsection.
+
+        If a change names another component, such as `name="sgd"`, the settings of the old component are removed.
+
+        Raises: ConfigError with one line per fault, such as an unknown key or a value out of range.
+
+        >>> class Size(ConfigModel):
+        ...     width: int = Field(1, ge=1, description="width, m")
+        >>> Size().replace(width=3)
+        Size(width=3)
+        """
+        return validate_section(type(self), self._with_changes(changes), "replace")
+
+    def _with_changes(self, changes: dict[str, Any]) -> dict[str, Any]:
+        """Return the config as a dict with the changes, before validation."""
+        keys: dict[Loc, str] = {}
+        for key in changes:
+            first, *rest = key.split(".")
+            path = (self.other_names.get(first, first), *rest)
+            if other := keys.get(path):
+                alias, name = (other, key) if key == format_path(path) else (key, other)
+                raise ConfigError(f"replace: {alias}: another name of {name!r}, which is also given; keep one")
+            keys[path] = key
+        data = self.to_dict()
+        for path in sorted(keys, key=lambda path: (len(path), path[-1] not in SETTINGS)):
+            data = _changed(data, path, changes[keys[path]])
+        return data
+
+    def copy(self, **changes: Any) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return a validated copy with new values, as `replace` does. EmbodiChain's configs have this name too."""
+        return self.replace(**changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the config as a dict of JSON values, which the Config model accepts again.
+
+        >>> class Size(ConfigModel):
+        ...     widths: tuple[int, ...] = Field((1, 2), strict=False, description="widths, m")
+        >>> Size().to_dict()
+        {'widths': [1, 2]}
+        """
+        return self.model_dump(mode="json", warnings=False)
+
+    def validate(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Check all values again. Only `model_construct` and `model_copy` can make a config with wrong values.
+
+        Raises: ConfigError with one line per fault.
+        """
+        validate_section(type(self), self.to_dict(), type(self).__name__)
+
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"{name}: a config cannot be changed; make a changed copy with cfg.replace(...)")
 
@@ -214,6 +279,11 @@ def _check_float32(value: float) -> float:
     if value > 3.4e38 or 0.0 < value < 1.4e-45:
         raise ValueError(f"must be between 1.4e-45 and 3.4e38, the range of float32, got {value}")
     return value
+
+
+def lower_case(value: Any) -> Any:
+    """Return a string in lower case, and any other value unchanged. Names of EmbodiChain's configs have any case."""
+    return value.lower() if isinstance(value, str) else value
 
 
 Positive = Annotated[float, Field(gt=0.0), AfterValidator(_check_float32)]

@@ -292,12 +292,12 @@ def steps_per_iteration(cfg: Config) -> int:
 def crossed(step: int, size: int, freq: int) -> bool:
     """Return True if an iteration of `size` environment steps that ends at `step` passed a multiple of `freq`.
 
-    Ending exactly at a multiple of `freq` counts as passing the multiple.
+    Ending exactly at a multiple of `freq` counts as passing the multiple. If `freq` is 0, return False.
 
     >>> [crossed(step, 4, 10) for step in (4, 8, 12, 16, 20)]
     [False, False, True, False, True]
     """
-    return step // freq > (step - size) // freq
+    return freq > 0 and step // freq > (step - size) // freq
 
 
 def is_due(record: LogData, cfg: Config, freq: int) -> bool:

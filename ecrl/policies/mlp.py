@@ -5,16 +5,35 @@ from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field, ValidationError, ValidationInfo, ValidatorFunctionWrapHandler, field_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+)
 from torch import Tensor, nn
 
-from ecrl.config.model import ConfigModel, Positive
+from ecrl.config.model import ConfigModel, Positive, lower_case
 from ecrl.memory import check_room
 from ecrl.policies.core import flatten
 from ecrl.registry import InitOnly, register_network
 from ecrl.spaces import Space, flat_dim
 
-Activation = Literal["relu", "elu", "tanh", "gelu", "silu"]
+_OTHER_NAMES = {"swish": "silu"}
+
+
+def _activation(name: Any) -> Any:
+    """Return the name in `ACTIVATIONS` of an activation that is written in any case or by its other name."""
+    name = lower_case(name)
+    return _OTHER_NAMES.get(name, name) if isinstance(name, str) else name
+
+
+Activation = Annotated[
+    Literal["relu", "elu", "tanh", "gelu", "silu"],
+    BeforeValidator(_activation, json_schema_input_type=Literal["relu", "elu", "tanh", "gelu", "silu", "swish"]),
+]
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "relu": nn.ReLU,
     "elu": nn.ELU,

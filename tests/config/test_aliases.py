@@ -110,16 +110,17 @@ def test_defaults_count_too():
 
 
 @pytest.mark.parametrize(
-    ("key", "expected"), [("total_timesteps", "iterations"), ("save_frequency_updates", "save_freq")]
+    ("key", "expected", "least"), [("total_timesteps", "iterations", 1), ("save_frequency_updates", "save_freq", 0)]
 )
-def test_other_units_refuse(key, expected):
+def test_other_units_refuse(key, expected, least):
     assert _faults({key: 9, expected: 9}, env="scene") == [
         f"trainer.{key}: sets '{expected}' in another unit, and '{expected}' is also given; keep one"
     ]
     assert _faults({key: 9, "distributed": True}, env="scene") == [
         f"trainer.{key}: is only for runs of one process; in a distributed run, set '{expected}'"
     ]
-    for value, text in (("x", "expected an integer, got 'x'"), (0, "must be at least 1, got 0"), (True, "expected")):
+    too_small = (least - 1, f"must be at least {least}, got {least - 1}")
+    for value, text in (("x", "expected an integer, got 'x'"), too_small, (True, "expected")):
         (fault,) = _faults({key: value}, env="scene")
         assert fault.startswith(f"trainer.{key}: {text}")
     (fault,) = _faults({key: 9, "num_envs": "x"}, env="scene")

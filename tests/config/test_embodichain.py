@@ -74,8 +74,11 @@ def test_events_without_meaning_warn(func, use, monkeypatch):
 def test_all_keys_without_meaning_are_reported_together():
     data = copy.deepcopy(BASE)
     for path in INERT:
-        section = data["trainer"] if path.startswith("trainer.") else data["env"]["cfg"]
-        section[path.rpartition(".")[2]] = 1
+        *parents, key = path.split(".")
+        section = data
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[key] = 1
     cfg, warned = with_warnings(config_from_dict, data)
     assert cfg == config_from_dict(BASE)
     assert sorted(warned) == sorted(f"{path} has no meaning here ({why}); ignored" for path, why in INERT.items())

@@ -1,10 +1,12 @@
 """The migration page: every right-hand side exists, and its code runs."""
 
+import json
 import re
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+from support.embodichain_files import FILES
 from support.fake_envs import LadderConfig  # noqa: F401  (registers stand-in parts)
 from support.small_runs import NET, small
 
@@ -74,6 +76,25 @@ def test_every_key_on_the_right_is_in_the_schema(key):
     else:
         rest = [section]
     assert not rest or any(rest[0] in model.model_fields for model in models), key
+
+
+def _on_the_left(title):
+    return {name.partition("(")[0] for row in ROWS[title] for name in spans(row[0])}
+
+
+def test_every_name_of_embodichain_has_a_row():
+    """The second column of each row is checked by `test_every_name_on_the_right_is_there`."""
+    names = json.loads((FILES / "public_names.json").read_text())
+    assert [len(part) for part in names.values()] == [123, 36]
+    titles = ("EmbodiChain: classes and functions", "EmbodiChain: names since v0.3.0")
+    for title, part in zip(titles, names.values(), strict=True):
+        assert sorted(set(part) - _on_the_left(title)) == []
+        assert all(name.startswith("ecrl.") for row in ROWS[title] for name in spans(row[1]))
+
+
+def test_the_page_names_the_releases_whose_files_are_tested():
+    releases = sorted(path.name for path in FILES.glob("v*"))
+    assert f"the releases v0.1.2 to {releases[-1]}," in SECTIONS["The loop"]
 
 
 def test_every_row_has_a_left_and_a_right():

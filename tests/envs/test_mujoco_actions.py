@@ -50,6 +50,7 @@ def made(robot=None, **more):
 
 SLOW = {"drive_pros": {"damping": 100.0, "max_effort": 60.0}}
 FIRST = {"joint_ids": [0, 1, 2], "scale": 0.01}
+RELATIVE = "RelativeJointPositionAction"
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +108,26 @@ def test_changes_of_positions(sim):
     some = term("DeltaQposTerm", sim, scale=2.0, joint_ids=[4, 1])
     assert some.joints == ("robot/wrist_2_joint", "robot/shoulder_lift_joint") and some.low == (-1.0, -1.0)
     close(some.control(state, row(1, -1)), row(2.5, -1.8))
+
+
+def test_changes_of_the_positions_of_named_joints(sim):
+    state = state_at(sim, [0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
+    whole = term(RELATIVE, sim, part_name="arm", scale=0.1)
+    assert (whole.joints, whole.drive, whole.low, whole.high) == (
+        sim.robot.joints,
+        "position",
+        (-1.0,) * 6,
+        (1.0,) * 6,
+    )
+    close(whole.control(state, row(1, -1, 0, 0.5, -0.5, 2)), row(0.2, 0.1, 0.3, 0.45, 0.45, 0.8))
+    names = {"joint_names": ["wrist_2_joint", "shoulder_lift_joint"], "scale": [2.0, 1.0]}
+    ordered = term(RELATIVE, sim, **names)
+    assert ordered.joints == ("robot/shoulder_lift_joint", "robot/wrist_2_joint")  # as in the robot
+    close(ordered.control(state, row(1, -1)), row(2.2, -0.5))
+    listed = term(RELATIVE, sim, **names, preserve_order=True, clip=0.25)
+    assert listed.joints == ("robot/wrist_2_joint", "robot/shoulder_lift_joint")
+    assert (listed.low, listed.high) == ((-0.25, -0.25), (0.25, 0.25))
+    close(listed.control(state, row(1, -0.1)), row(1.0, 0.1))  # 0.5 + 2 * 0.25, 0.2 - 0.1
 
 
 def test_positions(sim):
@@ -288,6 +309,7 @@ TERMS = [
     ("EefPoseTerm", {"iterations": 8}),
     ("QvelTerm", {"scale": 2.0}),
     ("QfTerm", {"scale": 2.0}),
+    ("RelativeJointPositionAction", {"part_name": "arm", "scale": 0.1, "clip": 0.5}),
 ]
 
 
@@ -447,6 +469,13 @@ def test_a_pose_is_gone_to_in_a_task():
         ("QposNormalizedTerm", {"range": [1.0, 1.0]}, r"range: \[1.0, 1.0\], expected the lower value first"),
         ("QfTerm", {"scal": 1.0}, "params: scal: unknown key; did you mean 'scale'"),
         ("EefPoseTerm", {"joint_ids": [0]}, "params: joint_ids: unknown key"),
+        (RELATIVE, {}, "params: give either part_name or joint_names"),
+        (RELATIVE, {"part_name": "arm", "joint_names": ["elbow_joint"]}, "params: give either part_name or joint_na"),
+        (RELATIVE, {"part_name": "hand"}, "params.part_name: unknown part 'hand'; did you mean 'arm'|known: arm"),
+        (RELATIVE, {"joint_names": ["elbow"]}, "params.joint_names: unknown joint 'elbow'; did you mean 'elbow_joint'"),
+        (RELATIVE, {"joint_names": ["elbow_joint"] * 2}, "params.joint_names: names 'elbow_joint' twice; name each"),
+        (RELATIVE, {"part_name": "arm", "scale": [1.0]}, "params.scale: 1 numbers for 6 joints; give one per joint"),
+        (RELATIVE, {"part_name": "arm", "clip": 0.0}, "params: clip: must be above 0"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(sim, func, params, message):

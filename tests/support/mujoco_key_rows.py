@@ -233,7 +233,15 @@ def handling(func: str) -> Changes:
 
 DEFAULT_OF_TWO = RESTING | {f"{CFG}.actions": {"a": term("DefaultJointPositionTerm", offset=[0.1, 0.2])}}
 POSED = "actions.a.params"
+RELATIVE = "RelativeJointPositionAction"
+NAMED = RESTING | {f"{CFG}.actions": {"a": term(RELATIVE, joint_names=JOINTS[::-1], scale=[0.1, 0.2, 0.3])}}
 ACTIONS = [
+    *at("RelativeJointPositionConfig", POSED, NAMED, preserve_order=True, scale=[0.3, 0.2, 0.1]),
+    *between("RelativeJointPositionConfig", POSED, acting(RELATIVE), joint_names=(JOINTS[1:], JOINTS)),
+    *between("RelativeJointPositionConfig", POSED, NAMED, bounds, clip=(0.5, 0.25)),
+    *between(
+        "RelativeJointPositionConfig", POSED, acting(RELATIVE), rejected("unknown part 'l"), part_name=("arm", "leg")
+    ),
     *at("ScaledConfig", POSED, acting("DeltaQposTerm"), scale=0.5),
     *at("DenormalizedConfig", POSED, acting("QposDenormalizedTerm"), range=[0.0, 1.0]),
     *between("EefSearchConfig", POSED, acting("EefPoseTerm"), rejected("no robot 'tom'"), robot_uid=("robot", "tom")),

@@ -182,6 +182,7 @@ class ComponentsConfig(ConfigModel):
 class RobotConfig(ConfigModel):
     """Config of the robot, which is either a built-in robot or a URDF or MJCF file."""
 
+    other_names: ClassVar = {"joint_drive_props": "drive_pros"}
     inert: ClassVar = {
         "class_type": "see robot.robot_type",
         "fpath": "see robot.model",

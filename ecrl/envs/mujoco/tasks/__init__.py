@@ -19,6 +19,7 @@ from ecrl.envs.mujoco.terms import (  # noqa: F401  # registers the terms
     joints,
     observations,
     physics_events,
+    relative_joint_position,
     rewards,
     robot_events,
 )

@@ -1,0 +1,145 @@
+"""Translate keys that only some releases of EmbodiChain have. ecrl reads the files of v0.1.2 and of later releases.
+
+- v0.1.0 and v0.1.1 have other keys for the actions and the time limit, and are refused.
+- From v0.3.0 on, the physical properties of an object are in groups such as `attrs.mass_props`, and `physics` is the
+  name of a simulator.
+- All releases accept names in any case, and the time limit -1 for episodes without a limit.
+"""
+
+from typing import Any
+
+from ecrl.config.aliases import MISSING, RawConfig, get_path, part_entry, set_path
+from ecrl.config.model import Loc, known_keys, sections_in
+from ecrl.registry import Entry, registered
+
+_CFG: Loc = ("env", "cfg")
+_OLD_KEYS = ("episode_length", "obs_mode", "action_type", "action_scale", "joint_limits")
+_TOO_OLD = (
+    "a key of EmbodiChain before v0.1.2, and ecrl reads files from v0.1.2 on; give env.actions and max_episode_steps "
+    "as these files do"
+)
+_NAMES: dict[Loc, str] = {
+    ("policy", "name"): "policy",
+    ("policy", "actor", "type"): "network",
+    ("policy", "critic", "type"): "network",
+    ("algorithm", "name"): "algorithm",
+}
+"""Map the path of a name to the kind of component that it names."""
+
+_LIMIT: Loc = (*_CFG, "max_episode_steps")
+NO_LIMIT = 2**31 - 1
+"""Time limit in steps that no episode reaches."""
+
+PROPERTY_GROUPS = ("mass_props", "rigid_props", "collision_props", "material_props")
+"""Groups of an object's `attrs` in EmbodiChain's files from v0.3.0 on."""
+
+
+def _env_entry(raw: RawConfig) -> Entry | None:
+    return part_entry("env", raw.data.get("env"))
+
+
+def _known_extensions(entry: Entry) -> set[str]:
+    field = entry.config.model_fields.get("extensions")
+    return {key for model in sections_in(field.annotation) for key in known_keys(model)} if field else set()
+
+
+def refuse_old_release(raw: RawConfig) -> RawConfig:
+    """Report a file of a release before v0.1.2 as one fault, at the first key that later releases do not have.
+
+    The settings of the environment are then removed, because the fault explains all other unknown keys.
+    """
+    entry, cfg = _env_entry(raw), get_path(raw.data, _CFG)
+    if entry is None or not isinstance(cfg, dict) or "actions" in cfg or "actions" not in known_keys(entry.config):
+        return raw
+    extensions = get_path(cfg, ("extensions",))
+    places: list[tuple[Loc, Any, set[str]]] = [
+        ((*_CFG, "extensions"), extensions, _known_extensions(entry)),
+        (_CFG, cfg, known_keys(entry.config)),
+    ]
+    old = [
+        (*place, key)
+        for place, section, known in places
+        for key in _OLD_KEYS
+        if isinstance(section, dict) and key in section and key not in known
+    ]
+    if not old:
+        return raw
+    return raw._replace(data=set_path(raw.data, _CFG, {}), faults=[*raw.faults, (old[0], _TOO_OLD)])
+
+
+def drop_simulator_name(raw: RawConfig) -> RawConfig:
+    """Remove `physics` if it is the name of a simulator, "default" or "newton", and add it to `raw.inert`."""
+    path = (*_CFG, "physics")
+    if get_path(raw.data, path) not in ("default", "newton"):
+        return raw
+    cfg = {key: value for key, value in get_path(raw.data, _CFG).items() if key != "physics"}
+    reason = "this names EmbodiChain's simulator, but MuJoCo simulates the physics"
+    return raw._replace(data=set_path(raw.data, _CFG, cfg), inert=[*raw.inert, (path, reason)])
+
+
+def _flat_attrs(raw: RawConfig, path: Loc, attrs: Any) -> tuple[Any, RawConfig]:
+    """Move the values in the groups of one object's `attrs` to `attrs`. Record the origin of each moved value."""
+    groups = [name for name in PROPERTY_GROUPS if isinstance(attrs, dict) and isinstance(attrs.get(name), dict)]
+    flat = {key: value for key, value in attrs.items() if key not in groups} if groups else attrs
+    origins, faults = dict(raw.origins), list(raw.faults)
+    for group in groups:
+        for key, value in attrs[group].items():
+            if key in flat:
+                faults.append(((*path, group, key), f"another name of {key!r}, which is also given; keep one"))
+                continue
+            flat[key], origins[(*path, key)] = value, raw.source_path((*path, group, key))
+    return flat, raw._replace(origins=origins, faults=faults)
+
+
+def flatten_attrs(raw: RawConfig) -> RawConfig:
+    """Translate the groups of the `attrs` of every object, such as `attrs.mass_props.mass` to `attrs.mass`."""
+    entry = _env_entry(raw)
+    for section in ("rigid_object", "background"):
+        objects = get_path(raw.data, (*_CFG, section))
+        if entry is None or section not in known_keys(entry.config) or not isinstance(objects, list | tuple):
+            continue
+        changed = []
+        for i, thing in enumerate(objects):
+            attrs = get_path(thing, ("attrs",))
+            if attrs is not MISSING:
+                flat, raw = _flat_attrs(raw, (*_CFG, section, i, "attrs"), attrs)
+                thing = thing | {"attrs": flat}
+            changed.append(thing)
+        raw = raw._replace(data=set_path(raw.data, (*_CFG, section), changed))
+    return raw
+
+
+def lower_names(data: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of a config with the names of components in the case of their registered names.
+
+    EmbodiChain reads the names of policies, algorithms and networks in any case. A name is changed only if its lower
+    case is registered and the name itself is not.
+
+    >>> lower_names({"algorithm": {"name": "PPO"}})
+    {'algorithm': {'name': 'ppo'}}
+    """
+    for path, kind in _NAMES.items():
+        name = get_path(data, path)
+        if isinstance(name, str) and name not in (names := registered(kind)) and name.lower() in names:
+            data = set_path(data, path, name.lower())
+    return data
+
+
+def lower_name(key: str, value: Any) -> Any:
+    """Return the new value of a key in the form of `lower_names`. The value may also be a whole section."""
+    nested = value
+    for part in reversed(key.split(".")):
+        nested = {part: nested}
+    return get_path(lower_names(nested), tuple(key.split(".")))
+
+
+def unlimited_episodes(raw: RawConfig) -> RawConfig:
+    """Translate the time limit -1 of an environment, which means no limit, to the largest number of steps."""
+    if get_path(raw.data, _LIMIT) != -1:
+        return raw
+    return raw._replace(data=set_path(raw.data, _LIMIT, NO_LIMIT))
+
+
+def translate_releases(raw: RawConfig) -> RawConfig:
+    """Translate the keys of all releases, and refuse a file of a release before v0.1.2."""
+    return unlimited_episodes(flatten_attrs(drop_simulator_name(refuse_old_release(raw))))
