@@ -14,7 +14,6 @@ ABSENT = {
     "action": {
         "JointPositionAction": "use QposTerm, or DefaultJointPositionTerm for an offset",
         "JointPositionToLimitsAction": "use QposDenormalizedTerm",
-        "RelativeJointPositionAction": "use DeltaQposTerm",
         "DefaultJointPositionAction": "use DefaultJointPositionTerm",
         "JointVelocityAction": "use QvelTerm",
         "JointEffortAction": "use QfTerm",
