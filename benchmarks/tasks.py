@@ -63,8 +63,12 @@ TASKS = {
         Task("reach_pixels_ppo", "success", 0.8),
         Task("push_cube_ppo", "success", 0.95),
         Task("push_cube_sac", "success", 0.95),
+        Task("push_cube_gripper_ppo", "success", 0.95),
         Task("push_cube_grpo", "success", None),
         Task("push_cube_upstream", "success", None),
+        Task("pick_cube_ppo", "success", 0.9),
+        Task("stack_cube_ppo", "success", 0.6),
+        Task("open_drawer_ppo", "success", 0.9),
     )
 }
 
