@@ -30,6 +30,7 @@ from ecrl.run.crash import with_crash
 from ecrl.run.evaluation import check_evaluation, with_evaluation
 from ecrl.run.folder import claim, claimed_before, lock_run_folder, new_run_dir
 from ecrl.run.history import History
+from ecrl.run.large_observations import with_warning_of_large_observations
 from ecrl.run.loggers import with_host_logs, with_jsonl, with_progress
 from ecrl.run.profiler import Times, timed_records, with_profile, with_timers
 from ecrl.run.rank_shards import with_shards, with_shards_at_crash
@@ -82,7 +83,7 @@ def consumers(
         records = timed("evaluation", with_evaluation(records, cfg, videos, pending, with_eval_events(run, cfg)))
     if videos is not None and cameras(cfg, "train"):
         records = timed("videos", with_training_videos(records, run, cfg, videos, state))
-    records = with_host_logs(records)
+    records = with_warning_of_large_observations(with_host_logs(records), cfg)
     if run_dir is not None:
         _write_config(cfg, run_dir)
         records = with_jsonl(records, run_dir / "metrics.jsonl", first)
