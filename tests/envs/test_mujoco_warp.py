@@ -144,6 +144,7 @@ def test_a_pushed_cube_slides_as_in_mujoco():
 VARIES = {
     "body_mass": ("box", 3.0),
     "body_inertia": ("box", 4.0),
+    "body_ipos": ("end", 0.3),
     "body_gravcomp": ("box", 0.5),
     "dof_armature": ("a", 0.3),
     "dof_damping": ("a", 5.0),
