@@ -182,6 +182,54 @@ def test_damping_follows_the_size_so_that_a_turn_decays_at_the_same_rate():
     close(angular, [(1.0 + 3.0 * 0.005) ** -4] * 4, 1e-5)
 
 
+def thing(geoms, body='<freejoint name="thing"/>'):
+    """A scene with one more body, of the given geoms."""
+    text = SCENE["mjcf"].replace("</worldbody>", f'<body name="thing" pos="0 2 5">{body}{geoms}</body></worldbody>')
+    return SCENE | {"mjcf": text.replace("<worldbody>", f"<asset>{TETRAHEDRON}</asset><worldbody>", 1)}
+
+
+TETRAHEDRON = '<mesh name="m" vertex="0 0 0 .1 0 0 0 .1 0 0 0 .1"/>'
+THING = {"entity_cfg": {"uid": "thing"}}
+
+
+def test_a_capsule_has_the_inertia_that_mujoco_gives_to_its_new_size():
+    scene = thing('<geom name="thing" type="capsule" size=".05 .1" mass="2"/>')
+    sim, after = happened("randomize_rigid_object_scale", scene=scene, **THING, scale_factor_range=[[1.5], [1.5]])
+    large = mujoco.MjModel.from_xml_string(scene["mjcf"].replace('size=".05 .1"', 'size=".075 .15"'))
+    expected = torch.tensor(large.body("thing").inertia).float()
+    close(world.parameter(sim, after["world"], "body_inertia", "thing"), expected.expand(3, 3), 1e-6)
+    close(world.body_scale(sim, after["world"], "thing"), torch.full((3, 3), 1.5), 1e-6)
+    on_floor = world.with_body_pose(sim, after["world"], "thing", torch.tensor([0.0, 2.0, 0.226]))
+    close(world.body_pose(sim, stepped(sim, on_floor, 20), "thing")[:, 2, 3], [0.225] * 3, 2e-3)  # it stands
+
+
+@pytest.mark.parametrize(
+    ("scene", "message"),
+    [
+        (
+            thing('<geom name="thing" type="mesh" mesh="m"/>'),
+            "the geom of body 'thing' has the type mesh, expected one geom",
+        ),
+        (
+            thing('<geom name="thing" size=".1"/><geom size=".2"/>'),
+            "body 'thing' has 2 geoms, expected one geom",
+        ),
+        (thing('<geom name="ball" size=".1"/>'), "has the name 'ball'; give it the name of its body"),
+        (
+            thing('<geom name="thing" size=".1"/>', '<joint name="thing"/>'),
+            "body 'thing' moves with joints or with another body",
+        ),
+        (
+            thing('<inertial pos=".1 0 0" mass="1" diaginertia="1 1 1"/><geom name="thing" size=".1"/>'),
+            "the inertial frame of body 'thing' is not the frame of its geom",
+        ),
+    ],
+)
+def test_a_body_whose_inertia_does_not_follow_from_its_size_is_not_scaled(scene, message):
+    with pytest.raises(ConfigError, match=rf"^params.entity_cfg.uid: .*{message}"):
+        happened("randomize_rigid_object_scale", scene=scene, **THING, scale_factor_range=[[1.5], [1.5]])
+
+
 def test_several_objects_share_their_factors_or_not():
     both = {"entity_cfgs": [{"uid": "cube"}, {"uid": "wall"}], "scale_factor_range": [[0.5], [2.0]]}
     for shared in (False, True):

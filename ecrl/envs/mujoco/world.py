@@ -447,9 +447,10 @@ def field_value(sim: Simulation, world: TensorDict, field: str, name: str) -> Te
 def body_scale(sim: Simulation, world: TensorDict, name: str) -> Tensor:
     """Return the lengths of an object along x, y and z, divided by its lengths in the scene config, `[*B, 3]`."""
     kinds, geom = mujoco().mjtGeom, id_of(sim.model, "geom", name)
-    size = field_value(sim, world, "geom_size", name)
-    ratio = size / size.new_tensor([edge or 1.0 for edge in sim.model.geom_size[geom].tolist()])
-    columns = {int(kinds.mjGEOM_SPHERE): (0, 0, 0), int(kinds.mjGEOM_CYLINDER): (0, 0, 1)}
+    home, size = sim.model.geom_size[geom].tolist(), field_value(sim, world, "geom_size", name)
+    ratio = torch.where(size.new_tensor(home) == 0.0, 1.0, size / size.new_tensor([edge or 1.0 for edge in home]))
+    round_about_z = dict.fromkeys((int(kinds.mjGEOM_CYLINDER), int(kinds.mjGEOM_CAPSULE)), (0, 0, 1))
+    columns = round_about_z | {int(kinds.mjGEOM_SPHERE): (0, 0, 0)}
     return torch.stack([ratio[..., i] for i in columns.get(int(sim.model.geom_type[geom]), (0, 1, 2))], -1)
 
 

@@ -7,6 +7,7 @@ environment keeps its values until the event happens again.
 import re
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor
@@ -260,7 +261,7 @@ class RandomizeScaleConfig(ScaleConfig):
 
     def varied(self, sim: Simulation) -> Varied:
         """Return pairs of a model field's name and the object's name, for all fields that the event changes."""
-        return _scaled_fields(sim, self.entity_cfg.uid)
+        return _scaled_fields(sim, self.entity_cfg, "entity_cfg")
 
 
 class RandomizeScalesConfig(ScaleConfig):
@@ -273,18 +274,48 @@ class RandomizeScalesConfig(ScaleConfig):
 
     def varied(self, sim: Simulation) -> Varied:
         """Return pairs of a model field's name and an object's name, for all fields that the event changes."""
-        return tuple(pair for entity in self.entity_cfgs for pair in _scaled_fields(sim, entity.uid))
+        return tuple(pair for entity in self.entity_cfgs for pair in _scaled_fields(sim, entity, "entity_cfgs"))
 
 
-def _scaled_fields(sim: Simulation, uid: str) -> Varied:
-    """Return the model fields that depend on the size of an object."""
+def _check_shape(sim: Simulation, uid: str) -> None:
+    """Raise ConfigError unless a body is an object of one simple shape whose inertia scales with its size."""
+    model, kinds = sim.model, mujoco().mjtGeom
+    shapes = {kinds.mjGEOM_BOX: "box", kinds.mjGEOM_SPHERE: "sphere", kinds.mjGEOM_CYLINDER: "cylinder"}
+    shapes |= {kinds.mjGEOM_CAPSULE: "capsule"}
+    body = id_of(model, "body", uid)
+    geom, count = int(model.body_geomadr[body]), int(model.body_geomnum[body])
+    expected = f"expected one geom: a {', '.join(list(shapes.values())[:-1])} or capsule"
+    if count != 1:
+        raise ConfigError(f"body {uid!r} has {count} geoms, {expected}")
+    kind = kinds(int(model.geom_type[geom]))
+    if kind not in shapes:
+        actual = kind.name.removeprefix("mjGEOM_").lower()
+        raise ConfigError(f"the geom of body {uid!r} has the type {actual}, {expected}")
+    if (name := model.geom(geom).name) != uid:
+        raise ConfigError(f"the geom of body {uid!r} has the name {name!r}; give it the name of its body")
+    if model.body_weldid[body] and uid not in world.movable_bodies(sim):
+        raise ConfigError(f"body {uid!r} moves with joints or with another body; choose an object that is on its own")
+    is_centred = np.allclose(model.body_ipos[body], model.geom_pos[geom], rtol=0.0, atol=1e-6)
+    is_aligned = abs(model.body_iquat[body] @ model.geom_quat[geom]) > 1.0 - 1e-9  # the quaternions q and -q are equal
+    if model.body_dofnum[body] and not (is_centred and is_aligned):
+        fault = f"the inertial frame of body {uid!r} is not the frame of its geom"
+        raise ConfigError(f"{fault}; remove the inertial element from the MJCF file")
+
+
+def _scaled_fields(sim: Simulation, entity: EntityConfig, parameter: str) -> Varied:
+    """Return the model fields that depend on the size of an object.
+
+    Raises: ConfigError that names the setting `parameter` if the object cannot be scaled.
+    """
+    uid = object_of(sim, entity, parameter)
+    look_up(f"{parameter}.uid", lambda: _check_shape(sim, uid))
     is_dynamic = int(sim.model.body_dofnum[id_of(sim.model, "body", uid)]) == 6
     return tuple((field, uid) for field in ("geom_size", *(_MASS_FIELDS[1:] if is_dynamic else ())))
 
 
 def _scaling(cfg: ScaleConfig, sim: Simulation, uid: str, parameter: str) -> Any:
     """Return a function that scales an object of worlds by factors `[*B, 3]`."""
-    object_of(sim, EntityConfig(uid=uid), parameter)
+    _scaled_fields(sim, EntityConfig(uid=uid), parameter)
     home, kinds = scene_values(sim, "geom_size", uid), mujoco().mjtGeom
     kind = int(sim.model.geom_type[id_of(sim.model, "geom", uid)])
     if not cfg.same_scale_all_axes and kind != int(kinds.mjGEOM_BOX):
