@@ -87,6 +87,27 @@ def test_a_body_without_an_offset_moves_as_in_the_plain_scene():
     close(moved, expected, 1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:compiler attribute 'settotalmass' is deprecated")
+@pytest.mark.parametrize("compiler", ['inertiafromgeom="true"', 'settotalmass="8"'])
+def test_options_of_the_files_compiler_apply_once_beside_a_moved_centre_of_mass(compiler):
+    option = f'<compiler {compiler} boundmass="1e-3"/>'
+    inert = '<inertial pos="1 0 0" mass="9" diaginertia="5 5 5"/><geom size=".1" mass=".3"/>'
+    text = SCENE["mjcf"].replace("<worldbody>", f'{option}<worldbody><body pos="0 9 0">{inert}</body>', 1)
+    plain = simulation(validate_section(SceneConfig, SCENE | {"mjcf": text}, "scene"))
+    still = [[0.0] * 3] * 2
+    event = "randomize_rigid_object_center_of_mass"
+    sim, after = happened(event, scene=SCENE | {"mjcf": text}, **CUBE, com_pos_offset_range=still)
+    for field in ("body_mass", "body_inertia", "body_ipos", "dof_damping"):
+        close(torch.tensor(getattr(sim.model, field)), torch.tensor(getattr(plain.model, field)), 1e-9)
+    assert ("total" in compiler) == (abs(plain.model.body_mass.sum() - 8.0) < 1e-9)
+    worlds = world.with_body_velocity(sim, after["world"], "cube", torch.ones(3), torch.ones(3))
+    expected = world.with_body_velocity(plain, start(plain, (3,)), "cube", torch.ones(3), torch.ones(3))
+    moved, expected = stepped(sim, worlds), stepped(plain, expected)
+    close(world.qpos(sim, moved), world.qpos(plain, expected), 1e-6)
+    shifted = world.with_parameter(sim, worlds, "body_ipos", "cube", torch.tensor([0.02, 0.0, 0.0]))
+    assert not torch.equal(world.qpos(sim, stepped(sim, shifted)), world.qpos(sim, moved))
+
+
 def test_centres_of_mass_are_drawn_in_the_box_around_the_scenes():
     box = [[-0.02, 0.0, 0.01], [0.02, 0.03, 0.01]]
     sim, after = happened("randomize_rigid_object_center_of_mass", (500,), **CUBE, com_pos_offset_range=box)
@@ -208,7 +229,7 @@ def test_a_capsule_has_the_inertia_that_mujoco_gives_to_its_new_size():
     [
         (
             thing('<geom name="thing" type="mesh" mesh="m"/>'),
-            "the geom of body 'thing' has the type mesh, expected one geom",
+            "body 'thing' has the type mesh, expected one geom",
         ),
         (
             thing('<geom name="thing" size=".1"/><geom size=".2"/>'),

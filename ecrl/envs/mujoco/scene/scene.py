@@ -4,7 +4,7 @@ A scene consists of a robot, objects, and either a floor or the content of an MJ
 """
 
 from collections.abc import Mapping, Sequence
-from math import inf, radians
+from math import inf, nan, radians
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -135,15 +135,30 @@ def _add_robot(
     return robot.with_prefix(prefix), home
 
 
+def _with_inertia_of_geoms(spec: Any) -> None:
+    """Replace the option inertiafromgeom="true" of an MJCF file. Bodies may then get an inertia of their own later.
+
+    The option ignores all inertial elements, so they are removed.
+    """
+    kinds = mujoco().mjtInertiaFromGeom
+    if spec.compiler.inertiafromgeom == kinds.mjINERTIAFROMGEOM_TRUE:
+        spec.compiler.inertiafromgeom = kinds.mjINERTIAFROMGEOM_AUTO
+        for body in spec.bodies:
+            body.explicitinertial, body.ipos = False, [nan] * 3  # NaN: no inertial element
+            body.fullinertia = [nan] * 6
+
+
 def _compiled(spec: Any, offset: Sequence[str]) -> Any:
     """Compile an MjSpec. The centres of mass of the bodies in `offset` may move later.
 
     MuJoCo skips terms of the equations of motion if a body's centre of mass is at the body's origin. Each body in
     `offset` is therefore compiled with its centre of mass elsewhere, and the centre of mass is moved back.
     """
-    model = spec.compile()
     if not offset:
-        return model
+        return spec.compile()
+    total, spec.compiler.settotalmass = spec.compiler.settotalmass, -1.0  # -1: masses as they are, without a total
+    model = spec.compile()
+    spec.compiler.settotalmass = total
     for name in offset:
         body, mass = spec.body(name), model.body(name)
         body.explicitinertial, body.mass, body.inertia = True, float(mass.mass[0]), list(mass.inertia)
@@ -175,6 +190,7 @@ def build(
     """
     spec = spec_of(cfg.mjcf, "mjcf") if cfg.mjcf is not None else _floor()
     _set_options(spec, cfg)
+    _with_inertia_of_geoms(spec)
     if cfg.light or cfg.mjcf is None:
         _set_light(spec, cfg.light or LightConfig.model_construct())
     objects = [*cfg.rigid_object, *cfg.background]
