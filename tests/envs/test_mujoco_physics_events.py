@@ -62,6 +62,17 @@ def test_a_force_at_the_origin_turns_a_body_about_its_centre_of_mass():
     close(at_com, ((force - torch.tensor([0.0, 0.0, mass * G])) * DT / mass).expand(3, 3), 0.02)
 
 
+def test_the_drag_of_a_fall_acts_at_the_origin_and_turns_a_cube_only_if_there_is_damping():
+    """Drag -k m v at the origin, and com at c: the moment about the com is -c x (-k m v), v = -g t, to first order."""
+    for rate in (0.0, 2.0):
+        scene = SCENE | {"rigid_object": [cube("cube", [0.0, 0.0, 5.0], attrs=UNDAMPED | {"linear_damping": rate})]}
+        box = [[0.02, 0.0, 0.0]] * 2
+        sim, after = happened("randomize_rigid_object_center_of_mass", scene=scene, **CUBE, com_pos_offset_range=box)
+        angular = world.body_velocity(sim, stepped(sim, after["world"], 5), "cube")[1]
+        t, m, inertia = 5 * DT, 2.0, 2.0 * 0.01 / 6.0
+        close(angular, [[0.0, 0.02 * rate * m * G * t**2 / 2.0 / inertia, 0.0]] * 3, 0.05)
+
+
 def test_a_cube_tips_over_the_edge_only_if_its_mass_is_beyond_the_edge():
     tall = cube("cube", [0.0, 0.0, 0.2], shape={"shape_type": "Cube", "size": [0.1, 0.1, 0.4]})
     scene = SCENE | {"rigid_object": [tall]}
@@ -373,6 +384,7 @@ def test_settings_that_do_not_fit_are_refused(func, params, message):
         ({"mass_range": [1, 2], "link_names": "("}, r"params.link_names: '\(' is not a regular expression"),
         ({"mass_range": {"elbw_link": [1, 2]}}, "params.mass_range: unknown link 'elbw_link'; did you mean"),
         ({"mass_range": [-9, 2], "relative": True}, "params.mass_range: the lowest mass of 'ur/shoulder_pan_link' is"),
+        ({"mass_range": {}}, "it.params.mass_range: expected at least 1 entries, got an object"),
         ({"mass_range": {"elbow_link": [1, 2]}, "link_names": "a"}, "both choose links; keep one"),
     ],
 )

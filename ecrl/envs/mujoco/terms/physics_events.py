@@ -126,7 +126,9 @@ def randomize_rigid_object_center_of_mass(cfg: RandomizeCenterOfMassConfig, sim:
         com' = com + draw, m, in the frame of the object
 
     `com` is the centre of mass in the scene config. An object whose mass is not above its support tips over. A force of
-    `push_rigid_object` still acts at the object's origin, and then also turns the object.
+    `push_rigid_object` still acts at the object's origin, and then also turns the object. So does the damping of the
+    linear velocity, like the drag of air: an object that falls starts to spin. Set `attrs.linear_damping` of the object
+    to 0 to prevent this.
     """
     uid = cfg.entity_cfg.uid
     _dynamic(sim, uid)
@@ -141,7 +143,7 @@ def randomize_rigid_object_center_of_mass(cfg: RandomizeCenterOfMassConfig, sim:
 
 
 _Masses = Annotated[
-    Annotated[Span, LIST] | Annotated[dict[str, Span], OBJECT],
+    Annotated[Span, LIST] | Annotated[dict[str, Span], Field(min_length=1), OBJECT],
     by_kind("a list [lowest, highest], or an object with such a list for each link name"),
 ]
 
