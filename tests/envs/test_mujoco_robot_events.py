@@ -1,5 +1,7 @@
 """Events that move the robot's base or end effector, change velocities, push the robot or delay its actions."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.checks import assert_pure, close
@@ -146,6 +148,18 @@ def test_a_base_may_be_set_in_the_world_and_turned_from_the_scenes():
     close(pose[:, :3, 3], [[1.0, 2.0, 0.5]] * 3, 1e-6)
     # its z points to -y: about it x turns to where its y was, to z, and its y to -x
     close(pose[0, :3, :3].T, [[0.0, 0.0, 1.0], [-1.0, 0.0, 0.0], [0.0, -1.0, 0.0]], 1e-6)
+
+
+def test_joints_outside_of_control_parts_stop_with_the_base_and_objects_do_not():
+    func, params = "randomize_articulation_root_pose", UR | SPANS
+    sim, _ = made(func, **params)
+    fast = world.with_joint_velocities(sim, start(sim, (3,)), sim.robot.joints, torch.ones(6))
+    fast = world.with_body_velocity(sim, fast, "cube", torch.ones(3), torch.ones(3))
+    some = replace(sim, robot=sim.robot._replace(joints=sim.robot.joints[3:]))  # as control_parts does
+    apply = lookup("event", func).make(validate_section(lookup("event", func).config, params, "params"), some)
+    after = apply(state_in(sim).set("world", fast), torch.arange(3))["world"]
+    assert (world.joint_velocities(sim, after, sim.robot.joints) == 0.0).all()
+    assert (world.body_velocity(sim, after, "cube")[0] == 1.0).all()
 
 
 def test_a_base_event_of_the_task_places_every_episode_elsewhere():

@@ -382,6 +382,14 @@ def with_body_at_rest(sim: Simulation, world: TensorDict, name: str) -> TensorDi
     return _write(sim, world, range(first, first + 6), world["physics"].new_zeros(torch.Size((6,))))
 
 
+def with_robot_at_rest(sim: Simulation, world: TensorDict, base: str) -> TensorDict:
+    """Return worlds with the velocities of all joints of a robot set to 0. `base` is the name of the robot's base."""
+    root = id_of(sim.model, "body", base)
+    dofs = (sim.model.body_rootid[sim.model.dof_bodyid] == root).nonzero()[0].tolist()
+    first = _columns(sim, "QVEL").start
+    return _write(sim, world, [first + dof for dof in dofs], world["physics"].new_zeros(torch.Size((len(dofs),))))
+
+
 def push(sim: Simulation, name: str, force: Tensor) -> Tensor:
     """Convert a force on the centre of a dynamic object to forces along the degrees of freedom, `[*B, nv]`.
 

@@ -189,7 +189,7 @@ class RandomizeRootPoseConfig(ScenePoseConfig):
 
 @register_event("randomize_articulation_root_pose")
 def randomize_articulation_root_pose(cfg: RandomizeRootPoseConfig, sim: Simulation) -> Apply:
-    """Move the base of the robot to a random pose, and set the velocities of the robot's joints to 0.
+    """Move the base of the robot to a random pose, and set the velocities of all joints of the robot to 0.
 
         position' = draw, or home + draw        rotation' = R(draw), or home R(draw)
 
@@ -197,8 +197,8 @@ def randomize_articulation_root_pose(cfg: RandomizeRootPoseConfig, sim: Simulati
     three angles a in degrees. Between two events, the base is fixed.
     """
     uid = cfg.entity_cfg.uid
-    if not (joints := tuple(name for name in sim.robot.joints if name.startswith(f"{uid}/"))):
-        robots = {name.split("/")[0] for name in sim.robot.joints if "/" in name}
+    robots = {name.split("/")[0] for name in sim.robot.joints if "/" in name}
+    if uid not in robots:
         raise ConfigError(f"params.entity_cfg.uid: no robot {uid!r}; {did_you_mean(uid, robots)}")
     if int(sim.model.body_mocapid[id_of(sim.model, "body", uid)]) < 0:
         raise ConfigError(f"the base of {uid!r} is fixed in this task; put the event under env.cfg.events")
@@ -206,8 +206,7 @@ def randomize_articulation_root_pose(cfg: RandomizeRootPoseConfig, sim: Simulati
 
     def apply(state: Any, keys: Tensor) -> Any:
         worlds = world.with_body_pose(sim, state["world"], uid, *draw_scene_pose(cfg, keys, home))
-        still = torch.zeros(len(joints), device=keys.device)
-        return state.copy().set("world", world.with_joint_velocities(sim, worlds, joints, still))
+        return state.copy().set("world", world.with_robot_at_rest(sim, worlds, uid))
 
     return apply
 
