@@ -473,7 +473,7 @@ def test_a_pose_is_gone_to_in_a_task():
         (RELATIVE, {"part_name": "arm", "joint_names": ["elbow_joint"]}, "params: give either part_name or joint_na"),
         (RELATIVE, {"part_name": "hand"}, "params.part_name: unknown part 'hand'; did you mean 'arm'|known: arm"),
         (RELATIVE, {"joint_names": ["elbow"]}, "params.joint_names: unknown joint 'elbow'; did you mean 'elbow_joint'"),
-        (RELATIVE, {"joint_names": ["elbow_joint"] * 2}, "params.joint_names: names 'elbow_joint' twice; name each"),
+        (RELATIVE, {"joint_names": ["elbow_joint"] * 2}, "params.joint_names: names joint 'elbow_joint' twice"),
         (RELATIVE, {"part_name": "arm", "scale": [1.0]}, "params.scale: 1 numbers for 6 joints; give one per joint"),
         (RELATIVE, {"part_name": "arm", "clip": 0.0}, "params: clip: must be above 0"),
     ],

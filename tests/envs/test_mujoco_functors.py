@@ -171,9 +171,19 @@ def test_a_default_posture_with_offsets():
         ({"joint_names": ["elbow"]}, "params.joint_names: unknown joint 'elbow'; did you mean 'elbow_joint'"),
         ({"offset": [1.0]}, "params.offset: 1 values for 6 joints"),
         ({"joint_names": names, "joint_ids": [0]}, "both select joints; keep one"),
+        ({"joint_names": names[:1] * 2}, "params.joint_names: names joint 'elbow_joint' twice; name each joint once"),
+        ({"scale": 0.0}, "params: scale: 0 ignores the action of a joint; give another factor"),
+        ({"scale": [1.0, 0.0]}, "params: scale: 0 ignores the action of a joint"),
     ):
         with pytest.raises(ConfigError, match=message):
             term("action", "DefaultJointPositionTerm", sim, **params)
+
+
+@pytest.mark.parametrize("func", ["DefaultJointPositionTerm", "RelativeJointPositionAction"])
+def test_joints_of_a_scene_without_a_robot_have_names(func):
+    assert term("action", func, scene_of(), joint_names=["rail"]).joints == ("rail",)
+    with pytest.raises(ConfigError, match="params.joint_names: unknown joint 'rails'; did you mean 'rail'"):
+        term("action", func, scene_of(), joint_names=["rails"])
 
 
 # events

@@ -361,6 +361,21 @@ def test_a_thrown_cube_lands_where_a_parabola_does():
             {**CUBE, "scale_factor_range": [[1.0], [2.0]], "same_scale_all_axes": False},
             "params: same_scale_all_axes is false; give three lowest and three highest factors",
         ),
+        (
+            "randomize_rigid_object_scale",
+            {**CUBE, "scale_factor_range": [[1.0, 1.0], [2.0, 2.0]]},
+            r"scale_factor_range\[0\]: 2 factors; give one factor, or three for x, y and z",
+        ),
+        (
+            "randomize_rigid_objects_scale",
+            {"entity_cfgs": [{"uid": "cube"}, {"uid": "cube"}], "scale_factor_range": [[1.0], [2.0]]},
+            "entity_cfgs: names 'cube' twice; name each object once",
+        ),
+        (
+            "scatter_rigid_objects",
+            {"entity_cfgs": [{"uid": "cube"}, {"uid": "cube"}], "position_range": [[0.0] * 3, [1.0] * 3]},
+            "entity_cfgs: names 'cube' twice; name each object once",
+        ),
         ("randomize_rigid_object_scale", {**CUBE, "scale_factor_range": [[0.0], [2.0]]}, "must be above 0.0"),
         ("randomize_rigid_object_scale", {"entity_cfg": {"uid": "cub"}, "scale_factor_range": [[1], [2]]}, "'cub'"),
         ("randomize_articulation_mass", {"entity_cfg": {"uid": "ur"}, "mass_range": [1, 2]}, "no robot 'ur'"),

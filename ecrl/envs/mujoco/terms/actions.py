@@ -18,9 +18,9 @@ from ecrl.envs.mujoco.robots import kinematics
 from ecrl.envs.mujoco.robots.inverse_kinematics import inverse_kinematics
 from ecrl.envs.mujoco.robots.robot import Drive
 from ecrl.envs.mujoco.scene.config import LENGTH, Real
-from ecrl.envs.mujoco.terms.term import ActionTerm, JointsConfig, joints_of, ranges_of, tcp_of
+from ecrl.envs.mujoco.terms.term import ActionTerm, JointsConfig, joints_of, named_joints, ranges_of, tcp_of
 from ecrl.errors import ConfigError
-from ecrl.registry import did_you_mean, register_action
+from ecrl.registry import register_action
 
 Scale = Annotated[float, Field(ge=1e-6, le=1e6)]
 _MIN_LENGTH = 1e-6  # a shorter quaternion does not define a rotation
@@ -111,6 +111,8 @@ class DefaultPositionConfig(JointsConfig):
     def _one_choice(self) -> "DefaultPositionConfig":
         if self.joint_names is not None and (self.part_name is not None or self.joint_ids is not None):
             raise ValueError("joint_names and joint_ids or part_name both select joints; keep one")
+        if 0.0 in (self.scale if isinstance(self.scale, tuple) else (self.scale,)):
+            raise ValueError("scale: 0 ignores the action of a joint; give another factor, or leave the joint out")
         return self
 
 
@@ -270,10 +272,7 @@ def default_joint_position(cfg: DefaultPositionConfig, sim: Simulation) -> Actio
     if cfg.joint_names is None:
         joints = _joints(cfg, sim)
     else:
-        by_name = {name.split("/")[-1]: name for name in sim.robot.joints}
-        if unknown := [name for name in cfg.joint_names if name not in by_name]:
-            raise ConfigError(f"params.joint_names: unknown joint {unknown[0]!r}; {did_you_mean(unknown[0], by_name)}")
-        joints = tuple(by_name[name] for name in cfg.joint_names)
+        joints = named_joints(sim, cfg.joint_names)
         world.actuators_of(sim, joints)
     home = tuple(world.joint_positions(sim, start(sim, ()), joints).tolist())
     offset = _per_joint(home if cfg.offset is None else cfg.offset, joints, "offset")

@@ -24,7 +24,7 @@ from ecrl.envs.mujoco.terms.ranges import (
     numbers,
     pose_of,
 )
-from ecrl.envs.mujoco.terms.term import EntityConfig, object_of, tcp_of
+from ecrl.envs.mujoco.terms.term import Entities, EntityConfig, object_of, tcp_of
 from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean, register_event
 
@@ -66,9 +66,7 @@ _CHECKED_DRAWS = 256
 class ScatterConfig(ConfigModel):
     """Settings of `scatter_rigid_objects`: the objects, the range of their positions, and the smallest distances."""
 
-    entity_cfgs: Annotated[tuple[EntityConfig, ...], Field(strict=False, min_length=1)] = Field(
-        description="the objects, dynamic or kinematic"
-    )
+    entity_cfgs: Entities = Field(description="the objects, dynamic or kinematic")
     position_range: Annotated[Box, LENGTH] = Field(description="[lowest, highest] x y z, m")
     min_distance: Annotated[NonNegative, LENGTH] = Field(
         0.0, description="smallest horizontal distance between two objects, m"

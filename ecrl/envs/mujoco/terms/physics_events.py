@@ -20,7 +20,7 @@ from ecrl.envs.mujoco.physics.simulation import Simulation
 from ecrl.envs.mujoco.scene.config import FORCE, LENGTH, MASS
 from ecrl.envs.mujoco.scene.models import GRAVITY, Varied, field_of, id_of, mujoco, rows_of
 from ecrl.envs.mujoco.terms.ranges import Box, Factors, NonNegativeSpan, Span, draw, look_up
-from ecrl.envs.mujoco.terms.term import EntityConfig, object_of
+from ecrl.envs.mujoco.terms.term import Entities, EntityConfig, object_of
 from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean, register_event
 
@@ -269,9 +269,7 @@ class RandomizeScaleConfig(ScaleConfig):
 class RandomizeScalesConfig(ScaleConfig):
     """Settings of `randomize_rigid_objects_scale`: objects, and the range of the random factors of their sizes."""
 
-    entity_cfgs: Annotated[tuple[EntityConfig, ...], Field(strict=False, min_length=1)] = Field(
-        description="the objects"
-    )
+    entity_cfgs: Entities = Field(description="the objects")
     shared_sample: bool = Field(False, description="use the same factors for all objects of an environment")
 
     def varied(self, sim: Simulation) -> Varied:

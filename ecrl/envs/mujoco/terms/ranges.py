@@ -37,9 +37,17 @@ def _ordered(bounds: Any) -> Any:
     return bounds
 
 
+def _one_or_three(factors: tuple[float, ...]) -> tuple[float, ...]:
+    if len(factors) == 2:
+        raise ValueError("2 factors; give one factor, or three for x, y and z")
+    return factors
+
+
 _List = Annotated[tuple[Real, ...], Field(strict=False, min_length=1), LIST]
 _Row = Annotated[Annotated[Real, NUMBER] | _List, by_kind("a number or a list of numbers")]
-_Factors = Annotated[tuple[Positive, ...], Field(strict=False, min_length=1, max_length=3)]
+_Factors = Annotated[
+    tuple[Positive, ...], Field(strict=False, min_length=1, max_length=3), AfterValidator(_one_or_three)
+]
 _Pair = Annotated[tuple[Real, Real], Field(strict=False)]
 Span = Annotated[tuple[Real, Real], Field(strict=False), AfterValidator(_ordered)]
 """Range of a number: [lowest, highest]."""

@@ -10,9 +10,9 @@ from ecrl.config.model import LIST, NUMBER, ConfigModel, Positive, by_kind
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.physics.simulation import Simulation
 from ecrl.envs.mujoco.terms.actions import Scale
-from ecrl.envs.mujoco.terms.term import ActionTerm, part_of
+from ecrl.envs.mujoco.terms.term import ActionTerm, named_joints, part_of
 from ecrl.errors import ConfigError
-from ecrl.registry import did_you_mean, register_action
+from ecrl.registry import register_action
 
 _Scales = Annotated[tuple[Scale, ...], Field(strict=False, min_length=1), LIST]
 
@@ -43,13 +43,7 @@ def _selected_joints(cfg: RelativeJointPositionConfig, sim: Simulation) -> tuple
     """Return the joints of the term, in the order of the actions."""
     if cfg.part_name is not None:
         return part_of(sim, cfg.part_name)
-    names = {joint.partition("/")[2]: joint for joint in sim.robot.joints}
-    for name in cfg.joint_names or ():
-        if name not in names:
-            raise ConfigError(f"params.joint_names: unknown joint {name!r}; {did_you_mean(name, names)}")
-        if (cfg.joint_names or ()).count(name) > 1:
-            raise ConfigError(f"params.joint_names: names {name!r} twice; name each joint once")
-    chosen = tuple(names[name] for name in cfg.joint_names or ())
+    chosen = named_joints(sim, cfg.joint_names or ())
     return chosen if cfg.preserve_order else tuple(sorted(chosen, key=sim.robot.joints.index))
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from math import inf, pi
 from typing import Annotated, NamedTuple, cast
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -62,6 +62,18 @@ class EntityConfig(ConfigModel):
     """Config that names an object of the scene."""
 
     uid: str = Field(min_length=1, description="name of the object")
+
+
+def _distinct(entities: tuple[EntityConfig, ...]) -> tuple[EntityConfig, ...]:
+    uids = [entity.uid for entity in entities]
+    for uid in uids:
+        if uids.count(uid) > 1:
+            raise ValueError(f"names {uid!r} twice; name each object once")
+    return entities
+
+
+Entities = Annotated[tuple[EntityConfig, ...], Field(strict=False, min_length=1), AfterValidator(_distinct)]
+"""Objects of the scene. Each object is named once."""
 
 
 class JointsConfig(ConfigModel):
@@ -128,6 +140,20 @@ def joints_of(cfg: JointsConfig, sim: Simulation) -> tuple[str, ...]:
         if i >= len(known):
             raise ConfigError(f"params.joint_ids: {i}, but there are {len(known)} joints: {', '.join(known) or 'none'}")
     return known if cfg.joint_ids is None else tuple(known[i] for i in cfg.joint_ids)
+
+
+def named_joints(sim: Simulation, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the robot's joints with the given names, which lack the name of the robot, in the order of `names`.
+
+    Raises: ConfigError that names the setting `joint_names` if a joint is unknown or named twice.
+    """
+    known = {joint.partition("/")[2] or joint: joint for joint in sim.robot.joints}
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"params.joint_names: unknown joint {name!r}; {did_you_mean(name, known)}")
+        if names.count(name) > 1:
+            raise ConfigError(f"params.joint_names: names joint {name!r} twice; name each joint once")
+    return tuple(known[name] for name in names)
 
 
 def ranges_of(sim: Simulation, joints: tuple[str, ...]) -> tuple[tuple[float, ...], tuple[float, ...]]:
