@@ -748,7 +748,7 @@ def of(uid):
         (
             "push_rigid_object",
             {**of("hand"), "force_range": [[0.0] * 3] * 2},
-            "entity_cfg.uid: body 'hand' is not free",
+            "entity_cfg.uid: body 'hand' is kinematic, expected dynamic",
         ),
     ],
 )
@@ -762,8 +762,16 @@ def test_what_is_not_in_the_scene_is_refused_when_the_event_is_made(func, params
 @pytest.mark.parametrize(
     ("func", "params", "message"),
     [
-        (WEIGH, {**of("cub"), "mass_range": [1, 2]}, "body 'cub' is not in the scene"),
-        (WEIGH, {**of("hand"), "mass_range": [1, 2]}, "params.entity_cfg.uid: body 'hand' is not free"),
+        (
+            WEIGH,
+            {**of("cub"), "mass_range": [1, 2]},
+            "params.entity_cfg.uid: unknown object 'cub'; did you mean 'cube'",
+        ),
+        (
+            WEIGH,
+            {**of("hand"), "mass_range": [1, 2]},
+            "params.entity_cfg.uid: body 'hand' is kinematic, expected dynamic",
+        ),
         (WEIGH, {**CUBE, "mass_range": [0.0, 2.0]}, "params.mass_range: the lowest mass is 0.0 kg"),
         (
             WEIGH,
@@ -773,7 +781,7 @@ def test_what_is_not_in_the_scene_is_refused_when_the_event_is_made(func, params
         (
             "randomize_rigid_object_friction",
             {**of("cart"), "friction_range": [0, 1]},
-            "geom 'cart' is not in the scene",
+            "params.entity_cfg.uid: geom 'cart' is not in the scene",
         ),
     ],
 )

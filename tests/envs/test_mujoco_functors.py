@@ -182,7 +182,7 @@ def test_a_default_posture_with_offsets():
 @pytest.mark.parametrize("func", ["DefaultJointPositionTerm", "RelativeJointPositionAction"])
 def test_joints_of_a_scene_without_a_robot_have_names(func):
     assert term("action", func, scene_of(), joint_names=["rail"]).joints == ("rail",)
-    with pytest.raises(ConfigError, match="params.joint_names: unknown joint 'rails'; did you mean 'rail'"):
+    with pytest.raises(ConfigError, match=r"params.joint_names: unknown joint 'rails'; did you mean 'rail'"):
         term("action", func, scene_of(), joint_names=["rails"])
 
 

@@ -179,7 +179,11 @@ REFUSED = [
     ("get_rigid_object_pose", {"entity_cfg": {"uid": "cub"}}, "params.entity_cfg.uid: unknown object 'cub'; did you"),
     ("get_rigid_object_pose", {}, "params: entity_cfg: missing"),
     ("get_rigid_object_velocity", {"entity_cfg": {"uid": "cub"}}, "params.entity_cfg.uid: unknown object 'cub'; did"),
-    ("get_rigid_object_velocity", {"entity_cfg": {"uid": "mark"}}, "params.entity_cfg.uid: body 'mark' is not free"),
+    (
+        "get_rigid_object_velocity",
+        {"entity_cfg": {"uid": "mark"}},
+        "params.entity_cfg.uid: body 'mark' is kinematic, expected dynamic",
+    ),
 ]
 
 

@@ -354,7 +354,7 @@ def test_a_thrown_cube_lands_where_a_parabola_does():
         (
             "randomize_rigid_object_center_of_mass",
             {"entity_cfg": {"uid": "hand"}, "com_pos_offset_range": [[0.0] * 3] * 2},
-            "params.entity_cfg.uid: body 'hand' is not free",
+            "params.entity_cfg.uid: body 'hand' is kinematic, expected dynamic",
         ),
         (
             "randomize_rigid_object_scale",
@@ -377,7 +377,11 @@ def test_a_thrown_cube_lands_where_a_parabola_does():
             "entity_cfgs: names 'cube' twice; name each object once",
         ),
         ("randomize_rigid_object_scale", {**CUBE, "scale_factor_range": [[0.0], [2.0]]}, "must be above 0.0"),
-        ("randomize_rigid_object_scale", {"entity_cfg": {"uid": "cub"}, "scale_factor_range": [[1], [2]]}, "'cub'"),
+        (
+            "randomize_rigid_object_scale",
+            {"entity_cfg": {"uid": "cub"}, "scale_factor_range": [[1], [2]]},
+            "params.entity_cfg.uid: unknown object 'cub'; did you mean 'cube'",
+        ),
         ("randomize_articulation_mass", {"entity_cfg": {"uid": "ur"}, "mass_range": [1, 2]}, "no robot 'ur'"),
         ("randomize_gravity", {"gravity_range": [[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]]}, "lowest 1.0 is above highest 0.0"),
         ("randomize_rigid_object_velocity", {"entity_cfg": {"uid": "wall"}}, "body 'wall' is not free"),

@@ -347,6 +347,11 @@ def test_under_trainer_events_an_event_happens_or_the_error_names_the_right_plac
         ("randomize_articulation_root_pose", {"entity_cfg": {"uid": "tom"}, **SPANS}, "no robot 'tom'"),
         ("randomize_robot_qvel", {**UR, "qvel_range": [[0.0] * 2, 1.0]}, "params.qvel_range: 2 values for 6 joints"),
         ("push_robot", {"part_name": "leg", "force_range": [[0.0] * 3] * 2}, "params.part_name: no end effector of"),
+        (
+            "randomize_rigid_object_scale",
+            {**UR, "scale_factor_range": [[1.0], [2.0]]},
+            "params.entity_cfg.uid: body 'ur' has 0 geoms, expected one geom: a box, sphere, cylinder or capsule",
+        ),
         ("randomize_action_delay", {"delay_range": [2, 1]}, "lowest 2 is above highest 1"),
         ("randomize_action_delay", {"delay_range": [0, 0]}, "the longest delay is 0, which delays nothing"),
         ("randomize_action_delay", {"delay_range": [0, 2000]}, "must be at most 1000"),

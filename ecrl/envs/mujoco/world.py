@@ -350,6 +350,8 @@ def movable_bodies(sim: Simulation) -> tuple[str, ...]:
 def _first_dof(sim: Simulation, name: str) -> int:
     """Return the index of a free body's first degree of freedom. Raise ConfigError if the body is not free."""
     joint = _free_joint(sim, name)
+    if joint is None and name in movable_bodies(sim):
+        raise ConfigError(f"body {name!r} is kinematic, expected dynamic; choose another, or change its body_type")
     if joint is None:
         raise ConfigError(f"body {name!r} is not free; the body moves with its joints or not at all")
     return int(sim.model.jnt_dofadr[joint])

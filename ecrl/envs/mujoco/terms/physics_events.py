@@ -41,9 +41,11 @@ def scene_values(sim: Simulation, field: str, uid: str) -> list[float]:
     return field_of(sim.model, field).ravel()[rows].tolist()
 
 
-def _dynamic(sim: Simulation, uid: str, parameter: str = "entity_cfg.uid") -> None:
-    """Raise ConfigError if an object is not dynamic."""
-    look_up(parameter, lambda: world.push(sim, uid, torch.zeros(3)))
+def _dynamic(sim: Simulation, entity: EntityConfig) -> str:
+    """Return the name of an object's body. Raise ConfigError if there is no such object, or if it is not dynamic."""
+    uid = object_of(sim, entity, "entity_cfg")
+    look_up("entity_cfg.uid", lambda: world.push(sim, uid, torch.zeros(3)))
+    return uid
 
 
 def _with_inertia(sim: Simulation, worlds: Any, uid: str) -> Any:
@@ -80,7 +82,8 @@ class RandomizeRigidObjectMassConfig(ConfigModel):
 
     def varied(self, sim: Simulation) -> Varied:
         """Return pairs of a model field's name and the object's name, for all fields that the event changes."""
-        return tuple((field, self.entity_cfg.uid) for field in _MASS_FIELDS)
+        uid = _dynamic(sim, self.entity_cfg)
+        return tuple((field, uid) for field in _MASS_FIELDS)
 
 
 @register_event("randomize_rigid_object_mass")
@@ -92,8 +95,7 @@ def randomize_rigid_object_mass(cfg: RandomizeRigidObjectMassConfig, sim: Simula
     `m` is the object's mass in the scene config. The damping changes with the mass, so that velocities still decay at
     the same rate.
     """
-    uid = cfg.entity_cfg.uid
-    _dynamic(sim, uid)
+    uid = _dynamic(sim, cfg.entity_cfg)
     ((mass,), *_) = (scene_values(sim, field, uid) for field in _MASS_FIELDS)
     low, high = (bound + mass if cfg.relative else bound for bound in cfg.mass_range)
     if low <= 0.0:
@@ -116,7 +118,7 @@ class RandomizeCenterOfMassConfig(ConfigModel):
 
     def varied(self, sim: Simulation) -> Varied:
         """Return pairs of a model field's name and the object's name, for all fields that the event changes."""
-        return (("body_ipos", self.entity_cfg.uid),)
+        return (("body_ipos", _dynamic(sim, self.entity_cfg)),)
 
 
 @register_event("randomize_rigid_object_center_of_mass")
@@ -130,8 +132,7 @@ def randomize_rigid_object_center_of_mass(cfg: RandomizeCenterOfMassConfig, sim:
     linear velocity, like the drag of air: an object that falls starts to spin. Set `attrs.linear_damping` of the object
     to 0 to prevent this.
     """
-    uid = cfg.entity_cfg.uid
-    _dynamic(sim, uid)
+    uid = _dynamic(sim, cfg.entity_cfg)
     home = scene_values(sim, "body_ipos", uid)
 
     def apply(state: Any, keys: Tensor) -> Any:
@@ -380,6 +381,7 @@ class RandomizeRigidObjectFrictionConfig(ConfigModel):
 
     def varied(self, sim: Simulation) -> Varied:
         """Return pairs of a model field's name and the object's name, for all fields that the event changes."""
+        look_up("entity_cfg.uid", lambda: rows_of(sim.model, "geom_friction", self.entity_cfg.uid))
         return (("geom_friction", self.entity_cfg.uid),)
 
 
@@ -445,8 +447,7 @@ def push_rigid_object(cfg: PushRigidObjectConfig, sim: Simulation) -> Apply:
 
     A step of `dt` seconds changes the velocity of a free object of mass m by draw dt / m (m/s).
     """
-    uid = cfg.entity_cfg.uid
-    _dynamic(sim, uid)
+    uid = _dynamic(sim, cfg.entity_cfg)
 
     def apply(state: Any, keys: Tensor) -> Any:
         return state.copy().set("force", state["force"] + world.push(sim, uid, draw(keys, cfg.force_range, 3)))
@@ -474,8 +475,7 @@ def randomize_rigid_object_velocity(cfg: RandomizeVelocityConfig, sim: Simulatio
 
     v' = draw, or v + draw, m/s;  omega' = draw, or omega + draw, rad/s
     """
-    uid = cfg.entity_cfg.uid
-    _dynamic(sim, uid)
+    uid = _dynamic(sim, cfg.entity_cfg)
 
     def apply(state: Any, keys: Tensor) -> Any:
         linear, angular = draw(keys, cfg.linear_range, 3), draw(rng.fold_in(keys, 1), cfg.angular_range, 3)
