@@ -13,7 +13,7 @@ from ecrl.envs.mujoco.task_config import TaskConfig
 from ecrl.envs.mujoco.task_step import error_prefix
 
 _REACH = 1.3
-"""Reach of the built-in arm, for which the default lengths of tasks are chosen, m."""
+"""Reach of the built-in arm, m. The default lengths of tasks are chosen for this arm."""
 _OWN = ("robot", "physics", "light", "mjcf")
 """Keys of a task's config that keep their lengths."""
 

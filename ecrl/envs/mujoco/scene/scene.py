@@ -25,7 +25,7 @@ from ecrl.registry import did_you_mean
 
 _TOUCH = {"contype": 1, "conaffinity": 3, "condim": 4}  # objects collide with everything, including robots
 _ASIDE = np.array([1e-3, 1e-3, 1e-3])  # in m; any offset from the origin
-_NET_FORCE = [2, 3, 1]  # settings of a contact sensor: the data are forces, of which the sum is taken, one result
+_NET_FORCE = [2, 3, 1]  # settings of a contact sensor: its reading is the sum of all contact forces
 _SLACK = 1e-6  # rounding tolerance (rad or m) for a config that repeats a joint limit from an MJCF file
 
 
@@ -62,7 +62,7 @@ def _add_object(spec: Any, cfg: RigidObjectConfig) -> None:
 
 
 def _add_contact_sensors(spec: Any, fingers: tuple[str, ...], objects: list[RigidObjectConfig]) -> None:
-    """Add a sensor for the force with which each finger presses on each dynamic object, in the world frame (N).
+    """Add sensors for the forces of fingers on dynamic objects, in the world frame (N).
 
     The sensor of a finger counts the contacts of all bodies that move with it, such as the pads of its tip. If one of
     these bodies is a finger too, the sensor counts only the contacts of the finger's own body.

@@ -1,4 +1,4 @@
-"""Terms of tasks in which a gripper grasps an object: an action, observations and rewards.
+"""Terms of tasks with a gripper: an action, observations and rewards.
 
 The fingers of a gripper are the bodies that the joints of the robot's part `hand` move. If there is only one such body,
 it grasps together with its parent. An object is grasped if two fingers press on it from opposite sides:
@@ -105,12 +105,12 @@ def _forces(sim: Simulation, worlds: TensorDict, uid: str) -> Tensor:
 
 
 def is_released(sim: Simulation, worlds: TensorDict, uid: str) -> Tensor:
-    """Return True for each world in which no finger touches an object, bool `[*B]`."""
+    """Return True for each world where no finger touches an object, bool `[*B]`."""
     return (torch.linalg.vector_norm(_forces(sim, worlds, uid), dim=-1) < _NO_FORCE).all(-1)
 
 
 def is_grasped(sim: Simulation, worlds: TensorDict, uid: str) -> Tensor:
-    """Return True for each world in which two fingers press on an object from opposite sides, bool `[*B]`.
+    """Return True for each world where two fingers press on an object from opposite sides, bool `[*B]`.
 
     The module's description has the equation. `check_graspable` tells in advance if the scene has the sensors.
     """
