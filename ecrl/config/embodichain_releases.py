@@ -69,7 +69,10 @@ def refuse_old_release(raw: RawConfig) -> RawConfig:
 
 def drop_simulator_name(raw: RawConfig) -> RawConfig:
     """Remove `physics` if it is the name of a simulator, "default" or "newton", and add it to `raw.inert`."""
-    path = (*_CFG, "physics")
+    path, entry = (*_CFG, "physics"), _env_entry(raw)
+    field = None if entry is None else entry.config.model_fields.get("physics")
+    if field is not None and not list(sections_in(field.annotation)):  # a key of the user's own environment
+        return raw
     if get_path(raw.data, path) not in ("default", "newton"):
         return raw
     cfg = {key: value for key, value in get_path(raw.data, _CFG).items() if key != "physics"}
@@ -135,7 +138,9 @@ def lower_name(key: str, value: Any) -> Any:
 
 def unlimited_episodes(raw: RawConfig) -> RawConfig:
     """Translate the time limit -1 of an environment, which means no limit, to the largest number of steps."""
-    if get_path(raw.data, _LIMIT) != -1:
+    entry = _env_entry(raw)
+    field = None if entry is None else entry.config.model_fields.get("max_episode_steps")
+    if get_path(raw.data, _LIMIT) != -1 or field is None or not any(getattr(x, "ge", 0) >= 1 for x in field.metadata):
         return raw
     return raw._replace(data=set_path(raw.data, _LIMIT, NO_LIMIT))
 

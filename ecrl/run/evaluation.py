@@ -8,6 +8,7 @@ and their scores.
 """
 
 import math
+import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from functools import partial
@@ -21,6 +22,7 @@ from torch import Tensor
 from ecrl import rng
 from ecrl.algorithms import Run
 from ecrl.config import Config
+from ecrl.config.embodichain_releases import NO_LIMIT
 from ecrl.envs import Env, make_env
 from ecrl.envs.action_chunks import undiscounted_reward
 from ecrl.errors import ConfigError, UserError
@@ -300,6 +302,9 @@ def check_evaluation(run: Run, cfg: Config) -> None:
         cfg: config of the run.
     """
     name = cfg.trainer.best_eval_metric
+    if getattr(cfg.env.cfg, "max_episode_steps", None) == NO_LIMIT:
+        fault = "episodes have no time limit, so an evaluation does not end if the policy never ends an episode"
+        warnings.warn(f"env.cfg.max_episode_steps: {fault}; set a limit", stacklevel=2)
     check_envs(cfg, run.env, min(cfg.trainer.num_eval_envs, cfg.trainer.num_eval_episodes), "trainer.num_eval_envs")
     known = [*_ALWAYS_LOGGED, "eval/success_rate"]
     if run.env.is_pure:

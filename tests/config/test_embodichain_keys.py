@@ -10,11 +10,17 @@ import torch
 from support.config_files import with_warnings
 from support.small_runs import small
 
+from ecrl import registry
 from ecrl.config import config_from_dict, load_config
 from ecrl.config.embodichain_releases import NO_LIMIT
+from ecrl.config.model import ConfigModel
+from ecrl.envs import Env
 from ecrl.errors import ConfigError
+from ecrl.loop.build import build
 from ecrl.loop.iteration import crossed, init_state, train_iter
 from ecrl.policies.mlp import ACTIVATIONS
+from ecrl.registry import register_env, registered
+from ecrl.run.evaluation import check_evaluation
 from ecrl.run.train import train
 
 NET = {"type": "mlp", "network_cfg": {"hidden_sizes": [8], "activation": "relu"}}
@@ -295,3 +301,32 @@ def test_keys_of_older_releases_beside_actions_are_plain_faults():
         config_from_dict({**CART_POLE, "env": {"id": "PushCubeRL", "cfg": cfg}})
     with pytest.raises(ConfigError, match=r"^config: env.cfg.episode_length: unknown key; "):
         config_from_dict({**CART_POLE, "env": {"name": "cartpole", "cfg": {"episode_length": 9}}})
+
+
+# --- keys of a user's own environment ------------------------------------------------------------------------------
+
+
+class OwnConfig(ConfigModel):
+    """An environment whose keys have the names of EmbodiChain's keys, but other meanings."""
+
+    physics: str = "euler"
+    max_episode_steps: int = 5
+
+
+def test_keys_of_ones_own_environment_keep_their_values(monkeypatch):
+    registered("env")
+    monkeypatch.setitem(registry._ENTRIES, "env", dict(registry._ENTRIES["env"]))
+
+    @register_env("own")
+    def own(cfg: OwnConfig) -> Env:
+        raise AssertionError
+
+    cfg = config_from_dict({**CART_POLE, "env": {"name": "own", "cfg": {"physics": "newton", "max_episode_steps": -1}}})
+    assert cfg.env.cfg == OwnConfig(physics="newton", max_episode_steps=-1)
+
+
+def test_an_evaluation_of_episodes_without_a_limit_warns():
+    changes = {"trainer.enable_eval": True, "env.cfg.max_episode_steps": -1, "trainer.iterations": 1}
+    cfg = small().replace(**changes)
+    with pytest.warns(UserWarning, match=r"env\.cfg\.max_episode_steps: episodes have no time limit, so an evaluation"):
+        check_evaluation(build(cfg), cfg)

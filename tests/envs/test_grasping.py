@@ -10,9 +10,10 @@ from support.urdf_robot import robot as urdf_robot
 
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.physics.simulation import advance, with_current_sensors
+from ecrl.envs.mujoco.robots.components import GRIPPER
 from ecrl.envs.mujoco.scene.scene import contact_sensor
 from ecrl.envs.mujoco.tasks.gripper_arm import GRIPPER_ARM
-from ecrl.envs.mujoco.terms.grasping import is_grasped
+from ecrl.envs.mujoco.terms.grasping import is_grasped, is_released
 from ecrl.errors import ConfigError
 
 CUBE = {"uid": "cube", "shape": {"shape_type": "Cube", "size": [0.05, 0.05, 0.05]}, "attrs": {"mass": 0.2}}
@@ -75,6 +76,39 @@ def test_a_cube_under_the_fingers_or_between_open_fingers_is_not_grasped(sim):
     assert all(force.norm() > 0.5 for force in forces) and not is_grasped(flat, pressed, "cube")
 
 
+def with_pads(urdf):
+    """Return the text of the built-in gripper with the shapes of its fingers on links of their own."""
+    for number in (1, 2):
+        start = urdf.index(f'<link name="gripper_finger{number}_link">')
+        shapes = slice(urdf.index("<visual>", start), urdf.index("</link>", start))
+        pad = f'<link name="pad{number}">{urdf[shapes]}</link><joint name="pad{number}_joint" type="fixed">'
+        pad += f'<parent link="gripper_finger{number}_link"/><child link="pad{number}"/></joint>'
+        urdf = urdf[: shapes.start] + urdf[shapes.stop :].replace("</robot>", f"{pad}</robot>")
+    return urdf
+
+
+def test_pads_that_move_with_the_fingers_grasp():
+    hand = {"component_type": "hand", "urdf_path": with_pads(GRIPPER)}
+    padded = scene(SCENE | {"robot": GRIPPER_ARM | {"urdf_cfg": {"components": [hand]}}})
+    held = closed_on_cube(padded)
+    assert is_grasped(padded, held["world"], "cube").all() and not is_released(padded, held["world"], "cube").any()
+
+
+def test_a_weak_touch_is_neither_a_grasp_nor_a_release(sim):
+    """A grasp needs a quarter of the weight of 2 N from each finger, and a release has no force at all."""
+    grasped, released = [], []
+    for force in (0.0, 0.3, 0.45, 0.55):
+        worlds = task_state(sim)["world"].copy()
+        for finger, sign in zip(sim.robot.fingers, (1.0, -1.0), strict=True):
+            i = sim.model.sensor(contact_sensor(finger, "cube")).adr[0]
+            sensors = worlds["sensors"].clone()
+            sensors[i] = sign * force
+            worlds["sensors"] = sensors
+        grasped.append(bool(is_grasped(sim, worlds, "cube")))
+        released.append(bool(is_released(sim, worlds, "cube")))
+    assert grasped == [False, False, False, True] and released == [True, False, False, False]
+
+
 def test_the_gripper_opens_and_closes(sim):
     term, state = made("action", "GripperTerm", sim), task_state(sim, (3,), 1)
     assert term.joints == HAND and (term.low, term.high, term.drive) == ((-1.0,), (1.0,), "position")
@@ -99,7 +133,7 @@ def test_wrong_grippers(cfg, params, message):
 
 def test_grasps_need_a_gripper_and_an_object_that_moves(sim):
     bare = scene({"robot": {"uid": "ur"}, "rigid_object": [CUBE]})
-    with pytest.raises(ConfigError, match=r"params\.object_cfg: the robot has no gripper; add a component hand"):
+    with pytest.raises(ConfigError, match=r"params\.object_cfg\.uid: the robot has no gripper; add a component hand"):
         made("reward", "grasp_reward", bare, object_cfg={"uid": "cube"})
     still = scene(SCENE | {"rigid_object": [CUBE | {"body_type": "kinematic"}]})
     with pytest.raises(ConfigError, match=r"params\.object_cfg\.uid: 'cube' is not an object .* that moves"):

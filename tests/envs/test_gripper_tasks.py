@@ -155,3 +155,22 @@ def test_a_joint_without_limits_has_no_opening():
     cfg = {"mjcf": wheel, "extensions": {"joint": "wheel"}, "observations": {}, "rewards": {}, "events": {}}
     with pytest.raises(ConfigError, match="joint 'wheel' has no limits"):
         make_env({"name": "OpenDrawerRL", "cfg": cfg})
+
+
+def test_an_arm_that_does_not_reach_the_drawer_is_refused():
+    pytest.importorskip("cmeel", reason="the robots need the extra 'robots'")
+    robot = {"model": "example:so101"}
+    with pytest.raises(ConfigError, match=r"env\.cfg: robot: reaches 0\.42 m, but the drawer is up to 1 m away"):
+        make_env({"name": "OpenDrawerRL", "cfg": {"robot": robot}})
+
+
+@pytest.mark.parametrize("name", ["PickCubeRL", "StackCubeRL"])
+def test_a_robot_without_a_gripper_is_refused_in_one_line(name):
+    bare = {"robot": {"uid": "r"}, "actions": {"a": {"func": "DeltaQposTerm"}}, "observations": {}, "rewards": {}}
+    with pytest.raises(ConfigError, match="the robot has no gripper; add a component hand"):
+        make_env({"name": name, "cfg": bare})
+
+
+def test_the_same_cube_twice_is_refused():
+    with pytest.raises(ConfigError, match="object_uid and base_uid are both 'cube'; name two objects"):
+        make_env({"name": "StackCubeRL", "cfg": {"extensions": {"base_uid": "cube"}}})

@@ -82,12 +82,37 @@ def test_the_maker_reads_the_config(robots):
         ({"parts": {"arm": ("spin",)}}, "robot: unknown joint 'spin'"),
         ({"end_links": {"arm": "foot"}}, "unknown 'foot'"),
         ({"source": "absent.urdf"}, "no such file 'absent.urdf'"),
+        ({"source": 3}, "has a source of type int, expected a str"),
+        ({"reach": 0.0}, "has the reach 0.0, expected a number above 0, in m"),
+        ({"reach": float("nan")}, "has the reach nan"),
+        ({"init_rot": (0.0, 1.0)}, "has an init_rot of 2 angles, expected 3"),
+        ({"parts": {"arm": "turn"}}, "has a str as joints of the part 'arm', expected a tuple of names"),
+        ({"end_links": {"leg": "tool"}}, "has an end_link of 'leg', which is no part of it"),
+        ({"grip": {"thumb": (0.0, 1.0)}}, "robot: grip has the unknown joint 'thumb'"),
     ],
 )
 def test_wrong_descriptions(robots, changes, message):
     two_links(**changes)
     with pytest.raises(ConfigError, match=message):
         scene(robot_type="two_links")
+
+
+def test_a_function_that_returns_no_description_is_refused(robots):
+    @register_robot("forgotten")
+    def make(cfg: RobotConfig) -> RobotModel:
+        return None  # pyright: ignore[reportReturnType]
+
+    with pytest.raises(ConfigError, match="'forgotten' is a NoneType, expected a RobotModel"):
+        scene(robot_type="forgotten")
+
+
+def test_the_name_of_a_built_in_robot_is_refused(robots):
+    @register_robot("URRobot")
+    def make(cfg: RobotConfig) -> RobotModel:
+        return RobotModel(urdf_robot())
+
+    with pytest.raises(ConfigError, match="'URRobot' is built in; register your robot under another name"):
+        scene(robot_type="URRobot", uid="mine")
 
 
 def test_an_unknown_robot_is_refused_with_all_names(robots):

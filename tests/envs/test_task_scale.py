@@ -11,7 +11,7 @@ from support.checks import close
 
 from ecrl import rng
 from ecrl.config import load_config
-from ecrl.envs import PickCubeConfig, PushCubeConfig, ReachConfig, StackCubeConfig, make_env
+from ecrl.envs import PickCubeConfig, PushCubeConfig, ReachConfig, StackCubeConfig, make_env, make_expert
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.scene.config import LENGTH, MASS, PER_LENGTH, ScalesWith
 from ecrl.envs.mujoco.task_scale import scaled
@@ -109,3 +109,18 @@ def test_one_line_gives_push_cube_to_an_arm_of_another_size(name, reach):
     close(tool[:, 2, 2], torch.full((64,), -1.0), tol=1e-3)  # and their tools point down
     cube = world.body_position(sim, state["world"], "cube")
     assert (cube[:, :2].norm(dim=-1) < reach).all()
+
+
+def test_the_expert_of_push_cube_scales_with_the_task():
+    pytest.importorskip("cmeel", reason="the robots need the extra 'robots'")
+    cfg = load_config("push_cube_ppo").replace(**{"env.cfg.robot": {"model": "example:panda"}})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*visual meshes")
+        env, expert = make_env(cfg.env), make_expert(cfg.env, {})
+    keys = rng.split(rng.key(0), 16)
+    state = env.reset(keys)
+    succeeded = ended = torch.zeros(16, dtype=torch.bool)
+    for t in range(100):
+        state = env.step(state, expert(state, rng.fold_in(keys, t)), env.draw(rng.fold_in(keys, t)))
+        succeeded, ended = succeeded | (state["info", "success"] & ~ended), ended | state["terminated"]
+    assert int(succeeded.sum()) >= 8

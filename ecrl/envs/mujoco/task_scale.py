@@ -3,18 +3,17 @@
 A field of a Config model that has the unit of a length carries a marker, such as `Annotated[Triple, LENGTH]`.
 """
 
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, Field
 
-from ecrl.config.model import Positive
 from ecrl.envs.mujoco.robots.robot import described
 from ecrl.envs.mujoco.scene.config import ScalesWith
 from ecrl.envs.mujoco.task_config import TaskConfig
 from ecrl.envs.mujoco.task_step import error_prefix
 
 _REACH = 1.3
-"""Reach of the built-in arm, for which the default lengths of tasks are chosen, m."""
+"""Reach of the built-in arm, m. The default lengths of tasks are chosen for this arm."""
 _OWN = ("robot", "physics", "light", "mjcf")
 """Keys of a task's config that keep their lengths."""
 
@@ -24,7 +23,7 @@ Cfg = TypeVar("Cfg", bound="ScalableTaskConfig")
 class ScalableTaskConfig(TaskConfig):
     """Config of a task whose lengths can be scaled."""
 
-    scale: Positive | None = Field(
+    scale: Annotated[float, Field(ge=1e-3, le=1e3)] | None = Field(
         None,
         description="factor on the lengths of the objects, events, terms and thresholds; masses have its third power. "
         "If absent, 1, or for example:panda and registered arms their reach / 1.3 m, the reach of the built-in arm",
@@ -54,6 +53,13 @@ def _scaled(value: Any, factor: float) -> Any:
     return value.model_copy(update=changes)
 
 
+def scale_of(cfg: ScalableTaskConfig) -> float:
+    """Return the factor on the lengths of a task."""
+    with error_prefix("env.cfg"):
+        model = None if cfg.robot is None else described(cfg.robot)
+    return cfg.scale or (1.0 if model is None else model.reach / _REACH)
+
+
 def scaled(cfg: Cfg) -> Cfg:
     """Return the config of a task with all lengths multiplied by `scale`. The robot keeps its size.
 
@@ -61,9 +67,7 @@ def scaled(cfg: Cfg) -> Cfg:
 
     Times and densities stay the same, so velocities and accelerations are scaled as lengths are.
     """
-    with error_prefix("env.cfg"):
-        model = None if cfg.robot is None else described(cfg.robot)
-    factor = cfg.scale or (1.0 if model is None else model.reach / _REACH)
+    factor = scale_of(cfg)
     if factor == 1.0:
         return cfg
     return cfg.model_copy(

@@ -43,7 +43,6 @@ EXAMPLES = {
         (0.0, -0.6, 0.6, 1.57, 0.0, 0.5),
         0.42,
         _HALF_TURN,
-        {"gripper": (1.2, -0.17)},
     ),
 }
 """Robots with parts, end effectors and home positions, by name. `source` is the name of the file without `.urdf`."""

@@ -4,6 +4,7 @@ import os
 import re
 import warnings
 from collections.abc import Mapping
+from math import inf
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -174,12 +175,33 @@ def described(cfg: RobotConfig) -> RobotModel | None:
     """
     if cfg.model is not None:
         return EXAMPLES.get(cfg.model.removeprefix(PREFIX)) if cfg.model.startswith(PREFIX) else None
+    own = registered("robot")
+    if twice := [name for name in own if name in ROBOTS]:
+        raise ConfigError(f"robot.robot_type: {twice[0]!r} is built in; register your robot under another name")
     if cfg.robot_type in ROBOTS:
         return None
-    known = (*ROBOTS, *registered("robot"))
+    known = (*ROBOTS, *own)
     if cfg.robot_type not in known:
         raise ConfigError(f"robot.robot_type: unknown {cfg.robot_type!r}; {did_you_mean(cfg.robot_type, known)}")
-    return lookup("robot", cfg.robot_type).make(cfg)
+    return _checked(lookup("robot", cfg.robot_type).make(cfg), cfg.robot_type)
+
+
+def _checked(model: Any, name: str) -> RobotModel:
+    """Return the description of a registered robot. Raise ConfigError if it is wrong."""
+    where = f"robot.robot_type: the registered robot {name!r}"
+    if not isinstance(model, RobotModel):
+        raise ConfigError(f"{where} is a {type(model).__name__}, expected a RobotModel; does its function return one?")
+    if not isinstance(model.source, str):
+        raise ConfigError(f"{where} has a source of type {type(model.source).__name__}, expected a str")
+    if not isinstance(model.reach, int | float) or not 0.0 < model.reach < inf:
+        raise ConfigError(f"{where} has the reach {model.reach!r}, expected a number above 0, in m")
+    if len(model.init_rot) != 3:
+        raise ConfigError(f"{where} has an init_rot of {len(model.init_rot)} angles, expected 3")
+    if texts := [part for part, joints in model.parts.items() if isinstance(joints, str)]:
+        raise ConfigError(f"{where} has a str as joints of the part {texts[0]!r}, expected a tuple of names")
+    if unknown := [part for part in model.end_links if part not in (model.parts or ("arm",))]:
+        raise ConfigError(f"{where} has an end_link of {unknown[0]!r}, which is no part of it")
+    return model
 
 
 def _end_link(cfg: RobotConfig, part: str) -> str | None:
@@ -249,6 +271,8 @@ def _as_described(built: Builtin, model: RobotModel) -> Builtin:
     if model.home and len(model.home) != len(built.joints):
         names = ", ".join(built.joints)
         raise ConfigError(f"robot: home has {len(model.home)} values for {len(built.joints)} joints: {names}")
+    if unknown := [name for name in model.grip if name not in built.joints]:
+        raise ConfigError(f"robot: grip has the unknown joint {unknown[0]!r}; {did_you_mean(unknown[0], built.joints)}")
     parts = {name: _matching(patterns, built, "robot") for name, patterns in model.parts.items()}
     tcp, home = dict.fromkeys(model.end_links, NO_OFFSET), model.home or built.home
     return built._replace(parts=parts or built.parts, tcp=tcp, home=home, grip=model.grip)

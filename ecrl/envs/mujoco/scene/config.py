@@ -74,6 +74,10 @@ class AttrsConfig(ConfigModel):
         "max_angular_velocity": "MuJoCo does not cap velocities",
         "sleep_threshold": "objects do not sleep",
         "enable_ccd": "MuJoCo has no continuous collision detection",
+        "min_position_iters": "see physics.iterations",
+        "min_velocity_iters": "see physics.iterations",
+        "torsional_patch_radius": "MuJoCo's contacts have torsional friction",
+        "density": "see mass",
     }
 
     mass: Annotated[Positive, MASS] = Field(1.0, description="mass, kg")

@@ -25,7 +25,7 @@ from ecrl.registry import did_you_mean
 
 _TOUCH = {"contype": 1, "conaffinity": 3, "condim": 4}  # objects collide with everything, including robots
 _ASIDE = np.array([1e-3, 1e-3, 1e-3])  # in m; any offset from the origin
-_NET_FORCE = [2, 3, 1]  # settings of a contact sensor: the data are forces, of which the sum is taken, one result
+_NET_FORCE = [2, 3, 1]  # settings of a contact sensor: its reading is the sum of all contact forces
 _SLACK = 1e-6  # rounding tolerance (rad or m) for a config that repeats a joint limit from an MJCF file
 
 
@@ -62,12 +62,23 @@ def _add_object(spec: Any, cfg: RigidObjectConfig) -> None:
 
 
 def _add_contact_sensors(spec: Any, fingers: tuple[str, ...], objects: list[RigidObjectConfig]) -> None:
-    """Add a sensor for the force with which each finger presses on each dynamic object, in the world frame (N)."""
-    body, sensors = mujoco().mjtObj.mjOBJ_BODY, mujoco().mjtSensor
+    """Add sensors for the forces of fingers on dynamic objects, in the world frame (N).
+
+    The sensor of a finger counts the contacts of all bodies that move with it, such as the pads of its tip. If one of
+    these bodies is a finger too, the sensor counts only the contacts of the finger's own body.
+    """
+    kinds, sensor = mujoco().mjtObj, mujoco().mjtSensor.mjSENS_CONTACT
     for finger in fingers:
+        has_fingers = any(spec.body(other) in _bodies_below(spec.body(finger)) for other in fingers)
+        part = {"objtype": kinds.mjOBJ_BODY if has_fingers else kinds.mjOBJ_XBODY, "objname": finger}
         for item in (item for item in objects if item.body_type == "dynamic"):
-            name, ends = contact_sensor(finger, item.uid), {"objtype": body, "objname": finger, "reftype": body}
-            spec.add_sensor(name=name, type=sensors.mjSENS_CONTACT, refname=item.uid, intprm=_NET_FORCE, **ends)
+            name, end = contact_sensor(finger, item.uid), {"reftype": kinds.mjOBJ_BODY, "refname": item.uid}
+            spec.add_sensor(name=name, type=sensor, intprm=_NET_FORCE, **part, **end)
+
+
+def _bodies_below(body: Any) -> list[Any]:
+    """Return all bodies that a body carries, without the body itself."""
+    return [below for child in body.bodies for below in (child, *_bodies_below(child))]
 
 
 def contact_sensor(finger: str, uid: str) -> str:

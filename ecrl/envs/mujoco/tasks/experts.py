@@ -14,6 +14,7 @@ from ecrl.envs.experts import Expert
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.scene.config import Real
 from ecrl.envs.mujoco.task_config import ActionConfig, TaskConfig
+from ecrl.envs.mujoco.task_scale import scale_of
 from ecrl.envs.mujoco.tasks.push_cube import PushCubeConfig
 from ecrl.envs.mujoco.tasks.reach import ReachConfig
 from ecrl.envs.mujoco.tasks.reach_color import ReachColorConfig, block_offsets, is_goal
@@ -88,10 +89,11 @@ def push_cube_expert(cfg: ExpertConfig, env: Env, task: PushCubeConfig) -> Exper
         z     = 0.06 m          if the end effector pushes, or is horizontally within 0.05 m of start
                 0.25 m          otherwise
 
-    Damped least squares give the motion of the joints to (place, z), and turn the tool downwards. A bias moves the cube
-    in these equations.
+    The lengths are multiplied by the scale of the task. Damped least squares give the motion of the joints to
+    (place, z), and turn the tool downwards. A bias moves the cube in these equations.
     """
     sim, scale, ext, site = env.scene, _scale(task), task.extensions, tcp_of(env.scene, "arm")
+    behind, beside, in_front, high, low = (scale_of(task) * x for x in (_BEHIND, _BESIDE, _AHEAD, _HIGH, _LOW))
 
     def act(state: TensorDict, keys: Tensor) -> Tensor:
         worlds = cast(TensorDict, state["world"])
@@ -100,13 +102,13 @@ def push_cube_expert(cfg: ExpertConfig, env: Env, task: PushCubeConfig) -> Exper
         cube = cube + cube.new_tensor([cfg.bias, 0.0])
         path = target(state, ext.target_pose_key)[..., :2] - cube
         ahead = path / torch.linalg.vector_norm(path, dim=-1, keepdim=True).clamp(min=1e-6)
-        to_cube, start = cube - tool[..., :2], cube - _BEHIND * ahead
+        to_cube, start = cube - tool[..., :2], cube - behind * ahead
         back = (to_cube * ahead).sum(-1, keepdim=True)
         side = torch.linalg.vector_norm(to_cube - back * ahead, dim=-1, keepdim=True)
-        pushes = (tool[..., 2:] < 2 * _LOW) & (back > 0.0) & (side < _BESIDE)
-        above = torch.linalg.vector_norm(start - tool[..., :2], dim=-1, keepdim=True) < _BESIDE
-        place = torch.where(pushes, cube + _AHEAD * ahead, start)
-        height = torch.where(pushes | above, _LOW, _HIGH)
+        pushes = (tool[..., 2:] < 2 * low) & (back > 0.0) & (side < beside)
+        above = torch.linalg.vector_norm(start - tool[..., :2], dim=-1, keepdim=True) < beside
+        place = torch.where(pushes, cube + in_front * ahead, start)
+        height = torch.where(pushes | above, low, high)
         offset = torch.cat((place, height), -1) - tool
         jacobian = world.site_jacobian(sim, worlds, site, sim.robot.joints)
         down = pose[..., :3, 2]

@@ -12,6 +12,7 @@ from ecrl.config.model import ConfigModel, Fraction
 from ecrl.envs.core import Env
 from ecrl.envs.mujoco.make_task import task_env
 from ecrl.envs.mujoco.physics.simulation import Simulation
+from ecrl.envs.mujoco.robots.robot import described
 from ecrl.envs.mujoco.scene.config import RobotConfig
 from ecrl.envs.mujoco.task_config import (
     ActionConfig,
@@ -21,8 +22,10 @@ from ecrl.envs.mujoco.task_config import (
     TaskEventConfig,
     parse_terms,
 )
+from ecrl.envs.mujoco.task_step import error_prefix
 from ecrl.envs.mujoco.tasks.gripper_arm import ACTIONS, GRIPPER_ARM, ROBOT_OBSERVATIONS
 from ecrl.envs.mujoco.terms.joints import opening_of
+from ecrl.errors import ConfigError
 from ecrl.registry import register_env
 
 _WALLS = {  # size and position of each wall, m
@@ -47,7 +50,7 @@ CABINET = f"""
 <mujoco model="cabinet">
   <option timestep="0.01" iterations="20" integrator="implicitfast"/>
   <default>
-    <!-- the cabinet collides with the robot only -->
+    <!-- the parts of the cabinet do not collide with each other -->
     <default class="cabinet"><geom contype="1" conaffinity="2" condim="4" mass="0.3"/></default>
   </default>
   <worldbody>
@@ -69,6 +72,9 @@ CABINET = f"""
 </mujoco>
 """
 """MJCF text of a floor and a cabinet. The drawer slides 0.25 m, and the handle is a bar 0.05 m in front of it."""
+
+_FARTHEST = 1.0
+"""Distance of the handle from the origin, m, rounded up."""
 
 _HANDLE, _SLIDE = {"object_cfg": {"uid": "handle"}}, {"joint": "drawer_slide"}
 _OBSERVATIONS: Any = ROBOT_OBSERVATIONS | {
@@ -144,7 +150,16 @@ def open_drawer(cfg: OpenDrawerConfig) -> Env:
         success: opening > success_opening
 
     Success ends the episode. The metric `opening` is the opening.
+
+    Raises: ConfigError if the arm is known to reach less than 1 m, the cabinet is the default one, and the base of the
+        arm is at the origin.
     """
+    with error_prefix("env.cfg"):
+        model = None if cfg.robot is None else described(cfg.robot)
+        at_origin = cfg.robot is not None and cfg.robot.init_pos == (0.0, 0.0, 0.0)
+        if model is not None and model.reach < _FARTHEST and cfg.mjcf == CABINET and at_origin:
+            fault = f"reaches {model.reach:g} m, but the drawer is up to {_FARTHEST:g} m away"
+            raise ConfigError(f"robot: {fault}; move the arm with robot.init_pos, or give another scene as mjcf")
 
     def compute_task_state(sim: Simulation, state: TensorDict) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         opening = opening_of(sim, state["world"], cfg.extensions.joint)

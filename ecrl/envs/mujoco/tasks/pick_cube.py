@@ -23,7 +23,7 @@ from ecrl.envs.mujoco.task_config import (
 )
 from ecrl.envs.mujoco.task_scale import ScalableTaskConfig, scaled
 from ecrl.envs.mujoco.tasks.gripper_arm import ACTIONS, GRIPPER_ARM, ROBOT_OBSERVATIONS
-from ecrl.envs.mujoco.terms.grasping import is_grasped
+from ecrl.envs.mujoco.terms.grasping import check_graspable, is_grasped
 from ecrl.envs.mujoco.terms.term import target
 from ecrl.registry import register_env
 
@@ -138,6 +138,7 @@ def pick_cube(cfg: PickCubeConfig) -> Env:
         return torch.linalg.vector_norm(world.body_position(sim, state["world"], uid) - target(state, key), dim=-1)
 
     def compute_task_state(sim: Simulation, state: TensorDict) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        check_graspable(sim, uid, "extensions.object_uid")
         d, grasped = distance(sim, state), is_grasped(sim, state["world"], uid)
         speed = torch.linalg.vector_norm(world.body_velocity(sim, state["world"], uid)[0], dim=-1)
         success = (d < ext.success_threshold) & grasped & (speed < ext.rest_speed)

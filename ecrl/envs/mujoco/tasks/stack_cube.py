@@ -4,7 +4,7 @@ from functools import partial
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -23,7 +23,7 @@ from ecrl.envs.mujoco.task_config import (
 )
 from ecrl.envs.mujoco.task_scale import ScalableTaskConfig, scaled
 from ecrl.envs.mujoco.tasks.gripper_arm import ACTIONS, GRIPPER_ARM, ROBOT_OBSERVATIONS
-from ecrl.envs.mujoco.terms.grasping import is_grasped
+from ecrl.envs.mujoco.terms.grasping import check_graspable, is_grasped, is_released
 from ecrl.registry import register_env
 
 _CUBE, _BASE = {"object_cfg": {"uid": "cube"}}, {"target_cfg": {"uid": "base"}, "offset": [0.0, 0.0, 0.055]}
@@ -83,6 +83,12 @@ class StackCubeExtensions(ConfigModel):
         0.1, description="speed of the object, m/s, below which it is at rest"
     )
 
+    @model_validator(mode="after")
+    def _two_objects(self) -> "StackCubeExtensions":
+        if self.object_uid == self.base_uid:
+            raise ValueError(f"object_uid and base_uid are both {self.base_uid!r}; name two objects")
+        return self
+
 
 class StackCubeConfig(ScalableTaskConfig):
     """Config of StackCubeRL. By default, the built-in arm with the built-in gripper stacks two equal cubes."""
@@ -126,8 +132,8 @@ def stack_cube(cfg: StackCubeConfig) -> Env:
     """Put a cube on another cube and let go of it.
 
         place = base + offset;    e = place - cube, m
-        success: |e_xy| < horizontal_threshold, |e_z| < vertical_threshold, the cube is not grasped, and its speed is
-                 below rest_speed
+        success: |e_xy| < horizontal_threshold, |e_z| < vertical_threshold, no finger touches the cube, and its speed
+                 is below rest_speed
         failure: cube_z < -0.1 m or base_z < -0.1 m
 
     Success or failure ends the episode. The metrics are `distance_to_place`, which is |e|, and `grasped`, which is 1
@@ -141,11 +147,13 @@ def stack_cube(cfg: StackCubeConfig) -> Env:
         return below + below.new_tensor(ext.offset) - cube
 
     def compute_task_state(sim: Simulation, state: TensorDict) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        check_graspable(sim, uid, "extensions.object_uid")
         error, grasped = to_place(sim, state), is_grasped(sim, state["world"], uid)
         level = torch.linalg.vector_norm(error[..., :2], dim=-1) < ext.horizontal_threshold
         above = error[..., 2].abs() < ext.vertical_threshold
         speed = torch.linalg.vector_norm(world.body_velocity(sim, state["world"], uid)[0], dim=-1)
-        success = level & above & ~grasped & (speed < ext.rest_speed)
+        released = is_released(sim, state["world"], uid)
+        success = level & above & released & (speed < ext.rest_speed)
         fallen = [world.body_position(sim, state["world"], name)[..., 2] < -0.1 for name in (uid, base)]
         metrics = {"distance_to_place": torch.linalg.vector_norm(error, dim=-1), "grasped": grasped.float()}
         return success, fallen[0] | fallen[1], metrics

@@ -1,18 +1,20 @@
-"""Terms of tasks in which a gripper grasps an object: an action, observations and rewards.
+"""Terms of tasks with a gripper: an action, observations and rewards.
 
 The fingers of a gripper are the bodies that the joints of the robot's part `hand` move. If there is only one such body,
 it grasps together with its parent. An object is grasped if two fingers press on it from opposite sides:
 
-    grasped = |f[i]| >= 0.5 N  and  |f[j]| >= 0.5 N  and  f[i] . f[j] < 0        for two fingers i, j
+    grasped  = |f[i]| >= w / 4  and  |f[j]| >= w / 4  and  f[i] . f[j] < 0        for two fingers i, j
+    released = |f[i]| = 0                                                         for all fingers i
 
-The force f[i] of finger i on the object (N) is the sum of all contact forces in the last physics step. At the start of
-an episode no object is grasped.
+The force f[i] of finger i on the object (N) is the sum of all contact forces in the last physics step. The weight w of
+the object (N) is that of the scene config. At the start of an episode no object is grasped.
 """
 
 from collections.abc import Callable
 from typing import Annotated
 
 import torch
+from numpy.linalg import norm
 from pydantic import Field, model_validator
 from tensordict import TensorDict
 from torch import Tensor
@@ -36,7 +38,8 @@ from ecrl.envs.mujoco.terms.term import (
 from ecrl.errors import ConfigError
 from ecrl.registry import register_action, register_observation, register_reward
 
-_MIN_FORCE = 0.5  # N
+_MIN_FORCE = 0.25  # of the weight of the object
+_NO_FORCE = 1e-9  # N
 _Positions = Annotated[tuple[Real, ...], Field(strict=False, min_length=1)]
 
 
@@ -96,30 +99,43 @@ class GraspedToTargetConfig(ObjectToTargetConfig):
     distance_scale: Annotated[Positive, PER_LENGTH] = Field(5.0, description="scale k of the distance, 1/m")
 
 
+def _forces(sim: Simulation, worlds: TensorDict, uid: str) -> Tensor:
+    """Return the force of each finger on an object, `[*B, fingers, 3]` (N)."""
+    return torch.stack([world.sensor(sim, worlds, contact_sensor(f, uid)) for f in sim.robot.fingers], -2)
+
+
+def is_released(sim: Simulation, worlds: TensorDict, uid: str) -> Tensor:
+    """Return True for each world where no finger touches an object, bool `[*B]`."""
+    return (torch.linalg.vector_norm(_forces(sim, worlds, uid), dim=-1) < _NO_FORCE).all(-1)
+
+
 def is_grasped(sim: Simulation, worlds: TensorDict, uid: str) -> Tensor:
-    """Return True for each world in which two fingers press on an object from opposite sides, bool `[*B]`.
+    """Return True for each world where two fingers press on an object from opposite sides, bool `[*B]`.
 
     The module's description has the equation. `check_graspable` tells in advance if the scene has the sensors.
     """
-    forces = torch.stack([world.sensor(sim, worlds, contact_sensor(f, uid)) for f in sim.robot.fingers], -2)
-    presses = torch.linalg.vector_norm(forces, dim=-1) >= _MIN_FORCE
+    forces, weight = _forces(sim, worlds, uid), float(sim.model.body(uid).mass[0] * norm(sim.model.opt.gravity))
+    presses = torch.linalg.vector_norm(forces, dim=-1) >= max(_MIN_FORCE * weight, _NO_FORCE)
     opposite = forces @ forces.mT < 0.0
     return (opposite & presses.unsqueeze(-1) & presses.unsqueeze(-2)).flatten(-2).any(-1)
+
+
+_NO_GRIPPER = "the robot has no gripper; add a component hand to robot.urdf_cfg, or name its joints as the part hand"
 
 
 def check_graspable(sim: Simulation, uid: str, key: str) -> None:
     """Raise ConfigError that begins with the setting `key`, if the robot has no fingers, or the object cannot move."""
     if len(sim.robot.fingers) < 2:
-        raise ConfigError(f"{key}: the robot has no gripper; add a component hand, or name its joints as part hand")
+        raise ConfigError(f"{key}: {_NO_GRIPPER}")
     try:
         sim.model.sensor(contact_sensor(sim.robot.fingers[0], uid))
     except KeyError:
-        raise ConfigError(f"{key}.uid: {uid!r} is not an object of rigid_object that moves") from None
+        raise ConfigError(f"{key}: {uid!r} is not an object of rigid_object that moves") from None
 
 
 def _graspable(sim: Simulation, entity: EntityConfig) -> str:
     uid = object_of(sim, entity, "object_cfg")
-    check_graspable(sim, uid, "params.object_cfg")
+    check_graspable(sim, uid, "params.object_cfg.uid")
     return uid
 
 
@@ -168,6 +184,8 @@ def gripper(cfg: OpenCloseConfig, sim: Simulation) -> ActionTerm:
 
     target = closed + (1 + a) / 2 (open - closed)
     """
+    if cfg.part_name == "hand" and "hand" not in sim.robot.parts:
+        raise ConfigError(f"params.part_name: {_NO_GRIPPER}")
     joints = part_of(sim, cfg.part_name)
     world.actuators_of(sim, joints)
     opened, closed = _ends(cfg, sim, joints)
