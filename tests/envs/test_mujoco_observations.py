@@ -227,7 +227,7 @@ SETTINGS = {
         {"robot_uid", "part_name"},  # settings that name the robot and a part, here the whole robot
     ),
     "get_robot_eef_pose": ({}, {"position_only": True}, {"part_name"}),
-    "get_rigid_object_pose": (CUBE, {"position_only": True} | OTHER, set()),
+    "get_object_pose": (CUBE, {"position_only": True, "to_matrix": False} | OTHER, set()),
     "target_position": ({}, {"target_pose_key": "target_pose"}, set()),
     "get_rigid_object_velocity": (CUBE, OTHER, set()),
     "get_robot_eef_velocity": ({}, {}, {"part_name"}),
