@@ -324,6 +324,6 @@ def test_under_trainer_events_the_error_names_the_right_place(func):
         with_events(auto_reset(_env()), outer).reset(keys)
     own = auto_reset(_env(own=event))
     ours, theirs = (e.reset(keys)["targets"] for e in (own, with_events(own, outer)))
-    assert not all(torch.equal(ours[name], theirs[name]) for name in ours.keys())
+    assert not all(torch.equal(value, theirs[name]) for name, value in ours.items())
     with pytest.raises(ConfigError, match="no object 'cub' with a color; did you mean 'cube'"):
         _env(z={"func": "randomize_visual_material", "params": {"entity_cfg": {"uid": "cub"}}})

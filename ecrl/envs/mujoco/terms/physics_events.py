@@ -57,7 +57,7 @@ def _with_inertia(sim: Simulation, worlds: Any, uid: str) -> Any:
     """
     model, body = sim.model, id_of(sim.model, "body", uid)
     scales = ("geom_size", uid) in sim.varied
-    stretch = world.body_scale(sim, worlds, uid) if scales else torch.ones(*worlds.batch_size, 3, device=worlds.device)
+    stretch = world.body_scale(sim, worlds, uid) if scales else worlds["parameters"].new_ones(*worlds.batch_size, 3)
     stretch = stretch.double()
     inertia, damping = (
         stretch.new_tensor(field_of(model, field).ravel()[rows_of(model, field, uid)].tolist())
