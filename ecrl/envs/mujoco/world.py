@@ -451,7 +451,7 @@ def field_value(sim: Simulation, world: TensorDict, field: str, name: str) -> Te
     if (field, name) in sim.varied:
         return parameter(sim, world, field, name)
     values = field_of(sim.model, field).ravel()[rows_of(sim.model, field, name)].tolist()
-    return torch.tensor(values, device=world.device).expand(*world.batch_size, len(values))
+    return torch.tensor(values, device=world["physics"].device).expand(*world.batch_size, len(values))
 
 
 def body_scale(sim: Simulation, world: TensorDict, name: str) -> Tensor:
