@@ -16,6 +16,7 @@ _KL, _LARGE = 0.1, 20.0  # a usual update has an approx_kl below 0.05, and a net
 def largest(observation: Tensor | TensorDict) -> float:
     """Return the largest magnitude in the float entries of an observation, or 0 if there are none.
 
+    >>> import torch
     >>> largest(TensorDict({"force": torch.tensor([[-500.0]]), "image": torch.zeros(1, 8, 8, 3, dtype=torch.uint8)}, 1))
     500.0
     """

@@ -1,8 +1,13 @@
 """The built-in arm with the built-in gripper, as the default robot of tasks that grasp objects."""
 
+from functools import partial
 from typing import Any
 
+from pydantic import Field
+
 from ecrl.envs.mujoco.robots.components import BUILTIN_HAND
+from ecrl.envs.mujoco.scene.config import RobotConfig
+from ecrl.envs.mujoco.task_config import ActionConfig, TaskConfig, parse_terms
 
 GRIPPER_ARM: Any = {
     "uid": "Manipulator",
@@ -14,7 +19,7 @@ GRIPPER_ARM: Any = {
 }
 """Settings of the robot."""
 
-ACTIONS: Any = {
+_ACTIONS: Any = {
     "arm": {"func": "DeltaEefPoseTerm", "params": {"scale": 0.03}},
     "gripper": {"func": "GripperTerm"},
 }
@@ -25,3 +30,17 @@ ROBOT_OBSERVATIONS: Any = {
     "robot_ee_pose": {"func": "get_robot_eef_pose", "name": "robot/ee_pose"},
 }
 """Observation terms of the robot."""
+
+
+class GripperTaskConfig(TaskConfig):
+    """Config of a task with an arm and a gripper. By default, both are the built-in ones."""
+
+    robot: RobotConfig | None = Field(
+        default_factory=lambda: RobotConfig.model_validate(GRIPPER_ARM), description="the arm with a gripper"
+    )
+    max_episode_steps: int = Field(100, ge=1, lt=2**31, description="time limit, steps")
+    actions: dict[str, ActionConfig] = Field(
+        default_factory=partial(parse_terms, ActionConfig, _ACTIONS),
+        description="action terms by name; by default three actions move the end effector by 0.03 m, and one "
+        "action opens and closes the gripper",
+    )

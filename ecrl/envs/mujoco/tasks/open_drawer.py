@@ -13,17 +13,14 @@ from ecrl.envs.core import Env
 from ecrl.envs.mujoco.make_task import task_env
 from ecrl.envs.mujoco.physics.simulation import Simulation
 from ecrl.envs.mujoco.robots.robot import described
-from ecrl.envs.mujoco.scene.config import RobotConfig
 from ecrl.envs.mujoco.task_config import (
-    ActionConfig,
     ObservationConfig,
     RewardConfig,
-    TaskConfig,
     TaskEventConfig,
     parse_terms,
 )
 from ecrl.envs.mujoco.task_step import error_prefix
-from ecrl.envs.mujoco.tasks.gripper_arm import ACTIONS, GRIPPER_ARM, ROBOT_OBSERVATIONS
+from ecrl.envs.mujoco.tasks.gripper_arm import ROBOT_OBSERVATIONS, GripperTaskConfig
 from ecrl.envs.mujoco.terms.joints import opening_of
 from ecrl.errors import ConfigError
 from ecrl.registry import register_env
@@ -112,19 +109,10 @@ class OpenDrawerExtensions(ConfigModel):
     success_opening: Fraction = Field(0.8, description="opening, as part of the joint's range, above which it is open")
 
 
-class OpenDrawerConfig(TaskConfig):
+class OpenDrawerConfig(GripperTaskConfig):
     """Config of OpenDrawerRL. By default, the built-in arm with the built-in gripper opens the drawer of a cabinet."""
 
     mjcf: str | None = Field(CABINET, description="path or text of an MJCF file with a drawer, by default a cabinet")
-    robot: RobotConfig | None = Field(
-        default_factory=lambda: RobotConfig.model_validate(GRIPPER_ARM), description="the arm with a gripper"
-    )
-    max_episode_steps: int = Field(100, ge=1, lt=2**31, description="time limit, steps")
-    actions: dict[str, ActionConfig] = Field(
-        default_factory=partial(parse_terms, ActionConfig, ACTIONS),
-        description="action terms by name; by default three actions move the end effector by 0.03 m, and one "
-        "action opens and closes the gripper",
-    )
     observations: dict[str, ObservationConfig] = Field(
         default_factory=partial(parse_terms, ObservationConfig, _OBSERVATIONS),
         description="observation terms by name; by default end effector, handle and opening",

@@ -13,16 +13,15 @@ from ecrl.envs.core import Env
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.make_task import task_env
 from ecrl.envs.mujoco.physics.simulation import Simulation
-from ecrl.envs.mujoco.scene.config import LENGTH, RigidObjectConfig, RobotConfig
+from ecrl.envs.mujoco.scene.config import LENGTH, RigidObjectConfig
 from ecrl.envs.mujoco.task_config import (
-    ActionConfig,
     ObservationConfig,
     RewardConfig,
     TaskEventConfig,
     parse_terms,
 )
 from ecrl.envs.mujoco.task_scale import ScalableTaskConfig, scaled
-from ecrl.envs.mujoco.tasks.gripper_arm import ACTIONS, GRIPPER_ARM, ROBOT_OBSERVATIONS
+from ecrl.envs.mujoco.tasks.gripper_arm import ROBOT_OBSERVATIONS, GripperTaskConfig
 from ecrl.envs.mujoco.terms.grasping import check_graspable, is_grasped
 from ecrl.envs.mujoco.terms.term import target
 from ecrl.registry import register_env
@@ -86,22 +85,13 @@ class PickCubeExtensions(ConfigModel):
     target_pose_key: str = Field("goal_pose", description="store_key of the event that sets the goal")
 
 
-class PickCubeConfig(ScalableTaskConfig):
+class PickCubeConfig(GripperTaskConfig, ScalableTaskConfig):
     """Config of PickCubeRL. By default, the built-in arm with the built-in gripper picks up a cube."""
 
-    robot: RobotConfig | None = Field(
-        default_factory=lambda: RobotConfig.model_validate(GRIPPER_ARM), description="the arm with a gripper"
-    )
     rigid_object: tuple[RigidObjectConfig, ...] = Field(
         default_factory=lambda: (RigidObjectConfig.model_validate(_OBJECT),),
         strict=False,
         description="objects; by default a cube of 0.05 m and 0.2 kg",
-    )
-    max_episode_steps: int = Field(100, ge=1, lt=2**31, description="time limit, steps")
-    actions: dict[str, ActionConfig] = Field(
-        default_factory=partial(parse_terms, ActionConfig, ACTIONS),
-        description="action terms by name; by default three actions move the end effector by 0.03 m, and one "
-        "action opens and closes the gripper",
     )
     observations: dict[str, ObservationConfig] = Field(
         default_factory=partial(parse_terms, ObservationConfig, _OBSERVATIONS),

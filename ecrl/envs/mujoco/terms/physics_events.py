@@ -42,7 +42,7 @@ def scene_values(sim: Simulation, field: str, uid: str) -> list[float]:
 
 
 def _dynamic(sim: Simulation, entity: EntityConfig) -> str:
-    """Return the name of an object's body. Raise ConfigError if there is no such object, or if it is not dynamic."""
+    """Return the uid of a dynamic object. Raise ConfigError if the object does not exist or cannot move freely."""
     uid = object_of(sim, entity, "entity_cfg")
     look_up("entity_cfg.uid", lambda: world.push(sim, uid, torch.zeros(3)))
     return uid
