@@ -33,6 +33,8 @@ def _flatten(tree: Any, leaves: list[Tensor]) -> Hashable:
         return type(tree), None, tuple([_flatten(part, leaves) for part in tree])
     # The structure contains each value other than a tensor with its type and sign, because 2 == 2.0 and 0.0 == -0.0.
     sign = copysign(1.0, tree) if isinstance(tree, float) and tree == 0.0 else None
+    if tree is None:  # torch 2.11 cannot trace `is_dataclass(None)`
+        return None, (type(tree), tree, None), ()
     return None, (type(tree), tree, exact(tree) if is_dataclass(tree) else sign), ()
 
 

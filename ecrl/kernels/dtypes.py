@@ -68,7 +68,8 @@ def scalars(**named: Scalar) -> tuple[Scalar, ...]:
     ValueError: gamma has shape [3], expected a number or a 0-d tensor
     """
     for name, number in named.items():
-        if getattr(number, "ndim", 0):
+        # torch 2.11 cannot compile `getattr(number, "ndim", 0)` of a float.
+        if not isinstance(number, int | float) and getattr(number, "ndim", 0):
             raise ValueError(f"{name} has shape {list(number.shape)}, expected a number or a 0-d tensor")  # pyright: ignore
     return tuple(x.float() if isinstance(x, Tensor) and x.dtype in _HALF else x for x in named.values())
 

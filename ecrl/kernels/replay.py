@@ -193,7 +193,7 @@ def replay_add(replay: Replay, rows: TensorDict) -> Replay:
     steps = combined(write, block, new)
     final = _with_final(replay, rows["truncated"], final_obs)
     block = TensorDict({"steps": steps, "final": final}, [])
-    return replay._replace(block=block, added=replay.added + length)
+    return Replay(replay.ring, block, replay.start, replay.added + length)  # torch 2.11 compiles `_replace` to ()
 
 
 def _check_rows(label: str, rows: Any, stored: Any) -> None:

@@ -555,7 +555,10 @@ def episode_update(
     ret = ret.t().masked_fill(~ret.t().isfinite(), torch.nan).to(before.dtype)
     length = _steps_since_end(taken, done, episode["running_length"]).to(episode["running_length"].dtype)
     ended = torch.cat((episode["finished"], done.t().reshape(-1)))
-    order = torch.where(ended, torch.arange(1, len(ended) + 1, device=done.device), 0)
+    position = torch.arange(len(ended), device=done.device)
+    order = torch.where(
+        ended, position, position - len(ended)
+    )  # no two are equal, so every device takes the same slots
     last = order.topk(len(episode["finished"])).indices.flip(0)
     returns = torch.cat((episode["finished_return"], ret.t().reshape(-1)))[last]
     lengths = torch.cat((episode["finished_length"], length.t().reshape(-1)))[last]

@@ -30,7 +30,7 @@ def counter(limit: int) -> Env:
     """Return an environment that counts from 10 by the action, truncates after `limit` steps and terminates at 13."""
 
     def reset(keys):
-        return state_of(torch.full((*keys.shape, 1), 10.0), keys.shape)
+        return state_of(torch.full((*keys.shape, 1), 10.0, device=keys.device), keys.shape)
 
     def step(state, action, noise):
         obs = state["obs"] + action
@@ -90,20 +90,20 @@ def test_a_bound_on_truncations_keeps_the_values_and_saves_passes(variant, limit
 
     policy = SimpleNamespace(act=act, draw=POLICY.draw, value=value)
 
-    def run(start, keys, bound):
-        return collect_rollout(policy, env, PARAMS, EMPTY, start, keys, keys, max_truncations=bound)
+    def run(params, start, keys, bound):
+        return collect_rollout(policy, env, params, EMPTY, start, keys, keys, max_truncations=bound)
 
     start = env.reset(keys[0])
     start = start.set("elapsed", torch.tensor([0, limit - 1]))  # of two environments, one is about to end
     call = variant(run)
-    expected, rows = call(start, keys, None), passes[-1]
+    expected, rows = call(PARAMS, start, keys, None), passes[-1]
     bound = -(-length // limit)
-    actual = call(start, keys, bound)
+    actual = call(PARAMS, start, keys, bound)
     assert rows == 2 * (2 * length + 1) and passes[-1] == 2 * (length + 1 + bound)
     assert expected[2]["steps", "truncated"].sum(1).max() == bound, "the bound is reached"
     for key, x in expected[2]["steps"].items():
         assert torch.equal(actual[2]["steps", key], x), key
-    call(start, keys, 0)
+    call(PARAMS, start, keys, 0)
     assert passes[-1] == 2 * (length + 1)
 
 
@@ -118,15 +118,15 @@ def collected_at_limits(call, limit, length, bound):
     start = env.reset(keys[0])
     start = start.set("elapsed", torch.tensor([0, limit - 1]))  # of two environments, one is about to end
 
-    def run(start, keys):
-        return collect_rollout(policy, env, PARAMS, EMPTY, start, keys, keys, max_truncations=bound)[2]
+    def run(params, start, keys):
+        return collect_rollout(policy, env, params, EMPTY, start, keys, keys, max_truncations=bound)[2]
 
     reached, state = [{}, {}], start
     for t in range(length):
         _, state, row = act_and_step(policy.act, env.step, PARAMS, EMPTY, state, keys[t] / 64, env.draw(keys[t]))
         for n in row["truncated"].nonzero().flatten().tolist():
             reached[n][t] = row["final_obs"][n]
-    return call(run)(start, keys), reached
+    return call(run)(PARAMS, start, keys), reached
 
 
 @pytest.mark.parametrize(("variant", "limit", "length"), BOUNDS, indirect=["variant"])
@@ -273,6 +273,14 @@ def test_episode_statistics_by_hand(variant):
     close(episode["finished_length"][1:], [1.0, 2.0, 2.0])
     close(episode["running_return"], [4.0, 0.0])
     close(episode["running_length"], [1.0, 0.0])
+
+
+def test_slots_without_an_episode_hold_the_last_steps_before_any_end():
+    # A step that ended no episode has no tie with another one, so each device and the compiler take the same steps.
+    reward, done = torch.arange(6.0).reshape(2, 3), torch.tensor([[False, True, False], [False, False, False]])
+    episode = episode_update(episode_init(2, 3), reward, done)
+    assert episode["finished"].tolist() == [False, False, True]
+    close(episode["finished_return"], [2.0, 12.0, 1.0])  # of both environments at the last step, then the episode
 
 
 @given(st.integers(0, 2**31), st.integers(1, 3), st.lists(st.integers(1, 12), min_size=1, max_size=4))
