@@ -19,6 +19,7 @@ from ecrl.distributed import rank
 from ecrl.envs import Env
 from ecrl.envs.vocabulary import vocabulary_checksums
 from ecrl.errors import CheckpointError, ConfigError
+from ecrl.input_files import check_input
 from ecrl.kernels.rollout import restarted_carry
 from ecrl.pytree import mapped
 from ecrl.spaces import Box, Dict, Discrete, MultiDiscrete, Space, element_dtype, element_shape
@@ -222,6 +223,7 @@ def _described(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
 
 def _or_config_error(read: Any, path: Path) -> Any:
     """Call `read(path)`. Raise ConfigError, with the config key, instead of CheckpointError."""
+    check_input(path, _KEY)
     try:
         return read(path)
     except CheckpointError as error:

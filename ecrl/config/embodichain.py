@@ -30,6 +30,7 @@ from ecrl.config.embodichain_releases import lower_name, lower_names, translate_
 from ecrl.config.files import read
 from ecrl.config.model import ConfigModel, Fault, Loc, format_path, format_value, known_keys, repeated_keys, sections_in
 from ecrl.errors import ConfigError
+from ecrl.input_files import reason_to_refuse
 from ecrl.registry import Entry, lookup, registered
 
 _GYM_CONFIG: Loc = ("trainer", "gym_config")
@@ -195,6 +196,8 @@ def merge_gym_config(raw: RawConfig, folder: Path) -> RawConfig:
         )
     if not os.path.isfile(path):  # reading a device may never end
         return _add_file_fault(raw, f"expected the path of a file, but {format_value(name)} is a folder or a device")
+    if (reason := reason_to_refuse(path)) is not None:
+        return _add_file_fault(raw, reason)
     try:
         gym = read(Path(path))
     except ConfigError as error:

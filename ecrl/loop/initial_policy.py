@@ -22,6 +22,7 @@ from ecrl.config import Config
 from ecrl.config.config import PolicyConfig
 from ecrl.distributed import rank
 from ecrl.errors import CheckpointError, ConfigError
+from ecrl.input_files import check_input
 from ecrl.policies import Policy
 from ecrl.pytree import flatten, paths, unflatten
 from ecrl.registry import is_init_only
@@ -51,6 +52,7 @@ def initial_policy(run: Run, cfg: Config, device: torch.device) -> Policy:
     if cfg.trainer.init_from is None:
         return run.policy
     path, policy = Path(cfg.trainer.init_from), run.policy
+    check_input(path, _KEY)
     try:
         folder, tensors = _read(path)
     except CheckpointError as error:

@@ -23,10 +23,12 @@ from ecrl.envs.mujoco.robots.components import (
     quaternion_of,
 )
 from ecrl.envs.mujoco.robots.examples import EXAMPLES, PREFIX, example_file
+from ecrl.envs.mujoco.robots.mjcf_inputs import check_mjcf_inputs
 from ecrl.envs.mujoco.robots.model import RobotModel
 from ecrl.envs.mujoco.scene.config import DriveConfig, PerJoint, RobotConfig
 from ecrl.envs.mujoco.scene.models import mujoco
 from ecrl.errors import ConfigError
+from ecrl.input_files import check_input
 from ecrl.registry import did_you_mean, lookup, registered
 
 _NUMBERS = ("stiffness", "damping", "max_effort")
@@ -69,10 +71,11 @@ def spec_of(source: str, key: str, root: str = "") -> Any:
 
     Raises: ConfigError that begins with `key`, if the file does not exist or is not an MJCF file.
     """
+    is_text = _is_text(source)
+    source = source if is_text else _existing(source, key, root)
+    check_mjcf_inputs(source, key)
     try:
-        if _is_text(source):
-            return mujoco().MjSpec.from_string(source)
-        return mujoco().MjSpec.from_file(_existing(source, key, root))
+        return mujoco().MjSpec.from_string(source) if is_text else mujoco().MjSpec.from_file(source)
     except ValueError as error:
         raise ConfigError(f"{key}: {' '.join(str(error).split())}") from None
 
@@ -241,6 +244,7 @@ def _urdf_of(source: str, key: str, root: str = "") -> Any:
     if _is_text(source):
         return urdf.urdf_spec(source, Path.cwd(), key)
     path = Path(_existing(source, key, root))
+    check_input(path, key)
     try:
         return urdf.urdf_spec(path.read_text(encoding="utf-8"), path.parent, key)
     except UnicodeDecodeError:
@@ -260,7 +264,7 @@ def _from_file(cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Buil
     source, root = cfg.model or "", os.environ.get("MENAGERIE_ROOT", "")
     if source.startswith(PREFIX):
         path = example_file(source.removeprefix(PREFIX), "robot.model")
-        return _from_urdf(urdf.urdf_spec(path.read_text(), path.parent, "robot.model"))
+        return _from_urdf(urdf.urdf_spec(path.read_text(), path.parent, "robot.model", is_trusted=True))
     if urdf.is_urdf(source):
         return _from_urdf(_urdf_of(source, "robot.model", root))
     return _from_mjcf(spec_of(source, "robot.model", root), cfg, drives)

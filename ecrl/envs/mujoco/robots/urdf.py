@@ -16,6 +16,7 @@ from xml.etree import ElementTree
 from ecrl.config.model import format_value
 from ecrl.envs.mujoco.scene.models import mujoco
 from ecrl.errors import ConfigError
+from ecrl.input_files import check_input
 
 _MOVING = ("revolute", "continuous", "prismatic")
 _READABLE = (".stl", ".obj", ".msh")
@@ -42,13 +43,14 @@ def is_urdf(source: str) -> bool:
     return "<robot" in source if source.lstrip().startswith("<") else source.lower().endswith(".urdf")
 
 
-def urdf_spec(text: str, folder: Path, key: str) -> Any:
+def urdf_spec(text: str, folder: Path, key: str, is_trusted: bool = False) -> Any:
     """Return the MjSpec of a URDF file.
 
     Args:
         text: the text of the file.
         folder: folder of the file, where relative paths begin.
         key: config key for error messages.
+        is_trusted: True for a file of an installed package, whose meshes may be outside $ECRL_INPUT_FOLDERS.
 
     Raises: ConfigError if the text is not a URDF file, if MuJoCo cannot simulate it, or if a mesh is missing.
     """
@@ -57,7 +59,9 @@ def urdf_spec(text: str, folder: Path, key: str) -> Any:
         robot.remove(child)
     _check_tree(robot, key)
     _check_joints(robot, key)
-    _resolve_meshes(robot, folder, key)
+    for path in _resolve_meshes(robot, folder, key):
+        if not is_trusted:
+            check_input(path, key)
     section = robot.find("mujoco")
     section = ElementTree.SubElement(robot, "mujoco") if section is None else section
     compiler = section.find("compiler")
@@ -156,9 +160,12 @@ def _shapes(robot: ElementTree.Element, tag: str) -> Iterator[tuple[ElementTree.
             yield link, shape, shape.find("geometry/mesh")
 
 
-def _resolve_meshes(robot: ElementTree.Element, folder: Path, key: str) -> None:
-    """Replace the file names of meshes with paths. Remove visual meshes that MuJoCo cannot read, with one warning."""
-    dropped: list[str] = []
+def _resolve_meshes(robot: ElementTree.Element, folder: Path, key: str) -> list[Path]:
+    """Replace the file names of meshes with paths, and return the paths.
+
+    Visual meshes that MuJoCo cannot read are removed, with one warning.
+    """
+    dropped, paths = list[str](), list[Path]()
     for link, shape, mesh in [*_shapes(robot, "visual"), *_shapes(robot, "collision")]:
         if mesh is None:
             continue
@@ -171,10 +178,12 @@ def _resolve_meshes(robot: ElementTree.Element, folder: Path, key: str) -> None:
         if not is_readable:
             problem = f"the collision mesh {format_value(name)} is not a file of MuJoCo"
             raise ConfigError(f"{key}: {problem}; convert it to one of {', '.join(_READABLE)}")
-        mesh.set("filename", str(_mesh_path(name, folder, key)))
+        paths.append(_mesh_path(name, folder, key))
+        mesh.set("filename", str(paths[-1]))
     if dropped:
         many = f"{len(dropped)} visual meshes such as {format_value(dropped[0])} are not files of MuJoCo"
         warnings.warn(f"{key}: {many}, so images show the shapes for collisions instead", stacklevel=2)
+    return paths
 
 
 def _mesh_path(name: str, folder: Path, key: str) -> Path:

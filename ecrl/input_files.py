@@ -1,0 +1,39 @@
+"""Restrict the files that a config may name, for configs from people you do not trust.
+
+The environment variable ECRL_INPUT_FOLDERS lists folders, separated as in PATH. If it is set, a config may name only
+files inside these folders. If it is not set, a config may name any file.
+"""
+
+import os
+from pathlib import Path
+
+from ecrl.errors import ConfigError
+
+VARIABLE = "ECRL_INPUT_FOLDERS"
+
+
+def is_restricted() -> bool:
+    """Return True if $ECRL_INPUT_FOLDERS is set."""
+    return VARIABLE in os.environ
+
+
+def reason_to_refuse(path: str | Path) -> str | None:
+    """Return why a config may not name this file or folder, or None if it may. Symbolic links are followed.
+
+    >>> reason_to_refuse("robots/arm.urdf") is None or is_restricted()
+    True
+    """
+    if not is_restricted():
+        return None
+    listed = os.environ[VARIABLE]
+    folders = [os.path.realpath(folder) for folder in listed.split(os.pathsep) if folder]
+    if any(Path(os.path.realpath(path)).is_relative_to(folder) for folder in folders):
+        return None
+    advice = "copy it into one of these folders, or add its folder to the variable"
+    return f"{str(path)!r} is outside the folders of ${VARIABLE} ({listed or 'none'}); {advice}"
+
+
+def check_input(path: str | Path, key: str) -> None:
+    """Raise ConfigError that begins with the key of a config, if the key may not name this file or folder."""
+    if (reason := reason_to_refuse(path)) is not None:
+        raise ConfigError(f"{key}: {reason}")
