@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 from support.checks import close
-from support.urdf_robot import JOINTS, LINKS, joint, link, robot
+from support.urdf_robot import BALL, INERTIA, JOINTS, LINKS, joint, link, robot
 
 from ecrl import rng
 from ecrl.config.model import validate_section
 from ecrl.envs import make_env
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.physics.simulation import advance
+from ecrl.envs.mujoco.robots.collada import collada_mesh
 from ecrl.envs.mujoco.robots.inverse_kinematics import inverse_kinematics
 from ecrl.envs.mujoco.scene.config import SceneConfig
 from ecrl.envs.mujoco.scene.scene import build
@@ -193,12 +194,85 @@ def test_the_environment_variable_of_models_has_urdf_files_too(package, monkeypa
     assert scene("my_arm/urdf/arm.urdf").robot.joints == scene().robot.joints
 
 
-def test_visual_meshes_of_other_formats_are_left_out_with_one_warning(package):
+COLLADA = """<?xml version="1.0"?><COLLADA xmlns="http://www.collada.org/2005/11/COLLADASchema" version="1.4.1">
+<asset><created>2026-01-01</created><modified>2026-01-01</modified><unit meter="{unit}"/><up_axis>Y_UP</up_axis></asset>
+<library_geometries><geometry id="g"><mesh>
+<source id="p"><float_array id="a" count="15">0 0 0 2 0 0 2 2 0 0 2 0 1 1 3</float_array><technique_common>
+<accessor source="#a" count="5" stride="3"><param name="X" type="float"/><param name="Y" type="float"/>
+<param name="Z" type="float"/></accessor></technique_common></source>
+<vertices id="v"><input semantic="POSITION" source="#p"/></vertices>
+{faces}</mesh></geometry></library_geometries>
+<library_visual_scenes><visual_scene id="s"><node id="n"><translate>0 0 1</translate>
+<instance_geometry url="#g"/></node>
+</visual_scene></library_visual_scenes><scene><instance_visual_scene url="#s"/></scene></COLLADA>"""
+PYRAMID = """<polylist count="5"><input semantic="VERTEX" source="#v" offset="0"/><vcount>4 3 3 3 3</vcount>
+<p>0 3 2 1 0 1 4 1 2 4 2 3 4 3 0 4</p></polylist>"""
+
+
+def write_collada(path, unit="0.5", faces=PYRAMID):
+    """Write a pyramid with a square base of 1 m and a tip at 2 m, 0.5 m above the origin, without the unit 2 and 3."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(COLLADA.format(unit=unit, faces=faces))
+    return path
+
+
+def test_collada_meshes_have_the_unit_of_the_file_and_keep_their_axes(tmp_path):
+    pytest.importorskip("collada", reason="needs the extra 'robots'")
+    vertices, faces = collada_mesh(write_collada(tmp_path / "a.dae"), "robot.model")
+    close(torch.tensor(vertices), [[0, 0, 0.5], [1, 0, 0.5], [1, 1, 0.5], [0, 1, 0.5], [0.5, 0.5, 2.0]])
+    assert faces.shape == (6, 3) and vertices.dtype == np.float32 and faces.dtype == np.int32
+    a, b, c = vertices[faces].astype(float).swapaxes(0, 1)
+    assert np.isclose(np.einsum("fi,fi->", a, np.cross(b, c)) / 6.0, 1.0 * 1.5 / 3.0), (
+        "all faces are there, and face out"
+    )
+    lines = "<lines count='1'><input semantic='VERTEX' source='#v' offset='0'/><p>0 1</p></lines>"
+    for text, message in ((COLLADA.format(unit="1", faces=lines), "has no triangles"), ("<a></b>", ": mismatched tag")):
+        (tmp_path / "b.dae").write_text(text)
+        with pytest.raises(ConfigError, match=rf"^robot.model: .*mesh '.*b.dae'.*{message}"):
+            collada_mesh(tmp_path / "b.dae", "robot.model")
+
+
+def test_collada_meshes_collide_and_are_seen(package):
+    pytest.importorskip("collada", reason="needs the extra 'robots'")
+    write_collada(package.parent / "meshes" / "tip.dae")
+    stl, dae = "../meshes/tip.stl", "../meshes/tip.dae"
+    seen, unseen = (scene(urdf_in(package, meshed(visual, stl))).model for visual in (dae, ""))
+    assert (seen.ngeom, seen.nmesh) == (unseen.ngeom + 1, 2)
+    assert np.array_equal(seen.body_mass, unseen.body_mass) and np.array_equal(seen.body_inertia, unseen.body_inertia)
+    solid = scene(urdf_in(package, meshed("", dae))).model
+    (shape,) = [i for i in range(solid.ngeom) if solid.geom_type[i] == mujoco.mjtGeom.mjGEOM_MESH]
+    assert solid.geom_contype[shape] == 2 and np.isclose(np.ptp(solid.mesh_vert[:, 2]), 0.15)
+
+
+def urdf_in(package, text):
+    """Write a URDF file, and return its path."""
+    (package / "arm.urdf").write_text(text)
+    return str(package / "arm.urdf")
+
+
+def test_moments_of_inertia_that_no_body_has_become_their_mean_with_one_warning():
+    long = '<inertia ixx="0.01" iyy="0.01" izz="0.04" ixy="0" ixz="0" iyz="0"/>'
+    text = robot().replace(link("upper", BALL), link("upper", BALL).replace(INERTIA, long))
+    message = (
+        r"^robot.model: 1 links such as 'upper' have moments of inertia that no body has \(A \+ B < C\), so the mean"
+    )
+    with pytest.warns(UserWarning, match=message) as caught:
+        model = scene(text).model
+    assert len(caught) == 1 and np.allclose(model.body("r/upper").inertia, 0.02)
+    edge = long.replace("0.04", "0.02")
+    assert np.allclose(scene(text.replace(long, edge)).model.body("r/upper").inertia, [0.02, 0.01, 0.01])
+
+
+def test_without_pycollada_visual_meshes_are_left_out_with_one_warning(package, monkeypatch):
+    monkeypatch.setattr("ecrl.envs.mujoco.robots.urdf.can_read_collada", lambda: False)
     (package / "arm.urdf").write_text(meshed("package://my_arm/meshes/tip.dae", "../meshes/tip.stl"))
     text = r"^robot.model: 1 visual meshes such as 'package://my_arm/meshes/tip.dae' are not files of MuJoCo, so images"
     with pytest.warns(UserWarning, match=text) as caught:
         model = scene(str(package / "arm.urdf")).model
     assert len(caught) == 1 and model.nmesh == 1 and not (model.geom_group == 3).any()
+    advice = r"convert it to one of .stl, .obj, .msh, or install pycollada with pip install \"ecrl\[robots\]\"$"
+    with pytest.raises(ConfigError, match=rf"^robot.model: the collision mesh 'tip.dae' is not .*; {advice}"):
+        scene(meshed("", "tip.dae"))
 
 
 TWO_PARENTS = joint("second", "upper", "tool", "fixed", limit="")
@@ -283,10 +357,10 @@ REFUSED = {
         r"no such mesh 'package://my_arm/tip.stl'; expected the package",
     ),
     "no file of a mesh": (meshed("", "tip.stl"), {}, r"no such mesh '.*tip.stl'$"),
-    "a collada file": (
-        meshed("", "tip.dae"),
+    "a mesh of a game": (
+        meshed("", "tip.fbx"),
         {},
-        r"the collision mesh 'tip.dae' is not a file of MuJoCo; convert it to one",
+        r"the collision mesh 'tip.fbx' is not a file of MuJoCo; convert it to one of .stl, .obj, .msh$",
     ),
     "no effort": (
         robot(joints=[WEAK, *JOINTS[1:]]),

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 
+INERTIA = '<inertia ixx="0.01" iyy="0.01" izz="0.01" ixy="0" ixz="0" iyz="0"/>'
+
 
 def link(name: str, shapes: str = "", mass: float = 1.0) -> str:
     """Return a link with mass (kg) and shapes."""
-    inertia = '<inertia ixx="0.01" iyy="0.01" izz="0.01" ixy="0" ixz="0" iyz="0"/>'
-    return f'<link name="{name}"><inertial><mass value="{mass}"/>{inertia}</inertial>{shapes}</link>'
+    return f'<link name="{name}"><inertial><mass value="{mass}"/>{INERTIA}</inertial>{shapes}</link>'
 
 
 def joint(

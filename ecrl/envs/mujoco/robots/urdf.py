@@ -1,8 +1,9 @@
-"""Read a robot from a URDF file: find its meshes, leave out what MuJoCo cannot read, and set its drives.
+"""Read a robot from a URDF file: find its meshes, leave out what nobody can read, and set its drives.
 
 MuJoCo reads the links, joints, limits, mimic joints and meshes of a URDF file, and collides with the convex hulls of
-the meshes. A URDF file has no drives, so the robot gets position drives whose strength follows from the efforts of the
-joints. The motors compensate gravity, as the controllers of most arms do.
+the meshes. ecrl reads Collada meshes for MuJoCo, if the package `pycollada` is installed. A URDF file has no drives, so
+the robot gets position drives whose strength follows from the efforts of the joints. The motors compensate gravity, as
+the controllers of most arms do.
 """
 
 import os
@@ -13,7 +14,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
+import numpy as np
+
 from ecrl.config.model import format_value
+from ecrl.envs.mujoco.robots.collada import SUFFIX, can_read_collada, collada_mesh
 from ecrl.envs.mujoco.scene.models import mujoco
 from ecrl.errors import ConfigError
 from ecrl.input_files import check_input
@@ -22,6 +26,7 @@ _MOVING = ("revolute", "continuous", "prismatic")
 _READABLE = (".stl", ".obj", ".msh")
 _MEANINGFUL = ("link", "joint", "material", "mujoco")
 _COMPILER = {"strippath": "false", "fusestatic": "false", "discardvisual": "false"}
+_AXES = ("xx", "yy", "zz", "xy", "xz", "yz")
 _HIDDEN = 3
 """Group of geoms that images do not show: shapes for collisions of links that have other shapes for images."""
 _COLLISION = {"contype": 2, "conaffinity": 1, "condim": 4}  # a robot does not collide with itself
@@ -59,6 +64,7 @@ def urdf_spec(text: str, folder: Path, key: str, is_trusted: bool = False) -> An
         robot.remove(child)
     _check_tree(robot, key)
     _check_joints(robot, key)
+    _balance_inertias(robot, key)
     for path in _resolve_meshes(robot, folder, key):
         if not is_trusted:
             check_input(path, key)
@@ -73,6 +79,7 @@ def urdf_spec(text: str, folder: Path, key: str, is_trusted: bool = False) -> An
     except ValueError as error:
         raise ConfigError(f"{key}: {' '.join(str(error).split())}") from None
     _set_shapes(spec)
+    _add_collada_meshes(spec, key)
     for body in spec.bodies[1:]:
         body.gravcomp = 1.0
     return spec
@@ -153,6 +160,46 @@ def _limits(joint: ElementTree.Element, where: str) -> tuple[float, float, float
     return low, high, effort
 
 
+def _balance_inertias(robot: ElementTree.Element, key: str) -> None:
+    """Replace moments of inertia that no body has, with one warning.
+
+    The principal moments of a body satisfy `A + B >= C`. MuJoCo refuses other moments. They become `(A + B + C) / 3`
+    about all axes, as MuJoCo's option `balanceinertia` does.
+    """
+    changed: list[str] = []
+    for link in robot.findall("link"):
+        if (inertia := link.find("inertial/inertia")) is None:
+            continue
+        try:
+            xx, yy, zz, xy, xz, yz = (float(inertia.get(f"i{axes}", "0")) for axes in _AXES)
+        except ValueError:
+            continue  # MuJoCo reports it
+        moments = np.array([[xx, xy, xz], [xy, yy, yz], [xz, yz, zz]])
+        if not np.isfinite(moments).all():
+            continue
+        a, b, c = np.linalg.eigvalsh(moments)
+        if a > 0.0 and a + b < c:
+            mean = f"{(a + b + c) / 3.0:.17g}"
+            for axes in _AXES:
+                inertia.set(f"i{axes}", mean if axes[0] == axes[1] else "0")
+            changed.append(link.get("name", ""))
+    if changed:
+        many = f"{len(changed)} links such as {format_value(changed[0])} have moments of inertia that no body has"
+        warnings.warn(f"{key}: {many} (A + B < C), so the mean is taken about all axes", stacklevel=2)
+
+
+def _add_collada_meshes(spec: Any, key: str) -> None:
+    """Read the Collada meshes of an MjSpec. Shapes for images get no mass, as if they were left out."""
+    read = [mesh for mesh in spec.meshes if mesh.file.lower().endswith(SUFFIX)]
+    for mesh in read:
+        vertices, faces = collada_mesh(Path(mesh.file), key)
+        mesh.file, mesh.uservert, mesh.userface = "", vertices.flatten(), faces.flatten()
+    names = {mesh.name for mesh in read}
+    for geom in spec.geoms:
+        if geom.meshname in names and not geom.contype:
+            geom.mass = 0.0
+
+
 def _shapes(robot: ElementTree.Element, tag: str) -> Iterator[tuple[ElementTree.Element, ElementTree.Element, Any]]:
     """Yield each link, each of its `visual` or `collision` elements, and the mesh of the element or None."""
     for link in robot.findall("link"):
@@ -170,14 +217,16 @@ def _resolve_meshes(robot: ElementTree.Element, folder: Path, key: str) -> list[
         if mesh is None:
             continue
         name = mesh.get("filename", "")
-        is_readable = name.lower().endswith(_READABLE)
+        is_collada = name.lower().endswith(SUFFIX)
+        is_readable = name.lower().endswith(_READABLE) or (is_collada and can_read_collada())
         if not is_readable and shape.tag == "visual":
             link.remove(shape)
             dropped.append(name)
             continue
         if not is_readable:
             problem = f"the collision mesh {format_value(name)} is not a file of MuJoCo"
-            raise ConfigError(f"{key}: {problem}; convert it to one of {', '.join(_READABLE)}")
+            install = ', or install pycollada with pip install "ecrl[robots]"' if is_collada else ""
+            raise ConfigError(f"{key}: {problem}; convert it to one of {', '.join(_READABLE)}{install}")
         paths.append(_mesh_path(name, folder, key))
         mesh.set("filename", str(paths[-1]))
     if dropped:

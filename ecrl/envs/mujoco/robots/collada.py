@@ -1,0 +1,59 @@
+"""Read the meshes of Collada files (.dae), which MuJoCo cannot read. This needs the package `pycollada`."""
+
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ecrl.errors import ConfigError
+
+SUFFIX = ".dae"
+
+
+def can_read_collada() -> bool:
+    """Return True if the package `pycollada` is installed, which the extra `robots` contains."""
+    return find_spec("collada") is not None
+
+
+def collada_mesh(path: Path, key: str) -> tuple[np.ndarray, np.ndarray]:
+    """Read all triangles of a Collada file, without colors. Polygons are split into triangles.
+
+    As in ROS, the unit of the file scales the mesh, and `up_axis` does not turn it.
+
+    Args:
+        path: path of the file.
+        key: config key for error messages.
+
+    Returns: `(vertices, faces)`: vertices in m, float32 `[V, 3]`, and the three vertices of each face, int32 `[F, 3]`.
+    Raises: ConfigError if the file is not a Collada file or has no triangles.
+    """
+    from collada.common import DaeError
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PendingDeprecationWarning)  # pycollada computes with numpy.matrix
+            parts, unit = _parts(path)
+    except (DaeError, OSError, ValueError, SyntaxError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{key}: cannot read the mesh {str(path)!r}: {reason}") from None
+    if not parts:
+        raise ConfigError(f"{key}: the mesh {str(path)!r} has no triangles; convert it to .stl or .obj")
+    starts = np.cumsum([0, *(len(vertices) for vertices, _ in parts)])
+    faces = np.concatenate([index + start for (_, index), start in zip(parts, starts, strict=False)])
+    vertices = unit * np.concatenate([vertices for vertices, _ in parts])
+    return vertices.astype(np.float32), faces.astype(np.int32)
+
+
+def _parts(path: Path) -> tuple[list[tuple[np.ndarray, np.ndarray]], float]:
+    """Return the vertices and faces of each part of a scene at its place in the scene, and the unit of the file, m."""
+    from collada import Collada
+    from collada.common import DaeBrokenRefError, DaeUnsupportedError
+
+    document: Any = Collada(str(path), ignore=[DaeUnsupportedError, DaeBrokenRefError])
+    geometries = [] if document.scene is None else document.scene.objects("geometry")
+    parts = [part for geometry in geometries for part in geometry.primitives()]
+    parts = [part.triangleset() if hasattr(part, "triangleset") else part for part in parts]
+    triangles = [part for part in parts if np.shape(part.vertex_index)[1:] == (3,) and len(part.vertex_index)]
+    return [(part.vertex, part.vertex_index) for part in triangles], document.assetInfo.unitmeter or 1.0
