@@ -89,6 +89,8 @@ _KINDS_WITH_NAME = ("policy", "algorithm")
 """The kinds of components that have a field `name`."""
 _IN_POLICIES = ("network", "vla_backend")
 """The kinds of components that policies contain."""
+_IN_ENVS = ("event", "action", "observation", "reward", "robot")
+"""The kinds of components that environments contain."""
 _ENTRIES: dict[str, dict[str, Entry]] = {kind: {} for kind in _KINDS}
 
 
@@ -160,9 +162,11 @@ def _register(kind: str, name: str, *, override: bool = False) -> Callable[[Call
         # `vla` memoises the policies of its backends.
         memoised = {"network": made, "vla_backend": made, "algorithm": made, "policy": _sharing_functions(made)}
         _ENTRIES[kind][name] = Entry(config, memoised[kind] if kind in memoised else cache(made))
-        if kind in _IN_POLICIES and override:  # memoised policies still contain the old component
-            for policy in _ENTRIES["policy"].values():
-                cast(Any, policy.make).cache_clear()
+        if override:  # memoised policies and environments still contain the old component
+            containers = {"policy": _IN_POLICIES, "env": _IN_ENVS}
+            for container in (_ENTRIES[name] for name, kinds in containers.items() if kind in kinds):
+                for part in container.values():
+                    cast(Any, part.make).cache_clear()
         return make
 
     return decorate

@@ -15,7 +15,7 @@ from support.embodichain_files import ENV_NAMES, FILES, gym_file_of, place, plai
 
 from ecrl.config import config_from_dict, load_config
 from ecrl.config.aliases import MISSING, get_path
-from ecrl.envs.mujoco.physics.simulation import simulation
+from ecrl.envs.mujoco.physics.simulation import _simulation
 from ecrl.errors import ConfigError
 from ecrl.loop.iteration import init_state, train_iter
 from ecrl.registry import lookup
@@ -129,7 +129,7 @@ def test_a_file_trains(tmp_path, monkeypatch, train, gym):
     changes = SMALL | {f"algorithm.cfg.{key}": value for key, value in batch.items()}
     cfg, _ = with_warnings(load_config, path.name, changes)
     lookup("env", cfg.env.name).make.cache_clear()
-    simulation.cache_clear()  # a robot warns only when it is built
+    _simulation.cache_clear()  # a robot warns only when it is built
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         records = list(train_iter(init_state(cfg), cfg))

@@ -49,6 +49,19 @@ def test_a_registered_robot_has_the_parts_start_and_gripper_of_its_description(r
     close(turned, torch.stack((-straight[1], straight[0], straight[2])))  # a quarter turn about z
 
 
+def test_a_new_function_for_a_name_makes_new_environments(robots):
+    somewhere = {"position_range": [[0.2, 0.0, 0.5], [0.3, 0.1, 0.6]], "store_key": "target_pose"}
+    reach = {"func": "randomize_target_pose", "mode": "reset", "params": somewhere}
+    cfg = {"robot": {"uid": "r", "robot_type": "two_links"}, "events": {"goal": reach}}
+    starts = []
+    for home in ((0.5, 0.3, 0.0), (0.5, 0.4, 0.0)):
+        two_links(home=home)
+        env = make_env({"name": "ReachRL", "cfg": cfg})
+        assert make_env({"name": "ReachRL", "cfg": cfg}) is env
+        starts.append(world.joint_positions(env.scene, start(env.scene, ()), ("r/bend",)))
+    close(torch.cat(starts), [0.3, 0.4])
+
+
 def test_a_registered_robot_can_have_an_mjcf_file(robots):
     @register_robot("one_link")
     def make(cfg: RobotConfig) -> RobotModel:

@@ -6,10 +6,10 @@ A world of batch shape `[*B]` has these fields, which the functions of `ecrl.env
     parameters  float64, values of model fields that differ between environments; absent if no field differs
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl.envs.mujoco.physics import step_op, warp_model
-from ecrl.envs.mujoco.robots.robot import Drive, Robot
+from ecrl.envs.mujoco.robots.robot import Drive, Robot, robot_function
 from ecrl.envs.mujoco.scene.config import SceneConfig
 from ecrl.envs.mujoco.scene.models import STATE, Backend, Varied, field_of, load, loaded, mujoco, rows_of, size_of
 from ecrl.envs.mujoco.scene.scene import build
@@ -86,7 +86,6 @@ def _substeps(cfg: SceneConfig, dt: float) -> int:
     return round(exact)
 
 
-@cache
 def simulation(
     cfg: SceneConfig,
     drives: tuple[tuple[str, Drive], ...] = (),
@@ -106,6 +105,17 @@ def simulation(
     Raises: ConfigError if the config is invalid (see `ecrl.envs.mujoco.scene.scene.build`), or if the backend does not
         support the scene.
     """
+    return _simulation(cast(Any, cfg), drives, varied, has_movable_base, cfg.robot and robot_function(cfg.robot))
+
+
+@cache
+def _simulation(
+    cfg: SceneConfig,
+    drives: tuple[tuple[str, Drive], ...],
+    varied: Varied,
+    has_movable_base: bool,
+    robot: Callable | None,  # registering another function for the robot's name makes another simulation
+) -> Simulation:
     offset = tuple(name for field, name in varied if field == "body_ipos")
     scene = build(cfg, dict(drives), offset, has_movable_base)
     model, data = scene.model, scene.data

@@ -3,7 +3,7 @@
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import inf
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -187,6 +187,13 @@ def described(cfg: RobotConfig) -> RobotModel | None:
     if cfg.robot_type not in known:
         raise ConfigError(f"robot.robot_type: unknown {cfg.robot_type!r}; {did_you_mean(cfg.robot_type, known)}")
     return _checked(lookup("robot", cfg.robot_type).make(cfg), cfg.robot_type)
+
+
+def robot_function(cfg: RobotConfig) -> Callable | None:
+    """Return the registered function that describes the robot. Return None for any other robot."""
+    if cfg.model is not None or cfg.robot_type in ROBOTS or cfg.robot_type not in registered("robot"):
+        return None
+    return lookup("robot", cfg.robot_type).make
 
 
 def _checked(model: Any, name: str) -> RobotModel:
