@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from benchmarks.gpu import ENV, has_gpu, not_measured
+from benchmarks.gpu_traces import ENV, has_gpu, not_measured
 from benchmarks.pairs import (
     Contestant,
     Result,

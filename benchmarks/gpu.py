@@ -1,167 +1,164 @@
-"""Benchmarks on a GPU: environment variables, traces, targets, and rows marked "not measured" without a GPU.
+"""A GPU in under eight minutes: first whether compiled runs agree with eager ones, then speed.
 
-The work of a GPU is read from a trace. In it, all work of one launch of a CUDA graph has the same correlation number.
+Each part has a limit of time, and each row is printed as soon as it is there, because a GPU is often lent for minutes.
+Without a GPU, all rows are "not measured".
 """
 
-from collections.abc import Callable, Mapping
-from functools import cache
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.pairs import available
-from benchmarks.separate_process import run_in_process
+from benchmarks.gpu_traces import ENV, MUST_GRAPH_SHARE, has_gpu, not_measured, run_verdict
+from benchmarks.pairs import Failure
+from benchmarks.separate_process import begin, result, run_in_process, stop
 
-ENV: dict[str, dict[str, str]] = {
-    "cpu": {},
-    "cuda": {"JAX_PLATFORMS": "cuda", "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_FLAGS": ""},
-}
-"""Environment variables by torch device. JAX must not preallocate, because jax and torch share the GPU's memory."""
-MUST_STEPS_S, MUST_GRAPH_SHARE, MUST_COPY_SHARE = 20e6, 0.95, 0.7
-"""Targets on an H200: env steps/s at `MANY_ENVS`, share of time in CUDA graphs, GAE's share of a copy's bandwidth."""
-MANY_ENVS = 65_536
+CONFIGS = ("cartpole_ppo", "cartpole_grpo", "point_mass_apg", "repeat_previous_ppo", "minatar_breakout_ppo")
+CONFIGS += ("cartpole_dqn", "pendulum_sac", "push_cube_ppo")
+SIZES = (2048, 65_536)
+"""Numbers of environments of CartPole PPO."""
+MUST_DIFFER_LESS = 1e-4
+LIMITS = {"agreement": 170.0, "speed": 140.0, "time in graphs": 50.0, "kernels": 70.0}
+"""Limit of each part, s. The third part is measured once for each size."""
+_SMALL = {"trainer.num_envs": 8, "trainer.buffer_size": 32, "trainer.iterations": 2, "trainer.enable_eval": False}
+_SMALL_ALGORITHM = {"n_epochs": 2, "batch_size": 64, "group_size": 4, "learning_starts": 0}
 
-Events = list[dict[str, Any]]
-
-
-def visible() -> bool:
-    """Return True if torch sees a GPU in this process."""
-    import torch
-
-    return torch.cuda.is_available()
+Row = dict[str, Any]
 
 
-@cache
-def has_gpu() -> bool:
-    """Return True if torch sees a GPU; checked once, in a separate process."""
-    return run_in_process("benchmarks.gpu:visible", {}, available())
+def agreement(config: str, device: str) -> Row:
+    """Return the largest relative difference between the states of an eager and a compiled run after two iterations."""
+    from ecrl import init_state, load_config, train_iter
 
-
-def not_measured(**about: Any) -> dict[str, Any]:
-    """Return a row that was not measured, because it needs a GPU.
-
-    >>> not_measured(num_envs=4)
-    {'num_envs': 4, 'status': 'not measured'}
-    """
-    return {**about, "status": "not measured"}
-
-
-def covered(spans: list[tuple[float, float]]) -> float:
-    """Return the length of the union of spans.
-
-    >>> covered([(0.0, 2.0), (1.0, 3.0), (5.0, 6.0)])
-    4.0
-    """
-    total, end = 0.0, float("-inf")
-    for start, stop in sorted(spans):
-        total += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    return total
-
-
-def work_spans(events: Events) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """Return the spans of all kernels and copies, and of all CUDA graphs from first to last kernel, in microseconds."""
-    single, graphs = [], {}
-    for event in events:
-        if event.get("ph") != "X" or event.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
-            continue
-        start, stop = span = event["ts"], event["ts"] + event["dur"]
-        single.append(span)
-        about = event.get("args", {})
-        if about.get("graph id", 0):
-            launch = about["graph id"], about.get("correlation")
-            span_so_far = graphs.get(launch, span)
-            graphs[launch] = min(span_so_far[0], start), max(span_so_far[1], stop)
-    return single, list(graphs.values())
-
-
-def kernel_share(events: Events, wall_us: float) -> dict[str, float]:
-    """Return the share of the time that a GPU was busy, and the share inside CUDA graphs, from a trace's events.
-
-    >>> busy = [{"ph": "X", "cat": "kernel", "ts": t, "dur": 2.0, "args": {"graph id": g}} for t, g in ((0, 1), (5, 0))]
-    >>> kernel_share(busy, 10.0)
-    {'busy_share': 0.4, 'graph_share': 0.2}
-    """
-    single, graphs = work_spans(events)
-    return {"busy_share": covered(single) / wall_us, "graph_share": covered(graphs) / wall_us}
-
-
-def seconds_on_device(events: Events, times: int) -> float:
-    """Return the GPU seconds per call over `times` calls: of CUDA graphs, or without any, of kernels and copies.
-
-    >>> seconds_on_device([{"ph": "X", "cat": "kernel", "ts": 0.0, "dur": 3e6}], 2)
-    1.5
-    """
-    single, graphs = work_spans(events)
-    return covered(graphs or single) / times / 1e6
-
-
-def traced(work: Callable[[], Any], times: int) -> tuple[Events, float]:
-    """Trace `times` calls; return the trace's events and the microseconds that the calls took."""
-    import json
-    import tempfile
-    import time
-    from pathlib import Path
-
-    import torch
-
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    own = load_config(config)
+    keys = _SMALL | {f"algorithm.cfg.{k}": v for k, v in _SMALL_ALGORITHM.items() if hasattr(own.algorithm.cfg, k)}
+    if hasattr(own.env.cfg, "physics"):
+        keys["env.cfg.physics"] = {"backend": "warp"}
+    states, seconds = [], []
+    for compiled in ("off", "on"):
         start = time.perf_counter()
-        for _ in range(times):
-            work()
-        torch.cuda.synchronize()
-        wall = time.perf_counter() - start
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profile.export_chrome_trace(str(path))
-        return json.loads(path.read_text(encoding="utf-8"))["traceEvents"], wall * 1e6
+        cfg = load_config(config, keys | {"trainer.device": device, "trainer.compile": compiled})
+        *_, last = train_iter(init_state(cfg), cfg)
+        states.append({name: leaf.detach().cpu() for name, leaf in last["state"].items(True, True)})
+        seconds.append(time.perf_counter() - start)
+    return {**largest_difference(*states), "eager_s": seconds[0], "compiled_s": seconds[1]}
 
 
-def profiled_share(make: str, args: dict[str, Any], times: int = 5) -> dict[str, float]:
-    """Return the `kernel_share` of a contestant's work, after two units of work that capture the graphs."""
-    from importlib import import_module
+def largest_difference(expected: Mapping[Any, Any], actual: Mapping[Any, Any]) -> Row:
+    """Return the largest `|a - b| / (1 + |a|)` over all tensors, and the name of its tensor. NaN equals NaN.
 
-    module, function = make.split(":")
-    work = getattr(import_module(module), function)(**args)
-    work()
-    work()
-    return kernel_share(*traced(work, times))
-
-
-def on_device(calls: Mapping[str, Callable[[], Any]], times: int = 20) -> dict[str, list[float]]:
-    """Return the GPU seconds per call of each function; functions that do not use the GPU are left out."""
-    device_seconds = {name: seconds_on_device(traced(call, times)[0], times) for name, call in calls.items()}
-    return {name: [seconds] for name, seconds in device_seconds.items() if seconds}
-
-
-def copy_rate(size: int) -> float:
-    """Return the bytes per second, read plus written, of GPU copies that move `size` bytes, without launch time."""
-    import torch
-
-    source = torch.ones(max(1, size // 8), device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / on_device({"copy": lambda: target.copy_(source)})["copy"][0]
-
-
-def run_verdict(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the targets of a run and whether it met them; an empty dict if the run failed.
-
-    >>> run_verdict({"num_envs": 512, "ecrl_steps_per_s": 4e6, "graph_share": 0.96})["met"]
-    True
-    >>> run_verdict({"num_envs": 65_536, "ecrl_steps_per_s": 4e6, "graph_share": 0.96})["met"]
-    False
+    >>> import torch
+    >>> largest_difference({"x": torch.tensor([1.0, 2.0])}, {"x": torch.tensor([1.0, 5.0])})
+    {'difference': 1.0, 'where': 'x', 'must_below': 0.0001, 'met': False}
     """
-    if "error" in row:
-        return {}
-    steps = MUST_STEPS_S if row["num_envs"] >= MANY_ENVS else 0.0
-    met = row["ecrl_steps_per_s"] >= steps and row["graph_share"] >= MUST_GRAPH_SHARE
-    return {"must_steps_per_s": steps or None, "must_graph_share": MUST_GRAPH_SHARE, "met": met}
+    worst, where = 0.0, ""
+    for name, a in expected.items():
+        x, y = a.double(), actual[name].double()
+        apart = ((x - y).abs() / (1.0 + x.abs())).masked_fill((x == y) | (x.isnan() & y.isnan()), 0.0)
+        difference = float(apart.nan_to_num(nan=float("inf")).max()) if apart.numel() else 0.0
+        if difference > worst:
+            worst, where = difference, name if isinstance(name, str) else "/".join(name)
+    return {"difference": worst, "where": where, "must_below": MUST_DIFFER_LESS, "met": worst < MUST_DIFFER_LESS}
 
 
-def kernel_verdict(kernel: str, implementation: str, roof_share: float | None) -> dict[str, Any]:
-    """Return the target of a kernel on a GPU: for compiled GAE a share of a copy's bandwidth, for others none.
+def agreements(device: str, cores: Sequence[int], limit: float) -> list[Row]:
+    """Return a row per config. All configs run at the same time, so that compiling uses the whole machine."""
+    end, env = time.monotonic() + limit, ENV[device]
+    spread = [[cores[i % len(cores)]] for i in range(len(CONFIGS))]
+    running = [
+        begin("benchmarks.gpu:agreement", {"config": name, "device": device}, core, env)
+        for name, core in zip(CONFIGS, spread, strict=True)
+    ]
+    try:
+        return [_agreement_row(name, one, end, limit) for name, one in zip(CONFIGS, running, strict=True)]
+    finally:
+        for one in running:
+            stop(one)
 
-    >>> kernel_verdict("gae", "ecrl compiled", 0.8)
-    {'must': None, 'must_roof_share': 0.7, 'met': True}
-    """
-    if kernel != "gae" or implementation != "ecrl compiled" or roof_share is None:
-        return {"must": None, "met": None}
-    return {"must": None, "must_roof_share": MUST_COPY_SHARE, "met": roof_share >= MUST_COPY_SHARE}
+
+def _agreement_row(config: str, running: Any, end: float, limit: float) -> Row:
+    about = {"part": "agreement", "what": config}
+    try:
+        running.process.wait(max(0.0, end - time.monotonic()))
+        return about | result(running)
+    except subprocess.TimeoutExpired:
+        return about | {"error": f"took longer than {limit:g} s"}
+    except Failure as failure:
+        return about | {"error": str(failure)}
+
+
+def speed(device: str, sizes: Sequence[int], cores: Sequence[int]) -> list[Row]:
+    """Return the env steps per second of CartPole PPO and rejax. All sizes are set up at the same time."""
+    from benchmarks import end_to_end
+
+    return end_to_end.on_cores(cores, ("rejax",), sizes, True, device)
+
+
+def speed_rows(device: str, cores: Sequence[int]) -> list[Row]:
+    """Return a row per number of environments, with the share of time inside CUDA graphs."""
+    args = {"device": device, "sizes": SIZES, "cores": cores}
+    out = run_in_process("benchmarks.gpu:speed", args, cores, ENV[device], LIMITS["speed"])
+    for row in out:
+        row |= {"part": "speed", "what": f"CartPole PPO, {row['num_envs']:,} envs"}
+        if "error" in row:
+            continue
+        work = {"make": "benchmarks.ecrl_runs:make", "args": {"num_envs": row["num_envs"], "trainer__device": device}}
+        try:
+            share = run_in_process(
+                "benchmarks.gpu_traces:profiled_share", work, cores, ENV[device], LIMITS["time in graphs"]
+            )
+        except Failure as failure:
+            row["error"] = str(failure)
+            continue
+        row |= share | {"ecrl_steps_per_s": row["ecrl_steps_s"], "must_graph_share": MUST_GRAPH_SHARE}
+        row |= run_verdict(row)
+    return out
+
+
+def kernel_rows(device: str, cores: Sequence[int]) -> list[Row]:
+    """Return the rows of `benchmarks.kernels` on a GPU, of a quick run."""
+    args = {"quick": True, "device": device}
+    out = run_in_process("benchmarks.kernels:measure_all", args, cores[:1], ENV[device], LIMITS["kernels"])
+    return [{"part": "kernels", "what": f"{row['kernel']} {row['size']}", **row} for row in out]
+
+
+PARTS: dict[str, Callable[[str, Sequence[int]], list[Row]]] = {
+    "agreement": lambda device, cores: agreements(device, cores, LIMITS["agreement"]),
+    "speed": speed_rows,
+    "kernels": kernel_rows,
+}
+
+
+def rows(quick: bool, cores: Sequence[int]) -> list[Row]:
+    """Return the rows of all parts, of the first part alone in a quick run, or "not measured" without a GPU."""
+    parts = list(PARTS)[:1] if quick else list(PARTS)
+    if not has_gpu():
+        return [not_measured(part=part, device="cuda") for part in parts]
+    out: list[Row] = []
+    for part in parts:
+        try:
+            found = PARTS[part]("cuda", cores)
+        except Failure as failure:
+            found = [{"part": part, "error": str(failure)}]
+        for row in found:
+            print(row, file=sys.stderr, flush=True)
+        out += [row | {"device": "cuda"} for row in found]
+    return out
+
+
+def figure(rows: list[Row]) -> Any:
+    """Plot the ratios to other libraries, of runs and of compiled kernels."""
+    from matplotlib.figure import Figure
+
+    measured = [row for row in rows if row.get("ratio") and row.get("ours") != "ecrl eager"]
+    picture = Figure(figsize=(8, 1 + 0.35 * max(1, len(measured))), layout="constrained")
+    axes = picture.subplots()
+    for row in measured:
+        label = f"{row['what']} / {row['peer']}"
+        spread = [[row["ratio"] - row["ratio_min"]], [row["ratio_max"] - row["ratio"]]]
+        axes.errorbar([row["ratio"]], [label], xerr=spread, marker="o", capsize=3, color="tab:blue")
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set(xscale="log", xlabel="speed on the GPU, ecrl / peer")
+    axes.invert_yaxis()
+    return picture

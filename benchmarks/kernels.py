@@ -11,8 +11,8 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from benchmarks.gpu import ENV, has_gpu, kernel_verdict, not_measured, on_device
-from benchmarks.gpu import copy_rate as gpu_copy_rate
+from benchmarks.gpu_traces import ENV, has_gpu, kernel_verdict, not_measured, on_device
+from benchmarks.gpu_traces import copy_rate as gpu_copy_rate
 from benchmarks.pairs import Failure
 from benchmarks.separate_process import run_in_process
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import ENV, has_gpu, not_measured
+from benchmarks.gpu_traces import ENV, has_gpu, not_measured
 from benchmarks.other_libraries import STEPS
 from benchmarks.pairs import Failure
 from benchmarks.separate_process import caching_in, run_in_process

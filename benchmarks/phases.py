@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.gpu import ENV, has_gpu, not_measured
+from benchmarks.gpu_traces import ENV, has_gpu, not_measured
 from benchmarks.pairs import Failure
 from benchmarks.scaling import Size, config
 from benchmarks.separate_process import run_in_process

@@ -7,7 +7,7 @@ GPU, the number of environments goes up to 65,536, and the rows have the share o
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks.gpu import ENV, has_gpu, not_measured, run_verdict
+from benchmarks.gpu_traces import ENV, has_gpu, not_measured, run_verdict
 from benchmarks.other_libraries import STEPS, as_work
 from benchmarks.pairs import Contestant, Failure, Result, race, ratio_summary, ratios, summary
 from benchmarks.separate_process import run_in_process
@@ -109,7 +109,7 @@ def on_gpu(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
             row = point(by, size, quick, "cuda", cores)
             args = {"make": "benchmarks.scaling:ecrl_work", "args": {**size._asdict(), "device": "cuda"}}
             try:
-                row |= run_in_process("benchmarks.gpu:profiled_share", args, cores, ENV["cuda"])
+                row |= run_in_process("benchmarks.gpu_traces:profiled_share", args, cores, ENV["cuda"])
                 row |= run_verdict(row)
             except Failure as failure:
                 row["error"] = str(failure)

@@ -84,18 +84,22 @@ def stop(running: Running) -> None:
 
 
 def run_in_process(
-    function: str, args: Mapping[str, Any], cores: Sequence[int], env: Mapping[str, str] | None = None
+    function: str,
+    args: Mapping[str, Any],
+    cores: Sequence[int],
+    env: Mapping[str, str] | None = None,
+    patience: float = PATIENCE,
 ) -> Any:
     """Call "module:function" with `args` in a new process, with `env` added to its environment; return its result.
 
-    Raises: Failure, with the last line on stderr, if the process dies or takes longer than `PATIENCE`.
+    Raises: Failure, with the last line on stderr, if the process dies or takes longer than `patience` seconds.
     """
     running = begin(function, args, cores, env)
     try:
-        running.process.wait(PATIENCE)
+        running.process.wait(patience)
         return result(running)
     except subprocess.TimeoutExpired:
-        raise Failure(f"{function}: no answer for {PATIENCE:g} s") from None
+        raise Failure(f"{function}: no answer for {patience:g} s") from None
     finally:
         stop(running)
 

@@ -14,6 +14,7 @@ from benchmarks import (
     cameras,
     end_to_end,
     gpu,
+    gpu_traces,
     guard,
     kernels,
     memory,
@@ -25,6 +26,7 @@ from benchmarks import (
     roofline,
     scaling,
     seeds,
+    separate_process,
     solved,
 )
 from benchmarks.alternating_calls import ratio, time_alternating
@@ -305,7 +307,7 @@ def test_without_a_gpu_its_rows_say_so(monkeypatch):
     monkeypatch.setattr(memory, "run_in_process", lambda *_: {"peak_mb": 1.0})
     monkeypatch.setattr(phases, "run_in_process", lambda *_: [])
     monkeypatch.setattr(scaling, "point", lambda *_: {"device": "cpu"})
-    for module in (kernels, memory, phases, scaling):
+    for module in (gpu, kernels, memory, phases, scaling):
         monkeypatch.setattr(module, "has_gpu", lambda: False)
         for quick in (True, False):
             gpu_rows = [row for row in module.rows(quick, [0]) if row.get("device") == "cuda"]
@@ -319,15 +321,15 @@ def on_gpu(start, length, graph=0, kind="kernel", launch=1):
 
 def test_shares_of_a_gpu_trace_count_what_overlaps_once():
     trace = [on_gpu(0, 4, 7), on_gpu(2, 4, 7), on_gpu(5, 3, 0, "gpu_memcpy"), on_gpu(50, 9, 1, "cpu_op")]
-    assert gpu.kernel_share(trace, 16.0) == {"busy_share": 0.5, "graph_share": 0.375}
+    assert gpu_traces.kernel_share(trace, 16.0) == {"busy_share": 0.5, "graph_share": 0.375}
 
 
 def test_inside_a_graph_counts_what_lies_between_its_kernels_but_not_between_two_launches():
     trace = [on_gpu(0, 1, 7), on_gpu(3, 1, 7), on_gpu(6, 1, 7, launch=2), on_gpu(8, 1, 7, launch=2)]
-    assert gpu.kernel_share(trace, 10.0) == {"busy_share": 0.4, "graph_share": 0.7}
+    assert gpu_traces.kernel_share(trace, 10.0) == {"busy_share": 0.4, "graph_share": 0.7}
     copied_in_and_out = [on_gpu(4.5, 1, kind="gpu_memcpy"), on_gpu(9, 1)]
-    assert gpu.seconds_on_device([*trace, *copied_in_and_out], 2) == 3.5e-6  # only the graphs
-    assert gpu.seconds_on_device(copied_in_and_out, 2) == 1e-6
+    assert gpu_traces.seconds_on_device([*trace, *copied_in_and_out], 2) == 3.5e-6  # only the graphs
+    assert gpu_traces.seconds_on_device(copied_in_and_out, 2) == 1e-6
 
 
 def test_rows_of_a_gpu_say_whether_they_are_what_must_be(monkeypatch):
@@ -345,14 +347,72 @@ def test_rows_of_a_gpu_say_whether_they_are_what_must_be(monkeypatch):
 
 
 def test_kernels_of_a_gpu_are_judged_by_a_copys_bandwidth():
-    assert gpu.kernel_verdict("gae", "ecrl compiled", 0.71)["met"] is True
-    assert gpu.kernel_verdict("gae", "ecrl compiled", 0.69)["met"] is False
-    assert gpu.kernel_verdict("adam", "ecrl compiled", 0.1) == {"must": None, "met": None}
+    assert gpu_traces.kernel_verdict("gae", "ecrl compiled", 0.71)["met"] is True
+    assert gpu_traces.kernel_verdict("gae", "ecrl compiled", 0.69)["met"] is False
+    assert gpu_traces.kernel_verdict("adam", "ecrl compiled", 0.1) == {"must": None, "met": None}
+
+
+def test_a_difference_is_relative_and_nan_equals_only_nan():
+    a = {"x": torch.tensor([1.0, float("nan"), float("inf")]), ("y", "z"): torch.tensor([3, 7]), "none": torch.ones(0)}
+    b = a | {("y", "z"): torch.tensor([3, 9])}
+    assert gpu.largest_difference(a, a) == {"difference": 0.0, "where": "", "must_below": 1e-4, "met": True}
+    assert gpu.largest_difference(a, b) == {"difference": 0.25, "where": "y/z", "must_below": 1e-4, "met": False}
+    c = a | {"x": torch.tensor([1.0, 2.0, float("inf")])}
+    assert gpu.largest_difference(a, c)["difference"] == float("inf")
+
+
+def test_a_config_that_takes_too_long_on_a_gpu_is_one_row(monkeypatch):
+    fakes = {"quick": ("builtins:dict", {"difference": 0.0}), "slow": ("subprocess:run", {"args": ["sleep", "60"]})}
+    monkeypatch.setattr(gpu, "CONFIGS", ("quick", "slow", "missing"))
+
+    def begin(function, args, cores, env):
+        assert function == "benchmarks.gpu:agreement" and args["device"] == "cuda" and env == gpu_traces.ENV["cuda"]
+        return separate_process.begin(*fakes.get(args["config"], ("builtins:no_such_name", {})), cores, env)
+
+    monkeypatch.setattr(gpu, "begin", begin)
+    rows = gpu.agreements("cuda", [0], 10.0)
+    assert rows[0] == {"part": "agreement", "what": "quick", "difference": 0.0}
+    assert rows[1]["error"] == "took longer than 10 s" and "died with status 1" in rows[2]["error"]
+
+
+def test_rows_of_a_gpu_go_on_after_a_part_that_failed(monkeypatch, capsys):
+    def failing(device, cores):
+        raise Failure("benchmarks.gpu:speed: no answer for 150 s")
+
+    parts = {"agreement": lambda device, cores: [{"part": "agreement", "difference": 0.0}], "speed": failing}
+    monkeypatch.setattr(gpu, "PARTS", parts)
+    monkeypatch.setattr(gpu, "has_gpu", lambda: True)
+    first, second = gpu.rows(False, [0])
+    assert first == {"part": "agreement", "difference": 0.0, "device": "cuda"}
+    assert second == {"part": "speed", "error": "benchmarks.gpu:speed: no answer for 150 s", "device": "cuda"}
+    assert capsys.readouterr().err.count("\n") == 2 and len(gpu.rows(True, [0])) == 1
+
+
+def test_the_speed_on_a_gpu_has_its_time_in_graphs(monkeypatch):
+    answers = {
+        "benchmarks.gpu:speed": [{"num_envs": 65_536, "ecrl_steps_s": 3e7}, {"num_envs": 2048, "error": "died"}],
+        "benchmarks.gpu_traces:profiled_share": {"busy_share": 0.98, "graph_share": 0.96},
+    }
+    monkeypatch.setattr(gpu, "run_in_process", lambda function, *_: answers[function])
+    fast, failed = gpu.speed_rows("cuda", [0])
+    assert fast["met"] is True and fast["what"] == "CartPole PPO, 65,536 envs" and fast["graph_share"] == 0.96
+    assert failed["error"] == "died" and "met" not in failed
+
+
+def test_the_limits_of_a_gpu_are_eight_minutes_together():
+    limits = gpu.LIMITS
+    assert sum(limits.values()) + (len(gpu.SIZES) - 1) * limits["time in graphs"] <= 8 * 60
+
+
+@pytest.mark.long
+def test_an_eager_and_a_compiled_run_agree():
+    row = gpu.agreement("cartpole_ppo", "cpu")
+    assert row["met"] and 0.0 < row["difference"] < 1e-4 and row["compiled_s"] > 0.0
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_the_trace_distinguishes_a_copy_from_a_graph():
-    assert 1e9 < gpu.copy_rate(2**24) < 2e13
+    assert 1e9 < gpu_traces.copy_rate(2**24) < 2e13
     rows = kernels.measure(0, True, "cuda")
     assert all(0 < row["roof_share"] < 1.5 for row in rows if row["ours"] == "ecrl compiled")
     assert all(row["must_roof_share"] == 0.7 for row in rows if row["ours"] == "ecrl compiled")
@@ -442,6 +502,7 @@ def test_work_units_of_cameras_draw_and_step(monkeypatch):
 DRAWN = [
     cameras,
     end_to_end,
+    gpu,
     guard,
     kernels,
     memory,
@@ -576,9 +637,10 @@ def test_figures_of_rows_with_gaps(module, tmp_path):
         scaling: {"by": "width", "num_envs": 4, "steps": 8, "width": 16, "ecrl_steps_per_s": 5.0},
         seeds: {"num_envs": 4, "cores": 1, "time_by_in_turn": 0.5}
         | {f"{name}_steps_per_s": 5.0 for name in seeds.CONTESTANTS},
+        gpu: {"what": "gae", "peer": "rlax", "ratio": 2.0, "ratio_min": 1.0, "ratio_max": 3.0, "ours": "ecrl compiled"},
         solved: {"what": "cold", "ours": "ecrl", "peer": "rejax", "ratio": 0.5, "ours_s": 1.0, "peer_s": 2.0},
     }[module] | {"device": "cpu"}
-    gap = gpu.not_measured(
+    gap = gpu_traces.not_measured(
         **{key: full[key] for key in ("by", "contestant", "num_envs", "kernel", "size") if key in full}
     )
     made = module.figure([full, {**gap, "device": "cuda"}, {**gap, "device": "cpu", "error": "died"}])
