@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.learning import Report, Row, followed
 from benchmarks.other_libraries import SOLVED, STEPS, as_work
 from benchmarks.pairs import ROOT
-from benchmarks.tasks import Task, task_of, without_memory
+from benchmarks.tasks import Task, task_of, with_arm, without_memory
 from ecrl import Config, evaluate, init_state, load_config, train_iter
 from ecrl.algorithms import Run
 from ecrl.config import total_steps
@@ -64,6 +64,21 @@ def learn(config: str, seed: int, started: float | None = None) -> Row:
 def learn_without_memory(config: str, seed: int, started: float | None = None) -> Row:
     """Do the same with feed-forward networks."""
     return _learn(without_memory(load_config(config)), task_of(config), seed, started)
+
+
+def learn_with_panda(config: str, seed: int, started: float | None = None) -> Row:
+    """Do the same with the arm `example:panda`."""
+    return _learn(with_arm(load_config(config), "panda"), task_of(config), seed, started)
+
+
+def learn_with_so101(config: str, seed: int, started: float | None = None) -> Row:
+    """Do the same with the arm `example:so101`."""
+    return _learn(with_arm(load_config(config), "so101"), task_of(config), seed, started)
+
+
+def learn_with_ur10(config: str, seed: int, started: float | None = None) -> Row:
+    """Do the same with the arm `example:ur10` and a gripper."""
+    return _learn(with_arm(load_config(config), "ur10"), task_of(config), seed, started)
 
 
 def _learn(cfg: Config, task: Task, seed: int, started: float | None) -> Row:

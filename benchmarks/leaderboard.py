@@ -45,6 +45,8 @@ can also read the files.
 - **A failed seed** has no score and counts as a seed that did not reach the threshold.
 - **ecrl, without memory** has separate networks in place of the recurrent ones: two layers of 64 units with tanh, and
   PyTorch's initial weights. The settings outside of the networks are those of the config.
+- **ecrl, example:...** has an arm of the package `example-robot-data` in place of the built-in one, `example:ur10` with
+  the built-in gripper. All lengths of the task scale with the reach of the arm.
 - **rejax** and **Stable-Baselines3, same settings** have the settings of the config.
   `benchmarks/other_libraries/rejax_learning.py` and `sb3_minatar.py` list the differences.
 

@@ -8,12 +8,13 @@ default does not change the hash. The commit in the file identifies the code and
 import hashlib
 import json
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 from benchmarks.other_libraries.zoo import ZOO
-from benchmarks.tasks import EPISODES, MEMORY, MINATAR_PPO, POINTS, TASKS, Task, without_memory
+from benchmarks.tasks import ARMS, EPISODES, MEMORY, MINATAR_PPO, POINTS, TASKS, Task, with_arm, without_memory
 from ecrl.config import Config, load_config, total_steps
 from ecrl.errors import UserError
 from ecrl.report.curves import canonical_json, without_seeds_and_names
@@ -50,6 +51,10 @@ def _settings_without_memory(config: Path) -> Row:
     return _settings(without_memory(load_config(config)))
 
 
+def _settings_with(arm: str, config: Path) -> Row:
+    return _settings(with_arm(load_config(config), arm))
+
+
 def _zoo_settings(config: Path) -> Row:
     return {"zoo": ZOO[config.stem]._asdict(), "steps": total_steps(load_config(config), 1)}
 
@@ -59,6 +64,16 @@ LIBRARIES = {
     "without_memory": Library(
         "ecrl, without memory", "benchmarks.ecrl_runs:learn_without_memory", _settings_without_memory, MEMORY
     ),
+    **{
+        arm: Library(
+            f"ecrl, example:{arm}",
+            f"benchmarks.ecrl_runs:learn_with_{arm}",
+            partial(_settings_with, arm),
+            ("push_cube_ppo",),
+            ("cmeel",),  # part of example-robot-data
+        )
+        for arm in ARMS
+    },
     "rejax": Library(
         "rejax", "benchmarks.other_libraries.rejax_learning:learn", _own_settings, MINATAR_PPO, ("rejax",)
     ),

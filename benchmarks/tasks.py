@@ -4,7 +4,7 @@ The learning tests, the README's figures and `ecrl bench results` all use this t
 """
 
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from benchmarks.pairs import ROOT
 from ecrl.config import Config
@@ -85,6 +85,20 @@ def without_memory(cfg: Config) -> Config:
     layers = {"type": "mlp", "network_cfg": {"hidden_sizes": [64, 64], "activation": "tanh"}}
     normalize = cfg.policy.normalize_obs
     return cfg.replace(policy={"name": "actor_critic", "actor": layers, "critic": layers, "normalize_obs": normalize})
+
+
+_HAND = {"component_type": "hand", "urdf_path": "builtin:two_finger_gripper"}
+ARMS: dict[str, dict[str, Any]] = {
+    "panda": {"model": "example:panda"},
+    "so101": {"model": "example:so101"},
+    "ur10": {"model": "example:ur10", "urdf_cfg": {"components": [_HAND]}},
+}
+"""Arms of the package example-robot-data that do the task of `push_cube_ppo`, in place of the built-in arm."""
+
+
+def with_arm(cfg: Config, arm: str) -> Config:
+    """Return a config with one of `ARMS`."""
+    return cfg.replace(**{"env.cfg.robot": ARMS[arm]})
 
 
 def task_of(config: str | Path) -> Task:
