@@ -38,7 +38,7 @@ def check(only: tuple[str, ...]) -> None:
     unknown = [name for name in only if name not in SUBJECTS]
     if unknown:
         raise UserError(f"--only {unknown[0]}: no such subject; known: {', '.join(SUBJECTS)}")
-    needed = () if only == ("gpu",) else NEEDED  # a GPU machine may have few of the peers
+    needed = ("matplotlib",) if only == ("gpu",) else NEEDED  # a GPU machine may have few of the peers
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
         raise MissingExtraError(f"benchmarks need {', '.join(missing)}: install with: pip install -e '.[bench]'")

@@ -1,4 +1,4 @@
-"""A GPU in under eight minutes: first whether compiled runs agree with eager ones, then speed.
+"""A GPU in about eight minutes: first whether compiled runs agree with eager ones, then speed.
 
 Each part has a limit of time, and each row is printed as soon as it is there, because a GPU is often lent for minutes.
 Without a GPU, all rows are "not measured".
@@ -7,11 +7,12 @@ Without a GPU, all rows are "not measured".
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from benchmarks import end_to_end
 from benchmarks.gpu_traces import ENV, MUST_GRAPH_SHARE, has_gpu, not_measured, run_verdict
-from benchmarks.pairs import Failure
+from benchmarks.pairs import Failure, await_ready, run_rounds, started
 from benchmarks.separate_process import begin, result, run_in_process, stop
 
 CONFIGS = ("cartpole_ppo", "cartpole_grpo", "point_mass_apg", "repeat_previous_ppo", "minatar_breakout_ppo")
@@ -62,8 +63,9 @@ def largest_difference(expected: Mapping[Any, Any], actual: Mapping[Any, Any]) -
     return {"difference": worst, "where": where, "must_below": MUST_DIFFER_LESS, "met": worst < MUST_DIFFER_LESS}
 
 
-def agreements(device: str, cores: Sequence[int], limit: float) -> list[Row]:
-    """Return a row per config. All configs run at the same time, so that compiling uses the whole machine."""
+def agreements(device: str, cores: Sequence[int]) -> Iterator[Row]:
+    """Yield a row per config. All configs run at the same time, so that compiling uses the whole machine."""
+    limit = LIMITS["agreement"]
     end, env = time.monotonic() + limit, ENV[device]
     spread = [[cores[i % len(cores)]] for i in range(len(CONFIGS))]
     running = [
@@ -71,7 +73,8 @@ def agreements(device: str, cores: Sequence[int], limit: float) -> list[Row]:
         for name, core in zip(CONFIGS, spread, strict=True)
     ]
     try:
-        return [_agreement_row(name, one, end, limit) for name, one in zip(CONFIGS, running, strict=True)]
+        for name, one in zip(CONFIGS, running, strict=True):
+            yield _agreement_row(name, one, end, limit)
     finally:
         for one in running:
             stop(one)
@@ -88,44 +91,47 @@ def _agreement_row(config: str, running: Any, end: float, limit: float) -> Row:
         return about | {"error": str(failure)}
 
 
-def speed(device: str, sizes: Sequence[int], cores: Sequence[int]) -> list[Row]:
-    """Return the env steps per second of CartPole PPO and rejax. All sizes are set up at the same time."""
-    from benchmarks import end_to_end
+def speed(device: str, cores: Sequence[int]) -> Iterator[Row]:
+    """Yield a row per number of environments: CartPole PPO against rejax, and the share of time inside CUDA graphs.
 
-    return end_to_end.on_cores(cores, ("rejax",), sizes, True, device)
-
-
-def speed_rows(device: str, cores: Sequence[int]) -> list[Row]:
-    """Return a row per number of environments, with the share of time inside CUDA graphs."""
-    args = {"device": device, "sizes": SIZES, "cores": cores}
-    out = run_in_process("benchmarks.gpu:speed", args, cores, ENV[device], LIMITS["speed"])
-    for row in out:
-        row |= {"part": "speed", "what": f"CartPole PPO, {row['num_envs']:,} envs"}
-        if "error" in row:
-            continue
-        work = {"make": "benchmarks.ecrl_runs:make", "args": {"num_envs": row["num_envs"], "trainer__device": device}}
-        try:
-            share = run_in_process(
-                "benchmarks.gpu_traces:profiled_share", work, cores, ENV[device], LIMITS["time in graphs"]
-            )
-        except Failure as failure:
-            row["error"] = str(failure)
-            continue
-        row |= share | {"ecrl_steps_per_s": row["ecrl_steps_s"], "must_graph_share": MUST_GRAPH_SHARE}
-        row |= run_verdict(row)
-    return out
+    All sizes are set up at the same time. A size that is not ready at the limit has an error.
+    """
+    end = time.monotonic() + LIMITS["speed"]
+    pairs = [[end_to_end.contestant(name, size, device) for name in ("ecrl", "rejax")] for size in SIZES]
+    with started([one for pair in pairs for one in pair], cores) as workers:
+        ready = [await_ready(worker, max(0.0, end - time.monotonic())) for worker in workers]
+        for i, size in enumerate(SIZES):
+            both = slice(2 * i, 2 * i + 2)
+            ecrl, rejax = run_rounds(workers[both], ready[both], cores, 5, 0.4)
+            about = {"part": "speed", "what": f"CartPole PPO, {size:,} envs"}
+            yield with_time_in_graphs(about | end_to_end.row(ecrl, rejax, "GPU", size), device, cores)
 
 
-def kernel_rows(device: str, cores: Sequence[int]) -> list[Row]:
-    """Return the rows of `benchmarks.kernels` on a GPU, of a quick run."""
+def with_time_in_graphs(row: Row, device: str, cores: Sequence[int]) -> Row:
+    """Return the row of a run with its share of time inside CUDA graphs, and whether it meets all targets."""
+    if "error" in row:
+        return row
+    work = {"make": "benchmarks.ecrl_runs:make", "args": {"num_envs": row["num_envs"], "trainer__device": device}}
+    function, limit = "benchmarks.gpu_traces:profiled_share", LIMITS["time in graphs"]
+    try:
+        share = run_in_process(function, work, cores, ENV[device], limit)
+    except Failure as failure:
+        return row | {"error": str(failure)}
+    measured = row | share | {"ecrl_steps_per_s": row["ecrl_steps_s"], "must_graph_share": MUST_GRAPH_SHARE}
+    verdict = run_verdict(measured)
+    return measured | verdict | {"met": verdict["met"] and row["met"] is not False}
+
+
+def kernel_rows(device: str, cores: Sequence[int]) -> Iterator[Row]:
+    """Yield the rows of `benchmarks.kernels` on a GPU, of a quick run."""
     args = {"quick": True, "device": device}
-    out = run_in_process("benchmarks.kernels:measure_all", args, cores[:1], ENV[device], LIMITS["kernels"])
-    return [{"part": "kernels", "what": f"{row['kernel']} {row['size']}", **row} for row in out]
+    found = run_in_process("benchmarks.kernels:measure_all", args, cores[:1], ENV[device], LIMITS["kernels"])
+    yield from ({"part": "kernels", "what": f"{row['kernel']} {row['size']}", **row} for row in found)
 
 
-PARTS: dict[str, Callable[[str, Sequence[int]], list[Row]]] = {
-    "agreement": lambda device, cores: agreements(device, cores, LIMITS["agreement"]),
-    "speed": speed_rows,
+PARTS: dict[str, Callable[[str, Sequence[int]], Iterator[Row]]] = {
+    "agreement": agreements,
+    "speed": speed,
     "kernels": kernel_rows,
 }
 
@@ -137,14 +143,18 @@ def rows(quick: bool, cores: Sequence[int]) -> list[Row]:
         return [not_measured(part=part, device="cuda") for part in parts]
     out: list[Row] = []
     for part in parts:
-        try:
-            found = PARTS[part]("cuda", cores)
-        except Failure as failure:
-            found = [{"part": part, "error": str(failure)}]
-        for row in found:
+        for row in _rows_of(part, cores):
             print(row, file=sys.stderr, flush=True)
-        out += [row | {"device": "cuda"} for row in found]
+            out.append(row | {"device": "cuda"})
     return out
+
+
+def _rows_of(part: str, cores: Sequence[int]) -> Iterator[Row]:
+    """Yield the rows of a part. If the part fails, the last row has the error."""
+    try:
+        yield from PARTS[part]("cuda", cores)
+    except Failure as failure:
+        yield {"part": part, "error": str(failure)}
 
 
 def figure(rows: list[Row]) -> Any:

@@ -156,10 +156,10 @@ def started(contestants: Sequence[Contestant], cores: Sequence[int]) -> Iterator
             stop(worker)
 
 
-def await_ready(worker: Worker) -> Result:
-    """Wait until a worker is ready or has failed, and return its result without rates."""
+def await_ready(worker: Worker, patience: float = PATIENCE) -> Result:
+    """Wait until a worker is ready or has failed, at most `patience` seconds. Return its result without rates."""
     try:
-        ready = answer(worker)
+        ready = answer(worker, patience)
         return Result(worker.name, [], ready["setup_s"], ready["versions"], ready["peak_rss_mb"])
     except Failure as failure:
         return Result(worker.name, [], float("nan"), {}, float("nan"), str(failure))

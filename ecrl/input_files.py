@@ -27,10 +27,22 @@ def reason_to_refuse(path: str | Path) -> str | None:
         return None
     listed = os.environ[VARIABLE]
     folders = [os.path.realpath(folder) for folder in listed.split(os.pathsep) if folder]
-    if any(Path(os.path.realpath(path)).is_relative_to(folder) for folder in folders):
+    try:
+        real = Path(os.path.realpath(path))
+    except ValueError as error:  # such as a NUL in the path
+        return f"{str(path)!r} is not a path: {error}"
+    if any(real.is_relative_to(folder) for folder in folders):
         return None
     advice = "copy it into one of these folders, or add its folder to the variable"
     return f"{str(path)!r} is outside the folders of ${VARIABLE} ({listed or 'none'}); {advice}"
+
+
+def check_inputs_in(folder: str | Path, key: str) -> None:
+    """Do the same as `check_input` for a folder and everything in it, because links may lead outside."""
+    check_input(folder, key)
+    if is_restricted():
+        for path in Path(folder).rglob("*"):
+            check_input(path, key)
 
 
 def check_input(path: str | Path, key: str) -> None:

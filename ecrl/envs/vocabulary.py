@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ecrl.errors import ConfigError
+from ecrl.input_files import check_input
 from ecrl.registry import did_you_mean
 
 PADDING = "<pad>"
@@ -28,6 +29,7 @@ def read_vocabulary(path: str | None = None) -> dict[str, int]:
     """
     if path is None:
         return json.loads(SHIPPED.read_text(encoding="utf-8"))
+    check_input(path, "tokenizer")
     where = f"tokenizer: {path!r}"
     try:
         words = json.loads(Path(path).read_text(encoding="utf-8"))

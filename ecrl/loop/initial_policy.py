@@ -22,7 +22,7 @@ from ecrl.config import Config
 from ecrl.config.config import PolicyConfig
 from ecrl.distributed import rank
 from ecrl.errors import CheckpointError, ConfigError
-from ecrl.input_files import check_input
+from ecrl.input_files import check_inputs_in
 from ecrl.policies import Policy
 from ecrl.pytree import flatten, paths, unflatten
 from ecrl.registry import is_init_only
@@ -52,7 +52,7 @@ def initial_policy(run: Run, cfg: Config, device: torch.device) -> Policy:
     if cfg.trainer.init_from is None:
         return run.policy
     path, policy = Path(cfg.trainer.init_from), run.policy
-    check_input(path, _KEY)
+    check_inputs_in(path, _KEY)
     try:
         folder, tensors = _read(path)
     except CheckpointError as error:
@@ -126,6 +126,10 @@ def _read(path: Path) -> tuple[Path, dict[str, Tensor]]:
     folder, tensors = complete_folder(path), {}
     for name, checksum in read_manifest(path)["sha256"].items():
         if name.endswith(".safetensors") and not name.startswith("rank_"):
+            if name != Path(name).name:
+                raise CheckpointError(
+                    f"{path}/manifest.json: names the file {name!r} of another folder; use another one"
+                )
             if not is_file(folder / name) or sha256_of_file(folder / name) != checksum:
                 raise CheckpointError(f"{path}/{name}: missing or damaged; use another checkpoint")
             tensors |= read_tensors(folder / name, ["params", "norm", "frozen_params"])

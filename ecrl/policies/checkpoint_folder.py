@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ecrl.errors import ConfigError, extra
-from ecrl.input_files import check_input
+from ecrl.input_files import check_inputs_in
 from ecrl.spaces import MultiDiscrete
 
 KEY = "policy.vla.model_path"
@@ -81,7 +81,7 @@ def check_folder(model_path: str | None, kind: str) -> Path:
 def model_type(model_path: str, advice: str) -> Any:
     """Return the `model_type` in the `config.json` of a folder. Errors end with `advice`."""
     folder = Path(model_path)
-    check_input(folder, KEY)
+    check_inputs_in(folder, KEY)
     if not folder.is_dir():
         raise ConfigError(f"{KEY}: no such folder {model_path!r}; {advice}")
     if not (folder / "config.json").is_file():

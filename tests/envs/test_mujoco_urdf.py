@@ -244,6 +244,30 @@ def test_collada_meshes_collide_and_are_seen(package):
     assert solid.geom_contype[shape] == 2 and np.isclose(np.ptp(solid.mesh_vert[:, 2]), 0.15)
 
 
+def test_meshes_that_are_only_seen_may_be_flat_or_damaged(package):
+    pytest.importorskip("collada", reason="needs the extra 'robots'")
+    stl, path = "../meshes/tip.stl", package.parent / "meshes" / "tip.dae"
+    square = PYRAMID.replace('count="5"', 'count="1"').replace("4 3 3 3 3", "4").replace(" 0 1 4 1 2 4 2 3 4 3 0 4", "")
+    write_collada(path, faces=square)
+    assert scene(urdf_in(package, meshed("../meshes/tip.dae", stl))).model.nmesh == 2
+    damaged = {
+        "a short list": PYRAMID.replace("4 3 3 3 3", "4 3 3 3 99"),
+        "no such vertex": PYRAMID.replace("0 3 2 1", "0 3 2 -1"),
+        "no offset": PYRAMID.replace(' offset="0"', ""),
+    }
+    for faces in damaged.values():
+        write_collada(path, faces=faces)
+        with pytest.warns(
+            UserWarning, match=r"^robot.model: 1 visual meshes such as '../meshes/tip.dae' cannot be read"
+        ):
+            assert scene(urdf_in(package, meshed("../meshes/tip.dae", stl))).model.nmesh == 1
+        with pytest.raises(ConfigError, match=r"^robot.model: (cannot read )?the mesh '.*tip.dae'"):
+            scene(urdf_in(package, meshed("", "../meshes/tip.dae")))
+    for unit in ("nan", "-1", "0"):
+        with pytest.raises(ConfigError, match=rf"^robot.model: the mesh '.*tip.dae' has the unit {unit}.* m, expected"):
+            collada_mesh(write_collada(path, unit), "robot.model")
+
+
 def urdf_in(package, text):
     """Write a URDF file, and return its path."""
     (package / "arm.urdf").write_text(text)
@@ -259,14 +283,29 @@ def test_moments_of_inertia_that_no_body_has_become_their_mean_with_one_warning(
     with pytest.warns(UserWarning, match=message) as caught:
         model = scene(text).model
     assert len(caught) == 1 and np.allclose(model.body("r/upper").inertia, 0.02)
-    edge = long.replace("0.04", "0.02")
-    assert np.allclose(scene(text.replace(long, edge)).model.body("r/upper").inertia, [0.02, 0.01, 0.01])
+    edge = long.replace("0.04", "0.019")
+    assert np.allclose(scene(text.replace(long, edge)).model.body("r/upper").inertia, [0.019, 0.01, 0.01])
+
+
+def test_the_moments_of_a_plate_stay_whatever_their_rounding():
+    """A + B = C for a plate. In a third of these frames, MuJoCo would refuse the rounded moments."""
+    turn = np.random.default_rng(0)
+    for _ in range(30):
+        axes = np.linalg.qr(turn.normal(size=(3, 3)))[0]
+        moments = axes @ np.diag([0.01, 0.06, 0.07]) @ axes.T
+        names = {"ixx": (0, 0), "iyy": (1, 1), "izz": (2, 2), "ixy": (0, 1), "ixz": (0, 2), "iyz": (1, 2)}
+        plate = " ".join(f'{name}="{float(moments[place])!r}"' for name, place in names.items())
+        text = robot().replace(link("upper", BALL), link("upper", BALL).replace(INERTIA, f"<inertia {plate}/>"))
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            inertia = scene(text).model.body("r/upper").inertia
+        assert not warned and np.allclose(inertia, [0.07, 0.06, 0.01], rtol=1e-5)
 
 
 def test_without_pycollada_visual_meshes_are_left_out_with_one_warning(package, monkeypatch):
     monkeypatch.setattr("ecrl.envs.mujoco.robots.urdf.can_read_collada", lambda: False)
     (package / "arm.urdf").write_text(meshed("package://my_arm/meshes/tip.dae", "../meshes/tip.stl"))
-    text = r"^robot.model: 1 visual meshes such as 'package://my_arm/meshes/tip.dae' are not files of MuJoCo, so images"
+    text = r"^robot.model: 1 visual meshes such as 'package://my_arm/meshes/tip.dae' cannot be read, so images"
     with pytest.warns(UserWarning, match=text) as caught:
         model = scene(str(package / "arm.urdf")).model
     assert len(caught) == 1 and model.nmesh == 1 and not (model.geom_group == 3).any()

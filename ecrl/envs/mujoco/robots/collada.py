@@ -29,17 +29,21 @@ def collada_mesh(path: Path, key: str) -> tuple[np.ndarray, np.ndarray]:
     Returns: `(vertices, faces)`: vertices in m, float32 `[V, 3]`, and the three vertices of each face, int32 `[F, 3]`.
     Raises: ConfigError if the file is not a Collada file or has no triangles.
     """
-    from collada.common import DaeError
-
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PendingDeprecationWarning)  # pycollada computes with numpy.matrix
             parts, unit = _parts(path)
-    except (DaeError, OSError, ValueError, SyntaxError) as error:
-        reason = " ".join(str(error).split())
+    except Exception as error:  # pycollada raises errors of many types for a damaged file
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"{key}: cannot read the mesh {str(path)!r}: {reason}") from None
     if not parts:
         raise ConfigError(f"{key}: the mesh {str(path)!r} has no triangles; convert it to .stl or .obj")
+    if not (unit > 0.0 and np.isfinite(unit)):
+        raise ConfigError(f"{key}: the mesh {str(path)!r} has the unit {unit} m, expected a positive number")
+    if any(index.min() < 0 or index.max() >= len(vertices) for vertices, index in parts):
+        raise ConfigError(f"{key}: the mesh {str(path)!r} has a face with a vertex that is not there")
+    if not all(np.isfinite(vertices).all() for vertices, _ in parts):
+        raise ConfigError(f"{key}: the mesh {str(path)!r} has a vertex that is not finite")
     starts = np.cumsum([0, *(len(vertices) for vertices, _ in parts)])
     faces = np.concatenate([index + start for (_, index), start in zip(parts, starts, strict=False)])
     vertices = unit * np.concatenate([vertices for vertices, _ in parts])
@@ -56,4 +60,5 @@ def _parts(path: Path) -> tuple[list[tuple[np.ndarray, np.ndarray]], float]:
     parts = [part for geometry in geometries for part in geometry.primitives()]
     parts = [part.triangleset() if hasattr(part, "triangleset") else part for part in parts]
     triangles = [part for part in parts if np.shape(part.vertex_index)[1:] == (3,) and len(part.vertex_index)]
-    return [(part.vertex, part.vertex_index) for part in triangles], document.assetInfo.unitmeter or 1.0
+    unit = document.assetInfo.unitmeter
+    return [(part.vertex, part.vertex_index) for part in triangles], 1.0 if unit is None else unit

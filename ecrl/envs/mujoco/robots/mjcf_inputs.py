@@ -1,4 +1,9 @@
-"""Check the files that an MJCF file includes or reads, such as meshes and textures."""
+"""Check the files that an MJCF file includes or reads, such as meshes and textures.
+
+MuJoCo searches all files in the folder of the main file, and in the folders of all `<compiler>` elements, also of those
+in included files. The check therefore tries every name in each of these folders. It refuses XML that only MuJoCo reads
+as an include, such as one in a namespace.
+"""
 
 from pathlib import Path
 from xml.etree import ElementTree
@@ -6,10 +11,8 @@ from xml.etree import ElementTree
 from ecrl.errors import ConfigError
 from ecrl.input_files import check_input, is_restricted
 
-_FILES = ("file", *(f"file{side}" for side in ("right", "left", "up", "down", "front", "back")))
+_ROOTS = ("mujoco", "mujocoinclude")
 _FOLDERS = ("meshdir", "texturedir", "assetdir")
-_MODELS = ("include", "model")
-"""Elements whose files are MJCF files too."""
 
 
 def check_mjcf_inputs(source: str, key: str) -> None:
@@ -20,25 +23,66 @@ def check_mjcf_inputs(source: str, key: str) -> None:
             directory for a text.
         key: config key for error messages.
     """
-    if is_restricted():
-        is_text = source.lstrip().startswith("<")
-        _check(source if is_text else None, Path() if is_text else Path(source), key, set())
+    if not is_restricted():
+        return
+    if source.lstrip().startswith("<"):
+        _check_model(_parsed(source, "the text", key), Path(), key, set())
+    else:
+        _check_file(Path(source), key, set())
 
 
-def _check(text: str | None, path: Path, key: str, seen: set[Path]) -> None:
-    """Check a file with all files that it includes. `seen` lists the checked files, because files may form a loop."""
-    if text is None:
-        check_input(path, key)
-        seen.add(path)
-    try:
-        root = ElementTree.fromstring(path.read_text(encoding="utf-8") if text is None else text)
-    except (OSError, UnicodeDecodeError, ElementTree.ParseError) as error:
-        raise ConfigError(f"{key}: cannot read {str(path)!r}: {error}") from None
-    home = path.parent if text is None else path
-    folders = {"", *(element.get(name, "") for element in root.iter("compiler") for name in _FOLDERS)}
-    for element in root.iter():
-        for name in filter(None, map(element.get, _FILES)):
-            for file in {home / folder / name for folder in folders}:
+def _check_file(path: Path, key: str, seen: set[Path]) -> None:
+    """Check a file with all files that it names. `seen` has the checked files, because files may form a loop."""
+    check_input(path, key)
+    if path.resolve() not in seen:
+        seen.add(path.resolve())
+        _check_model(_read(path, key), path.parent, key, seen)
+
+
+def _check_model(root: ElementTree.Element, home: Path, key: str, seen: set[Path]) -> None:
+    """Check a model whose main file is in the folder `home`."""
+    roots = _with_includes(root, home, key)
+    folders = {"", *(part.get(name, "") for root in roots for part in root.iter("compiler") for name in _FOLDERS)}
+    for part in (part for root in roots for part in root.iter() if part.tag != "include"):
+        for name in (value.replace("\\", "/") for name, value in part.items() if name.startswith("file")):
+            files = {home / folder / one for folder in folders for one in (name, Path(name).name)}
+            for file in files:
                 check_input(file, key)
-                if element.tag in _MODELS and file.is_file() and file not in seen:
-                    _check(None, file, key, seen)
+            if part.tag == "model":
+                for file in filter(Path.is_file, files):
+                    _check_file(file, key, seen)
+
+
+def _with_includes(root: ElementTree.Element, home: Path, key: str) -> list[ElementTree.Element]:
+    """Return the first element of a main file and of all files that it includes."""
+    roots, seen = [root], set()
+    for one in roots:  # the list grows
+        for name in (part.get("file", "") for part in one.iter("include")):
+            path = home / name.replace("\\", "/")
+            check_input(path, key)
+            if path.resolve() not in seen:
+                seen.add(path.resolve())
+                roots.append(_read(path, key))
+    return roots
+
+
+def _read(path: Path, key: str) -> ElementTree.Element:
+    try:
+        return _parsed(path.read_text(encoding="utf-8"), repr(str(path)), key)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{key}: cannot read {str(path)!r}: {error}") from None
+
+
+def _parsed(text: str, where: str, key: str) -> ElementTree.Element:
+    try:
+        root = ElementTree.fromstring(text)
+    except ElementTree.ParseError as error:
+        raise ConfigError(f"{key}: cannot read {where}: {error}") from None
+    if root.tag not in _ROOTS:
+        raise ConfigError(f"{key}: the first element of {where} is <{root.tag}>, expected <mujoco>")
+    for part in root.iter():
+        if any("}" in name for name in (part.tag, *part.keys())):
+            raise ConfigError(f"{key}: {where} has an XML namespace, in <{part.tag}>; remove the namespace")
+        if part.tag == "extension":
+            raise ConfigError(f"{key}: {where} has plugins, whose files cannot be checked; remove <extension>")
+    return root

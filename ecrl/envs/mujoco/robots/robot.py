@@ -63,17 +63,18 @@ class Robot(NamedTuple):
         return Robot(joints, parts, tcp, tuple(followers), grip, fingers)
 
 
-def spec_of(source: str, key: str, root: str = "") -> Any:
+def spec_of(source: str, key: str, root: str = "", is_trusted: bool = False) -> Any:
     """Return the MjSpec of an MJCF file.
 
     `source` is the path or the text of the file. A relative path is also searched below the folder `root`, if `root` is
-    not empty.
+    not empty. If `is_trusted`, the files may be outside $ECRL_INPUT_FOLDERS.
 
     Raises: ConfigError that begins with `key`, if the file does not exist or is not an MJCF file.
     """
     is_text = _is_text(source)
     source = source if is_text else _existing(source, key, root)
-    check_mjcf_inputs(source, key)
+    if not is_trusted:
+        check_mjcf_inputs(source, key)
     try:
         return mujoco().MjSpec.from_string(source) if is_text else mujoco().MjSpec.from_file(source)
     except ValueError as error:
@@ -246,14 +247,15 @@ def _add_tcp(spec: Any, part: str, body: Any, flange: tuple[float, float, float]
     return name
 
 
-def _urdf_of(source: str, key: str, root: str = "") -> Any:
-    """Return the MjSpec of the path or the text of a URDF file."""
+def _urdf_of(source: str, key: str, root: str = "", is_trusted: bool = False) -> Any:
+    """Return the MjSpec of the path or the text of a URDF file. See `spec_of`."""
     if _is_text(source):
-        return urdf.urdf_spec(source, Path.cwd(), key)
+        return urdf.urdf_spec(source, Path.cwd(), key, is_trusted)
     path = Path(_existing(source, key, root))
-    check_input(path, key)
+    if not is_trusted:
+        check_input(path, key)
     try:
-        return urdf.urdf_spec(path.read_text(encoding="utf-8"), path.parent, key)
+        return urdf.urdf_spec(path.read_text(encoding="utf-8"), path.parent, key, is_trusted)
     except UnicodeDecodeError:
         raise ConfigError(f"{key}: {format_value(str(path))} is not in UTF-8; save it in UTF-8") from None
 
@@ -262,8 +264,8 @@ def _no_shapes(base: Any, tcp: dict[str, Matrix], has_hand: bool) -> None:
     """Add nothing, because the file has the shapes of the robot."""
 
 
-def _from_file(cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Builtin]:
-    """Read a robot from a URDF or MJCF file.
+def _from_file(cfg: RobotConfig, drives: Mapping[str, Drive], is_trusted: bool) -> tuple[Any, Builtin]:
+    """Read a robot from a URDF or MJCF file. A file that code has registered is trusted, a file of a config is not.
 
     If the config has no drive settings, the actuators of an MJCF file are kept, and a robot of a URDF file gets drives
     that follow from the efforts of its joints.
@@ -273,8 +275,8 @@ def _from_file(cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Buil
         path = example_file(source.removeprefix(PREFIX), "robot.model")
         return _from_urdf(urdf.urdf_spec(path.read_text(), path.parent, "robot.model", is_trusted=True))
     if urdf.is_urdf(source):
-        return _from_urdf(_urdf_of(source, "robot.model", root))
-    return _from_mjcf(spec_of(source, "robot.model", root), cfg, drives)
+        return _from_urdf(_urdf_of(source, "robot.model", root, is_trusted))
+    return _from_mjcf(spec_of(source, "robot.model", root, is_trusted), cfg, drives)
 
 
 def _as_described(built: Builtin, model: RobotModel) -> Builtin:
@@ -334,10 +336,11 @@ def _arm(cfg: RobotConfig, drives: Mapping[str, Drive], arm: Part | None) -> tup
     model = described(cfg)
     if cfg.model is None and model is None:
         return *_builtin(cfg), _Assembly("built-in")
-    if cfg.model is None and model is not None:
+    is_registered = cfg.model is None
+    if is_registered and model is not None:
         cfg = cfg.model_copy(update={"model": model.source})
     source = cfg.model or ""
-    spec, built = _from_file(cfg, drives)
+    spec, built = _from_file(cfg, drives, is_trusted=is_registered)
     kind = "URDF" if source.startswith(PREFIX) or urdf.is_urdf(source) else "MJCF"
     return spec, built if model is None else _as_described(built, model), _Assembly(kind)
 

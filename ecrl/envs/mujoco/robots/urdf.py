@@ -26,7 +26,10 @@ _MOVING = ("revolute", "continuous", "prismatic")
 _READABLE = (".stl", ".obj", ".msh")
 _MEANINGFUL = ("link", "joint", "material", "mujoco")
 _COMPILER = {"strippath": "false", "fusestatic": "false", "discardvisual": "false"}
-_AXES = ("xx", "yy", "zz", "xy", "xz", "yz")
+_AXES, _ENTRIES = ("xx", "yy", "zz", "xy", "xz", "yz"), ((0, 0), (1, 1), (2, 2), (0, 1), (0, 2), (1, 2))
+"""Names of the moments of inertia in a URDF file, and their places in a 3x3 matrix."""
+_ROUNDING = 1e-6
+"""Relative difference of moments of inertia that counts as rounding."""
 _HIDDEN = 3
 """Group of geoms that images do not show: shapes for collisions of links that have other shapes for images."""
 _COLLISION = {"contype": 2, "conaffinity": 1, "condim": 4}  # a robot does not collide with itself
@@ -65,9 +68,7 @@ def urdf_spec(text: str, folder: Path, key: str, is_trusted: bool = False) -> An
     _check_tree(robot, key)
     _check_joints(robot, key)
     _balance_inertias(robot, key)
-    for path in _resolve_meshes(robot, folder, key):
-        if not is_trusted:
-            check_input(path, key)
+    meshes = _resolve_meshes(robot, folder, key, is_trusted)
     section = robot.find("mujoco")
     section = ElementTree.SubElement(robot, "mujoco") if section is None else section
     compiler = section.find("compiler")
@@ -79,7 +80,7 @@ def urdf_spec(text: str, folder: Path, key: str, is_trusted: bool = False) -> An
     except ValueError as error:
         raise ConfigError(f"{key}: {' '.join(str(error).split())}") from None
     _set_shapes(spec)
-    _add_collada_meshes(spec, key)
+    _add_collada_meshes(spec, meshes)
     for body in spec.bodies[1:]:
         body.gravcomp = 1.0
     return spec
@@ -164,37 +165,56 @@ def _balance_inertias(robot: ElementTree.Element, key: str) -> None:
     """Replace moments of inertia that no body has, with one warning.
 
     The principal moments of a body satisfy `A + B >= C`. MuJoCo refuses other moments. They become `(A + B + C) / 3`
-    about all axes, as MuJoCo's option `balanceinertia` does.
+    about all axes, as MuJoCo's option `balanceinertia` does. The moments of a plate, `A + B = C`, grow by a relative
+    2e-6 instead, because MuJoCo refuses some plates because of rounding.
     """
     changed: list[str] = []
     for link in robot.findall("link"):
-        if (inertia := link.find("inertial/inertia")) is None:
+        inertia = link.find("inertial/inertia")
+        if inertia is None or (moments := _moments(inertia)) is None:
             continue
-        try:
-            xx, yy, zz, xy, xz, yz = (float(inertia.get(f"i{axes}", "0")) for axes in _AXES)
-        except ValueError:
-            continue  # MuJoCo reports it
-        moments = np.array([[xx, xy, xz], [xy, yy, yz], [xz, yz, zz]])
-        if not np.isfinite(moments).all():
+        (a, b, c), axes = np.linalg.eigh(moments)
+        if a <= 0.0 or a + b > (1.0 + _ROUNDING) * c:
             continue
-        a, b, c = np.linalg.eigvalsh(moments)
-        if a > 0.0 and a + b < c:
-            mean = f"{(a + b + c) / 3.0:.17g}"
-            for axes in _AXES:
-                inertia.set(f"i{axes}", mean if axes[0] == axes[1] else "0")
+        if a + b >= (1.0 - _ROUNDING) * c:
+            moments = axes @ np.diag([a * (1.0 + 2.0 * _ROUNDING), b * (1.0 + 2.0 * _ROUNDING), c]) @ axes.T
+        else:
+            moments = np.eye(3) * (a + b + c) / 3.0
             changed.append(link.get("name", ""))
+        for (i, j), name in zip(_ENTRIES, _AXES, strict=True):
+            inertia.set(f"i{name}", f"{moments[i, j]:.17g}")
     if changed:
         many = f"{len(changed)} links such as {format_value(changed[0])} have moments of inertia that no body has"
         warnings.warn(f"{key}: {many} (A + B < C), so the mean is taken about all axes", stacklevel=2)
 
 
-def _add_collada_meshes(spec: Any, key: str) -> None:
-    """Read the Collada meshes of an MjSpec. Shapes for images get no mass, as if they were left out."""
-    read = [mesh for mesh in spec.meshes if mesh.file.lower().endswith(SUFFIX)]
+def _moments(inertia: ElementTree.Element) -> np.ndarray | None:
+    """Return the 3x3 matrix of an `inertia` element, or None if MuJoCo will refuse its numbers."""
+    try:
+        numbers = [float(inertia.get(f"i{name}", "0")) for name in _AXES]
+    except ValueError:
+        return None
+    moments = np.zeros((3, 3))
+    for (i, j), number in zip(_ENTRIES, numbers, strict=True):
+        moments[i, j] = moments[j, i] = number
+    return moments if np.isfinite(moments).all() else None
+
+
+Meshes = dict[str, tuple[np.ndarray, np.ndarray]]
+"""Vertices and faces of Collada meshes, by path."""
+
+
+def _add_collada_meshes(spec: Any, meshes: Meshes) -> None:
+    """Give the Collada meshes to an MjSpec. Shapes for images get no mass, as if they were left out."""
+    read = [mesh for mesh in spec.meshes if mesh.file in meshes]
     for mesh in read:
-        vertices, faces = collada_mesh(Path(mesh.file), key)
+        vertices, faces = meshes[mesh.file]
         mesh.file, mesh.uservert, mesh.userface = "", vertices.flatten(), faces.flatten()
     names = {mesh.name for mesh in read}
+    solid = {geom.meshname for geom in spec.geoms if geom.contype}
+    for mesh in read:
+        if mesh.name not in solid:  # a flat mesh, such as a sticker, has no volume
+            mesh.inertia = mujoco().mjtMeshInertia.mjMESH_INERTIA_SHELL
     for geom in spec.geoms:
         if geom.meshname in names and not geom.contype:
             geom.mass = 0.0
@@ -207,32 +227,41 @@ def _shapes(robot: ElementTree.Element, tag: str) -> Iterator[tuple[ElementTree.
             yield link, shape, shape.find("geometry/mesh")
 
 
-def _resolve_meshes(robot: ElementTree.Element, folder: Path, key: str) -> list[Path]:
-    """Replace the file names of meshes with paths, and return the paths.
+def _resolve_meshes(robot: ElementTree.Element, folder: Path, key: str, is_trusted: bool) -> Meshes:
+    """Replace the file names of meshes with paths, and read the Collada meshes.
 
-    Visual meshes that MuJoCo cannot read are removed, with one warning.
+    Meshes for images that cannot be read are removed, with one warning.
     """
-    dropped, paths = list[str](), list[Path]()
+    dropped, meshes = list[str](), Meshes()
     for link, shape, mesh in [*_shapes(robot, "visual"), *_shapes(robot, "collision")]:
         if mesh is None:
             continue
         name = mesh.get("filename", "")
         is_collada = name.lower().endswith(SUFFIX)
-        is_readable = name.lower().endswith(_READABLE) or (is_collada and can_read_collada())
-        if not is_readable and shape.tag == "visual":
-            link.remove(shape)
-            dropped.append(name)
-            continue
-        if not is_readable:
+        if not (name.lower().endswith(_READABLE) or (is_collada and can_read_collada())):
+            if shape.tag == "visual":
+                link.remove(shape)
+                dropped.append(name)
+                continue
             problem = f"the collision mesh {format_value(name)} is not a file of MuJoCo"
             install = ', or install pycollada with pip install "ecrl[robots]"' if is_collada else ""
             raise ConfigError(f"{key}: {problem}; convert it to one of {', '.join(_READABLE)}{install}")
-        paths.append(_mesh_path(name, folder, key))
-        mesh.set("filename", str(paths[-1]))
+        path = _mesh_path(name, folder, key)
+        if not is_trusted:
+            check_input(path, key)
+        mesh.set("filename", str(path))
+        if is_collada and str(path) not in meshes:
+            try:
+                meshes[str(path)] = collada_mesh(path, key)
+            except ConfigError:
+                if shape.tag == "collision":
+                    raise
+                link.remove(shape)
+                dropped.append(name)
     if dropped:
-        many = f"{len(dropped)} visual meshes such as {format_value(dropped[0])} are not files of MuJoCo"
+        many = f"{len(dropped)} visual meshes such as {format_value(dropped[0])} cannot be read"
         warnings.warn(f"{key}: {many}, so images show the shapes for collisions instead", stacklevel=2)
-    return paths
+    return meshes
 
 
 def _mesh_path(name: str, folder: Path, key: str) -> Path:
