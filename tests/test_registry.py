@@ -7,6 +7,7 @@ import sys
 import pytest
 from pydantic import BaseModel, Field
 
+import ecrl
 from ecrl.config.model import ConfigModel
 from ecrl.registry import (
     did_you_mean,
@@ -80,6 +81,18 @@ def test_a_taken_name_raises_unless_overridden(kind):
     assert kind in MADE_EACH_TIME or lookup(kind, "mine").make(Settings()) is first
     REGISTER[kind]("mine", override=True)(_make)
     assert lookup(kind, "mine").make(Settings()) is not first  # nothing is remembered of the one replaced
+
+
+@pytest.mark.parametrize("kind", ["event", "action", "observation", "reward", "robot"])
+def test_environments_are_made_again_after_a_part_of_them_was_replaced(kind):
+    register_env("mine")(_make)
+    register = getattr(ecrl, f"register_{kind}")
+    register("part")(_make)
+    first = lookup("env", "mine").make(Settings())
+    register("other_part")(_make)
+    assert lookup("env", "mine").make(Settings()) is first
+    register("part", override=True)(_make)
+    assert lookup("env", "mine").make(Settings()) is not first
 
 
 def test_built_in_names_are_taken():
