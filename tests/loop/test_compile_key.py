@@ -196,8 +196,8 @@ class ScaledConfig(PolicyConfig):
 
 
 @pytest.mark.parametrize("normalize_obs", [False, True])
-def test_a_float_that_only_init_reads_does_not_tell_policies_apart_and_any_other_does(normalize_obs):
-    @register_policy("scaled", override=True)
+def test_a_float_that_only_init_reads_does_not_tell_policies_apart_and_any_other_does(normalize_obs, restored_registry):
+    @register_policy("scaled")
     def scaled(cfg: ScaledConfig, observation_space: Any, action_space: Any) -> Policy:
         def init(key):
             return TensorDict({"w": torch.full((3, action_space.n), cfg.start)}, [])
