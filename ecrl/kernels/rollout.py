@@ -556,9 +556,8 @@ def episode_update(
     length = _steps_since_end(taken, done, episode["running_length"]).to(episode["running_length"].dtype)
     ended = torch.cat((episode["finished"], done.t().reshape(-1)))
     position = torch.arange(len(ended), device=done.device)
-    order = torch.where(
-        ended, position, position - len(ended)
-    )  # no two are equal, so every device takes the same slots
+    # No two numbers are equal, so every device takes the same slots.
+    order = torch.where(ended, position, position - len(ended))
     last = order.topk(len(episode["finished"])).indices.flip(0)
     returns = torch.cat((episode["finished_return"], ret.t().reshape(-1)))[last]
     lengths = torch.cat((episode["finished_length"], length.t().reshape(-1)))[last]
