@@ -3,11 +3,13 @@
 The fingers of a gripper are the bodies that the joints of the robot's part `hand` move. If there is only one such body,
 it grasps together with its parent. An object is grasped if two fingers press on it from opposite sides:
 
-    grasped  = |f[i]| >= w / 4  and  |f[j]| >= w / 4  and  f[i] . f[j] < 0        for two fingers i, j
-    released = |f[i]| = 0                                                         for all fingers i
+    grasped  = |f[i]| >= w  and  |f[j]| >= w  and  f[i] . f[j] < 0        for two fingers i, j
+    released = |f[i]| = 0                                                 for all fingers i
 
 The force f[i] of finger i on the object (N) is the sum of all contact forces in the last physics step. The weight w of
-the object (N) is that of the scene config. At the start of an episode no object is grasped.
+the object (N) is that of the scene config. A lighter touch is no grasp: with friction 1, two forces below w / 2 cannot
+lift the object, and a reward for them teaches a policy to touch and not to lift. At the start of an episode no object
+is grasped.
 """
 
 from collections.abc import Callable
@@ -38,7 +40,6 @@ from ecrl.envs.mujoco.terms.term import (
 from ecrl.errors import ConfigError
 from ecrl.registry import register_action, register_observation, register_reward
 
-_MIN_FORCE = 0.25  # of the weight of the object
 _NO_FORCE = 1e-9  # N
 _Positions = Annotated[tuple[Real, ...], Field(strict=False, min_length=1)]
 
@@ -115,7 +116,7 @@ def is_grasped(sim: Simulation, worlds: TensorDict, uid: str) -> Tensor:
     The module's description has the equation. `check_graspable` tells in advance if the scene has the sensors.
     """
     forces, weight = _forces(sim, worlds, uid), float(sim.model.body(uid).mass[0] * norm(sim.model.opt.gravity))
-    presses = torch.linalg.vector_norm(forces, dim=-1) >= max(_MIN_FORCE * weight, _NO_FORCE)
+    presses = torch.linalg.vector_norm(forces, dim=-1) >= max(weight, _NO_FORCE)
     opposite = forces @ forces.mT < 0.0
     return (opposite & presses.unsqueeze(-1) & presses.unsqueeze(-2)).flatten(-2).any(-1)
 
