@@ -20,7 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ecrl.tracing_state import in_graph, transforms
+from ecrl.native.library import is_available
+from ecrl.native.philox import batched, philox_words
+from ecrl.tracing_state import in_graph, only_vmap_is_active
 
 START, ENV, ACTION, UPDATE, INIT, EVAL, EVENT, DEMO = range(8)
 """Integers that identify the purpose of random numbers in calls of `stream`.
@@ -65,7 +67,7 @@ def philox4x32(key: Tensor, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> t
 
 @torch.library.custom_op("ecrl::philox", mutates_args=())
 def _philox_pair(key: Tensor, low: Tensor, high: Tensor, last: bool) -> Tensor:
-    return _philox_pairs(key, low, high)[last]
+    return (philox_words(key, low, high) if is_available() else _philox_pairs(key, low, high))[last]
 
 
 @_philox_pair.register_fake
@@ -75,27 +77,13 @@ def _(key: Tensor, low: Tensor, high: Tensor, last: bool) -> Tensor:
 
 @_philox_pair.register_vmap
 def _(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
-    *words, last = args
-    rank = max(word.ndim - (dim is not None) for word, dim in zip(words, in_dims[:3], strict=True))
-
-    def aligned(word: Tensor, dim: int | None) -> Tensor:
-        if dim is None:
-            return word
-        word = word.movedim(dim, 0)
-        return word.reshape(len(word), *[1] * (rank + 1 - word.ndim), *word.shape[1:])
-
-    return _philox_pair(*map(aligned, words, in_dims[:3]), last), 0
+    return _philox_pair(*batched(args[:3], in_dims), args[3]), 0
 
 
 def _philox_pairs(key: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     """Pack the four words of `philox4x32` into two int64 tensors. The first word of a pair is in the low 32 bits."""
     a, b, c, d = philox4x32(key, (low & _WORD, (low >> 32) & _WORD, high & _WORD, (high >> 32) & _WORD))
     return a | (b << 32), c | (d << 32)
-
-
-def _only_vmap_is_active() -> bool:
-    """Return True if no transform other than vmap is active. The operator `ecrl::philox` supports only vmap."""
-    return all(kind == "Vmap" for kind in transforms())
 
 
 def _philox(key: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,8 +96,11 @@ def _philox(key: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     >>> [f"{int(pair) % 2**64:016x}" for pair in _philox(zero, zero, zero)]
     ['e169c58d6627e8d5', '9b00dbd8bc57ac4c']
     """
-    if in_graph() and key.device.type == "cpu" and _only_vmap_is_active():
-        return torch.ops.ecrl.philox(key, low, high, False), torch.ops.ecrl.philox(key, low, high, True)
+    if key.device.type == "cpu" and only_vmap_is_active() and not torch.compiler.is_exporting():
+        if in_graph():
+            return torch.ops.ecrl.philox(key, low, high, False), torch.ops.ecrl.philox(key, low, high, True)
+        if is_available():
+            return philox_words(key, low, high)
     return _philox_pairs(key, low, high)
 
 

@@ -166,6 +166,16 @@ def transforms() -> tuple[str, ...]:
     return tuple(one.key().name for one in active) if active else ()
 
 
+@torch.compiler.assume_constant_result
+def only_vmap_is_active() -> bool:
+    """Return True if no `torch.func` transform other than vmap is active.
+
+    >>> only_vmap_is_active()
+    True
+    """
+    return all(kind == "Vmap" for kind in transforms())
+
+
 def in_forward_mode(leaves: Iterable[Tensor]) -> bool:
     """Return True if operations on `leaves` are being differentiated in forward mode.
 

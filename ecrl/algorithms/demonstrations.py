@@ -15,11 +15,11 @@ from ecrl import rng
 from ecrl.algorithms.core import Run, step_keys
 from ecrl.algorithms.rows import rows_of
 from ecrl.config import Config
+from ecrl.config.input_files import check_input
 from ecrl.distributed import rank
 from ecrl.envs import Env
 from ecrl.envs.vocabulary import vocabulary_checksums
 from ecrl.errors import CheckpointError, ConfigError
-from ecrl.input_files import check_input
 from ecrl.kernels.rollout import restarted_carry
 from ecrl.pytree import mapped
 from ecrl.spaces import Box, Dict, Discrete, MultiDiscrete, Space, element_dtype, element_shape

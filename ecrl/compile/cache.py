@@ -7,7 +7,6 @@ contains the result of `cpu_identity`, and inductor's settings contain the resul
 
 import atexit
 import os
-import platform
 import shutil
 import tempfile
 import warnings
@@ -17,22 +16,11 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
-import torch
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
+from ecrl.native.library import cpu_identity
+
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-_IDENTITY = ("vendor_id", "cpu family", "model", "model name", "flags", "Features", "CPU implementer", "CPU part")
-
-
-def cpu_identity(cpuinfo: str = "/proc/cpuinfo") -> str:
-    """Return a hash of this CPU's model and instruction set, because g++ with -march=native compiles for this CPU."""
-    try:
-        first = Path(cpuinfo).read_text().split("\n\n")[0]
-    except OSError:
-        first = platform.processor()
-    lines = [line for line in first.splitlines() if line.split(":")[0].strip() in _IDENTITY] or [first]
-    text = "\n".join((platform.machine(), torch.backends.cpu.get_cpu_capability(), *lines))
-    return sha256(text.encode()).hexdigest()[:12]
 
 
 def sources_hash() -> str:

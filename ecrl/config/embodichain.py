@@ -28,9 +28,9 @@ from ecrl.config.aliases import (
 )
 from ecrl.config.embodichain_releases import lower_name, lower_names, translate_releases
 from ecrl.config.files import read
+from ecrl.config.input_files import reason_to_refuse
 from ecrl.config.model import ConfigModel, Fault, Loc, format_path, format_value, known_keys, repeated_keys, sections_in
 from ecrl.errors import ConfigError
-from ecrl.input_files import reason_to_refuse
 from ecrl.registry import Entry, lookup, registered
 
 _GYM_CONFIG: Loc = ("trainer", "gym_config")

@@ -10,8 +10,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from ecrl.config.input_files import check_input
 from ecrl.errors import ConfigError
-from ecrl.input_files import check_input
 from ecrl.registry import did_you_mean
 
 PADDING = "<pad>"

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from ecrl.kernels.dtypes import common_dtype, discounts, exponent_bound, scalars, step_discounts, widened
-from ecrl.kernels.reverse_scan import in_dtype, or_zero, reverse_scan, varies
+from ecrl.kernels.reverse_scan import as_float64, in_dtype, or_zero, reverse_scan, varies
+from ecrl.native import recurrences
 from ecrl.types import Scalar, check_axes, check_bool, same_shape
 
 
@@ -208,6 +209,12 @@ def gae(
     check_bool(terminated=terminated, done=done)
     gamma, (gae_lambda,) = step_discounts(gamma, reward), discounts(gae_lambda=gae_lambda)
     dtype, (reward, value, next_value) = _widen(reward, value, next_value)
+    if recurrences.can_run(reward, value, next_value) and not recurrences.is_differentiated(
+        reward, value, next_value, gamma, gae_lambda
+    ):  # one pass in C++
+        discount, decay = as_float64(gamma, reward), as_float64(gamma * gae_lambda, reward)
+        advantage, value_target = recurrences.gae(reward, value, next_value, terminated, done, discount, decay)
+        return GAE(advantage.to(dtype), value_target.to(dtype))
     reached = _zero_where(or_zero(terminated, gamma), next_value)
     delta = reward - value + in_dtype(gamma, reward) * reached
     advantage = reverse_scan(delta, gamma * gae_lambda, done)

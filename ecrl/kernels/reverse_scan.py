@@ -1,4 +1,8 @@
-"""Scan backwards over time, with the linear recursion that all estimators of returns share."""
+"""Scan backwards over time, with the linear recursion that all estimators of returns share.
+
+On a CPU, a loop in C++ runs the recursion (`ecrl.native.recurrences`). Elsewhere, and without a C++ compiler, torch
+operations run it (`scan_time_major`).
+"""
 
 from collections.abc import Callable
 from functools import reduce
@@ -6,6 +10,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from ecrl.native import recurrences
 from ecrl.types import Scalar
 
 _STEPS = 8
@@ -37,6 +42,9 @@ def reverse_scan(x: Tensor, decay: Scalar, cut: Tensor, last: Tensor | None = No
     >>> reverse_scan(torch.tensor([1.0, 2.0]), 0.5, no, torch.tensor(4.0)).tolist()
     [3.0, 4.0]
     """
+    if recurrences.can_run(x):
+        last = x.new_zeros((*x.shape[:-1], 1)) if last is None else last.to(x.dtype).unsqueeze(-1)
+        return recurrences.linear_recurrence(x, as_float64(decay, x), cut, last)
     decay = _time_major(decay) if varies(decay) else decay  # pyright: ignore
     last = torch.zeros_like(x[..., 0]) if last is None else last.to(x.dtype)
     return _SCAN[0](_time_major(x), decay, _time_major(cut), last).movedim(0, -1)
@@ -132,6 +140,15 @@ def in_dtype(decay: Scalar, x: Tensor) -> Scalar:
     (tensor(0.5000), 0.5)
     """
     return decay.to(x.dtype) if isinstance(decay, Tensor) else decay
+
+
+def as_float64(decay: Scalar, x: Tensor) -> Tensor:
+    """Return `decay` as a float64 tensor on the device of `x`.
+
+    >>> as_float64(0.5, torch.ones(2))
+    tensor(0.5000, dtype=torch.float64)
+    """
+    return decay.double() if isinstance(decay, Tensor) else x.new_full((), decay, dtype=torch.float64)
 
 
 def _slice_time(decay: Scalar, steps: slice) -> Scalar:

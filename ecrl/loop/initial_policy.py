@@ -20,9 +20,9 @@ from torch import Tensor
 from ecrl.algorithms import Run
 from ecrl.config import Config
 from ecrl.config.config import PolicyConfig
+from ecrl.config.input_files import check_inputs_in
 from ecrl.distributed import rank
 from ecrl.errors import CheckpointError, ConfigError
-from ecrl.input_files import check_inputs_in
 from ecrl.policies import Policy
 from ecrl.pytree import flatten, paths, unflatten
 from ecrl.registry import is_init_only

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ecrl.config.input_files import check_inputs_in
 from ecrl.errors import ConfigError, extra
-from ecrl.input_files import check_inputs_in
 from ecrl.spaces import MultiDiscrete
 
 KEY = "policy.vla.model_path"

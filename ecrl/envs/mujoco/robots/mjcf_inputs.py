@@ -8,8 +8,8 @@ as an include, such as one in a namespace.
 from pathlib import Path
 from xml.etree import ElementTree
 
+from ecrl.config.input_files import check_input, is_restricted
 from ecrl.errors import ConfigError
-from ecrl.input_files import check_input, is_restricted
 
 _ROOTS = ("mujoco", "mujocoinclude")
 _FOLDERS = ("meshdir", "texturedir", "assetdir")

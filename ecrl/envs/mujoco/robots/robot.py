@@ -8,6 +8,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from ecrl.config.input_files import check_input
 from ecrl.config.model import format_key, format_value
 from ecrl.envs.mujoco.robots import urdf
 from ecrl.envs.mujoco.robots.arm import NO_OFFSET, ROBOTS, Builtin, Matrix
@@ -28,7 +29,6 @@ from ecrl.envs.mujoco.robots.model import RobotModel
 from ecrl.envs.mujoco.scene.config import DriveConfig, PerJoint, RobotConfig
 from ecrl.envs.mujoco.scene.models import mujoco
 from ecrl.errors import ConfigError
-from ecrl.input_files import check_input
 from ecrl.registry import did_you_mean, lookup, registered
 
 _NUMBERS = ("stiffness", "damping", "max_effort")

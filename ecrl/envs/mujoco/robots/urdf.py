@@ -16,11 +16,11 @@ from xml.etree import ElementTree
 
 import numpy as np
 
+from ecrl.config.input_files import check_input
 from ecrl.config.model import format_value
 from ecrl.envs.mujoco.robots.collada import SUFFIX, can_read_collada, collada_mesh
 from ecrl.envs.mujoco.scene.models import mujoco
 from ecrl.errors import ConfigError
-from ecrl.input_files import check_input
 
 _MOVING = ("revolute", "continuous", "prismatic")
 _READABLE = (".stl", ".obj", ".msh")

@@ -13,6 +13,7 @@ from support.urdf_robot import LINKS, link, robot
 
 import ecrl
 from ecrl.config import config_from_dict
+from ecrl.config.input_files import VARIABLE, check_input
 from ecrl.config.model import validate_section
 from ecrl.envs.mujoco.robots.mjcf_inputs import check_mjcf_inputs
 from ecrl.envs.mujoco.robots.model import RobotModel
@@ -20,7 +21,6 @@ from ecrl.envs.mujoco.scene import scene
 from ecrl.envs.mujoco.scene.config import RobotConfig, SceneConfig
 from ecrl.envs.vocabulary import read_vocabulary
 from ecrl.errors import ConfigError, MissingExtraError
-from ecrl.input_files import VARIABLE, check_input
 from ecrl.policies.checkpoint_folder import check_folder
 
 MESH = '<visual><geometry><mesh filename="{}"/></geometry></visual>'
