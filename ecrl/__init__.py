@@ -12,6 +12,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+__version__ = "0.1.0"
+
 if TYPE_CHECKING:
     from ecrl.algorithms import Algorithm, make_algorithm
     from ecrl.config import Config, PolicyConfig, load_config
@@ -135,4 +137,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    """List the public names, and neither imported modules nor names of this file."""
+    return sorted([*__all__, "__version__"])

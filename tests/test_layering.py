@@ -86,7 +86,9 @@ def used_names(file, source):
 
 def imported_rooms(file, source):
     """(dotted name, room) of everything that a file imports from the library; the public names are room ''."""
-    names = [name for name in imported_names(file, source) if name.split(".")[0] == "ecrl"]
+    names = [
+        name for name in imported_names(file, source) if name.split(".")[0] == "ecrl" and name != "ecrl.__version__"
+    ]
     return [(name, room if (room := [*name.split("."), ""][1]) in ROOMS else "") for name in names]
 
 

@@ -38,6 +38,8 @@ _NUMBERS = ("gamma", "ent_coef")
 class APGConfig(LearningConfig):
     """Hyperparameters of APG. Numeric hyperparameters are stored in the state and may change during a run."""
 
+    default_policy: ClassVar = {"name": "actor_only"}
+
     inert: ClassVar = {"gae_lambda": "APG differentiates the returns, without a generalised advantage estimate"}
 
     gamma: Fraction = Field(

@@ -9,7 +9,7 @@ Source: Pomerleau 1989, "ALVINN: an autonomous land vehicle in a neural network"
 """
 
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from pydantic import Field, model_validator
@@ -41,6 +41,8 @@ from ecrl.types import Logs
 
 class BCConfig(MinibatchConfig):
     """Hyperparameters of behaviour cloning, and the data set."""
+
+    default_policy: ClassVar = {"name": "actor_only"}
 
     demos: str = Field(min_length=1, description="path of the demonstrations, a file that ecrl demo writes")
     holdout: float = Field(

@@ -6,7 +6,7 @@ Source: Lillicrap et al. 2016, arXiv:1509.02971, algorithm 1.
 """
 
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from pydantic import Field
@@ -52,6 +52,8 @@ GROUPS = {"actor": (("actor",),), "critic": (("critic",),)}
 
 class DDPGConfig(ActorCriticConfig):
     """Hyperparameters of DDPG. Numeric hyperparameters are stored in the state and may change during a run."""
+
+    default_policy: ClassVar = {"name": "deterministic_actor_critic"}
 
     exploration_noise: NonNegative = Field(
         default=0.1, description="standard deviation of the noise on actions, in units of half the action range"

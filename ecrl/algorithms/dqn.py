@@ -11,7 +11,7 @@ networks); Hessel et al. 2018, arXiv:1710.02298 (Rainbow).
 
 from functools import partial
 from operator import itemgetter
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from pydantic import Field
@@ -70,6 +70,8 @@ _NUMBERS = ("gamma", "tau", "huber_delta", "initial_epsilon", "final_epsilon", "
 
 class DQNConfig(ReplayConfig):
     """Hyperparameters of DQN. Numeric hyperparameters are stored in the state and may change during a run."""
+
+    default_policy: ClassVar = {"name": "q_network"}
 
     double: bool = Field(default=True, description="choose the next action with the online network (Double DQN)")
     target_update_freq: Count = Field(

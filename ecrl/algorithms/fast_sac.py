@@ -14,7 +14,7 @@ Source: Seo et al. 2025, arXiv:2512.01996.
 
 from functools import partial
 from math import log
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from pydantic import Field
@@ -62,6 +62,8 @@ GROUPS = {"actor": (("actor",),), "critic": (("critic",),), "temperature": (("lo
 
 class FastSACConfig(ActorCriticConfig):
     """Hyperparameters of FastSAC. Numeric hyperparameters are stored in the state and may change during a run."""
+
+    default_policy: ClassVar = {"name": "squashed_actor_critic", "distribution": "categorical"}
 
     gamma: Fraction = Field(default=0.97, description="discount per step")
     tau: Fraction = Field(default=0.125, description="weight of the trained critics in an update of the target critics")

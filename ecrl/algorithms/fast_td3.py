@@ -14,7 +14,7 @@ Source: Seo et al. 2025, arXiv:2505.22642.
 """
 
 from functools import partial
-from typing import Any, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from pydantic import Field, model_validator
@@ -64,6 +64,8 @@ _NUMBERS = (*SHARED_NUMBERS, "policy_noise", "noise_clip", "min_exploration_nois
 
 class FastTD3Config(ActorCriticConfig):
     """Hyperparameters of FastTD3. Numeric hyperparameters are stored in the state and may change during a run."""
+
+    default_policy: ClassVar = {"name": "deterministic_actor_critic", "distribution": "categorical"}
 
     tau: Fraction = Field(default=0.1, description="weight of the trained critics in an update of the target critics")
     capacity: Count = Field(default=1_048_576, description="steps in the replay buffer, of all environments together")

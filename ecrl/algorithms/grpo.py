@@ -52,6 +52,8 @@ _NEW_NUMBERS = ("clip_coef_high", "dual_clip", "min_group_score", "max_group_sco
 class GRPOConfig(ClippedConfig):
     """Hyperparameters of GRPO. Numeric hyperparameters are stored in the state and may change during a run."""
 
+    default_policy: ClassVar = {"name": "actor_only"}
+
     inert: ClassVar = {"gae_lambda": "GRPO compares the returns of a group, without a generalised advantage estimate"}
 
     target_kl: Positive | None = Field(

@@ -1,6 +1,6 @@
 """Config blocks for optimisers and learning-rate schedules: `optimizer`, `lr_scheduler` and related keys."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_serializer, model_validator
 
@@ -108,7 +108,12 @@ class SchedulerConfig(_Named):
 
 
 class LearningConfig(ConfigModel):
-    """Optimiser, learning rate and clipping. Numeric settings are stored in the state and may change during a run."""
+    """Optimiser, learning rate and clipping. Numeric settings are stored in the state and may change during a run.
+
+    `default_policy` is the section `policy` of a config that has none.
+    """
+
+    default_policy: ClassVar[dict[str, str]] = {}
 
     learning_rate: Positive | None = Field(
         default=None, description="step size of Adam, 3e-4 if absent; not together with optimizer"

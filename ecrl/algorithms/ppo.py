@@ -5,7 +5,7 @@ Source: Schulman et al. 2017, arXiv:1707.06347.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field, model_validator
@@ -49,6 +49,8 @@ _CRITIC_KEYS = ("critic_learning_rate", "critic_max_grad_norm")
 
 class PPOConfig(ClippedConfig):
     """Hyperparameters of PPO. Numeric hyperparameters are stored in the state and may change during a run."""
+
+    default_policy: ClassVar = {"name": "actor_critic"}
 
     target_kl: Positive | None = Field(
         default=None,

@@ -8,7 +8,7 @@ Source: Gallici et al. 2024, arXiv:2407.04811, algorithm 1.
 
 from functools import partial
 from math import inf
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from pydantic import Field, model_validator
@@ -47,6 +47,8 @@ _NUMBERS = ("gamma", "q_lambda", "initial_epsilon", "final_epsilon", "exploratio
 
 class PQNConfig(MinibatchConfig):
     """Hyperparameters of PQN. Numeric hyperparameters are stored in the state and may change during a run."""
+
+    default_policy: ClassVar = {"name": "q_network"}
 
     n_epochs: Count = Field(default=2, description="passes over each rollout")
     max_grad_norm: Positive = Field(

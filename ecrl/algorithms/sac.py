@@ -8,7 +8,7 @@ Source: Haarnoja et al. 2018, arXiv:1812.05905, algorithm 1; Christodoulou 2019,
 
 from functools import partial
 from math import log
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, ClassVar, NamedTuple, Self, cast
 
 import torch
 from pydantic import Field, model_validator
@@ -65,6 +65,8 @@ entropy. The temperature then grows without bound, and the values grow with it.
 
 class SACConfig(ActorCriticConfig):
     """Hyperparameters of soft actor-critic. Numbers are stored in the state and may change during a run."""
+
+    default_policy: ClassVar = {"name": "squashed_actor_critic"}
 
     temperature: Positive = Field(
         default=1.0, description="weight of the entropy, in reward units per nat; the initial weight if it is learnt"

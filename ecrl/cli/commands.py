@@ -73,6 +73,19 @@ def check_env(
     print(f"{env}: ok")
 
 
+def presets() -> None:
+    """List the configs that ecrl ships, with the algorithm and the environment of each."""
+    from ecrl.config.files import read
+    from ecrl.config.presets import preset_folder, preset_names
+
+    names = preset_names()
+    width = max(map(len, names))
+    for name in names:
+        data = read(preset_folder() / f"{name}.json")
+        env = data["env"]
+        print(f"{name:<{width}}  {data['algorithm']['name']:<8}  {env.get('id') or env['name']}")
+
+
 def schema() -> None:
     """Print the JSON schema of config files, with the settings of every registered component."""
     from ecrl.config.json_schema import json_schema

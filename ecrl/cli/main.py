@@ -9,11 +9,13 @@ import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from ecrl.cli.commands import Overrides, bench, check, check_env, plot, schema
+from ecrl import __version__
+from ecrl.cli.commands import Overrides, bench, check, check_env, plot, presets, schema
 from ecrl.errors import UserError
 from ecrl.loop.signals import asked, listen
 from ecrl.memory import enough_memory
@@ -275,6 +277,21 @@ def _split_overrides(args: list[str]) -> tuple[list[str], tuple[str, ...]]:
     return command_args, tuple(keys)
 
 
+def _check_options(args: list[str]) -> None:
+    """Raise UserError for the first option that is a key of the config without its section, such as --seed."""
+    command = _WITH_OVERRIDES.get(args[0]) if args else None
+    if command is None:
+        return
+    known = {f"--{name.replace('_', '-')}" for name in signature(command).parameters} | {"--help"}
+    unknown = [arg.partition("=")[0] for arg in args[1:] if arg.startswith("--")]
+    for name in unknown:
+        if name.replace("_", "-") not in known:
+            from ecrl.config.other_libraries import option_for
+
+            if option := option_for(name):
+                raise UserError(f"{name}: no option of ecrl {args[0]}; set the key of the config: {option}")
+
+
 def _import_user_modules(args: list[str]) -> list[str]:
     """Import the modules of all options `--import MODULE`, and return the other arguments."""
     remaining = []
@@ -314,6 +331,7 @@ _NO_OVERRIDES = {
     "plot": plot,
     "bench": bench,
     "export": export,
+    "presets": presets,
     "schema": schema,
 }
 
@@ -343,10 +361,14 @@ def _run_command() -> None:
     warnings.formatwarning = _format_warning
     gc.set_threshold(50_000)  # imports and compilation create many permanent objects, which need no collection
     atexit.register(gc.freeze)  # after compilation, a garbage collection at exit would take two seconds
+    if sys.argv[1:] == ["--version"]:
+        print(f"ecrl {__version__}")
+        return
     try:
         args, keys = _split_overrides(_import_user_modules(sys.argv[1:]))
         if keys and (not args or args[0] not in _WITH_OVERRIDES):
             raise UserError(f"{keys[0]}: only these commands accept config keys: {', '.join(_WITH_OVERRIDES)}")
+        _check_options(args)
         commands = {name: partial(command, overrides=keys) for name, command in _WITH_OVERRIDES.items()} | _NO_OVERRIDES
         with enough_memory("ecrl", "lower trainer.num_envs or trainer.buffer_size, or make the networks smaller"):
             tyro.extras.subcommand_cli_from_dict(commands, prog="ecrl", description=_ABOUT, args=args, config=_FLAGS)

@@ -271,8 +271,21 @@ class Config(ConfigModel):
         description="settings of the run: its length, device, number of environments, evaluations and checkpoints",
     )
     env: EnvChoice = Field(description='the environment, such as {"name": "cartpole"}')
-    policy: SerializeAsAny[PolicyConfig] = Field(description='the policy, such as {"name": "actor_critic", ...}')
+    policy: SerializeAsAny[PolicyConfig] = Field(
+        description='the policy, such as {"name": "actor_critic", ...}; by default, as the algorithm needs it'
+    )
     algorithm: AlgorithmChoice = Field(description='the algorithm, such as {"name": "ppo", "cfg": {...}}')
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_policy(cls, data: Any) -> Any:
+        """Give a config without a policy the default policy of its algorithm, with default networks."""
+        if not isinstance(data, dict) or "policy" in data or not isinstance(data.get("algorithm"), dict):
+            return data
+        name = data["algorithm"].get("name")
+        known = isinstance(name, str) and name in registered("algorithm")
+        default = getattr(lookup("algorithm", name).config, "default_policy", None) if known else None
+        return data | {"policy": default} if default else data
 
     def replace(self, **changes: Any) -> Self:
         """Return a validated copy with new values by dotted key, as in `cfg.replace(**{"trainer.seed": 3})`.

@@ -133,8 +133,9 @@ def _add_flags(config_schema: dict[str, Any], trainer: dict[str, Any]) -> None:
         config_schema["properties"][name] = section | {"description": description}
 
 
-def _make_env_optional(config_schema: dict[str, Any]) -> None:
-    """Accept a config without `env` if a key of the trainer section sets the environment."""
+def _make_sections_optional(config_schema: dict[str, Any]) -> None:
+    """Accept a config without `policy`, and one without `env` if a key of the trainer section sets the environment."""
+    config_schema["required"].remove("policy")
     alternatives = {"anyOf": [{"required": [key]} for key in ("gym_config", "learning_env", "env_id")]}
     config_schema["required"].remove("env")
     config_schema["anyOf"] = [
@@ -181,5 +182,5 @@ def json_schema() -> dict[str, Any]:
     skip = {"type": "boolean", "description": f"true sets {GUARD_KEY} to skip, and false sets it to stop"}
     sections[parts["algorithm"]["apg"]]["properties"][SKIP_KEY.rpartition(".")[2]] = skip
     _add_flags(config_schema, sections[TrainerConfig])
-    _make_env_optional(config_schema)
+    _make_sections_optional(config_schema)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **config_schema, "$defs": schema["$defs"]}

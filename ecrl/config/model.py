@@ -18,8 +18,8 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from ecrl.config.other_libraries import suggestion
 from ecrl.errors import ConfigError
-from ecrl.registry import did_you_mean
 
 _MESSAGES = {  # messages by error type, which replace pydantic's messages
     "missing": "missing",
@@ -195,7 +195,7 @@ class ConfigModel(BaseModel):
         for key, value in data.items():
             name = cls.other_names.get(key, key)
             if name not in cls.model_fields:
-                near = did_you_mean(key, [*cls.model_fields, *cls.other_names])
+                near = suggestion(str(key), [*cls.model_fields, *cls.other_names], hasattr(cls, "default_policy"))
                 faults.append(fault_at((format_key(key),), f"unknown key; {near}"))
             elif name in known or (name != key and name in data):
                 faults.append(fault_at((format_key(key),), f"another name of {name!r}, which is also given; keep one"))

@@ -17,7 +17,7 @@ from ecrl.config import PolicyConfig
 from ecrl.policies.core import Policy
 from ecrl.policies.fused import EncoderConfig, make_encoder
 from ecrl.policies.heads import LOG_STD_MAX, LOG_STD_MIN, head_width, headed, initial_log_std, is_masked, make_head
-from ecrl.policies.networks import NetworkConfig, make_network, seeded
+from ecrl.policies.networks import NetworkConfig, default_network, make_network, seeded
 from ecrl.policies.visible import Names, visible_space
 from ecrl.registry import InitOnly, register_policy
 from ecrl.spaces import Space, box
@@ -26,7 +26,10 @@ from ecrl.spaces import Space, box
 class ActorOnlyConfig(PolicyConfig):
     """Settings of the actor network and its action distribution."""
 
-    actor: NetworkConfig = Field(description='actor network, such as {"type": "mlp", "network_cfg": {...}}')
+    actor: NetworkConfig = Field(
+        default_factory=default_network,
+        description='actor network, such as {"type": "mlp", "network_cfg": {...}}; two layers of 64 units if absent',
+    )
     actor_obs: Names | None = Field(
         default=None, description="names of the observations in a Dict that the actor reads; all if absent"
     )
@@ -62,7 +65,10 @@ def actor_only(cfg: ActorOnlyConfig, observation_space: Space, action_space: Spa
 class ActorCriticConfig(ActorOnlyConfig):
     """Settings of the actor and critic networks, and of an encoder that they share, if any."""
 
-    critic: NetworkConfig = Field(description='critic network, such as {"type": "mlp", "network_cfg": {...}}')
+    critic: NetworkConfig = Field(
+        default_factory=default_network,
+        description='critic network, such as {"type": "mlp", "network_cfg": {...}}; two layers of 64 units if absent',
+    )
     critic_obs: Names | None = Field(
         default=None,
         description="names of the observations in a Dict that the critic reads; all if absent, or those of the actor "

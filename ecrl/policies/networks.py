@@ -48,6 +48,11 @@ class NetworkConfig(ConfigModel):
         return validate_settings("network", {"type": "mlp"} | data, "type", "network_cfg")
 
 
+def default_network() -> NetworkConfig:
+    """Return the network of a policy whose config has none: an MLP with two hidden layers of 64 units."""
+    return NetworkConfig.model_validate("mlp")
+
+
 _GENERATORS_LOCK = RLock()
 
 

@@ -18,7 +18,7 @@ from ecrl.errors import ConfigError
 from ecrl.kernels import epsilon_greedy
 from ecrl.policies.core import Policy
 from ecrl.policies.heads import head_width, is_masked
-from ecrl.policies.networks import NetworkConfig, make_network, seeded
+from ecrl.policies.networks import NetworkConfig, default_network, make_network, seeded
 from ecrl.policies.noisy_network import noisy_network
 from ecrl.policies.return_distribution import ReturnDistributionConfig, return_distribution
 from ecrl.policies.visible import Names, visible_space
@@ -29,7 +29,10 @@ from ecrl.spaces import Discrete, Space
 class QNetworkConfig(ReturnDistributionConfig):
     """Settings of the Q-network."""
 
-    critic: NetworkConfig = Field(description='Q-network, such as {"type": "mlp", "network_cfg": {...}}')
+    critic: NetworkConfig = Field(
+        default_factory=default_network,
+        description='Q-network, such as {"type": "mlp", "network_cfg": {...}}; two layers of 64 units if absent',
+    )
     critic_obs: Names | None = Field(
         default=None, description="names of the observations in a Dict that the Q-network reads; all if absent"
     )

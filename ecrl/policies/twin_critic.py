@@ -26,7 +26,7 @@ from ecrl.config.model import Count
 from ecrl.errors import ConfigError
 from ecrl.policies.core import Policy, ReturnDistribution
 from ecrl.policies.heads import bounded, from_unit, has_finite_bounds, head_width, is_masked, to_unit
-from ecrl.policies.networks import NetworkConfig, Pure, make_network, seeded
+from ecrl.policies.networks import NetworkConfig, Pure, default_network, make_network, seeded
 from ecrl.policies.return_distribution import ReturnDistributionConfig, return_distribution
 from ecrl.policies.visible import Names, visible_space
 from ecrl.pytree import flatten, unflatten
@@ -37,8 +37,14 @@ from ecrl.spaces import Box, Dict, Discrete, Space, box, dict_space
 class CriticsConfig(PolicyConfig):
     """Settings of the actor and of the critics. All critics have the same network, with their own weights."""
 
-    actor: NetworkConfig = Field(description='actor network, such as {"type": "mlp", "network_cfg": {...}}')
-    critic: NetworkConfig = Field(description='network of a critic, such as {"type": "mlp", "network_cfg": {...}}')
+    actor: NetworkConfig = Field(
+        default_factory=default_network,
+        description='actor network, such as {"type": "mlp", "network_cfg": {...}}; two layers of 64 units if absent',
+    )
+    critic: NetworkConfig = Field(
+        default_factory=default_network,
+        description='critic network, such as {"type": "mlp", "network_cfg": {...}}; two layers of 64 units if absent',
+    )
     actor_obs: Names | None = Field(
         default=None, description="names of the observations in a Dict that the actor reads; all if absent"
     )

@@ -6,7 +6,6 @@ by rounding at most.
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -15,7 +14,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from ecrl import rng
+from ecrl import __version__, rng
 from ecrl.algorithms import Run
 from ecrl.config import Config
 from ecrl.envs import make_env, make_expert
@@ -131,7 +130,7 @@ def record_demonstrations(
         "success_rate": rate,
         "successes_only": successes_only,
         "seed": seed,
-        "ecrl": _version(),
+        "ecrl": __version__,
         "vocabularies": vocabulary_checksums(cfg.env.cfg.model_dump(mode="json")),
         "config": cfg.model_dump(mode="json"),
     }
@@ -145,13 +144,6 @@ def record_demonstrations(
             f"{path}: cannot be written: {error.strerror}; make room or choose another place"
         ) from None
     return Summary(path, num_episodes, len(steps), mean_return, rate, checksum)
-
-
-def _version() -> str:
-    try:
-        return version("ecrl")
-    except PackageNotFoundError:  # the package runs from its source
-        return "unknown"
 
 
 def _no_tensors() -> TensorDict:

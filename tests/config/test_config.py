@@ -119,8 +119,6 @@ FAULTS = [  # key, value, the one line without its source
     ("policy", {}, "policy.name: missing; known: actor_critic"),
     ("policy.name", "actor_critc", "policy.name: unknown policy 'actor_critc'; did you mean 'actor_critic'?"),
     ("policy.name", 3, "policy.name: expected a string, got 3; known: actor_critic"),
-    ("policy.actor", REMOVED, 'policy.actor: missing; actor network, such as {"type": "mlp", "network_cfg": {...}}'),
-    ("policy.critic", REMOVED, 'policy.critic: missing; critic network, such as {"type": "mlp", "network_cfg": {...}}'),
     ("policy.critic", None, "policy.critic: expected an object, got null; critic network,"),
     ("policy.action_dim", 0, "policy.action_dim: must be at least 1, got 0;"),
     ("policy.initial_log_std", 9.0, "policy.initial_log_std: must be at most 2.0, got 9.0;"),

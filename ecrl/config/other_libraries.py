@@ -1,0 +1,70 @@
+"""Names of settings in other libraries. Error messages suggest ecrl's key in place of such a name."""
+
+from collections.abc import Iterable
+
+from ecrl.registry import did_you_mean, lookup, registered
+
+_CFG = "algorithm.cfg."
+KEYS = {
+    **dict.fromkeys(("lr", "learning_rate", "step_size"), f"{_CFG}learning_rate"),
+    **dict.fromkeys(("n_steps", "num_steps", "rollout_length", "horizon"), "trainer.buffer_size"),
+    **dict.fromkeys(("n_envs", "nenvs"), "trainer.num_envs"),
+    **dict.fromkeys(("total_timesteps", "total_steps", "max_steps"), "trainer.iterations"),
+    **dict.fromkeys(("clip_range", "clip_ratio", "clip_eps", "clip_epsilon"), f"{_CFG}clip_coef"),
+    **dict.fromkeys(("update_epochs", "num_epochs", "epochs"), f"{_CFG}n_epochs"),
+    **dict.fromkeys(("minibatch_size", "mini_batch_size"), f"{_CFG}batch_size"),
+    **dict.fromkeys(("entropy_coef", "entropy_coeff"), f"{_CFG}ent_coef"),
+    **dict.fromkeys(("value_coef", "value_loss_coef", "vf_loss_coeff"), f"{_CFG}vf_coef"),
+    **dict.fromkeys(("lambda", "lam", "gae_lam"), f"{_CFG}gae_lambda"),
+    **dict.fromkeys(("discount", "discount_factor"), f"{_CFG}gamma"),
+    **dict.fromkeys(("replay_size", "buffer_capacity"), f"{_CFG}capacity"),
+    **dict.fromkeys(("target_update_interval", "target_network_frequency"), f"{_CFG}target_update_freq"),
+    "polyak": f"{_CFG}tau",
+    "norm_adv": f"{_CFG}normalize_advantage",
+    "norm_obs": "policy.normalize_obs",
+    **dict.fromkeys(("env_id", "env_name", "environment"), "env.id"),
+}
+"""Map a name in another library to the dotted key of ecrl's config."""
+
+
+def _algorithms_with(key: str) -> list[str]:
+    return [name for name in registered("algorithm") if key in lookup("algorithm", name).config.model_fields]
+
+
+def suggestion(key: str, known: Iterable[str], in_algorithm: bool) -> str:
+    """Return what to do about an unknown key of a section, as text for an error message.
+
+    Args:
+        key: the unknown key.
+        known: keys of the section.
+        in_algorithm: True if the section is `algorithm.cfg`.
+
+    >>> suggestion("lr", ["seed"], in_algorithm=False), suggestion("sede", ["seed"], in_algorithm=False)
+    ('set algorithm.cfg.learning_rate', "did you mean 'seed'?")
+    >>> suggestion("kl_coef", ["clip_coef"], in_algorithm=True)
+    'a key of grpo, not of this algorithm'
+    """
+    known = [*known]
+    target = KEYS.get(key.lower())
+    if target is not None and not (in_algorithm and target.startswith(_CFG) and target.removeprefix(_CFG) not in known):
+        return f"set {target}"
+    others = _algorithms_with(key) if in_algorithm else []
+    return f"a key of {', '.join(others)}, not of this algorithm" if others else did_you_mean(key, known)
+
+
+def option_for(name: str) -> str | None:
+    """Return the option that sets a key of the config, for an option without the section of the key.
+
+    >>> option_for("--seed"), option_for("--lr"), option_for("--gamma"), option_for("--nothing")
+    ('--trainer.seed', '--algorithm.cfg.learning_rate', '--algorithm.cfg.gamma', None)
+    """
+    from ecrl.config.config import PolicyConfig, TrainerConfig  # these models use this module
+
+    key = name.lstrip("-").replace("-", "_").lower()
+    if key in TrainerConfig.model_fields:
+        return f"--trainer.{key}"
+    if key in KEYS:
+        return f"--{KEYS[key]}"
+    if key in PolicyConfig.model_fields:
+        return f"--policy.{key}"
+    return f"--{_CFG}{key}" if _algorithms_with(key) else None

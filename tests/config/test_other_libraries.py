@@ -1,0 +1,40 @@
+"""Names of settings in other libraries are refused with ecrl's key."""
+
+import pytest
+
+from ecrl import ConfigError, load_config
+from ecrl.config.config import TrainerConfig
+from ecrl.config.other_libraries import KEYS
+from ecrl.registry import lookup, registered
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("algorithm.cfg.lr", "set algorithm.cfg.learning_rate"),
+        ("trainer.lr", "set algorithm.cfg.learning_rate"),
+        ("algorithm.cfg.n_steps", "set trainer.buffer_size"),
+        ("trainer.n_steps", "set trainer.buffer_size"),
+        ("algorithm.cfg.clip_range", "set algorithm.cfg.clip_coef"),
+        ("algorithm.cfg.kl_coef", "a key of grpo, not of this algorithm"),
+        ("algorithm.cfg.tau", "a key of ddpg, dqn, fast_sac, fast_td3, sac, td3, not of this algorithm"),
+        ("algorithm.cfg.gama", "did you mean 'gamma'?"),
+    ],
+)
+def test_an_unknown_key_of_ppo_names_the_right_one(key, message):
+    with pytest.raises(ConfigError) as error:
+        load_config("cartpole_ppo", {key: 1})
+    assert str(error.value) == f"cartpole_ppo: {key}: unknown key; {message}"
+
+
+def test_a_name_is_not_mapped_to_a_key_that_the_algorithm_does_not_have():
+    with pytest.raises(ConfigError, match=r"algorithm\.cfg\.clip_range: unknown key; known: "):
+        load_config("cartpole_dqn", {"algorithm.cfg.clip_range": 0.2})
+
+
+def test_every_suggested_key_exists():
+    algorithms = {key for name in registered("algorithm") for key in lookup("algorithm", name).config.model_fields}
+    for target in set(KEYS.values()):
+        section, _, key = target.rpartition(".")
+        known = {"trainer": set(TrainerConfig.model_fields), "algorithm.cfg": algorithms}
+        assert key in known.get(section, {"normalize_obs", "id"}), target
