@@ -45,6 +45,12 @@ def ecrl_eager(arrays: Inputs, device: str) -> Call:
     return lambda: fn(t["reward"], t["value"], t["done"])
 
 
+def ecrl_torch_compile(arrays: Inputs, device: str) -> Call:
+    """Return a call of ecrl's kernel in a function that `torch.compile` compiles, as in another trainer."""
+    t, fn = tensors(arrays, device), awaited(torch.compile(_ecrl, fullgraph=True), device)
+    return lambda: fn(t["reward"], t["value"], t["done"])
+
+
 def rlax_jitted(arrays: Inputs, device: str) -> Call:
     """Rlax over environments along the second axis: one loop over time, whose steps are rows of memory."""
     import jax
@@ -96,5 +102,9 @@ def torchrl_vec(arrays: Inputs, device: str) -> Call:
     return _torchrl("vec_generalized_advantage_estimate", arrays, device)
 
 
-ECRL: dict[str, Make] = {"ecrl compiled": ecrl_compiled, "ecrl eager": ecrl_eager}
+ECRL: dict[str, Make] = {
+    "ecrl compiled": ecrl_compiled,
+    "ecrl torch.compile": ecrl_torch_compile,
+    "ecrl eager": ecrl_eager,
+}
 OTHERS: dict[str, Make] = {"rlax jitted": rlax_jitted, "sb3 numpy": sb3, "torchrl": torchrl, "torchrl vec": torchrl_vec}

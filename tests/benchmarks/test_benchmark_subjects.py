@@ -134,7 +134,7 @@ def test_costs_count_every_array_once():
 def test_every_case_has_implementations_and_every_target_a_case():
     for case in kernels.CASES:
         module, ecrl, others = kernels.implementations(case)
-        assert {"ecrl compiled", "ecrl eager"} == set(ecrl) and others
+        assert {"ecrl compiled", "ecrl eager"} <= set(ecrl) <= set(kernels.WAYS) and others
         module.cost(*case.args)
     pairs = {
         (c.kernel, c.size, a, b)
