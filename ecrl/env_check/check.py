@@ -5,8 +5,10 @@ faults in the trajectory of these actions. The last functions in this file run a
 """
 
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -14,6 +16,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl import rng
+from ecrl.compile.user_line import is_outside
 from ecrl.config import EnvChoice
 from ecrl.config.model import validate_section
 from ecrl.envs import NEVER, Env, GymnasiumConfig, auto_reset, make_env
@@ -25,9 +28,11 @@ from ecrl.spaces import Box, Dict, Discrete, MultiDiscrete, Space
 from ecrl.tracing_state import version_of
 
 _NUM_ENVS, _MANY, _SECONDS = 4, 256, 0.3
+_LONGEST, _LONGEST_S = 4096, 20.0  # steps and seconds that the check waits for the end of an episode
 # fields that identify open Gymnasium environments, and therefore differ if a rollout is repeated
 _REFERENCES = ("token", "step")
 _MASK = "action_mask"
+_PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class EnvCheck(NamedTuple):
@@ -143,6 +148,63 @@ def _input_writes(trajectory: Trajectory) -> Iterator[str]:
     for name, inputs in trajectory.written.items():
         if inputs:
             yield f"{name} writes on its input {', '.join(inputs)}; return new tensors, as in state.copy().update(...)"
+
+
+def _kept_fields(env: Env, keys: Tensor) -> Iterator[str]:
+    """Report if `step` returns the reward or the `terminated` flag of its input, because it forgets to set it."""
+    start, noise = env.reset(keys), env.draw(keys)
+    action = random_actions(env.action_space, keys, start["obs"])
+    for name, values in (("reward", (0.0, 12345.0)), ("terminated", (False, True))):
+        befores = [start.copy().set(name, torch.full_like(start[name], value)) for value in values]
+        afters = [env.step(before, action, noise)[name] for before in befores]
+        if all(torch.equal(after, before[name]) for before, after in zip(befores, afters, strict=True)):
+            yield f"step returns the {name} of its input; set {name} in every step"
+
+
+def _undeclared(space: Space, history: dict[str, Tensor]) -> Iterator[str]:
+    """Report observations that are not in the observation space. A policy does not see such an observation."""
+    if not isinstance(space, Dict):
+        return
+    parts = {name for name, _ in space.items}
+    for name in {name.split(".")[1] for name in history if name.startswith("obs.")} - parts:
+        yield f"obs.{name} is not in observation_space, so a policy ignores it; add it to the space"
+
+
+def _empty_masks(space: Space, history: dict[str, Tensor]) -> Iterator[str]:
+    """Report the first action mask that allows no action."""
+    mask = history.get(f"obs.{_MASK}")
+    if mask is None:
+        return
+    choices = space.nvec if isinstance(space, MultiDiscrete) else (mask.shape[-1],)
+    empty = torch.stack([(part == 0).all(-1) for part in mask.split([*choices], -1)], -1).any(-1)
+    if empty.any():
+        place = _place_text(*_first_index(empty))
+        yield f"obs.{_MASK} allows no action {place}; allow at least one action of each choice"
+
+
+def _ends(env: Env, state: TensorDict, keys: Tensor) -> bool:
+    """Take random actions until an episode ends. Return False if none ends within the limits of steps and time."""
+    began, index = time.perf_counter(), torch.zeros_like(keys)
+    for step in range(_LONGEST):
+        noise = env.draw(rng.stream(keys, rng.ENV, index, step))
+        state = env.step(
+            state, random_actions(env.action_space, rng.stream(keys, rng.ACTION, index, step), state["obs"]), noise
+        )
+        if bool((state["terminated"] | state["truncated"]).any()):
+            return True
+        if time.perf_counter() > began + _LONGEST_S:
+            return False
+    return False
+
+
+def _endless(env: Env, trajectory: Trajectory, history: dict[str, Tensor], keys: Tensor) -> Iterator[str]:
+    """Report if no episode ends, unless the environment declares that none of so few steps is truncated."""
+    num_steps = len(trajectory.actions)
+    if (history["terminated"] | history["truncated"])[1:].any() or num_steps < env.min_truncation_gap < NEVER:
+        return
+    if env.is_pure and not _ends(env, _part(trajectory.states, -1), keys):
+        advice = "let step set terminated, or wrap the environment in time_limit"
+        yield f"no episode ended in {num_steps:,} steps, and none in up to {_LONGEST:,} further steps; {advice}"
 
 
 def _bounds(space: Space) -> tuple[Tensor, Tensor]:
@@ -361,12 +423,14 @@ def check_env(env: Env | EnvChoice | dict | str, *, num_steps: int = 256, seed: 
     - Observations and rewards are finite.
     - A repeated rollout with the same keys and actions gives the same bits.
     - No function modifies its inputs, and the environments of a batch are independent.
-    - Episode starts, episode ends, final observations and `executed` are consistent.
+    - Episode starts, episode ends, final observations and `executed` are consistent, and episodes end.
+    - `step` sets the reward and `terminated`.
+    - Observations are in the observation space, and action masks allow an action.
     - A step can be compiled, and the compiled step gives the same values.
     - Stepping a batch is faster than stepping its environments one by one.
 
     For a Gymnasium environment, Gymnasium's own checker also runs. The random actions are taken in four environments on
-    the CPU. Errors that the environment's own code raises are not caught.
+    the CPU. An error that the environment's own code raises is a finding with the line of the code.
 
     Args:
         env: an environment, its name, or the `env` section of a config.
@@ -387,14 +451,54 @@ def check_env(env: Env | EnvChoice | dict | str, *, num_steps: int = 256, seed: 
     if choice is not None and isinstance(choice.cfg, GymnasiumConfig):
         findings, notes = _gymnasium_checker(choice.cfg)
     try:
-        check_fields(checked_env, "")
-        keys = rng.split(rng.key(seed), _NUM_ENVS)
-        findings += _input_writes(roll_out(checked_env, keys, 1)) if checked_env.is_pure else []
-        rollout_findings, rollout_notes = _check_rollout(auto_reset(checked_env), keys, num_steps)
+        if wrong := _wrong_spaces(checked_env):
+            return EnvCheck(findings + wrong, notes)
+        found, more_notes = _check_everything(checked_env, num_steps, seed)
+        findings, notes = findings + found, [*more_notes, *notes]
     except UserError as error:
-        return EnvCheck([*findings, str(error).removeprefix("env : ")], notes)
-    speed_findings, note = _check_speed(auto_reset(checked_env), rng.key(seed))
-    return EnvCheck(findings + rollout_findings + speed_findings, [*rollout_notes, note, *notes])
+        findings.append(str(error).removeprefix("env : "))
+    except Exception as error:  # the code of an environment may raise any error
+        findings.append(_own_error(error))
+    return EnvCheck(findings, notes)
+
+
+def _wrong_spaces(env: Env) -> list[str]:
+    """Report spaces of another library."""
+    spaces = {"observation_space": env.observation_space, "action_space": env.action_space}
+    return [
+        f"{name} is {type(space).__module__}.{type(space).__name__}, expected a space of ecrl.spaces; "
+        "from_gymnasium converts spaces of Gymnasium"
+        for name, space in spaces.items()
+        if not isinstance(space, Box | Discrete | MultiDiscrete | Dict)
+    ]
+
+
+def _own_error(error: Exception) -> str:
+    """Describe an error that the code of the environment raised, with the last line of this code.
+
+    If the traceback has no line outside of ecrl and its libraries, the error is raised again.
+    """
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_outside(frame)]
+    own = [frame for frame in frames if _PACKAGE not in Path(frame.filename).parents]
+    if not own:
+        raise error
+    reason = next((line for line in str(error).splitlines() if line.strip()), "")
+    return f"{own[-1].name} raises {type(error).__name__}: {reason} ({own[-1].filename}:{own[-1].lineno})"
+
+
+def _check_everything(env: Env, num_steps: int, seed: int) -> tuple[list[str], list[str]]:
+    """Return the findings and notes of all checks that need no config."""
+    check_fields(env, "")
+    keys = rng.split(rng.key(seed), _NUM_ENVS)
+    if env.is_pure:
+        if writes := [*_input_writes(roll_out(env, keys, 1))]:
+            return writes, []  # all other findings could follow from the writes
+        kept = [*_kept_fields(env, keys)]
+    else:
+        kept = []
+    findings, notes = _check_rollout(auto_reset(env), keys, num_steps)
+    speed_findings, note = _check_speed(auto_reset(env), rng.key(seed))
+    return kept + findings + speed_findings, [*notes, note]
 
 
 def _check_rollout(env: Env, keys: Tensor, num_steps: int) -> tuple[list[str], list[str]]:
@@ -404,6 +508,8 @@ def _check_rollout(env: Env, keys: Tensor, num_steps: int) -> tuple[list[str], l
     history = _state_history(trajectory)
     findings = [*_not_finite(history), *_episode_faults(history, env.lockstep)]
     findings += [*_executed_faults(history), *_early_truncations(history, env.min_truncation_gap)]
+    findings += [*_undeclared(env.observation_space, history), *_empty_masks(env.action_space, history)]
+    findings += _endless(env, trajectory, history, keys)
     for name in ("obs", "final_obs"):
         findings += _out_of_space(env.observation_space, name, history)
     findings += _check_repeatable(env, keys, trajectory)

@@ -21,13 +21,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from ecrl import rng
+from ecrl.errors import ConfigError
 from ecrl.pytree import flatten
 from ecrl.spaces import Box, Space
 
@@ -168,6 +169,17 @@ def constant_fields(cfg: Any, names: tuple[str, ...], like: Tensor) -> dict[str,
     return {name: torch.full_like(like, getattr(cfg, name)) for name in names}
 
 
+def checked_state(state: Any, call: str) -> TensorDict:
+    """Return a state that `reset` or `step` has returned.
+
+    Raises: ConfigError if the state is not a TensorDict, such as the five values of Gymnasium.
+    """
+    if not isinstance(state, TensorDictBase):
+        fields = "a TensorDict with obs, reward, terminated and truncated"
+        raise ConfigError(f"{call} returns {type(state).__name__}, expected {fields}")
+    return cast(TensorDict, state)
+
+
 @cache
 def time_limit(env: Env, max_episode_steps: int) -> Env:
     """Truncate an episode at its `max_episode_steps`-th step.
@@ -185,11 +197,11 @@ def time_limit(env: Env, max_episode_steps: int) -> Env:
         raise ValueError(f"time_limit needs max_episode_steps >= 1, got {max_episode_steps}")
 
     def counted(reset: Callable[[Tensor], TensorDict]) -> Callable[[Tensor], TensorDict]:
-        return lambda keys: reset(keys).set("elapsed", torch.zeros_like(keys))
+        return lambda keys: checked_state(reset(keys), "reset").set("elapsed", torch.zeros_like(keys))
 
     def step(state: TensorDict, action: Tensor, noise: Any) -> TensorDict:
         elapsed = state["elapsed"] + 1
-        after = env.step(state, action, noise)
+        after = checked_state(env.step(state, action, noise), "step")
         truncated = after["truncated"] | (elapsed >= max_episode_steps)
         return after.copy().update({"elapsed": elapsed, "truncated": truncated})
 

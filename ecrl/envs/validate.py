@@ -4,15 +4,14 @@ from functools import cache
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl import rng
-from ecrl.envs.core import Env
+from ecrl.envs.core import Env, checked_state
 from ecrl.errors import ConfigError
 from ecrl.spaces import Box, Dict, Space, element_dtype, element_shape
 
-_STATE = "a TensorDict with obs, reward, terminated and truncated"
 _SAME_FIELDS = "both must return the same fields"
 _FLAGS = ("terminated", "truncated")
 
@@ -31,8 +30,7 @@ def _zero_action(space: Space, batch: torch.Size) -> Tensor:
 
 def _field_types(state: Any, batch: torch.Size, call: str) -> dict[str, str]:
     """Map the dotted name of each tensor in a state to its dtype and shape. Error messages begin with `call`."""
-    if not isinstance(state, TensorDictBase):
-        raise ConfigError(f"{call} returns {type(state).__name__}, expected {_STATE}")
+    state = checked_state(state, call)
     if state.batch_size != batch:
         sizes = f"{list(state.batch_size)}, expected the batch size of the keys, {list(batch)}"
         raise ConfigError(f"{call} returns batch size {sizes}")

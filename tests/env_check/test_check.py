@@ -4,6 +4,7 @@ import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
+import gymnasium
 import pytest
 import torch
 from support import (
@@ -17,7 +18,7 @@ from ecrl import rng
 from ecrl.cli.main import main
 from ecrl.env_check import check
 from ecrl.env_check.check import check_env, random_actions, roll_out
-from ecrl.envs import NEVER, Env, auto_reset, make_env, state_of
+from ecrl.envs import NEVER, Env, auto_reset, make_env, state_of, time_limit
 from ecrl.errors import ConfigError, UserError
 from ecrl.spaces import Discrete, MultiDiscrete, box, dict_space
 
@@ -131,6 +132,36 @@ FAULTS = {
         | {"reset": lambda keys: _reset(keys).set("age", torch.arange(keys.shape[-1]).expand(keys.shape) % 3)},
         "episodes of envs 0 and 2 do not end together (step 3), but lockstep is set; leave lockstep out",
     ),
+    "reward forgotten": (
+        {"step": lambda s, a, noise: _step(s, a, noise).set("reward", s["reward"])},
+        "step returns the reward of its input; set reward in every step",
+    ),
+    "reward copied": (
+        {"step": lambda s, a, noise: _step(s, a, noise).set("reward", s["reward"].clone())},
+        "step returns the reward of its input; set reward in every step",
+    ),
+    "terminated forgotten": (
+        {"step": lambda s, a, noise: _step(s, a, noise).set("terminated", s["terminated"])},
+        "step returns the terminated of its input; set terminated in every step",
+    ),
+    "five values": (
+        {"step": lambda s, a, noise: (s["obs"], s["reward"], s["terminated"], s["truncated"], {})},
+        "step returns tuple, expected a TensorDict with obs, reward, terminated and truncated",
+    ),
+    "nothing": ({"step": lambda s, a, noise: None}, "step returns NoneType, expected a TensorDict with obs"),
+    "a float reward": (
+        {"step": lambda s, a, noise: _step(s, a, noise).update({"reward": 1.0})},
+        "<lambda> raises RuntimeError: ",
+    ),
+    "its own error": ({"reset": lambda keys: 1 / 0}, "<lambda> raises ZeroDivisionError: division by zero ("),
+    "Gymnasium's space": (
+        {"observation_space": gymnasium.spaces.Box(0.0, 1.0, (3,))},
+        "observation_space is gymnasium.spaces.box.Box, expected a space of ecrl.spaces; from_gymnasium converts",
+    ),
+    "Gymnasium's actions": (
+        {"action_space": gymnasium.spaces.Discrete(2)},
+        "action_space is gymnasium.spaces.discrete.Discrete, expected a space of ecrl.spaces; from_gymnasium converts",
+    ),
     "host read": ({"step": _reads_values}, "in _reads_values, reads values of a tensor"),
     "raises in graphs": (
         {"step": lambda s, a, noise: _step(s, torch.tensor(a.tolist()), noise)},
@@ -143,6 +174,42 @@ FAULTS = {
 def equal_speed(monkeypatch):
     """A step takes a second for any number of environments, so that no finding depends on the machine."""
     monkeypatch.setattr(check, "_steps_per_second", lambda env, keys: float(len(keys)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"step": lambda s, a, noise: (s, s["reward"], {})}, "step returns tuple, expected a TensorDict"),
+        ({"step": lambda s, a, noise: None}, "step returns NoneType, expected a TensorDict"),
+        ({"step": lambda s, a, noise: {**_step(s, a, noise)}}, "step returns dict, expected a TensorDict"),
+        ({"reset": lambda keys: (_reset(keys), {})}, "reset returns tuple, expected a TensorDict"),
+    ],
+)
+def test_what_is_no_state_is_named_inside_a_time_limit_too(change, message):
+    findings = check_env(time_limit(replace(GOOD, **change), 7), num_steps=12).findings
+    assert len(findings) == 1 and message in findings[0], findings
+
+
+def test_a_step_that_writes_is_one_finding():
+    def writes(state, action, noise):
+        state["obs"].mul_(0.5)
+        return _step(state, action, noise)
+
+    findings = check_env(replace(GOOD, step=writes), num_steps=12).findings
+    assert findings == ["step writes on its input state.obs; return new tensors, as in state.copy().update(...)"]
+
+
+def test_episodes_that_never_end_are_found(monkeypatch):
+    endless = replace(GOOD, **_stepping(lambda _, after: {"terminated": after["age"] < 0}))
+    monkeypatch.setattr(check, "_LONGEST", 50)
+    message = "no episode ended in 12 steps, and none in up to 50 further steps; let step set terminated, or wrap"
+    assert check_env(endless, num_steps=12).findings[0].startswith(message)
+    assert check_env(replace(endless, min_truncation_gap=NEVER), num_steps=12).findings[0].startswith(message)
+    assert check_env(time_limit(endless, 40), num_steps=12).findings == []  # the limit is longer than the check
+    late = replace(GOOD, **_stepping(lambda _, after: {"terminated": after["age"] == 30}))
+    assert check_env(late, num_steps=12).findings == []
+    monkeypatch.setattr(check, "_LONGEST_S", 0.0)
+    assert len(check_env(late, num_steps=12).findings) == 1
 
 
 def test_a_sound_environment_has_no_findings():
@@ -181,7 +248,7 @@ def test_an_environment_that_steps_its_rows_one_by_one_is_found(step, rate, expe
     assert note == f"1 env steps/s with one env, {rate:,.0f} with 256, eager"
 
 
-@pytest.mark.parametrize("name", ["cartpole", "pendulum", "point_mass", "probe_match", "probe_delay", "endless"])
+@pytest.mark.parametrize("name", ["cartpole", "pendulum", "point_mass", "probe_match", "probe_delay"])
 def test_environments_of_this_repository_are_sound(name):
     assert check_env(name, num_steps=20).findings == []
 
@@ -205,16 +272,38 @@ def test_masks_and_parts_of_observations_are_honoured_and_checked():
         return TensorDict(arm, keys.shape)
 
     def step(state, action, noise):
-        return state.copy().update({"obs": parts(noise), "reward": 1.0 * action})
+        ends = torch.zeros_like(state["terminated"])
+        return state.copy().update({"obs": parts(noise), "reward": 1.0 * action, "terminated": ends})
 
     env = Env(
         lambda keys: state_of(torch.zeros(keys.shape), keys.shape).set("obs", parts(keys)), step, space, Discrete(3)
     )
+    env = time_limit(env, 5)
     assert check_env(env, num_steps=8).findings == []
     played = roll_out(auto_reset(env), rng.split(rng.key(0), 4), 8)
     assert (played.actions == 1).all()
-    wide = replace(env, step=lambda s, a, n: step(s, a, n).set(("obs", "gear"), torch.full_like(n, 3)))
+    wide = replace(env, step=lambda s, a, n: env.step(s, a, n).set(("obs", "gear"), torch.full_like(n, 3)))
     assert check_env(wide, num_steps=8).findings[0].startswith("obs.gear is 3 in env 0 after step 1, outside of 0 to 2")
+    unseen = replace(env, observation_space=dict_space({"arm": box(0.0, 1.0, 2), "gear": Discrete(3)}))
+    message = "obs.action_mask is not in observation_space, so a policy ignores it; add it to the space"
+    assert message in check_env(unseen, num_steps=8).findings
+    no = torch.zeros(3, dtype=torch.bool)
+
+    def closed(state, action, noise):
+        after = env.step(state, action, noise)
+        mask = torch.where((after["elapsed"] == 2).unsqueeze(-1), no, after["obs", "action_mask"])
+        return after.set(("obs", "action_mask"), mask)
+
+    message = "obs.action_mask allows no action in env 0 after step 2; allow at least one action of each choice"
+    assert message in check_env(replace(env, step=closed), num_steps=8).findings
+
+
+def test_a_mask_must_allow_an_action_of_each_choice():
+    history = {"obs.action_mask": torch.tensor([[[1, 0, 1, 0]], [[1, 1, 0, 0]]])}
+    assert [*check._empty_masks(MultiDiscrete((2, 2)), history)] == [
+        "obs.action_mask allows no action in env 0 after step 1; allow at least one action of each choice"
+    ]
+    assert [*check._empty_masks(Discrete(4), history)] == []
 
 
 def test_random_actions_fill_their_space():
@@ -248,8 +337,6 @@ def test_what_it_is_asked_is_checked():
         check_env("cartpol")
     with pytest.raises(UserError, match="num_steps: 1, expected at least 2"):
         check_env("cartpole", num_steps=1)
-    with pytest.raises(ZeroDivisionError):
-        check_env(replace(GOOD, reset=lambda keys: 1 / 0))
     assert ecrl.check_env is check_env and make_env("cartpole")
 
 
