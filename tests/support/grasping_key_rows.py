@@ -78,7 +78,7 @@ GRASPS = [
         NO_GOAL | {f"{CFG}.observations.to.params.target_cfg": OTHER},
         offset=[0.0, 0.0, 0.1],
     ),
-    *at("GraspedToTargetConfig", "rewards.lift.params", NO_GOAL, distance_scale=1.0),
+    *at("NearTargetConfig", "rewards.lift.params", NO_GOAL, distance_scale=1.0),
     *at("PickCubeConfig", "", HELD, extensions={"start_distance": 0.01, "success_threshold": 0.001}),
     *at("PickCubeExtensions", "extensions", HELD, success_threshold=0.001, rest_speed=1e-9),
     *at("PickCubeExtensions", "extensions", HELD, rejected("no acceptable start"), start_distance=5.0),

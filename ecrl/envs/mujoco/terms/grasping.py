@@ -94,8 +94,8 @@ class ObjectToTargetConfig(ConfigModel):
     )
 
 
-class GraspedToTargetConfig(ObjectToTargetConfig):
-    """Settings of `grasped_object_to_target`."""
+class NearTargetConfig(ObjectToTargetConfig):
+    """Settings of `object_near_target` and `grasped_object_to_target`."""
 
     distance_scale: Annotated[Positive, PER_LENGTH] = Field(5.0, description="scale k of the distance, 1/m")
 
@@ -236,8 +236,18 @@ def grasp_reward(cfg: GraspedObjectConfig, sim: Simulation) -> Reward:
     return lambda before, after: is_grasped(sim, after["world"], uid).float()
 
 
+@register_reward("object_near_target")
+def object_near_target(cfg: NearTargetConfig, sim: Simulation) -> Reward:
+    """Return a reward `[*B]`, 0 to 1, that grows as an object nears its target.
+
+    reward = 1 - tanh(k |object - target|),  k = distance_scale, 1/m
+    """
+    to_target = _to_target(cfg, sim)
+    return lambda before, after: 1.0 - torch.tanh(cfg.distance_scale * _distance(to_target(after)))
+
+
 @register_reward("grasped_object_to_target")
-def grasped_object_to_target(cfg: GraspedToTargetConfig, sim: Simulation) -> Reward:
+def grasped_object_to_target(cfg: NearTargetConfig, sim: Simulation) -> Reward:
     """Return a reward `[*B]`, 0 to 1, that grows as a grasped object nears its target, and is 0 without a grasp.
 
     reward = grasped (1 - tanh(k |object - target|)),  k = distance_scale, 1/m
