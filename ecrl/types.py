@@ -125,6 +125,18 @@ def check_bool(**tensors: Tensor) -> None:
         raise ValueError(f"{', '.join(wrong)}, expected bool")
 
 
+def check_steps(**tensors: Tensor) -> None:
+    """Raise ValueError unless each tensor has at least one time step on its last axis.
+
+    >>> check_steps(reward=torch.zeros(2, 0))
+    Traceback (most recent call last):
+    ValueError: reward has shape [2, 0], expected at least one time step on the last axis
+    """
+    for name, tensor in tensors.items():
+        if not tensor.ndim or not tensor.shape[-1]:
+            raise ValueError(f"{name} has shape {list(tensor.shape)}, expected at least one time step on the last axis")
+
+
 def check_rollout(rollout: TensorDict, *keys: str) -> None:
     """Raise ValueError unless `rollout` has batch shape `[N, T + 1]`, with T at least 1, and the fields in `keys`.
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from ecrl.kernels.dtypes import common_dtype, discounts, exponent_bound, scalars, step_discounts, widened
 from ecrl.kernels.reverse_scan import as_float64, in_dtype, or_zero, reverse_scan, varies
 from ecrl.native import recurrences
-from ecrl.types import Scalar, check_axes, check_bool, same_shape
+from ecrl.types import Scalar, check_axes, check_bool, check_steps, same_shape
 
 
 class GAE(NamedTuple):
@@ -83,6 +83,7 @@ def discounted_returns(
     """
     same_shape(reward=reward, next_value=next_value, terminated=terminated, done=done)
     check_bool(terminated=terminated, done=done)
+    check_steps(reward=reward)
     gamma = step_discounts(gamma, reward)
     dtype, (reward, next_value) = _widen(reward, next_value)
     reached = _zero_where(or_zero(terminated, gamma), next_value)
@@ -119,6 +120,7 @@ def n_step_returns(
     """
     same_shape(reward=reward, next_value=next_value, terminated=terminated, done=done)
     check_bool(terminated=terminated, done=done)
+    check_steps(reward=reward)
     gamma = step_discounts(gamma, reward)
     if n < 1:
         raise ValueError(f"n_step_returns needs n >= 1, got n={n}")
@@ -162,6 +164,7 @@ def td_lambda_returns(
     """
     same_shape(reward=reward, next_value=next_value, terminated=terminated, done=done)
     check_bool(terminated=terminated, done=done)
+    check_steps(reward=reward)
     gamma, (gae_lambda,) = step_discounts(gamma, reward), discounts(gae_lambda=gae_lambda)
     dtype, (reward, next_value) = _widen(reward, next_value)
     reached = _zero_where(or_zero(terminated, gamma), next_value)
@@ -207,6 +210,7 @@ def gae(
     """
     same_shape(reward=reward, value=value, next_value=next_value, terminated=terminated, done=done)
     check_bool(terminated=terminated, done=done)
+    check_steps(reward=reward)
     gamma, (gae_lambda,) = step_discounts(gamma, reward), discounts(gae_lambda=gae_lambda)
     dtype, (reward, value, next_value) = _widen(reward, value, next_value)
     if recurrences.can_run(reward, value, next_value) and not recurrences.is_differentiated(
@@ -283,6 +287,7 @@ def vtrace(
         done=done,
     )
     check_bool(terminated=terminated, done=done)
+    check_steps(reward=reward)
     gamma, (gae_lambda,) = step_discounts(gamma, reward), discounts(gae_lambda=gae_lambda)
     clip_rho, clip_c = scalars(clip_rho=clip_rho, clip_c=clip_c)
     bound = exponent_bound(common_dtype(log_prob, old_log_prob))
@@ -376,6 +381,7 @@ def retrace(
         reward=reward, next_q_taken=next_q_taken, next_v=next_v, log_rho=log_rho, terminated=terminated, done=done
     )
     check_bool(terminated=terminated, done=done)
+    check_steps(reward=reward)
     gamma, (trace,) = step_discounts(gamma, reward), discounts(trace=trace)
     dtype, (reward, next_q_taken, next_v, log_rho) = _widen(reward, next_q_taken, next_v, log_rho)
     next_log_rho = torch.cat((log_rho[..., 1:], log_rho.new_full(log_rho[..., :1].shape, -torch.inf)), -1)

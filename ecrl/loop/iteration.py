@@ -5,7 +5,7 @@ the generator yields.
 """
 
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, cast
@@ -56,6 +56,7 @@ from ecrl.loop.signals import interruptible
 from ecrl.policies import Policy
 from ecrl.policies.contract import checking
 from ecrl.pytree import Borrowed, flatten, mapped, names, replaced, unflatten
+from ecrl.registry import did_you_mean
 from ecrl.types import LogData, Logs
 
 Iteration = Callable[[TensorDict], tuple[TensorDict, dict[str, Logs]]]
@@ -228,6 +229,7 @@ def check_state(run: Run, state: TensorDict, cfg: Config) -> None:
     _check_chunk_discount(state, new, cfg)
     if state["key"].device != new["key"].device:  # `device_of(cfg)` may lack the device index
         raise ConfigError(f"state: is on {state['key'].device}, the config sets {device_of(cfg)}; use state.to(...)")
+    _check_hyperparameters(state, map(str, cast(TensorDict, new["hyper"]).keys()))
     expected, actual = (dict(td.flatten_keys("/").items()) for td in (new, state))
     for name in sorted(expected.keys() | actual.keys()):
         shapes = [list(td[name].shape) if name in td else "absent" for td in (actual, expected)]
@@ -244,6 +246,13 @@ def check_state(run: Run, state: TensorDict, cfg: Config) -> None:
             f"{n.removeprefix('hyper/')} {actual[n]:.6g} (config {expected[n]:.6g})" for n in numbers
         )
         warnings.warn(f"the state's hyperparameters are used, not the config's: {differences}", stacklevel=3)
+
+
+def _check_hyperparameters(state: TensorDict, names: Iterable[str]) -> None:
+    """Raise ConfigError if the state has a hyperparameter that its algorithm does not have, such as a misspelt one."""
+    known = {*names}
+    for name in set(cast(TensorDict, state["hyper"]).keys()) - known:
+        raise ConfigError(f"state['hyper', {name!r}]: no hyperparameter of this name; {did_you_mean(name, known)}")
 
 
 def _check_chunk_discount(state: TensorDict, new: TensorDict, cfg: Config) -> None:

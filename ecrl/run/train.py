@@ -126,6 +126,10 @@ def train(
         state could not be saved.
     """
     folder, history, last = None if run_dir is None else Path(run_dir), History(), [state]
+    done, end = int(decisions(state)), total_steps(cfg, world_size())
+    if done >= end:
+        advice = "nothing is left to train; raise trainer.iterations"
+        warnings.warn(f"the state has {done:,} steps, and the run ends at {end:,}: {advice}", stacklevel=2)
     new = folder is not None and not claimed_before(folder) and not continues_run(folder, state, cfg)
 
     def on_record(record: LogData) -> None:
@@ -165,6 +169,8 @@ def _train(
     if profile and folder is None:
         raise ConfigError("profile: times and traces are written to the run folder; also pass run_dir")
     check_rollout(cfg, run)
+    for setting in _without_effect(cfg, folder):
+        warnings.warn(setting, stacklevel=3)
     if cfg.trainer.enable_eval:
         check_evaluation(with_eval_events(run, cfg), cfg)
     if folder is not None and rank() == 0:
@@ -190,6 +196,19 @@ def _train(
             advice = "returning the last state" if folder is None else f"{advice} {folder}"
             print(f"interrupted at {int(state['sample_step']):,} env steps; {advice}")
     return state
+
+
+def _without_effect(cfg: Config, folder: Path | None) -> Iterator[str]:
+    """Describe each setting of a run that has no effect, as one line for a warning."""
+    if cfg.trainer.events.eval and not cfg.trainer.enable_eval:
+        yield "trainer.events.eval: there are no evaluations; set trainer.enable_eval to true"
+    if folder is None:
+        filmed = [*cameras(cfg, "train"), *(cameras(cfg, "eval") if cfg.trainer.enable_eval else [])]
+        asked_for = ["cameras in trainer.events"] if filmed else []
+        asked_for += ["trainer.use_wandb"] if cfg.trainer.use_wandb else []
+        asked_for += ["trainer.keep_checkpoints"] if cfg.trainer.keep_checkpoints is not None else []
+        if asked_for:
+            yield f"{', '.join(asked_for)}: nothing is written without a run folder; pass run_dir"
 
 
 def _announce(run: Run, cfg: Config, folder: Path) -> None:

@@ -6,6 +6,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from support.checks import assert_no_retrace, assert_pure, close
+from support.kernel_calls import CALLS
+from support.kernel_calls import kernel as kernel_named
 
 from ecrl.compile.jit import choose_form
 from ecrl.kernels import discounted_returns, gae, n_step_returns, td_lambda_returns, vtrace
@@ -476,3 +478,15 @@ def _late_gae(*fields_and_hyper):
 def _gae(*fields_and_hyper):
     *fields, hyper = fields_and_hyper
     return gae(*fields, **hyper)
+
+
+ESTIMATORS = ["gae", "vtrace", "discounted_returns", "n_step_returns", "td_lambda_returns", "retrace"]
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_a_trajectory_without_steps_is_named(name):
+    args, kwargs = CALLS[name](3)
+    empty = [x[..., :0] for x in args]
+    message = r"^reward has shape \[.*0\], expected at least one time step on the last axis$"
+    with pytest.raises(ValueError, match=message):
+        kernel_named(name)(*empty, **kwargs)

@@ -158,6 +158,7 @@ def _steps_logged(run):
     return [json.loads(row)["sample_step"] for row in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.filterwarnings("ignore:the state has 128 steps")
 @pytest.mark.parametrize("same_steps", [True, False])
 @pytest.mark.parametrize("with_cfg_of", ["one", "other"])
 def test_a_run_does_not_go_on_in_the_folder_of_another(tmp_path, same_steps, with_cfg_of):
