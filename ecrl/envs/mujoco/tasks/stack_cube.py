@@ -26,6 +26,8 @@ from ecrl.envs.mujoco.terms.grasping import check_graspable, is_grasped, is_rele
 from ecrl.registry import register_env
 
 _CUBE, _BASE = {"object_cfg": {"uid": "cube"}}, {"target_cfg": {"uid": "base"}, "offset": [0.0, 0.0, 0.055]}
+_ABOVE = {"target_cfg": {"uid": "base"}, "offset": [0.0, 0.0, 0.08]}
+_PLACE = {"target_cfg": {"uid": "base"}, "offset": [0.0, 0.0, 0.05], "distance_scale": 40.0}
 _OBSERVATIONS: Any = ROBOT_OBSERVATIONS | {
     "cube_pose": {
         "func": "get_rigid_object_pose",
@@ -44,9 +46,10 @@ _OBSERVATIONS: Any = ROBOT_OBSERVATIONS | {
 _REWARDS: Any = {
     "reaching_reward": {"func": "reaching_object", "weight": 0.1, "params": _CUBE},
     "grasp_reward": {"func": "grasp_reward", "weight": 0.1, "params": _CUBE},
-    "stacking_reward": {"func": "grasped_object_to_target", "weight": 0.2, "params": _CUBE | _BASE},
+    "lifting_reward": {"func": "grasped_object_to_target", "weight": 0.4, "params": _CUBE | _ABOVE},
+    "placing_reward": {"func": "object_near_target", "weight": 0.6, "params": _CUBE | _PLACE},
     "action_penalty": {"func": "action_smoothness_penalty", "weight": 0.005},
-    "success_bonus": {"func": "success_reward", "weight": 20.0},
+    "success_bonus": {"func": "success_reward", "weight": 100.0},
 }
 _SQUARE = {"position_range": [[-0.8, -0.35, 0.025], [-0.5, -0.05, 0.025]], "min_distance": 0.1}
 _EVENTS: Any = {
@@ -106,7 +109,7 @@ class StackCubeConfig(GripperTaskConfig, ScalableTaskConfig):
     )
     rewards: dict[str, RewardConfig] = Field(
         default_factory=partial(parse_terms, RewardConfig, _REWARDS),
-        description="reward terms by name; by default reaching, grasping, stacking, smoothness and success",
+        description="reward terms by name; by default reaching, grasping, lifting, placing, smoothness and success",
     )
     events: dict[str, TaskEventConfig] = Field(
         default_factory=partial(parse_terms, TaskEventConfig, _EVENTS),
