@@ -32,6 +32,7 @@ from ecrl.errors import CheckpointError, ConfigError
 from ecrl.loop.buffers import buffer_names, check_current, kinds_of, mark_written
 from ecrl.loop.build import build, device_of, form_in_use
 from ecrl.loop.iteration import expected_state, with_empty_buffers
+from ecrl.native.library import is_available
 from ecrl.storage.atomic_files import complete_folder, write_folder
 from ecrl.storage.checkpoint_files import (
     FORMAT,
@@ -154,9 +155,14 @@ def snapshot(
 
 
 def conditions(run: Run, cfg: Config) -> dict[str, Any]:
-    """Return the torch version, threads, execution mode and device, which affect the exact results of a run."""
-    threads, device = torch.get_num_threads(), device_of(cfg).type
-    return {"torch": str(torch.__version__), "threads": threads, "form": form_in_use(run), "device": device}
+    """Return what affects the exact results of a run: torch, threads, execution mode, device and C++ functions."""
+    return {
+        "torch": str(torch.__version__),
+        "threads": torch.get_num_threads(),
+        "form": form_in_use(run),
+        "device": device_of(cfg).type,
+        "C++ functions": "used" if is_available() else "missing",
+    }
 
 
 def changed_conditions(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

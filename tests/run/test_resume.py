@@ -14,6 +14,7 @@ from ecrl.config import Config
 from ecrl.errors import CheckpointError, ConfigError
 from ecrl.loop.build import build
 from ecrl.loop.iteration import close, init_state, train_iter
+from ecrl.native.library import is_available
 from ecrl.run import evaluation
 from ecrl.run.checkpoint import latest, load, save, snapshot, write
 from ecrl.run.resume import resume
@@ -124,6 +125,15 @@ def test_other_threads_are_warned_of(tmp_path):
             resume(run)
     finally:
         torch.set_num_threads(threads)
+
+
+def test_a_machine_without_a_compiler_is_warned_of(tmp_path, monkeypatch):
+    run, _ = finished(tmp_path)
+    used = is_available()
+    monkeypatch.setattr("ecrl.run.checkpoint.is_available", lambda: not used)
+    words = ("used", "missing") if used else ("missing", "used")
+    with pytest.warns(UserWarning, match=r"C\+\+ functions changed from {} to {}".format(*words)):
+        resume(run)
 
 
 def test_a_run_resumes_on_a_machine_without_its_device(tmp_path):
