@@ -22,7 +22,8 @@ _NAMES = {torch.float32: "float", torch.float64: "double"}
 def can_run(*tensors: Tensor) -> bool:
     """Return True if the operators can take the float tensors, which must have one dtype.
 
-    While `torch.compile` traces, the operators support no transform but vmap.
+    A graph of `ecrl.compile` does not use the operators. While `torch.compile` traces, they support no transform but
+    vmap.
 
     >>> can_run(torch.ones(2, dtype=torch.bfloat16))
     False
@@ -30,11 +31,9 @@ def can_run(*tensors: Tensor) -> bool:
     dtype = tensors[0].dtype
     if dtype not in _NAMES or any(x.dtype != dtype or x.device.type != "cpu" for x in tensors):
         return False
-    if in_graph():
+    if in_graph() or torch.compiler.is_exporting():
         return False
-    if torch.compiler.is_compiling() and (torch.compiler.is_exporting() or not only_vmap_is_active()):
-        return False
-    return is_available()
+    return is_available() if not torch.compiler.is_compiling() else only_vmap_is_active() and is_available()
 
 
 def is_differentiated(*values: Any) -> bool:

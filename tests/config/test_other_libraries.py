@@ -17,7 +17,7 @@ from ecrl.registry import lookup, registered
         ("trainer.n_steps", "set trainer.buffer_size"),
         ("algorithm.cfg.clip_range", "set algorithm.cfg.clip_coef"),
         ("algorithm.cfg.kl_coef", "a key of grpo, not of this algorithm"),
-        ("algorithm.cfg.tau", "a key of ddpg, dqn, fast_sac, fast_td3, sac, td3, not of this algorithm"),
+        ("algorithm.cfg.policy_delay", "a key of fast_sac, fast_td3, sac, td3, not of this algorithm"),
         ("algorithm.cfg.gama", "did you mean 'gamma'?"),
     ],
 )

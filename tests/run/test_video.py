@@ -315,7 +315,8 @@ def test_a_run_without_a_folder_makes_no_videos(drawn, monkeypatch):
     begun = []
     monkeypatch.setattr(video_writer, "write_video", lambda *args: begun.append(args))
     cfg = filmed_run({"t": film(name="t")}, {"e": film(name="e")})
-    train(init_state(cfg), cfg, progress=False)
+    with pytest.warns(UserWarning, match="cameras in trainer.events: nothing is written without a run folder"):
+        train(init_state(cfg), cfg, progress=False)
     assert not begun
 
 
