@@ -81,6 +81,8 @@ def test_a_wheel_carries_the_presets(tmp_path):
     assert {path.name for path in site.iterdir() if path.suffix != ".dist-info"} == {"ecrl"}
     shipped = {path.name: path.read_bytes() for path in (site / "ecrl" / "configs").iterdir()}
     assert shipped == {path.name: path.read_bytes() for path in (ROOT / "configs").iterdir()}
+    sources = {path.name for path in (ROOT / "ecrl" / "native").glob("*.cpp")}
+    assert {path.name for path in (site / "ecrl" / "native").glob("*.cpp")} == sources != set()
     code = f"""
 import json, ecrl
 assert ecrl.__file__.startswith({str(site)!r}), ecrl.__file__
