@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ecrl.compile.jit import has_triton
-from ecrl.kernels.reverse_scan import scan_time_major, use_scan
+from ecrl.kernels.reverse_scan import as_float64, scan_time_major, use_scan
 from ecrl.tracing_state import in_graph, transforms
 from ecrl.types import Scalar
 
@@ -69,7 +69,7 @@ def scan_for_device(x: Tensor, decay: Scalar, cut: Tensor, last: Tensor) -> Tens
 
 def triton_scan(x: Tensor, decay: Scalar, cut: Tensor, last: Tensor) -> Tensor:
     """Run the recursion of `scan_time_major` as the operator `ecrl::reverse_scan`, which calls Triton kernels."""
-    as_float64 = decay if isinstance(decay, Tensor) else x.new_full((), decay, dtype=torch.float64)
+    decay = as_float64(decay, x)
     x_rows, cut_rows = (t.reshape(len(x), -1) for t in (x, cut))
-    decay_rows = as_float64.reshape(x_rows.shape) if as_float64.ndim else as_float64
+    decay_rows = decay.reshape(x_rows.shape) if decay.ndim else decay
     return torch.ops.ecrl.reverse_scan(x_rows, decay_rows, cut_rows, last.reshape(-1)).reshape(x.shape)

@@ -166,7 +166,7 @@ def _undeclared(space: Space, history: dict[str, Tensor]) -> Iterator[str]:
     if not isinstance(space, Dict):
         return
     parts = {name for name, _ in space.items}
-    for name in {name.split(".")[1] for name in history if name.startswith("obs.")} - parts:
+    for name in sorted({name.split(".")[1] for name in history if name.startswith("obs.")} - parts):
         yield f"obs.{name} is not in observation_space, so a policy ignores it; add it to the space"
 
 

@@ -1,7 +1,7 @@
 """Scan backwards over time, with the linear recursion that all estimators of returns share.
 
-On a CPU, a loop in C++ runs the recursion (`ecrl.native.recurrences`). Elsewhere, and without a C++ compiler, torch
-operations run it (`scan_time_major`).
+On a CPU, eagerly and in `torch.compile`, a loop in C++ runs the recursion (`ecrl.native.recurrences`). In graphs of
+`ecrl.compile`, on other devices, and without a C++ compiler, torch operations run it (`scan_time_major`).
 """
 
 from collections.abc import Callable

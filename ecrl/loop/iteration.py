@@ -251,7 +251,7 @@ def check_state(run: Run, state: TensorDict, cfg: Config) -> None:
 def _check_hyperparameters(state: TensorDict, names: Iterable[str]) -> None:
     """Raise ConfigError if the state has a hyperparameter that its algorithm does not have, such as a misspelt one."""
     known = {*names}
-    for name in set(cast(TensorDict, state["hyper"]).keys()) - known:
+    for name in sorted(set(map(str, cast(TensorDict, state["hyper"]).keys())) - known):
         raise ConfigError(f"state['hyper', {name!r}]: no hyperparameter of this name; {did_you_mean(name, known)}")
 
 

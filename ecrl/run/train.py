@@ -128,7 +128,7 @@ def train(
     folder, history, last = None if run_dir is None else Path(run_dir), History(), [state]
     new = folder is not None and not claimed_before(folder) and not continues_run(folder, state, cfg)
     done, end = int(decisions(state)), total_steps(cfg, world_size())
-    if done >= end and (folder is None or new):  # in its own folder, the run may owe an evaluation
+    if done >= end and (folder is None or new):  # in its own folder, an evaluation may be pending
         advice = "nothing is left to train; raise trainer.iterations"
         warnings.warn(f"the state has {done:,} steps, and the run ends at {end:,}: {advice}", stacklevel=2)
 

@@ -66,3 +66,6 @@ def test_the_schema_accepts_a_config_without_a_policy():
     schema = json_schema()
     jsonschema.validate({"env": {"id": "gymnasium:Pendulum-v1"}, "algorithm": {"name": "ppo"}}, schema)
     jsonschema.validate({"env": "cartpole", "policy": {"name": "actor_critic"}, "algorithm": {"name": "ppo"}}, schema)
+    for wrong in ({"env": "cartpole"}, {"env": "cartpole", "policy": {"name": "actor"}, "algorithm": {"name": "ppo"}}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(wrong, schema)
