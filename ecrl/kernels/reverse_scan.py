@@ -1,7 +1,8 @@
 """Scan backwards over time, with the linear recursion that all estimators of returns share.
 
-On a CPU, eagerly and in `torch.compile`, a loop in C++ runs the recursion (`ecrl.native.recurrences`). In graphs of
-`ecrl.compile`, on other devices, and without a C++ compiler, torch operations run it (`scan_time_major`).
+On a CPU, eagerly and in `torch.compile`, a loop in C++ runs the recursion (`ecrl.native.recurrences`). It also runs it
+in a graph of `ecrl.compile` for large tensors without derivatives. For other tensors in such graphs,
+on other devices, and without a C++ compiler, torch operations run it (`scan_time_major`).
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
 """Linear recurrences over time in C++, as operators of torch for float32 and float64 tensors on the CPU.
 
-The operators run eagerly and in `torch.compile`. A graph of `ecrl.compile` has its own C++ instead, because the call of
-an operator takes longer than a short recurrence. `linear_recurrence` has derivatives of any order in both modes, and
-works under every transform of `torch.func`. `gae` has no derivatives.
+The operators run eagerly, in `torch.compile`, and for large tensors in graphs of `ecrl.compile`. For small tensors such
+a graph has its own C++, because the call of an operator takes longer than a short recurrence. `linear_recurrence` has
+derivatives of any order in both modes, and works under every transform of `torch.func`. `gae` has no derivatives.
 """
 
 from collections.abc import Sequence
@@ -16,14 +16,17 @@ from torch import Tensor
 from ecrl.native.library import function, is_available
 from ecrl.tracing_state import in_forward_mode, in_graph, only_vmap_is_active
 
+LARGE = 2**14
+"""Smallest number of elements for which a graph of `ecrl.compile` calls an operator."""
+
 _NAMES = {torch.float32: "float", torch.float64: "double"}
 
 
 def can_run(*tensors: Tensor) -> bool:
     """Return True if the operators can take the float tensors, which must have one dtype.
 
-    A graph of `ecrl.compile` does not use the operators. While `torch.compile` traces, they support no transform but
-    vmap.
+    A graph of `ecrl.compile` uses the operators for at least `LARGE` elements, if no derivative is needed. While
+    `torch.compile` traces, they support no transform but vmap.
 
     >>> can_run(torch.ones(2, dtype=torch.bfloat16))
     False
@@ -31,7 +34,9 @@ def can_run(*tensors: Tensor) -> bool:
     dtype = tensors[0].dtype
     if dtype not in _NAMES or any(x.dtype != dtype or x.device.type != "cpu" for x in tensors):
         return False
-    if in_graph() or torch.compiler.is_exporting():
+    if torch.compiler.is_exporting():
+        return False
+    if in_graph() and (tensors[0].numel() < LARGE or is_differentiated(*tensors)):
         return False
     return is_available() if not torch.compiler.is_compiling() else only_vmap_is_active() and is_available()
 

@@ -8,10 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.checks import assert_pure
 
+from ecrl.compile.jit import choose_form
+from ecrl.compile.scan import graph_scan
+from ecrl.compile.trace import traced
 from ecrl.kernels.returns import gae as gae_kernel
 from ecrl.kernels.reverse_scan import scan_time_major
 from ecrl.native.library import is_available
-from ecrl.native.recurrences import can_run, gae, is_differentiated, linear_recurrence
+from ecrl.native.recurrences import LARGE, can_run, gae, is_differentiated, linear_recurrence
+from ecrl.pytree import flatten
 from ecrl.tracing_state import tracing_graph
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="needs a C++ compiler")
@@ -204,12 +208,41 @@ def test_torch_compile_calls_the_operators_once(monkeypatch):
     torch.testing.assert_close(torch.autograd.grad(loss(x, decay, last), (x, decay, last)), expected)
 
 
-def test_the_operators_take_float32_and_float64_on_the_cpu_outside_of_graphs():
-    one = torch.ones(2)
+def test_the_operators_take_float32_and_float64_on_the_cpu_and_in_a_graph_only_large_tensors():
+    one, large = torch.ones(2), torch.ones(LARGE)
     assert can_run(one, one) and can_run(one.double())
     assert not can_run(one.half()) and not can_run(one, one.double()) and not can_run(one.to("meta"))
     with tracing_graph():
-        assert not can_run(one)
+        assert not can_run(one) and can_run(large) and not can_run(large.requires_grad_())
+
+
+def _operators(fn, *args):
+    """Return the names of ecrl's operators in the graph of a function."""
+    leaves, structure = flatten(args)
+    return {str(node.target) for node in traced(fn, structure, leaves)[0].graph.nodes if "ecrl." in str(node.target)}
+
+
+def test_a_graph_of_ecrl_computes_gae_of_large_tensors_in_one_pass():
+    values = [draw(i, LARGE // 128, 128, dtype=F32) for i in range(3)]
+
+    def advantage(reward, value, next_value):
+        cut = value < -1.0
+        return gae_kernel(reward, value, next_value, cut, cut, gamma=0.9, gae_lambda=0.8).advantage
+
+    def gradient(*values):
+        return torch.func.grad(lambda reward: advantage(reward, *values[1:]).square().sum())(values[0])
+
+    def add_advantage(total, _, *others):
+        return total + advantage(total, *others), total
+
+    def in_a_loop(reward, *others):
+        return graph_scan(add_advantage, reward, torch.zeros(2), *others)
+
+    assert _operators(advantage, *values) == {"ecrl.gae.default"}
+    assert not _operators(advantage, *(x[:, :127] for x in values)) and not _operators(gradient, *values)
+    batched = torch.func.vmap(advantage)
+    for fn in advantage, in_a_loop, lambda *values: batched(*(torch.stack((x, 2 * x)) for x in values)):
+        torch.testing.assert_close(choose_form("on", "cpu").jit(fn)(*values), fn(*values), rtol=2e-5, atol=2e-5)
 
 
 def test_derivatives_are_noticed():
