@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from ecrl.run.demonstrations import record_demonstrations
     from ecrl.run.evaluation import evaluate
     from ecrl.run.train import train, train_from_config
+    from ecrl.run.train_many import train_many
 
 if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
     # By default, idle OpenMP threads spin for milliseconds, which takes CPU cores away from MuJoCo.
@@ -84,6 +85,7 @@ _HOME = {
     "train": "run.train",
     "train_from_config": "run.train",
     "train_iter": "loop.iteration",
+    "train_many": "run.train_many",
 }
 """Map each public name to the module that defines it, without the prefix `ecrl.`."""
 
@@ -124,6 +126,7 @@ __all__ = [
     "train",
     "train_from_config",
     "train_iter",
+    "train_many",
 ]
 
 

@@ -5,7 +5,7 @@ the generator yields.
 """
 
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, cast
@@ -547,3 +547,73 @@ def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
             record["taken"] = sample_step - taken
         yield record
         yield {**record, "log_type": "train", "logs": logs["train"]}
+
+
+def can_vmap(run: Run, state: TensorDict) -> bool:
+    """Return True if `vmapped_iterations` supports the run.
+
+    The environments must not step in Python. The state must have no buffers and no frozen parameters, because vmap
+    would copy them in every iteration. The run must have one process and no demonstrations.
+    """
+    borrowed = borrowed_leaves(state, kinds_of(run))[1]
+    return run.env.is_pure and run.static.world_size == 1 and borrowed.is_empty() and run.algorithm.data is None
+
+
+def vmapped_iterations(
+    run: Run, states: Sequence[TensorDict], cfg: Config, members: Sequence[str]
+) -> Iterator[list[list[LogData]]]:
+    """Run the iterations of several runs as one call of `torch.func.vmap`.
+
+    After each iteration, yield the two records of `train_iter` for every member. If `trainer.finite_guard` is "stop", a
+    member with NaN or infinity has no further records, and the other members continue.
+
+    Args:
+        run: run of every member (see `can_vmap`).
+        states: states with equal numbers of environment steps. They may differ in random keys and hyperparameters.
+        cfg: config of one of the members.
+        members: names of the members, for warnings.
+    """
+    guard, tf32, size = cfg.trainer.finite_guard, _uses_tf32(cfg), steps_per_iteration(cfg)
+    step, end, empty = int(decisions(states[0])), total_steps(cfg, 1), Borrowed(TensorDict({}, []))
+    sample_steps, running, warned = [int(state["sample_step"]) for state in states], [True] * len(states), False
+
+    def iterate_member(iterate: Callable[..., Any], state: TensorDict) -> tuple[TensorDict, dict[str, Logs], Tensor]:
+        state, _, logs, nonfinite = iterate(state, empty)
+        return state, logs, torch.zeros(2, len(KINDS), dtype=torch.bool) if nonfinite is None else nonfinite
+
+    @cache
+    def bound(phase: Hashable) -> Callable[..., Any]:
+        return torch.func.vmap(partial(iterate_member, _bound(_iteration, with_phase(run, phase), tf32, guard)))
+
+    stacked: Any = torch.stack([with_iterations_of(cfg, state) for state in states])  # pyright: ignore
+    while step < end and any(running):
+        with interruptible():
+            stacked, logs, nonfinite = bound(phase_of(run, stacked))(stacked)
+        step += size
+        logs = {kind: {name: log.unbind() for name, log in group.items()} for kind, group in logs.items()}
+        records: list[list[LogData]] = [[] for _ in states]
+        for index, state in enumerate(stacked.unbind(0)):
+            if guard == "stop" and running[index]:
+                running[index] = not _warn_of_stop(nonfinite[index], members[index], step)
+            if not running[index]:
+                continue
+            own = {kind: {name: log[index] for name, log in group.items()} for kind, group in logs.items()}
+            if guard == "skip" and not warned:
+                warned = _warn_of_skip(nonfinite[index], own["train"], step)
+            before, sample_steps[index] = sample_steps[index], int(state["sample_step"])
+            record = LogData(
+                log_type="collect", sample_step=sample_steps[index], logs=own["collect"], state=state.lock_()
+            )
+            if "decision_step" in state:
+                record["taken"] = sample_steps[index] - before
+            records[index] = [record, {**record, "log_type": "train", "logs": own["train"]}]
+        yield records
+
+
+def _warn_of_stop(nonfinite: Tensor, member: str, step: int) -> bool:
+    """Warn if the finite guard detected NaN or infinity in a member's iteration. Return True if the function warned."""
+    kinds = [kind for kind, flag in zip(KINDS, nonfinite[1].tolist(), strict=True) if flag]
+    if kinds:
+        text = "this run stops with the state before the iteration, and the others continue"
+        warnings.warn(f"{member}: NaN or infinity in {', '.join(kinds)} at {step:,} env steps; {text}", stacklevel=3)
+    return bool(kinds)

@@ -1,12 +1,14 @@
 """Keep the logs of a run in memory. A notebook can show the logs as a list, as a DataFrame or as a plot."""
 
+import json
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, overload
 
 from ecrl.errors import UserError, extra
 from ecrl.registry import did_you_mean
-from ecrl.run.loggers import scalars
+from ecrl.run.loggers import scalar_name, scalars
 from ecrl.types import LogData
 
 
@@ -18,9 +20,22 @@ class History(Sequence):
 
     def add(self, record: LogData) -> None:
         """Add the logs of a record to the row with the same `sample_step`."""
-        if not self._rows or self._rows[-1]["sample_step"] != record["sample_step"]:
-            self._rows.append({"sample_step": record["sample_step"]})
-        self._rows[-1].update(scalars(record))
+        self._add(record["sample_step"], scalars(record))
+
+    def add_file(self, metrics: Path) -> None:
+        """Add the logs in the file `metrics.jsonl` of a run folder. A missing file has no logs."""
+        for line in metrics.read_bytes().splitlines() if metrics.is_file() else []:
+            row = json.loads(line)
+            kind, step = row.pop("log_type"), row.pop("sample_step")
+            prefix = scalar_name(kind, "") if kind != "evaluate" else ""
+            left_out = ("seconds", "charts/SPS")
+            numbers = {name: math.nan if number is None else number for name, number in row.items()}
+            self._add(step, {name.removeprefix(prefix): x for name, x in numbers.items() if name not in left_out})
+
+    def _add(self, step: int, logs: dict[str, float]) -> None:
+        if not self._rows or self._rows[-1]["sample_step"] != step:
+            self._rows.append({"sample_step": step})
+        self._rows[-1].update(logs)
 
     @overload
     def __getitem__(self, index: int) -> dict[str, float]: ...

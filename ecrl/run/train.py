@@ -139,12 +139,12 @@ def train(
     try:
         run = build(cfg)
         state = with_own_buffers(state, kinds_of(run))
-        return _train(run, state, cfg, folder, new, progress, profile, on_record), history
+        return train_run(run, state, cfg, folder, new, progress, profile, on_record), history
     except CheckpointError as error:
         raise NotSavedError(str(error), last[0], history) from None
 
 
-def _train(
+def train_run(
     run: Run,
     state: TensorDict,
     cfg: Config,
@@ -168,14 +168,8 @@ def _train(
     """
     if profile and folder is None:
         raise ConfigError("profile: times and traces are written to the run folder; also pass run_dir")
-    check_rollout(cfg, run)
-    for setting in _without_effect(cfg, folder):
-        warnings.warn(setting, stacklevel=3)
-    if cfg.trainer.enable_eval:
-        check_evaluation(with_eval_events(run, cfg), cfg)
+    check_run(run, cfg, folder)
     if folder is not None and rank() == 0:
-        check_cameras(cfg)
-        check_wandb(cfg)
         claim(folder, new)
     with lock_run_folder(folder):
         check_state(run, state, cfg)
@@ -196,6 +190,18 @@ def _train(
             advice = "returning the last state" if folder is None else f"{advice} {folder}"
             print(f"interrupted at {int(state['sample_step']):,} env steps; {advice}")
     return state
+
+
+def check_run(run: Run, cfg: Config, folder: Path | None) -> None:
+    """Raise ConfigError if the run cannot train with its consumers. Warn about settings without effect."""
+    check_rollout(cfg, run)
+    for setting in _without_effect(cfg, folder):
+        warnings.warn(setting, stacklevel=4)
+    if cfg.trainer.enable_eval:
+        check_evaluation(with_eval_events(run, cfg), cfg)
+    if folder is not None and rank() == 0:
+        check_cameras(cfg)
+        check_wandb(cfg)
 
 
 def _without_effect(cfg: Config, folder: Path | None) -> Iterator[str]:
@@ -305,7 +311,7 @@ def run_config(
             _announce(run, cfg, folder)
             if int(decisions(state)) >= total_steps(cfg, world_size()):
                 print("the run has finished; to train for longer, add --trainer.iterations N --force")
-        state = _train(run, state, cfg, folder, False, True, profile, on_record)
+        state = train_run(run, state, cfg, folder, False, True, profile, on_record)
         run.env.close(cast(TensorDict, state["env"]))
         stop()
         return state

@@ -1,0 +1,364 @@
+"""Train many runs that differ in their seeds, and optionally in the values of some settings."""
+
+import csv
+import io
+import json
+import math
+import re
+import warnings
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from itertools import pairwise, product, tee
+from pathlib import Path
+from typing import Any, NamedTuple, cast, overload
+
+import torch
+from tensordict import TensorDict
+
+from ecrl.algorithms import Run
+from ecrl.algorithms.core import decisions
+from ecrl.compile.jit import compilations_of
+from ecrl.config import Config, diff, total_steps
+from ecrl.distributed import world_size
+from ecrl.errors import CheckpointError, ConfigError, NotFiniteError, UserError, extra
+from ecrl.loop.buffers import kinds_of, with_own_buffers
+from ecrl.loop.build import build
+from ecrl.loop.iteration import can_vmap, first_state, vmapped_iterations
+from ecrl.loop.signals import asked, in_loop
+from ecrl.registry import did_you_mean
+from ecrl.run.folder import claim, lock_run_folder
+from ecrl.run.history import History
+from ecrl.run.loggers import with_progress
+from ecrl.run.resume import resume_run
+from ecrl.run.train import check_run, consumers, train_run
+from ecrl.storage.atomic_files import replace_file
+from ecrl.types import LogData
+
+_SEED = "trainer.seed"
+_ENVS_PER_CALL = 256
+"""Number of environments in one call. With more, the data of an iteration do not fit the cache of a CPU core."""
+
+
+class Member(NamedTuple):
+    """One of the runs of `train_many`.
+
+    Attributes:
+        name: name such as `seed_3` or `learning_rate_0.001_seed_3`, which is also the name of the run's folder.
+        values: the seed and the swept settings, by dotted key.
+        cfg: config of the run.
+        state: state at the end of the run.
+        history: logs of the run, without the iterations before a resumption.
+    """
+
+    name: str
+    values: dict[str, Any]
+    cfg: Config
+    state: TensorDict
+    history: History
+
+
+class Members(Sequence):
+    """Results of `train_many`, in the order of the swept settings and seeds. The index is a position or a name."""
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self._members = {member.name: member for member in members}
+
+    @overload
+    def __getitem__(self, index: int | str) -> Member: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Member]: ...
+    def __getitem__(self, index: Any) -> Any:
+        if not isinstance(index, str):
+            return list(self._members.values())[index]
+        if index not in self._members:
+            raise UserError(f"no run {index!r}; {did_you_mean(index, self._members)}")
+        return self._members[index]
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one dict per run: its name, seed, swept settings, environment steps and last logs."""
+        return [_row(member) for member in self]
+
+    def to_pandas(self) -> Any:
+        """Return the rows as a DataFrame. The extra `plot` is required."""
+        with extra("plot"):
+            import pandas
+        return pandas.DataFrame(self.rows()).set_index("name")
+
+    def __repr__(self) -> str:
+        shown = ("sample_step", "episode_reward_avg_100", "success_rate", "eval/avg_reward", "eval/success_rate")
+        rows = self.rows()
+        names = ["name", *(key for key in shown if any(key in row for row in rows))]
+        cells = [names, *([_cell(row.get(name, "")) for name in names] for row in rows)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
+
+
+def _row(member: Member) -> dict[str, Any]:
+    last = dict(member.history[-1]) if len(member.history) else {}
+    evaluations = [row for row in member.history if any(key.startswith("eval/") for key in row)]
+    last |= {key: value for key, value in (evaluations[-1] if evaluations else {}).items() if key.startswith("eval/")}
+    return {"name": member.name, **member.values, **last, "sample_step": int(member.state["sample_step"])}
+
+
+def _cell(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def train_many(
+    cfg: Config,
+    *,
+    seeds: Sequence[int],
+    sweep: Mapping[str, Sequence[Any]] | None = None,
+    run_dir: str | Path | None = None,
+    runs_per_call: int | None = None,
+    progress: bool = True,
+) -> Members:
+    """Train one run for each combination of a seed and the swept settings, as many as possible in one call.
+
+    Runs that differ only in the seed and in hyperparameters of `state["hyper"]`, such as the learning rate, train
+    together under `torch.func.vmap`. Each of these runs gives the results that it gives alone, up to rounding. Other
+    combinations train one after the other. So do runs whose environments step in Python, such as Gymnasium's, and runs
+    with a replay buffer, frozen parameters or demonstrations.
+
+    With `run_dir`, each run has its own run folder in `run_dir`, with its config, metrics and checkpoints. The commands
+    for run folders work with each of these folders. A second call with the same arguments resumes the runs that have
+    not finished. The file `summary.csv` in `run_dir` contains a row for each run.
+
+    If `trainer.finite_guard` is "stop", a run with NaN or infinity stops with a warning, and the other runs continue.
+
+    Args:
+        cfg: config of all runs.
+        seeds: values of `trainer.seed`.
+        sweep: dict from a dotted key to a list of values, such as `{"algorithm.cfg.learning_rate": [1e-3, 3e-4]}`. The
+            runs cover every combination of these values.
+        run_dir: folder for the run folders; if None, nothing is written.
+        runs_per_call: largest number of runs that train together; if None, a number that fits the cache of the CPU.
+        progress: if True, show a live progress line.
+
+    Returns: the states and histories of all runs. `print` shows them as a table.
+    Raises: ConfigError if the config, the seeds or the sweep are not valid, or if a run folder holds another run.
+
+    >>> from ecrl import load_config
+    >>> cfg = load_config("cartpole_ppo", {"trainer.iterations": 1, "trainer.num_envs": 4, "trainer.compile": "off"})
+    >>> sweep = {"algorithm.cfg.learning_rate": [1e-3, 3e-4]}
+    >>> runs = train_many(cfg, seeds=[0], sweep=sweep, progress=False)
+    >>> [run.name for run in runs]
+    ['learning_rate_0.001_seed_0', 'learning_rate_0.0003_seed_0']
+    """
+    if world_size() > 1:
+        raise ConfigError("train_many: trains in one process; start it without torchrun")
+    if runs_per_call is not None and runs_per_call < 1:
+        raise ConfigError(f"runs_per_call: {runs_per_call}; expected at least 1, or None")
+    folder = None if run_dir is None else Path(run_dir)
+    with ExitStack() as stack:
+        members = [_start(name, values, cfg, folder, stack) for name, values in _combinations(seeds, sweep or {})]
+        try:
+            for group in _groups(members, runs_per_call):
+                if not (_train_together(group, progress) if len(group) > 1 else _train_alone(group[0], progress)):
+                    break
+        finally:
+            results = Members([Member(m.name, m.values, m.cfg, m.state, m.history) for m in members])
+            if folder is not None:
+                _write_summary(results, folder)
+    return results
+
+
+class _Unfinished:
+    """A run of `train_many` that changes while the run trains."""
+
+    def __init__(self, name: str, values: dict[str, Any], cfg: Config, folder: Path | None) -> None:
+        self.name, self.values, self.cfg, self.folder = name, values, cfg, folder
+        self.history = History()
+        self.run: Run
+        self.state: TensorDict
+
+    @property
+    def has_finished(self) -> bool:
+        return int(decisions(self.state)) >= total_steps(self.cfg, 1)
+
+    def add(self, record: LogData) -> None:
+        self.history.add(record)
+        self.state = record["state"]
+
+
+def _combinations(seeds: Sequence[int], sweep: Mapping[str, Sequence[Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """Return the name and the settings of each run."""
+    seeds = [*seeds]
+    if not seeds or len({*seeds}) < len(seeds):
+        raise ConfigError(f"seeds: {seeds}; expected one or more different integers")
+    for key, choices in sweep.items():
+        if key == _SEED:
+            raise ConfigError(f"sweep: {_SEED}; pass the seeds as the argument seeds")
+        if isinstance(choices, str) or not isinstance(choices, Sequence) or not choices:
+            raise ConfigError(f"sweep: {key} is {choices!r}; expected a list of values")
+    last = [key.rpartition(".")[2] for key in sweep]
+    labels = [name if last.count(name) == 1 else key for name, key in zip(last, sweep, strict=True)]
+    combinations: dict[str, dict[str, Any]] = {}
+    for *choices, seed in product(*sweep.values(), seeds):
+        parts = [f"{label}_{_label(choice)}" for label, choice in zip(labels, choices, strict=True)]
+        name = "_".join((*parts, f"seed_{seed}"))
+        if name in combinations:
+            raise ConfigError(f"sweep: two runs would have the name {name}; give each key different values")
+        combinations[name] = dict(zip(sweep, choices, strict=True)) | {_SEED: seed}
+    return [*combinations.items()]
+
+
+def _label(value: Any) -> str:
+    """Return a value as part of the name of a folder.
+
+    >>> _label(0.001), _label("a/b"), _label([64, 64])
+    ('0.001', 'a-b', '64-64')
+    """
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return re.sub(r"[^\w.+-]+", "-", text).strip("-")
+
+
+def _start(name: str, values: dict[str, Any], cfg: Config, parent: Path | None, stack: ExitStack) -> _Unfinished:
+    """Return a run at its first state, or at the last state that its folder holds. `stack` keeps the folder locked."""
+    own = cfg.replace(**values)
+    folder = None if parent is None else parent / name
+    member = _Unfinished(name, values, own, folder)
+    if folder is None or not (folder / "config.json").exists():
+        if folder is not None:
+            claim(folder, new=True)
+            stack.enter_context(lock_run_folder(folder))
+        member.run = build(own)
+        member.state = first_state(member.run, own)
+        return member
+    stack.enter_context(lock_run_folder(folder))
+    member.run, member.state, saved = resume_run(folder)
+    if changes := diff(saved, own):
+        lines = "\n".join(f"  {line}" for line in changes)
+        raise ConfigError(f"{folder}: holds a run with another config; choose another run_dir:\n{lines}")
+    member.history.add_file(folder / "metrics.jsonl")
+    return member
+
+
+def _groups(members: Sequence[_Unfinished], runs_per_call: int | None) -> Iterator[list[_Unfinished]]:
+    """Yield the runs that train together: equal runs at the same step, in parts of about equal size."""
+    groups: list[list[_Unfinished]] = []
+    for member in members:
+        if member.has_finished:
+            continue
+        group = next((group for group in groups if _are_compatible(group[0], member)), None)
+        if group is None:
+            groups.append([member])
+        else:
+            group.append(member)
+    for group in groups:
+        most = runs_per_call or _runs_per_call(group[0].cfg)
+        parts = math.ceil(len(group) / most)
+        edges = [len(group) * part // parts for part in range(parts + 1)]
+        yield from (group[start:end] for start, end in pairwise(edges))
+
+
+def _are_compatible(one: _Unfinished, other: _Unfinished) -> bool:
+    """Return True if two runs can train in one call. W&B logs only one run of a process at a time."""
+    if not can_vmap(one.run, one.state) or one.cfg.trainer.use_wandb:
+        return False
+    signatures = [(m.run, m.cfg.trainer.iterations, int(decisions(m.state))) for m in (one, other)]
+    return signatures[0] == signatures[1]
+
+
+def _train_alone(member: _Unfinished, progress: bool) -> bool:
+    """Train one run to its end. Return False if a signal ended it early."""
+    state = with_own_buffers(member.state, kinds_of(member.run))
+    new = member.folder is not None and not (member.folder / "config.json").exists()
+    try:
+        member.state = train_run(member.run, state, member.cfg, member.folder, new, progress, False, member.add)
+    except NotFiniteError as error:
+        warnings.warn(f"{member.name}: {error}; this run stops, and the others continue", stacklevel=3)
+        return True
+    except CheckpointError as error:
+        warnings.warn(f"{member.name}: {error}", stacklevel=3)
+    return member.has_finished
+
+
+def _train_together(group: Sequence[_Unfinished], progress: bool) -> bool:
+    """Train several runs to their ends in one call per iteration. Return False if a signal ended them early."""
+    run, cfg = group[0].run, group[0].cfg
+    check_run(run, cfg, group[0].folder)
+    batches = vmapped_iterations(run, [member.state for member in group], cfg, [member.name for member in group])
+    streams = [_records_of(copy, index) for index, copy in enumerate(tee(batches, len(group)))]
+    streams = [
+        consumers(records, run, member.state, member.cfg, member.folder, int(member.state["sample_step"]), False)
+        for records, member in zip(streams, group, strict=True)
+    ]
+    rounds = _rounds(group, streams)
+    if progress:
+        rounds = with_progress(rounds, int(decisions(group[0].state)), total_steps(cfg, 1), compilations_of(run.jit))
+    try:
+        with in_loop(), ExitStack() as stack:
+            for member, stream in zip(group, streams, strict=True):
+                stack.enter_context(_closing(member, stream))
+            stack.enter_context(closing(cast(Generator, rounds)))
+            for record in rounds:
+                if record["log_type"] == "train" and asked():
+                    raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        print(f"interrupted at {int(group[0].state['sample_step']):,} env steps of {len(group)} runs")
+        return False
+    return True
+
+
+def _records_of(batches: Iterator[list[list[LogData]]], index: int) -> Iterator[LogData]:
+    """Yield the records of one run, until the run has no more records."""
+    for batch in batches:
+        if not batch[index]:
+            return
+        yield from batch[index]
+
+
+@contextmanager
+def _closing(member: _Unfinished, stream: Iterator[LogData]) -> Iterator[None]:
+    """Close the records of a run, which saves the last state. Warn if the state could not be saved."""
+    try:
+        yield
+    finally:
+        try:
+            cast(Generator, stream).close()
+        except CheckpointError as error:
+            warnings.warn(f"{member.name}: {error}", stacklevel=3)
+
+
+def _rounds(group: Sequence[_Unfinished], streams: Sequence[Iterator[LogData]]) -> Iterator[LogData]:
+    """Take one record from each run in turn. Yield a record with the means of their logs."""
+    active = [*zip(group, streams, strict=True)]
+    while active:
+        records = []
+        for member, stream in [*active]:
+            try:
+                record = next(stream, None)
+            except CheckpointError as error:
+                warnings.warn(f"{member.name}: {error}", stacklevel=3)
+                record = None
+            if record is None:
+                active.remove((member, stream))
+            else:
+                member.add(record)
+                records.append(record)
+        if records:
+            names = [name for name in records[0]["logs"] if all(name in one["logs"] for one in records)]
+            logs = {name: torch.stack([one["logs"][name] for one in records]).nanmean() for name in names}
+            yield cast(LogData, {**records[0], "logs": logs})
+
+
+def _runs_per_call(cfg: Config) -> int:
+    """Return the number of runs that train together: as many as have `_ENVS_PER_CALL` environments."""
+    return max(1, _ENVS_PER_CALL // cfg.trainer.num_envs)
+
+
+def _write_summary(members: Members, folder: Path) -> None:
+    rows = members.rows()
+    names = [*dict.fromkeys(key for row in rows for key in row)]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    try:
+        replace_file(folder / "summary.csv", text.getvalue().encode())
+    except OSError as error:
+        warnings.warn(f"{folder / 'summary.csv'}: cannot be written: {error.strerror}", stacklevel=3)

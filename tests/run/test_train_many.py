@@ -1,0 +1,237 @@
+"""Many runs in one call: each equals the run alone, has its own folder, resumes, and may stop without the others."""
+
+import csv
+import json
+import warnings
+
+import pytest
+import torch
+from support.small_runs import last_state, same, small
+
+import ecrl
+from ecrl.errors import UserError
+from ecrl.run import train_many as module
+from ecrl.run.checkpoint import latest
+from ecrl.run.train_many import Members, _label, train_many
+
+RATES = {"algorithm.cfg.learning_rate": [0.01, 0.001]}
+
+
+def many(cfg, seeds=(0, 1), **options):
+    return train_many(cfg, seeds=seeds, progress=False, **options)
+
+
+def assert_close(one, other):
+    for name, expected in other.flatten_keys("/").items():
+        torch.testing.assert_close(one.flatten_keys("/")[name], expected, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The names of the runs of each call of the vmapped loop."""
+    seen, before = [], module.vmapped_iterations
+
+    def counted(run, states, cfg, names):
+        seen.append(list(names))
+        return before(run, states, cfg, names)
+
+    monkeypatch.setattr(module, "vmapped_iterations", counted)
+    return seen
+
+
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        small(),
+        small(**{"trainer.finite_guard": "skip"}),
+        small(**{"trainer.finite_guard": "off", "policy.normalize_obs": True}),
+        small(**{"algorithm": {"name": "grpo", "cfg": {"group_size": 2}}, "trainer.buffer_size": 64}),
+        small(**{"trainer.compile": "on", "trainer.iterations": 2}),
+    ],
+    ids=["ppo", "skip", "off, normalised", "grpo", "compiled"],
+)
+def test_each_run_equals_the_run_alone(cfg, calls):
+    runs = many(cfg, sweep=RATES)
+    assert calls == [[run.name for run in runs]], "all in one call"
+    assert [run.values for run in runs] == [
+        {"algorithm.cfg.learning_rate": rate, "trainer.seed": seed} for rate in (0.01, 0.001) for seed in (0, 1)
+    ]
+    for run in runs:
+        expected = last_state(cfg.replace(**run.values))
+        assert_close(run.state, expected)
+        assert len(run.history) == cfg.trainer.iterations and run.state.is_locked
+        assert run.cfg == cfg.replace(**run.values)
+    assert not same(runs[0].state["params"], runs[1].state["params"]), "seeds differ"
+    assert not same(runs[0].state["params"], runs[2].state["params"]), "learning rates differ"
+
+
+def test_settings_that_a_run_contains_train_one_group_after_the_other(calls):
+    runs = many(small(), sweep={"trainer.num_envs": [4, 8], "env.cfg.gravity": [9.8]})
+    assert [len(names) for names in calls] == [2, 2]
+    assert [run.state["env"].shape[0] for run in runs] == [4, 4, 8, 8]
+    assert runs[2].name == "num_envs_8_gravity_9.8_seed_0"
+    assert_close(runs[3].state, last_state(runs[3].cfg))
+
+
+def test_parts_of_at_most_runs_per_call(calls):
+    runs = many(small(), seeds=range(5), runs_per_call=2)
+    assert calls == [["seed_1", "seed_2"], ["seed_3", "seed_4"]], "seed_0 trains alone"
+    assert_close(runs["seed_4"].state, last_state(runs[4].cfg))
+
+
+def test_by_default_a_call_has_a_bounded_number_of_environments(calls):
+    cfg = small(**{"trainer.num_envs": 128, "trainer.buffer_size": 1, "trainer.iterations": 1})
+    many(cfg, seeds=range(4))
+    assert [len(names) for names in calls] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        small(**{"env": {"id": "gymnasium:CartPole-v1"}, "trainer.num_envs": 2}),
+        small(
+            **{
+                "algorithm": {"name": "dqn", "cfg": {"capacity": 64, "batch_size": 8, "learning_starts": 32}},
+                "policy": {"name": "q_network"},
+            }
+        ),
+    ],
+    ids=["environments in Python", "replay buffer"],
+)
+def test_other_runs_train_one_after_the_other(cfg, calls, tmp_path):
+    runs = many(cfg, run_dir=tmp_path)
+    assert calls == []
+    for run in runs:
+        assert int(run.state["sample_step"]) > 0 and len(run.history) == cfg.trainer.iterations
+        assert (tmp_path / run.name / "metrics.jsonl").exists()
+    assert not same(runs[0].state["params"], runs[1].state["params"])
+    if cfg.algorithm.name == "dqn":
+        assert same(runs[1].state, last_state(runs[1].cfg))
+
+
+def test_each_run_has_a_run_folder_and_a_row_of_the_summary(tmp_path):
+    cfg = small(**{"trainer.eval_freq": 64, "trainer.enable_eval": True, "trainer.num_eval_episodes": 2})
+    runs = many(cfg, run_dir=tmp_path, sweep=RATES)
+    for run in runs:
+        rows = [json.loads(line) for line in (tmp_path / run.name / "metrics.jsonl").read_text().splitlines()]
+        assert [row["log_type"] for row in rows].count("evaluate") == 2
+        state, own = ecrl.load(latest(tmp_path / run.name))
+        assert same(state, run.state) and own == run.cfg
+        assert ecrl.evaluate(state, own, num_episodes=1)["eval/avg_reward"] > 0
+    with (tmp_path / "summary.csv").open() as file:
+        rows = [*csv.DictReader(file)]
+    assert [row["name"] for row in rows] == [run.name for run in runs]
+    assert rows[2]["algorithm.cfg.learning_rate"] == "0.001" and rows[2]["trainer.seed"] == "0"
+    assert float(rows[0]["eval/avg_reward"]) == runs[0].history[-1]["eval/avg_reward"]
+    assert repr(runs).splitlines()[0].split() == ["name", "sample_step", "episode_reward_avg_100", "eval/avg_reward"]
+    assert len(repr(runs).splitlines()) == 5
+    pandas = pytest.importorskip("pandas")
+    table = runs.to_pandas()
+    assert isinstance(table, pandas.DataFrame) and table.loc["learning_rate_0.01_seed_1", "sample_step"] == 128
+
+
+def interrupt_after(monkeypatch, rounds):
+    left = [rounds]
+
+    def asked():
+        left[0] -= 1
+        return 2 if left[0] < 0 else None
+
+    monkeypatch.setattr(module, "asked", asked)
+
+
+def test_an_interrupted_call_resumes_with_equal_bits(tmp_path, monkeypatch, capsys, calls):
+    whole = many(small(), run_dir=tmp_path / "whole", sweep=RATES)
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 1)
+        part = many(small(), run_dir=tmp_path / "part", sweep=RATES)
+    assert "interrupted at 64 env steps of 4 runs" in capsys.readouterr().out
+    assert [int(run.state["sample_step"]) for run in part] == [64] * 4
+    with (tmp_path / "part" / "summary.csv").open() as file:
+        assert [row["sample_step"] for row in csv.DictReader(file)] == ["64"] * 4
+    again = many(small(), run_dir=tmp_path / "part", sweep=RATES)
+    for one, other in zip(again, whole, strict=True):
+        assert same(one.state, other.state)
+        assert [row["sample_step"] for row in one.history] == [32, 64, 96, 128]
+        assert str([*one.history]) == str([*other.history])
+    calls.clear()
+    finished = many(small(), run_dir=tmp_path / "part", sweep=RATES)
+    assert calls == [] and all(same(one.state, other.state) for one, other in zip(finished, whole, strict=True))
+    assert repr(finished) == repr(whole)
+
+
+def test_more_seeds_join_runs_that_have_finished(tmp_path, calls):
+    many(small(), seeds=[0], run_dir=tmp_path)
+    runs = many(small(), seeds=[0, 1], run_dir=tmp_path)
+    assert calls == [] and [int(run.state["sample_step"]) for run in runs] == [128, 128]
+    assert same(runs[1].state, last_state(runs[1].cfg))
+
+
+def test_a_run_with_infinity_stops_and_the_others_continue(tmp_path):
+    sweep = {"algorithm.cfg.learning_rate": [0.01, 1e38]}
+    with pytest.warns(UserWarning, match=r"learning_rate_1e\+38_seed_0: NaN or infinity in .* this run stops with the"):
+        runs = many(small(), seeds=[0], sweep=sweep, run_dir=tmp_path)
+    first, second = (int(run.state["sample_step"]) for run in runs)
+    assert first == 128 and second < 128
+    assert all(leaf.isfinite().all() for leaf in runs[1].state["params"].values(True, True))
+    if second:
+        assert same(ecrl.load(latest(tmp_path / runs[1].name))[0], runs[1].state)
+    assert_close(runs[0].state, last_state(runs[0].cfg))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"seeds": []}, r"seeds: \[\]; expected one or more different integers"),
+        ({"seeds": [1, 1]}, r"seeds: \[1, 1\]; expected one or more different"),
+        ({"seeds": ["a"]}, "trainer.seed"),
+        ({"sweep": {"trainer.seed": [1]}}, "sweep: trainer.seed; pass the seeds as the argument seeds"),
+        ({"sweep": {"algorithm.cfg.learning_rate": 0.1}}, "learning_rate is 0.1; expected a list of values"),
+        ({"sweep": {"algorithm.cfg.learning_rate": "0.1"}}, "learning_rate is '0.1'; expected a list of values"),
+        ({"sweep": {"algorithm.cfg.learning_rate": []}}, "expected a list of values"),
+        ({"sweep": {"algorithm.cfg.learning_rate": [0.1, 0.1]}}, "two runs would have the name learning_rate_0.1_seed"),
+        ({"sweep": {"algorithm.cfg.learning_rat": [0.1]}}, "learning_rat: unknown key; did you mean 'learning_rate'"),
+        ({"runs_per_call": 0}, "runs_per_call: 0; expected at least 1"),
+    ],
+)
+def test_bad_arguments_have_one_clear_line(options, message):
+    with pytest.raises(ecrl.ConfigError, match=message):
+        many(small(), **({"seeds": [0]} | options))
+
+
+def test_a_folder_of_another_config_is_refused(tmp_path):
+    many(small(), seeds=[0], run_dir=tmp_path)
+    with pytest.raises(ecrl.ConfigError, match="holds a run with another config; choose another run_dir"):
+        many(small(**{"algorithm.cfg.gamma": 0.5}), seeds=[0], run_dir=tmp_path)
+
+
+def test_names_of_keys_with_one_last_part_are_long():
+    names = [name for name, _ in module._combinations([3], {"policy.actor.x": [1], "policy.critic.x": [[2, 3]]})]
+    assert names == ["policy.actor.x_1_policy.critic.x_2-3_seed_3"]
+    assert _label(None) == "null" and _label("gymnasium:A/B") == "gymnasium-A-B"
+
+
+def test_an_unknown_name_suggests_a_known_one():
+    runs = many(small(**{"trainer.iterations": 1}), seeds=[5])
+    assert runs["seed_5"] is runs[0] and isinstance(runs, Members) and len(runs[:1]) == 1
+    with pytest.raises(UserError, match="no run 'seed_6'; did you mean 'seed_5'"):
+        runs["seed_6"]
+
+
+def test_a_failed_save_warns_and_loses_nothing(tmp_path, monkeypatch):
+    def failing(*args, **options):
+        raise ecrl.errors.CheckpointError("the disk is full")
+
+    monkeypatch.setattr("ecrl.run.checkpointing.write", failing)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        runs = many(small(), run_dir=tmp_path)
+    texts = [str(warning.message) for warning in caught]
+    assert all(any(f"seed_{seed}: the disk is full" in text for text in texts) for seed in (0, 1)), texts
+    assert [int(run.state["sample_step"]) for run in runs] == [128, 128]
+
+
+def test_progress_shows_means(capsys):
+    train_many(small(), seeds=[0, 1])
+    out = capsys.readouterr().out
+    assert "128/128" in out and "return" in out
