@@ -6,7 +6,7 @@ Notebooks call `train`, and scripts and the shell call `train_from_config`.
 import json
 import os
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from ecrl.run.folder import claim, claimed_before, lock_run_folder, new_run_dir
 from ecrl.run.history import History
 from ecrl.run.large_observations import with_warning_of_large_observations
 from ecrl.run.loggers import with_host_logs, with_jsonl, with_progress
+from ecrl.run.own_consumers import Consumer, with_own_consumer
 from ecrl.run.profiler import Times, timed_records, with_profile, with_timers
 from ecrl.run.rank_shards import with_shards, with_shards_at_crash
 from ecrl.run.resume import continues_run, drop_rows_after, pending_evaluation, resume_run
@@ -57,6 +58,7 @@ def consumers(
     first: int,
     progress: bool,
     timed: Timed = _untimed,
+    own: Sequence[Consumer] = (),
 ) -> Iterator[LogData]:
     """Wrap the records of the training loop in all consumers that the config requests.
 
@@ -70,6 +72,8 @@ def consumers(
         progress: if True, show a live progress line.
         timed: function that takes the name of a phase and its records, and returns the records with a timer, such as
             `ecrl.run.profiler.timed_records`.
+        own: consumers of the caller. They receive the records after the evaluation, and before the loggers and the
+            checkpoints.
     """
     records = timed("loop", records)
     records = with_shards_at_crash(records, run) if world_size() > 1 else records
@@ -84,6 +88,8 @@ def consumers(
     if videos is not None and cameras(cfg, "train"):
         records = timed("videos", with_training_videos(records, run, cfg, videos, state))
     records = with_warning_of_large_observations(with_host_logs(records), cfg)
+    for consumer in own:
+        records = timed("own consumers", with_own_consumer(records, consumer))
     if run_dir is not None:
         _write_config(cfg, run_dir)
         records = with_jsonl(records, run_dir / "metrics.jsonl", first)
@@ -107,7 +113,12 @@ def _write_config(cfg: Config, folder: Path) -> None:
 
 
 def train(
-    state: TensorDict, cfg: Config, run_dir: str | Path | None = None, progress: bool = True, profile: bool = False
+    state: TensorDict,
+    cfg: Config,
+    run_dir: str | Path | None = None,
+    progress: bool = True,
+    profile: bool = False,
+    consumers: Sequence[Consumer] = (),
 ) -> tuple[TensorDict, History]:
     """Train until the run has completed `trainer.iterations` iterations.
 
@@ -118,12 +129,18 @@ def train(
             run that `state` belongs to. If None, nothing is written.
         progress: if True, show a live progress line.
         profile: if True, time the phases and trace two iterations. The results are written to `profile/` in `run_dir`.
+        consumers: generator functions that take the records of the run and yield every record again, such as a logger
+            of your own. The first function receives the records of the loop and of the evaluation, and each other
+            function receives the records of the function before it. The history, the log files and the checkpoints get
+            the records of the last function, so a function may add logs to a record. A function that returns ends the
+            run early. If the run has several processes, only rank 0 calls the functions.
 
     Returns: the last state and the history of logs. Ctrl-C ends the run early, and the function then returns the last
         state so far.
     Raises: ConfigError if `run_dir` cannot be written, holds another run or is in use by another process, or if
         `profile` is set without `run_dir`; `ecrl.errors.NotSavedError`, with the state and the history, if the last
-        state could not be saved.
+        state could not be saved; UserError if a function of `consumers` does not yield every record, or yields a log
+        that is not a 0-d tensor.
     """
     folder, history, last = None if run_dir is None else Path(run_dir), History(), [state]
     new = folder is not None and not claimed_before(folder) and not continues_run(folder, state, cfg)
@@ -139,7 +156,7 @@ def train(
     try:
         run = build(cfg)
         state = with_own_buffers(state, kinds_of(run))
-        return train_run(run, state, cfg, folder, new, progress, profile, on_record), history
+        return train_run(run, state, cfg, folder, new, progress, profile, on_record, consumers), history
     except CheckpointError as error:
         raise NotSavedError(str(error), last[0], history) from None
 
@@ -153,6 +170,7 @@ def train_run(
     progress: bool,
     profile: bool,
     on_record: Callable[[LogData], Any],
+    own: Sequence[Consumer] = (),
 ) -> TensorDict:
     """Check the config, claim the folder, run the loop with its consumers, and return the last state.
 
@@ -165,6 +183,7 @@ def train_run(
         progress: if True, show a live progress line.
         profile: if True, time the phases.
         on_record: function that is called with each record.
+        own: consumers of the caller.
     """
     if profile and folder is None:
         raise ConfigError("profile: times and traces are written to the run folder; also pass run_dir")
@@ -176,7 +195,7 @@ def train_run(
         times, first = Times(), int(state["sample_step"])
         records = iterations(with_timers(times, run) if profile else run, state, cfg)
         stack = partial(timed_records, times) if profile else _untimed
-        records = consumers(records, run, state, cfg, folder, first, progress, stack)
+        records = consumers(records, run, state, cfg, folder, first, progress, stack, own)
         records = with_profile(records, times, cast(Path, folder)) if profile else records
         try:
             with in_loop(may_abandon=world_size() == 1), closing(cast(Generator, records)):

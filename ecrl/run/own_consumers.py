@@ -1,0 +1,60 @@
+"""Check the consumers that a caller passes to `ecrl.train`."""
+
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
+
+from ecrl.distributed import world_size
+from ecrl.errors import UserError
+from ecrl.run.loggers import ending
+from ecrl.types import LogData
+
+Consumer = Callable[[Iterator[LogData]], Iterator[LogData]]
+"""Type of a consumer: a function that takes the records of a run, and returns an iterator of the same records."""
+
+
+def with_own_consumer(records: Iterator[LogData], consumer: Consumer) -> Iterator[LogData]:
+    """Pass the records through a consumer of the caller.
+
+    The consumer may add logs to a record. The consumer may also end the run early, by returning after a record.
+
+    Args:
+        records: records of the run.
+        consumer: generator function that takes `records` and yields every record again.
+
+    Raises: UserError if `consumer` returns no iterator, takes the next record before it has yielded the last one,
+        yields a log that is not a 0-d tensor, or ends a run of several processes early.
+
+    >>> def first_two(records):
+    ...     for _, record in zip(range(2), records):
+    ...         yield record
+    >>> [record["n"] for record in with_own_consumer(iter([{"n": n, "logs": {}} for n in range(5)]), first_two)]
+    [0, 1]
+    """
+    name, taken, yielded, ended = getattr(consumer, "__name__", str(consumer)), 0, 0, False
+
+    def source() -> Iterator[LogData]:
+        nonlocal taken, ended
+        for record in records:
+            taken += 1
+            yield record
+            if yielded < taken:
+                problem = f"consumers: {name} asked for the next record, but did not yield the last record"
+                raise UserError(f"{problem}; yield every record once, before you take the next one")
+        ended = True
+
+    with ending(records):
+        iterator = consumer(source())
+        if not isinstance(iterator, Iterator):
+            problem = f"consumers: {name} returned {type(iterator).__name__}, expected an iterator of records"
+            raise UserError(f"{problem}; write a generator function that yields every record")
+        for record in iterator:
+            for log, value in record["logs"].items():
+                if not isinstance(value, Tensor) or value.ndim:
+                    problem = f"consumers: {name} yielded the log {log!r}, {value!r}, expected a 0-d tensor"
+                    raise UserError(f"{problem}; use torch.tensor(number)")
+            yielded += 1
+            yield record
+        if not ended and world_size() > 1:
+            problem = f"consumers: {name} ended the records early, but {world_size() - 1} other processes train on"
+            raise UserError(f"{problem}; in a run of several processes, yield all records")
