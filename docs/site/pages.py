@@ -52,6 +52,7 @@ SITE_PATHS = {
     "../ecrl/envs": "reference/config/environments.md",
     "../ecrl/envs/mujoco": "reference/config/mujoco.md",
     "../ecrl/cli/main.py": "reference/commands.md",
+    "../ecrl/run": "reference/consumers.md",
     "../notebooks/": "notebooks/",
     "../benchmarks/results/README.md": "benchmarks/results/README.md",
     "../benchmarks/results/push_cube_ppo.png": "benchmarks/results/push_cube_ppo.png",

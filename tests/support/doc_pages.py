@@ -21,7 +21,7 @@ PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(path.relative_to(ROOT)) for
 _BLOCK = re.compile(r'^```(\w*)(?: title="([^"]+)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
 
 
-NAMED = ("bc", "ppo", "grpo", "dqn", "pqn", "ddpg", "td3", "sac")
+NAMED = ("apg", "bc", "ppo", "grpo", "dqn", "pqn", "ddpg", "td3", "sac")
 """Algorithms whose files in configs/ are named in pages."""
 
 
@@ -36,6 +36,20 @@ class Block(NamedTuple):
 def blocks(page: str) -> list[Block]:
     """Return all blocks of a page, in order."""
     return [Block(*match) for match in _BLOCK.findall((ROOT / page).read_text())]
+
+
+def table_of(text: str) -> list[dict[str, str]]:
+    """Return the rows of the tables in a text, as dicts from the column's name to the cell."""
+    rows, names = [], []
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")] if line.startswith("|") else []
+        if not cells:
+            names = []
+        elif not names:
+            names = cells
+        elif not re.fullmatch(r"[-: ]+", cells[0]):
+            rows.append(dict(zip(names, cells, strict=True)))
+    return rows
 
 
 def commands(block: Block) -> list[str]:
