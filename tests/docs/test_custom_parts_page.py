@@ -65,42 +65,30 @@ def _moved(names):
     return all(not torch.equal(last[name], first[name]) for name in last.keys() if "critic" not in name)  # noqa: SIM118
 
 
-def test_an_algorithm(page):
+def test_a_reward(page):
     names = page(1)
-    assert names["cfg"].algorithm.name == "my_algo" and _moved(names)
-    assert names["history"][-1]["loss"] != 0.0
-    cfg = names["ecrl"].load_config("cartpole_ppo", {"algorithm.name": "my_algo", "trainer.iterations": 40})
-    state, _ = names["ecrl"].train(names["ecrl"].init_state(cfg), cfg, progress=False)
-    assert names["ecrl"].evaluate(state, cfg, num_episodes=10)["eval/avg_reward"] > 60.0, (
-        "it learns; chance gives 9 to 25"
-    )
+    env = names["centered_cartpole"](names["CenteredConfig"](weight=0.5))
+    start = env.reset(torch.arange(6))
+    after = env.step(start, torch.ones(6, dtype=torch.int64), torch.arange(6))
+    torch.testing.assert_close(after["reward"], 1.0 - 0.5 * after["obs"][:, 0].abs())
+    assert names["cfg"].env.name == "centered_cartpole" and _moved(names)
 
 
-def test_advantages_with_other_parameters(page):
+def test_an_event(page):
     names = page(2)
-    batch, policy = names["batch"], names["run"].policy
-    params = names["ecrl"].init_state(names["cfg"])["params"]
-    own, others = (names["advantages_of"](policy, p, batch, 0.99, 0.95) for p in (params, names["other_params"]))
-    torch.testing.assert_close(own, compute_gae(batch["steps"], 0.99, 0.95).advantage)
-    assert own.shape == others.shape and not torch.allclose(own, others)
-
-
-def test_an_interleaved_algorithm(page):
-    names = page(3)
-    assert names["cfg"].policy.name == "my_q" and _moved(names)
-
-
-def test_a_policy(page):
-    names = page(4)
-    assert names["cfg"].policy.name == "my_policy" and _moved(names)
-    module = names["MyPolicy"](4, 2, names["cfg"].policy)
-    module.load_state_dict(dict(names["state"]["params", "module"].items()))
+    bumped, keys = names["bumped"].trainer.events.train["bump"], torch.arange(500)
+    start = TensorDict({"obs": torch.zeros(500, 4)}, [500])
+    pushed = names["bump"](bumped.params)(start, keys)["obs"]
+    assert -0.3 <= pushed[:, 3].min() < -0.25 and 0.25 < pushed[:, 3].max() <= 0.3 and bumped.interval_step == 10
+    assert not pushed[:, :3].any()
+    losses = [rows[-1]["policy_loss"] for rows in (names["history"], names["bumped_history"])]
+    assert losses[0] != losses[1], "the pole was pushed"
 
 
 def test_an_environment(page):
-    names = page(len(BLOCKS))
+    names = page(5)
     assert names["report"].findings == []
-    assert names["cfg"].env.name == "MyTaskRL" and names["cfg"].policy.name == "my_network" and _moved(names)
+    assert names["cfg"].env.name == "MyTaskRL" and _moved(names)
     assert int(names["state"]["sample_step"]) == 2 * 4 * 64, "num_envs stands in env.cfg"
     logs = {name for row in names["history"] for name in row}
     assert {"metrics/distance", "metrics/error", "rewards/near", "rewards/success"} <= logs
@@ -110,7 +98,7 @@ def test_an_environment(page):
 
 
 def test_settings_of_the_environment_do_what_they_say(page):
-    names = page(len(BLOCKS) - 1)
+    names = page(3)
     data = json.loads(TASK)["env"]["cfg"]
     del data["num_envs"]
     config, env_of = names["MyTaskConfig"], names["my_task"]
@@ -125,18 +113,37 @@ def test_settings_of_the_environment_do_what_they_say(page):
         config(**data | {"actions": {"delta_qpos": {"func": "QposTerm"}}})
 
 
+def test_policies(page):
+    names = page(7)
+    assert names["cfg"].policy.name == "my_policy" and _moved(names)
+    module = names["MyPolicy"](4, 2, names["cfg"].policy)
+    module.load_state_dict(dict(names["state"]["params", "module"].items()))
+    exec(BLOCKS[7], names)
+    assert names["cfg"].policy.name == "my_network" and names["cfg"].env.name == "MyTaskRL" and _moved(names)
+
+
+def test_algorithms(page):
+    names = page(11)
+    assert names["cfg"].algorithm.name == "my_algo" and _moved(names)
+    assert names["history"][-1]["loss"] != 0.0
+    cfg = names["ecrl"].load_config("cartpole_ppo", {"algorithm.name": "my_algo", "trainer.iterations": 40})
+    state, _ = names["ecrl"].train(names["ecrl"].init_state(cfg), cfg, progress=False)
+    assert names["ecrl"].evaluate(state, cfg, num_episodes=10)["eval/avg_reward"] > 60.0, (
+        "it learns; chance gives 9 to 25"
+    )
+    exec(BLOCKS[11], names)
+    batch, policy = names["batch"], names["run"].policy
+    params = names["ecrl"].init_state(names["cfg"])["params"]
+    own, others = (names["advantages_of"](policy, p, batch, 0.99, 0.95) for p in (params, names["other_params"]))
+    torch.testing.assert_close(own, compute_gae(batch["steps"], 0.99, 0.95).advantage)
+    assert own.shape == others.shape and not torch.allclose(own, others)
+    exec(BLOCKS[12], names)
+    assert len(BLOCKS) == 13 and names["cfg"].policy.name == "my_q" and _moved(names)
+
+
 def test_running_the_page_again_is_fine_and_its_parts_are_those_it_names(page):
-    page(len(BLOCKS) - 1)
-    page(len(BLOCKS) - 1)
-    assert "my_algo" in registered("algorithm") and {"my_policy", "my_network"} <= {*registered("policy")}
-    assert "MyTaskRL" in registered("env")
-
-
-def test_an_event(page):
-    names = page(len(BLOCKS))
-    bumped, keys = names["bumped"].trainer.events.train["bump"], torch.arange(500)
-    start = TensorDict({"qpos": torch.zeros(500, 2)}, [500])
-    turned = names["bump"](bumped.params)(start, keys)["qpos"]
-    assert -0.3 <= turned.min() < -0.25 and 0.25 < turned.max() <= 0.3 and bumped.interval_step == 10
-    rewards = [rows[-1]["metrics/distance"] for rows in (names["history"], names["bumped_history"])]
-    assert rewards[0] != rewards[1], "the arm was bumped"
+    page(len(BLOCKS))
+    page(len(BLOCKS))
+    assert {"my_algo", "my_q_learning"} <= {*registered("algorithm")} and "bump" in registered("event")
+    assert {"my_policy", "my_network", "my_cell"} <= {*registered("policy")}
+    assert {"centered_cartpole", "MyTaskRL"} <= {*registered("env")}

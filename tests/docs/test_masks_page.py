@@ -80,6 +80,6 @@ def test_exploring_algorithms_obey_the_mask(world, name):
         "policy": policy,
         "algorithm": agent(name).algorithm.model_dump(exclude_unset=True),
     }
-    cfg = ecrl.load_config(data)
+    cfg = ecrl.load_config(data, {} if name == "pqn" else {"algorithm.cfg.capacity": 400})
     _, history = ecrl.train(ecrl.init_state(cfg), cfg, progress=False)
     assert [row["metrics/masked"] for row in history] == [0.0] * 6
