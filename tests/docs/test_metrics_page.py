@@ -37,9 +37,7 @@ def test_the_logs_of_episodes_are_those_of_the_page():
     info = {"success": flag, "fail": flag, "game_score": number}
     info |= {group: TensorDict({"reach": number}, [2, 3]) for group in ("rewards", "metrics")}
     steps = TensorDict({"done": flag, "info": TensorDict(info, [2, 3])}, [2, 3])
-    names = {
-        scalar_name("collect", name) for name in collect_logs(episode_init(2, 100, flag.device), steps)
-    }
+    names = {scalar_name("collect", name) for name in collect_logs(episode_init(2, 100, flag.device), steps)}
     names = {name.replace("/reach", "/<term>" if "rewards" in name else "/<name>") for name in names}
     (record,) = with_scalars(iter([{"log_type": "train", "sample_step": 1, "logs": {}}]))
     names |= record[1].keys()

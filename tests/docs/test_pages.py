@@ -67,7 +67,26 @@ def _after_getting_started(names: dict[str, Any]) -> None:
     assert "eval/avg_reward" in ecrl.evaluate(names["state"], names["cfg"], num_episodes=2)
 
 
+def _after_callbacks(names: dict[str, Any]) -> None:
+    rows = Path("update.csv").read_text().splitlines()
+    assert rows[0] == "step,entropy,value_loss" and len(rows) == 3
+    logged = [json.loads(row) for row in Path("outputs/distance/metrics.jsonl").read_text().splitlines()]
+    assert 0.0 < logged[1]["train/distance"] < logged[3]["train/distance"]
+    assert sorted(path.name for path in Path("outputs/mine").iterdir()) == ["checkpoints", "metrics.jsonl"]
+    assert int(names["state"]["update_step"]) == 2
+    assert float(names["state"]["hyper", "clip_coef"]) == pytest.approx(0.2)
+
+
+def _after_gymnasium(names: dict[str, Any]) -> None:
+    assert names["report"].findings == []
+    assert json.loads(Path("outputs/room/config.json").read_text())["env"]["cfg"]["id"] == "my_rooms:Room-v0"
+    assert sorted(names["observation"].keys()) == ["pole", "steps"]
+    assert names["state"]["env", "obs"].shape == (4, 4)
+
+
 AFTER = {
+    "docs/callbacks.md": _after_callbacks,
+    "docs/gymnasium.md": _after_gymnasium,
     "README.md": _after_readme,
     "docs/migration.md": _after_migration,
     "docs/mujoco_tasks.md": _after_mujoco_tasks,

@@ -21,18 +21,19 @@ _OFF_POLICY = {
 }
 _ACTOR_ONLY = {"policy": {"name": "actor_only", "actor": NET}}
 _SKIP = {"trainer.finite_guard": "skip"}
+_FEW = {"trainer.iterations": 3}
 
 
 def configs(algorithm: str) -> Iterator[Config]:
     """Yield runs of an algorithm that together have all of its logs."""
     if algorithm in _OFF_POLICY:
         for name in _OFF_POLICY[algorithm]:
-            yield agent(name)
-            yield agent(name, **_SKIP)
-        if is_continuous(name) or algorithm == "sac":
-            yield agent(_OFF_POLICY[algorithm][0], **{"algorithm.cfg.critic_learning_rate": 0.01})
+            yield agent(name, **_FEW)
+            yield agent(name, **_FEW, **_SKIP)
+        if is_continuous(algorithm):
+            yield agent(algorithm, **_FEW, **{"algorithm.cfg.critic_learning_rate": 0.01})
         if "temperature_learning_rate" in type(agent(algorithm).algorithm.cfg).model_fields:
-            yield agent(algorithm, **{"algorithm.cfg.temperature_learning_rate": 0.01})
+            yield agent(algorithm, **_FEW, **{"algorithm.cfg.temperature_learning_rate": 0.01})
         return
     yield from {"ppo": _ppo, "grpo": _grpo, "apg": _apg, "bc": _bc}[algorithm]()
 
