@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.doc_pages import blocks
 from support.off_policy_agents import agent
+from support.small_runs import small
 
 import ecrl
 from ecrl.algorithms import collect
@@ -48,6 +49,7 @@ def test_the_environment_has_no_faults_and_notices_masked_actions(world):
     assert not (start["obs", "cell"] == start["obs", "goal"]).all(-1).any()
 
 
+@pytest.mark.slow
 def test_the_policy_learns_and_takes_no_masked_action(world):
     _, data = world
     cfg = eager(data)
@@ -71,15 +73,16 @@ def test_random_actions_without_the_mask_do_hit_walls(world):
     assert 0.3 < after["info", "metrics", "masked"].mean() < 0.7
 
 
-@pytest.mark.parametrize("name", ["dqn", "pqn", "discrete sac"])
-def test_exploring_algorithms_obey_the_mask(world, name):
-    policy = agent(name).policy.model_dump(exclude_unset=True)
+@pytest.mark.parametrize("name", ["ppo", "dqn", "pqn", "discrete sac"])
+def test_algorithms_obey_the_mask(world, name):
+    cfg = small() if name == "ppo" else agent(name)
     data = {
         "trainer": {"num_envs": 8, "buffer_size": 16, "iterations": 6, "compile": "off"},
         "env": {"name": "grid_world"},
-        "policy": policy,
-        "algorithm": agent(name).algorithm.model_dump(exclude_unset=True),
+        "policy": cfg.policy.model_dump(exclude_unset=True),
+        "algorithm": cfg.algorithm.model_dump(exclude_unset=True),
     }
-    cfg = ecrl.load_config(data, {} if name == "pqn" else {"algorithm.cfg.capacity": 400})
+    capacity = {"algorithm.cfg.capacity": 400} if "capacity" in type(cfg.algorithm.cfg).model_fields else {}
+    cfg = ecrl.load_config(data, capacity)
     _, history = ecrl.train(ecrl.init_state(cfg), cfg, progress=False)
     assert [row["metrics/masked"] for row in history] == [0.0] * 6
