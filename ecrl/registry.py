@@ -96,7 +96,9 @@ _ENTRIES: dict[str, dict[str, Entry]] = {kind: {} for kind in _KINDS}
 
 _ADVICE: dict[str, dict[str, str]] = {kind: {} for kind in _KINDS}
 """For each kind, advice for names that other libraries have and ecrl does not have."""
-_IMPORT_FIRST = "import its module first: import MODULE in Python, --import MODULE in a shell"
+IMPORT_FIRST = "import its module first: import MODULE in Python, --import MODULE in a shell"
+"""Advice for a user whose own component is unknown."""
+
 _FAILED_PLUGINS: list[str] = []  # error messages of plugins that failed to import
 _IMPORTED_GROUPS: list[str] = []  # filled before the plugins are imported, because plugins register components
 
@@ -108,8 +110,19 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     ("did you mean 'seed'?", 'known: device, seed')
     """
     names = sorted(known)
-    near = get_close_matches(str(name).lower(), names, n=1, cutoff=0.6)
-    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names) or 'none'}"
+    near = nearest(name, names)
+    return f"known: {', '.join(names) or 'none'}" if near is None else f"did you mean {near!r}?"
+
+
+def nearest(name: object, known: Iterable[str]) -> str | None:
+    """Return the known name that is most similar to `name` in any case, or None if no name is similar.
+
+    >>> nearest("PushCube", ["PushCubeRL", "pendulum"]), nearest("x", ["seed"])
+    ('PushCubeRL', None)
+    """
+    names = {one.lower(): one for one in sorted(known, reverse=True)}
+    near = get_close_matches(str(name).lower(), sorted(names), n=1, cutoff=0.6)
+    return names[near[0]] if near else None
 
 
 def _with_name(make: Callable, name: str) -> Callable:
@@ -349,6 +362,6 @@ def lookup(kind: str, name: str) -> Entry:
             raise KeyError(f"ecrl has no {kind} {name!r}; {_ADVICE[kind][name]}")
         short_name = repr(name if len(name) <= 60 else f"{name[:60]}...")
         nearest = did_you_mean(name, known)
-        nearest += f"{'' if nearest.endswith('?') else '.'} If the {kind} is your own, {_IMPORT_FIRST}"
+        nearest += f"{'' if nearest.endswith('?') else '.'} If the {kind} is your own, {IMPORT_FIRST}"
         raise KeyError("; ".join([f"unknown {kind} {short_name}", nearest, *_FAILED_PLUGINS]))
     return _ENTRIES[kind][name]

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import warnings
 
 import gymnasium
 import numpy as np
@@ -84,7 +85,20 @@ def test_wrong_settings_are_refused_by_path(env, message):
 @pytest.mark.parametrize(
     ("env", "message"),
     [
-        ("gymnasium:NoSuchEnv-v0", "env: gymnasium:NoSuchEnv-v0: NameNotFound"),
+        (
+            "gymnasium:Zq-v0",
+            "^env: gymnasium:Zq-v0: not registered in Gymnasium; no registered id is similar. If the env is your own, "
+            "import its module first: import MODULE in Python, --import MODULE in a shell$",
+        ),
+        (
+            {"name": "gymnasium:cartpol-v1", "cfg": {"asynchronous": True}},
+            r"^env: gymnasium:cartpol-v1: not registered in Gymnasium; did you mean 'gymnasium:CartPole-v1'\? If",
+        ),
+        (
+            "gymnasium:CartPole-v9",
+            "^env: gymnasium:CartPole-v9: not registered in Gymnasium, which has CartPole-v0, CartPole-v1; use one of",
+        ),
+        ("Pendulum-v1", "ecrl has no env 'Pendulum-v1'; Gymnasium has it: use 'gymnasium:Pendulum-v1'$"),
         ({"name": "gymnasium:CartPole-v1", "cfg": {"kwargs": {"mass": 1}}}, "unexpected keyword argument 'mass'"),
         ({"name": "gymnasium:Count-v0", "cfg": {"kwargs": {"fault": "make"}}}, "RuntimeError: cannot be made"),
         ("gymnasium:Text-v0", r"env: gymnasium:Text-v0: space Text\(.* known: Box, Discrete, MultiDiscrete"),
@@ -95,6 +109,14 @@ def test_an_environment_that_cannot_be_made_is_one_line(env, message):
     with pytest.raises(ConfigError, match=message) as error:
         make_env(env)
     assert "\n" not in str(error.value)
+
+
+def test_an_id_without_a_version_is_the_newest():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Gymnasium recommends an id with a version
+        assert make_env("gymnasium:CartPole").action_space == Discrete(2)
+        with pytest.raises(ConfigError, match=r"CartPole: .*unexpected keyword argument 'mass'"):
+            make_env({"name": "gymnasium:CartPole", "cfg": {"kwargs": {"mass": 1}}})
 
 
 MISSING = [

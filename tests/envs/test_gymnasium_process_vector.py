@@ -108,7 +108,7 @@ def test_a_worker_killed_from_outside_ends_in_one_error():
 def test_an_environment_that_a_worker_cannot_make_is_reported():
     with pytest.raises(ConfigError, match="env: gymnasium:Count-v0: raised RuntimeError: cannot be made"):
         workers(fault="make")
-    with pytest.raises(ConfigError, match="NameNotFound"):
+    with pytest.raises(ConfigError, match="not registered in Gymnasium"):
         workers(gym_id="NoSuchEnv-v0")
 
 

@@ -1,5 +1,6 @@
 """Adapt Gymnasium environments to `Env`. Python objects hold part of the state of a Gymnasium environment."""
 
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +26,7 @@ from ecrl.envs.gymnasium.vector_adapter import as_vector
 from ecrl.envs.gymnasium.vector_api import Fault, Outcome, Vector, serial
 from ecrl.envs.gymnasium.worker import error_text
 from ecrl.errors import ConfigError, UserError
-from ecrl.registry import register_env
+from ecrl.registry import IMPORT_FIRST, add_advice, nearest, register_env
 from ecrl.spaces import Box, Dict, Discrete, MultiDiscrete, Space, dict_space, from_gymnasium
 
 
@@ -100,9 +101,35 @@ def gymnasium_env(cfg: GymnasiumConfig) -> Env:
         The error names the environment and the step. NaN and infinity raise no error, because `trainer.finite_guard`
         handles non-finite values in a run.
     """
-    env = _env(partial(open_envs, cfg), f"gymnasium:{cfg.id}")
+    label = f"gymnasium:{cfg.id}"
+    try:
+        env = _env(partial(open_envs, cfg), label)
+    except ConfigError as error:
+        if "ModuleNotFoundError" in str(error) or (problem := _unregistered(cfg.id)) is None:
+            raise
+        raise ConfigError(f"env: {label}: {problem}") from None
     stack = 1 if cfg.atari is None else FRAME_STACK
     return replace(env, min_truncation_gap=_truncation_gap(cfg), frame_stack=stack)
+
+
+def _without_version(env_id: str) -> str:
+    return re.sub(r"-v\d+$", "", env_id)
+
+
+def _unregistered(env_id: str) -> str | None:
+    """Describe an id that is not registered in Gymnasium, with similar ids. Return None for a registered id."""
+    name = env_id.rpartition(":")[2]
+    versions = [one for one in sorted(registry) if _without_version(one) == _without_version(name)]
+    if name in registry or (versions and name == _without_version(name)):  # Gymnasium chooses the newest version
+        return None
+    if versions:
+        return f"not registered in Gymnasium, which has {', '.join(versions)}; use one of them"
+    near = nearest(name, registry)
+    hint = "no registered id is similar." if near is None else f"did you mean 'gymnasium:{near}'?"
+    return f"not registered in Gymnasium; {hint} If the env is your own, {IMPORT_FIRST}"
+
+
+add_advice("env", {name: f"Gymnasium has it: use 'gymnasium:{name}'" for name in registry})
 
 
 def _truncation_gap(cfg: GymnasiumConfig) -> int:
