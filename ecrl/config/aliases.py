@@ -9,7 +9,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ecrl.config.model import SETTINGS, Fault, Loc, format_key, format_path, format_value, known_keys
-from ecrl.registry import Entry, lookup
+from ecrl.registry import Entry, lookup, nearest, registered
 
 KEY_ALIASES = {
     "trainer.learning_env": "env",
@@ -273,12 +273,17 @@ def convert_vla_section(raw: RawConfig) -> RawConfig:
 
 
 def part_entry(kind: str, section: Any) -> Entry | None:
-    """Return the registry entry that a section names, or None. For `gymnasium:<id>`, return the entry `gymnasium`."""
+    """Return the registry entry that a section names, or None. For `gymnasium:<id>`, return the entry `gymnasium`.
+
+    For an unknown name, return the entry of the most similar name. Validation reports the unknown name, and checks the
+    other keys of the section with this entry.
+    """
     name = section.get("name") if isinstance(section, dict) else None
-    try:
-        return lookup(kind, name.partition(":")[0]) if isinstance(name, str) else None
-    except KeyError:
+    if not isinstance(name, str):
         return None
+    name, known = name.partition(":")[0], registered(kind)
+    near = name if name in known else nearest(name, known)
+    return None if near is None else lookup(kind, near)
 
 
 def reject_unused_aliases(raw: RawConfig) -> RawConfig:

@@ -13,7 +13,7 @@ import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, cast
+from typing import Any, ClassVar, Literal, NamedTuple, Self, cast
 
 from pydantic import (
     BaseModel,
@@ -24,11 +24,15 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import InitErrorDetails
 
+from ecrl.config.aliases import part_entry
+from ecrl.config.embodichain_releases import lower_name
 from ecrl.config.files import parse_overrides, read
 from ecrl.config.model import (
     ConfigModel,
     Count,
+    Loc,
     Natural,
     fault_at,
     faults_from_error,
@@ -40,35 +44,91 @@ from ecrl.config.model import (
 from ecrl.config.presets import find_config
 from ecrl.config.translate import translate_config
 from ecrl.errors import ConfigError
-from ecrl.registry import Entry, lookup, registered
+from ecrl.registry import lookup, nearest, registered
 
 __all__ = ["Config", "config_from_dict", "diff", "load_config", "parse_overrides", "total_steps"]
 
 
-def find_entry(kind: str, section: dict, key: str = "name") -> Entry:
-    """Return the registry entry that `section[key]` names."""
-    name = section.get(key)
-    try:
-        if isinstance(name, str):
-            return lookup(kind, name)
-        problem = f"expected a string, got {format_value(name)}" if key in section else "missing"
-        message = f"{problem}; known: {', '.join(registered(kind))}"
-    except KeyError as error:
-        message = error.args[0]
-    raise ValidationError.from_exception_data(kind, [fault_at((key,), message)])
+class Found(NamedTuple):
+    """Config model of the component that a section names.
 
-
-def validate_settings(kind: str, section: dict, key: str, settings: str) -> dict:
-    """Validate the settings in a section, and return the section.
-
-    The component that `section[key]` names has a Config model, which validates `section[settings]`.
+    Attributes:
+        config: the Config model. For an unknown name, the model of the most similar name, or None without such a name.
+        faults: the fault of the name, or an empty list.
+        note: end of the messages for further faults of the section, which says whose Config model found them.
     """
-    config = find_entry(kind, section, key).config
+
+    config: type[BaseModel] | None
+    faults: list[InitErrorDetails]
+    note: str
+
+    def faults_of(self, error: ValidationError, path: Loc = ()) -> list[InitErrorDetails]:
+        """Return the faults that the Config model found in the settings at `path`."""
+        faults = faults_from_error(cast(type[BaseModel], self.config), error)
+        return [fault_at((*path, *place), message + self.note) for place, message in faults]
+
+
+def config_of(kind: str, section: dict, key: str = "name") -> Found:
+    """Return the Config model of the component that `section[key]` names.
+
+    >>> found = config_of("env", {"name": "cartpol"})
+    >>> found.config is lookup("env", "cartpole").config, found.note
+    (True, " (if the env is 'cartpole')")
+    """
+    name = section.get(key)
+    if not isinstance(name, str):
+        problem = f"expected a string, got {format_value(name)}" if key in section else "missing"
+        return Found(None, [fault_at((key,), f"{problem}; known: {', '.join(registered(kind))}")], "")
     try:
-        return section | {settings: config.model_validate(section.get(settings, {}))}
+        return Found(lookup(kind, name).config, [], "")
+    except KeyError as error:
+        fault, near = fault_at((key,), error.args[0]), nearest(name, registered(kind))
+    if near is None:
+        return Found(None, [fault], "")
+    return Found(lookup(kind, near).config, [fault], f" (if the {kind} is {near!r})")
+
+
+def validate_settings(kind: str, section: dict, key: str, settings: str, handler: ValidatorFunctionWrapHandler) -> Any:
+    """Validate a section that names a component. The error lists the faults of the section and of its settings.
+
+    The component that `section[key]` names has a Config model, which validates `section[settings]`. `handler` validates
+    the other keys. If the name is unknown, the Config model of the most similar name validates the settings.
+    """
+    found = config_of(kind, section, key)
+    faults, part = [*found.faults], ConfigModel.model_construct()  # in place of settings with faults
+    if found.config is not None:
+        try:
+            part = found.config.model_validate(section.get(settings, {}))
+        except ValidationError as error:
+            faults += found.faults_of(error, (settings,))
+    try:
+        validated = handler(section | {settings: part})
     except ValidationError as error:
-        faults = [fault_at((settings, *path), message) for path, message in faults_from_error(config, error)]
-        raise ValidationError.from_exception_data(kind, faults) from None
+        reported = {fault.get("loc") for fault in faults}
+        other = [fault_at(fault["loc"], fault["msg"]) for fault in error.errors() if fault["loc"] not in reported]
+        raise ValidationError.from_exception_data(kind, [*other, *faults]) from None
+    if faults:
+        raise ValidationError.from_exception_data(kind, faults)
+    return validated
+
+
+def validate_as_named(kind: str, section: dict, key: str, cls: type, handler: ValidatorFunctionWrapHandler) -> Any:
+    """Validate a whole section with the Config model of the component that `section[key]` names.
+
+    `handler` validates the section if this model is `cls`. If the name is unknown, the error also lists the faults that
+    the Config model of the most similar name finds.
+    """
+    found = config_of(kind, section, key)
+    if not found.faults:
+        return handler(section) if found.config is cls else cast(Any, found.config).model_validate(section)
+    faults = [*found.faults]
+    if found.config is not None:
+        near = nearest(section[key], registered(kind))
+        try:
+            found.config.model_validate(section | {key: near})
+        except ValidationError as error:
+            faults += found.faults_of(error)
+    raise ValidationError.from_exception_data(kind, faults)
 
 
 class EventConfig(ConfigModel):
@@ -84,10 +144,10 @@ class EventConfig(ConfigModel):
     interval_step: Count = Field(1, description="number of environment steps between two events in mode interval")
     params: SerializeAsAny[BaseModel] = Field(description="settings of the event")
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _registered(cls, data: Any) -> Any:
-        return validate_settings("event", data, "func", "params") if isinstance(data, dict) else data
+    def _registered(cls, data: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        return validate_settings("event", data, "func", "params", handler) if isinstance(data, dict) else handler(data)
 
 
 class EventsConfig(ConfigModel):
@@ -193,15 +253,29 @@ class Choice(ConfigModel):
     cfg: SerializeAsAny[BaseModel] = Field(description="settings of the component")
 
 
-def _gymnasium(section: dict) -> dict:
-    """Split the name `"gymnasium:<id>"` into the name "gymnasium" and the setting `cfg.id`."""
-    name, settings = section.get("name"), section.get("cfg", {})
+def env_label(name: object, settings: Any) -> str:
+    """Return the name of an environment for messages. The name of a Gymnasium environment includes its id.
+
+    Args:
+        name: registered name of the environment.
+        settings: settings of the environment, as a dict of JSON values.
+
+    >>> env_label("gymnasium", {"id": "Pendulum-v1"}), env_label("cartpole", {})
+    ('gymnasium:Pendulum-v1', 'cartpole')
+    """
+    gym_id = settings.get("id") if isinstance(settings, dict) else None
+    return f"gymnasium:{gym_id}" if name == "gymnasium" and gym_id is not None else str(name)
+
+
+def _gymnasium(section: dict, key: str) -> dict:
+    """Split the name `"gymnasium:<id>"` in `section[key]` into the name "gymnasium" and the setting `cfg.id`."""
+    name, settings = section.get(key), section.get("cfg", {})
     if not isinstance(name, str) or not name.startswith("gymnasium:") or not isinstance(settings, dict):
         return section
     if "id" in settings:
         fault = fault_at(("cfg", "id"), f"also given in the name {name!r}; keep one")
         raise ValidationError.from_exception_data("env", [fault])
-    return section | {"name": "gymnasium", "cfg": {"id": name.removeprefix("gymnasium:")} | settings}
+    return section | {key: "gymnasium", "cfg": {"id": name.removeprefix("gymnasium:")} | settings}
 
 
 class EnvChoice(Choice):
@@ -218,11 +292,19 @@ class EnvChoice(Choice):
         1, description="env steps per action; above 1, an action is a chunk of so many actions, taken open loop"
     )
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _registered(cls, data: Any) -> Any:
+    def _registered(cls, data: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         data = {"name": data} if isinstance(data, str) else data
-        return validate_settings("env", _gymnasium(data), "name", "cfg") if isinstance(data, dict) else data
+        if not isinstance(data, dict):
+            return handler(data)
+        key = "id" if "id" in data and "name" not in data else "name"
+        return validate_settings("env", _gymnasium(data, key), key, "cfg", handler)
+
+    @property
+    def label(self) -> str:
+        """Name for messages, such as `cartpole`. The name of a Gymnasium environment is `gymnasium:<id>`."""
+        return env_label(self.name, self.cfg.model_dump(include={"id"}))
 
 
 class AlgorithmChoice(Choice):
@@ -230,10 +312,13 @@ class AlgorithmChoice(Choice):
 
     part_kind: ClassVar = "algorithm"
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _registered(cls, data: Any) -> Any:
-        return validate_settings("algorithm", data, "name", "cfg") if isinstance(data, dict) else data
+    def _registered(cls, data: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        return validate_settings("algorithm", data, "name", "cfg", handler) if isinstance(data, dict) else handler(data)
+
+    def _with_changes(self, changes: dict[str, Any]) -> dict[str, Any]:
+        return super()._with_changes({key: lower_name(f"algorithm.{key}", value) for key, value in changes.items()})
 
 
 class PolicyConfig(ConfigModel):
@@ -250,8 +335,12 @@ class PolicyConfig(ConfigModel):
     @model_validator(mode="wrap")
     @classmethod
     def _registered(cls, data: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-        config = find_entry("policy", data).config if cls is PolicyConfig and isinstance(data, dict) else cls
-        return handler(data) if config is cls else config.model_validate(data)
+        if cls is not PolicyConfig or not isinstance(data, dict):
+            return handler(data)
+        return validate_as_named("policy", data, "name", cls, handler)
+
+    def _with_changes(self, changes: dict[str, Any]) -> dict[str, Any]:
+        return super()._with_changes({key: lower_name(f"policy.{key}", value) for key, value in changes.items()})
 
     def replace(self, **changes: Any) -> Self:
         """Return a validated copy with new values, as in `cfg.policy.replace(normalize_obs=True)`.
@@ -279,12 +368,15 @@ class Config(ConfigModel):
     @model_validator(mode="before")
     @classmethod
     def _default_policy(cls, data: Any) -> Any:
-        """Give a config without a policy the default policy of its algorithm, with default networks."""
-        if not isinstance(data, dict) or "policy" in data or not isinstance(data.get("algorithm"), dict):
+        """Give a config without a policy the default policy of its algorithm, with default networks.
+
+        The default policy of an unknown algorithm is unknown, so an empty policy stands in its place. The only fault is
+        then the unknown algorithm.
+        """
+        if not isinstance(data, dict) or "policy" in data:
             return data
-        name = data["algorithm"].get("name")
-        known = isinstance(name, str) and name in registered("algorithm")
-        default = getattr(lookup("algorithm", name).config, "default_policy", None) if known else None
+        entry = part_entry("algorithm", data.get("algorithm"))
+        default = PolicyConfig.model_construct() if entry is None else getattr(entry.config, "default_policy", None)
         return data | {"policy": default} if default else data
 
     def replace(self, **changes: Any) -> Self:

@@ -37,7 +37,7 @@ def make_expert(choice: EnvChoice | dict | str, settings: Mapping[str, Any] | No
     """
     choice = validate_section(EnvChoice, choice, "env")
     if choice.name not in (known := registered("expert")):
-        raise ConfigError(f"env.name: {choice.name!r} has no scripted expert; known: {', '.join(known)}")
+        raise ConfigError(f"env.name: {choice.label!r} has no scripted expert; known: {', '.join(known)}")
     entry, env = lookup("expert", choice.name), lookup("env", choice.name).make(choice.cfg)
     cfg = validate_section(entry.config, dict(settings or {}), "expert")
     needs_settings = len(signature(entry.make).parameters) > 2

@@ -13,12 +13,13 @@ from threading import RLock
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
-from pydantic import BaseModel, Field, SerializeAsAny, model_validator
+from pydantic import BaseModel, Field, SerializeAsAny, ValidatorFunctionWrapHandler, model_validator
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from ecrl.config import validate_settings
+from ecrl.config.embodichain_releases import lower_name
 from ecrl.config.model import ConfigModel
 from ecrl.errors import ConfigError
 from ecrl.memory import enough_memory
@@ -39,13 +40,16 @@ class NetworkConfig(ConfigModel):
         description='settings of the network, such as {"hidden_sizes": [64, 64]}; the defaults if absent'
     )
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _registered(cls, data: Any) -> Any:
+    def _registered(cls, data: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         data = {"type": data} if isinstance(data, str) else data
         if not isinstance(data, dict):
-            return data
-        return validate_settings("network", {"type": "mlp"} | data, "type", "network_cfg")
+            return handler(data)
+        return validate_settings("network", {"type": "mlp"} | data, "type", "network_cfg", handler)
+
+    def _with_changes(self, changes: dict[str, Any]) -> dict[str, Any]:
+        return super()._with_changes({key: lower_name(f"policy.actor.{key}", value) for key, value in changes.items()})
 
 
 def default_network() -> NetworkConfig:

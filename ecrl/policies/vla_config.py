@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from pydantic import Field, SerializeAsAny, ValidatorFunctionWrapHandler, model_validator
 
 from ecrl.config import PolicyConfig
-from ecrl.config.config import find_entry
+from ecrl.config.config import validate_as_named
 from ecrl.config.model import ConfigModel, Count
 
 
@@ -25,9 +25,7 @@ class VLAConfig(ConfigModel):
     def _registered(cls, data: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         if cls is not VLAConfig or not isinstance(data, dict):
             return handler(data)
-        data = {"backend": "builtin"} | data
-        config = find_entry("vla_backend", data, "backend").config
-        return handler(data) if config is cls else config.model_validate(data)
+        return validate_as_named("vla_backend", {"backend": "builtin"} | data, "backend", cls, handler)
 
 
 class VLAPolicyConfig(PolicyConfig):

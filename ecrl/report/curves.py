@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ecrl.config import TrainerConfig
+from ecrl.config.config import env_label
 from ecrl.errors import UserError
 from ecrl.registry import did_you_mean
 
@@ -22,6 +24,7 @@ DEFAULT_METRICS = ("eval/success_rate", "eval/avg_reward", "charts/episode_rewar
 """By default, ecrl plots the first of these metrics that all runs and result files have."""
 _METRICS_BY_COLUMN = {"return": ("eval/avg_reward", "charts/episode_reward_avg_100"), "success": ("eval/success_rate",)}
 _IGNORED_KEYS = {"trainer": ("seed", "eval_seed", "exp_name", "wandb_project_name")}  # seeds may differ in these keys
+_DEFAULT_NAME = TrainerConfig.model_fields["exp_name"].default
 _EXPECTED_FILES = "expected a run folder, or a .json or .csv file with results of another library"
 _EXPECTED_ROWS = "expected steps, seconds and return or success"
 
@@ -101,7 +104,20 @@ def _read_run(folder: Path) -> Source:
         raise UserError(f"{folder / 'config.json'}: expected the config of a run")
     trainer = config.get("trainer", {})
     group = canonical_json(without_seeds_and_names(config))
-    return Source(folder, trainer.get("exp_name", folder.name), group, trainer.get("seed"), rows)
+    return Source(folder, _run_label(folder, config), group, trainer.get("seed"), rows)
+
+
+def _run_label(folder: Path, config: Row) -> str:
+    """Return the run's `trainer.exp_name`. If the run has only the default name, return its environment and algorithm.
+
+    >>> _run_label(Path("a"), {"env": {"name": "gymnasium", "cfg": {"id": "Acrobot-v1"}}, "algorithm": {"name": "ppo"}})
+    'gymnasium:Acrobot-v1 ppo'
+    """
+    name = config.get("trainer", {}).get("exp_name", _DEFAULT_NAME)
+    env, algorithm = config.get("env"), config.get("algorithm")
+    if name != _DEFAULT_NAME or not isinstance(env, dict) or not isinstance(algorithm, dict):
+        return folder.name if name == _DEFAULT_NAME else name
+    return f"{env_label(env.get('name'), env.get('cfg'))} {algorithm.get('name')}"
 
 
 def _read_json(path: Path) -> Any:

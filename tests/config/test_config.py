@@ -122,7 +122,7 @@ FAULTS = [  # key, value, the one line without its source
     ("policy.critic", None, "policy.critic: expected an object, got null; critic network,"),
     ("policy.action_dim", 0, "policy.action_dim: must be at least 1, got 0;"),
     ("policy.initial_log_std", 9.0, "policy.initial_log_std: must be at most 2.0, got 9.0;"),
-    ("policy.actor.type", "rnn", "policy.actor.type: unknown network 'rnn'; did you mean 'cnn'?"),
+    ("policy.actor.type", "mpl", "policy.actor.type: unknown network 'mpl'; did you mean 'mlp'?"),
     (ACTOR, [], f"{ACTOR}: expected an object, got a list"),
     (f"{ACTOR}.hidden_sizes", 64, f"{ACTOR}.hidden_sizes: expected a list, got 64; width of each hidden layer"),
     (
@@ -186,6 +186,43 @@ def test_all_faults_at_once():
     expected = sorted(first[path][1] for path in together)
     assert len(expected) > 15
     assert all(fault.startswith(line) for fault, line in zip(faults, expected, strict=True))
+
+
+def test_faults_beside_an_unknown_name():
+    """The faults of the settings are those of the component with the most similar name, if there is one."""
+    config = {
+        "trainer": {"sede": 1, "events": {"train": {"a": {"func": "randomize_feild", "interval_step": 0}}}},
+        "env": {"name": "cartpol", "frame_stack": 0, "cfg": {"gravty": 1.0}},
+        "policy": {"name": "actor_critc", "actor": {"type": "mpl", "network_cfg": {"hidden": [8]}}, "critic": "mlp"},
+        "algorithm": {"name": "pp0", "cgf": {}, "cfg": {"gama": 0.9, "clip_coef": -1.0}},
+    }
+    starts = (
+        "trainer.sede: unknown key; did you mean 'seed'?",
+        "trainer.events.train.a.func: unknown event 'randomize_feild'; did you mean 'randomize_field'?",
+        "trainer.events.train.a.interval_step: must be at least 1, got 0; number of",
+        "trainer.events.train.a.params.field: missing",
+        "trainer.events.train.a.params.low: missing",
+        "trainer.events.train.a.params.high: missing",
+        "env.name: unknown env 'cartpol'; did you mean 'cartpole'?",
+        "env.frame_stack: must be at least 1, got 0; latest",
+        "env.cfg.gravty: unknown key; did you mean 'gravity'? (if the env is 'cartpole')",
+        "policy.name: unknown policy 'actor_critc'; did you mean 'actor_critic'?",
+        "policy.actor.type: unknown network 'mpl'; did you mean 'mlp'?",
+        "policy.actor.network_cfg.hidden: unknown key; did you mean 'hidden_sizes'? (if the network is 'mlp')",
+        "algorithm.name: unknown algorithm 'pp0'; did you mean 'ppo'?",
+        "algorithm.cgf: unknown key; did you mean 'cfg'?",
+        "algorithm.cfg.gama: unknown key; did you mean 'gamma'? (if the algorithm is 'ppo')",
+        "algorithm.cfg.clip_coef: must be above 0.0, got -1.0; distance",
+    )
+    faults = _faults(config)
+    assert all(sum(fault.startswith(start) for fault in faults) == 1 for start in starts), faults
+    assert len(faults) == len(starts)
+
+
+def test_a_policy_that_is_absent_is_no_fault_of_an_unknown_algorithm():
+    for algorithm in ({"name": "pp0"}, {"name": "zzz"}, {"name": 3}, "ppo"):
+        (fault,) = _faults({"env": {"name": "cartpole"}, "algorithm": algorithm})
+        assert fault.startswith("algorithm")
 
 
 @pytest.mark.parametrize(("top", "shown"), [(None, "null"), ([], "a list"), (3, "3"), ("x", "'x'"), (True, "true")])

@@ -71,6 +71,15 @@ def test_another_component():
     assert other == ActionConfig.model_validate({"func": "EefPoseTerm"}) and action.func == "DeltaQposTerm"
 
 
+def test_names_in_any_case():
+    """A name in upper case keeps the settings of the component, as in `Config.replace`."""
+    ppo = CARTPOLE.algorithm.replace(**{"cfg.gamma": 0.5})
+    assert ppo.replace(name="PPO") == ppo and ppo.replace(name="GRPO").name == "grpo"
+    assert CARTPOLE.policy.replace(name="Actor_Critic") == CARTPOLE.policy
+    assert CARTPOLE.policy.replace(**{"actor.type": "MLP"}) == CARTPOLE.policy
+    assert CARTPOLE.policy.actor.replace(type="MLP") == CARTPOLE.policy.actor
+
+
 @pytest.mark.parametrize(
     ("change", "line"),
     [

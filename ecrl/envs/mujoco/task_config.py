@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field, SerializeAsAny, model_validator
+from pydantic import BaseModel, Field, SerializeAsAny, ValidatorFunctionWrapHandler, model_validator
 
 from ecrl.config import EventConfig, validate_settings
 from ecrl.config.model import ConfigModel, Count
@@ -14,10 +14,12 @@ class _Term(ConfigModel):
 
     part_kind: ClassVar[str]
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _registered(cls, data: Any) -> Any:
-        return validate_settings(cls.part_kind, data, "func", "params") if isinstance(data, dict) else data
+    def _registered(cls, data: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        if not isinstance(data, dict):
+            return handler(data)
+        return validate_settings(cls.part_kind, data, "func", "params", handler)
 
 
 class ActionConfig(_Term):
