@@ -5,7 +5,7 @@ looked up by the value of their `Run`. Runs that differ only in seed, name or le
 functions.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
@@ -35,7 +35,7 @@ from ecrl.kernels import (
 from ecrl.kernels.rollout_estimators import decision_discounts
 from ecrl.kernels.scan_loop import Scan
 from ecrl.policies import Policy, policy_params
-from ecrl.policies.contract import check_restart, returned
+from ecrl.policies.contract import check_restart, described, returned
 from ecrl.pytree import flatten, replaced
 from ecrl.types import Logs
 
@@ -247,6 +247,23 @@ def _learn(update: Update, run: Run, state: TensorDict, batch: TensorDict) -> tu
     """Call `update`, and return the logs and only the changed state fields, so that unchanged fields are not copied."""
     after, logs = _updated(update, run, state, batch)
     return changed_fields(after, state), logs
+
+
+def loss_and_logs(run: Run, out: Any) -> tuple[Tensor, Logs]:
+    """Return the result of the loss function of an algorithm.
+
+    Raises: ConfigError unless `out` is a 0-d loss and a dict of tensors.
+    """
+    label = f"algorithm {run.algorithm.name}: loss"
+    loss, logs = returned(label, out, "loss", "logs")
+    if not isinstance(loss, Tensor) or loss.ndim:
+        raise ConfigError(f"{label} returns the loss as {described(loss)}, expected a 0-d tensor; return its mean")
+    if not isinstance(logs, Mapping):
+        raise ConfigError(f"{label} returns {described(logs)} as logs, expected a dict of 0-d tensors; return one")
+    for name, log in logs.items():
+        if not isinstance(log, Tensor):
+            raise ConfigError(f"{label} returns the log {name} as {described(log)}, expected a 0-d tensor; return one")
+    return loss, cast(Logs, logs)
 
 
 def changed_fields(after: TensorDict, before: TensorDict) -> TensorDict:

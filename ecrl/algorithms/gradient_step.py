@@ -16,7 +16,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from ecrl.algorithms.core import SKIPPED_STEPS, Run, over_steps
+from ecrl.algorithms.core import SKIPPED_STEPS, Run, loss_and_logs, over_steps
 from ecrl.algorithms.optimizer import (
     Group,
     clip_gradients,
@@ -98,7 +98,7 @@ def _step_of_group(
 
     def loss_of(own: TensorDict) -> tuple[Tensor, Logs]:
         params = replaced(cast(TensorDict, state["params"]), own)
-        return loss(run, acting_params(params, fixed_params(state)), *args)
+        return loss_and_logs(run, loss(run, acting_params(params, fixed_params(state)), *args))
 
     grads, (value, logs) = torch.func.grad_and_value(loss_of, has_aux=True)(own)
     count = logs.get("count", torch.ones_like(value))

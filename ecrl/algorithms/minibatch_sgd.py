@@ -19,7 +19,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl import rng
-from ecrl.algorithms.core import SKIPPED_STEPS, Run, Static
+from ecrl.algorithms.core import SKIPPED_STEPS, Run, Static, loss_and_logs
 from ecrl.algorithms.logprob_gap import logprob_gap
 from ecrl.algorithms.optimizer import (
     Group,
@@ -45,7 +45,7 @@ from ecrl.distributed import all_mean, all_sum
 from ecrl.errors import ConfigError
 from ecrl.kernels.scan_loop import chunking, row_bytes, step_if
 from ecrl.policies import acting_params, fixed_params
-from ecrl.policies.contract import described, returned
+from ecrl.policies.contract import described
 from ecrl.pytree import flatten, mapped, replaced
 from ecrl.types import Logs
 
@@ -193,10 +193,12 @@ def _loss(
     """Return the loss, the number of elements over which the loss is a mean, and the logs."""
     label = f"algorithm {of.run.algorithm.name}: loss"
     out = of.loss(of.run, acting_params(params, fixed), minibatch, mask, hyper)
-    loss, logs = returned(label, out, "loss", "logs")
-    for name, x in (("the loss", loss), *((f"the log {name}", log) for name, log in logs.items())):
-        if not isinstance(x, Tensor) or x.ndim:
-            raise ConfigError(f"{label} returns {name} as {described(x)}, expected a 0-d tensor; return its mean")
+    loss, logs = loss_and_logs(of.run, out)
+    for name, log in logs.items():
+        if log.ndim:
+            raise ConfigError(
+                f"{label} returns the log {name} as {described(log)}, expected a 0-d tensor; return its mean"
+            )
     if of.distance is not None and of.distance not in logs:
         known = ", ".join(logs) or "no logs"
         raise ConfigError(f"{label} returns no log {of.distance!r}, the `distance`, only {known}; add the log")

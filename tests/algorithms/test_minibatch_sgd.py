@@ -365,8 +365,9 @@ WRONG_LOSSES = {  # what the loss returns, and the line
     ),
     "number": (
         (ONE, {"approx_kl": ONE, "x": 0.5}),
-        "returns the log x as float 0.5, expected a 0-d tensor; return its mean",
+        "returns the log x as float 0.5, expected a 0-d tensor; return one",
     ),
+    "no logs": ((ONE, None), "returns NoneType None as logs, expected a dict of 0-d tensors; return one"),
     "no distance": ((ONE, {"kl": ONE}), "returns no log 'approx_kl', the `distance`, only kl; add the log"),
 }
 

@@ -1,6 +1,7 @@
 """Features of a run that every algorithm with a Q-function has, from Gymnasium environments to exported policies."""
 
 import json
+from importlib import import_module
 from itertools import islice
 from typing import Any
 
@@ -15,7 +16,7 @@ from tensordict import TensorDict
 
 import ecrl
 from ecrl.config import Config
-from ecrl.errors import NotFiniteError
+from ecrl.errors import ConfigError, NotFiniteError
 from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, make_iteration, train_iter
 from ecrl.policies import acting_params
@@ -48,6 +49,24 @@ def test_an_agent_learns_on_gymnasium(name):
     pytest.importorskip("gymnasium")
     state = on_gymnasium(name)
     assert float(state["norm", "obs", "count"]) == int(state["sample_step"]) == N * T * 2
+
+
+ONE = torch.tensor(1.0)
+WRONG_LOSSES = {  # what the loss returns, and the line
+    "no logs": (ONE, "returns float32 [], expected 2: (loss, logs); return these values"),
+    "logs of None": ((ONE, None), "returns NoneType None as logs, expected a dict of 0-d tensors; return one"),
+    "a number": ((ONE, {"x": 0.5}), "returns the log x as float 0.5, expected a 0-d tensor; return one"),
+    "rows": ((torch.ones(2), {}), "returns the loss as float32 [2], expected a 0-d tensor; return its mean"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_LOSSES)
+def test_a_loss_of_a_group_that_breaks_its_contract(case, monkeypatch):
+    out, line = WRONG_LOSSES[case]
+    monkeypatch.setattr(import_module("ecrl.algorithms.dqn"), "loss", lambda *args: out)
+    with pytest.raises(ConfigError) as error:
+        last_state(agent("dqn", **SHORT))
+    assert str(error.value) == f"algorithm dqn: loss {line}"
 
 
 @pytest.mark.slow
