@@ -9,7 +9,7 @@
 from typing import Any
 
 from ecrl.config.aliases import MISSING, RawConfig, get_path, part_entry, set_path
-from ecrl.config.model import Loc, known_keys, sections_in
+from ecrl.config.model import Loc, format_value, known_keys, sections_in
 from ecrl.registry import Entry, registered
 
 _CFG: Loc = ("env", "cfg")
@@ -81,12 +81,22 @@ def drop_simulator_name(raw: RawConfig) -> RawConfig:
 
 
 def _flat_attrs(raw: RawConfig, path: Loc, attrs: Any) -> tuple[Any, RawConfig]:
-    """Move the values in the groups of one object's `attrs` to `attrs`. Record the origin of each moved value."""
-    groups = [name for name in PROPERTY_GROUPS if isinstance(attrs, dict) and isinstance(attrs.get(name), dict)]
-    flat = {key: value for key, value in attrs.items() if key not in groups} if groups else attrs
+    """Move the values in the groups of one object's `attrs` to `attrs`. Record the origin of each moved value.
+
+    In EmbodiChain, null in place of a group or of a value in a group means the default, so nulls are removed.
+    """
+    if not isinstance(attrs, dict):
+        return attrs, raw
+    groups = [name for name in PROPERTY_GROUPS if name in attrs]
+    flat = {key: value for key, value in attrs.items() if key not in groups}
     origins, faults = dict(raw.origins), list(raw.faults)
     for group in groups:
-        for key, value in attrs[group].items():
+        if not isinstance(attrs[group], dict | None):
+            faults.append(((*path, group), f"expected an object, got {format_value(attrs[group])}"))
+            continue
+        for key, value in (attrs[group] or {}).items():
+            if value is None:
+                continue
             if key in flat:
                 faults.append(((*path, group, key), f"another name of {key!r}, which is also given; keep one"))
                 continue

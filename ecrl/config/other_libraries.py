@@ -26,6 +26,14 @@ KEYS = {
 }
 """Map a name in another library to the dotted key of ecrl's config."""
 
+ABSENT = {
+    "physics_update_step": "an event does not step the physics; remove it, and place the objects at rest by init_pos",
+    "recompute_inertia": "the inertia always follows from the mass; remove it",
+    "min_mass": "the lower end of mass_range is the smallest mass; remove it",
+    "attrs": "the robot's URDF or MJCF file defines its masses, frictions and gravity; remove it",
+}
+"""Map a key of EmbodiChain that ecrl does not have to the reason. `docs/migration.md` lists these keys."""
+
 
 def _algorithms_with(key: str) -> list[str]:
     return [name for name in registered("algorithm") if key in lookup("algorithm", name).config.model_fields]
@@ -41,6 +49,8 @@ def suggestion(key: str, known: Iterable[str], in_algorithm: bool) -> str:
 
     >>> suggestion("lr", ["seed"], in_algorithm=False), suggestion("sede", ["seed"], in_algorithm=False)
     ('set algorithm.cfg.learning_rate', "did you mean 'seed'?")
+    >>> suggestion("min_mass", ["mass_range"], in_algorithm=False)
+    'the lower end of mass_range is the smallest mass; remove it'
     >>> suggestion("kl_coef", ["clip_coef"], in_algorithm=True)
     'a key of grpo, not of this algorithm'
     """
@@ -48,6 +58,8 @@ def suggestion(key: str, known: Iterable[str], in_algorithm: bool) -> str:
     target = KEYS.get(key.lower())
     if target is not None and not (in_algorithm and target.startswith(_CFG) and target.removeprefix(_CFG) not in known):
         return f"set {target}"
+    if key in ABSENT:
+        return ABSENT[key]
     others = _algorithms_with(key) if in_algorithm else []
     return f"a key of {', '.join(others)}, not of this algorithm" if others else did_you_mean(key, known)
 

@@ -8,6 +8,7 @@ from math import isnan
 import pytest
 import torch
 from support.config_files import with_warnings
+from support.paths import ROOT
 from support.small_runs import small
 
 from ecrl import registry
@@ -239,7 +240,7 @@ def test_groups_of_the_properties_of_an_object(section):
         (GROUPED | {"mass": 2.0}, "mass_props.mass: another name of 'mass', which is also given; keep one"),
         ({"mass_props": {"mass": -1.0}}, "mass_props.mass: must be above 0.0, got -1.0; mass, kg"),
         ({"mass_props": {"mas": 1.0}}, "mass_props.mas: unknown key; did you mean 'mass'?"),
-        ({"mass_props": 3}, "mass_props: unknown key; "),
+        ({"mass_props": 3}, "mass_props: expected an object, got 3"),
         ({"mass_prop": {}}, "mass_prop: unknown key; "),
     ],
 )
@@ -247,6 +248,53 @@ def test_wrong_groups(attrs, line):
     with pytest.raises(ConfigError, match="^" + re.escape(f"config: env.cfg.rigid_object[0].attrs.{line}")) as error:
         config_from_dict(_cubes(attrs))
     assert "\n" not in str(error.value)
+
+
+def test_null_in_place_of_a_property_is_the_default():
+    """EmbodiChain's groups are null, and so are their values, unless a file sets them."""
+    expected = config_from_dict(_cubes({"static_friction": 0.9}))
+    nulls = {"mass_props": None, "rigid_props": {"linear_damping": None}, "material_props": {"static_friction": 0.9}}
+    assert with_warnings(config_from_dict, _cubes(nulls)) == (expected, [])
+    with pytest.raises(ConfigError, match=r"attrs.mass: expected a number, got null; mass, kg$"):
+        config_from_dict(_cubes({"mass": None}))
+
+
+def test_gravity_and_inertia_of_an_object():
+    grouped = {"rigid_props": {"has_gravity": False}, "mass_props": {"mass": 3.0, "recompute_inertia": True}}
+    cfg, (message,) = with_warnings(config_from_dict, _cubes(grouped))
+    assert cfg == config_from_dict(_cubes({"mass": 3.0, "has_gravity": False}))
+    assert message == (
+        "env.cfg.rigid_object[0].attrs.mass_props.recompute_inertia has no meaning here (the inertia always follows "
+        "from the shape and the mass); ignored"
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "params", "reason"),
+    [
+        ("physics_update_step", {"entity_cfg": {"uid": "cube"}}, "an event does not step the physics; remove it, and"),
+        ("recompute_inertia", {"entity_cfg": {"uid": "cube"}}, "the inertia always follows from the mass; remove it"),
+        ("min_mass", {"entity_cfg": {"uid": "cube"}}, "the lower end of mass_range is the smallest mass; remove it"),
+    ],
+)
+def test_params_of_events_that_ecrl_does_not_have(key, params, reason):
+    pose = key == "physics_update_step"
+    own = {"position_range": [[0.0] * 3, [0.1] * 3]} if pose else {"mass_range": [1.0, 2.0]}
+    event = {"func": f"randomize_rigid_object_{'pose' if pose else 'mass'}", "params": params | own | {key: 1}}
+    data = _cubes({})
+    data["env"]["cfg"]["events"] = {"vary": event | {"mode": "reset"}}
+    with pytest.raises(ConfigError) as error:
+        config_from_dict(data)
+    assert str(error.value).startswith(f"config: env.cfg.events.vary.params.{key}: unknown key; {reason}")
+    assert f"`{key}`" in (ROOT / "docs" / "migration.md").read_text()
+
+
+def test_attrs_of_a_robot():
+    data = _cubes({})
+    data["env"]["cfg"]["robot"] = {"attrs": {"has_gravity": False}}
+    reason = "the robot's URDF or MJCF file defines its masses, frictions and gravity; remove it"
+    with pytest.raises(ConfigError, match=rf"^config: env.cfg.robot.attrs: unknown key; {reason}$"):
+        config_from_dict(data)
 
 
 @pytest.mark.parametrize("name", ["default", "newton"])

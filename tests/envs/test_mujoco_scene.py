@@ -122,6 +122,7 @@ CHANGES = [  # every key: a scene, and the same with one thing changed
             {"attrs": {"static_friction": 0.7}},
             {"attrs": {"linear_damping": 0.2}},
             {"attrs": {"angular_damping": 0.2}},
+            {"attrs": {"has_gravity": False}},
         )
     ),
 ]
@@ -181,6 +182,18 @@ def test_friction_is_the_objects_and_holds_until_mu_m_g():
             mujoco.mj_step(s.model, data)
         moved.append(data.qpos[0])
     assert moved[0] < 0.02 and moved[1] == pytest.approx(0.5 * 0.2 * 0.6 * 9.81, rel=0.1)  # s = a t^2 / 2
+
+
+def test_an_object_without_gravity_floats():
+    attrs, height = {"mass": 2.0, "linear_damping": 0.0}, []
+    for has_gravity in (True, False):
+        s = made(rigid_object=[CUBE | {"init_pos": [0.0, 0.0, 3.0], "attrs": attrs | {"has_gravity": has_gravity}}])
+        data = copy.copy(s.data)
+        for _ in range(50):
+            mujoco.mj_step(s.model, data)
+        height.append(data.qpos[2])
+    fallen = 0.5 * 9.81 * (50 * s.model.opt.timestep) ** 2
+    assert height == [pytest.approx(3.0 - fallen, rel=0.02), 3.0]
 
 
 def test_a_scene_from_a_file_keeps_its_own_physics(tmp_path):

@@ -171,6 +171,7 @@ OBJECTS = [
         for name, value in {"mass": 2.0, "static_friction": 2.0, "linear_damping": 5.0, "angular_damping": 5.0}.items()
         for row in of_object("AttrsConfig", REACH, **{name: thing(attrs={name: value})})
     ),
+    *of_object("AttrsConfig", REACH, has_gravity=thing(attrs={"has_gravity": False})),
     *of_object("ShapeConfig", RESTING, shape_type=shaped(**BALL), size=shaped(shape_type="Cube", size=[0.1, 0.1, 0.2])),
     *of_object("ShapeConfig", round_thing(**BALL), radius=shaped(**BALL | {"radius": 0.07})),
     *of_object("ShapeConfig", round_thing(**CAN), height=shaped(**CAN | {"height": 0.14})),

@@ -78,12 +78,14 @@ class AttrsConfig(ConfigModel):
         "min_velocity_iters": "see physics.iterations",
         "torsional_patch_radius": "MuJoCo's contacts have torsional friction",
         "density": "see mass",
+        "recompute_inertia": "the inertia always follows from the shape and the mass",
     }
 
     mass: Annotated[Positive, MASS] = Field(1.0, description="mass, kg")
     static_friction: NonNegative = Field(0.5, description="coefficient of sliding friction, at rest and in motion")
     linear_damping: NonNegative = Field(0.7, description="damping rate of the velocity, 1/s")
     angular_damping: NonNegative = Field(0.7, description="damping rate of the angular velocity, 1/s")
+    has_gravity: bool = Field(True, description="if false, gravity does not act on the object")
 
 
 class RigidObjectConfig(ConfigModel):

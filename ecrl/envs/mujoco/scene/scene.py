@@ -53,6 +53,7 @@ def _add_object(spec: Any, cfg: RigidObjectConfig) -> None:
     }[shape.shape_type]
     body = spec.worldbody.add_body(name=cfg.uid, pos=list(cfg.init_pos), quat=_quaternion(cfg.init_rot))
     body.mocap = cfg.body_type == "kinematic"
+    body.gravcomp = 0.0 if cfg.attrs.has_gravity else 1.0
     if cfg.body_type == "dynamic":
         body.add_joint(name=cfg.uid, type=mujoco().mjtJoint.mjJNT_FREE)
     friction = [cfg.attrs.static_friction, 0.005, 0.0001]
