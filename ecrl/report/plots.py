@@ -1,6 +1,7 @@
 """Plot learning curves over env steps and over minutes. Three or more seeds are drawn as a band, fewer seeds as lines.
 
-Seeds of the same config, or of the same result file of another library, have the same colour. A band shows the
+Seeds of the same config, or of the same result file of another library, are a group. All lines of a group have the same
+colour and dashes, and no other group has this pair of colour and dashes. A band shows the
 interquartile mean and its 95 % bootstrap interval. A band ends at the last step that all seeds have reached. With three
 seeds, the interval is the range of their values. In the plot over minutes, each point of a band is placed at the median
 of the seeds' times. This module needs the extra `plot`.
@@ -25,6 +26,10 @@ _SUFFIXES = (".png", ".svg")
 _RESAMPLES, _POINTS = 2000, 200
 _LONG_LABEL = 45  # if a label has more characters, the legend has one column instead of two
 _BAND = "three or more seeds: interquartile mean, 95 % bootstrap interval"
+_COLORS, _DASHES = 10, ("-", "--", "-.", ":")
+"""Number of colours in matplotlib's default cycle, and the dashes of the lines."""
+MAX_GROUPS = _COLORS * len(_DASHES)
+"""Maximum number of groups in a picture. Each group has its own pair of colour and dashes."""
 _AXES = {"steps": "environment steps", "minutes": "minutes, including compilation"}
 
 
@@ -77,24 +82,39 @@ def legend_label(group: Sequence[Curve]) -> str:
     return group[0].label + (f" ({len(group)} seeds)" if len(group) > 1 else "")
 
 
-def draw_group(axes: Any, group: Sequence[Curve], by: str, color: str) -> None:
+def line_style(number: int) -> dict[str, str]:
+    """Return the colour and the dashes of a group, as arguments of matplotlib. The numbers start at 0.
+
+    >>> line_style(0), line_style(11)
+    ({'color': 'C0', 'linestyle': '-'}, {'color': 'C1', 'linestyle': '--'})
+    """
+    return {"color": f"C{number % _COLORS}", "linestyle": _DASHES[number // _COLORS]}
+
+
+def draw_group(axes: Any, group: Sequence[Curve], by: str, style: dict[str, str]) -> None:
     """Draw a group of curves on matplotlib axes. The x-axis is `by`, which is "steps" or "minutes"."""
     steps = [one.steps for one in group]
     if len(group) < MIN_BAND_SEEDS or not len(band_positions(steps)):  # the seeds are too few or share no range
         for number, one in enumerate(group):
             marker = "." if len(one.steps) == 1 else None  # a line of a single point would be invisible
             label = None if number else legend_label(group)
-            axes.plot(getattr(one, by), one.values, color=color, marker=marker, label=label)
+            axes.plot(getattr(one, by), one.values, marker=marker, label=label, **style)
         return
     seed_band = band([(one.steps, one.values) for one in group])
     positions = np.median([np.interp(seed_band.x, one.steps, getattr(one, by)) for one in group], axis=0)
     marker = "." if len(positions) == 1 else None
-    axes.plot(positions, seed_band.middle, color=color, marker=marker, label=legend_label(group))
-    axes.fill_between(positions, seed_band.low, seed_band.high, color=color, alpha=0.2, linewidth=0)
+    axes.plot(positions, seed_band.middle, marker=marker, label=legend_label(group), **style)
+    axes.fill_between(positions, seed_band.low, seed_band.high, color=style["color"], alpha=0.2, linewidth=0)
 
 
 def figure(groups: Sequence[Sequence[Curve]], metric: str, threshold: float | None = None) -> Any:
-    """Return a matplotlib figure with a panel over steps and a panel over minutes. A dotted line marks `threshold`."""
+    """Return a matplotlib figure with a panel over steps and a panel over minutes. A dotted line marks `threshold`.
+
+    Raises: UserError if there are more than `MAX_GROUPS` groups.
+    """
+    if len(groups) > MAX_GROUPS:
+        limit = f"a picture has colours and dashes for at most {MAX_GROUPS}"
+        raise UserError(f"{len(groups)} groups of runs with equal configs, but {limit}; plot fewer runs")
     with extra("plot"):
         from matplotlib.figure import Figure
         from matplotlib.ticker import EngFormatter
@@ -102,7 +122,7 @@ def figure(groups: Sequence[Sequence[Curve]], metric: str, threshold: float | No
     panels = picture.subplots(1, 2, sharey=True)
     for axes, (by, label) in zip(panels, _AXES.items(), strict=True):
         for number, group in enumerate(groups):
-            draw_group(axes, group, by, f"C{number}")
+            draw_group(axes, group, by, line_style(number))
         if threshold is not None:
             axes.axhline(threshold, color="black", linestyle=":", linewidth=1)
         axes.set(xlabel=label)

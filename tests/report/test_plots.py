@@ -14,6 +14,7 @@ from ecrl.report.plots import band, figure, group_curves, legend_label, plot, su
 from ecrl.run.loggers import with_jsonl
 
 pytest.importorskip("matplotlib")
+from matplotlib.colors import to_hex
 
 
 def run(folder, seed=0, name="ppo", values=(1.0, 2.0, 3.0), metric="eval/avg_reward", seconds=60.0, **settings):
@@ -175,6 +176,35 @@ def test_a_picture_has_two_panels_lines_for_two_seeds_and_a_band_for_three(tmp_p
     (box,) = made.legends
     assert [text.get_text() for text in box.get_texts()] == ["two (2 seeds)", "three (3 seeds)"]
     assert box.get_title().get_text() == "three or more seeds: interquartile mean, 95 % bootstrap interval"
+
+
+def single_lines(count):
+    return [[Curve(f"r{i}", f"r{i}", f"r{i}", *(np.array([1.0, 2.0]) for _ in range(3)))] for i in range(count)]
+
+
+def test_forty_groups_have_distinct_colours_and_dashes():
+    for axes in figure(single_lines(40), "eval/avg_reward").axes:
+        styles = {(to_hex(line.get_color()), line.get_linestyle()) for line in axes.lines}
+        assert len(axes.lines) == len(styles) == 40
+    *_, box = figure(single_lines(40), "eval/avg_reward").legends
+    assert len({(to_hex(line.get_color()), line.get_linestyle()) for line in box.get_lines()}) == 40
+
+
+def test_more_groups_than_styles_are_refused():
+    message = (
+        "^41 groups of runs with equal configs, but a picture has colours and dashes for at most 40; plot fewer runs$"
+    )
+    with pytest.raises(UserError, match=message):
+        figure(single_lines(41), "eval/avg_reward")
+
+
+def test_a_run_without_a_name_is_labelled_by_its_environment_and_algorithm(tmp_path):
+    for name, label in (("generic_exp", "gymnasium:Acrobot-v1 ppo"), ("mine", "mine")):
+        env = {"name": "gymnasium", "cfg": {"id": "Acrobot-v1"}}
+        folder = run(tmp_path / name, name=name)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"env": env, "algorithm": {"name": "ppo"}}))
+        assert curves(folder)[0].label == label
 
 
 @pytest.mark.parametrize(
