@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ecrl.errors import ConfigError
     from ecrl.loop.iteration import close, init_state, make_iteration, train_iter
     from ecrl.loop.policy_check import check_policy
+    from ecrl.loop.state_summary import summary
     from ecrl.policies import Policy, make_policy, module_policy
     from ecrl.registry import (
         register_action,
@@ -82,6 +83,7 @@ _HOME = {
     "register_vla_backend": "registry",
     "registered": "registry",
     "save": "run.checkpoint",
+    "summary": "loop.state_summary",
     "train": "run.train",
     "train_from_config": "run.train",
     "train_iter": "loop.iteration",
@@ -123,6 +125,7 @@ __all__ = [
     "register_vla_backend",
     "registered",
     "save",
+    "summary",
     "train",
     "train_from_config",
     "train_iter",

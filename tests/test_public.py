@@ -22,7 +22,7 @@ SURFACE = """
 Algorithm Config ConfigError ConfigModel Env Policy PolicyConfig check_env check_policy close evaluate init_state load
 load_config make_algorithm make_env make_iteration make_policy module_policy record_demonstrations register_action
 register_algorithm register_env register_event register_expert register_network register_observation register_policy
-register_reward register_robot register_vla_backend registered save train train_from_config train_iter
+register_reward register_robot register_vla_backend registered save summary train train_from_config train_iter
 train_many
 """
 KERNELS = """

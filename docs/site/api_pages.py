@@ -10,6 +10,7 @@ PAGES: dict[str, tuple[str, dict[str, list[str]]]] = {
                 "ecrl.train",
                 "ecrl.train_iter",
                 "ecrl.make_iteration",
+                "ecrl.summary",
                 "ecrl.train_from_config",
                 "ecrl.close",
             ],

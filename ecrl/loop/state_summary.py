@@ -1,0 +1,58 @@
+"""Define `ecrl.summary`, which describes a state in a few lines. Printing a state lists each of its tensors."""
+
+from math import prod
+from typing import Any, cast
+
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from ecrl.pytree import flatten
+
+
+def summary(state: TensorDict) -> str:
+    """Describe a state in a few lines: its progress, its size, and the sizes of its TensorDicts, largest first.
+
+    The sizes count the elements of all leaves, also if leaves share memory. If the state has several seeds, of shape
+    `[S]`, the counts of steps are ranges over the seeds.
+
+    Args:
+        state: state of a run, from `init_state`, `train`, `load` or a record of `train_iter`.
+
+    >>> from ecrl import init_state, load_config
+    >>> print(summary(init_state(load_config("configs/cartpole_ppo.json"))))
+    iteration 0 of 120, 0 env steps, on cpu
+    69 leaves, 113 kB
+    opt 73.2 kB, params 36.6 kB, env 2.11 kB, episode 1.16 kB, hyper 56 B
+    """
+    seeds, done, end = state["sample_step"].shape, _range(state["update_step"]), _range(state["iterations"])
+    of_seeds = f"{prod(seeds)} seeds, " if seeds else ""
+    progress = (
+        f"{of_seeds}iteration {done} of {end}, {_range(state['sample_step'])} env steps, on {state['key'].device}"
+    )
+    leaves = flatten(state)[0]
+    fields = {str(name): field for name, field in cast(Any, state.items()) if isinstance(field, TensorDictBase)}
+    sizes = {name: _bytes_of(flatten(field)[0]) for name, field in fields.items()}
+    largest = sorted((name for name in sizes if sizes[name]), key=lambda name: -sizes[name])
+    parts = ", ".join(f"{name} {_bytes_text(sizes[name])}" for name in largest)
+    return "\n".join([progress, f"{len(leaves)} leaves, {_bytes_text(_bytes_of(leaves))}", parts])
+
+
+def _bytes_of(leaves: list[Tensor]) -> int:
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+
+
+def _bytes_text(size: int) -> str:
+    """Return a number of bytes as text, with three digits.
+
+    >>> [_bytes_text(size) for size in (8, 1234, 56_700_000, 12_300_000_000)]
+    ['8 B', '1.23 kB', '56.7 MB', '12.3 GB']
+    """
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if size >= factor:
+            return f"{size / factor:.3g} {unit}"
+    return f"{size} B"
+
+
+def _range(counts: Tensor) -> str:
+    least, most = int(counts.min()), int(counts.max())
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
