@@ -21,7 +21,7 @@ only register backends of the policy `vla`.
 """
 
 import json
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from difflib import get_close_matches
 from functools import cache, wraps
@@ -98,6 +98,7 @@ _ADVICE: dict[str, dict[str, str]] = {kind: {} for kind in _KINDS}
 """For each kind, advice for names that other libraries have and ecrl does not have."""
 IMPORT_FIRST = "import its module first: import MODULE in Python, --import MODULE in a shell"
 """Advice for a user whose own component is unknown."""
+_FIRST_NAMES = 3
 
 _FAILED_PLUGINS: list[str] = []  # error messages of plugins that failed to import
 _IMPORTED_GROUPS: list[str] = []  # filled before the plugins are imported, because plugins register components
@@ -336,6 +337,16 @@ def registered(kind: str) -> tuple[str, ...]:
         raise ValueError(f"unknown kind of component {kind!r}; {did_you_mean(kind, _ENTRIES)}")
     _import_parts()
     return tuple(sorted(_ENTRIES[kind]))
+
+
+def first_names(names: Sequence[str]) -> str:
+    """Return the first three names of a list and the number of further names, as text.
+
+    >>> first_names(["apg", "bc", "ddpg", "dqn", "ppo"]), first_names(["apg", "bc"])
+    ('apg, bc, ddpg and 2 more', 'apg, bc')
+    """
+    rest = len(names) - _FIRST_NAMES
+    return ", ".join(names[:_FIRST_NAMES]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def add_advice(kind: str, advice: dict[str, str]) -> None:

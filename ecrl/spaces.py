@@ -59,6 +59,16 @@ class Box:
             return f"box({', '.join(map(str, (self.low[0], self.high[0], *self.shape)))}, dtype={self.dtype})"
         return f"Box(low={self.low}, high={self.high}, shape={self.shape}, dtype={self.dtype})"
 
+    def __str__(self) -> str:
+        """Describe the space in a short line for messages. If the elements have different bounds, show their ranges.
+
+        >>> str(box(-1.0, 1.0, 53)), str(Box((-2.0, -1.0), (1.0, 1.0), (2,)))
+        ('Box(-1.0, 1.0, (53,), float32)', 'Box(-2.0 to -1.0, 1.0, (2,), float32)')
+        """
+        frames = f", {self.frames} frames" if self.frames > 1 else ""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"Box({_range(self.low)}, {_range(self.high)}, {self.shape}, {dtype}{frames})"
+
     @property
     def frame_shape(self) -> tuple[int, ...]:
         """Shape of a single frame, which is the shape of the space unless it is a space of stacks."""
@@ -78,6 +88,16 @@ class MultiDiscrete:
 
     nvec: tuple[int, ...]
 
+    def __str__(self) -> str:
+        """Describe the space in a short line for messages. Equal sizes are shown once.
+
+        >>> str(MultiDiscrete((20,) * 8)), str(MultiDiscrete((2, 3)))
+        ('MultiDiscrete((20,) * 8)', 'MultiDiscrete(nvec=(2, 3))')
+        """
+        if len(self.nvec) > 1 and len({*self.nvec}) == 1:
+            return f"MultiDiscrete(({self.nvec[0]},) * {len(self.nvec)})"
+        return repr(self)
+
 
 @dataclass(frozen=True)
 class Dict:
@@ -85,8 +105,24 @@ class Dict:
 
     items: tuple[tuple[str, "Space"], ...]
 
+    def __str__(self) -> str:
+        """Describe the space in a short line for messages.
+
+        >>> str(dict_space({"camera": box(0, 255, 8, 8, 3, dtype=torch.uint8), "gear": Discrete(4)}))
+        'Dict(camera: Box(0, 255, (8, 8, 3), uint8), gear: Discrete(n=4))'
+        """
+        return f"Dict({', '.join(f'{name}: {part}' for name, part in self.items)})"
+
 
 Space = Box | Discrete | MultiDiscrete | Dict
+
+
+def _range(numbers: tuple[float, ...]) -> str:
+    """Return the smallest and the largest of some numbers as text, or the number if all of them are equal."""
+    if not numbers:
+        return "none"
+    least, most = (float(f"{x:.5g}") if isinstance(x, float) else x for x in (min(numbers), max(numbers)))
+    return str(least) if least == most else f"{least} to {most}"
 
 
 def box(low: float, high: float, *shape: int, dtype: torch.dtype = torch.float32) -> Box:

@@ -15,6 +15,7 @@ from ecrl import rng
 from ecrl.algorithms.core import Run, step_keys
 from ecrl.algorithms.rows import rows_of
 from ecrl.config import Config
+from ecrl.config.config import env_label
 from ecrl.config.input_files import check_input
 from ecrl.distributed import rank
 from ecrl.envs import Env
@@ -147,15 +148,10 @@ def _at(data: Any, *keys: str) -> Any:
     return data
 
 
-def _env_name(name: Any, settings: Any) -> str:
-    """Return the name of an environment as in a config, with the id of a Gymnasium environment."""
-    return f"gymnasium:{_at(settings, 'id')}" if name == "gymnasium" else str(name)
-
-
 def _other_sources(about: dict[str, Any], cfg: Config) -> list[str]:
     """Describe differences between the environment of a data set and the environment of a run."""
-    own, texts = cfg.env.model_dump(mode="json"), []
-    theirs, ours = _env_name(about.get("env"), _at(about, "config", "env", "cfg")), _env_name(own["name"], own["cfg"])
+    settings, texts = cfg.env.model_dump(mode="json")["cfg"], []
+    theirs, ours = env_label(about.get("env"), _at(about, "config", "env", "cfg")), cfg.env.label
     if theirs != ours:
         texts.append(
             f"the demonstrations are of the environment {theirs}, but this run has {ours}; use demonstrations of "
@@ -163,7 +159,7 @@ def _other_sources(about: dict[str, Any], cfg: Config) -> list[str]:
         )
     recorded = about.get("vocabularies")
     known = recorded if isinstance(recorded, dict) else vocabulary_checksums(_at(about, "config", "env", "cfg"))
-    for key, checksum in vocabulary_checksums(own["cfg"]).items():
+    for key, checksum in vocabulary_checksums(settings).items():
         if key in known and known[key] != checksum:
             texts.append(
                 f"env.cfg.{key}: the demonstrations have another vocabulary, so that their ids mean other words; use "
@@ -199,18 +195,7 @@ def _outside(x: Tensor, space: Space) -> str | None:
             raise TypeError(f"{space} is no leaf of a space")
     if not wrong.any():
         return None
-    return f"the value {int(x[wrong][0])}, which is outside {_short(space)}"
-
-
-def _short(space: Discrete | MultiDiscrete) -> str:
-    """Return the name of a space. Equal entries of a MultiDiscrete space are named once.
-
-    >>> _short(MultiDiscrete((20,) * 8)), _short(MultiDiscrete((2, 3)))
-    ('MultiDiscrete((20,) * 8)', 'MultiDiscrete(nvec=(2, 3))')
-    """
-    if isinstance(space, MultiDiscrete) and len(space.nvec) > 1 and len({*space.nvec}) == 1:
-        return f"MultiDiscrete(({space.nvec[0]},) * {len(space.nvec)})"
-    return str(space)
+    return f"the value {int(x[wrong][0])}, which is outside {space}"
 
 
 def _part(steps: TensorDict, starts: Tensor) -> TensorDict:
