@@ -5,7 +5,7 @@ the generator yields.
 """
 
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, cast
@@ -167,7 +167,7 @@ def expected_state(run: Run, cfg: Config, state: TensorDict) -> TensorDict:
     environments.
     """
     if not run.env.is_pure and "token" not in state["env"]:
-        raise ConfigError(f"state: it has no environments of {cfg.env.name}; use the config of its run")
+        raise ConfigError(f"state: it has no environments of {cfg.env.label}; use the config of its run")
     key = rng.key(cfg.trainer.seed, device_of(cfg))
     env = _first_envs(run, cfg, key) if run.env.is_pure else cast(TensorDict, state["env"])
     with ZerosWithoutMemory():
@@ -229,7 +229,7 @@ def check_state(run: Run, state: TensorDict, cfg: Config) -> None:
     _check_chunk_discount(state, new, cfg)
     if state["key"].device != new["key"].device:  # `device_of(cfg)` may lack the device index
         raise ConfigError(f"state: is on {state['key'].device}, the config sets {device_of(cfg)}; use state.to(...)")
-    _check_hyperparameters(state, map(str, cast(TensorDict, new["hyper"]).keys()))
+    _check_hyperparameters(state, cast(TensorDict, new["hyper"]))
     expected, actual = (dict(td.flatten_keys("/").items()) for td in (new, state))
     for name in sorted(expected.keys() | actual.keys()):
         shapes = [list(td[name].shape) if name in td else "absent" for td in (actual, expected)]
@@ -248,11 +248,15 @@ def check_state(run: Run, state: TensorDict, cfg: Config) -> None:
         warnings.warn(f"the state's hyperparameters are used, not the config's: {differences}", stacklevel=3)
 
 
-def _check_hyperparameters(state: TensorDict, names: Iterable[str]) -> None:
-    """Raise ConfigError if the state has a hyperparameter that its algorithm does not have, such as a misspelt one."""
-    known = {*names}
-    for name in sorted(set(map(str, cast(TensorDict, state["hyper"]).keys())) - known):
-        raise ConfigError(f"state['hyper', {name!r}]: no hyperparameter of this name; {did_you_mean(name, known)}")
+def _check_hyperparameters(state: TensorDict, known: TensorDict) -> None:
+    """Raise ConfigError if the state has a hyperparameter that its algorithm does not have, such as a misspelt one.
+
+    `known` has the hyperparameters of the algorithm.
+    """
+    given, expected = (dict(td.flatten_keys("/").items()) for td in (cast(TensorDict, state["hyper"]), known))
+    for name in sorted(given.keys() - expected.keys()):
+        path = ", ".join(map(repr, ("hyper", *name.split("/"))))
+        raise ConfigError(f"state[{path}]: no hyperparameter of this name; {did_you_mean(name, expected)}")
 
 
 def _check_chunk_discount(state: TensorDict, new: TensorDict, cfg: Config) -> None:
@@ -277,8 +281,9 @@ def run_summary(run: Run, cfg: Config, world_size: int) -> list[str]:
         run.env.reset(key.unsqueeze(0))  # check that the environment has the fields that the events use
     weights = sum(leaf.numel() for leaf in cast(TensorDict, state["params"]).values(True, True))  # pyright: ignore
     return [
-        f"task     {cfg.env.name}, {cfg.policy.name}, {cfg.algorithm.name}, seed {cfg.trainer.seed}",
-        f"spaces   observations {run.env.observation_space}, actions {run.env.action_space}",
+        f"task     {cfg.env.label}, {cfg.policy.name}, {cfg.algorithm.name}, seed {cfg.trainer.seed}",
+        f"spaces   observations {run.env.observation_space}",
+        f"         actions {run.env.action_space}",
         f"policy   {weights:,} parameters",
         f"device   {device_of(cfg)}, {form.name} ({form.reason}), world size {world_size}",
         f"budget   {_budget(cfg, world_size)}, {cfg.trainer.iterations} iterations",
@@ -427,6 +432,13 @@ def _bound(fn: Callable[..., Any], run: Run, tf32: bool, *static: Any) -> Callab
     return call
 
 
+def _hyperparameters(run: Run, cfg: Config) -> TensorDict:
+    """Return the hyperparameters of a new state."""
+    with checking(), ZerosWithoutMemory():
+        fields = with_contract(run).algorithm.init(run, rng.key(cfg.trainer.seed, device_of(cfg)))
+    return TensorDict({"hyper": fields["hyper"]}, [])["hyper"]
+
+
 def make_iteration(cfg: Config, watch: Watch = unwatched) -> Iteration:
     """Return one iteration as a pure function, which you can embed in other code or pass to `vmap`.
 
@@ -436,14 +448,22 @@ def make_iteration(cfg: Config, watch: Watch = unwatched) -> Iteration:
     measure their run time. If `trainer.finite_guard` is "skip", an iteration leaves out an update with NaN or infinity.
     With other settings, the iteration raises no error, and its results may contain NaN or infinity. `train_iter` writes
     to the buffers of a state in place, but the pure iteration copies the buffers.
+
+    Raises: ConfigError if the state has a hyperparameter that the algorithm does not have. The iteration checks the
+        names in its first call, and again if they have changed since the last call.
     """
     run, guard = build(cfg), "skip" if cfg.trainer.finite_guard == "skip" else "off"
     run, kinds, tf32 = watch(run), kinds_of(run), _uses_tf32(cfg)
     data = data_of(run, device_of(cfg))
     bound = cache(lambda phase: _bound(_iteration, with_phase(run, phase), tf32, guard))
+    known, checked = _hyperparameters(run, cfg), None  # before `vmap`, inside which a network cannot be initialised
 
     def iteration(state: TensorDict) -> tuple[TensorDict, dict[str, Logs]]:
+        nonlocal checked
         own, borrowed = borrowed_leaves(state, kinds)
+        if (given := {*cast(TensorDict, own["hyper"]).keys()}) != checked:
+            _check_hyperparameters(own, known)
+            checked = given
         if not vmapped():
             check_current(run, state)
             check_data(run, state)

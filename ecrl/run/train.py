@@ -17,14 +17,14 @@ from tensordict import TensorDict
 from ecrl.algorithms import Run
 from ecrl.algorithms.core import decisions
 from ecrl.compile.jit import compilations_of
-from ecrl.config import Config, load_config, total_steps
+from ecrl.config import Config, TrainerConfig, load_config, total_steps
 from ecrl.distributed import rank, start, stop, value_of_rank_0, world_size
 from ecrl.errors import CheckpointError, ConfigError, NotSavedError
 from ecrl.loop.buffers import kinds_of, with_own_buffers
 from ecrl.loop.build import build, check_rollout, with_eval_events
 from ecrl.loop.iteration import check_state, first_state, iterations, run_summary
 from ecrl.loop.signals import asked, in_loop
-from ecrl.registry import registered
+from ecrl.registry import first_names, registered
 from ecrl.run.checkpointing import with_best_checkpoint, with_checkpoints
 from ecrl.run.crash import with_crash
 from ecrl.run.evaluation import check_evaluation, with_evaluation
@@ -42,6 +42,7 @@ from ecrl.run.video_writer import cameras, check_cameras
 from ecrl.storage.atomic_files import replace_file
 from ecrl.types import LogData
 
+_SAVE_FREQ = TrainerConfig.model_fields["save_freq"].default
 Timed = Callable[[str, Iterator[LogData]], Iterator[LogData]]
 
 
@@ -232,13 +233,16 @@ def _without_effect(cfg: Config, folder: Path | None) -> Iterator[str]:
         asked_for = ["cameras in trainer.events"] if filmed else []
         asked_for += ["trainer.use_wandb"] if cfg.trainer.use_wandb else []
         asked_for += ["trainer.keep_checkpoints"] if cfg.trainer.keep_checkpoints is not None else []
+        freq = cfg.trainer.save_freq
+        would_save = freq != _SAVE_FREQ and 0 < freq <= total_steps(cfg, world_size())
+        asked_for += ["trainer.save_freq"] if would_save else []
         if asked_for:
             yield f"{', '.join(asked_for)}: nothing is written without a run folder; pass run_dir"
 
 
 def _announce(run: Run, cfg: Config, folder: Path) -> None:
-    known = (f"{kind}s {', '.join(registered(kind))}" for kind in ("env", "algorithm"))
-    known = "; ".join((*known, f"policies {', '.join(registered('policy'))}"))
+    kinds = {"env": "envs", "algorithm": "algorithms", "policy": "policies"}
+    known = "; ".join(f"{plural} {first_names(registered(kind))}" for kind, plural in kinds.items())
     print("\n".join([f"run      {folder}", *run_summary(run, cfg, world_size()), f"known    {known}"]))
 
 

@@ -8,7 +8,7 @@ from support.small_runs import last_state, small
 
 import ecrl
 from ecrl.errors import ConfigError
-from ecrl.loop.iteration import train_iter
+from ecrl.loop.iteration import make_iteration, train_iter
 from ecrl.run.train import train
 
 CAMERA = {"func": "record_camera_data", "mode": "interval", "params": {"name": "view"}}
@@ -38,6 +38,15 @@ def test_settings_that_need_a_run_folder_warn_without_one(tmp_path):
     assert messages(both) == [expected.replace("trainer.keep", "trainer.use_wandb, trainer.keep")]
 
 
+def test_a_chosen_frequency_of_checkpoints_warns_without_a_run_folder(tmp_path):
+    cfg = small().replace(**{"trainer.save_freq": 64})
+    expected = "trainer.save_freq: nothing is written without a run folder; pass run_dir"
+    assert messages(cfg) == messages(cfg.replace(**{"trainer.seed": 3})) == [expected]
+    assert messages(cfg, run_dir=tmp_path / "run") == []
+    for silent in (0, 129, 50_000):  # no checkpoint before the end of the run of 128 steps, and the default
+        assert messages(cfg.replace(**{"trainer.save_freq": silent})) == []
+
+
 def test_events_of_evaluations_warn_if_there_are_none():
     pytest.importorskip("mujoco.batch")
     task = {"env": {"name": "ReachRL"}, "policy": {"name": "actor_critic"}, "algorithm": {"name": "ppo"}}
@@ -52,8 +61,24 @@ def test_a_misspelt_hyperparameter_is_refused():
     cfg = small()
     state = ecrl.init_state(cfg).clone()
     state["hyper", "learning_rte"] = torch.tensor(0.1)
-    for use in (lambda: train(state, cfg, progress=False), lambda: next(train_iter(state, cfg))):
+    uses = (
+        lambda: train(state, cfg, progress=False),
+        lambda: next(train_iter(state, cfg)),
+        lambda: make_iteration(cfg)(state),
+        lambda: torch.func.vmap(make_iteration(cfg))(torch.stack([state, state])),
+    )
+    for use in uses:
         with pytest.raises(ConfigError) as error:
             use()
         expected = "state['hyper', 'learning_rte']: no hyperparameter of this name; did you mean 'learning_rate'?"
         assert str(error.value) == expected
+
+
+def test_an_iteration_checks_the_hyperparameters_of_its_first_call_and_of_changed_states():
+    iteration, state = make_iteration(small()), ecrl.init_state(small())
+    state, _ = iteration(state)
+    changed = state.clone()
+    changed["hyper", "gama"] = torch.tensor(0.9)
+    with pytest.raises(ConfigError, match=r"^state\['hyper', 'gama'\]: no hyperparameter of this name; did you mean"):
+        iteration(changed)
+    assert int(iteration(state)[0]["update_step"]) == 2
