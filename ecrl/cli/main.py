@@ -124,7 +124,7 @@ def evaluate(
     state, cfg = load(path, device)
     cfg = _changed_config(cfg, run, parse_overrides(overrides))
     logs = run_episodes(state, cfg, num_episodes, env, None if env else Path(run) / "videos")
-    print(f"{path} on {env or cfg.env.name}, {num_episodes} episodes")
+    print(f"{path} on {env or cfg.env.label}, {num_episodes} episodes")
     for name, value in logs.items():
         print(f"{name:<18} {value:.2f}")
 

@@ -49,9 +49,9 @@ def _env_and_policy(cfg: Config) -> tuple[Env, Policy]:
     env = make_env(cfg.env, chunk_gamma=getattr(cfg.algorithm.cfg, "gamma", 1.0))
     on_host = env.scene is not None and env.scene.backend == "mujoco"
     if on_host and (device := device_of(cfg)).type == "cuda":
-        text = f"trainer.device: {device}, but {cfg.env.name} steps in MuJoCo on the CPU"
+        text = f"trainer.device: {device}, but {cfg.env.label} steps in MuJoCo on the CPU"
         raise ConfigError(f'{text}; set it to cpu, or env.cfg.physics.backend to "warp"')
-    check_fields(env, cfg.env.name)
+    check_fields(env, cfg.env.label)
     try:
         return env, make_policy(cfg.policy, env.observation_space, env.action_space, env.frame_stack)
     except ConfigError as error:

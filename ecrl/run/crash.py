@@ -96,7 +96,7 @@ def replay(folder: str | Path) -> Iterator[str]:
     if changes := changed_conditions(report, _replay_conditions(run, cfg)):
         yield f"results may differ by rounding: {'; '.join(changes)}"
     if not run.env.is_pure:
-        yield f"environments of {cfg.env.name} keep data outside of the state, so their steps cannot be repeated"
+        yield f"environments of {cfg.env.label} keep data outside of the state, so their steps cannot be repeated"
     elif report["ranks"] != world_size():
         problem = f"the iteration had {report['ranks']} ranks, but this command has {world_size()}"
         yield f"{problem}; repeat the iteration with: {_replay_command(folder, report['ranks'], cfg)}"

@@ -106,7 +106,7 @@ def record_demonstrations(
     with torch.no_grad():
         for episode in _episodes(run, actor, cfg, seed, num_envs):
             if successes_only and "success" not in episode:
-                raise ConfigError(f"successes_only: {cfg.env.name} reports no success; leave it out")
+                raise ConfigError(f"successes_only: {cfg.env.label} reports no success; leave it out")
             success = bool(episode["success"][-1]) if "success" in episode else False
             tried, succeeded = tried + 1, succeeded + success
             if success or not successes_only:
@@ -122,7 +122,7 @@ def record_demonstrations(
     steps = cast(TensorDict, torch.cat([episode.exclude("success") for episode in chosen]))
     mean_return = float(steps["reward"].double().sum()) / num_episodes
     about = {
-        "env": cfg.env.name,
+        "env": cfg.env.label,
         "expert": actor.name,
         "episodes": num_episodes,
         "steps": len(steps),
@@ -158,7 +158,7 @@ def _expert_of(run: Run, cfg: Config, settings: Mapping[str, Any], sample: bool)
     if chunk > 1:
         expert = open_loop(make_env(cfg.env.model_copy(update={"action_chunk": 1})), expert, chunk)
     act = partial(_act_as_expert, expert, element_shape(run.env.action_space))
-    return Actor(f"the expert of {cfg.env.name}", act, _no_tensors(), _no_tensors())
+    return Actor(f"the expert of {cfg.env.label}", act, _no_tensors(), _no_tensors())
 
 
 def _act_as_expert(

@@ -90,7 +90,7 @@ def record(state: TensorDict, cfg: Config, path: str | Path, num_envs: int = 4, 
         sim = run.env.scene
         if sim is None:
             text = "ecrl record is for MuJoCo tasks and Gymnasium environments"
-            raise ConfigError(f"{cfg.env.name} has no scene to record; {text}")
+            raise ConfigError(f"{cfg.env.label} has no scene to record; {text}")
         camera = next((c.params for use in ("eval", "train") for c in cameras(cfg, use)), None) or _overview_camera(sim)
         with closing(eval_steps(run, state, cfg, num_envs, [], num_envs)) as steps:
             return write_video(Path(path), render_views(sim, camera, _views_until(steps, num_episodes)), 1.0 / sim.dt)

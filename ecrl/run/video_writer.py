@@ -68,7 +68,7 @@ def check_cameras(cfg: Config) -> None:
                 continue
             place = term_text(f"trainer.events.{use}", name, event.func)
             if make_env(cfg.env).scene is None:
-                raise ConfigError(f"{place}: {cfg.env.name} has no scene to record; remove the event")
+                raise ConfigError(f"{place}: {cfg.env.label} has no scene to record; remove the event")
             if event.mode != "interval":
                 raise ConfigError(f"{place}: mode is {event.mode!r}, but a camera needs mode 'interval'")
             other = names.setdefault(event.params.save_path / event.params.name, name)

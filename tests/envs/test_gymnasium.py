@@ -17,10 +17,12 @@ from support.small_runs import NET, small
 from ecrl import rng
 from ecrl.config import EnvChoice, config_from_dict
 from ecrl.envs import NEVER, auto_reset, clip_action, make_env
+from ecrl.envs.experts import make_expert
 from ecrl.envs.gymnasium import handles as live
 from ecrl.envs.gymnasium.spaces import BadValue, action, collate
 from ecrl.errors import ConfigError, UserError
-from ecrl.loop.iteration import init_state, train_iter
+from ecrl.loop.build import build
+from ecrl.loop.iteration import init_state, run_summary, train_iter
 from ecrl.spaces import Box, Discrete, MultiDiscrete
 
 FAST = {
@@ -80,6 +82,16 @@ def test_every_way_to_name_one_is_the_same_config():
 def test_wrong_settings_are_refused_by_path(env, message):
     with pytest.raises(ConfigError, match=message):
         small(env=env)
+
+
+def test_messages_name_the_id():
+    cfg = small(env="gymnasium:CartPole-v1")
+    assert cfg.env.label == "gymnasium:CartPole-v1" and small().env.label == "cartpole"
+    assert run_summary(build(cfg), cfg, 1)[0].startswith("task     gymnasium:CartPole-v1, ")
+    with pytest.raises(ConfigError, match=r"^env\.name: 'gymnasium:CartPole-v1' has no scripted expert"):
+        make_expert("gymnasium:CartPole-v1")
+    with pytest.raises(ConfigError, match=r"^state: it has no environments of gymnasium:CartPole-v1; use the config"):
+        next(train_iter(init_state(small()), cfg))
 
 
 @pytest.mark.parametrize(
