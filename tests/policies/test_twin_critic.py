@@ -227,7 +227,7 @@ def test_observations_of_a_dict_and_actions_of_a_matrix(name):
 WRONG = {
     "unbounded": (box(-float("inf"), float("inf"), 1), {}, "needs float32 Box actions with finite bounds, got Box"),
     "one side": (Box((0.0,), (float("inf"),), (1,)), {}, "needs float32 Box actions with finite bounds, got Box"),
-    "dtype": (box(0, 3, 1, dtype=torch.int64), {}, "needs float32 Box actions with finite bounds, got box"),
+    "dtype": (box(0, 3, 1, dtype=torch.int64), {}, "needs float32 Box actions with finite bounds, got Box"),
     "dim": (SPACE, {"action_dim": 3}, "policy.action_dim: 3 does not match the environment's 2"),
     "quantile": (SPACE, {"distribution": "quantile"}, "policy: distribution: expected 'categorical', got 'quantile'"),
     "obs": (SPACE, {"critic_obs": ["a"]}, "policy.critic_obs: expected a Dict observation space, got Box; leave it"),
