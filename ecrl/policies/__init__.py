@@ -1,4 +1,4 @@
-"""Policies as records of pure functions. Importing this package registers the built-in policies."""
+"""Policies as records of pure functions. Import this package to register the built-in policies."""
 
 from dataclasses import replace
 
@@ -92,7 +92,7 @@ def make_policy(
 ) -> Policy:
     """Build the policy that a config's `policy` section describes. Equal settings and spaces give equal policies.
 
-    If `frame_stack` is above 1, the networks of the policy see a stack of this many latest observations.
+    If `frame_stack` is above 1, the networks of the policy see a stack of the latest `frame_stack` observations.
 
     >>> from ecrl import rng
     >>> from ecrl.envs import make_env

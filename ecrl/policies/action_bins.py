@@ -1,4 +1,4 @@
-"""Discretise actions into bins, so that a policy chooses an action as tokens."""
+"""Discretise actions into bins. A policy then chooses an action as a sequence of tokens."""
 
 from typing import NamedTuple
 
@@ -9,13 +9,13 @@ from ecrl.spaces import Box
 
 
 class ActionBins(NamedTuple):
-    """Bins of equal width between the bounds of each number of an action.
+    """Bins of equal width between the bounds of each dimension of an action.
 
-    An action of the space has k steps of A numbers. A space of shape `[A]` has one step.
+    An action of the space has k steps with A dimensions each. A space of shape `[A]` has one step.
 
     Attributes:
         space: Box with finite bounds, of shape `[A]` or `[k, A]`.
-        counts: numbers of bins of the A numbers.
+        counts: number of bins of each of the A dimensions.
     """
 
     space: Box
@@ -32,7 +32,7 @@ class ActionBins(NamedTuple):
         return max(self.counts)
 
     def fixed(self) -> tuple[bool, ...]:
-        """Return True for each of the k * A numbers that has only one value, because its bounds are equal."""
+        """Return True for each of the k * A numbers that has equal bounds, and so only one possible value."""
         return tuple(low == high for low, high in zip(self.space.low, self.space.high, strict=True))
 
     def legal(self, device: torch.device) -> Tensor:

@@ -71,13 +71,17 @@ class ActorCriticConfig(ActorOnlyConfig):
     )
     critic_obs: Names | None = Field(
         default=None,
-        description="names of the observations in a Dict that the critic reads; all if absent, or those of the actor "
-        "if both share an encoder",
+        description=(
+            "names of the observations in a Dict that the critic reads; if absent, all, or the actor's observations if "
+            "both share an encoder"
+        ),
     )
     encoder: EncoderConfig | None = Field(
         default=None,
-        description="network whose features actor and critic read instead of observations, such as "
-        '{"type": "cnn", "features": 512}; none if absent',
+        description=(
+            "shared encoder, a network whose features both actor and critic read, such as "
+            '{"type": "cnn", "features": 512}; none if absent'
+        ),
     )
 
     @model_validator(mode="after")

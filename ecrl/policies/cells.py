@@ -3,12 +3,12 @@
 A cell has a memory, which is a dict of tensors `[*B, H]`. The entry `h` of the memory is the output of the cell. A step
 of a cell has two parts:
 
-    x       = obs W + b                     `cell_inputs`; does not read the memory, so all steps are computed at once
+    x       = obs W + b                     `cell_inputs`, for all steps at once, without the memory
     memory' = step(weights, memory, x)      `Cell.step`
 
 `unroll` runs a cell over the steps of sequences. The memory becomes zero before the first step of an episode.
 
-A cell computes in the dtype of its weights, also if `policy.bf16` runs the networks around it in bfloat16.
+A cell computes in the dtype of its weights, even if `policy.bf16` runs the other networks in bfloat16.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ class CellConfig(ConfigModel):
     """Settings of a recurrent cell."""
 
     type: Literal["gru", "lstm", "mingru"] = Field(default="gru", description="the cell: gru, lstm or mingru")
-    hidden_size: Width = Field(default=64, description="numbers in the memory `h`, which is the output of the cell")
+    hidden_size: Width = Field(default=64, description="size of the memory `h`, which is the output of the cell")
 
 
 def gru_step(weights: TensorDict, memory: Memory, x: Tensor) -> Memory:
@@ -89,7 +89,7 @@ def lstm_step(weights: TensorDict, memory: Memory, x: Tensor) -> Memory:
 
 
 def mingru_step(weights: TensorDict, memory: Memory, x: Tensor) -> Memory:
-    """Return the memory of a minimal GRU after a step. Its gate does not read the memory.
+    """Return the memory of a minimal GRU after a step. The gate of a minimal GRU does not read the memory.
 
         z  = sigmoid(x_z)
         h' = (1 - z) * h + z * x_n
@@ -114,8 +114,7 @@ class Cell(NamedTuple):
         memory: names of the tensors in the memory.
         gates: number of vectors `[H]` in `x`.
         recurrent: number of matrices `[H, H]` that read the memory.
-        linear: True if the memory after a step is a linear function of the memory before the step, with coefficients
-            that do not depend on the memory.
+        linear: True if a step is a linear function of the memory. The coefficients must not depend on the memory.
     """
 
     step: Callable[[TensorDict, Memory, Tensor], Memory]
@@ -175,7 +174,7 @@ def unroll(cfg: CellConfig, weights: TensorDict, memory: Memory, obs: Tensor, is
 
         memory[t] = step(weights, 0 if is_first[t] else memory[t - 1], obs[t] W + b)
 
-    If the cell is linear, as `mingru` is, the steps are not computed one after the other. See `reverse_scan`.
+    For a linear cell, such as `mingru`, `reverse_scan` computes all steps without a sequential loop.
 
     Args:
         cfg: settings of the cell.

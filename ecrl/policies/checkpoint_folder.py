@@ -1,6 +1,6 @@
 """Pretrained checkpoints in local folders: their JSON files and their tokenizers.
 
-No code and no pickle of a folder is run, and nothing is downloaded. Tokenizers require the extra `vla`.
+ecrl runs no code of a folder, loads no pickle and downloads nothing. Tokenizers require the extra `vla`.
 """
 
 import json
@@ -29,7 +29,7 @@ _ADVICE = {
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the progress bars and the warnings of transformers. Errors of ecrl report what is wrong."""
+    """Silence the progress bars and the warnings of transformers. ecrl raises its own errors instead."""
     from transformers.utils import logging as logs
 
     was_enabled, verbosity = logs.is_progress_bar_enabled(), logs.get_verbosity()
@@ -60,7 +60,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def is_finite(x: Any) -> bool:
-    """Return True for a finite number, and False for a flag."""
+    """Return True for a finite number, and False for a bool."""
     try:
         return isinstance(x, int | float) and not isinstance(x, bool) and isfinite(float(x))
     except OverflowError:
@@ -98,7 +98,9 @@ def _openvla_row(tokenizer: Any, text: str) -> list[int]:
         raise ConfigError(f"{KEY}: the tokenizer has no bos_token, with which prompts begin; copy its files again")
     prompt = f"In: What action should the robot take to {text.lower()}?\nOut:"
     row = [tokenizer.bos_token_id, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]
-    empty = tokenizer.convert_tokens_to_ids("\u2581")  # Llama's token of a space, which ends the prompts of OpenVLA
+    empty = tokenizer.convert_tokens_to_ids(
+        "\u2581"
+    )  # Llama's token for a space; the prompts of OpenVLA end with this token
     return row if empty in (None, tokenizer.unk_token_id, row[-1]) else [*row, empty]
 
 
@@ -115,8 +117,8 @@ def encode_instructions(model_path: str, texts: Sequence[str]) -> tuple[Tensor, 
         model_path: folder of a pi0 or OpenVLA checkpoint with the files of its tokenizer.
         texts: the instructions. For openvla, they are converted to lower case.
 
-    Returns: int64 ids `[len(texts), L]`, where L is the length of the longest row, and the space of one row. Shorter
-        rows end with zeros.
+    Returns: int64 ids `[len(texts), L]`, and the space of one row. L is the length of the longest row. Shorter rows are
+        padded with zeros.
     Raises: ConfigError if there are no texts, if a word is unknown to the tokenizer, or if the folder has no tokenizer.
         MissingExtraError if transformers is not installed.
     """
@@ -130,7 +132,7 @@ def encode_instructions(model_path: str, texts: Sequence[str]) -> tuple[Tensor, 
     try:
         with quiet():
             tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the formats of tokenizers raise errors of many kinds
+    except Exception as error:  # damaged tokenizer files raise many types of errors
         problem = f"the tokenizer in {model_path!r} cannot be loaded: {one_line(error)}"
         raise ConfigError(f"{KEY}: {problem}; copy tokenizer.json and tokenizer_config.json there") from None
     rows = []

@@ -79,8 +79,8 @@ def _generator_states() -> list[bytes]:
 def _refusing_draws(label: str, keys: str) -> Iterator[None]:
     """Raise ConfigError if the block draws from torch's global generators.
 
-    While a graph is traced, nothing is drawn, and the tracer records the operation instead. Other threads may draw.
-    Code inside the block may draw if it restores the generator's state.
+    Tracing a graph draws no numbers: the tracer only records the operation. Other threads may draw. Code inside the
+    block may draw if it restores the generator's state.
     """
     before = [] if in_graph() else _generator_states()
     with noting_draws() as noted:
@@ -116,7 +116,7 @@ class Checked:
     Attributes:
         label: name of the policy or algorithm, followed by the name of the function.
         fn: the function.
-        check: `check(label, args, out, *options)` raises ConfigError if `out` is not a result for `args`.
+        check: `check(label, args, out, *options)` raises ConfigError if `out` is not a valid result for `args`.
         options: further arguments of `check`.
         keys: description of the keys for the function's random numbers, for error messages.
     """
@@ -143,7 +143,7 @@ class Checked:
 
 
 def check_arguments(label: str, fn: Any, *names: str, note: str = "") -> None:
-    """Raise ConfigError if a function cannot be called with these positional arguments.
+    """Raise ConfigError if a function does not accept the expected positional arguments.
 
     Args:
         label: name of the policy or algorithm, followed by the name of the function.
@@ -329,7 +329,7 @@ def _check_act(
     action_space: Space,
     required: Sequence[str],
 ) -> None:
-    """Raise ConfigError if the output of `act` lacks a required field, or if a field or the carry is wrong."""
+    """Raise ConfigError if `act` leaves out a required field, or if the shape or dtype of a result is wrong."""
     carry, out = returned(label, result, "carry", "out")
     if not isinstance(out, TensorDictBase):
         raise ConfigError(f"{label} returns {type(out).__name__} as its output, expected a TensorDict; return one")
@@ -374,7 +374,7 @@ def _check_evaluate(label: str, args: tuple[Any, ...], out: Any, space: Space) -
 
 
 def _check_chunk_axis(label: str, name: str, x: Tensor, steps: TensorDict, ndim: int) -> None:
-    """Raise ConfigError if the first of several token axes is not the axis of the steps of a chunk of actions."""
+    """Raise ConfigError if there are several token axes, and the first one is not the axis of the steps of a chunk."""
     action = steps["action"]
     if "executed" not in steps or x.ndim < ndim + 2 or action.ndim < ndim + 2:
         return
@@ -428,7 +428,7 @@ def _check_q(label: str, args: tuple[Any, ...], out: Any, space: Space, action_s
     axes, more = _batch_of(args[1], space), 1
     if args[2] is None and isinstance(action_space, Discrete):
         axes = [*axes, action_space.n]
-    elif args[2] is None:  # the contract leaves the axis of the actions of other spaces open
+    elif args[2] is None:  # for other spaces, the size of the action axis is not checked
         more = 2
     shape = list(out.shape) if isinstance(out, Tensor) and out.is_floating_point() else []
     if not shape or shape[1 : 1 + len(axes)] != axes or len(shape) > 1 + len(axes) + more:
@@ -463,7 +463,7 @@ def checked_policy(policy: Policy, observation_space: Space, action_space: Space
         if getattr(policy, name) is not no_carry:
             checks[name] = (_check_first, (what,), "its params")
     functions = {name: getattr(policy, name) for name in checks if getattr(policy, name) is not None}
-    if policy.init_frozen is not None:  # building a module draws weights, which the pretrained weights then replace
+    if policy.init_frozen is not None:  # draws weights that the pretrained weights then replace
         functions["init_frozen"] = Unchecked(policy.init_frozen)
     checked = {name: Checked(f"{label}: {name}", fn, *checks[name]) for name, fn in functions.items()}
     return replace(policy, **checked)

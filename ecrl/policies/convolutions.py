@@ -1,7 +1,7 @@
 """Networks with convolutions: `cnn`, `impala` and `keypoints`.
 
-Each network scales its images to 0 .. 1 itself, so observations stay uint8 in the state, the rollout and the replay
-buffer (see `ecrl.policies.images`). Fully connected layers follow the convolutions.
+Each network scales its images to 0 .. 1 (see `ecrl.policies.images`). The state, the rollout and the replay buffer
+store uint8 images. Fully connected layers follow the convolutions.
 """
 
 from collections.abc import Sequence
@@ -105,7 +105,7 @@ def _initialised(module: nn.Module, cfg: ConvolutionsConfig) -> nn.Module:
 
 
 class _ImageNetwork(nn.Module):
-    """Convolutions and fully connected layers on an image, or on the only image in a Dict."""
+    """Convolutions followed by fully connected layers, for an image, or for the only image in a Dict."""
 
     def __init__(self, space: Space, convolutions: nn.Module, cfg: ConvolutionsConfig, outputs: int):
         super().__init__()
@@ -186,7 +186,9 @@ def impala(cfg: ImpalaConfig, space: Space, outputs: int) -> nn.Module:
 class KeypointsConfig(ConvolutionsConfig):
     """Settings of the convolutions before the spatial softmax. An output channel is a keypoint."""
 
-    channels: Sizes = Field((32, 48, 48), description="output channels of each convolution; the last: keypoints")
+    channels: Sizes = Field(
+        (32, 48, 48), description="output channels of each convolution; each channel of the last one is a keypoint"
+    )
     kernel_sizes: Sizes = Field((5, 3, 3), description="size of the kernel of each convolution, pixels; odd")
     strides: Sizes = Field((2, 2, 1), description="stride of each convolution, pixels")
     hidden_sizes: Annotated[tuple[Width, ...], Field(strict=False)] = Field((128,), description=_HIDDEN)
@@ -200,9 +202,9 @@ class KeypointsConfig(ConvolutionsConfig):
 
 
 class ImageKeypoints(nn.Module):
-    """Convolutions of one image, scaled and shifted by a condition, and the positions of their keypoints.
+    """Convolutions of one image that end with keypoint positions. A condition scales and shifts the features.
 
-    The last convolution has no bias, because its output is standardised.
+    The output of the last convolution is standardised, so this convolution has no bias.
     """
 
     def __init__(self, space: Box, condition: int, cfg: KeypointsConfig):
@@ -235,14 +237,14 @@ class ImageKeypoints(nn.Module):
                 scale, shift = self.films[i](condition).unsqueeze(-1).unsqueeze(-1).chunk(2, 1)
                 x = x * (1.0 + scale) + shift
             x = self.activation(x)
-        x = F.layer_norm(self.convolutions[-1](x).flatten(2), (position.shape[0],))  # each channel, over its pixels
+        x = F.layer_norm(self.convolutions[-1](x).flatten(2), (position.shape[0],))  # over the pixels of a channel
         sharpness = self.temperature if self.sharpen is None else self.temperature * (1.0 + self.sharpen(condition))
         weight = (sharpness.unsqueeze(-1) * x).softmax(-1)
         return (weight @ position.to(x.dtype)).flatten(1)
 
 
 class _KeypointsNetwork(nn.Module):
-    """Keypoints of each image, and fully connected layers on the keypoints and the other observations."""
+    """Keypoints of each image, and fully connected layers that read the keypoints and the other observations."""
 
     def __init__(self, parts: dict[str, Space], is_dict: bool, cfg: KeypointsConfig, outputs: int):
         super().__init__()
@@ -267,17 +269,17 @@ class _KeypointsNetwork(nn.Module):
 
 @register_network("keypoints")
 def keypoints(cfg: KeypointsConfig, space: Space, outputs: int) -> nn.Module:
-    """Build convolutions that end with the positions of keypoints, for an image, or for a Dict with images.
+    """Build convolutions whose outputs are the positions of keypoints, for an image, or for a Dict with images.
 
         features        = (1 + scale(others)) * convolution(...) + shift(others)           in all layers but the last
         z[c]            = (features[c] - mean(features[c])) / std(features[c])              over the pixels of channel c
         weight[c, y, x] = softmax(temperature[c] * (1 + sharpen(others)[c]) * z[c, y, x])   over the pixels of channel c
         keypoint[c]     = sum(weight[c, y, x] * (x, y))                                     positions between -1 and 1
 
-    `others` are the observations of a Dict that are not images. They scale and shift (FiLM) the output of each
-    convolution, and the fully connected layers read them beside the keypoints. Every image has its own convolutions.
+    `others` are the observations of a Dict that are not images. `others` scale and shift the output of each convolution
+    (FiLM). The fully connected layers read both the keypoints and `others`. Every image has its own convolutions.
 
-    The features are standardised before the softmax. Without this step, a new network would have almost the same
+    The features are standardised before the softmax. Otherwise, an untrained network would have almost the same
     keypoints for all images. `temperature` is learnt and begins at 1.
 
     Raises: SpaceError if no observation is an image.

@@ -14,11 +14,11 @@ from ecrl.spaces import Box, Dict, Discrete, MultiDiscrete, Space, element_dtype
 
 
 class ReturnDistribution(NamedTuple):
-    """Form of the return distributions that a Q-function predicts.
+    """Type and atoms of the return distributions that a Q-function predicts.
 
-    A categorical distribution, as in C51, has the logits of `atoms` fixed returns. These returns have equal distances,
-    and the lowest and the highest return are `low` and `high`. A quantile distribution, as in QR-DQN, has the returns
-    at the midpoints of `atoms` intervals of equal probability.
+    A categorical distribution, as in C51, consists of the logits of `atoms` fixed returns. The returns are evenly
+    spaced from `low` to `high`. A quantile distribution, as in QR-DQN, consists of the returns at the midpoints of
+    `atoms` intervals of equal probability.
     """
 
     name: Literal["categorical", "quantile"]
@@ -37,8 +37,8 @@ class ReturnDistribution(NamedTuple):
     def mean(self, atoms: Tensor) -> Tensor:
         """Return the expected return `[*B]` of distributions `[*B, K]`.
 
-            sum_k(softmax(atoms)[k] * support[k])        of a categorical distribution, which has logits
-            mean_k(atoms[k])                             of a quantile distribution
+            sum_k(softmax(atoms)[k] * support[k])        for a categorical distribution
+            mean_k(atoms[k])                             for a quantile distribution
 
         >>> ReturnDistribution("categorical", 3, -1.0, 1.0).mean(torch.tensor([0.0, 0.0, 9.0])) > 0.99
         tensor(True)
@@ -49,7 +49,7 @@ class ReturnDistribution(NamedTuple):
 
 
 def no_carry(params: TensorDict, num_envs: int) -> TensorDict:
-    """Return an empty TensorDict. By default, a policy has no memory and restarts no exploration state."""
+    """Return an empty TensorDict: by default, a policy has no memory and no exploration state that restarts."""
     return TensorDict({}, [])
 
 
@@ -57,16 +57,17 @@ def no_carry(params: TensorDict, num_envs: int) -> TensorDict:
 class Policy:
     """Record of the pure functions of a policy.
 
-    `carry` is the policy's memory, an empty TensorDict for feed-forward policies. `steps` is a TensorDict with obs,
-    action, done and every other field that `act` returned. If actions are chunks (`ecrl.envs.chunked`), `steps` also
-    has `executed`, the number of steps of each chunk that were taken. All values in `steps` must be finite.
+    `carry` is the policy's memory. Feed-forward policies have an empty TensorDict as memory. `steps` is a TensorDict
+    with obs, action, done and every other field that `act` returned. If actions are chunks (`ecrl.envs.chunked`),
+    `steps` also has `executed`, the number of steps of each chunk that the environment executed. All values in `steps`
+    must be finite.
 
     If an action has several tokens, `sample_log_prob` and the results of `evaluate` may have further axes, with one
     entry per token. The log-probability of an action is then the sum of the log-probabilities of its tokens. If only
     some tokens count, `act` also returns a bool field `token_mask` of the same shape, True for the tokens that count.
-    If there are two token axes or more, the first one is the axis of the steps of a chunk. The tokens of steps that
-    were not taken do not count. If the steps of a chunk depend on each other's noise, use one token axis, so that all
-    tokens count.
+    If there are two or more token axes, the first one is the axis of the steps of a chunk. The tokens of steps that
+    were not executed do not count. If the steps of a chunk depend on each other's noise, use one token axis, so that
+    all tokens count.
 
     Most policies have the unit "step": `evaluate` and `value` process every step independently and accept any leading
     axes. A policy with memory has the unit "sequence". The `steps` of a sequence policy have shape `[n, S]`, with time
@@ -92,12 +93,12 @@ class Policy:
         value: (params, carry, obs) -> V `[*B]`, or as above for a sequence policy; None for a policy without a critic.
         norm_init: device -> the initial statistics of `normalized`.
         norm_update: (statistics, obs, mask) -> the statistics updated with a batch.
-        compiles: False if the policy cannot be compiled, because its module draws its own random numbers.
+        compiles: False if the policy cannot be compiled. A module that draws its own random numbers cannot be compiled.
         init_carry: (params, num_envs) -> carry, a TensorDict `[num_envs]`, at the start of an episode.
         unit: unit of a minibatch, "step" or "sequence".
-        init_frozen: device -> parameters that are not trained, such as a backbone; None for a policy without such
-            parameters. The other functions read these parameters from `params`. Frozen parameters are neither optimised
-            nor copied.
+        init_frozen: device -> frozen parameters, such as a pretrained backbone; None for a policy without frozen
+            parameters. The other functions read these parameters from `params`. Frozen parameters are never optimised
+            or copied.
         explore: (params, exploration, out, noise) -> (exploration, out); changes the `out` of `act` while an algorithm
             that explores, such as DQN or PQN, collects steps. For example, `explore` takes a random action or adds
             noise. `exploration` is a TensorDict `[*B]` with the state and the parameters of the exploration, such as
@@ -109,23 +110,24 @@ class Policy:
             episode ends. Fields that `init_exploration` does not return, such as epsilon, do not restart.
         q: (params, obs, action, noise) -> Q `[critics, *B]`, the values of actions. For Discrete actions, `action` may
             be None, and the result then has the values of all actions, `[critics, *B, actions]`. If `distribution` is
-            not None, the last axis has one entry per atom. `noise` is the result of `draw` for keys `[*B]`, or for one
-            0-d key if all observations share it. `noise` is None for deterministic values, and many policies ignore it.
-            `q` is None for a policy without a Q-function.
-        distribution: form of the return distributions that `q` returns; None if `q` returns values.
+            not None, the last axis has one entry per atom. `noise` is the result of `draw` for keys `[*B]`. If all
+            observations share the noise, it is the result of `draw` for one 0-d key. `noise` is None for deterministic
+            values. Many policies ignore `noise`. `q` is None for a policy without a Q-function.
+        distribution: type of the return distributions that `q` returns; None if `q` returns values.
         noisy: True if `q` learns the scales of its noise, as a noisy network does. A loss must then pass noise to `q`.
         evaluate_and_value: (params, carry, steps) -> (log_prob, entropy, V), the results of `evaluate` and of `value`
-            for the same steps, for a policy whose actor and critic share layers. A loss then computes the shared layers
-            once. If None, the loss calls `evaluate` and `value`. If you replace one of these two functions of a policy,
-            also replace `evaluate_and_value`, or set it to None.
+            for the same steps. If actor and critic share layers, this function computes the shared layers only once. If
+            None, the loss calls `evaluate` and `value`. If you replace one of these two functions of a policy, also
+            replace `evaluate_and_value`, or set it to None.
         imitation_loss: (params, carry, steps) -> `[*B]`, the loss of imitating the action of each step, such as the
             cross-entropy with a smoothed target. If None, the loss is the negative log-probability of the action.
         draw_imitation: keys `[*B]` -> random numbers of `imitation_loss`, such as the time and the noise of flow
-            matching, which `imitation_loss` reads from `steps["imitation_noise"]`. None for a loss without any.
-        time_loops: for a sequence policy, the number of loops over the steps of a sequence that a loss runs, for the
-            estimate of the time that compiling saves.
-        frame_stack: number of latest observations that the policy sees. If it is above 1, `q` takes stacks of
-            observations, and so does `act` with an empty carry (see `ecrl.policies.frame_stack`).
+            matching. `imitation_loss` reads these numbers from `steps["imitation_noise"]`. None for a loss without
+            random numbers.
+        time_loops: for a sequence policy, the number of loops over the steps of a sequence that a loss runs, used to
+            estimate the time that compilation saves.
+        frame_stack: number of latest observations that the policy sees. If `frame_stack` is above 1, `q` takes stacks
+            of observations. `act` also takes stacks if the carry is empty (see `ecrl.policies.frame_stack`).
         name: registered name of the policy, for error messages.
     """
 
@@ -159,13 +161,13 @@ class Policy:
             raise ValueError("a policy with init_carry has memory; set its unit to 'sequence'")
 
     def q_mean(self, q: Tensor) -> Tensor:
-        """Return the values of the result of `q`: the means of return distributions, or else `q` itself."""
+        """Return values from the result of `q`: the means of return distributions, or `q` itself if it has values."""
         return q if self.distribution is None else self.distribution.mean(q)
 
     def evaluate_tokens(self, params: TensorDict, rows: TensorDict) -> tuple[Tensor, Tensor]:
         """For each step of a minibatch, return the log-probability of each token and its entropy, in nats.
 
-        The results have the token axes of the policy's log-probabilities, if any. `evaluate_rows` returns their sums.
+        The results have the token axes of the policy's log-probabilities, if any. `evaluate_rows` sums over these axes.
         """
         evaluate: Any = self.evaluate
         return evaluate(params, *_carry_and_steps(self, rows))
@@ -186,7 +188,7 @@ class Policy:
         return critic(params, carry, steps["obs"]) if self.unit == "step" else critic(params, carry, steps, None)[0]
 
     def evaluate_and_value_rows(self, params: TensorDict, rows: TensorDict) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the results of `evaluate_rows` and `value_rows`. Layers that both need are computed once.
+        """Return the results of `evaluate_rows` and `value_rows`. Layers that actor and critic share are computed once.
 
         The policy must have log-probabilities and a critic.
         """
@@ -202,8 +204,8 @@ class Policy:
     def imitation_rows(self, params: TensorDict, rows: TensorDict) -> Tensor:
         """Return the loss of imitating the action of each step of a minibatch, of the shape of `rows["done"]`.
 
-        The policy must have `imitation_loss` or log-probabilities. If the policy has `draw_imitation`, the rows must
-        have its result as the field `imitation_noise`.
+        The policy must have `imitation_loss` or log-probabilities. If the policy has `draw_imitation`, the field
+        `imitation_noise` of the rows must hold the result of `draw_imitation`.
         """
         if self.imitation_loss is None:
             return -self.evaluate_rows(params, rows)[0]
@@ -221,12 +223,12 @@ def _carry_and_steps(policy: Policy, rows: TensorDict) -> tuple[TensorDict, Tens
 def counted_tokens(like: Tensor, rows: TensorDict) -> Tensor | None:
     """Return a bool mask of the tokens that count, of the shape of `like`, or None if all tokens count.
 
-        token_mask[..., i, :] and i < executed        the second condition only if there are two token axes or more
+        token_mask[..., i, :] and i < executed        the second condition only with two or more token axes
 
     Args:
         like: tensor with the shape of `rows["done"]`, followed by token axes.
-        rows: TensorDict with `done`. Optional fields are a bool `token_mask` of the shape of `like`, and `executed`,
-            the number of steps of each chunk of actions that were taken, int64 of the shape of `done`.
+        rows: TensorDict with `done`. Optional fields are `token_mask`, bool of the shape of `like`, and `executed`,
+            int64 of the shape of `done`, the number of steps of each chunk that the environment executed.
 
     >>> rows = TensorDict({"done": torch.tensor([False]), "executed": torch.tensor([1])}, [1])
     >>> counted_tokens(torch.zeros(1, 2, 3), rows).tolist()
@@ -270,9 +272,9 @@ def acting_params(params: TensorDict, fixed: TensorDict) -> TensorDict:
 
     Args:
         params: the learned parameters.
-        fixed: the result of `fixed_params`, or the field `norm` of a state. Observation statistics in the field `obs`
-            of `fixed` become the field `norm` of the result. The result also has all fields of
-            `fixed["frozen_params"]`, if any.
+        fixed: the result of `fixed_params`, or the field `norm` of a state. Observation statistics, the field `obs` of
+            `fixed`, become the field `norm` of the result. The result also has all fields of `fixed["frozen_params"]`,
+            if any.
     """
     merged = params.copy().set("norm", fixed["obs"]) if "obs" in fixed else params.copy()
     return replaced(merged, fixed["frozen_params"]) if "frozen_params" in fixed else merged
@@ -326,7 +328,7 @@ def flatten(obs: Any, space: Space) -> Tensor:
 
 
 def batch_shape(obs: Tensor, shape: tuple[int, ...]) -> torch.Size:
-    """Return `B` for observations `[*B, *shape]`. Raise ConfigError for observations of another shape."""
+    """Return `B` for observations `[*B, *shape]`. Raise ConfigError if their last axes are not `shape`."""
     batch = obs.shape[: max(0, obs.ndim - len(shape))]
     if obs.shape[len(batch) :] != shape:
         sizes = ", ".join(("...", *map(str, shape)))
@@ -338,9 +340,9 @@ def batch_shape(obs: Tensor, shape: tuple[int, ...]) -> torch.Size:
 
 
 def one_batch(obs: Any, space: Space) -> tuple[Any, torch.Size]:
-    """Reshape an observation `[*B, ...]` to the single batch axis that modules expect. Return the observation and `B`.
+    """Flatten the batch axes of an observation `[*B, ...]` into one axis for a module. Return the observation and `B`.
 
-    Raises: ConfigError for an observation of another shape than the space has.
+    Raises: ConfigError if the shape of the observation does not match the space.
 
     >>> from ecrl.spaces import box
     >>> rows, batch = one_batch(torch.zeros(5, 6, 3, 8, 8), box(0.0, 1.0, 3, 8, 8))

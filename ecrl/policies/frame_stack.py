@@ -1,8 +1,8 @@
 """Wrap a policy so that it sees a stack of the latest observations.
 
-The rollout and the replay buffer store each observation once. While the policy acts, its memory has the previous
-observations. A loss assembles the stacks of its minibatch, either from the sequences of a rollout or from the replay
-buffer (`ecrl.kernels.replay_stack`).
+The rollout and the replay buffer store each observation once. While the policy acts, its memory holds the previous
+observations. A loss assembles the stacks of its minibatch from the sequences of a rollout or from the replay buffer
+(`ecrl.kernels.replay_stack`).
 """
 
 from dataclasses import replace
@@ -23,7 +23,7 @@ _MASK = "action_mask"
 
 
 def stacked_space(space: Space, frames: int) -> Space:
-    """Return the space of stacks of `frames` observations, at least 2. An `action_mask` is not stacked.
+    """Return the space of stacks of `frames` observations. `frames` is at least 2. An `action_mask` is not stacked.
 
     >>> from ecrl.spaces import box
     >>> stacked = stacked_space(box(0, 255, 84, 84, 1, dtype=torch.uint8), 4)
@@ -69,7 +69,7 @@ def newest_mask(obs: Any) -> Any:
 
 
 def _check_shapes(obs: Any, space: Space, stack: tuple[int, ...] = ()) -> None:
-    """Raise ConfigError for observations of another shape than `[*B, *stack, *shape]`."""
+    """Raise ConfigError if the shape of the observations is not `[*B, *stack, *shape]`."""
     if isinstance(space, Dict):
         for name, part in space.items:
             _check_shapes(obs[name], part, stack)
@@ -78,7 +78,7 @@ def _check_shapes(obs: Any, space: Space, stack: tuple[int, ...] = ()) -> None:
 
 
 def _older(space: Space, num_envs: int, stack: int, device: torch.device) -> Any:
-    """Return zeros `[num_envs, stack, ...]` for the previous observations of a space without action masks."""
+    """Return zeros `[num_envs, stack, ...]` for the previous observations. `space` has no action mask."""
     if isinstance(space, Dict):
         parts = {name: _older(part, num_envs, stack, device) for name, part in space.items}
         return TensorDict(parts, [num_envs])
@@ -95,7 +95,8 @@ def with_frame_stack(policy: Policy, observation_space: Space, frames: int) -> P
     observations (`frames`), a flag that an episode has started (`started`), and the memory of `policy`, if any
     (`memory`). The first observation of an episode fills the whole stack.
 
-    An empty memory means that observations are stacks already. Algorithms that learn from replay call `act` so.
+    If the memory is empty, `act` expects stacks instead of single observations. Algorithms that learn from replay call
+    `act` with an empty memory.
     """
     seen = without_mask(observation_space)
 

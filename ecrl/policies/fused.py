@@ -30,8 +30,10 @@ class FusedConfig(MLPConfig):
 
     encoders: dict[str, EncoderConfig] = Field(
         default_factory=dict,
-        description='encoders by name of the observation, such as {"camera": "cnn"}; without one, an image has the '
-        'encoder "cnn", and any other observation is read as it is',
+        description=(
+            'encoders by name of the observation, such as {"camera": "cnn"}; by default, images have the encoder "cnn" '
+            "and other observations have none"
+        ),
     )
     hidden_sizes: Annotated[tuple[Width, ...], Field(strict=False)] = Field(
         (256,), description="width of each hidden layer on top of the encoders"
@@ -50,7 +52,7 @@ def make_encoder(cfg: EncoderConfig, space: Space, bf16: bool, key: str) -> Pure
 
 
 class _Fused(nn.Module):
-    """Encoders by name, and the layers that read the features of all encoders."""
+    """Encoders by name of the observation, and the layers that read the features of all encoders."""
 
     def __init__(self, encoders: dict[str, nn.Module], space: Dict, cfg: FusedConfig, inputs: int, outputs: int):
         super().__init__()
@@ -73,10 +75,10 @@ def fused(cfg: FusedConfig, space: Space, outputs: int) -> nn.Module:
         features = concatenate(encoder[name](obs[name]) for each name)        in order of the names
         output   = mlp(features)
 
-    An observation without an encoder in the config is read as it is (see `ecrl.policies.flatten`), but an image has the
-    encoder `cnn`.
+    If the config names no encoder for an observation, an image has the encoder `cnn`. Any other observation is only
+    flattened (see `ecrl.policies.flatten`).
 
-    Raises: SpaceError for an observation that is not a Dict. ConfigError for an encoder without an observation.
+    Raises: SpaceError for an observation that is not a Dict. ConfigError for an encoder of an unknown observation.
     """
     if not isinstance(space, Dict):
         raise SpaceError(f'expected a Dict of observations, got {describe(space)}; use "cnn" or "mlp"')

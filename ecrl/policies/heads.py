@@ -22,7 +22,7 @@ LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
 
 
 class Head(NamedTuple):
-    """Functions of an action distribution. All functions except `noise` take the arguments `(log_std, output, ...)`.
+    """Functions of an action distribution. All functions except `noise` begin with the arguments `(log_std, output)`.
 
     `output`, of shape `[*B, A]`, is the mean of Box actions or the logits of discrete actions. For logits, `log_std` is
     None.
@@ -36,7 +36,7 @@ class Head(NamedTuple):
 
 
 def bounded(log_std: Tensor) -> Tensor:
-    """Clamp the log-std to its bounds. The gradient passes unchanged, so a value outside the bounds can move back."""
+    """Clamp the log-std to its bounds. The gradient passes unchanged, so training can move a value back inside."""
     return log_std + (log_std.clamp(LOG_STD_MIN, LOG_STD_MAX) - log_std).detach()
 
 
@@ -88,15 +88,15 @@ def from_unit(unit: Tensor, space: Box) -> Tensor:
     """
     low, high = unit.new_tensor(space.low), unit.new_tensor(space.high)
     action = (high + low) / 2.0 + (high - low) / 2.0 * unit
-    return _to_space_shape(action.clamp(low, high), space)  # rounding can push an action out of the space
+    return _to_space_shape(action.clamp(low, high), space)  # rounding can move an action outside the space
 
 
 def squashed_head(space: Box) -> Head:
     """Return a head for a Gaussian squashed into the space: `action = centre + half_width * tanh(latent)`.
 
     The log-probability is the log-density of `tanh(latent)`. The constant `sum(log(half_width))` is left out, because
-    it changes neither ratios nor gradients. `act` and `evaluate` both compute the log-probability from the action, so
-    the results agree even if tanh saturates.
+    the constant changes neither ratios nor gradients. `act` and `evaluate` both compute the log-probability from the
+    action, so their results agree even if tanh saturates.
     """
     if not has_finite_bounds(space):
         raise ConfigError("policy.squash: the action space has no finite bounds to squash into; use clip_actions")

@@ -1,7 +1,7 @@
 """Convert images to the float channels that convolutions read.
 
-An image is a Box of shape `[h, w]`, `[h, w, c]` or `[c, h, w]`. The channel axis is the smaller one of the first and
-the last axis, as in Stable-Baselines3. A stack of images (`Box.frames`) has one more axis in front.
+An image is a Box of shape `[h, w]`, `[h, w, c]` or `[c, h, w]`. The channel axis is the smaller of the first and the
+last axis, as in Stable-Baselines3. A stack of images (`Box.frames`) has one additional axis in front.
 """
 
 from math import prod
@@ -21,7 +21,8 @@ class SpaceError(ConfigError):
 def is_image_like(space: Space) -> bool:
     """Return True if convolutions can read a space: an image, or a stack of images.
 
-    Integers must have the lower bound 0 and one upper bound. Floats must be between 0 and 1.
+    Integer images must have the lower bound 0 and the same upper bound for all pixels. Float images must be between 0
+    and 1.
 
     >>> from ecrl.spaces import box
     >>> is_image_like(box(0, 255, 8, 8, 3, dtype=torch.uint8)), is_image_like(box(-1.0, 1.0, 8, 8, 3))
@@ -36,9 +37,10 @@ def is_image_like(space: Space) -> bool:
 
 
 def is_image_part(space: Space) -> bool:
-    """Return True if a network for a Dict reads this part with convolutions, unless the config says otherwise.
+    """Return True if a network for a Dict reads this part with convolutions by default.
 
-    A matrix of floats or of wide integers may have another meaning than an image, and is read as a vector.
+    A matrix of floats or of integers wider than 8 bits may not be an image, so the network reads this matrix as a
+    vector.
 
     >>> from ecrl.spaces import box
     >>> is_image_part(box(0, 255, 8, 8, dtype=torch.uint8)), is_image_part(box(0.0, 1.0, 3, 3))
@@ -50,7 +52,7 @@ def is_image_part(space: Space) -> bool:
 
 
 def has_images(space: Space) -> bool:
-    """Return True if a space is an image that `is_image_part` finds, or a Dict with such an image at any depth."""
+    """Return True if `is_image_part` is True for a space, or for any part of a Dict at any depth."""
     return any(has_images(part) for _, part in space.items) if isinstance(space, Dict) else is_image_part(space)
 
 
@@ -88,7 +90,7 @@ def _has_channels_last(space: Box) -> bool:
 
 
 def channel_shape(space: Box) -> tuple[int, int, int]:
-    """Return the number of channels in all frames of an image, the height and the width.
+    """Return the total number of channels of all frames of an image, the height and the width.
 
     >>> from ecrl.spaces import box
     >>> channel_shape(box(0, 255, 64, 48, 3, dtype=torch.uint8)), channel_shape(box(0.0, 1.0, 64, 48))
@@ -102,7 +104,7 @@ def channel_shape(space: Box) -> tuple[int, int, int]:
 def to_channels(image: Tensor, space: Box) -> Tensor:
     """Convert images `[B, ...]` of a space to floats `[B, channels, h, w]` from 0 to 1.
 
-        x / upper bound        of integers
+        x / upper bound        for integers
 
     Floats keep their values. The channels of a stack begin with the oldest frame.
 
@@ -119,7 +121,7 @@ def to_channels(image: Tensor, space: Box) -> Tensor:
 
 
 def layer_name(name: str) -> str:
-    """Return the name of the layer in a module that reads the observation `name`. The name of a layer has no dot.
+    """Return the name of the module's layer that reads the observation `name`. Dots are escaped.
 
     >>> layer_name("camera"), layer_name("arm.camera")
     ('of_camera', 'of_arm%2Ecamera')

@@ -1,8 +1,8 @@
-"""Low-rank adapters: linear layers of a pretrained module learn a small change, and keep their weights.
+"""Low-rank adapters: linear layers of a pretrained module learn a small change. The pretrained weights stay frozen.
 
     y = x W^T + b + scale * (x D^T) U^T,    D: [rank, inputs],  U: [outputs, rank]
 
-U begins at 0, so a new adapter changes nothing. With all U at 0, the module is the pretrained module.
+U starts at 0, so a new adapter does not change the outputs of the pretrained module.
 
 Source: Hu et al. 2021 (LoRA), arXiv:2106.09685.
 """
@@ -19,7 +19,7 @@ from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean
 
 DOWN, UP = "adapter_down", "adapter_up"
-"""Names of the two weights of an adapter."""
+"""Names of an adapter's two weights."""
 
 Names = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 
@@ -27,16 +27,20 @@ Names = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 class AdaptersConfig(ConfigModel):
     """Settings of low-rank adapters."""
 
-    rank: Annotated[int, Field(ge=1, le=4096)] = Field(16, description="rank of the change of a layer's weights")
+    rank: Annotated[int, Field(ge=1, le=4096)] = Field(
+        16, description="rank of the learned change of a layer's weights"
+    )
     layers: Names = Field(
         ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-        description="names of linear layers, or of parts of the model whose linear layers get adapters",
+        description=(
+            "names of linear layers that get adapters, or of parts of the model whose linear layers all get adapters"
+        ),
     )
-    scale: Positive = Field(1.0, description="factor of the change")
+    scale: Positive = Field(1.0, description="factor of the learned change")
 
 
 class AdaptedLinear(nn.Linear):
-    """A linear layer with an adapter. Its own weights are the weights of another layer, without a copy."""
+    """A linear layer with an adapter. The layer shares its own weights with the layer that it replaces."""
 
     def __init__(self, layer: nn.Linear, rank: int, scale: float):
         nn.Module.__init__(self)
@@ -46,13 +50,13 @@ class AdaptedLinear(nn.Linear):
         self.adapter_up = nn.Parameter(layer.weight.new_zeros(self.out_features, rank))
 
     def forward(self, input: Tensor) -> Tensor:
-        """Apply the layer and add the change."""
+        """Apply the layer and add the learned change."""
         change = F.linear(F.linear(input, self.adapter_down), self.adapter_up)
         return F.linear(input, self.weight, self.bias) + self.scale * change
 
 
 def is_in(name: str, parts: Iterable[str]) -> bool:
-    """Return True if a dotted name has one of the parts, which may have several names themselves.
+    """Return True if a dotted name contains one of the parts. A part may itself be a dotted name.
 
     >>> is_in("dit.layers.0.q_proj.weight", ["q_proj"]), is_in("dit.layers.0.weight", ["dit.layers"])
     (True, True)
@@ -63,7 +67,7 @@ def is_in(name: str, parts: Iterable[str]) -> bool:
 
 
 def check_names(key: str, parts: Iterable[str], names: Iterable[str], kind: str) -> None:
-    """Raise ConfigError for a part that no dotted name has. `kind` describes what the names belong to."""
+    """Raise ConfigError for a part that no dotted name contains. `kind` describes the named objects."""
     known = list(names)
     for part in parts:
         if not any(is_in(name, [part]) for name in known):

@@ -25,7 +25,7 @@ _OTHER_NAMES = {"swish": "silu"}
 
 
 def _activation(name: Any) -> Any:
-    """Return the name in `ACTIVATIONS` of an activation that is written in any case or by its other name."""
+    """Return the key of an activation in `ACTIVATIONS`. The given name may have any case, and may be an alias."""
     name = lower_case(name)
     return _OTHER_NAMES.get(name, name) if isinstance(name, str) else name
 
@@ -55,7 +55,7 @@ class MLPConfig(ConfigModel):
     activation: Activation = Field("elu", description="activation after each hidden layer")
     last_activation: Activation | None = Field(None, description="activation after the output layer; none if absent")
     use_layernorm: bool = Field(False, description="normalise each hidden layer before its activation")
-    dropout_p: float = Field(0.0, description="must be 0; dropout would make probability ratios random")
+    dropout_p: float = Field(0.0, description="must be 0, because dropout would make probability ratios random")
     orthogonal_init: Annotated[Positive | Annotated[tuple[Positive, ...], Field(strict=False)] | None, InitOnly()] = (
         Field(
             None,
@@ -104,7 +104,7 @@ def mlp(cfg: MLPConfig, space: Space, outputs: int) -> nn.Module:
 
 
 def build_mlp(cfg: MLPConfig, inputs: int, outputs: int) -> nn.Sequential:
-    """Build linear layers with new weights. An optional LayerNorm and an activation follow each hidden layer.
+    """Build linear layers with new weights. Each hidden layer has an optional LayerNorm and an activation after it.
 
     >>> build_mlp(MLPConfig(hidden_sizes=[8], activation="tanh"), 3, 2)
     Sequential(
@@ -132,7 +132,7 @@ def build_mlp(cfg: MLPConfig, inputs: int, outputs: int) -> nn.Sequential:
 
 
 def orthogonal(layers: Sequence[nn.Linear | nn.Conv2d], gains: Sequence[float]) -> None:
-    """Give layers orthogonal weights with these gains, and biases of 0, if they have biases."""
+    """Give layers orthogonal weights with these gains. Set all biases to 0."""
     for layer, gain in zip(layers, gains, strict=True):
         nn.init.orthogonal_(layer.weight, gain)
         if layer.bias is not None:

@@ -1,7 +1,8 @@
 """Build a policy from any `nn.Module` whose `forward` returns distribution parameters or whose methods choose actions.
 
-A module receives observations with one batch axis: `[B, *shape]` for a Box, int64 for Discrete and MultiDiscrete, and
-a TensorDict for a Dict. The weights of the module are stored in `params["module"]`, under their `state_dict` names.
+A module receives observations with one batch axis: `[B, *shape]` for a Box, int64 indices for Discrete and
+MultiDiscrete, and a TensorDict for a Dict. The weights of the module are stored in `params["module"]`, under their
+`state_dict` names.
 """
 
 from collections.abc import Callable, Iterator
@@ -54,23 +55,23 @@ def module_policy(
     - `evaluate_actions(tensordict)` also reads "action", and writes "log_prob" and "entropy", each of shape `[B]`;
     - `get_value(tensordict)` writes "value", of shape `[B]`. Define `get_value` only for a module with a critic.
 
-    A module that chooses its own actions draws from torch's global generator. The generator is seeded from the key of
-    the first environment, so equal keys give equal actions. A run with such a module is not compiled. If `get_action`
-    has a parameter `noise`, the run can be compiled, and `get_action` must use no other random numbers. `noise`, of
-    shape `[B, A]`, is standard normal for Box actions and standard Gumbel for discrete actions. If the action must be
-    deterministic, `noise` is None.
+    A module that chooses its own actions draws from torch's global generator. ecrl seeds this generator from the key of
+    the first environment, so equal keys give equal actions. ecrl does not compile a run with such a module. To let ecrl
+    compile the run, give `get_action` a parameter `noise`, and use no other random numbers. `noise`, of shape `[B, A]`,
+    is standard normal for Box actions and standard Gumbel for discrete actions. `noise` is None for a deterministic
+    action.
 
     Args:
         make: function that builds the module with new weights.
-        cfg: the policy's config, whose settings `bf16` and `action_dim` are used.
+        cfg: the policy's config. `module_policy` reads only the settings `bf16` and `action_dim`.
         observation_space: space of the module's observations.
         action_space: space of the module's actions.
         squash: if True, squash Box actions into their space by tanh. Modules that choose their own actions do not
             support `squash`.
 
     Raises: ConfigError if a method does not write a field, or writes a field in the wrong shape. `module_policy` also
-        raises ConfigError if the output of a layer is random or depends on the rest of the batch, such as BatchNorm in
-        training mode.
+        raises ConfigError if the output of a layer is random or depends on the rest of the batch. An example is
+        BatchNorm in training mode.
 
     >>> from ecrl import rng, spaces
     >>> class Net(nn.Module):
@@ -180,7 +181,7 @@ def _read_fields(label: str, out: Any, fields: dict[str, list[int]]) -> list[Ten
 
 @contextmanager
 def _without_argument_checks() -> Iterator[None]:
-    """Disable the argument checks of torch.distributions inside the block, because a graph cannot read values."""
+    """Disable the argument checks of torch.distributions inside the block. Graphs cannot run these checks."""
     before = getattr(Distribution, "_validate_args", __debug__)
     Distribution.set_default_validate_args(False)
     try:

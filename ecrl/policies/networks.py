@@ -1,9 +1,9 @@
-"""Turn modules into pure functions, and build networks from a config block.
+"""Convert modules to pure functions, and build networks from a config block.
 
 A block is `{"type": "mlp", "network_cfg": {...}}`, or a plain string such as `"cnn"` for default settings.
 
-`type` is the name of a registered function `make(cfg, space, outputs) -> nn.Module`. `make_network` turns the returned
-module into pure functions.
+`type` is the name of a registered function `make(cfg, space, outputs) -> nn.Module`. `make_network` converts the
+returned module to pure functions.
 """
 
 from collections.abc import Callable, Iterator
@@ -53,7 +53,7 @@ class NetworkConfig(ConfigModel):
 
 
 def default_network() -> NetworkConfig:
-    """Return the network of a policy whose config has none: an MLP with two hidden layers of 64 units."""
+    """Return the default network, an MLP with two hidden layers of 64 units."""
     return NetworkConfig.model_validate("mlp")
 
 
@@ -72,7 +72,7 @@ def seeded(key: Tensor) -> Iterator[None]:
         seed = int(key)  # modules draw only from the global generators
         torch.default_generator.manual_seed(seed)  # `fork_rng` restores the caller's state
         for device in cuda:
-            torch.cuda.default_generators[device.index or 0].manual_seed(seed)  # `fork_rng` restores this state too
+            torch.cuda.default_generators[device.index or 0].manual_seed(seed)  # `fork_rng` also restores this state
         yield
 
 
@@ -82,7 +82,7 @@ _DROPOUTS = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 
 
 def _varies(layer: nn.Module) -> bool:
-    """Return True if a layer's output, in its current mode, depends on more than its weights and one observation."""
+    """Return True if the layer, in its current mode, is random or mixes the observations of a batch."""
     if isinstance(layer, _BATCH_NORMS):
         return layer.training or layer.running_mean is None
     if isinstance(layer, _INSTANCE_NORMS):
@@ -106,7 +106,7 @@ def check_module(module: nn.Module, name: str) -> None:
 
 
 class _MethodCaller(nn.Module):
-    """Wrapper whose `forward` calls any method of a module, because `functional_call` only calls `forward`."""
+    """Wrapper whose `forward` calls a named method of a module. `functional_call` can only call `forward`."""
 
     def __init__(self, module: nn.Module):
         super().__init__()
@@ -147,9 +147,9 @@ def _constants(module: nn.Module, trained: set[str]) -> dict[str, Tensor]:
 
 
 def pure(make: Callable[[], nn.Module], name: str, bf16: bool) -> Pure:
-    """Turn the modules that `make` builds into pure functions.
+    """Convert the modules that `make` builds to pure functions.
 
-    The weights are the parameters that require a gradient. Frozen parameters and buffers are constants, whose values
+    The weights are the parameters that require a gradient. Frozen parameters and buffers are constants. Their values
     come from a call of `make` with seed 0. With `bf16`, the module runs in bfloat16 under autocast, and its outputs are
     cast back.
 
@@ -164,7 +164,9 @@ def pure(make: Callable[[], nn.Module], name: str, bf16: bool) -> Pure:
     constants, first = _constants(module, trained), {}
     tied = {n: first.setdefault(id(w), n) for n, w in module.named_parameters(remove_duplicate=False)}
     tied = {name: shared for name, shared in tied.items() if name != shared}
-    module = deepcopy(module).to("meta")  # a copy, because `make` may keep the module. Calls pass the weights.
+    module = deepcopy(module).to(
+        "meta"
+    )  # a copy, because the caller of `make` may hold a reference to the module; calls pass the weights as arguments
     caller, lock = _MethodCaller(module), RLock()
 
     def init() -> TensorDict:
@@ -178,8 +180,9 @@ def pure(make: Callable[[], nn.Module], name: str, bf16: bool) -> Pure:
         }
         tensors |= {name: tensors[shared] for name, shared in tied.items()}
         tensors = {f"module.{name}": tensor for name, tensor in tensors.items()}
-        # `functional_call` puts the weights into the shared module and removes them afterwards. The lock keeps out
-        # other threads, such as the one that records videos. Compilers trace without changing the module.
+        # `functional_call` puts the weights into the shared module and removes them afterwards. The lock prevents other
+        # threads, such as the thread that records videos, from using the module meanwhile. Compilers trace without
+        # changing the module.
         with nullcontext() if torch.compiler.is_compiling() else lock:
             if not bf16:
                 return functional_call(caller, tensors, (method, *inputs), named)
@@ -196,7 +199,7 @@ def pure(make: Callable[[], nn.Module], name: str, bf16: bool) -> Pure:
 def build_network(cfg: NetworkConfig, space: Space, outputs: int, key: str) -> nn.Module:
     """Build a configured network as a module with new weights. `key` is the path of the network in the config.
 
-    Raises: ConfigError, whose message begins with a path below `key`.
+    Raises: ConfigError for a wrong setting. The message begins with the path of the setting.
     """
     if space == Dict(()):
         raise ConfigError(f"{key}: the observations have nothing that a network reads; select others, or add some")
@@ -219,7 +222,8 @@ def make_network(
     """Build a configured network as pure functions. `forward` maps observations of a space to `[*B, outputs]`.
 
     The module receives observations with one batch axis, in the dtypes of the space, and must return `[B, outputs]`.
-    `key` is the path of the network in the config, which errors name. `change` returns the module with other layers.
+    `key` is the path of the network in the config, for error messages. `change`, if given, replaces layers of the
+    module.
 
     Raises: ConfigError if the module returns another shape for two all-zero observations.
 

@@ -1,4 +1,4 @@
-"""Noisy networks, whose linear layers have noise with a learnt scale in their weights.
+"""Noisy networks: linear layers add noise with a learnt scale to their weights.
 
 Source: Fortunato et al. 2018, arXiv:1706.10295, with factorised Gaussian noise.
 """
@@ -26,8 +26,8 @@ class NoisyNetwork(NamedTuple):
     Attributes:
         mean: the network without noise.
         draw: keys `[*B]` -> noise `[*B, K]`.
-        forward: (weights, obs, noise) -> `[*B, outputs]`. The noise is `[*B, K]` with the noise of each observation, or
-            `[K]` for all observations.
+        forward: (weights, obs, noise) -> `[*B, outputs]`. The shape of the noise is `[*B, K]`, or `[K]` if all
+            observations share the noise.
     """
 
     mean: Pure
@@ -36,9 +36,9 @@ class NoisyNetwork(NamedTuple):
 
 
 class _NoisyLinear(nn.Module):
-    """A linear layer with noise in its weights. The weights of the linear layer are the means.
+    """A linear layer with noise in its weights. The weights of the replaced layer are the means of the noisy weights.
 
-    `noise_in` and `noise_out` are None without noise. Otherwise the caller passes them like weights.
+    The caller passes `noise_in` and `noise_out` like weights. Both are None for a call without noise.
     """
 
     noise_in: Tensor | None
@@ -70,11 +70,11 @@ def _of_rows(noise: Tensor, x: Tensor) -> Tensor:
 
 
 def _with_noise(module: nn.Module, std: float) -> nn.Module:
-    """Replace the trained linear layers of a module by noisy layers. A layer that occurs twice stays one layer."""
+    """Replace the trained linear layers of a module by noisy layers. A layer that is used twice is replaced once."""
     noisy: dict[nn.Module, nn.Module] = {}
 
     def replaced(layer: nn.Module) -> nn.Module:
-        if type(layer) is nn.Linear and layer.weight.requires_grad:  # a subclass may compute something else
+        if type(layer) is nn.Linear and layer.weight.requires_grad:  # a subclass of Linear may compute something else
             return noisy.setdefault(layer, _NoisyLinear(layer, std))
         return layer
 
@@ -88,10 +88,10 @@ def _with_noise(module: nn.Module, std: float) -> nn.Module:
 def noisy_network(
     cfg: NetworkConfig, space: Space, outputs: int, bf16: bool, std: float, key: str = "network"
 ) -> NoisyNetwork:
-    """Build a configured network whose linear layers have noise. Other layers, such as convolutions, have none.
+    """Build a configured network whose linear layers have noise. Other layers, such as convolutions, have no noise.
 
-    The weights of a layer are the means `weight` and `bias`, which start as without noise, and the scales `weight_std`
-    and `bias_std` of the noise, which start at `std / sqrt(inputs)`.
+    The weights of a layer are the means, `weight` and `bias`, and the scales of the noise, `weight_std` and `bias_std`.
+    The means have the same initial values as in a network without noise. The scales start at `std / sqrt(inputs)`.
 
     Raises: ConfigError if the module has no linear layer, or if its linear layers merge observations.
 

@@ -1,7 +1,7 @@
 """Wrap a policy so that it receives standardised observations.
 
-The statistics are part of the state. These statistics are updated once per iteration, or once per turn of acting and
-learning in an off-policy algorithm. Training, evaluation and export all use these statistics.
+The statistics are part of the state. An on-policy algorithm updates the statistics once per iteration. An off-policy
+algorithm updates them whenever it has collected steps. Training, evaluation and export all use these statistics.
 """
 
 from dataclasses import replace
@@ -22,7 +22,7 @@ _EPS, _CLIP = 1e-8, 10.0
 
 
 def _init(space: Space, device: torch.device) -> TensorDict | None:
-    """Return moments for each float Box, nested like the space, or None if the space has no float Box."""
+    """Return initial moments for each float Box, nested like the space. Return None if the space has no float Box."""
     if isinstance(space, Box) and space.dtype.is_floating_point:
         return moments_init(space.shape, device)
     if not isinstance(space, Dict):
@@ -72,7 +72,7 @@ def _normalized(policy: Policy, observation_space: Space) -> Policy:
         raise ConfigError(f"policy.normalize_obs: {problem}; remove normalize_obs")
 
     def norm_init(device: torch.device) -> TensorDict:
-        # `norm.to` would set the device of the TensorDict, and compiled code would guard on the device
+        # `norm.to` would set the device of the TensorDict, and then compiled code would check the device in each call
         return norm.apply(lambda moment: moment.to(device, copy=True))
 
     def inner(params: TensorDict, obs: Any) -> tuple[TensorDict, Any]:

@@ -1,6 +1,6 @@
 """The backend `openvla` of the policy `vla`: a pretrained OpenVLA or OpenVLA-OFT model.
 
-The model reads images and an instruction, and returns one token per number of a chunk of actions:
+The model reads images and an instruction. It returns one token for each number in a chunk of actions:
 
     tokens = language_model([bos, projector(vision(images)), state, instruction, action tokens])
     number = centre of the token's bin between low and high
@@ -8,8 +8,9 @@ The model reads images and an instruction, and returns one token per number of a
 An action token is one of the last tokens of the vocabulary. The bins have equal widths between the 1 % and the 99 %
 quantiles of the data that the model was trained on. There are two ways to decode:
 
-- parallel (OpenVLA-OFT): all tokens in one pass. Their inputs are zeros, and each token reads all others.
-- autoregressive (OpenVLA): each token reads the tokens before it.
+- parallel (OpenVLA-OFT): all tokens in one pass. The inputs of these tokens are zeros, and each token attends to all
+  others.
+- autoregressive (OpenVLA): each token attends to the earlier tokens.
 
 Sources: Kim et al. 2024 (OpenVLA), arXiv:2406.09246. Kim et al. 2025 (OpenVLA-OFT), arXiv:2502.19645. Li et al. 2025
 (SimpleVLA-RL), arXiv:2509.09674.
@@ -62,21 +63,27 @@ class OpenVLAConfig(PretrainedConfig):
     inert: ClassVar = {"gaussian_sigma": "actions are drawn as tokens"}
 
     decoding: Literal["parallel", "autoregressive"] = Field(
-        "parallel", description="all tokens in one pass (OpenVLA-OFT), or one after the other (OpenVLA)"
+        "parallel",
+        description="parallel: all tokens in one pass (OpenVLA-OFT); autoregressive: one after the other (OpenVLA)",
     )
-    temperature: Positive = Field(1.0, description="divides the logits of tokens, when acting and when learning")
+    temperature: Positive = Field(
+        1.0, description="number that divides the logits of tokens, when acting and when learning"
+    )
     dataset: str | None = Field(
-        None, description="name of the data set whose action bounds are used; needed if the checkpoint has several"
+        None,
+        description=(
+            "name of the data set whose action bounds are used; required if the checkpoint has several data sets"
+        ),
     )
 
 
 class ActionTokens(NamedTuple):
     """Conversion between actions and the indices of action tokens.
 
-    An index counts back from the end of the vocabulary. Index i is the token `vocabulary - 1 - i`.
+    Indices count back from the end of the vocabulary: index i is the token `vocabulary - 1 - i`.
 
     Attributes:
-        bins: number of action tokens. They have `bins - 1` centres, and the last two tokens share a centre.
+        bins: number of action tokens. There are only `bins - 1` centres, because the last two tokens share a centre.
     """
 
     bins: int
@@ -105,7 +112,7 @@ class ActionTokens(NamedTuple):
 
 
 class _Model(nn.Module):
-    """Calls the parts of a model: read observations, compute logits, sample tokens."""
+    """Functions that read observations, compute logits and sample tokens with the parts of a model."""
 
     def __init__(self, model: OpenVLAModel, decoding: str):
         super().__init__()
@@ -126,7 +133,7 @@ class _Model(nn.Module):
     def _read(self, x: Tensor, mask: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
         """Return the outputs of the language model at tokens `[n, S, width]`, and its cache.
 
-        `mask` `[n, P + S]` is False for padding, also among the P tokens of the cache.
+        `mask` `[n, P + S]` is False for padding. It covers the P tokens of the cache and the S new tokens.
         """
         position = (mask.to(torch.int64).cumsum(-1) - 1).clamp(min=0)
         own = position[:, -x.shape[1] :]
@@ -145,7 +152,7 @@ class _Model(nn.Module):
         return out.last_hidden_state, cache
 
     def _scores(self, features: Tensor) -> Tensor:
-        """Return the logits `[..., bins]` of the action tokens, in the dtype of the weights also under autocast."""
+        """Return the logits `[..., bins]` of the action tokens, in the dtype of the weights even under autocast."""
         shape, rows = self.openvla.shape, cast(Any, self.openvla.language_model).lm_head.weight
         with torch.autocast(features.device.type, enabled=False):
             rows = rows[shape.vocabulary - shape.bins : shape.vocabulary].flip(0)
@@ -157,7 +164,7 @@ class _Model(nn.Module):
     def logits(self, images: Tensor, ids: Tensor, state: Tensor | None, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits `[n, m, bins]` of all tokens in one pass, and the features `[n, width]` for a critic.
 
-        `tokens` are the chosen tokens `[n, m]`, of which parallel decoding reads only the shape.
+        `tokens` are the chosen tokens `[n, m]`. Parallel decoding reads only their shape.
         """
         prefix, mask = self._prefix(images, ids, state)
         count = tokens.shape[1]
@@ -173,7 +180,7 @@ class _Model(nn.Module):
         return self._scores(torch.cat((first.unsqueeze(1), rest), 1)), first
 
     def features(self, images: Tensor, ids: Tensor, state: Tensor | None, count: int) -> Tensor:
-        """Return the features `[n, width]` for a critic. With parallel decoding, they depend on `count`."""
+        """Return the features `[n, width]` for a critic. With parallel decoding, the features depend on `count`."""
         if self.is_parallel:
             return self.logits(images, ids, state, ids.new_zeros(len(ids), count))[1]
         prefix, mask = self._prefix(images, ids, state)
@@ -244,7 +251,7 @@ def _bounds(params: TensorDict, kind: str) -> tuple[Tensor, ...]:
 
 
 def _statistics_params(statistics: Mapping[str, Statistics]) -> dict[str, TensorDict]:
-    """Return the bounds as frozen parameters, so that the state of a run keeps them."""
+    """Return the bounds as frozen parameters, which the state of a run includes."""
     return {
         kind: TensorDict({name: torch.tensor(x) for name, x in bounds._asdict().items()}, [])
         for kind, bounds in statistics.items()
@@ -276,7 +283,7 @@ def _reader(folder: Path, shape: Shape, cfg: OpenVLAConfig, observation_space: S
 
 
 def _make_model(folder: Path, shape: Shape, cfg: OpenVLAConfig) -> nn.Module:
-    """Read the model, and add adapters, whose weights are drawn from torch's global generator."""
+    """Read the model and add the adapters. The weights of the adapters are drawn from torch's global generator."""
     model = read_model(folder, shape)
     if cfg.adapters is not None:
         add_adapters(model, cfg.adapters, "policy.vla.adapters")
@@ -291,8 +298,8 @@ def openvla(cfg: OpenVLAConfig, observation_space: Space, action_space: Box, pol
     environment. `sample_log_prob` and the results of `evaluate` have the shape `[*B, k, A]`. `evaluate` reads
     `action_tokens` or, if steps have none, the tokens of `action`.
 
-    The params are `model`, `adapters` and `critic`, as far as they exist. Weights that are not trained are the frozen
-    parameters `base`. The bounds of actions and states are the frozen parameters `statistics`.
+    The params are `model`, `adapters` and `critic`, without the parts that the policy does not have. The frozen
+    parameters are `base`, the weights that are not trained, and `statistics`, the bounds of actions and states.
 
     Raises: ConfigError if the checkpoint cannot be read, or if it does not fit the environment. MissingExtraError if
         transformers is not installed.
@@ -379,8 +386,8 @@ def openvla(cfg: OpenVLAConfig, observation_space: Space, action_space: Box, pol
 def save_openvla(folder: str | Path, state: TensorDict, cfg: Config) -> None:
     """Write the policy of a run as an OpenVLA checkpoint, in the format of the checkpoint that the run began with.
 
-    Adapters are added to the weights of their layers. A critic is left out. Weights that the run does not read and all
-    other files, such as those of the tokenizer, are copied.
+    Adapters are added to the weights of their layers. A critic is left out. All unused weights and all other files,
+    such as the files of the tokenizer, are copied.
 
     Args:
         folder: path of a new folder, which appears complete or not at all.
@@ -388,7 +395,7 @@ def save_openvla(folder: str | Path, state: TensorDict, cfg: Config) -> None:
         cfg: config of the run, whose `policy.vla` has the backend `openvla`.
 
     Raises: ConfigError if the folder exists or cannot be made, if the config has another policy, or if the checkpoint
-        that the run began with cannot be read or has other bounds now.
+        that the run began with cannot be read or its bounds have changed.
     """
     section = getattr(cfg.policy, "vla", None)
     if not isinstance(section, OpenVLAConfig):

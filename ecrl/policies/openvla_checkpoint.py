@@ -1,7 +1,7 @@
-"""Read and write OpenVLA checkpoints, from local folders only. OpenVLA-OFT has the same files.
+"""Read and write OpenVLA checkpoints in local folders. OpenVLA-OFT uses the same files.
 
 A checkpoint has `config.json`, `preprocessor_config.json` and one or several safetensors files. ecrl runs no code of
-the folder. The extra `vla` is required, for the language model.
+the folder. The language model requires the extra `vla`.
 """
 
 import os
@@ -23,14 +23,14 @@ from ecrl.policies.vision_transformer import VisionTransformer, ViTSizes
 from ecrl.storage.atomic_files import write_folder
 
 BACKBONES = "featurizer", "fused_featurizer"
-"""Names of the vision models in `vision_backbone`."""
+"""Names of the vision models for each value of `vision_backbone`."""
 
 _EMBEDDINGS = "language_model.model.embed_tokens.weight"
 _OTHER_PARTS = "action_head", "noise_predictor", "noisy_action_projector", "proprio_projector", "vision_backbone"
-"""Names of files of OpenVLA-OFT with weights that belong to heads for continuous actions, or to FiLM."""
+"""Names of files of OpenVLA-OFT with weights of heads for continuous actions, or of FiLM."""
 
 _UNUSED = "norm", "attn_pool", "fc_norm", "head"
-"""Parts of a vision model after its last block, which OpenVLA does not use."""
+"""Parts of a vision model after its last block. OpenVLA does not use these parts."""
 
 
 class Shape(NamedTuple):
@@ -41,8 +41,8 @@ class Shape(NamedTuple):
         means, stds: mean and standard deviation of the pixels of each vision model, for red, green and blue.
         text: settings of the language model.
         bins: number of action tokens, the last tokens of the vocabulary.
-        vocabulary: size of the vocabulary, without the rows that fill up the table of embeddings.
-        state: numbers of a state, or 0 if the model reads no state.
+        vocabulary: size of the vocabulary, without the padding rows of the embedding table.
+        state: size of the robot's state vector, or 0 if the model reads no state.
     """
 
     vision: tuple[ViTSizes, ...]
@@ -55,7 +55,7 @@ class Shape(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Return the numbers of a token of the language model."""
+        """Return the width of a token of the language model."""
         return self.text["hidden_size"]
 
 
@@ -100,7 +100,7 @@ _Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 
 
 class _PixelsFile(BaseModel):
-    """The entries of `preprocessor_config.json` that ecrl reads: a mean and a deviation of red, green and blue each."""
+    """The entries of `preprocessor_config.json` that ecrl reads: mean and standard deviation of red, green and blue."""
 
     model_config = ConfigDict(strict=True)
 
@@ -121,7 +121,7 @@ def _read(path: Path, model: type[_File]) -> _File:
 
 
 def _refuse_other_heads(folder: Path) -> None:
-    """Raise ConfigError if the weights of other heads lie beside the model, so that its tokens were not trained."""
+    """Raise ConfigError if the folder has weights of other action heads. The action tokens are then untrained."""
     for part in _OTHER_PARTS:
         if found := sorted(folder.glob(f"*{part}*.pt")):
             problem = f"{found[0].name} belongs to a model whose actions are not tokens, or with FiLM"
@@ -129,9 +129,9 @@ def _refuse_other_heads(folder: Path) -> None:
 
 
 def read_shape(folder: Path) -> Shape:
-    """Read what a checkpoint contains from its JSON files and the shapes of its weights.
+    """Read the sizes and settings of a checkpoint from its JSON files and the shapes of its weights.
 
-    Raises: ConfigError if a file is damaged, or if the model has another vision model, language model or head.
+    Raises: ConfigError if a file is damaged, or if ecrl does not support the vision model, language model or head.
     """
     _refuse_other_heads(folder)
     config = _read(folder / "config.json", _ConfigFile)
@@ -179,7 +179,7 @@ def _below(prefix: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tupl
 
 
 def _is_unused(shape: Shape, name: str) -> bool:
-    """Return True for a weight of a vision model that no output depends on: its last block and what follows."""
+    """Return True for an unused weight of a vision model: a weight of the last block or of a later layer."""
     for backbone, sizes in zip(BACKBONES, shape.vision, strict=False):
         prefix = f"vision_backbone.{backbone}."
         if name.startswith(prefix):
@@ -247,8 +247,8 @@ def read_model(folder: Path, shape: Shape) -> OpenVLAModel:
         with torch.device("meta"), quiet():
             model = OpenVLAModel(shape)
         language: Any = model.language_model
-        rotary = LlamaRotaryEmbedding(language.config)  # its buffers are not in the checkpoint
-    except Exception as error:  # settings of a wrong kind raise errors of many kinds
+        rotary = LlamaRotaryEmbedding(language.config)  # the checkpoint does not contain the buffers
+    except Exception as error:  # invalid settings raise many types of errors
         raise _fault(folder, f"text_config of config.json: {one_line(error)}; copy the file again") from None
     own = dict(model.named_parameters())
     for problem, names in (("lacks the weight", own.keys() - weights), ("has an unknown weight", weights.keys() - own)):
@@ -264,16 +264,16 @@ def read_model(folder: Path, shape: Shape) -> OpenVLAModel:
 
 
 def _is_flag(x: Any) -> bool:
-    """Return True for True and False."""
+    """Return True if the value is True or False."""
     return isinstance(x, bool)
 
 
 class Statistics(NamedTuple):
-    """Bounds of the data that a checkpoint was trained on. Model numbers from -1 to 1 are numbers from low to high.
+    """Bounds of the data that a checkpoint was trained on. The model scales numbers between low and high to -1 to 1.
 
     Attributes:
         low, high: bounds of each number.
-        is_scaled: False for numbers that are not converted.
+        is_scaled: False for numbers that the model does not scale.
     """
 
     low: tuple[float, ...]
@@ -284,14 +284,14 @@ class Statistics(NamedTuple):
 def read_statistics(folder: Path, dataset: str | None, kind: str, size: int) -> Statistics:
     """Return the 1 % and 99 % quantiles of a data set.
 
-    They are in `dataset_statistics.json`, which fine-tuning writes, or else in `norm_stats` of `config.json`.
+    The quantiles are in `dataset_statistics.json`, which fine-tuning writes, or in `norm_stats` of `config.json`.
 
     Args:
         folder: the checkpoint.
         dataset: name of the data set, or None if there is only one.
         kind: "action" or "proprio".
-        size: expected number of numbers.
-    Raises: ConfigError if the data set is unknown, if several exist and none is named, or if the numbers do not fit.
+        size: expected number of quantiles.
+    Raises: ConfigError if the data set is unknown, if several exist and none is named, or if the quantiles are invalid.
     """
     own = folder / "dataset_statistics.json"
     path = own if own.is_file() else folder / "config.json"
@@ -324,10 +324,10 @@ def read_statistics(folder: Path, dataset: str | None, kind: str, size: int) -> 
 def write_model(folder: Path, source: Path, weights: Mapping[str, Tensor]) -> None:
     """Write a checkpoint with new weights. All other weights and files at the top level are copied from `source`.
 
-    A weight keeps its dtype in `source`. The folder appears complete or not at all.
+    Each weight has the same dtype as in `source`. The folder appears complete or not at all.
 
-    Raises: ConfigError if the folder exists or cannot be made, or if `source` does not have one of the weights in
-        its shape.
+    Raises: ConfigError if the folder exists or cannot be made, or if a weight is missing in `source` or has another
+        shape there.
     """
     if os.path.lexists(folder):
         raise ConfigError(f"{str(folder)!r} exists; give the path of a new folder")

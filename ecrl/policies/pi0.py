@@ -1,24 +1,26 @@
 """The backend `pi0` of the policy `vla`: a pretrained flow model of the package transformers.
 
-The model reads images, an instruction and a state, and turns noise into a chunk of actions in several denoising steps:
+The model reads images, an instruction and the robot's state. In several denoising steps, it turns noise into a chunk of
+actions:
 
     x[1] ~ N(0, 1),    x[t - delta] = step(x[t], velocity(x[t], t, observation)),    action = x[0]
 
-A policy gradient needs the log-probability of what was drawn. There are two ways to draw:
+A policy gradient needs the log-probability of the sampled action. There are two ways to sample:
 
-- Flow-SDE: one random step of each action gets noise of a fixed size, and all other steps get none
-  (`ecrl.kernels.flow_sde_step`). `sample_log_prob` is the log-density of the noisy step.
-- Flow-Noise: each step gets noise, whose standard deviation a network computes. `sample_log_prob` is the mean of the
-  log-densities of the steps.
+- Flow-SDE: one denoising step, chosen at random for each action, gets noise of a fixed size
+  (`ecrl.kernels.flow_sde_step`). The other steps get no noise. `sample_log_prob` is the log-density of the noisy step.
+- Flow-Noise: each denoising step gets noise. A network computes its standard deviation. `sample_log_prob` is the mean
+  of the log-densities of the steps.
 
-Only the numbers that the environment takes get noise: the first k steps and the first A numbers of a step. The other
-numbers follow from them, so the log-density of the numbers with noise is the log-density of the whole step. Without
-noise, an action is the result of denoising steps without noise, from the same start each time.
+The model's chunks may be longer and wider than the environment's actions. The environment reads the first k steps of a
+chunk and the first A numbers of each step. Only these numbers get noise. The other numbers are deterministic functions,
+so the log-density of the numbers with noise is the log-density of the whole denoising step. For a deterministic action,
+denoising always starts from the same sample, and no step adds noise.
 
-Later denoising steps mix all steps of a chunk, so the noise of each number changes all of them. `sample_log_prob`
-therefore has one token axis `[k * A]`: all numbers count, even if an episode ends inside the chunk.
+Later denoising steps mix all steps of a chunk, so the noise of each number changes all numbers of the chunk.
+`sample_log_prob` therefore has one token axis `[k * A]`: all numbers count, even if an episode ends inside the chunk.
 
-Behaviour cloning needs no log-probability. Its loss is that of flow matching:
+Behaviour cloning needs no log-probability. Its loss is the flow matching loss:
 
     t = scale * Beta(1.5, 1) + offset,    x[t] = (1 - t) action + t noise
     loss = mean((velocity(x[t], t, observation) - (noise - action))^2)
@@ -57,7 +59,7 @@ from ecrl.spaces import Box, Space, box, flat_dim
 
 _KIND, _PREFIX = "pi0", "pi0."
 _READ_OF_LAST = ("input_layernorm", "k_proj", "v_proj")
-"""Parts of the last layer of the language model that the actions depend on: they read its keys and values only."""
+"""Parts of the language model's last layer that the actions depend on. The actions read only the keys and values."""
 Cache = list[tuple[Tensor, Tensor]]
 """Keys and values of each layer, from the images and the instruction."""
 
@@ -68,13 +70,17 @@ class Pi0Config(PretrainedConfig):
     inert: ClassVar = {"gaussian_sigma": "the noise of a denoising step is set by policy.vla.noise_level"}
 
     denoising_steps: Annotated[int, Field(ge=1, le=1000)] | None = Field(
-        None, description="denoising steps of an action; the number of the checkpoint if absent"
+        None, description="number of denoising steps of an action; the checkpoint's number if absent"
     )
     noise_level: Positive | None = Field(
         None, description="factor of the noise of a denoising step (Flow-SDE); 0.5 if absent"
     )
     noise_head: NetworkConfig | None = Field(
-        None, description="network of the standard deviations of the noise (Flow-Noise); Flow-SDE without it"
+        None,
+        description=(
+            "network that computes the standard deviations of the noise (Flow-Noise); if absent, the policy uses "
+            "Flow-SDE"
+        ),
     )
     noise_range: Annotated[tuple[Positive, Positive], Field(strict=False)] | None = Field(
         None, description="lowest and highest standard deviation that noise_head returns; [0.08, 0.16] if absent"
@@ -93,7 +99,7 @@ class Pi0Config(PretrainedConfig):
 
 
 class _Model(nn.Module):
-    """The two parts of a pi0 model that a policy calls: what it reads once, and one denoising step."""
+    """The two parts of a pi0 model that a policy calls: reading the observation, and one denoising step."""
 
     def __init__(self, pi0: Any):
         super().__init__()
@@ -133,14 +139,14 @@ class _Model(nn.Module):
 
 
 class _Read(NamedTuple):
-    """The cache and the mask that `_Model.read` returned, and the padded state `[n, S]`."""
+    """The cache and the mask that `_Model.read` returns, and the padded state `[n, S]`."""
 
     cache: Cache
     mask: Tensor
     state: Tensor
 
     def repeated(self, count: int) -> "_Read":
-        """Return `count` copies of each row, one after the other."""
+        """Repeat each row `count` times. The copies of a row are adjacent."""
         copies = [x.repeat_interleave(count, 0) for x in (self.mask, self.state)]
         return _Read([tuple(x.repeat_interleave(count, 0) for x in pair) for pair in self.cache], *copies)  # pyright: ignore
 
@@ -151,9 +157,9 @@ class _Flow(NamedTuple):
     Attributes:
         net: the model `_Model`.
         steps: number of denoising steps.
-        chunk: steps C of the model's chunks.
-        width: numbers M of a step of the model.
-        taken: steps k and numbers A of a step that the environment takes.
+        chunk: number C of steps in a chunk of the model.
+        width: size M of a step of the model.
+        taken: number k of steps, and size A of a step, that the environment reads.
     """
 
     net: Pure
@@ -175,21 +181,21 @@ class _Flow(NamedTuple):
         return self.net.call(weights, "velocity", read.cache, read.mask, read.state, x, t)
 
     def corner(self, x: Tensor) -> Tensor:
-        """Return the numbers `[..., k, A]` of samples `[..., C, M]` that the environment takes."""
+        """Return the numbers `[..., k, A]` of samples `[..., C, M]` that the environment reads."""
         rows, columns = self.taken
         return x[..., :rows, :columns]
 
     def with_corner(self, x: Tensor, corner: Tensor) -> Tensor:
-        """Replace the numbers that the environment takes."""
+        """Replace the numbers that the environment reads."""
         rows, columns = self.taken
         top = torch.cat((corner, x[..., :rows, columns:]), -1)
         return torch.cat((top, x[..., rows:, :]), -2)
 
 
 class _Imitation(NamedTuple):
-    """The loss of flow matching, which is the loss of pretraining.
+    """The flow matching loss, as in the pretraining of the model.
 
-    `Beta(alpha, 1)`, the distribution of the share of the time, is `uniform ** (1 / alpha)`.
+    To sample from `Beta(alpha, 1)`, compute `uniform ** (1 / alpha)`.
     """
 
     flow: _Flow
@@ -205,9 +211,10 @@ class _Imitation(NamedTuple):
         return TensorDict({"t": self.scale * share + self.offset, "start": noise}, keys.shape)
 
     def loss(self, weights: TensorDict, read: _Read, actions: Tensor, t: Tensor, start: Tensor) -> Tensor:
-        """Return the squared errors of the velocity, `[n, k, A]`, for the numbers that the environment takes.
+        """Return the squared errors of the velocity, `[n, k, A]`, for the numbers that the environment reads.
 
-        `actions` are `[n, k, A]` numbers of the model. Its other numbers are 0, as in pretraining, and do not count.
+        `actions`, of shape `[n, k, A]`, are scaled like the model's numbers. The model's other numbers are 0, as in
+        pretraining, and have no loss.
         """
         flow = self.flow
         data = flow.with_corner(torch.zeros_like(start), actions)
@@ -217,7 +224,7 @@ class _Imitation(NamedTuple):
 
 
 class _Noise(Protocol):
-    """A way to draw: Flow-SDE or Flow-Noise."""
+    """A way to sample actions: Flow-SDE or Flow-Noise."""
 
     def draw(self, keys: Tensor) -> TensorDict: ...
 
@@ -229,7 +236,7 @@ class _Noise(Protocol):
 
 
 def _start(flow: _Flow, read: _Read, noise: TensorDict | None) -> Tensor:
-    """Return the samples at time 1. Without noise, they are the same standard normal numbers for each observation."""
+    """Return the samples at time 1. Without noise, all observations have the same standard normal samples."""
     if noise is not None:
         return cast(Tensor, noise["start"])
     fixed = rng.normal(rng.key(0, read.state.device), (flow.chunk, flow.width))
@@ -237,7 +244,7 @@ def _start(flow: _Flow, read: _Read, noise: TensorDict | None) -> Tensor:
 
 
 class _FlowSDE(NamedTuple):
-    """One random step of each action has noise of a fixed size.
+    """One denoising step, chosen at random for each action, has noise of a fixed size.
 
     Fields of the rollout: `flow_step` `[*B]` is the index of the noisy step, `flow_sample` `[*B, C, M]` is the sample
     before this step, and `flow_next` `[*B, k, A]` are the numbers with noise after this step.
@@ -256,7 +263,7 @@ class _FlowSDE(NamedTuple):
         return TensorDict(cast(Any, fields), keys.shape)
 
     def sample(self, params: TensorDict, weights: TensorDict, read: _Read, noise: TensorDict | None) -> Any:
-        """Return the corner of the final samples, their log-probabilities and the fields of the rollout."""
+        """Return the sampled numbers `[n, k, A]`, their log-probabilities and the fields of the rollout."""
         flow, x = self.flow, _start(self.flow, read, noise)
         step = torch.zeros(len(x), dtype=torch.int64, device=x.device) if noise is None else cast(Tensor, noise["step"])
         drawn = None if noise is None else noise["noise"]
@@ -297,9 +304,10 @@ class _FlowSDE(NamedTuple):
 
 
 class _FlowNoise(NamedTuple):
-    """Each step has noise, whose standard deviation a network computes from the features of the step.
+    """Each denoising step has noise. A network computes its standard deviation from the features of the step.
 
-    The field `flow_chain` `[*B, steps + 1, C, M]` of the rollout has the samples before each step and after the last.
+    The field `flow_chain` `[*B, steps + 1, C, M]` of the rollout has the samples before each step and after the last
+    step.
     """
 
     flow: _Flow
@@ -315,13 +323,13 @@ class _FlowNoise(NamedTuple):
         return TensorDict(cast(Any, fields), keys.shape)
 
     def std(self, head: TensorDict, features: Tensor) -> Tensor:
-        """Return the standard deviations `[n, k, A]`, between both ends of `range` on a logarithmic scale."""
+        """Return the standard deviations `[n, k, A]`, interpolated logarithmically between the ends of `range`."""
         low, high = map(log, self.range)
         share = 0.5 * (1.0 + self.head.forward(head, features[:, : self.flow.taken[0]]).tanh())
         return (low + (high - low) * share).exp()
 
     def sample(self, params: TensorDict, weights: TensorDict, read: _Read, noise: TensorDict | None) -> Any:
-        """Return the corner of the final samples, their log-probabilities and the fields of the rollout."""
+        """Return the sampled numbers `[n, k, A]`, their log-probabilities and the fields of the rollout."""
         flow, x = self.flow, _start(self.flow, read, noise)
         xs = {"t": flow.times(x), "delta": flow.deltas(x)}
         if noise is not None:
@@ -339,7 +347,7 @@ class _FlowNoise(NamedTuple):
         return flow.corner(last), log_prob.mean(0), {"flow_chain": chain}
 
     def evaluate(self, params: TensorDict, weights: TensorDict, read: _Read, steps: Any) -> tuple[Tensor, Tensor]:
-        """Return the means over the steps of log-probabilities and entropies, `[n, k, A]`. All steps are one batch."""
+        """Return log-probabilities and entropies, averaged over the steps, `[n, k, A]`. All steps form one batch."""
         flow, chain = self.flow, steps["flow_chain"]
         before, after = chain[:, :-1].flatten(0, 1), flow.corner(chain[:, 1:]).flatten(0, 1)
         t, delta = flow.times(before).repeat(len(chain)), flow.deltas(before)[0]
@@ -359,7 +367,7 @@ class _Reader(NamedTuple):
 
     Attributes:
         inputs: the parts of an observation.
-        state: numbers of a state of the model.
+        state: size of the model's state vector.
     """
 
     inputs: VLAInputs
@@ -377,7 +385,7 @@ class _Reader(NamedTuple):
         return self.inputs.part(obs, self.inputs.words[0])
 
     def states(self, params: TensorDict, obs: Any, like: Tensor) -> Tensor:
-        """Return the other observations, standardised and filled up with zeros, `[n, S]`."""
+        """Return the other observations as the state `[n, S]`, standardised and padded with zeros."""
         if flat_dim(self.inputs.others) == 0:
             return like.new_zeros(len(like), self.state)
         x = flatten(obs, self.inputs.others)
@@ -397,13 +405,13 @@ class _Reader(NamedTuple):
 
 
 def _statistics(params: TensorDict, name: str) -> dict[str, Tensor] | None:
-    """Return the mean and the standard deviation of the state or of the actions, if the checkpoint has them."""
+    """Return the mean and the standard deviation of the state or of the actions, or None if the checkpoint has none."""
     found: Any = params.get("statistics", None)
     return dict(found[name].items()) if found is not None and name in found else None
 
 
 def _statistics_params(statistics: Statistics) -> dict[str, TensorDict]:
-    """Return the statistics as frozen parameters, with `state`, `actions`, both or neither."""
+    """Return the statistics as frozen parameters, with the entries `state` and `actions` if present."""
     found = {name: pair for name, pair in statistics._asdict().items() if pair is not None}
     return {
         name: TensorDict({"mean": torch.tensor(mean), "std": torch.tensor(std)}, [])
@@ -440,7 +448,7 @@ def _reader(
 
 
 def _imitation(flow: _Flow, config: Any) -> _Imitation:
-    """Return the loss of flow matching, with the distribution of times of the checkpoint."""
+    """Return the flow matching loss, with the checkpoint's distribution of times."""
     if config.time_sampling_beta_beta != 1.0:
         problem = f"config.json: time_sampling_beta_beta is {config.time_sampling_beta_beta:g}, expected 1"
         raise ConfigError(f"policy vla: {problem}, as in all released checkpoints of pi0; set it to 1")
@@ -449,7 +457,7 @@ def _imitation(flow: _Flow, config: Any) -> _Imitation:
 
 
 def _make_model(folder: Path, cfg: Pi0Config) -> nn.Module:
-    """Read the model, and add adapters, whose weights are drawn from torch's global generator."""
+    """Read the model and add the adapters. The weights of the adapters are drawn from torch's global generator."""
     pi0 = read_model(folder)
     if cfg.adapters is not None:
         add_adapters(pi0, cfg.adapters, "policy.vla.adapters")
@@ -457,7 +465,7 @@ def _make_model(folder: Path, cfg: Pi0Config) -> nn.Module:
 
 
 def _is_unused(config: Any, cfg: Pi0Config, name: str) -> bool:
-    """Return True for a weight that changes neither the actions nor the values."""
+    """Return True for a weight that has no effect on actions and values."""
     if is_in(name, ["dit.embed_tokens"]):
         return True
     last = config.vlm_config.text_config.num_hidden_layers - 1
@@ -472,8 +480,8 @@ def pi0(cfg: Pi0Config, observation_space: Space, action_space: Box, policy_cfg:
     `sample_log_prob` and the results of `evaluate` have the shape `[*B, k * A]`, and all numbers of a chunk count.
     `evaluate` also reads the fields of the denoising steps that `act` returns, whose names begin with `flow_`.
 
-    The params are `model`, `adapters`, `noise_head` and `critic`, as far as they exist. Weights that are not trained
-    are the frozen parameters `base`. The statistics of the checkpoint, if any, are the frozen parameters `statistics`.
+    The params are `model`, `adapters`, `noise_head` and `critic`, without the parts that the policy does not have. The
+    frozen parameters are `base`, the weights that are not trained, and `statistics`, if the checkpoint has any.
 
     Raises: ConfigError if the checkpoint cannot be read, or if it does not fit the environment. MissingExtraError if
         transformers is not installed.
@@ -509,7 +517,7 @@ def pi0(cfg: Pi0Config, observation_space: Space, action_space: Box, policy_cfg:
         return model.init_frozen(_statistics_params(statistics), device)
 
     def read(params: TensorDict, obs: Any) -> tuple[TensorDict, _Read, Tensor]:
-        """Return the weights of the model, and what it reads of observations `[n, ...]`."""
+        """Return the weights of the model, and the model's inputs from observations `[n, ...]`."""
         weights, pixels = weights_of(params), reader.pixels(obs)
         cache, mask, features = net.call(weights, "read", pixels, reader.ids(obs, pixels))
         return weights, _Read(cache, mask, reader.states(params, obs, pixels)), features
@@ -579,9 +587,9 @@ def pi0(cfg: Pi0Config, observation_space: Space, action_space: Box, policy_cfg:
 def save_pi0(folder: str | Path, state: TensorDict, cfg: Config) -> None:
     """Write the policy of a run as a checkpoint that `PI0ForConditionalGeneration.from_pretrained` loads.
 
-    Adapters are added to the weights of their layers. A critic and a noise head are left out, because the model of
-    transformers has neither. All other files of the checkpoint that the run began with are copied, such as the files
-    of the tokenizer.
+    Adapters are added to the weights of their layers. The critic and the noise head are left out, because the model in
+    transformers has no place for them. All other files of the checkpoint that the run began with, such as the files of
+    the tokenizer, are copied.
 
     Args:
         folder: path of a new folder, which appears complete or not at all.

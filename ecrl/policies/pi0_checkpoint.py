@@ -1,7 +1,7 @@
-"""Read and write pi0 checkpoints of the package transformers, from local folders only.
+"""Read and write pi0 checkpoints of the package transformers in local folders.
 
-A checkpoint is a folder that `PI0ForConditionalGeneration.save_pretrained` wrote. No code and no pickle of the folder
-is run, and nothing is downloaded. The extra `vla` is required.
+A checkpoint is a folder that `PI0ForConditionalGeneration.save_pretrained` wrote. ecrl runs no code of the folder,
+loads no pickle and downloads nothing. The extra `vla` is required.
 """
 
 import os
@@ -37,10 +37,10 @@ def read_model(folder: Path) -> Any:
                 trust_remote_code=False,
                 use_safetensors=True,
                 dtype=torch.float32,
-                ignore_mismatched_sizes=True,  # the report names them
+                ignore_mismatched_sizes=True,  # the report lists these weights
                 output_loading_info=True,
             )
-    except Exception as error:  # damaged files raise errors of many kinds
+    except Exception as error:  # damaged files raise many types of errors
         problem = f"{str(folder)!r} cannot be loaded by transformers: {one_line(error)}"
         raise ConfigError(f"{KEY}: {problem}; copy the checkpoint again") from None
     _check_report(folder, report)
@@ -65,11 +65,11 @@ def _check_report(folder: Path, report: Mapping[str, Any]) -> None:
 
 
 class Statistics(NamedTuple):
-    """Means and standard deviations of the data that a checkpoint was trained on. None if the checkpoint has none.
+    """Means and standard deviations of a checkpoint's training data. Fields that the checkpoint lacks are None.
 
     Attributes:
-        state: pair of tuples with one number per number of the state.
-        actions: pair of tuples with one number per number of a step of an action.
+        state: mean and standard deviation of the state, tuples with one entry per dimension.
+        actions: mean and standard deviation of a step of an action, tuples with one entry per dimension.
     """
 
     state: tuple[tuple[float, ...], tuple[float, ...]] | None
@@ -79,8 +79,8 @@ class Statistics(NamedTuple):
 def read_statistics(folder: Path, state: int, actions: int) -> Statistics:
     """Return the statistics in `processor_config.json` of a checkpoint, if it has this file.
 
-    Raises: ConfigError if the statistics are not lists of `state` and `actions` finite numbers, if a standard deviation
-        is not above 0, or if a mean or a standard deviation is alone.
+    Raises: ConfigError if a list of statistics does not have `state` or `actions` finite numbers, if a standard
+        deviation is not above 0, or if there is a mean without a standard deviation or the reverse.
     """
     path = folder / "processor_config.json"
     data = read_json(path) if path.is_file() else {}
@@ -116,7 +116,7 @@ def write_model(folder: Path, source: Path, weights: Mapping[str, Tensor]) -> No
 
     The folder appears complete or not at all.
 
-    Raises: ConfigError if the folder exists or cannot be made, or if the weights are not the weights of the model in
+    Raises: ConfigError if the folder exists or cannot be made, or if names or shapes of the weights differ from
         `source`.
     """
     if os.path.lexists(folder):

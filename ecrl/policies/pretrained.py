@@ -1,7 +1,7 @@
-"""Parameters of a policy whose model is pretrained: parts that are trained, and parts that are frozen.
+"""Parameters of a policy with a pretrained model, divided into trained and frozen parts.
 
-A weight belongs to one of three parts: `model` is trained, `adapters` are trained changes of frozen linear layers, and
-`base` is frozen. Weights that change neither actions nor values are part of `base`.
+Each weight belongs to one of three parts: `model` is trained, `adapters` are trained changes of frozen linear layers,
+    and `base` is frozen. Weights without an effect on actions and values belong to `base`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -21,30 +21,39 @@ _TRAINED = ("model", "adapters")
 
 
 class PretrainedConfig(VLAConfig):
-    """Settings of all backends with a pretrained model."""
+    """Settings that all backends with a pretrained model have."""
 
     trained: Names | None = Field(
         None,
-        description="names of the parts of the model that are trained; if absent, all parts, or with adapters only the "
-        "adapters",
+        description=(
+            "names of the parts of the model that are trained; if absent, all parts, or only the adapters if there are "
+            "any"
+        ),
     )
     adapters: AdaptersConfig | None = Field(
-        None, description="low-rank adapters of linear layers, whose own weights are not trained; none if absent"
+        None,
+        description=(
+            "low-rank adapters, which are trained instead of the weights of their linear layers; none if absent"
+        ),
     )
     critic: NetworkConfig | None = Field(
-        None, description="value network on features of the images and the instruction; without it, no critic"
+        None, description="value network on features of the images and the instruction; no critic if absent"
     )
     instruction: str | None = Field(
-        None, description='name of the observation with the ids of tokens; "instruction" if absent and if there is one'
+        None,
+        description=(
+            'name of the observation with the token ids of the instruction; if absent, "instruction" if this '
+            "observation exists"
+        ),
     )
 
 
 class PretrainedModel(NamedTuple):
-    """The model as pure functions, the part of each of its weights, and further trained networks.
+    """The model as pure functions, the part that each weight belongs to, and further trained networks.
 
     Attributes:
         net: the model.
-        parts: names of the weights of the model, mapped to "model", "adapters" or "base".
+        parts: map from the name of each weight of the model to "model", "adapters" or "base".
         networks: networks that are not pretrained, such as a critic.
     """
 
@@ -53,7 +62,7 @@ class PretrainedModel(NamedTuple):
     networks: dict[str, Pure]
 
     def init(self, key: Tensor) -> TensorDict:
-        """Return the trained parameters: `model`, `adapters` and the networks, as far as they exist."""
+        """Return the trained parameters: `model`, `adapters` and the networks. Empty parts are left out."""
         with seeded(key):
             weights = self.net.init()
             result = {name: network.init() for name, network in self.networks.items()}
@@ -63,8 +72,8 @@ class PretrainedModel(NamedTuple):
         return TensorDict(cast(Any, result), []).to(key.device)
 
     def init_frozen(self, statistics: Mapping[str, TensorDict], device: torch.device) -> TensorDict:
-        """Return the frozen parameters `base` and, if the checkpoint has any, `statistics`."""
-        with seeded(torch.zeros((), dtype=torch.int64)):  # draws adapters, which are not used
+        """Return the frozen parameters: `base`, and `statistics` if the checkpoint has any."""
+        with seeded(torch.zeros((), dtype=torch.int64)):  # also draws weights of adapters, which are not used here
             weights = self.net.init()
         result: dict[str, Any] = {"base": TensorDict(self._of("base", weights), [])}
         if statistics:
@@ -89,10 +98,10 @@ def pretrained_model(
     Args:
         net: the model, with adapters if the config has any.
         cfg: settings that choose what is trained.
-        is_unused: function that returns True for the name of a weight that changes neither actions nor values.
+        is_unused: function that returns True for the name of a weight that has no effect on actions and values.
         networks: networks that are not pretrained.
 
-    Raises: ConfigError for a part that the model does not have, or that has no weight with an effect.
+    Raises: ConfigError for a part that the model does not have, or whose weights have no effect.
     """
     names = [name for name, _ in net.module.named_parameters()]
     if cfg.trained is not None:
@@ -114,7 +123,7 @@ def _part(name: str, cfg: PretrainedConfig) -> str:
 def _check_effect(
     key: str, parts: Iterable[str], names: Iterable[str], is_unused: Callable[[str], bool], cfg: PretrainedConfig
 ) -> None:
-    """Raise ConfigError for a part that would train nothing, because neither actions nor values depend on its weights.
+    """Raise ConfigError for a part without an effect, because no action and no value depends on its weights.
 
     `names` are the names of the weights that the config entry `key` chooses from.
     """

@@ -1,6 +1,6 @@
-"""The policy `q_network`, which takes the action with the largest value.
+"""The policy `q_network`, which chooses the action with the largest value.
 
-The policy explores by random actions, by noise in the weights of its network, or by both.
+The policy explores with random actions, with noise in the weights of its network, or with both.
 
 An `action_mask` in the observations excludes actions.
 """
@@ -36,7 +36,10 @@ class QNetworkConfig(ReturnDistributionConfig):
     critic_obs: Names | None = Field(
         default=None, description="names of the observations in a Dict that the Q-network reads; all if absent"
     )
-    dueling: bool = Field(default=False, description="predict the state's value and the advantages of the actions")
+    dueling: bool = Field(
+        default=False,
+        description="predict the state's value and the advantages of the actions separately (dueling network)",
+    )
     noisy: bool = Field(
         default=False, description="explore by noise in the linear layers, whose scale is learnt (noisy networks)"
     )
@@ -60,12 +63,12 @@ def q_network(cfg: QNetworkConfig, observation_space: Space, action_space: Space
         Q(obs, a) = V(obs) + advantage(obs, a) - mean_b(advantage(obs, b))        if `dueling`
 
     `explore` replaces the action of an environment by a random action with the probability `exploration["epsilon"]`.
-    The output of `act` has the values of the actions, `q`, which `explore` reads. Actions that the `action_mask`
-    excludes have the value -inf.
+    The output of `act` has the field `q`, the values of the actions, which `explore` reads. Actions that the
+    `action_mask` excludes have the value -inf.
 
-    If `noisy`, the linear layers of the network have noise, and the noise also makes the policy explore. Set epsilon to
-    0 then, as in the paper. `act` gives each environment its own noise in each step. Without noise, `act` and `q` use
-    the means of the weights.
+    If `noisy`, the linear layers of the network have noise. The policy explores through this noise, so set epsilon to
+    0, as in the paper. `act` gives each environment its own noise in each step. Without noise, `act` and `q` use the
+    means of the weights.
 
     Source: Mnih et al. 2013, arXiv:1312.5602; Wang et al. 2016, arXiv:1511.06581, eq. 9 (dueling); Fortunato et al.
     2018, arXiv:1706.10295 (noisy).
@@ -87,7 +90,7 @@ def q_network(cfg: QNetworkConfig, observation_space: Space, action_space: Space
             return TensorDict({"critic": network.init()}, []).to(key.device)
 
     def draw(keys: Tensor) -> Any:
-        """Return the noise of the random actions, with the noise of the network if `noisy`."""
+        """Return the noise for random actions and, if `noisy`, for the network."""
         if noisy is None:
             return rng.gumbel(keys, (actions,))
         action_keys, network_keys = rng.split(keys)
@@ -95,7 +98,7 @@ def q_network(cfg: QNetworkConfig, observation_space: Space, action_space: Space
         return TensorDict(noise, keys.shape)
 
     def of_all_actions(params: TensorDict, obs: Any, noise: Any) -> Tensor:
-        """Return the values, or the atoms of the distributions, of all actions: `[*B, actions, atoms]`."""
+        """Return the values of all actions, or the atoms of their distributions: `[*B, actions, atoms]`."""
         if noisy is None or noise is None:
             out = network.forward(params["critic"], obs)
         else:

@@ -1,13 +1,13 @@
-"""The policy `recurrent`, which remembers what it has observed in the episode.
+"""The policy `recurrent`, which remembers earlier observations of the episode.
 
-The networks have up to three parts: an encoder of the observation, a cell with memory, and the network of the actor or
-critic, which reads the output of the cell:
+Actor and critic each have up to three parts: an encoder of the observation, a cell with memory, and a network that
+reads the output of the cell:
 
     features = encoder(obs)                 or `ecrl.policies.flatten(obs)` without an encoder
     memory'  = cell(memory, features)
     output   = network(memory')             the action's distribution, or the value
 
-`memory` in the config says which of actor and critic remember. A network without a cell reads the features.
+The setting `memory` chooses whether actor, critic or both have a cell. A network without a cell reads the features.
 """
 
 from dataclasses import replace
@@ -37,19 +37,23 @@ class RecurrentConfig(ActorOnlyConfig):
     cell: CellConfig = Field(CellConfig(), description='the cell, such as {"type": "gru", "hidden_size": 64}')
     memory: Literal["shared", "separate", "actor", "critic"] = Field(
         "shared",
-        description="shared: actor and critic share an encoder and a cell; separate: each has its own encoder and "
-        "cell; actor, critic: each has its own encoder, but only this one has a cell",
+        description=(
+            "shared: actor and critic share an encoder and a cell; separate: each has its own encoder and cell; actor "
+            "or critic: each has its own encoder, but only the named one has a cell"
+        ),
     )
     encoder: NetworkConfig | None = Field(
         None, description="network between observation and cell, with `hidden_size` outputs; none if absent"
     )
     critic: NetworkConfig | None = Field(
-        None, description="critic network; without it, the policy has no critic, as for GRPO"
+        None, description="critic network; if absent, the policy has no critic, as for GRPO"
     )
     critic_obs: Names | None = Field(
         None,
-        description="names of the observations in a Dict that the critic reads; all if absent, or those of the actor "
-        "if both share a cell",
+        description=(
+            "names of the observations in a Dict that the critic reads; if absent, all, or the actor's observations if "
+            "both share a cell"
+        ),
     )
 
     @model_validator(mode="after")
@@ -92,7 +96,7 @@ class Trunk(NamedTuple):
         return TensorDict(parts, [])
 
     def features(self, weights: TensorDict, obs: Any) -> Tensor:
-        """Return what the cell reads, `[*B, I]`."""
+        """Return the input of the cell, `[*B, I]`."""
         return flatten(obs, self.space) if self.encoder is None else self.encoder.forward(weights["encoder"], obs)
 
     def step(self, weights: TensorDict, memory: Any, obs: Any) -> tuple[TensorDict | None, Tensor]:
@@ -139,7 +143,7 @@ def recurrent(cfg: RecurrentConfig, observation_space: Space, action_space: Spac
     """Build a policy with memory.
 
     The params are `actor`, `critic` and, for Box actions, `log_std` of shape `[A]`. If actor and critic share a trunk,
-    the params also have `shared`. Otherwise, `actor` and `critic` have a trunk each, under the name `trunk`.
+    the params also have `shared`. Otherwise, `actor` and `critic` each have their own trunk, under the name `trunk`.
     """
     head, width = make_head(action_space, cfg.squash), head_width(action_space, cfg.action_dim)
     has_mask = is_masked(observation_space, action_space)

@@ -1,4 +1,4 @@
-"""Settings of critics that predict the distribution of the return instead of its mean."""
+"""Settings of critics that predict the distribution of the return instead of the mean."""
 
 from typing import Literal, Self
 
@@ -15,7 +15,10 @@ class ReturnDistributionConfig(PolicyConfig):
     distribution: Literal["categorical", "quantile"] | None = Field(
         default=None, description="predict the distribution of the return: categorical (C51) or quantile (QR-DQN)"
     )
-    num_atoms: Count | None = Field(default=None, description="atoms of a distribution; 51 if absent, or 200 quantiles")
+    num_atoms: Count | None = Field(
+        default=None,
+        description="number of atoms of a distribution; if absent, 51 for categorical and 200 for quantile",
+    )
     v_min: float | None = Field(default=None, description="lowest return of a categorical distribution")
     v_max: float | None = Field(default=None, description="highest return of a categorical distribution")
 

@@ -1,4 +1,4 @@
-"""Take the actions of a chunk one at a time, so that a policy that chooses chunks acts in an environment of steps."""
+"""Adapt a policy that chooses chunks of actions to an environment that takes single actions."""
 
 from dataclasses import replace
 from functools import cache
@@ -17,10 +17,10 @@ from ecrl.spaces import Space, element_dtype, element_shape
 def in_single_actions(policy: Policy, k: int, action_space: Space) -> Policy:
     """Return a policy that chooses a chunk of `k` actions, and then takes them one at a time.
 
-    The result only acts, for videos and evaluations in environments without chunks. Its memory has the chunk (`chunk`),
-    the number of its actions that were taken (`taken`), and the memory of `policy` (`memory`). The memory restarts with
-    each episode, so the first action of an episode is the first action of a new chunk. The memory of `policy` advances
-    once per chunk.
+    The result can only act, for videos and evaluations in environments without chunks. Its memory has three fields:
+        `chunk`, the current chunk, `taken`, the number of actions taken from it, and `memory`, the memory of `policy`.
+        The memory restarts with each episode, so an episode begins with a new chunk. The memory of `policy` advances
+        once per chunk.
 
     Args:
         policy: a policy whose actions are chunks (see `ecrl.envs.chunked`).

@@ -1,9 +1,9 @@
-"""A small transformer as pure functions: a prefix that is read once, and tokens that are decoded after it.
+"""A small transformer as pure functions. A prefix is read once, and further tokens are decoded after the prefix.
 
 The prefix tokens attend to each other. `read_prefix` returns their keys and values, the *cache* of each layer. Decoded
 tokens attend to the prefix and to each other. There are two ways to decode, with equal results:
 
-- `decode` computes all tokens in one pass. A mask says which tokens see which.
+- `decode` computes all tokens in one pass. A mask defines which tokens each token attends to.
 - `decode_one` computes one token, and stores its keys and values in a cache of a fixed size.
 
 A layer normalises its input before the attention and before the perceptron:
@@ -27,7 +27,7 @@ from ecrl import rng
 
 
 class KeysAndValues(NamedTuple):
-    """Keys and values of some tokens in one layer, each `[n, H, m, D]` for H heads of D numbers."""
+    """Keys and values of m tokens in one layer, each `[n, H, m, D]` for H heads of size D."""
 
     keys: Tensor
     values: Tensor
@@ -57,7 +57,7 @@ def norm(weights: Any, x: Tensor) -> Tensor:
 def init_layers(key: Tensor, width: int, layers: int) -> TensorDict:
     """Return the weights of the layers, `layer_0` and so on, drawn from a 0-d key.
 
-    The parts that are added to the input begin smaller, by the square root of their number, as in GPT-2.
+    The initial weights of residual branches are divided by the square root of the number of branches, as in GPT-2.
     """
     small = 1.0 / sqrt(2 * layers)
 
@@ -97,11 +97,11 @@ def attend(query: Tensor, seen: Sequence[tuple[KeysAndValues, Tensor | None]]) -
 
     Args:
         query: `[n, H, m, D]`.
-        seen: the groups, each with a bool mask that is True for the tokens that are seen. A mask broadcasts to
-            `[n, H, m, tokens of the group]`, and None means that all are seen.
+        seen: the groups, each with a bool mask that is True for visible tokens. A mask broadcasts to `[n, H, m, tokens
+            of the group]`. None means that all tokens of the group are visible.
 
     Returns: `[n, H, m, D]`.
-    Gradient: flows through the query, and through the keys and values that are seen.
+    Gradient: flows through the query, and through the keys and values of visible tokens.
     """
     scores = []
     for (keys, _), mask in seen:
@@ -127,7 +127,7 @@ def read_prefix(
         weights: weights of the layers.
         heads: number of heads.
         x: prefix tokens `[n, P, width]`.
-        seen: `[n, P]` bool, False for tokens that no token sees, such as padding.
+        seen: `[n, P]` bool, False for tokens that no token attends to, such as padding.
         has_output: if False, the last layer only computes its keys and values.
 
     Returns: the cache, and `[n, P, width]` or None.
@@ -156,9 +156,10 @@ def decode(
         weights: weights of the layers.
         heads: number of heads.
         prefix: cache of the prefix.
-        seen: `[n, P]` bool, False for prefix tokens that no token sees.
+        seen: `[n, P]` bool, False for prefix tokens that no token attends to.
         x: tokens `[n, m, width]`.
-        mask: `[m, m]` bool, True in row i and column j if token i sees token j. None if all tokens see each other.
+        mask: `[m, m]` bool, True in row i and column j if token i attends to token j. None if all tokens attend to each
+            other.
 
     Returns: `[n, m, width]`.
     Gradient: flows through `weights`, `prefix` and `x`.
@@ -170,7 +171,7 @@ def decode(
 
 
 def empty_cache(prefix: Sequence[KeysAndValues], size: int) -> KeysAndValues:
-    """Return the cache of all layers for `size` tokens to decode, zeros `[layers, n, H, size, D]`."""
+    """Return an empty cache of all layers with room for `size` tokens, zeros `[layers, n, H, size, D]`."""
     n, heads, _, width = prefix[0].keys.shape
     keys, values = (prefix[0].keys.new_zeros(len(prefix), n, heads, size, width) for _ in range(2))
     return KeysAndValues(keys, values)
@@ -185,13 +186,13 @@ def decode_one(
     position: Tensor,
     x: Tensor,
 ) -> tuple[KeysAndValues, Tensor]:
-    """Decode the token at a position, which sees the prefix, the tokens before it and itself.
+    """Decode the token at a position. The token attends to the prefix, to the earlier tokens and to itself.
 
     Args:
         weights: weights of the layers.
         heads: number of heads.
         prefix: cache of the prefix.
-        seen: `[n, P]` bool, False for prefix tokens that no token sees.
+        seen: `[n, P]` bool, False for prefix tokens that no token attends to.
         cache: cache of the tokens before this one, from `empty_cache` and earlier calls.
         position: index of the token, 0-d int64.
         x: the token `[n, width]`.

@@ -1,12 +1,11 @@
-"""Policies with an actor and several critics, which are evaluated as one batched product.
+"""Policies with an actor and several critics. One batched matrix product per layer evaluates all critics.
 
 `deterministic_actor_critic` and `squashed_actor_critic` are for Box actions with finite bounds. A critic predicts the
-value of an observation and an action, or the distribution of the return. The networks work with actions that are scaled
-to [-1, 1]:
+mean or the distribution of the return, from an observation and an action. The networks use actions scaled to [-1, 1]:
 
     action = centre + half_width * unit_action
 
-`categorical_actor_critic` is for Discrete actions. A critic predicts the values of all actions of an observation.
+`categorical_actor_critic` is for Discrete actions. A critic predicts the values of all actions from an observation.
 """
 
 from collections.abc import Callable
@@ -92,7 +91,7 @@ def _bounded_space(space: Space, name: str) -> Box:
 
 
 def _critic_inputs(space: Space, actions: int) -> Dict:
-    """Return the space of the inputs of a critic: the observation and the action, which is scaled to [-1, 1]."""
+    """Return the input space of a critic: the observation and the action, scaled to [-1, 1]."""
     parts = dict(space.items) if isinstance(space, Dict) else {"obs": space}
     if "action" in parts:
         raise ConfigError("policy.critic_obs: a critic adds the entry 'action' to the observations; rename yours")
@@ -151,7 +150,7 @@ def _networks(cfg: TwinCriticConfig, observation_space: Space, action_space: Spa
 
 
 def _uniform(noise: Tensor) -> Tensor:
-    """Convert standard normal noise to uniform noise on [-1, 1], by the distribution function of the normal.
+    """Convert standard normal noise to uniform noise on [-1, 1], with the distribution function of the normal.
 
     >>> _uniform(torch.tensor([-9.0, 0.0, 9.0])).tolist()
     [-1.0, 0.0, 1.0]
@@ -166,7 +165,8 @@ def deterministic_actor_critic(cfg: TwinCriticConfig, observation_space: Space, 
         unit_action = tanh(actor(obs))
 
     `explore` adds Gaussian noise with the standard deviation `exploration["std"]`, float `[N]`, in units of half the
-    range of an action. Where `exploration["random"]`, bool `[N]`, is True, the action is uniformly random instead.
+    range of an action. If `exploration["random"]`, bool `[N]`, is True for an environment, its action is uniformly
+    random instead.
 
         unit_action = clip(unit_action + std * noise, -1, 1)
 
@@ -199,11 +199,12 @@ def squashed_actor_critic(cfg: TwinCriticConfig, observation_space: Space, actio
         latent        = mean + exp(log_std) * noise        or `mean` without noise
         unit_action   = tanh(latent)
 
-    `log_std` is clamped to [-5, 2]. The gradient of `act` flows through the action and `sample_log_prob`, which is the
-    log-density of `unit_action`, in nats. `act` and `evaluate` compute it from the latent, which is a field of the
-    steps, because a float32 action near the bounds does not determine it. Entropies are those of `unit_action`.
+    `log_std` is clamped to [-5, 2]. The gradient of `act` flows through the action and `sample_log_prob`.
+    `sample_log_prob` is the log-density of `unit_action`, in nats. `act` and `evaluate` compute this log-density from
+    the latent, a field of the steps, because the latent cannot be recovered from a float32 action near the bounds. The
+    entropy is the entropy of `unit_action`.
 
-    Where `exploration["random"]`, bool `[N]`, is True, `explore` takes a uniformly random action.
+    If `exploration["random"]`, bool `[N]`, is True for an environment, `explore` takes a uniformly random action.
 
     Source: Haarnoja et al. 2018, arXiv:1812.05905, app. C.
     """
@@ -245,15 +246,16 @@ def squashed_actor_critic(cfg: TwinCriticConfig, observation_space: Space, actio
 
 @register_policy("categorical_actor_critic")
 def categorical_actor_critic(cfg: CriticsConfig, observation_space: Space, action_space: Space) -> Policy:
-    """Build the policy of soft actor-critic for Discrete actions. Its parameters are `actor` and `critic` `[C]`.
+    """Build the policy of soft actor-critic for Discrete actions. The parameters are `actor` and `critic` `[C]`.
 
         logits = actor(obs)
         action = argmax_a(logits[a] + noise[a])        or argmax_a(logits[a]) without noise
 
-    The output of `act` has the `logits` `[*B, A]`. An `action_mask` in the observations sets the logits of the actions
-    that it excludes to the lowest finite value, so their probability is 0.
+    The output of `act` has the `logits` `[*B, A]`. The logits of actions that an `action_mask` excludes are set to the
+    lowest finite value, so their probability is 0.
 
-    Where `exploration["random"]`, bool `[N]`, is True, `explore` takes a uniformly random action that is not excluded.
+    If `exploration["random"]`, bool `[N]`, is True for an environment, `explore` takes a uniformly random allowed
+    action.
 
     Source: Christodoulou 2019, arXiv:1910.07207.
     """

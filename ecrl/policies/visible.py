@@ -1,4 +1,4 @@
-"""Choose which observations of a Dict a network reads."""
+"""Select the observations of a Dict that a network reads."""
 
 from typing import Annotated
 

@@ -1,9 +1,9 @@
-"""A vision transformer whose weights have the names of the package timm, as in OpenVLA's checkpoints.
+"""A vision transformer. Its weights have the same names as in the package timm and in OpenVLA's checkpoints.
 
-    x = patches W^T + b + position                      first, registers and a class token, if there are any
+    x = patches W^T + b + position                      before the first block, with any registers and class token
     x = x + scale1 * attention(norm(x));    x = x + scale2 * mlp(norm(x))        in each block
 
-The output is the patches after the second to last block, without a final norm.
+The output is the tokens of the patches after the second to last block, without a final norm.
 
 Sources: Dosovitskiy et al. 2021, arXiv:2010.11929. Darcet et al. 2024 (registers), arXiv:2309.16588. Karamcheti et al.
 2024 (the second to last block), arXiv:2402.07865.
@@ -18,21 +18,21 @@ from torch import Tensor, nn
 
 _EPS = 1e-6
 _HEADS = {"vit_tiny": 3, "vit_small": 6, "vit_base": 12, "vit_large": 16, "vit_so400m": 16, "test_vit": 2}
-"""Attention heads of the models of timm whose names begin like this."""
+"""Number of attention heads of timm's models, by the beginning of the model's name."""
 
 
 class ViTSizes(NamedTuple):
     """Sizes of a vision transformer.
 
     Attributes:
-        width: numbers of a token.
-        hidden: hidden units of an MLP.
-        heads: attention heads.
-        blocks: blocks that the output depends on, all except the last.
+        width: size of a token.
+        hidden: number of hidden units of each MLP.
+        heads: number of attention heads.
+        blocks: number of blocks that the output depends on, all except the last.
         patch: height and width of a patch, pixels.
         image: height and width of an image, pixels.
-        tokens: names of tokens before the patches, `cls_token` or `reg_token`, and how many there are.
-        positions: number of tokens that have a position.
+        tokens: names (`cls_token` or `reg_token`) and numbers of the tokens before the patches.
+        positions: number of tokens with a position embedding.
         is_scaled: True if `ls1` and `ls2` scale the outputs of attention and MLP.
     """
 
@@ -138,7 +138,7 @@ class _Patches(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Maps standardised images `[n, 3, size, size]` to patches `[n, patches, width]`."""
+    """Maps standardised images `[n, 3, size, size]` to tokens of patches `[n, patches, width]`."""
 
     def __init__(self, sizes: ViTSizes):
         super().__init__()
@@ -150,7 +150,7 @@ class VisionTransformer(nn.Module):
         self.blocks = nn.ModuleList(_Block(sizes) for _ in range(sizes.blocks))
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Return the patches after the second to last block of the pretrained model."""
+        """Return the tokens of the patches after the second to last block of the pretrained model."""
         x, n = self.patch_embed(pixels), len(pixels)
         before: list[Any] = [getattr(self, name).expand(n, -1, -1) for name, _ in self.sizes.tokens]
         if self.sizes.positions == x.shape[1]:

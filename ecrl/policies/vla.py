@@ -1,6 +1,6 @@
 """The policy `vla`, which sees images, reads an instruction and chooses chunks of actions.
 
-The policy is made by a backend, whose name is `policy.vla.backend`. The backend `builtin` is in
+A backend builds the policy. `policy.vla.backend` is the name of the backend. The backend `builtin` is in
 `ecrl.policies.vla_builtin`. Other packages register backends with `ecrl.registry.register_vla_backend`.
 """
 

@@ -1,4 +1,4 @@
-"""The backend `builtin` of the policy `vla`: a small network that finds what an instruction names in an image.
+"""The backend `builtin` of the policy `vla`: a small network that finds the object of an instruction in an image.
 
 The network has three parts:
 
@@ -6,11 +6,11 @@ The network has three parts:
   instruction scale and shift the features of the convolutions (FiLM).
 - A transformer (`ecrl.policies.transformer`) reads a prefix: tokens of the keypoints, the words, and one token of all
   other observations.
-- Each number of a chunk of actions is a token, whose values are the bins of `ecrl.policies.action_bins`. With parallel
-  decoding, the tokens are independent given the observation. With autoregressive decoding, each token also sees the
-  tokens before it.
+- Each number in a chunk of actions is a token. The values of a token are the bins of `ecrl.policies.action_bins`. With
+  parallel decoding, the tokens are independent given the observation. With autoregressive decoding, each token also
+  attends to the earlier tokens.
 
-`logits / temperature` are the logits of a token. `act` and `evaluate` share them.
+The logits of a token are `logits / temperature`, both in `act` and in `evaluate`.
 """
 
 from dataclasses import replace
@@ -53,7 +53,7 @@ from ecrl.registry import register_vla_backend
 from ecrl.spaces import Box, Space, box, flat_dim
 
 _CONDITION = 32
-"""Numbers per word that scale and shift the features of the convolutions."""
+"""Size of a word's embedding that scales and shifts the features of the convolutions."""
 
 _Bins = Annotated[int, Field(ge=2, le=4096)]
 _Small = Annotated[int, Field(ge=1, le=256)]
@@ -66,28 +66,38 @@ class BuiltinVLAConfig(VLAConfig):
 
     decoding: Literal["parallel", "autoregressive"] = Field(
         "parallel",
-        description="parallel: all tokens of an action at once; autoregressive: one after the other, each given the "
-        "tokens before it",
+        description=(
+            "parallel: all tokens of an action at once; autoregressive: one after the other, each given the earlier "
+            "tokens"
+        ),
     )
     bins: Annotated[
         Annotated[_Bins, NUMBER] | Annotated[tuple[_Bins, ...], Field(strict=False, min_length=1), LIST],
         by_kind("a number, or a list of numbers"),
-    ] = Field(32, description="bins of each number of an action; a list has one entry per number of a step")
+    ] = Field(32, description="number of bins of each dimension of an action; a list has one entry per dimension")
     temperature: Positive = Field(1.0, description="number that divides the logits, when acting and when learning")
-    width: Width = Field(96, description="numbers per token of the transformer; a multiple of heads")
-    layers: _Small = Field(2, description="layers of the transformer")
-    heads: _Small = Field(4, description="attention heads of each layer")
-    channels: Sizes = Field((32, 48), description="output channels of the convolutions, each of which halves the image")
-    keypoints: Width = Field(48, description="keypoints per image, the channels of one more convolution")
-    image_tokens: _Small = Field(4, description="tokens per image, each a linear function of the keypoints")
+    width: Width = Field(96, description="size of a token of the transformer; a multiple of heads")
+    layers: _Small = Field(2, description="number of layers of the transformer")
+    heads: _Small = Field(4, description="number of attention heads of each layer")
+    channels: Sizes = Field(
+        (32, 48), description="output channels of each convolution; each convolution halves the image"
+    )
+    keypoints: Width = Field(
+        48, description="keypoints per image, which are the output channels of a final convolution"
+    )
+    image_tokens: _Small = Field(4, description="tokens per image; each token is a linear function of the keypoints")
     instruction: str | None = Field(
-        None, description='name of the observation with the ids of words; "instruction" if absent and if there is one'
+        None,
+        description=(
+            'name of the observation with the word ids of the instruction; if absent, "instruction" if this '
+            "observation exists"
+        ),
     )
     label_smoothing: NonNegative = Field(
-        1.0, description="width of the target of imitation, in bins; 0 for one bin without its neighbours"
+        1.0, description="standard deviation, in bins, of the smoothed target in imitation; 0 for a target of one bin"
     )
     critic: NetworkConfig | None = Field(
-        None, description="value network on the output of the transformer; without it, there is no critic"
+        None, description="value network on the output of the transformer; no critic if absent"
     )
 
     @model_validator(mode="after")
@@ -140,9 +150,10 @@ class _Network(NamedTuple):
     def init(self, key: Tensor) -> TensorDict:
         """Return new weights, drawn from a 0-d key on the CPU.
 
-        The head of the action tokens begins near 0, so that a new policy chooses all bins with similar probability. The
-        condition of the convolutions begins small. All phrasings of an instruction then share what the convolutions
-        learn. With a condition of size 1, two of five clones did not learn to find the blocks of ReachColorRL.
+        The initial weights of the head of the action tokens are near 0, so a new policy chooses all bins with similar
+        probability. The initial condition of the convolutions is also small, so the convolutions learn features that
+        all phrasings of an instruction share. With a condition of size 1, two of five cloned policies did not learn to
+        find the blocks of ReachColorRL.
         """
         cfg, width, count = self.cfg, self.cfg.width, len(self.bins.space.low)
         keys = iter(rng.split(key, 8).unbind())
@@ -180,10 +191,10 @@ class _Network(NamedTuple):
         return TensorDict(parts, []).apply(lambda x: x.to(torch.get_default_dtype()))
 
     def prefix(self, params: TensorDict, obs: Any) -> tuple[Tensor, Tensor]:
-        """Return the tokens of observations, `[n, P, width]`, and a bool mask `[n, P]` of the tokens that others read.
+        """Return the tokens of observations, `[n, P, width]`, and a bool mask `[n, P]` of the tokens visible to others.
 
-        The mask is False for padding. It is also False for the critic's token, so that a policy with a critic acts like
-        the policy without a critic.
+        The mask is False for padding. The mask is also False for the critic's token, so that the critic does not change
+        the actions.
         """
         tokens, seen = [], []
         condition = torch.empty(0)
@@ -232,7 +243,7 @@ class _Network(NamedTuple):
         return self.scaled(weights, out, self.bins.legal(out.device))
 
     def scaled(self, weights: Any, out: Tensor, legal: Tensor) -> Tensor:
-        """Return the logits of decoded tokens, divided by the temperature. Bins that are not legal have none."""
+        """Return the logits of decoded tokens, divided by the temperature. Illegal bins are masked."""
         logits = linear(weights["head"], norm(weights["norm"], out)) / self.cfg.temperature
         return k.mask_logits(logits, legal.expand_as(logits))
 
@@ -334,8 +345,8 @@ def builtin(cfg: BuiltinVLAConfig, observation_space: Space, action_space: Box, 
 
     `act` returns the bins of an action as `action_tokens`, int64 `[*B, k, A]`, and the action in the centres of these
     bins. `sample_log_prob` and the results of `evaluate` have the shape `[*B, k, A]`. `evaluate` reads `action_tokens`
-    or, if steps have none, the bins of `action`. A number whose bounds are equal does not count: `act` then also
-    returns a `token_mask`.
+    or, if steps have none, the bins of `action`. A dimension with equal bounds does not count in the log-probability:
+    `act` then also returns a `token_mask`.
 
     The params are `images`, `words`, `others`, `layers`, `actions` and, with a value network, `critic`.
     """

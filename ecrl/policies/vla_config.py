@@ -1,4 +1,4 @@
-"""Settings of the policy `vla`, and the settings that all of its backends have."""
+"""Settings of the policy `vla`, and the settings that all backends share."""
 
 from typing import Any, ClassVar
 
@@ -10,14 +10,16 @@ from ecrl.config.model import ConfigModel, Count
 
 
 class VLAConfig(ConfigModel):
-    """Settings that all backends have. The Config model of the named backend validates the whole section."""
+    """Settings that all backends share. The Config of the named backend validates the whole section."""
 
     whole_part: ClassVar = ("vla_backend", "backend")
 
     backend: str = Field("builtin", description='registered name of the backend, such as "builtin"')
-    model_path: str | None = Field(None, description="path of pretrained weights, for backends that read them")
+    model_path: str | None = Field(
+        None, description="path of the pretrained weights, for backends that read a checkpoint"
+    )
     action_horizon: Count | None = Field(
-        None, description="steps of an action; must equal env.action_chunk, and has its value if absent"
+        None, description="number of steps in an action; must equal env.action_chunk, which is also the default"
     )
 
     @model_validator(mode="wrap")

@@ -16,7 +16,7 @@ class VLAInputs(NamedTuple):
     Attributes:
         space: space of the observations, without action masks.
         images: names and spaces of the images.
-        words: name of the instruction, and the number of values of each of its words; None without an instruction.
+        words: name of the instruction, and the number of possible values of each word; None without an instruction.
         others: the other observations.
     """
 
@@ -26,14 +26,14 @@ class VLAInputs(NamedTuple):
     others: Space
 
     def part(self, obs: Any, name: str) -> Tensor:
-        """Return an observation by name. An observation that is not a Dict has the name "obs"."""
+        """Return an observation by name. If the observations are not a Dict, the only name is "obs"."""
         return obs[name] if isinstance(self.space, Dict) else obs
 
 
 def vla_inputs(observation_space: Space, instruction: str | None) -> VLAInputs:
     """Sort the parts of an observation.
 
-    Raises: ConfigError if there is nothing to see, or if the instruction is missing or has no ids of words.
+    Raises: ConfigError if there are no images, or if the instruction is missing or does not consist of word ids.
     """
     space = without_mask(observation_space)
     parts: dict[str, Space] = dict(space.items) if isinstance(space, Dict) else {"obs": space}
