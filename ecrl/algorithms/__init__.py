@@ -1,4 +1,4 @@
-"""Algorithms as records of pure functions. Importing this package registers the built-in algorithms."""
+"""Algorithms as records of pure functions. Import this package to register the built-in algorithms."""
 
 from typing import Any
 

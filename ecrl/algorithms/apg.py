@@ -1,7 +1,7 @@
 """Analytic policy gradient, which differentiates the return through the policy and a differentiable environment.
 
-One loop takes the steps of an iteration, and the gradient flows back through this loop. For the gradient, a compiled
-graph stores the state of every step, and an eager run also stores all intermediate results. Sampled actions are
+One loop takes the steps of an iteration, and the gradient flows back through this loop. A compiled graph stores only
+the state of every step for the backward pass. An eager run also stores all intermediate results. Sampled actions are
 reparametrised.
 
 Source: Freeman et al. 2021, arXiv:2106.13281.
@@ -48,9 +48,11 @@ class APGConfig(LearningConfig):
     ent_coef: NonNegative = Field(default=0.0, description="weight of the entropy bonus")
     segment_length: Count | None = Field(
         default=None,
-        description="number of steps through which gradients flow back; divides trainer.buffer_size; all if absent",
+        description="number of steps through which gradients flow back; must divide trainer.buffer_size; all if absent",
     )
-    deterministic_actions: bool = Field(default=False, description="take the most likely action, not a random one")
+    deterministic_actions: bool = Field(
+        default=False, description="take the most likely action instead of a random action"
+    )
 
     @model_validator(mode="after")
     def _no_kl(self) -> "APGConfig":
@@ -62,7 +64,7 @@ class APGConfig(LearningConfig):
 
 
 _READ = ("key", *COUNTERS, "update_step", "iterations", "norm", "hyper", "frozen_params")
-_FIELDS = (*_READ, "params", "opt", "env", "episode", "carry")  # `_iterate` changes all fields after _READ
+_FIELDS = (*_READ, "params", "opt", "env", "episode", "carry")  # `_iterate` may change the fields after _READ
 _STORED = ("obs", "action", "reward", "done", "info", "executed")
 _World = tuple[TensorDict, TensorDict]
 """Pair of the policy's memory before a step and the state of the environments, each of shape `[N]`."""
@@ -100,7 +102,7 @@ def _step(
 ) -> tuple[_World, tuple[TensorDict, Tensor]]:
     """Take a step in every environment. Return the next memory and environment state, the transition, and the entropy.
 
-    No gradient flows back beyond a step whose `is_first` is True. Without segments, `is_first` is None.
+    At a step whose `is_first` is True, the gradient stops. Without segments, `is_first` is None.
     """
     env_noise, action_noise, is_first = at
     memory, env = world if is_first is None else _cut(world, is_first)
@@ -194,8 +196,8 @@ class Iterate(NamedTuple):
             disc[0] = 1;    disc[t + 1] = 1 if done[t] else gamma * disc[t]
 
         If the environment reports `executed`, `gamma ** executed[t]` replaces `gamma`. The gradient flows back through
-        the loop that takes the steps, up to the first step of each segment. The logs `objective` and `entropy` are the
-        mean discounted sums of rewards and entropies, so `loss = -objective - ent_coef * entropy`.
+        the loop over time, to the first step of each segment. The logs `objective` and `entropy` are the mean
+        discounted sums of rewards and entropies. Therefore, `loss = -objective - ent_coef * entropy`.
 
         Returns: the state after learning, the writes with the field `batch`, and the logs. The batch's `steps` have
             shape `[N, T + 1]`, and contain no values of a critic.
@@ -206,7 +208,7 @@ class Iterate(NamedTuple):
 
 
 def gradient_steps(static: Static) -> int:
-    """Return the cost of an iteration in gradient steps: about one gradient step per time step."""
+    """Return the cost of an iteration in gradient steps. A time step costs about one gradient step."""
     return static.buffer_size
 
 

@@ -1,8 +1,8 @@
 """Behaviour cloning: supervised learning of the actions in a data set of demonstrations.
 
 The algorithm takes no steps in the environment. An iteration draws `num_envs * buffer_size` demonstrated steps per
-rank, and learns from them in minibatches. `sample_step` counts the drawn steps, so that evaluations, checkpoints and
-the length of a run work as in other algorithms.
+rank, and learns from these steps in minibatches. `sample_step` counts the drawn steps. Evaluations, checkpoints and the
+length of a run therefore work as in other algorithms.
 
 Source: Pomerleau 1989, "ALVINN: an autonomous land vehicle in a neural network"; Bain and Sammut 1995, "A framework for
     behavioural cloning".
@@ -44,9 +44,12 @@ class BCConfig(MinibatchConfig):
 
     default_policy: ClassVar = {"name": "actor_only"}
 
-    demos: str = Field(min_length=1, description="path of the demonstrations, a file that ecrl demo writes")
+    demos: str = Field(min_length=1, description="path of a file of demonstrations, which ecrl demo writes")
     holdout: float = Field(
-        default=0.0, ge=0.0, lt=1.0, description="share of the episodes for the log holdout_loss, not learnt from"
+        default=0.0,
+        ge=0.0,
+        lt=1.0,
+        description="share of the episodes that is held out from training, for the log holdout_loss",
     )
     n_epochs: Count = Field(default=1, description="passes over the steps that an iteration draws from demos")
 
@@ -70,9 +73,9 @@ def init(cfg: BCConfig, run: Run, key: Tensor) -> dict[str, Any]:
 
 
 def loss(run: Run, params: TensorDict, minibatch: TensorDict, mask: Tensor, hyper: TensorDict) -> tuple[Tensor, Logs]:
-    """Return the mean loss of a minibatch. Chunks of actions that `rows_to_learn` masks do not count.
+    """Return the mean loss of a minibatch, without the chunks of actions that `rows_to_learn` masks.
 
-    loss = imitation_loss(action) of the policy, or else -log_prob(action), in nats
+    loss = the policy's imitation_loss(action), or by default -log_prob(action), in nats
     """
     return masked_mean(run.policy.imitation_rows(params, minibatch), mask), {}
 
@@ -82,7 +85,7 @@ def _losses_of_chunk(run: Run, _: None, rows: TensorDict, params: TensorDict) ->
 
 
 def holdout_loss(run: Run, state: TensorDict, part: TensorDict) -> Tensor:
-    """Return the mean loss over steps of held-out episodes, over all ranks. As many steps are drawn as for learning.
+    """Return the mean loss over steps of held-out episodes, over all ranks, for as many steps as learning draws.
 
     Gradient: none.
     """
@@ -106,7 +109,7 @@ def _iterate(run: Run, state: TensorDict, data: Borrowed) -> tuple[TensorDict, T
 
 
 def iterate(run: Run, state: TensorDict, borrowed: TensorDict) -> tuple[TensorDict, TensorDict, Logs]:
-    """Draw demonstrated steps from `borrowed["data"]`, and learn from them in `n_epochs` passes over minibatches.
+    """Draw demonstrated steps from `borrowed["data"]`, and learn in `n_epochs` passes over minibatches of these steps.
 
     Returns: the state after learning, the writes with the field `batch`, and the logs.
     """
@@ -118,7 +121,7 @@ def iterate(run: Run, state: TensorDict, borrowed: TensorDict) -> tuple[TensorDi
 
 @register_algorithm("bc")
 def bc(cfg: BCConfig) -> Algorithm:
-    """Build the algorithm of behaviour cloning. The policy needs log-probabilities, and no critic."""
+    """Build the algorithm of behaviour cloning. The policy needs log-probabilities. A critic is not needed."""
     choices: SGD = sgd_choices(cfg)
     return Algorithm(
         choices=choices,

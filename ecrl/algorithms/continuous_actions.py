@@ -1,7 +1,7 @@
-"""Settings and functions that DDPG, TD3 and soft actor-critic share, and also their variants FastTD3 and FastSAC.
+"""Settings and functions that DDPG, TD3, soft actor-critic, FastTD3 and FastSAC share.
 
-These algorithms learn an actor and critics for continuous actions. The critics approach the target, and the actor
-maximises the critics' values.
+These algorithms learn an actor and critics for continuous actions. The critics are trained towards the target, and the
+actor maximises the critics' values.
 """
 
 import json
@@ -25,7 +25,7 @@ from ecrl.spaces import Box
 from ecrl.types import Logs
 
 NO_CARRY = TensorDict({}, [])
-"""The memory of a policy without memory."""
+"""The empty memory of a feed-forward policy."""
 
 SHARED_NUMBERS = ("gamma", "tau")
 """Names of the settings in `ActorCriticConfig` and its base classes that are stored in `hyper`."""
@@ -35,9 +35,11 @@ class ActorCriticConfig(ReplayConfig):
     """Replay settings, and the optimisers of the actor and the critics."""
 
     critic_learning_rate: Positive | None = Field(
-        default=None, description="step size of the critics, before the schedule; that of the actor if absent"
+        default=None, description="step size of the critics, before the schedule; the actor's step size if absent"
     )
-    tau: Fraction = Field(default=0.005, description="weight of the trained networks in an update of the targets")
+    tau: Fraction = Field(
+        default=0.005, description="weight of the trained networks in an update of the target networks"
+    )
 
 
 def critic_settings(cfg: ActorCriticConfig) -> dict[str, GroupSettings]:
@@ -47,7 +49,7 @@ def critic_settings(cfg: ActorCriticConfig) -> dict[str, GroupSettings]:
 
 
 def check_policy(run: Run, name: str, needs_log_prob: bool, needs_distribution: bool = False) -> None:
-    """Raise ConfigError unless the policy has a Q-function and the actions are a Box with finite bounds.
+    """Raise ConfigError if the policy has no Q-function, or if the action space is not a Box with finite bounds.
 
     `needs_log_prob` is True for an algorithm that needs a stochastic policy, and False for an algorithm that needs a
     deterministic policy. `needs_distribution` is True for an algorithm whose critics predict categorical distributions
@@ -86,11 +88,11 @@ def critic_loss(run: Run, params: TensorDict, batch: TensorDict, target: Tensor)
 
 
 DELAYED = ("policy_loss", "grad_norm")
-"""Logs of the actor, for `Algorithm.delayed` if the actor does not move in every gradient step."""
+"""Logs of the actor. They are `Algorithm.delayed` if some gradient steps do not update the actor."""
 
 
 def is_due(count: Tensor, period: int) -> Tensor | None:
-    """Return True at every `period`-th gradient step, or None if the period is 1 and every step is due.
+    """Return True at every `period`-th gradient step, and False at other steps. Return None if the period is 1.
 
     `count` numbers the gradient steps, 0-d int64.
 
@@ -112,7 +114,7 @@ def with_targets(state: TensorDict, moves: Tensor | None = None) -> TensorDict:
 
 
 def merged_logs(*parts: Logs) -> Logs:
-    """Merge the logs of several gradient steps. The numbers of skipped steps are added."""
+    """Merge the logs of several gradient steps, and add up the numbers of skipped steps."""
     logs = {name: log for part in parts for name, log in part.items()}
     if SKIPPED_STEPS in logs:
         logs[SKIPPED_STEPS] = torch.stack([part[SKIPPED_STEPS] for part in parts]).sum()

@@ -1,8 +1,8 @@
 """Frozen records that describe a run and its algorithm, and functions that collect batches.
 
-`ecrl.loop.build.build` builds a `Run` once, and other functions take the `Run` as an argument. Compiled functions are
-looked up by the value of their `Run`. Runs that differ only in seed, name or learning rate therefore share compiled
-functions.
+`ecrl.loop.build.build` builds a `Run` once, and other functions take the `Run` as an argument. Equal runs share
+compiled functions. Seed, name and learning rate are not part of a `Run`, so runs that differ only in these settings are
+equal.
 """
 
 from collections.abc import Callable, Hashable, Mapping
@@ -43,7 +43,7 @@ Jit = Callable[..., Callable[..., Any]]
 _EPS, _CLIP = 1e-8, 10.0
 
 SKIPPED_STEPS = "skipped_steps"
-"""Log that counts the gradient steps that were left out because of NaN or infinity."""
+"""Log that counts the gradient steps that were skipped because of NaN or infinity."""
 
 LEARNER_KINDS: Kinds = {"params": Kind.LEARNED, "opt": Kind.LEARNED, "hyper": Kind.COUNTER}
 """Kinds of the fields that the `init` of every algorithm returns."""
@@ -64,11 +64,11 @@ class Static(NamedTuple):
         buffer_size: number of steps of each environment per iteration.
         world_size: number of ranks.
         skips_nonfinite: True if gradient steps with NaN or infinity are skipped (`trainer.finite_guard: skip`).
-        row_steps: number of steps in each row of a minibatch. For a policy of unit "step", this number is 1. For unit
-            "sequence", the number is the algorithm's `segment_length`, or `buffer_size` by default. If the algorithm
-            needs whole episodes in a row, the number is `buffer_size`.
+        row_steps: number of steps in each row of a minibatch: 1 for a policy of unit "step", and the algorithm's
+            `segment_length` for unit "sequence" (`buffer_size` if absent). If the algorithm needs whole episodes,
+            `row_steps` is `buffer_size`.
         phase: phase of the iteration (`Algorithm.phase`), or None if the algorithm has no phases.
-        turns: number of turns per iteration in the run of a turn (see `interleaved`), otherwise 1.
+        turns: number of turns per iteration, in the `run` that a turn receives (see `interleaved`). Otherwise 1.
     """
 
     num_envs: int
@@ -106,9 +106,9 @@ Iterate = Callable[[Run, TensorDict, TensorDict], tuple[TensorDict, TensorDict, 
 
 
 class DataSet(Protocol):
-    """Data set in a file, which an algorithm learns from. Its tensors are borrowed, and are not part of the state.
+    """Data set in a file, from which an algorithm learns. The state borrows its tensors, and does not include them.
 
-    Two data sets are equal if they are in the same file.
+    Two data sets are equal if their files are the same.
     """
 
     @property
@@ -134,30 +134,30 @@ class Algorithm:
     """Functions and static settings of an algorithm.
 
     Attributes:
-        choices: hashable tuple of the settings that determine the compiled graph. The tuple has no floats, and is
-            compared by value.
+        choices: hashable tuple of the settings that determine the compiled graph, without floats. Tuples are compared
+            by value.
         init: (run, key) -> {name: TensorDict or Tensor}, the fields that the algorithm keeps in the state: `params`,
             `opt`, `hyper`, and possibly others, such as `norm`. Only `init` reads the floats of the config, and stores
             them in `hyper`. Bind the config with `partial(init, cfg)`.
         iterate: (run, state, borrowed) -> (state, writes, logs); runs one iteration (see `on_policy` and
             `interleaved`). `borrowed` has the read-only leaves of kind buffer and frozen. `writes` may have `batch`,
             the batch of this iteration. The loop computes statistics and logs from the batch's `steps`, of shape
-            `[N, T + 1]`. Every other field of `writes` has the name of a buffer. It holds new `rows` `[B]`, with every
-            field of the buffer, and their `index` in the buffer, int64 `[B]`. To record training videos, `iterate`
-            needs an attribute `collect` (see `collect_of`).
+            `[N, T + 1]`. Every other field of `writes` has the name of a buffer. Such a field holds new `rows` `[B]`,
+            with every field of the buffer, and `index`, int64 `[B]`, the positions of the new rows in the buffer. To
+            record training videos, `iterate` needs an attribute `collect` (see `collect_of`).
         kinds: kinds of the state fields that the algorithm adds (see `ecrl.algorithms.state_kinds`).
         group_size: number of consecutive environments that share their starts and their noise.
         gradient_steps: function from `Static` to the number of gradient steps per iteration. `trainer.compile: auto`
             uses this number to estimate whether compiling shortens the run. If `gradient_steps` is None, `auto` always
             compiles.
-        as_one: True if an iteration works only on tensors, and may be compiled as one graph.
+        as_one: True if the code of an iteration works only on tensors, and may be compiled as one graph.
         phase: function from sample_step to the phase of the next iteration, such as "collect" or "learn". The loop
-            calls `phase` in Python, with the number of environment steps so far over all ranks. Steps that never
-            reached the replay buffer do not count, such as the steps before a run resumed without its buffer. `iterate`
-            reads the result from `run.static.phase`, and may run different code in each phase. Each phase is compiled
-            once. Bind hyperparameters of the config, such as `learning_starts`, with `partial`.
-        delayed: names of the logs of optimiser groups that do not move in every gradient step. Such a log is a mean
-            over the steps in which its group moves, first within each turn and then over the turns. It is NaN in an
+            calls `phase` in Python, with the number of environment steps so far over all ranks. Only steps that were
+            added to the replay buffer count. If a run resumes without its buffer, the earlier steps do not count.
+            `iterate` reads the result from `run.static.phase`, and may run different code in each phase. Each phase is
+            compiled once. Bind hyperparameters of the config, such as `learning_starts`, with `partial`.
+        delayed: names of the logs of optimiser groups that some gradient steps do not update. Such a log is a mean over
+            the steps that update its group, first within each turn and then over the turns. The log is NaN in an
             iteration without such a step. The finite guard therefore ignores these logs, and checks only the parameters
             of the group.
         data: data set in a file, or None. `borrowed["data"]` then has the tensors of the file, and the state's field
@@ -244,7 +244,7 @@ def _updated(update: Update, run: Run, state: TensorDict, batch: TensorDict) -> 
 
 
 def _learn(update: Update, run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:
-    """Call `update`, and return the logs and only the changed state fields, so that unchanged fields are not copied."""
+    """Call `update`, and return the logs and the changed state fields. Unchanged fields would only be copied."""
     after, logs = _updated(update, run, state, batch)
     return changed_fields(after, state), logs
 
@@ -267,12 +267,12 @@ def loss_and_logs(run: Run, out: Any) -> tuple[Tensor, Logs]:
 
 
 def changed_fields(after: TensorDict, before: TensorDict) -> TensorDict:
-    """Return the fields of `after` that do not hold the same tensor objects as in `before`."""
+    """Return the fields of `after` whose tensor objects differ from `before`."""
     return TensorDict({k: v for k, v in cast(Any, after.items()) if not _are_same(v, before.get(k, None))}, [])
 
 
 def _are_same(tree: Any, other: Any) -> bool:
-    """Return True if two trees hold the same tensor objects, and not only tensors with equal values."""
+    """Return True if two trees hold the same tensor objects. Tensors with equal values are not enough."""
     leaves, others = flatten(tree)[0], flatten(other)[0]
     return len(leaves) == len(others) and all(a is b for a, b in zip(leaves, others, strict=True))
 
@@ -341,7 +341,7 @@ def step_keys(run: Run, state: TensorDict) -> tuple[Tensor, Tensor]:
 
 
 def initial_carry(run: Run, state: TensorDict) -> dict[str, TensorDict]:
-    """Return a dict with the initial `carry` of a state, or an empty dict if the policy has no memory."""
+    """Return a dict with the initial `carry` for the state, or an empty dict if the policy has no memory."""
     carry = run.policy.init_carry(policy_params(state), run.static.num_envs)
     return {} if carry.is_empty() else {"carry": carry}
 
@@ -367,7 +367,7 @@ def max_truncations(env: Env, steps: int) -> int:
 
 
 def _collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
-    """Collect a batch. Return the new state fields (`env`, `episode` and any `carry`) and the batch."""
+    """Collect a batch. Return the new state fields (`env`, `episode` and, with memory, `carry`) and the batch."""
     env_keys, action_keys = step_keys(run, state)
     params, before = policy_params(state), state.get("carry", TensorDict({}, []))
     carry, env_state, batch = collect_rollout(
@@ -395,7 +395,7 @@ def with_episodes(state: TensorDict, steps: TensorDict) -> TensorDict:
 
 
 def with_compiled_policy(run: Run) -> Run:
-    """Return the run with each function of its policy compiled separately, for environments that step in Python."""
+    """Return the run with its policy's functions compiled separately, for environments that step in Python."""
     policy, jit = run.policy, run.jit
     value = None if policy.value is None else jit(policy.value)
     explore = None if policy.explore is None else jit(policy.explore)
@@ -433,16 +433,15 @@ class _FromReset:
 
 
 def from_reset(collect: Collect) -> Collect:
-    """Return a `collect` that first resets every environment, so that the environments of a group share their start."""
+    """Return a `collect` that first resets every environment, so all environments of a group share their start."""
     return _FromReset(collect)
 
 
 def over_steps(run: Run, logs: Logs) -> Logs:
     """Average logs `[S]` over the turns of an iteration or the gradient steps of a turn, but sum `skipped_steps`.
 
-    The mean of a log in `Algorithm.delayed` leaves out NaN, which is the log of a step in which its optimiser group did
-    not move. If `trainer.finite_guard` is "skip", the other means also leave out NaN, which is then the log of a step
-    that was skipped.
+    A log in `Algorithm.delayed` is NaN in a step that does not update its optimiser group, and the mean leaves out NaN.
+    If `trainer.finite_guard` is "skip", skipped steps log NaN, and all means leave out NaN.
     """
     incomplete = logs.keys() if run.static.skips_nonfinite else run.algorithm.delayed
 
@@ -478,7 +477,7 @@ def with_scaled_rewards(update: Update) -> Update:
 
 
 def scaled_rewards(state: TensorDict, batch: TensorDict) -> tuple[TensorDict, TensorDict]:
-    """Divide rewards by the standard deviation of the discounted returns so far, and update the return statistics.
+    """Scale rewards by the standard deviation of the discounted returns so far, and update the return statistics.
 
     `scaled_reward` and `reward_norm_update` give the equations.
 
@@ -493,7 +492,7 @@ def scaled_rewards(state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Te
 
 
 def scaled_reward(reward: Tensor, norm: TensorDict) -> Tensor:
-    """Divide rewards by the standard deviation of discounted returns. `norm` has the statistics of the returns.
+    """Scale rewards by the standard deviation of discounted returns. `norm` has the statistics of the returns.
 
     clip(reward / sqrt(variance(return) + 1e-8), -10, 10)
     """
@@ -513,7 +512,7 @@ def reward_norm_update(norm: TensorDict, steps: TensorDict, gamma: Tensor) -> Te
         steps: the steps that follow, with the fields `reward` and `done`, and `mask` and `executed`, if present.
         gamma: discount per step.
 
-    Returns: the statistics after the steps. The moments are of the steps of all ranks.
+    Returns: the statistics after the steps. The moments include the steps of all ranks.
     """
     mask = steps["mask"] if "mask" in steps else torch.ones_like(steps["done"])
     reward = steps["reward"].masked_fill(~mask, 0.0)
@@ -526,8 +525,8 @@ def reward_norm_update(norm: TensorDict, steps: TensorDict, gamma: Tensor) -> Te
 def reward_norm_init(num_envs: int, device: torch.device) -> TensorDict:
     """Return the initial statistics of discounted returns, for the field `norm` of the state.
 
-    `moments` holds the moments of discounted returns, and `running` holds the discounted returns `[N]` of current
-    episodes.
+    `moments` holds the moments of discounted returns. `running` holds the discounted returns so far, `[N]`, of the
+    current episodes.
     """
     running = torch.zeros(num_envs, device=device)
     return TensorDict({"reward": {"moments": moments_init((), device), "running": running}}, [])

@@ -1,6 +1,6 @@
 """Deep deterministic policy gradient.
 
-The exploration noise is Gaussian, as in TD3. The paper uses noise that is correlated over time.
+The exploration noise is Gaussian, as in TD3. The paper uses an Ornstein-Uhlenbeck process.
 
 Source: Lillicrap et al. 2016, arXiv:1509.02971, algorithm 1.
 """
@@ -95,7 +95,7 @@ def with_exploration(run: Run, state: TensorDict) -> TensorDict:
 
 
 def target(run: Run, state: TensorDict, batch: TensorDict) -> Tensor:
-    """Return the target of each transition, `[B]`. With several critics, the target has the smallest value.
+    """Return the target of each transition, `[B]`. With several critics, the target uses the smallest value.
 
     target = reward + discount * min_c(Q_target_c(next_obs, actor_target(next_obs)))
     """

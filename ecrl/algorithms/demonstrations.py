@@ -1,4 +1,4 @@
-"""Read a data set of demonstrations, and draw the steps of an iteration from the data set."""
+"""Read a data set of demonstrations, and draw the steps of each iteration from the data set."""
 
 import warnings
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ class Demonstrations:
 
     Attributes:
         path: path of the file, which `ecrl demo` writes.
-        holdout: share of the episodes that are not learnt from. The last episodes of the file are held out.
+        holdout: share of the episodes that is held out from training. The last episodes of the file are held out.
     """
 
     path: str
@@ -55,7 +55,7 @@ class Demonstrations:
     def check(self, run: Run, cfg: Config) -> None:
         """Raise ConfigError if the file has no demonstrations for the run's environment.
 
-        Warn if another environment, or an environment with another vocabulary, recorded the file.
+        Warn if the file was recorded in another environment, or with another vocabulary.
         """
         about = self._fitting_about(run)
         if rank() == 0:
@@ -96,8 +96,8 @@ class Demonstrations:
 
         Returns: a TensorDict with `train` and, if `holdout` is not 0, `holdout`. Each has `steps` `[M]` and `starts`,
             the index of the first step of each episode, int64 `[E]`.
-        Raises: ConfigError if the file does not fit the run, if a value is not finite or is outside its space, or if an
-            episode is too long for a policy with memory.
+        Raises: ConfigError if the file does not fit the run, or if an episode is too long for a policy with memory.
+            Also raised for a value that is not finite or is outside its space.
         """
         self._fitting_about(run)
         tensors = _or_config_error(read_tensors, Path(self.path))
@@ -172,8 +172,8 @@ def _other_sources(about: dict[str, Any], cfg: Config) -> list[str]:
 def _reports_executed(env: Env) -> bool:
     """Return True if states have the field `executed`.
 
-    Environments of your own may report the field without `env.action_chunk`, so that a reset is necessary. Gymnasium
-    environments and MuJoCo tasks never do.
+    Custom environments may report `executed` even without `env.action_chunk`, so the function resets the environment to
+    find out. Gymnasium environments and MuJoCo tasks never report `executed` without `env.action_chunk`.
     """
     if env.steps_per_action > 1 or not env.is_pure or env.scene is not None:
         return env.steps_per_action > 1
@@ -227,19 +227,20 @@ def drawn_batch(run: Run, state: TensorDict, part: TensorDict) -> TensorDict:
     """Draw demonstrated steps in place of a rollout.
 
     A policy of unit "step" receives `num_envs * buffer_size` single steps, drawn with replacement. A policy of unit
-    "sequence" receives `num_envs` sequences of `buffer_size` consecutive steps. Each sequence begins with an episode,
-    and continues with the episodes that follow in the data set.
+    "sequence" receives `num_envs` sequences of `buffer_size` consecutive steps. Each sequence starts at the beginning
+    of an episode, and continues with the next episodes of the data set.
 
-    Row n of the batch depends on the run's key, the number of steps so far and the global index n of an environment.
-    Each rank therefore draws its own share.
+    A row of the batch depends on the run's key, the number of steps so far and the global index of the environment.
+    Each rank therefore draws different rows.
 
     Args:
         run: the run.
-        state: state of the run; only the key, the counters and, for a policy with memory, the parameters are read.
+        state: state of the run. The function reads only the key, the counters and, for a policy with memory, the
+            parameters.
         part: `train` or `holdout` of the data set.
 
     Returns: a batch `[N]` whose `steps` have shape `[N, T + 1]`. The last step is padding. If the policy has
-        `draw_imitation`, its result for each step is the field `imitation_noise`.
+        `draw_imitation`, the field `imitation_noise` has the result of `draw_imitation` for each step.
     """
     keys, steps = step_keys(run, state)[1].t(), cast(TensorDict, part["steps"])
     if run.policy.unit == "sequence":
@@ -262,8 +263,8 @@ def drawn_batch(run: Run, state: TensorDict, part: TensorDict) -> TensorDict:
 def rows_to_learn(run: Run, params: TensorDict, batch: TensorDict) -> TensorDict:
     """Convert a batch of `drawn_batch` to rows for the policy's `evaluate` (see `rows_of`).
 
-    For a policy with memory, the rows include the memory before each segment, under the parameters `params`. The rows
-    have a bool `mask`, which is False for chunks of actions that cannot be learnt (see `_learnable`).
+    For a policy with memory, the rows include the memory before each segment, computed with the parameters `params`.
+    The rows have a bool `mask`, which is False for chunks of actions that cannot be learnt (see `_learnable`).
     """
     done = batch["steps", "done"][:, :-1]
     if run.policy.unit == "sequence":
@@ -276,8 +277,9 @@ def _learnable(run: Run, params: TensorDict, rows: TensorDict) -> Tensor:
     """Return the mask of the steps whose actions can be learnt, of the shape of `rows["done"]`.
 
     The actions of a chunk after the end of an episode have no meaning. If log-probabilities have one entry per step of
-    a chunk, `sum_tokens` leaves out these actions. Other log-probabilities are of the whole chunk, and the mask is then
-    False if not all of its steps were taken. A policy with its own `imitation_loss` masks the actions itself.
+    a chunk, `sum_tokens` leaves out these actions. Other log-probabilities describe the whole chunk. For these, the
+    mask is True only for chunks whose steps were all executed. A policy with its own `imitation_loss` must mask the
+    actions itself.
 
         mask = executed == steps_per_action
     """
@@ -285,7 +287,7 @@ def _learnable(run: Run, params: TensorDict, rows: TensorDict) -> Tensor:
     if "executed" not in rows or chunk == 1 or run.policy.imitation_loss is not None:
         return mask
     with torch.no_grad():
-        log_prob = run.policy.evaluate_tokens(params, rows[:1])[0]  # for its number of axes only
+        log_prob = run.policy.evaluate_tokens(params, rows[:1])[0]  # only its number of axes is used
     return mask & (rows["executed"] == chunk) if log_prob.ndim < mask.ndim + 2 else mask
 
 
@@ -309,7 +311,7 @@ def _memories(run: Run, params: TensorDict, steps: TensorDict) -> dict[str, Tens
 def _remember(
     run: Run, carry: TensorDict, row: dict[str, Any], params: TensorDict, first: TensorDict
 ) -> tuple[TensorDict, TensorDict]:
-    """Return the memory after a step, which restarts where the episode ended, and the memory before the step."""
+    """Return the memory after a step and the memory before the step. The memory restarts if an episode ended."""
     after, _ = run.policy.act(params, carry, row["obs"], None)
     ended = TensorDict({"terminated": row["done"], "truncated": torch.zeros_like(row["done"])}, row["done"].shape)
     return restarted_carry(after, first, ended), mapped(torch.clone, carry)

@@ -1,7 +1,7 @@
 """Deep Q-learning from a replay buffer.
 
 Double DQN, n-step targets and prioritised replay are settings of the algorithm. Dueling networks, distributions (C51
-and QR-DQN) and noisy networks are settings of the policy `q_network`. All of them together are Rainbow.
+and QR-DQN) and noisy networks are settings of the policy `q_network`. Rainbow combines all of these settings.
 
 Source: Mnih et al. 2015, "Human-level control through deep reinforcement learning"; van Hasselt et al. 2016,
 arXiv:1509.06461 (double); Schaul et al. 2016, arXiv:1511.05952 (prioritised replay); Bellemare et al. 2017,
@@ -73,19 +73,24 @@ class DQNConfig(ReplayConfig):
 
     default_policy: ClassVar = {"name": "q_network"}
 
-    double: bool = Field(default=True, description="choose the next action with the online network (Double DQN)")
+    double: bool = Field(
+        default=True, description="choose the next action in the target with the online network (Double DQN)"
+    )
     target_update_freq: Count = Field(
         default=500, description="environment steps between updates of the target network"
     )
     tau: Fraction = Field(default=1.0, description="weight of the online network in an update of the target network")
     prioritized: PriorityConfig | None = Field(
-        default=None, description="draw transitions with a large error more often; uniformly if absent"
+        default=None,
+        description=(
+            "prioritised replay, which draws transitions with a large error more often; uniform replay if absent"
+        ),
     )
     huber_delta: Positive = Field(
         default=1.0, description="error beyond which the loss grows linearly, in reward units"
     )
     initial_epsilon: Fraction = Field(default=1.0, description="probability of a random action at the start")
-    final_epsilon: Fraction = Field(default=0.05, description="probability of a random action in the end")
+    final_epsilon: Fraction = Field(default=0.05, description="probability of a random action at the end")
     exploration_fraction: Positive = Field(
         default=0.1, le=1.0, description="share of the run in which the probability falls to final_epsilon"
     )
@@ -137,7 +142,7 @@ def with_epsilon(state: TensorDict) -> TensorDict:
 
 
 def next_values(run: Run, params: TensorDict, obs: Any, noise: Any) -> Tensor:
-    """Return the values `[B, A]` that choose the next action. Actions that the mask excludes have the value -inf."""
+    """Return the values `[B, A]` for choosing the next action. Actions that the mask excludes have the value -inf."""
     values = run.policy.q_mean(cast(Any, run.policy.q)(params, obs, None, noise)[0])
     if isinstance(obs, TensorDict) and "action_mask" in obs:
         values = values.masked_fill(~obs["action_mask"], -torch.inf)
@@ -145,9 +150,9 @@ def next_values(run: Run, params: TensorDict, obs: Any, noise: Any) -> Tensor:
 
 
 def target(run: Run, state: TensorDict, batch: TensorDict, slow_noise: Any, online_noise: Any) -> Tensor:
-    """Return the target of each transition: values `[B]`, or distributions `[B, K]`. Each network has its own noise.
+    """Return the target of each transition, values `[B]` or distributions `[B, K]`. Each network has its own noise.
 
-    a*     = argmax_a(Q(next_obs, a))             with the online network if `double`, else the target network
+    a*     = argmax_a(Q(next_obs, a))             with the online network if `double`, otherwise the target network
     target = reward + discount * Q_target(next_obs, a*)
     """
     fixed, policy = fixed_params(state), run.policy
@@ -169,8 +174,8 @@ def loss(
 ) -> tuple[Tensor, Logs]:
     """Return the loss between the values, or distributions, of the taken actions and their targets.
 
-    With prioritised replay, `row_error` in the logs has the error of each transition, `[B]`: the distance between the
-    means, or the Kullback-Leibler divergence of categorical distributions.
+    With prioritised replay, the log `row_error` `[B]` has the error of each transition. The error is the distance
+    between the means or, for categorical distributions, the Kullback-Leibler divergence.
     """
     policy, mask, ones = run.policy, batch["mask"], torch.ones_like(batch["reward"])
     weight = batch.get("weight", ones).to(ones.dtype)

@@ -2,12 +2,12 @@
 
 The update has four differences from soft actor-critic. The critics predict categorical distributions of the return
 (C51). Each critic has its own target, from its own target critic. The actor maximises the mean of the critics' values
-instead of the smallest value. The temperature moves in every gradient step, with the entropy of the next actions.
+instead of the smallest value. Every gradient step also updates the temperature, with the entropy of the next actions.
 
-The defaults are from the authors' code, except for the optimiser and the networks. The authors use AdamW with betas
-of 0.9 and 0.95 and a weight decay of 0.001, standardised observations, and networks with LayerNorm: set
-`algorithm.cfg.optimizer`, `policy.normalize_obs`, and `use_layernorm` of both networks. Their log standard deviation is
-at most 0, and at most 2 here. Entropies are of actions that are scaled to [-1, 1].
+The defaults are from the authors' code, except for the optimiser and the networks. The authors use AdamW with betas of
+0.9 and 0.95 and a weight decay of 0.001, standardised observations, and networks with LayerNorm. To do the same, set
+`algorithm.cfg.optimizer`, `policy.normalize_obs`, and `use_layernorm` of both networks. The largest log standard
+deviation is 0 in the authors' code, and 2 in ecrl. Entropies refer to actions scaled to [-1, 1].
 
 Source: Seo et al. 2025, arXiv:2512.01996.
 """
@@ -70,13 +70,16 @@ class FastSACConfig(ActorCriticConfig):
     capacity: Count = Field(default=1_048_576, description="steps in the replay buffer, of all environments together")
     batch_size: Count = Field(default=8_192, description="transitions per gradient step")
     learning_starts: Natural = Field(default=10_240, description="environment steps before the first gradient step")
-    gradient_steps: Count = Field(default=8, description="gradient steps of an update")
+    gradient_steps: Count = Field(default=8, description="number of gradient steps per update")
     policy_delay: Count = Field(default=4, description="gradient steps of the critics per gradient step of the actor")
     temperature: Positive = Field(default=0.001, description="initial weight of the entropy, in reward units per nat")
     temperature_learning_rate: Positive | None = Field(
-        default=None, description="step size of the log temperature, before the schedule; that of the actor if absent"
+        default=None,
+        description="step size of the log temperature, before the schedule; the actor's step size if absent",
     )
-    target_entropy: float = Field(default=0.0, description="entropy of the policy after learning, in nats")
+    target_entropy: float = Field(
+        default=0.0, description="entropy towards which the temperature drives the policy, in nats"
+    )
 
 
 class Choices(NamedTuple):
@@ -90,7 +93,7 @@ class Choices(NamedTuple):
 
 
 def group_settings(cfg: FastSACConfig) -> dict[str, GroupSettings]:
-    """Return the own optimiser settings of the critics and of the temperature, if any."""
+    """Return the optimiser settings that only the critics or only the temperature use, if any."""
     rate = cfg.temperature_learning_rate
     own = {} if rate is None else {"temperature": GroupSettings(learning_rate=rate)}
     return critic_settings(cfg) | own
@@ -141,7 +144,7 @@ def critic_loss(run: Run, params: TensorDict, batch: TensorDict, target: Tensor)
     """
     logits = cast(Any, run.policy.q)(params, batch["obs"], batch["action"], None)
     mask = batch["mask"].expand(logits.shape[:-1])
-    # Each critic has its own target, so the kernel sees one critic with a batch [C, B].
+    # Each critic has its own target, so the kernel receives one critic with a batch [C, B].
     value, logs = k.categorical_td_loss(logits.unsqueeze(0), target, torch.ones_like(mask, dtype=target.dtype), mask)
     value, q = len(logits) * value, run.policy.q_mean(logits.detach())
     return value, logs | {"q_loss": value.detach(), "q_value": k.masked_mean(q, mask)}
@@ -198,7 +201,7 @@ def fast_sac(cfg: FastSACConfig) -> Algorithm:
         init=partial(init, cfg),
         iterate=interleaved(turn, cfg.train_freq),
         kinds={**LEARNER_KINDS, **REPLAY_KINDS, "target_params": Kind.LEARNED},
-        gradient_steps=None,  # large batches: compiling always shortens a run
+        gradient_steps=None,  # with batches this large, compiling always shortens a run
         as_one=True,
         phase=partial(phase, cfg),
         delayed=(*DELAYED, "entropy") if cfg.policy_delay > 1 else (),

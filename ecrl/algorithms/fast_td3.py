@@ -8,7 +8,7 @@ Each environment has its own scale of the exploration noise, and draws a new sca
 
 The defaults are from the authors' code with 1,024 environments, except for the optimiser and the replay buffer. The
 authors use AdamW with a weight decay of 0.1 and standardised observations: set `algorithm.cfg.optimizer` and
-`policy.normalize_obs`. They store 10,240 steps of each environment, ten times as many as by default here.
+`policy.normalize_obs`. Their replay buffer has 10,240 steps of each environment, ten times the default of ecrl.
 
 Source: Seo et al. 2025, arXiv:2505.22642.
 """
@@ -71,13 +71,13 @@ class FastTD3Config(ActorCriticConfig):
     capacity: Count = Field(default=1_048_576, description="steps in the replay buffer, of all environments together")
     batch_size: Count = Field(default=32_768, description="transitions per gradient step")
     learning_starts: Natural = Field(default=10_240, description="environment steps before the first gradient step")
-    gradient_steps: Count = Field(default=2, description="gradient steps of an update")
+    gradient_steps: Count = Field(default=2, description="number of gradient steps per update")
     policy_delay: Count = Field(default=2, description="gradient steps of the critics per gradient step of the actor")
     policy_noise: NonNegative = Field(
         default=0.001, description="standard deviation of the noise in the target, in units of half the action range"
     )
     noise_clip: NonNegative = Field(
-        default=0.5, description="largest size of the noise in the target, in units of half the action range"
+        default=0.5, description="bound to which the noise in the target is clipped, in units of half the action range"
     )
     min_exploration_noise: NonNegative = Field(
         default=0.001, description="smallest standard deviation of exploration noise, in units of half the action range"
@@ -111,9 +111,9 @@ def init(cfg: FastTD3Config, run: Run, key: Tensor) -> dict[str, Any]:
 
 
 def drawn_scales(run: Run, key: Tensor, step: Tensor, renewed: Tensor, scales: Tensor, hyper: TensorDict) -> Tensor:
-    """Return the noise scales `[N]` after `step`. Environments whose `renewed` is True draw a new scale."""
+    """Return the noise scales `[N]` after `step`. Environments with a True `renewed` draw a new scale."""
     keys = rng.stream(key, rng.ACTION, env_index(run.static.num_envs, key.device), step)
-    uniform = rng.uniform(rng.fold_in(keys, 1))  # the policy draws the noise of its actions from `keys`
+    uniform = rng.uniform(rng.fold_in(keys, 1))  # the policy draws its action noise from `keys`
     low, high = hyper["min_exploration_noise"], hyper["max_exploration_noise"]
     return noise_scales(scales, uniform, renewed, low=low, high=high)
 
@@ -204,7 +204,7 @@ def fast_td3(cfg: FastTD3Config) -> Algorithm:
         init=partial(init, cfg),
         iterate=interleaved(turn, cfg.train_freq),
         kinds={**LEARNER_KINDS, **REPLAY_KINDS, "target_params": Kind.LEARNED},
-        gradient_steps=None,  # large batches: compiling always shortens a run
+        gradient_steps=None,  # with batches this large, compiling always shortens a run
         as_one=True,
         phase=partial(phase, cfg),
         delayed=DELAYED if cfg.policy_delay > 1 else (),

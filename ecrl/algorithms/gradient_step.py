@@ -57,12 +57,12 @@ def gradient_step(
         run: the run.
         state: state with `params`, `opt`, `hyper`, `norm`, `update_step` and `iterations`, and optionally with
             `frozen_params`.
-        group: the group. Its paths are names of networks. A group without paths has all parameters.
+        group: the group. Its paths are names of networks. A group without paths contains all parameters.
         loss: (run, params, *args) -> 0-d loss and logs. `params` are the parameters for the policy's functions. The log
-            `count` has the number of elements over which the loss is a mean, and weights the ranks.
+            `count` is the number of elements over which the loss is a mean. This count weights the ranks.
         args: further arguments of `loss`.
-        moves: 0-d bool; if False, the parameters and the optimiser state of the group do not change, and the logs are
-            NaN, except for the learning rate. A compiled graph for the CPU then does not compute the loss.
+        moves: 0-d bool; if False, the parameters and the optimiser state of the group do not change. The logs are then
+            NaN, except for the learning rate, and a compiled graph for the CPU does not compute the loss.
 
     Returns: the state with new `params` and `opt`, and the logs of the loss with the gradient norm and the learning
         rate. If `count` is 0 on all ranks, nothing changes. If `trainer.finite_guard` is "skip", a step whose gradients
@@ -119,7 +119,7 @@ def _step_of_group(
 
 
 def each_minibatch(run: Run, state: TensorDict, batch: TensorDict, number: int, step: Step) -> tuple[TensorDict, Logs]:
-    """Take gradient steps on the equal parts of a batch, one after the other.
+    """Split a batch into equal parts, and take one gradient step on each part, one after the other.
 
     Args:
         run: the run.

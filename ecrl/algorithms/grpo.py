@@ -1,15 +1,14 @@
 """Group-relative policy optimisation, whose baseline is the mean return of environments with the same start.
 
-The members of a group share their start and the noise of the environment, and differ only in their actions. GRPO needs
+The members of a group have the same start and the same environment noise, and differ only in their actions. GRPO needs
 no critic.
 
 Settings of the config give the variants DAPO, Dr. GRPO, GSPO and RLOO:
 
     loss = mean(objective + kl_coef * kl_k3 - ent_coef * entropy)
 
-The objective is the clipped surrogate with one probability ratio per action, token or episode (`ratio`). The mean is
-over all tokens, first over each episode, or with a fixed length (`loss_mean`). A token is a whole action if `ratio` is
-"action".
+The objective is the clipped surrogate with one probability ratio per action, token or episode (`ratio`). `loss_mean`
+selects how the mean over tokens is taken. A token is a whole action if `ratio` is "action".
 
 Source: Shao et al. 2024, arXiv:2402.03300, applied to environment steps instead of tokens.
 """
@@ -58,7 +57,10 @@ class GRPOConfig(ClippedConfig):
 
     target_kl: Positive | None = Field(
         default=None,
-        description="KL of the update, in nats, above which learning from a rollout stops; no limit if absent",
+        description=(
+            "KL between the new policy and the policy that acted, in nats, above which learning from a rollout stops; "
+            "no limit if absent"
+        ),
     )
     gamma: Fraction = Field(default=0.99, description="discount per step")
     ratio: Literal["action", "token", "sequence"] = Field(
@@ -67,17 +69,22 @@ class GRPOConfig(ClippedConfig):
     )
     loss_mean: Literal["token", "sequence", "fixed_length"] = Field(
         default="token",
-        description="mean of the loss: over all tokens (DAPO), first over each episode's tokens (GRPO), or of sums of "
-        "episodes divided by the largest length (Dr. GRPO); an action is one token if ratio is action",
+        description=(
+            "mean of the loss: over all tokens (DAPO), over episodes of the mean over tokens (GRPO), or over episodes "
+            "of the sum over tokens divided by the largest length (Dr. GRPO); an action is one token if ratio is "
+            "action"
+        ),
     )
     advantage: Literal["return_to_go", "episode"] = Field(
         default="return_to_go",
-        description="what a group compares: returns from each step on, or returns of whole episodes",
+        description="returns that a group compares: from each step on, or of whole episodes",
     )
     baseline: Literal["standardized", "centered", "leave_one_out"] = Field(
         default="standardized",
-        description="subtract the group's mean and divide by its standard deviation, subtract the mean (Dr. GRPO), or "
-        "subtract the mean of the other members (RLOO)",
+        description=(
+            "subtract the group's mean and divide by its standard deviation, only subtract the mean (Dr. GRPO), or "
+            "subtract the mean of the other members (RLOO)"
+        ),
     )
     min_group_score: float | None = Field(
         default=None,
@@ -89,20 +96,26 @@ class GRPOConfig(ClippedConfig):
     )
     drop_masked: bool = Field(
         default=False,
-        description="draw minibatches only from the steps that count, and take fewer gradient steps if some do not",
+        description=(
+            "draw minibatches only from unmasked steps, which takes fewer gradient steps if some steps are masked"
+        ),
     )
     ent_coef: NonNegative = Field(default=0.0, description="weight of the entropy bonus")
     kl_coef: NonNegative = Field(
-        default=0.02, description="weight of the KL to the reference policy; 0 means no reference"
+        default=0.02, description="weight of the KL divergence from the reference policy; 0 means no reference"
     )
     ref_update_freq: Count | None = Field(
-        default=None, description="iterations after which the reference becomes a copy of the policy; never if absent"
+        default=None,
+        description="number of iterations between updates of the reference, which copy the policy; never if absent",
     )
     group_size: int = Field(
-        default=4, ge=2, lt=2**31, description="environments per group, which share a start; divides num_envs"
+        default=4,
+        ge=2,
+        lt=2**31,
+        description="number of environments per group, which share a start; must divide num_envs",
     )
     eps: NonNegative = Field(
-        default=1e-8, description="added to the standard deviation of a group's returns, in reward units"
+        default=1e-8, description="number added to the standard deviation of a group's returns, in reward units"
     )
     reset_every_rollout: bool = Field(default=True, description="reset every environment before each rollout")
     truncate_at_first_done: bool = Field(default=True, description="learn only from the first episode of each rollout")
@@ -125,7 +138,7 @@ class GRPOConfig(ClippedConfig):
 
     @property
     def needs_episodes(self) -> bool:
-        """True if a minibatch needs whole episodes, to compute their probability ratios."""
+        """True if minibatches must contain whole episodes, to compute the probability ratio of an episode."""
         return self.ratio == "sequence"
 
 
@@ -133,8 +146,8 @@ class Choices(NamedTuple):
     """Settings of a config that determine the compiled graph.
 
     Attributes:
-        has_reference: True if the loss penalises the KL to a reference policy.
-        truncate_at_first_done: True to learn only from the first episode of each rollout.
+        has_reference: True if the loss penalises the KL divergence from a reference policy.
+        truncate_at_first_done: True if the algorithm learns only from the first episode of each rollout.
         advantages: `step_advantages`, or `variant_advantages`.
         scores_episodes: True if a group compares the returns of whole episodes.
         baseline: function that subtracts the baseline of a group, or None with `step_advantages`.
@@ -171,7 +184,7 @@ def check_groups(run: Run, cfg: GRPOConfig) -> None:
 def init(cfg: GRPOConfig, run: Run, key: Tensor) -> dict[str, Any]:
     """Return parameters, optimiser state, hyperparameters and, if `kl_coef` is not 0, the reference parameters.
 
-    The reference keeps its own observation statistics, so that new statistics do not change the reference policy.
+    The reference has its own observation statistics, so new statistics do not change the reference policy.
     """
     check_groups(run, cfg)
     check_log_prob(run.policy, "grpo")
@@ -210,8 +223,8 @@ def step_advantages(run: Run, hyper: TensorDict, steps: TensorDict) -> tuple[Ten
 def advantages(run: Run, state: TensorDict, batch: TensorDict) -> dict[str, Tensor]:
     """Return the advantages, the mask of steps to learn from and any reference log-probabilities, each `[N, T]`.
 
-    If the loss weights its tokens, return also the `weight` of the tokens of each step. The log-probabilities then keep
-    their token axes, `[N, T, ...]`, unless each action has one ratio.
+    If the loss weights its tokens, the result also has `weight`, the weight of the tokens of each step. The
+    log-probabilities then have token axes, `[N, T, ...]`, unless each action has one ratio.
     """
     choices, steps = run.algorithm.choices, cast(TensorDict, batch["steps"])
     advantage, mask = choices.advantages(run, cast(TensorDict, state["hyper"]), steps)

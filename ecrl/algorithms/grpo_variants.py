@@ -1,4 +1,4 @@
-"""Settings of GRPO that differ from the defaults: baselines, scores of episodes, group filtering, ratios and means.
+"""Functions for settings of GRPO other than the defaults: baselines, episode scores, group filters, ratios and means.
 
 Sources: Yu et al. 2025 (DAPO), arXiv:2503.14476. Liu et al. 2025 (Dr. GRPO), arXiv:2503.20783. Zheng et al. 2025
 (GSPO), arXiv:2507.18071. Ahmadian et al. 2024 (RLOO), arXiv:2402.14740.
@@ -55,19 +55,19 @@ Weights = Callable[[Run, TensorDict, Tensor], Tensor]
 
 
 def token_weights(run: Run, steps: TensorDict, mask: Tensor) -> Tensor:
-    """Return `token_mean_weights` of the batch of all ranks, for a mean over rows."""
+    """Return `token_mean_weights` over the batches of all ranks, for a mean over rows."""
     count = token_counts(run, steps)
     return _per_row(run, mask, token_mean_weights(count.sum(-1), mask, total=all_sum))
 
 
 def episode_weights(run: Run, steps: TensorDict, mask: Tensor) -> Tensor:
-    """Return `sequence_mean_weights` of the batch of all ranks, for a mean over rows."""
+    """Return `sequence_mean_weights` over the batches of all ranks, for a mean over rows."""
     count = token_counts(run, steps)
     return _per_row(run, mask, sequence_mean_weights(count.sum(-1), mask, total=all_sum))
 
 
 def fixed_length_weights(run: Run, steps: TensorDict, mask: Tensor) -> Tensor:
-    """Return `fixed_length_mean_weights` of the batch of all ranks, for a mean over rows."""
+    """Return `fixed_length_mean_weights` over the batches of all ranks, for a mean over rows."""
     count = token_counts(run, steps)
     weight = fixed_length_mean_weights(count.sum(-1), mask, length=count[0].numel(), total=all_sum)
     return _per_row(run, mask, weight)
@@ -93,8 +93,8 @@ def counted_rows(mask: Tensor) -> Tensor:
 def filtered(run: Run, hyper: TensorDict, steps: TensorDict, mask: Tensor) -> Tensor:
     """Mask the steps of groups whose mean score is not between `min_group_score` and `max_group_score`.
 
-    The score of an environment is the sum of the rewards of its unmasked steps, without discounts. A limit that is not
-    in `hyper` is infinite.
+    The score of an environment is the sum of the rewards of its unmasked steps, without discounts. A limit that is
+    missing in `hyper` excludes no group.
     """
     score = undiscounted_reward(steps)[:, :-1].masked_fill(~mask, 0.0).sum(-1)
     low, high = hyper.get("min_group_score", -inf), hyper.get("max_group_score", inf)
@@ -103,7 +103,7 @@ def filtered(run: Run, hyper: TensorDict, steps: TensorDict, mask: Tensor) -> Te
 
 
 def variant_advantages(run: Run, hyper: TensorDict, steps: TensorDict) -> tuple[Tensor, Tensor]:
-    """Return the advantages and the mask of steps to learn from, each `[N, T]`, with any baseline, score and limits."""
+    """Return the advantages and the mask of steps to learn from, each `[N, T]`, for any baseline, score and limits."""
     choices, group_size = run.algorithm.choices, run.algorithm.group_size
     score, mask = returns_to_go(steps, gamma=hyper["gamma"])
     if choices.scores_episodes:

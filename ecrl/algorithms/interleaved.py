@@ -1,4 +1,4 @@
-"""Off-policy iterations, which alternate environment steps and gradient steps in one loop over a replay buffer.
+"""Off-policy iterations: one loop alternates environment steps and gradient steps on data from a replay buffer.
 
 An algorithm defines a function `turn`, with the steps of the pseudocode in the algorithm's paper:
 
@@ -15,15 +15,15 @@ An algorithm defines a function `turn`, with the steps of the pseudocode in the 
 
 `interleaved(turn)` turns this function into the `iterate` of an algorithm.
 
-A turn does not depend on the length of an iteration. The turn's `run` and `state` look as if every iteration had one
-turn. In `run.static`, `buffer_size` is the number of steps per turn. In the state, `sample_step`, `update_step`,
-`iterations` and the cursor of the buffer count each turn as an iteration. New steps are in the buffer as soon as a turn
-adds them, and the steps that they replace are gone. Thus `trainer.buffer_size` does not change the result of learning,
+A turn does not depend on the length of an iteration. A turn receives a `run` and a `state` as if every iteration had
+one turn. In `run.static`, `buffer_size` is the number of steps per turn. In the state, `sample_step`, `update_step`,
+`iterations` and the cursor of the buffer count each turn as an iteration. As soon as a turn adds new steps, the buffer
+contains these steps instead of the oldest steps. Thus `trainer.buffer_size` does not change the result of learning,
 with three exceptions. The phase is chosen once per iteration, the finite guard skips whole iterations, and the lengths
 of learning-rate schedules are in iterations.
 
-If the buffer has a sum tree, a turn finds it in the state, in the field `tree` of `replay`, and may change it (see
-`ecrl.algorithms.prioritized`). The loop stores the new tree with the new steps.
+If the buffer has a sum tree, the tree is the field `tree` of `replay` in the state, and a turn may change it (see
+`ecrl.algorithms.prioritized`). The loop stores the new tree together with the new steps.
 """
 
 from collections.abc import Callable
@@ -107,7 +107,7 @@ class Interleaved:
             batch=lambda size: (turns, self.steps, *size[1:]),
         )
         body: Any = partial(_turn, self.turn, run, own)
-        if run.algorithm.as_one and run.jit is not partial and not in_graph():  # `partial` is the `jit` of eager runs
+        if run.algorithm.as_one and run.jit is not partial and not in_graph():  # eager runs have `partial` as `jit`
             body = partial(_turn_in_python, body, own, _stepping(own), run.jit(_rest_of_turn, self.turn, run, own))
         executed = torch.zeros_like(start) if "decision_step" in state else None
         empty = replay_start(ring, start, steps=run.static.buffer_size)
@@ -140,9 +140,9 @@ class Interleaved:
         return replaced(state, {"replay": replaced(replay, {"steps": replaced(steps, {"executed": executed})})})
 
     def after_gap(self, state: TensorDict) -> TensorDict:
-        """Return the state if the next step in the buffer will not follow the newest one (see `replay_cut`).
+        """Mark the newest step in the buffer: the next step will not be its successor (see `replay_cut`).
 
-        The loop calls this function after it restarts the environments, or leaves out the steps of an iteration.
+        The loop calls this function after it restarts the environments, or after it drops the steps of an iteration.
         """
         replay = cast(TensorDict, state["replay"])
         return replaced(state, {"replay": replaced(replay, replay_cut(replay, replay["cursor"]))})
@@ -175,23 +175,24 @@ def interleaved(turn: Turn, steps: int = 1) -> Interleaved:
 
     An iteration has `trainer.buffer_size / steps` turns. In a compiled iteration, the turns are one loop of the graph.
     If the environment steps in Python, or with several ranks, Python runs the turns one by one. In a compiled run of an
-    algorithm with `as_one=True`, each turn then runs twice up to `take_steps`: once eagerly, to find the arguments of
-    `take_steps`, and once more in one compiled function with the rest of the turn. Learn after `take_steps`, because
-    the code before it costs twice.
+    algorithm with `as_one=True`, the code of `turn` before `take_steps` then runs twice. The first, eager call finds
+    the arguments of `take_steps`. The second call is one compiled function with the rest of the turn. Learn after
+    `take_steps`, because the code before `take_steps` costs twice.
 
     Args:
         turn: (run, state, noise, replay) -> (state, replay, steps, logs), which runs one turn, as in the module
-            docstring. Pass `noise` to `take_steps` as it is, and return the `steps` of `take_steps`. The logs are
+            docstring. Pass `noise` to `take_steps` unchanged, and return the `steps` of `take_steps`. The logs are
             floats. The logs of an iteration are means over its turns, except that `skipped_steps` is a sum. All fields
             of the state may change except `key`, `hyper`, `episode`, `sample_step`, `decision_step`, `update_step`,
             `iterations` and `frozen_params`.
-        steps: number of steps of each environment per turn. `turn` may then take any number of gradient steps. With 4
-            steps and 1 gradient step, there is a quarter of a gradient step for each step of an environment.
+        steps: number of steps of each environment per turn. `turn` may take any number of gradient steps after these
+            steps. For example, 4 steps and 1 gradient step give a quarter of a gradient step for each step of an
+            environment.
 
     The state needs a replay buffer in the field `replay` (see `new_replay`). Declare the kinds of its fields with
-    `REPLAY_KINDS`. After each turn, the statistics in the field `norm` are updated with the steps of the turn. They are
-    the statistics of observations, if the policy has them, and the statistics of `reward_norm_init`, if `init` returns
-    them.
+    `REPLAY_KINDS`. After each turn, the statistics in the field `norm` are updated with the steps of the turn. `norm`
+    has statistics of observations if the policy standardises them, and statistics of `reward_norm_init` if `init`
+    returns them.
 
     Raises: ConfigError in the first iteration if the state lacks `replay`, if `steps` does not divide `buffer_size`, if
         the buffer is shorter than an iteration, or if a `segment_length` below `steps` does not divide `steps`.
@@ -218,9 +219,9 @@ def _turn(
 ) -> tuple[_Carry, tuple[TensorDict, Logs]]:
     """Run one turn. Return the next carry, and the steps and logs of the turn.
 
-    `run` describes an iteration, and `own` describes a turn. The carry has the fields that change and the block of new
-    steps. If the environment reports `executed`, the carry also has the number of environment steps in the iteration so
-    far.
+    `run` describes an iteration, and `own` describes a turn. The carry of the loop has the fields that change and the
+    block of new steps. If the environment reports `executed`, the carry also has the number of environment steps so far
+    in the iteration.
     """
     (moving, block, executed), (number, noise) = carry, x
     static, turns = own.static, own.static.turns
@@ -255,16 +256,16 @@ def _turn(
 
 
 class _StepsTaken(NamedTuple):
-    """Result of the environment steps of a turn, which a turn receives instead of noise."""
+    """Result of the environment steps of a turn. The turn receives this object instead of noise."""
 
     changed: TensorDict
     steps: TensorDict
 
 
 class _StepsNeeded(BaseException):
-    """Stop of a turn at `take_steps`, with the arguments `run` and `state` of `take_steps`.
+    """Exception that stops a turn at `take_steps`. It has the arguments `run` and `state` of `take_steps`.
 
-    The class is no subclass of Exception, so that a turn that handles the errors of its environment does not catch it.
+    The class is not a subclass of Exception, so code that handles the errors of an environment does not catch it.
     """
 
     def __init__(self, run: Run, state: TensorDict) -> None:
@@ -273,7 +274,7 @@ class _StepsNeeded(BaseException):
 
 
 class _Stop:
-    """Object that a turn receives instead of noise, so that it stops at `take_steps`."""
+    """Object that a turn receives instead of noise, which stops the turn at `take_steps`."""
 
     def __getitem__(self, key: Any) -> Any:  # Python also calls this method to unpack the object
         raise ValueError("a turn may not use its noise; pass it to take_steps as it is")
@@ -293,10 +294,10 @@ def _turn_in_python(
     ring: TensorDict,
     start: Tensor,
 ) -> tuple[_Carry, tuple[TensorDict, Logs]]:
-    """Run one turn like `_turn`, with everything that follows its environment steps as one compiled function.
+    """Run one turn like `_turn`, but compile all code after the environment steps as one function.
 
-    A call of `whole` runs the turn up to `take_steps`. `stepping` takes the steps, unless the turn changed its run
-    `own`. The compiled call of `rest` runs the whole turn again, and receives the steps.
+    A call of `whole` runs the turn up to `take_steps`. `stepping` takes the steps, unless the turn changed its `run`.
+    The compiled call of `rest` runs the whole turn again, and receives the steps.
     """
     number, noise = x
     try:
@@ -371,7 +372,7 @@ def _step(
 
 
 def _restarted_exploration(policy: Policy, exploration: TensorDict, initial: TensorDict, row: TensorDict) -> TensorDict:
-    """Return the exploration state for the next step. Where an episode ended, only the fields of `initial` restart."""
+    """Return the exploration state for the next step. If an episode ended, only the fields of `initial` restart."""
     if initial.is_empty():
         return exploration
     check_restart(policy, exploration, initial)
@@ -409,8 +410,8 @@ def take_steps(run: Run, state: TensorDict, noise: tuple[Any, Any]) -> tuple[Ten
 
     Returns: the state with new `env`, `exploration` and `carry`, and the steps `[S, N]`. The steps have `obs`, the
         fields of the policy's output, `reward`, `terminated`, `truncated`, `done`, and `info`, `mask` and `executed` if
-        the environment has them. `final_obs` is the successor of `obs`. At the end of an episode it is the last
-        observation of that episode.
+        the environment has them. `final_obs` is the successor of `obs`. At the end of an episode, `final_obs` is the
+        last observation of that episode.
     Gradient: none, because the function runs under `no_grad`.
     """
     if noise is _STOP:
@@ -426,9 +427,9 @@ def _stepping(run: Run) -> Callable[[TensorDict, tuple[Any, Any]], tuple[TensorD
 
 
 def collect_exploring(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
-    """Take `buffer_size` steps in every environment with exploration, for the `collect` of `on_policy`.
+    """Take `buffer_size` steps in every environment with exploration. `on_policy` takes this function as `collect`.
 
-    The steps are the steps of `take_steps`, with the exploration that the state describes.
+    The steps are the same as from `take_steps`, with the exploration that the state describes.
 
     Returns: the state with new `env`, `episode`, `exploration` and `carry`, and a batch `[N]`. The `steps` of the batch
         are a rollout `[N, T + 1]` without values. The rollout has the field `final_obs`, the observation that each step
@@ -515,8 +516,8 @@ def store(run: Run, replay: Replay, steps: TensorDict, **fields: Any) -> StoredR
         fields: further fields `[S, N, ...]`, which replace fields of `steps` of the same name, such as a scaled reward.
 
     Returns: the buffer with the new steps.
-    Raises: ValueError for a second call in a turn, for another number of steps than the turn takes, or if the buffer
-        has a field that the steps lack, or a field of another shape or dtype.
+    Raises: ValueError for a second call in a turn, for a wrong number of steps, or if the steps lack a field of the
+        buffer or have the field in another shape or dtype.
     """
     if isinstance(replay, StoredReplay):
         raise ValueError("store was called twice in a turn; call it once, with all steps of the turn")

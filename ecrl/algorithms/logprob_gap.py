@@ -1,4 +1,4 @@
-"""Log how far the log-probabilities of acting and of learning differ before the first gradient step."""
+"""Log the difference between the log-probabilities of acting and of learning before the first gradient step."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from ecrl.distributed import all_max
 from ecrl.policies import counted_tokens, policy_params
 from ecrl.types import Logs
 
-_STEPS = 128  # enough to find a difference between two distributions, and cheap beside an update
+_STEPS = 128  # enough to find a difference between two distributions, and cheap compared with an update
 
 
 def logprob_gap(run: Run, state: TensorDict, batch: TensorDict) -> Logs:
@@ -19,8 +19,8 @@ def logprob_gap(run: Run, state: TensorDict, batch: TensorDict) -> Logs:
 
         max |log_prob(token) - sample_log_prob(token)|        over the tokens that count, in nats
 
-    `sample_log_prob` is from `act`, and `log_prob` is from `evaluate` with the same parameters. Only rounding may make
-    a difference. The maximum is over at most 128 steps, spread evenly over the batch, and over all ranks.
+    `sample_log_prob` is from `act`, and `log_prob` is from `evaluate` with the same parameters. Except for rounding,
+    both must be equal. The maximum is over at most 128 steps, spread evenly over the batch, and over all ranks.
 
     Args:
         run: the run.

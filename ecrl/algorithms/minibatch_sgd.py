@@ -1,6 +1,6 @@
 """Stochastic gradient descent on minibatches, and its config, for use in several algorithms.
 
-`minibatch_epochs` learns from the steps of a batch. `minibatch_sgd` learns from rows of any kind.
+`minibatch_epochs` learns from the steps of a batch. `minibatch_sgd` learns from any rows.
 
 Each gradient step is one function of tensors. Gradient steps can be compiled, because their branches depend only on the
 config.
@@ -60,13 +60,15 @@ class MinibatchConfig(LearningConfig):
     n_epochs: Count = Field(default=10, description="passes over each rollout")
     batch_size: Count | None = Field(
         default=None,
-        description="transitions per gradient step, at most the rollout; if num_minibatches is absent too, the default "
-        "is 64, or one sequence of a recurrent policy if that is longer",
+        description=(
+            "transitions per gradient step, at most the rollout; if num_minibatches is also absent, 64, or one "
+            "sequence of a recurrent policy if a sequence is longer"
+        ),
     )
     num_minibatches: Count | None = Field(default=None, description="gradient steps per pass, instead of batch_size")
     segment_length: Count | None = Field(
         default=None,
-        description="steps per sequence for a policy with memory; divides trainer.buffer_size; all steps if absent",
+        description="steps per sequence for a policy with memory; must divide trainer.buffer_size; all steps if absent",
     )
 
     @model_validator(mode="after")
@@ -77,7 +79,7 @@ class MinibatchConfig(LearningConfig):
 
     @property
     def needs_episodes(self) -> bool:
-        """True if a minibatch needs all steps of an environment together, also for a policy without memory."""
+        """True if the loss needs all steps of an environment together, even for a policy without memory."""
         return False
 
 
@@ -129,8 +131,8 @@ def shuffled(keys: Tensor, sizes: Sequence[int], width: int, first: Tensor | Non
     """Return shuffled row indices `[len(keys) * len(sizes), width]`, with one minibatch per key and size.
 
     `width` is at least `max(sizes)`. A minibatch with fewer rows repeats its first row. The second result is a mask of
-    the same shape, which is False for repeated rows. If `first` is not None, it is a bool mask `[sum(sizes)]`, and the
-    rows of this mask come first, in a random order.
+    the same shape, which is False for repeated rows. `first` is None or a bool mask `[sum(sizes)]`. The rows for which
+    `first` is True come first, in a random order.
     """
     order = rng.permutation(keys, sum(sizes))
     if first is not None:
@@ -142,7 +144,7 @@ def shuffled(keys: Tensor, sizes: Sequence[int], width: int, first: Tensor | Non
     return index.flatten(0, 1), real.expand(len(keys), -1, -1).flatten(0, 1)
 
 
-@cache  # each warning appears only once
+@cache  # warn only once
 def _at_most(key: str, value: int, most: int, unit: str) -> int:
     if value > most:
         text = f"algorithm.cfg.{key} {value} is above the rollout's {most} {unit}; using {most}"
@@ -267,9 +269,9 @@ def _gradient_step(
 ) -> tuple[_Carry, tuple[Tensor, Tensor, Logs]]:
     """Take one step of every optimiser on one minibatch.
 
-    Return the new carry (params, opt, rates, stopped), and the count, `stopped` and logs of the step. From the first
-    step whose distance exceeds the limit, parameters and optimiser state no longer change. This first step still adapts
-    an adaptive learning rate. If the run skips nonfinite steps, a step with NaN or infinity changes nothing.
+    Return the new carry (params, opt, rates, stopped), and the count, `stopped` and logs of the step. Once the distance
+    of a step exceeds the limit, parameters and optimiser state no longer change. An adaptive learning rate still
+    changes in this step. If the run skips nonfinite steps, a step with NaN or infinity changes nothing.
     """
     params, opts, rates, stopped = carry
     grads, (count, logs) = _gradients(of, params, chosen, fixed, rows, hyper)
@@ -307,9 +309,10 @@ def _gradient_step_if_due(
     rows: TensorDict,
     hyper: TensorDict,
 ) -> tuple[_Carry, tuple[Tensor, Tensor, Logs]]:
-    """Take a gradient step only if the minibatch is due (a 0-d bool). Otherwise, change nothing, and return count 0.
+    """Take a gradient step only if `due`, a 0-d bool, is True. Otherwise, change nothing, and return count 0.
 
-    A compiled graph for the CPU does not compute the other steps. Their `stopped` and their logs are NaN.
+    A compiled graph for the CPU does not compute steps that are not due. The `stopped` and the logs of such steps are
+    NaN.
     """
     index, real, due = chosen
     carry, (count, stopped, logs) = step_if(due, partial(_gradient_step, of), carry, (index, real), fixed, rows, hyper)
@@ -358,7 +361,7 @@ def minibatch_epochs(
         loss: (run, params, minibatch, mask, hyper) -> loss and logs. `minibatch` has rows from `rows_of`, which include
             `fields`. Pass the minibatch to `run.policy.evaluate_and_value_rows`, or to `evaluate_rows` if the loss
             needs no values. The minibatch's `sample_log_prob` is summed over the tokens of an action.
-        sgd: same as for `minibatch_sgd`, as are `whole`, `distance`, `limit` and the result.
+        sgd: same as for `minibatch_sgd`. This also applies to `whole`, `distance`, `limit` and the result.
         to_rows: `rows_of`, or `token_rows_of` if `sample_log_prob` must keep its token axes.
     """
     rows, gap = to_rows(run, batch, **fields), logprob_gap(run, state, batch)
@@ -386,7 +389,7 @@ def minibatch_sgd(
         rows: TensorDict `[M]`. If some rows must be ignored, `rows` has a bool `mask` that is False for these rows. The
             rows of a policy of unit "sequence" have a `mask` of shape `[M, T]`, and a minibatch never splits a row.
         loss: (run, params, minibatch, mask, hyper) -> 0-d loss and logs, all means over the elements whose `mask` is
-            True. `params` include the observation statistics and the frozen parameters. If the means are over another
+            True. `params` include the observation statistics and the frozen parameters. If a mean is over a different
             number of elements, return this number as the log `count`.
         sgd: number and size of the minibatches, and the optimiser groups. If `sgd.drop_masked` is True, `rows` must
             have a `mask`. Each pass then draws its minibatches only from rows with an unmasked step, and takes fewer

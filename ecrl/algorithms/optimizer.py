@@ -2,8 +2,8 @@
 
 Each group has its own optimiser, clipping norm, learning rate and schedule, and its own state with a step counter. The
 small parameters of a group are packed into one vector per dtype, because few large tensors are faster to update than
-many small ones. A large parameter is a vector of its own, because copying it would cost more than it saves. The
-hyperparameters of a group are stored in `state["hyper"]` under the prefix of the group, such as
+many small tensors. Copying a large parameter would cost more than it saves, so each large parameter is a vector of its
+own. The hyperparameters of a group are stored in `state["hyper"]` under the prefix of the group, such as
 `critic_max_grad_norm`. Groups share hyperparameters that have no prefix.
 """
 
@@ -28,7 +28,7 @@ Packed = dict[str, TensorDict]
 """Packed vectors of every group, as `{group: {name: vector}}`."""
 
 _LARGE = 2**13
-"""The minimum number of elements of a parameter that is a vector of its own."""
+"""The minimum number of elements of a large parameter, which is a vector of its own."""
 
 
 class Optimizer(NamedTuple):
@@ -57,8 +57,8 @@ class Group(NamedTuple):
     Attributes:
         name: key of the group's state in `state["opt"]`. If there is a single group, `state["opt"]` is the group's
             state.
-        paths: path prefixes of the group's parameters. If None, the group has all parameters that are in no other
-            group.
+        paths: path prefixes of the group's parameters. If None, the group contains all parameters outside the other
+            groups.
         optimizer: adam, adamw, sgd or rmsprop.
         schedule: name of the learning-rate schedule; None for a constant rate.
         prefix: name prefix of the group's hyperparameters in `hyper` and of its logs.
@@ -97,8 +97,8 @@ def groups_of(
 ) -> tuple[Group, ...]:
     """Return the optimiser groups of a config: one for all parameters, or one for each name in `paths`.
 
-    The first group has no prefix and uses the settings of the config. The prefix of every other group is its
-    name. Such a group uses the optimiser and schedule in `own`, if any, or else the optimiser and schedule of the
+    The first group has no prefix and uses the settings of the config. The prefix of every other group is its name. Such
+    a group uses the optimiser and schedule in `own`. If these are absent, it uses the optimiser and schedule of the
     config. Also pass `own` to `learning_state`.
 
     >>> [(group.name, group.prefix) for group in groups_of(LearningConfig(), {"actor": None, "critic": (("critic",),)})]
@@ -124,7 +124,7 @@ def _check_own(own: Mapping[str, GroupSettings], groups: Sequence[str]) -> None:
 
 
 def number(tree: TensorDict, group: Group, name: str) -> Any:
-    """Return a hyperparameter of a group: the group's own value, or the value that groups share."""
+    """Return a hyperparameter of a group: the group's own value, if any, or the shared value."""
     own = f"{group.prefix}{name}"
     return tree[own] if own in tree.keys() else tree[name]  # noqa: SIM118
 
@@ -158,7 +158,7 @@ class Layout(NamedTuple):
 def layout_of(params: TensorDict, groups: tuple[Group, ...]) -> Layout:
     """Assign each parameter to a group, and return the layout.
 
-    Raises: ConfigError for a parameter in no group or in two, and for a path that no parameter has.
+    Raises: ConfigError for a parameter that is in no group or in two groups, and for a path without parameters.
     """
     leaves, structure = flatten(params)
     owners: list[list[str]] = [[] for _ in leaves]
@@ -322,8 +322,8 @@ def optimizer_step(
         rates: learning rate of each group, 0-d.
         hyper: the hyperparameters of the state.
         layout: the layout of the groups.
-        moves: 0-d bool flags by group name. A group whose flag is False keeps its parameters and its optimiser state,
-            including the step counter. A group without a flag is updated.
+        moves: 0-d bool flags by group name. If the flag of a group is False, its parameters and its optimiser state do
+            not change, including the step counter. A group without a flag is updated.
 
     Returns: the new parameters and optimiser states.
     Raises: ValueError if `moves` names a group that does not exist.
@@ -348,7 +348,7 @@ def optimizer_step(
 def learning_rates(state: TensorDict, groups: tuple[Group, ...], turns: int = 1) -> dict[str, Tensor]:
     """Return the 0-d learning rate of each group at the start of an iteration, or of one of its `turns` turns.
 
-    A schedule reads the state's `update_step`. A schedule without a length of its own also reads `iterations`. Both
+    A schedule reads the state's `update_step`. A schedule without a configured length also reads `iterations`. Both
     fields count turns (see `interleaved`).
     """
     hyper, rates = cast(TensorDict, state["hyper"]), {}
@@ -392,9 +392,9 @@ def learning_state(
 ) -> dict[str, Any]:
     """Return the fields `params`, `opt` and `hyper` of a state.
 
-    An adaptive learning rate is not in `hyper`, because the update changes the rate. The state field `learning_rate`
-    stores an adaptive rate, or `<prefix>learning_rate` for a group with its own rate. The algorithm's `kinds` must
-    declare these fields as counters.
+    An adaptive learning rate is not in `hyper`, because the update changes the rate. An adaptive rate is stored in the
+    state field `learning_rate`, or in `<prefix>learning_rate` for a group with its own rate. The algorithm's `kinds`
+    must declare these fields as counters.
 
     Args:
         cfg: optimiser, schedule and clipping that groups share.
@@ -424,7 +424,7 @@ def _write_settings(
 ) -> dict[str, Tensor]:
     """Write the settings that are not None into `hyper`, under the prefix, and return any adaptive learning rate.
 
-    `schedule` is the schedule that the group uses, either its own or the shared one.
+    `schedule` is the schedule of the group, either its own or the shared schedule.
     """
     numbers: dict[str, Any] = {}
     if settings.max_grad_norm is not None:

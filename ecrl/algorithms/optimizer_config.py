@@ -30,14 +30,16 @@ class OptimizerKwargs(ConfigModel):
     """Hyperparameters of an optimiser, named as in torch.optim."""
 
     betas: Annotated[tuple[_Below1, _Below1], Field(strict=False)] = Field(
-        default=(0.9, 0.999), description="decay of the two moments (adam, adamw)"
+        default=(0.9, 0.999), description="decay rates of the two moments (adam, adamw)"
     )
     eps: Positive = Field(
         default=1e-8, description="added to the square root of the second moment (adam, adamw, rmsprop)"
     )
-    weight_decay: NonNegative = Field(default=0.01, description="decay per unit of learning rate (adamw)")
-    momentum: Fraction = Field(default=0.0, description="share of the previous step that is added to the next (sgd)")
-    alpha: Fraction = Field(default=0.99, description="decay of the second moment (rmsprop)")
+    weight_decay: NonNegative = Field(default=0.01, description="weight decay per unit of learning rate (adamw)")
+    momentum: Fraction = Field(
+        default=0.0, description="share of the previous step that is added to the next step (sgd)"
+    )
+    alpha: Fraction = Field(default=0.99, description="decay rate of the second moment (rmsprop)")
 
 
 class SchedulerKwargs(ConfigModel):
@@ -63,7 +65,8 @@ class SchedulerKwargs(ConfigModel):
 class _Named(ConfigModel):
     """Base class of the optimiser and schedule configs, with a name and keyword arguments.
 
-    Keyword arguments that the named optimiser or schedule does not use are rejected, and not written to `config.json`.
+    The config rejects keyword arguments that the named optimiser or schedule does not use, and `config.json` leaves
+    them out.
     """
 
     name: str
@@ -95,8 +98,8 @@ class OptimizerConfig(_Named):
 class SchedulerConfig(_Named):
     """Name and hyperparameters of a learning-rate schedule.
 
-    A schedule changes the rate once per iteration, or once per gradient step if adaptive. If the algorithm has a replay
-    buffer, a schedule changes the rate every `train_freq` steps, and its lengths are still in iterations.
+    An adaptive schedule changes the rate once per gradient step. Other schedules change it once per iteration or, if
+    the algorithm has a replay buffer, every `train_freq` steps. All lengths are in iterations.
     """
 
     name: Annotated[Literal["linear", "cosine", "step", "exponential", "adaptive"], BeforeValidator(lower_case)] = (
@@ -110,19 +113,19 @@ class SchedulerConfig(_Named):
 class LearningConfig(ConfigModel):
     """Optimiser, learning rate and clipping. Numeric settings are stored in the state and may change during a run.
 
-    `default_policy` is the section `policy` of a config that has none.
+    `default_policy` is the section `policy` that is used if the config has none.
     """
 
     default_policy: ClassVar[dict[str, str]] = {}
 
     learning_rate: Positive | None = Field(
-        default=None, description="step size of Adam, 3e-4 if absent; not together with optimizer"
+        default=None, description="step size of Adam, 3e-4 if absent; cannot be combined with optimizer"
     )
     optimizer: OptimizerConfig | None = Field(
-        default=None, description='such as {"name": "adam", "learning_rate": 3e-4}'
+        default=None, description='optimiser, such as {"name": "adam", "learning_rate": 3e-4}'
     )
     lr_scheduler: SchedulerConfig | None = Field(
-        default=None, description='such as {"name": "linear"}; constant if absent'
+        default=None, description='schedule of the learning rate, such as {"name": "linear"}; constant if absent'
     )
     max_grad_norm: Positive = Field(
         default=0.5, description="largest global norm of the gradients; larger gradients are scaled down"
@@ -157,7 +160,7 @@ def check_rate(key: str, rate: float, schedule: SchedulerConfig | None) -> None:
 
 
 def optimizer_of(cfg: LearningConfig) -> OptimizerConfig:
-    """Return the config's `optimizer` block, or else Adam with the config's `learning_rate`."""
+    """Return the config's `optimizer` block. If it is absent, return Adam with the config's `learning_rate`."""
     if cfg.optimizer is not None or cfg.learning_rate is None:
         return cfg.optimizer or OptimizerConfig()
     return OptimizerConfig(learning_rate=cfg.learning_rate)

@@ -54,25 +54,30 @@ class PPOConfig(ClippedConfig):
 
     target_kl: Positive | None = Field(
         default=None,
-        description="KL of the update, in nats, above which learning from a rollout stops; no limit if absent",
+        description=(
+            "KL between the new policy and the policy that acted, in nats, above which learning from a rollout stops; "
+            "no limit if absent"
+        ),
     )
     gamma: Fraction = Field(default=0.99, description="discount per step")
     gae_lambda: Fraction = Field(
-        default=0.95, description="weight of later steps in advantages; 0 gives one-step, 1 Monte-Carlo estimates"
+        default=0.95,
+        description="weight of later steps in advantages; 0 gives one-step estimates, 1 gives Monte-Carlo estimates",
     )
     ratio: Literal["action", "token"] = Field(
         default="action", description="probability ratio of each action, or of each token of an action"
     )
-    clip_vloss: bool = Field(default=False, description="also clip the change of the critic's values, by clip_coef")
+    clip_vloss: bool = Field(default=False, description="also clip the change of the critic's values to clip_coef")
     ent_coef: NonNegative = Field(default=0.01, description="weight of the entropy bonus")
-    vf_coef: NonNegative = Field(default=0.5, description="weight of the critic's error")
+    vf_coef: NonNegative = Field(default=0.5, description="weight of the value loss")
     critic_learning_rate: Positive | None = Field(
         default=None,
         description="step size of the critic, before the schedule; gradients of the actor and the critic are then "
         "clipped separately",
     )
     critic_max_grad_norm: Positive | None = Field(
-        default=None, description="largest norm of the critic's gradients; max_grad_norm then clips the others"
+        default=None,
+        description="largest norm of the critic's gradients; max_grad_norm then clips only the other gradients",
     )
     normalize_advantage: Literal["rollout", "minibatch", "none"] = Field(
         default="rollout", description="steps over which advantages are standardised: rollout, minibatch or none"
@@ -138,7 +143,7 @@ def check_critic(params: TensorDict, cfg: PPOConfig) -> None:
 def advantages(run: Run, hyper: TensorDict, steps: TensorDict) -> dict[str, Tensor]:
     """Return the advantages, the value targets and the mask of the steps to learn from, each `[N, T]`.
 
-    If the loss weights its tokens, return also the `weight` of the tokens of each step.
+    If the loss weights its tokens, the result also has `weight`, the weight of the tokens of each step.
     """
     advantage, value_target = compute_gae(steps, hyper["gamma"], hyper["gae_lambda"])
     mask = steps["mask"][:, :-1] if "mask" in steps else torch.ones_like(steps["done"][:, :-1])

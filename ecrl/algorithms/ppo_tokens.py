@@ -1,4 +1,4 @@
-"""The loss of PPO with one probability ratio per token, or with other clips than the defaults."""
+"""The loss of PPO with one probability ratio per token, or with clips that differ from the defaults."""
 
 from functools import partial
 
@@ -14,19 +14,19 @@ from ecrl.types import Logs
 
 
 def token_weights(run: Run, steps: TensorDict, mask: Tensor) -> Tensor:
-    """Return `token_mean_weights` of the batch of all ranks, `[N, T]`."""
+    """Return `token_mean_weights` over the batches of all ranks, `[N, T]`."""
     return token_mean_weights(token_counts(run, steps).sum(-1), mask, total=all_sum)
 
 
 def token_loss(
     run: Run, params: TensorDict, minibatch: TensorDict, mask: Tensor, hyper: TensorDict
 ) -> tuple[Tensor, Logs]:
-    """Return the loss and the logs of a minibatch, with a clipped ratio of each token.
+    """Return the loss and the logs of a minibatch, with a clipped ratio for each token.
 
         loss = mean over tokens(objective - ent_coef * entropy) + vf_coef * mean over actions(value loss)
 
-    The advantage and the value are those of the whole action. The logs approx_kl and clip_frac are means over the
-    tokens of the minibatch.
+    Advantages and values belong to whole actions. The logs approx_kl and clip_frac are means over the tokens of the
+    minibatch.
     """
     choices = run.algorithm.choices
     log_prob, entropy, value = run.policy.evaluate_and_value_tokens(params, minibatch)

@@ -1,7 +1,7 @@
-"""Parallelised Q-network: Q-learning from the steps of many environments, without replay and target network.
+"""Parallelised Q-network: Q-learning from the steps of many environments, without a replay buffer or target network.
 
-The network needs layer normalisation, such as `use_layernorm` of a multilayer perceptron. The paper shows that it
-replaces the target network. This implementation uses Adam by default, and the paper uses RAdam.
+The network needs layer normalisation, such as `use_layernorm` of a multilayer perceptron. The paper shows that layer
+normalisation can replace the target network. The default optimiser is Adam, while the paper uses RAdam.
 
 Source: Gallici et al. 2024, arXiv:2407.04811, algorithm 1.
 """
@@ -56,10 +56,11 @@ class PQNConfig(MinibatchConfig):
     )
     gamma: Fraction = Field(default=0.99, description="discount per step")
     q_lambda: Fraction = Field(
-        default=0.65, description="weight of later steps in targets; 0 gives one-step, 1 Monte-Carlo targets"
+        default=0.65,
+        description="weight of later steps in targets; 0 gives one-step targets, 1 gives Monte-Carlo targets",
     )
     initial_epsilon: Fraction = Field(default=1.0, description="probability of a random action at the start")
-    final_epsilon: Fraction = Field(default=0.05, description="probability of a random action in the end")
+    final_epsilon: Fraction = Field(default=0.05, description="probability of a random action at the end")
     exploration_fraction: Positive = Field(
         default=0.1, le=1.0, description="share of the run in which the probability falls to final_epsilon"
     )
@@ -112,12 +113,12 @@ def collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
 
 
 def next_q(run: Run, state: TensorDict, steps: TensorDict) -> Tensor:
-    """Return the Q-values `[N, T, A]` of the observations that the steps reached. Excluded actions have -inf.
+    """Return the Q-values `[N, T, A]` of the observations after each step. Excluded actions have the value -inf.
 
     The values are computed in chunks, which saves memory.
     """
     reached = mapped(
-        lambda x: x.transpose(0, 1)[:-1].flatten(0, 1),  # in memory, time is the first axis
+        lambda x: x.transpose(0, 1)[:-1].flatten(0, 1),  # time is the first axis in memory
         steps["final_obs"],
         batch=lambda size: (size[0] * (size[1] - 1), *size[2:]),
     )

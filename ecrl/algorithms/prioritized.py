@@ -5,8 +5,8 @@
     ...                                                            # a gradient step, with the weights of the batch
     state = set_priorities(state, batch, td_error)
 
-The state has a sum tree with the priority of each step of the buffer, and the largest priority so far, in the fields
-`tree` and `largest` of `replay`.
+In the state, `replay` has two more fields: `tree`, a sum tree with the priority of each step of the buffer, and
+`largest`, the largest priority so far.
 
 Source: Schaul et al. 2016, arXiv:1511.05952, algorithm 1.
 """
@@ -41,11 +41,11 @@ PRIORITY_KINDS: Kinds = {("replay", "largest"): Kind.STATISTICS}
 
 
 class PriorityConfig(ConfigModel):
-    """Prioritised replay. The numbers are stored in the state and may change during a run."""
+    """Hyperparameters of prioritised replay. They are stored in the state and may change during a run."""
 
     alpha: NonNegative = Field(default=0.6, description="exponent of the priority; 0 makes all priorities equal")
     beta: Fraction = Field(default=0.4, description="strength of the importance weights at the start")
-    final_beta: Fraction = Field(default=1.0, description="strength of the importance weights in the end")
+    final_beta: Fraction = Field(default=1.0, description="strength of the importance weights at the end")
     eps: Positive = Field(default=1e-6, description="number added to each error, in reward units")
 
 
@@ -55,7 +55,7 @@ def priority_numbers(cfg: PriorityConfig) -> dict[str, float]:
 
 
 def with_tree(run: Run, replay: TensorDict, cfg: ReplayConfig) -> TensorDict:
-    """Add an empty sum tree, and the largest priority, 1, to an empty replay buffer.
+    """Add an empty sum tree to an empty replay buffer, and set the largest priority to 1.
 
     Raises: ConfigError if the buffer is too short, or if the tree does not fit in memory.
     """
@@ -106,7 +106,7 @@ def sample_by_priority(run: Run, state: TensorDict, replay: Replay, sampling: Sa
     weights = []
     for minibatch in probability.unbind():
         smallest = minibatch.amin()
-        share = -all_max(-smallest) / smallest  # of the smallest probability on all ranks
+        share = -all_max(-smallest) / smallest  # weight of the transition with the smallest probability on all ranks
         weights.append(importance_weights(minibatch, beta=beta) * torch.pow(share, beta))
     batch = read(run, state, replay, index.flatten(), sampling)
     return replaced(batch, {"index": index.flatten(), "weight": torch.cat(weights)})

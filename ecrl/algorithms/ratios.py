@@ -1,7 +1,7 @@
 """Probability ratios per action, per token or per episode, and the clipped objectives that PPO and GRPO share.
 
-In this module, the last axis runs over the K tokens of a step: fields have the shape `[*B, K]`, where `[*B]` is the
-shape of `rows["done"]`. A step has one token if the ratio is that of a whole action.
+In this module, fields have the shape `[*B, K]`. `[*B]` is the shape of `rows["done"]`, and the last axis runs over the
+K tokens of a step. A step has one token if each action has one ratio.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from ecrl.types import Logs
 
 
 class ClippedConfig(MinibatchConfig):
-    """Clips of the probability ratio."""
+    """Settings that clip the probability ratio."""
 
     clip_coef: Positive = Field(default=0.2, description="distance from 1 at which the probability ratio is clipped")
     clip_coef_high: Positive | None = Field(
@@ -47,9 +47,10 @@ class Ratio(NamedTuple):
     """Functions of one kind of probability ratio.
 
     Attributes:
-        evaluate: `Policy.evaluate_rows` for ratios of whole actions, whose tokens are summed, or else
+        evaluate: `Policy.evaluate_rows`, which sums over tokens, for ratios of whole actions. Otherwise
             `Policy.evaluate_tokens`.
-        rows_of: same arguments and result as `ecrl.algorithms.rows.rows_of`, with the `sample_log_prob` of this kind.
+        rows_of: same arguments and result as `ecrl.algorithms.rows.rows_of`, with `sample_log_prob` per action or per
+            token.
         per_token: (x, rows) -> `[*B, K]`, from the log-probabilities or entropies of `Policy.evaluate_tokens`.
         token_mask: (x, rows) -> bool `[*B, K]`, True for the tokens that count.
         objective: the loss per token and the logs, with the arguments of `clipped_objective`.
@@ -85,7 +86,7 @@ def episode_objective(
 
 
 def clips(hyper: TensorDict) -> tuple[Tensor, Tensor]:
-    """Return the distances below and above 1 at which ratios are clipped."""
+    """Return the two distances from 1, below and above, at which ratios are clipped."""
     return hyper["clip_coef"], hyper.get("clip_coef_high", hyper["clip_coef"])
 
 
@@ -122,7 +123,7 @@ RATIOS = {
 
 
 def token_counts(run: Run, steps: TensorDict) -> Tensor:
-    """Return 1 for each token of steps `[N, T + 1]` that counts and 0 for the others, float `[N, T, K]`."""
+    """Return 1 for each token that counts and 0 for all other tokens of steps `[N, T + 1]`, float `[N, T, K]`."""
     taken = cast(TensorDict, steps[:, :-1])
     log_prob = cast(Tensor, taken["sample_log_prob"])
     return run.algorithm.choices.ratio.token_mask(log_prob, taken).to(log_prob.dtype)

@@ -1,4 +1,4 @@
-"""Keep earlier policy parameters as a reference, so that a loss can penalise deviations from the reference."""
+"""Store earlier policy parameters as a reference policy. A loss can penalise deviations from the reference."""
 
 from collections.abc import Callable
 from functools import partial
@@ -27,8 +27,8 @@ def reference_log_prob(
 ) -> Tensor:
     """Return the log-probabilities `[N, T]`, in nats, of a batch's actions under the state's `ref_params`.
 
-    With `Policy.evaluate_tokens` as `evaluate`, the result has the token axes, `[N, T, ...]`, if the policy has any. A
-    reference with memory starts each sequence from the memory of the policy that acted.
+    If `evaluate` is `Policy.evaluate_tokens`, the result has the policy's token axes, `[N, T, ...]`. A reference with
+    memory starts each sequence from the memory of the policy that acted.
 
     Gradient: none.
     """
@@ -46,8 +46,7 @@ def refreshed_reference(state: TensorDict, freq: Tensor) -> TensorDict:
 
     In a refresh, `ref_params` becomes a copy of the current parameters of the policy.
 
-    The reference also keeps the current observation statistics, so that new statistics do not change the reference
-    policy.
+    The reference also stores the current observation statistics, so new statistics do not change the reference policy.
     """
     due = (state["update_step"] + 1) % freq == 0
     params, norm, reference = (cast(TensorDict, state[key]) for key in ("params", "norm", "ref_params"))

@@ -1,4 +1,4 @@
-"""Settings that algorithms with a replay buffer share, and the functions that draw a minibatch and its noise."""
+"""Settings that all algorithms with a replay buffer share, and functions that draw a minibatch and its noise."""
 
 from typing import NamedTuple, cast
 
@@ -22,12 +22,12 @@ class ReplayConfig(LearningConfig):
     """Replay buffer, minibatches and number of gradient steps."""
 
     gamma: Fraction = Field(default=0.99, description="discount per step")
-    n_step: Count = Field(default=1, description="number of rewards in the target of a transition")
+    n_step: Count = Field(default=1, description="number of rewards in the target of a transition (n-step returns)")
     capacity: Count = Field(default=100_000, description="steps in the replay buffer, of all environments together")
     batch_size: Count = Field(default=256, description="transitions per gradient step")
     learning_starts: Natural = Field(default=1_000, description="environment steps before the first gradient step")
-    train_freq: Count = Field(default=1, description="steps of each environment between two updates")
-    gradient_steps: Count = Field(default=1, description="gradient steps of an update")
+    train_freq: Count = Field(default=1, description="number of steps of each environment between two updates")
+    gradient_steps: Count = Field(default=1, description="number of gradient steps per update")
     max_grad_norm: Positive = Field(
         default=10.0, description="largest global norm of the gradients; larger gradients are scaled down"
     )
@@ -52,7 +52,7 @@ class ReplayConfig(LearningConfig):
 
 
 class Sampling(NamedTuple):
-    """Settings of a config that determine how an update draws its transitions."""
+    """Settings that determine how an update draws its transitions."""
 
     batch_size: int
     gradient_steps: int
@@ -76,7 +76,7 @@ def check_steps(run: Run, cfg: ReplayConfig) -> None:
 
 
 def replay_fields(cfg: ReplayConfig, run: Run, device: torch.device) -> dict[str, TensorDict]:
-    """Return the state's fields `replay`, an empty buffer, and `norm`, the reward statistics if rewards are scaled."""
+    """Return new state fields: `replay`, an empty buffer, and `norm`, the reward statistics if rewards are scaled."""
     fields = {"replay": new_replay(run, cfg.capacity, device)}
     return fields | ({"norm": reward_norm_init(run.static.num_envs, device)} if cfg.normalize_reward else {})
 
@@ -118,7 +118,7 @@ def read(run: Run, state: TensorDict, replay: Replay, index: Tensor, sampling: S
 
         clip(reward / sqrt(variance(return) + 1e-8), -10, 10),    with the sum of `n_step` rewards as the reward
 
-    The variance is that of the steps before this turn. The buffer keeps the rewards of the environment.
+    The variance is computed from the steps before this turn. The buffer stores the unscaled rewards.
     """
     gamma, stack = state["hyper", "gamma"], run.policy.frame_stack
     if stack == 1:

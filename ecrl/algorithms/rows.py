@@ -1,9 +1,9 @@
-"""Convert batches to the rows that minibatches are drawn from.
+"""Convert batches to rows. Minibatches are drawn from these rows.
 
 For a policy of unit "step", a row is one step of a batch. For a policy of unit "sequence", a row has all steps of one
 environment in the iteration, or a segment of these steps if `segment_length` is set. A sequence row also has the
-policy's memory before the first step, so that the policy can run its recurrence. If an algorithm compares whole
-episodes (`MinibatchConfig.needs_episodes`), a row has all steps of one environment for either unit. The methods
+policy's memory before the first step, from which the policy runs its recurrence. If an algorithm compares whole
+episodes (`MinibatchConfig.needs_episodes`), a row has all steps of one environment for both units. The methods
 `evaluate_rows`, `value_rows` and `evaluate_and_value_rows` of a policy take rows of every kind.
 """
 
@@ -32,13 +32,14 @@ def rows_of(run: Run, batch: TensorDict, **fields: Tensor) -> TensorDict:
             `[N, T / L]`.
         fields: further fields of the rows, `[N, T]`, such as advantages.
 
-    Returns: `[N * T]` rows with obs, action, done and the other fields of the policy's `act`, and with `executed` if
-        the environment reports it, because the tokens of steps that were not taken do not count. A sequence has L =
-        `run.static.row_steps` steps. For sequences, the result has `[N * T / L]` rows, whose fields have the shape
-        `[N * T / L, L, ...]`. If the policy has memory, the result also has `carry`, of shape `[N * T / L, ...]`. The
-        segments of an environment are consecutive. `sample_log_prob` is summed over the tokens of an action.
-    Raises: ConfigError if `act` returned one of `fields`, or a field that estimators of returns add, or if one of
-        `fields` is not `[N, T, ...]`.
+    Returns: `[N * T]` rows with obs, action, done and the other fields of the policy's `act`. If the environment
+        reports `executed`, the rows also have this field, because the tokens of steps that were not executed do not
+        count. A sequence has L = `run.static.row_steps` steps. For sequences, the result has `[N * T / L]` rows, whose
+        fields have the shape `[N * T / L, L, ...]`. If the policy has memory, the result also has `carry`, of shape `[N
+        * T / L, ...]`. The segments of an environment are consecutive. `sample_log_prob` is summed over the tokens of
+        an action.
+    Raises: ConfigError if `act` returned one of `fields` or a field that return estimators add, or if the shape of one
+        of `fields` is not `[N, T, ...]`.
     """
     rows = token_rows_of(run, batch, **fields)
     if "sample_log_prob" in rows:
@@ -47,7 +48,7 @@ def rows_of(run: Run, batch: TensorDict, **fields: Tensor) -> TensorDict:
 
 
 def token_rows_of(run: Run, batch: TensorDict, **fields: Tensor) -> TensorDict:
-    """Return the rows of `rows_of` with the token axes of `sample_log_prob`, if it has any."""
+    """Return the same rows as `rows_of`, but with the token axes of `sample_log_prob`, if any."""
     steps = cast(TensorDict, batch["steps"][:, :-1]).exclude(*_OUTCOMES)  # the last step is padding
     for name in sorted({*steps.keys()} & ({*fields, *_DERIVED} - {"mask"})):
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Soft actor-critic, which maximises the reward plus the entropy of the policy.
 
-Actions are in a Box with finite bounds, or Discrete. For Box actions, the targets and the actor's loss use an action
-that the policy draws. For Discrete actions, they use the expectation over all actions.
+The action space is a Box with finite bounds, or Discrete. For Box actions, the targets and the actor's loss use an
+action that the policy draws. For Discrete actions, the targets and the loss use the expectation over all actions.
 
 Source: Haarnoja et al. 2018, arXiv:1812.05905, algorithm 1; Christodoulou 2019, arXiv:1910.07207 (Discrete actions).
 """
@@ -58,8 +58,8 @@ _DELAYED = (*DELAYED, "entropy", "temperature", "temperature_loss", "temperature
 ENTROPY_SHARE = 0.5
 """Default of `target_entropy` for A Discrete actions, as a share of log(A), the entropy of uniformly random actions.
 
-Christodoulou 2019 has 0.98, and CleanRL has 0.89. In a task such as CartPole, no policy with a high return has such an
-entropy. The temperature then grows without bound, and the values grow with it.
+Christodoulou 2019 uses 0.98, and CleanRL uses 0.89. In a task such as CartPole, no policy with a high return has such a
+high entropy. The temperature then grows without bound, and the values also grow.
 """
 
 
@@ -69,11 +69,18 @@ class SACConfig(ActorCriticConfig):
     default_policy: ClassVar = {"name": "squashed_actor_critic"}
 
     temperature: Positive = Field(
-        default=1.0, description="weight of the entropy, in reward units per nat; the initial weight if it is learnt"
+        default=1.0,
+        description=(
+            "weight of the entropy (temperature), in reward units per nat; the initial weight if the temperature is "
+            "learnt"
+        ),
     )
-    learn_temperature: bool = Field(default=True, description="learn the temperature that gives target_entropy")
+    learn_temperature: bool = Field(
+        default=True, description="learn the temperature, so that the entropy approaches target_entropy"
+    )
     temperature_learning_rate: Positive | None = Field(
-        default=None, description="step size of the log temperature, before the schedule; that of the actor if absent"
+        default=None,
+        description="step size of the log temperature, before the schedule; the actor's step size if absent",
     )
     target_entropy: float | None = Field(
         default=None,
@@ -108,14 +115,14 @@ def groups(cfg: SACConfig) -> tuple[Group, ...]:
 
 
 def group_settings(cfg: SACConfig) -> dict[str, GroupSettings]:
-    """Return the own optimiser settings of the critics and of the temperature, if any."""
+    """Return the optimiser settings that only the critics or only the temperature use, if any."""
     rate = cfg.temperature_learning_rate
     own = {} if rate is None else {"temperature": GroupSettings(learning_rate=rate)}
     return critic_settings(cfg) | own
 
 
 def check_actions(run: Run) -> None:
-    """Raise ConfigError unless the policy has what soft actor-critic needs for the actions of the environment."""
+    """Raise ConfigError if the policy does not support soft actor-critic in the action space of the environment."""
     policy, space = run.policy, run.env.action_space
     if not isinstance(space, Discrete):
         check_policy(run, "sac", needs_log_prob=True)
@@ -158,7 +165,7 @@ def init(cfg: SACConfig, run: Run, key: Tensor) -> dict[str, Any]:
 
 
 def temperature_of(state: TensorDict) -> Tensor:
-    """Return the temperature, 0-d: `exp(log_temperature)`, or the hyperparameter if it is fixed."""
+    """Return the temperature, 0-d: `exp(log_temperature)`, or the hyperparameter if the temperature is fixed."""
     params, hyper = cast(TensorDict, state["params"]), cast(TensorDict, state["hyper"])
     return params["log_temperature"].exp() if "log_temperature" in params else hyper["temperature"]
 
@@ -176,7 +183,7 @@ def target(run: Run, state: TensorDict, batch: TensorDict, noise: Any) -> Tensor
 
     target = reward + discount * (min_c(Q_target_c(next_obs, next_action)) - temperature * log_prob(next_action))
 
-    For Discrete actions, the target is the mean over the next action, which the policy takes with the probability p:
+    For Discrete actions, the target is the expectation over the next action. p(a) is the policy's probability of a:
 
     target = reward + discount * sum_a(p(a) * (min_c(Q_target_c(next_obs, a)) - temperature * log(p(a))))
     """
@@ -196,7 +203,7 @@ def actor_loss(run: Run, params: TensorDict, batch: TensorDict, noise: Any, temp
 
     mean(temperature * log_prob(action) - min_c(Q_c(obs, action)))
 
-    For Discrete actions, the loss is the mean over the action, which the policy takes with the probability p:
+    For Discrete actions, the loss is the expectation over the action. p(a) is the policy's probability of a:
 
     mean(sum_a(p(a) * (temperature * log(p(a)) - min_c(Q_c(obs, a)))))
     """
@@ -212,7 +219,7 @@ def actor_loss(run: Run, params: TensorDict, batch: TensorDict, noise: Any, temp
 def temperature_loss(
     run: Run, params: TensorDict, entropy: Tensor, mask: Tensor, hyper: TensorDict
 ) -> tuple[Tensor, Logs]:
-    """Return the loss that moves the policy's entropy, 0-d, towards `target_entropy`.
+    """Return the loss of the temperature, which drives the policy's entropy, 0-d, towards `target_entropy`.
 
     exp(log_temperature) * (entropy - target_entropy)
     """
@@ -223,8 +230,8 @@ def temperature_loss(
 def step(run: Run, state: TensorDict, minibatch: TensorDict, count: Tensor) -> tuple[TensorDict, Logs]:
     """Take one gradient step of the critics, then of the actor and the temperature. Update the target critics.
 
-    The actor and the temperature move every `policy_delay` gradient steps. The loss of the temperature has the entropy
-    from the actor's loss.
+    Actor and temperature are updated every `policy_delay` gradient steps. The temperature's loss uses the entropy from
+    the actor's loss.
     """
     choices, temperature = run.algorithm.choices, temperature_of(state)
     next_noise, noise = (run.policy.draw(keys) for keys in rng.split(noise_keys(state, len(minibatch), count)))
@@ -261,9 +268,9 @@ def turn(run: Run, state: TensorDict, noise: Any, replay: Replay) -> tuple[Tenso
 def sac(cfg: SACConfig) -> Algorithm:
     """Build the soft actor-critic algorithm, for Box actions with finite bounds and for Discrete actions.
 
-    For Discrete actions, the output of the policy's `act` must have the `logits` `[*B, A]`. If an action mask leaves
-    fewer than A actions, choose `target_entropy` yourself. The default may be above the largest possible entropy, and
-    a learnt temperature would then grow without bound.
+    For Discrete actions, the output of the policy's `act` must have the `logits` `[*B, A]`. If an action mask allows
+    fewer than A actions, set `target_entropy`. The default may be above the largest possible entropy, and a learnt
+    temperature would then grow without bound.
     """
     actor, critic, *temperature = groups(cfg)
     return Algorithm(

@@ -1,7 +1,7 @@
 """Learning-rate schedules, which the config block `lr_scheduler` selects by name.
 
 The compiled graph depends only on the name of a schedule. The schedule's parameters are stored in
-`state["hyper"]["schedule"]`. A schedule without a length of its own lasts for the whole run of `state["iterations"]`
+`state["hyper"]["schedule"]`. A schedule without a configured length lasts for the whole run of `state["iterations"]`
 iterations.
 """
 
@@ -16,7 +16,7 @@ from ecrl.kernels import optim
 
 
 def schedule_numbers(cfg: SchedulerConfig | None, device: torch.device) -> TensorDict:
-    """Return the schedule parameters that are not None, or an empty TensorDict for a constant or an adaptive rate.
+    """Return the schedule parameters that are not None. The result is empty for a constant or an adaptive rate.
 
     The parameters are 0-d tensors of dtype float64, or int64 for counts of iterations.
 

@@ -9,7 +9,7 @@
 | frozen | frozen_params | no, it is borrowed | equal | in one file for all checkpoints |
 | counter | key, sample_step, update_step, hyper | yes | equal | once |
 
-A kind is declared for a field, or for a path inside a field. The kind of the longest matching path applies.
+Declare a kind for a field, or for a path inside a field. The declaration with the longest matching path applies.
 """
 
 from collections.abc import Mapping
@@ -77,7 +77,7 @@ def environment_fields(state: TensorDict, kinds: Kinds) -> list[str]:
 
 
 def split(state: TensorDict, kinds: Kinds) -> tuple[TensorDict, TensorDict]:
-    """Split a state into the leaves that an iteration replaces and the borrowed leaves of kind buffer or frozen.
+    """Split a state into leaves that an iteration replaces and borrowed leaves, which have the kind buffer or frozen.
 
     >>> state = TensorDict({"params": {"w": 1.0}, "replay": {"obs": 2.0}}, [])
     >>> own, borrowed = split(state, {"params": Kind.LEARNED, "replay": Kind.BUFFER})
@@ -125,7 +125,7 @@ def without(state: TensorDict, borrowed: TensorDict) -> TensorDict:
 
 
 def merge(own: TensorDict, borrowed: TensorDict) -> TensorDict:
-    """Undo `split` by merging the leaves of both results into one state. The tensors are shared, not copied."""
+    """Undo `split`: merge the leaves of both results into one state. The tensors are not copied."""
     if borrowed.is_empty():
         return own
     fields: dict[str, Any] = dict(own.items())

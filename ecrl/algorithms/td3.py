@@ -1,7 +1,7 @@
 """Twin delayed deep deterministic policy gradient.
 
-TD3 is DDPG with three changes. The target has the smallest value of several critics. The action in the target has
-noise. The actor and the target networks move only every `policy_delay`-th gradient step.
+TD3 is DDPG with three changes. The target uses the smallest value of several critics. The action in the target has
+noise. Only every `policy_delay`-th gradient step updates the actor and the target networks.
 
 Source: Fujimoto et al. 2018, arXiv:1802.09477, algorithm 1.
 """
@@ -48,7 +48,7 @@ class TD3Config(DDPGConfig):
         default=0.2, description="standard deviation of the noise in the target, in units of half the action range"
     )
     noise_clip: NonNegative = Field(
-        default=0.5, description="largest size of the noise in the target, in units of half the action range"
+        default=0.5, description="bound to which the noise in the target is clipped, in units of half the action range"
     )
 
 
@@ -78,7 +78,7 @@ def target(run: Run, state: TensorDict, batch: TensorDict, count: Tensor) -> Ten
 
 
 def step(run: Run, state: TensorDict, minibatch: TensorDict, count: Tensor) -> tuple[TensorDict, Logs]:
-    """Take one gradient step of the critics. Every `policy_delay` steps, also move the actor and all targets."""
+    """Take one gradient step of the critics. Every `policy_delay` steps, also update actor and target networks."""
     choices, wanted = run.algorithm.choices, target(run, state, minibatch, count)
     moves = is_due(count, choices.policy_delay)
     state, critic_logs = gradient_step(run, state, choices.critic, critic_loss, minibatch, wanted)
