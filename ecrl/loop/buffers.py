@@ -10,9 +10,9 @@ the iteration. A failed iteration therefore leaves the buffers unchanged.
 A buffer is a field of the state, and its parts are preallocated tensors or TensorDicts. Each buffer has two counts,
 which are 0-d int64 tensors. An iteration increases the count `cursor` by the number of new entries. The count `cursor`
 has kind counter, so each state has a cursor of its own. The count `written` has kind buffer, so all states that borrow
-the buffer share it. After each iteration, also after one that the finite guard skips, the loop sets `written` to the
-number of actions that each environment has taken (`steps_taken`). If `written` differs from the number of actions of a
-state, a later iteration has changed the buffer, and the state is out of date.
+the buffer share one count. After each iteration, even if the finite guard skips the iteration, the loop sets `written`
+to the number of actions that each environment has taken (`steps_taken`). If `written` differs from the number of
+actions of a state, a later iteration has changed the buffer, and the state is out of date.
 """
 
 from typing import Any, cast
@@ -53,7 +53,7 @@ def kinds_of(run: Run) -> Kinds:
 
 
 def check_data(run: Run, state: TensorDict) -> None:
-    """Raise ConfigError if the algorithm's data set is another file than the file of the state."""
+    """Raise ConfigError if the algorithm's data set differs from the data set of the state."""
     if run.algorithm.data is None or torch.equal(run.algorithm.data.sha256(), state["data_sha256"].cpu()):
         return
     raise ConfigError(
@@ -72,7 +72,7 @@ def sha256_text(words: Tensor) -> str:
 
 
 def data_of(run: Run, device: torch.device) -> TensorDict:
-    """Read the algorithm's data set as the only field `data` of a TensorDict, which is empty without a data set."""
+    """Return a TensorDict with the algorithm's data set as `data`. The TensorDict is empty without a data set."""
     data = run.algorithm.data
     return TensorDict({} if data is None else {"data": data.read(run, device)}, [])
 
@@ -98,7 +98,7 @@ def borrowed_leaves(state: TensorDict, kinds: Kinds) -> tuple[TensorDict, Tensor
 
 
 _LARGE = 2**20
-"""The size, in bytes, above which `ZerosWithoutMemory` replaces a tensor of zeros."""
+"""Size in bytes above which `ZerosWithoutMemory` replaces a tensor of zeros."""
 
 
 _ALLOCATING = (torch.zeros, torch.empty, torch.zeros_like, torch.empty_like, Tensor.new_zeros, Tensor.new_empty)
@@ -108,7 +108,7 @@ _CHANGING_NO_VALUE = {
     *("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_"),
     *("requires_grad_", "detach_"),
 }
-"""Names of the in-place functions that do not write on the values of a tensor."""
+"""Names of the in-place functions that do not change the values of a tensor."""
 
 
 def _is_one_element(x: Any) -> bool:
@@ -171,7 +171,7 @@ def without_buffers(state: TensorDict, kinds: Kinds) -> TensorDict:
 def overwritten_buffers(run: Run, state: TensorDict) -> list[str]:
     """Return the names of the buffers in `state` that are out of date.
 
-    A buffer is out of date if it was overwritten by an iteration after the one that returned `state`.
+    A buffer is out of date if an iteration after the iteration of `state` has overwritten the buffer.
     """
     names = [name for name in buffer_names(kinds_of(run)) if name in state]
     taken = int(steps_taken(run, state)) if names else 0
@@ -179,7 +179,7 @@ def overwritten_buffers(run: Run, state: TensorDict) -> list[str]:
 
 
 def check_current(run: Run, state: TensorDict) -> None:
-    """Raise UserError if a buffer in `state` was overwritten by an iteration after the one that returned `state`."""
+    """Raise UserError if an iteration after the iteration of `state` has overwritten a buffer in `state`."""
     for name in overwritten_buffers(run, state):
         raise UserError(
             f"state: the buffer {name} was overwritten by a later iteration; use a yielded state before the next "
@@ -240,7 +240,7 @@ def committed(run: Run, borrowed: TensorDict, writes: TensorDict, after: TensorD
 
 
 def with_gap(run: Run, state: TensorDict) -> TensorDict:
-    """Return the state if the next steps in its buffers will not follow the newest steps (see `Interleaved`)."""
+    """Mark the newest steps in the state's buffers: the next steps will not be their successors (see `Interleaved`)."""
     iterate = run.algorithm.iterate
     return iterate.after_gap(state) if isinstance(iterate, Interleaved) else state
 

@@ -26,8 +26,8 @@ from ecrl.spaces import element_bytes
 _COMPILING_S, _VECTOR_STEP_S, _GRADIENT_STEP_S, _SEQUENCE_STEP_S = 30.0, 0.35e-3, 4.5e-3, 1e-3
 """The seconds to compile with an empty cache, and the seconds that compiling saves.
 
-Compiling saves time in each vectorised step and in each gradient step. If a gradient step runs a loop over sequences,
-compiling also saves time in each further step of the loop.
+Compiling saves time in each vectorised step and in each gradient step. If a gradient step contains a loop over
+sequences, compiling also saves time in each step of this loop after the first.
 """
 
 
@@ -62,14 +62,14 @@ def _env_and_policy(cfg: Config) -> tuple[Env, Policy]:
 
 
 def check_envs(cfg: Config, env: Env, num_envs: int, key: str) -> None:
-    """Raise ConfigError for the config key `key` if `num_envs` environments have observations too large for memory."""
+    """Raise ConfigError for the config key `key` if the observations of `num_envs` environments exceed the memory."""
     check_room(num_envs * element_bytes(env.observation_space), device_of(cfg), f"{key}: {num_envs:,} environments")
 
 
 def check_rollout(cfg: Config, run: Run) -> None:
     """Raise ConfigError if a rollout does not fit in memory."""
     row = element_bytes(run.env.observation_space) + element_bytes(run.env.action_space)
-    row += 19  # bytes per step: four float32 (log-probability, reward, two values) and three bool flags
+    row += 19  # bytes per step: four float32 numbers (log-probability, reward, two values) and three bool flags
     num_envs, buffer_size = cfg.trainer.num_envs, cfg.trainer.buffer_size
     steps = num_envs * (buffer_size + 1)
     need = steps * row
@@ -131,10 +131,10 @@ def planned_form(cfg: Config, policy: Policy, algorithm: Algorithm, static: Stat
 def build(cfg: Config) -> Run:
     """Build a run from its config. The run's environment has auto-reset and the training events of the config.
 
-    Call this function once, and pass the run to other functions. Two runs are equal and share compiled functions if
-    their configs differ only in settings that a run does not contain. A run does not contain the seed, the run name,
-    file paths, the number of iterations, hyperparameters in `state["hyper"]`, or settings that only `init` reads. A run
-    has no camera events, because `ecrl.run.video_writer` renders videos from the states.
+    Call this function once, and pass the run to other functions. A run does not contain the seed, the run name, file
+    paths, the number of iterations, hyperparameters in `state["hyper"]`, or settings that only `init` reads. If two
+    configs differ only in these settings, their runs are equal and share compiled functions. A run has no camera
+    events, because `ecrl.run.video_writer` renders videos from the states.
 
     >>> from ecrl import load_config
     >>> cfg = load_config("configs/cartpole_ppo.json")
@@ -151,7 +151,7 @@ def build(cfg: Config) -> Run:
 def _check_learning_starts(cfg: Config) -> None:
     """Raise ConfigError if a run with a replay buffer would end before its first gradient step."""
     own, total = cfg.algorithm.cfg, total_steps(cfg, world_size()) * cfg.env.action_chunk
-    last = total - total // cfg.trainer.iterations  # the most env steps before the last iteration
+    last = total - total // cfg.trainer.iterations  # the largest possible number of env steps before the last iteration
     if isinstance(own, ReplayConfig) and own.learning_starts > last:
         raise ConfigError(
             f"algorithm.cfg.learning_starts: {own.learning_starts:,} is above {last:,}, the env steps before the last "

@@ -1,7 +1,7 @@
 """Check the results of the functions of an algorithm and a policy. Errors name the function, the field and the shape.
 
-The checks run when a state is created and in the first iteration. In compiled code, the checks run during the trace.
-Iterations after the first iteration run without checks.
+The checks run when a state is created and in the first iteration. In compiled code, the checks run while the code is
+traced. Later iterations run without checks.
 """
 
 from collections.abc import Mapping
@@ -142,7 +142,7 @@ def _check_iterate(label: str, args: tuple[Any, ...], out: Any) -> None:
 
 
 def _check_writes(label: str, run: Run, borrowed: TensorDict, writes: Any) -> None:
-    """Raise ConfigError unless `writes` has only a valid batch, and valid rows of buffers."""
+    """Raise ConfigError if `writes` has an invalid batch, invalid rows of a buffer, or any other field."""
     if not isinstance(writes, TensorDictBase):
         raise ConfigError(f"{label} returns {described(writes)} as writes, expected a TensorDict; return one")
     kinds = run.algorithm.kinds
@@ -158,7 +158,7 @@ def _check_writes(label: str, run: Run, borrowed: TensorDict, writes: Any) -> No
 
 
 def _check_parts(label: str, name: str, run: Run, buffer: TensorDict, parts: Any) -> None:
-    """Raise ConfigError unless the writes of a buffer have valid rows for some of its parts."""
+    """Raise ConfigError unless the writes of a buffer are valid. They may cover only some of its parts."""
     kinds, tree = run.algorithm.kinds, "a TensorDict with the rows and the index of each part"
     if not isinstance(parts, TensorDictBase):
         raise ConfigError(f"{label} returns the writes of {name} as {described(parts)}, expected {tree}; return one")
@@ -185,7 +185,8 @@ def _is_buffer(name: str, part: str, buffer: TensorDict, kinds: Kinds) -> bool:
 def _check_rows(label: str, name: str, part: Any, write: Any) -> None:
     """Raise ConfigError unless a write is valid.
 
-    A write is a tensor like the part, or has an int64 `index` `[B]` and `rows` `[B]` with the fields of the part.
+    A write is either a tensor of the part's shape and dtype, or an int64 `index` `[B]` with `rows` `[B]`. The rows have
+    the fields of the part.
     """
     if isinstance(write, Tensor) and isinstance(part, Tensor):
         if write.shape != part.shape or write.dtype != part.dtype:

@@ -26,7 +26,7 @@ FIELDS = {"obs": "observation", "action": "action", "sample_log_prob": "action",
 
 
 def _has_nonfinite(tensors: list[Tensor], device: torch.device) -> Tensor:
-    """Return a 0-d bool tensor that is True if any tensor has NaN or infinity, because `(0 * x).sum()` is then NaN."""
+    """Return a 0-d bool tensor, True if any tensor has NaN or infinity: in this case, `(0 * x).sum()` is NaN."""
     sums = [(x.detach() * 0.0).sum().to(torch.float32) for x in tensors if x.is_floating_point()]
     return torch.stack(sums).sum().isnan() if sums else torch.zeros((), dtype=torch.bool, device=device)
 
@@ -44,7 +44,7 @@ def _counted(steps: TensorDict, key: str) -> list[Tensor]:
 
 
 def flags(steps: TensorDict, logs: Logs, params: TensorDict) -> Tensor:
-    """Return bool flags `[2, 6]`, which are True for each kind in KINDS with NaN or infinity.
+    """Return bool flags `[2, 6]`. A flag is True if the values of its kind in KINDS have NaN or infinity.
 
     Index 0 of the first axis is for the values on this rank, and index 1 is for the values on all ranks.
 
@@ -99,9 +99,9 @@ def restarted_exploration(run: Run, state: TensorDict) -> dict[str, TensorDict]:
 def undo_update(nonfinite: Tensor, start: TensorDict, state: TensorDict, kinds: Kinds) -> TensorDict:
     """Return the state after an iteration, without the update if any flag in `nonfinite` is True.
 
-    Without the update, leaves of kind environment keep their new values, because the environments have already stepped.
-    All other leaves get their values from before the iteration, so schedules do not advance. If a reward is not finite,
-    the statistics of finished episodes also get their old values. The returns and lengths of running episodes then
+    Without the update, leaves of kind environment have their new values, because the environments have already stepped.
+    All other leaves are restored to their values before the iteration, so schedules do not advance. If a reward is not
+    finite, the statistics of finished episodes are also restored. The returns and lengths of running episodes then
     restart at 0. Running discounted returns restart at 0 in each environment where they are NaN or infinity.
 
     Args:

@@ -1,8 +1,8 @@
-"""Take the initial policy of a run from a checkpoint, which the config names under `trainer.init_from`.
+"""Load the initial policy of a run from the checkpoint in the setting `trainer.init_from`.
 
-`initial_policy` returns the policy of the run with other functions `init`, `norm_init` and `init_frozen`, which return
-the tensors of the checkpoint. Everything that an algorithm derives from the initial parameters therefore derives from
-the checkpoint, such as the reference policy of GRPO and the target networks of SAC. The state of the optimiser is new.
+`initial_policy` returns the run's policy with new functions `init`, `norm_init` and `init_frozen`. These functions
+return the tensors of the checkpoint. An algorithm therefore also derives other parameters from the checkpoint, such as
+the reference policy of GRPO and the target networks of SAC. The state of the optimiser is new.
 """
 
 import json
@@ -32,22 +32,22 @@ from ecrl.storage.tensor_files import read_tensors
 
 _KEY = "trainer.init_from"
 _NOT_IN_NETWORKS = {"name", "action_dim", "action_horizon", "label_smoothing"}
-"""Settings of policies that change no function of observations: names, checks and the loss of imitation."""
+"""Policy settings that do not change the actions: names, checks and the loss of imitation."""
 _OF_CRITICS = ("critic", "num_critics", "distribution", "num_atoms", "v_min", "v_max")
-"""Beginnings of the names of settings of critics."""
+"""Prefixes in the names of critic settings."""
 _PARTS = {"params": "params", "norm": "norm/obs", "frozen_params": "frozen_params"}
 
 
 def initial_policy(run: Run, cfg: Config, device: torch.device) -> Policy:
-    """Return the policy for the `init` of an algorithm. Without `trainer.init_from`, it is the policy of the run.
+    """Return the policy for the `init` of an algorithm. Without `trainer.init_from`, return the policy of the run.
 
-    A part is a first-level name of the parameters, such as `actor` or `critic`. All tensors of a part that both have
-    must have equal names, shapes and dtypes. A part that only the policy has starts at random. A part that only the
-    checkpoint has is unused. A warning names the parts that only one of them has. If the tensors fit, but the config of
-    the checkpoint has other settings of the policy, another warning names the first such setting.
+    A part is a first-level name of the parameters, such as `actor` or `critic`. If policy and checkpoint both have a
+    part, its tensors must have equal names, shapes and dtypes. Parts that exist only in the policy start at random.
+    Parts that exist only in the checkpoint are not used. A warning names the parts that exist only on one side. Another
+    warning names the first policy setting that differs between the two configs, even if the tensors fit.
 
-    Raises: ConfigError if there is no undamaged checkpoint, if the checkpoint has no part of the policy, if a part has
-        other tensors, or if only one of them standardises observations.
+    Raises: ConfigError if there is no undamaged checkpoint, if policy and checkpoint have no part in common or
+        different tensors in a part, or if only one of the two standardises observations.
     """
     if cfg.trainer.init_from is None:
         return run.policy
@@ -77,10 +77,10 @@ def initial_policy(run: Run, cfg: Config, device: torch.device) -> Policy:
 
 
 def _warn_of_other_settings(folder: Path, own: PolicyConfig) -> None:
-    """Warn if the checkpoint's config has another policy section, such as another activation.
+    """Warn if the policy section of the checkpoint's config differs, such as in an activation.
 
-    Settings of a critic and settings that only choose initial weights do not count. A config that this installation
-    cannot read is skipped, because the checks of the tensors do not need it.
+    Critic settings and settings of the initial weights may differ. If this installation cannot read the config, the
+    function does not compare settings. The tensors are checked in any case.
     """
     try:
         saved = PolicyConfig.model_validate(json.loads(read_bytes(complete_folder(folder) / "config.json"))["policy"])
@@ -98,7 +98,7 @@ def _warn_of_other_settings(folder: Path, own: PolicyConfig) -> None:
 def _settings(cfg: BaseModel, path: str = "policy") -> Iterator[tuple[str, str]]:
     """Yield the dotted key and the JSON text of each setting that determines the actions of a policy.
 
-    Settings of critics are left out, except if the policy has no other network, as in DQN.
+    Critic settings are left out, unless the critic is the only network, as in DQN.
     """
     fields = type(cfg).model_fields
     has_critic_only = path == "policy" and not {"actor", "vla"} & fields.keys()
@@ -114,7 +114,7 @@ def _settings(cfg: BaseModel, path: str = "policy") -> Iterator[tuple[str, str]]
 
 
 def _read(path: Path) -> tuple[Path, dict[str, Tensor]]:
-    """Return the folder of a checkpoint, and the tensors of its policy. The newest checkpoint of a run is used.
+    """Return the folder of a checkpoint, and the tensors of its policy. For a run folder, use the newest checkpoint.
 
     Raises: CheckpointError if there is no checkpoint, or if a file is damaged.
     """
@@ -137,7 +137,7 @@ def _read(path: Path) -> tuple[Path, dict[str, Tensor]]:
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors whose names start with `prefix`, by the rest of their names."""
+    """Return the tensors whose names start with `prefix`. The keys of the result are the names without the prefix."""
     start = f"{prefix}/"
     return {name.removeprefix(start): x for name, x in tensors.items() if name.startswith(start)}
 
@@ -167,7 +167,7 @@ def _listed(names: set[str]) -> str:
 def _filled(folder: Path, part: str, structure: TensorDict, saved: Mapping[str, Tensor]) -> TensorDict:
     """Return a tree like `structure` with the tensors of the checkpoint.
 
-    Raises: ConfigError that names the first tensor that only one of both has, or that has another shape or dtype.
+    Raises: ConfigError, which names the first tensor that is missing on one side, or that differs in shape or dtype.
     """
     leaves, tree = flatten(structure)
     expected = {"/".join(path): x for path, x in zip(paths(tree), leaves, strict=True)}

@@ -95,7 +95,7 @@ def first_state(run: Run, cfg: Config, key: Tensor | None = None) -> TensorDict:
     check_envs(cfg, run.env, cfg.trainer.num_envs, "trainer.num_envs")
     key = (rng.key(cfg.trainer.seed) if key is None else key).to(device_of(cfg))
     start = run._replace(policy=initial_policy(run, cfg, key.device))
-    state = _state_without_env(start, cfg, key)  # must precede opening environments, as `init` may reject the config
+    state = _state_without_env(start, cfg, key)  # `init` may reject the config, so call it before opening environments
     if run.algorithm.data is not None:
         run.algorithm.data.check(run, cfg)
         state = replaced(state, {"data_sha256": run.algorithm.data.sha256().to(key.device)})
@@ -103,7 +103,7 @@ def first_state(run: Run, cfg: Config, key: Tensor | None = None) -> TensorDict:
 
 
 def check_start(run: Run, cfg: Config) -> None:
-    """Raise ConfigError if the files that a new run starts from do not fit the config, without large tensors."""
+    """Raise ConfigError if the files that a new run starts from do not fit the config. Allocate no large tensors."""
     key = rng.key(cfg.trainer.seed, device_of(cfg))
     start = run._replace(policy=initial_policy(run, cfg, key.device))
     with ZerosWithoutMemory():
@@ -115,7 +115,8 @@ def check_start(run: Run, cfg: Config) -> None:
 def _with_envs(run: Run, state: TensorDict, env: TensorDict) -> TensorDict:
     """Return an initial state with the environments' states.
 
-    If actions may take several steps, the result also counts actions, and its replay buffer stores `executed`.
+    If an action may take several steps, the result also has a count of actions, and its replay buffer stores
+    `executed`.
     """
     if "executed" in env:
         state = replaced(state, {"decision_step": torch.zeros_like(state["sample_step"])})
@@ -161,7 +162,7 @@ def _frozen_params(policy: Policy, state: TensorDict) -> TensorDict:
 
 
 def expected_state(run: Run, cfg: Config, state: TensorDict) -> TensorDict:
-    """Create a new state from the config, for comparison with `state`. Large buffers of the new state take no memory.
+    """Create a new state from the config, for comparison with `state`. Large buffers of the new state use no memory.
 
     If the environments step in Python, the new state contains the environments of `state`, so the function opens no
     environments.
@@ -204,7 +205,7 @@ def reopened(run: Run, state: TensorDict) -> TensorDict:
     keys = start_keys(state["key"], run.static.num_envs, steps_taken(run, state), run.algorithm.group_size)
     fields = {"env": run.env.reset(keys), "episode": restarted(cast(TensorDict, state["episode"]))}
     state = state.copy().update(fields | initial_carry(run, state) | initial_exploration(run, state))
-    if "reward" in state["norm"]:  # the running returns belong to the lost episodes
+    if "reward" in state["norm"]:  # running returns belong to the lost episodes
         norm = cast(TensorDict, state["norm"]).clone()
         norm["reward", "running"] = torch.zeros_like(norm["reward", "running"])
         state.set("norm", norm)
@@ -337,7 +338,9 @@ def _iteration(
     run: Run, guard: str, start: TensorDict, borrowed: Borrowed
 ) -> tuple[TensorDict, TensorDict, dict[str, Logs], Tensor | None]:
     """Run one iteration. Return the state, the new buffer entries, the logs, and the finite guard's flags or None."""
-    stops_here = guard == "stop" and not run.env.is_pure  # the error report cannot repeat steps in Python
+    stops_here = (
+        guard == "stop" and not run.env.is_pure
+    )  # the error report cannot repeat the steps of environments in Python
     checked = with_checked_actions(run) if stops_here else run
     try:
         state, writes, train_logs = run.algorithm.iterate(checked, start, borrowed.fields)
@@ -384,9 +387,9 @@ def _iteration_of_leaves(
 def phase_of(run: Run, state: TensorDict) -> Hashable:
     """Compute the phase of the next iteration (see `Algorithm.phase`).
 
-    Environment steps that never reached the replay buffer do not count. A run that resumes without its buffer therefore
-    fills the buffer before it learns, and so does a run whose first iterations were left out by the finite guard. If
-    the state has several seeds, all of them wait for the seed with the fewest steps.
+    Only environment steps that were added to the replay buffer count. A run that resumes without its buffer therefore
+    fills the buffer before it learns. The same applies if the finite guard skipped the first iterations. If the state
+    has several seeds, all seeds wait for the seed with the fewest steps.
     """
     phase, steps = run.algorithm.phase, state["sample_step"]
     if phase is None:
@@ -510,8 +513,8 @@ def train_iter(state: TensorDict, cfg: Config, watch: Watch = unwatched) -> Iter
     The generator never prints, logs, evaluates or saves. You can stop with `break`, and continue with
     `train_iter(log_data["state"], cfg)`. The results then equal the results of an uninterrupted run, bit for bit. Both
     records of an iteration contain the `sample_step` and the `state` after the iteration. A yielded state is a locked
-    copy that belongs to you, except its buffers, which belong to the generator. The next iteration writes to the
-    buffers in place, so using an older state with buffers then raises an error. To keep a state with buffers, call
+    copy that belongs to you. Only its buffers belong to the generator. The next iteration writes to the buffers in
+    place, so using an older state with buffers then raises an error. To keep a state with buffers, call
     `state.clone()`. At the start, the generator copies the buffers of its argument `state`.
 
     The setting `trainer.finite_guard` determines the reaction to NaN or infinity. By default, the generator raises a
@@ -543,7 +546,7 @@ def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
     bound = cache(lambda phase: _bound(_iteration_of_leaves, with_phase(run, phase), tf32, guard, structure))
     while step < end:
         known, before = len(compilations), state
-        if (now := phase_of(run, state)) != phase:  # a new phase has its own graph
+        if (now := phase_of(run, state)) != phase:  # each phase has its own graph
             phase, settled = now, step + 2 * size
         with interruptible():
             leaves, state, writes, logs, nonfinite = bound(phase)(leaves, given)

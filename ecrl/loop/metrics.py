@@ -51,7 +51,7 @@ def _info_logs(steps: TensorDict) -> Logs:
         logs["game_score"] = _mean_or_nan(score, counted & ~score.isnan())
     for group in ("rewards", "metrics"):
         for name, value in info.get(group, {}).items():
-            if value.ndim == 2:  # vectors are not logged
+            if value.ndim == 2:  # only scalars are logged
                 numbers = value[:, :-1].to(torch.float32)
                 included = counted & ~numbers.isnan() if group == "metrics" else counted
                 logs[f"{group}/{name}"] = _mean_or_nan(numbers, included)

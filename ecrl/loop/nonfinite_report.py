@@ -54,7 +54,7 @@ class Collected(NamedTuple):
 
 
 class FirstNonfinite(NamedTuple):
-    """First value that is not finite, with its kind in `KINDS`, its name, its position and the previous value."""
+    """First value that is not finite, with its kind in `KINDS`, name, position and previous value."""
 
     what: str
     key: str
@@ -157,8 +157,7 @@ def _gradient_step(
     """Describe a gradient step of `minibatch_sgd` by its position, logs, parameters and names of gradient norms.
 
     The last result is True if the minibatch has unmasked steps, and a loss, a gradient norm or a parameter is not
-    finite. Only in this case does the search read the other logs, because such logs may overflow in a run without an
-    error.
+    finite. The search reads other logs only in this case, because other logs may overflow in a run without an error.
     """
     each = length // objective.n_epochs
     logs, after = _logs_of(output), _parameters(objective, carry[0])
@@ -251,8 +250,8 @@ def _searching_scan(run: Run, findings: list[Finding]) -> Callable[..., Any]:
 
     The scan looks for a step after which a loss, a gradient norm or a parameter is not finite. In this step, the scan
     searches the logs and the new parameters. The scan ignores a log that was not finite in an earlier step. In a loop
-    other than `minibatch_sgd`, the scan also ignores a log without an earlier value, unless the log is a loss or a
-    gradient norm. The reason is that such a log may be NaN in a run without an error. If a loop is differentiated, the
+    other than `minibatch_sgd`, the scan also ignores a log without an earlier value, because such a log may be NaN in a
+    run without an error. Losses and gradient norms are never ignored for this reason. If a loop is differentiated, the
     scan searches the gradients of the loop. The scan continues after the first finding, because the other ranks
     continue, too.
     """
@@ -340,7 +339,7 @@ def search(run: Run, start: TensorDict, in_steps: bool, collected: Collected | N
     Args:
         run: the run.
         start: the state before the iteration.
-        in_steps: True to search only the collected steps, which have NaN or infinity on some rank.
+        in_steps: if True, search only the collected steps, because some rank has NaN or infinity in these steps.
         collected: the results of the iteration, or None to collect the steps again.
     """
     if collected is not None and not _can_repeat(run):

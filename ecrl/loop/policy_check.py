@@ -60,8 +60,8 @@ def random_observations(space: Space, keys: Tensor, others: tuple[int, ...] = ()
     """Draw one observation per key from the uniform distribution on a space.
 
     If the bounds of a Box are infinite or far apart, the observation has standard normal values. An `action_mask`
-    allows at least one choice in every group of choices. The argument `others` contains the sizes of these groups. The
-    mask of a Dict inside the Dict masks no actions, and is drawn like any other observation.
+    allows at least one choice in every group of choices. The argument `others` contains the sizes of these groups. A
+    mask in a nested Dict does not mask actions, and is drawn like any other observation.
 
     >>> random_observations(Discrete(3), rng.key(0).expand(2)).shape
     torch.Size([2])
@@ -173,7 +173,7 @@ def _params(policy: Policy, key: Tensor, obs: Any) -> tuple[TensorDict, TensorDi
 
 
 def _ends(key: Tensor, num_steps: int) -> Tensor:
-    """Draw the steps where episodes end, as bool `[N, T]`. The first episodes end at step 2, and none at step 3."""
+    """Draw the steps where episodes end, as bool `[N, T]`. No episode ends at step 0, 1 or 3."""
     done = rng.uniform(rng.split(key, _NUM_ENVS * num_steps)).reshape(_NUM_ENVS, num_steps) < 0.2
     done[:, :2], done[:, 2], done[:, 3] = False, True, False
     return done
@@ -208,8 +208,8 @@ def _act(findings: list[str], policy: Policy, params: TensorDict, obs: Any, keys
 def _explore(findings: list[str], notes: list[str], policy: Policy, record: _Record) -> None:
     """Check `init_exploration` and `explore` on the first step of the record.
 
-    The algorithm creates the fields of the exploration state that no episode resets. If `explore` reads such a field,
-    the function records the KeyError as a note.
+    Fields of the exploration state that no episode resets come from the algorithm, so they are missing here. If
+    `explore` reads such a field, the function records the KeyError as a note.
     """
     if policy.explore is None:
         return
@@ -332,7 +332,7 @@ def _check_imitation_loss(findings: list[str], policy: Policy, record: _Record, 
 
 
 def _stacks(policy: Policy, obs: Any, batch_axes: int) -> Any:
-    """Return what `q` takes: observations, or stacks of equal frames for a policy that sees stacks."""
+    """Return the observations that `q` takes. For a policy that sees stacks, return stacks of equal frames."""
     if policy.frame_stack == 1:
         return obs
     if isinstance(obs, TensorDict):
@@ -355,7 +355,7 @@ def _values_of_actions(policy: Policy, params: TensorDict, record: _Record) -> T
 
 
 def _requiring_gradients(params: TensorDict, record: _Record) -> tuple[TensorDict, list[Tensor]]:
-    """Return the parameters of the record, and those leaves of `params` in them that gradients are taken of."""
+    """Return the record's parameters, and those leaves of `params` that need gradients."""
     moving = mapped(lambda x: x.detach().requires_grad_(x.is_floating_point()), params)
     others = {name: x for name, x in cast(Any, record.params.items()) if name not in params}
     leaves = [x for x in flatten(moving)[0] if x.requires_grad]
@@ -376,7 +376,7 @@ def _loss(policy: Policy, params: TensorDict, record: _Record) -> Tensor:
 
 
 def _check_shared_gradients(policy: Policy, params: TensorDict, record: _Record, tolerance: float) -> Iterator[str]:
-    """Yield a finding for each parameter with another gradient from `evaluate_and_value` than from separate calls."""
+    """Yield a finding for each parameter whose gradients from `evaluate_and_value` and from separate calls differ."""
     if policy.evaluate_and_value is None:
         return
     names = [name for name, x in _fields(params).items() if x.is_floating_point()]
@@ -399,7 +399,7 @@ def _check_shared_gradients(policy: Policy, params: TensorDict, record: _Record,
 
 
 def _check_gradients(policy: Policy, action_space: Space, params: TensorDict, record: _Record) -> Iterator[str]:
-    """Yield a finding for each parameter that no gradient reaches, or that has a gradient with NaN or infinity."""
+    """Yield a finding for each parameter without a gradient, or with NaN or infinity in its gradient."""
     leaves = {name: x for name, x in _fields(params).items() if x.is_floating_point()}
     if not leaves or (policy.evaluate is None and policy.value is None and policy.q is None):
         return
@@ -474,12 +474,12 @@ def check_policy(
     A policy without faults has the following properties:
 
     - Every function takes the arguments and returns the shapes and dtypes that `ecrl.Policy` describes.
-    - The function `init` depends on its key alone.
+    - The function `init` depends only on its key.
     - The functions `draw`, `act`, `explore`, `init_exploration`, `evaluate`, `value`, `evaluate_and_value`,
-      `draw_imitation` and `imitation_loss` depend on their arguments alone, draw from no global generator and write to
+      `draw_imitation` and `imitation_loss` depend only on their arguments, draw from no global generator and write to
       no argument.
     - The policy's memory keeps its fields, shapes and dtypes.
-    - The function `evaluate` returns the log-probabilities that `act` returned, also after the end of an episode.
+    - The function `evaluate` returns the log-probabilities that `act` returned, even after the end of an episode.
     - The function `value` returns the same values for many steps in one call as for each step alone.
     - The function `evaluate_and_value`, if any, returns the results of `evaluate` and `value`.
     - The function `imitation_loss`, if any, returns finite numbers.
@@ -497,8 +497,8 @@ def check_policy(
         action_space: the policy's space of actions, or None if `policy` is a config.
         num_steps: the number of steps in each environment, at least 8.
         seed: the seed of the parameters, the observations and the noise.
-        tolerance: the largest absolute and relative difference that counts as rounding. If a config sets `policy.bf16`,
-            the tolerance is at least 0.05.
+        tolerance: the largest absolute and relative difference that is accepted as rounding. If a config sets
+            `policy.bf16`, the tolerance is at least 0.05.
 
     Raises: ConfigError if the config is wrong; UserError if `num_steps` is less than 8, if a policy is given without
         spaces, or if a config is given with spaces.

@@ -53,7 +53,7 @@ _RESERVED_FILES = ("state.safetensors", "config.json", "manifest.json")
 
 @dataclass(frozen=True, eq=False)
 class FrozenLeaves:
-    """Frozen leaves of a state, by name. Frozen leaves never change, so a snapshot does not copy them."""
+    """Frozen leaves of a state, by name. Because frozen leaves never change, a snapshot contains no copy of them."""
 
     leaves: dict[str, Tensor]
     versions: list[int]
@@ -99,13 +99,13 @@ class Snapshot(NamedTuple):
 
     tensors: dict[str, Tensor]
     cfg: Config
-    conditions: dict[str, Any]  # conditions that affect exact results, such as the torch version
+    conditions: dict[str, Any]  # conditions that affect the exact results, such as the torch version
     logs: dict[str, float]
     files: dict[str, bytes]
-    left_out: list[str]  # names of the buffers that are not in `tensors`
+    left_out: list[str]  # names of the buffers that are missing in `tensors`
     frozen: FrozenLeaves | None
     buffers: dict[str, tuple[int, Tensor]]  # expected and present count `written` of each buffer in `tensors`
-    read: Event  # set by `write` when it no longer reads the tensors
+    read: Event  # `write` sets this event when it no longer reads the tensors
 
 
 def snapshot(
@@ -129,7 +129,7 @@ def snapshot(
             computed again.
 
     Raises: ValueError if a name in `files` is a path, is hidden or is reserved for a file of the checkpoint; UserError
-        if a buffer in `state` was overwritten by an iteration after the one that returned `state`.
+        if an iteration after the iteration of `state` has overwritten a buffer in `state`.
     """
     for name in files or {}:
         if name in _RESERVED_FILES or name.startswith((".", _FROZEN)) or "/" in name:
@@ -155,7 +155,7 @@ def snapshot(
 
 
 def conditions(run: Run, cfg: Config) -> dict[str, Any]:
-    """Return what affects the exact results of a run: torch, threads, execution mode, device and C++ functions."""
+    """Return the conditions that affect the exact results of a run, such as torch, threads, mode and device."""
     return {
         "torch": str(torch.__version__),
         "threads": torch.get_num_threads(),
@@ -257,9 +257,9 @@ def _write_with_frozen(path: Path, files: dict[str, bytes | TensorFile], frozen:
             write_folder(path, {**files, frozen.file: known}, read.set)
             return
         except FileNotFoundError:
-            if read.is_set():  # the buffers may have changed since
+            if read.is_set():  # the buffers may have changed after the snapshot
                 raise
-            # otherwise, the other checkpoint has just been removed
+            # if this fails, the other checkpoint has just been removed
     write_folder(path, {**files, frozen.file: TensorFile(frozen.leaves)}, read.set)
 
 
@@ -291,7 +291,7 @@ def verify(path: str | Path) -> dict[str, tuple[FrozenLeaves, str]]:
     """
     path, remade = complete_folder(Path(path)), {}
     checksums = read_manifest(path)["sha256"]
-    # verify the frozen leaves last, because the config is needed to recreate the frozen leaves
+    # verify the frozen leaves last, because recreating them requires the config
     for name in sorted(checksums, key=lambda name: name.startswith(_FROZEN)):
         if not is_file(path / name):
             problem = f"{path}/{name}: missing"
@@ -414,7 +414,7 @@ def load_run(path: str | Path, device: str | None = None) -> tuple[Run, TensorDi
     state = _fill_structure(cast(TensorDict, expected), tensors, path)
     if left_out:
         state = with_empty_buffers(run, cfg, state, left_out).lock_()
-    mark_written(run, state, state)  # older versions of ecrl counted other steps in `written`
+    mark_written(run, state, state)  # `written` had a different meaning in older versions of ecrl
     return run, state, cfg
 
 

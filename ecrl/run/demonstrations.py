@@ -1,7 +1,7 @@
-"""Record demonstrations of a scripted expert or of a trained policy, as a data set for the algorithm `bc`.
+"""Record demonstrations of a scripted expert or a trained policy. The algorithm `bc` learns from such a data set.
 
-Episode i depends only on the seed and on i. The number of environments that run at the same time changes the results
-by rounding at most.
+Episode i depends only on the seed and on i. Except for rounding, the number of parallel environments does not change
+the results.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -33,14 +33,14 @@ from ecrl.storage.demonstrations import write_demonstrations
 
 _CHUNK = 8  # number of steps between checks for the end of all episodes
 _MAX_STEPS = 1_000_000  # maximum length of an episode
-_TRIES = 100  # episodes per requested success before the recording gives up
+_TRIES = 100  # maximum number of episodes per requested success
 
 Act = Callable[[TensorDict, TensorDict, TensorDict, Tensor], tuple[TensorDict, Tensor]]
 """Type of (params, carry, environment state, keys) -> (carry, action)."""
 
 
 class Actor(NamedTuple):
-    """The source of the actions, with its name for the metadata."""
+    """A source of actions, with a name for the metadata."""
 
     name: str
     act: Act
@@ -49,7 +49,7 @@ class Actor(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """Content of a data set of demonstrations. The success rate counts all recorded episodes, or is None."""
+    """Summary of a data set. The success rate is over all recorded episodes, and None without success flags."""
 
     path: Path
     episodes: int
@@ -82,10 +82,10 @@ def record_demonstrations(
         sample: if True, the policy samples its actions; if False, its actions are deterministic.
         successes_only: if True, only episodes that end with success are part of the data set.
         seed: seed of starts, noise and actions.
-        num_envs: number of environments that run at the same time.
+        num_envs: number of parallel environments.
 
-    Returns: a summary of the data set. Without `successes_only`, the success rate is the rate of the data set. With it,
-        the success rate is the share of successes among all episodes that were tried.
+    Returns: a summary of the data set. The success rate is the share of successes among all recorded episodes. With
+        `successes_only`, this includes episodes that are not part of the data set.
     Raises: ConfigError if the environment has no scripted expert, if it reports no success but `successes_only` is set,
         or if `path` exists; UserError if too few episodes succeed, or if an episode does not end; CheckpointError if
         the file cannot be written.
@@ -151,7 +151,7 @@ def _no_tensors() -> TensorDict:
 
 
 def _expert_of(run: Run, cfg: Config, settings: Mapping[str, Any], sample: bool) -> Actor:
-    """Return the scripted expert of the environment as an actor. The expert plans the actions of a chunk open loop."""
+    """Return the environment's scripted expert as an actor. The expert plans all actions of a chunk at once."""
     if sample:
         raise ConfigError("sample: only a trained policy samples its actions; leave it out, or pass a run")
     expert, chunk = make_expert(cfg.env, settings), cfg.env.action_chunk
@@ -244,7 +244,7 @@ def _steps(
 def _episodes(run: Run, actor: Actor, cfg: Config, seed: int, num_envs: int) -> Iterator[TensorDict]:
     """Yield the episodes 0, 1, 2, ... on the CPU, each a TensorDict of its steps `[T]`.
 
-    The environments run `num_envs` episodes at a time. The next episodes begin when all of these have ended.
+    The environments run `num_envs` episodes at a time. The next `num_envs` episodes begin when all of them have ended.
     """
     key = rng.fold_in(rng.key(seed, device_of(cfg)), rng.DEMO)
     bounds = run.env.action_space if cfg.policy.clip_actions else None

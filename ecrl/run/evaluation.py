@@ -1,7 +1,7 @@
 """Evaluate a policy with deterministic actions over an exact number of episodes.
 
-Every environment contributes the same number of episodes. If only the episodes that end first were counted, short
-episodes would get too much weight. Evaluations have their own seed, so that they do not change the results of training.
+Every environment contributes the same number of episodes. Counting only the episodes that end first would give short
+episodes too much weight. Evaluations have their own seed, so they do not change the results of training.
 
 If the episodes of an environment are parts of a game, such as the lives of an Atari game, evaluations count whole games
 and their scores.

@@ -121,8 +121,8 @@ def _reset_memory(carry: Tensor, first: Tensor, is_first: Tensor) -> Tensor:
 def _describe(name: str, tensor: Tensor, space: Space | None = None) -> dict[str, Any]:
     """Describe an input or output of the exported policy for policy.json.
 
-    JSON has no infinity, so an infinite bound becomes null. A bound that all pixels of an image share is written as one
-    number.
+    JSON has no infinity, so an infinite bound becomes null. If all pixels of an image share a bound, the bound is
+    written as one number.
     """
     about = {"name": name, "dtype": str(tensor.dtype).split(".")[1], "shape": ["batch", *tensor.shape[1:]]}
     if space is None:

@@ -1,4 +1,4 @@
-"""Keep the logs of a run in memory. A notebook can show the logs as a list, as a DataFrame or as a plot."""
+"""Store the logs of a run in memory. A notebook can show the logs as a list, as a DataFrame or as a plot."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Warn if large observations make the updates of a run wild."""
+"""Warn if large observations cause updates that change the policy too much."""
 
 import warnings
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from torch import Tensor
 from ecrl.config import Config
 from ecrl.types import LogData
 
-_KL, _LARGE = 0.1, 20.0  # a usual update has an approx_kl below 0.05, and a network expects inputs of about 1
+_KL, _LARGE = 0.1, 20.0  # a normal update has an approx_kl below 0.05, and the inputs of a network should be about 1
 
 
 def largest(observation: Tensor | TensorDict) -> float:
@@ -26,10 +26,10 @@ def largest(observation: Tensor | TensorDict) -> float:
 
 
 def with_warning_of_large_observations(records: Iterator[LogData], cfg: Config) -> Iterator[LogData]:
-    """Yield the records. Warn once, if an update is wild and the policy reads large observations as they are.
+    """Yield the records. Warn once if an update is too large and the policy reads large observations unscaled.
 
-    An update is wild if its `approx_kl` is above 0.1, and an observation is large above 20. Joint forces in N m, for
-    example, are large. `policy.normalize_obs` divides observations by their standard deviations.
+    An update is too large if its `approx_kl` is above 0.1. An observation is large if an entry is above 20. For
+    example, joint torques in N m are large. `policy.normalize_obs` divides observations by their standard deviations.
     """
     warned = bool(cfg.policy.normalize_obs)
     for record in records:

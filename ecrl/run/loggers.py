@@ -1,7 +1,7 @@
 """Define consumers: generators that take an iterator of training records and yield every record again.
 
-Consumers copy logs to the host; the training loop does not. `with_host_logs` copies the logs of a record once for all
-consumers that wrap it. Each consumer also works alone:
+Only consumers copy logs to the host. `with_host_logs` copies the logs of a record once for all consumers that wrap it.
+You can also use a single consumer:
 
     for record in with_jsonl(train_iter(state, cfg), "metrics.jsonl"): ...
 
@@ -110,7 +110,7 @@ _MAX_PENDING_ROWS = 1000
 def tolerate_errors(label: str, *kinds: type[Exception]) -> Callable[..., bool]:
     """Return a function `guarded(fn, *args)` that calls `fn(*args)` and returns True, or False if `fn` raises OSError.
 
-    A full disk, for example, does not end the run, because the run is worth more than its logs. `guarded` warns when
+    For example, a full disk does not end the run, because the run is more important than its logs. `guarded` warns when
     its calls start to fail and when they succeed again.
 
     Args:
@@ -137,7 +137,9 @@ def tolerate_errors(label: str, *kinds: type[Exception]) -> Callable[..., bool]:
             failures += 1
             if failures == 1:
                 outages += 1
-                outage_note = f" (outage {outages})" if outages > 1 else ""  # Python shows equal warnings once
+                outage_note = (
+                    f" (outage {outages})" if outages > 1 else ""
+                )  # Python shows each distinct warning only once
                 warnings.warn(f"{label}: {error}; the run goes on and tries again{outage_note}", stacklevel=2)
             return False
         if failures:
@@ -165,7 +167,7 @@ def make_appender(path: Path) -> Callable[[bytes], None]:
 
 
 def _last_seconds(path: Path) -> float:
-    """Return the value of `seconds` in the last complete row of a metrics file, or 0 if there is no complete row."""
+    """Return the value of `seconds` in the last complete row of a metrics file, or 0 without such a row."""
     if not path.is_file():
         return 0.0
     try:

@@ -1,4 +1,4 @@
-"""Resume a run from its newest checkpoint, so that the run continues as if it had never stopped."""
+"""Resume a run from its newest checkpoint. The run continues as if it had never stopped."""
 
 import json
 import math

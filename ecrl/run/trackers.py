@@ -1,7 +1,7 @@
 """Log a run to TensorBoard and to Weights & Biases (W&B). Each package is imported only when it is used.
 
-TensorBoard and W&B show the config, and the same scalars against env steps. `ecrl.run.loggers.scalar_name` names the
-scalars.
+TensorBoard and W&B show the config and the same scalars, plotted against env steps. `ecrl.run.loggers.scalar_name`
+names the scalars.
 """
 
 import io
@@ -82,15 +82,15 @@ def with_tensorboard(records: Iterator[LogData], cfg: Config, log_dir: str | Pat
 
         for record in with_tensorboard(train_iter(state, cfg), cfg, "logs"): ...
 
-    The config appears as a table and as hyperparameters (HParams). The consumer writes each record, without a
-    background thread, before it yields the record, so that a killed run loses no record.
+    The config appears as a table and as hyperparameters (HParams). The consumer writes each record before it yields the
+    record, without a background thread. A killed run therefore loses no record.
 
     Args:
         records: records of the run; the function yields each record again.
         cfg: config of the run.
         log_dir: folder of the event files.
-        start: number of env steps before the first record. In a resumed run, TensorBoard hides the values after this
-            step that the interrupted run logged.
+        start: number of env steps before the first record. In a resumed run, TensorBoard hides values that the
+            interrupted run logged after this step.
     """
     from tensorboard.compat.proto.event_pb2 import SessionLog  # pyright: ignore
     from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore

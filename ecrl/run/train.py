@@ -146,7 +146,7 @@ def train(
     folder, history, last = None if run_dir is None else Path(run_dir), History(), [state]
     new = folder is not None and not claimed_before(folder) and not continues_run(folder, state, cfg)
     done, end = int(decisions(state)), total_steps(cfg, world_size())
-    if done >= end and (folder is None or new):  # in its own folder, an evaluation may be pending
+    if done >= end and (folder is None or new):  # a run that continues in its own folder may have a pending evaluation
         advice = "nothing is left to train; raise trainer.iterations"
         warnings.warn(f"the state has {done:,} steps, and the run ends at {end:,}: {advice}", stacklevel=2)
 
@@ -303,7 +303,7 @@ def run_config(
     profile: bool,
     on_record: Callable[[LogData], Any] = lambda record: None,
 ) -> TensorDict:
-    """Train as `train_from_config` does, but keep no history, because a history grows with every iteration.
+    """Train as `train_from_config` does, but without a history, because a history grows with every iteration.
 
     `on_record` is called with each record. The other arguments are the same as for `train_from_config`.
     """

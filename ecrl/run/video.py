@@ -75,8 +75,8 @@ def record(state: TensorDict, cfg: Config, path: str | Path, num_envs: int = 4, 
         num_episodes: number of episodes of each environment. An environment that has finished its episodes continues
             until all environments have finished.
 
-    Returns: the number of frames. The video has one frame per step of the environment, also if actions are chunks of
-        steps. Interval events of `trainer.events.eval` then count the steps of the environment instead of the actions.
+    Returns: the number of frames. The video has one frame per step of the environment, even if an action is a chunk of
+        steps. In this case, interval events of `trainer.events.eval` count steps of the environment instead of actions.
     Raises: ConfigError if the environment has no scene and cannot draw images; UserError if OpenGL or the extra `video`
         is missing.
     """
