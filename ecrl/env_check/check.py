@@ -151,7 +151,7 @@ def _input_writes(trajectory: Trajectory) -> Iterator[str]:
 
 
 def _kept_fields(env: Env, keys: Tensor) -> Iterator[str]:
-    """Report if `step` returns the reward or the `terminated` flag of its input, because it forgets to set it."""
+    """Report if `step` does not set the reward or `terminated`, and returns the values of its input instead."""
     start, noise = env.reset(keys), env.draw(keys)
     action = random_actions(env.action_space, keys, start["obs"])
     for name, values in (("reward", (0.0, 12345.0)), ("terminated", (False, True))):
@@ -198,7 +198,7 @@ def _ends(env: Env, state: TensorDict, keys: Tensor) -> bool:
 
 
 def _endless(env: Env, trajectory: Trajectory, history: dict[str, Tensor], keys: Tensor) -> Iterator[str]:
-    """Report if no episode ends, unless the environment declares that none of so few steps is truncated."""
+    """Report if no episode ends, unless the declared `min_truncation_gap` is above the number of steps."""
     num_steps = len(trajectory.actions)
     if (history["terminated"] | history["truncated"])[1:].any() or num_steps < env.min_truncation_gap < NEVER:
         return
@@ -260,7 +260,7 @@ def _episode_faults(history: dict[str, Tensor], lockstep: bool) -> Iterator[str]
 
 
 def _executed_faults(history: dict[str, Tensor]) -> Iterator[str]:
-    """Report the first action that took no environment step."""
+    """Report the first action that executed no environment step."""
     if "executed" in history and (none := history["executed"][1:] < 1).any():
         time, env = _first_index(none)
         number = history["executed"][time + 1, env]
@@ -268,9 +268,9 @@ def _executed_faults(history: dict[str, Tensor]) -> Iterator[str]:
 
 
 def _early_truncations(history: dict[str, Tensor], gap: int) -> Iterator[str]:
-    """Report the first truncation before step `gap` of an episode, or of a game whose episodes are its lives.
+    """Report the first truncation before step `gap` of an episode. For a game with lives, count steps of the game.
 
-    A run would lose the final observation of this episode.
+    A run would lose the final observation of such an episode.
     """
     elapsed = torch.zeros_like(history["reward"][0], dtype=torch.int64)
     ended = history["terminated"] | history["truncated"]
@@ -303,7 +303,7 @@ def _difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> tuple[str, 
 
 
 def _first_mismatch(one: Any, other: Any) -> str | None:
-    """Name the first field that differs between two states by more than rounding, and state the largest difference."""
+    """Name the first field that differs between two states by more than rounding, with the largest difference."""
     for name, x in _fields(one).items():
         y = _fields(other)[name]
         if not torch.allclose(x.double(), y.double(), rtol=1e-4, atol=1e-5, equal_nan=True):
@@ -492,7 +492,7 @@ def _check_everything(env: Env, num_steps: int, seed: int) -> tuple[list[str], l
     keys = rng.split(rng.key(seed), _NUM_ENVS)
     if env.is_pure:
         if writes := [*_input_writes(roll_out(env, keys, 1))]:
-            return writes, []  # all other findings could follow from the writes
+            return writes, []  # all other findings may be consequences of the writes
         kept = [*_kept_fields(env, keys)]
     else:
         kept = []

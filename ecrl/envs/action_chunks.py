@@ -1,4 +1,4 @@
-"""Let a policy choose several actions at once: each action of the wrapped environment is a chunk of actions."""
+"""Wrap an environment so that each action is a chunk of several actions of the original environment."""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -47,8 +47,8 @@ def chunk_space(space: Space, k: int) -> Space:
 def undiscounted_reward(steps: TensorDict) -> Tensor:
     """Return the sum of the rewards of each action's steps. If an action is one step, the sum is the reward.
 
-    `steps` are states or the steps of a rollout. Logs and evaluations use this sum, and algorithms learn from the field
-    `reward`, in which the steps of a chunk are discounted.
+    `steps` are states or the steps of a rollout. Logs and evaluations use this sum. Algorithms learn from the field
+    `reward`, which discounts the steps inside a chunk.
     """
     return steps[_REWARD_SUM] if _REWARD_SUM in steps.keys(True) else steps["reward"]
 
@@ -80,10 +80,10 @@ def _advance(
     x: tuple[Tensor, Any, Tensor],
     first: TensorDict,
 ) -> tuple[tuple[TensorDict, dict[str, Tensor]], None]:
-    """Take one step in the environments whose episode has not ended within the chunk, and keep all others.
+    """Take one step in the environments whose episode has not ended within the chunk. All others do not change.
 
-    Environments whose episode has ended step from `first`, the state before the chunk. The result is not used. A step
-    from the end of an episode could have NaN in its gradient, which `where` would not remove.
+    Environments whose episode has ended step from `first`, the state before the chunk, and the result is discarded. A
+    step after the end of an episode could produce NaN in the gradient, which `where` would not remove.
     """
     (state, sums), (action, noise, discount) = carry, x
     running = sums["running"]
@@ -101,17 +101,17 @@ def _advance(
 
 @cache
 def chunked(env: Env, k: int, *, gamma: float) -> Env:
-    """Let one action be a chunk of `k` actions, which the environment takes one after the other.
+    """Make each action a chunk of `k` actions, which the environment takes one after the other.
 
         state[i + 1], r[i] = step(state[i], action[i])             for i < executed
         executed = the smaller of k and the number of steps to the end of the episode
         reward   = sum of gamma^i * r[i] over i < executed
 
     The policy sees no observation inside a chunk. The copies of a batch are independent: if the episode of a copy ends
-    inside a chunk, the state of this copy stays as it is until the end of the chunk, and all other copies continue.
-    `obs`, `info`, `terminated` and `truncated` are from the last step that was taken. A time limit inside a chunk
-    therefore bootstraps from the state that was reached. If `gamma` is below 1, `info.reward_sum` is the sum of the
-    rewards without discounts.
+    inside a chunk, this copy stops until the end of the chunk, and all other copies continue. `obs`, `info`,
+    `terminated` and `truncated` are from the last executed step. A time limit inside a chunk therefore bootstraps from
+    the last state that was reached. If `gamma` is below 1, `info.reward_sum` is the sum of the rewards without
+    discounts.
 
     If `env.step_without_obs` is set, one observation is computed per chunk. Use `chunked` before `auto_reset`. Step
     counts of wrappers outside of `chunked`, such as `time_limit` and `with_events`, count chunks.
@@ -121,7 +121,7 @@ def chunked(env: Env, k: int, *, gamma: float) -> Env:
         k: number of actions in a chunk. The action space is `chunk_space(env.action_space, k)`, such as `[k, A]`.
         gamma: discount per step inside a chunk. Use the discount of the algorithm, or 1 for plain sums.
 
-    Gradient: flows through the steps that were taken.
+    Gradient: flows through the executed steps.
     Raises: ConfigError if the environment is not pure, has action masks or has a Dict of actions. ValueError if `k` or
         `gamma` is out of range. `reset` raises ConfigError if the state has a field `executed` or `mask`.
 
@@ -164,7 +164,7 @@ def chunked(env: Env, k: int, *, gamma: float) -> Env:
         state = state.exclude("info") if gamma < 1.0 and cast(TensorDict, state["info"]).is_empty() else state
         moving = state.exclude("obs") if env.step_without_obs else state
         true = torch.ones_like(reward, dtype=torch.bool)
-        zero = torch.full_like(reward, -0.0)  # adding -0.0 changes no bit, not even the sign of 0
+        zero = torch.full_like(reward, -0.0)  # adding -0.0 preserves every bit, even the sign of 0
         sums = {"running": true, "executed": torch.zeros_like(true, dtype=torch.int64), "reward": zero}
         actions = action.reshape(*batch, k, *single).movedim(axis, 0)
         noises = mapped(lambda x: x.movedim(axis, 0), noise, batch=lambda size: (*size[axis:], *size[:axis]))

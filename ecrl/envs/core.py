@@ -37,26 +37,26 @@ NEVER = sys.maxsize
 
 
 def keys_as_noise(keys: Tensor) -> Tensor:
-    """Return the keys unchanged. With this default of `Env.draw`, the noise of a step is the step's key."""
+    """Return the keys unchanged. This is the default of `Env.draw`: the noise of a step is the step's key."""
     return keys
 
 
 def last_obs(state: TensorDict) -> Any:
-    """Return `state["obs"]`. With this default of `Env.observe`, no observation is recomputed."""
+    """Return `state["obs"]`. This default of `Env.observe` does not recompute the observation."""
     return state["obs"]
 
 
 def nothing_to_close(state: TensorDict) -> None:
-    """Do nothing. With this default of `Env.close`, no resources are released."""
+    """Do nothing. This default of `Env.close` is for environments without resources."""
 
 
 def nothing_lasts(start: TensorDict, ended: TensorDict) -> TensorDict:
-    """Return `start` unchanged. With this default of `Env.carry_over`, no value outlasts an episode."""
+    """Return `start` unchanged. With this default of `Env.carry_over`, episodes share no values."""
     return start
 
 
 def always_current(state: TensorDict) -> bool:
-    """Return True. With this default of `Env.is_current`, `step` can continue from every state."""
+    """Return True. This is the default of `Env.is_current`: `step` can continue from every state."""
     return True
 
 
@@ -77,10 +77,10 @@ class Env:
         is_pure: False if part of the state is outside the tensors, as in Gymnasium environments. An environment that is
             not pure resets itself, sets `final_obs`, and is released by `close`.
         close: releases the resources of a state that are not tensors, such as processes.
-        is_current: returns False for a state if `step` cannot continue from the state, because its environments are
-            closed or have taken further steps.
+        is_current: returns True if `step` can continue from a state. It cannot if the environments are closed or have
+            taken further steps.
         carry_over: maps (start of the next episode, last state of the ended episode) to the start state that is used.
-            This start state keeps the values that outlast an episode, such as a mass that a startup event drew.
+            The result includes values that last longer than an episode, such as a mass that a startup event drew.
         reset_unobserved: like `reset`, but the state has no field `obs`. Use this function if observations are slow to
             compute, such as images. `auto_reset` then draws the starts of later episodes with `reset_unobserved`, and
             computes the observations of only those starts that are used. If None, `auto_reset` uses `reset`.
@@ -89,7 +89,7 @@ class Env:
         step_without_obs: True if `step` also accepts a state without the field `obs`, and then returns a state without
             `obs`. Set this flag if observations are slow to compute. `chunked` then computes one observation per chunk.
             A wrapper whose `step` reads `obs` must set the flag to False.
-        steps_per_action: number of environment steps in a chunk, if actions are chunks, or else 1.
+        steps_per_action: number of environment steps in a chunk if actions are chunks, otherwise 1.
         scene: the simulation of a MuJoCo task, which events may change, or None for other environments.
         min_truncation_gap: the earliest step of an episode that may truncate the episode, counted from 1. Two
             truncations of one copy are therefore at least this many steps apart. If the episodes are parts of a game,
@@ -212,7 +212,7 @@ def time_limit(env: Env, max_episode_steps: int) -> Env:
 def where_fields(condition: Tensor, one: TensorDict, other: TensorDict) -> TensorDict:
     """Select the fields of `one` where `condition` `[*B]` is True, and of `other` elsewhere.
 
-    Bytes are selected by bit operations, because inductor's vector code for bytes with a condition is slow.
+    Bit operations select bytes, because inductor's vector code for bytes with a condition is slow.
     """
 
     def select(a: Tensor, b: Tensor) -> Tensor:
@@ -272,7 +272,7 @@ def clip_action(env: Env) -> Env:
 
         clipped = max(low, min(high, action))
 
-    A rollout stores the unclipped action, because the stored log-probability belongs to the unclipped action.
+    A rollout stores the unclipped action, to which the stored log-probability belongs.
     """
     space = env.action_space
     if not isinstance(space, Box):

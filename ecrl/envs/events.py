@@ -1,10 +1,10 @@
 """Add events, such as random starts and disturbances, to an environment.
 
-An event changes the state in addition to the dynamics. For example, an event draws a physical constant. To define an
-event, register a function `make(cfg)` that returns a function `apply`. `apply(state, keys)` returns the state after the
-event happened in every environment of the batch. `apply` is a pure function of the state and of one int64 key per
-environment. This module decides when an event happens, and selects the affected environments with `where`. Events can
-therefore run inside compiled and vmapped rollouts.
+An event is a change of the state in addition to the dynamics. For example, an event may draw a physical constant. To
+define an event, register a function `make(cfg)` that returns a function `apply`. `apply(state, keys)` returns the state
+after the event has happened in every environment of the batch. `apply` is a pure function of the state and of one int64
+key per environment. This module decides when an event happens, and selects the affected environments with `where`.
+Events can therefore run inside compiled and vmapped rollouts.
 """
 
 from collections.abc import Callable, Mapping
@@ -116,8 +116,8 @@ def with_events(env: Env, events: Mapping[str, EventConfig], where: str = "train
 
     The mode of an event determines when the event happens:
 
-    startup: The event happens once, at `reset`. Later episodes start from a new state, so the event is applied again
-        with the same key and has the same effect.
+    startup: The event happens once, at `reset`. Each later episode starts from a new state, so the event is applied
+        again with the same key, and has the same effect.
     reset: The event happens at the start of every episode, after the startup events, with a new key each time.
     interval: The event happens before every `interval_step`-th step of an environment. Steps are counted from `reset`.
         The policy observes the effect of the event after this step.
@@ -128,7 +128,7 @@ def with_events(env: Env, events: Mapping[str, EventConfig], where: str = "train
     keeps the startup events.
 
     The state gains a TensorDict `events` with two int64 fields of shape `[*B]`. `count` is the number of steps since
-    `reset`, and `key` is the key of the startup events. Events do not change the fields reward, terminated, truncated,
+    `reset`, and `key` is the key of the startup events. Events cannot change the fields reward, terminated, truncated,
     info, mask, executed, final_obs and elapsed. After an event, `env.observe` recomputes the observation.
 
     An event may change a field so that the environment truncates episodes earlier. The config class of such an event
@@ -164,9 +164,9 @@ def with_events(env: Env, events: Mapping[str, EventConfig], where: str = "train
 
 
 def restart(env: Env, state: TensorDict, keys: Tensor) -> TensorDict:
-    """Start a new episode in every environment, but keep the startup events and the event counters of `state`."""
+    """Start a new episode in every environment, with the startup events and the event counters of `state`."""
     if not env.is_pure or "events" in state:
-        # `reset` accepts the old state here, and keeps its startup events or its open environments
+        # with the old state as argument, `reset` keeps its startup events or its open environments
         return cast(Any, env.reset)(keys, state)
     return env.carry_over(env.reset(keys), state)
 

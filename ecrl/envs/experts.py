@@ -45,14 +45,14 @@ def make_expert(choice: EnvChoice | dict | str, settings: Mapping[str, Any] | No
 
 
 def open_loop(env: Env, expert: Expert, k: int) -> Expert:
-    """Return an expert that plans `k` actions at once, `[*B, k, A]`, by taking them in a copy of the environment.
+    """Return an expert that plans `k` actions at once, `[*B, k, A]`, by simulating them in a copy of the environment.
 
-    The plan is what `expert` would do step by step if the noise of the environment were the noise of these steps. In an
-    environment without noise, the plan is exactly what `expert` does. Actions after the end of an episode have no
-    meaning. If `env.step_without_obs` is set, planning computes no observations, and `expert` must not read them.
+    The simulated steps have other noise than the later steps of the environment. Without noise in the environment, the
+    plan equals the actions that `expert` would take step by step. Actions after the end of an episode have no meaning.
+    If `env.step_without_obs` is set, planning computes no observations, and `expert` must not read any.
 
     Args:
-        env: the environment of single steps, also if the states belong to `chunked(env, k)`.
+        env: the environment of single steps, even if the states belong to `chunked(env, k)`.
         expert: an expert of single steps.
         k: number of actions in a plan.
     """

@@ -43,7 +43,7 @@ def _t_maze_obs(position: Tensor, is_north: Tensor, length: int) -> Tensor:
 
 @register_env("t_maze")
 def t_maze(cfg: TMazeConfig) -> Env:
-    """Walk along a corridor to a junction, and turn to the side that a sign at the start showed.
+    """Walk along a corridor to a junction, and turn in the direction that a sign showed at the start.
 
     The observation `[*B, 3]` depends on the place:
 
@@ -53,10 +53,10 @@ def t_maze(cfg: TMazeConfig) -> Env:
         junction                      0 1 0
 
     The action `[*B]` is 0 for north, 1 for east, 2 for south and 3 for west. The corridor leads from the start in the
-    west to the junction in the east. The episode ends with a step to the north or south at the junction. Its reward is
-    4 if the sign said so, else -0.1. An action that does not move the agent has the reward -0.1, and any other step has
-    the reward 0. The best return is 4. The field `success` of `info` is True for a correct last step. An agent without
-    memory turns correctly in half of the episodes.
+    west to the junction in the east. The episode ends with a step to the north or south at the junction. The reward of
+    this step is 4 if the direction agrees with the sign, and -0.1 otherwise. An action that does not move the agent has
+    the reward -0.1, and any other step has the reward 0. The best return is 4. The field `success` of `info` is True
+    for a correct last step. An agent without memory turns correctly in half of the episodes.
 
     Source: Bakker 2002, "Reinforcement learning with long short-term memory".
     """
@@ -97,7 +97,7 @@ def t_maze(cfg: TMazeConfig) -> Env:
 class RepeatPreviousConfig(ConfigModel):
     """Number of suits, the age of the card to repeat, and the length of an episode."""
 
-    k: Count = Field(4, description="which card to repeat: 1 is the card in sight, 2 the card before it, and so on")
+    k: Count = Field(4, description="age of the card to repeat: 1 is the current card, 2 is the card before, and so on")
     suits: int = Field(4, ge=2, description="number of suits")
     max_episode_steps: Count = Field(51, description="length of an episode, steps; at least k")
 

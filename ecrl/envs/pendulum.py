@@ -35,7 +35,7 @@ _CONSTANTS = ("gravity", "mass", "length")
 
 @register_env("pendulum")
 def pendulum(cfg: PendulumConfig) -> Env:
-    """Swing up a uniform rod that turns about one of its ends, and hold it upright.
+    """Swing up a uniform rod that turns about one of its ends, and hold the rod upright.
 
         u         = clip(action, -max_torque, max_torque)
         theta_acc = 3 gravity / (2 length) sin(theta) + 3 / (mass length^2) u

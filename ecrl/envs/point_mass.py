@@ -27,7 +27,7 @@ class PointMassConfig(ConfigModel):
     """Physical constants in SI units, and settings of the workspace, the obstacles and the time limit."""
 
     max_episode_steps: Count = Field(100, description="time limit, steps")
-    workspace_half: Positive = Field(1.0, description="largest |x| and |y|, m; positions are clamped to it")
+    workspace_half: Positive = Field(1.0, description="bound of |x| and |y|, m, to which positions are clamped")
     mass: Positive = Field(1.0, description="mass of the point, kg")
     force_scale: Positive = Field(5.0, description="force for an action of 1, N")
     linear_damping: NonNegative = Field(5.0, description="damping rate of the velocity, 1/s")

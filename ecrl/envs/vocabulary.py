@@ -1,7 +1,7 @@
-"""Convert instructions to the ids of their words, with a vocabulary from a JSON file.
+"""Convert instructions to word ids, with a vocabulary from a JSON file.
 
-A vocabulary is a JSON object that maps each word to its id. The word `<pad>` has the id 0 and fills up short
-instructions. Policies observe the ids, so no part of a policy depends on the file.
+A vocabulary is a JSON object that maps each word to its id. The word `<pad>` has the id 0 and pads short instructions.
+Policies observe the ids, so no part of a policy depends on the file.
 """
 
 import json
@@ -53,10 +53,10 @@ def read_vocabulary(path: str | None = None) -> dict[str, int]:
 
 
 def vocabulary_checksums(settings: Any, prefix: str = "") -> dict[str, str]:
-    """Return the SHA-256 of each vocabulary that the settings of an environment name with a key `tokenizer`.
+    """Return the SHA-256 of each vocabulary file in the settings of an environment (the keys `tokenizer`).
 
-    The result maps the dotted key to the SHA-256 in hexadecimal. It does not depend on the path of the file or on the
-    order of the words. The checksum of a file that cannot be read is the checksum of its path.
+    The result maps the dotted key to the SHA-256 in hexadecimal. The checksum depends neither on the path of the file
+    nor on the order of the words. For an unreadable file, the result is the checksum of the path.
 
     >>> one, two = (vocabulary_checksums({"text": {"tokenizer": path}}) for path in (None, str(SHIPPED)))
     >>> list(one), one == two
@@ -77,7 +77,7 @@ def vocabulary_checksums(settings: Any, prefix: str = "") -> dict[str, str]:
 
 
 def vocabulary_size(words: Mapping[str, int]) -> int:
-    """Return the smallest number that is above all ids of a vocabulary.
+    """Return the largest id of a vocabulary plus 1.
 
     >>> vocabulary_size({"<pad>": 0, "red": 5})
     6
@@ -86,9 +86,9 @@ def vocabulary_size(words: Mapping[str, int]) -> int:
 
 
 def encode(text: str, words: Mapping[str, int], length: int) -> tuple[int, ...]:
-    """Convert a text to the ids of its words in lower case, filled up with zeros to `length` ids.
+    """Convert a text to the ids of its words in lower case, padded with zeros to `length` ids.
 
-    Raises: ConfigError if a word is not in the vocabulary, or if the text has more than `length` words or none.
+    Raises: ConfigError if a word is not in the vocabulary, or if the text has no words or more than `length` words.
 
     >>> encode("Go to red", {"<pad>": 0, "go": 1, "to": 2, "red": 3}, 5)
     (1, 2, 3, 0, 0)

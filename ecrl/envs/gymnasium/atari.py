@@ -1,4 +1,4 @@
-"""Settings of the usual preprocessing of Atari games, and what they imply for the environment below the wrappers."""
+"""Settings of the usual preprocessing of Atari games, and their consequences for the unwrapped environment."""
 
 from typing import Any
 
@@ -43,10 +43,10 @@ def check_kwargs(cfg: AtariConfig, kwargs: dict[str, Any]) -> None:
 def truncation_gap(spec: EnvSpec, kwargs: dict[str, Any], cfg: AtariConfig) -> int:
     """Return the earliest step of a game that may truncate the game, or `NEVER`.
 
-    The game is truncated at frame `max_num_frames_per_episode`, which is 108,000 in the registered games, and at step
-    `max_episode_steps` if it is set. The start of a game takes `noop_max` frames at most. An episode that continues the
-    game begins with a no-op. FIRE adds up to four steps: FIRE, another action, and a no-op after each of these two that
-    loses a life. These are steps of the game but not of the agent.
+    A game is truncated at frame `max_num_frames_per_episode`, which is 108,000 in the registered games. If
+    `max_episode_steps` is set, a game is also truncated at this step. The start of a game takes at most `noop_max`
+    frames. An episode that continues the game begins with a no-op. FIRE adds up to four steps: FIRE, another action,
+    and a no-op after each of the two if it loses a life. All of these are steps of the game, but not of the agent.
     """
     fire = 4 * cfg.fire_on_reset
     step = 1 + (1 + fire) * cfg.terminal_on_life_loss

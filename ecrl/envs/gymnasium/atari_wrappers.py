@@ -1,4 +1,4 @@
-"""Wrap Atari environments as in DQN's experiments, with Gymnasium's AtariPreprocessing and the wrappers of baselines.
+"""Wrap Atari environments as in the DQN paper, with Gymnasium's AtariPreprocessing and the wrappers of baselines.
 
 A worker process loads this file without its package, so the file does not import ecrl.
 
@@ -43,8 +43,8 @@ class _Game(gymnasium.Wrapper):
 class _ReportScore(gymnasium.Wrapper):
     """Add the score of each finished game to `info`, as `info[key]`. The wrapper is the outermost one.
 
-    A game may end while the next episode starts, because a reset can take steps. Therefore, `reset` reports the score
-    if an episode has ended. The start of a game with a given seed reports NaN.
+    A reset can take steps, so a game may end while the next episode starts. In this case, `reset` reports the score. A
+    reset with a seed reports NaN.
     """
 
     def __init__(self, env: gymnasium.Env, game: _Game, key: str, frame_skip: int):

@@ -92,8 +92,8 @@ def gymnasium_env(cfg: GymnasiumConfig) -> Env:
     color. `info.game_score` is the score of a game in the step that ends the game, and NaN in all other steps. The
     score is the sum of the unclipped rewards of all lives.
 
-    Equal keys give equal episodes, both in this process and in worker processes. `min_truncation_gap` follows from the
-    time limit for the environments that Gymnasium itself provides, and for Atari games with `atari`. For all other
+    Equal keys give equal episodes, both in this process and in worker processes. For the environments that Gymnasium
+    provides, and for Atari games with `atari`, `min_truncation_gap` follows from the time limit. For all other
     environments, the gap is 1, because their own code may truncate at any step.
 
     Raises: ConfigError if the environment cannot be created or has an unsupported space. `reset` and `step` raise
@@ -287,7 +287,7 @@ def _to_device_of(like: Tensor, state: TensorDict) -> TensorDict:
     """Copy a state to the device of `like`. Pinned memory lets the host continue during a copy to a GPU."""
     device = like.device
     if device.type == "cpu":
-        return state  # calling `to` would take as long as ten CartPole steps
+        return state  # a call of `to` takes as long as ten CartPole steps
     return state.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else state.to(device)
 
 

@@ -40,7 +40,7 @@ class Live:
         """Call `answer`, and return its state with the token and the step count added.
 
         `before` is the state before a step, or None for a reset. If one environment fails, all environments are closed,
-        because the others may have taken the step already.
+        because other environments may already have taken the step.
 
         Raises: UserError that names the environment, the error and the step `when`.
         """

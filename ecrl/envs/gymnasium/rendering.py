@@ -15,7 +15,7 @@ _MODE = "rgb_array"
 
 
 def drawing_keys(cfg: GymnasiumConfig) -> dict[str, Any]:
-    """Return the config keys, with their values, of environments that draw images in this process."""
+    """Return config keys and values for environments that draw images in this process."""
     return {"env.cfg.kwargs": cfg.kwargs | {"render_mode": _MODE}, "env.cfg.asynchronous": False}
 
 
@@ -32,8 +32,8 @@ def render_fps(cfg: GymnasiumConfig) -> float:
     Args:
         cfg: config with the keys of `drawing_keys`.
 
-    Raises: ConfigError if the environment cannot draw images, or if a package is missing that draws them; UserError if
-        OpenGL does not work for an environment of MuJoCo.
+    Raises: ConfigError if the environment cannot draw images, or if a package for drawing is missing; UserError if
+        OpenGL does not work for a MuJoCo environment.
     """
     try:
         worker.register_atari(cfg.id, cfg.atari is not None)

@@ -75,7 +75,7 @@ def _with_timeout(venv: AsyncVectorEnv, wait: Callable[[], Any], timeout: float)
     """Wrap `wait` so that a Fault is raised if `wait` does not return within `timeout` seconds."""
 
     def wait_or_fail(close_timeout: float | None = None) -> Any:
-        if close_timeout is not None:  # `AsyncVectorEnv.close` made this call, and then ends the workers
+        if close_timeout is not None:  # this call came from `AsyncVectorEnv.close`, which then ends the workers
             raise multiprocessing.TimeoutError
         deadline = time.monotonic() + timeout
         for i, pipe in enumerate(venv.parent_pipes):
@@ -99,7 +99,7 @@ def _failed_env(venv: VectorEnv) -> int | None:
 
 
 def _kill(venv: VectorEnv) -> None:
-    """Kill the workers of an AsyncVectorEnv. After a failure, `close` would wait for answers of the workers."""
+    """Kill the workers of an AsyncVectorEnv. After a failure, `close` would wait for the workers' answers."""
     if isinstance(venv, AsyncVectorEnv):
         for process in venv.processes:
             process.kill()

@@ -1,8 +1,8 @@
 """Define `Vector`, an interface to N open Gymnasium environments, and implement `Vector` in this process.
 
 A `Vector` resets an environment in the step that ends its episode. In the outcome of such a step, `obs` is the first
-observation of the next episode, and `final` is the observation before the reset. Only a `Vector` whose outcomes have
-`counts` resets in the following step.
+observation of the next episode, and `final` is the observation before the reset. If the outcomes have `counts`, the
+`Vector` instead resets in the following step.
 """
 
 import contextlib

@@ -128,7 +128,9 @@ def make(env_id: str, kwargs: dict[str, Any], atari: dict[str, Any] | None = Non
             wrappers = _atari_wrappers()
             if creator is not None:
                 wrappers.check_is_atari(creator)
-            limit = kwargs.get("max_episode_steps")  # in steps of the agent, so gymnasium.make must not count frames
+            limit = kwargs.get(
+                "max_episode_steps"
+            )  # the limit counts steps of the agent, so gymnasium.make must not count frames
             kwargs = {name: value for name, value in kwargs.items() if name != "max_episode_steps"}
             env = gymnasium.make(env_id, disable_env_checker=True, **kwargs)
             env = wrappers.preprocess(env, limit, _SCORE, **atari)
@@ -168,7 +170,7 @@ def success_of(info: dict[str, Any]) -> float | str:
         value = info.get(key)
         if value is None:
             continue
-        with contextlib.suppress(Exception):  # an object that cannot be converted is not a number
+        with contextlib.suppress(Exception):  # if the conversion fails, the object is not a number
             if not isinstance(value, str | bytes) and getattr(value, "shape", ()) == ():
                 return float(value)
         return f"reported info[{key!r}] = {' '.join(repr(value).split())[:80]}, expected a bool, a number or None"
@@ -190,7 +192,7 @@ def _open(env_id: str, kwargs: dict[str, Any], atari: dict[str, Any] | None, spe
         # defines.
         registered = cloudpickle.loads(spec)
         if _is_from_ale(registered):
-            _import_ale()  # before the spec is added, because the import warns if it registers an id again
+            _import_ale()  # import before the spec is added, because the import warns if an id exists already
         gymnasium.registry.setdefault(env_id.rpartition(":")[2], registered)
     return make(env_id, kwargs, atari)
 

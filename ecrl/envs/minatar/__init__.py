@@ -1,4 +1,4 @@
-"""The five games of MinAtar. Importing this package registers the games."""
+"""The five games of MinAtar. Import this package to register the games."""
 
 from ecrl.envs.minatar.asterix import AsterixConfig, minatar_asterix
 from ecrl.envs.minatar.breakout import BreakoutConfig, minatar_breakout

@@ -71,8 +71,8 @@ def _draw(uniforms: Tensor) -> dict[str, Tensor]:
 def _choose_row(is_free: Tensor, uniform: Tensor) -> Tensor:
     """Choose one of the free rows `[*B, 8]`. Return 1 for the chosen row and 0 for the others.
 
-    If n rows are free, the function chooses the row with the number floor(n uniform), counted from 0. The product with
-    a float32 below 1 is always below n, because n is at most 8.
+    If n rows are free, the function chooses free row floor(n uniform), counted from 0. The product n uniform is always
+    below n, because uniform is a float32 below 1 and n is at most 8.
     """
     number = (uniform * is_free.sum(-1, dtype=torch.int32)).to(torch.int32)
     rows = indices(is_free, _ROWS)

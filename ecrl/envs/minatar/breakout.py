@@ -99,10 +99,10 @@ def minatar_breakout(cfg: BreakoutConfig) -> Env:
     """Bounce a ball off a paddle at the bottom to break the bricks at the top.
 
     The ball moves by one cell per step along a diagonal. It bounces off the sides, the top, the bricks and the paddle.
-    If the ball comes down on the paddle from the cell straight above it, the ball turns up. If it comes down from the
-    cell beside the paddle, it flies back in the direction it came from. Each broken brick has the reward 1, and the
-    reward of any other step is 0. If all 30 bricks are broken, a new wall appears when the ball next reaches the bottom
-    row. The episode ends when the ball reaches the bottom row beside the paddle.
+    If the ball comes from a cell above the paddle, only its vertical direction turns. If the ball comes from a cell
+    beside the paddle, it flies back in the direction from which it came. Each broken brick has the reward 1, and the
+    reward of any other step is 0. Once all 30 bricks are broken, a new wall appears when the ball next reaches the
+    bottom row. The episode ends when the ball reaches the bottom row beside the paddle.
 
     The channels of the observation are 0 paddle, 1 ball, 2 the ball's last cell and 3 bricks. The minimal actions are 0
     no-op, 1 left and 2 right.

@@ -30,7 +30,7 @@ from ecrl.envs.minatar.game import (
 from ecrl.registry import register_env
 
 _LANES, _SLOWEST = 8, 5
-_COLUMN = 4  # of the chicken
+_COLUMN = 4  # column of the chicken
 _BOTTOM = SIZE - 1
 _MOVE_WAIT, _LAST_STEP = 3, 2500
 
@@ -108,10 +108,10 @@ def minatar_freeway(cfg: FreewayConfig) -> Env:
     """Cross a road from the bottom row to the top row, between cars on eight lanes.
 
     The chicken moves up or down by one cell, at most every three steps. A crossing has the reward 1, and the reward of
-    any other step is 0. After a crossing, and when a car hits it, the chicken is back at the bottom. A car of speed k
-    moves by one cell every k + 1 steps, and drives in circles. Directions and speeds 1 to 5 are random, and are drawn
-    again after each crossing. Every episode ends as terminated at step 2501, as in the package MinAtar, whose counter
-    passes 2500.
+    any other step is 0. After a crossing, or if a car hits the chicken, the chicken is back at the bottom. A car of
+    speed k moves by one cell every k + 1 steps, and drives in circles. Directions and speeds 1 to 5 are random, and are
+    drawn again after each crossing. Every episode terminates at step 2501, as in the package MinAtar, which ends an
+    episode when its counter exceeds 2500.
 
     The channels of the observation are 0 chicken, 1 cars, and 2 to 6 the last cells of cars of speed 1 to 5. The
     minimal actions are 0 no-op, 1 up and 2 down.

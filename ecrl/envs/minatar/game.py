@@ -34,10 +34,10 @@ class MinAtarConfig(ConfigModel):
     """Settings that all games have."""
 
     sticky_action_prob: Fraction = Field(
-        0.1, description="probability that a step repeats the previous step's action in place of the chosen action"
+        0.1, description="probability that a step repeats the previous action instead of the chosen action"
     )
     max_episode_steps: Count | None = Field(
-        None, description="time limit, steps; if absent, only the game ends episodes"
+        None, description="time limit, steps; if absent, episodes end only by the rules of the game"
     )
 
 
@@ -45,7 +45,7 @@ class ActionSetConfig(ConfigModel):
     """Settings of the games that do not use all actions."""
 
     use_minimal_action_set: bool = Field(
-        True, description="offer only actions that the game uses; if false: no-op, left, up, right, down, fire"
+        True, description="offer only the actions that the game uses; if false, no-op, left, up, right, down and fire"
     )
 
 
@@ -56,7 +56,7 @@ class RampConfig(ConfigModel):
 
 
 def action_set(cfg: ActionSetConfig, *minimal: int) -> tuple[int, ...]:
-    """Return the actions that the player can choose: the given ones, or all six."""
+    """Return the actions that the player can choose: the minimal set, or all six actions."""
     return minimal if cfg.use_minimal_action_set else ALL_ACTIONS
 
 

@@ -75,7 +75,7 @@ def _append(slots: Tensor, new: Tensor, where: Tensor) -> Tensor:
 def _board(row: Tensor, place: Tensor) -> Tensor:
     """Sum the places of objects in slots `[*B, n]` by row. The result is int32 `[*B, 8]`, for the rows 1 to 8.
 
-    A cell may hold up to three objects, which is why column x has two bits: its place is 4**x.
+    A cell may hold up to three objects, so each column has two bits: the place of column x is 4**x.
     """
     empty = row.new_zeros((*row.shape[:-1], 1 + _ROWS))
     return empty.scatter_add(-1, row.to(torch.int64), place)[..., 1:]
@@ -176,9 +176,9 @@ def _shoot(enemies: _Enemies, shots: _Shots) -> tuple[_Enemies, _Shots, Tensor]:
 
 
 def _collide(enemies: _Enemies, place: Tensor, arrived: Tensor, shots: _Shots) -> tuple[Tensor, _Shots, Tensor]:
-    """Let enemies that `arrived` in the cell of a shot be hit. Return their places, the shots and the number of hits.
+    """Remove enemies that `arrived` in the cell of a shot. Return their places, the shots and the number of hits.
 
-    No two enemies arrive in one cell in the same step. If two shots are in the cell, the older shot is used up.
+    No two enemies arrive in one cell in the same step. If there are two shots in a cell, the older shot is removed.
     """
     kept, hits = [], torch.zeros_like(shots.row[..., 0])
     for i in range(_SHOTS):
@@ -335,9 +335,9 @@ def minatar_seaquest(cfg: SeaquestConfig) -> Env:
 
     Under water, the oxygen falls by 1 per step, from 200. At the surface, the player gives up one diver and gets new
     oxygen. With six divers, it gives up all of them for a reward of `oxygen // 20`. The number of divers is then -1, as
-    in the package MinAtar. The player can then surface without a diver, and the number falls by one each time. With
-    difficulty_ramping, each surfacing raises the level by one, up to 19. The episode ends when an enemy or a torpedo
-    hits the player, when the oxygen is used up, and when the player surfaces with 0 divers.
+    in the package MinAtar. Afterwards, the player can surface without a diver, and each surfacing lowers the number by
+    one. With difficulty_ramping, each surfacing raises the level by one, up to 19. The episode ends when an enemy or a
+    torpedo hits the player, when the oxygen is used up, and when the player surfaces with 0 divers.
 
     The channels of the observation are 0 front and 1 back of the player, 2 shots, 3 the last cells of enemies and
     divers, 4 torpedoes, 5 fish, 6 submarines, 7 oxygen, 8 divers on board and 9 divers. The actions are 0 no-op, 1
@@ -347,14 +347,14 @@ def minatar_seaquest(cfg: SeaquestConfig) -> Env:
     is gone is 0. `enemy_*`, `shot_*` and `diver_*` are slots of objects, the oldest first. A new object takes the place
     of the oldest. The capacities are large enough for any play:
 
-    - 30 enemies: on the highest levels, an enemy appears at every step and is gone after 30 steps. On lower levels, at
-      most as many appear while the oldest is on the board.
+    - 30 enemies: on the highest levels, an enemy appears at every step and leaves the board after 30 steps. On lower
+      levels, at most 30 enemies appear while the oldest enemy is on the board.
     - 2 shots, because a shot is gone after 9 steps, and 2 divers, because a diver is gone after 60 steps.
 
-    The order of the slots decides which enemy a shot hits: the oldest fish in its cell, or else the oldest submarine.
-    An older enemy always stays ahead of a younger one in the same row, so two enemies never move into one cell in the
-    same step. Torpedoes have no slots, because torpedoes in one cell with one direction stay together. They are stored
-    by row, in `torpedoes_right` and `torpedoes_left`, int32 `[*B, 8]`.
+    The order of the slots decides which enemy a shot hits: the oldest fish in its cell, or the oldest submarine if
+    there is no fish. An older enemy is always ahead of a younger enemy in the same row, so two enemies never move into
+    one cell in the same step. Torpedoes with the same cell and direction stay together, so torpedoes need no slots.
+    They are stored by row, in `torpedoes_right` and `torpedoes_left`, int32 `[*B, 8]`.
 
     Source: Young and Tian 2019, "MinAtar: An Atari-inspired testbed for thorough and reproducible reinforcement
         learning experiments", arXiv:1903.03176; the package MinAtar 1.0.15.

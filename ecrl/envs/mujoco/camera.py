@@ -63,15 +63,16 @@ class CameraConfig(ConfigModel):
     eye: Annotated[Triple, LENGTH] = Field((0.0, 0.0, 2.0), description="position of the camera, m")
     target: Annotated[Triple, LENGTH] = Field((0.0, 0.0, 0.0), description="point that the camera looks at, m")
     up: Triple | None = Field(
-        None, description="up direction of the image; by default z, or y for a camera that looks straight up or down"
+        None, description="up direction of the image; by default z, or y if the camera looks straight up or down"
     )
     intrinsics: Annotated[tuple[Positive, Positive, Real, Real], Field(strict=False)] | None = Field(
         None, description="fx, fy, cx, cy, pixels; by default 600, 600 and the middle of the image"
     )
     quality: Quality = Field(
         "full",
-        description="full: smooth edges and round shapes; fast: no anti-aliasing and shapes with few faces, for small "
-        "images",
+        description=(
+            "full: smooth edges and round shapes; fast: no anti-aliasing, and shapes with few faces, for small images"
+        ),
     )
 
     @model_validator(mode="after")
@@ -87,8 +88,8 @@ class CameraConfig(ConfigModel):
 def backend() -> str:
     """Return the name of an OpenGL backend that works on this machine, either `egl` or `osmesa`.
 
-    If $MUJOCO_GL is `egl` or `osmesa`, only the named backend is tried. Each backend is tried in a separate process,
-    because a process cannot unload a backend that failed.
+    If $MUJOCO_GL is `egl` or `osmesa`, the function tries only this backend. Each backend is tried in a separate
+    process, because a process cannot unload a backend that failed.
 
     Raises: UserError if none of the tried backends works.
     """
@@ -122,7 +123,7 @@ def _drawn_model(model: Any, camera: CameraConfig) -> Any:
     model = copy(model)
     visual = model.vis
     visual.global_.offwidth, visual.global_.offheight = camera.resolution
-    visual.quality.shadowsize = 0  # images have no shadows, and the texture of the shadows would take 64 MB
+    visual.quality.shadowsize = 0  # images have no shadows, so do not allocate the shadow texture of 64 MB
     if camera.quality == "fast":
         visual.quality.offsamples = 0
         visual.quality.numslices, visual.quality.numstacks, visual.quality.numquads = 10, 5, 1

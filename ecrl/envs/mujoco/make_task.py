@@ -210,7 +210,7 @@ def _observation_space(task: Task, state: TensorDict, sizes: Mapping[str, tuple[
 
 
 def never(sim: Simulation, state: TensorDict) -> Tensor:
-    """Return False for every environment, so that only the time limit truncates episodes.
+    """Return False for every environment: only the time limit truncates episodes.
 
     `task_env` uses this function if the argument `check_truncated` is not given.
     """
@@ -239,8 +239,8 @@ def task_env(
             episode draws up to 12 random starts and uses the first acceptable start. If all 12 starts are unacceptable,
             the episode uses an acceptable start that was found when the task was created. `task_env` tests the starts
             of 256 episodes, and raises ConfigError if one of these episodes finds no acceptable start.
-        own_observations: observation terms of the task itself, by the name of their entry. The terms of the config are
-            applied after these terms.
+        own_observations: observation terms that the task itself defines, by the name of their entry. The terms of the
+            config are applied after these terms.
 
     The state contains `success`, `fail`, `metrics` and `rewards` under `info`. For each reward term, `rewards` contains
     the unweighted value as `<name>` and the weighted value as `<name>_weighted`.

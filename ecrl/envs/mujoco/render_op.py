@@ -1,10 +1,10 @@
 """Draw images with the torch operator `ecrl::mujoco_image`, which works inside compiled code.
 
 The CPU draws the images, on as many threads as the physics uses (`physics.threads`). The calling thread draws its share
-of the images, and the other shares belong to threads that live until the process ends. Each thread keeps one renderer
-per camera open. Opening a renderer takes as long as drawing dozens of small images.
+of the images. Threads that live until the process ends draw the other shares. Each thread keeps one renderer per camera
+open. Opening a renderer takes as long as drawing dozens of small images.
 
-An image does not depend on the thread that draws it, so the images are the same bits for any number of threads.
+An image does not depend on the thread that draws it, so the images are bitwise equal for any number of threads.
 """
 
 import atexit
@@ -84,7 +84,7 @@ def _camera(handle: int) -> tuple[Simulation, CameraConfig]:
 
 @cache
 def _vector_names(sim: Simulation) -> tuple[str, ...]:
-    """Return the names of the vectors that an image depends on, other than the positions that the image marks."""
+    """Return the names of the vectors that an image depends on, except for the marked positions."""
     shapes = named_shapes(sim)
     return (*SETTINGS, *(COLOR_OF + name for name in shapes), *(SIZE_OF + name for name in shapes))
 
@@ -94,7 +94,7 @@ def _draw(handle: int) -> Draw:
     if handle not in _RENDERERS.draws:
         draw = _RENDERERS.stack.enter_context(drawing(*_camera(handle)))
         if not _RENDERERS.draws:
-            atexit.register(_RENDERERS.close)  # after the first renderer, so that `close` runs before MuJoCo's own exit
+            atexit.register(_RENDERERS.close)  # after the first renderer: exit functions run in reverse order
         _RENDERERS.draws[handle] = draw
     return _RENDERERS.draws[handle]
 
@@ -104,7 +104,7 @@ _Job = Callable[[], None]
 
 @cache
 def _queue(number: int) -> SimpleQueue[tuple[_Job, Future[None]] | None]:
-    """Start the thread of this number at the first call, and return the queue of its jobs. None ends the thread."""
+    """Return the job queue of thread `number`. The first call starts the thread, and the job None ends it."""
     queue: SimpleQueue[tuple[_Job, Future[None]] | None] = SimpleQueue()
 
     def end() -> None:
@@ -189,8 +189,8 @@ torch.library.register_vmap(_NAME, _vmap_image)
 def _vectors(sim: Simulation, state: TensorDict, batch: torch.Size) -> Tensor:
     """Stack the vectors that an image depends on, `[*B, V, 3]`.
 
-    The first vectors set the camera, the light, and the colors and sizes of objects; see `_vector_names`. Each of them
-    is NaN if the state does not have it. The other vectors are the positions that the image marks.
+    The first vectors set the camera, the light, and the colors and sizes of objects; see `_vector_names`. A vector is
+    NaN if the state does not have it. The other vectors are the positions that the image marks.
     """
     targets: Any = state.get("targets", {})
     names, sizes, absent = _vector_names(sim), sizes_of(sim, state["world"]), torch.full((*batch, 3), torch.nan)

@@ -39,7 +39,7 @@ class ObservationConfig(_Term):
     func: str = Field(description='registered name of the term, such as "get_rigid_object_pose"')
     mode: Literal["add", "modify"] = Field("add", description="add: a new entry; modify: change an existing one")
     name: str = Field(
-        pattern=r"^[\w-]+(/[\w-]+)*$", description='name of the entry, with / between its parts: "robot/qpos"'
+        pattern=r"^[\w-]+(/[\w-]+)*$", description='name of the entry, such as "robot/qpos", with / between its parts'
     )
     params: SerializeAsAny[BaseModel] = Field(description="settings of the term")
 
@@ -50,7 +50,9 @@ class RewardConfig(_Term):
     part_kind = "reward"
     func: str = Field(description='registered name of the term, such as "distance_to_target"')
     mode: Literal["add", "replace"] = Field(
-        "add", description="add: add to the other terms; replace: discard all added terms and the task's own reward"
+        "add",
+        description="add: add to the other terms; replace: discard the sum of all other terms and the task's "
+        "own reward",
     )
     weight: Real = Field(1.0, description="factor of the term")
     params: SerializeAsAny[BaseModel] = Field(description="settings of the term")
@@ -63,7 +65,7 @@ class TaskEventConfig(EventConfig):
 
 
 ObservationForm = Literal["auto", "vector", "parts"]
-"""Form of a task's observation, see `TaskConfig`."""
+"""Structure of a task's observation, see `TaskConfig`."""
 
 
 class TaskConfig(SceneConfig):
@@ -71,7 +73,7 @@ class TaskConfig(SceneConfig):
 
     max_episode_steps: Count = Field(300, description="time limit, steps")
     control_parts: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = Field(
-        None, description="parts of the robot that actions drive and observations show; by default, the whole robot"
+        None, description="parts of the robot that actions drive and observations include; by default, the whole robot"
     )
     actions: dict[str, ActionConfig] = Field(default_factory=dict, description="action terms by name")
     observations: dict[str, ObservationConfig] = Field(

@@ -1,6 +1,6 @@
-"""Scale the lengths of a task, so that a small arm can do the task of a large one.
+"""Scale the lengths of a task, so that a small arm can solve the task of a large arm.
 
-A field of a Config model that has the unit of a length carries a marker, such as `Annotated[Triple, LENGTH]`.
+In a Config model, each field in units of length has a marker, such as `Annotated[Triple, LENGTH]`.
 """
 
 from typing import Annotated, Any, TypeVar
@@ -15,7 +15,7 @@ from ecrl.envs.mujoco.task_step import error_prefix
 _REACH = 1.3
 """Reach of the built-in arm, m. The default lengths of tasks are chosen for this arm."""
 _OWN = ("robot", "physics", "light", "mjcf")
-"""Keys of a task's config that keep their lengths."""
+"""Keys of a task's config whose lengths are not scaled."""
 
 Cfg = TypeVar("Cfg", bound="ScalableTaskConfig")
 
@@ -25,8 +25,11 @@ class ScalableTaskConfig(TaskConfig):
 
     scale: Annotated[float, Field(ge=1e-3, le=1e3)] | None = Field(
         None,
-        description="factor on the lengths of the objects, events, terms and thresholds; masses have its third power. "
-        "If absent, 1, or for example:panda and registered arms their reach / 1.3 m, the reach of the built-in arm",
+        description=(
+            "factor of the lengths of objects, events, terms and thresholds; masses have the third power of the "
+            "factor. If absent, 1, but for example:panda and registered arms their reach divided by 1.3 m, the reach "
+            "of the built-in arm"
+        ),
     )
 
 
@@ -61,11 +64,11 @@ def scale_of(cfg: ScalableTaskConfig) -> float:
 
 
 def scaled(cfg: Cfg) -> Cfg:
-    """Return the config of a task with all lengths multiplied by `scale`. The robot keeps its size.
+    """Return the config of a task with all lengths multiplied by `scale`. The size of the robot does not change.
 
         length' = scale length,    mass' = scale^3 mass,    force' = scale^4 force,    1 / length' = 1 / (scale length)
 
-    Times and densities stay the same, so velocities and accelerations are scaled as lengths are.
+    Times and densities do not change, so velocities and accelerations have the same factor as lengths.
     """
     factor = scale_of(cfg)
     if factor == 1.0:

@@ -271,7 +271,7 @@ def _control(task: Task, state: TensorDict, action: Tensor) -> Tensor:
 def _delayed(task: Task, state: TensorDict, control: Tensor) -> tuple[TensorDict, Tensor]:
     """Return the field `delay` after a step, and the control `[*B, nu]` that acts in the step.
 
-    acting[t] = control[t - steps]; before the episode, the controls held the joints where they were at its start
+    acting[t] = control[t - steps]; controls before the episode hold the joints at their initial positions
     """
     held = world.hold_controls(task.sim, cast(TensorDict, state["world"])).unsqueeze(-2)
     is_first = (state["elapsed"] == 0)[..., None, None]

@@ -182,7 +182,7 @@ def joint_limits(sim: Simulation, joints: Sequence[str]) -> tuple[tuple[float, .
 
 @cache
 def _followers(sim: Simulation, joints: tuple[str, ...]) -> tuple[tuple[str, int, float, float], ...]:
-    """Return the joints that follow one of `joints`: name, index of the leader in `joints`, offset and multiplier."""
+    """Return the joints that follow one of `joints`: name, leader's index in `joints`, offset and multiplier."""
     chosen = (f for f in sim.robot.followers if f.leader in joints)
     return tuple((f.name, joints.index(f.leader), f.offset, f.multiplier) for f in chosen)
 
@@ -199,7 +199,7 @@ def _with_followers(sim: Simulation, joints: tuple[str, ...], values: Tensor, ra
 def with_joint_positions(sim: Simulation, world: TensorDict, joints: Sequence[str], values: Tensor) -> TensorDict:
     """Return worlds with the positions of the given joints set to `values`, `[*B, len(joints)]` (rad or m).
 
-    Joints that follow one of the joints move with it.
+    Joints that follow one of these joints move with their leader.
     """
     names, values = _with_followers(sim, tuple(joints), values, False)
     first = _columns(sim, "QPOS").start
@@ -209,7 +209,7 @@ def with_joint_positions(sim: Simulation, world: TensorDict, joints: Sequence[st
 def with_joint_velocities(sim: Simulation, world: TensorDict, joints: Sequence[str], values: Tensor) -> TensorDict:
     """Return worlds with the velocities of the given joints set to `values`, `[*B, len(joints)]` (rad/s or m/s).
 
-    Joints that follow one of the joints move with it.
+    Joints that follow one of these joints move with their leader.
     """
     names, values = _with_followers(sim, tuple(joints), values, True)
     first = _columns(sim, "QVEL").start
@@ -273,7 +273,7 @@ def site_jacobian(sim: Simulation, world: TensorDict, name: str, joints: Sequenc
     """Return the Jacobian of a site's pose with respect to joint positions, `[*B, 6, len(joints)]`.
 
     Each column contains the site's translation (m) and rotation (rad) per rad or m of one joint. The column of a joint
-    that does not move the site is 0. The column of a joint includes the motion of the joints that follow it.
+    that does not move the site is 0. The column of a joint includes the motion of its follower joints.
     """
     names = (*joints, *(follower for follower, *_ in _followers(sim, tuple(joints))))
     columns = kinematics.jacobian(_to_site(sim, name), _positions(sim, world), _joints(sim, names)[1])
@@ -281,7 +281,7 @@ def site_jacobian(sim: Simulation, world: TensorDict, name: str, joints: Sequenc
 
 
 def _with_columns_of_followers(sim: Simulation, joints: tuple[str, ...], columns: Tensor) -> Tensor:
-    """Add the columns of joints that follow others, which come last, to the columns of their leaders."""
+    """Add the columns of follower joints, which come last, to the columns of their leaders."""
     rows = _followers(sim, joints)
     if not rows:
         return columns
@@ -296,8 +296,8 @@ def site_motion(
 ) -> tuple[Tensor, Tensor]:
     """Return the pose `[*B, 4, 4]` and the Jacobian `[*B, 6, len(joints)]` of a site at given joint positions.
 
-    `values` contains the positions of `joints`, `[*B, len(joints)]` (rad or m). Joints that follow one of the joints
-    move with it. All other joints have the positions that they have in `world`.
+    `values` contains the positions of `joints`, `[*B, len(joints)]` (rad or m). Joints that follow one of these joints
+    move with their leader. All other joints have the positions that they have in `world`.
     """
     names, values = _with_followers(sim, tuple(joints), values, False)
     indices, dofs = _joints(sim, names)

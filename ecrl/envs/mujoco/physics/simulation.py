@@ -114,7 +114,7 @@ def _simulation(
     drives: tuple[tuple[str, Drive], ...],
     varied: Varied,
     has_movable_base: bool,
-    robot: Callable | None,  # registering another function for the robot's name makes another simulation
+    robot: Callable | None,  # the key includes the function that is registered for the robot's name
 ) -> Simulation:
     offset = tuple(name for field, name in varied if field == "body_ipos")
     scene = build(cfg, dict(drives), offset, has_movable_base)

@@ -74,7 +74,7 @@ def _pool(handle: int, count: int) -> _Pool:
     threads = threads or torch.get_num_threads()
     _warn_if_threads_compete(threads)
     batch = mujoco().batch.Batch(model, count, threads)
-    batch.warning[:] = 1  # MuJoCo writes a warning to a file only if the warning's count is 0
+    batch.warning[:] = 1  # MuJoCo writes a warning to a file only if the count of this warning is 0
     fields, at = [], 0
     for field, name in varied:
         rows = rows_of(model, field, name)

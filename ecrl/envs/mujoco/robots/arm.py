@@ -21,7 +21,7 @@ _ARMATURE = (1.0, 1.0, 0.5, 0.1, 0.1, 0.1)  # in kg m^2
 _LIMIT = (2 * pi, 2 * pi, pi, 2 * pi, 2 * pi, 2 * pi)  # in rad
 _SHAPES = (  # capsule of each link in the frame of the link: start, end and radius, all in m
     ((0.0, 0.0, 0.09), (0.0, 0.0, 0.15), 0.075),
-    ((0.0, 0.0, 0.13), (-0.612, 0.0, 0.13), 0.06),  # the offset from the joint lets the link pass the shoulder
+    ((0.0, 0.0, 0.13), (-0.612, 0.0, 0.13), 0.06),  # with an offset from the joint, the link clears the shoulder
     ((0.0, 0.0, 0.03), (-0.5723, 0.0, 0.03), 0.05),
     ((0.0, 0.0, 0.05), (0.0, 0.0, 0.163941), 0.045),
     ((0.0, 0.0, 0.0), (0.0, 0.0, 0.1157), 0.045),
@@ -94,7 +94,7 @@ def _finger(base: Any, tcp: dict[str, Matrix], has_hand: bool) -> None:
     for name, axis in zip(ROBOTS["Finger"].joints, ([1.0, 0.0, 0.0], [0.0, 1.0, 0.0]), strict=True):
         finger.add_joint(name=name, type=kinds.mjJNT_SLIDE, axis=axis, range=[-0.4, 0.4])
     shape = {"size": [0.02, 0.05, 0.0], "pos": [0.0, 0.0, 0.05], "mass": 0.1, "rgba": _DARK}
-    # the finger touches nothing, so that it can enter a block
+    # the finger does not collide, so it can enter a block
     finger.add_geom(type=mujoco().mjtGeom.mjGEOM_CYLINDER, contype=0, conaffinity=0, **shape)
 
 

@@ -1,7 +1,7 @@
-"""Parts of a robot that `robot.urdf_cfg` names: an arm, and a hand at the flange of the arm.
+"""Components of a robot in `robot.urdf_cfg`: an arm, and a hand at the flange of the arm.
 
-EmbodiChain downloads the files of its robots. Where such a file is not on the disk, a built-in arm or gripper of the
-same size takes its place, with one warning. All other missing files are errors.
+EmbodiChain downloads the files of its robots. If such a file is missing on this machine, a built-in arm or gripper of
+the same size replaces it, with one warning. Any other missing file is an error.
 """
 
 import os
@@ -19,7 +19,7 @@ from ecrl.errors import ConfigError
 
 KEY = "robot.urdf_cfg.components"
 _ARMS = {"UR10": "URRobot", "cart_pole": "CartPole"}
-"""Built-in robots that take the place of EmbodiChain's files, by the name of the file."""
+"""Built-in robots that replace EmbodiChain's files, by the name of the file."""
 _GRIPPER = "DH_PGI_140_80"
 BUILTIN_HAND = "builtin:two_finger_gripper"
 """Name of the built-in gripper in `urdf_path`."""
@@ -79,7 +79,7 @@ class Part(NamedTuple):
 
 
 def found_file(path: str, root: str) -> str | None:
-    """Return the path of a file, which is also searched below `root` if `root` is not empty, or None."""
+    """Return the path of a file, or None. If `root` is not empty, the file is also searched below `root`."""
     paths = [path, *([os.path.join(root, path)] if root else [])]
     return next(filter(os.path.isfile, paths), None)
 
@@ -87,7 +87,8 @@ def found_file(path: str, root: str) -> str | None:
 def component(cfg: RobotConfig, kind: str) -> Part | None:
     """Return the component of a kind, "arm" or "hand", or None if the config has none.
 
-    Raises: ConfigError if there are several, if a file does not exist, or if an arm is moved.
+    Raises: ConfigError if there are several components of the kind, if a file does not exist, or if an arm has a
+        transform.
     """
     listed = () if cfg.urdf_cfg is None else cfg.urdf_cfg.components
     found = [(i, part) for i, part in enumerate(listed) if part.component_type == kind]
@@ -118,7 +119,7 @@ def component(cfg: RobotConfig, kind: str) -> Part | None:
 
 
 def quaternion_of(pose: Matrix, key: str) -> np.ndarray:
-    """Return the quaternion of the rotation in a 4x4 pose. Raise ConfigError that begins with `key` for no pose."""
+    """Return the quaternion of the rotation in a 4x4 pose. Raise ConfigError, which names `key`, for invalid poses."""
     quaternion, rotation = np.zeros(4), np.array([row[:3] for row in pose[:3]])
     if not np.allclose(rotation @ rotation.T, np.eye(3), atol=1e-3) or np.linalg.det(rotation) < 0.0:
         raise ConfigError(f"{key}: the first three columns are not a rotation")
@@ -129,7 +130,7 @@ def quaternion_of(pose: Matrix, key: str) -> np.ndarray:
 
 
 def attach_hand(spec: Any, hand: Any, body: Any, position: tuple[float, ...], transform: Matrix, key: str) -> None:
-    """Attach the MjSpec of a hand to a body. Links and meshes of the hand get the prefix `hand/`, and joints get none.
+    """Attach the MjSpec of a hand to a body. Links and meshes of the hand get the prefix `hand/`. Joints get no prefix.
 
     Args:
         spec: the MjSpec of the arm, which is changed.
@@ -153,9 +154,9 @@ def attach_hand(spec: Any, hand: Any, body: Any, position: tuple[float, ...], tr
 
 
 def flange_of(spec: Any, end_link: str | None, key: str) -> Any:
-    """Return the link of an arm from a file that holds the hand.
+    """Return the link that holds the hand, for an arm from a file.
 
-    Raises: ConfigError if the arm has several links at its ends, and the config names none of them.
+    Raises: ConfigError if the arm has several end links, and the config names none of them.
     """
     if end_link is not None and (body := spec.body(end_link)) is not None:
         return body

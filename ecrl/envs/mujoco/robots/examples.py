@@ -1,7 +1,7 @@
 """Robots of the package `example-robot-data`, named `example:panda` in `robot.model`.
 
 The package has URDF files with meshes. A robot in `EXAMPLES` has parts, an end effector and a home position. All other
-robots of the package are named by their files, such as `example:go2`, and have one part with all joints.
+robots have the names of their files, such as `example:go2`, and one part with all joints.
 """
 
 from importlib.metadata import distribution
@@ -51,7 +51,7 @@ EXAMPLES = {
 def example_file(name: str, key: str) -> Path:
     """Return the path of the URDF file of a robot in the package.
 
-    Raises: ConfigError that begins with `key`, if there is no such robot. MissingExtraError if the package is not
+    Raises: ConfigError, which names `key`, if the robot does not exist. MissingExtraError if the package is not
         installed.
     """
     with extra("robots"):

@@ -1,8 +1,8 @@
-"""Check the files that an MJCF file includes or reads, such as meshes and textures.
+"""Check the access to files that an MJCF file includes or reads, such as meshes and textures.
 
-MuJoCo searches all files in the folder of the main file, and in the folders of all `<compiler>` elements, also of those
-in included files. The check therefore tries every name in each of these folders. It refuses XML that only MuJoCo reads
-as an include, such as one in a namespace.
+MuJoCo searches for files in the folder of the main file, and in the folders of all `<compiler>` elements, even in
+included files. The check therefore tries every name in each of these folders. The check refuses an include that only
+MuJoCo recognises, such as an include in an XML namespace.
 """
 
 from pathlib import Path
@@ -16,11 +16,11 @@ _FOLDERS = ("meshdir", "texturedir", "assetdir")
 
 
 def check_mjcf_inputs(source: str, key: str) -> None:
-    """Raise ConfigError that begins with `key`, if an MJCF file reads a file outside $ECRL_INPUT_FOLDERS.
+    """Raise ConfigError, which names `key`, if an MJCF file reads a file outside $ECRL_INPUT_FOLDERS.
 
     Args:
-        source: path or text of the MJCF file. The files that it names are searched in its folder, or in the working
-            directory for a text.
+        source: path or text of the MJCF file. Files that it names are searched in its folder. For a text, they are
+            searched in the working directory.
         key: config key for error messages.
     """
     if not is_restricted():
@@ -32,7 +32,7 @@ def check_mjcf_inputs(source: str, key: str) -> None:
 
 
 def _check_file(path: Path, key: str, seen: set[Path]) -> None:
-    """Check a file with all files that it names. `seen` has the checked files, because files may form a loop."""
+    """Check a file and all files that it names. `seen` has the checked files, because includes may form a loop."""
     check_input(path, key)
     if path.resolve() not in seen:
         seen.add(path.resolve())
@@ -56,7 +56,7 @@ def _check_model(root: ElementTree.Element, home: Path, key: str, seen: set[Path
 def _with_includes(root: ElementTree.Element, home: Path, key: str) -> list[ElementTree.Element]:
     """Return the first element of a main file and of all files that it includes."""
     roots, seen = [root], set()
-    for one in roots:  # the list grows
+    for one in roots:  # the list grows during the loop
         for name in (part.get("file", "") for part in one.iter("include")):
             path = home / name.replace("\\", "/")
             check_input(path, key)

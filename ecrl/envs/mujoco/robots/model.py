@@ -4,16 +4,16 @@ from typing import NamedTuple
 
 
 class RobotModel(NamedTuple):
-    """A robot with its file, the parts of the robot, and where it starts. `ecrl.register_robot` gives it a name.
+    """A robot with its file, its parts and its home position. `ecrl.register_robot` gives the robot a name.
 
     Attributes:
         source: path or text of a URDF or MJCF file.
         parts: joints of each part, as names or patterns. By default, all joints are the part `arm`.
-        end_links: link that holds the end effector of a part, by part.
-        home: positions of the joints at the start (m or rad), in the order of the joints in the file. By default, the
-            positions nearest to 0 for a URDF file, and those of the file for an MJCF file.
-        reach: largest horizontal distance from the base to the end effector, m. Tasks scale their lengths with it; see
-            the key `env.cfg.scale`. By default, the reach of the built-in arm.
+        end_links: map from a part to the link that holds the end effector of the part.
+        home: positions of the joints at the start (m or rad), in the order of the joints in the file. By default, an
+            MJCF file defines the positions, and joints of a URDF file start at the position nearest to 0.
+        reach: largest horizontal distance from the base to the end effector, m. Tasks scale their lengths with the
+            reach; see the key `env.cfg.scale`. By default, the reach of the built-in arm.
         init_rot: rotation of the base (degrees) unless the config has `robot.init_rot`. Tasks expect an arm that faces
             the direction -x.
         grip: positions of each joint of the gripper when it is open and when it is closed (m or rad).

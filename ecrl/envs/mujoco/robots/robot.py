@@ -42,7 +42,7 @@ class Robot(NamedTuple):
 
     `joints` names all joints. A list in the config that has one value per joint has the same order. `parts` maps each
     part to the part's joints. `tcp` maps each part that has an end effector to the end effector's site. `followers` are
-    further joints, each of which follows one of `joints`. `grip` maps each joint of a gripper to its positions in the
+    further joints. Each of them follows one of `joints`. `grip` maps each joint of a gripper to its positions in the
     open and in the closed gripper. `fingers` are the bodies that grasp objects.
     """
 
@@ -69,7 +69,7 @@ def spec_of(source: str, key: str, root: str = "", is_trusted: bool = False) -> 
     `source` is the path or the text of the file. A relative path is also searched below the folder `root`, if `root` is
     not empty. If `is_trusted`, the files may be outside $ECRL_INPUT_FOLDERS.
 
-    Raises: ConfigError that begins with `key`, if the file does not exist or is not an MJCF file.
+    Raises: ConfigError, which names `key`, if the file does not exist or is not an MJCF file.
     """
     is_text = _is_text(source)
     source = source if is_text else _existing(source, key, root)
@@ -82,7 +82,7 @@ def spec_of(source: str, key: str, root: str = "", is_trusted: bool = False) -> 
 
 
 def _is_text(source: str) -> bool:
-    """Return True for the text of a file, and False for its path."""
+    """Return True if `source` is the text of a file, and False if it is a path."""
     return source.lstrip().startswith("<")
 
 
@@ -103,7 +103,7 @@ def hinges_and_slides(spec: Any) -> tuple[str, ...]:
 def add_force_sensors(spec: Any, joints: tuple[str, ...], key: str) -> None:
     """Add a sensor `<joint>_force` for the drive force of each joint, unless the file already has this sensor.
 
-    Raises: ConfigError that begins with `key`, if the file has a different sensor with that name.
+    Raises: ConfigError, which names `key`, if the file has a different sensor with that name.
     """
     kind, joint = mujoco().mjtSensor.mjSENS_JOINTACTFRC, mujoco().mjtObj.mjOBJ_JOINT
     for name in joints:
@@ -131,8 +131,8 @@ def _per_joint(values: PerJoint | None, defaults: tuple[float, ...], built: Buil
 def _matching(names: tuple[str, ...], built: Builtin, key: str) -> tuple[str, ...]:
     """Return the joints that names select, in the order of the names.
 
-    A name is a joint, or a pattern for whole names of joints or for EmbodiChain's names of them. A pattern that fits no
-    joint is tried again without regard to upper and lower case.
+    A name is the name of a joint, or a pattern for the whole name of a joint or for EmbodiChain's name of the joint. A
+    pattern that fits no joint is tried again without case.
     """
     found, joints = list[str](), built.joints
     others = built.aliases or joints
@@ -216,7 +216,7 @@ def _checked(model: Any, name: str) -> RobotModel:
 
 
 def _end_link(cfg: RobotConfig, part: str) -> str | None:
-    """Return the name of the link that holds the end effector of a part, if the config or the robot names one."""
+    """Return the link that config or robot name as the holder of a part's end effector, or None."""
     link = cfg.solver_cfg[part].end_link_name if part in cfg.solver_cfg else None
     model = described(cfg)
     return model.end_links.get(part) if link is None and model is not None else link
@@ -261,14 +261,14 @@ def _urdf_of(source: str, key: str, root: str = "", is_trusted: bool = False) ->
 
 
 def _no_shapes(base: Any, tcp: dict[str, Matrix], has_hand: bool) -> None:
-    """Add nothing, because the file has the shapes of the robot."""
+    """Do nothing, because the file already has the shapes of the robot."""
 
 
 def _from_file(cfg: RobotConfig, drives: Mapping[str, Drive], is_trusted: bool) -> tuple[Any, Builtin]:
-    """Read a robot from a URDF or MJCF file. A file that code has registered is trusted, a file of a config is not.
+    """Read a robot from a URDF or MJCF file. Files that code registered are trusted. Files of a config are not.
 
-    If the config has no drive settings, the actuators of an MJCF file are kept, and a robot of a URDF file gets drives
-    that follow from the efforts of its joints.
+    If the config has no drive settings, a robot from an MJCF file has the actuators of the file. A robot from a URDF
+    file gets drives that follow from the efforts of its joints.
     """
     source, root = cfg.model or "", os.environ.get("MENAGERIE_ROOT", "")
     if source.startswith(PREFIX):
@@ -280,7 +280,7 @@ def _from_file(cfg: RobotConfig, drives: Mapping[str, Drive], is_trusted: bool) 
 
 
 def _as_described(built: Builtin, model: RobotModel) -> Builtin:
-    """Return the robot of a file with the parts, the start and the gripper of its description."""
+    """Return the robot of a file with the parts, the home position and the gripper of its description."""
     if model.home and len(model.home) != len(built.joints):
         names = ", ".join(built.joints)
         raise ConfigError(f"robot: home has {len(model.home)} values for {len(built.joints)} joints: {names}")
@@ -292,7 +292,7 @@ def _as_described(built: Builtin, model: RobotModel) -> Builtin:
 
 
 def _from_urdf(spec: Any, part: str = "arm") -> tuple[Any, Builtin]:
-    """Return the MjSpec of a URDF file and the robot. Joints that follow another joint are no joints of the robot."""
+    """Return the MjSpec of a URDF file and the robot. Joints that follow another joint are not joints of the robot."""
     following = {follower.name for follower in urdf.followers(spec)}
     joints = tuple(name for name in hinges_and_slides(spec) if name not in following)
     if not joints:
@@ -302,7 +302,7 @@ def _from_urdf(spec: Any, part: str = "arm") -> tuple[Any, Builtin]:
 
 
 def _with_rotors(spec: Any, cfg: RobotConfig, built: Builtin, joints: tuple[str, ...]) -> Builtin:
-    """Give joints of URDF files the inertia of rotors. Return the robot with gains that follow from its efforts."""
+    """Add the inertia of rotors to joints of a URDF file. Return the robot with gains that follow from its efforts."""
     key = "robot.drive_pros.max_effort"
     efforts = dict(zip(built.joints, _per_joint(cfg.drive_pros.max_effort, built.max_effort, built, key), strict=True))
     if weak := [name for name in joints if efforts[name] <= 0.0]:
@@ -319,9 +319,9 @@ class _Assembly(NamedTuple):
     """Parts of a robot.
 
     Attributes:
-        kind: what defines the arm.
+        kind: source of the arm.
         hand_joints: joints of the hand.
-        flange: the body of an arm from a file that holds the hand; None without a hand, or for a built-in arm.
+        flange: the body that holds the hand, for an arm from a file; None without a hand, or for a built-in arm.
     """
 
     kind: Literal["built-in", "URDF", "MJCF"]
@@ -346,7 +346,7 @@ def _arm(cfg: RobotConfig, drives: Mapping[str, Drive], arm: Part | None) -> tup
 
 
 def _read_hand(cfg: RobotConfig, built: Builtin, hand: Part, assembly: _Assembly) -> tuple[Any, Builtin]:
-    """Return the MjSpec of a hand and the hand. Raise ConfigError if the arm `built` takes no hand."""
+    """Return the MjSpec of a hand and the hand. Raise ConfigError if the arm `built` does not support hands."""
     if assembly.kind == "MJCF":
         raise ConfigError(f"{hand.key}: an MJCF file takes no hand; add the hand to the file of the arm")
     if assembly.kind == "built-in" and "arm" not in built.flange:
@@ -414,7 +414,7 @@ def _parts(cfg: RobotConfig, built: Builtin) -> dict[str, tuple[str, ...]]:
 
 
 def _fingers(spec: Any, joints: tuple[str, ...], followers: tuple[urdf.Follower, ...]) -> tuple[str, ...]:
-    """Return the bodies that a hand's joints move. If only one body moves, it grasps together with its parent."""
+    """Return the bodies that a hand's joints move. If there is only one such body, also return its parent."""
     moving = (*joints, *(follower.name for follower in followers if follower.leader in joints))
     bodies = list({body.name: body for body in (spec.joint(name).parent for name in moving)}.values())
     if len(bodies) == 1:
@@ -423,7 +423,7 @@ def _fingers(spec: Any, joints: tuple[str, ...], followers: tuple[urdf.Follower,
 
 
 def start_rotation(cfg: RobotConfig) -> tuple[float, float, float]:
-    """Return the rotation of a robot's base (degrees) if the config has none."""
+    """Return the default rotation of a robot's base (degrees)."""
     model = described(cfg)
     return (0.0, 0.0, 0.0) if model is None else model.init_rot
 

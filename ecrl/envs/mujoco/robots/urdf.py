@@ -1,9 +1,9 @@
-"""Read a robot from a URDF file: find its meshes, leave out what nobody can read, and set its drives.
+"""Read a robot from a URDF file: find its meshes, leave out unreadable meshes, and set its drives.
 
-MuJoCo reads the links, joints, limits, mimic joints and meshes of a URDF file, and collides with the convex hulls of
-the meshes. ecrl reads Collada meshes for MuJoCo, if the package `pycollada` is installed. A URDF file has no drives, so
-the robot gets position drives whose strength follows from the efforts of the joints. The motors compensate gravity, as
-the controllers of most arms do.
+MuJoCo reads the links, joints, limits, mimic joints and meshes of a URDF file, and uses the convex hulls of the meshes
+for collisions. ecrl converts Collada meshes for MuJoCo if the package `pycollada` is installed. A URDF file has no
+drives, so the robot gets position drives. The strength of a drive follows from the effort of its joint. The motors
+compensate gravity, as the controllers of most arms do.
 """
 
 import os
@@ -27,11 +27,11 @@ _READABLE = (".stl", ".obj", ".msh")
 _MEANINGFUL = ("link", "joint", "material", "mujoco")
 _COMPILER = {"strippath": "false", "fusestatic": "false", "discardvisual": "false"}
 _AXES, _ENTRIES = ("xx", "yy", "zz", "xy", "xz", "yz"), ((0, 0), (1, 1), (2, 2), (0, 1), (0, 2), (1, 2))
-"""Names of the moments of inertia in a URDF file, and their places in a 3x3 matrix."""
+"""Names of the moments of inertia in a URDF file, and their positions in a 3x3 matrix."""
 _ROUNDING = 1e-6
-"""Relative difference of moments of inertia that counts as rounding."""
+"""Largest relative difference of moments of inertia that is treated as rounding."""
 _HIDDEN = 3
-"""Group of geoms that images do not show: shapes for collisions of links that have other shapes for images."""
+"""Group of geoms that images do not show: collision shapes of links that also have visual shapes."""
 _COLLISION = {"contype": 2, "conaffinity": 1, "condim": 4}  # a robot does not collide with itself
 
 _ERROR = 0.02
@@ -58,7 +58,7 @@ def urdf_spec(text: str, folder: Path, key: str, is_trusted: bool = False) -> An
         text: the text of the file.
         folder: folder of the file, where relative paths begin.
         key: config key for error messages.
-        is_trusted: True for a file of an installed package, whose meshes may be outside $ECRL_INPUT_FOLDERS.
+        is_trusted: True for a file of an installed package. Its meshes may be outside $ECRL_INPUT_FOLDERS.
 
     Raises: ConfigError if the text is not a URDF file, if MuJoCo cannot simulate it, or if a mesh is missing.
     """
@@ -99,7 +99,7 @@ def _parsed(text: str, key: str) -> ElementTree.Element:
 
 
 def _check_tree(robot: ElementTree.Element, key: str) -> None:
-    """Raise ConfigError if a name is missing or twice, or if the links are no tree."""
+    """Raise ConfigError if a name is missing or not unique, or if the links do not form a tree."""
     for tag in ("link", "joint"):
         names = [part.get("name") for part in robot.findall(tag)]
         for i, name in enumerate(names):
@@ -126,7 +126,7 @@ def _check_tree(robot: ElementTree.Element, key: str) -> None:
 
 
 def _check_joints(robot: ElementTree.Element, key: str) -> None:
-    """Raise ConfigError for a kind of joint, a limit or a `mimic` that a robot cannot have."""
+    """Raise ConfigError for an unsupported kind of joint, or an invalid limit or `mimic`."""
     joints = robot.findall("joint")
     leaders = [joint.get("name") for joint in joints if joint.get("type") in _MOVING and joint.find("mimic") is None]
     for joint in joints:
@@ -162,11 +162,11 @@ def _limits(joint: ElementTree.Element, where: str) -> tuple[float, float, float
 
 
 def _balance_inertias(robot: ElementTree.Element, key: str) -> None:
-    """Replace moments of inertia that no body has, with one warning.
+    """Replace physically impossible moments of inertia, with one warning.
 
-    The principal moments of a body satisfy `A + B >= C`. MuJoCo refuses other moments. They become `(A + B + C) / 3`
-    about all axes, as MuJoCo's option `balanceinertia` does. The moments of a plate, `A + B = C`, grow by a relative
-    2e-6 instead, because MuJoCo refuses some plates because of rounding.
+    The principal moments of a body satisfy `A + B >= C`. MuJoCo refuses other moments. They are replaced by `(A + B +
+    C) / 3` about all axes, as by MuJoCo's option `balanceinertia`. The moments of a plate satisfy `A + B = C`. Due to
+    rounding, MuJoCo refuses some plates, so these moments grow by a relative 2e-6 instead.
     """
     changed: list[str] = []
     for link in robot.findall("link"):
@@ -189,7 +189,7 @@ def _balance_inertias(robot: ElementTree.Element, key: str) -> None:
 
 
 def _moments(inertia: ElementTree.Element) -> np.ndarray | None:
-    """Return the 3x3 matrix of an `inertia` element, or None if MuJoCo will refuse its numbers."""
+    """Return the 3x3 matrix of an `inertia` element, or None for invalid numbers, which MuJoCo reports."""
     try:
         numbers = [float(inertia.get(f"i{name}", "0")) for name in _AXES]
     except ValueError:
@@ -205,7 +205,7 @@ Meshes = dict[str, tuple[np.ndarray, np.ndarray]]
 
 
 def _add_collada_meshes(spec: Any, meshes: Meshes) -> None:
-    """Give the Collada meshes to an MjSpec. Shapes for images get no mass, as if they were left out."""
+    """Add the Collada meshes to an MjSpec. Visual shapes get no mass, as if they were left out."""
     read = [mesh for mesh in spec.meshes if mesh.file in meshes]
     for mesh in read:
         vertices, faces = meshes[mesh.file]
@@ -230,7 +230,7 @@ def _shapes(robot: ElementTree.Element, tag: str) -> Iterator[tuple[ElementTree.
 def _resolve_meshes(robot: ElementTree.Element, folder: Path, key: str, is_trusted: bool) -> Meshes:
     """Replace the file names of meshes with paths, and read the Collada meshes.
 
-    Meshes for images that cannot be read are removed, with one warning.
+    Visual meshes that cannot be read are removed, with one warning.
     """
     dropped, meshes = list[str](), Meshes()
     for link, shape, mesh in [*_shapes(robot, "visual"), *_shapes(robot, "collision")]:
@@ -283,7 +283,7 @@ def _mesh_path(name: str, folder: Path, key: str) -> Path:
 
 
 def _set_shapes(spec: Any) -> None:
-    """Set with what the shapes collide, and hide the shapes for collisions of links that have others for images."""
+    """Set the collisions of the shapes, and hide the collision shapes of links that also have visual shapes."""
     for body in spec.bodies:
         visuals = [geom for geom in body.geoms if geom.contype == 0]
         for geom in (geom for geom in body.geoms if geom.contype):
@@ -301,7 +301,7 @@ class Follower(NamedTuple):
 
 
 def followers(spec: Any) -> tuple[Follower, ...]:
-    """Return the joints of a URDF file that follow another joint (`mimic`), which have no drive of their own."""
+    """Return the joints of a URDF file that follow another joint (`mimic`). These joints have no drive."""
     return tuple(Follower(e.name1, e.name2, float(e.data[0]), float(e.data[1])) for e in spec.equalities if e.name2)
 
 
@@ -311,7 +311,7 @@ def efforts_of(spec: Any, joints: tuple[str, ...]) -> tuple[float, ...]:
 
 
 def default_gains(efforts: tuple[float, ...]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the stiffness and the damping of drives with these largest forces.
+    """Return the stiffness and the damping of drives, given their largest forces.
 
         stiffness = effort / 0.02,    damping = stiffness / 20
 
@@ -323,7 +323,7 @@ def default_gains(efforts: tuple[float, ...]) -> tuple[tuple[float, ...], tuple[
 
 
 def add_rotors(spec: Any, joints: tuple[str, ...], efforts: tuple[float, ...]) -> None:
-    """Give each joint without an armature the inertia of a rotor, `effort / 300`. Let only drives limit the force."""
+    """Set the inertia of a rotor, `effort / 300`, for each joint without an armature. Only drives limit the force."""
     for name, effort in zip(joints, efforts, strict=True):
         joint = spec.joint(name)
         joint.actfrclimited = mujoco().mjtLimited.mjLIMITED_FALSE

@@ -17,7 +17,7 @@ Color = Annotated[tuple[Fraction, Fraction, Fraction, Fraction], Field(strict=Fa
 
 
 class ScalesWith(NamedTuple):
-    """Marker of a field that is multiplied by a power of the scale of a task; see `ecrl.envs.mujoco.task_scale`."""
+    """Marker of a field that the scale of a task multiplies by a power; see `ecrl.envs.mujoco.task_scale`."""
 
     power: int
 
@@ -97,7 +97,7 @@ class RigidObjectConfig(ConfigModel):
         "body_scale": "see size, radius and height of the shape",
     }
 
-    uid: str = Field(min_length=1, pattern=_NAME, description="name of the object, without a NUL")
+    uid: str = Field(min_length=1, pattern=_NAME, description="name of the object, without NUL characters")
     shape: ShapeConfig = Field(description="shape of the object")
     body_type: Literal["dynamic", "kinematic", "static"] = Field(
         "dynamic", description="dynamic: moved by forces; kinematic: moved only by events; static: part of the world"
@@ -166,7 +166,9 @@ class ComponentConfig(ConfigModel):
     """Config of a component of the robot."""
 
     component_type: Literal["arm", "hand"] = Field(description="arm, or hand at the flange of the arm")
-    urdf_path: str = Field(min_length=1, description="path of a URDF file, also below $MENAGERIE_ROOT; or its text")
+    urdf_path: str = Field(
+        min_length=1, description="path of a URDF file, also searched below $MENAGERIE_ROOT, or the text of the file"
+    )
     transform: Annotated[tuple[_Row, _Row, _Row, _Row], Field(strict=False)] | None = Field(
         None, description="pose of a hand in the frame of the flange, as a 4x4 matrix, m; the flange if absent"
     )
@@ -194,22 +196,25 @@ class RobotConfig(ConfigModel):
         "fpath": "see robot.model",
     }
 
-    uid: str = Field("robot", min_length=1, pattern=_NAME, description="name of the robot, without a NUL")
+    uid: str = Field("robot", min_length=1, pattern=_NAME, description="name of the robot, without NUL characters")
     robot_type: str = Field(
         "URRobot",
         description="URRobot, CartPole or Finger, which are built in, or a registered robot; not used if model is set",
     )
     model: str | None = Field(
         None,
-        description="path of the robot's URDF or MJCF file, also searched below $MENAGERIE_ROOT; or the text of the "
-        "file",
+        description=(
+            "path of the robot's URDF or MJCF file, also searched below $MENAGERIE_ROOT, or the text of the file"
+        ),
     )
     urdf_cfg: ComponentsConfig | None = Field(None, description="components of the robot, as in EmbodiChain")
     init_pos: Triple = Field((0.0, 0.0, 0.0), description="position of the robot's base, m")
     init_rot: Triple | None = Field(
         None,
-        description="rotation of the base, degrees: about x, then the rotated y, then the rotated z; if absent, 0, or "
-        "as the robot defines: half a turn about z for example:panda, so that all arms face -x",
+        description=(
+            "rotation of the base, degrees: about x, then the rotated y, then the rotated z; if absent, as the robot "
+            "defines (half a turn about z for example:panda, so that all arms face -x), or 0"
+        ),
     )
     init_qpos: Annotated[tuple[Real, ...], Field(strict=False)] | None = Field(
         None, description="joint positions at the start, m or rad; one value per joint"
@@ -246,9 +251,14 @@ class PhysicsConfig(ConfigModel):
         None, description="time step, s; if absent, as in the MJCF scene file, or 0.01 without a file"
     )
     iterations: Steps | None = Field(
-        None, description="most solver iterations per step; if absent, as in the MJCF scene file, or 20 without a file"
+        None,
+        description=(
+            "maximum number of solver iterations per step; if absent, as in the MJCF scene file, or 20 without a file"
+        ),
     )
-    threads: Annotated[int, Field(ge=0, le=4096)] = Field(0, description="physics threads; 0: as many as torch uses")
+    threads: Annotated[int, Field(ge=0, le=4096)] = Field(
+        0, description="number of physics threads; 0: as many as torch uses"
+    )
     backend: Literal["mujoco", "warp"] = Field(
         "mujoco", description="mujoco: CPU, float64; warp: MuJoCo Warp on trainer.device, float32"
     )
@@ -272,9 +282,11 @@ class SceneConfig(ConfigModel):
 
     mjcf: str | None = Field(
         None,
-        description="path of an MJCF file with the scene, or the text of the file; if absent, the scene is a floor",
+        description=(
+            "path of an MJCF file with the scene, or the text of the file; if absent, the scene is an empty floor"
+        ),
     )
-    keyframe: str | None = Field(None, description="keyframe of the MJCF file to start from")
+    keyframe: str | None = Field(None, description="keyframe of the MJCF file from which episodes start")
     robot: RobotConfig | None = Field(None, description="the robot; if absent, no robot is added")
     rigid_object: Annotated[tuple[RigidObjectConfig, ...], Field(strict=False)] = Field((), description="objects")
     background: Annotated[tuple[BackgroundConfig, ...], Field(strict=False)] = Field(
@@ -283,7 +295,7 @@ class SceneConfig(ConfigModel):
     light: LightConfig | None = Field(None, description="light in images; if absent, the light of the scene file")
     physics: PhysicsConfig = Field(PhysicsConfig.model_construct(), description="time step, solver and backend")
     sim_steps_per_control: Steps | None = Field(
-        None, description="physics steps per environment step; 4 if target_control_frequency is absent too"
+        None, description="physics steps per environment step; 4 if target_control_frequency is also absent"
     )
     target_control_frequency: Positive | None = Field(
         None, description="environment steps per second, Hz; replaces sim_steps_per_control"

@@ -148,7 +148,7 @@ def field_of(model: Any, field: str) -> np.ndarray:
 def rows_of(model: Any, field: str, name: str) -> range:
     """Return the indices of an object's values in a flattened model field.
 
-    The field `opt.gravity` belongs to no object, so `name` has no meaning for it.
+    The field `opt.gravity` belongs to no object, so `name` is then ignored.
 
     Raises: ConfigError if the model does not have the field or the object.
     """

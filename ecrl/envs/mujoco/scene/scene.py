@@ -24,9 +24,9 @@ from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean
 
 _TOUCH = {"contype": 1, "conaffinity": 3, "condim": 4}  # objects collide with everything, including robots
-_ASIDE = np.array([1e-3, 1e-3, 1e-3])  # in m; any offset from the origin
-_NET_FORCE = [2, 3, 1]  # settings of a contact sensor: its reading is the sum of all contact forces
-_SLACK = 1e-6  # rounding tolerance (rad or m) for a config that repeats a joint limit from an MJCF file
+_ASIDE = np.array([1e-3, 1e-3, 1e-3])  # in m; an arbitrary offset from the origin
+_NET_FORCE = [2, 3, 1]  # settings of a contact sensor that reads the sum of all contact forces
+_SLACK = 1e-6  # rounding tolerance (rad or m) of joint limits that a config repeats from an MJCF file
 
 
 class Scene(NamedTuple):
@@ -66,7 +66,7 @@ def _add_contact_sensors(spec: Any, fingers: tuple[str, ...], objects: list[Rigi
     """Add sensors for the forces of fingers on dynamic objects, in the world frame (N).
 
     The sensor of a finger counts the contacts of all bodies that move with it, such as the pads of its tip. If one of
-    these bodies is a finger too, the sensor counts only the contacts of the finger's own body.
+    these bodies is also a finger, the sensor counts only the contacts of the finger's own body.
     """
     kinds, sensor = mujoco().mjtObj, mujoco().mjtSensor.mjSENS_CONTACT
     for finger in fingers:
@@ -78,7 +78,7 @@ def _add_contact_sensors(spec: Any, fingers: tuple[str, ...], objects: list[Rigi
 
 
 def _bodies_below(body: Any) -> list[Any]:
-    """Return all bodies that a body carries, without the body itself."""
+    """Return all descendants of a body, without the body itself."""
     return [below for child in body.bodies for below in (child, *_bodies_below(child))]
 
 
@@ -148,9 +148,9 @@ def _add_robot(
 
 
 def _with_inertia_of_geoms(spec: Any) -> None:
-    """Replace the option inertiafromgeom="true" of an MJCF file. Bodies may then get an inertia of their own later.
+    """Replace the option inertiafromgeom="true" of an MJCF file, so that bodies can get their own inertia later.
 
-    The option ignores all inertial elements, so they are removed.
+    With this option, MuJoCo ignores all inertial elements, so the function removes these elements.
     """
     kinds = mujoco().mjtInertiaFromGeom
     if spec.compiler.inertiafromgeom == kinds.mjINERTIAFROMGEOM_TRUE:
@@ -164,11 +164,11 @@ def _compiled(spec: Any, offset: Sequence[str]) -> Any:
     """Compile an MjSpec. The centres of mass of the bodies in `offset` may move later.
 
     MuJoCo skips terms of the equations of motion if a body's centre of mass is at the body's origin. Each body in
-    `offset` is therefore compiled with its centre of mass elsewhere, and the centre of mass is moved back.
+    `offset` is therefore compiled with a shifted centre of mass. Then the centre of mass is moved back.
     """
     if not offset:
         return spec.compile()
-    total, spec.compiler.settotalmass = spec.compiler.settotalmass, -1.0  # -1: masses as they are, without a total
+    total, spec.compiler.settotalmass = spec.compiler.settotalmass, -1.0  # -1: do not rescale masses to a total
     model = spec.compile()
     spec.compiler.settotalmass = total
     for name in offset:

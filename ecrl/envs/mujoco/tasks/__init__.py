@@ -1,4 +1,4 @@
-"""MuJoCo tasks. Importing this package registers the tasks, their terms and their experts."""
+"""MuJoCo tasks. Import this package to register the tasks, their terms and their experts."""
 
 from ecrl.envs.mujoco.tasks import experts  # noqa: F401  # registers the experts
 from ecrl.envs.mujoco.tasks.cart_pole import CartPoleRLConfig, cart_pole

@@ -1,4 +1,4 @@
-"""Scripted experts of MuJoCo tasks. `ecrl.envs.make_expert` makes them."""
+"""Scripted experts of MuJoCo tasks, for `ecrl.envs.make_expert`."""
 
 from typing import cast
 
@@ -24,19 +24,21 @@ from ecrl.errors import ConfigError
 from ecrl.registry import register_expert
 
 _KEEP_AWAY = 0.14  # m, distance at which the finger begins to go around a block
-_AROUND, _AWAY = 0.12, 2.0  # m, and a factor: strengths of the motion around a block and away from it
+_AROUND, _AWAY = 0.12, 2.0  # strength of the motion around a block, m, and factor of the motion away from a block
 _DAMPING = 1e-3  # of the least squares, m^2
 _BEHIND, _BESIDE = 0.13, 0.05  # m, distance behind the cube at which a push begins, and its largest sideways error
-_AHEAD = 0.1  # m, aim of a push in front of the cube
+_AHEAD = 0.1  # m, distance from the cube to the target of a push
 _HIGH, _LOW = 0.25, 0.06  # m, heights of the end effector on the way to the cube, and while it pushes
-_TURN = 0.3  # m, weight of the tool's direction in the least squares
+_TURN = 0.3  # m, weight of the tool's direction in the least-squares problem
 
 
 class ExpertConfig(ConfigModel):
     """Settings of an expert: its noise and its bias."""
 
-    noise: NonNegative = Field(0.0, description="standard deviation of the noise on the actions, as part of an action")
-    bias: Real = Field(0.0, description="error of the aim along x, m, for biased demonstrations")
+    noise: NonNegative = Field(
+        0.0, description="standard deviation of the noise on the actions, in units of the largest action"
+    )
+    bias: Real = Field(0.0, description="error along x of the expert's target, m, for biased demonstrations")
 
 
 def _scale(cfg: TaskConfig) -> float:
@@ -48,7 +50,7 @@ def _scale(cfg: TaskConfig) -> float:
 
 
 def _action(motion: Tensor, scale: float, noise: float, keys: Tensor) -> Tensor:
-    """Return actions that move the joints by `motion`, or as far as one step can move them in the same direction."""
+    """Return actions that move the joints by `motion`. A motion too long for one step is shortened in its direction."""
     action = motion / scale
     action = action / action.abs().amax(-1, keepdim=True).clamp(min=1.0)
     if noise:
@@ -126,7 +128,7 @@ def reach_color_expert(cfg: ExpertConfig, env: Env, task: ReachColorConfig) -> E
         motion = (goal - p + bias) + sum_i (0.12 t[i] + 2 (0.14 - d[i]) u[i])        over other blocks with d[i] < 0.14
 
     The finger is at p, and d[i] is its distance to block i. The unit vector u[i] points away from block i. The unit
-    vector t[i] is perpendicular to u[i], on the side of the goal.
+    vector t[i] is perpendicular to u[i], and points towards the goal.
     """
     sim, scale = env.scene, _scale(task)
 

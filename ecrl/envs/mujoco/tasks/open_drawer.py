@@ -105,8 +105,12 @@ _EVENTS: Any = {
 class OpenDrawerExtensions(ConfigModel):
     """Settings of OpenDrawerRL: the joint of the drawer and the condition of success."""
 
-    joint: str = Field("drawer_slide", min_length=1, description="joint of the drawer, whose upper limit is open")
-    success_opening: Fraction = Field(0.8, description="opening, as part of the joint's range, above which it is open")
+    joint: str = Field(
+        "drawer_slide", min_length=1, description="joint of the drawer; the drawer is open at the upper limit"
+    )
+    success_opening: Fraction = Field(
+        0.8, description="opening, as a fraction of the joint's range, above which the episode is a success"
+    )
 
 
 class OpenDrawerConfig(GripperTaskConfig):
@@ -139,8 +143,8 @@ def open_drawer(cfg: OpenDrawerConfig) -> Env:
 
     Success ends the episode. The metric `opening` is the opening.
 
-    Raises: ConfigError if the arm is known to reach less than 1 m, the cabinet is the default one, and the base of the
-        arm is at the origin.
+    Raises: ConfigError if the arm is known to reach less than 1 m, but the default cabinet is used and the arm's base
+        is at the origin.
     """
     with error_prefix("env.cfg"):
         model = None if cfg.robot is None else described(cfg.robot)

@@ -76,8 +76,10 @@ class PushCubeExtensions(ConfigModel):
     )
     hold_time: NonNegative = Field(
         0.0,
-        description="time for which the arm is held still after a success, s; the metric still_inside then reports if "
-        "the cube is still at the goal. 0: no check. The check simulates this time in every step",
+        description=(
+            "time for which the arm is held still after a success, s; the metric still_inside then reports if the cube "
+            "is still at the goal. 0: no check. The check simulates this time in every step, which is slow"
+        ),
     )
     object_uid: str = Field("cube", description="uid of the object to push")
     target_pose_key: str = Field("goal_pose", description="store_key of the event that sets the goal")

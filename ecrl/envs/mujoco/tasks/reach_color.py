@@ -43,7 +43,7 @@ _OBSERVATIONS: Any = {
 _REWARDS: Any = {"success": {"func": "success_reward"}}
 _APART = {"min_distance": 0.16, "min_tool_distance": 0.14}
 _SQUARE = {"position_range": [[-0.3, -0.3, 0.03], [0.3, 0.3, 0.03]]}
-_EVENTS: Any = {  # in the order of their names, so that the blocks are placed after the finger
+_EVENTS: Any = {  # events run in the order of their names, so the blocks are placed after the finger
     "randomize_finger": {
         "func": "randomize_robot_qpos",
         "mode": "reset",
@@ -143,14 +143,14 @@ def block_offsets(cfg: ReachColorConfig, sim: Simulation, state: TensorDict) -> 
 
 
 def is_goal(cfg: ReachColorConfig, state: TensorDict) -> Tensor:
-    """Return True for the block that the task wants in each environment, bool `[*B, n]`."""
+    """Return a mask that is True for the goal block of each environment, bool `[*B, n]`."""
     count = len(cfg.extensions.blocks)
     goal = goal_index(state, cfg.extensions.instruction_key, count)
     return goal.unsqueeze(-1) == torch.arange(count, device=goal.device)
 
 
 def _check_starts(env: Env, cfg: ReachColorConfig) -> None:
-    """Raise ConfigError if an episode can start with the end effector at a block."""
+    """Raise ConfigError if an episode could start with the end effector at a block."""
     with torch.no_grad():
         start = cast(Any, env.reset_unobserved or env.reset)(rng.split(rng.key(0), _CHECKED_EPISODES))
         distances = torch.linalg.vector_norm(block_offsets(cfg, env.scene, start), dim=-1)

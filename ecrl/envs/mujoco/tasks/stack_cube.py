@@ -70,16 +70,17 @@ def _cube(uid: str, x: float, color: tuple[float, ...]) -> RigidObjectConfig:
 class StackCubeExtensions(ConfigModel):
     """Settings of StackCubeRL: the objects and the condition of success."""
 
-    object_uid: str = Field("cube", description="uid of the object to put on the other one")
+    object_uid: str = Field("cube", description="uid of the object to put on the other object")
     base_uid: str = Field("base", description="uid of the object below")
     offset: Annotated[Triple, LENGTH] = Field(
         (0.0, 0.0, 0.05), description="x y z from the centre of the object below to the centre of the object on it, m"
     )
     horizontal_threshold: Annotated[Positive, LENGTH] = Field(
-        0.025, description="horizontal distance to the place on the other object, m, below which it is a success"
+        0.025,
+        description="horizontal distance to the place on the other object, m, below which the episode is a success",
     )
     vertical_threshold: Annotated[Positive, LENGTH] = Field(
-        0.01, description="vertical distance to this place, m, of a success"
+        0.01, description="vertical distance to this place, m, below which the episode is a success"
     )
     rest_speed: Annotated[Positive, LENGTH] = Field(
         0.1, description="speed of the object, m/s, below which it is at rest"

@@ -48,7 +48,7 @@ class RecordCameraConfig(CameraConfig):
     """Settings of `record_camera_data`: a camera, and the videos that the camera records."""
 
     name: str = Field("camera", pattern=r"^[\w-]+$", description="name of the videos")
-    max_env_num: Count = Field(16, description="most environments in a video, which shows them in a grid")
+    max_env_num: Count = Field(16, description="maximum number of environments in a video, which shows them in a grid")
     save_path: Annotated[Path, Field(strict=False)] = Field(
         Path(), description="folder within videos/ of the run folder"
     )
@@ -64,7 +64,7 @@ class RecordCameraConfig(CameraConfig):
 class RecordCameraAsyncConfig(RecordCameraConfig):
     """Settings of `record_camera_data_async`. By default, a video shows at most 4 environments."""
 
-    max_env_num: Count = Field(4, description="most environments in a video, which shows them in a grid")
+    max_env_num: Count = Field(4, description="maximum number of environments in a video, which shows them in a grid")
 
 
 def _refuse_in_task(cfg: RecordCameraConfig, sim: Simulation) -> Apply:
@@ -87,14 +87,14 @@ def record_camera_data(cfg: RecordCameraConfig, sim: Simulation) -> Apply:
 def record_camera_data_async(cfg: RecordCameraAsyncConfig, sim: Simulation) -> Apply:
     """Record an mp4 video like `record_camera_data`, but never make training wait for the video.
 
-    By default, a video shows at most 4 environments. An iteration gets no video if its rollout ends while an earlier
-    video is still being drawn.
+    By default, a video shows at most 4 environments. If an earlier video is still being drawn when the rollout of an
+    iteration ends, this iteration has no video.
     """
     return _refuse_in_task(cfg, sim)
 
 
 class CameraImageConfig(CameraConfig):
-    """Settings of `camera_image`: a camera. By default, its images are drawn fast."""
+    """Settings of `camera_image`: a camera. By default, its images have the quality `fast`."""
 
     quality: Quality = Field(
         "fast",
@@ -179,7 +179,7 @@ class RandomizeIntrinsicsConfig(ConfigModel):
 class RandomizeMaterialConfig(ConfigModel):
     """Settings of `randomize_visual_material`: an object, and the range of its random color."""
 
-    entity_cfg: EntityConfig = Field(description="the object, or the floor: floor")
+    entity_cfg: EntityConfig = Field(description="name of the object, or floor")
     base_color_range: _Colors = Field(
         ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)), description="[lowest, highest] red, green, blue, 0 to 1"
     )

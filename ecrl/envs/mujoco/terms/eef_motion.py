@@ -15,7 +15,7 @@ from ecrl.envs.mujoco.scene.config import LENGTH
 from ecrl.envs.mujoco.terms.term import ActionTerm, part_of, tcp_of
 from ecrl.registry import register_action
 
-_DAMPING = 1e-3  # of the least squares, in m^2 and rad^2
+_DAMPING = 1e-3  # damping of the least squares, in m^2 and rad^2
 _MAX_STEP = 0.5  # largest change of a joint position in one step, rad or m
 
 
@@ -24,7 +24,11 @@ class DeltaEefPoseConfig(ConfigModel):
 
     part_name: str = Field("arm", description="part of the robot that has the end effector")
     pose_dim: Literal[3, 6] = Field(
-        3, description="3: the actions move the end effector, and its z axis keeps its direction; 6: they also turn it"
+        3,
+        description=(
+            "3: actions only move the end effector, and its z axis keeps its direction; 6: actions also rotate the end "
+            "effector"
+        ),
     )
     scale: Annotated[Positive, LENGTH] = Field(0.03, le=1e6, description="factor from action to motion, m")
     rotation_scale: Positive = Field(0.1, le=1e6, description="factor from action to rotation, rad; for pose_dim 6")
@@ -50,8 +54,8 @@ def delta_eef_pose(cfg: DeltaEefPoseConfig, sim: Simulation) -> ActionTerm:
         pose_dim 6: e = (scale a[0:3], rotation_scale a[3:6]), the second a rotation vector in the world frame, rad
         target = q + J^T (J J^T + 0.001 I)^-1 e, with each joint's change scaled to at most 0.5 rad or m
 
-    J is the Jacobian of the end effector's pose, from the current joint positions q. With pose_dim 3, the rows of J for
-    rotations leave out the rotation about z, which stays free.
+    J is the Jacobian of the end effector's pose, from the current joint positions q. With pose_dim 3, the rotation
+    about z is free, so J has no row for this rotation.
     """
     joints, site = part_of(sim, cfg.part_name), tcp_of(sim, cfg.part_name)
     world.actuators_of(sim, joints)

@@ -60,7 +60,7 @@ ABSENT = {
         "remove_rigid_constraint": "put constraints into an MJCF scene file; see mjcf",
     },
 }
-"""For each kind of term, names of EmbodiChain's functors that ecrl does not have, with advice."""
+"""For each kind of term, EmbodiChain's functors that ecrl does not have, with advice."""
 
 for _kind, _advice in ABSENT.items():
     add_advice(_kind, _advice)

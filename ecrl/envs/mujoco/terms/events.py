@@ -72,7 +72,7 @@ class ScatterConfig(ConfigModel):
         0.0, description="smallest horizontal distance between two objects, m"
     )
     min_tool_distance: Annotated[NonNegative, LENGTH] = Field(
-        0.0, description="smallest horizontal distance from an object to the end effector, m; 0: any distance"
+        0.0, description="smallest horizontal distance from an object to the end effector, m; 0 allows any distance"
     )
     part_name: str = Field("arm", description="part of the robot that has the end effector")
 
@@ -81,9 +81,9 @@ class ScatterConfig(ConfigModel):
 def scatter_rigid_objects(cfg: ScatterConfig, sim: Simulation) -> Apply:
     """Move objects to random positions that are apart from each other and from the end effector.
 
-    The objects are placed one after the other. Each object gets the first acceptable of 32 random positions. If none is
-    acceptable, the object gets the position that misses the distances by the least. The velocities of dynamic objects
-    become 0.
+    The objects are placed one after the other. Each object gets the first acceptable of 32 random positions. If none of
+    the positions is acceptable, the object gets the position that violates the distances the least. The velocities of
+    dynamic objects become 0.
 
     Raises: ConfigError if one of 256 tests finds no acceptable position for an object.
     """
@@ -94,7 +94,7 @@ def scatter_rigid_objects(cfg: ScatterConfig, sim: Simulation) -> Apply:
     has_velocity = {uid: _has_velocity(sim, uid) for uid in uids}
 
     def place(worlds: Any, keys: Tensor) -> tuple[Any, Tensor]:
-        """Return the worlds with the objects placed, and the smallest slack over the objects, m `[*B]`."""
+        """Return the worlds with the objects placed, and the smallest margin to a required distance, m `[*B]`."""
         tool = [] if site is None else [(world.site_pose(sim, worlds, site)[..., :2, 3], cfg.min_tool_distance)]
         obstacles, slacks = tool, []  # an obstacle is a position [*B, 2] and the smallest distance to it
         for i, uid in enumerate(uids):
@@ -181,7 +181,7 @@ class AnchorHeightConfig(ConfigModel):
         Annotated[tuple[Real, ...], Field(strict=False, min_length=1)] | None, LENGTH
     ] = Field(None, description="changes of the height to choose from, m; an alternative to height_delta_range")
     exclude_uids: Annotated[tuple[str, ...], Field(strict=False)] = Field(
-        (), description="objects that do not move along"
+        (), description="objects that do not move together with the anchor"
     )
 
     @model_validator(mode="after")
@@ -195,7 +195,7 @@ class AnchorHeightConfig(ConfigModel):
 
 @register_event("randomize_anchor_height")
 def randomize_anchor_height(cfg: AnchorHeightConfig, sim: Simulation) -> Apply:
-    """Move an object, such as a table, to a random height, and all other objects by the same change of height.
+    """Move an object (the anchor), such as a table, to a random height. Move all other objects by the same distance.
 
         z' = home z + draw, m, of the anchor;  z' = z + (change of the anchor's z), m, of the others
 

@@ -1,15 +1,15 @@
 """Terms of tasks with a gripper: an action, observations and rewards.
 
 The fingers of a gripper are the bodies that the joints of the robot's part `hand` move. If there is only one such body,
-it grasps together with its parent. An object is grasped if two fingers press on it from opposite sides:
+its parent is the second finger. An object is grasped if two fingers press on it from opposite sides:
 
     grasped  = |f[i]| >= w  and  |f[j]| >= w  and  f[i] . f[j] < 0        for two fingers i, j
     released = |f[i]| = 0                                                 for all fingers i
 
 The force f[i] of finger i on the object (N) is the sum of all contact forces in the last physics step. The weight w of
-the object (N) is that of the scene config. A lighter touch is no grasp: with friction 1, two forces below w / 2 cannot
-lift the object, and a reward for them teaches a policy to touch and not to lift. At the start of an episode no object
-is grasped.
+the object (N) follows from its mass in the scene config. Smaller forces do not count as a grasp: with friction 1, two
+forces below w / 2 cannot lift the object, and a reward for such forces would teach a policy only to touch the object.
+At the start of an episode, no object is grasped.
 """
 
 from collections.abc import Callable
@@ -49,7 +49,7 @@ class OpenCloseConfig(ConfigModel):
 
     part_name: str = Field("hand", description="part of the robot that is the gripper")
     open_qpos: _Positions | None = Field(
-        None, description="positions of the joints of the open gripper, m or rad; by default, as the robot defines them"
+        None, description="positions of the joints of the open gripper, m or rad; by default, as the robot defines"
     )
     closed_qpos: _Positions | None = Field(
         None, description="positions of the joints of the closed gripper, m or rad; by default, as the robot defines"
@@ -82,7 +82,7 @@ class ReachingObjectConfig(EefToObjectConfig):
 
 
 class ObjectToTargetConfig(ConfigModel):
-    """Settings of a term about an object and its target, a place that an event sets, or a place near another object."""
+    """Settings of a term about an object and its target, which an event sets or which is near another object."""
 
     object_cfg: EntityConfig = Field(description="the object")
     target_pose_key: str = Field(
@@ -113,7 +113,7 @@ def is_released(sim: Simulation, worlds: TensorDict, uid: str) -> Tensor:
 def is_grasped(sim: Simulation, worlds: TensorDict, uid: str) -> Tensor:
     """Return True for each world where two fingers press on an object from opposite sides, bool `[*B]`.
 
-    The module's description has the equation. `check_graspable` tells in advance if the scene has the sensors.
+    The module's description has the equation. Call `check_graspable` first, to check that the scene has the sensors.
     """
     forces, weight = _forces(sim, worlds, uid), float(sim.model.body(uid).mass[0] * norm(sim.model.opt.gravity))
     presses = torch.linalg.vector_norm(forces, dim=-1) >= max(weight, _NO_FORCE)
@@ -125,7 +125,7 @@ _NO_GRIPPER = "the robot has no gripper; add a component hand to robot.urdf_cfg,
 
 
 def check_graspable(sim: Simulation, uid: str, key: str) -> None:
-    """Raise ConfigError that begins with the setting `key`, if the robot has no fingers, or the object cannot move."""
+    """Raise ConfigError, which names the setting `key`, if the robot has no fingers or the object cannot move."""
     if len(sim.robot.fingers) < 2:
         raise ConfigError(f"{key}: {_NO_GRIPPER}")
     try:
@@ -181,7 +181,7 @@ def _ends(
 
 @register_action("GripperTerm")
 def gripper(cfg: OpenCloseConfig, sim: Simulation) -> ActionTerm:
-    """Open or close a gripper with one action a in [-1, 1], the target of all its joints (m or rad).
+    """Open or close a gripper with one action a in [-1, 1], which sets the targets of all its joints (m or rad).
 
     target = closed + (1 + a) / 2 (open - closed)
     """

@@ -17,7 +17,7 @@ from ecrl.errors import ConfigError
 from ecrl.registry import register_event, register_observation
 
 GOAL = "{goal}"
-"""Placeholder in a phrasing, which the word of the goal replaces."""
+"""Placeholder in a phrasing. The word of the goal replaces the placeholder."""
 
 Phrasings = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 
@@ -65,7 +65,9 @@ class InstructionConfig(ConfigModel):
         None, description="JSON file that maps words to ids; by default, the vocabulary of ecrl's own tasks"
     )
     max_words: Count = Field(6, description="number of observed ids; shorter instructions end with zeros")
-    swap: bool = Field(False, description="name the next goal of the list instead of the goal of the task")
+    swap: bool = Field(
+        False, description="if true, the instruction names the next goal of the list instead of the task's goal"
+    )
     instruction_key: str = Field("instruction", description="store_key of the event that draws the instruction")
 
 
@@ -109,7 +111,7 @@ def instruction_table(cfg: InstructionConfig) -> tuple[tuple[tuple[int, ...], ..
 
 
 def instruction_term(cfg: InstructionConfig) -> IntegerTerm:
-    """Return the term `instruction`. See the registered function."""
+    """Return the term that the registered function `instruction` describes."""
     table, count = torch.tensor(instruction_table(cfg)), max(1, len(cfg.goals))
     if cfg.swap and count == 1:
         raise ConfigError("swap: there is no other goal; give two goals or more")

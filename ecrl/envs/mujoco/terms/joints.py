@@ -17,11 +17,13 @@ from ecrl.registry import register_observation, register_reward
 class SceneJointConfig(ConfigModel):
     """Settings of a term about a joint of the scene."""
 
-    joint: str = Field(min_length=1, description="name of a hinge or slide with limits, in the file of mjcf")
+    joint: str = Field(
+        min_length=1, description="name of a hinge or slide with limits in the file that the key mjcf names"
+    )
 
 
 def opening_of(sim: Simulation, worlds: TensorDict, joint: str) -> Tensor:
-    """Return how far a joint is between its limits, `[*B]`: 0 at the lower limit and 1 at the upper limit.
+    """Return the position of a joint between its limits, `[*B]`: 0 at the lower limit and 1 at the upper limit.
 
         opening = (q - low) / (high - low)
 
@@ -43,7 +45,7 @@ def _checked(cfg: SceneJointConfig, sim: Simulation) -> str:
 
 @register_observation("get_joint_opening")
 def get_joint_opening(cfg: SceneJointConfig, sim: Simulation) -> Observe:
-    """Observe how far a joint of the scene is between its limits, `[*B, 1]`, 0 to 1. Use this term in mode add.
+    """Observe the position of a joint between its limits, `[*B, 1]`, 0 to 1. Use this term in mode add.
 
     opening = (q - low) / (high - low)
     """

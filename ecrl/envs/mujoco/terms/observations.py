@@ -185,7 +185,7 @@ def get_object_pose(cfg: ObjectPoseConfig, sim: Simulation) -> Observe:
 
 @register_observation("get_object_body_scale")
 def get_object_body_scale(cfg: ObjectConfig, sim: Simulation) -> Observe:
-    """Observe how many times longer an object is along x, y and z than in the scene, `[*B, 3]`, without a unit.
+    """Observe the size of an object divided by its size in the scene, along x, y and z, `[*B, 3]`, without a unit.
 
     The entry is 1 unless `randomize_rigid_object_scale` changes the size. Use this term in mode add.
     """

@@ -49,7 +49,7 @@ def _dynamic(sim: Simulation, entity: EntityConfig) -> str:
 
 
 def _with_inertia(sim: Simulation, worlds: Any, uid: str) -> Any:
-    """Return worlds whose inertia and damping of an object follow from the object's current mass and size.
+    """Return worlds with the inertia and the damping that follow from an object's current mass and size.
 
         E'[i] = E[i] (m' / m) s[i]^2,   inertia'[i] = sum_{j != i} E'[j],   E[i] = sum_j inertia[j] / 2 - inertia[i]
 
@@ -127,10 +127,10 @@ def randomize_rigid_object_center_of_mass(cfg: RandomizeCenterOfMassConfig, sim:
 
         com' = com + draw, m, in the frame of the object
 
-    `com` is the centre of mass in the scene config. An object whose mass is not above its support tips over. A force of
-    `push_rigid_object` still acts at the object's origin, and then also turns the object. So does the damping of the
-    linear velocity, like the drag of air: an object that falls starts to spin. Set `attrs.linear_damping` of the object
-    to 0 to prevent this.
+    `com` is the centre of mass in the scene config. An object tips over if its centre of mass is not above its support.
+    A force of `push_rigid_object` still acts at the object's origin, and then also turns the object. The damping of the
+    linear velocity also turns the object, like the drag of air: a falling object starts to spin. Set
+    `attrs.linear_damping` of the object to 0 to prevent this.
     """
     uid = _dynamic(sim, cfg.entity_cfg)
     home = scene_values(sim, "body_ipos", uid)
@@ -202,7 +202,7 @@ class RandomizeArticulationMassConfig(ConfigModel):
 
 
 def _fitting(pattern: str, links: dict[str, float]) -> list[str]:
-    """Return the links whose whole name fits a regular expression. Raise ConfigError if there is none."""
+    """Return the links whose whole name fits a regular expression. Raise ConfigError if no link fits."""
     try:
         found = [name for name in links if re.fullmatch(pattern, name)]
     except re.error as error:
@@ -218,8 +218,8 @@ def randomize_articulation_mass(cfg: RandomizeArticulationMassConfig, sim: Simul
 
         m' = draw, or m + draw, kg;  inertia' = inertia m' / m
 
-    `m` is the link's mass in the scene. The mass of each link is drawn on its own. A link whose gravity is compensated,
-    as in the built-in arm, is also compensated with its new mass.
+    `m` is the link's mass in the scene. The mass of each link is drawn on its own. If the gravity of a link is
+    compensated, as in the built-in arm, the compensation follows the new mass.
     """
     spans, rows = cfg.spans(sim), []
     for name, span in spans.items():
@@ -245,10 +245,14 @@ class ScaleConfig(ConfigModel):
     """Range of the random factors of an object's size."""
 
     scale_factor_range: Factors = Field(
-        description="[lowest, highest] factors of the size in the scene config: each a list of one factor, or of three "
-        "for x, y and z"
+        description=(
+            "[lowest, highest] factors of the size in the scene config; each is a list of one factor, or of three for "
+            "x, y and z"
+        )
     )
-    same_scale_all_axes: bool = Field(True, description="use the first factor for all axes; only a Cube has others")
+    same_scale_all_axes: bool = Field(
+        True, description="use the first factor for all axes; false is possible only for a Cube"
+    )
 
     @model_validator(mode="after")
     def _three(self) -> "ScaleConfig":
@@ -343,8 +347,8 @@ def randomize_rigid_object_scale(cfg: RandomizeScaleConfig, sim: Simulation) -> 
 
         size' = size draw;  inertia' is the inertia of the new shape with the same mass
 
-    `size` is the size in the scene config. An object on the floor that grows is pushed up by the floor. To place the
-    object above the floor, use `randomize_rigid_object_pose`.
+    `size` is the size in the scene config. If an object on the floor grows, the floor pushes it up. To place the object
+    above the floor, use `randomize_rigid_object_pose`.
     """
     scaled = _scaling(cfg, sim, cfg.entity_cfg.uid, "entity_cfg")
 
@@ -411,7 +415,7 @@ class RandomizeGravityConfig(ConfigModel):
     gravity_range: Box = Field(description="[lowest, highest] x y z of the gravitational acceleration, m/s^2")
 
     def varied(self, sim: Simulation) -> Varied:
-        """Return a pair of the name of the model field and the word world."""
+        """Return the pair of the model field's name and the name "world"."""
         return ((GRAVITY, "world"),)
 
 

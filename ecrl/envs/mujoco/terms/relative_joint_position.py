@@ -1,4 +1,4 @@
-"""Action term `RelativeJointPositionAction`, which names its joints or their part of the robot."""
+"""Action term `RelativeJointPositionAction`, which selects joints by name or by their part of the robot."""
 
 from typing import Annotated, Self
 
@@ -20,9 +20,11 @@ _Scales = Annotated[tuple[Scale, ...], Field(strict=False, min_length=1), LIST]
 class RelativeJointPositionConfig(ConfigModel):
     """Settings of `RelativeJointPositionAction`: the joints, their order, the scale and the largest action."""
 
-    part_name: str | None = Field(None, description="part of the robot whose joints are driven; or give joint_names")
+    part_name: str | None = Field(
+        None, description="part of the robot whose joints are driven; an alternative to joint_names"
+    )
     joint_names: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = Field(
-        None, description="names of the driven joints; or give part_name"
+        None, description="names of the driven joints; an alternative to part_name"
     )
     preserve_order: bool = Field(
         False, description="true: actions in the order of joint_names; false: in the order of the robot's joints"

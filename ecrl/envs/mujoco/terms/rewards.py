@@ -194,7 +194,7 @@ def joint_limit_penalty(cfg: JointLimitConfig, sim: Simulation) -> Reward:
 
 @register_reward("action_smoothness_penalty")
 def action_smoothness_penalty(cfg: NothingConfig, sim: Simulation) -> Reward:
-    """Penalise the change of the action from one step to the next, `[*B]`, in the unit of the action.
+    """Penalise the change of the action between consecutive steps, `[*B]`, in the unit of the action.
 
     reward = -|action[t] - action[t - 1]|, 0 in the first step of an episode
     """

@@ -93,7 +93,7 @@ class RandomizeRobotQvelConfig(RobotJointsConfig):
 
 @register_event("randomize_robot_qvel")
 def randomize_robot_qvel(cfg: RandomizeRobotQvelConfig, sim: Simulation) -> Apply:
-    """Set the velocities of joints of the robot to random values, such as after a blow.
+    """Set the velocities of joints of the robot to random values, as after a collision.
 
     dq/dt' = dq/dt + draw, or draw,  rad/s or m/s
     """
@@ -138,8 +138,9 @@ def randomize_robot_eef_pose(cfg: RandomizeEefPoseConfig, sim: Simulation) -> Ap
         position' = position + draw, m        rotation' = rotation R(draw)
 
     `position` and `rotation` are the current pose in the world frame. `R(a) = Rx Ry Rz` is the rotation by the three
-    angles a in degrees, about the axes of the end effector. Without a range, the position or the rotation stays. If the
-    remaining error is larger than `position_tolerance` or `rotation_tolerance`, the joints of the part stay still.
+    angles a in degrees, about the axes of the end effector. Without a range, the position or the rotation does not
+    change. If the remaining error is larger than `position_tolerance` or `rotation_tolerance`, the joints of the part
+    do not move.
 
     The event does not change the targets of the drives; see `randomize_robot_qpos`.
     """
@@ -270,8 +271,8 @@ def randomize_action_delay(cfg: RandomizeDelayConfig, sim: Simulation) -> Apply:
         control[t] = target[t - d],    d = low + floor((high - low + 1) u),  steps
 
     `target[t]` is the control that follows from the action and the state of step t. In the first d steps of an episode,
-    the position drives hold the joints where they were at the start of the episode. Rewards and observations of the
-    action still use the action of the policy.
+    the position drives hold the joints at their initial positions. Rewards and observations still use the policy's
+    undelayed action.
     """
     low, high = cfg.delay_range
 

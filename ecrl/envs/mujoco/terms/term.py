@@ -25,8 +25,7 @@ Observe = Callable[[TensorDict, Tensor | None], Tensor]
 """Function that maps (state, entry) to a new entry. In mode add, the argument `entry` is None.
 
 The new entry is float32 `[*B, ...]`, or a uint8 image `[*B, h, w, c]`. The state may have a bool field `needed`,
-`[*B]`. The values of the new entry are then used only where `needed` is True, so that a slow term can skip the other
-copies.
+`[*B]`. The values of the new entry are then used only where `needed` is True, so a slow term may skip all other copies.
 """
 
 Reward = Callable[[TensorDict, TensorDict], Tensor]
@@ -143,7 +142,7 @@ def joints_of(cfg: JointsConfig, sim: Simulation) -> tuple[str, ...]:
 
 
 def named_joints(sim: Simulation, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the robot's joints with the given names, which lack the name of the robot, in the order of `names`.
+    """Return the robot's joints with the given names, in the order of `names`. The names have no robot prefix.
 
     Raises: ConfigError that names the setting `joint_names` if a joint is unknown or named twice.
     """
