@@ -1,6 +1,6 @@
 """Define the commands that need no checkpoint: `ecrl check`, `check-env`, `schema`, `plot` and `bench`.
 
-Each command imports its modules only when the command runs, so that `ecrl --help` is fast.
+Each command imports its modules only when the command runs, so `ecrl --help` is fast.
 """
 
 import json
@@ -110,7 +110,7 @@ def plot(
         out: path of the picture. If the path has no suffix, a .png and a .svg file are written.
         metric: name of a metric in metrics.jsonl. The default is the first of these metrics that all runs and files
             have: eval/success_rate, eval/avg_reward, charts/episode_reward_avg_100.
-        threshold: draw a line at this value, and print when each curve starts to stay above it.
+        threshold: draw a line at this value, and print after which step each curve stays above this value.
     """
     if not runs:
         raise UserError("ecrl plot needs run folders, such as: ecrl plot outputs/cartpole_ppo_*")
@@ -134,14 +134,14 @@ def bench(
 
     Args:
         what: name of the comparison. speed measures how fast ecrl is, and results measures how well the shipped configs
-            learn. Each measured seed has a file with its results, and is not measured again.
+            learn. The results of each seed are stored in a file. Seeds with a file are not measured again.
         quick: run fewer and shorter rounds, and only the first three speed benchmarks.
         only: names of speed benchmarks, such as end_to_end, or of configs for results, such as cartpole_ppo; all if
             absent.
         seeds: number of seeds per config for results. The default is ten for configs that train in less than ten
             minutes, and three for the others.
-        minutes: start no run of results after this many minutes. With 0 minutes, only regenerate the tables and
-            pictures.
+        minutes: time limit for results, after which no new run starts. With 0 minutes, the command only regenerates the
+            tables and pictures.
         out: folder for the results; benchmarks/results if absent.
     """
     root = Path(__file__).resolve().parents[2]

@@ -169,10 +169,11 @@ def demo(
     Args:
         path: name of a shipped config, such as cartpole_ppo, or path of a JSON or YAML file. The scripted expert of its
             environment acts.
-        run_dir: run folder or checkpoint folder, instead of a config. Its newest policy acts in its environment.
+        run_dir: run folder or checkpoint folder, instead of a config. The run's newest policy acts in the run's
+            environment.
         out: safetensors file of the demonstrations, which must not exist yet.
         num_episodes: number of episodes in the file.
-        num_envs: number of environments that run at the same time.
+        num_envs: number of parallel environments.
         successes_only: leave out episodes that do not end with success.
         sample: sample the actions of a trained policy. By default, its actions are deterministic.
         seed: seed of starts, noise and actions.
@@ -349,7 +350,7 @@ def main() -> None:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # because Python flushes stdout at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python also flushes stdout at exit
         sys.exit(128 + signal.SIGPIPE)
 
 
@@ -359,7 +360,7 @@ def _run_command() -> None:
     If the user can fix an error, print one line per fault to stderr and exit with status 2.
     """
     warnings.formatwarning = _format_warning
-    gc.set_threshold(50_000)  # imports and compilation create many permanent objects, which need no collection
+    gc.set_threshold(50_000)  # imports and compilation create many permanent objects; do not scan them
     atexit.register(gc.freeze)  # after compilation, a garbage collection at exit would take two seconds
     if sys.argv[1:] == ["--version"]:
         print(f"ecrl {__version__}")

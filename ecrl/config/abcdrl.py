@@ -1,12 +1,12 @@
 """Translate the flags of abcdRL, a library of reinforcement-learning algorithms, into ecrl's keys.
 
 - A flag with the same meaning as a key of ecrl sets this key. Some values change their unit.
-- A flag without a meaning in ecrl is *inert*. It is removed, and a warning names it.
-- A flag with another meaning than every key of ecrl is a fault, because the run would give other results.
+- A flag without a meaning in ecrl is *inert*: ecrl removes the flag with a warning.
+- A flag whose meaning differs from every key of ecrl is a fault, because the run would have different results.
 
-The sections of the flags are `trainer`, `logger`, `evaluator` and `saver`. ecrl's own key `trainer.buffer_size` has the
-name of abcdRL's flag for the capacity of the replay buffer. Therefore, a config with flags of the trainer must not have
-`trainer.buffer_size`, if the algorithm has a replay buffer.
+The sections of the flags are `trainer`, `logger`, `evaluator` and `saver`. The name `trainer.buffer_size` is ambiguous:
+    in ecrl, it is the number of steps per iteration, and in abcdRL, it is the capacity of the replay buffer. If the
+    algorithm has a replay buffer, a config with flags of the trainer must therefore not have `trainer.buffer_size`.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,7 +27,7 @@ class Context(NamedTuple):
         keys: keys that the settings of the algorithm may have.
         cfg: settings of the algorithm without the flags.
         num_envs: number of environments.
-        flags: all flags of the config, from name to value.
+        flags: dict from the name of each flag of the config to its value.
     """
 
     algorithm: str
@@ -38,11 +38,11 @@ class Context(NamedTuple):
 
 
 class Refused(Exception):
-    """The flag has another meaning than ecrl's keys. The message has a remedy."""
+    """Error for a flag whose meaning differs from ecrl's keys. The message has a remedy."""
 
 
 class Inert(Exception):
-    """The flag has no meaning in ecrl. The message has the reason."""
+    """Error for a flag without a meaning in ecrl. The message has the reason."""
 
 
 class Flag(NamedTuple):
@@ -50,8 +50,8 @@ class Flag(NamedTuple):
 
     Attributes:
         kind: JSON type of the value.
-        convert: (value, context) -> values by ecrl's dotted keys. A value of a wrong type is not converted, so that
-            validation reports it. Raises `Refused` or `Inert`.
+        convert: (value, context) -> values by ecrl's dotted keys. Values of a wrong type are not converted, so
+            validation reports them. Raises `Refused` or `Inert`.
     """
 
     kind: str
@@ -141,7 +141,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _alpha(value: Any, context: Context) -> Changes:
-    """Set the temperature of SAC, or the exponent of priorities. abcdRL's priorities are squared errors."""
+    """Set the temperature of SAC or the exponent of priorities. In abcdRL, priorities are squared errors."""
     if context.algorithm == "dqn":
         return {f"{_CFG}prioritized.alpha": 2.0 * value if _is_number(value) else value}
     if context.algorithm == "sac" and _has_learnt_temperature(context):
@@ -155,13 +155,13 @@ def _beta(value: Any, context: Context) -> Changes:
 
 
 def _q_lr(value: Any, context: Context) -> Changes:
-    """Set the step size of the critics, and of a learnt temperature."""
+    """Set the step size of the critics and of any learnt temperature."""
     own = {f"{_CFG}temperature_learning_rate": value} if _has_learnt_temperature(context) else {}
     return {f"{_CFG}critic_learning_rate": value} | own
 
 
 def _in_action_units(name: str) -> Flag:
-    """Return a flag for noise in the unit of the actions, which depends on the environment."""
+    """Return a flag for noise in units of the actions. These units depend on the environment."""
 
     def convert(value: Any, context: Context) -> Changes:
         if name not in context.keys:
@@ -226,7 +226,7 @@ FLAGS = {
 }
 """Map each flag of abcdRL that differs from all keys of ecrl to its translation.
 
-The flags `exp_name`, `seed`, `num_envs` and `total_timesteps` of the trainer are keys of ecrl too.
+The trainer's flags `exp_name`, `seed`, `num_envs` and `total_timesteps` are also keys of ecrl.
 """
 
 SECTIONS = ("logger", "evaluator", "saver")
@@ -234,9 +234,9 @@ SECTIONS = ("logger", "evaluator", "saver")
 
 
 class Taken(NamedTuple):
-    """Flags of a config or of its overrides, from name to value, and the rest of it.
+    """Flags of a config or of its overrides, as a dict from name to value, and the remaining data.
 
-    `faults` are unknown flags in sections that ecrl does not have.
+    `faults` lists unknown flags in sections that ecrl does not have.
     """
 
     flags: dict[str, Any]
@@ -250,7 +250,7 @@ def _unknown_flag(section: str, flag: str) -> Fault:
 
 
 def flags_in_config(data: Any) -> Taken:
-    """Take the flags out of a config.
+    """Separate the flags from a config.
 
     >>> flags_in_config({"trainer": {"seed": 1, "tau": 0.5}, "logger": {"track": True}}).rest
     {'trainer': {'seed': 1}}
@@ -267,7 +267,7 @@ def flags_in_config(data: Any) -> Taken:
 
 
 def flags_in_overrides(overrides: Mapping[str, Any]) -> Taken:
-    """Take the flags out of overrides by dotted key."""
+    """Separate the flags from overrides by dotted key."""
     flags = {key: value for key, value in overrides.items() if key in FLAGS}
     rest = {key: value for key, value in overrides.items() if key not in FLAGS}
     unknown = [key for key in rest if key.partition(".")[0] in SECTIONS and "." in key]
@@ -276,7 +276,7 @@ def flags_in_overrides(overrides: Mapping[str, Any]) -> Taken:
 
 
 def context_of(raw: RawConfig, flags: Mapping[str, Any], defaults: Mapping[str, Any]) -> Context | None:
-    """Return the context of the flags in a config without them. Return None if its algorithm is unknown."""
+    """Return the context of flags, from a config without its flags. Return None if the algorithm is unknown."""
     section: Any = raw.data.get("algorithm")
     if (entry := part_entry("algorithm", section)) is None:
         return None
@@ -291,7 +291,7 @@ def context_of(raw: RawConfig, flags: Mapping[str, Any], defaults: Mapping[str, 
 
 
 class Translated(NamedTuple):
-    """Values by ecrl's dotted keys, the flag that set each key, and the faults and inert flags."""
+    """Values by ecrl's dotted keys, the flag that set each key, the faults and the inert flags."""
 
     values: dict[str, Any]
     names: dict[str, str]
@@ -330,7 +330,7 @@ def translate_flags(flags: Mapping[str, Any], context: Context) -> Translated:
 
 
 def buffer_size_faults(taken: Taken, buffer_size: Any, context: Context) -> list[Fault]:
-    """Return a fault if `trainer.buffer_size`, given beside flags of the trainer, may mean the capacity."""
+    """Return a fault if `trainer.buffer_size` is ambiguous, because the config also has flags of the trainer."""
     others = [flag for flag in taken.flags if flag.startswith("trainer.")]
     if buffer_size is MISSING or not others or "capacity" not in context.keys:
         return []
@@ -342,7 +342,7 @@ def buffer_size_faults(taken: Taken, buffer_size: Any, context: Context) -> list
 
 
 def with_values(data: dict[str, Any], translated: Translated) -> tuple[dict[str, Any], list[Fault]]:
-    """Set the translated values in a config. Return the config, and a fault for each key that it already has."""
+    """Set the translated values in a config. Return the config, and a fault for each key that was already set."""
     faults = []
     for key, value in translated.values.items():
         flag = split_path(translated.names[key])

@@ -38,7 +38,7 @@ SKIP_KEY, GUARD_KEY = "algorithm.cfg.skip_nonfinite_updates", "trainer.finite_gu
 """EmbodiChain's key `SKIP_KEY` for apg, and ecrl's key `GUARD_KEY`. True becomes "skip", and false becomes "stop"."""
 
 VLA_KEY = "policy.vla_config"
-"""EmbodiChain's section of a pretrained model. Its path becomes `policy.vla.model_path`."""
+"""EmbodiChain's section for a pretrained model. The model's path becomes `policy.vla.model_path`."""
 
 MISSING = object()
 """Result of `get_path` if a path has no value."""
@@ -48,7 +48,7 @@ class RawConfig(NamedTuple):
     """Config during its translation, before validation.
 
     Attributes:
-        data: config, in which the keys that are already translated have ecrl's names.
+        data: the config. Keys that are already translated have ecrl's names.
         origins: dict from the path of each moved key to the name that the user wrote.
         faults: faults that have been found so far.
         inert: keys that ecrl ignores and has removed, each with the reason.
@@ -187,7 +187,8 @@ def apply_overrides(raw: RawConfig, overrides: Mapping[str, Any]) -> RawConfig:
 def _convert_count(count: Any, unit: str, sizes: list[Any]) -> Any:
     """Convert a count to the unit of the key `unit`: from steps to `iterations`, or from updates to `save_freq`.
 
-    A count that is not a positive integer is returned unchanged. Validation reports it, except a `save_freq` of 0.
+    A count that is not a positive integer is returned unchanged. Validation reports such a count, except a `save_freq`
+    of 0.
     """
     if not all(isinstance(x, int) and not isinstance(x, bool) and x > 0 for x in (count, *sizes)):
         return count
@@ -287,7 +288,7 @@ def part_entry(kind: str, section: Any) -> Entry | None:
 
 
 def reject_unused_aliases(raw: RawConfig) -> RawConfig:
-    """Report the trainer keys that were moved to the algorithm's settings but do not exist in the chosen algorithm."""
+    """Report trainer keys that were moved to the algorithm's settings, but that the chosen algorithm does not have."""
     entry, data, faults = part_entry("algorithm", raw.data.get("algorithm")), raw.data, list(raw.faults)
     for old, new in KEY_ALIASES.items():
         *_, key = loc = split_path(new)

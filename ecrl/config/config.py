@@ -210,8 +210,10 @@ class TrainerConfig(ConfigModel):
     )
     finite_guard: Literal["stop", "skip", "off"] = Field(
         "stop",
-        description="reaction to NaN or infinity. stop: end the run before the update, and report where it occurred; "
-        "skip: skip the update, and log the number of skipped updates; off: do not check",
+        description=(
+            "reaction to NaN or infinity. stop: end the run before the update, and report the first such value; skip: "
+            "skip the update, and log the number of skipped updates; off: do not check"
+        ),
     )
     keep_checkpoints: Count | None = Field(
         None, description="number of newest checkpoints to keep, besides checkpoints/best; all if absent"
@@ -233,8 +235,10 @@ class TrainerConfig(ConfigModel):
     init_from: str | None = Field(
         None,
         min_length=1,
-        description="run folder or checkpoint whose policy a new run starts from: its parameters and observation "
-        "statistics; at random if absent",
+        description=(
+            "run folder or checkpoint from which a new run takes the policy's initial parameters and observation "
+            "statistics; random parameters if absent"
+        ),
     )
     events: EventsConfig = Field(EventsConfig(), description="events that change the environments")
 
@@ -286,10 +290,17 @@ class EnvChoice(Choice):
 
     frame_stack: Count | None = Field(
         None,
-        description="latest observations that the policy sees, 1 without stacking; if absent, set by the environment",
+        description=(
+            "number of latest observations that the policy sees; 1 for no stacking; if absent, the environment sets "
+            "the number"
+        ),
     )
     action_chunk: Count = Field(
-        1, description="env steps per action; above 1, an action is a chunk of so many actions, taken open loop"
+        1,
+        description=(
+            "env steps per action; above 1, an action is a chunk of actions, which the environment takes one after the "
+            "other without new observations"
+        ),
     )
 
     @model_validator(mode="wrap")
@@ -322,7 +333,7 @@ class AlgorithmChoice(Choice):
 
 
 class PolicyConfig(ConfigModel):
-    """Settings that all policies have. The Config model of the named policy validates the whole section."""
+    """Settings that all policies share. The Config model of the named policy validates the whole section."""
 
     name: str = Field(description='registered name, such as "actor_critic"')
     action_dim: Count | None = Field(
@@ -361,7 +372,7 @@ class Config(ConfigModel):
     )
     env: EnvChoice = Field(description='the environment, such as {"name": "cartpole"}')
     policy: SerializeAsAny[PolicyConfig] = Field(
-        description='the policy, such as {"name": "actor_critic", ...}; by default, as the algorithm needs it'
+        description='the policy, such as {"name": "actor_critic", ...}; by default, the algorithm chooses the policy'
     )
     algorithm: AlgorithmChoice = Field(description='the algorithm, such as {"name": "ppo", "cfg": {...}}')
 
@@ -397,7 +408,7 @@ def config_from_dict(
 ) -> Config:
     """Validate the four sections of a config. If the config has faults, raise a ConfigError with one line per fault.
 
-    Keys of EmbodiChain that ecrl ignores (`ecrl.config.embodichain.INERT`) are removed, and so are abcdRL's flags that
+    The function removes EmbodiChain's keys that ecrl ignores (`ecrl.config.embodichain.INERT`), and abcdRL's flags that
     have no meaning in ecrl. A UserWarning names each removed key.
 
     Args:

@@ -194,7 +194,7 @@ def merge_gym_config(raw: RawConfig, folder: Path) -> RawConfig:
         return _add_file_fault(
             raw, f"no such file {format_value(name)}, neither in the working directory nor in {folder}"
         )
-    if not os.path.isfile(path):  # reading a device may never end
+    if not os.path.isfile(path):  # reading a device file may never end
         return _add_file_fault(raw, f"expected the path of a file, but {format_value(name)} is a folder or a device")
     if (reason := reason_to_refuse(path)) is not None:
         return _add_file_fault(raw, reason)

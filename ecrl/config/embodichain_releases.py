@@ -1,9 +1,9 @@
 """Translate keys that only some releases of EmbodiChain have. ecrl reads the files of v0.1.2 and of later releases.
 
-- v0.1.0 and v0.1.1 have other keys for the actions and the time limit, and are refused.
-- From v0.3.0 on, the physical properties of an object are in groups such as `attrs.mass_props`, and `physics` is the
-  name of a simulator.
-- All releases accept names in any case, and the time limit -1 for episodes without a limit.
+- v0.1.0 and v0.1.1 have different keys for the actions and the time limit. ecrl refuses their files.
+- Since v0.3.0, the physical properties of an object are in groups such as `attrs.mass_props`, and `physics` is the name
+  of a simulator.
+- All releases accept names in upper and lower case. A time limit of -1 means no limit.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ _NAMES: dict[Loc, str] = {
 
 _LIMIT: Loc = (*_CFG, "max_episode_steps")
 NO_LIMIT = 2**31 - 1
-"""Time limit in steps that no episode reaches."""
+"""A time limit in steps that no episode reaches."""
 
 PROPERTY_GROUPS = ("mass_props", "rigid_props", "collision_props", "material_props")
 """Groups of an object's `attrs` in EmbodiChain's files from v0.3.0 on."""
@@ -44,9 +44,9 @@ def _known_extensions(entry: Entry) -> set[str]:
 
 
 def refuse_old_release(raw: RawConfig) -> RawConfig:
-    """Report a file of a release before v0.1.2 as one fault, at the first key that later releases do not have.
+    """Report a file of a release before v0.1.2 as one fault, at the first key that only such releases have.
 
-    The settings of the environment are then removed, because the fault explains all other unknown keys.
+    The function then removes the environment's settings, because this fault explains all other unknown keys.
     """
     entry, cfg = _env_entry(raw), get_path(raw.data, _CFG)
     if entry is None or not isinstance(cfg, dict) or "actions" in cfg or "actions" not in known_keys(entry.config):
@@ -71,7 +71,7 @@ def drop_simulator_name(raw: RawConfig) -> RawConfig:
     """Remove `physics` if it is the name of a simulator, "default" or "newton", and add it to `raw.inert`."""
     path, entry = (*_CFG, "physics"), _env_entry(raw)
     field = None if entry is None else entry.config.model_fields.get("physics")
-    if field is not None and not list(sections_in(field.annotation)):  # a key of the user's own environment
+    if field is not None and not list(sections_in(field.annotation)):  # the key belongs to the user's environment
         return raw
     if get_path(raw.data, path) not in ("default", "newton"):
         return raw
@@ -123,10 +123,10 @@ def flatten_attrs(raw: RawConfig) -> RawConfig:
 
 
 def lower_names(data: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a config with the names of components in the case of their registered names.
+    """Return a copy of a config with component names in the case of the registered names.
 
-    EmbodiChain reads the names of policies, algorithms and networks in any case. A name is changed only if its lower
-    case is registered and the name itself is not.
+    EmbodiChain accepts names of policies, algorithms and networks in upper and lower case. The function changes an
+    unregistered name to lower case if the result is registered.
 
     >>> lower_names({"algorithm": {"name": "PPO"}})
     {'algorithm': {'name': 'ppo'}}
@@ -139,7 +139,7 @@ def lower_names(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def lower_name(key: str, value: Any) -> Any:
-    """Return the new value of a key in the form of `lower_names`. The value may also be a whole section."""
+    """Return the value of a key with names changed as by `lower_names`. The value may also be a whole section."""
     nested = value
     for part in reversed(key.split(".")):
         nested = {part: nested}
@@ -147,7 +147,7 @@ def lower_name(key: str, value: Any) -> Any:
 
 
 def unlimited_episodes(raw: RawConfig) -> RawConfig:
-    """Translate the time limit -1 of an environment, which means no limit, to the largest number of steps."""
+    """Replace the time limit -1 of an environment, which means no limit, by the largest number of steps."""
     entry = _env_entry(raw)
     field = None if entry is None else entry.config.model_fields.get("max_episode_steps")
     if get_path(raw.data, _LIMIT) != -1 or field is None or not any(getattr(x, "ge", 0) >= 1 for x in field.metadata):
@@ -156,5 +156,5 @@ def unlimited_episodes(raw: RawConfig) -> RawConfig:
 
 
 def translate_releases(raw: RawConfig) -> RawConfig:
-    """Translate the keys of all releases, and refuse a file of a release before v0.1.2."""
+    """Translate the keys of all supported releases. Refuse files of releases before v0.1.2."""
     return unlimited_episodes(flatten_attrs(drop_simulator_name(refuse_old_release(raw))))

@@ -107,7 +107,7 @@ def read(path: Path) -> Any:
     """
     text = ""
     try:
-        with path.open("rb") as file:  # limit the bytes, because reading a device may never end
+        with path.open("rb") as file:  # limit the bytes, because reading a device file may never end
             text = file.read(_MAX_BYTES + 1).decode("utf-8-sig")
         if len(text) > _MAX_BYTES:
             raise ConfigError(f"{path}: not a config: longer than {_MAX_BYTES:,} bytes")

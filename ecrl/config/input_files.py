@@ -1,7 +1,7 @@
-"""Restrict the files that a config may name, for configs from people you do not trust.
+"""Restrict the files that a config may name. Use this restriction for configs from people you do not trust.
 
-The environment variable ECRL_INPUT_FOLDERS lists folders, separated as in PATH. If it is set, a config may name only
-files inside these folders. If it is not set, a config may name any file.
+The environment variable ECRL_INPUT_FOLDERS lists folders, separated as in PATH. If the variable is set, a config may
+name only files inside these folders. Otherwise, a config may name any file.
 """
 
 import os
@@ -18,7 +18,7 @@ def is_restricted() -> bool:
 
 
 def reason_to_refuse(path: str | Path) -> str | None:
-    """Return why a config may not name this file or folder, or None if it may. Symbolic links are followed.
+    """Return the reason why a config may not name this file or folder, or None. Symbolic links are followed.
 
     >>> reason_to_refuse("robots/arm.urdf") is None or is_restricted()
     True
@@ -38,7 +38,7 @@ def reason_to_refuse(path: str | Path) -> str | None:
 
 
 def check_inputs_in(folder: str | Path, key: str) -> None:
-    """Do the same as `check_input` for a folder and everything in it, because links may lead outside."""
+    """Check a folder and all its content as `check_input` does, because links may lead outside."""
     check_input(folder, key)
     if is_restricted():
         for path in Path(folder).rglob("*"):
@@ -46,6 +46,6 @@ def check_inputs_in(folder: str | Path, key: str) -> None:
 
 
 def check_input(path: str | Path, key: str) -> None:
-    """Raise ConfigError that begins with the key of a config, if the key may not name this file or folder."""
+    """Raise ConfigError, which names the key of a config, if the key may not name this file or folder."""
     if (reason := reason_to_refuse(path)) is not None:
         raise ConfigError(f"{key}: {reason}")

@@ -49,13 +49,13 @@ def _whole_parts(models: list[type[BaseModel]]) -> dict[type[BaseModel], tuple[s
 
 
 def _split_by_component(defs: dict[str, Any], ref: str, key: str, default: Any, refs: dict[str, str]) -> None:
-    """Split the schema of a section into one alternative per component, whose name is the section's value of `key`.
+    """Split the schema of a section into one alternative per component. The section's value of `key` is the name.
 
     `ref` refers to the section in `defs`, and `refs` maps each component's name to a reference to its own schema.
     """
     place = ref.rpartition("/")[2]
     section, plain = defs[place], f"{place}-plain"
-    if ref in refs.values():  # the schema of a component whose Config adds no keys
+    if ref in refs.values():  # reached if the component's Config adds no keys
         defs[plain] = dict(section)
     alternatives = [
         {"$ref": f"{own}-plain" if own == ref else own, "properties": {key: {"const": name}}}
@@ -94,7 +94,7 @@ def _add_branches(section: dict[str, Any], kind: str, configs: dict[str, dict[st
 
 
 def _accept_plain_name(section: dict[str, Any], configs: dict[str, dict[str, Any]]) -> None:
-    """Also accept the name of a component that has no required settings, in place of the whole section."""
+    """Also accept the name of a component instead of the whole section, if the component has no required settings."""
     names = [name for name, config in configs.items() if not config.get("required")]
     whole = dict(section)
     section.clear()
@@ -134,7 +134,7 @@ def _add_flags(config_schema: dict[str, Any], trainer: dict[str, Any]) -> None:
 
 
 def _make_sections_optional(config_schema: dict[str, Any]) -> None:
-    """Accept a config without `policy`, and one without `env` if a key of the trainer section sets the environment."""
+    """Accept a config without `policy`. Accept a config without `env` if a trainer key sets the environment."""
     config_schema["required"].remove("policy")
     alternatives = {"anyOf": [{"required": [key]} for key in ("gym_config", "learning_env", "env_id")]}
     config_schema["required"].remove("env")

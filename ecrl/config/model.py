@@ -245,7 +245,7 @@ class ConfigModel(BaseModel):
         return data
 
     def copy(self, **changes: Any) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return a validated copy with new values, as `replace` does. EmbodiChain's configs have this name too."""
+        """Return a validated copy with new values, as `replace` does. This name is for code written for EmbodiChain."""
         return self.replace(**changes)
 
     def to_dict(self) -> dict[str, Any]:
@@ -259,7 +259,7 @@ class ConfigModel(BaseModel):
         return self.model_dump(mode="json", warnings=False)
 
     def validate(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Check all values again. Only `model_construct` and `model_copy` can make a config with wrong values.
+        """Validate all values again, because `model_construct` and `model_copy` can make a config with wrong values.
 
         Raises: ConfigError with one line per fault.
         """
@@ -282,7 +282,7 @@ def _check_float32(value: float) -> float:
 
 
 def lower_case(value: Any) -> Any:
-    """Return a string in lower case, and any other value unchanged. Names of EmbodiChain's configs have any case."""
+    """Return a string in lower case, and any other value unchanged. EmbodiChain's names may have any case."""
     return value.lower() if isinstance(value, str) else value
 
 

@@ -1,4 +1,4 @@
-"""Names of settings in other libraries. Error messages suggest ecrl's key in place of such a name."""
+"""Names of settings in other libraries. Error messages suggest ecrl's key instead of such a name."""
 
 from collections.abc import Iterable
 
@@ -40,7 +40,7 @@ def _algorithms_with(key: str) -> list[str]:
 
 
 def suggestion(key: str, known: Iterable[str], in_algorithm: bool) -> str:
-    """Return what to do about an unknown key of a section, as text for an error message.
+    """Return advice on an unknown key of a section, as text for an error message.
 
     Args:
         key: the unknown key.
@@ -65,12 +65,12 @@ def suggestion(key: str, known: Iterable[str], in_algorithm: bool) -> str:
 
 
 def option_for(name: str) -> str | None:
-    """Return the option that sets a key of the config, for an option without the section of the key.
+    """Complete an option whose name lacks the section: return the option that sets the key of the config.
 
     >>> option_for("--seed"), option_for("--lr"), option_for("--gamma"), option_for("--nothing")
     ('--trainer.seed', '--algorithm.cfg.learning_rate', '--algorithm.cfg.gamma', None)
     """
-    from ecrl.config.config import PolicyConfig, TrainerConfig  # these models use this module
+    from ecrl.config.config import PolicyConfig, TrainerConfig  # import here, because these modules import this module
 
     key = name.lstrip("-").replace("-", "_").lower()
     if key in TrainerConfig.model_fields:
