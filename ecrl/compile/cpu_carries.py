@@ -82,14 +82,14 @@ def _writes_of(carry: Node, result: Node) -> list[Node]:
 
 
 def _readers(carry: Node, writes: list[Node]) -> dict[Node, set[Node]]:
-    """Return, for each write, the operations that read the value which the write replaces, also through views."""
+    """For each write, return the operations that read the replaced value, either directly or through views."""
     readers_by_write = {}
     for old, write in zip((carry, *writes[:-1]), writes, strict=True):
         readers, todo = set[Node](), [old]
         while todo:
             for user in todo.pop().users.keys() - readers - {write}:
                 readers.add(user)
-                if storage_of(user) == storage_of(old):  # a view
+                if storage_of(user) == storage_of(old):  # `node` is a view
                     todo.append(user)
         readers_by_write[write] = readers
     return readers_by_write

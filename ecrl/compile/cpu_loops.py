@@ -1,7 +1,7 @@
-"""Rewrite the loops in inductor's C++ so that each loop allocates its memory only once, not in each iteration.
+"""Rewrite the loops in inductor's C++: each loop then allocates its memory once instead of in each iteration.
 
-The module also mends a fault of inductor: a loop may free the handle of a view in each iteration. The tensor's memory
-is then used after it is freed. See `_free_handles_once`.
+The module also fixes a bug of inductor: a loop may free the handle of a view in each iteration. The loop then uses the
+tensor's memory after it is freed. See `_free_handles_once`.
 
 With small tensors, an iteration spends most of its time on allocations, tensor views, tensor handles and the loop's end
 condition. With four environments, these operations take more than a third of the time of a rollout. This module
@@ -130,7 +130,7 @@ def _compare_counter_directly(loop: str) -> str:
 
 
 def _free_handles_once(code: str) -> str:
-    """Give a temporary handle that is used more than once an owner, which frees it at the end of its scope.
+    """Add an owner to each temporary handle that is used more than once. It frees the handle at the end of its scope.
 
     Inductor makes the handle of a view before a loop, and writes `RAIIAtenTensorHandle(handle)` in the condition and in
     the body of the loop. Each of these expressions frees the handle.
@@ -146,7 +146,7 @@ def _free_handles_once(code: str) -> str:
 
 
 def rewritten(code: str) -> str:
-    """Mend the handles of views and rewrite the innermost loops of C++ code, and return the code.
+    """Fix the handles of views, rewrite the innermost loops of C++ code, and return the code.
 
     >>> rewritten("int x;")
     'int x;'

@@ -8,7 +8,7 @@ of matrix products:
 - Any other small product becomes C++ code of this module, which computes the result tile by tile in vector registers.
   Libraries take up to three times as long as this code. For any number of threads, the code adds the terms of a sum in
   the same order. The code can also add a bias and apply relu, or compute the gradient of relu.
-- A large product calls oneDNN, a library that generates code for the CPU at hand. In contrast, the library MKL has only
+- A large product calls oneDNN, a library that generates code for the present CPU. In contrast, the library MKL has only
   generic code for AMD's CPUs.
 """
 
@@ -162,7 +162,9 @@ extern "C" {kernel}
 @cache
 def has_vector_instructions() -> bool:
     """Return True if inductor supports this CPU's vector instructions, which the C++ of this module needs."""
-    faster = skip_redundant_codegen() if torch.__version__ >= "2.13" else nullcontext()  # older ones compile no loops
+    faster = (
+        skip_redundant_codegen() if torch.__version__ >= "2.13" else nullcontext()
+    )  # older versions cannot compile loops
     with config.patch({"cpp.vec_isa_ok": True}), faster:  # testing each instruction set takes seconds
         return bool(pick_vec_isa())
 
@@ -220,8 +222,8 @@ def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float =
 def bmm(a: Tensor, b: Tensor) -> Tensor:
     """Return `a @ b` for batches of matrices. If torch computes the product as fast, return NotImplemented.
 
-    If only `a` is a transposed view, so is the result. The gradient of a batch of weights `[B, out, in]` is such a
-    product. It is transposed again, and then has the layout of the weights.
+    If only `a` is a transposed view, the result is also a transposed view. The gradient of a batch of weights `[B, out,
+    in]` is such a product. Autograd transposes this gradient again, so it has the layout of the weights.
     """
     m, n = a.shape[1], b.shape[2]
     _check_dtypes(a, b)

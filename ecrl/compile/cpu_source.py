@@ -11,11 +11,11 @@ from torch._inductor.select_algorithm import PartialRender
 from torch._inductor.utils import Placeholder, parallel_num_threads
 
 NAME = str(Placeholder.KERNEL_NAME)
-"""Stands for the name of the function in its code, until inductor has chosen the name."""
+"""Placeholder for the name of the function in its code, until inductor has chosen the name."""
 
 
 def register(operator: Any, lower: Callable[..., Any]) -> None:
-    """Let `lower`, which takes and returns tensors of inductor, replace an operator of a graph."""
+    """Register `lower` as the implementation of an operator. `lower` takes and returns tensors of inductor."""
     lowering.register_lowering(operator.default, type_promotion_kind=None)(lower)
 
 

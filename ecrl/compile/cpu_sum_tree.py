@@ -1,8 +1,8 @@
 """Implement two functions of `ecrl.kernels.sum_tree` in C++ for graphs on a CPU.
 
-As tensor operations, each level of the tree needs a loop over all draws, with checks of each index. In C++, a draw
-descends the whole tree at once, and several draws descend together, so that the CPU need not wait for their memory. To
-find duplicates, the C++ code sorts only indices that are not sorted yet. The indices of a minibatch usually are.
+With tensor operations, each level of the tree needs a loop over all draws, with checks of each index. In C++, a draw
+descends the whole tree in one loop. Several draws descend together, so the CPU waits less for memory. To find
+duplicates, the C++ code sorts indices only if they are not sorted yet. The indices of a minibatch are usually sorted.
 """
 
 from collections.abc import Callable

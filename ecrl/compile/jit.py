@@ -33,7 +33,7 @@ state.
   tensor, the next call compiles the function again, which takes seconds. Pass a tensor that changes as an argument.
 - A captured Python variable keeps its old value in a compiled function after the variable is assigned again.
 - A write that torch's version counter does not record, such as a write through `x.data`, has no effect on a compiled
-  function. Writes through a NumPy array of the same memory have no effect either.
+  function. Writes through a NumPy array of the same memory also have no effect.
 """
 
 import gc
@@ -83,7 +83,7 @@ class _CompiledFunction(NamedTuple):
 
     run: Callable[..., list[Tensor]]
     settings: Hashable
-    # Each captured tensor has its version counter (the number of in-place writes to it).
+    # each captured tensor, with its version counter (the number of in-place writes to the tensor)
     captured: list[tuple[Tensor, int]]
     structure: Hashable
     strides: list[tuple[int, ...]]

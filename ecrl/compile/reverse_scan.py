@@ -1,6 +1,6 @@
 """Speed up `ecrl.kernels.reverse_scan` in compiled graphs, with faster operations on a CPU and Triton on a GPU.
 
-Importing this module makes `reverse_scan` call `scan_for_device`.
+After an import of this module, `reverse_scan` calls `scan_for_device`.
 """
 
 from typing import Any

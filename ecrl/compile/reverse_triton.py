@@ -13,8 +13,8 @@ import triton  # pyright: ignore
 import triton.language as tl  # pyright: ignore
 from torch import Tensor
 
-_STEPS, _ROWS = 16, 32  # the steps that a thread loads at once, and the rows per program (a warp has 32 threads)
-_PROGRAMS, _CHUNKS = 2048, 32  # maxima: 2048 programs fill a large GPU, and more chunks slow down the second kernel
+_STEPS, _ROWS = 16, 32  # steps that a thread loads at once; rows per program, one for each of the 32 threads of a warp
+_PROGRAMS, _CHUNKS = 2048, 32  # maxima; 2048 programs fill a large GPU, and more chunks slow down the second kernel
 
 
 @triton.jit
@@ -92,7 +92,7 @@ def _step_through(
 def chunks_of(time: int, rows: int) -> tuple[int, int]:
     """Return the number of chunks and the number of tiles per chunk, where a tile has 16 time steps.
 
-    A smaller number of rows gives more chunks, so that enough programs run to fill a GPU. No chunk is empty.
+    With fewer rows, there are more chunks, so enough programs run to fill a GPU. No chunk is empty.
     """
     tiles, programs_per_chunk = -(-time // _STEPS), -(-rows // _ROWS)
     tiles_per_chunk = -(-tiles // max(1, min(tiles, _CHUNKS, _PROGRAMS // programs_per_chunk)))

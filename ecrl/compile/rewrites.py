@@ -1,7 +1,6 @@
-"""Replace operations of a traced graph by cheaper ones with the same results.
+"""Replace operations of a traced graph by cheaper operations with the same results.
 
-A rewrite may move an operation or copy a part of a tensor. Tensors that the graph writes in place are therefore left
-alone.
+A rewrite may move an operation or copy a part of a tensor, so it never changes tensors that the graph writes in place.
 """
 
 from collections.abc import Iterator
@@ -22,8 +21,8 @@ _VIEWS = {_aten.view.default, torch.ops.aten._unsafe_view.default, _aten.squeeze
 def stack_only_parts(graph: GraphModule) -> None:
     """If only slices of stacked tensors are read, stack the tensors of each slice instead.
 
-    Inductor computes all tensors of a stack, also those that no slice reads. For example, the gradient with respect to
-    the inputs of a critic is a stack with one row per input, of which the gradient of an action is a slice.
+    Inductor computes all tensors of a stack, even if no slice reads them. For example, the gradient with respect to the
+    inputs of a critic is a stack with one row per input. The gradient of an action is a slice of this stack.
     """
     fixed = written_storages(graph) | {storage_of(n) for n in graph.graph.nodes if n.target is _aten.as_strided.default}
     for stack in graph.graph.find_nodes(op="call_function", target=_aten.stack.default):
@@ -48,7 +47,7 @@ def _readers(tensor: Node, transposed: bool) -> Iterator[tuple[Node, bool]]:
 
 
 def _slice_of(node: Node, parts: list[Node], transposed: bool) -> list[Node]:
-    """Return the stacked tensors that a slice reads, or an empty list for other slices and operations."""
+    """Return the stacked tensors that a slice reads. Return an empty list for any other node."""
     if node.target is not _aten.slice.Tensor:
         return []
     defaults = (None, 0, None, None, 1)
@@ -71,8 +70,7 @@ def _replace_slice(node: Node, parts: list[Node], transposed: bool) -> None:
 def fuse_relu(graph: GraphModule) -> None:
     """Replace `relu(a @ b + bias)` and the gradient of a relu with respect to `a @ b` by fused operations.
 
-    A fused product writes its final result at once. Otherwise, separate loops would read and write the product once
-    more.
+    A fused product writes its final result directly. Otherwise, separate loops would read and write the product again.
     """
     written = written_storages(graph)
     for relu in graph.graph.find_nodes(op="call_function", target=_aten.relu.default):
@@ -107,7 +105,7 @@ def _fuse_backward(gradient: Node, written: set[int | None]) -> None:
 
 
 def _product(node: Any, written: set[int | None]) -> Node | None:
-    """Return the matrix product that `node` is or views, if the product has no other readers and can be moved."""
+    """Return the matrix product that `node` is a view of, or is itself, if it can move and has no other readers."""
     while node.target in _VIEWS and len(node.users) == 1:
         node = node.all_input_nodes[0]
     if node.target is not torch.ops.ecrl.bmm.default or len(node.users) > 1:
@@ -116,7 +114,7 @@ def _product(node: Any, written: set[int | None]) -> Node | None:
 
 
 def _replace(node: Node, operation: Any, product: Node, other: Node, shape: list[int]) -> None:
-    """Replace a node by an operation on the factors of a product and on another tensor, viewed in the given shape."""
+    """Replace a node by an operation on the factors of a product and another tensor. View the result in a shape."""
     graph, value = node.graph, node.meta["val"]
     with graph.inserting_before(node):
         third = graph.call_function(_aten.view.default, (other, shape))

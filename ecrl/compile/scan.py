@@ -1,7 +1,7 @@
 """Convert each loop over time into a loop operation of the graph that is being traced.
 
 In an iteration of a loop, reading or writing a tensor takes more time than the arithmetic of a small network. Small
-tensors of the same dtype therefore share a buffer, and the loop reads and writes the buffers.
+tensors of the same dtype therefore share a buffer, which the loop reads and writes.
 """
 
 import re

@@ -38,9 +38,11 @@ class _WriteCheck:
             self._protected.pop()
 
     def __call__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if not hasattr(func, "_schema"):  # a loop or a condition, whose operations were checked in its trace
+        if not hasattr(func, "_schema"):  # a loop or a condition; its operations were checked when it was traced
             return self._dispatch(func, types, args, kwargs)
-        if self._protected and func._schema.is_mutable and func.namespace != "prims":  # prims declare views as writes
+        if (
+            self._protected and func._schema.is_mutable and func.namespace != "prims"
+        ):  # operators of the namespace prims declare views as writes
             for tensor in _tensors_written(func._schema, args, kwargs):
                 self._check(tensor, func)
         note_if_drawing(func, args, kwargs)

@@ -1,8 +1,8 @@
 """Compile the C++ files of this folder into one shared library, once per machine, and load it.
 
 The library is stored in the folder of `cache_folder`, which other processes share. The name of the file contains a
-hash of the sources, the compiler and the CPU. The functions of the library take addresses and sizes, so the library
-depends on no version of Python or torch.
+hash of the sources, the compiler and the CPU. The functions of the library take only addresses and sizes, so the
+library does not depend on the version of Python or torch.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ import torch
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 _FLAGS = (
     *("-O3", "-std=c++17", "-fPIC", "-shared"),
-    "-ffp-contract=off",  # round after each operation, so that all forms of a loop give equal bits
+    "-ffp-contract=off",  # round after each operation, so that all versions of a loop give equal bits
     "-fno-trapping-math",  # vectorise loops with conditions
 )
 _FOR_THIS_CPU = ("-march=native",)
@@ -67,7 +67,7 @@ def _file_name(compiler: str) -> str:
 
 
 def _compile(compiler: str, target: Path) -> None:
-    """Compile the library for this CPU, or without instructions of this CPU where the compiler does not know it.
+    """Compile the library for this CPU. If the compiler does not know this CPU, compile for a generic CPU.
 
     Raises: RuntimeError with the compiler's first error. OSError if the folder is not writable.
     """
@@ -85,7 +85,7 @@ def _compile(compiler: str, target: Path) -> None:
 
 
 def _load(compiler: str) -> ctypes.CDLL:
-    """Load the library. Compile it first if it is not stored, and do not store it if the folder is not writable."""
+    """Load the library, which is compiled first if no stored file exists. Without a writable folder, store nothing."""
     path = cache_folder() / _file_name(compiler)
     if not path.exists():
         try:
@@ -100,9 +100,9 @@ def _load(compiler: str) -> ctypes.CDLL:
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """Return the library, compiled now if it is not stored yet. Return None if it cannot be compiled.
+    """Return the library, or None if it cannot be compiled. The first call may compile the library.
 
-    If there is a compiler and it fails, the function warns once.
+    If a compiler exists but fails, the function warns once.
     """
     compiler = find_compiler()
     if compiler is None:
@@ -126,7 +126,7 @@ def is_available() -> bool:
 
 
 def function(name: str, types: Sequence[Any]) -> Any:
-    """Return a C++ function without a result, whose arguments have the given types of `ctypes`."""
+    """Return a C++ function that returns nothing. Its arguments have the given types of `ctypes`."""
     loaded = library()
     if loaded is None:
         raise RuntimeError(f"the C++ function {name} is not available, because there is no C++ compiler; set CXX")

@@ -22,7 +22,8 @@ def philox_words(key: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor
     Args:
         key, low, high: int64 tensors that broadcast: the key, and the low and the high 64 bits of the counter.
 
-    Returns: two contiguous int64 tensors of the common shape. No derivatives, and no transform but vmap.
+    Returns: two contiguous int64 tensors of the common shape. The operator supports vmap, but no derivatives and no
+        other transform.
 
     >>> zero = torch.tensor(0)
     >>> [f"{int(half) % 2**64:016x}" for half in philox_words(zero, zero, zero)]
@@ -67,7 +68,7 @@ torch.library.register_vmap("ecrl::philox_words", _philox_batched)
 
 
 def batched(words: Sequence[Tensor], dims: Sequence[int | None]) -> list[Tensor]:
-    """Return the tensors with the axis of vmap as the first axis, so that their other axes still broadcast."""
+    """Return the tensors with the axis of vmap first. Their other axes still broadcast."""
     rank = max(word.ndim - (dim is not None) for word, dim in zip(words, dims, strict=False))
 
     def aligned(word: Tensor, dim: int | None) -> Tensor:

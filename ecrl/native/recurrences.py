@@ -1,8 +1,9 @@
 """Linear recurrences over time in C++, as operators of torch for float32 and float64 tensors on the CPU.
 
-The operators run eagerly, in `torch.compile`, and for large tensors in graphs of `ecrl.compile`. For small tensors such
-a graph has its own C++, because the call of an operator takes longer than a short recurrence. `linear_recurrence` has
-derivatives of any order in both modes, and works under every transform of `torch.func`. `gae` has no derivatives.
+The operators run eagerly, in `torch.compile`, and for large tensors in graphs of `ecrl.compile`. For small tensors, a
+graph of `ecrl.compile` has its own C++ code, because calling an operator takes longer than a short recurrence.
+`linear_recurrence` has derivatives of any order in forward and reverse mode, and works under every transform of
+`torch.func`. `gae` has no derivatives.
 """
 
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ def can_run(*tensors: Tensor) -> bool:
     """Return True if the operators can take the float tensors, which must have one dtype.
 
     A graph of `ecrl.compile` uses the operators for at least `LARGE` elements, if no derivative is needed. While
-    `torch.compile` traces, they support no transform but vmap.
+    `torch.compile` traces, vmap is the only supported transform.
 
     >>> can_run(torch.ones(2, dtype=torch.bfloat16))
     False
@@ -42,7 +43,7 @@ def can_run(*tensors: Tensor) -> bool:
 
 
 def is_differentiated(*values: Any) -> bool:
-    """Return True if a derivative with respect to one of the tensors among `values` may be needed.
+    """Return True if a derivative with respect to any tensor in `values` may be needed.
 
     >>> is_differentiated(torch.ones(1), 0.5), is_differentiated(torch.ones(1, requires_grad=True))
     (False, True)
@@ -66,9 +67,9 @@ def _call(name: str, tensors: Sequence[Tensor], numbers: Sequence[int], *others:
 
     Args:
         name: name of the function, without its dtype.
-        tensors: the inputs and the results. Each has the shape of the first one, `[*B, T]`, or broadcasts to it. A
-            result is a new tensor from `_new`.
-        numbers: indices of the discounts, which may be 0-d.
+        tensors: the inputs and the results. Each has the shape of the first tensor, `[*B, T]`, or broadcasts to this
+            shape. A result is a new tensor from `_new`.
+        numbers: indices of the discounts in `tensors`. A discount may be 0-d.
         others: further arguments of the function, all bool.
     """
     shape = tensors[0].shape
@@ -87,12 +88,12 @@ def _rows(x: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _new(x: Tensor) -> Tensor:
-    """Return a new tensor in the shape and the memory order of `x`, whose rows are a view."""
+    """Return a new tensor in the shape and the memory order of `x`, with a view of its rows."""
     return torch.empty_like(x) if x.ndim <= 2 else torch.empty_like(x.flatten(0, -2)).view(x.shape)
 
 
 def _batched(info: Any, in_dims: Sequence[int | None], args: Sequence[Any]) -> list[Any]:
-    """Return the arguments of an operator with the batch of vmap as their first axis, aligned with the first one."""
+    """Return the arguments with the batch of vmap as first axis, and with as many axes as the first argument."""
     rank = args[0].ndim - (in_dims[0] is not None)
 
     def batched(x: Any, dim: int | None) -> Any:
@@ -136,14 +137,15 @@ def _zero_where(mask: Tensor, x: Tensor) -> Tensor:
 
 
 def _before(y: Tensor, last: Tensor, reverse: bool) -> Tensor:
-    """Return the value that each step multiplies with its decay."""
+    """Return the value that each step multiplies by its decay."""
     return torch.cat((y[..., 1:], last) if reverse else (last, y[..., :-1]), -1)
 
 
 def _transposed(grad: Tensor, decay: Tensor, cut: Tensor, reverse: bool) -> Tensor:
-    """Return the gradient of `x` from the gradient of `y`: the recurrence in the other direction of time.
+    """Return the gradient of `x` from the gradient of `y`: the recurrence in the opposite direction of time.
 
-    The decay and the cut of a step belong to the value that the step after it in this direction receives.
+    The decay and the cut of a step are shifted by one step, because they apply to the value that the next step
+    receives.
     """
     first = torch.ones_like(cut[..., :1])
     if reverse:
@@ -171,7 +173,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 torch.library.register_autograd(
     _recurrence, _backward, setup_context=_save
-)  # for `torch.compile`, which traces no `_Recurrence`
+)  # for `torch.compile`, which cannot trace `_Recurrence`
 
 
 class _Recurrence(torch.autograd.Function):
@@ -209,7 +211,7 @@ def linear_recurrence(x: Tensor, decay: Tensor, cut: Tensor, last: Tensor, rever
         y[t] = x[t] + decay[t] * y[t + 1] * not cut[t],    y[T] = last         if reverse
         y[t] = x[t] + decay[t] * y[t - 1] * not cut[t],    y[-1] = last        otherwise
 
-    A `decay[t]` of 0 acts like a True `cut[t]`, and gets no gradient. The sums are float64.
+    A `decay[t]` of 0 acts like `cut[t]` = True, and has no gradient. Sums are computed in float64.
 
     Args:
         x: `[*B, T]` float32 or float64.
