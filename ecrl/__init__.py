@@ -143,5 +143,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List the public names, and neither imported modules nor names of this file."""
+    """List only the public names, without imported modules and other names of this file."""
     return sorted([*__all__, "__version__"])

@@ -95,7 +95,7 @@ def all_sum(x: Tensor) -> Tensor:
 
 
 def all_max(x: Tensor) -> Tensor:
-    """Return the largest of the numbers `x`, each 0-d, of all ranks. If there is only one rank, return `x`.
+    """Return the maximum over all ranks of the 0-d tensor `x`. If there is only one rank, return `x`.
 
     >>> all_max(torch.tensor(2.0))
     tensor(2.)

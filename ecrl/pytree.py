@@ -161,7 +161,7 @@ def mapped(fn: Callable[..., Tensor], tree: Any, *others: Any, batch: _NewSize |
 
 
 def combined(fn: Callable[..., Tensor], first: Any, *others: Any) -> Any:
-    """Apply `fn` to the matching tensors of trees with equal fields, which may have other batch sizes.
+    """Apply `fn` to the matching tensors of trees with equal fields. The batch sizes of the trees may differ.
 
     The result has the batch sizes of `first`.
 

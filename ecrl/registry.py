@@ -16,8 +16,8 @@ Components made from equal configs have equal functions, so runs with equal conf
   only in `InitOnly` fields, the two policies share all functions except `init` and `init_frozen`.
 
 An installed package can register its components automatically. The package declares an entry point in the group
-`ecrl.plugins`, which names the module that registers the components. The group `ecrl.vla_backends` is for packages that
-only register backends of the policy `vla`.
+`ecrl.plugins`. The entry point names the module that registers the components. The group `ecrl.vla_backends` is for
+packages that only register backends of the policy `vla`.
 """
 
 import json
@@ -258,8 +258,7 @@ def register_expert(name: str, *, override: bool = False) -> Callable[[Callable]
 
     The result of `make(cfg, env)` is a pure function `(state, keys) -> action`. `state` is the state `[*B]` of `env`,
     and `keys` has one random key `[*B]` per action. The config has the expert's faults, such as noise or bias. If
-    `make` has three parameters, `make` takes the settings of the environment too. `ecrl.envs.make_expert` makes
-    experts.
+    `make` has three parameters, it also takes the settings of the environment. `ecrl.envs.make_expert` makes experts.
     """
     return _register("expert", name, override=override)
 
@@ -267,7 +266,7 @@ def register_expert(name: str, *, override: bool = False) -> Callable[[Callable]
 def register_robot(name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
     """Return a decorator that registers the function `make(cfg) -> RobotModel` as a robot of MuJoCo tasks.
 
-    `cfg` is the section `env.cfg.robot`, whose key `robot_type` is `name`. Annotate it with
+    `cfg` is the section `env.cfg.robot`, whose key `robot_type` is `name`. Annotate `cfg` with
     `ecrl.envs.mujoco.scene.config.RobotConfig`. The result is an `ecrl.envs.mujoco.robots.model.RobotModel`.
     """
     return _register("robot", name, override=override)
@@ -350,12 +349,12 @@ def first_names(names: Sequence[str]) -> str:
 
 
 def add_advice(kind: str, advice: dict[str, str]) -> None:
-    """Add advice to the errors for unknown names. `advice` maps each name to one line that says what to use instead."""
+    """Add advice to the errors for unknown names. `advice` maps each name to one line that suggests an alternative."""
     _ADVICE[kind].update(advice)
 
 
 def advised(kind: str) -> dict[str, str]:
-    """Return a dictionary that maps each unknown name with advice to the advice."""
+    """Return a dictionary from unknown names to advice."""
     registered(kind)
     return dict(_ADVICE[kind])
 

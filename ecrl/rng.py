@@ -299,8 +299,8 @@ def permutation(key: Tensor, n: int) -> Tensor:
     """Draw a random permutation of 0 to n - 1 for each key, as int64 `[*B, n]`.
 
     For each key, the function sorts n random 62-bit integers, and returns their order. One sort handles the integers of
-    all keys, because torch sorts a single row of integers several times faster, by radix sort. To keep the keys apart,
-    each integer starts with the bits of its key's index, and as many of its last bits are dropped.
+    all keys, because torch sorts a single row of integers several times faster, by radix sort. To separate the keys,
+    each integer starts with the bits of its key's index, and drops the same number of its last bits.
 
     >>> sorted(permutation(key(0), 5).tolist())
     [0, 1, 2, 3, 4]

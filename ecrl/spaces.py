@@ -31,7 +31,7 @@ class Box:
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     frames: int = 1
-    """Number of frames in a stack, which is then the first axis of the shape; 1 for a space without such an axis."""
+    """Number of frames in a stack, the size of the first axis of the shape; 1 for a space without stacks."""
     is_image: bool = field(init=False, compare=False)
     """True if the dtype is uint8, a frame has three axes in any order, and all bounds are 0 and 255.
 
@@ -71,7 +71,7 @@ class Box:
 
     @property
     def frame_shape(self) -> tuple[int, ...]:
-        """Shape of a single frame, which is the shape of the space unless it is a space of stacks."""
+        """Shape of a single frame. For a space without stacks, this is the shape of the space."""
         return self.shape[1:] if self.frames > 1 else self.shape
 
 

@@ -24,7 +24,7 @@ MIN_BAND_SEEDS = 3
 """Minimum number of seeds for a band. Fewer seeds are drawn as lines."""
 _SUFFIXES = (".png", ".svg")
 _RESAMPLES, _POINTS = 2000, 200
-_LONG_LABEL = 45  # if a label has more characters, the legend has one column instead of two
+_LONG_LABEL = 45  # with longer labels, the legend has one column instead of two
 _BAND = "three or more seeds: interquartile mean, 95 % bootstrap interval"
 _COLORS, _DASHES = 10, ("-", "--", "-.", ":")
 """Number of colours in matplotlib's default cycle, and the dashes of the lines."""

@@ -1,7 +1,7 @@
 """Write files and folders atomically.
 
 After a crash, a kill or a full disk, each file or folder has either its complete old content or its complete new
-content. Each new file and its folder are synced to disk, so that the file survives a power failure.
+content. Each new file and its folder are synced to disk, so the file survives a power failure.
 """
 
 import errno
@@ -42,7 +42,7 @@ def _sync(path: Path) -> None:
 def append(path: Path, data: bytes) -> None:
     """Append all of `data` to a file, or raise OSError and append nothing.
 
-    Each call opens the file again, so that appending works as soon as a full disk has room or a missing disk is
+    Each call opens the file again. Appending therefore works again as soon as a full disk has room or a missing disk is
     mounted.
     """
     with path.open("ab", buffering=0) as file:

@@ -39,7 +39,7 @@ def write_demonstrations(path: Path, steps: Mapping[str, Tensor], about: Mapping
     Args:
         path: path of the file. An existing file is replaced.
         steps: the tensors of the table above.
-        about: further entries of the metadata, which JSON can store.
+        about: further entries of the metadata, as JSON values.
 
     Raises: OSError if the file cannot be written.
     """
@@ -52,7 +52,7 @@ def write_demonstrations(path: Path, steps: Mapping[str, Tensor], about: Mapping
 def read_about(path: Path) -> tuple[dict[str, tuple[Any, tuple[int, ...]]], dict[str, Any]]:
     """Return the dtypes and shapes of a data set's tensors by name, and its metadata.
 
-    Raises: CheckpointError if the file cannot be read, or is no data set of demonstrations.
+    Raises: CheckpointError if the file cannot be read, or is not a data set of demonstrations.
     """
     tensors, metadata = read_header(path)
     try:

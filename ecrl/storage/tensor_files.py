@@ -3,9 +3,9 @@
 The functions of the library `safetensors` first copy all tensors to one bytes object. For a replay buffer, this copy
 may not fit in memory.
 
-A file begins with the length of its header in 8 bytes. The header is JSON with the dtype, the shape and the place of
-each tensor. The bytes of the tensors follow. The tensors with the largest elements come first, as in the files of the
-library. The checksum of a file is therefore the same with both.
+A file begins with the length of its header in 8 bytes. The header is JSON with the dtype, the shape and the position of
+each tensor. The bytes of the tensors follow. As in files that the library writes, the tensors with the largest elements
+come first. Files of this module and of the library therefore have equal checksums.
 """
 
 import json
@@ -45,7 +45,7 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _ORDER = {dtype: place for place, dtype in enumerate(_DTYPES.values())}
 _PART = 2**26
-"""The largest number of bytes of a tensor on another device that are in host memory at once."""
+"""The largest part of a tensor, in bytes, that is copied to host memory at once."""
 
 
 def _bytes_of(x: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ class TensorFile:
 
     tensors: Mapping[str, Tensor]
     metadata: Mapping[str, str] = field(default_factory=dict)
-    """Texts by name, which the header stores as `__metadata__`."""
+    """Texts by name. The header stores them under `__metadata__`."""
 
     def __iter__(self) -> Iterator[bytes | memoryview]:
         for name, x in self.tensors.items():
@@ -94,7 +94,7 @@ class Header(NamedTuple):
 def read_header(path: Path) -> Header:
     """Read the header of a safetensors file.
 
-    Raises: CheckpointError if the file cannot be read, or is no safetensors file.
+    Raises: CheckpointError if the file cannot be read, or is not a safetensors file.
     """
     with _opened(path) as (_, _, header, metadata):
         return Header({name: (_DTYPES[x["dtype"]], tuple(x["shape"])) for name, x in header.items()}, metadata)
@@ -107,7 +107,7 @@ def read_tensors(path: Path, fields: Collection[str] | None = None) -> dict[str,
         path: the file.
         fields: first parts of the names of the tensors to read, such as `params` for `params/w`; None for all tensors.
 
-    Raises: CheckpointError if the file cannot be read, or is no safetensors file.
+    Raises: CheckpointError if the file cannot be read, or is not a safetensors file.
     """
     with _opened(path) as (file, begin, header, _):
         chosen = [name for name in header if fields is None or name.split("/")[0] in fields]
@@ -116,7 +116,7 @@ def read_tensors(path: Path, fields: Collection[str] | None = None) -> dict[str,
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[Any, int, dict[str, Any], dict[str, str]]]:
-    """Open a safetensors file. Yield the file, the place of its first tensor, the header and the metadata."""
+    """Open a safetensors file. Yield the file, the position of its first tensor, the header and the metadata."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -130,7 +130,7 @@ def _opened(path: Path) -> Iterator[tuple[Any, int, dict[str, Any], dict[str, st
 
 
 def _read_tensor(file: Any, begin: int, dtype: str, shape: list[int], data_offsets: list[int]) -> Tensor:
-    """Read a tensor whose place is counted from `begin`."""
+    """Read a tensor. Its position is relative to `begin`."""
     (start, end), room = data_offsets, os.fstat(file.fileno()).st_size - begin
     if not 0 <= start <= end <= room or end - start != (size := math.prod(shape) * _DTYPES[dtype].itemsize):
         raise ValueError(f"a tensor {dtype} {shape} is at {data_offsets}, of {room} bytes")
