@@ -1,9 +1,9 @@
 """Train reinforcement learning agents in PyTorch with pure functions and one short training loop.
 
-One TensorDict holds every value that changes during a run. A frozen config holds every setting that stays fixed during
-a run. Every computation of a run is a module-level function.
+One TensorDict holds every value that changes during a run. A frozen config holds every setting that is fixed during a
+run. Every computation of a run is a module-level function.
 
-`import ecrl` imports neither torch nor any other package. A public name of ecrl is imported when it is first used.
+`import ecrl` imports neither torch nor any other package. The first use of a public name of ecrl imports the name.
 """
 
 import os

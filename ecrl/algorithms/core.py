@@ -64,9 +64,9 @@ class Static(NamedTuple):
         buffer_size: number of steps of each environment per iteration.
         world_size: number of ranks.
         skips_nonfinite: True if gradient steps with NaN or infinity are skipped (`trainer.finite_guard: skip`).
-        row_steps: number of steps in each row of a minibatch: 1 for a policy of unit "step", and the algorithm's
-            `segment_length` for unit "sequence" (`buffer_size` if absent). If the algorithm needs whole episodes,
-            `row_steps` is `buffer_size`.
+        row_steps: number of steps in each row of a minibatch. For a policy of unit "step", this number is 1. For unit
+            "sequence", it is the algorithm's `segment_length`, which is `buffer_size` by default. If the algorithm
+            needs whole episodes, `row_steps` is `buffer_size`.
         phase: phase of the iteration (`Algorithm.phase`), or None if the algorithm has no phases.
         turns: number of turns per iteration, in the `run` that a turn receives (see `interleaved`). Otherwise 1.
     """
@@ -136,15 +136,15 @@ class Algorithm:
     Attributes:
         choices: hashable tuple of the settings that determine the compiled graph, without floats. Tuples are compared
             by value.
-        init: (run, key) -> {name: TensorDict or Tensor}, the fields that the algorithm keeps in the state: `params`,
-            `opt`, `hyper`, and possibly others, such as `norm`. Only `init` reads the floats of the config, and stores
-            them in `hyper`. Bind the config with `partial(init, cfg)`.
+        init: (run, key) -> {name: TensorDict or Tensor}, the algorithm's fields of the state: `params`, `opt`, `hyper`,
+            and further fields such as `norm`. Only `init` reads the floats of the config, and stores them in `hyper`.
+            Bind the config with `partial(init, cfg)`.
         iterate: (run, state, borrowed) -> (state, writes, logs); runs one iteration (see `on_policy` and
             `interleaved`). `borrowed` has the read-only leaves of kind buffer and frozen. `writes` may have `batch`,
             the batch of this iteration. The loop computes statistics and logs from the batch's `steps`, of shape
             `[N, T + 1]`. Every other field of `writes` has the name of a buffer. Such a field holds new `rows` `[B]`,
-            with every field of the buffer, and `index`, int64 `[B]`, the positions of the new rows in the buffer. To
-            record training videos, `iterate` needs an attribute `collect` (see `collect_of`).
+            which have every field of the buffer. It also holds `index`, int64 `[B]`, the positions of these rows in the
+            buffer. To record training videos, `iterate` needs an attribute `collect` (see `collect_of`).
         kinds: kinds of the state fields that the algorithm adds (see `ecrl.algorithms.state_kinds`).
         group_size: number of consecutive environments that share their starts and their noise.
         gradient_steps: function from `Static` to the number of gradient steps per iteration. `trainer.compile: auto`
@@ -508,7 +508,7 @@ def reward_norm_update(norm: TensorDict, steps: TensorDict, gamma: Tensor) -> Te
     the reward 0 and is not counted.
 
     Args:
-        norm: the statistics before the steps, the field `reward` of `reward_norm_init`.
+        norm: the statistics before the steps, as in the field `reward` of the result of `reward_norm_init`.
         steps: the steps that follow, with the fields `reward` and `done`, and `mask` and `executed`, if present.
         gamma: discount per step.
 

@@ -142,7 +142,7 @@ class Demonstrations:
 
 
 def _at(data: Any, *keys: str) -> Any:
-    """Return the entry of nested dicts, or None if it is missing."""
+    """Return an entry of nested dicts, or None if the entry is missing."""
     for key in keys:
         data = data.get(key) if isinstance(data, dict) else None
     return data
@@ -181,7 +181,7 @@ def _reports_executed(env: Env) -> bool:
 
 
 def _outside(x: Tensor, space: Space) -> str | None:
-    """Describe the first value that is not finite or is outside a Discrete or MultiDiscrete space, if there is one."""
+    """Describe the first value that is not finite or is outside a Discrete or MultiDiscrete space, if any."""
     match space:
         case Box():
             if not x.is_floating_point() or x.isfinite().all():
@@ -224,7 +224,7 @@ def _leaves(name: str, space: Space) -> dict[str, Space]:
 
 
 def drawn_batch(run: Run, state: TensorDict, part: TensorDict) -> TensorDict:
-    """Draw demonstrated steps in place of a rollout.
+    """Draw demonstrated steps. They replace the rollout of other algorithms.
 
     A policy of unit "step" receives `num_envs * buffer_size` single steps, drawn with replacement. A policy of unit
     "sequence" receives `num_envs` sequences of `buffer_size` consecutive steps. Each sequence starts at the beginning

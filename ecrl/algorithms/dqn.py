@@ -92,7 +92,7 @@ class DQNConfig(ReplayConfig):
     initial_epsilon: Fraction = Field(default=1.0, description="probability of a random action at the start")
     final_epsilon: Fraction = Field(default=0.05, description="probability of a random action at the end")
     exploration_fraction: Positive = Field(
-        default=0.1, le=1.0, description="share of the run in which the probability falls to final_epsilon"
+        default=0.1, le=1.0, description="fraction of the run after which the probability has fallen to final_epsilon"
     )
 
 

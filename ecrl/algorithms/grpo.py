@@ -70,9 +70,8 @@ class GRPOConfig(ClippedConfig):
     loss_mean: Literal["token", "sequence", "fixed_length"] = Field(
         default="token",
         description=(
-            "mean of the loss: over all tokens (DAPO), over episodes of the mean over tokens (GRPO), or over episodes "
-            "of the sum over tokens divided by the largest length (Dr. GRPO); an action is one token if ratio is "
-            "action"
+            "mean of the loss: over all tokens (DAPO), first over the tokens of each episode (GRPO), or of sums over "
+            "episodes divided by the largest length (Dr. GRPO); an action is one token if ratio is action"
         ),
     )
     advantage: Literal["return_to_go", "episode"] = Field(

@@ -22,7 +22,7 @@ contains these steps instead of the oldest steps. Thus `trainer.buffer_size` doe
 with three exceptions. The phase is chosen once per iteration, the finite guard skips whole iterations, and the lengths
 of learning-rate schedules are in iterations.
 
-If the buffer has a sum tree, the tree is the field `tree` of `replay` in the state, and a turn may change it (see
+A buffer may have a sum tree, the field `tree` of `replay` in the state. A turn may change this tree (see
 `ecrl.algorithms.prioritized`). The loop stores the new tree together with the new steps.
 """
 
@@ -194,8 +194,9 @@ def interleaved(turn: Turn, steps: int = 1) -> Interleaved:
     has statistics of observations if the policy standardises them, and statistics of `reward_norm_init` if `init`
     returns them.
 
-    Raises: ConfigError in the first iteration if the state lacks `replay`, if `steps` does not divide `buffer_size`, if
-        the buffer is shorter than an iteration, or if a `segment_length` below `steps` does not divide `steps`.
+    Raises: ConfigError in the first iteration if the state lacks `replay`, if `buffer_size` is not a multiple of
+        `steps`, or if the buffer is shorter than an iteration. Also raised if `segment_length` is below `steps` and
+        does not divide `steps`.
     """
     if steps < 1:
         raise ValueError(f"interleaved needs steps >= 1, got {steps}")
@@ -319,7 +320,7 @@ def _rest_of_turn(
     ring: Borrowed,
     start: Tensor,
 ) -> tuple[_Carry, tuple[TensorDict, Logs]]:
-    """Run one turn whose steps are given. Of the moving fields, return only those that changed."""
+    """Run one turn with given environment steps. Of the moving fields, return only the fields that changed."""
     (moving, block, executed), out = _turn(turn, run, own, carry, x, fixed, ring.fields, start)
     if differing := {*moving.keys()} ^ {*carry[0].keys()}:
         raise ValueError(
@@ -404,8 +405,8 @@ def take_steps(run: Run, state: TensorDict, noise: tuple[Any, Any]) -> tuple[Ten
 
     Args:
         run: the run that was passed to the turn.
-        state: state of the turn, with a field `exploration` `[N]` if `explore` keeps a state or reads parameters, such
-            as epsilon.
+        state: state of the turn, with a field `exploration` `[N]` if `explore` has a state or reads parameters, such as
+            epsilon.
         noise: the noise that was passed to the turn.
 
     Returns: the state with new `env`, `exploration` and `carry`, and the steps `[S, N]`. The steps have `obs`, the
@@ -452,8 +453,8 @@ def new_replay(run: Run, capacity: int, device: torch.device, **fields: Any) -> 
             R = capacity // num_envs steps of each environment.
         device: device of the buffer.
         fields: further fields of a step, such as `sample_log_prob`. Pass a tensor or a TensorDict `[N, ...]`, whose
-            values are not used. `store` adds the fields of the same names. The loop adds `executed` if an action of the
-            environment takes several steps.
+            values are not used. Pass fields of the same names to `store` in each turn. The loop adds `executed` if an
+            action of the environment takes several steps.
 
     Returns: TensorDict with the ring of `ecrl.kernels.replay_init`, and two counts of steps of each environment, 0-d
         int64: `cursor`, the steps that were added to the buffer, and `written` (see `ecrl.loop.buffers`).
@@ -507,7 +508,7 @@ def check_replay(run: Run, capacity: int) -> None:
 
 
 def store(run: Run, replay: Replay, steps: TensorDict, **fields: Any) -> StoredReplay:
-    """Add the steps of a turn to the replay buffer. If the buffer is full, they replace the oldest steps.
+    """Add the steps of a turn to the replay buffer. If the buffer is full, the new steps replace the oldest steps.
 
     Args:
         run: the run that was passed to the turn.
@@ -516,8 +517,8 @@ def store(run: Run, replay: Replay, steps: TensorDict, **fields: Any) -> StoredR
         fields: further fields `[S, N, ...]`, which replace fields of `steps` of the same name, such as a scaled reward.
 
     Returns: the buffer with the new steps.
-    Raises: ValueError for a second call in a turn, for a wrong number of steps, or if the steps lack a field of the
-        buffer or have the field in another shape or dtype.
+    Raises: ValueError for a second call in a turn, or for a wrong number of steps. Also raised if a field of the buffer
+        is missing in the steps, or has another shape or dtype there.
     """
     if isinstance(replay, StoredReplay):
         raise ValueError("store was called twice in a turn; call it once, with all steps of the turn")

@@ -61,8 +61,8 @@ class MinibatchConfig(LearningConfig):
     batch_size: Count | None = Field(
         default=None,
         description=(
-            "transitions per gradient step, at most the rollout; if num_minibatches is also absent, 64, or one "
-            "sequence of a recurrent policy if a sequence is longer"
+            "transitions per gradient step, at most the rollout; if num_minibatches is also absent, 64, or the length "
+            "of a recurrent policy's sequence if it is longer"
         ),
     )
     num_minibatches: Count | None = Field(default=None, description="gradient steps per pass, instead of batch_size")
@@ -356,8 +356,8 @@ def minibatch_epochs(
         state: same as for `minibatch_sgd`.
         batch: the batch that `collect` returned. A policy of unit "sequence" learns from the whole step sequence of an
             environment or from its segments, and other policies learn from single steps.
-        fields: fields that the algorithm adds to the steps, `[N, T]`: a bool `mask`, True for the steps to learn from,
-            and other fields such as advantages. The policy's `act` may not return fields of the same names.
+        fields: fields `[N, T]` that the algorithm adds to the steps, such as advantages. A bool field `mask` is True
+            for the steps to learn from. The policy's `act` may not return fields of the same names.
         loss: (run, params, minibatch, mask, hyper) -> loss and logs. `minibatch` has rows from `rows_of`, which include
             `fields`. Pass the minibatch to `run.policy.evaluate_and_value_rows`, or to `evaluate_rows` if the loss
             needs no values. The minibatch's `sample_log_prob` is summed over the tokens of an action.
@@ -393,8 +393,8 @@ def minibatch_sgd(
             number of elements, return this number as the log `count`.
         sgd: number and size of the minibatches, and the optimiser groups. If `sgd.drop_masked` is True, `rows` must
             have a `mask`. Each pass then draws its minibatches only from rows with an unmasked step, and takes fewer
-            gradient steps. The last minibatch of a pass may be smaller. Shapes stay static, and a compiled graph for
-            the CPU saves the time of the gradient steps that it does not take.
+            gradient steps. The last minibatch of a pass may be smaller. Shapes do not change. A compiled graph for the
+            CPU does not compute the gradient steps that are left out.
         whole: dict from the name of a field to a function `fn(field, mask)` that returns the new field of the chosen
             rows. The function receives a whole minibatch, while `loss` may receive a minibatch in several chunks.
         distance: name of the log that measures how far the policy moved from the policy that collected the rows.

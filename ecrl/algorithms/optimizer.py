@@ -98,7 +98,7 @@ def groups_of(
     """Return the optimiser groups of a config: one for all parameters, or one for each name in `paths`.
 
     The first group has no prefix and uses the settings of the config. The prefix of every other group is its name. Such
-    a group uses the optimiser and schedule in `own`. If these are absent, it uses the optimiser and schedule of the
+    a group uses the optimiser and schedule in `own`. By default, the group uses the optimiser and schedule of the
     config. Also pass `own` to `learning_state`.
 
     >>> [(group.name, group.prefix) for group in groups_of(LearningConfig(), {"actor": None, "critic": (("critic",),)})]

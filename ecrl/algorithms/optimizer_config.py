@@ -98,8 +98,8 @@ class OptimizerConfig(_Named):
 class SchedulerConfig(_Named):
     """Name and hyperparameters of a learning-rate schedule.
 
-    An adaptive schedule changes the rate once per gradient step. Other schedules change it once per iteration or, if
-    the algorithm has a replay buffer, every `train_freq` steps. All lengths are in iterations.
+    An adaptive schedule changes the rate once per gradient step. Other schedules change the rate once per iteration. If
+    the algorithm has a replay buffer, they change the rate every `train_freq` steps. All lengths are in iterations.
     """
 
     name: Annotated[Literal["linear", "cosine", "step", "exponential", "adaptive"], BeforeValidator(lower_case)] = (
@@ -160,7 +160,7 @@ def check_rate(key: str, rate: float, schedule: SchedulerConfig | None) -> None:
 
 
 def optimizer_of(cfg: LearningConfig) -> OptimizerConfig:
-    """Return the config's `optimizer` block. If it is absent, return Adam with the config's `learning_rate`."""
+    """Return the config's `optimizer` block. Without this block, return Adam with the config's `learning_rate`."""
     if cfg.optimizer is not None or cfg.learning_rate is None:
         return cfg.optimizer or OptimizerConfig()
     return OptimizerConfig(learning_rate=cfg.learning_rate)

@@ -62,7 +62,7 @@ class PQNConfig(MinibatchConfig):
     initial_epsilon: Fraction = Field(default=1.0, description="probability of a random action at the start")
     final_epsilon: Fraction = Field(default=0.05, description="probability of a random action at the end")
     exploration_fraction: Positive = Field(
-        default=0.1, le=1.0, description="share of the run in which the probability falls to final_epsilon"
+        default=0.1, le=1.0, description="fraction of the run after which the probability has fallen to final_epsilon"
     )
     normalize_reward: bool = Field(default=False, description="divide rewards by the standard deviation of returns")
 

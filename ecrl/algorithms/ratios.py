@@ -44,7 +44,7 @@ class ClippedConfig(MinibatchConfig):
 
 
 class Ratio(NamedTuple):
-    """Functions of one kind of probability ratio.
+    """Functions for one kind of probability ratio: per action, token or episode.
 
     Attributes:
         evaluate: `Policy.evaluate_rows`, which sums over tokens, for ratios of whole actions. Otherwise

@@ -1,8 +1,8 @@
 """Convert batches to rows. Minibatches are drawn from these rows.
 
 For a policy of unit "step", a row is one step of a batch. For a policy of unit "sequence", a row has all steps of one
-environment in the iteration, or a segment of these steps if `segment_length` is set. A sequence row also has the
-policy's memory before the first step, from which the policy runs its recurrence. If an algorithm compares whole
+environment in the iteration. If `segment_length` is set, a row has a segment of these steps. A sequence row also has
+the policy's memory before the first step, from which the policy runs its recurrence. If an algorithm compares whole
 episodes (`MinibatchConfig.needs_episodes`), a row has all steps of one environment for both units. The methods
 `evaluate_rows`, `value_rows` and `evaluate_and_value_rows` of a policy take rows of every kind.
 """
@@ -35,11 +35,11 @@ def rows_of(run: Run, batch: TensorDict, **fields: Tensor) -> TensorDict:
     Returns: `[N * T]` rows with obs, action, done and the other fields of the policy's `act`. If the environment
         reports `executed`, the rows also have this field, because the tokens of steps that were not executed do not
         count. A sequence has L = `run.static.row_steps` steps. For sequences, the result has `[N * T / L]` rows, whose
-        fields have the shape `[N * T / L, L, ...]`. If the policy has memory, the result also has `carry`, of shape `[N
-        * T / L, ...]`. The segments of an environment are consecutive. `sample_log_prob` is summed over the tokens of
-        an action.
-    Raises: ConfigError if `act` returned one of `fields` or a field that return estimators add, or if the shape of one
-        of `fields` is not `[N, T, ...]`.
+        fields have the shape `[N * T / L, L, ...]`. If the policy has memory, the result also has `carry`, of shape
+        `[N * T / L, ...]`. The segments of an environment are consecutive. `sample_log_prob` is summed over the tokens
+        of an action.
+    Raises: ConfigError if the shape of one of `fields` is not `[N, T, ...]`. Also raised if `act` returned one of
+        `fields`, or a field that return estimators add.
     """
     rows = token_rows_of(run, batch, **fields)
     if "sample_log_prob" in rows:

@@ -37,7 +37,7 @@ _OPTIONS: dict[str, Any] = {
     # headers with inductor's environment variable.
     "cpp_cache_precompile_headers": os.environ.get("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS") == "1",
     "epilogue_fusion": False,  # do not fuse operations into the kernels of `cpu_matmul.py`
-    "inplace_buffers": False,  # inductor writes wrong C++ if it reuses the stacked outputs of a loop in place
+    "inplace_buffers": False,  # inductor writes wrong C++ if it reuses the memory of a loop's stacked outputs
     "size_asserts": False,  # skip checks of sizes, because a compiled function's key contains every shape
     "cpp.vec_isa_ok": True,  # trust the CPU's list of instruction sets, because testing each set takes seconds
     # Let inductor cache graphs with loops on disk. Inductor's cache key includes the bodies of the loops.

@@ -1,9 +1,9 @@
 """Let a compiled loop write a few entries of a large carry in place, instead of copying the carry in each iteration.
 
 A loop body that carries a sum tree returns `tree.index_put((node,), value)`. As a pure function, `index_put` copies the
-whole tree. This module moves all operations that read the old tree before the write, replaces `index_put` by
-`index_put_`, and copies the first carry once, before the loop. If an operation needs both the old and the new tree, the
-body keeps its copy.
+whole tree. This module moves all operations that read the old tree before the write, and replaces `index_put` by
+`index_put_`. The first carry is copied once, before the loop. If an operation needs both the old and the new tree, the
+loop body still copies the tree.
 """
 
 from collections.abc import Iterator
@@ -73,7 +73,7 @@ def _write_in_place(body: GraphModule, number: int) -> list[int]:
 
 
 def _writes_of(carry: Node, result: Node) -> list[Node]:
-    """Return the writes that lead from a carry to the next carry, in order, or an empty list if they do not."""
+    """Return the writes that lead from a carry to the next carry, in order. Return an empty list if there are none."""
     writes: list[Node] = []
     while result.op == "call_function" and result.target in _WRITES and not any(result.args[3:]):
         writes.insert(0, result)
@@ -98,7 +98,7 @@ def _readers(carry: Node, writes: list[Node]) -> dict[Node, set[Node]]:
 def _ordered(nodes: list[Node], earlier: dict[Node, set[Node]]) -> list[Node] | None:
     """Sort nodes such that each follows its inputs and the nodes in `earlier`. Return None if no such order exists.
 
-    Nodes keep their order where possible.
+    The order of nodes changes as little as possible.
     """
     position, done = {node: i for i, node in enumerate(nodes)}, dict[Node, None]()
     todo, waiting = nodes[::-1], set[Node]()

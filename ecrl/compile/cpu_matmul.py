@@ -222,8 +222,8 @@ def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float =
 def bmm(a: Tensor, b: Tensor) -> Tensor:
     """Return `a @ b` for batches of matrices. If torch computes the product as fast, return NotImplemented.
 
-    If only `a` is a transposed view, the result is also a transposed view. The gradient of a batch of weights `[B, out,
-    in]` is such a product. Autograd transposes this gradient again, so it has the layout of the weights.
+    If only `a` is a transposed view, the result is also a transposed view. The gradient of a batch of weights
+    `[B, out, in]` is such a product. Autograd transposes this gradient again, so it has the layout of the weights.
     """
     m, n = a.shape[1], b.shape[2]
     _check_dtypes(a, b)

@@ -1,4 +1,4 @@
-"""Let a graph for a CPU call a function whose C++ code is given, instead of code that inductor generates."""
+"""Let a graph for a CPU call handwritten C++ functions instead of code that inductor generates."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

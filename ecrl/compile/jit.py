@@ -256,7 +256,7 @@ def _warn_eager(fault: _Fault) -> None:
 
 
 _RUNS_EAGER = ContextVar("_RUNS_EAGER", default=False)
-"""True during a call of a function that could not be compiled. All functions that it calls are then eager, too."""
+"""True during a call of a function that could not be compiled. All functions that the call runs are then also eager."""
 
 
 def _call_eagerly(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -303,7 +303,7 @@ def _is_user_error(error: Exception) -> bool:
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Pause garbage collection inside this context, because it would repeatedly scan inductor's permanent objects."""
+    """Pause garbage collection inside this context. It would repeatedly scan inductor's permanent objects."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

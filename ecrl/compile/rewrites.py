@@ -38,7 +38,7 @@ def stack_only_parts(graph: GraphModule) -> None:
 
 
 def _readers(tensor: Node, transposed: bool) -> Iterator[tuple[Node, bool]]:
-    """Return the operations that read a tensor, other than `t`, and whether they read its transpose."""
+    """Return the operations that read a tensor, other than `t`, each with a flag that it reads the transpose."""
     for user in tensor.users:
         if user.target is _aten.t.default:
             yield from _readers(user, not transposed)
@@ -105,7 +105,7 @@ def _fuse_backward(gradient: Node, written: set[int | None]) -> None:
 
 
 def _product(node: Any, written: set[int | None]) -> Node | None:
-    """Return the matrix product that `node` is a view of, or is itself, if it can move and has no other readers."""
+    """Return the matrix product below the views of `node`, if the product can move and has no other readers."""
     while node.target in _VIEWS and len(node.users) == 1:
         node = node.all_input_nodes[0]
     if node.target is not torch.ops.ecrl.bmm.default or len(node.users) > 1:

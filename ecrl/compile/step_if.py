@@ -66,5 +66,5 @@ def graph_step_if(due: Tensor, body: Callable[..., tuple[Any, Any]], carry: Any,
 
 
 def _vector(x: Tensor) -> Tensor:
-    """Flatten a tensor. The compiler may store a matrix in another order than a branch reads it, but not a vector."""
+    """Flatten a tensor. The compiler may reorder the memory of a matrix that a branch reads, but not of a vector."""
     return x.reshape(-1)

@@ -201,7 +201,7 @@ class TrainerConfig(ConfigModel):
         "eval/avg_reward", description="metric of the evaluations that decides which state is saved as checkpoints/best"
     )
     best_eval_mode: Literal["max", "min"] = Field(
-        "max", description="max: a larger best_eval_metric is better; min: a smaller one is better"
+        "max", description="max: a larger best_eval_metric is better; min: a smaller best_eval_metric is better"
     )
     save_freq: Natural = Field(
         50_000,
@@ -216,7 +216,7 @@ class TrainerConfig(ConfigModel):
         ),
     )
     keep_checkpoints: Count | None = Field(
-        None, description="number of newest checkpoints to keep, besides checkpoints/best; all if absent"
+        None, description="number of newest checkpoints that are kept, in addition to checkpoints/best; all if absent"
     )
     save_replay: bool = Field(
         True,
@@ -470,8 +470,8 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Mapping[str, 
     >>> load_config("cartpole_ppo", {"trainer.seed": 3}).trainer.seed
     3
 
-    Raises: ConfigError with one line per fault: an unknown name, a missing file, a syntax error, a duplicate or unknown
-    key, a wrong type, or a number out of range. Keys of EmbodiChain and abcdRL that ecrl ignores are removed. A
+    Raises: ConfigError with one line per fault. Faults are unknown names, missing files, syntax errors, duplicate or
+    unknown keys, wrong types, and numbers out of range. Keys of EmbodiChain and abcdRL that ecrl ignores are removed. A
     UserWarning names each removed key.
     """
     if isinstance(source, Mapping):

@@ -217,7 +217,7 @@ def merge_gym_config(raw: RawConfig, folder: Path) -> RawConfig:
 def _merge(file_value: Any, inline_value: Any, path: Loc, text: str, origins: dict[Loc, str]) -> Any:
     """Merge an inline value with the file's value key by key, and prefer the inline value.
 
-    For each value from the file, record its place in the file, `text`, in `origins`.
+    For each value from the file, record its origin in `origins`. `text` describes the position in the file.
     """
     if inline_value is MISSING:
         origins[path] = text

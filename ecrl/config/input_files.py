@@ -29,7 +29,7 @@ def reason_to_refuse(path: str | Path) -> str | None:
     folders = [os.path.realpath(folder) for folder in listed.split(os.pathsep) if folder]
     try:
         real = Path(os.path.realpath(path))
-    except ValueError as error:  # such as a NUL in the path
+    except ValueError as error:  # for example, if the path contains a NUL
         return f"{str(path)!r} is not a path: {error}"
     if any(real.is_relative_to(folder) for folder in folders):
         return None

@@ -332,7 +332,7 @@ def _check_repeatable(env: Env, keys: Tensor, trajectory: Trajectory) -> Iterato
 def _check_independent_rows(env: Env, keys: Tensor, trajectory: Trajectory) -> Iterator[str]:
     """Report functions whose results for one environment depend on the other environments of the batch.
 
-    The last environment of the batch must give the same values if it is run alone.
+    The last environment of the batch must give the same values if it runs alone.
     """
     last, advice = slice(len(keys) - 1, None), "without the other envs; compute each env independently"
     who = f"env {len(keys) - 1} a different"

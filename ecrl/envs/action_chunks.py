@@ -107,11 +107,10 @@ def chunked(env: Env, k: int, *, gamma: float) -> Env:
         executed = the smaller of k and the number of steps to the end of the episode
         reward   = sum of gamma^i * r[i] over i < executed
 
-    The policy sees no observation inside a chunk. The copies of a batch are independent: if the episode of a copy ends
-    inside a chunk, this copy stops until the end of the chunk, and all other copies continue. `obs`, `info`,
-    `terminated` and `truncated` are from the last executed step. A time limit inside a chunk therefore bootstraps from
-    the last state that was reached. If `gamma` is below 1, `info.reward_sum` is the sum of the rewards without
-    discounts.
+    The policy sees no observation inside a chunk. The copies of a batch are independent. If the episode of a copy ends
+    inside a chunk, only this copy stops until the end of the chunk. `obs`, `info`, `terminated` and `truncated` are
+    from the last executed step. A time limit inside a chunk therefore bootstraps from the last state that was reached.
+    If `gamma` is below 1, `info.reward_sum` is the sum of the rewards without discounts.
 
     If `env.step_without_obs` is set, one observation is computed per chunk. Use `chunked` before `auto_reset`. Step
     counts of wrappers outside of `chunked`, such as `time_limit` and `with_events`, count chunks.

@@ -28,8 +28,10 @@ class CartPoleConfig(ConfigModel):
     half_length: Positive = Field(0.5, description="half the pole's length, m")
     force: Positive = Field(10.0, description="force of a push, N")
     dt: Positive = Field(0.02, description="time step, s")
-    max_position: Positive = Field(2.4, description="largest |x|, m; the episode ends beyond it")
-    max_angle: Positive = Field(12.0 * 2.0 * pi / 360.0, description="largest |theta|, rad; the episode ends beyond it")
+    max_position: Positive = Field(2.4, description="bound of |x|, m, beyond which the episode ends")
+    max_angle: Positive = Field(
+        12.0 * 2.0 * pi / 360.0, description="bound of |theta|, rad, beyond which the episode ends"
+    )
     start: Positive = Field(0.05, description="x, x_dot, theta and theta_dot start at random between -start and start")
     max_episode_steps: Count = Field(500, description="time limit, steps")
     observe_velocity: bool = Field(True, description="observe x_dot and theta_dot; if false, the task needs memory")

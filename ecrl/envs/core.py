@@ -13,8 +13,8 @@ evaluations. After `reset`, `executed` may have any value. All other step counts
 `max_episode_steps` and `min_truncation_gap`, count calls of `step`.
 
 Episodes may be parts of a longer game, such as the lives of an Atari game. `info` then has the field `game_score`
-(float `[*B]`), which is the score of a game in the step that ends the game, and NaN in all other steps. Evaluations
-count games and their scores instead of episodes and their returns.
+(float `[*B]`). This field is the score of a game in the step that ends the game, and NaN in all other steps.
+Evaluations count games and their scores instead of episodes and their returns.
 """
 
 import sys
@@ -83,7 +83,7 @@ class Env:
             The result includes values that last longer than an episode, such as a mass that a startup event drew.
         reset_unobserved: like `reset`, but the state has no field `obs`. Use this function if observations are slow to
             compute, such as images. `auto_reset` then draws the starts of later episodes with `reset_unobserved`, and
-            computes the observations of only those starts that are used. If None, `auto_reset` uses `reset`.
+            computes observations only for the starts that are used. If None, `auto_reset` uses `reset`.
         observe_where: maps (state, bool `[*B]`) to the observations of the copies where the mask is True. The rows of
             the other copies may have any values. Needed for `reset_unobserved`. If None, `observe` is used.
         step_without_obs: True if `step` also accepts a state without the field `obs`, and then returns a state without

@@ -66,8 +66,8 @@ def _apply_event(env: Env, event: _Event, state: TensorDict, keys: Tensor, selec
 def make_event(event: EventConfig, scene: Any, label: str) -> Apply:
     """Return the `apply` function of an event. If the event's `make` takes a second argument, `make` receives `scene`.
 
-    Raises: ConfigError whose message begins with `label`, if the event needs a scene and `scene` is None, or if its
-        settings do not fit the scene.
+    Raises: ConfigError if the event needs a scene and `scene` is None, or if its settings do not fit the scene. The
+        message begins with `label`.
     """
     make = lookup("event", event.func).make
     needs_scene = len(signature(make).parameters) > 1

@@ -165,7 +165,7 @@ def with_eval_events(run: Run, cfg: Config) -> Run:
 
 
 def with_training_wrappers(env: Env, cfg: Config, events: Literal["train", "eval"] | None) -> Env:
-    """Wrap an environment with auto-reset and the config's action clipping, and with events unless `events` is None."""
+    """Wrap an environment with auto-reset, the config's action clipping and, if `events` is not None, events."""
     env = auto_reset(clip_action(env) if cfg.policy.clip_actions else env)
     if events is None:
         return env

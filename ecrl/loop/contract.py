@@ -70,7 +70,7 @@ def check_batch(label: str, batch: Any, static: Static) -> None:
     Args:
         label: name of the algorithm, followed by the name of the function that returned the batch.
         batch: the batch.
-        static: the settings of the run, with the sizes.
+        static: settings of the run, such as the number of environments.
     """
     if not isinstance(batch, TensorDictBase):
         raise ConfigError(f"{label} returns {described(batch)} as the batch, expected a TensorDict; return one")
@@ -86,7 +86,7 @@ def _names(tree: TensorDictBase) -> str:
 
 
 def _check_steps(label: str, steps: Any, axes: list[int], meaning: str, also: tuple[str, ...] = ()) -> None:
-    """Raise ConfigError unless `steps` is a TensorDict with the fields that the loop reads and the leading `axes`.
+    """Raise ConfigError unless `steps` is a TensorDict with the leading `axes` and all fields that the loop reads.
 
     `meaning` names the axes in the error. `also` has the names of further fields that the loop needs.
     """

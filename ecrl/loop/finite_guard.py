@@ -34,7 +34,7 @@ def _has_nonfinite(tensors: list[Tensor], device: torch.device) -> Tensor:
 def _counted(steps: TensorDict, key: str) -> list[Tensor]:
     """Return the tensors of a field without padding, and with zeros at masked steps.
 
-    If the steps have no mask, the tensors of `obs` keep their last entry, which is not padding.
+    If the steps have no mask, the result includes the last entry of `obs`, which is not padding.
     """
     leaves: list[Tensor] = flatten(steps[key])[0]
     if "mask" not in steps:

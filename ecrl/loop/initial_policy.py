@@ -46,8 +46,9 @@ def initial_policy(run: Run, cfg: Config, device: torch.device) -> Policy:
     Parts that exist only in the checkpoint are not used. A warning names the parts that exist only on one side. Another
     warning names the first policy setting that differs between the two configs, even if the tensors fit.
 
-    Raises: ConfigError if there is no undamaged checkpoint, if policy and checkpoint have no part in common or
-        different tensors in a part, or if only one of the two standardises observations.
+    Raises: ConfigError if there is no undamaged checkpoint, or if policy and checkpoint do not fit together. They do
+        not fit if they have no part in common, if the tensors of a part differ, or if only one of them standardises
+        observations.
     """
     if cfg.trainer.init_from is None:
         return run.policy

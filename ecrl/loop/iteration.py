@@ -495,7 +495,7 @@ def _is_skipped(run: Run, guard: str, nonfinite: Tensor | None, before: TensorDi
 
 
 def _warn_of_skip(nonfinite: Tensor | None, logs: Logs, step: int) -> bool:
-    """Warn if the finite guard left out an update or gradient steps. Return True if the function warned."""
+    """Warn if the finite guard skipped an update or gradient steps. Return True if the function warned."""
     kinds = [] if nonfinite is None else [kind for kind, flag in zip(KINDS, nonfinite[1].tolist(), strict=True) if flag]
     if kinds:
         text = f"NaN or infinity in {', '.join(kinds)}: the update is left out; counted as skipped_updates"

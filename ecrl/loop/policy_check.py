@@ -500,7 +500,7 @@ def check_policy(
         tolerance: the largest absolute and relative difference that is accepted as rounding. If a config sets
             `policy.bf16`, the tolerance is at least 0.05.
 
-    Raises: ConfigError if the config is wrong; UserError if `num_steps` is less than 8, if a policy is given without
+    Raises: ConfigError if the config is wrong. UserError if `num_steps` is less than 8, if a policy is given without
         spaces, or if a config is given with spaces.
 
     >>> check_policy("cartpole_ppo").findings

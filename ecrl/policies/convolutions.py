@@ -85,7 +85,7 @@ def _check_lengths(channels: Sequence[int], kernel_sizes: Sequence[int], strides
 
 
 def _normalised(channels: int, cfg: ConvolutionsConfig) -> list[nn.Module]:
-    """Return the layers between a convolution and the next one."""
+    """Return the layers between a convolution and the next convolution."""
     return [*([nn.GroupNorm(1, channels)] if cfg.use_layernorm else []), ACTIVATIONS[cfg.activation]()]
 
 
@@ -187,9 +187,10 @@ class KeypointsConfig(ConvolutionsConfig):
     """Settings of the convolutions before the spatial softmax. An output channel is a keypoint."""
 
     channels: Sizes = Field(
-        (32, 48, 48), description="output channels of each convolution; each channel of the last one is a keypoint"
+        (32, 48, 48),
+        description="output channels of each convolution; each channel of the last convolution is a keypoint",
     )
-    kernel_sizes: Sizes = Field((5, 3, 3), description="size of the kernel of each convolution, pixels; odd")
+    kernel_sizes: Sizes = Field((5, 3, 3), description="size of the kernel of each convolution, pixels; must be odd")
     strides: Sizes = Field((2, 2, 1), description="stride of each convolution, pixels")
     hidden_sizes: Annotated[tuple[Width, ...], Field(strict=False)] = Field((128,), description=_HIDDEN)
 

@@ -72,8 +72,8 @@ class Policy:
     Most policies have the unit "step": `evaluate` and `value` process every step independently and accept any leading
     axes. A policy with memory has the unit "sequence". The `steps` of a sequence policy have shape `[n, S]`, with time
     as the second axis. `carry`, of shape `[n]`, is the memory before the first step. `evaluate` and `value` run the
-    recurrence and restart it after each `done` step, as the collector does. The `value` of a sequence policy takes
-    other arguments and returns two results:
+    recurrence, which restarts after each `done` step, as in the collector. The `value` of a sequence policy takes other
+    arguments and returns two results:
 
         value(params, carry, steps, final) -> (V [n, S], V_final [n, F])
 
@@ -88,8 +88,8 @@ class Policy:
         draw: keys `[*B]` -> noise `[*B, ...]` of an action.
         act: (params, carry, obs, noise) -> (carry, out); `out` has `action`, and `sample_log_prob` if the policy
             has `evaluate`. If noise is None, the action is deterministic.
-        evaluate: (params, carry, steps) -> (log_prob, entropy), in nats; None for a policy without probabilities, such
-            as a policy that takes the action with the largest value.
+        evaluate: (params, carry, steps) -> (log_prob, entropy), in nats. None for a policy without probabilities, such
+            as a greedy policy.
         value: (params, carry, obs) -> V `[*B]`, or as above for a sequence policy; None for a policy without a critic.
         norm_init: device -> the initial statistics of `normalized`.
         norm_update: (statistics, obs, mask) -> the statistics updated with a batch.
@@ -106,13 +106,13 @@ class Policy:
             noise passed to `act`. Evaluations do not explore. If `explore` is None, the collected steps take the
             actions of `act`.
         init_exploration: (params, num_envs) -> the fields of `exploration` at the start of an episode, a TensorDict
-            `[num_envs]`, such as the first noise of an Ornstein-Uhlenbeck process. These fields restart whenever an
-            episode ends. Fields that `init_exploration` does not return, such as epsilon, do not restart.
+            `[num_envs]`. An example is the first noise of an Ornstein-Uhlenbeck process. These fields restart whenever
+            an episode ends. Fields that `init_exploration` does not return, such as epsilon, do not restart.
         q: (params, obs, action, noise) -> Q `[critics, *B]`, the values of actions. For Discrete actions, `action` may
             be None, and the result then has the values of all actions, `[critics, *B, actions]`. If `distribution` is
             not None, the last axis has one entry per atom. `noise` is the result of `draw` for keys `[*B]`. If all
-            observations share the noise, it is the result of `draw` for one 0-d key. `noise` is None for deterministic
-            values. Many policies ignore `noise`. `q` is None for a policy without a Q-function.
+            observations share the noise, `noise` is the result of `draw` for one 0-d key. `noise` is None for
+            deterministic values. Many policies ignore `noise`. `q` is None for a policy without a Q-function.
         distribution: type of the return distributions that `q` returns; None if `q` returns values.
         noisy: True if `q` learns the scales of its noise, as a noisy network does. A loss must then pass noise to `q`.
         evaluate_and_value: (params, carry, steps) -> (log_prob, entropy, V), the results of `evaluate` and of `value`
@@ -124,8 +124,8 @@ class Policy:
         draw_imitation: keys `[*B]` -> random numbers of `imitation_loss`, such as the time and the noise of flow
             matching. `imitation_loss` reads these numbers from `steps["imitation_noise"]`. None for a loss without
             random numbers.
-        time_loops: for a sequence policy, the number of loops over the steps of a sequence that a loss runs, used to
-            estimate the time that compilation saves.
+        time_loops: number of loops over time in a loss, for a sequence policy. The number is used to estimate the time
+            that compilation saves.
         frame_stack: number of latest observations that the policy sees. If `frame_stack` is above 1, `q` takes stacks
             of observations. `act` also takes stacks if the carry is empty (see `ecrl.policies.frame_stack`).
         name: registered name of the policy, for error messages.
@@ -228,7 +228,7 @@ def counted_tokens(like: Tensor, rows: TensorDict) -> Tensor | None:
     Args:
         like: tensor with the shape of `rows["done"]`, followed by token axes.
         rows: TensorDict with `done`. Optional fields are `token_mask`, bool of the shape of `like`, and `executed`,
-            int64 of the shape of `done`, the number of steps of each chunk that the environment executed.
+            int64 of the shape of `done`. `executed` is the number of steps of each chunk that the environment executed.
 
     >>> rows = TensorDict({"done": torch.tensor([False]), "executed": torch.tensor([1])}, [1])
     >>> counted_tokens(torch.zeros(1, 2, 3), rows).tolist()

@@ -104,7 +104,7 @@ def mlp(cfg: MLPConfig, space: Space, outputs: int) -> nn.Module:
 
 
 def build_mlp(cfg: MLPConfig, inputs: int, outputs: int) -> nn.Sequential:
-    """Build linear layers with new weights. Each hidden layer has an optional LayerNorm and an activation after it.
+    """Build linear layers with new weights. An optional LayerNorm and an activation follow each hidden layer.
 
     >>> build_mlp(MLPConfig(hidden_sizes=[8], activation="tanh"), 3, 2)
     Sequential(

@@ -49,7 +49,7 @@ def module_policy(
     An `action_mask` in the observations masks the logits.
 
     A module may instead choose its own actions. Each of its methods takes a tensordict with "obs" of shape `[B, ...]`,
-    and writes its outputs into this tensordict or returns a new one:
+    and writes its outputs into this tensordict or returns a new tensordict:
 
     - `get_action(tensordict, deterministic=False)` writes "action", and "sample_log_prob" of shape `[B]`;
     - `evaluate_actions(tensordict)` also reads "action", and writes "log_prob" and "entropy", each of shape `[B]`;

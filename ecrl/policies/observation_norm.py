@@ -1,7 +1,8 @@
 """Wrap a policy so that it receives standardised observations.
 
 The statistics are part of the state. An on-policy algorithm updates the statistics once per iteration. An off-policy
-algorithm updates them whenever it has collected steps. Training, evaluation and export all use these statistics.
+algorithm updates the statistics after each turn of collecting steps. Training, evaluation and export all use these
+statistics.
 """
 
 from dataclasses import replace

@@ -394,8 +394,8 @@ def save_openvla(folder: str | Path, state: TensorDict, cfg: Config) -> None:
         state: state of a run.
         cfg: config of the run, whose `policy.vla` has the backend `openvla`.
 
-    Raises: ConfigError if the folder exists or cannot be made, if the config has another policy, or if the checkpoint
-        that the run began with cannot be read or its bounds have changed.
+    Raises: ConfigError if the folder exists or cannot be made, or if the config has another policy. Also raised if the
+        original checkpoint cannot be read or its bounds have changed.
     """
     section = getattr(cfg.policy, "vla", None)
     if not isinstance(section, OpenVLAConfig):

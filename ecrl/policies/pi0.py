@@ -246,8 +246,8 @@ def _start(flow: _Flow, read: _Read, noise: TensorDict | None) -> Tensor:
 class _FlowSDE(NamedTuple):
     """One denoising step, chosen at random for each action, has noise of a fixed size.
 
-    Fields of the rollout: `flow_step` `[*B]` is the index of the noisy step, `flow_sample` `[*B, C, M]` is the sample
-    before this step, and `flow_next` `[*B, k, A]` are the numbers with noise after this step.
+    The rollout has three more fields. `flow_step` `[*B]` is the index of the noisy step. `flow_sample` `[*B, C, M]` is
+    the sample before this step. `flow_next` `[*B, k, A]` has the numbers with noise after this step.
     """
 
     flow: _Flow
@@ -596,8 +596,8 @@ def save_pi0(folder: str | Path, state: TensorDict, cfg: Config) -> None:
         state: state of a run.
         cfg: config of the run, whose `policy.vla` has the backend `pi0`.
 
-    Raises: ConfigError if the folder exists or cannot be made, if the config has another policy, or if the checkpoint
-        that the run began with cannot be read.
+    Raises: ConfigError if the folder exists or cannot be made, if the config has another policy, or if the original
+        checkpoint cannot be read.
     """
     section = getattr(cfg.policy, "vla", None)
     if not isinstance(section, Pi0Config):

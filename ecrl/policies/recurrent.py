@@ -39,7 +39,7 @@ class RecurrentConfig(ActorOnlyConfig):
         "shared",
         description=(
             "shared: actor and critic share an encoder and a cell; separate: each has its own encoder and cell; actor "
-            "or critic: each has its own encoder, but only the named one has a cell"
+            "or critic: each has its own encoder, but only actor or only critic has a cell"
         ),
     )
     encoder: NetworkConfig | None = Field(

@@ -97,8 +97,8 @@ def attend(query: Tensor, seen: Sequence[tuple[KeysAndValues, Tensor | None]]) -
 
     Args:
         query: `[n, H, m, D]`.
-        seen: the groups, each with a bool mask that is True for visible tokens. A mask broadcasts to `[n, H, m, tokens
-            of the group]`. None means that all tokens of the group are visible.
+        seen: the groups, each with a bool mask that is True for visible tokens. A mask broadcasts to
+            `[n, H, m, tokens of the group]`. None means that all tokens of the group are visible.
 
     Returns: `[n, H, m, D]`.
     Gradient: flows through the query, and through the keys and values of visible tokens.

@@ -82,7 +82,7 @@ class Networks(NamedTuple):
 
 
 def _bounded_space(space: Space, name: str) -> Box:
-    """Return the action space. Raise ConfigError unless it is a float32 Box with finite bounds."""
+    """Return the action space. Raise ConfigError if this space is not a float32 Box with finite bounds."""
     if not isinstance(space, Box) or space.dtype != torch.float32 or not has_finite_bounds(space):
         raise ConfigError(
             f"policy.name: {name} needs float32 Box actions with finite bounds, got {space}; use another policy"
@@ -201,8 +201,8 @@ def squashed_actor_critic(cfg: TwinCriticConfig, observation_space: Space, actio
 
     `log_std` is clamped to [-5, 2]. The gradient of `act` flows through the action and `sample_log_prob`.
     `sample_log_prob` is the log-density of `unit_action`, in nats. `act` and `evaluate` compute this log-density from
-    the latent, a field of the steps, because the latent cannot be recovered from a float32 action near the bounds. The
-    entropy is the entropy of `unit_action`.
+    the latent, which is a field of the steps. Near the bounds, the latent cannot be recovered from a float32 action.
+    The entropy is the entropy of `unit_action`.
 
     If `exploration["random"]`, bool `[N]`, is True for an environment, `explore` takes a uniformly random action.
 

@@ -177,7 +177,7 @@ def threshold_point(one: Curve, threshold: float) -> tuple[float, float] | None:
 
 
 def summary(groups: Iterable[Sequence[Curve]], threshold: float | None) -> list[str]:
-    """Describe each curve in a line: its last point, its first NaN, and when it starts to stay above the threshold."""
+    """Describe each curve in a line: its last point, its first NaN, and when it last crosses `threshold` upwards."""
     lines = []
     for one in (one for group in groups for one in group):
         line = f"{one.name}: {one.values[-1]:.4g} after {one.steps[-1]:,.0f} env steps, {one.minutes[-1]:.1f} minutes"

@@ -128,7 +128,7 @@ def snapshot(
         frozen: frozen leaves of an earlier snapshot; if `state` has the same frozen leaves, their checksum is not
             computed again.
 
-    Raises: ValueError if a name in `files` is a path, is hidden or is reserved for a file of the checkpoint; UserError
+    Raises: ValueError if a name in `files` is a path, is hidden or is reserved for a file of the checkpoint. UserError
         if an iteration after the iteration of `state` has overwritten a buffer in `state`.
     """
     for name in files or {}:

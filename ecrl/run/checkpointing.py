@@ -48,7 +48,7 @@ class Saver(NamedTuple):
 
 
 def _write_and_prune(path: Path, saved: Snapshot, keep: int | None, remove_guarded: Callable[..., bool]) -> None:
-    """Write a checkpoint, and remove the oldest checkpoints so that at most `keep` remain, unless `keep` is None."""
+    """Write a checkpoint. If `keep` is not None, remove the oldest checkpoints, so that at most `keep` remain."""
     write(path, saved)
     step = int(saved.tensors["sample_step"])
     up_to_step = [p for p in step_checkpoints(path.parents[1]) if int(p.name.removeprefix("step_")) <= step]

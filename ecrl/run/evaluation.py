@@ -84,7 +84,7 @@ def _eval_step(
 
 
 def _counted(env_state: TensorDict) -> tuple[Tensor, Tensor]:
-    """Return the reward and the end of an episode, each of shape `[N]`, as evaluations count them.
+    """Return the reward and the end of an episode for evaluations, each of shape `[N]`.
 
     If the environment reports the score of whole games, a game counts as one episode whose only reward is the score.
     """

@@ -46,7 +46,7 @@ class Times:
 
 def _now() -> float:
     if torch.cuda.is_initialized():
-        torch.cuda.synchronize()  # wait, so that GPU work counts in the phase that started it
+        torch.cuda.synchronize()  # wait, so that each phase includes the GPU work that it started
     return time.perf_counter()
 
 

@@ -56,7 +56,7 @@ def resume(
         force: if True, continue even if the config differs from the run's own config. The hyperparameters of the new
             config then replace the hyperparameters in the state.
 
-    Raises: ConfigError with a line for each key that differs, unless `force` is set; CheckpointError if the folder is
+    Raises: ConfigError with a line for each key that differs, unless `force` is set. CheckpointError if the folder is
         not a run, or if all its checkpoints are damaged.
     """
     return resume_run(run_dir, config, overrides, force)[1:]
@@ -184,7 +184,7 @@ def drop_rows_after(run_dir: Path, step: int) -> None:
 
 
 def pending_evaluation(state: TensorDict, cfg: Config, run_dir: str | Path) -> LogData | None:
-    """Return the train record of `state` if the run stopped before it had evaluated `state`, else None.
+    """Return the train record of `state` if the run stopped before the evaluation of `state`, else None.
 
     A complete evaluation has a row in `metrics.jsonl`. If a complete evaluation is the best so far, its state is also
     saved in `checkpoints/best`. If the row exists without this checkpoint, the function removes the row, because the

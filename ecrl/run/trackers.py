@@ -72,7 +72,7 @@ def _event(**content: Any) -> bytes:
 
 
 def _event_file(log_dir: Path) -> Path:
-    """Return the path of a new event file, whose name sorts after older names so that TensorBoard reads it last."""
+    """Return the path of a new event file. Its name sorts after older names, so TensorBoard reads the new file last."""
     number = len(list(log_dir.glob("events.out.tfevents.*")))
     return log_dir / f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{number}"
 

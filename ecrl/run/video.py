@@ -145,7 +145,7 @@ def _first_envs(state: TensorDict, cfg: Config, count: int) -> TensorDict:
 
 
 def _collect(run: Run) -> Collect:
-    """Return the algorithm's function that takes steps without learning, or raise ConfigError if it does not exist."""
+    """Return the algorithm's function that takes steps without learning. Raise ConfigError if there is none."""
     collect = collect_of(run.algorithm.iterate)
     if collect is None:
         raise ConfigError(

@@ -79,7 +79,7 @@ def write_folder(path: Path, files: Mapping[str, Content], on_read: Callable[[],
         path: the folder.
         files: dict from each filename to its content.
         on_read: function that is called as soon as the content of all files has been read. The operating system then
-            has the content, but the disk may not have it yet.
+            has the content, but may not have written it to disk.
     """
     _finish_replacement(path)
     temporary, old = _temporary_path(path), _old_path(path)
@@ -137,7 +137,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
     """Lock a folder for this process. Raise BlockingIOError if another process holds the lock.
 
     The lock is released when the process ends, even if the process is killed. A process may lock the same folder twice.
-    If the file system does not support locks, the folder stays unlocked.
+    If the file system does not support locks, the folder is not locked.
     """
     with (folder / ".lock").open("w") as file:
         try:

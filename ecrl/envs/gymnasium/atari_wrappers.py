@@ -18,7 +18,7 @@ _FRAMES_PER_SECOND = 60.0  # of the Atari 2600
 
 
 class _Game(gymnasium.Wrapper):
-    """Sum the rewards of each game. The wrapper is the innermost one, so it counts every frame and every reset."""
+    """Sum the rewards of each game. This wrapper is the innermost wrapper, so it counts every frame and every reset."""
 
     def __init__(self, env: gymnasium.Env):
         super().__init__(env)
@@ -41,7 +41,7 @@ class _Game(gymnasium.Wrapper):
 
 
 class _ReportScore(gymnasium.Wrapper):
-    """Add the score of each finished game to `info`, as `info[key]`. The wrapper is the outermost one.
+    """Add the score of each finished game to `info`, as `info[key]`. This wrapper is the outermost wrapper.
 
     A reset can take steps, so a game may end while the next episode starts. In this case, `reset` reports the score. A
     reset with a seed reports NaN.
@@ -106,7 +106,7 @@ class _FireReset(gymnasium.Wrapper):
 
 
 def check_is_atari(creator: Any) -> None:
-    """Raise TypeError if the function that creates an environment has no argument `frameskip`, as Atari games have."""
+    """Raise TypeError unless the function that creates an environment has the argument `frameskip` of Atari games."""
     if "frameskip" not in inspect.signature(creator).parameters:
         raise TypeError(f"{creator.__name__} has no argument frameskip, so it is no Atari game; remove env.cfg.atari")
 

@@ -60,7 +60,7 @@ class GymnasiumConfig(ConfigModel):
 
 
 def open_envs(cfg: GymnasiumConfig, num_envs: int) -> Vector:
-    """Open `num_envs` environments. Raise Fault if they cannot be made."""
+    """Open `num_envs` environments. Raise Fault if this fails."""
     kwargs, atari = _make_kwargs(cfg), None if cfg.atari is None else cfg.atari.model_dump()
     if cfg.asynchronous:
         return parallel(cfg.id, kwargs, num_envs, cfg.timeout, atari)

@@ -32,7 +32,7 @@ def render_fps(cfg: GymnasiumConfig) -> float:
     Args:
         cfg: config with the keys of `drawing_keys`.
 
-    Raises: ConfigError if the environment cannot draw images, or if a package for drawing is missing; UserError if
+    Raises: ConfigError if the environment cannot draw images, or if a package for drawing is missing. UserError if
         OpenGL does not work for a MuJoCo environment.
     """
     try:

@@ -63,7 +63,7 @@ def _play(state: TensorDict, action: Tensor, noise: TensorDict) -> tuple[dict[st
     place = SIZE * (next_y.clamp(_TOP_ROW, _BOTTOM_ROW) - _TOP_ROW) + next_x
     brick = torch.where(in_rows, torch.ones_like(place) << place, 0) & bricks
     in_brick = brick != 0
-    breaks = in_brick & ~state["in_brick"]  # a ball that broke a brick passes through the next one
+    breaks = in_brick & ~state["in_brick"]  # a ball that broke a brick passes through the next brick
     bricks = torch.where(breaks, bricks ^ brick, bricks)
     bricks = torch.where(at_bottom & (bricks == 0), _ALL_BRICKS, bricks)
 
@@ -107,7 +107,7 @@ def minatar_breakout(cfg: BreakoutConfig) -> Env:
     The channels of the observation are 0 paddle, 1 ball, 2 the ball's last cell and 3 bricks. The minimal actions are 0
     no-op, 1 left and 2 right.
 
-    The state stores the bricks as one int32 `bricks`, in which bit 10 (y - 1) + x is the brick in row y and column x.
+    The state stores the bricks as one int32 `bricks`. Bit 10 (y - 1) + x is the brick in row y and column x.
 
     Source: Young and Tian 2019, "MinAtar: An Atari-inspired testbed for thorough and reproducible reinforcement
         learning experiments", arXiv:1903.03176; the package MinAtar 1.0.15.

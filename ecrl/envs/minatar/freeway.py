@@ -116,8 +116,8 @@ def minatar_freeway(cfg: FreewayConfig) -> Env:
     The channels of the observation are 0 chicken, 1 cars, and 2 to 6 the last cells of cars of speed 1 to 5. The
     minimal actions are 0 no-op, 1 up and 2 down.
 
-    The state stores the columns of the cars of the rows 1 to 8 in `cars`, int32 `[*B, 8]`, in which bit x is column x.
-    `velocity` is the speed, negative for cars that drive to the left.
+    The state stores the cars of the rows 1 to 8 in `cars`, int32 `[*B, 8]`. Bit x of a row is column x. `velocity` is
+    the speed, negative for cars that drive to the left.
 
     Source: Young and Tian 2019, "MinAtar: An Atari-inspired testbed for thorough and reproducible reinforcement
         learning experiments", arXiv:1903.03176; the package MinAtar 1.0.15.

@@ -334,18 +334,18 @@ def minatar_seaquest(cfg: SeaquestConfig) -> Env:
     Every 30 steps, a diver appears, which moves every 6 steps. The player picks up divers that it touches, up to six.
 
     Under water, the oxygen falls by 1 per step, from 200. At the surface, the player gives up one diver and gets new
-    oxygen. With six divers, it gives up all of them for a reward of `oxygen // 20`. The number of divers is then -1, as
-    in the package MinAtar. Afterwards, the player can surface without a diver, and each surfacing lowers the number by
-    one. With difficulty_ramping, each surfacing raises the level by one, up to 19. The episode ends when an enemy or a
-    torpedo hits the player, when the oxygen is used up, and when the player surfaces with 0 divers.
+    oxygen. With six divers, the player gives up all divers for a reward of `oxygen // 20`. The number of divers is then
+    -1, as in the package MinAtar. Afterwards, the player can surface without a diver, and each surfacing lowers the
+    number by one. With difficulty_ramping, each surfacing raises the level by one, up to 19. The episode ends when an
+    enemy or a torpedo hits the player, when no oxygen is left, or when the player surfaces with 0 divers.
 
     The channels of the observation are 0 front and 1 back of the player, 2 shots, 3 the last cells of enemies and
     divers, 4 torpedoes, 5 fish, 6 submarines, 7 oxygen, 8 divers on board and 9 divers. The actions are 0 no-op, 1
     left, 2 up, 3 right, 4 down and 5 fire. The game uses all actions, so it has no setting use_minimal_action_set.
 
-    The state stores a column x as its place, 4**x, because a cell can hold three enemies. The place of an object that
-    is gone is 0. `enemy_*`, `shot_*` and `diver_*` are slots of objects, the oldest first. A new object takes the place
-    of the oldest. The capacities are large enough for any play:
+    The state stores a column x as its place, 4**x, because a cell can hold three enemies. An object that has left the
+    board has the place 0. `enemy_*`, `shot_*` and `diver_*` are slots of objects, the oldest first. A new object
+    replaces the oldest object. The capacities are large enough for any play:
 
     - 30 enemies: on the highest levels, an enemy appears at every step and leaves the board after 30 steps. On lower
       levels, at most 30 enemies appear while the oldest enemy is on the board.

@@ -142,17 +142,17 @@ def minatar_space_invaders(cfg: SpaceInvadersConfig) -> Env:
     """Shoot aliens with a cannon at the bottom, before they come down or hit the cannon.
 
     The cannon moves by one cell per step, and fires at most every five steps. The aliens start in the rows 0 to 3 and
-    the columns 2 to 7. They move sideways together. At the side of the board they move down by one row and turn. They
-    move every n steps, where n is the number of aliens, at most 12 - level. Every ten steps, the lowest alien of the
-    column nearest to the cannon drops a bomb. Shots move up and bombs move down by one cell per step. Each alien that
-    is shot has the reward 1, and the reward of any other step is 0. If all aliens are shot, a new wave appears. With
-    difficulty_ramping, each new wave raises the level by one, up to 6. The episode ends when a bomb or an alien hits
-    the cannon, or when the aliens move down from the bottom row.
+    the columns 2 to 7. They move sideways together. At the side of the board, the aliens move down by one row and turn.
+    They move every n steps, where n is the number of aliens, at most 12 - level. Every ten steps, the lowest alien of
+    the column nearest to the cannon drops a bomb. Shots move up and bombs move down by one cell per step. Each alien
+    that is shot has the reward 1, and the reward of any other step is 0. If all aliens are shot, a new wave appears.
+    With difficulty_ramping, each new wave raises the level by one, up to 6. The episode ends when a bomb or an alien
+    hits the cannon, or when the aliens move down from the bottom row.
 
     The channels of the observation are 0 cannon, 1 aliens, 2 aliens that move to the left, 3 aliens that move to the
     right, 4 shots and 5 bombs. The minimal actions are 0 no-op, 1 left, 2 right and 3 fire.
 
-    The state stores the rows of `aliens`, `shots` and `bombs`, each int32 `[*B, 10]`, in which bit x is column x.
+    The state stores the rows of `aliens`, `shots` and `bombs`, each int32 `[*B, 10]`. Bit x of a row is column x.
 
     Source: Young and Tian 2019, "MinAtar: An Atari-inspired testbed for thorough and reproducible reinforcement
         learning experiments", arXiv:1903.03176; the package MinAtar 1.0.15.

@@ -228,7 +228,7 @@ def scene_colors(sim: Simulation) -> dict[str, tuple[float, ...]]:
 def sizes_of(sim: Simulation, worlds: Any) -> dict[str, Any]:
     """Return a dictionary that maps the names of size vectors to the sizes `[*B, 3]` of the objects whose size varies.
 
-    `worlds` has the field `parameters`, unless no model field varies.
+    `worlds` has the field `parameters` if any model field varies.
     """
     uids = (uid for field, uid in sim.varied if field == "geom_size" and uid in named_shapes(sim))
     return {SIZE_OF + uid: world.parameter(sim, worlds, "geom_size", uid) for uid in uids}

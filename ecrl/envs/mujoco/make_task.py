@@ -175,8 +175,8 @@ def _observation_space(task: Task, state: TensorDict, sizes: Mapping[str, tuple[
 
     `sizes` maps the name of each entry that has integers to the numbers of values of its elements.
 
-    Raises: ConfigError if there is no entry, if an entry has a wrong dtype, if an image or integers must be part of a
-        vector, or if two entries have the same name in a Dict.
+    Raises: ConfigError if there is no entry, if an entry has a wrong dtype, or if two entries have the same name in a
+        Dict. Also raised if an image or integers would be part of a vector.
     """
     entries, batch, form = observe_entries(task, state), len(state.batch_size), task.cfg.observation_form
     images = [name for name, entry in entries.items() if is_image(entry, batch)]

@@ -1,8 +1,8 @@
 """Draw images with the torch operator `ecrl::mujoco_image`, which works inside compiled code.
 
 The CPU draws the images, on as many threads as the physics uses (`physics.threads`). The calling thread draws its share
-of the images. Threads that live until the process ends draw the other shares. Each thread keeps one renderer per camera
-open. Opening a renderer takes as long as drawing dozens of small images.
+of the images. Threads that live until the process ends draw the other shares. In each thread, one renderer per camera
+remains open. Opening a renderer takes as long as drawing dozens of small images.
 
 An image does not depend on the thread that draws it, so the images are bitwise equal for any number of threads.
 """
@@ -189,8 +189,8 @@ torch.library.register_vmap(_NAME, _vmap_image)
 def _vectors(sim: Simulation, state: TensorDict, batch: torch.Size) -> Tensor:
     """Stack the vectors that an image depends on, `[*B, V, 3]`.
 
-    The first vectors set the camera, the light, and the colors and sizes of objects; see `_vector_names`. A vector is
-    NaN if the state does not have it. The other vectors are the positions that the image marks.
+    The first vectors set the camera, the light, and the colors and sizes of objects; see `_vector_names`. A vector that
+    the state lacks is NaN. The other vectors are the positions that the image marks.
     """
     targets: Any = state.get("targets", {})
     names, sizes, absent = _vector_names(sim), sizes_of(sim, state["world"]), torch.full((*batch, 3), torch.nan)
@@ -204,8 +204,8 @@ def image(handle: int, state: TensorDict) -> Tensor:
 
     Args:
         handle: the handle of the camera, as returned by `camera_handle`.
-        state: the state of a task, `[*B]`. If the state has the bool field `needed`, `[*B]`, images are drawn only
-            where it is True, and all pixels of the other images are 0.
+        state: the state of a task, `[*B]`. If the state has the bool field `needed`, `[*B]`, images are drawn only for
+            environments with True. All pixels of other images are 0.
 
     Returns: images `[*B, h, w, 3]`, uint8, with the top row of pixels first. The last axis is red, green and blue.
     Gradient: none.

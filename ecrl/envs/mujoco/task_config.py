@@ -37,7 +37,7 @@ class ObservationConfig(_Term):
 
     part_kind = "observation"
     func: str = Field(description='registered name of the term, such as "get_rigid_object_pose"')
-    mode: Literal["add", "modify"] = Field("add", description="add: a new entry; modify: change an existing one")
+    mode: Literal["add", "modify"] = Field("add", description="add: add a new entry; modify: change an existing entry")
     name: str = Field(
         pattern=r"^[\w-]+(/[\w-]+)*$", description='name of the entry, such as "robot/qpos", with / between its parts'
     )

@@ -80,7 +80,7 @@ def _parameter_views(warp: Any, warp_model: Any, model: Any, varied: Varied, cou
     return views
 
 
-@cache  # the arrays are never freed, because captured graphs keep reading and writing them
+@cache  # the arrays are never freed, because captured graphs read and write them in each replay
 def _worlds(handle: int, count: int, device: torch.device) -> _Worlds:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(

@@ -20,7 +20,7 @@ def can_read_collada() -> bool:
 def collada_mesh(path: Path, key: str) -> tuple[np.ndarray, np.ndarray]:
     """Read all triangles of a Collada file, without colors. Polygons are split into triangles.
 
-    As in ROS, the unit of the file scales the mesh, and `up_axis` does not turn it.
+    As in ROS, the unit of the file scales the mesh. The `up_axis` of the file is ignored.
 
     Args:
         path: path of the file.
@@ -51,7 +51,7 @@ def collada_mesh(path: Path, key: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _parts(path: Path) -> tuple[list[tuple[np.ndarray, np.ndarray]], float]:
-    """Return the vertices and faces of each part of a scene at its place in the scene, and the unit of the file, m."""
+    """Return the vertices and faces of each part of a scene, in the frame of the scene, and the unit of the file, m."""
     from collada import Collada
     from collada.common import DaeBrokenRefError, DaeUnsupportedError
 

@@ -195,7 +195,7 @@ def follow(chain: Chain, positions: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
             quaternions of mocap bodies.
 
     Returns: the pose at the end, and a dictionary that maps the degree of freedom of each hinge or slide to the pose
-        after it. All poses are `[*B, 4, 4]`.
+        after the joint. All poses are `[*B, 4, 4]`.
     """
     joints = [step for step in chain.steps if isinstance(step, Joint)]
     local: dict[int, Tensor] = {}

@@ -198,7 +198,7 @@ def robot_function(cfg: RobotConfig) -> Callable | None:
 
 
 def _checked(model: Any, name: str) -> RobotModel:
-    """Return the description of a registered robot. Raise ConfigError if it is wrong."""
+    """Return the description of a registered robot. Raise ConfigError if the description is wrong."""
     where = f"robot.robot_type: the registered robot {name!r}"
     if not isinstance(model, RobotModel):
         raise ConfigError(f"{where} is a {type(model).__name__}, expected a RobotModel; does its function return one?")

@@ -164,9 +164,9 @@ def _limits(joint: ElementTree.Element, where: str) -> tuple[float, float, float
 def _balance_inertias(robot: ElementTree.Element, key: str) -> None:
     """Replace physically impossible moments of inertia, with one warning.
 
-    The principal moments of a body satisfy `A + B >= C`. MuJoCo refuses other moments. They are replaced by `(A + B +
-    C) / 3` about all axes, as by MuJoCo's option `balanceinertia`. The moments of a plate satisfy `A + B = C`. Due to
-    rounding, MuJoCo refuses some plates, so these moments grow by a relative 2e-6 instead.
+    The principal moments of a body satisfy `A + B >= C`. MuJoCo refuses other moments. They are replaced by
+    `(A + B + C) / 3` about all axes, as by MuJoCo's option `balanceinertia`. The moments of a plate satisfy
+    `A + B = C`. Due to rounding, MuJoCo refuses some plates, so these moments grow by a relative 2e-6 instead.
     """
     changed: list[str] = []
     for link in robot.findall("link"):

@@ -212,8 +212,8 @@ class RobotConfig(ConfigModel):
     init_rot: Triple | None = Field(
         None,
         description=(
-            "rotation of the base, degrees: about x, then the rotated y, then the rotated z; if absent, as the robot "
-            "defines (half a turn about z for example:panda, so that all arms face -x), or 0"
+            "rotation of the base, degrees: about x, then the rotated y, then the rotated z; by default, the robot's "
+            "own rotation, such as half a turn about z for example:panda, so that all arms face -x"
         ),
     )
     init_qpos: Annotated[tuple[Real, ...], Field(strict=False)] | None = Field(

@@ -28,7 +28,7 @@ _AROUND, _AWAY = 0.12, 2.0  # strength of the motion around a block, m, and fact
 _DAMPING = 1e-3  # of the least squares, m^2
 _BEHIND, _BESIDE = 0.13, 0.05  # m, distance behind the cube at which a push begins, and its largest sideways error
 _AHEAD = 0.1  # m, distance from the cube to the target of a push
-_HIGH, _LOW = 0.25, 0.06  # m, heights of the end effector on the way to the cube, and while it pushes
+_HIGH, _LOW = 0.25, 0.06  # m, heights of the end effector on the way to the cube and during a push
 _TURN = 0.3  # m, weight of the tool's direction in the least-squares problem
 
 
@@ -82,7 +82,7 @@ def _least_squares(jacobian: Tensor, offset: Tensor) -> Tensor:
 
 @register_expert("PushCubeRL")
 def push_cube_expert(cfg: ExpertConfig, env: Env, task: PushCubeConfig) -> Expert:
-    """Move the end effector to the side of the cube away from the goal, lower it there, and push.
+    """Move the end effector to the side of the cube opposite to the goal, lower the end effector, and push.
 
         u     = horizontal unit vector from the cube to the goal;    start = cube - 0.13 u
         back  = (cube - p) . u;    side = |cube - p - back u|        horizontally, for the end effector at p
@@ -91,8 +91,8 @@ def push_cube_expert(cfg: ExpertConfig, env: Env, task: PushCubeConfig) -> Exper
         z     = 0.06 m          if the end effector pushes, or is horizontally within 0.05 m of start
                 0.25 m          otherwise
 
-    The lengths are multiplied by the scale of the task. Damped least squares give the motion of the joints to
-    (place, z), and turn the tool downwards. A bias moves the cube in these equations.
+    The lengths are multiplied by the scale of the task. Damped least squares compute the joint motion that moves the
+    end effector to (place, z), and points the tool down. A bias moves the cube in these equations.
     """
     sim, scale, ext, site = env.scene, _scale(task), task.extensions, tcp_of(env.scene, "arm")
     behind, beside, in_front, high, low = (scale_of(task) * x for x in (_BEHIND, _BESIDE, _AHEAD, _HIGH, _LOW))

@@ -23,7 +23,7 @@ _ACTIONS: Any = {
     "arm": {"func": "DeltaEefPoseTerm", "params": {"scale": 0.03}},
     "gripper": {"func": "GripperTerm"},
 }
-"""Action terms: three actions move the end effector by up to 0.03 m per step, and one moves the gripper."""
+"""Action terms: three actions move the end effector by up to 0.03 m per step, and one action moves the gripper."""
 
 ROBOT_OBSERVATIONS: Any = {
     "robot_qpos": {"func": "normalize_robot_joint_data", "mode": "modify", "name": "robot/qpos"},

@@ -143,8 +143,8 @@ def open_drawer(cfg: OpenDrawerConfig) -> Env:
 
     Success ends the episode. The metric `opening` is the opening.
 
-    Raises: ConfigError if the arm is known to reach less than 1 m, but the default cabinet is used and the arm's base
-        is at the origin.
+    Raises: ConfigError if the default cabinet is out of reach: the reach of the arm is known to be below 1 m, and its
+        base is at the origin.
     """
     with error_prefix("env.cfg"):
         model = None if cfg.robot is None else described(cfg.robot)

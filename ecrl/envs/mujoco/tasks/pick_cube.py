@@ -75,9 +75,7 @@ class PickCubeExtensions(ConfigModel):
     success_threshold: Annotated[Positive, LENGTH] = Field(
         0.04, description="distance to the goal, m, below which a grasped object at rest is a success"
     )
-    rest_speed: Annotated[Positive, LENGTH] = Field(
-        0.2, description="speed of the object, m/s, below which it is at rest"
-    )
+    rest_speed: Annotated[Positive, LENGTH] = Field(0.2, description="speed, m/s, below which the object is at rest")
     start_distance: Annotated[NonNegative, LENGTH] = Field(
         0.1, description="smallest distance from object to goal at the start, m"
     )

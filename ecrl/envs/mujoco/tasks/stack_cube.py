@@ -82,9 +82,7 @@ class StackCubeExtensions(ConfigModel):
     vertical_threshold: Annotated[Positive, LENGTH] = Field(
         0.01, description="vertical distance to this place, m, below which the episode is a success"
     )
-    rest_speed: Annotated[Positive, LENGTH] = Field(
-        0.1, description="speed of the object, m/s, below which it is at rest"
-    )
+    rest_speed: Annotated[Positive, LENGTH] = Field(0.1, description="speed, m/s, below which the object is at rest")
 
     @model_validator(mode="after")
     def _two_objects(self) -> "StackCubeExtensions":

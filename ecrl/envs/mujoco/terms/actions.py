@@ -65,10 +65,10 @@ class EefSearchConfig(ConfigModel):
     )
     iterations: Count = Field(15, le=1000, description="steps of the inverse kinematics")
     position_tolerance: Positive = Field(
-        1e-3, description="largest position error, m; if the error is larger, the robot stays still"
+        1e-3, description="largest position error, m; if the error is larger, the robot does not move"
     )
     rotation_tolerance: Positive = Field(
-        1e-2, description="largest rotation error, rad; if the error is larger, the robot stays still"
+        1e-2, description="largest rotation error, rad; if the error is larger, the robot does not move"
     )
 
 
@@ -232,7 +232,7 @@ def _with_gripper(arm: ActionTerm, hand_name: str, sim: Simulation) -> ActionTer
 
 @register_action("JointPositionGripperTerm")
 def joint_position_gripper(cfg: GripperConfig, sim: Simulation) -> ActionTerm:
-    """Set the target positions of an arm's joints, and of all fingers of a hand by one last action.
+    """Set the target positions of an arm's joints. One last action sets the targets of all fingers of a hand.
 
         target[arm] = a[:-1], rad or m;  target[finger] = lowest + (a[-1] + 1) / 2 * (highest - lowest)
 
@@ -245,7 +245,7 @@ def joint_position_gripper(cfg: GripperConfig, sim: Simulation) -> ActionTerm:
 
 @register_action("EefPoseGripperTerm")
 def eef_pose_gripper(cfg: EefPoseGripperConfig, sim: Simulation) -> ActionTerm:
-    """Move an end effector to a pose as `EefPoseTerm` with `pose_dim` 6, and all fingers by one last action.
+    """Move an end effector to a pose as `EefPoseTerm` with `pose_dim` 6. One last action moves all fingers.
 
         a = [x, y, z, three angles, fingers],  target[finger] = lowest + (a[6] + 1) / 2 * (highest - lowest)
 

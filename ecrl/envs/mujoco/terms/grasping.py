@@ -7,9 +7,9 @@ its parent is the second finger. An object is grasped if two fingers press on it
     released = |f[i]| = 0                                                 for all fingers i
 
 The force f[i] of finger i on the object (N) is the sum of all contact forces in the last physics step. The weight w of
-the object (N) follows from its mass in the scene config. Smaller forces do not count as a grasp: with friction 1, two
-forces below w / 2 cannot lift the object, and a reward for such forces would teach a policy only to touch the object.
-At the start of an episode, no object is grasped.
+the object (N) follows from its mass in the scene config. Smaller forces do not count as a grasp. With friction 1, two
+forces below w / 2 cannot lift the object. A reward for such forces would teach a policy only to touch the object. At
+the start of an episode, no object is grasped.
 """
 
 from collections.abc import Callable
@@ -248,7 +248,7 @@ def object_near_target(cfg: NearTargetConfig, sim: Simulation) -> Reward:
 
 @register_reward("grasped_object_to_target")
 def grasped_object_to_target(cfg: NearTargetConfig, sim: Simulation) -> Reward:
-    """Return a reward `[*B]`, 0 to 1, that grows as a grasped object nears its target, and is 0 without a grasp.
+    """Return a reward `[*B]`, 0 to 1, that grows as a grasped object nears its target. Without a grasp, it is 0.
 
     reward = grasped (1 - tanh(k |object - target|)),  k = distance_scale, 1/m
     """

@@ -25,7 +25,7 @@ Phrasings = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 class RandomizeInstructionConfig(ConfigModel):
     """Settings of `randomize_instruction`: the name under which the event stores its draws."""
 
-    store_key: str = Field("instruction", pattern=r"^[\w-]+$", description="name of the draws; terms refer to it")
+    store_key: str = Field("instruction", pattern=r"^[\w-]+$", description="name of the draws, to which terms refer")
 
     @property
     def stores(self) -> dict[str, tuple[float, ...]]:

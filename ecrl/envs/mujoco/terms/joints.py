@@ -27,7 +27,7 @@ def opening_of(sim: Simulation, worlds: TensorDict, joint: str) -> Tensor:
 
         opening = (q - low) / (high - low)
 
-    Raises: ConfigError if the scene has no such hinge or slide, or if it has no limits.
+    Raises: ConfigError if the joint is not a hinge or slide of the scene, or has no limits.
     """
     (low,), (high,) = world.joint_limits(sim, (joint,))
     if isinf(low) or isinf(high):

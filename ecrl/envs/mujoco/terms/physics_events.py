@@ -283,7 +283,7 @@ class RandomizeScalesConfig(ScaleConfig):
 
 
 def _check_shape(sim: Simulation, uid: str) -> None:
-    """Raise ConfigError unless a body is an object of one simple shape whose inertia scales with its size."""
+    """Raise ConfigError if a body is not an object of one simple shape, with an inertia that scales with its size."""
     model, kinds = sim.model, mujoco().mjtGeom
     shapes = {kinds.mjGEOM_BOX: "box", kinds.mjGEOM_SPHERE: "sphere", kinds.mjGEOM_CYLINDER: "cylinder"}
     shapes |= {kinds.mjGEOM_CAPSULE: "capsule"}

@@ -124,10 +124,10 @@ class RandomizeEefPoseConfig(PoseRangeConfig):
     entity_cfg: RobotPartsConfig = Field(description="the robot and its parts")
     iterations: Count = Field(15, le=1000, description="steps of the inverse kinematics")
     position_tolerance: Positive = Field(
-        1e-3, description="largest position error, m; if the error is larger, the robot stays still"
+        1e-3, description="largest position error, m; if the error is larger, the robot does not move"
     )
     rotation_tolerance: Positive = Field(
-        1e-2, description="largest rotation error, rad; if the error is larger, the robot stays still"
+        1e-2, description="largest rotation error, rad; if the error is larger, the robot does not move"
     )
 
 

@@ -72,7 +72,7 @@ def _distinct(entities: tuple[EntityConfig, ...]) -> tuple[EntityConfig, ...]:
 
 
 Entities = Annotated[tuple[EntityConfig, ...], Field(strict=False, min_length=1), AfterValidator(_distinct)]
-"""Objects of the scene. Each object is named once."""
+"""Objects of the scene, without duplicates."""
 
 
 class JointsConfig(ConfigModel):
