@@ -39,7 +39,7 @@ def _flatten(tree: Any, leaves: list[Tensor]) -> Hashable:
 
 
 def exact(value: Any) -> Hashable:
-    """Return a hashable key that differs for equal values of different types or signs.
+    """Return a hashable key. Equal values of different types or signs have different keys.
 
     The key also distinguishes such values inside tuples and dataclasses.
 

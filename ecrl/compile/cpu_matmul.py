@@ -201,7 +201,7 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
     if n <= _THIN and k >= _MIN_OUTER and m > _THIN and a.stride(0) == 1:
         return _rows(b.t(), a.t()).t()
     if n <= _THIN and k > _THIN and a.stride(1) == 1 and b.stride(0) == 1:
-        # Code that reads one column of the result reads the sums of the column, which are next to one another.
+        # The sums of a column are adjacent in memory, for code that reads one column of the result.
         return (a * b.t().unsqueeze(1)).sum(-1, dtype=a.dtype).t().contiguous()
     if a.dtype == torch.float32 and k * n <= _LARGE and has_vector_instructions():
         return torch.ops.ecrl.bmm(a.unsqueeze(0), b.unsqueeze(0)).squeeze(0)

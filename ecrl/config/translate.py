@@ -30,9 +30,9 @@ def translate_config(
 ) -> RawConfig:
     """Translate a config into ecrl's own keys.
 
-    Flags of abcdRL in the config become keys of the config. Flags in the overrides become overrides. An override
-    replaces the config's value, even if the two use different names. Flags of the evaluator enable evaluations, unless
-    `trainer.enable_eval` is given.
+    Flags of abcdRL in the config become keys of the config. Flags in the overrides become overrides of keys. An
+    override replaces the config's value, even if the two use different names. Flags of the evaluator enable
+    evaluations, unless `trainer.enable_eval` is given.
 
     Args:
         data: config before translation, which the function does not change.

@@ -230,7 +230,7 @@ def _open_video(start: Callable[..., Future], path: Path, sim: Any, camera: Came
 
 @contextmanager
 def filming(cfg: Config, folder: Path | None) -> Iterator[Callable[[TensorDict, int], Any]]:
-    """Yield a function `(state, num_envs)` whose context manager opens the videos of one evaluation and yields a Film.
+    """Yield a function `(state, num_envs)`. Its context manager opens the videos of one evaluation, and yields a Film.
 
     Args:
         cfg: config of the run, with the cameras under `trainer.events.eval`.

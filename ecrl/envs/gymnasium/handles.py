@@ -44,7 +44,7 @@ class Live:
 
         Raises: UserError that names the environment, the error and the step `when`.
         """
-        self.steps += 1  # count before the call, so that an interrupted step makes older states out of date
+        self.steps += 1  # count before the call: even an interrupted step makes older states out of date
         try:
             state = answer()
         except (Fault, BadValue) as error:

@@ -133,8 +133,8 @@ def attach_hand(spec: Any, hand: Any, body: Any, position: tuple[float, ...], tr
     """Attach the MjSpec of a hand to a body. Links and meshes of the hand get the prefix `hand/`. Joints get no prefix.
 
     Args:
-        spec: the MjSpec of the arm, which is changed.
-        hand: the MjSpec of the hand, which is changed.
+        spec: the MjSpec of the arm, which the function changes.
+        hand: the MjSpec of the hand, which the function changes.
         body: the body of the arm.
         position: position of the flange in the frame of the body, m.
         transform: pose of the hand in the frame of the flange.

@@ -78,7 +78,9 @@ class EefToObjectConfig(ConfigModel):
 class ReachingObjectConfig(EefToObjectConfig):
     """Settings of `reaching_object`."""
 
-    distance_scale: Annotated[Positive, PER_LENGTH] = Field(5.0, description="scale k of the distance, 1/m")
+    distance_scale: Annotated[Positive, PER_LENGTH] = Field(
+        5.0, description="factor k of the distance in the reward, 1/m"
+    )
 
 
 class ObjectToTargetConfig(ConfigModel):
@@ -97,7 +99,9 @@ class ObjectToTargetConfig(ConfigModel):
 class NearTargetConfig(ObjectToTargetConfig):
     """Settings of `object_near_target` and `grasped_object_to_target`."""
 
-    distance_scale: Annotated[Positive, PER_LENGTH] = Field(5.0, description="scale k of the distance, 1/m")
+    distance_scale: Annotated[Positive, PER_LENGTH] = Field(
+        5.0, description="factor k of the distance in the reward, 1/m"
+    )
 
 
 def _forces(sim: Simulation, worlds: TensorDict, uid: str) -> Tensor:

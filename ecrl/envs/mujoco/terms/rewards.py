@@ -57,7 +57,7 @@ class DistanceToTargetConfig(TargetConfig):
 class IncrementalDistanceConfig(TargetConfig):
     """Settings of `incremental_distance_to_target`: an object, its target, and weights for changes in distance."""
 
-    tanh_scale: Annotated[Positive, PER_LENGTH] = Field(10.0, description="scale k of the change in distance, 1/m")
+    tanh_scale: Annotated[Positive, PER_LENGTH] = Field(10.0, description="factor k of the change in distance, 1/m")
     positive_weight: Real = Field(1.0, description="weight of steps that reduce the distance")
     negative_weight: Real = Field(1.0, description="weight of steps that increase the distance")
 
@@ -82,7 +82,7 @@ class ReachingBehindConfig(ConfigModel):
         0.015, description="height of the point above the object's centre, m"
     )
     distance_scale: Annotated[Positive, PER_LENGTH] = Field(
-        5.0, description="scale k of the distance to the point, 1/m"
+        5.0, description="factor k of the distance to the point, 1/m"
     )
     part_name: str = Field("arm", description="part of the robot that has the end effector")
 
