@@ -18,7 +18,7 @@ from ecrl.native.library import function, is_available
 from ecrl.tracing_state import in_forward_mode, in_graph, only_vmap_is_active
 
 LARGE = 2**14
-"""Smallest number of elements for which a graph of `ecrl.compile` calls an operator."""
+"""Minimum number of elements at which a graph of `ecrl.compile` calls an operator."""
 
 _NAMES = {torch.float32: "float", torch.float64: "double"}
 
