@@ -125,6 +125,25 @@ def check_bool(**tensors: Tensor) -> None:
         raise ValueError(f"{', '.join(wrong)}, expected bool")
 
 
+def checked_mask(mask: Tensor | None, **tensors: Tensor) -> Tensor:
+    """Check that the tensors and `mask` have the same shape. Return `mask`, or a mask of True if `mask` is None.
+
+    Raises: ValueError naming the argument, if shapes differ or `mask` is not bool.
+
+    >>> checked_mask(None, value=torch.zeros(2))
+    tensor([True, True])
+    >>> checked_mask(torch.ones(2), value=torch.zeros(2))
+    Traceback (most recent call last):
+    ValueError: mask has dtype float32, expected bool
+    """
+    if mask is None:
+        same_shape(**tensors)
+        return torch.ones_like(next(iter(tensors.values())), dtype=torch.bool)
+    same_shape(**tensors, mask=mask)
+    check_bool(mask=mask)
+    return mask
+
+
 def check_steps(**tensors: Tensor) -> None:
     """Raise ValueError unless each tensor has at least one time step on its last axis.
 

@@ -30,7 +30,8 @@ GAE VTrace Squashed act_and_step adam adam_init adamw categorical_entropy catego
 categorical_mode categorical_sample clip_by_global_norm clipped_surrogate clipped_value_loss collect_rollout
 compute_gae compute_n_step_returns compute_returns compute_td_lambda_returns compute_vtrace cosine_schedule
 discounted_returns episode_discounts episode_init episode_update explained_variance exponential_schedule
-first_episode_mask gae
+first_episode_mask gae upgo_returns compute_upgo_returns a2c_loss adaptive_kl_coef huber_value_loss
+policy_gradient_loss ppo_loss_kl_penalty
 global_norm group_advantages grpo_advantages grpo_loss kl_k1 kl_k2 kl_k3 linear_schedule loop mask_logits masked_mean
 moments_init moments_merge moments_update moments_variance multi_discrete_entropy multi_discrete_kl
 multi_discrete_log_prob multi_discrete_mode multi_discrete_sample n_step_returns normal_entropy normal_kl
@@ -87,7 +88,8 @@ BRIEF = {
     "normal_mode", "tanh_normal_mode", "tanh_normal_kl", "adam_init", "sgd_init", "rmsprop_init", "global_norm",
     "moments_init", "moments_variance", "episode_init", "linear_schedule", "cosine_schedule", "step_schedule",
     "exponential_schedule", "multi_discrete_mode", "multi_discrete_entropy", "multi_discrete_kl", "compute_returns",
-    "compute_n_step_returns", "compute_td_lambda_returns", "compute_gae", "compute_vtrace", "grpo_advantages",
+    "compute_n_step_returns", "compute_td_lambda_returns", "compute_gae", "compute_upgo_returns", "compute_vtrace",
+    "grpo_advantages",
 }  # fmt: skip
 
 

@@ -56,15 +56,20 @@ from ecrl.kernels.groups import (
 )
 from ecrl.kernels.images import push_frame, random_shift, stack_frames
 from ecrl.kernels.losses import (
+    a2c_loss,
+    adaptive_kl_coef,
     clipped_surrogate,
     clipped_value_loss,
     grpo_loss,
+    huber_value_loss,
     kl_k1,
     kl_k2,
     kl_k3,
     kl_k3_with_k2_gradient,
+    policy_gradient_loss,
     ppo_loss,
     ppo_loss_clipped_value,
+    ppo_loss_kl_penalty,
     value_loss,
 )
 from ecrl.kernels.masked_stats import explained_variance, masked_mean, standardize
@@ -144,6 +149,7 @@ from ecrl.kernels.returns import (
     q_lambda,
     retrace,
     td_lambda_returns,
+    upgo_returns,
     vtrace,
 )
 from ecrl.kernels.rollout import (
@@ -160,6 +166,7 @@ from ecrl.kernels.rollout_estimators import (
     compute_n_step_returns,
     compute_returns,
     compute_td_lambda_returns,
+    compute_upgo_returns,
     compute_vtrace,
 )
 from ecrl.kernels.scan_loop import loop, scan
@@ -192,10 +199,12 @@ __all__ = [
     "Replay",
     "Squashed",
     "VTrace",
+    "a2c_loss",
     "act_and_step",
     "adam",
     "adam_init",
     "adamw",
+    "adaptive_kl_coef",
     "categorical_entropy",
     "categorical_kl",
     "categorical_log_prob",
@@ -215,6 +224,7 @@ __all__ = [
     "compute_n_step_returns",
     "compute_returns",
     "compute_td_lambda_returns",
+    "compute_upgo_returns",
     "compute_vtrace",
     "cosine_schedule",
     "discounted_returns",
@@ -247,6 +257,7 @@ __all__ = [
     "held_noise",
     "hl_gauss",
     "huber",
+    "huber_value_loss",
     "importance_weights",
     "informative_groups",
     "kl_k1",
@@ -284,8 +295,10 @@ __all__ = [
     "overlong_penalty",
     "periodic_update",
     "place_at_truncations",
+    "policy_gradient_loss",
     "ppo_loss",
     "ppo_loss_clipped_value",
+    "ppo_loss_kl_penalty",
     "push_frame",
     "q_lambda",
     "q_target",
@@ -342,6 +355,7 @@ __all__ = [
     "tree_set",
     "truncated_importance",
     "truncated_sequence_importance",
+    "upgo_returns",
     "value_loss",
     "vespo_loss",
     "vtrace",

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ecrl.kernels.dtypes import common_dtype, exponent_bound, scalars, widened
 from ecrl.kernels.masked_stats import explained_variance, masked_mean
-from ecrl.types import Logs, Scalar, check_bool, same_shape
+from ecrl.kernels.q_losses import huber
+from ecrl.types import Logs, Scalar, check_bool, checked_mask, same_shape
 
 
 def expand_to_tokens(advantage: Tensor, like: Tensor, name: str = "log_prob") -> Tensor:
@@ -87,6 +88,43 @@ def _surrogate(
     }
 
 
+def policy_gradient_loss(log_prob: Tensor, advantage: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Logs]:
+    """Return the negated policy-gradient objective of REINFORCE and of actor-critics such as A2C.
+
+        loss = -mean(log_prob * advantage)
+
+    For REINFORCE, pass returns as `advantage`, or returns minus a baseline.
+
+    Args:
+        log_prob: `[*B]` float, log-probability in nats under the policy being trained; may have trailing token axes.
+        advantage: float, with the shape of `log_prob` or of its leading axes.
+        mask: bool, with the shape of `log_prob`, or None if every entry counts.
+
+    Returns: the 0-d loss, and the log policy_loss.
+    Gradient: flows through `log_prob` only.
+    Raises: ValueError naming the argument, if shapes differ or `mask` is not bool.
+    Source: Williams 1992, "Simple statistical gradient-following algorithms for connectionist reinforcement learning";
+        Mnih et al. 2016, arXiv:1602.01783, sec. 4.
+
+    >>> loss, logs = policy_gradient_loss(torch.tensor([-1.0, -2.0]), torch.tensor([3.0, 1.0]))
+    >>> float(loss)
+    2.5
+    """
+    dtype = common_dtype(log_prob, advantage)
+    loss, logs = _policy_gradient(log_prob, advantage, mask)
+    return loss.to(dtype), logs
+
+
+def _policy_gradient(log_prob: Tensor, advantage: Tensor, mask: Tensor | None) -> tuple[Tensor, Logs]:
+    """Compute `policy_gradient_loss`, but return a float32 loss for half-precision inputs."""
+    mask = checked_mask(mask, log_prob=log_prob)
+    log_prob, advantage = widened(log_prob, expand_to_tokens(advantage.detach(), log_prob))
+    # Fill masked entries before the product, because a masked NaN would make the gradient NaN.
+    log_prob, advantage = log_prob.masked_fill(~mask, 0.0), advantage.masked_fill(~mask, 0.0)
+    loss = -masked_mean(log_prob * advantage, mask)
+    return loss, {"policy_loss": loss.detach()}
+
+
 def value_loss(value: Tensor, value_target: Tensor, mask: Tensor) -> Tensor:
     """Return the mean squared error of the critic, without a factor of one half.
 
@@ -111,6 +149,34 @@ def value_loss(value: Tensor, value_target: Tensor, mask: Tensor) -> Tensor:
     # Fill masked entries before the square. The square's gradient is proportional to the error, so a masked NaN would
     # give 0 * nan = nan.
     return masked_mean((value - value_target).masked_fill(~mask, 0.0).square(), mask).to(dtype)
+
+
+def huber_value_loss(value: Tensor, value_target: Tensor, mask: Tensor | None = None, *, delta: Scalar) -> Tensor:
+    """Return the mean Huber loss of the critic's errors, which is less sensitive to outliers than `value_loss`.
+
+        mean(huber(value - value_target, delta))
+
+    For small errors, the result is half the result of `value_loss`.
+
+    Args:
+        value: `[*B]` float.
+        value_target: `[*B]` float.
+        mask: `[*B]` bool, or None if every entry counts.
+        delta: size of the error above which the loss is linear, in reward units.
+
+    Returns: 0-d.
+    Gradient: flows through `value` only.
+    Raises: ValueError naming the argument, if shapes differ, `mask` is not bool or a hyperparameter is not 0-d.
+    Source: Huber 1964, "Robust estimation of a location parameter"; Andrychowicz et al. 2020, arXiv:2006.05990,
+        compares both value losses.
+
+    >>> huber_value_loss(torch.tensor([1.0, 5.0]), torch.tensor([2.0, 2.0]), delta=2.0)
+    tensor(2.2500)
+    """
+    mask = checked_mask(mask, value=value, value_target=value_target)
+    dtype, (value, value_target) = common_dtype(value, value_target), widened(value, value_target.detach())
+    # Fill masked entries before the Huber loss, as in `value_loss`.
+    return masked_mean(huber((value - value_target).masked_fill(~mask, 0.0), delta=delta), mask).to(dtype)
 
 
 def clipped_value_loss(
@@ -291,10 +357,12 @@ def ppo_loss(
     >>> float(loss), float(logs["value_loss"]), float(logs["count"])
     (1.0, 4.0, 2.0)
     """
+    mask = checked_mask(mask, log_prob=log_prob, entropy=entropy, value=value, value_target=value_target)
+    dtype = common_dtype(log_prob, old_log_prob, advantage, entropy, value, value_target)
+    policy, logs = _surrogate(log_prob, old_log_prob, advantage, mask, clip_coef)
     critic = value_loss(*widened(value, value_target), mask=mask)
-    return _add_terms(
-        log_prob, old_log_prob, advantage, entropy, value, value_target, mask, critic, clip_coef, vf_coef, ent_coef
-    )
+    loss, logs = _add_terms(policy, logs, critic, entropy, value, value_target, mask, vf_coef, ent_coef)
+    return loss.to(dtype), logs
 
 
 def ppo_loss_clipped_value(
@@ -339,38 +407,174 @@ def ppo_loss_clipped_value(
     >>> float(ppo_loss_clipped_value(x, x, x, x, x + 2, x, x + 2, yes, **coefs)[1]["value_loss"])
     2.25
     """
+    mask = checked_mask(mask, log_prob=log_prob, entropy=entropy, value=value, value_target=value_target)
+    dtype = common_dtype(log_prob, old_log_prob, advantage, entropy, value, value_target)
+    policy, logs = _surrogate(log_prob, old_log_prob, advantage, mask, clip_coef)
     critic = clipped_value_loss(*widened(value, old_value, value_target), mask=mask, clip_coef=clip_coef)
-    return _add_terms(
-        log_prob, old_log_prob, advantage, entropy, value, value_target, mask, critic, clip_coef, vf_coef, ent_coef
-    )
+    loss, logs = _add_terms(policy, logs, critic, entropy, value, value_target, mask, vf_coef, ent_coef)
+    return loss.to(dtype), logs
 
 
-def _add_terms(
+def ppo_loss_kl_penalty(
+    *,
     log_prob: Tensor,
     old_log_prob: Tensor,
+    advantage: Tensor,
+    kl: Tensor,
+    entropy: Tensor,
+    value: Tensor,
+    value_target: Tensor,
+    mask: Tensor | None = None,
+    kl_coef: Scalar,
+    vf_coef: Scalar,
+    ent_coef: Scalar,
+) -> tuple[Tensor, Logs]:
+    """Return the PPO loss with a KL penalty in place of the clip.
+
+        ratio       = exp(min(log_prob - old_log_prob, bound))        bound = exponent_bound(dtype), 44.36 in float32
+        policy_loss = -mean(ratio * advantage)
+        loss        = policy_loss + kl_coef * mean(kl) + vf_coef * value_loss - ent_coef * mean(entropy)
+
+    After each update, `adaptive_kl_coef` adapts `kl_coef`.
+
+    Args:
+        log_prob: `[*B]` float, log-probability in nats under the policy being trained.
+        old_log_prob: `[*B]` float, log-probability in nats under the policy that acted.
+        advantage: `[*B]` float.
+        kl: `[*B]` float, KL(old | new) in nats, for example `categorical_kl(old_logits, logits)`. If only the
+            log-probabilities are known, pass the estimate `kl_k3(old_log_prob, log_prob)`.
+        entropy: `[*B]` float, in nats.
+        value: `[*B]` float, the current output of the critic.
+        value_target: `[*B]` float.
+        mask: `[*B]` bool, or None if every entry counts.
+        kl_coef: weight of the KL penalty; `beta` in the paper.
+        vf_coef: weight of the value loss.
+        ent_coef: weight of the entropy bonus.
+
+    Returns: the 0-d loss, and the logs policy_loss, kl (the mean of `kl`), value_loss, entropy, explained_variance and
+        count.
+    Gradient: flows through `log_prob`, `kl`, `entropy` and `value` only.
+    Raises: ValueError naming the argument, if shapes differ, `mask` is not bool or a hyperparameter is not 0-d.
+    Source: Schulman et al. 2017, arXiv:1707.06347, eq. 8 and 9.
+
+    >>> x = torch.zeros(2)
+    >>> loss, logs = ppo_loss_kl_penalty(log_prob=x, old_log_prob=x, advantage=x + 1, kl=x + 0.5, entropy=x, value=x,
+    ...     value_target=x + 2, kl_coef=2.0, vf_coef=0.5, ent_coef=0.0)
+    >>> float(loss), float(logs["policy_loss"]), float(logs["kl"])
+    (2.0, -1.0, 0.5)
+    """
+    fields = {"entropy": entropy, "value": value, "value_target": value_target}
+    mask = checked_mask(mask, log_prob=log_prob, old_log_prob=old_log_prob, advantage=advantage, kl=kl, **fields)
+    (kl_coef,) = scalars(kl_coef=kl_coef)
+    bound = exponent_bound(common_dtype(log_prob, old_log_prob))
+    dtype = common_dtype(log_prob, old_log_prob, advantage, kl, entropy, value, value_target)
+    log_prob, old_log_prob, advantage = widened(log_prob, old_log_prob.detach(), advantage.detach())
+    ratio = torch.exp((log_prob - old_log_prob).masked_fill(~mask, 0.0).clamp(max=bound))
+    policy = -masked_mean(ratio * advantage.masked_fill(~mask, 0.0), mask)
+    penalty = masked_mean(widened(kl)[0], mask)
+    logs = {"policy_loss": policy.detach(), "kl": penalty.detach()}
+    critic = value_loss(*widened(value, value_target), mask=mask)
+    loss = policy + kl_coef * penalty
+    loss, logs = _add_terms(loss, logs, critic, entropy, value, value_target, mask, vf_coef, ent_coef)
+    return loss.to(dtype), logs
+
+
+def adaptive_kl_coef(kl_coef: Tensor, kl: Tensor, *, target_kl: Scalar, tolerance: Scalar, factor: Scalar) -> Tensor:
+    """Return the weight of the KL penalty for the next update, so that the KL divergence approaches `target_kl`.
+
+        kl_coef / factor        if kl < target_kl / tolerance
+        kl_coef * factor        if kl > target_kl * tolerance
+        kl_coef                 otherwise
+
+    Args:
+        kl_coef: 0-d float, the weight during the last update; `beta` in the paper.
+        kl: 0-d float, mean of KL(old | new) after the update, in nats. If `kl` is NaN, the weight does not change.
+        target_kl: desired KL(old | new), in nats.
+        tolerance: largest ratio of `kl` and `target_kl` that leaves the weight unchanged, at least 1. The paper uses
+            1.5.
+        factor: factor of each change, above 1. The paper uses 2.
+
+    Returns: 0-d, in the dtype of `kl_coef`.
+    Gradient: none, because the result is detached.
+    Raises: ValueError naming an argument that is not 0-d.
+    Source: Schulman et al. 2017, arXiv:1707.06347, sec. 4.
+
+    >>> paper = {"target_kl": 0.01, "tolerance": 1.5, "factor": 2.0}
+    >>> [float(adaptive_kl_coef(torch.tensor(1.0), torch.tensor(kl), **paper)) for kl in (0.001, 0.01, 0.1)]
+    [0.5, 1.0, 2.0]
+    """
+    scalars(kl_coef=kl_coef, kl=kl)
+    target_kl, tolerance, factor = scalars(target_kl=target_kl, tolerance=tolerance, factor=factor)
+    dtype, (kl_coef, kl) = common_dtype(kl_coef), widened(kl_coef.detach(), kl.detach())
+    lower = torch.where(kl < target_kl / tolerance, kl_coef / factor, kl_coef)
+    return torch.where(kl > target_kl * tolerance, kl_coef * factor, lower).to(dtype)
+
+
+def a2c_loss(
+    *,
+    log_prob: Tensor,
     advantage: Tensor,
     entropy: Tensor,
     value: Tensor,
     value_target: Tensor,
-    mask: Tensor,
-    critic: Tensor,
-    clip_coef: Scalar,
+    mask: Tensor | None = None,
     vf_coef: Scalar,
     ent_coef: Scalar,
 ) -> tuple[Tensor, Logs]:
-    """Combine the clipped surrogate, the value loss `critic` and the entropy bonus. Return the loss and the logs."""
+    """Return the A2C loss: the policy-gradient loss, plus the value loss, minus the entropy bonus.
+
+        loss = policy_gradient_loss + vf_coef * value_loss - ent_coef * mean(entropy)
+
+    Args:
+        log_prob: `[*B]` float, log-probability in nats under the policy being trained.
+        advantage: `[*B]` float.
+        entropy: `[*B]` float, in nats.
+        value: `[*B]` float, the current output of the critic.
+        value_target: `[*B]` float.
+        mask: `[*B]` bool, or None if every entry counts.
+        vf_coef: weight of the value loss.
+        ent_coef: weight of the entropy bonus.
+
+    Returns: the 0-d loss, and the logs policy_loss, value_loss, entropy, explained_variance and count.
+    Gradient: flows through `log_prob`, `entropy` and `value` only.
+    Raises: ValueError naming the argument, if shapes differ, `mask` is not bool or a hyperparameter is not 0-d.
+    Source: Mnih et al. 2016, arXiv:1602.01783, algorithm S3, with one batch in place of asynchronous updates.
+
+    >>> x = torch.zeros(2)
+    >>> loss, logs = a2c_loss(log_prob=x - 1, advantage=x + 3, entropy=x, value=x, value_target=x + 2, vf_coef=0.5,
+    ...     ent_coef=0.0)
+    >>> float(loss), float(logs["policy_loss"]), float(logs["value_loss"])
+    (5.0, 3.0, 4.0)
+    """
+    fields = {"entropy": entropy, "value": value, "value_target": value_target}
+    mask = checked_mask(mask, log_prob=log_prob, advantage=advantage, **fields)
+    dtype = common_dtype(log_prob, advantage, entropy, value, value_target)
+    policy, logs = _policy_gradient(log_prob, advantage, mask)
+    critic = value_loss(*widened(value, value_target), mask=mask)
+    loss, logs = _add_terms(policy, logs, critic, entropy, value, value_target, mask, vf_coef, ent_coef)
+    return loss.to(dtype), logs
+
+
+def _add_terms(
+    policy: Tensor,
+    logs: Logs,
+    critic: Tensor,
+    entropy: Tensor,
+    value: Tensor,
+    value_target: Tensor,
+    mask: Tensor,
+    vf_coef: Scalar,
+    ent_coef: Scalar,
+) -> tuple[Tensor, Logs]:
+    """Add the value loss `critic` and the entropy bonus to a policy loss, and their logs to its logs."""
     vf_coef, ent_coef = scalars(vf_coef=vf_coef, ent_coef=ent_coef)
-    same_shape(log_prob=log_prob, entropy=entropy, value=value, value_target=value_target, mask=mask)
-    policy, logs = _surrogate(log_prob, old_log_prob, advantage, mask, clip_coef)
     bonus = masked_mean(widened(entropy)[0], mask)
-    logs |= {
+    return policy + vf_coef * critic - ent_coef * bonus, logs | {
         "value_loss": critic.detach(),
         "entropy": bonus.detach(),
         "explained_variance": explained_variance(value, value_target, mask).to(critic.dtype),
         "count": mask.sum().to(policy.dtype),
     }
-    dtype = common_dtype(log_prob, old_log_prob, advantage, entropy, value, value_target)
-    return (policy + vf_coef * critic - ent_coef * bonus).to(dtype), logs
 
 
 def grpo_loss(

@@ -238,6 +238,7 @@ def vtrace(
     gae_lambda: Scalar,
     clip_rho: Scalar,
     clip_c: Scalar,
+    clip_pg_rho: Scalar,
 ) -> VTrace:
     """Return off-policy corrected value targets and policy-gradient advantages.
 
@@ -247,7 +248,8 @@ def vtrace(
         delta[t]        = rho[t] * (reward[t] + gamma[t] * next_value[t] * not terminated[t] - value[t])
         error[t]        = delta[t] + gamma[t] * c[t] * error[t + 1] * not done[t]
         value_target[t] = value[t] + error[t]
-        advantage[t]    = rho[t] * (reward[t] + gamma[t] * target_next[t] - value[t])
+        pg_rho[t]       = min(clip_pg_rho, ratio[t])
+        advantage[t]    = pg_rho[t] * (reward[t] + gamma[t] * target_next[t] - value[t])
         target_next[t]  = next_value[t] * not terminated[t] if done[t] or t = T - 1 else value_target[t + 1]
 
     `bound` keeps gradients finite and is half the logarithm of the dtype's largest finite value, 44.36 in float32. No
@@ -265,6 +267,7 @@ def vtrace(
         gae_lambda: additional decay of `c`. The paper uses 1.
         clip_rho: upper bound of the ratio in `rho`.
         clip_c: upper bound of the ratio in `c`.
+        clip_pg_rho: upper bound of the ratio in the advantage. The paper uses `clip_rho`.
 
     Returns: `advantage` and `value_target`, each `[*B, T]` in the dtype of `reward`.
     Gradient: flows through every float argument.
@@ -274,7 +277,7 @@ def vtrace(
 
     >>> f, zero = torch.tensor([False, False]), torch.zeros(2)
     >>> vtrace(zero, zero, torch.ones(2), zero, torch.tensor([0.0, 4.0]), f, f,
-    ...     gamma=0.5, gae_lambda=1.0, clip_rho=1.0, clip_c=1.0).value_target.tolist()
+    ...     gamma=0.5, gae_lambda=1.0, clip_rho=1.0, clip_c=1.0, clip_pg_rho=1.0).value_target.tolist()
     [2.5, 3.0]
     """
     same_shape(
@@ -289,7 +292,7 @@ def vtrace(
     check_bool(terminated=terminated, done=done)
     check_steps(reward=reward)
     gamma, (gae_lambda,) = step_discounts(gamma, reward), discounts(gae_lambda=gae_lambda)
-    clip_rho, clip_c = scalars(clip_rho=clip_rho, clip_c=clip_c)
+    clip_rho, clip_c, clip_pg_rho = scalars(clip_rho=clip_rho, clip_c=clip_c, clip_pg_rho=clip_pg_rho)
     bound = exponent_bound(common_dtype(log_prob, old_log_prob))
     dtype, floats = _widen(reward, value, next_value, log_prob, old_log_prob)
     reward, value, next_value, log_prob, old_log_prob = floats
@@ -299,8 +302,53 @@ def vtrace(
     delta = rho * (reward + discount * reached - value)
     value_target = value + reverse_scan(delta, gamma * c.double(), done)
     target_next = torch.cat((value_target[..., 1:], reached[..., -1:]), -1)
-    advantage = rho * (reward + discount * torch.where(done, reached, target_next) - value)
+    td_error = reward + discount * torch.where(done, reached, target_next) - value
+    advantage = ratio.clamp(max=clip_pg_rho) * td_error
     return VTrace(advantage.to(dtype), value_target.to(dtype))
+
+
+def upgo_returns(
+    reward: Tensor, value: Tensor, next_value: Tensor, terminated: Tensor, done: Tensor, *, gamma: Scalar
+) -> Tensor:
+    """Return the targets of upgoing policy updates (UPGO), which follow a trajectory while its actions do well.
+
+        one_step[t] = reward[t] + gamma[t] * next_value[t] * not terminated[t]
+        G[t] = reward[t] + gamma[t] * G[t + 1]      if one_step[t + 1] >= value[t + 1]
+        G[t] = one_step[t]                          otherwise, and where done[t] or t = T - 1
+
+    The action of step t + 1 does at least as well as expected if its one-step target reaches the value of its state.
+    The advantage of the paper is `upgo_returns(...) - value`, weighted as in `vtrace` if the data are off-policy.
+
+    Args:
+        reward: `[*B, T]` float, in reward units.
+        value: `[*B, T]` float, value of the state in which the action was taken. `value` is only compared.
+        next_value: `[*B, T]` float, value of the state that the action led to, before auto-reset.
+        terminated: `[*B, T]` bool.
+        done: `[*B, T]` bool, `terminated | truncated`.
+        gamma: discount, or a `[*B, T]` tensor with the discount of each step.
+
+    Returns: `[*B, T]` in the dtype of `reward`.
+    Gradient: flows through `reward` and `next_value`.
+    Raises: ValueError naming the argument, if shapes differ, `terminated` or `done` is not bool or `gamma` has a wrong
+        shape.
+    Source: Vinyals et al. 2019, "Grandmaster level in StarCraft II using multi-agent reinforcement learning", methods.
+
+    >>> f, value = torch.tensor([False, False]), torch.tensor([0.0, 2.0])
+    >>> upgo_returns(torch.ones(2), value, torch.tensor([2.0, 4.0]), f, f, gamma=0.5).tolist()
+    [2.5, 3.0]
+    >>> upgo_returns(torch.ones(2), value, torch.tensor([2.0, 0.0]), f, f, gamma=0.5).tolist()
+    [2.0, 1.0]
+    """
+    same_shape(reward=reward, value=value, next_value=next_value, terminated=terminated, done=done)
+    check_bool(terminated=terminated, done=done)
+    check_steps(reward=reward)
+    gamma = step_discounts(gamma, reward)
+    dtype, (reward, value, next_value) = _widen(reward, value, next_value)
+    reached = _zero_where(or_zero(terminated, gamma), next_value)
+    one_step = reward + in_dtype(gamma, reward) * reached
+    follows = torch.cat((one_step[..., 1:] >= value[..., 1:], torch.zeros_like(done[..., :1])), -1)
+    cut = done | ~follows
+    return reverse_scan(torch.where(cut, one_step, reward), gamma, cut).to(dtype)
 
 
 def q_lambda(

@@ -8,7 +8,16 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from ecrl.kernels.returns import GAE, VTrace, discounted_returns, gae, n_step_returns, td_lambda_returns, vtrace
+from ecrl.kernels.returns import (
+    GAE,
+    VTrace,
+    discounted_returns,
+    gae,
+    n_step_returns,
+    td_lambda_returns,
+    upgo_returns,
+    vtrace,
+)
 from ecrl.types import Scalar, check_rollout, transitions
 
 
@@ -113,7 +122,14 @@ def compute_gae(rollout: TensorDict, gamma: Scalar, gae_lambda: Scalar) -> GAE:
 
 
 def compute_vtrace(
-    rollout: TensorDict, log_prob: Tensor, *, gamma: Scalar, gae_lambda: Scalar, clip_rho: Scalar, clip_c: Scalar
+    rollout: TensorDict,
+    log_prob: Tensor,
+    *,
+    gamma: Scalar,
+    gae_lambda: Scalar,
+    clip_rho: Scalar,
+    clip_c: Scalar,
+    clip_pg_rho: Scalar,
 ) -> VTrace:
     """Apply `vtrace` to a rollout of shape `[N, T + 1]`. Return the advantages and value targets, each `[N, T]`.
 
@@ -126,12 +142,32 @@ def compute_vtrace(
     >>> zero, no = torch.zeros(1, 3), torch.zeros(1, 3, dtype=torch.bool)
     >>> rollout = TensorDict({"reward": torch.ones(1, 3), "value": zero, "sample_log_prob": zero,
     ...     "terminated": no, "truncated": no, "done": no}, [1, 3])
-    >>> clip = {"clip_rho": 1.0, "clip_c": 1.0}
-    >>> compute_vtrace(rollout, torch.zeros(1, 2), gamma=0.5, gae_lambda=1.0, **clip).value_target.tolist()
+    >>> clips = {"clip_rho": 1.0, "clip_c": 1.0, "clip_pg_rho": 1.0}
+    >>> compute_vtrace(rollout, torch.zeros(1, 2), gamma=0.5, gae_lambda=1.0, **clips).value_target.tolist()
     [[1.5, 1.0]]
     """
     check_rollout(rollout, "sample_log_prob", "reward", "value", "terminated", "truncated", "done")
     s = transitions(rollout)
     fields = (s["sample_log_prob"], s["reward"], s["value"], s["next_value"], s["terminated"], s["done"])
     discount = decision_discounts(s, gamma)
-    return vtrace(log_prob, *fields, gamma=discount, gae_lambda=gae_lambda, clip_rho=clip_rho, clip_c=clip_c)
+    clips = {"clip_rho": clip_rho, "clip_c": clip_c, "clip_pg_rho": clip_pg_rho}
+    return vtrace(log_prob, *fields, gamma=discount, gae_lambda=gae_lambda, **clips)
+
+
+def compute_upgo_returns(rollout: TensorDict, gamma: Scalar) -> Tensor:
+    """Apply `upgo_returns` to a rollout of shape `[N, T + 1]`. The result has shape `[N, T]`.
+
+    The function reads the fields reward, value, terminated, truncated and done and, if present, final_value and
+    executed.
+
+    Raises: ValueError naming a field that is missing or has a wrong shape.
+
+    >>> rollout = TensorDict({"reward": torch.ones(1, 3), "value": torch.full((1, 3), 2.0)} |
+    ...     {k: torch.zeros(1, 3, dtype=torch.bool) for k in ("terminated", "truncated", "done")}, [1, 3])
+    >>> compute_upgo_returns(rollout, 0.5).tolist()
+    [[2.0, 2.0]]
+    """
+    check_rollout(rollout, "reward", "value", "terminated", "truncated", "done")
+    s = transitions(rollout)
+    fields = (s["reward"], s["value"], s["next_value"], s["terminated"], s["done"])
+    return upgo_returns(*fields, gamma=decision_discounts(s, gamma))

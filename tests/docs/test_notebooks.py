@@ -63,6 +63,9 @@ ELSEWHERE = {"GAE", "VTrace", "Squashed"} | {  # results of kernels, and output 
     "informative_groups", "kl_k3_with_k2_gradient", "leave_one_out", "masked_sequence_importance", "overlong_penalty",
     "sapo_loss", "sequence_log_ratio", "sequence_mean", "token_mean", "truncated_importance",
     "truncated_sequence_importance", "vespo_loss", "whiten",
+} | {  # `tests/kernels/test_returns.py` and `tests/kernels/test_losses.py` have numbers by hand
+    "a2c_loss", "adaptive_kl_coef", "compute_upgo_returns", "huber_value_loss", "policy_gradient_loss",
+    "ppo_loss_kl_penalty", "upgo_returns",
 } | {  # flows: `tests/kernels/test_flow_matching.py` has numbers by hand
     "FlowStep", "flow_entropy", "flow_interpolate", "flow_log_prob", "flow_matching_loss", "flow_ode_step",
     "flow_sde_step",

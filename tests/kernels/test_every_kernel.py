@@ -68,18 +68,30 @@ def test_double_in_double_out(name):
     assert dtypes == (set() if name in NO_FLOATS else {torch.float64})
 
 
-def flags_of(name: str) -> dict[int, str]:
-    """Return the positions and names of the bool arguments of a kernel's example call."""
-    named = enumerate(zip(inspect.signature(kernel(name)).parameters, CALLS[name](3)[0], strict=False))
-    return {i: flag for i, (flag, x) in named if isinstance(x, Tensor) and x.dtype == torch.bool}
-
-
-@pytest.mark.parametrize("name", [name for name in CALLS if flags_of(name)])
-def test_flags_of_a_wrong_dtype_are_named(name):
+def arguments(name: str) -> dict[str, Any]:
+    """Return the arguments of a kernel's example call by name."""
     args, kwargs = CALLS[name](3)
-    for i, flag in flags_of(name).items():
-        with pytest.raises(ValueError, match=rf"^{flag} has dtype float32, expected bool$"):
-            kernel(name)(*args[:i], args[i].float(), *args[i + 1 :], **kwargs)
+    return dict(zip(inspect.signature(kernel(name)).parameters, args, strict=False)) | kwargs
+
+
+def call_with(name: str, changes: dict[str, Any]) -> Any:
+    """Call a kernel with its example arguments, of which some are changed."""
+    args, _ = CALLS[name](3)
+    changed = list((arguments(name) | changes).items())
+    return kernel(name)(*(x for _, x in changed[: len(args)]), **dict(changed[len(args) :]))
+
+
+def flags_of(name: str) -> list[str]:
+    """Return the names of the bool arguments of a kernel's example call."""
+    return [flag for flag, x in arguments(name).items() if isinstance(x, Tensor) and x.dtype == torch.bool]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8], ids=str)
+@pytest.mark.parametrize("name", [name for name in CALLS if flags_of(name)])
+def test_flags_of_a_wrong_dtype_are_named(name, dtype):
+    for flag in flags_of(name):
+        with pytest.raises(ValueError, match=rf"^{flag} has dtype {str(dtype)[6:]}, expected bool$"):
+            call_with(name, {flag: arguments(name)[flag].to(dtype)})
 
 
 STEP_DISCOUNTS = {
@@ -91,6 +103,7 @@ STEP_DISCOUNTS = {
     "n_step_returns",
     "running_returns",
     "td_lambda_returns",
+    "upgo_returns",
     "vtrace",
     "categorical_q_target", "categorical_target", "double_q_target", "expected_q_target", "min_q_target",
     "munchausen_target", "q_lambda", "q_target", "quantile_q_target", "retrace", "soft_min_q_target", "soft_q_target",
@@ -99,12 +112,15 @@ STEP_DISCOUNTS = {
 """Kernels whose `gamma` may have the shape of the rewards."""
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in CALLS if any(isinstance(v, Tensor) for v in CALLS[name](3)[1].values())]
-)
+def hyperparameters_of(name: str) -> list[str]:
+    """Return the names of the hyperparameters that are 0-d tensors in a kernel's example call."""
+    return [key for key, value in CALLS[name](3)[1].items() if isinstance(value, Tensor) and not value.ndim]
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if hyperparameters_of(name)])
 def test_hyperparameters_of_a_wrong_shape_are_named(name):
     args, kwargs = CALLS[name](3)
-    for wrong in [key for key, value in kwargs.items() if isinstance(value, Tensor)]:
+    for wrong in hyperparameters_of(name):
         per_step = wrong == "gamma" and name in STEP_DISCOUNTS  # then `[N, T]` is right
         for shape in ((1,), (N, T + 1) if per_step else (N, T), (N, 1)):
             with pytest.raises(
@@ -114,7 +130,8 @@ def test_hyperparameters_of_a_wrong_shape_are_named(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["compute_returns", "compute_n_step_returns", "compute_td_lambda_returns", "compute_gae"]
+    "name",
+    ["compute_returns", "compute_n_step_returns", "compute_td_lambda_returns", "compute_gae", "compute_upgo_returns"],
 )
 def test_a_gamma_of_a_wrong_shape_is_named_on_rollouts(name):
     (fields, gamma, *rest), _ = CALLS[name](3)

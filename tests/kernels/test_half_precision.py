@@ -122,7 +122,7 @@ def test_a_ratio_that_overflows_in_half_precision(dtype):
     assert loss.isfinite() and loss > 10.0 and grad.tolist() == [0.0, 0.0, 0.0]
 
 
-ESTIMATORS = ["discounted_returns", "n_step_returns", "td_lambda_returns", "gae", "vtrace"]
+ESTIMATORS = ["discounted_returns", "n_step_returns", "td_lambda_returns", "gae", "upgo_returns", "vtrace"]
 
 
 @pytest.mark.parametrize("reward_dtype", [torch.bfloat16, torch.float32, torch.float64, torch.int64], ids=str)

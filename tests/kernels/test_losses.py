@@ -9,17 +9,24 @@ from hypothesis import strategies as st
 from support.checks import assert_no_retrace, close
 
 from ecrl.kernels import (
+    a2c_loss,
+    adaptive_kl_coef,
+    categorical_kl,
+    categorical_log_prob,
     clipped_surrogate,
     clipped_value_loss,
     explained_variance,
     grpo_loss,
+    huber_value_loss,
     kl_k1,
     kl_k2,
     kl_k3,
     kl_k3_with_k2_gradient,
     masked_mean,
+    policy_gradient_loss,
     ppo_loss,
     ppo_loss_clipped_value,
+    ppo_loss_kl_penalty,
     standardize,
     value_loss,
 )
@@ -30,12 +37,17 @@ seeds = st.integers(0, 2**31)
 # Every kernel: its tensors, the ones a gradient reaches, its hyperparameters.
 PPO = ("log_prob", "old_log_prob", "advantage", "entropy", "value", "value_target", "mask")
 PPO_CLIPPED = (*PPO[:5], "old_value", *PPO[5:])
+PPO_KL = (*PPO[:3], "kl", *PPO[3:])
+A2C = ("log_prob", *PPO[2:])
 GRPO = ("log_prob", "old_log_prob", "ref_log_prob", "advantage", "entropy", "mask")
 KERNELS = {
     masked_mean: (("x", "mask"), ("x",), {}),
     standardize: (("x", "mask"), ("x",), {"eps": 1e-8}),
     clipped_surrogate: (("log_prob", "old_log_prob", "advantage", "mask"), ("log_prob",), {"clip_coef": 0.2}),
+    policy_gradient_loss: (("log_prob", "advantage", "mask"), ("log_prob",), {}),
+    a2c_loss: (A2C, ("log_prob", "entropy", "value"), {"vf_coef": 0.5, "ent_coef": 0.1}),
     value_loss: (("value", "value_target", "mask"), ("value",), {}),
+    huber_value_loss: (("value", "value_target", "mask"), ("value",), {"delta": 0.8}),
     clipped_value_loss: (("value", "old_value", "value_target", "mask"), ("value",), {"clip_coef": 0.2}),
     kl_k1: (("log_prob", "ref_log_prob"), ("log_prob", "ref_log_prob"), {}),
     kl_k2: (("log_prob", "ref_log_prob"), ("log_prob", "ref_log_prob"), {}),
@@ -47,6 +59,11 @@ KERNELS = {
         PPO_CLIPPED,
         ("log_prob", "entropy", "value"),
         {"clip_coef": 0.2, "vf_coef": 0.5, "ent_coef": 0.1},
+    ),
+    ppo_loss_kl_penalty: (
+        PPO_KL,
+        ("log_prob", "kl", "entropy", "value"),
+        {"kl_coef": 0.6, "vf_coef": 0.5, "ent_coef": 0.1},
     ),
     grpo_loss: (GRPO, ("log_prob", "entropy"), {"clip_coef": 0.2, "kl_coef": 0.6, "ent_coef": 0.1}),
 }
@@ -67,6 +84,7 @@ def random_batch(seed, *shape, dtype=torch.float32):
         "log_prob",
         "old_log_prob",
         "ref_log_prob",
+        "kl",
     )
     batch = {name: torch.randn(shape, generator=g, dtype=dtype) for name in names}
     batch |= {name: 0.3 * batch[name] for name in names if "log_prob" in name}  # ratios on both sides of the clip
@@ -78,7 +96,7 @@ def random_batch(seed, *shape, dtype=torch.float32):
 def run(kernel, batch, call=None, **hyper):
     """`(output, logs)`; logs are empty where the kernel has none."""
     names, _, defaults = KERNELS[kernel]
-    out = (call or kernel)(*(batch[name] for name in names), **(defaults | hyper))
+    out = (call or kernel)(**{name: batch[name] for name in names}, **(defaults | hyper))
     return out if isinstance(out, tuple) else (out, {})
 
 
@@ -91,11 +109,14 @@ def with_junk(batch, fill):
 # value - target = [-1, 0, -2]: mean square 5/3. Targets 2, 2, 5: variance 2; residuals 1, 0, 2: variance 2/3.
 # Held within 1/4 of the old values [2, 2, 2]: [7/4, 2, 9/4], errors [1/16, 0, 121/16]; the larger [1, 0, 121/16].
 # ref / new = [1, 2, 1/2]: k3 = [0, 1 - log 2, log 2 - 1/2], mean 1/6.
+# Policy gradient: log_prob * advantage = [0, log(3/2), log 2], sum log 3. Unclipped: [2, 3/2, -1/2], mean 1.
+# Huber losses of [-1, 0, -2] with delta 3/2: [1/2, 0, 3/2 * (2 - 3/4)] = [1/2, 0, 15/8], mean 19/24.
 HAND = {
     "log_prob": torch.tensor([1.0, 1.5, 0.5, NAN]).log(),
     "old_log_prob": torch.tensor([0.0, 0.0, 0.0, NAN]),
     "ref_log_prob": torch.tensor([1.0, 3.0, 0.25, NAN]).log(),
     "advantage": torch.tensor([2.0, 1.0, -1.0, NAN]),
+    "kl": torch.tensor([0.5, 0.0, 1.0, NAN]),
     "entropy": torch.tensor([1.0, 2.0, 3.0, NAN]),
     "value": torch.tensor([1.0, 2.0, 3.0, NAN]),
     "old_value": torch.tensor([2.0, 2.0, 2.0, NAN]),
@@ -105,7 +126,16 @@ HAND = {
 POLICY = {"policy_loss": -5 / 6, "approx_kl": log(4 / 3) / 3, "clip_frac": 2 / 3}
 TABLE = [
     (clipped_surrogate, {"clip_coef": 0.25}, -5 / 6, POLICY),
+    (policy_gradient_loss, {}, -log(3) / 3, {"policy_loss": -log(3) / 3}),
+    (
+        a2c_loss,
+        {"vf_coef": 0.5, "ent_coef": 0.1},
+        -log(3) / 3 + 0.5 * 5 / 3 - 0.1 * 2,
+        {"policy_loss": -log(3) / 3, "value_loss": 5 / 3, "entropy": 2.0, "explained_variance": 2 / 3, "count": 3.0},
+    ),
     (value_loss, {}, 5 / 3, {}),
+    (huber_value_loss, {"delta": 1.5}, 19 / 24, {}),
+    (huber_value_loss, {"delta": INF}, 5 / 6, {}),
     (explained_variance, {}, 2 / 3, {}),
     (
         ppo_loss,
@@ -118,6 +148,19 @@ TABLE = [
         {"clip_coef": 0.25, "vf_coef": 0.5, "ent_coef": 0.1},
         -5 / 6 + 0.5 * 137 / 48 - 0.1 * 2,
         POLICY | {"value_loss": 137 / 48, "entropy": 2.0, "explained_variance": 2 / 3, "count": 3.0},
+    ),
+    (
+        ppo_loss_kl_penalty,
+        {"kl_coef": 0.6, "vf_coef": 0.5, "ent_coef": 0.1},
+        -1.0 + 0.6 * 0.5 + 0.5 * 5 / 3 - 0.1 * 2,
+        {
+            "policy_loss": -1.0,
+            "kl": 0.5,
+            "value_loss": 5 / 3,
+            "entropy": 2.0,
+            "explained_variance": 2 / 3,
+            "count": 3.0,
+        },
     ),
     (
         grpo_loss,
@@ -151,6 +194,41 @@ def test_means_by_hand(variant):
     close(variant(standardize)(x, mask, eps=1e-8), [[-1.0, 0.0], [0.0, 1.0]])  # variance (4 + 0 + 4) / 2
     close(variant(standardize)(x, mask, eps=4.0), [[-0.5, 0.0], [0.0, 0.5]])  # 4 is the larger divisor
     close(variant(standardize)(x, mask & (x > 4), eps=1e-8), [[0.0, 0.0], [0.0, 0.0]])  # one entry has no spread
+
+
+@pytest.mark.parametrize(
+    ("kl", "expected"),
+    [
+        (0.0, 1.5),  # 3 / 2
+        (0.9, 1.5),  # below 2 / 2
+        (1.0, 3.0),  # within [1, 4], ends included
+        (4.0, 3.0),
+        (4.1, 6.0),
+        (INF, 6.0),
+        (NAN, 3.0),
+    ],
+)
+def test_adaptive_kl_coef_by_hand(variant, kl, expected):
+    numbers = {"target_kl": 2.0, "tolerance": 2.0, "factor": 2.0}
+    for given_as in (float, torch.tensor):
+        hyper = {name: given_as(number) for name, number in numbers.items()}
+        close(variant(adaptive_kl_coef)(torch.tensor(3.0), torch.tensor(kl), **hyper), expected)
+
+
+@given(seed=seeds, tolerance=st.floats(1.0, 4.0), factor=st.floats(1.125, 4.0))
+def test_adaptive_kl_coef_moves_against_the_divergence(seed, tolerance, factor):
+    kl_coef, kl, target_kl = torch.rand(3, generator=torch.Generator().manual_seed(seed)).add(0.01).unbind()
+    hyper = {"target_kl": target_kl, "tolerance": tolerance, "factor": factor}
+    after = adaptive_kl_coef(kl_coef.requires_grad_(), kl, **hyper)
+    assert not after.requires_grad and min(after, kl_coef) >= max(after, kl_coef) / (1.001 * factor)
+    assert (after > kl_coef) == (kl > target_kl * tolerance) and (after < kl_coef) == (kl < target_kl / tolerance)
+
+
+@pytest.mark.parametrize("name", ["kl_coef", "kl"])
+def test_adaptive_kl_coef_names_a_tensor_of_several_numbers(name):
+    tensors = {"kl_coef": torch.tensor(1.0), "kl": torch.tensor(1.0)} | {name: torch.ones(2)}
+    with pytest.raises(ValueError, match=rf"^{name} has shape \[2\], expected a number or a 0-d tensor$"):
+        adaptive_kl_coef(**tensors, target_kl=0.01, tolerance=1.5, factor=2.0)
 
 
 CONSTANTS = [1e-3, 0.1, -1e6, 1e17]
@@ -234,7 +312,11 @@ FAR = {"log_prob": torch.tensor([500.0, 600.0, 1000.0, 0.0]), "old_log_prob": to
 FAR |= {"advantage": torch.tensor([2.0, -1.0, 0.0, 1.0]), "mask": torch.tensor([T, T, T, T])}
 
 
-@pytest.mark.parametrize("kernel", [k for k in MASKED if "old_log_prob" in KERNELS[k][0]], ids=lambda k: k.__name__)
+@pytest.mark.parametrize(
+    "kernel",
+    [k for k in MASKED if "clip_coef" in KERNELS[k][2] and "advantage" in KERNELS[k][0]],
+    ids=lambda k: k.__name__,
+)
 def test_ratios_that_overflow_leave_loss_and_gradient_finite(variant, kernel):
     zeros = {name: torch.zeros(4) for name in KERNELS[kernel][0]}
     loss, logs = run(kernel, zeros | FAR, variant(kernel), clip_coef=0.2)
@@ -245,7 +327,11 @@ def test_ratios_that_overflow_leave_loss_and_gradient_finite(variant, kernel):
     assert torch.isfinite(loss) and all(value.isfinite() for value in logs.values())
 
 
-@pytest.mark.parametrize("kernel", [k for k in MASKED if "old_log_prob" in KERNELS[k][0]], ids=lambda k: k.__name__)
+@pytest.mark.parametrize(
+    "kernel",
+    [k for k in MASKED if "clip_coef" in KERNELS[k][2] and "advantage" in KERNELS[k][0]],
+    ids=lambda k: k.__name__,
+)
 def test_gradients_of_ratios_that_overflow(kernel):
     zeros = {name: torch.zeros(4) for name in KERNELS[kernel][0]}
     log_prob = FAR["log_prob"].clone().requires_grad_()
@@ -255,6 +341,17 @@ def test_gradients_of_ratios_that_overflow(kernel):
     assert torch.autograd.grad(loss, log_prob)[0].tolist() == [0.0, 0.0, 0.0, -0.25]
     only = FAR["mask"] & (FAR["advantage"] >= 0)  # without the negative one the loss is an ordinary number
     close(run(kernel, zeros | FAR | {"log_prob": log_prob, "mask": only}, clip_coef=0.2)[0], -3.4 / 3)
+
+
+def test_a_ratio_without_a_clip_is_finite(variant):
+    """The ratios of the first three are exp(bound): the mean of [2 e, -e, 0, 1]."""
+    zeros = {name: torch.zeros(4) for name in PPO_KL}
+    loss, logs = run(ppo_loss_kl_penalty, zeros | FAR, variant(ppo_loss_kl_penalty))
+    close(loss / ((1.0 + exp(log(torch.finfo(loss.dtype).max) / 2)) / 4), -1.0)
+    assert all(value.isfinite() for value in logs.values())
+    log_prob = FAR["log_prob"].clone().requires_grad_()
+    (grad,) = torch.autograd.grad(run(ppo_loss_kl_penalty, zeros | FAR | {"log_prob": log_prob})[0], log_prob)
+    assert grad.tolist() == [0.0, 0.0, 0.0, -0.25]
 
 
 def test_a_bounded_k3_is_finite(variant):
@@ -284,6 +381,17 @@ def loop(kernel, batch, **hyper):
         ratio, eps = exp(r["log_prob"] - r["old_log_prob"]), hyper["clip_coef"]
         return min(ratio * r["advantage"], min(max(ratio, 1 - eps), 1 + eps) * r["advantage"])
 
+    def huber(r):
+        size, delta = abs(r["value"] - r["value_target"]), hyper["delta"]
+        return size**2 / 2 if size <= delta else delta * (size - delta / 2)
+
+    def actor_critic(policy):
+        return (
+            policy
+            + hyper["vf_coef"] * mean([critic(r) for r in rows])
+            - hyper["ent_coef"] * mean([r["entropy"] for r in rows])
+        )
+
     def k3(r):
         q = r["ref_log_prob"] - r["log_prob"]
         return exp(q) - 1 - q
@@ -309,6 +417,15 @@ def loop(kernel, batch, **hyper):
             errors = [r["value_target"] - r["value"] for r in rows]
             spread = [mean([(x - mean(xs)) ** 2 for x in xs]) for xs in (errors, targets)]
             return 1 - spread[0] / spread[1]
+        case "huber_value_loss":
+            return mean([huber(r) for r in rows])
+        case "policy_gradient_loss":
+            return -mean([r["log_prob"] * r["advantage"] for r in rows])
+        case "a2c_loss":
+            return actor_critic(-mean([r["log_prob"] * r["advantage"] for r in rows]))
+        case "ppo_loss_kl_penalty":
+            ratio = [exp(r["log_prob"] - r["old_log_prob"]) * r["advantage"] for r in rows]
+            return actor_critic(hyper["kl_coef"] * mean([r["kl"] for r in rows]) - mean(ratio))
         case "clipped_surrogate":
             return -mean([surrogate(r) for r in rows])
         case "ppo_loss" | "ppo_loss_clipped_value":
@@ -421,20 +538,14 @@ def test_ppo_at_ratio_one_is_reinforce(seed):
         loss, logs = run(kernel, same)
         close(torch.autograd.grad(loss, log_prob)[0], reinforce, tol=1e-6)
         assert logs["approx_kl"] == logs["clip_frac"] == 0.0
+    for kernel in (ppo_loss_kl_penalty, policy_gradient_loss, a2c_loss):
+        close(torch.autograd.grad(run(kernel, same)[0], log_prob)[0], reinforce, tol=1e-6)
 
 
 @given(seed=seeds)
 def test_the_order_of_entries_does_not_matter(seed):
     batch, order = random_batch(seed, 12), torch.randperm(12, generator=torch.Generator().manual_seed(seed))
-    for kernel in (
-        clipped_surrogate,
-        value_loss,
-        clipped_value_loss,
-        explained_variance,
-        ppo_loss,
-        ppo_loss_clipped_value,
-        grpo_loss,
-    ):
+    for kernel in [kernel for kernel in MASKED if kernel is not standardize]:
         shuffled, plain = run(kernel, {k: v[order] for k, v in batch.items()})[0], run(kernel, batch)[0]
         close(shuffled, plain, tol=1e-4)
 
@@ -448,7 +559,30 @@ def test_a_value_that_stayed_near_is_not_held(seed):
     assert run(ppo_loss_clipped_value, batch)[0] >= run(ppo_loss, batch)[0] - 1e-6
 
 
-@pytest.mark.parametrize("kernel", [clipped_surrogate, grpo_loss], ids=lambda k: k.__name__)
+@given(seed=seeds)
+def test_the_huber_loss_lies_between_its_limits(seed):
+    batch = random_batch(seed, 12)
+    squared, absolute = run(value_loss, batch)[0], loop(huber_value_loss, batch, delta=1e-6) / 1e-6
+    close(run(huber_value_loss, batch, delta=50.0)[0], squared / 2)
+    close(run(huber_value_loss, batch, delta=1e-6)[0] / 1e-6, absolute)
+    assert run(huber_value_loss, batch)[0] <= min(squared / 2, 0.8 * absolute) + 1e-5
+
+
+@given(seed=seeds)
+def test_the_penalty_pulls_the_policy_back(seed):
+    """With the exact divergence and no advantage, the gradient vanishes at the old policy only."""
+    g = torch.Generator().manual_seed(seed)
+    old, new = torch.randn(2, 6, 3, generator=g, dtype=torch.float64).unbind()
+    action, batch = torch.arange(6) % 3, random_batch(seed, 6, dtype=torch.float64)
+    for logits, moves in ((old, False), (new, True)):
+        logits = logits.clone().requires_grad_()
+        probs = {"log_prob": categorical_log_prob(logits, action), "old_log_prob": categorical_log_prob(old, action)}
+        fields = batch | probs | {"advantage": torch.zeros(6), "kl": categorical_kl(old, logits)}
+        (grad,) = torch.autograd.grad(run(ppo_loss_kl_penalty, fields)[0], logits)
+        assert (grad.abs() > 1e-9)[batch["mask"]].any(-1).all() == moves and not grad[~batch["mask"]].any()
+
+
+@pytest.mark.parametrize("kernel", [clipped_surrogate, grpo_loss, policy_gradient_loss], ids=lambda k: k.__name__)
 def test_advantage_per_step_serves_every_token(variant, kernel):
     # [N, T, L] log-probabilities with [N, T] or [N] advantages: the same as an advantage repeated per token by hand.
     batch = random_batch(3, 2, 3, 4)

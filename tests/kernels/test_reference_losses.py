@@ -7,9 +7,25 @@ import numpy as np
 import pytest
 import torch
 from support.checks import close
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
 from torch.nn import functional
 
-from ecrl.kernels import clipped_surrogate, ppo_loss, ppo_loss_clipped_value, standardize, value_loss
+from ecrl.kernels import (
+    a2c_loss,
+    adaptive_kl_coef,
+    categorical_entropy,
+    categorical_kl,
+    categorical_log_prob,
+    clipped_surrogate,
+    huber_value_loss,
+    policy_gradient_loss,
+    ppo_loss,
+    ppo_loss_clipped_value,
+    ppo_loss_kl_penalty,
+    standardize,
+    value_loss,
+)
 
 pytestmark = pytest.mark.ref
 CLIP, VF, ENT = 0.2, 0.5, 0.01
@@ -57,6 +73,90 @@ def test_rlax_clipped_surrogate():
         expected, gradient = jax.value_and_grad(rlax_loss)(log_prob.detach().numpy())
         close(loss.detach(), float(expected), tol=1e-6)
         close(torch.autograd.grad(loss, log_prob)[0], torch.from_numpy(np.array(gradient)), tol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Rlax softmax will be deprecated")
+def test_rlax_policy_gradient_loss():
+    rlax, jax = pytest.importorskip("rlax"), pytest.importorskip("jax")
+    for seed in range(3):
+        g, b = torch.Generator().manual_seed(seed), batch(seed)
+        logits, action = torch.randn(64, 5, generator=g).requires_grad_(), torch.randint(5, (64,), generator=g)
+        mask = torch.rand(64, generator=g) < 0.7
+        loss, _ = policy_gradient_loss(categorical_log_prob(logits, action), b["advantage"], mask)
+        weight = (mask * 64 / mask.sum()).numpy()  # rlax weights the entries, and divides by their number
+
+        def rlax_loss(x, action=action.int().numpy(), advantage=b["advantage"].numpy(), weight=weight):
+            return rlax.policy_gradient_loss(x, action, advantage, weight)
+
+        expected, gradient = jax.value_and_grad(rlax_loss)(logits.detach().numpy())
+        close(loss.detach(), float(expected), tol=1e-6)
+        close(torch.autograd.grad(loss, logits)[0], torch.from_numpy(np.array(gradient)), tol=1e-6)
+
+
+@pytest.mark.parametrize("delta", [0.5, 1.0, 3.0])
+def test_rlax_and_torch_huber_losses(delta):
+    rlax, b = pytest.importorskip("rlax"), batch()
+    loss = huber_value_loss(b["value"], b["value_target"], YES, delta=delta)
+    close(loss, float(rlax.huber_loss((b["value"] - b["value_target"]).numpy(), delta).mean()), tol=1e-6)
+    close(loss, functional.huber_loss(b["value"], b["value_target"], delta=delta), tol=1e-6)
+
+
+def stable_baselines3_a2c(b):
+    """The lines of its A2C.train."""
+    policy_loss = -(b["advantage"] * b["log_prob"]).mean()
+    value_loss = functional.mse_loss(b["value_target"], b["value"])
+    entropy_loss = -torch.mean(b["entropy"])
+    return policy_loss + ENT * entropy_loss + VF * value_loss
+
+
+def test_stable_baselines3_a2c():
+    names = ("log_prob", "advantage", "entropy", "value", "value_target")
+    same(lambda b: a2c_loss(**{k: b[k] for k in names}, vf_coef=VF, ent_coef=ENT)[0], stable_baselines3_a2c)
+
+
+@pytest.mark.parametrize(("step", "expected_beta"), [(0.0, 0.375), (0.05, 0.375), (0.15, 0.75), (0.3, 1.5)])
+def test_torchrl_ppo_with_a_kl_penalty(step, expected_beta):
+    """The loss, its gradient, and the next weight of the penalty, for policies at several distances."""
+    objectives, modules = pytest.importorskip("torchrl.objectives"), pytest.importorskip("torchrl.modules")
+    g, b = torch.Generator().manual_seed(7), {k: v.unsqueeze(-1) for k, v in batch().items()}
+    policy, critic = torch.nn.Linear(4, 3), torch.nn.Linear(4, 1)
+    for p in (*policy.parameters(), *critic.parameters()):
+        p.data = torch.randn(p.shape, generator=g)
+    actor = modules.ProbabilisticActor(
+        TensorDictModule(policy, ["observation"], ["logits"]),
+        in_keys=["logits"],
+        out_keys=["action"],
+        distribution_class=torch.distributions.Categorical,
+        return_log_prob=True,
+    )
+    value = modules.ValueOperator(critic, in_keys=["observation"])
+    settings = {"beta": 0.75, "dtarg": 0.01, "loss_critic_type": "l2", "entropy_coeff": ENT, "critic_coeff": VF}
+    # It changes beta in place before the backward pass, so the gradient is compared with a beta that stays.
+    constant = objectives.KLPENPPOLoss(actor, value, **settings, increment=1.0, decrement=1.0)
+    adaptive = objectives.KLPENPPOLoss(actor, value, **settings, increment=2.0, decrement=0.5)
+    obs, action = torch.randn(64, 4, generator=g), torch.randint(3, (64,), generator=g)
+    old_logits = policy(obs).detach()
+    policy.weight.data += step * torch.randn(3, 4, generator=g)
+
+    logits, now = policy(obs), critic(obs).squeeze(-1)
+    fields = {"log_prob": categorical_log_prob(logits, action), "kl": categorical_kl(old_logits, logits)}
+    fields |= {"old_log_prob": categorical_log_prob(old_logits, action), "entropy": categorical_entropy(logits)}
+    fields |= {name: b[name].squeeze(-1) for name in ("advantage", "value_target")}
+    loss, logs = ppo_loss_kl_penalty(**fields, value=now, kl_coef=0.75, vf_coef=VF, ent_coef=ENT)
+
+    data = {"observation": obs, "action": action, "logits": old_logits, "action_log_prob": fields["old_log_prob"]}
+    data = TensorDict(data | {name: b[name] for name in ("advantage", "value_target")}, [64])
+    out = constant(data)
+    expected = out["loss_objective"] + out["loss_critic"] + out["loss_entropy"]
+    weights = (policy.weight, critic.weight)
+    close(loss, expected, tol=1e-6)
+    grads = [torch.autograd.grad(x, weights) for x in (loss, expected)]
+    for actual, other in zip(*grads, strict=True):
+        close(actual, other, tol=1e-6)
+    beta = adaptive_kl_coef(torch.tensor(0.75), logs["kl"], target_kl=0.01, tolerance=1.5, factor=2.0)
+    adaptive(data)
+    close(beta, adaptive.beta)
+    assert float(beta) == expected_beta
 
 
 def cleanrl(b, clip_vloss):

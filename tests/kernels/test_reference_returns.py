@@ -16,6 +16,7 @@ from ecrl.kernels import (
     gae,
     n_step_returns,
     td_lambda_returns,
+    upgo_returns,
     vtrace,
 )
 
@@ -99,9 +100,21 @@ def test_rlax_gae(rlax, gamma, gae_lambda):
     close_to(actual.advantage, rlax.truncated_generalized_advantage_estimation(reward, discount, gae_lambda, values))
 
 
-def our_vtrace(s, gamma, gae_lambda, clip_rho, clip_c=1.0):
-    inputs = fields(s, "log_prob", "old_log_prob", *WHOLE)
-    return vtrace(*inputs, gamma=gamma, gae_lambda=gae_lambda, clip_rho=clip_rho, clip_c=clip_c)
+@pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
+def test_upgo_is_the_lambda_returns_of_rlax_with_one_lambda_per_step(rlax, gamma):
+    # rlax has no UPGO. Its lambda is 1 where the next action does at least as well as expected, and 0 elsewhere.
+    s = steps(T)
+    discount, _, a = in_rlax(s, gamma, 1.0)
+    one_step = a["reward"] + discount * a["next_value"]
+    follows = np.append(one_step[1:] >= a["value"][1:], False) & ~s["done"].numpy()
+    assert 0.2 < follows.mean() < 0.8
+    actual = upgo_returns(*fields(s, *WHOLE), gamma=gamma)
+    close_to(actual, rlax.lambda_returns(a["reward"], discount, a["next_value"], follows.astype(np.float32)))
+
+
+def our_vtrace(s, gamma, gae_lambda, clip_rho, clip_c=1.0, clip_pg_rho=1.0):
+    inputs, clips = fields(s, "log_prob", "old_log_prob", *WHOLE), {"clip_c": clip_c, "clip_pg_rho": clip_pg_rho}
+    return vtrace(*inputs, gamma=gamma, gae_lambda=gae_lambda, clip_rho=clip_rho, **clips)
 
 
 @each_hyper
@@ -115,8 +128,8 @@ def test_rlax_vtrace(rlax, gamma, gae_lambda, clip_rho):
     close_to(our_vtrace(s, gamma, gae_lambda, clip_rho).value_target - s["value"], error)
 
 
-@pytest.mark.parametrize("clip_rho", [0.7, 1.0, 3.0])
-def test_rlax_vtrace_advantage(rlax, clip_rho):
+@pytest.mark.parametrize(("clip_rho", "clip_pg_rho"), [(0.7, 0.7), (1.0, 1.0), (1.0, 2.5), (3.0, 0.5)])
+def test_rlax_vtrace_advantage(rlax, clip_rho, clip_pg_rho):
     # Its policy advantage mixes target and value by lambda, the paper and ecrl do not: they meet at lambda = 1. At a
     # time limit it bootstraps from the next row's value, not from the state reached, so there are only true ends here.
     s = steps(T)
@@ -126,9 +139,9 @@ def test_rlax_vtrace_advantage(rlax, clip_rho):
     discount, _, a = in_rlax(s, 0.9, 1.0)
     rho = torch.exp(s["log_prob"] - s["old_log_prob"]).numpy()
     out = rlax.vtrace_td_error_and_advantage(
-        a["value"], a["next_value"], a["reward"], discount, rho, 1.0, clip_rho, clip_pg_rho_threshold=clip_rho
+        a["value"], a["next_value"], a["reward"], discount, rho, 1.0, clip_rho, clip_pg_rho_threshold=clip_pg_rho
     )
-    actual = our_vtrace(s, 0.9, 1.0, clip_rho)
+    actual = our_vtrace(s, 0.9, 1.0, clip_rho, clip_pg_rho=clip_pg_rho)
     close_to(actual.advantage, out.pg_advantage)
     close_to(actual.value_target - s["value"], out.errors)
 
@@ -170,7 +183,7 @@ def test_torchrl_vtrace(torchrl, gamma, clip_rho, clip_c):
     s = steps(3, T, seed=3)
     inputs = columns(s, "log_prob", "old_log_prob", "value", "next_value", "reward", "done", "terminated")
     advantage, target = torchrl.vtrace_advantage_estimate(gamma, *inputs, clip_rho, clip_c)
-    actual = our_vtrace(s, gamma, 1.0, clip_rho, clip_c)
+    actual = our_vtrace(s, gamma, 1.0, clip_rho, clip_c, clip_pg_rho=clip_rho)
     size = target.abs().max()
     close(actual.value_target / size, target.squeeze(-1) / size)
     close(actual.advantage / size, advantage.squeeze(-1) / size)

@@ -10,17 +10,17 @@ from support.kernel_calls import CALLS
 from support.kernel_calls import kernel as kernel_named
 
 from ecrl.compile.jit import choose_form
-from ecrl.kernels import discounted_returns, gae, n_step_returns, td_lambda_returns, vtrace
+from ecrl.kernels import discounted_returns, gae, n_step_returns, td_lambda_returns, upgo_returns, vtrace
 
 NAN = float("nan")
-KERNELS = [discounted_returns, n_step_returns, td_lambda_returns, gae, vtrace]
+KERNELS = [discounted_returns, n_step_returns, td_lambda_returns, gae, upgo_returns, vtrace]
 PLAIN = ("reward", "next_value", "terminated", "done")
 ARGS = {discounted_returns: PLAIN, n_step_returns: PLAIN, td_lambda_returns: PLAIN}
-ARGS[gae] = ("reward", "value", "next_value", "terminated", "done")
+ARGS[gae] = ARGS[upgo_returns] = ("reward", "value", "next_value", "terminated", "done")
 ARGS[vtrace] = ("log_prob", "old_log_prob", *ARGS[gae])
-HYPER = {discounted_returns: {"gamma": 0.9}, n_step_returns: {"gamma": 0.9, "n": 3}}
+HYPER = {discounted_returns: {"gamma": 0.9}, upgo_returns: {"gamma": 0.9}, n_step_returns: {"gamma": 0.9, "n": 3}}
 HYPER[td_lambda_returns] = HYPER[gae] = {"gamma": 0.9, "gae_lambda": 0.7}
-HYPER[vtrace] = {**HYPER[gae], "clip_rho": 1.2, "clip_c": 0.8}
+HYPER[vtrace] = {**HYPER[gae], "clip_rho": 1.2, "clip_c": 0.8, "clip_pg_rho": 1.5}
 each_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.__name__)
 unit = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0.0, 1.0))
 seeds = st.integers(0, 2**31)
@@ -41,6 +41,12 @@ def consistent(steps):
     return steps | {"next_value": torch.where(steps["done"], steps["next_value"], follows)}
 
 
+def live(kernel, steps):
+    """Names of the arguments that a gradient reaches: all floats, except the value that UPGO only compares."""
+    compared = ("value",) if kernel is upgo_returns else ()
+    return [name for name in ARGS[kernel] if steps[name].is_floating_point() and name not in compared]
+
+
 def run(kernel, steps, call=None, **hyper):
     """The kernel's outputs, stacked: `[outputs, *B, T]`."""
     out = (call or kernel)(*(steps[name] for name in ARGS[kernel]), **(HYPER[kernel] | hyper))
@@ -53,7 +59,9 @@ def run(kernel, steps, call=None, **hyper):
 # gae:        delta = one-step - value = [1, 4, 2, 4];  A0 = 1 + 4/4 = 2
 # vtrace:     ratio = [2, 1/2, 4, 1]: rho = min(2, .) = [2, 1/2, 2, 1];  c = min(1, .)/2 = [1/2, 1/4, 1/2, 1/2]
 #             rho * delta = [2, 2, 4, 4];  error0 = 2 + 2/2 * 1/2 = 2.5;  target = value + [2.5, 2, 4, 4]
-#             target_next = [4, 8, 0, 4];  advantage = rho * (r + target_next / 2 - value) = [2*2, 4/2, 2*2, 4]
+#             target_next = [4, 8, 0, 4];  td_error = r + target_next / 2 - value = [2, 4, 2, 4]
+#             pg_rho = min(3, ratio) = [2, 1/2, 3, 1];  advantage = pg_rho * td_error = [4, 2, 6, 4]
+# upgo:       step 1 reaches 6 >= 2 = value: G0 = 1 + 6/2
 HAND = {
     "reward": torch.tensor([1.0, 2.0, 3.0, 4.0]),
     "value": torch.tensor([1.0, 2.0, 1.0, 2.0]),
@@ -70,7 +78,9 @@ TABLE = [
     (n_step_returns, {"gamma": 0.5, "n": 2}, [[4.0, 6.0, 3.0, 6.0]]),
     (td_lambda_returns, HALF, [[3.0, 6.0, 3.0, 6.0]]),
     (gae, HALF, [[2.0, 4.0, 2.0, 4.0], [3.0, 6.0, 3.0, 6.0]]),
-    (vtrace, HALF | {"clip_rho": 2.0, "clip_c": 1.0}, [[4.0, 2.0, 4.0, 4.0], [3.5, 4.0, 5.0, 6.0]]),
+    (upgo_returns, {"gamma": 0.5}, [[4.0, 6.0, 3.0, 6.0]]),
+    (vtrace, HALF | {"clip_rho": 2.0, "clip_c": 1.0, "clip_pg_rho": 2.0}, [[4.0, 2.0, 4.0, 4.0], [3.5, 4.0, 5.0, 6.0]]),
+    (vtrace, HALF | {"clip_rho": 2.0, "clip_c": 1.0, "clip_pg_rho": 3.0}, [[4.0, 2.0, 6.0, 4.0], [3.5, 4.0, 5.0, 6.0]]),
 ]
 
 
@@ -92,6 +102,22 @@ def test_by_hand(variant, kernel, hyper, expected):
 def test_n_step_counts_rewards(n, expected):
     no = torch.zeros(4, dtype=torch.bool)
     close(n_step_returns(torch.ones(4), 8 * torch.ones(4), no, no, gamma=0.5, n=n), expected)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ([9.0, 0.0, 0.0, 0.0], [2.375, 2.75, 3.5, 5.0]),  # every action does well; the value of step 0 is not read
+        ([2.0, 3.0, 3.0, 5.0], [2.375, 2.75, 3.5, 5.0]),  # as well as expected
+        ([0.0, 3.5, 0.0, 0.0], [2.0, 2.75, 3.5, 5.0]),  # step 1 does worse
+        ([0.0, 0.0, 3.5, 0.0], [2.5, 3.0, 3.5, 5.0]),  # step 2 does worse: 1 + 3/2
+        ([0.0, 0.0, 3.5, 5.5], [2.5, 3.0, 3.0, 5.0]),  # steps 2 and 3 do worse
+    ],
+)
+def test_upgo_follows_actions_that_do_well(variant, value, expected):
+    # one-step targets: 1 + [2, 4, 4, 8] / 2 = [2, 3, 3, 5]
+    no, next_value = torch.zeros(4, dtype=torch.bool), torch.tensor([2.0, 4.0, 4.0, 8.0])
+    close(variant(upgo_returns)(torch.ones(4), torch.tensor(value), next_value, no, no, gamma=0.5), expected)
 
 
 def gae_loop(s, T, gamma, gae_lambda):
@@ -133,7 +159,19 @@ def td_lambda_loop(s, T, gamma, gae_lambda):
     return [returns]
 
 
-def vtrace_loop(s, T, gamma, gae_lambda, clip_rho, clip_c):
+def upgo_loop(s, T, gamma):
+    one_step = s["reward"] + gamma * np.where(s["terminated"], 0.0, s["next_value"])
+    returns = np.zeros(T)
+    for t in range(T):  # forwards, as a sum over the steps that are followed
+        k = t
+        while k < T - 1 and not s["done"][k] and one_step[k + 1] >= s["value"][k + 1]:
+            k += 1
+        returns[t] = sum(gamma[t:i].prod() * s["reward"][i] for i in range(t, k))
+        returns[t] += gamma[t:k].prod() * one_step[k]
+    return [returns]
+
+
+def vtrace_loop(s, T, gamma, gae_lambda, clip_rho, clip_c, clip_pg_rho):
     error, target, advantage = np.zeros(T), np.zeros(T), np.zeros(T)
     for t in reversed(range(T)):
         last = s["done"][t] or t == T - 1
@@ -143,12 +181,13 @@ def vtrace_loop(s, T, gamma, gae_lambda, clip_rho, clip_c):
         delta = rho * (s["reward"][t] + gamma[t] * reached - s["value"][t])
         error[t] = delta + gamma[t] * c * (0.0 if last else error[t + 1])
         target[t] = s["value"][t] + error[t]
-        advantage[t] = rho * (s["reward"][t] + gamma[t] * (reached if last else target[t + 1]) - s["value"][t])
+        td_error = s["reward"][t] + gamma[t] * (reached if last else target[t + 1]) - s["value"][t]
+        advantage[t] = min(clip_pg_rho, ratio) * td_error
     return [advantage, target]
 
 
 LOOPS = {gae: gae_loop, discounted_returns: discounted_loop, n_step_returns: n_step_loop}
-LOOPS |= {td_lambda_returns: td_lambda_loop, vtrace: vtrace_loop}
+LOOPS |= {td_lambda_returns: td_lambda_loop, upgo_returns: upgo_loop, vtrace: vtrace_loop}
 
 
 def oracle(kernel, steps, gamma, **hyper):
@@ -192,14 +231,21 @@ def test_hyperparameters_as_tensors(variant, kernel):
 # one-step target: [1 + 2/2, 2 + 8/4, 3, 4 + 4/4] = [2, 4, 3, 5];   gae: delta = [1, 2, 2, 3];  A0 = 1 + 2/4 = 1.5
 # discounted: [1 + 4/2, 4, 3, 5]    td_lambda: [1 + (2/2 + 4/2) / 2, 4, 3, 5]
 # vtrace:     rho * delta = [2, 1, 4, 3];  error0 = 2 + 1/2 * 1/2 * 1;  target = value + [2.25, 1, 4, 3]
-#             target_next = [3, 8, 0, 4];  advantage = rho * (r + gamma * target_next - value) = [2*1.5, 2/2, 2*2, 3]
+#             target_next = [3, 8, 0, 4];  td_error = r + gamma * target_next - value = [1.5, 2, 2, 3]
+#             pg_rho = min(1, ratio) = [1, 1/2, 1, 1];  advantage = [1.5, 1, 2, 3]
+# upgo:       step 1 reaches 4 >= 2 = value: G0 = 1 + 4/2
 PER_STEP = {"gamma": torch.tensor([0.5, 0.25, 0.5, 0.25])}
 PER_STEP_TABLE = [
     (discounted_returns, {}, [[3.0, 4.0, 3.0, 5.0]]),
     (n_step_returns, {"n": 2}, [[3.0, 4.0, 3.0, 5.0]]),
     (td_lambda_returns, {"gae_lambda": 0.5}, [[2.5, 4.0, 3.0, 5.0]]),
     (gae, {"gae_lambda": 0.5}, [[1.5, 2.0, 2.0, 3.0], [2.5, 4.0, 3.0, 5.0]]),
-    (vtrace, {"gae_lambda": 0.5, "clip_rho": 2.0, "clip_c": 1.0}, [[3.0, 1.0, 4.0, 3.0], [3.25, 3.0, 5.0, 5.0]]),
+    (upgo_returns, {}, [[3.0, 4.0, 3.0, 5.0]]),
+    (
+        vtrace,
+        {"gae_lambda": 0.5, "clip_rho": 2.0, "clip_c": 1.0, "clip_pg_rho": 1.0},
+        [[1.5, 1.0, 2.0, 3.0], [3.25, 3.0, 5.0, 5.0]],
+    ),
 ]
 
 
@@ -237,7 +283,7 @@ def test_equal_discounts_for_all_steps_have_the_bits_of_one_number(kernel, shape
 def test_the_gradient_with_a_discount_for_each_step(kernel):
     steps, gamma = random_steps(3, 2, 5, dtype=torch.float64), discounts(4, 2, 5).clamp(min=0.3)
     hyper = {k: v for k, v in HYPER[kernel].items() if k != "gamma"}
-    floats = [name for name in ARGS[kernel] if steps[name].is_floating_point()]
+    floats = live(kernel, steps)
     inputs = [x.clone().requires_grad_() for x in (*(steps[name] for name in floats), gamma)]
 
     def fn(*inputs):
@@ -263,7 +309,7 @@ def test_envs_are_independent(kernel, seed):
 @each_kernel
 @given(seed=seeds, scale=st.sampled_from([-4.0, 0.5, 2.0, 1024.0]))
 def test_scaling_reward_and_value_scales_the_output(kernel, seed, scale):
-    steps = random_steps(seed, 3, 6)
+    steps, scale = random_steps(seed, 3, 6), abs(scale) if kernel is upgo_returns else scale
     scaled = steps | {k: scale * steps[k] for k in ("reward", "value", "next_value")}
     assert torch.equal(run(kernel, scaled), scale * run(kernel, steps))  # powers of two: no rounding
 
@@ -276,7 +322,7 @@ def test_cutting_at_done_equals_two_calls(kernel, seed, cut, hidden):
     early, late = ({k: v[:, part] for k, v in steps.items()} for part in (slice(cut + 1), slice(cut + 1, None)))
     assert torch.equal(run(kernel, steps), torch.cat((run(kernel, early), run(kernel, late)), -1))
     steps["reward"][:, cut + 1 :] = hidden  # the next episode changes nothing before it, gradients included
-    floats = [v.requires_grad_() for k, v in steps.items() if k in ARGS[kernel] and v.is_floating_point()]
+    floats = [steps[name].requires_grad_() for name in live(kernel, steps)]
     before = run(kernel, steps)[..., : cut + 1]
     assert torch.equal(before, run(kernel, early))
     for grad in torch.autograd.grad(before.sum(), floats):
@@ -306,7 +352,7 @@ def test_discounted_returns_read_next_value_only_where_the_trace_ends(junk):
 @given(seed=seeds)
 def test_estimators_meet_at_their_limits(seed):
     steps = consistent(random_steps(seed, 3, 7))
-    on_policy, free = steps | {"log_prob": steps["old_log_prob"]}, {"clip_rho": 1.0, "clip_c": 1.0}
+    on_policy, free = steps | {"log_prob": steps["old_log_prob"]}, {"clip_rho": 1.0, "clip_c": 1.0, "clip_pg_rho": 1.0}
     td_error = steps["reward"] + 0.9 * steps["next_value"] * ~steps["terminated"] - steps["value"]
     monte_carlo = run(discounted_returns, steps)
     close(run(gae, steps, gae_lambda=0.0)[0], td_error)
@@ -314,14 +360,32 @@ def test_estimators_meet_at_their_limits(seed):
     close(run(gae, steps)[1:], run(td_lambda_returns, steps))
     close(run(n_step_returns, steps, n=7), monte_carlo)
     close(run(n_step_returns, steps, n=1), run(td_lambda_returns, steps, gae_lambda=0.0))
+    close(run(upgo_returns, steps | {"value": steps["value"] - INF}), monte_carlo)
+    close(run(upgo_returns, steps | {"value": steps["value"] + INF}), run(n_step_returns, steps, n=1))
+    assert (run(upgo_returns, steps) >= run(n_step_returns, steps, n=1) - 1e-5).all()
     close(run(vtrace, on_policy, **free)[1], run(gae, steps)[1])
     close(run(vtrace, on_policy, gae_lambda=1.0, **free)[0], run(gae, steps, gae_lambda=1.0)[0])
+
+
+def test_no_gradient_reaches_the_value_that_upgo_compares():
+    steps = random_steps(4, 2, 4)
+    value, reward = steps["value"].requires_grad_(), steps["reward"].requires_grad_()
+    grads = torch.autograd.grad(run(upgo_returns, steps).sum(), (value, reward), allow_unused=True)
+    assert grads[0] is None and grads[1].any()
+
+
+def test_the_clip_of_the_advantage_leaves_the_targets(variant):
+    steps = random_steps(10, 3, 6)
+    loose, tight = (run(vtrace, steps, variant(vtrace), clip_pg_rho=clip) for clip in (9.0, 0.25))
+    ratio = torch.exp(steps["log_prob"] - steps["old_log_prob"])
+    close(tight[1], loose[1])
+    close(tight[0] * ratio.clamp(max=9.0), loose[0] * ratio.clamp(max=0.25))
 
 
 @each_kernel
 def test_gradients(kernel):
     steps = random_steps(4, 2, 4, dtype=torch.float64, p_end=0.3)
-    floats = [k for k in ARGS[kernel] if steps[k].is_floating_point()]
+    floats = live(kernel, steps)
     inputs = [steps[k].requires_grad_() for k in floats]
 
     def outputs(*values):
@@ -480,7 +544,7 @@ def _gae(*fields_and_hyper):
     return gae(*fields, **hyper)
 
 
-ESTIMATORS = ["gae", "vtrace", "discounted_returns", "n_step_returns", "td_lambda_returns", "retrace"]
+ESTIMATORS = ["gae", "upgo_returns", "vtrace", "discounted_returns", "n_step_returns", "td_lambda_returns", "retrace"]
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)

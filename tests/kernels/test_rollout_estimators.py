@@ -13,6 +13,7 @@ from ecrl.kernels import (
     compute_n_step_returns,
     compute_returns,
     compute_td_lambda_returns,
+    compute_upgo_returns,
     compute_vtrace,
     transitions,
 )
@@ -26,7 +27,8 @@ seeds = st.integers(0, 2**31)
 
 def vtrace_of(rollout, gamma=0.9, gae_lambda=0.7):
     log_prob = 0.5 * rollout.get("sample_log_prob", torch.zeros(rollout.shape))[:, :-1]
-    return compute_vtrace(rollout, log_prob, gamma=gamma, gae_lambda=gae_lambda, clip_rho=1.5, clip_c=1.0)
+    clips = {"clip_rho": 1.5, "clip_c": 1.0, "clip_pg_rho": 1.2}
+    return compute_vtrace(rollout, log_prob, gamma=gamma, gae_lambda=gae_lambda, **clips)
 
 
 ESTIMATORS = {
@@ -34,6 +36,7 @@ ESTIMATORS = {
     "n_step": lambda rollout: compute_n_step_returns(rollout, 0.9, 3),
     "td_lambda": lambda rollout: compute_td_lambda_returns(rollout, 0.9, 0.7),
     "gae": lambda rollout: compute_gae(rollout, 0.9, 0.7),
+    "upgo": lambda rollout: compute_upgo_returns(rollout, 0.9),
     "vtrace": vtrace_of,
 }
 each_estimator = pytest.mark.parametrize("name", ESTIMATORS)
@@ -74,13 +77,14 @@ LIMIT = {
     "done": [[F, T, F, T]],
 }
 HALF = {"gamma": 0.5, "gae_lambda": 0.5}
-FREE = {"log_prob": torch.zeros(1, 3), "clip_rho": 1.0, "clip_c": 1.0}
+FREE = {"log_prob": torch.zeros(1, 3), "clip_rho": 1.0, "clip_c": 1.0, "clip_pg_rho": 1.0}
 TABLE = [
     (compute_returns, {"gamma": 0.5}, [[[3.5, 5.0, 2.0]]], [[[1.5, 1.0, 2.0]]]),
     (compute_n_step_returns, {"gamma": 0.5, "n": 1}, [[[1.5, 5.0, 2.0]]], [[[1.5, 1.0, 2.0]]]),
     (compute_n_step_returns, {"gamma": 0.5, "n": 2}, [[[3.5, 5.0, 2.0]]], [[[1.5, 1.0, 2.0]]]),
     (compute_td_lambda_returns, HALF, [[[2.5, 5.0, 2.0]]], [[[1.5, 1.0, 2.0]]]),
     (compute_gae, HALF, [[[1.5, 4.0, 1.0]], [[2.5, 5.0, 2.0]]], [[[0.5, 0.0, 1.0]], [[1.5, 1.0, 2.0]]]),
+    (compute_upgo_returns, {"gamma": 0.5}, [[[3.5, 5.0, 2.0]]], [[[1.5, 1.0, 2.0]]]),
     (compute_vtrace, HALF | FREE, [[[2.5, 4.0, 1.0]], [[2.5, 5.0, 2.0]]], [[[0.5, 0.0, 1.0]], [[1.5, 1.0, 2.0]]]),
 ]
 
@@ -246,7 +250,7 @@ READS = {
     "gae": ["reward", "value", "terminated", "truncated", "done"],
     "vtrace": ["sample_log_prob", "reward", "value", "terminated", "truncated", "done"],
 }
-READS["n_step"] = READS["td_lambda"] = READS["gae"]
+READS["n_step"] = READS["td_lambda"] = READS["upgo"] = READS["gae"]
 
 
 @each_estimator
@@ -264,7 +268,7 @@ def test_missing_fields_and_wrong_shapes_are_named(name):
 def test_vtrace_names_a_bad_log_prob():
     rollout = random_rollout(0, 2, 3)
     with pytest.raises(ValueError, match="the shape of log_prob"):
-        compute_vtrace(rollout, torch.zeros(2, 4), **HALF, clip_rho=1.0, clip_c=1.0)
+        compute_vtrace(rollout, torch.zeros(2, 4), **HALF, clip_rho=1.0, clip_c=1.0, clip_pg_rho=1.0)
     with pytest.raises(ValueError, match=r"reward has shape \[2, 3\].*expected \[2, 3, 5\], the shape of log_prob"):
         vtrace_of(rollout.set("sample_log_prob", torch.zeros(2, 4, 5)))
 

@@ -110,8 +110,9 @@ def test_returns_are_those_of_the_single_steps():
             close(rollout["info", "reward_sum"][env, t], sum(parts), tol=1e-4)
             close(rollout["reward"][env, t], sum(0.9**i * r for i, r in enumerate(parts)), tol=1e-4)
     lambda_1 = compute_gae(rollout, 0.9, 1.0).value_target
+    free = {"clip_rho": 1.0, "clip_c": 1.0, "clip_pg_rho": 1.0}
     on_policy = compute_vtrace(
-        rollout, rollout["sample_log_prob"][:, :-1], gamma=0.9, gae_lambda=1.0, clip_rho=1.0, clip_c=1.0
+        rollout, rollout["sample_log_prob"][:, :-1], gamma=0.9, gae_lambda=1.0, **free
     ).value_target
     targets = (lambda_1, on_policy, compute_td_lambda_returns(rollout, 0.9, 1.0))
     targets += (compute_n_step_returns(rollout, 0.9, 12),)

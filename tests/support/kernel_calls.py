@@ -31,6 +31,11 @@ def steps(seed: int, *names: str) -> tuple[Tensor, ...]:
     return tuple(bools(seed + i, N, T) if name in flags else floats(seed + i, N, T) for i, name in enumerate(names))
 
 
+def fields(seed: int, *names: str) -> dict[str, Tensor]:
+    """`steps` by name, for kernels that take tensors by keyword."""
+    return dict(zip(names, steps(seed, *names), strict=True))
+
+
 def rollout(seed: int) -> TensorDict:
     fields: dict[str, Tensor] = {
         name: floats(seed + i, N, T + 1) for i, name in enumerate(("reward", "value", "final_value", "sample_log_prob"))
@@ -207,24 +212,26 @@ def flow_times(seed: int) -> tuple[Tensor, Tensor]:
 
 
 NVEC = {"nvec": (2, 4)}
-# name -> seed -> (tensor arguments, keyword arguments): 0-d tensors for every hyperparameter that may change in mid-run
+# name -> seed -> (positional arguments, keyword arguments): 0-d tensors for hyperparameters that may change in mid-run
 CALLS: dict[str, Any] = {
     "episode_discounts": lambda s: ((bools(s, N, T),), hyper(s, "gamma")),
     "discounted_returns": lambda s: (steps(s, *TARGETS), hyper(s, "gamma")),
     "n_step_returns": lambda s: (steps(s, *TARGETS), hyper(s, "gamma", n=3)),
     "td_lambda_returns": lambda s: (steps(s, *TARGETS), hyper(s, "gamma", "gae_lambda")),
     "gae": lambda s: (steps(s, *ESTIMATOR), hyper(s, "gamma", "gae_lambda")),
+    "upgo_returns": lambda s: (steps(s, *ESTIMATOR), hyper(s, "gamma")),
     "vtrace": lambda s: (
         steps(s, "log_prob", "old_log_prob", *ESTIMATOR),
-        hyper(s, "gamma", "gae_lambda", "clip_rho", "clip_c"),
+        hyper(s, "gamma", "gae_lambda", "clip_rho", "clip_c", "clip_pg_rho"),
     ),
     "compute_returns": lambda s: ((rollout(s), scalar(s)), {}),
     "compute_n_step_returns": lambda s: ((rollout(s), scalar(s), 3), {}),
     "compute_td_lambda_returns": lambda s: ((rollout(s), scalar(s), scalar(s + 1)), {}),
     "compute_gae": lambda s: ((rollout(s), scalar(s), scalar(s + 1)), {}),
+    "compute_upgo_returns": lambda s: ((rollout(s), scalar(s)), {}),
     "compute_vtrace": lambda s: (
         (rollout(s), floats(s, N, T)),
-        hyper(s, "gamma", "gae_lambda", "clip_rho", "clip_c"),
+        hyper(s, "gamma", "gae_lambda", "clip_rho", "clip_c", "clip_pg_rho"),
     ),
     "transitions": lambda s: ((rollout(s),), {}),
     "group_advantages": lambda s: ((floats(s, N, T), bools(s, N, T, share=0.8)), hyper(s, "eps", group_size=2)),
@@ -236,7 +243,14 @@ CALLS: dict[str, Any] = {
         steps(s, "log_prob", "old_log_prob", "advantage", "mask"),
         hyper(s, "clip_coef"),
     ),
+    "policy_gradient_loss": lambda s: (steps(s, "log_prob", "advantage", "mask"), {}),
+    "a2c_loss": lambda s: (
+        (),
+        fields(s, "log_prob", "advantage", "entropy", "value", "value_target", "mask")
+        | hyper(s, "vf_coef", "ent_coef"),
+    ),
     "value_loss": lambda s: (steps(s, "value", "value_target", "mask"), {}),
+    "huber_value_loss": lambda s: (steps(s, "value", "value_target", "mask"), hyper(s, "delta")),
     "clipped_value_loss": lambda s: (steps(s, "value", "old_value", "value_target", "mask"), hyper(s, "clip_coef")),
     "kl_k1": lambda s: (steps(s, "log_prob", "ref_log_prob"), {}),
     "kl_k2": lambda s: (steps(s, "log_prob", "ref_log_prob"), {}),
@@ -249,6 +263,15 @@ CALLS: dict[str, Any] = {
     "ppo_loss_clipped_value": lambda s: (
         steps(s, "log_prob", "old_log_prob", "advantage", "entropy", "value", "old_value", "value_target", "mask"),
         hyper(s, "clip_coef", "vf_coef", "ent_coef"),
+    ),
+    "ppo_loss_kl_penalty": lambda s: (
+        (),
+        fields(s, "log_prob", "old_log_prob", "advantage", "kl", "entropy", "value", "value_target", "mask")
+        | hyper(s, "kl_coef", "vf_coef", "ent_coef"),
+    ),
+    "adaptive_kl_coef": lambda s: (
+        (scalar(s), scalar(s + 1)),
+        hyper(s, "target_kl", "tolerance", "factor"),
     ),
     "grpo_loss": lambda s: (
         steps(s, "log_prob", "old_log_prob", "ref_log_prob", "advantage", "entropy", "mask"),
