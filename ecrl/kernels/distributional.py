@@ -21,7 +21,7 @@ from ecrl.kernels.dtypes import common_dtype, scalars, step_discounts, widened
 from ecrl.kernels.masked_stats import masked_mean
 from ecrl.kernels.q_losses import huber
 from ecrl.kernels.reverse_scan import in_dtype
-from ecrl.types import Logs, Scalar, check_axes, check_bool, same_shape
+from ecrl.types import Logs, Scalar, check_axes, check_bool, checked_mask, same_shape
 
 
 def categorical_project(probs: Tensor, atoms: Tensor, support: Tensor) -> Tensor:
@@ -288,7 +288,9 @@ def _read_probs(next_logits: Tensor, discount: Tensor) -> Tensor:
     return F.softmax(next_logits.masked_fill((discount == 0.0).unsqueeze(-1), 0.0), -1)
 
 
-def categorical_td_loss(logits: Tensor, target: Tensor, weight: Tensor, mask: Tensor) -> tuple[Tensor, Logs]:
+def categorical_td_loss(
+    logits: Tensor, target: Tensor, weight: Tensor, mask: Tensor | None = None
+) -> tuple[Tensor, Logs]:
     """Return the C51 loss: the weighted cross-entropy between target and prediction, summed over the critics.
 
         sum_c(mean(weight * -sum_k(target[k] * log_softmax(logits[c])[k])))
@@ -299,7 +301,7 @@ def categorical_td_loss(logits: Tensor, target: Tensor, weight: Tensor, mask: Te
         logits: `[C, *B, K]` float, logits of the return distributions that C critics predict for the actions taken.
         target: `[*B, K]` float, probabilities, from `categorical_q_target`, `categorical_target` or `hl_gauss`.
         weight: `[*B]` float, importance weights of prioritised replay, or ones for uniform replay.
-        mask: `[*B]` bool.
+        mask: `[*B]` bool, or None if every entry counts.
 
     Returns: the 0-d loss, and the logs q_loss (the loss) and count. The dtype of the loss is the common dtype of
         `logits` and `target`, whatever the dtype of `weight`.
@@ -312,8 +314,7 @@ def categorical_td_loss(logits: Tensor, target: Tensor, weight: Tensor, mask: Te
     >>> round(float(loss), 4)
     0.6931
     """
-    same_shape(weight=weight, mask=mask)
-    check_bool(mask=mask)
+    mask = checked_mask(mask, weight=weight)
     check_axes(mask, after="K", target=target)
     check_axes(target, before="C", logits=logits)
     dtype, (logits, target) = common_dtype(logits, target), widened(logits, target.detach())

@@ -14,17 +14,17 @@ from torch import Tensor
 
 from ecrl.kernels.dtypes import common_dtype, rounding, scalars, widened
 from ecrl.kernels.rollout_estimators import compute_returns
-from ecrl.types import Scalar, check_bool, check_rollout, same_shape
+from ecrl.types import Scalar, check_bool, check_rollout, checked_mask
 
 
-def group_advantages(score: Tensor, mask: Tensor, *, group_size: int, eps: Scalar) -> Tensor:
+def group_advantages(score: Tensor, mask: Tensor | None = None, *, group_size: int, eps: Scalar) -> Tensor:
     """Standardise `score` within each group of `group_size` consecutive entries, separately for each index of `*F`.
 
         advantage = (score - mean_g(score)) / (std_g(score) + eps)        mean and std over unmasked members
 
     Args:
         score: `[N, *F]` float, in reward units. Masked entries may hold any value, including NaN.
-        mask: `[N, *F]` bool.
+        mask: `[N, *F]` bool, or None if every entry counts.
         group_size: number of members per group, at least 2 and a divisor of N.
         eps: constant added to the standard deviation, in reward units.
 
@@ -47,14 +47,14 @@ def group_advantages(score: Tensor, mask: Tensor, *, group_size: int, eps: Scala
     return _ungrouped(group.centred / (std + eps), group, score)
 
 
-def group_centered(score: Tensor, mask: Tensor, *, group_size: int) -> Tensor:
+def group_centered(score: Tensor, mask: Tensor | None = None, *, group_size: int) -> Tensor:
     """Subtract the mean of each group of `group_size` consecutive entries, separately for each index of `*F`.
 
         advantage = score - mean_g(score)        mean over unmasked members
 
     Args:
         score: `[N, *F]` float, in reward units. Masked entries may hold any value, including NaN.
-        mask: `[N, *F]` bool.
+        mask: `[N, *F]` bool, or None if every entry counts.
         group_size: number of members per group, at least 2 and a divisor of N.
 
     Returns: `[N, *F]` in the dtype of `score`, in reward units. Masked entries are 0. The advantages of a group are 0
@@ -71,7 +71,7 @@ def group_centered(score: Tensor, mask: Tensor, *, group_size: int) -> Tensor:
     return _ungrouped(group.centred, group, score)
 
 
-def leave_one_out(score: Tensor, mask: Tensor, *, group_size: int) -> Tensor:
+def leave_one_out(score: Tensor, mask: Tensor | None = None, *, group_size: int) -> Tensor:
     """Subtract from each entry the mean of the other members of its group, separately for each index of `*F`.
 
         advantage = score - mean of the other unmasked members
@@ -79,7 +79,7 @@ def leave_one_out(score: Tensor, mask: Tensor, *, group_size: int) -> Tensor:
 
     Args:
         score: `[N, *F]` float, in reward units. Masked entries may hold any value, including NaN.
-        mask: `[N, *F]` bool.
+        mask: `[N, *F]` bool, or None if every entry counts.
         group_size: number of members per group, at least 2 and a divisor of N.
 
     Returns: `[N, *F]` in the dtype of `score`, in reward units. Masked entries are 0. The advantages of a group are 0
@@ -96,7 +96,9 @@ def leave_one_out(score: Tensor, mask: Tensor, *, group_size: int) -> Tensor:
     return _ungrouped(group.centred * group.count / (group.count - 1).clamp(min=1), group, score)
 
 
-def informative_groups(score: Tensor, mask: Tensor, *, group_size: int, low: Scalar, high: Scalar) -> Tensor:
+def informative_groups(
+    score: Tensor, mask: Tensor | None = None, *, group_size: int, low: Scalar, high: Scalar
+) -> Tensor:
     """Return a mask of the groups whose mean score is strictly between two bounds.
 
         low < mean_g(score) < high        mean over unmasked members
@@ -106,7 +108,7 @@ def informative_groups(score: Tensor, mask: Tensor, *, group_size: int, low: Sca
 
     Args:
         score: `[N, *F]` float, in reward units. Masked entries may hold any value, including NaN.
-        mask: `[N, *F]` bool.
+        mask: `[N, *F]` bool, or None if every entry counts.
         group_size: number of members per group, at least 2 and a divisor of N.
         low: lower bound of the mean score, in reward units.
         high: upper bound of the mean score, in reward units.
@@ -140,9 +142,8 @@ class _Groups(NamedTuple):
     """True if the group has fewer than two unmasked members, or scores that differ only by rounding."""
 
 
-def _group_stats(score: Tensor, mask: Tensor, group_size: int) -> _Groups:
-    same_shape(score=score, mask=mask)
-    check_bool(mask=mask)
+def _group_stats(score: Tensor, mask: Tensor | None, group_size: int) -> _Groups:
+    mask = checked_mask(mask, score=score)
     if group_size < 2 or score.shape[0] % group_size:
         raise ValueError(f"group_size={group_size} must be at least 2 and divide the {score.shape[0]} entries of score")
     dtype, (score,) = common_dtype(score), widened(score)

@@ -1,6 +1,7 @@
 """Policy-gradient losses and estimates of the KL divergence.
 
-A loss is a mean over the entries whose `mask` is True, or 0 if all entries are masked. Masked entries may hold any
+A loss is a mean over the entries whose `mask` is True, or 0 if all entries are masked. Without a mask, every entry
+counts. Masked entries may hold any
 value, including NaN. Losses detach their targets. A function with logs returns `(loss, logs)`, where `loss` is 0-d and
 `logs` maps names to detached 0-d tensors. The log `count` is the number of unmasked entries, which weights the loss in
 an average over ranks.
@@ -19,7 +20,7 @@ from torch import Tensor
 from ecrl.kernels.dtypes import common_dtype, exponent_bound, scalars, widened
 from ecrl.kernels.masked_stats import explained_variance, masked_mean
 from ecrl.kernels.q_losses import huber
-from ecrl.types import Logs, Scalar, check_bool, checked_mask, same_shape
+from ecrl.types import Logs, Scalar, checked_mask, same_shape
 
 
 def expand_to_tokens(advantage: Tensor, like: Tensor, name: str = "log_prob") -> Tensor:
@@ -37,7 +38,7 @@ def expand_to_tokens(advantage: Tensor, like: Tensor, name: str = "log_prob") ->
 
 
 def clipped_surrogate(
-    log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, mask: Tensor, *, clip_coef: Scalar
+    log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, mask: Tensor | None = None, *, clip_coef: Scalar
 ) -> tuple[Tensor, Logs]:
     """Return the negated clipped policy objective of PPO.
 
@@ -48,7 +49,7 @@ def clipped_surrogate(
         log_prob: `[*B]` float, log-probability in nats under the policy being trained; may have trailing token axes.
         old_log_prob: float, with the shape of `log_prob`; log-probability in nats under the policy that acted.
         advantage: float, with the shape of `log_prob` or of its leading axes.
-        mask: bool, with the shape of `log_prob`.
+        mask: bool, with the shape of `log_prob`, or None if every entry counts.
         clip_coef: largest distance of the clipped ratio from 1.
 
     Returns: the 0-d loss, and the logs policy_loss, approx_kl (the estimate k3 of KL(old | new)) and clip_frac.
@@ -67,11 +68,10 @@ def clipped_surrogate(
 
 
 def _surrogate(
-    log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, mask: Tensor, clip_coef: Scalar
+    log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, mask: Tensor | None, clip_coef: Scalar
 ) -> tuple[Tensor, Logs]:
     """Compute `clipped_surrogate`, but return a float32 loss for half-precision inputs."""
-    same_shape(log_prob=log_prob, old_log_prob=old_log_prob, mask=mask)
-    check_bool(mask=mask)
+    mask = checked_mask(mask, log_prob=log_prob, old_log_prob=old_log_prob)
     (clip_coef,) = scalars(clip_coef=clip_coef)
     bound = exponent_bound(common_dtype(log_prob, old_log_prob))
     advantage = expand_to_tokens(advantage.detach(), log_prob)
@@ -125,7 +125,7 @@ def _policy_gradient(log_prob: Tensor, advantage: Tensor, mask: Tensor | None) -
     return loss, {"policy_loss": loss.detach()}
 
 
-def value_loss(value: Tensor, value_target: Tensor, mask: Tensor) -> Tensor:
+def value_loss(value: Tensor, value_target: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return the mean squared error of the critic, without a factor of one half.
 
         mean((value - value_target)^2)
@@ -133,7 +133,7 @@ def value_loss(value: Tensor, value_target: Tensor, mask: Tensor) -> Tensor:
     Args:
         value: `[*B]` float.
         value_target: `[*B]` float.
-        mask: `[*B]` bool.
+        mask: `[*B]` bool, or None if every entry counts.
 
     Returns: 0-d.
     Gradient: flows through `value` only.
@@ -143,8 +143,7 @@ def value_loss(value: Tensor, value_target: Tensor, mask: Tensor) -> Tensor:
     >>> value_loss(torch.tensor([1.0]), torch.tensor([3.0]), torch.tensor([True]))
     tensor(4.)
     """
-    same_shape(value=value, value_target=value_target, mask=mask)
-    check_bool(mask=mask)
+    mask = checked_mask(mask, value=value, value_target=value_target)
     dtype, (value, value_target) = common_dtype(value, value_target), widened(value, value_target.detach())
     # Fill masked entries before the square. The square's gradient is proportional to the error, so a masked NaN would
     # give 0 * nan = nan.
@@ -180,7 +179,7 @@ def huber_value_loss(value: Tensor, value_target: Tensor, mask: Tensor | None = 
 
 
 def clipped_value_loss(
-    value: Tensor, old_value: Tensor, value_target: Tensor, mask: Tensor, *, clip_coef: Scalar
+    value: Tensor, old_value: Tensor, value_target: Tensor, mask: Tensor | None = None, *, clip_coef: Scalar
 ) -> Tensor:
     """Return the mean of the larger squared error, of the critic's value or of the clipped value.
 
@@ -191,7 +190,7 @@ def clipped_value_loss(
         value: `[*B]` float.
         old_value: `[*B]` float, the critic's output when the rollout was collected.
         value_target: `[*B]` float.
-        mask: `[*B]` bool.
+        mask: `[*B]` bool, or None if every entry counts.
         clip_coef: largest distance of the clipped value from `old_value`, in reward units.
 
     Returns: 0-d.
@@ -203,8 +202,7 @@ def clipped_value_loss(
     >>> clipped_value_loss(two, torch.tensor([0.0]), two, yes, clip_coef=0.5)
     tensor(2.2500)
     """
-    same_shape(value=value, old_value=old_value, value_target=value_target, mask=mask)
-    check_bool(mask=mask)
+    mask = checked_mask(mask, value=value, old_value=old_value, value_target=value_target)
     (clip_coef,) = scalars(clip_coef=clip_coef)
     dtype = common_dtype(value, old_value, value_target)
     value, old_value, value_target = widened(value, old_value.detach(), value_target.detach())
@@ -324,7 +322,7 @@ def ppo_loss(
     entropy: Tensor,
     value: Tensor,
     value_target: Tensor,
-    mask: Tensor,
+    mask: Tensor | None = None,
     *,
     clip_coef: Scalar,
     vf_coef: Scalar,
@@ -341,7 +339,7 @@ def ppo_loss(
         entropy: `[*B]` float, in nats.
         value: `[*B]` float, the current output of the critic.
         value_target: `[*B]` float.
-        mask: `[*B]` bool.
+        mask: `[*B]` bool, or None if every entry counts.
         clip_coef: largest distance of the clipped ratio from 1.
         vf_coef: weight of the value loss.
         ent_coef: weight of the entropy bonus.
@@ -373,7 +371,7 @@ def ppo_loss_clipped_value(
     value: Tensor,
     old_value: Tensor,
     value_target: Tensor,
-    mask: Tensor,
+    mask: Tensor | None = None,
     *,
     clip_coef: Scalar,
     vf_coef: Scalar,
@@ -391,7 +389,7 @@ def ppo_loss_clipped_value(
         value: `[*B]` float, the current output of the critic.
         old_value: `[*B]` float, the critic's output when the rollout was collected.
         value_target: `[*B]` float.
-        mask: `[*B]` bool.
+        mask: `[*B]` bool, or None if every entry counts.
         clip_coef: largest distance of the clipped ratio from 1, and of the clipped value from `old_value` in reward
             units.
         vf_coef: weight of the value loss.
@@ -583,7 +581,7 @@ def grpo_loss(
     ref_log_prob: Tensor,
     advantage: Tensor,
     entropy: Tensor,
-    mask: Tensor,
+    mask: Tensor | None = None,
     *,
     clip_coef: Scalar,
     kl_coef: Scalar,
@@ -602,7 +600,7 @@ def grpo_loss(
         ref_log_prob: float, with the shape of `log_prob`; log-probability in nats under the frozen reference policy.
         advantage: float, with the shape of `log_prob` or of its leading axes.
         entropy: float, with the shape of `log_prob`, in nats.
-        mask: bool, with the shape of `log_prob`.
+        mask: bool, with the shape of `log_prob`, or None if every entry counts.
         clip_coef: largest distance of the clipped ratio from 1.
         kl_coef: weight of the KL penalty.
         ent_coef: weight of the entropy bonus.
@@ -618,7 +616,7 @@ def grpo_loss(
     (-1.0, 0.0)
     """
     kl_coef, ent_coef = scalars(kl_coef=kl_coef, ent_coef=ent_coef)
-    same_shape(log_prob=log_prob, ref_log_prob=ref_log_prob, entropy=entropy, mask=mask)
+    mask = checked_mask(mask, log_prob=log_prob, ref_log_prob=ref_log_prob, entropy=entropy)
     policy, logs = _surrogate(log_prob, old_log_prob, advantage, mask, clip_coef)
     # Fill masked entries before the exponential, because a masked NaN would make the gradient NaN.
     penalty = masked_mean(_k3(log_prob.masked_fill(~mask, 0.0), ref_log_prob.detach().masked_fill(~mask, 0.0)), mask)

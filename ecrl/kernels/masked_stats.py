@@ -6,17 +6,17 @@ import torch
 from torch import Tensor
 
 from ecrl.kernels.dtypes import common_dtype, computed_in, rounding, scalars, widened
-from ecrl.types import Scalar, check_bool, same_shape
+from ecrl.types import Scalar, checked_mask
 
 
-def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+def masked_mean(x: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return the mean over the entries whose `mask` is True, or 0 if all entries are masked.
 
         sum(x where mask) / max(1, count(mask))
 
     Args:
         x: `[*B]` float. Masked entries may hold any value.
-        mask: `[*B]` bool.
+        mask: `[*B]` bool, or None if every entry counts.
 
     Returns: 0-d, in the dtype of `x`. Half-precision entries are summed in float32.
     Gradient: flows through the unmasked entries of `x`.
@@ -25,8 +25,7 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     >>> masked_mean(torch.tensor([1.0, float("nan")]), torch.tensor([True, False]))
     tensor(1.)
     """
-    same_shape(x=x, mask=mask)
-    check_bool(mask=mask)
+    mask = checked_mask(mask, x=x)
     total = x.to(computed_in(x.dtype)).masked_fill(~mask, 0.0).sum()
     mean = total / mask.sum().clamp(min=1)
     return mean.to(x.dtype) if x.is_floating_point() else mean
@@ -37,7 +36,9 @@ def identity(x: Tensor) -> Tensor:
     return x
 
 
-def standardize(x: Tensor, mask: Tensor, *, eps: Scalar, total: Callable[[Tensor], Tensor] = identity) -> Tensor:
+def standardize(
+    x: Tensor, mask: Tensor | None = None, *, eps: Scalar, total: Callable[[Tensor], Tensor] = identity
+) -> Tensor:
     """Shift and scale `x` to mean 0 and standard deviation 1 over the unmasked entries. Masked entries become 0.
 
         (x - mean) / max(std, eps)        std divides by max(count - 1, 1)
@@ -48,7 +49,7 @@ def standardize(x: Tensor, mask: Tensor, *, eps: Scalar, total: Callable[[Tensor
 
     Args:
         x: `[*B]` float.
-        mask: `[*B]` bool.
+        mask: `[*B]` bool, or None if every entry counts.
         eps: lower bound of the divisor, in the units of `x`.
         total: a function that sums a tensor over all processes, such as `ecrl.distributed.all_sum`. Pass `total` if
             each process holds a share of the batch. The function then uses the mean and the standard deviation of the
@@ -61,8 +62,7 @@ def standardize(x: Tensor, mask: Tensor, *, eps: Scalar, total: Callable[[Tensor
     >>> standardize(torch.tensor([0.0, 2.0, 9.0]), torch.tensor([True, True, False]), eps=1e-8).tolist()
     [-0.7071067690849304, 0.7071067690849304, 0.0]
     """
-    same_shape(x=x, mask=mask)
-    check_bool(mask=mask)
+    mask = checked_mask(mask, x=x)
     (eps,) = scalars(eps=eps)
     dtype, (x,) = common_dtype(x), widened(x)
     count = total(mask.sum())
@@ -79,7 +79,7 @@ def standardize(x: Tensor, mask: Tensor, *, eps: Scalar, total: Callable[[Tensor
     return (centred / std.masked_fill(flat, torch.inf)).to(dtype)
 
 
-def explained_variance(value: Tensor, value_target: Tensor, mask: Tensor) -> Tensor:
+def explained_variance(value: Tensor, value_target: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return the share of the targets' variance that the critic explains.
 
     A result of 1 means that the critic fits perfectly. With a result of 0, the critic is as good as the mean of the
@@ -90,7 +90,7 @@ def explained_variance(value: Tensor, value_target: Tensor, mask: Tensor) -> Ten
     Args:
         value: `[*B]` float.
         value_target: `[*B]` float.
-        mask: `[*B]` bool.
+        mask: `[*B]` bool, or None if every entry counts.
 
     Returns: 0-d. Half-precision inputs are converted to float32 first.
     Gradient: none, because the result is detached.
@@ -99,8 +99,7 @@ def explained_variance(value: Tensor, value_target: Tensor, mask: Tensor) -> Ten
     >>> explained_variance(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0]), torch.tensor([True, True]))
     tensor(1.)
     """
-    same_shape(value=value, value_target=value_target, mask=mask)
-    check_bool(mask=mask)
+    mask = checked_mask(mask, value=value, value_target=value_target)
     dtype, (value, value_target) = common_dtype(value, value_target), widened(value.detach(), value_target.detach())
 
     def variance(x: Tensor) -> Tensor:

@@ -64,14 +64,14 @@ def moments_merge(moments: TensorDict, other: TensorDict) -> TensorDict:
 
 
 def moments_update(
-    moments: TensorDict, x: Tensor, mask: Tensor, *, total: Callable[[Tensor], Tensor] = identity
+    moments: TensorDict, x: Tensor, mask: Tensor | None = None, *, total: Callable[[Tensor], Tensor] = identity
 ) -> TensorDict:
     """Update the moments with a batch of samples.
 
     Args:
         moments: the moments before this batch.
         x: `[*B, *shape]` float. Masked entries may hold any value.
-        mask: `[*B]` bool, True for samples that count.
+        mask: `[*B]` bool, True for samples that count, or None if every sample counts.
         total: a function that sums a tensor over all processes, such as `ecrl.distributed.all_sum`. Pass `total` if
             each process holds a share of the batch. Every process then gets the moments of the whole batch.
 
@@ -84,8 +84,10 @@ def moments_update(
     >>> float(m["mean"]), float(moments_variance(m))
     (2.0, 1.0)
     """
-    check_bool(mask=mask)
     shape = moments["mean"].shape
+    if mask is None:
+        mask = x.new_ones(x.shape[: x.ndim - len(shape)], dtype=torch.bool)
+    check_bool(mask=mask)
     if x.shape != (*mask.shape, *shape):
         expected = f"{[*mask.shape, *shape]}: the shape of mask, then the shape of one sample"
         raise ValueError(f"x has shape {list(x.shape)}, expected {expected}")

@@ -18,7 +18,7 @@ from ecrl import rng
 from ecrl.kernels.dtypes import common_dtype, scalars, widened
 from ecrl.kernels.replay import Replay, valid_steps
 from ecrl.kernels.sum_tree import tree_find, tree_set
-from ecrl.types import Scalar, check_bool, same_shape
+from ecrl.types import Scalar, checked_mask
 
 
 def replay_add_priority(replay: Replay, tree: Tensor, largest: Tensor, *, steps: int, n: int, stack: int) -> Tensor:
@@ -112,7 +112,14 @@ def replay_prioritized_index(tree: Tensor, keys: Tensor) -> tuple[Tensor, Tensor
 
 
 def replay_set_priority(
-    tree: Tensor, largest: Tensor, index: Tensor, td_error: Tensor, mask: Tensor, *, alpha: Scalar, eps: Scalar
+    tree: Tensor,
+    largest: Tensor,
+    index: Tensor,
+    td_error: Tensor,
+    mask: Tensor | None = None,
+    *,
+    alpha: Scalar,
+    eps: Scalar,
 ) -> tuple[Tensor, Tensor]:
     """Set the priorities of the drawn rows after a gradient step.
 
@@ -126,7 +133,8 @@ def replay_set_priority(
             Without rows, nothing changes.
         td_error: `[*B]` float, temporal-difference errors in reward units. A row whose error is NaN or infinite gets
             the priority `largest`.
-        mask: `[*B]` bool, from `replay_read`. A row whose `mask` is False is no transition, and is not drawn again.
+        mask: `[*B]` bool, from `replay_read`, or None if every row counts. A row whose `mask` is False is no
+            transition, and is not drawn again.
         alpha: exponent of the priority. An exponent of 0 makes all priorities equal.
         eps: constant added to |td_error|, in reward units. Use a value above 0. Otherwise, a row whose error is 0 is
             never drawn again.
@@ -144,8 +152,7 @@ def replay_set_priority(
     >>> tree.tolist(), float(largest)
     ([0.0, 5.0, 2.0, 3.0], 3.0)
     """
-    same_shape(index=index, td_error=td_error, mask=mask)
-    check_bool(mask=mask)
+    mask = checked_mask(mask, index=index, td_error=td_error)
     alpha, eps = scalars(alpha=alpha, eps=eps)
     error = td_error.detach().abs().to(tree.dtype)
     priority = torch.where(error.isfinite(), torch.pow(error + eps, alpha), largest.detach()).detach()

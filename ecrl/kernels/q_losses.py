@@ -1,6 +1,7 @@
 """Losses of off-policy critics and actors: DQN, DDPG, TD3 and soft actor-critic.
 
-A loss is a mean over the entries whose `mask` is True, or 0 if all entries are masked. Masked entries may hold any
+A loss is a mean over the entries whose `mask` is True, or 0 if all entries are masked. Without a mask, every entry
+counts. Masked entries may hold any
 value, including NaN. Losses detach their targets. A function with logs returns `(loss, logs)`, where `loss` is 0-d and
 `logs` maps names to detached 0-d tensors. The log `count` is the number of unmasked entries, which weights the loss in
 an average over ranks.
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from ecrl.kernels.dtypes import common_dtype, scalars, widened
 from ecrl.kernels.masked_stats import masked_mean
-from ecrl.types import Logs, Scalar, check_axes, check_bool, same_shape
+from ecrl.types import Logs, Scalar, check_axes, check_bool, checked_mask
 
 
 def _detached(x: Scalar) -> Scalar:
@@ -52,7 +53,9 @@ def huber(x: Tensor, *, delta: Scalar) -> Tensor:
     return (clipped * (size - clipped / 2.0)).to(common_dtype(x))
 
 
-def td_loss(q: Tensor, target: Tensor, weight: Tensor, mask: Tensor, *, delta: Scalar) -> tuple[Tensor, Logs]:
+def td_loss(
+    q: Tensor, target: Tensor, weight: Tensor, mask: Tensor | None = None, *, delta: Scalar
+) -> tuple[Tensor, Logs]:
     """Return the loss of one or more critics: the weighted Huber loss of the TD errors, summed over the critics.
 
         sum_c(mean(weight * huber(q[c] - target, delta)))
@@ -63,7 +66,7 @@ def td_loss(q: Tensor, target: Tensor, weight: Tensor, mask: Tensor, *, delta: S
         q: `[C, *B]` float, Q-values of the actions taken, from C critics.
         target: `[*B]` float, the target that all critics share.
         weight: `[*B]` float, importance weights of prioritised replay, or ones for uniform replay.
-        mask: `[*B]` bool.
+        mask: `[*B]` bool, or None if every entry counts.
         delta: size of the error above which the loss is linear, in reward units.
 
     Returns: the 0-d loss, and the logs q_loss (the loss), q_value (mean of `q`), td_error (mean of `|q - target|`) and
@@ -78,8 +81,7 @@ def td_loss(q: Tensor, target: Tensor, weight: Tensor, mask: Tensor, *, delta: S
     >>> float(loss), float(logs["q_value"]), float(logs["td_error"])
     (0.25, 1.5, 0.5)
     """
-    same_shape(target=target, weight=weight, mask=mask)
-    check_bool(mask=mask)
+    mask = checked_mask(mask, target=target, weight=weight)
     check_axes(target, before="C", q=q)
     dtype, (q, target) = common_dtype(q, target), widened(q, target.detach())
     weight = weight.detach().to(q.dtype)
@@ -95,7 +97,7 @@ def td_loss(q: Tensor, target: Tensor, weight: Tensor, mask: Tensor, *, delta: S
     }
 
 
-def dpg_loss(q: Tensor, mask: Tensor) -> tuple[Tensor, Logs]:
+def dpg_loss(q: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Logs]:
     """Return the actor loss of DDPG and TD3: the negated mean Q-value of the policy's actions.
 
         -mean(q)
@@ -105,7 +107,7 @@ def dpg_loss(q: Tensor, mask: Tensor) -> tuple[Tensor, Logs]:
 
     Args:
         q: `[*B]` float, Q-values of the policy's actions.
-        mask: `[*B]` bool.
+        mask: `[*B]` bool, or None if every entry counts.
 
     Returns: the 0-d loss, and the logs policy_loss and count.
     Gradient: flows through `q`.
@@ -116,14 +118,15 @@ def dpg_loss(q: Tensor, mask: Tensor) -> tuple[Tensor, Logs]:
     >>> float(dpg_loss(torch.tensor([1.0, 3.0]), torch.tensor([True, True]))[0])
     -2.0
     """
-    same_shape(q=q, mask=mask)
-    check_bool(mask=mask)
+    mask = checked_mask(mask, q=q)
     dtype, (q,) = common_dtype(q), widened(q)
     loss = -masked_mean(q, mask)
     return loss.to(dtype), {"policy_loss": loss.detach(), "count": mask.sum().to(loss.dtype)}
 
 
-def soft_actor_loss(log_prob: Tensor, q: Tensor, mask: Tensor, *, temperature: Scalar) -> tuple[Tensor, Logs]:
+def soft_actor_loss(
+    log_prob: Tensor, q: Tensor, mask: Tensor | None = None, *, temperature: Scalar
+) -> tuple[Tensor, Logs]:
     """Return the actor loss of soft actor-critic for reparametrised actions.
 
         mean(temperature * log_prob - min_c(q[c]))
@@ -133,7 +136,7 @@ def soft_actor_loss(log_prob: Tensor, q: Tensor, mask: Tensor, *, temperature: S
     Args:
         log_prob: `[*B]` float, log-probability of the drawn action, in nats.
         q: `[C, *B]` float, Q-values of the drawn action, from C critics.
-        mask: `[*B]` bool.
+        mask: `[*B]` bool, or None if every entry counts.
         temperature: weight of the entropy, in reward units per nat; `alpha` in the paper.
 
     Returns: the 0-d loss, and the logs policy_loss, entropy (mean of `-log_prob`, in nats) and count.
@@ -146,8 +149,7 @@ def soft_actor_loss(log_prob: Tensor, q: Tensor, mask: Tensor, *, temperature: S
     >>> float(loss), float(logs["entropy"])
     (-3.5, 3.0)
     """
-    same_shape(log_prob=log_prob, mask=mask)
-    check_bool(mask=mask)
+    mask = checked_mask(mask, log_prob=log_prob)
     check_axes(log_prob, before="C", q=q)
     (temperature,) = scalars(temperature=_detached(temperature))
     dtype, (log_prob, q) = common_dtype(log_prob, q), widened(log_prob, q)
@@ -160,7 +162,9 @@ def soft_actor_loss(log_prob: Tensor, q: Tensor, mask: Tensor, *, temperature: S
     }
 
 
-def discrete_soft_actor_loss(logits: Tensor, q: Tensor, mask: Tensor, *, temperature: Scalar) -> tuple[Tensor, Logs]:
+def discrete_soft_actor_loss(
+    logits: Tensor, q: Tensor, mask: Tensor | None = None, *, temperature: Scalar
+) -> tuple[Tensor, Logs]:
     """Return the actor loss of soft actor-critic for discrete actions, as an expectation over all actions.
 
         p = softmax(logits)
@@ -171,7 +175,7 @@ def discrete_soft_actor_loss(logits: Tensor, q: Tensor, mask: Tensor, *, tempera
     Args:
         logits: `[*B, A]` float, logits of the policy.
         q: `[C, *B, A]` float, Q-values of all actions, from C critics.
-        mask: `[*B]` bool.
+        mask: `[*B]` bool, or None if every entry counts.
         temperature: weight of the entropy, in reward units per nat; `alpha` in the paper.
 
     Returns: the 0-d loss, and the logs policy_loss, entropy (mean entropy of the policy, in nats) and count.
@@ -184,6 +188,7 @@ def discrete_soft_actor_loss(logits: Tensor, q: Tensor, mask: Tensor, *, tempera
     >>> float(loss), round(float(logs["entropy"]), 4)
     (-1.5, 0.6931)
     """
+    mask = logits.new_ones(logits.shape[:-1], dtype=torch.bool) if mask is None else mask
     check_axes(mask, after="A", logits=logits)
     check_bool(mask=mask)
     check_axes(logits, before="C", q=q)
@@ -202,7 +207,7 @@ def discrete_soft_actor_loss(logits: Tensor, q: Tensor, mask: Tensor, *, tempera
 
 
 def temperature_loss(
-    log_temperature: Tensor, log_prob: Tensor, mask: Tensor, *, target_entropy: Scalar
+    log_temperature: Tensor, log_prob: Tensor, mask: Tensor | None = None, *, target_entropy: Scalar
 ) -> tuple[Tensor, Logs]:
     """Return the loss that moves the temperature so that the policy's entropy approaches `target_entropy`.
 
@@ -215,7 +220,7 @@ def temperature_loss(
         log_temperature: 0-d float, the logarithm of the temperature, which is learnt.
         log_prob: `[*B]` float, log-probability of actions drawn from the current policy, in nats. For discrete actions,
             pass the policy's entropy times -1, which is the mean log-probability.
-        mask: `[*B]` bool.
+        mask: `[*B]` bool, or None if every entry counts.
         target_entropy: the desired entropy of the policy, in nats.
 
     Returns: the 0-d loss, and the logs temperature_loss, temperature and count.
@@ -229,8 +234,7 @@ def temperature_loss(
     >>> float(loss), float(logs["temperature"])
     (0.5, 1.0)
     """
-    same_shape(log_prob=log_prob, mask=mask)
-    check_bool(mask=mask)
+    mask = checked_mask(mask, log_prob=log_prob)
     scalars(log_temperature=log_temperature)
     (target_entropy,) = scalars(target_entropy=_detached(target_entropy))
     dtype = common_dtype(log_temperature, log_prob)

@@ -31,14 +31,14 @@ from ecrl.kernels.dtypes import common_dtype, exponent_bound, scalars, widened
 from ecrl.kernels.losses import expand_to_tokens
 from ecrl.kernels.masked_stats import masked_mean
 from ecrl.kernels.sequences import sequence_mean
-from ecrl.types import Logs, Scalar, check_bool, same_shape
+from ecrl.types import Logs, Scalar, checked_mask
 
 
 def clipped_surrogate_asymmetric(
     log_prob: Tensor,
     old_log_prob: Tensor,
     advantage: Tensor,
-    mask: Tensor,
+    mask: Tensor | None = None,
     *,
     clip_low: Scalar,
     clip_high: Scalar,
@@ -55,7 +55,7 @@ def clipped_surrogate_asymmetric(
         log_prob: `[*B, L]` float, log-probability in nats under the policy being trained.
         old_log_prob: `[*B, L]` float, log-probability in nats under the policy that acted.
         advantage: float, `[*B]` or `[*B, L]`.
-        mask: `[*B, L]` bool.
+        mask: `[*B, L]` bool, or None if every token counts.
         clip_low: largest distance of the clipped ratio below 1.
         clip_high: largest distance of the clipped ratio above 1.
         dual_clip: largest ratio for negative advantages, above 1 + clip_high. Pass `math.inf` for no dual clip.
@@ -71,6 +71,7 @@ def clipped_surrogate_asymmetric(
     >>> clipped_surrogate_asymmetric(torch.tensor([[0.0, 1.0]]), zeros, torch.tensor([1.0]), yes, **clips)[0].tolist()
     [[-1.0, -1.25]]
     """
+    mask = checked_mask(mask, log_prob=log_prob, old_log_prob=old_log_prob)
     dtype = common_dtype(log_prob, old_log_prob, advantage)
     _, log_ratio, advantage = _bounded_log_ratio(log_prob, old_log_prob, advantage, mask)
     clip_low, clip_high, dual_clip = scalars(clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
@@ -85,7 +86,13 @@ def clipped_surrogate_asymmetric(
 
 
 def gspo_loss(
-    log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, mask: Tensor, *, clip_low: Scalar, clip_high: Scalar
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    mask: Tensor | None = None,
+    *,
+    clip_low: Scalar,
+    clip_high: Scalar,
 ) -> tuple[Tensor, Logs]:
     """Return the negated clipped policy objective per token, with one ratio for all tokens of a sequence.
 
@@ -99,7 +106,7 @@ def gspo_loss(
         log_prob: `[*B, L]` float, log-probability in nats under the policy being trained.
         old_log_prob: `[*B, L]` float, log-probability in nats under the policy that acted.
         advantage: float, `[*B]` or `[*B, L]`.
-        mask: `[*B, L]` bool.
+        mask: `[*B, L]` bool, or None if every token counts.
         clip_low: largest distance of the clipped ratio below 1. The paper uses 3e-4.
         clip_high: largest distance of the clipped ratio above 1. The paper uses 4e-4.
 
@@ -114,6 +121,7 @@ def gspo_loss(
     >>> gspo_loss(log_prob, zeros, torch.tensor([2.0]), yes, clip_low=0.1, clip_high=0.1)[0].tolist()
     [[-2.0, -2.0]]
     """
+    mask = checked_mask(mask, log_prob=log_prob, old_log_prob=old_log_prob)
     dtype = common_dtype(log_prob, old_log_prob, advantage)
     _, token_log_ratio, advantage = _bounded_log_ratio(log_prob, old_log_prob, advantage, mask)
     clip_low, clip_high = scalars(clip_low=clip_low, clip_high=clip_high)
@@ -128,7 +136,13 @@ def gspo_loss(
 
 
 def cispo_loss(
-    log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, mask: Tensor, *, clip_low: Scalar, clip_high: Scalar
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    mask: Tensor | None = None,
+    *,
+    clip_low: Scalar,
+    clip_high: Scalar,
 ) -> tuple[Tensor, Logs]:
     """Return the policy-gradient loss per token, weighted with a clipped and detached ratio.
 
@@ -142,7 +156,7 @@ def cispo_loss(
         log_prob: `[*B, L]` float, log-probability in nats under the policy being trained.
         old_log_prob: `[*B, L]` float, log-probability in nats under the policy that acted.
         advantage: float, `[*B]` or `[*B, L]`.
-        mask: `[*B, L]` bool.
+        mask: `[*B, L]` bool, or None if every token counts.
         clip_low: largest distance of the clipped ratio below 1.
         clip_high: largest distance of the clipped ratio above 1.
 
@@ -157,6 +171,7 @@ def cispo_loss(
     >>> cispo_loss(log_prob, log_prob - 9, torch.tensor([1.0]), yes, clip_low=1.0, clip_high=4.0)[0].tolist()
     [[5.0, 10.0]]
     """
+    mask = checked_mask(mask, log_prob=log_prob, old_log_prob=old_log_prob)
     dtype = common_dtype(log_prob, old_log_prob, advantage)
     log_prob, log_ratio, advantage = _bounded_log_ratio(log_prob, old_log_prob, advantage, mask)
     clip_low, clip_high = scalars(clip_low=clip_low, clip_high=clip_high)
@@ -173,7 +188,7 @@ def sapo_loss(
     log_prob: Tensor,
     old_log_prob: Tensor,
     advantage: Tensor,
-    mask: Tensor,
+    mask: Tensor | None = None,
     *,
     tau_positive: Scalar,
     tau_negative: Scalar,
@@ -190,7 +205,7 @@ def sapo_loss(
         log_prob: `[*B, L]` float, log-probability in nats under the policy being trained.
         old_log_prob: `[*B, L]` float, log-probability in nats under the policy that acted.
         advantage: float, `[*B]` or `[*B, L]`.
-        mask: `[*B, L]` bool.
+        mask: `[*B, L]` bool, or None if every token counts.
         tau_positive: inverse width of the gate for positive advantages. The paper uses 1.
         tau_negative: inverse width of the gate for other advantages. The paper uses 1.05.
 
@@ -203,6 +218,7 @@ def sapo_loss(
     >>> sapo_loss(zeros, zeros, torch.tensor([3.0]), yes, **taus)[0].tolist()
     [[-6.0]]
     """
+    mask = checked_mask(mask, log_prob=log_prob, old_log_prob=old_log_prob)
     dtype = common_dtype(log_prob, old_log_prob, advantage)
     _, log_ratio, advantage = _bounded_log_ratio(log_prob, old_log_prob, advantage, mask)
     tau_positive, tau_negative = scalars(tau_positive=tau_positive, tau_negative=tau_negative)
@@ -215,7 +231,7 @@ def vespo_loss(
     log_prob: Tensor,
     old_log_prob: Tensor,
     advantage: Tensor,
-    mask: Tensor,
+    mask: Tensor | None = None,
     *,
     k_positive: Scalar,
     lambda_positive: Scalar,
@@ -234,7 +250,7 @@ def vespo_loss(
         log_prob: `[*B, L]` float, log-probability in nats under the policy being trained.
         old_log_prob: `[*B, L]` float, log-probability in nats under the policy that acted.
         advantage: float, `[*B]` or `[*B, L]`.
-        mask: `[*B, L]` bool.
+        mask: `[*B, L]` bool, or None if every token counts.
         k_positive: exponent k for advantages >= 0, above 0. TRL's default is 2.
         lambda_positive: decay lambda for advantages >= 0, above 0. TRL's default is 3.
         k_negative: exponent k for negative advantages, above 0. TRL's default is 3.
@@ -251,6 +267,7 @@ def vespo_loss(
     >>> vespo_loss(log_prob, log_prob, torch.tensor([1.0]), yes, **shapes)[0].tolist()
     [[1.0, 2.0]]
     """
+    mask = checked_mask(mask, log_prob=log_prob, old_log_prob=old_log_prob)
     dtype, bound = common_dtype(log_prob, old_log_prob, advantage), exponent_bound(common_dtype(log_prob, old_log_prob))
     log_prob, log_ratio, advantage = _log_ratio(log_prob, old_log_prob, advantage, mask)
     k_positive, lambda_positive = scalars(k_positive=k_positive, lambda_positive=lambda_positive)
@@ -264,7 +281,7 @@ def vespo_loss(
     }
 
 
-def sequence_log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> Tensor:
+def sequence_log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return the mean log-ratio of each sequence, for each of its tokens, with a gradient to the token alone.
 
         stop(sum(log_prob - old_log_prob where mask) / max(1, count(mask))) + log_prob - stop(log_prob)
@@ -275,7 +292,7 @@ def sequence_log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> 
     Args:
         log_prob: `[*B, L]` float, log-probability in nats under the policy being trained.
         old_log_prob: `[*B, L]` float, log-probability in nats under the policy that acted.
-        mask: `[*B, L]` bool.
+        mask: `[*B, L]` bool, or None if every token counts.
 
     Returns: `[*B, L]`, equal for all unmasked tokens of a sequence. Masked entries are 0.
     Gradient: flows through `log_prob` only, with the factor 1 from each entry to its own token.
@@ -285,6 +302,7 @@ def sequence_log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> 
     >>> sequence_log_ratio(torch.tensor([[1.0, 4.0]]), torch.zeros(1, 2), torch.tensor([[True, True]]))
     tensor([[2.5000, 2.5000]])
     """
+    mask = checked_mask(mask, log_prob=log_prob, old_log_prob=old_log_prob)
     dtype = common_dtype(log_prob, old_log_prob)
     log_prob, log_ratio, _ = _log_ratio(log_prob, old_log_prob, old_log_prob, mask)
     mean = log_ratio.detach().sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
@@ -295,9 +313,7 @@ def sequence_log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> 
 def _log_ratio(
     log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Check the arguments of a loss. Return `log_prob`, the log-ratio and the advantage, `[*B, L]`, masked with 0."""
-    same_shape(log_prob=log_prob, old_log_prob=old_log_prob, mask=mask)
-    check_bool(mask=mask)
+    """Return `log_prob`, the log-ratio and the advantage, `[*B, L]`, masked with 0."""
     advantage = expand_to_tokens(advantage.detach(), log_prob)
     tensors = widened(log_prob, old_log_prob.detach(), advantage)
     log_prob, old_log_prob, advantage = (x.masked_fill(~mask, 0.0) for x in tensors)

@@ -13,17 +13,17 @@ from torch import Tensor
 from ecrl.kernels.dtypes import common_dtype, computed_in, scalars, widened
 from ecrl.kernels.losses import expand_to_tokens
 from ecrl.kernels.masked_stats import identity, masked_mean, standardize
-from ecrl.types import Scalar, check_bool, same_shape
+from ecrl.types import Scalar, checked_mask
 
 
-def token_mean(x: Tensor, mask: Tensor) -> Tensor:
+def token_mean(x: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return the mean over all unmasked tokens of the batch. Each token has the same weight.
 
         sum(x where mask) / max(1, count(mask))
 
     Args:
         x: `[*B, L]` float. Masked entries may hold any value.
-        mask: `[*B, L]` bool.
+        mask: `[*B, L]` bool, or None if every token counts.
 
     Returns: 0-d, in the dtype of `x`. Half-precision entries are summed in float32.
     Gradient: flows through the unmasked entries of `x`.
@@ -36,7 +36,7 @@ def token_mean(x: Tensor, mask: Tensor) -> Tensor:
     return masked_mean(x, mask)
 
 
-def sequence_mean(x: Tensor, mask: Tensor) -> Tensor:
+def sequence_mean(x: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return the mean over sequences of each sequence's mean. A token of a long sequence has less weight.
 
         mean(b) = sum(x[b] where mask[b]) / max(1, count(mask[b]))
@@ -44,7 +44,8 @@ def sequence_mean(x: Tensor, mask: Tensor) -> Tensor:
 
     Args:
         x: `[*B, L]` float. Masked entries may hold any value.
-        mask: `[*B, L]` bool. A sequence without an unmasked token does not count. TRL does count it.
+        mask: `[*B, L]` bool, or None if every token counts. A sequence without an unmasked token does not count. TRL
+            does count it.
 
     Returns: 0-d, in the dtype of `x`. Half-precision entries are summed in float32.
     Gradient: flows through the unmasked entries of `x`.
@@ -54,12 +55,13 @@ def sequence_mean(x: Tensor, mask: Tensor) -> Tensor:
     >>> sequence_mean(torch.tensor([[1.0, 2.0], [6.0, 9.0]]), torch.tensor([[True, True], [True, False]]))
     tensor(3.7500)
     """
+    mask = checked_mask(mask, x=x)
     total = _sequence_sum(x, mask)
     count = mask.sum(-1)
     return ((total / count.clamp(min=1)).sum() / (count > 0).sum().clamp(min=1)).to(common_dtype(x))
 
 
-def fixed_length_mean(x: Tensor, mask: Tensor, *, length: Scalar) -> Tensor:
+def fixed_length_mean(x: Tensor, mask: Tensor | None = None, *, length: Scalar) -> Tensor:
     """Return the mean over sequences of each sequence's sum, divided by a constant length.
 
         sum(x where mask) / (length * max(1, number of sequences with an unmasked token))
@@ -69,7 +71,8 @@ def fixed_length_mean(x: Tensor, mask: Tensor, *, length: Scalar) -> Tensor:
 
     Args:
         x: `[*B, L]` float. Masked entries may hold any value.
-        mask: `[*B, L]` bool. A sequence without an unmasked token does not count. TRL does count it.
+        mask: `[*B, L]` bool, or None if every token counts. A sequence without an unmasked token does not count. TRL
+            does count it.
         length: number of tokens, usually the largest length of a sequence.
 
     Returns: 0-d, in the dtype of `x`. Half-precision entries are summed in float32.
@@ -82,18 +85,19 @@ def fixed_length_mean(x: Tensor, mask: Tensor, *, length: Scalar) -> Tensor:
     tensor(2.2500)
     """
     (length,) = scalars(length=length)
+    mask = checked_mask(mask, x=x)
     total = _sequence_sum(x, mask)
     return (total.sum() / mask.any(-1).sum().clamp(min=1) / length).to(common_dtype(x))
 
 
 def _sequence_sum(x: Tensor, mask: Tensor) -> Tensor:
     """Sum the unmasked entries over the last axis."""
-    same_shape(x=x, mask=mask)
-    check_bool(mask=mask)
     return x.to(computed_in(common_dtype(x))).masked_fill(~mask, 0.0).sum(-1)
 
 
-def whiten(advantage: Tensor, mask: Tensor, *, eps: Scalar, total: Callable[[Tensor], Tensor] = identity) -> Tensor:
+def whiten(
+    advantage: Tensor, mask: Tensor | None = None, *, eps: Scalar, total: Callable[[Tensor], Tensor] = identity
+) -> Tensor:
     """Shift and scale advantages to mean 0 and standard deviation 1 over the unmasked tokens of the batch.
 
         (advantage - mean) / max(std, eps)        std divides by max(count - 1, 1)
@@ -103,7 +107,7 @@ def whiten(advantage: Tensor, mask: Tensor, *, eps: Scalar, total: Callable[[Ten
 
     Args:
         advantage: float, `[*B]` or `[*B, L]`, in reward units.
-        mask: `[*B, L]` bool.
+        mask: `[*B, L]` bool, or None if every token counts and `advantage` is `[*B, L]`.
         eps: lower bound of the divisor, in reward units.
         total: a function that sums a tensor over all processes, as in `standardize`.
 
@@ -116,7 +120,8 @@ def whiten(advantage: Tensor, mask: Tensor, *, eps: Scalar, total: Callable[[Ten
     >>> whiten(torch.tensor([0.0, 2.0]), torch.tensor([[True, False], [True, False]]), eps=1e-8).tolist()
     [[-0.7071067690849304, 0.0], [0.7071067690849304, 0.0]]
     """
-    return standardize(expand_to_tokens(advantage, mask, "mask"), mask, eps=eps, total=total)
+    advantage = advantage if mask is None else expand_to_tokens(advantage, mask, "mask")
+    return standardize(advantage, mask, eps=eps, total=total)
 
 
 def overlong_penalty(length: Tensor, *, max_length: Scalar, buffer_length: Scalar) -> Tensor:
@@ -144,7 +149,9 @@ def overlong_penalty(length: Tensor, *, max_length: Scalar, buffer_length: Scala
     return ((max_length - buffer_length - length) / buffer_length).clamp(-1.0, 0.0).to(dtype)
 
 
-def truncated_importance(log_prob: Tensor, sampler_log_prob: Tensor, mask: Tensor, *, cap: Scalar) -> Tensor:
+def truncated_importance(
+    log_prob: Tensor, sampler_log_prob: Tensor, mask: Tensor | None = None, *, cap: Scalar
+) -> Tensor:
     """Return a truncated importance weight per token, to correct for a sampler that differs from the trained policy.
 
         weight = min(exp(log_prob - sampler_log_prob), cap)
@@ -155,7 +162,7 @@ def truncated_importance(log_prob: Tensor, sampler_log_prob: Tensor, mask: Tenso
     Args:
         log_prob: `[*B, L]` float, log-probability in nats, computed by the trainer before the update.
         sampler_log_prob: `[*B, L]` float, log-probability in nats, as the sampler reported it.
-        mask: `[*B, L]` bool.
+        mask: `[*B, L]` bool, or None if every token counts.
         cap: largest weight.
 
     Returns: `[*B, L]`. Masked entries are 0.
@@ -169,12 +176,15 @@ def truncated_importance(log_prob: Tensor, sampler_log_prob: Tensor, mask: Tenso
     tensor([[1., 2.]])
     """
     (cap,) = scalars(cap=cap)
+    mask = checked_mask(mask, log_prob=log_prob, sampler_log_prob=sampler_log_prob)
     dtype = common_dtype(log_prob, sampler_log_prob)
     weight = torch.exp(_sampler_log_ratio(log_prob, sampler_log_prob, mask)).clamp(max=cap)  # pyright: ignore
     return weight.masked_fill(~mask, 0.0).to(dtype)
 
 
-def truncated_sequence_importance(log_prob: Tensor, sampler_log_prob: Tensor, mask: Tensor, *, cap: Scalar) -> Tensor:
+def truncated_sequence_importance(
+    log_prob: Tensor, sampler_log_prob: Tensor, mask: Tensor | None = None, *, cap: Scalar
+) -> Tensor:
     """Return a truncated importance weight per sequence, as `truncated_importance` does per token.
 
         weight = min(exp(sum(log_prob - sampler_log_prob where mask)), cap)
@@ -182,7 +192,7 @@ def truncated_sequence_importance(log_prob: Tensor, sampler_log_prob: Tensor, ma
     Args:
         log_prob: `[*B, L]` float, log-probability in nats, computed by the trainer before the update.
         sampler_log_prob: `[*B, L]` float, log-probability in nats, as the sampler reported it.
-        mask: `[*B, L]` bool.
+        mask: `[*B, L]` bool, or None if every token counts.
         cap: largest weight.
 
     Returns: `[*B, L]`, the same weight for all unmasked tokens of a sequence. Masked entries are 0.
@@ -195,13 +205,16 @@ def truncated_sequence_importance(log_prob: Tensor, sampler_log_prob: Tensor, ma
     tensor([[2., 2.]])
     """
     (cap,) = scalars(cap=cap)
+    mask = checked_mask(mask, log_prob=log_prob, sampler_log_prob=sampler_log_prob)
     dtype = common_dtype(log_prob, sampler_log_prob)
     log_weight = _sampler_log_ratio(log_prob, sampler_log_prob, mask).sum(-1, keepdim=True)
     weight = torch.exp(log_weight).clamp(max=cap)  # pyright: ignore
     return weight.expand_as(mask).masked_fill(~mask, 0.0).to(dtype)
 
 
-def masked_sequence_importance(log_prob: Tensor, sampler_log_prob: Tensor, mask: Tensor, *, cap: Scalar) -> Tensor:
+def masked_sequence_importance(
+    log_prob: Tensor, sampler_log_prob: Tensor, mask: Tensor | None = None, *, cap: Scalar
+) -> Tensor:
     """Return the importance weight of each sequence, or 0 if the weight exceeds `cap`.
 
         weight = exp(sum(log_prob - sampler_log_prob where mask))        0 if this is above cap
@@ -211,7 +224,7 @@ def masked_sequence_importance(log_prob: Tensor, sampler_log_prob: Tensor, mask:
     Args:
         log_prob: `[*B, L]` float, log-probability in nats, computed by the trainer before the update.
         sampler_log_prob: `[*B, L]` float, log-probability in nats, as the sampler reported it.
-        mask: `[*B, L]` bool.
+        mask: `[*B, L]` bool, or None if every token counts.
         cap: largest weight that is kept.
 
     Returns: `[*B, L]`, the same weight for all unmasked tokens of a sequence. Masked entries are 0.
@@ -224,6 +237,7 @@ def masked_sequence_importance(log_prob: Tensor, sampler_log_prob: Tensor, mask:
     [[0.0, 0.0], [1.0, 1.0]]
     """
     (cap,) = scalars(cap=cap)
+    mask = checked_mask(mask, log_prob=log_prob, sampler_log_prob=sampler_log_prob)
     dtype = common_dtype(log_prob, sampler_log_prob)
     weight = torch.exp(_sampler_log_ratio(log_prob, sampler_log_prob, mask).sum(-1, keepdim=True))
     return weight.expand_as(mask).masked_fill(~mask | (weight > cap), 0.0).to(dtype)
@@ -231,7 +245,5 @@ def masked_sequence_importance(log_prob: Tensor, sampler_log_prob: Tensor, mask:
 
 def _sampler_log_ratio(log_prob: Tensor, sampler_log_prob: Tensor, mask: Tensor) -> Tensor:
     """Return the detached log-ratio with 0 in place of masked entries."""
-    same_shape(log_prob=log_prob, sampler_log_prob=sampler_log_prob, mask=mask)
-    check_bool(mask=mask)
     log_prob, sampler_log_prob = widened(log_prob.detach(), sampler_log_prob.detach())
     return (log_prob - sampler_log_prob).masked_fill(~mask, 0.0)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.checks import SHORT_VARIANTS, assert_pure
-from support.kernel_calls import CALLS, NO_FLOATS, NO_TENSORS, N, T, kernel
+from support.kernel_calls import CALLS, NO_FLOATS, NO_TENSORS, N, T, floats, kernel
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -74,13 +74,6 @@ def arguments(name: str) -> dict[str, Any]:
     return dict(zip(inspect.signature(kernel(name)).parameters, args, strict=False)) | kwargs
 
 
-def call_with(name: str, changes: dict[str, Any]) -> Any:
-    """Call a kernel with its example arguments, of which some are changed."""
-    args, _ = CALLS[name](3)
-    changed = list((arguments(name) | changes).items())
-    return kernel(name)(*(x for _, x in changed[: len(args)]), **dict(changed[len(args) :]))
-
-
 def flags_of(name: str) -> list[str]:
     """Return the names of the bool arguments of a kernel's example call."""
     return [flag for flag, x in arguments(name).items() if isinstance(x, Tensor) and x.dtype == torch.bool]
@@ -91,7 +84,29 @@ def flags_of(name: str) -> list[str]:
 def test_flags_of_a_wrong_dtype_are_named(name, dtype):
     for flag in flags_of(name):
         with pytest.raises(ValueError, match=rf"^{flag} has dtype {str(dtype)[6:]}, expected bool$"):
-            call_with(name, {flag: arguments(name)[flag].to(dtype)})
+            kernel(name)(**arguments(name) | {flag: arguments(name)[flag].to(dtype)})
+
+
+MASKED = [name for name in CALLS if "mask" in inspect.signature(kernel(name)).parameters]
+
+
+def test_a_mask_is_optional_in_every_kernel_that_has_one():
+    assert {"ppo_loss", "td_loss", "gspo_loss", "standardize", "group_advantages", "moments_update"} < set(MASKED)
+    assert all(inspect.signature(kernel(name)).parameters["mask"].default is None for name in MASKED)
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_without_a_mask_every_entry_counts(variant, name):
+    given = arguments(name)
+    every = torch.ones_like(given.pop("mask"))
+    if name == "whiten":  # takes one advantage per sequence only with a mask
+        given["advantage"] = floats(3, *every.shape)
+    call = variant(kernel(name))
+    without, whole, none = (
+        pytree.tree_leaves(call(**given, **masks)) for masks in ({}, {"mask": every}, {"mask": ~every})
+    )
+    assert all(torch.equal(a, b) for a, b in zip(without, whole, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(without, none, strict=True))
 
 
 STEP_DISCOUNTS = {
