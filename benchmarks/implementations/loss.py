@@ -1,5 +1,6 @@
 """PPO's loss with its gradients and the numbers that are logged, on `[M]` rows."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,11 +30,10 @@ def cost(rows: int) -> Cost:
 def _ecrl(log_prob: Tensor, old: Tensor, advantage: Tensor, entropy: Tensor, value: Tensor, target: Tensor) -> Any:
     from ecrl.kernels import ppo_loss
 
-    mask = torch.ones_like(log_prob, dtype=torch.bool)
+    given = partial(ppo_loss, old_log_prob=old, advantage=advantage, value_target=target)
 
     def loss(log_prob: Tensor, entropy: Tensor, value: Tensor) -> Any:
-        numbers = {"clip_coef": CLIP, "vf_coef": VF, "ent_coef": ENT}
-        return ppo_loss(log_prob, old, advantage, entropy, value, target, mask, **numbers)
+        return given(log_prob=log_prob, entropy=entropy, value=value, clip_coef=CLIP, vf_coef=VF, ent_coef=ENT)
 
     grads, (total, logs) = torch.func.grad_and_value(loss, (0, 1, 2), has_aux=True)(log_prob, entropy, value)
     return total, *grads, logs["approx_kl"], logs["clip_frac"], logs["explained_variance"]

@@ -243,12 +243,12 @@ def loss(run: Run, params: TensorDict, minibatch: TensorDict, mask: Tensor, hype
     log_prob, entropy = run.policy.evaluate_rows(params, minibatch)
     ref_log_prob = minibatch["ref_log_prob"] if "ref_log_prob" in minibatch else log_prob.detach()
     return grpo_loss(
-        log_prob,
-        minibatch["sample_log_prob"],
-        ref_log_prob,
-        minibatch["advantage"],
-        entropy,
-        mask,
+        log_prob=log_prob,
+        old_log_prob=minibatch["sample_log_prob"],
+        ref_log_prob=ref_log_prob,
+        advantage=minibatch["advantage"],
+        entropy=entropy,
+        mask=mask,
         clip_coef=hyper["clip_coef"],
         kl_coef=hyper.get("kl_coef", 0.0),
         ent_coef=hyper["ent_coef"],

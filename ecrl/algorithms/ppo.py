@@ -97,8 +97,8 @@ class Choices(NamedTuple):
     Attributes:
         normalize_advantage: steps over which advantages are standardised: rollout, minibatch or none.
         ppo_loss: the kernel `ppo_loss`, or `ppo_loss_clipped_value`.
-        critic_fields: names of the minibatch fields that `ppo_loss` compares with the critic's value: the value target
-            and, if the kernel clips, the value at collection.
+        critic_fields: the tensors that `ppo_loss` compares with the critic's value, each as the name of the argument
+            and the field of the minibatch: the value target and, if the kernel clips, the value at collection.
         ratio: functions of the probability ratio.
         weights: function that weights the tokens of each step, or None if the loss needs no weights.
         loss: `loss`, or `token_loss`.
@@ -107,7 +107,7 @@ class Choices(NamedTuple):
 
     normalize_advantage: str
     ppo_loss: Callable[..., tuple[Tensor, Logs]]
-    critic_fields: tuple[str, ...]
+    critic_fields: tuple[tuple[str, str], ...]
     ratio: Ratio
     weights: Callable[[Run, TensorDict, Tensor], Tensor] | None
     loss: Callable[..., tuple[Tensor, Logs]]
@@ -164,13 +164,13 @@ def loss(run: Run, params: TensorDict, minibatch: TensorDict, mask: Tensor, hype
     choices = run.algorithm.choices
     log_prob, entropy, value = run.policy.evaluate_and_value_rows(params, minibatch)
     return choices.ppo_loss(
-        log_prob,
-        minibatch["sample_log_prob"],
-        minibatch["advantage"],
-        entropy,
-        value,
-        *(minibatch[name] for name in choices.critic_fields),
-        mask,
+        log_prob=log_prob,
+        old_log_prob=minibatch["sample_log_prob"],
+        advantage=minibatch["advantage"],
+        entropy=entropy,
+        value=value,
+        **{name: minibatch[field] for name, field in choices.critic_fields},
+        mask=mask,
         clip_coef=hyper["clip_coef"],
         vf_coef=hyper["vf_coef"],
         ent_coef=hyper["ent_coef"],
@@ -206,14 +206,14 @@ def groups(cfg: PPOConfig) -> tuple[Group, ...]:
 def ppo(cfg: PPOConfig) -> Algorithm:
     """Build the PPO algorithm. The policy needs a critic."""
     kernel = ppo_loss_clipped_value if cfg.clip_vloss else ppo_loss
-    critic_fields = ("value", "value_target") if cfg.clip_vloss else ("value_target",)
+    clipped_fields = (("old_value", "value"),) if cfg.clip_vloss else ()
     is_default = (cfg.ratio, cfg.clip_coef_high, cfg.dual_clip) == ("action", None, None)
     rates = {"learning_rate": Kind.COUNTER, "critic_learning_rate": Kind.COUNTER}
     return Algorithm(
         choices=Choices(
             normalize_advantage=cfg.normalize_advantage,
             ppo_loss=kernel,
-            critic_fields=critic_fields,
+            critic_fields=(("value_target", "value_target"), *clipped_fields),
             ratio=RATIOS[cfg.ratio],
             weights=None if is_default else token_weights,
             loss=loss if is_default else token_loss,

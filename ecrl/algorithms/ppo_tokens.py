@@ -37,7 +37,7 @@ def token_loss(
     mean = partial(weighted_step_mean, token_mask=token_mask, mask=mask, weight=minibatch["weight"])
     policy, bonus = mean(objective), mean(entropy)
     target = minibatch["value_target"]
-    if "value" in choices.critic_fields:
+    if "old_value" in dict(choices.critic_fields):
         critic = clipped_value_loss(value, minibatch["value"], target, mask, clip_coef=hyper["clip_coef"])
     else:
         critic = value_loss(value, target, mask)

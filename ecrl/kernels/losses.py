@@ -6,6 +6,8 @@ value, including NaN. Losses detach their targets. A function with logs returns 
 `logs` maps names to detached 0-d tensors. The log `count` is the number of unmasked entries, which weights the loss in
 an average over ranks.
 
+Losses with more than four tensors take them by keyword.
+
 Log-ratios are clamped to at most `bound`, so that losses and gradients stay finite. `bound` is half the logarithm of
 the dtype's largest finite value, 44.36 in float32 (`ecrl.kernels.dtypes.exponent_bound`). No gradient flows through a
 log-ratio above `bound`.
@@ -57,8 +59,7 @@ def clipped_surrogate(
     Raises: ValueError naming the argument, if shapes differ, `mask` is not bool or a hyperparameter is not 0-d.
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7.
 
-    >>> loss, logs = clipped_surrogate(torch.tensor([0.0]), torch.tensor([0.0]), torch.tensor([2.0]),
-    ...     torch.tensor([True]), clip_coef=0.2)
+    >>> loss, logs = clipped_surrogate(torch.tensor([0.0]), torch.tensor([0.0]), torch.tensor([2.0]), clip_coef=0.2)
     >>> float(loss), float(logs["clip_frac"])
     (-2.0, 0.0)
     """
@@ -140,7 +141,7 @@ def value_loss(value: Tensor, value_target: Tensor, mask: Tensor | None = None) 
     Raises: ValueError naming the argument, if shapes differ or `mask` is not bool.
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 9.
 
-    >>> value_loss(torch.tensor([1.0]), torch.tensor([3.0]), torch.tensor([True]))
+    >>> value_loss(torch.tensor([1.0]), torch.tensor([3.0]))
     tensor(4.)
     """
     mask = checked_mask(mask, value=value, value_target=value_target)
@@ -198,8 +199,8 @@ def clipped_value_loss(
     Raises: ValueError naming the argument, if shapes differ, `mask` is not bool or a hyperparameter is not 0-d.
     Source: Engstrom et al. 2020, arXiv:2005.12729, sec. 3.
 
-    >>> two, yes = torch.tensor([2.0]), torch.tensor([True])
-    >>> clipped_value_loss(two, torch.tensor([0.0]), two, yes, clip_coef=0.5)
+    >>> two = torch.tensor([2.0])
+    >>> clipped_value_loss(two, torch.tensor([0.0]), two, clip_coef=0.5)
     tensor(2.2500)
     """
     mask = checked_mask(mask, value=value, old_value=old_value, value_target=value_target)
@@ -316,6 +317,7 @@ def _k3(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
 
 
 def ppo_loss(
+    *,
     log_prob: Tensor,
     old_log_prob: Tensor,
     advantage: Tensor,
@@ -323,7 +325,6 @@ def ppo_loss(
     value: Tensor,
     value_target: Tensor,
     mask: Tensor | None = None,
-    *,
     clip_coef: Scalar,
     vf_coef: Scalar,
     ent_coef: Scalar,
@@ -350,8 +351,9 @@ def ppo_loss(
     Raises: ValueError naming the argument, if shapes differ, `mask` is not bool or a hyperparameter is not 0-d.
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 9.
 
-    >>> x, yes = torch.zeros(2), torch.tensor([True, True])
-    >>> loss, logs = ppo_loss(x, x, x + 1, x + 0.5, x, x + 2, yes, clip_coef=0.2, vf_coef=0.5, ent_coef=0.0)
+    >>> x = torch.zeros(2)
+    >>> loss, logs = ppo_loss(log_prob=x, old_log_prob=x, advantage=x + 1, entropy=x, value=x, value_target=x + 2,
+    ...     clip_coef=0.2, vf_coef=0.5, ent_coef=0.0)
     >>> float(loss), float(logs["value_loss"]), float(logs["count"])
     (1.0, 4.0, 2.0)
     """
@@ -364,6 +366,7 @@ def ppo_loss(
 
 
 def ppo_loss_clipped_value(
+    *,
     log_prob: Tensor,
     old_log_prob: Tensor,
     advantage: Tensor,
@@ -372,7 +375,6 @@ def ppo_loss_clipped_value(
     old_value: Tensor,
     value_target: Tensor,
     mask: Tensor | None = None,
-    *,
     clip_coef: Scalar,
     vf_coef: Scalar,
     ent_coef: Scalar,
@@ -400,9 +402,10 @@ def ppo_loss_clipped_value(
     Raises: ValueError naming the argument, if shapes differ, `mask` is not bool or a hyperparameter is not 0-d.
     Source: Engstrom et al. 2020, arXiv:2005.12729, sec. 3.
 
-    >>> x, yes = torch.zeros(2), torch.tensor([True, True])
-    >>> coefs = {"clip_coef": 0.5, "vf_coef": 1.0, "ent_coef": 0.0}
-    >>> float(ppo_loss_clipped_value(x, x, x, x, x + 2, x, x + 2, yes, **coefs)[1]["value_loss"])
+    >>> x = torch.zeros(2)
+    >>> loss, logs = ppo_loss_clipped_value(log_prob=x, old_log_prob=x, advantage=x, entropy=x, value=x + 2,
+    ...     old_value=x, value_target=x + 2, clip_coef=0.5, vf_coef=1.0, ent_coef=0.0)
+    >>> float(logs["value_loss"])
     2.25
     """
     mask = checked_mask(mask, log_prob=log_prob, entropy=entropy, value=value, value_target=value_target)
@@ -576,13 +579,13 @@ def _add_terms(
 
 
 def grpo_loss(
+    *,
     log_prob: Tensor,
     old_log_prob: Tensor,
     ref_log_prob: Tensor,
     advantage: Tensor,
     entropy: Tensor,
     mask: Tensor | None = None,
-    *,
     clip_coef: Scalar,
     kl_coef: Scalar,
     ent_coef: Scalar,
@@ -610,8 +613,9 @@ def grpo_loss(
     Raises: ValueError naming the argument, if shapes differ, `mask` is not bool or a hyperparameter is not 0-d.
     Source: Shao et al. 2024, arXiv:2402.03300, eq. 3 and 4.
 
-    >>> x, yes = torch.zeros(2), torch.tensor([True, True])
-    >>> loss, logs = grpo_loss(x, x, x, x + 1, x, yes, clip_coef=0.2, kl_coef=0.1, ent_coef=0.0)
+    >>> x = torch.zeros(2)
+    >>> loss, logs = grpo_loss(log_prob=x, old_log_prob=x, ref_log_prob=x, advantage=x + 1, entropy=x, clip_coef=0.2,
+    ...     kl_coef=0.1, ent_coef=0.0)
     >>> float(loss), float(logs["kl_ref"])
     (-1.0, 0.0)
     """

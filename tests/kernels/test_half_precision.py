@@ -104,7 +104,9 @@ def test_sums_over_many_entries_in_half_precision(variant, dtype):
     x, mask = torch.ones(9, 500, dtype=dtype), torch.ones(9, 500, dtype=torch.bool)
     close(variant(kernels.masked_mean)(x, mask), 1.0)
     close(variant(kernels.value_loss)(x, 3 * x, mask), 4.0)
-    _, logs = variant(kernels.ppo_loss)(0 * x, 0 * x, x, x, x, x, mask, clip_coef=0.2, vf_coef=0.5, ent_coef=0.1)
+    fields = dict.fromkeys(("advantage", "entropy", "value", "value_target"), x)
+    fields |= {"log_prob": 0 * x, "old_log_prob": 0 * x, "mask": mask}
+    _, logs = variant(kernels.ppo_loss)(**fields, clip_coef=0.2, vf_coef=0.5, ent_coef=0.1)
     assert logs["count"] == 4500  # bfloat16 has 4496 and 4512
     assert all(value.dtype in (torch.float32, torch.float64) for value in logs.values()), LOGS
     close(variant(kernels.standardize)(x, mask, eps=1e-8), torch.zeros(9, 500), tol=0.0)

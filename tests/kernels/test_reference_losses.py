@@ -30,6 +30,7 @@ from ecrl.kernels import (
 pytestmark = pytest.mark.ref
 CLIP, VF, ENT = 0.2, 0.5, 0.01
 YES = torch.ones(64, dtype=torch.bool)
+FIELDS = ("log_prob", "old_log_prob", "advantage", "entropy", "value", "value_target")
 LIVE = ("log_prob", "entropy", "value")
 
 
@@ -55,8 +56,8 @@ def same(actual, expected, seeds=3):
 
 def our_ppo(b, vf_coef=VF, advantage=None):
     advantage = b["advantage"] if advantage is None else advantage
-    fields = (b["log_prob"], b["old_log_prob"], advantage, b["entropy"], b["value"], b["value_target"], YES)
-    return ppo_loss(*fields, clip_coef=CLIP, vf_coef=vf_coef, ent_coef=ENT)
+    fields = {name: b[name] for name in FIELDS} | {"advantage": advantage}
+    return ppo_loss(**fields, clip_coef=CLIP, vf_coef=vf_coef, ent_coef=ENT)
 
 
 def test_rlax_clipped_surrogate():
@@ -181,9 +182,8 @@ def test_cleanrl():
 
 def test_cleanrl_with_clipped_values():
     def ecrl_loss(b):
-        fields = (b["log_prob"], b["old_log_prob"], b["advantage"], b["entropy"])
-        values = (b["value"], b["old_value"], b["value_target"])
-        return ppo_loss_clipped_value(*fields, *values, YES, clip_coef=CLIP, vf_coef=VF / 2, ent_coef=ENT)[0]
+        fields = {name: b[name] for name in (*FIELDS, "old_value")}
+        return ppo_loss_clipped_value(**fields, clip_coef=CLIP, vf_coef=VF / 2, ent_coef=ENT)[0]
 
     same(ecrl_loss, lambda b: cleanrl(b, clip_vloss=True))
 

@@ -208,7 +208,7 @@ def test_clipped_loss_with_kl(trainer, seed):
     # Loss type bnpo is the mean over unmasked tokens.
     expected, expected_logs = trls_loss(trainer, batch, "bnpo", epsilon_high=LOW, **numbers)
     names = ("log_prob", "old_log_prob", "ref_log_prob", "advantage", "entropy", "mask")
-    actual, logs = grpo_loss(*(batch[name] for name in names), clip_coef=LOW, **numbers)
+    actual, logs = grpo_loss(**{name: batch[name] for name in names}, clip_coef=LOW, **numbers)
     close(actual, expected, tol=1e-6)
     for a, b in zip(torch.autograd.grad(actual, live), torch.autograd.grad(expected, live), strict=True):
         close(a, b, tol=1e-6)

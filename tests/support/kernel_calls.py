@@ -257,12 +257,14 @@ CALLS: dict[str, Any] = {
     "kl_k3": lambda s: (steps(s, "log_prob", "ref_log_prob"), {}),
     "explained_variance": lambda s: (steps(s, "value", "value_target", "mask"), {}),
     "ppo_loss": lambda s: (
-        steps(s, "log_prob", "old_log_prob", "advantage", "entropy", "value", "value_target", "mask"),
-        hyper(s, "clip_coef", "vf_coef", "ent_coef"),
+        (),
+        fields(s, "log_prob", "old_log_prob", "advantage", "entropy", "value", "value_target", "mask")
+        | hyper(s, "clip_coef", "vf_coef", "ent_coef"),
     ),
     "ppo_loss_clipped_value": lambda s: (
-        steps(s, "log_prob", "old_log_prob", "advantage", "entropy", "value", "old_value", "value_target", "mask"),
-        hyper(s, "clip_coef", "vf_coef", "ent_coef"),
+        (),
+        fields(s, "log_prob", "old_log_prob", "advantage", "entropy", "value", "old_value", "value_target", "mask")
+        | hyper(s, "clip_coef", "vf_coef", "ent_coef"),
     ),
     "ppo_loss_kl_penalty": lambda s: (
         (),
@@ -274,8 +276,9 @@ CALLS: dict[str, Any] = {
         hyper(s, "target_kl", "tolerance", "factor"),
     ),
     "grpo_loss": lambda s: (
-        steps(s, "log_prob", "old_log_prob", "ref_log_prob", "advantage", "entropy", "mask"),
-        hyper(s, "clip_coef", "kl_coef", "ent_coef"),
+        (),
+        fields(s, "log_prob", "old_log_prob", "ref_log_prob", "advantage", "entropy", "mask")
+        | hyper(s, "clip_coef", "kl_coef", "ent_coef"),
     ),
     "kl_k3_with_k2_gradient": lambda s: (steps(s, "log_prob", "ref_log_prob"), {}),
     "group_centered": lambda s: ((floats(s, N, T), bools(s, N, T, share=0.8)), {"group_size": 2}),
