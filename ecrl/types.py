@@ -79,6 +79,20 @@ class LogData(TypedDict):
     taken: NotRequired[int]
 
 
+def check_tensors(**named: Tensor) -> None:
+    """Raise TypeError unless all arguments are tensors. The message names the first argument that is none.
+
+    >>> check_tensors(reward=torch.zeros(2), value=0.5)
+    Traceback (most recent call last):
+    TypeError: value is a float, expected a tensor; pass torch.as_tensor(value)
+    """
+    for name, x in named.items():
+        if not isinstance(x, Tensor):
+            kind = type(x).__name__
+            article = "an" if kind[0] in "aeiou" else "a"
+            raise TypeError(f"{name} is {article} {kind}, expected a tensor; pass torch.as_tensor({name})")
+
+
 def same_shape(**tensors: Tensor) -> None:
     """Raise ValueError unless all tensors have the same shape. The message names each tensor with a different shape.
 
@@ -86,6 +100,7 @@ def same_shape(**tensors: Tensor) -> None:
     Traceback (most recent call last):
     ValueError: value has shape [2, 4], expected [2, 3], the shape of reward
     """
+    check_tensors(**tensors)
     first, *rest = tensors
     expected = tensors[first].shape
     wrong = [f"{name} has shape {list(tensors[name].shape)}" for name in rest if tensors[name].shape != expected]
@@ -103,6 +118,7 @@ def check_axes(batch: Tensor, *, before: str = "", after: str = "", **tensors: T
     Traceback (most recent call last):
     ValueError: probs has shape [3], expected [3, 2]
     """
+    check_tensors(**tensors)
     sizes: dict[str, int] = {}
     for name, tensor in tensors.items():
         first, last = ([sizes.get(axis, axis) for axis in axes] for axes in (before, after))
@@ -120,6 +136,7 @@ def check_bool(**tensors: Tensor) -> None:
     Traceback (most recent call last):
     ValueError: mask has dtype float32, expected bool
     """
+    check_tensors(**tensors)
     wrong = [f"{name} has dtype {str(x.dtype)[6:]}" for name, x in tensors.items() if x.dtype != torch.bool]
     if wrong:
         raise ValueError(f"{', '.join(wrong)}, expected bool")

@@ -21,7 +21,7 @@ from ecrl.kernels.dtypes import common_dtype, scalars, step_discounts, widened
 from ecrl.kernels.masked_stats import masked_mean
 from ecrl.kernels.q_losses import huber
 from ecrl.kernels.reverse_scan import in_dtype
-from ecrl.types import Logs, Scalar, check_axes, check_bool, checked_mask, same_shape
+from ecrl.types import Logs, Scalar, check_axes, check_bool, check_tensors, checked_mask, same_shape
 
 
 def categorical_project(probs: Tensor, atoms: Tensor, support: Tensor) -> Tensor:
@@ -60,6 +60,7 @@ def categorical_project(probs: Tensor, atoms: Tensor, support: Tensor) -> Tensor
 
 
 def _check_vector(name: str, x: Tensor) -> None:
+    check_tensors(**{name: x})
     if x.ndim != 1:
         raise ValueError(f"{name} has shape {list(x.shape)}, expected one axis")
 
@@ -120,6 +121,7 @@ def categorical_target(
 
 
 def _check_support(support: Tensor, dist: Tensor) -> None:
+    check_tensors(support=support)
     if support.shape != dist.shape[-1:]:
         raise ValueError(f"support has shape {list(support.shape)}, expected {list(dist.shape[-1:])}, the atoms")
 
@@ -406,6 +408,7 @@ def quantile_huber_loss(quantiles: Tensor, taus: Tensor, target: Tensor, *, delt
     >>> quantile_huber_loss(torch.tensor([0.0, 2.0]), torch.tensor([0.25, 0.75]), torch.tensor([1.0]), delta=1.0)
     tensor(0.2500)
     """
+    check_tensors(quantiles=quantiles, taus=taus)
     if not quantiles.ndim:
         raise ValueError("quantiles has shape [], expected [*B, K]")
     check_axes(quantiles[..., 0], after="M", target=target)
@@ -443,6 +446,7 @@ def hl_gauss(value: Tensor, edges: Tensor, *, sigma: Scalar) -> Tensor:
     tensor([[0.5000, 0.5000],
             [0.0000, 1.0000]])
     """
+    check_tensors(value=value)
     _check_vector("edges", edges)
     (sigma,) = scalars(sigma=sigma)
     dtype, (value, edges) = common_dtype(value, edges), widened(value, edges)

@@ -22,7 +22,7 @@ from torch import Tensor
 from ecrl.kernels.dtypes import common_dtype, exponent_bound, scalars, widened
 from ecrl.kernels.masked_stats import explained_variance, masked_mean
 from ecrl.kernels.q_losses import huber
-from ecrl.types import Logs, Scalar, checked_mask, same_shape
+from ecrl.types import Logs, Scalar, check_tensors, checked_mask, same_shape
 
 
 def expand_to_tokens(advantage: Tensor, like: Tensor, name: str = "log_prob") -> Tensor:
@@ -63,6 +63,7 @@ def clipped_surrogate(
     >>> float(loss), float(logs["clip_frac"])
     (-2.0, 0.0)
     """
+    check_tensors(log_prob=log_prob, old_log_prob=old_log_prob, advantage=advantage)
     dtype = common_dtype(log_prob, old_log_prob, advantage)
     loss, logs = _surrogate(log_prob, old_log_prob, advantage, mask, clip_coef)
     return loss.to(dtype), logs
@@ -111,6 +112,7 @@ def policy_gradient_loss(log_prob: Tensor, advantage: Tensor, mask: Tensor | Non
     >>> float(loss)
     2.5
     """
+    check_tensors(log_prob=log_prob, advantage=advantage)
     dtype = common_dtype(log_prob, advantage)
     loss, logs = _policy_gradient(log_prob, advantage, mask)
     return loss.to(dtype), logs
@@ -357,6 +359,7 @@ def ppo_loss(
     >>> float(loss), float(logs["value_loss"]), float(logs["count"])
     (1.0, 4.0, 2.0)
     """
+    check_tensors(old_log_prob=old_log_prob, advantage=advantage)
     mask = checked_mask(mask, log_prob=log_prob, entropy=entropy, value=value, value_target=value_target)
     dtype = common_dtype(log_prob, old_log_prob, advantage, entropy, value, value_target)
     policy, logs = _surrogate(log_prob, old_log_prob, advantage, mask, clip_coef)
@@ -408,6 +411,7 @@ def ppo_loss_clipped_value(
     >>> float(logs["value_loss"])
     2.25
     """
+    check_tensors(old_log_prob=old_log_prob, advantage=advantage, old_value=old_value)
     mask = checked_mask(mask, log_prob=log_prob, entropy=entropy, value=value, value_target=value_target)
     dtype = common_dtype(log_prob, old_log_prob, advantage, entropy, value, value_target)
     policy, logs = _surrogate(log_prob, old_log_prob, advantage, mask, clip_coef)
@@ -620,6 +624,7 @@ def grpo_loss(
     (-1.0, 0.0)
     """
     kl_coef, ent_coef = scalars(kl_coef=kl_coef, ent_coef=ent_coef)
+    check_tensors(old_log_prob=old_log_prob, advantage=advantage)
     mask = checked_mask(mask, log_prob=log_prob, ref_log_prob=ref_log_prob, entropy=entropy)
     policy, logs = _surrogate(log_prob, old_log_prob, advantage, mask, clip_coef)
     # Fill masked entries before the exponential, because a masked NaN would make the gradient NaN.

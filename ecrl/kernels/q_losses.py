@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ecrl.kernels.dtypes import common_dtype, scalars, widened
 from ecrl.kernels.masked_stats import masked_mean
-from ecrl.types import Logs, Scalar, check_axes, check_bool, checked_mask
+from ecrl.types import Logs, Scalar, check_axes, check_bool, check_tensors, checked_mask
 
 
 def _detached(x: Scalar) -> Scalar:
@@ -47,6 +47,7 @@ def huber(x: Tensor, *, delta: Scalar) -> Tensor:
     >>> huber(torch.tensor([1.0, -3.0]), delta=2.0), huber(torch.tensor([-3.0]), delta=float("inf"))
     (tensor([0.5000, 4.0000]), tensor([4.5000]))
     """
+    check_tensors(x=x)
     (delta,) = scalars(delta=delta)
     size = widened(x)[0].abs()
     clipped = size.clamp(max=delta)
@@ -188,6 +189,7 @@ def discrete_soft_actor_loss(
     >>> float(loss), round(float(logs["entropy"]), 4)
     (-1.5, 0.6931)
     """
+    check_tensors(logits=logits, **{} if mask is None else {"mask": mask})
     mask = logits.new_ones(logits.shape[:-1], dtype=torch.bool) if mask is None else mask
     check_axes(mask, after="A", logits=logits)
     check_bool(mask=mask)

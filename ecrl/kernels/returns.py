@@ -1,5 +1,8 @@
 """Estimators of returns and advantages on `[*B, T]` tensors. Time is the last axis.
 
+If your tensors have time first, `[T, *B]`, as in CleanRL and Stable-Baselines3, pass `x.movedim(0, -1)`, and move the
+axis of each result back with `movedim(-1, 0)`. Moving an axis copies nothing.
+
 The `next_value` of a `terminated` step is not read and may be NaN, because no state follows. Steps after a `done` step
 belong to another episode, so they do not contribute to the returns of earlier steps. If a time limit truncates an
 episode, the estimators bootstrap from `next_value`, the value of the last state before the reset. The functions do not
@@ -28,7 +31,7 @@ from torch import Tensor
 from ecrl.kernels.dtypes import common_dtype, discounts, exponent_bound, scalars, step_discounts, widened
 from ecrl.kernels.reverse_scan import as_float64, in_dtype, or_zero, reverse_scan, varies
 from ecrl.native import recurrences
-from ecrl.types import Scalar, check_axes, check_bool, check_steps, same_shape
+from ecrl.types import Scalar, check_axes, check_bool, check_steps, check_tensors, same_shape
 
 
 class GAE(NamedTuple):
@@ -62,6 +65,8 @@ def discounted_returns(
     """Return Monte-Carlo returns that bootstrap from `next_value` at time limits and at the last step.
 
         G[t] = reward[t] + gamma[t] * (next_value[t] * not terminated[t] if done[t] or t = T - 1 else G[t + 1])
+
+    For tensors with time first, `[T, *B]`, pass `x.movedim(0, -1)`, and apply `movedim(-1, 0)` to the result.
 
     Args:
         reward: `[*B, T]` float, in reward units.
@@ -100,6 +105,8 @@ def n_step_returns(
 
         G1[t] = reward[t] + gamma[t] * next_value[t] * not terminated[t]
         Gk[t] = G1[t] if done[t] or t = T - 1 else reward[t] + gamma[t] * G(k-1)[t + 1]
+
+    For tensors with time first, `[T, *B]`, pass `x.movedim(0, -1)`, and apply `movedim(-1, 0)` to the result.
 
     Args:
         reward: `[*B, T]` float, in reward units.
@@ -142,6 +149,8 @@ def td_lambda_returns(
 
         G[t] = reward[t] + gamma[t] * ((1 - gae_lambda) * next_value[t] + gae_lambda * G[t + 1])
         G[t] = reward[t] + gamma[t] * next_value[t] * not terminated[t]      where done[t] or t = T - 1
+
+    For tensors with time first, `[T, *B]`, pass `x.movedim(0, -1)`, and apply `movedim(-1, 0)` to the result.
 
     Args:
         reward: `[*B, T]` float, in reward units.
@@ -188,6 +197,9 @@ def gae(
         delta[t]     = reward[t] + gamma[t] * next_value[t] * not terminated[t] - value[t]
         advantage[t] = delta[t] + gamma[t] * gae_lambda * advantage[t + 1] * not done[t]
 
+    For tensors with time first, `[T, *B]`, as in CleanRL and Stable-Baselines3, pass `x.movedim(0, -1)`, and
+    apply `movedim(-1, 0)` to each result.
+
     Args:
         reward: `[*B, T]` float, in reward units.
         value: `[*B, T]` float, value of the state in which the action was taken.
@@ -207,6 +219,12 @@ def gae(
     >>> gae(torch.tensor([0.0, 1.0]), torch.tensor([1.0, 1.0]), torch.tensor([1.0, 9.0]),
     ...     torch.tensor([f, t]), torch.tensor([f, t]), gamma=0.5, gae_lambda=1.0).advantage.tolist()
     [-0.5, 0.0]
+
+    With time first, `[T, N]`:
+
+    >>> steps = [torch.ones(2, 1), torch.zeros(2, 1), torch.zeros(2, 1), *2 * [torch.zeros(2, 1, dtype=torch.bool)]]
+    >>> gae(*(x.movedim(0, -1) for x in steps), gamma=0.5, gae_lambda=1.0).advantage.movedim(-1, 0).tolist()
+    [[1.5], [1.0]]
     """
     same_shape(reward=reward, value=value, next_value=next_value, terminated=terminated, done=done)
     check_bool(terminated=terminated, done=done)
@@ -254,6 +272,8 @@ def vtrace(
 
     `bound` keeps gradients finite and is half the logarithm of the dtype's largest finite value, 44.36 in float32. No
     gradient flows through a log-ratio above `bound`.
+
+    For tensors with time first, `[T, *B]`, pass `x.movedim(0, -1)`, and apply `movedim(-1, 0)` to each result.
 
     Args:
         log_prob: `[*B, T]` float, log-probability in nats under the policy being trained.
@@ -319,6 +339,8 @@ def upgo_returns(
     The action of step t + 1 does at least as well as expected if its one-step target reaches the value of its state.
     The advantage of the paper is `upgo_returns(...) - value`, weighted as in `vtrace` if the data are off-policy.
 
+    For tensors with time first, `[T, *B]`, pass `x.movedim(0, -1)`, and apply `movedim(-1, 0)` to the result.
+
     Args:
         reward: `[*B, T]` float, in reward units.
         value: `[*B, T]` float, value of the state in which the action was taken. `value` is only compared.
@@ -362,6 +384,9 @@ def q_lambda(
 
     As in PQN, actions that are not greedy do not cut the trace.
 
+    For tensors with time first, `[T, *B]` and `[T, *B, A]`, pass `x.movedim(0, reward.ndim - 1)`, and apply
+    `movedim(-1, 0)` to the result.
+
     Args:
         reward: `[*B, T]` float, in reward units.
         next_q: `[*B, T, A]` float, Q-values of all actions in the state that the action led to, before auto-reset.
@@ -380,6 +405,7 @@ def q_lambda(
     >>> q_lambda(torch.ones(2), next_q, f, f, gamma=0.5, trace=0.5).tolist()
     [2.25, 3.0]
     """
+    check_tensors(reward=reward)
     check_axes(reward, after="A", next_q=next_q)
     (trace,) = discounts(trace=trace)
     return td_lambda_returns(reward, next_q.max(-1).values, terminated, done, gamma=gamma, gae_lambda=trace)
@@ -401,6 +427,8 @@ def retrace(
         c[t] = trace * min(1, exp(log_rho[t]))
         G[t] = reward[t] + gamma[t] * (next_v[t] + c[t + 1] * (G[t + 1] - next_q_taken[t]))
         G[t] = reward[t] + gamma[t] * next_v[t] * not terminated[t]          where done[t] or t = T - 1
+
+    For tensors with time first, `[T, *B]`, pass `x.movedim(0, -1)`, and apply `movedim(-1, 0)` to the result.
 
     Args:
         reward: `[*B, T]` float, in reward units.
@@ -444,6 +472,8 @@ def episode_discounts(done: Tensor, *, gamma: Scalar) -> Tensor:
     """Return the cumulative discount of every step, starting from 1 in each episode.
 
         disc[0] = 1;    disc[t + 1] = 1 if done[t] else gamma[t] * disc[t]
+
+    For tensors with time first, `[T, *B]`, pass `x.movedim(0, -1)`, and apply `movedim(-1, 0)` to the result.
 
     Args:
         done: `[*B, T]` bool.

@@ -17,7 +17,7 @@ from ecrl.kernels.dtypes import common_dtype, step_discounts, widened
 from ecrl.kernels.reverse_scan import reverse_scan, varies
 from ecrl.kernels.scan_loop import Scan, in_chunks, loop, scan
 from ecrl.pytree import flatten, mapped, unflatten
-from ecrl.types import Scalar, check_bool, same_shape
+from ecrl.types import Scalar, check_bool, check_tensors, same_shape
 
 _STEP_FIELDS = ("reward", "terminated", "truncated")
 _OPTIONAL = ("info", "mask", "executed")
@@ -489,6 +489,7 @@ def running_returns(reward: Tensor, done: Tensor, before: Tensor, *, gamma: Scal
     """
     same_shape(reward=reward, done=done)
     check_bool(done=done)
+    check_tensors(before=before)
     gamma = step_discounts(gamma, reward)
     if before.shape != reward.shape[:-1]:
         expected = f"expected {list(reward.shape[:-1])}, the shape of reward without its time axis"

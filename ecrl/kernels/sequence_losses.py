@@ -31,7 +31,7 @@ from ecrl.kernels.dtypes import common_dtype, exponent_bound, scalars, widened
 from ecrl.kernels.losses import expand_to_tokens
 from ecrl.kernels.masked_stats import masked_mean
 from ecrl.kernels.sequences import sequence_mean
-from ecrl.types import Logs, Scalar, checked_mask
+from ecrl.types import Logs, Scalar, check_tensors, checked_mask
 
 
 def clipped_surrogate_asymmetric(
@@ -71,6 +71,7 @@ def clipped_surrogate_asymmetric(
     >>> clipped_surrogate_asymmetric(torch.tensor([[0.0, 1.0]]), zeros, torch.tensor([1.0]), yes, **clips)[0].tolist()
     [[-1.0, -1.25]]
     """
+    check_tensors(advantage=advantage)
     mask = checked_mask(mask, log_prob=log_prob, old_log_prob=old_log_prob)
     dtype = common_dtype(log_prob, old_log_prob, advantage)
     _, log_ratio, advantage = _bounded_log_ratio(log_prob, old_log_prob, advantage, mask)
@@ -121,6 +122,7 @@ def gspo_loss(
     >>> gspo_loss(log_prob, zeros, torch.tensor([2.0]), yes, clip_low=0.1, clip_high=0.1)[0].tolist()
     [[-2.0, -2.0]]
     """
+    check_tensors(advantage=advantage)
     mask = checked_mask(mask, log_prob=log_prob, old_log_prob=old_log_prob)
     dtype = common_dtype(log_prob, old_log_prob, advantage)
     _, token_log_ratio, advantage = _bounded_log_ratio(log_prob, old_log_prob, advantage, mask)
@@ -171,6 +173,7 @@ def cispo_loss(
     >>> cispo_loss(log_prob, log_prob - 9, torch.tensor([1.0]), yes, clip_low=1.0, clip_high=4.0)[0].tolist()
     [[5.0, 10.0]]
     """
+    check_tensors(advantage=advantage)
     mask = checked_mask(mask, log_prob=log_prob, old_log_prob=old_log_prob)
     dtype = common_dtype(log_prob, old_log_prob, advantage)
     log_prob, log_ratio, advantage = _bounded_log_ratio(log_prob, old_log_prob, advantage, mask)
@@ -218,6 +221,7 @@ def sapo_loss(
     >>> sapo_loss(zeros, zeros, torch.tensor([3.0]), yes, **taus)[0].tolist()
     [[-6.0]]
     """
+    check_tensors(advantage=advantage)
     mask = checked_mask(mask, log_prob=log_prob, old_log_prob=old_log_prob)
     dtype = common_dtype(log_prob, old_log_prob, advantage)
     _, log_ratio, advantage = _bounded_log_ratio(log_prob, old_log_prob, advantage, mask)
@@ -267,6 +271,7 @@ def vespo_loss(
     >>> vespo_loss(log_prob, log_prob, torch.tensor([1.0]), yes, **shapes)[0].tolist()
     [[1.0, 2.0]]
     """
+    check_tensors(advantage=advantage)
     mask = checked_mask(mask, log_prob=log_prob, old_log_prob=old_log_prob)
     dtype, bound = common_dtype(log_prob, old_log_prob, advantage), exponent_bound(common_dtype(log_prob, old_log_prob))
     log_prob, log_ratio, advantage = _log_ratio(log_prob, old_log_prob, advantage, mask)

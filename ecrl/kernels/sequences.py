@@ -13,7 +13,7 @@ from torch import Tensor
 from ecrl.kernels.dtypes import common_dtype, computed_in, scalars, widened
 from ecrl.kernels.losses import expand_to_tokens
 from ecrl.kernels.masked_stats import identity, masked_mean, standardize
-from ecrl.types import Scalar, checked_mask
+from ecrl.types import Scalar, check_tensors, checked_mask
 
 
 def token_mean(x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -120,6 +120,7 @@ def whiten(
     >>> whiten(torch.tensor([0.0, 2.0]), torch.tensor([[True, False], [True, False]]), eps=1e-8).tolist()
     [[-0.7071067690849304, 0.0], [0.7071067690849304, 0.0]]
     """
+    check_tensors(advantage=advantage, **{} if mask is None else {"mask": mask})
     advantage = advantage if mask is None else expand_to_tokens(advantage, mask, "mask")
     return standardize(advantage, mask, eps=eps, total=total)
 
@@ -144,6 +145,7 @@ def overlong_penalty(length: Tensor, *, max_length: Scalar, buffer_length: Scala
     >>> overlong_penalty(torch.tensor([5, 8, 10, 11]), max_length=10, buffer_length=4).tolist()
     [0.0, -0.5, -1.0, -1.0]
     """
+    check_tensors(length=length)
     max_length, buffer_length = scalars(max_length=max_length, buffer_length=buffer_length)
     dtype, (length,) = common_dtype(length), widened(length)
     return ((max_length - buffer_length - length) / buffer_length).clamp(-1.0, 0.0).to(dtype)

@@ -87,6 +87,27 @@ def test_flags_of_a_wrong_dtype_are_named(name, dtype):
             kernel(name)(**arguments(name) | {flag: arguments(name)[flag].to(dtype)})
 
 
+CHECKED = {"returns", "rollout_estimators", "losses", "sequence_losses", "sequences", "q_losses", "q_targets"}
+CHECKED |= {"masked_stats", "groups", "distributional"}
+"""Files whose kernels check that arguments are tensors."""
+
+
+def tensors_of(name: str) -> list[str]:
+    """Return the arguments of a kernel that must be tensors. Hyperparameters and bounds may be numbers."""
+    given = arguments(name).items()
+    return [key for key, x in given if isinstance(x, Tensor) and x.ndim and (name, key) != ("smoothed_action", "low")]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in CALLS if kernel(name).__module__.rpartition(".")[2] in CHECKED and tensors_of(name)]
+)
+def test_numbers_and_arrays_in_place_of_tensors_are_named(name):
+    for wrong in tensors_of(name):
+        for value, kind in ((0.5, "a float"), (3, "an int"), (arguments(name)[wrong].numpy(), "a ndarray")):
+            with pytest.raises(TypeError, match=rf"^{wrong} is {kind}, expected a tensor; pass torch.as_tensor"):
+                kernel(name)(**arguments(name) | {wrong: value})
+
+
 MASKED = [name for name in CALLS if "mask" in inspect.signature(kernel(name)).parameters]
 
 

@@ -544,13 +544,67 @@ def _gae(*fields_and_hyper):
     return gae(*fields, **hyper)
 
 
-ESTIMATORS = ["gae", "upgo_returns", "vtrace", "discounted_returns", "n_step_returns", "td_lambda_returns", "retrace"]
+def cleanrl_gae(rewards, dones, values, next_done, next_value, gamma, gae_lambda):
+    """The lines of CleanRL's ppo.py. `dones[t]` is the flag before step t, and time is the first axis."""
+    advantages, lastgaelam = torch.zeros_like(rewards), 0
+    for t in reversed(range(len(rewards))):
+        if t == len(rewards) - 1:
+            nextnonterminal, nextvalues = 1.0 - next_done, next_value
+        else:
+            nextnonterminal, nextvalues = 1.0 - dones[t + 1], values[t + 1]
+        delta = rewards[t] + gamma * nextvalues * nextnonterminal - values[t]
+        advantages[t] = lastgaelam = delta + gamma * gae_lambda * nextnonterminal * lastgaelam
+    return advantages, advantages + values
+
+
+def test_gae_of_tensors_with_time_first(variant):
+    g = torch.Generator().manual_seed(0)
+    rewards, values = torch.randn(2, 9, 3, generator=g).unbind()  # [T, N]
+    dones, next_value = (torch.rand(10, 3, generator=g) < 0.3).float(), torch.randn(3, generator=g)
+    expected = cleanrl_gae(rewards, dones[:-1], values, dones[-1], next_value, 0.9, 0.7)
+    done, follows = dones[1:].bool(), torch.cat((values[1:], next_value.unsqueeze(0)))
+    steps = [x.movedim(0, -1) for x in (rewards, values, follows, done, done)]
+    for actual, other in zip(variant(gae)(*steps, gamma=0.9, gae_lambda=0.7), expected, strict=True):
+        close(actual.movedim(-1, 0), other)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gae",
+        "upgo_returns",
+        "vtrace",
+        "discounted_returns",
+        "n_step_returns",
+        "td_lambda_returns",
+        "retrace",
+        "q_lambda",
+    ],
+)
+def test_time_first_in_memory_changes_nothing(name):
+    args, kwargs = CALLS[name](3)
+    time_first = [x.movedim(1, 0).contiguous() for x in args]
+    results = kernel_named(name)(*args, **kwargs), kernel_named(name)(*(x.movedim(0, 1) for x in time_first), **kwargs)
+    for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in results), strict=True):
+        assert torch.equal(a, b)
+
+
+ESTIMATORS = [
+    "gae",
+    "upgo_returns",
+    "vtrace",
+    "discounted_returns",
+    "n_step_returns",
+    "td_lambda_returns",
+    "retrace",
+    "q_lambda",
+]
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_a_trajectory_without_steps_is_named(name):
     args, kwargs = CALLS[name](3)
-    empty = [x[..., :0] for x in args]
+    empty = [x[:, :0] for x in args]
     message = r"^reward has shape \[.*0\], expected at least one time step on the last axis$"
     with pytest.raises(ValueError, match=message):
         kernel_named(name)(*empty, **kwargs)
