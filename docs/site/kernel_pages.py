@@ -83,8 +83,8 @@ Kernels are pure functions on tensors. You can import a single kernel, for examp
 Shapes are in brackets. `*B` stands for any leading axes, `N` for the number of environments and `T` for the number of
 steps. Time is the last axis. `Scalar` is a float or a 0-d tensor.
 
-A mask is optional. Without a mask, every entry counts. Flags and masks have dtype bool. If you pass a number or an array
-where a kernel needs a tensor, the kernel raises a TypeError that names the argument.
+A mask is optional. Without a mask, every entry counts. Flags and masks have dtype bool. If you pass a number or an
+array in place of a tensor, estimators and losses raise a TypeError that names the argument.
 
 The entry *Gradient* lists the arguments that gradients flow through. The entry *Source* cites the origin of the
 equation. The tests run every example.
