@@ -23,7 +23,7 @@ from ecrl.report.statistics import bootstrap_interval, interquartile_mean
 
 _RESAMPLES = 10_000
 (_WAY, _END), (_WAY_SUCCESS, _END_SUCCESS) = EPISODES["return"], EPISODES["success"]
-HEAD = f"""# Results
+HEAD = f"""# Leaderboard
 
 How well every shipped config learns, compared with other libraries on the same budget. Stable-Baselines3 has the
 settings of its zoo (`benchmarks/other_libraries/zoo.py`). `ecrl bench results` makes this page from the files in

@@ -1,6 +1,6 @@
 """The target of each shipped config: its score, the threshold of a solved task, and the environment of the evaluation.
 
-The learning tests, the README's figures and `ecrl bench results` all use this table of thresholds.
+The learning tests, the figures in docs/results.md and `ecrl bench results` all use this table of thresholds.
 """
 
 from pathlib import Path

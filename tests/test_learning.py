@@ -1,7 +1,7 @@
 """The published configs learn their tasks on every seed, measured by 100 episodes with deterministic actions.
 
-`python -m pytest tests/test_learning.py -m "slow or long" -s` prints the scores. The README has the scores of
-`ecrl bench results`.
+`python -m pytest tests/test_learning.py -m "slow or long" -s` prints the scores. docs/results.md has the
+scores of `ecrl bench results`.
 """
 
 import time

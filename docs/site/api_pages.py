@@ -2,7 +2,7 @@
 
 PAGES: dict[str, tuple[str, dict[str, list[str]]]] = {
     "ecrl": (
-        "Runs from Python",
+        "Python API",
         {
             "Configs": ["ecrl.load_config", "ecrl.Config", "ecrl.ConfigModel", "ecrl.PolicyConfig", "ecrl.ConfigError"],
             "Training": [
@@ -91,7 +91,7 @@ PAGES: dict[str, tuple[str, dict[str, list[str]]]] = {
         },
     ),
     "consumers": (
-        "Consumers of a run",
+        "Evaluation, checkpoints and logs",
         {
             "Records": ["ecrl.types.LogData"],
             "Consumers": [
@@ -120,7 +120,7 @@ PAGES: dict[str, tuple[str, dict[str, list[str]]]] = {
         },
     ),
 }
-MODULES = {"rng": ("Random numbers", "ecrl.rng"), "world": ("The world of a MuJoCo task", "ecrl.envs.mujoco.world")}
+MODULES = {"rng": ("Random numbers", "ecrl.rng"), "world": ("MuJoCo simulation", "ecrl.envs.mujoco.world")}
 """Map the name of each page that documents a whole module to the page's title and the module."""
 
 

@@ -17,9 +17,13 @@ from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from mkdocs.structure.toc import TableOfContents, get_toc
+from repository import origin, web_address
+
+from ecrl import __version__
 
 ROOT = Path(__file__).parents[2]
 NAMES = {*api_names(), *(f"ecrl.kernels.{name}" for names in names_by_file().values() for name in names)}
+LEADERBOARD = "benchmarks/results/leaderboard.md"  # as README.md, the page would be the first of its section
 _FENCED_OR_NAME = re.compile(r"^```.*?^```|`(ecrl\.[\w.]+)`(?!\])", re.DOTALL | re.MULTILINE)
 
 
@@ -28,7 +32,11 @@ def _notebooks() -> list[Path]:
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """Insert the notebooks into the navigation after the start pages."""
+    """Link the clone's remote `origin`, show the version, and insert the notebooks after the start pages."""
+    config.repo_url = web_address(origin())
+    config.repo_name = config.repo_url and config.repo_url.split("/", 3)[3]
+    config.extra["release"] = __version__
+    config.copyright = f"ecrl {__version__}, Apache-2.0"
     if config.nav and _notebooks():
         config.nav.insert(1, {"Notebooks": [f"notebooks/{notebook.name}" for notebook in _notebooks()]})
 
@@ -37,16 +45,18 @@ def on_config(config: MkDocsConfig) -> None:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages, and files from outside docs/, to the site."""
     contributing = {"contributing.md": (ROOT / "CONTRIBUTING.md").read_text().replace("](docs/", "](")}
-    for path, text in (kernel_pages() | api_pages() | config_pages() | command_page() | contributing).items():
-        files.append(File.generated(config, path, content=text))
     results = ROOT / "benchmarks" / "results"
-    for path in (*_notebooks(), results / "README.md", *sorted(results.glob("*.png"))):
+    outside = contributing | {LEADERBOARD: (results / "README.md").read_text()}
+    for path, text in (kernel_pages() | api_pages() | config_pages() | command_page() | outside).items():
+        files.append(File.generated(config, path, content=text))
+    for path in (*_notebooks(), *sorted(results.glob("*.png"))):
         files.append(File(str(path.relative_to(ROOT)), str(ROOT), config.site_dir, config.use_directory_urls))
     return files
 
 
 SITE_PATHS = {
     "../CONTRIBUTING.md": "contributing.md",
+    "../ecrl/__init__.py": "reference/ecrl.md",
     "../ecrl/kernels": "reference/kernels/index.md",
     "../ecrl/config/config.py": "reference/config/run.md",
     "../ecrl/envs": "reference/config/environments.md",
@@ -54,7 +64,7 @@ SITE_PATHS = {
     "../ecrl/cli/main.py": "reference/commands.md",
     "../ecrl/run": "reference/consumers.md",
     "../notebooks/": "notebooks/",
-    "../benchmarks/results/README.md": "benchmarks/results/README.md",
+    "../benchmarks/results/README.md": LEADERBOARD,
     "../benchmarks/results/push_cube_ppo.png": "benchmarks/results/push_cube_ppo.png",
 }
 """Map the links that pages in docs/ use for files outside docs/ to paths in the site."""
@@ -75,7 +85,7 @@ def _relink(link: re.Match, up: str) -> str:
 
 def on_page_markdown(markdown: str, page: Page, **kwargs: Any) -> str:
     """Link Python names to their reference entries, and replace links to files outside docs/ by links to site pages."""
-    if page.file.src_uri == "benchmarks/results/README.md":
+    if page.file.src_uri == LEADERBOARD:
         page.meta["hide"] = ["navigation", "toc"]  # the table needs the full width of the window
     if page.file.src_uri.startswith("notebooks/"):
         return markdown  # the Markdown is still the notebook's JSON

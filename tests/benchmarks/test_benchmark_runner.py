@@ -275,40 +275,6 @@ def test_the_examples_in_docstrings_hold(module):
     assert outcome.attempted > 0 and outcome.failed == 0
 
 
-LINES = {"rejax": "rejax 0.1.3, jitted", "SB3": "SB3", "TorchRL": "TorchRL", "CleanRL-style": "CleanRL-style loop"}
-
-
-def ratios_of(row):
-    """A cell of the README's table of speed."""
-    digits = 1 if row["peer"] in ("SB3", "TorchRL", "CleanRL-style") else 2
-    middle, least, most = (f"{row[key]:.{digits}f}" for key in ("ratio", "ratio_min", "ratio_max"))
-    return f"{middle} ({least} to {most})"
-
-
-def test_the_readme_has_the_ratios_of_end_to_end():
-    rows = json.loads((ROOT / "benchmarks" / "results" / "end_to_end.json").read_text())["rows"]
-    readme, lines = (ROOT / "README.md").read_text(), {}
-    for row in (one for one in rows if one["cores"] != "GPU"):  # in order of `num_envs`
-        lines.setdefault(f"{LINES[row['peer']]} | {row['cores']}", []).append(ratios_of(row))
-    assert len(lines) == 5
-    for head, shown in lines.items():
-        line = f"| {head} | {' | '.join(shown)} |"
-        assert f"\n{line}\n" in readme, f"README.md has no line {line}"
-
-
-def test_the_readme_has_the_ratios_of_off_policy():
-    rows = json.loads((ROOT / "benchmarks" / "results" / "off_policy.json").read_text())["rows"]
-    readme = (ROOT / "README.md").read_text()
-    peers, names = ("rejax", "rejax, constant-time sampler", "SB3"), {"fast_td3": "FastTD3", "fast_sac": "FastSAC"}
-    of_peers = [row for row in rows if row["peer"] in peers]
-    assert len(of_peers) == 16
-    for row in of_peers:
-        name = names.get(row["algorithm"], row["algorithm"].upper())
-        line = re.search(rf"^\| {name}\b.* \| {row['units']} \|(.*)\|(.*)\|(.*)\|$", readme, re.MULTILINE)
-        assert line and line[1 + peers.index(row["peer"])].strip() == ratios_of(row), row
-    assert all(f"{ratios_of(row)} times as many" in " ".join(readme.split()) for row in rows if row not in of_peers)
-
-
 @pytest.mark.parametrize(
     ("page", "subject", "cells"),
     [("memory", "recurrent", ("num_envs",)), ("images", "minatar", ("game", "network"))],
@@ -347,7 +313,7 @@ def svg_parts(text):
     return re.sub(number, "number", text), [float(x) for x in re.findall(number, text)]
 
 
-def test_quick_runs_the_subjects_of_the_readme(monkeypatch, tmp_path):
+def test_quick_runs_the_quick_subjects(monkeypatch, tmp_path):
     names = list(command.SUBJECTS)
     with_subjects(monkeypatch, **{name: Subject(ratio=1.0) for name in names})
     assert command.run(quick=True, out=tmp_path / "quick") and command.run(out=tmp_path / "full")

@@ -4,9 +4,10 @@ from itertools import product
 from math import inf
 
 import pytest
+from support.published import lines_by_entry
 
 from benchmarks import clones, leaderboard
-from benchmarks.leaderboard import COLUMNS, cells, summary, text
+from benchmarks.leaderboard import cells, summary, text
 from benchmarks.other_libraries.zoo import ZOO
 from benchmarks.pairs import ROOT
 from benchmarks.records import Entry, Standing, entries, standing
@@ -99,7 +100,7 @@ def test_what_is_missing_or_stale_has_no_numbers():
 
 def test_the_page_is_its_table_machines_and_pictures():
     page = text([(entry(), Standing(FIVE, 0)), (entry(library="sb3"), Standing({}, 0))])
-    assert page.startswith("# Results\n")
+    assert page.startswith("# Leaderboard\n")
     table = [line for line in page.splitlines() if line.startswith("|")]
     assert table[0].split(" | ")[:3] == ["| config", "library", "env steps"] and set(table[1]) == set("|- ")
     assert all(line.count("|") == len(leaderboard.COLUMNS) + 1 for line in table) and len(table) == 4
@@ -129,15 +130,6 @@ def test_the_leaderboard_of_the_checkout_is_that_of_its_files(tmp_path):
             assert f"<!-- {one.name}{seeds}" in (out / f"{one.task.config}.svg").read_text(), one.name
 
 
-def test_the_readme_has_the_figures_of_the_leaderboard():
-    readme, lines = (ROOT / "README.md").read_text(), lines_by_entry()
-    for config in TASKS:
-        ecrl, sb3 = lines[config, "ecrl"], lines.get((config, "sb3"), {}).get("interquartile mean", "")
-        names = ("config", "env steps", "seeds", "score", "interquartile mean", "95 % interval")
-        row = " | ".join([*(ecrl[name] for name in names), sb3, *(ecrl[name] for name in COLUMNS[8:])])
-        assert f"\n| {row} |\n" in readme, f"README.md has no line | {row} |"
-
-
 @pytest.mark.parametrize("config", MEMORY)
 def test_the_comparison_without_memory_has_the_same_run_and_no_memory(config):
     cfg = load_config(CONFIGS / f"{config}.json")
@@ -145,12 +137,6 @@ def test_the_comparison_without_memory_has_the_same_run_and_no_memory(config):
     assert other.replace(policy=cfg.policy) == cfg
     assert other.policy.normalize_obs == cfg.policy.normalize_obs
     assert "carry" in init_state(cfg) and "carry" not in init_state(other)
-
-
-def lines_by_entry():
-    """The leaderboard's lines of this checkout, as dicts, by config and library."""
-    known = [(one, standing(one, ROOT / "benchmarks" / "results")) for one in entries(CONFIGS)]
-    return {(one.task.config, one.library): dict(zip(COLUMNS, cells(one, it), strict=False)) for one, it in known}
 
 
 def test_the_page_on_memory_has_the_scores_with_and_without_memory():

@@ -1,6 +1,7 @@
 """The site builds without a warning, has an entry for every public name, and needs nothing from elsewhere."""
 
 import re
+import runpy
 import zlib
 from html import unescape
 from itertools import chain
@@ -75,6 +76,59 @@ def test_nothing_is_fetched_from_elsewhere(site):
     for path in chain(site.rglob("*.html"), site.glob("site/*.css")):
         urls = re.findall(r"""(?:src=|<link[^>]*href=|url\(|@import )["']?(https?:)?//[^"')\s]+""", path.read_text())
         assert urls == [], path
+
+
+def titles(site: Path) -> dict[Path, str]:
+    pages = [path for path in site.rglob("*.html") if path.name != "404.html"]
+    return {path: unescape(re.search(r"<title>(.*?)</title>", path.read_text())[1]) for path in pages}
+
+
+def test_titles_are_plain_and_each_page_has_its_own(site):
+    found = titles(site)
+    assert found[site / "index.html"] == "Overview - ecrl"
+    assert sorted(found.values()) == sorted(set(found.values()))
+    assert [title for title in found.values() if not re.fullmatch(r"[\w ,/-]+ - ecrl", title) or ": " in title] == []
+
+
+def test_every_page_links_the_repository_and_has_the_version_and_the_icon(site):
+    for path in titles(site):
+        page = path.read_text()
+        link = re.search(r'<a href="https://code.example/owner/ecrl" [^>]*class="md-source">.*?</a>', page, re.DOTALL)
+        assert link and "owner/ecrl" in link[0] and f">{ecrl.__version__}<" in link[0], path
+        assert f"ecrl {ecrl.__version__}, Apache-2.0" in page, path
+        icon = re.search(r'<link rel="icon" href="([^"]+)">', page)
+        assert icon and (path.parent / icon[1]).resolve() == site / "site" / "favicon.svg", path
+
+
+def test_the_first_picture_is_the_arm(site):
+    article = (site / "index.html").read_text().partition("<article")[2]
+    picture = re.search(r'<img [^>]*src="([^"]+)"', article)
+    assert picture and picture[1] == "images/push_cube.gif"
+    data = (site / picture[1]).read_bytes()
+    assert data.startswith(b"GIF89a") and b"NETSCAPE2.0" in data and len(data) < 3_000_000  # it repeats
+
+
+@pytest.fixture
+def web_address():
+    return runpy.run_path(str(ROOT / "docs" / "site" / "repository.py"))["web_address"]
+
+
+@pytest.mark.parametrize("remote", ["/folder/ecrl", "../ecrl", "file:///folder/ecrl", "", r"C:\folder\ecrl"])
+def test_a_folder_is_no_web_address(remote, web_address):
+    assert web_address(remote) is None
+
+
+@pytest.mark.parametrize(
+    "remote",
+    [
+        "git@code.example:owner/ecrl.git",
+        "ssh://git@code.example:2222/owner/ecrl.git",
+        "https://code.example/owner/ecrl/",
+        "https://user:secret@code.example/owner/ecrl.git",
+    ],
+)
+def test_the_web_address_of_a_server_has_no_credentials(remote, web_address):
+    assert web_address(remote) == "https://code.example/owner/ecrl"
 
 
 def test_every_link_within_the_site_leads_somewhere(site):

@@ -28,23 +28,27 @@ SKIPPED = {
     r"python -m pip install ": "there is no network",
     r"pre-commit install": "writes into the checkout's .git",
     r"torchrun ": "tests/reliability/test_ranks.py starts ranks, and takes this line from the page",
+    r"ffmpeg ": "is a program of its own",
     r"ecrl bench": "takes minutes to days; the tests in tests/benchmarks run its parts",
     r"ecrl replay ": "needs a run that failed; tests/loop/test_finite_guard.py replays one",
     r"ecrl check-env <name>": "a template",
 }
 """Commands that are not run, and why. Of `make` the target is looked up and of this suite's own tests the file, which
-would run this again; `ecrl record` needs OpenGL."""
+would run this again; `ecrl record`, and code that records, needs OpenGL."""
 
 BARE = {"", "toml"}
 """Languages of blocks that are for reading: what a command prints, a file of another project."""
 
 
-def _after_readme(names: dict[str, Any]) -> None:
+def _after_python(names: dict[str, Any]) -> None:
     assert len(names["history"]) == 2
     assert names["cfg"].trainer.seed == 3
     after, logs = names["iteration"](names["state"])
     assert int(after["update_step"]) == 3 and set(logs) == {"collect", "train"}
     assert names["states"].batch_size == (8,) == names["logs"]["train"]["policy_loss"].shape
+
+
+def _after_kernels(names: dict[str, Any]) -> None:
     torch.testing.assert_close(names["out"].advantage, names["advantages"])
     torch.testing.assert_close(names["out"].value_target, names["returns"])
 
@@ -87,7 +91,9 @@ def _after_gymnasium(names: dict[str, Any]) -> None:
 AFTER = {
     "docs/callbacks.md": _after_callbacks,
     "docs/gymnasium.md": _after_gymnasium,
-    "README.md": _after_readme,
+    "README.md": _after_python,
+    "docs/python.md": _after_python,
+    "docs/kernels.md": _after_kernels,
     "docs/migration.md": _after_migration,
     "docs/mujoco_tasks.md": _after_mujoco_tasks,
     "docs/getting_started.md": _after_getting_started,
@@ -96,7 +102,7 @@ AFTER = {
 
 
 def _tensors() -> dict[str, Any]:
-    """Return the arguments of the kernels in the README."""
+    """Return the arguments of the kernels in docs/kernels.md."""
     no, of = torch.zeros(2, 4, dtype=torch.bool), torch.Generator().manual_seed(1)
     fields = {key: torch.randn(2, 4, generator=of) for key in ("reward", "value")}
     fields |= {"terminated": no, "truncated": no, "done": no}
@@ -104,7 +110,7 @@ def _tensors() -> dict[str, Any]:
     return steps | {"rollout": TensorDict(fields, [2, 4]), "next_value": fields["value"][:, 1:]}
 
 
-NAMES_OF_PAGE = {"README.md": _tensors}
+NAMES_OF_PAGE = {"docs/kernels.md": _tensors}
 """Names that a page's code uses without defining them."""
 
 
@@ -166,6 +172,8 @@ def _run(block: Block, names: dict[str, Any]) -> None:
     if block.title:
         doc_pages.write(block)
     elif block.language == "python":
+        if "ecrl.run.video" in block.text and not opengl_works():
+            return
         exec(block.text, names)  # text of this repository's own pages
     elif block.language == "json":
         _config(block.text)
