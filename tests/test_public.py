@@ -53,6 +53,8 @@ cispo_loss clipped_surrogate_asymmetric fixed_length_mean group_centered gspo_lo
 kl_k3_with_k2_gradient leave_one_out masked_sequence_importance overlong_penalty sapo_loss sequence_log_ratio
 sequence_mean token_mean truncated_importance truncated_sequence_importance vespo_loss whiten
 FlowStep flow_entropy flow_interpolate flow_log_prob flow_matching_loss flow_ode_step flow_sde_step
+amsgrad amsgrad_init centered_rmsprop centered_rmsprop_init decoupled_weight_decay l2_weight_decay nesterov_sgd
+warmup_cosine_schedule warmup_linear_schedule
 """
 
 
@@ -86,6 +88,7 @@ FUNCTIONS = [getattr(kernels, name) for name in KERNELS.split() if inspect.isfun
 # Variants of another kernel, or a constructor: their docstring names the kernel with arguments, errors and source.
 BRIEF = {
     "normal_mode", "tanh_normal_mode", "tanh_normal_kl", "adam_init", "sgd_init", "rmsprop_init", "global_norm",
+    "amsgrad_init", "centered_rmsprop_init",
     "moments_init", "moments_variance", "episode_init", "linear_schedule", "cosine_schedule", "step_schedule",
     "exponential_schedule", "multi_discrete_mode", "multi_discrete_entropy", "multi_discrete_kl", "compute_returns",
     "compute_n_step_returns", "compute_td_lambda_returns", "compute_gae", "compute_upgo_returns", "compute_vtrace",

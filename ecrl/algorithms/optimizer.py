@@ -43,12 +43,44 @@ class Optimizer(NamedTuple):
     step: Callable[..., tuple[TensorDict, TensorDict]]
 
 
+def _with_l2(step: Callable[..., tuple[TensorDict, TensorDict]]) -> Callable[..., tuple[TensorDict, TensorDict]]:
+    """Return `step` with the additional number `weight_decay`, the factor of an L2 penalty. `hyper` may lack it."""
+
+    def decayed(
+        params: TensorDict, grads: TensorDict, opt: TensorDict, *, weight_decay: Tensor | None = None, **numbers: Tensor
+    ) -> tuple[TensorDict, TensorDict]:
+        if weight_decay is not None:
+            grads = optim.l2_weight_decay(grads, params, weight_decay=weight_decay)
+        return step(params, grads, opt, **numbers)
+
+    return decayed
+
+
+def _amsgradw(
+    params: TensorDict,
+    grads: TensorDict,
+    opt: TensorDict,
+    *,
+    learning_rate: Tensor,
+    weight_decay: Tensor,
+    **numbers: Any,
+) -> tuple[TensorDict, TensorDict]:
+    """Run one step of AMSGrad with decoupled weight decay."""
+    params = optim.decoupled_weight_decay(params, learning_rate=learning_rate, weight_decay=weight_decay)
+    return optim.amsgrad(params, grads, opt, learning_rate=learning_rate, **numbers)
+
+
 OPTIMIZERS = {
-    "adam": Optimizer(optim.adam_init, optim.adam),
+    "adam": Optimizer(optim.adam_init, _with_l2(optim.adam)),
+    "amsgrad": Optimizer(optim.amsgrad_init, _with_l2(optim.amsgrad)),
     "adamw": Optimizer(optim.adam_init, optim.adamw),
-    "sgd": Optimizer(optim.sgd_init, optim.sgd),
-    "rmsprop": Optimizer(optim.rmsprop_init, optim.rmsprop),
+    "amsgradw": Optimizer(optim.amsgrad_init, _amsgradw),
+    "sgd": Optimizer(optim.sgd_init, _with_l2(optim.sgd)),
+    "nesterov_sgd": Optimizer(optim.sgd_init, _with_l2(optim.nesterov_sgd)),
+    "rmsprop": Optimizer(optim.rmsprop_init, _with_l2(optim.rmsprop)),
+    "centered_rmsprop": Optimizer(optim.centered_rmsprop_init, _with_l2(optim.centered_rmsprop)),
 }
+"""The optimisers by the names that `OptimizerConfig.kernel` returns."""
 
 
 class Group(NamedTuple):
@@ -59,7 +91,7 @@ class Group(NamedTuple):
             state.
         paths: path prefixes of the group's parameters. If None, the group contains all parameters outside the other
             groups.
-        optimizer: adam, adamw, sgd or rmsprop.
+        optimizer: key of the optimiser in `OPTIMIZERS`.
         schedule: name of the learning-rate schedule; None for a constant rate.
         prefix: name prefix of the group's hyperparameters in `hyper` and of its logs.
     """
@@ -109,7 +141,7 @@ def groups_of(
     groups = []
     for i, (name, inside) in enumerate(named.items()):
         settings = own.get(name, _SHARED)
-        optimizer = (settings.optimizer or optimizer_of(cfg)).name
+        optimizer = (settings.optimizer or optimizer_of(cfg)).kernel
         schedule = settings.lr_scheduler or cfg.lr_scheduler
         groups.append(Group(name, inside, optimizer, schedule and schedule.name, f"{name}_" if i else ""))
     return tuple(groups)
@@ -375,8 +407,9 @@ def rate_logs(rates: dict[str, Tensor], groups: tuple[Group, ...], state: Tensor
 
 
 def optimizer_numbers(cfg: OptimizerConfig) -> dict[str, float]:
-    """Return the entries of an optimiser for `hyper`: all hyperparameters except the learning rate."""
-    numbers: dict[str, Any] = {name: getattr(cfg.kwargs, name) for name in USED[cfg.name]}
+    """Return the entries of an optimiser for `hyper`: all numbers of the config except the learning rate."""
+    values: dict[str, Any] = {name: getattr(cfg.kwargs, name) for name in USED[cfg.name]}
+    numbers = {name: value for name, value in values.items() if value is not None and not isinstance(value, bool)}
     if "betas" in numbers:
         numbers["beta1"], numbers["beta2"] = numbers.pop("betas")
     return numbers

@@ -8,17 +8,31 @@ from ecrl.config.model import ConfigModel, Count, Fraction, NonNegative, Positiv
 from ecrl.registry import did_you_mean
 
 USED = {
-    "adam": ("betas", "eps"),
-    "adamw": ("betas", "eps", "weight_decay"),
-    "sgd": ("momentum",),
-    "rmsprop": ("alpha", "eps"),
+    "adam": ("betas", "eps", "weight_decay", "amsgrad"),
+    "adamw": ("betas", "eps", "weight_decay", "amsgrad"),
+    "sgd": ("momentum", "nesterov", "weight_decay"),
+    "rmsprop": ("alpha", "eps", "centered", "weight_decay"),
     "linear": ("start_factor", "end_factor", "total_iters"),
     "cosine": ("eta_min", "T_max"),
     "step": ("step_size", "gamma"),
     "exponential": ("gamma",),
+    "warmup_constant": ("warmup_factor", "warmup_iters"),
+    "warmup_linear": ("warmup_factor", "warmup_iters", "end_factor", "total_iters"),
+    "warmup_cosine": ("warmup_factor", "warmup_iters", "eta_min", "T_max"),
     "adaptive": ("desired_kl", "factor", "min_rate", "max_rate"),
 }
 """The keyword arguments that each optimiser and each schedule uses."""
+
+VARIANTS = {
+    ("adam", "amsgrad"): "amsgrad",
+    ("adamw", "amsgrad"): "amsgradw",
+    ("sgd", "nesterov"): "nesterov_sgd",
+    ("rmsprop", "centered"): "centered_rmsprop",
+}
+"""The optimiser that replaces an optimiser if a keyword argument is true."""
+
+ADAMW_WEIGHT_DECAY = 0.01
+"""The weight decay of AdamW if the config has none, as in torch.optim."""
 
 DESIRED_DISTANCE = "desired_kl"
 """Config key for the target distance of an adaptive learning rate. Each algorithm defines its own distance."""
@@ -35,23 +49,45 @@ class OptimizerKwargs(ConfigModel):
     eps: Positive = Field(
         default=1e-8, description="added to the square root of the second moment (adam, adamw, rmsprop)"
     )
-    weight_decay: NonNegative = Field(default=0.01, description="weight decay per unit of learning rate (adamw)")
+    weight_decay: NonNegative | None = Field(
+        default=None,
+        description="decay per unit of learning rate, 0.01 if absent (adamw); "
+        "or factor of an L2 penalty, none if absent (adam, sgd, rmsprop)",
+    )
+    amsgrad: bool = Field(default=False, description="divide by the largest second moment so far (adam, adamw)")
     momentum: Fraction = Field(
         default=0.0, description="share of the previous step that is added to the next step (sgd)"
     )
-    alpha: Fraction = Field(default=0.99, description="decay rate of the second moment (rmsprop)")
+    nesterov: bool = Field(default=False, description="Nesterov momentum, which needs a momentum above 0 (sgd)")
+    alpha: Fraction = Field(default=0.99, description="decay rate of the moments (rmsprop)")
+    centered: bool = Field(
+        default=False,
+        description="divide by the standard deviation of the gradients, not their root mean square (rmsprop)",
+    )
 
 
 class SchedulerKwargs(ConfigModel):
     """Hyperparameters of a schedule, named as in torch.optim.lr_scheduler. Lengths are in iterations."""
 
     start_factor: NonNegative = Field(default=1.0, description="factor at the start (linear)")
-    end_factor: NonNegative = Field(default=0.0, description="factor at the end (linear)")
+    end_factor: NonNegative = Field(default=0.0, description="factor at the end (linear, warmup_linear)")
     total_iters: Count | None = Field(
-        default=None, description="length in iterations; the whole run if absent (linear)"
+        default=None,
+        description="length in iterations, with the warm-up; the whole run if absent (linear, warmup_linear)",
     )
-    eta_min: NonNegative = Field(default=0.0, description="lowest learning rate (cosine)")
-    T_max: Count | None = Field(default=None, description="length in iterations; the whole run if absent (cosine)")
+    eta_min: NonNegative = Field(default=0.0, description="learning rate at the end (cosine, warmup_cosine)")
+    T_max: Count | None = Field(
+        default=None,
+        description="length in iterations, with the warm-up; the whole run if absent (cosine, warmup_cosine)",
+    )
+    warmup_factor: NonNegative = Field(
+        default=0.1, description="factor at the start of the warm-up (warmup_constant, warmup_linear, warmup_cosine)"
+    )
+    warmup_iters: Count = Field(
+        default=10,
+        description="length of the warm-up in iterations, after which the factor is 1 "
+        "(warmup_constant, warmup_linear, warmup_cosine)",
+    )
     step_size: Count = Field(default=1, description="iterations between two reductions (step)")
     gamma: Positive = Field(default=0.99, description="factor of each reduction (step, exponential)")
     desired_kl: Positive = Field(
@@ -94,6 +130,36 @@ class OptimizerConfig(_Named):
     learning_rate: Positive = Field(default=3e-4, description="step size, before the schedule")
     kwargs: OptimizerKwargs = Field(default=OptimizerKwargs(), description="further hyperparameters, as in torch.optim")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _weight_decay_of_adamw(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or lower_case(data.get("name")) != "adamw":
+            return data
+        match data.get("kwargs", {}):
+            case dict() as kwargs if kwargs.get("weight_decay") is None:
+                return data | {"kwargs": kwargs | {"weight_decay": ADAMW_WEIGHT_DECAY}}
+            case OptimizerKwargs(weight_decay=None) as kwargs:
+                return data | {"kwargs": kwargs.model_copy(update={"weight_decay": ADAMW_WEIGHT_DECAY})}
+        return data
+
+    @model_validator(mode="after")
+    def _nesterov_needs_momentum(self) -> Self:
+        if self.kwargs.nesterov and self.kwargs.momentum == 0.0:
+            raise ValueError("nesterov needs a momentum above 0; set kwargs.momentum, such as 0.9")
+        return self
+
+    @property
+    def kernel(self) -> str:
+        """The key of the optimiser in `ecrl.algorithms.optimizer.OPTIMIZERS`.
+
+        >>> OptimizerConfig(name="sgd", kwargs=OptimizerKwargs(momentum=0.9, nesterov=True)).kernel
+        'nesterov_sgd'
+        """
+        variants = [
+            kernel for (name, flag), kernel in VARIANTS.items() if name == self.name and getattr(self.kwargs, flag)
+        ]
+        return variants[0] if variants else self.name
+
 
 class SchedulerConfig(_Named):
     """Name and hyperparameters of a learning-rate schedule.
@@ -102,12 +168,33 @@ class SchedulerConfig(_Named):
     the algorithm has a replay buffer, they change the rate every `train_freq` steps. All lengths are in iterations.
     """
 
-    name: Annotated[Literal["linear", "cosine", "step", "exponential", "adaptive"], BeforeValidator(lower_case)] = (
-        Field(description="linear, cosine, step, exponential or adaptive")
+    name: Annotated[
+        Literal[
+            "linear",
+            "cosine",
+            "step",
+            "exponential",
+            "warmup_constant",
+            "warmup_linear",
+            "warmup_cosine",
+            "adaptive",
+        ],
+        BeforeValidator(lower_case),
+    ] = Field(
+        description="linear, cosine, step, exponential, warmup_constant, warmup_linear, warmup_cosine or adaptive"
     )
     kwargs: SchedulerKwargs = Field(
         default=SchedulerKwargs(), description="further hyperparameters, as in torch.optim.lr_scheduler"
     )
+
+    @model_validator(mode="after")
+    def _warmup_within_the_length(self) -> Self:
+        length = {"warmup_linear": "total_iters", "warmup_cosine": "T_max"}.get(self.name)
+        if length is not None:
+            total, warmup = getattr(self.kwargs, length), self.kwargs.warmup_iters
+            if total is not None and total <= warmup:
+                raise ValueError(f"{length} {total} must be above warmup_iters {warmup}; change one of them")
+        return self
 
 
 class LearningConfig(ConfigModel):

@@ -38,7 +38,7 @@ def scheduled_rate(
     """Return the 0-d learning rate in turn `step`, in the dtype of `base`.
 
     Args:
-        schedule: linear, cosine, step or exponential.
+        schedule: linear, cosine, step, exponential, warmup_constant, warmup_linear or warmup_cosine.
         base: learning rate before the schedule.
         numbers: schedule parameters from `schedule_numbers`. Their lengths are in iterations.
         step: number of completed turns, int64.
@@ -58,6 +58,19 @@ def scheduled_rate(
             rate = base * optim.step_schedule(step, every=numbers["step_size"] * turns, gamma=numbers["gamma"])
         case "exponential":
             rate = base * optim.exponential_schedule(step.to(torch.float64) / turns, gamma=numbers["gamma"])
+        case "warmup_constant":
+            start, warmup = numbers["warmup_factor"], numbers["warmup_iters"] * turns
+            rate = base * optim.linear_schedule(step, start=start, end=1.0, horizon=warmup)
+        case "warmup_linear":
+            start, warmup = numbers["warmup_factor"], numbers["warmup_iters"] * turns
+            horizon = numbers["total_iters"] * turns if "total_iters" in numbers else iterations
+            end = numbers["end_factor"]
+            rate = base * optim.warmup_linear_schedule(step, start=start, end=end, warmup=warmup, horizon=horizon)
+        case "warmup_cosine":
+            start, warmup = numbers["warmup_factor"], numbers["warmup_iters"] * turns
+            lowest, horizon = numbers["eta_min"], numbers["T_max"] * turns if "T_max" in numbers else iterations
+            factor = optim.warmup_cosine_schedule(step, start=start, end=0.0, warmup=warmup, horizon=horizon)
+            rate = torch.where(step < warmup, base * factor, (base - lowest.to(base.dtype)) * factor + lowest)
         case _:
             raise ValueError(f"lr_scheduler {schedule!r} does not set a rate per iteration")
     return rate.to(base.dtype)

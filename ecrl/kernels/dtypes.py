@@ -66,11 +66,18 @@ def scalars(**named: Scalar) -> tuple[Scalar, ...]:
     >>> scalars(gamma=torch.zeros(3))
     Traceback (most recent call last):
     ValueError: gamma has shape [3], expected a number or a 0-d tensor
+    >>> scalars(gamma="0.9")
+    Traceback (most recent call last):
+    ValueError: gamma is '0.9', expected a number or a 0-d tensor
     """
     for name, number in named.items():
         # torch 2.11 cannot compile `getattr(number, "ndim", 0)` of a float.
-        if not isinstance(number, int | float) and getattr(number, "ndim", 0):
+        if isinstance(number, int | float):
+            continue
+        if getattr(number, "ndim", 0):
             raise ValueError(f"{name} has shape {list(number.shape)}, expected a number or a 0-d tensor")  # pyright: ignore
+        if not isinstance(number, Tensor) and not hasattr(number, "__float__"):  # numbers of NumPy have it
+            raise ValueError(f"{name} is {number!r}, expected a number or a 0-d tensor")
     return tuple(x.float() if isinstance(x, Tensor) and x.dtype in _HALF else x for x in named.values())
 
 

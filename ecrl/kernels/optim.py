@@ -1,8 +1,9 @@
 """Optimisers and learning-rate schedules as pure functions.
 
 An optimiser is a function `(params, grads, opt, *, learning_rate, ...) -> (params, opt)`. `params`, `grads` and the
-moments in `opt` are TensorDicts with the same structure. The results agree with `torch.optim`. A schedule returns a
-factor for the learning rate. Bias corrections and schedules are computed in float64, because `1 - 0.999 ** t` loses
+moments in `opt` are TensorDicts with the same structure. The results agree with `torch.optim`. Weight decay is a
+separate function: call `l2_weight_decay` or `decoupled_weight_decay` before the step. A schedule returns a factor for
+the learning rate. Bias corrections and schedules are computed in float64, because `1 - 0.999 ** t` loses
 five digits in float32. Half-precision leaves are converted to float32, and results are converted back to half
 precision.
 """
@@ -108,9 +109,29 @@ def adam(
     tensor([0.9000])
     """
     learning_rate, beta1, beta2, eps = scalars(learning_rate=learning_rate, beta1=beta1, beta2=beta2, eps=eps)
-    mu = _map(lambda m, g: beta1 * m + (1.0 - beta1) * g, opt["mu"], grads)
-    nu = _map(lambda v, g: beta2 * v + (1.0 - beta2) * g * g, opt["nu"], grads)
+    mu, nu = _adam_moments(grads, opt, beta1, beta2)
     step = opt["step"] + 1
+    moved = _adam_move(params, mu, nu, step, learning_rate, beta1, beta2, eps)
+    return moved, TensorDict({"mu": _cast_as(opt["mu"], mu), "nu": _cast_as(opt["nu"], nu), "step": step}, [])
+
+
+def _adam_moments(grads: TensorDict, opt: TensorDict, beta1: Scalar, beta2: Scalar) -> tuple[TensorDict, TensorDict]:
+    """Return the new first and second moments. Half-precision moments become float32."""
+    mu = _map(lambda m, g: beta1 * m + (1.0 - beta1) * g, opt["mu"], grads)
+    return mu, _map(lambda v, g: beta2 * v + (1.0 - beta2) * g * g, opt["nu"], grads)
+
+
+def _adam_move(
+    params: TensorDict,
+    mu: TensorDict,
+    nu: TensorDict,
+    step: Tensor,
+    learning_rate: Scalar,
+    beta1: Scalar,
+    beta2: Scalar,
+    eps: Scalar,
+) -> TensorDict:
+    """Return the parameters after step number `step`, in the dtypes of `params`."""
     t = step.to(torch.float64)
     # Numerator and denominator are multiplied by `root`, so that only scalars need a bias correction.
     root = torch.sqrt(1.0 - torch.pow(beta2, t))
@@ -119,8 +140,7 @@ def adam(
     def move(p: Tensor, m: Tensor, v: Tensor) -> Tensor:
         return p - rate.to(p.dtype) * m / (torch.sqrt(v) + scaled_eps.to(p.dtype))
 
-    moved = _cast_as(params, _map(move, params, mu, nu))
-    return moved, TensorDict({"mu": _cast_as(opt["mu"], mu), "nu": _cast_as(opt["nu"], nu), "step": step}, [])
+    return _cast_as(params, _map(move, params, mu, nu))
 
 
 def adamw(
@@ -157,10 +177,62 @@ def adamw(
     >>> adamw(p, g, adam_init(p), learning_rate=0.1, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.5)[0]["w"]
     tensor([0.9500])
     """
-    learning_rate, weight_decay = scalars(learning_rate=learning_rate, weight_decay=weight_decay)
-    decayed = _map(lambda p: p * (1.0 - learning_rate * weight_decay), params)
+    decayed = _decayed(params, learning_rate, weight_decay)
     moved, opt = adam(decayed, grads, opt, learning_rate=learning_rate, beta1=beta1, beta2=beta2, eps=eps)
     return _cast_as(params, moved), opt
+
+
+def amsgrad_init(params: TensorDict) -> TensorDict:
+    """Return the optimiser state for `amsgrad`: the state of `adam_init`, and the largest second moment so far.
+
+    >>> sorted(amsgrad_init(TensorDict({"w": torch.zeros(2)}, [])).keys())
+    ['max_nu', 'mu', 'nu', 'step']
+    """
+    return adam_init(params).set("max_nu", _zeros(params))
+
+
+def amsgrad(
+    params: TensorDict,
+    grads: TensorDict,
+    opt: TensorDict,
+    *,
+    learning_rate: Scalar,
+    beta1: Scalar,
+    beta2: Scalar,
+    eps: Scalar,
+) -> tuple[TensorDict, TensorDict]:
+    """Run one step of AMSGrad: Adam with the largest second moment so far in place of the second moment.
+
+        mu = beta1 mu + (1 - beta1) g;  nu = beta2 nu + (1 - beta2) g^2;  max_nu = max(max_nu, nu)
+        p  = p - learning_rate * (mu / (1 - beta1^t)) / (sqrt(max_nu / (1 - beta2^t)) + eps)
+
+    The step size of a parameter then grows only with the bias corrections.
+
+    Args:
+        params: TensorDict of parameters.
+        grads: TensorDict of gradients, with the same structure as `params`.
+        opt: optimiser state from `amsgrad_init` or from the previous step.
+        learning_rate: step size.
+        beta1: decay rate of the first moment.
+        beta2: decay rate of the second moment.
+        eps: constant added to the square root in the denominator, in the units of the gradients.
+
+    Returns: the new params and opt. The inputs do not change.
+    Gradient: flows through every input. The gradient is not finite where the new `max_nu` is 0.
+    Raises: ValueError naming the leaves whose keys or shapes do not match, or a hyperparameter that is not 0-d.
+    Source: Reddi et al. 2018, arXiv:1904.09237, algorithm 2. The bias corrections are from `torch.optim.Adam`.
+
+    >>> p, g = TensorDict({"w": torch.tensor([1.0])}, []), TensorDict({"w": torch.tensor([5.0])}, [])
+    >>> amsgrad(p, g, amsgrad_init(p), learning_rate=0.1, beta1=0.9, beta2=0.999, eps=1e-8)[0]["w"]
+    tensor([0.9000])
+    """
+    learning_rate, beta1, beta2, eps = scalars(learning_rate=learning_rate, beta1=beta1, beta2=beta2, eps=eps)
+    mu, nu = _adam_moments(grads, opt, beta1, beta2)
+    max_nu = _map(torch.maximum, opt["max_nu"], nu)
+    step = opt["step"] + 1
+    moved = _adam_move(params, mu, max_nu, step, learning_rate, beta1, beta2, eps)
+    slots = {name: _cast_as(opt[name], new) for name, new in (("mu", mu), ("nu", nu), ("max_nu", max_nu))}
+    return moved, TensorDict({**slots, "step": step}, [])
 
 
 def sgd_init(params: TensorDict) -> TensorDict:
@@ -198,6 +270,38 @@ def sgd(
     learning_rate, momentum = scalars(learning_rate=learning_rate, momentum=momentum)
     buffer = _map(lambda b, g: momentum * b + g, opt["momentum"], grads)
     moved = _map(lambda p, b: p - learning_rate * b, params, buffer)
+    return _cast_as(params, moved), TensorDict(
+        {"momentum": _cast_as(opt["momentum"], buffer), "step": opt["step"] + 1}, []
+    )
+
+
+def nesterov_sgd(
+    params: TensorDict, grads: TensorDict, opt: TensorDict, *, learning_rate: Scalar, momentum: Scalar
+) -> tuple[TensorDict, TensorDict]:
+    """Run one step of gradient descent with Nesterov momentum.
+
+        buffer = momentum * buffer + g;  p = p - learning_rate * (g + momentum * buffer)
+
+    Args:
+        params: TensorDict of parameters.
+        grads: TensorDict of gradients, with the same structure as `params`.
+        opt: optimiser state from `sgd_init` or from the previous step.
+        learning_rate: step size.
+        momentum: decay rate of the momentum buffer.
+
+    Returns: the new params and opt. The inputs do not change.
+    Gradient: flows through every input.
+    Raises: ValueError naming the leaves whose keys or shapes do not match, or a hyperparameter that is not 0-d.
+    Source: Sutskever et al. 2013, "On the importance of initialization and momentum in deep learning", eq. 3 and 4, in
+        the form of `torch.optim.SGD`.
+
+    >>> p, g = TensorDict({"w": torch.tensor([1.0])}, []), TensorDict({"w": torch.tensor([4.0])}, [])
+    >>> nesterov_sgd(p, g, sgd_init(p), learning_rate=0.125, momentum=0.5)[0]["w"]
+    tensor([0.2500])
+    """
+    learning_rate, momentum = scalars(learning_rate=learning_rate, momentum=momentum)
+    buffer = _map(lambda b, g: momentum * b + g, opt["momentum"], grads)
+    moved = _map(lambda p, g, b: p - learning_rate * (g + momentum * b), params, grads, buffer)
     return _cast_as(params, moved), TensorDict(
         {"momentum": _cast_as(opt["momentum"], buffer), "step": opt["step"] + 1}, []
     )
@@ -242,6 +346,104 @@ def rmsprop(
     return _cast_as(params, moved), TensorDict({"nu": _cast_as(opt["nu"], nu), "step": opt["step"] + 1}, [])
 
 
+def centered_rmsprop_init(params: TensorDict) -> TensorDict:
+    """Return the optimiser state for `centered_rmsprop`: the first and second moments, and the int64 step count.
+
+    >>> sorted(centered_rmsprop_init(TensorDict({"w": torch.zeros(2)}, [])).keys())
+    ['mu', 'nu', 'step']
+    """
+    return TensorDict({"mu": _zeros(params), "nu": _zeros(params), "step": _zero_steps(params)}, [])
+
+
+def centered_rmsprop(
+    params: TensorDict, grads: TensorDict, opt: TensorDict, *, learning_rate: Scalar, alpha: Scalar, eps: Scalar
+) -> tuple[TensorDict, TensorDict]:
+    """Run one step of RMSProp with the variance of the gradients in place of their second moment.
+
+        mu = alpha mu + (1 - alpha) g;  nu = alpha nu + (1 - alpha) g^2
+        p  = p - learning_rate * g / (sqrt(max(nu - mu^2, 0)) + eps)
+
+    Rounding may make `nu - mu^2` negative, so the difference is clipped at 0.
+
+    Args:
+        params: TensorDict of parameters.
+        grads: TensorDict of gradients, with the same structure as `params`.
+        opt: optimiser state from `centered_rmsprop_init` or from the previous step.
+        learning_rate: step size.
+        alpha: decay rate of both moments.
+        eps: constant added to the square root in the denominator, in the units of the gradients.
+
+    Returns: the new params and opt. The inputs do not change.
+    Gradient: flows through every input. The gradient is not finite where `nu - mu^2` is not above 0.
+    Raises: ValueError naming the leaves whose keys or shapes do not match, or a hyperparameter that is not 0-d.
+    Source: Graves 2013, arXiv:1308.0850, eq. 38 to 41. `eps` is outside of the root, as in `torch.optim.RMSprop`.
+
+    >>> p, g = TensorDict({"w": torch.tensor([1.0])}, []), TensorDict({"w": torch.tensor([4.0])}, [])
+    >>> centered_rmsprop(p, g, centered_rmsprop_init(p), learning_rate=0.5, alpha=0.5, eps=1e-8)[0]["w"]
+    tensor([0.])
+    """
+    learning_rate, alpha, eps = scalars(learning_rate=learning_rate, alpha=alpha, eps=eps)
+    mu = _map(lambda m, g: alpha * m + (1.0 - alpha) * g, opt["mu"], grads)
+    nu = _map(lambda v, g: alpha * v + (1.0 - alpha) * g * g, opt["nu"], grads)
+
+    def move(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> Tensor:
+        return p - learning_rate * g / (torch.sqrt((v - m * m).clamp(min=0.0)) + eps)
+
+    moved = _cast_as(params, _map(move, params, grads, mu, nu))
+    slots = {"mu": _cast_as(opt["mu"], mu), "nu": _cast_as(opt["nu"], nu)}
+    return moved, TensorDict({**slots, "step": opt["step"] + 1}, [])
+
+
+def l2_weight_decay(grads: TensorDict, params: TensorDict, *, weight_decay: Scalar) -> TensorDict:
+    """Add the gradients of an L2 penalty to the gradients. Call an optimiser with the result.
+
+        g + weight_decay * p
+
+    Args:
+        grads: TensorDict of gradients. Clip the gradients first, as with `torch.optim`.
+        params: TensorDict of parameters, with the same structure as `grads`.
+        weight_decay: factor of the penalty, which is `weight_decay / 2 * sum(p^2)`.
+
+    Returns: the new gradients, with the dtypes of `grads`. The inputs do not change.
+    Gradient: flows through every input.
+    Raises: ValueError naming the leaves whose keys or shapes do not match, or `weight_decay` if it is not 0-d.
+    Source: `weight_decay` of `torch.optim.SGD`, `torch.optim.Adam` and `torch.optim.RMSprop`.
+
+    >>> p, g = TensorDict({"w": torch.tensor([2.0])}, []), TensorDict({"w": torch.tensor([5.0])}, [])
+    >>> l2_weight_decay(g, p, weight_decay=0.5)["w"]
+    tensor([6.])
+    """
+    (weight_decay,) = scalars(weight_decay=weight_decay)
+    return _cast_as(grads, _map(lambda g, p: g + weight_decay * p, grads, params))
+
+
+def decoupled_weight_decay(params: TensorDict, *, learning_rate: Scalar, weight_decay: Scalar) -> TensorDict:
+    """Shrink the parameters before a step of any optimiser. The weight decay does not affect the moments.
+
+        p * (1 - learning_rate * weight_decay)
+
+    Args:
+        params: TensorDict of parameters.
+        learning_rate: step size of the optimiser.
+        weight_decay: decay rate of the parameters, per unit of learning rate.
+
+    Returns: the new parameters, with the dtypes of `params`. The input does not change.
+    Gradient: flows through every input.
+    Raises: ValueError naming a hyperparameter that is not 0-d.
+    Source: Loshchilov and Hutter 2019, arXiv:1711.05101, algorithms 1 and 2.
+
+    >>> decoupled_weight_decay(TensorDict({"w": torch.tensor([2.0])}, []), learning_rate=0.5, weight_decay=0.5)["w"]
+    tensor([1.5000])
+    """
+    return _cast_as(params, _decayed(params, learning_rate, weight_decay))
+
+
+def _decayed(params: TensorDict, learning_rate: Scalar, weight_decay: Scalar) -> TensorDict:
+    """Compute `decoupled_weight_decay`, but return float32 for half-precision parameters."""
+    learning_rate, weight_decay = scalars(learning_rate=learning_rate, weight_decay=weight_decay)
+    return _map(lambda p: p * (1.0 - learning_rate * weight_decay), params)
+
+
 def global_norm(grads: TensorDict) -> Tensor:
     """Return the Euclidean norm of all gradients together, as a 0-d tensor.
 
@@ -284,63 +486,165 @@ def clip_by_global_norm(grads: TensorDict, *, max_norm: Scalar) -> tuple[TensorD
     return _cast_as(grads, _map(lambda g: g * factor, grads)), norm.to(common_dtype(*_leaves(grads)))
 
 
-def linear_schedule(step: Tensor, *, start: Scalar, end: Scalar, horizon: int | Tensor) -> Tensor:
+def _progress(step: int | Tensor, horizon: int | Tensor) -> Tensor:
+    """Return the share of `horizon` steps that is done, as a float64 tensor with values up to 1."""
+    return (_steps(step) / _length("horizon", horizon)).clamp(max=1.0)
+
+
+def _steps(step: int | Tensor) -> Tensor:
+    """Convert a number of steps to a float64 tensor. Raise ValueError if it is neither a number nor a tensor."""
+    if isinstance(step, Tensor):
+        return step.to(torch.float64)
+    (step,) = scalars(step=step)  # pyright: ignore
+    return torch.tensor(step, dtype=torch.float64)
+
+
+def _length(name: str, length: int | Tensor) -> Any:
+    """Return a length in steps. Raise ValueError if it is not 0-d, or if it is an integer below 1."""
+    (length,) = scalars(**{name: length})  # pyright: ignore
+    if not isinstance(length, Tensor) and length < 1:
+        raise ValueError(f"{name} is {length}, expected at least 1")
+    return length
+
+
+def linear_schedule(step: int | Tensor, *, start: Scalar, end: Scalar, horizon: int | Tensor) -> Tensor:
     """Return a float64 factor that moves linearly from `start` to `end` over `horizon` steps and then stays at `end`.
 
         start + (end - start) * min(step / horizon, 1)
 
+    `step` is an integer or a tensor of any shape, and the result has the shape of `step`. With `end` 1, the schedule is
+    a warm-up followed by a constant rate.
+
     Gradient: flows through `start` and `end` if they are tensors, but not through an integer `step`.
+    Raises: ValueError naming an argument that is not a number or a tensor, or a `horizon` below 1.
     Source: `torch.optim.lr_scheduler.LinearLR`.
 
-    >>> linear_schedule(torch.tensor(5), start=1.0, end=0.0, horizon=10)
+    >>> linear_schedule(5, start=1.0, end=0.0, horizon=10)
     tensor(0.5000, dtype=torch.float64)
     """
     start, end = scalars(start=start, end=end)
-    progress = (step.to(torch.float64) / horizon).clamp(max=1.0)
-    return start + (end - start) * progress
+    return start + (end - start) * _progress(step, horizon)
 
 
-def cosine_schedule(step: Tensor, *, end: Scalar, horizon: int | Tensor) -> Tensor:
+def cosine_schedule(step: int | Tensor, *, end: Scalar, horizon: int | Tensor) -> Tensor:
     """Return a float64 factor that falls from 1 to `end` along half a cosine over `horizon` steps, then stays at `end`.
 
         end + (1 - end) * (1 + cos(pi * min(step / horizon, 1))) / 2
 
+    `step` is an integer or a tensor of any shape, and the result has the shape of `step`.
+
     Gradient: flows through `end` if it is a tensor, but not through an integer `step`.
+    Raises: ValueError naming an argument that is not a number or a tensor, or a `horizon` below 1.
     Source: Loshchilov and Hutter 2017, arXiv:1608.03983, eq. 5.
 
-    >>> cosine_schedule(torch.tensor(5), end=0.0, horizon=10)
+    >>> cosine_schedule(5, end=0.0, horizon=10)
     tensor(0.5000, dtype=torch.float64)
     """
     (end,) = scalars(end=end)
-    progress = (step.to(torch.float64) / horizon).clamp(max=1.0)
-    return end + (1.0 - end) * 0.5 * (1.0 + torch.cos(pi * progress))
+    return end + (1.0 - end) * 0.5 * (1.0 + torch.cos(pi * _progress(step, horizon)))
 
 
-def step_schedule(step: Tensor, *, every: int | Tensor, gamma: Scalar) -> Tensor:
+def warmup_linear_schedule(
+    step: int | Tensor, *, start: Scalar, end: Scalar, warmup: int | Tensor, horizon: int | Tensor
+) -> Tensor:
+    """Return a float64 factor that rises from `start` to 1 over `warmup` steps, and then moves linearly to `end`.
+
+        start + (1 - start) * step / warmup                                if step < warmup
+        1 + (end - 1) * min((step - warmup) / (horizon - warmup), 1)       otherwise
+
+    `step` is an integer or a tensor of any shape, and the result has the shape of `step`. For a constant factor after
+    the warm-up, call `linear_schedule` with `end` 1.
+
+    Args:
+        step: number of steps so far.
+        start: factor at step 0.
+        end: factor from step `horizon` on.
+        warmup: number of steps of the warm-up.
+        horizon: number of steps of the whole schedule. If `horizon` is not above `warmup`, the factor falls to `end` in
+            the step after the warm-up.
+
+    Returns: float64, in the shape of `step`.
+    Gradient: flows through `start` and `end` if they are tensors, but not through an integer `step`.
+    Raises: ValueError naming an argument that is not a number or a tensor, or a `warmup` or `horizon` below 1.
+    Source: Goyal et al. 2017, arXiv:1706.02677, sec. 2.2 (warm-up).
+
+    >>> warmup_linear_schedule(torch.tensor([0, 2, 5, 8]), start=0.5, end=0.0, warmup=2, horizon=8)
+    tensor([0.5000, 1.0000, 0.5000, 0.0000], dtype=torch.float64)
+    """
+    rest = _after_warmup(horizon, warmup)
+    after = linear_schedule(_steps(step) - warmup, start=1.0, end=end, horizon=rest)
+    return torch.where(_steps(step) < warmup, linear_schedule(step, start=start, end=1.0, horizon=warmup), after)
+
+
+def warmup_cosine_schedule(
+    step: int | Tensor, *, start: Scalar, end: Scalar, warmup: int | Tensor, horizon: int | Tensor
+) -> Tensor:
+    """Return a float64 factor that rises from `start` to 1 over `warmup` steps, and then falls to `end` along a cosine.
+
+        start + (1 - start) * step / warmup                                             if step < warmup
+        end + (1 - end) * (1 + cos(pi * min((step - warmup) / (horizon - warmup), 1))) / 2     otherwise
+
+    `step` is an integer or a tensor of any shape, and the result has the shape of `step`.
+
+    Args:
+        step: number of steps so far.
+        start: factor at step 0.
+        end: factor from step `horizon` on.
+        warmup: number of steps of the warm-up.
+        horizon: number of steps of the whole schedule. If `horizon` is not above `warmup`, the factor falls to `end` in
+            the step after the warm-up.
+
+    Returns: float64, in the shape of `step`.
+    Gradient: flows through `start` and `end` if they are tensors, but not through an integer `step`.
+    Raises: ValueError naming an argument that is not a number or a tensor, or a `warmup` or `horizon` below 1.
+    Source: Loshchilov and Hutter 2017, arXiv:1608.03983, eq. 5; Goyal et al. 2017, arXiv:1706.02677, sec. 2.2
+        (warm-up).
+
+    >>> warmup_cosine_schedule(torch.tensor([0, 2, 5, 8]), start=0.5, end=0.0, warmup=2, horizon=8)
+    tensor([0.5000, 1.0000, 0.5000, 0.0000], dtype=torch.float64)
+    """
+    rest = _after_warmup(horizon, warmup)
+    after = cosine_schedule(_steps(step) - warmup, end=end, horizon=rest)
+    return torch.where(_steps(step) < warmup, linear_schedule(step, start=start, end=1.0, horizon=warmup), after)
+
+
+def _after_warmup(horizon: int | Tensor, warmup: int | Tensor) -> Any:
+    """Return the number of steps between the warm-up and the horizon, at least 1."""
+    rest = _length("horizon", horizon) - _length("warmup", warmup)
+    return rest.clamp(min=1) if isinstance(rest, Tensor) else max(rest, 1)
+
+
+def step_schedule(step: int | Tensor, *, every: int | Tensor, gamma: Scalar) -> Tensor:
     """Return a float64 factor that starts at 1 and is multiplied by `gamma` once per `every` steps.
 
         gamma ^ floor(step / every)
 
+    `step` is an integer or a tensor of any shape, and the result has the shape of `step`.
+
     Gradient: flows through `gamma` if it is a tensor, but not through an integer `step`.
+    Raises: ValueError naming an argument that is not a number or a tensor, or an `every` below 1.
     Source: `torch.optim.lr_scheduler.StepLR`.
 
-    >>> step_schedule(torch.tensor(5), every=2, gamma=0.5)
+    >>> step_schedule(5, every=2, gamma=0.5)
     tensor(0.2500, dtype=torch.float64)
     """
     (gamma,) = scalars(gamma=gamma)
-    return gamma ** torch.div(step, every, rounding_mode="floor").to(torch.float64)
+    return gamma ** torch.div(_steps(step), _length("every", every), rounding_mode="floor")
 
 
-def exponential_schedule(step: Tensor, *, gamma: Scalar) -> Tensor:
+def exponential_schedule(step: int | Tensor, *, gamma: Scalar) -> Tensor:
     """Return a float64 factor that starts at 1 and is multiplied by `gamma` at every step.
 
         gamma ^ step
 
+    `step` is an integer or a tensor of any shape, and the result has the shape of `step`.
+
     Gradient: flows through `gamma` if it is a tensor, but not through an integer `step`.
+    Raises: ValueError naming an argument that is not a number or a tensor.
     Source: `torch.optim.lr_scheduler.ExponentialLR`.
 
-    >>> exponential_schedule(torch.tensor(2), gamma=0.5)
+    >>> exponential_schedule(2, gamma=0.5)
     tensor(0.2500, dtype=torch.float64)
     """
     (gamma,) = scalars(gamma=gamma)
-    return gamma ** step.to(torch.float64)
+    return gamma ** _steps(step)

@@ -414,6 +414,26 @@ OPTIMIZERS = [
     ("sgd", {"momentum": 0.7}, lambda p: torch.optim.SGD(p, 0.1, momentum=0.7)),
     ("rmsprop", {"alpha": 0.9, "eps": 1e-2}, lambda p: torch.optim.RMSprop(p, 0.1, alpha=0.9, eps=1e-2)),
 ]
+FAST = {"betas": [0.5, 0.7]}
+VARIANTS = [
+    ("adam", {"weight_decay": 0.3}, lambda p: torch.optim.Adam(p, 0.1, weight_decay=0.3)),
+    ("adam", FAST | {"amsgrad": True}, lambda p: torch.optim.Adam(p, 0.1, betas=(0.5, 0.7), amsgrad=True)),
+    (
+        "adamw",
+        FAST | {"amsgrad": True, "weight_decay": 0.3},
+        lambda p: torch.optim.AdamW(p, 0.1, betas=(0.5, 0.7), amsgrad=True, weight_decay=0.3),
+    ),
+    (
+        "sgd",
+        {"momentum": 0.7, "nesterov": True, "weight_decay": 0.3},
+        lambda p: torch.optim.SGD(p, 0.1, momentum=0.7, nesterov=True, weight_decay=0.3),
+    ),
+    (
+        "rmsprop",
+        {"alpha": 0.9, "eps": 1e-2, "centered": True, "weight_decay": 0.3},
+        lambda p: torch.optim.RMSprop(p, 0.1, alpha=0.9, eps=1e-2, centered=True, weight_decay=0.3),
+    ),
+]
 SCHEDULES = [
     (None, None),
     ({"name": "linear"}, lambda o: torch.optim.lr_scheduler.LinearLR(o, 1.0, 0.0, 4)),  # 4 iterations
@@ -421,6 +441,8 @@ SCHEDULES = [
     ({"name": "step", "kwargs": {"step_size": 2, "gamma": 0.1}}, lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.1)),
     ({"name": "exponential", "kwargs": {"gamma": 0.5}}, lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5)),
 ]
+RUNS = [(*optimizer, *schedule) for optimizer in OPTIMIZERS for schedule in SCHEDULES]
+RUNS += [(*variant, None, None) for variant in VARIANTS]
 
 
 def regression(variant, params, batch, mask, hyper):
@@ -429,10 +451,7 @@ def regression(variant, params, batch, mask, hyper):
 
 
 @pytest.mark.ref
-@pytest.mark.parametrize(("name", "kwargs", "make"), OPTIMIZERS, ids=lambda x: x if isinstance(x, str) else "")
-@pytest.mark.parametrize(
-    ("schedule", "make_schedule"), SCHEDULES, ids=lambda x: x["name"] if isinstance(x, dict) else ""
-)
+@pytest.mark.parametrize(("name", "kwargs", "make", "schedule", "make_schedule"), RUNS)
 def test_four_rollouts_as_torchs_optimisers_and_schedules(name, kwargs, make, schedule, make_schedule):
     optimizer = {"name": name, "learning_rate": 0.1, "kwargs": kwargs}
     parts, state, rows = setup(rows=5, optimizer=optimizer, lr_scheduler=schedule)

@@ -24,7 +24,13 @@ from ecrl.algorithms.optimizer import (
     pack_opt,
     unpack,
 )
-from ecrl.algorithms.optimizer_config import LearningConfig, OptimizerConfig, SchedulerConfig, optimizer_of
+from ecrl.algorithms.optimizer_config import (
+    LearningConfig,
+    OptimizerConfig,
+    OptimizerKwargs,
+    SchedulerConfig,
+    optimizer_of,
+)
 from ecrl.algorithms.schedules import adapted_rate
 from ecrl.errors import ConfigError
 
@@ -51,6 +57,40 @@ def test_the_numbers_of_a_state():
         close(state["hyper"]["optimizer"][name], value)
     assert all(x.ndim == 0 and x.dtype == torch.float32 for x in state["hyper"].values(True, True))
     assert set(state["opt"].keys()) == {"mu", "nu", "step"}
+
+
+VARIANTS = [
+    ("adam", {"weight_decay": 0.25}, "adam", {"beta1", "beta2", "eps", "weight_decay"}, {"mu", "nu"}),
+    ("adam", {"amsgrad": True}, "amsgrad", {"beta1", "beta2", "eps"}, {"mu", "nu", "max_nu"}),
+    ("adamw", {"amsgrad": True}, "amsgradw", {"beta1", "beta2", "eps", "weight_decay"}, {"mu", "nu", "max_nu"}),
+    ("sgd", {"momentum": 0.5, "nesterov": True}, "nesterov_sgd", {"momentum"}, {"momentum"}),
+    ("sgd", {"weight_decay": 0.25}, "sgd", {"momentum", "weight_decay"}, {"momentum"}),
+    ("rmsprop", {"centered": True}, "centered_rmsprop", {"alpha", "eps"}, {"mu", "nu"}),
+    ("adam", {}, "adam", {"beta1", "beta2", "eps"}, {"mu", "nu"}),
+    ("sgd", {}, "sgd", {"momentum"}, {"momentum"}),
+    ("rmsprop", {}, "rmsprop", {"alpha", "eps"}, {"nu"}),
+]
+
+
+@pytest.mark.parametrize(("name", "kwargs", "kernel", "numbers", "slots"), VARIANTS)
+def test_a_state_has_the_leaves_of_its_variant_only(name, kwargs, kernel, numbers, slots):
+    cfg = learning(optimizer={"name": name, "kwargs": kwargs})
+    state = made(cfg)
+    assert set(state["hyper"]["optimizer"].keys()) == numbers
+    assert set(state["opt"].keys()) == slots | {"step"}
+    assert groups_of(cfg)[0].optimizer == kernel
+    assert learning(**cfg.to_dict()) == cfg
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"kwargs": {}}, {"kwargs": {"weight_decay": None}}, {"kwargs": OptimizerKwargs()}]
+)
+def test_adamw_decays_by_a_hundredth_unless_the_config_sets_another_decay(kwargs):
+    assert OptimizerConfig(name="adamw", **kwargs).kwargs.weight_decay == 0.01
+    assert OptimizerConfig(name="adam", **kwargs).kwargs.weight_decay is None
+    cfg = learning(optimizer={"name": "AdamW", "kwargs": {"weight_decay": 0.5}})
+    assert cfg.optimizer.kwargs.weight_decay == 0.5
+    assert cfg.replace(**{"optimizer.name": "adam"}).optimizer.kwargs.weight_decay is None
 
 
 @pytest.mark.parametrize(
@@ -97,6 +137,26 @@ def rates(cfg: dict | None, base: float, iterations: int, steps: int, turns: int
         ({"name": "cosine", "kwargs": {"eta_min": 0.2, "T_max": 2}}, [0.8, 0.5, 0.2, 0.2, 0.2, 0.2]),
         ({"name": "step", "kwargs": {"step_size": 3, "gamma": 0.5}}, [0.8, 0.8, 0.8, 0.4, 0.4, 0.4]),
         ({"name": "exponential", "kwargs": {"gamma": 0.5}}, [0.8, 0.4, 0.2, 0.1, 0.05, 0.025]),
+        (
+            {"name": "warmup_constant", "kwargs": {"warmup_factor": 0.5, "warmup_iters": 2}},
+            [0.4, 0.6, 0.8, 0.8, 0.8, 0.8],
+        ),
+        (
+            {"name": "warmup_linear", "kwargs": {"warmup_factor": 0.5, "warmup_iters": 2, "end_factor": 0.25}},
+            [0.4, 0.6, 0.8, 0.5, 0.2, 0.2],  # over the 4 iterations of the run
+        ),
+        (
+            {"name": "warmup_linear", "kwargs": {"warmup_factor": 0.0, "warmup_iters": 1, "total_iters": 5}},
+            [0.0, 0.8, 0.6, 0.4, 0.2, 0.0],
+        ),
+        (
+            {"name": "warmup_cosine", "kwargs": {"warmup_factor": 0.5, "warmup_iters": 2, "eta_min": 0.2}},
+            [0.4, 0.6, 0.8, 0.5, 0.2, 0.2],
+        ),
+        (
+            {"name": "warmup_cosine", "kwargs": {"warmup_factor": 0.5, "warmup_iters": 1, "T_max": 3}},
+            [0.4, 0.8, 0.4, 0.0, 0.0, 0.0],
+        ),
     ],
 )
 def test_schedules_by_hand(cfg, expected):
@@ -109,6 +169,9 @@ TURNS = [
     ({"name": "cosine", "kwargs": {"eta_min": 0.2, "T_max": 1}}, [0.8, 0.5, 0.2, 0.2, 0.2]),
     ({"name": "step", "kwargs": {"step_size": 1, "gamma": 0.5}}, [0.8, 0.8, 0.4, 0.4, 0.2]),
     ({"name": "exponential", "kwargs": {"gamma": 0.25}}, [0.8, 0.4, 0.2, 0.1, 0.05]),
+    ({"name": "warmup_constant", "kwargs": {"warmup_factor": 0.5, "warmup_iters": 1}}, [0.4, 0.6, 0.8, 0.8, 0.8]),
+    ({"name": "warmup_linear", "kwargs": {"warmup_factor": 0.5, "warmup_iters": 1}}, [0.4, 0.6, 0.8, 0.4, 0.0]),
+    ({"name": "warmup_cosine", "kwargs": {"warmup_factor": 0.5, "warmup_iters": 1}}, [0.4, 0.6, 0.8, 0.4, 0.0]),
 ]
 
 
@@ -118,7 +181,8 @@ def test_lengths_are_in_iterations_of_two_turns(cfg, expected):
 
 
 def test_a_rate_that_was_set_to_zero_stays_zero_under_every_schedule():
-    for name in ("linear", "cosine", "step", "exponential"):
+    names = ("linear", "cosine", "step", "exponential", "warmup_constant", "warmup_linear", "warmup_cosine")
+    for name in names:
         assert rates({"name": name}, 0.0, 4, 5) == [0.0] * 5
 
 
@@ -165,6 +229,21 @@ def test_adapted_rate_is_bounded_and_falls_with_the_kl(rate, kl):
         ({"lr_scheduler": {"name": "adaptive", "kwargs": {"gamma": 0.5}}}, "adaptive does not use 'gamma'"),
         ({"lr_scheduler": {"name": "linear", "kwargs": {"desired_kl": 0.5}}}, "linear does not use 'desired_kl'"),
         ({"lr_scheduler": {"name": "plateau"}}, "name"),
+        ({"lr_scheduler": {"name": "warmup_linear", "kwargs": {"start_factor": 1.0}}}, "does not use 'start_factor'"),
+        (
+            {"lr_scheduler": {"name": "warmup_linear", "kwargs": {"warmup_iters": 5, "total_iters": 5}}},
+            "total_iters 5 must be above warmup_iters 5; change one of them",
+        ),
+        (
+            {"lr_scheduler": {"name": "warmup_cosine", "kwargs": {"T_max": 9}}},
+            "T_max 9 must be above warmup_iters 10; change one of them",
+        ),
+        (
+            {"optimizer": {"name": "sgd", "kwargs": {"nesterov": True}}},
+            "nesterov needs a momentum above 0; set kwargs.momentum, such as 0.9",
+        ),
+        ({"optimizer": {"name": "sgd", "kwargs": {"amsgrad": True}}}, "sgd does not use 'amsgrad'"),
+        ({"optimizer": {"name": "adamw", "kwargs": {"centered": True}}}, "adamw does not use 'centered'"),
         (
             {"learning_rate": 0.1, "optimizer": {"name": "sgd"}},
             "learning_rate and optimizer exclude each other; keep one",

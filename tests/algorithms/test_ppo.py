@@ -286,6 +286,9 @@ BLOCKS = [
     {"learning_rate": None, "optimizer": {"name": "sgd", "learning_rate": 0.1, "kwargs": {"momentum": 0.5}}},
     {"critic_learning_rate": 0.002, "lr_scheduler": {"name": "adaptive", "kwargs": {"factor": 2.0}}},
     {"critic_learning_rate": 0.002, "lr_scheduler": {"name": "linear"}},
+    {"learning_rate": None, "optimizer": {"name": "adamw", "kwargs": {"amsgrad": True}}},
+    {"learning_rate": None, "optimizer": {"name": "rmsprop", "kwargs": {"centered": True, "weight_decay": 0.1}}},
+    {"lr_scheduler": {"name": "warmup_cosine", "kwargs": {"warmup_iters": 1}}},
 ]
 
 
@@ -387,7 +390,7 @@ def test_a_batch_above_the_rollout_is_clamped_with_one_warning():
     [
         (
             {"optimizer": {"name": "sgd", "kwargs": {"alpha": 0.5}}},
-            "optimizer: sgd does not use 'alpha'; known: momentum",
+            "optimizer: sgd does not use 'alpha'; known: momentum, nesterov, weight_decay",
         ),
         ({"lr_scheduler": {"name": "cosine", "kwargs": {"gamma": 0.5}}}, "cosine does not use 'gamma'"),
         ({"optimizer": {"name": "sgd", "kwargs": {"eps": 1e-8}}}, "sgd does not use 'eps'"),

@@ -69,6 +69,9 @@ ELSEWHERE = {"GAE", "VTrace", "Squashed"} | {  # results of kernels, and output 
 } | {  # flows: `tests/kernels/test_flow_matching.py` has numbers by hand
     "FlowStep", "flow_entropy", "flow_interpolate", "flow_log_prob", "flow_matching_loss", "flow_ode_step",
     "flow_sde_step",
+} | {  # variants of optimisers and schedules: `test_optim.py` and `test_schedules.py` have numbers by hand
+    "amsgrad", "amsgrad_init", "centered_rmsprop", "centered_rmsprop_init", "decoupled_weight_decay", "l2_weight_decay",
+    "nesterov_sgd", "warmup_cosine_schedule", "warmup_linear_schedule",
 }  # fmt: skip
 CELL_S = 24 * 3600  # nbmake stops a cell after 300 s by default, which a loaded machine may need
 _OF_A_MACHINE = re.compile(r"/(?:home|root|Users|usr|opt|tmp|work|venv)\b|0x[0-9a-f]{6}")

@@ -19,6 +19,8 @@ SKIPPED = {
     "linear_schedule": "gives float64",
     "cosine_schedule": "gives float64",
     "step_schedule": "gives float64",
+    "warmup_linear_schedule": "gives float64",
+    "warmup_cosine_schedule": "gives float64",
     "exponential_schedule": "gives float64",
     "act_and_step": "has no arithmetic of its own",
     "collect_rollout": "has no arithmetic of its own",

@@ -1,7 +1,9 @@
 """Optimisers and gradient clipping, by hand, by plain loops and against torch."""
 
 import math
+import re
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -14,8 +16,15 @@ from ecrl.kernels import (
     adam,
     adam_init,
     adamw,
+    amsgrad,
+    amsgrad_init,
+    centered_rmsprop,
+    centered_rmsprop_init,
     clip_by_global_norm,
+    decoupled_weight_decay,
     global_norm,
+    l2_weight_decay,
+    nesterov_sgd,
     rmsprop,
     rmsprop_init,
     sgd,
@@ -24,6 +33,30 @@ from ecrl.kernels import (
 
 F32, F64 = torch.float32, torch.float64
 ADAM = {"learning_rate": 0.01, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
+FAST = {"learning_rate": 0.01, "beta1": 0.5, "beta2": 0.8, "eps": 1e-8}
+RMSPROP = {"learning_rate": 0.01, "alpha": 0.95, "eps": 1e-5}
+MOMENTUM = {"learning_rate": 0.01, "momentum": 0.9}
+
+
+def with_l2(step):
+    """The optimiser with an L2 penalty."""
+
+    def decayed(params, grads, opt, *, weight_decay, **hyper):
+        return step(params, l2_weight_decay(grads, params, weight_decay=weight_decay), opt, **hyper)
+
+    return decayed
+
+
+def decoupled(step):
+    """The optimiser with decoupled weight decay."""
+
+    def decayed(params, grads, opt, *, learning_rate, weight_decay, **hyper):
+        params = decoupled_weight_decay(params, learning_rate=learning_rate, weight_decay=weight_decay)
+        return step(params, grads, opt, learning_rate=learning_rate, **hyper)
+
+    return decayed
+
+
 OPTIMIZERS = {  # kernel, init, hyperparameters, the same in torch
     "adam": (adam, adam_init, ADAM, lambda p: torch.optim.Adam(p, lr=0.01)),
     "adam_odd": (
@@ -51,8 +84,62 @@ OPTIMIZERS = {  # kernel, init, hyperparameters, the same in torch
         {"learning_rate": 0.01, "alpha": 0.95, "eps": 1e-5},
         lambda p: torch.optim.RMSprop(p, lr=0.01, alpha=0.95, eps=1e-5),
     ),
+    "amsgrad": (  # short memories, so that the second moment falls
+        amsgrad,
+        amsgrad_init,
+        FAST,
+        lambda p: torch.optim.Adam(p, lr=0.01, betas=(0.5, 0.8), amsgrad=True),
+    ),
+    "nesterov": (
+        nesterov_sgd,
+        sgd_init,
+        MOMENTUM,
+        lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True),
+    ),
+    "centered_rmsprop": (
+        centered_rmsprop,
+        centered_rmsprop_init,
+        RMSPROP,
+        lambda p: torch.optim.RMSprop(p, lr=0.01, alpha=0.95, eps=1e-5, centered=True),
+    ),
+    "adam_l2": (
+        with_l2(adam),
+        adam_init,
+        {**ADAM, "weight_decay": 0.3},
+        lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.3),
+    ),
+    "amsgrad_l2": (
+        with_l2(amsgrad),
+        amsgrad_init,
+        {**FAST, "weight_decay": 0.3},
+        lambda p: torch.optim.Adam(p, lr=0.01, betas=(0.5, 0.8), amsgrad=True, weight_decay=0.3),
+    ),
+    "amsgrad_decoupled": (
+        decoupled(amsgrad),
+        amsgrad_init,
+        {**FAST, "weight_decay": 0.3},
+        lambda p: torch.optim.AdamW(p, lr=0.01, betas=(0.5, 0.8), amsgrad=True, weight_decay=0.3),
+    ),
+    "nesterov_l2": (
+        with_l2(nesterov_sgd),
+        sgd_init,
+        {**MOMENTUM, "weight_decay": 0.3},
+        lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True, weight_decay=0.3),
+    ),
+    "sgd_l2": (
+        with_l2(sgd),
+        sgd_init,
+        {**MOMENTUM, "weight_decay": 0.3},
+        lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, weight_decay=0.3),
+    ),
+    "rmsprop_l2": (
+        with_l2(rmsprop),
+        rmsprop_init,
+        {**RMSPROP, "weight_decay": 0.3},
+        lambda p: torch.optim.RMSprop(p, lr=0.01, alpha=0.95, eps=1e-5, weight_decay=0.3),
+    ),
 }
-KERNELS = ["adam", "adamw", "momentum", "rmsprop"]
+KERNELS = ["adam", "adamw", "momentum", "rmsprop", "amsgrad", "nesterov", "centered_rmsprop"]
 
 
 def tree(seed=0, dtype=F32, scale=1.0):
@@ -111,11 +198,129 @@ def test_sgd_and_rmsprop_by_hand(variant):
     assert float(opt["nu", "w"]) == 1.0 and int(opt["step"]) == 1
 
 
+def test_amsgrad_by_hand(variant):
+    # beta1 = 1/2, beta2 = 3/4, eps = 0, rate = 1, g = 2 then 0
+    # t=1: mu = 1, nu = max_nu = 1: moves by -(1 / (1/2)) / sqrt(1 / (1/4)) = -1
+    # t=2: mu = 1/2, nu = 3/4, max_nu = 1: moves by -((1/2) / (3/4)) / sqrt(1 / (7/16)) = -(2/3) sqrt(7) / 4
+    hyper = {"learning_rate": 1.0, "beta1": 0.5, "beta2": 0.75, "eps": 0.0}
+    params, opt = variant(amsgrad)(one(5.0), one(2.0), amsgrad_init(one(5.0)), **hyper)
+    close(params["w"], [4.0], 1e-6)
+    params, opt = variant(amsgrad)(params, one(0.0), opt, **hyper)
+    close(params["w"], [4.0 - math.sqrt(7.0) / 6.0], 1e-6)
+    assert [float(opt[k]) for k in (("mu", "w"), ("nu", "w"), ("max_nu", "w"), "step")] == [0.5, 0.75, 1.0, 2]
+
+
+def test_nesterov_and_centered_rmsprop_by_hand(variant):
+    # momentum 1/2, rate 1/10: buffer 2, moves by -(2 + 1) / 10; buffer 1 + 4 = 5, moves by -(4 + 5/2) / 10
+    hyper = {"learning_rate": 0.1, "momentum": 0.5}
+    params, opt = variant(nesterov_sgd)(one(1.0), one(2.0), sgd_init(one(1.0)), **hyper)
+    close(params["w"], [0.7], 1e-6)
+    params, opt = variant(nesterov_sgd)(params, one(4.0), opt, **hyper)
+    close(params["w"], [0.05], 1e-6)
+    assert float(opt["momentum", "w"]) == 5.0 and int(opt["step"]) == 2
+    # alpha 1/2: mu = 2, nu = 8, variance 8 - 4 = 4, so it moves by -0.1 * 4 / (2 + 2)
+    start = centered_rmsprop_init(one(1.0))
+    params, opt = variant(centered_rmsprop)(one(1.0), one(4.0), start, learning_rate=0.1, alpha=0.5, eps=2.0)
+    close(params["w"], [0.9], 1e-6)
+    assert [float(opt[k]) for k in (("mu", "w"), ("nu", "w"), "step")] == [2.0, 8.0, 1]
+
+
+def test_weight_decay_by_hand(variant):
+    close(variant(l2_weight_decay)(one(5.0), one(4.0), weight_decay=0.25)["w"], [6.0], 1e-6)
+    close(variant(decoupled_weight_decay)(one(4.0), learning_rate=0.5, weight_decay=0.25)["w"], [3.5], 1e-6)
+
+
+def test_weight_decay_gradcheck_and_no_retrace():
+    p, g = rng.normal(rng.key(0), (3,), F64), rng.normal(rng.key(1), (3,), F64)
+    decay, rate = torch.tensor(0.2, dtype=F64), torch.tensor(0.1, dtype=F64)
+
+    def both(p, g, decay, rate):
+        params, grads = TensorDict({"w": p}, []), TensorDict({"w": g}, [])
+        shrunk = decoupled_weight_decay(params, learning_rate=rate, weight_decay=decay)
+        return l2_weight_decay(grads, params, weight_decay=decay)["w"], shrunk["w"]
+
+    leaf = lambda x: x.clone().requires_grad_()  # noqa: E731
+    assert torch.autograd.gradcheck(both, (leaf(p), leaf(g), leaf(decay), leaf(rate)))
+    assert_no_retrace(both, (p, g, decay, rate), (2 * p, 2 * g, 2 * decay, 2 * rate))
+
+
+@given(st.floats(-1e3, 1e3), st.floats(0.0, 1.0), st.floats(0.0, 1.0))
+def test_one_step_of_plain_sgd_decays_the_same_with_both_kinds(p, rate, decay):
+    p, zero = TensorDict({"w": torch.tensor([p], dtype=F64)}, []), TensorDict({"w": torch.zeros(1, dtype=F64)}, [])
+    grads = l2_weight_decay(zero, p, weight_decay=decay)
+    out, _ = sgd(p, grads, sgd_init(p), learning_rate=rate, momentum=0.0)
+    close(out["w"], decoupled_weight_decay(p, learning_rate=rate, weight_decay=decay)["w"], 1e-12)
+
+
+def test_leaves_that_weight_decay_does_not_match_are_named():
+    with pytest.raises(ValueError, match=r"actor.*bias"):
+        l2_weight_decay(tree().exclude(("actor", "bias")), tree(), weight_decay=0.1)
+    with pytest.raises(ValueError, match=r"log_alpha .*\[1\]"):
+        l2_weight_decay(tree(), tree().set("log_alpha", torch.zeros(1)), weight_decay=0.1)
+
+
+@given(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=6), st.floats(0.0, 0.99))
+def test_the_divisor_of_amsgrad_never_falls(gradients, beta2):
+    p, largest = TensorDict({"w": torch.zeros(1, dtype=F64)}, []), 0.0
+    opt = amsgrad_init(p)
+    for g in gradients:
+        grads = TensorDict({"w": torch.tensor([g], dtype=F64)}, [])
+        p, opt = amsgrad(p, grads, opt, learning_rate=0.1, beta1=0.9, beta2=beta2, eps=1e-8)
+        assert float(opt["max_nu", "w"]) >= max(largest, float(opt["nu", "w"]))
+        largest = float(opt["max_nu", "w"])
+
+
+def test_equal_gradients_have_no_variance_up_to_rounding():
+    """Rounding may make nu - mu^2 negative, which would be NaN under the root."""
+    p, g = TensorDict({"w": torch.zeros(1000)}, []), TensorDict({"w": torch.linspace(0.1, 9.0, 1000)}, [])
+    opt = centered_rmsprop_init(p)
+    for _ in range(300):
+        p, opt = centered_rmsprop(p, g, opt, learning_rate=1e-6, alpha=0.9, eps=1e-3)
+        assert bool(p["w"].isfinite().all())
+    assert bool((opt["nu", "w"] - opt["mu", "w"].square() < 0.0).any()), "the case must occur"
+
+
+NUMBERS = [1, 0, torch.tensor(1), np.float32(0.5), np.float64(0.5), np.int64(1), 0.5, torch.tensor(0.5, dtype=F64)]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_hyperparameters_may_be_any_numbers(name):
+    """Integers, floats, numbers of NumPy and 0-d tensors give the step of the equal float."""
+    for key in OPTIMIZERS[name][2]:
+        for number in NUMBERS:
+            if key.startswith("beta") and float(number) == 1.0:
+                continue  # the bias correction divides by 1 - beta
+            out, expected = (run(name, one(1.0), [one(2.0)], **{key: x})[0]["w"] for x in (number, float(number)))
+            close(out, expected, 1e-6)
+            assert out.dtype == F32
+
+
+@pytest.mark.parametrize("wrong", ["0.1", None, [0.1], {"a": 1}], ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_hyperparameter_that_is_no_number_is_named(name, wrong):
+    for key in OPTIMIZERS[name][2]:
+        with pytest.raises(
+            ValueError, match=rf"^{key} is {re.escape(repr(wrong))}, expected a number or a 0-d tensor$"
+        ):
+            run(name, tree(), [tree(1)], **{key: wrong})
+
+
 def oracle(name, params, grads, h):
     """The equations of the docstrings on Python floats; one parameter."""
-    p, mu, nu = params, 0.0, 0.0
+    p, mu, nu, max_nu = params, 0.0, 0.0, 0.0
     for t, g in enumerate(grads, 1):
-        if name in ("adam", "adamw"):
+        if name == "amsgrad":
+            mu, nu = h["beta1"] * mu + (1 - h["beta1"]) * g, h["beta2"] * nu + (1 - h["beta2"]) * g**2
+            max_nu = max(max_nu, nu)
+            root = math.sqrt(max_nu / (1 - h["beta2"] ** t))
+            p -= h["learning_rate"] * (mu / (1 - h["beta1"] ** t)) / (root + h["eps"])
+        elif name == "nesterov":
+            mu = h["momentum"] * mu + g
+            p -= h["learning_rate"] * (g + h["momentum"] * mu)
+        elif name == "centered_rmsprop":
+            mu, nu = h["alpha"] * mu + (1 - h["alpha"]) * g, h["alpha"] * nu + (1 - h["alpha"]) * g**2
+            p -= h["learning_rate"] * g / (math.sqrt(nu - mu**2) + h["eps"])
+        elif name in ("adam", "adamw"):
             mu, nu = h["beta1"] * mu + (1 - h["beta1"]) * g, h["beta2"] * nu + (1 - h["beta2"]) * g**2
             p = p * (1 - h["learning_rate"] * h.get("weight_decay", 0.0))
             p -= h["learning_rate"] * (mu / (1 - h["beta1"] ** t)) / (math.sqrt(nu / (1 - h["beta2"] ** t)) + h["eps"])
@@ -210,7 +415,7 @@ def test_gradients_flow_through_every_input(name):
     slots = [key for key in init(one(1.0)).keys() if key != "step"]  # noqa: SIM118
 
     def step(w, g, m, rate):
-        state = {slot: {"w": m.square() if slot == "nu" else m} for slot in slots}
+        state = {slot: {"w": m.square() if slot in ("nu", "max_nu") else m} for slot in slots}
         opt = TensorDict({**state, "step": torch.tensor(4)}, [])
         params, opt = fn(TensorDict({"w": w}, []), TensorDict({"w": g}, []), opt, **{**hyper, "learning_rate": rate})
         return params["w"], *[opt[slot, "w"] for slot in slots]

@@ -27,7 +27,7 @@ from ecrl.spaces import Discrete, box
 
 OPTIMIZERS = [
     {"learning_rate": 0.01},
-    {"optimizer": {"name": "adamw", "learning_rate": 0.01}},
+    {"optimizer": {"name": "adamw", "learning_rate": 0.01, "kwargs": {"weight_decay": 0.02, "amsgrad": True}}},
     {"optimizer": {"name": "sgd", "learning_rate": 0.01}},
     {"optimizer": {"name": "rmsprop", "learning_rate": 0.01}},
 ]
@@ -36,6 +36,8 @@ SCHEDULES = [
     {"name": "cosine", "kwargs": {"T_max": 3}},
     {"name": "step", "kwargs": {"step_size": 3}},
     {"name": "exponential"},
+    {"name": "warmup_linear", "kwargs": {"warmup_iters": 2}},
+    {"name": "warmup_cosine", "kwargs": {"warmup_iters": 2}},
 ]
 ADAPTIVE = {"name": "adaptive"}
 OPTIONAL = {
@@ -75,7 +77,7 @@ CONFIGS = [
     config("ppo", OPTIMIZERS[0], SCHEDULES[0], **CLIPS),
     config("grpo", OPTIMIZERS[0], SCHEDULES[0], **CLIPS, **LIMITS),
 ]
-COUNTS = {"total_iters", "T_max", "step_size", "ref_update_freq", "segment_length"}
+COUNTS = {"total_iters", "T_max", "step_size", "warmup_iters", "ref_update_freq", "segment_length"}
 """Integers that count iterations or steps, and so shape nothing. A policy with memory does not train here."""
 
 
@@ -163,8 +165,8 @@ def graphs():
         yield names
 
 
-LONG = [pytest.param(cfg, marks=pytest.mark.long) for cfg in (*CONFIGS[1:4], *CONFIGS[5:8], *CONFIGS[9:])]
-SHORT = [pytest.param(CONFIGS[0], marks=pytest.mark.slow), CONFIGS[4], CONFIGS[8]]
+LONG = [pytest.param(cfg, marks=pytest.mark.long) for cfg in (*CONFIGS[1:4], *CONFIGS[5:10], *CONFIGS[11:])]
+SHORT = [pytest.param(CONFIGS[0], marks=pytest.mark.slow), CONFIGS[4], CONFIGS[10]]
 
 
 @pytest.mark.parametrize("cfg", [*SHORT, *LONG], ids=lambda cfg: cfg.algorithm.name)

@@ -346,6 +346,7 @@ POLICIES = [
 
 SGD = {"name": "sgd", "learning_rate": 1e-2}
 SCHEDULE = "algorithm.cfg.lr_scheduler.kwargs"
+OPTIMIZER = "algorithm.cfg.optimizer.kwargs"
 ADAPTIVE = {
     "desired_kl": (1e-9, {}),
     "factor": (3.0, {}),
@@ -373,7 +374,11 @@ def learning(name: str, base: Changes) -> list[Row]:
         *rows(f"{part}.optimizer", using("adam"), name="sgd", learning_rate=1e-2),
         *rows(f"{part}.optimizer.kwargs", using("adam"), betas=[0.5, 0.9], eps=1.0),
         *rows(f"{part}.optimizer.kwargs", using("adamw"), weight_decay=0.5),
+        *rows(f"{part}.optimizer.kwargs", using("adam") | {f"{OPTIMIZER}.weight_decay": 0.1}, weight_decay=0.5),
+        *rows(f"{part}.optimizer.kwargs", using("adam", betas=[0.9, 0.2]), amsgrad=True),
         *rows(f"{part}.optimizer.kwargs", using("sgd"), momentum=0.5),
+        *rows(f"{part}.optimizer.kwargs", using("sgd", momentum=0.5), nesterov=True),
+        *rows(f"{part}.optimizer.kwargs", using("rmsprop"), centered=True),
         *rows(f"{part}.optimizer.kwargs", using("rmsprop"), alpha=0.5, eps=1.0),
         *rows(f"{part}.lr_scheduler", under("linear"), name="exponential"),
         *rows(kwargs, under("linear"), start_factor=0.5, end_factor=0.5, total_iters=1),
@@ -382,6 +387,7 @@ def learning(name: str, base: Changes) -> list[Row]:
         *rows(kwargs, under("cosine") | {f"{SCHEDULE}.T_max": 1}, T_max=3),
         *rows(kwargs, under("step", gamma=0.5), step_size=2, gamma=0.1),
         *rows(kwargs, under("exponential"), gamma=0.5),
+        *rows(kwargs, under("warmup_constant"), warmup_factor=0.5, warmup_iters=2),
     ]
 
 
