@@ -55,6 +55,9 @@ sequence_mean token_mean truncated_importance truncated_sequence_importance vesp
 FlowStep flow_entropy flow_interpolate flow_log_prob flow_matching_loss flow_ode_step flow_sde_step
 amsgrad amsgrad_init centered_rmsprop centered_rmsprop_init decoupled_weight_decay l2_weight_decay nesterov_sgd
 warmup_cosine_schedule warmup_linear_schedule
+bernoulli_entropy bernoulli_kl bernoulli_log_prob bernoulli_mode bernoulli_sample beta_entropy beta_kl beta_log_prob
+beta_mode beta_sample truncated_normal_entropy truncated_normal_kl truncated_normal_log_prob truncated_normal_mode
+truncated_normal_sample ema ema_debiased ema_init masked_variance
 """
 
 
@@ -88,7 +91,7 @@ FUNCTIONS = [getattr(kernels, name) for name in KERNELS.split() if inspect.isfun
 # Variants of another kernel, or a constructor: their docstring names the kernel with arguments, errors and source.
 BRIEF = {
     "normal_mode", "tanh_normal_mode", "tanh_normal_kl", "adam_init", "sgd_init", "rmsprop_init", "global_norm",
-    "amsgrad_init", "centered_rmsprop_init",
+    "amsgrad_init", "ema_init", "centered_rmsprop_init",
     "moments_init", "moments_variance", "episode_init", "linear_schedule", "cosine_schedule", "step_schedule",
     "exponential_schedule", "multi_discrete_mode", "multi_discrete_entropy", "multi_discrete_kl", "compute_returns",
     "compute_n_step_returns", "compute_td_lambda_returns", "compute_gae", "compute_upgo_returns", "compute_vtrace",

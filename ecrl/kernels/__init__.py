@@ -3,6 +3,20 @@
 Every function can be used on its own, for example in another trainer.
 """
 
+from ecrl.kernels.bernoulli import (
+    bernoulli_entropy,
+    bernoulli_kl,
+    bernoulli_log_prob,
+    bernoulli_mode,
+    bernoulli_sample,
+)
+from ecrl.kernels.beta import (
+    beta_entropy,
+    beta_kl,
+    beta_log_prob,
+    beta_mode,
+    beta_sample,
+)
 from ecrl.kernels.categorical import (
     categorical_entropy,
     categorical_kl,
@@ -72,7 +86,7 @@ from ecrl.kernels.losses import (
     ppo_loss_kl_penalty,
     value_loss,
 )
-from ecrl.kernels.masked_stats import explained_variance, masked_mean, standardize
+from ecrl.kernels.masked_stats import explained_variance, masked_mean, masked_variance, standardize
 from ecrl.kernels.moments import moments_init, moments_merge, moments_update, moments_variance, normalize, scale
 from ecrl.kernels.normal import (
     Squashed,
@@ -198,7 +212,14 @@ from ecrl.kernels.sequences import (
     whiten,
 )
 from ecrl.kernels.sum_tree import tree_find, tree_init, tree_set
-from ecrl.kernels.tracking import periodic_update, soft_update
+from ecrl.kernels.tracking import ema, ema_debiased, ema_init, periodic_update, soft_update
+from ecrl.kernels.truncated_normal import (
+    truncated_normal_entropy,
+    truncated_normal_kl,
+    truncated_normal_log_prob,
+    truncated_normal_mode,
+    truncated_normal_sample,
+)
 from ecrl.types import transitions
 
 __all__ = [
@@ -216,6 +237,16 @@ __all__ = [
     "adaptive_kl_coef",
     "amsgrad",
     "amsgrad_init",
+    "bernoulli_entropy",
+    "bernoulli_kl",
+    "bernoulli_log_prob",
+    "bernoulli_mode",
+    "bernoulli_sample",
+    "beta_entropy",
+    "beta_kl",
+    "beta_log_prob",
+    "beta_mode",
+    "beta_sample",
     "categorical_entropy",
     "categorical_kl",
     "categorical_log_prob",
@@ -245,6 +276,9 @@ __all__ = [
     "discrete_soft_actor_loss",
     "double_q_target",
     "dpg_loss",
+    "ema",
+    "ema_debiased",
+    "ema_init",
     "episode_discounts",
     "episode_init",
     "episode_update",
@@ -285,6 +319,7 @@ __all__ = [
     "mask_logits",
     "masked_mean",
     "masked_sequence_importance",
+    "masked_variance",
     "min_categorical_target",
     "min_q_target",
     "moments_init",
@@ -370,6 +405,11 @@ __all__ = [
     "tree_init",
     "tree_set",
     "truncated_importance",
+    "truncated_normal_entropy",
+    "truncated_normal_kl",
+    "truncated_normal_log_prob",
+    "truncated_normal_mode",
+    "truncated_normal_sample",
     "truncated_sequence_importance",
     "upgo_returns",
     "value_loss",

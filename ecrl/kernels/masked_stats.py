@@ -1,4 +1,7 @@
-"""Statistics over unmasked entries. Masked entries may hold any value, including NaN."""
+"""Statistics over unmasked entries. Masked entries may hold any value, including NaN.
+
+The statistics are over all axes, or over the axes in `axis`.
+"""
 
 from collections.abc import Callable
 
@@ -8,8 +11,25 @@ from torch import Tensor
 from ecrl.kernels.dtypes import common_dtype, computed_in, rounding, scalars, widened
 from ecrl.types import Scalar, checked_mask
 
+Axis = int | tuple[int, ...] | None
+"""One axis, several axes, or None for all axes. Negative numbers count from the last axis."""
 
-def masked_mean(x: Tensor, mask: Tensor | None = None) -> Tensor:
+
+def _sum(x: Tensor, axis: Axis, keepdim: bool = False) -> Tensor:
+    """Sum over the axes. If `axis` is None, the sum is 0-d and `keepdim` has no effect."""
+    return x.sum() if axis is None else x.sum(axis, keepdim=keepdim)
+
+
+def _check_axis(x: Tensor, axis: Axis) -> None:
+    """Raise ValueError if an axis does not exist, or if an axis is given twice."""
+    axes = () if axis is None else (axis,) if isinstance(axis, int) else axis
+    if any(not -x.ndim <= one < x.ndim for one in axes) or len({one % x.ndim for one in axes}) < len(axes):
+        raise ValueError(f"axis is {axis}, expected different axes of the shape {list(x.shape)}")
+    if axis == ():
+        raise ValueError("axis is (), expected at least one axis, or None for all axes")
+
+
+def masked_mean(x: Tensor, mask: Tensor | None = None, *, axis: Axis = None) -> Tensor:
     """Return the mean over the entries whose `mask` is True, or 0 if all entries are masked.
 
         sum(x where mask) / max(1, count(mask))
@@ -17,18 +37,49 @@ def masked_mean(x: Tensor, mask: Tensor | None = None) -> Tensor:
     Args:
         x: `[*B]` float. Masked entries may hold any value.
         mask: `[*B]` bool, or None if every entry counts.
+        axis: the axes over which the mean is taken, an integer or a tuple of integers. None takes all axes.
 
-    Returns: 0-d, in the dtype of `x`. Half-precision entries are summed in float32.
+    Returns: `[*B]` without the axes in `axis`, which is 0-d for all axes. The dtype is the dtype of `x`. Half-precision
+        entries are summed in float32.
     Gradient: flows through the unmasked entries of `x`.
-    Raises: ValueError naming the argument, if shapes differ or `mask` is not bool.
+    Raises: ValueError naming the argument, if shapes differ, `mask` is not bool or `x` lacks an axis in `axis`.
 
     >>> masked_mean(torch.tensor([1.0, float("nan")]), torch.tensor([True, False]))
     tensor(1.)
+    >>> masked_mean(torch.tensor([[1.0, 3.0], [5.0, 9.0]]), torch.tensor([[True, True], [True, False]]), axis=-1)
+    tensor([2., 5.])
     """
     mask = checked_mask(mask, x=x)
-    total = x.to(computed_in(x.dtype)).masked_fill(~mask, 0.0).sum()
-    mean = total / mask.sum().clamp(min=1)
+    _check_axis(x, axis)
+    total = _sum(x.to(computed_in(x.dtype)).masked_fill(~mask, 0.0), axis)
+    mean = total / _sum(mask, axis).clamp(min=1)
     return mean.to(x.dtype) if x.is_floating_point() else mean
+
+
+def masked_variance(x: Tensor, mask: Tensor | None = None, *, axis: Axis = None) -> Tensor:
+    """Return the population variance over the entries whose `mask` is True, or 0 if all entries are masked.
+
+        sum((x - mean)^2 where mask) / max(1, count(mask))
+
+    Args:
+        x: `[*B]` float. Masked entries may hold any value.
+        mask: `[*B]` bool, or None if every entry counts.
+        axis: the axes over which the variance is taken, an integer or a tuple of integers. None takes all axes.
+
+    Returns: `[*B]` without the axes in `axis`, which is 0-d for all axes. The dtype is the dtype of `x`. Half-precision
+        entries are converted to float32 first.
+    Gradient: flows through the unmasked entries of `x`.
+    Raises: ValueError naming the argument, if shapes differ, `mask` is not bool or `x` lacks an axis in `axis`.
+
+    >>> masked_variance(torch.tensor([1.0, 5.0, float("nan")]), torch.tensor([True, True, False]))
+    tensor(4.)
+    """
+    mask = checked_mask(mask, x=x)
+    _check_axis(x, axis)
+    dtype, (x,) = common_dtype(x), widened(x)
+    x, count = x.masked_fill(~mask, 0.0), _sum(mask, axis, keepdim=True).clamp(min=1)
+    centred = (x - _sum(x, axis, keepdim=True) / count).masked_fill(~mask, 0.0)
+    return (_sum(centred.square(), axis) / _sum(mask, axis).clamp(min=1)).to(dtype)
 
 
 def identity(x: Tensor) -> Tensor:
@@ -37,7 +88,12 @@ def identity(x: Tensor) -> Tensor:
 
 
 def standardize(
-    x: Tensor, mask: Tensor | None = None, *, eps: Scalar, total: Callable[[Tensor], Tensor] = identity
+    x: Tensor,
+    mask: Tensor | None = None,
+    *,
+    eps: Scalar,
+    total: Callable[[Tensor], Tensor] = identity,
+    axis: Axis = None,
 ) -> Tensor:
     """Shift and scale `x` to mean 0 and standard deviation 1 over the unmasked entries. Masked entries become 0.
 
@@ -53,22 +109,27 @@ def standardize(
         eps: lower bound of the divisor, in the units of `x`.
         total: a function that sums a tensor over all processes, such as `ecrl.distributed.all_sum`. Pass `total` if
             each process holds a share of the batch. The function then uses the mean and the standard deviation of the
-            whole batch.
+            whole batch. The axes in `axis` must include the axis that the processes share.
+        axis: the axes over which the mean and the standard deviation are taken, an integer or a tuple of integers. None
+            takes all axes.
 
     Returns: `[*B]`, in the dtype of `x`. Half-precision entries are converted to float32 first.
     Gradient: flows through `x`.
-    Raises: ValueError naming the argument, if shapes differ, `mask` is not bool or a hyperparameter is not 0-d.
+    Raises: ValueError naming the argument, if shapes differ, `mask` is not bool, `x` lacks an axis in `axis` or a
+        hyperparameter is not 0-d.
 
     >>> standardize(torch.tensor([0.0, 2.0, 9.0]), torch.tensor([True, True, False]), eps=1e-8).tolist()
     [-0.7071067690849304, 0.7071067690849304, 0.0]
     """
     mask = checked_mask(mask, x=x)
+    _check_axis(x, axis)
     (eps,) = scalars(eps=eps)
     dtype, (x,) = common_dtype(x), widened(x)
-    count = total(mask.sum())
-    mean = total(x.masked_fill(~mask, 0.0).sum()) / count.clamp(min=1)
+    count = total(_sum(mask, axis, keepdim=True))
+    mean = total(_sum(x.masked_fill(~mask, 0.0), axis, keepdim=True)) / count.clamp(min=1)
     centred = (x - mean).masked_fill(~mask, 0.0)
-    squares, rest = total(torch.stack((centred.square().sum(), centred.sum())))
+    sums = _sum(centred.square(), axis, keepdim=True), _sum(centred, axis, keepdim=True)
+    squares, rest = total(torch.stack(sums))
     variance = squares / (count - 1).clamp(min=1)
     # `error` is the rounding error of the mean, up to 500 eps in a compiled sum of many equal entries.
     error = rest / count.clamp(min=1)
@@ -79,7 +140,7 @@ def standardize(
     return (centred / std.masked_fill(flat, torch.inf)).to(dtype)
 
 
-def explained_variance(value: Tensor, value_target: Tensor, mask: Tensor | None = None) -> Tensor:
+def explained_variance(value: Tensor, value_target: Tensor, mask: Tensor | None = None, *, axis: Axis = None) -> Tensor:
     """Return the share of the targets' variance that the critic explains.
 
     A result of 1 means that the critic fits perfectly. With a result of 0, the critic is as good as the mean of the
@@ -91,22 +152,21 @@ def explained_variance(value: Tensor, value_target: Tensor, mask: Tensor | None 
         value: `[*B]` float.
         value_target: `[*B]` float.
         mask: `[*B]` bool, or None if every entry counts.
+        axis: the axes over which the variances are taken, an integer or a tuple of integers. None takes all axes.
 
-    Returns: 0-d. Half-precision inputs are converted to float32 first.
+    Returns: `[*B]` without the axes in `axis`, which is 0-d for all axes. Half-precision inputs are converted to
+        float32 first.
     Gradient: none, because the result is detached.
-    Raises: ValueError naming the argument, if shapes differ or `mask` is not bool.
+    Raises: ValueError naming the argument, if shapes differ, `mask` is not bool or `value` lacks an axis in `axis`.
 
     >>> explained_variance(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0]), torch.tensor([True, True]))
     tensor(1.)
     """
     mask = checked_mask(mask, value=value, value_target=value_target)
+    _check_axis(value, axis)
     dtype, (value, value_target) = common_dtype(value, value_target), widened(value.detach(), value_target.detach())
-
-    def variance(x: Tensor) -> Tensor:
-        return masked_mean((x - masked_mean(x, mask)).square(), mask)
-
-    total = variance(value_target)
-    noise = rounding(dtype) * masked_mean(value_target.abs(), mask)
+    total = masked_variance(value_target, mask, axis=axis)
+    noise = rounding(dtype) * masked_mean(value_target.abs(), mask, axis=axis)
     flat = total <= noise.square()
-    explained = 1.0 - variance(value_target - value) / total.masked_fill(flat, 1.0)
+    explained = 1.0 - masked_variance(value_target - value, mask, axis=axis) / total.masked_fill(flat, 1.0)
     return explained.masked_fill(flat, 0.0).to(dtype)

@@ -1,10 +1,12 @@
-"""Target networks, whose parameters follow the trained parameters slowly or at fixed intervals.
+"""Target networks and exponential moving averages, which follow the trained parameters.
 
-Parameters are TensorDicts with the same structure. Compute value targets with the target parameters, so that the value
-targets change slowly.
+Parameters are TensorDicts with the same structure. Target parameters follow the trained parameters slowly or at fixed
+intervals. Compute value targets with the target parameters, so that the value targets change slowly. `ema` averages
+from zeros, and `ema_debiased` removes the share of the zeros.
 """
 
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDict
@@ -88,3 +90,77 @@ def periodic_update(params: TensorDict, target_params: TensorDict, step: Tensor,
         raise ValueError(f"period is {period}, expected at least 1")
     copied = step % period == 0
     return _combined(lambda old, new: torch.where(copied, new.to(old.dtype), old), params, target_params)
+
+
+def ema_init(params: TensorDict) -> TensorDict:
+    """Return the state for `ema` before the first value: a mean of zeros, and the int64 step count.
+
+    >>> sorted(ema_init(TensorDict({"w": torch.zeros(2)}, [])).keys())
+    ['mean', 'step']
+    """
+    leaves: Any = params.values(include_nested=True, leaves_only=True)
+    step = torch.zeros((), dtype=torch.int64, device=next(iter(leaves)).device)
+    return TensorDict({"mean": params.apply(torch.zeros_like), "step": step}, [])
+
+
+def ema(params: TensorDict, average: TensorDict, *, decay: Scalar) -> TensorDict:
+    """Return the exponential moving average after one more value. The average starts from zeros.
+
+        mean = decay * mean + (1 - decay) * params;  step = step + 1
+
+    Integer leaves are copied from `params`. Half-precision leaves are computed in float32, and the results are rounded
+    to half precision.
+
+    Args:
+        params: TensorDict of the new value.
+        average: state from `ema_init` or from the previous step.
+        decay: weight of the old mean, 0 to 1.
+
+    Returns: the new state. The inputs do not change. `mean` keeps its dtypes.
+    Gradient: flows through `params`, `average` and `decay`.
+    Raises: ValueError naming the leaves whose keys or shapes do not match, or `decay` if it is not 0-d.
+    Source: `optax.ema`, without `debias`.
+
+    >>> params = TensorDict({"w": torch.tensor([4.0])}, [])
+    >>> average = ema(params, ema_init(params), decay=0.75)
+    >>> average["mean", "w"], int(average["step"])
+    (tensor([1.]), 1)
+    """
+    (decay,) = scalars(decay=decay)
+    mean = soft_update(params, average["mean"], tau=1.0 - decay)
+    return TensorDict({"mean": mean, "step": average["step"] + 1}, [])
+
+
+def ema_debiased(average: TensorDict, *, decay: Scalar) -> TensorDict:
+    """Return the mean of a moving average, corrected for the zeros at the start of the average.
+
+        mean / (1 - decay^step)
+
+    The result is a weighted mean of the values so far, with weights that sum to 1. Before the first value, the result
+    is the mean of zeros. Integer leaves do not change.
+
+    Args:
+        average: state from `ema`, whose steps all had the same `decay`.
+        decay: weight of the old mean, 0 up to but not including 1.
+
+    Returns: TensorDict with the structure and the dtypes of `average["mean"]`.
+    Gradient: flows through `average` and `decay`.
+    Raises: ValueError naming `decay` if it is not 0-d.
+    Source: Kingma and Ba 2015, arXiv:1412.6980, sec. 3; `optax.ema` with `debias`.
+
+    >>> params = TensorDict({"w": torch.tensor([4.0])}, [])
+    >>> ema_debiased(ema(params, ema_init(params), decay=0.75), decay=0.75)["w"]
+    tensor([4.])
+    """
+    (decay,) = scalars(decay=decay)
+    # float64, because `1 - 0.999 ** step` loses digits in float32
+    weight = 1.0 - torch.pow(decay, average["step"].to(torch.float64))
+    weight = torch.where(average["step"] > 0, weight, 1.0)
+
+    def debias(mean: Tensor) -> Tensor:
+        if not mean.is_floating_point():
+            return mean
+        dtype = computed_in(mean.dtype)
+        return (mean.to(dtype) / weight.to(dtype)).to(mean.dtype)
+
+    return cast(Any, average["mean"]).apply(debias)

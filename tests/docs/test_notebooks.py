@@ -72,6 +72,11 @@ ELSEWHERE = {"GAE", "VTrace", "Squashed"} | {  # results of kernels, and output 
 } | {  # variants of optimisers and schedules: `test_optim.py` and `test_schedules.py` have numbers by hand
     "amsgrad", "amsgrad_init", "centered_rmsprop", "centered_rmsprop_init", "decoupled_weight_decay", "l2_weight_decay",
     "nesterov_sgd", "warmup_cosine_schedule", "warmup_linear_schedule",
+} | {  # averages and further distributions: the test files of their modules have numbers by hand
+    "bernoulli_entropy", "bernoulli_kl", "bernoulli_log_prob", "bernoulli_mode", "bernoulli_sample", "beta_entropy",
+    "beta_kl", "beta_log_prob", "beta_mode", "beta_sample", "ema", "ema_debiased", "ema_init", "masked_variance",
+    "truncated_normal_entropy", "truncated_normal_kl", "truncated_normal_log_prob", "truncated_normal_mode",
+    "truncated_normal_sample",
 }  # fmt: skip
 CELL_S = 24 * 3600  # nbmake stops a cell after 300 s by default, which a loaded machine may need
 _OF_A_MACHINE = re.compile(r"/(?:home|root|Users|usr|opt|tmp|work|venv)\b|0x[0-9a-f]{6}")

@@ -211,6 +211,11 @@ def flow_times(seed: int) -> tuple[Tensor, Tensor]:
     return t, 0.25 * scalar(seed)
 
 
+def concentrations(seed: int) -> tuple[Tensor, Tensor]:
+    return floats(seed, N, A).exp(), floats(seed + 1, N, A).exp()
+
+
+BOUNDS = (torch.tensor([-1.0, -0.5, -2.0]), 1.0)
 NVEC = {"nvec": (2, 4)}
 # name -> seed -> (positional arguments, keyword arguments): 0-d tensors for hyperparameters that may change in mid-run
 CALLS: dict[str, Any] = {
@@ -237,6 +242,7 @@ CALLS: dict[str, Any] = {
     "group_advantages": lambda s: ((floats(s, N, T), bools(s, N, T, share=0.8)), hyper(s, "eps", group_size=2)),
     "grpo_advantages": lambda s: ((rollout(s),), hyper(s, "gamma", "eps", group_size=2)),
     "first_episode_mask": lambda s: ((bools(s, N, T),), {}),
+    "masked_variance": lambda s: (steps(s, "x", "mask"), {}),
     "masked_mean": lambda s: (steps(s, "x", "mask"), {}),
     "standardize": lambda s: (steps(s, "x", "mask"), hyper(s, "eps")),
     "clipped_surrogate": lambda s: (
@@ -332,6 +338,24 @@ CALLS: dict[str, Any] = {
     "tanh_normal_log_prob": lambda s: (normal_pair(s)[:3], {}),
     "tanh_normal_entropy": lambda s: (normal_pair(s)[:2], {}),
     "tanh_normal_kl": lambda s: (normal_pair(s), {}),
+    "bernoulli_sample": lambda s: ((floats(s, N, A), floats(s + 1, N, A).sigmoid()), {}),
+    "bernoulli_mode": lambda s: ((floats(s, N, A),), {}),
+    "bernoulli_log_prob": lambda s: ((floats(s, N, A), torch.arange(N * A).reshape(N, A) % 2), {}),
+    "bernoulli_entropy": lambda s: ((floats(s, N, A),), {}),
+    "bernoulli_kl": lambda s: ((floats(s, N, A), floats(s + 1, N, A)), {}),
+    "beta_sample": lambda s: ((*concentrations(s), torch.arange(N) + s), {}),
+    "beta_mode": lambda s: (concentrations(s), {}),
+    "beta_log_prob": lambda s: ((*concentrations(s), floats(s + 2, N, A).sigmoid()), {}),
+    "beta_entropy": lambda s: (concentrations(s), {}),
+    "beta_kl": lambda s: ((*concentrations(s), *concentrations(s + 2)), {}),
+    "truncated_normal_sample": lambda s: (
+        (*normal_pair(s)[:2], *BOUNDS, floats(s + 2, N, A).sigmoid()),
+        {},
+    ),
+    "truncated_normal_mode": lambda s: ((floats(s, N, A), *BOUNDS), {}),
+    "truncated_normal_log_prob": lambda s: ((*normal_pair(s)[:2], *BOUNDS, 0.5 * floats(s + 2, N, A).tanh()), {}),
+    "truncated_normal_entropy": lambda s: ((*normal_pair(s)[:2], *BOUNDS), {}),
+    "truncated_normal_kl": lambda s: ((*normal_pair(s), *BOUNDS), {}),
     "flow_interpolate": lambda s: ((floats(s, N, T, A), floats(s + 1, N, T, A), flow_times(s)[0]), {}),
     "flow_matching_loss": lambda s: (tuple(floats(s + i, N, A) for i in range(3)), {}),
     "flow_ode_step": lambda s: ((floats(s, N, T, A), floats(s + 1, N, T, A), scalar(s)), {}),
@@ -461,6 +485,9 @@ CALLS: dict[str, Any] = {
     ),
     "temperature_loss": lambda s: ((scalar(s), *steps(s, "log_prob", "mask")), hyper(s, "target_entropy")),
     "soft_update": lambda s: ((params(s), params(s + 5)), hyper(s, "tau")),
+    "ema_init": lambda s: ((params(s),), {}),
+    "ema": lambda s: ((params(s), trained(s + 5, kernels.ema_init)), hyper(s, "decay")),
+    "ema_debiased": lambda s: ((trained(s + 5, kernels.ema_init),), hyper(s, "decay")),
     "periodic_update": lambda s: ((params(s), params(s + 5), torch.tensor(s)), {"period": 2}),
     "epsilon_greedy": lambda s: ((floats(s, N, K), floats(s + 1, N, K)), hyper(s, "epsilon")),
     "gaussian_action": lambda s: (
@@ -478,7 +505,7 @@ CALLS: dict[str, Any] = {
 # Their functions are bound: no tensors.
 WRAPPED = {"act_and_step": act_and_step, "collect_rollout": collect_rollout, "scan": scan, "loop": loop}
 NO_FLOATS = {  # flags and actions
-    "epsilon_greedy",
+    "epsilon_greedy", "bernoulli_sample", "bernoulli_mode",
     "first_episode_mask", "categorical_sample", "categorical_mode", "multi_discrete_sample", "multi_discrete_mode",
     "replay_count", "replay_index", "tree_find", "informative_groups",
 }  # fmt: skip
