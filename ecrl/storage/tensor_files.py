@@ -50,7 +50,8 @@ _PART = 2**26
 
 def _bytes_of(x: Tensor) -> Tensor:
     """Return the elements of a tensor as uint8, which share the memory of a contiguous tensor."""
-    return x.detach().contiguous().reshape(-1).view(torch.uint8)
+    x = x.detach().contiguous()
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)  # a single element may have any stride
 
 
 @dataclass(frozen=True, eq=False)

@@ -51,6 +51,14 @@ def test_tensors_may_be_strided_or_share_memory(tmp_path):
     assert equal(read_tensors(tmp_path / "x"), {name: x.contiguous() for name, x in tensors.items()})
 
 
+def test_a_single_element_may_have_any_stride():
+    numbers = torch.arange(6)
+    tensors = {"one": numbers.as_strided((1,), (2,), 3), "rows": numbers.as_strided((1, 1), (4, 2), 5)}
+    tensors["none"] = numbers.as_strided((0,), (2,))
+    content = b"".join(TensorFile(tensors))
+    assert {name: x.tolist() for name, x in load(content).items()} == {"one": [3], "rows": [[5]], "none": []}
+
+
 def test_the_parts_of_a_file_share_the_memory_of_the_tensors(monkeypatch):
     monkeypatch.setattr(tensor_files, "_PART", 8)
     x = torch.arange(5, dtype=torch.float32).reshape(5, 1)
