@@ -264,17 +264,24 @@ def _exit_status() -> int:
     return 128 + (asked() or signal.SIGINT)
 
 
+_KEY = r"--[A-Za-z_-]+\."
+"""Start of an argument that is a key of the config."""
+
+
 def _split_overrides(args: list[str]) -> tuple[list[str], tuple[str, ...]]:
     """Separate the arguments of the command from config keys. A config key has a dot, as in `--trainer.seed 3`."""
+    if not any(re.match(_KEY, arg) for arg in args):
+        return args, ()
+    from ecrl.config.files import split_values
+
     command_args, keys, remaining = [], [], list(args)
     while remaining:
         arg = remaining.pop(0)
-        if not re.match(r"--[A-Za-z_-]+\.", arg):
+        if not re.match(_KEY, arg):
             command_args.append(arg)
             continue
-        keys.append(arg)
-        if "=" not in arg and remaining and not remaining[0].startswith("--"):
-            keys.append(remaining.pop(0))
+        values, remaining = split_values(arg, remaining)
+        keys += [arg, *values]
     return command_args, tuple(keys)
 
 

@@ -4,6 +4,8 @@
 - A flag without a meaning in ecrl is *inert*: ecrl removes the flag with a warning.
 - A flag whose meaning differs from every key of ecrl is a fault, because the run would have different results.
 
+Each fault and each warning ends with the place of the flag's row on the page on migration.
+
 The sections of the flags are `trainer`, `logger`, `evaluator` and `saver`. The name `trainer.buffer_size` is ambiguous:
     in ecrl, it is the number of steps per iteration, and in abcdRL, it is the capacity of the replay buffer. If the
     algorithm has a replay buffer, a config with flags of the trainer must therefore not have `trainer.buffer_size`.
@@ -16,6 +18,9 @@ from ecrl.config.aliases import MISSING, RawConfig, get_path, part_entry, remove
 from ecrl.config.model import Fault, format_key, known_keys
 
 _CFG = "algorithm.cfg."
+PAGE = "docs/migration.md"
+"""Page that maps the names of abcdRL to ecrl's names. Each flag has a row, whose anchor is the name of the flag."""
+
 Changes = dict[str, Any]
 
 
@@ -56,6 +61,20 @@ class Flag(NamedTuple):
 
     kind: str
     convert: Callable[[Any, Context], Changes]
+
+
+def _with_row(text: str, anchor: str) -> str:
+    """Add the place of a row, or of a section, of the page on migration to a message.
+
+    >>> _with_row("remove it", "trainer.tau")
+    'remove it (see docs/migration.md#trainer.tau)'
+    """
+    return f"{text} (see {PAGE}#{anchor})"
+
+
+def flag_fault(flag: str, text: str) -> Fault:
+    """Return a fault of a flag, whose message names the row of the flag."""
+    return split_path(flag), _with_row(text, flag)
 
 
 def _is_count(value: Any) -> bool:
@@ -233,6 +252,21 @@ SECTIONS = ("logger", "evaluator", "saver")
 """Sections of flags that ecrl does not have."""
 
 
+def switch(key: str) -> tuple[str, bool] | None:
+    """Return the boolean flag that a key without a value sets, and the value. Return None for other keys.
+
+    abcdRL's command line switches a flag on by its name, and off by `no_` before its name.
+
+    >>> switch("trainer.cuda"), switch("trainer.no_cuda"), switch("trainer.tau")
+    (('trainer.cuda', True), ('trainer.cuda', False), None)
+    """
+    section, _, name = key.partition(".")
+    for flag, value in ((key, True), (f"{section}.{name.removeprefix('no_')}", False)):
+        if flag in FLAGS and FLAGS[flag].kind == "boolean":
+            return flag, value
+    return None
+
+
 class Taken(NamedTuple):
     """Flags of a config or of its overrides, as a dict from name to value, and the remaining data.
 
@@ -246,7 +280,7 @@ class Taken(NamedTuple):
 
 def _unknown_flag(section: str, flag: str) -> Fault:
     known = ", ".join(name.partition(".")[2] for name in FLAGS if name.startswith(f"{section}."))
-    return (section, flag), f"unknown key; known: {known}"
+    return (section, flag), _with_row(f"unknown key; known: {known}", "abcdrl-flags")
 
 
 def flags_in_config(data: Any) -> Taken:
@@ -308,22 +342,21 @@ def translate_flags(flags: Mapping[str, Any], context: Context) -> Translated:
     """
     values, names, faults, inert = {}, {}, [], []
     for flag, value in flags.items():
-        path = split_path(flag)
         try:
             changes = FLAGS[flag].convert(value, context)
         except Refused as refused:
-            faults.append((path, str(refused)))
+            faults.append(flag_fault(flag, str(refused)))
             continue
         except Inert as reason:
-            inert.append((path, str(reason)))
+            inert.append((split_path(flag), f"{reason}; see {PAGE}#{flag}"))
             continue
         for key, new in changes.items():
             name = key.removeprefix(_CFG).partition(".")[0]
             if key.startswith(_CFG) and name not in context.keys:
-                faults.append((path, f"algorithm {context.algorithm!r} has no {name}; remove it"))
+                faults.append(flag_fault(flag, f"algorithm {context.algorithm!r} has no {name}; remove it"))
                 break
             if key in values:
-                faults.append((path, f"sets {key!r}, which {names[key]} also sets; keep one"))
+                faults.append(flag_fault(flag, f"sets {key!r}, which {names[key]} also sets; keep one"))
                 break
             values[key], names[key] = new, flag
     return Translated(values, names, faults, inert)
@@ -338,19 +371,19 @@ def buffer_size_faults(taken: Taken, buffer_size: Any, context: Context) -> list
         f"next to abcdRL's {others[0]}, it may mean the capacity of the replay buffer; set {_CFG}capacity, and set "
         "buffer_size, the steps of an iteration, without flags of abcdRL"
     )
-    return [(("trainer", "buffer_size"), text)]
+    return [flag_fault("trainer.buffer_size", text)]
 
 
 def with_values(data: dict[str, Any], translated: Translated) -> tuple[dict[str, Any], list[Fault]]:
     """Set the translated values in a config. Return the config, and a fault for each key that was already set."""
     faults = []
     for key, value in translated.values.items():
-        flag = split_path(translated.names[key])
+        flag = translated.names[key]
         if get_path(data, split_path(key)) is not MISSING:
-            faults.append((flag, f"sets {key!r}, which is also given; keep one"))
+            faults.append(flag_fault(flag, f"sets {key!r}, which is also given; keep one"))
             continue
         try:
             data = set_path(data, split_path(key), value)
         except KeyError as error:
-            faults.append((flag, f"sets {key!r}, but {error.args[0]!r} is not a section"))
+            faults.append(flag_fault(flag, f"sets {key!r}, but {error.args[0]!r} is not a section"))
     return data, faults

@@ -8,7 +8,16 @@ from contextlib import suppress
 from math import prod
 from typing import Any, NamedTuple
 
-from ecrl.config.model import SETTINGS, Fault, Loc, format_key, format_path, format_value, known_keys
+from ecrl.config.model import (
+    SETTINGS,
+    Fault,
+    Loc,
+    format_key,
+    format_path,
+    format_value,
+    known_keys,
+    without_old_settings,
+)
 from ecrl.registry import Entry, lookup, nearest, registered
 
 KEY_ALIASES = {
@@ -153,8 +162,9 @@ def _drop_invalidated(data: dict, path: str, value: Any) -> dict:
         for alternative, own_name in (*COUNT_KEYS.items(), (SKIP_KEY, GUARD_KEY))
         if path in (alternative, own_name)
     ]
-    if loc[-1] in SETTINGS and get_path(data, loc) != value:
-        stale += [(*loc[:-1], name) for name in SETTINGS[loc[-1]]]
+    section = get_path(data, loc[:-1])
+    if loc[-1] in SETTINGS and loc[:-1] and isinstance(section, dict):
+        data = set_path(data, loc[:-1], without_old_settings(section, loc[-1], value))
     for stale_path in stale:
         data = data if get_path(data, stale_path) is MISSING else remove_path(data, stale_path)
     return data

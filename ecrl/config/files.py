@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from ecrl.config.abcdrl import FLAGS, switch
 from ecrl.config.model import ObjectPairs, format_path, repeated_keys
 from ecrl.config.presets import preset_names
 from ecrl.errors import ConfigError
@@ -147,28 +148,76 @@ def _parse_value(key: str, text: str) -> Any:
     return value
 
 
+_PYTHON_WORDS = {"True": True, "False": False, "None": None}
+"""Values as commands of abcdRL write them."""
+
+
+def _dotted_key(token: str) -> str:
+    return token.removeprefix("--").replace("-", "_")
+
+
+def split_values(token: str, following: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split the tokens after a key on the command line into the values of the key and the rest.
+
+    A key has one value, which follows the key or an equals sign. There are two exceptions, as in abcdRL: A boolean flag
+    needs no value. A flag for a list has all tokens up to the next key as values.
+
+    >>> split_values("--trainer.tau", ["0.1", "run.json"]), split_values("--trainer.no-cuda", ["run.json"])
+    ((['0.1'], ['run.json']), ([], ['run.json']))
+    """
+    key, equals, _ = token.partition("=")
+    key = _dotted_key(key)
+    number = next((i for i, text in enumerate(following) if text.startswith("--")), len(following))
+    if equals:
+        number = 0
+    elif found := switch(key):
+        words = ("true", "false", *_PYTHON_WORDS) if found[0] == key else ()
+        number = int(number > 0 and following[0] in words)
+    elif key not in FLAGS or FLAGS[key].kind != "array":
+        number = min(number, 1)
+    return list(following[:number]), list(following[number:])
+
+
 def parse_overrides(tokens: Sequence[str]) -> dict[str, Any]:
     """Parse command-line tokens into dotted keys and values, for `load_config(path, overrides)`.
 
-    Values are parsed as JSON. A value that is not valid JSON is a string. In a key, each `-` is replaced by `_`.
+    Values are parsed as JSON. A value that is not valid JSON is a string. In a key, each `-` is replaced by `_`. A flag
+    of abcdRL may also have the value True, False or None. A boolean flag of abcdRL needs no value, and `no-` before its
+    name means false.
 
     >>> parse_overrides(["--trainer.seed", "3", "--algorithm.cfg.gamma=0.9", "--trainer.exp-name", "long run"])
     {'trainer.seed': 3, 'algorithm.cfg.gamma': 0.9, 'trainer.exp_name': 'long run'}
+    >>> parse_overrides(["--trainer.no-cuda", "--trainer.target-kl", "None"])
+    {'trainer.cuda': False, 'trainer.target_kl': None}
 
     Raises: ConfigError with a one-line message for a duplicate key, a key without a value, or a token that is not a
         key.
     """
     values, remaining = {}, list(tokens)
     while remaining:
-        key, equals, text = remaining.pop(0).partition("=")
-        path = key.removeprefix("--").replace("-", "_")
+        token = remaining.pop(0)
+        key, equals, text = token.partition("=")
+        path = _dotted_key(key)
         if not key.startswith("--"):
             raise ConfigError(f"{key}: not a key; keys start with --, such as --trainer.seed 3")
         if not re.fullmatch(r"\w+(\.\w+)+", path):
             raise ConfigError(f"{key}: unknown option; write a config key with its section, such as --trainer.seed 3")
+        texts, remaining = split_values(token, remaining)
+        texts = [text] if equals else texts
+        found = switch(path)
+        if found and not texts:
+            path, value = found
+        elif found and found[0] != path:
+            raise ConfigError(f"{key}: takes no value; write {key}, or --{found[0]} false")
+        elif path in FLAGS and FLAGS[path].kind == "array" and len(texts) != 1:
+            value = texts
+        elif not texts:
+            raise ConfigError(f"{key}: has no value; write {key} VALUE or {key}=VALUE")
+        elif path in FLAGS and texts[0] in _PYTHON_WORDS:
+            value = _PYTHON_WORDS[texts[0]]
+        else:
+            value = _parse_value(key, texts[0])
         if path in values:
             raise ConfigError(f"{key}: given twice; keep one")
-        if not equals and (not remaining or remaining[0].startswith("--")):
-            raise ConfigError(f"{key}: has no value; write {key} VALUE or {key}=VALUE")
-        values[path] = _parse_value(key, text if equals else remaining.pop(0))
+        values[path] = value
     return values

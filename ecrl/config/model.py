@@ -165,6 +165,26 @@ def _hashable(value: Any) -> Any:
 SETTINGS = {"name": ("cfg", "kwargs"), "func": ("params",), "type": ("network_cfg",)}
 """Map a key that names a component to the keys that hold its settings. A new name removes the old settings."""
 
+_OF_ONE_ID = ("id", "kwargs", "max_episode_steps")
+"""Settings of `gymnasium` that belong to a single id. The other settings stay if only the id changes."""
+
+
+def without_old_settings(section: dict[str, Any], key: str, name: Any) -> dict[str, Any]:
+    """Return a section without the settings that a new name of its component invalidates.
+
+    >>> without_old_settings({"name": "ppo", "cfg": {"gamma": 0.9}}, "name", "sac")
+    {'name': 'ppo'}
+    >>> section = {"name": "gymnasium:ALE/Pong-v5", "cfg": {"atari": {}, "kwargs": {"mode": 1}}}
+    >>> without_old_settings(section, "name", "gymnasium:ALE/Breakout-v5")["cfg"]
+    {'atari': {}}
+    """
+    old, cfg = section.get(key), section.get("cfg")
+    if old == name:
+        return section
+    if isinstance(cfg, dict) and all(str(text).partition(":")[0] == "gymnasium" for text in (old, name)):
+        return section | {"cfg": {setting: value for setting, value in cfg.items() if setting not in _OF_ONE_ID}}
+    return {other: value for other, value in section.items() if other not in SETTINGS[key]}
+
 
 def _changed(data: Any, path: Loc, value: Any) -> dict:
     """Return a copy of a section with a new value at `path`. Create missing subsections."""
@@ -172,8 +192,8 @@ def _changed(data: Any, path: Loc, value: Any) -> dict:
     section = data if isinstance(data, dict) else {}
     if rest:
         return section | {key: _changed(section.get(key), tuple(rest), value)}
-    if key in SETTINGS and section.get(key) != value:
-        section = {name: part for name, part in section.items() if name not in SETTINGS[key]}
+    if key in SETTINGS:
+        section = without_old_settings(section, key, value)
     return section | {key: value}
 
 

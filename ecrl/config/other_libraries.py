@@ -67,10 +67,16 @@ def suggestion(key: str, known: Iterable[str], in_algorithm: bool) -> str:
 def option_for(name: str) -> str | None:
     """Complete an option whose name lacks the section: return the option that sets the key of the config.
 
+    Some options are flags of abcdRL, which need a section too.
+
     >>> option_for("--seed"), option_for("--lr"), option_for("--gamma"), option_for("--nothing")
     ('--trainer.seed', '--algorithm.cfg.learning_rate', '--algorithm.cfg.gamma', None)
+    >>> option_for("--train-frequency"), option_for("--no-cuda")
+    ('--trainer.train_frequency', '--trainer.no_cuda')
     """
-    from ecrl.config.config import PolicyConfig, TrainerConfig  # import here, because these modules import this module
+    # import here, because these modules import this module
+    from ecrl.config.abcdrl import FLAGS
+    from ecrl.config.config import PolicyConfig, TrainerConfig
 
     key = name.lstrip("-").replace("-", "_").lower()
     if key in TrainerConfig.model_fields:
@@ -79,4 +85,8 @@ def option_for(name: str) -> str | None:
         return f"--{KEYS[key]}"
     if key in PolicyConfig.model_fields:
         return f"--policy.{key}"
-    return f"--{_CFG}{key}" if _algorithms_with(key) else None
+    if _algorithms_with(key):
+        return f"--{_CFG}{key}"
+    flag = key.removeprefix("no_")
+    section = next((name.partition(".")[0] for name in FLAGS if name.partition(".")[2] == flag), None)
+    return f"--{section}.{key}" if section else None

@@ -9,6 +9,7 @@ from ecrl.config.abcdrl import (
     Translated,
     buffer_size_faults,
     context_of,
+    flag_fault,
     flags_in_config,
     flags_in_overrides,
     translate_flags,
@@ -53,7 +54,7 @@ def translate_config(
     translated, repeated = with_values(written.rest, in_config)
     for key, flag in in_overrides.names.items():
         if key in changed.rest:
-            repeated.append((split_path(flag), f"sets {key!r}, which is also given; keep one"))
+            repeated.append(flag_fault(flag, f"sets {key!r}, which is also given; keep one"))
     evaluates = any(flag.startswith("evaluator.") for flag in flags) and isinstance(data.get("trainer", {}), dict)
     if evaluates and get_path(raw.data, _ENABLE_EVAL) is MISSING:
         translated = set_path(translated, _ENABLE_EVAL, True)

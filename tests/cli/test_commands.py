@@ -31,6 +31,9 @@ def test_every_preset_has_a_line(monkeypatch, capsys):
         (["train", "cartpole_ppo", "--num-steps", "3"], "--trainer.buffer_size"),
         (["check", "cartpole_ppo", "--gamma", "0.9"], "--algorithm.cfg.gamma"),
         (["check", "cartpole_ppo", "--normalize-obs", "true"], "--policy.normalize_obs"),
+        (["train", "cartpole_ppo", "--train-frequency", "4"], "--trainer.train_frequency"),  # of abcdRL
+        (["train", "cartpole_ppo", "--no-cuda"], "--trainer.no_cuda"),
+        (["train", "cartpole_ppo", "--eval-frequency", "4"], "--evaluator.eval_frequency"),
     ],
 )
 def test_an_option_without_its_section_is_one_line_with_the_key(monkeypatch, capsys, args, key):
@@ -44,3 +47,10 @@ def test_options_of_the_command_itself_are_left_alone(monkeypatch, capsys):
     assert called(monkeypatch, "check-env", "probe_match", "--num-steps", "8", "--seed", "3") == 0
     assert called(monkeypatch, "train", "cartpole_ppo", "--nothing", "3") == 2
     assert "Unrecognized options: --nothing" in capsys.readouterr().err
+
+
+def test_flags_of_abcdrl_need_no_value(monkeypatch, capsys):
+    flags = ("--trainer.no-cuda", "--trainer.capture-video", "cartpole_ppo", "--trainer.anneal-lr")
+    with pytest.warns(UserWarning, match=r"^trainer\.capture_video has no meaning here"):
+        assert called(monkeypatch, "check", *flags) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "cartpole_ppo: ok"

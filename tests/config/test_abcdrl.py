@@ -106,15 +106,16 @@ REFUSED = [
     ("sac", "trainer.policy_frequency", 8, "abcdRL's actor takes its steps in groups of this size, and ecrl's one by"),
     ("ddpg", "trainer.policy_frequency", 8, "ddpg moves the actor in each gradient step; use td3 with"),
     ("sac", "trainer.target_network_frequency", 8, "sac moves the targets after each gradient step; leave it out"),
-    ("dqn", "trainer.tau_", 8, "unknown key; known: "),
     ("ppo", "trainer.start_epsilon", 0.5, "algorithm 'ppo' has no initial_epsilon; remove it"),
     ("ppo", "trainer.target_network_frequency", 5, "algorithm 'ppo' has no target_update_freq; remove it"),
     ("dqn", "trainer.policy_frequency", 5, "algorithm 'dqn' has no policy_delay; remove it"),
     ("dqn", "trainer.policy_noise", 5, "algorithm 'dqn' has no policy_noise; remove it"),
     ("ddpg", "trainer.alpha", 5, "algorithm 'ddpg' has no temperature; remove it"),
     ("ddpg", "trainer.beta", 0.5, "algorithm 'ddpg' has no prioritized; remove it"),
+]
+INVALID = [
+    ("dqn", "trainer.tau_", 8, "unknown key; known: "),
     ("dqn", "trainer.alpha", "x", "expected a number, got 'x'"),
-    ("dqn", "logger.trak", True, "unknown key; known: track, wandb_project_name, wandb_tags, wandb_entity"),
     ("dqn", "trainer.gamma", 2, "must be at most 1.0, got 2"),
     ("dqn", "trainer.learning_starts", "x", "expected an integer, got 'x'"),
     ("dqn", "trainer.target_network_frequency", 0, "must be at least 1, got 0"),
@@ -123,6 +124,9 @@ REFUSED = [
     ("ppo", "trainer.norm_adv", 3, "expected 'rollout', 'minibatch' or 'none', got 3"),
     ("dqn", "trainer.cuda", 1, "expected a string, got 1"),
 ]
+
+
+ROW = " (see docs/migration.md#{})"
 
 
 def _with_flag(data, flag, value):
@@ -146,19 +150,46 @@ def test_flags_without_meaning_warn_once(flag):
     evaluates = {"trainer.enable_eval": True} if flag.startswith("evaluator.") else {}
     assert cfg == config_from_dict(_data("sac"), overrides=evaluates)
     (message,) = warned
-    assert message.startswith(f"{flag} has no meaning here (") and message.endswith("; ignored")
+    assert message.startswith(f"{flag} has no meaning here (")
+    assert message.endswith(f"; see docs/migration.md#{flag}); ignored")
 
 
 @pytest.mark.parametrize(("algorithm", "flag", "value", "text"), REFUSED, ids=[f"{a}-{f}" for a, f, *_ in REFUSED])
 def test_flags_that_would_change_the_result_are_refused(algorithm, flag, value, text):
     data = _data(algorithm, {"num_envs": 4})
     (fault,) = _faults(_with_flag(data, flag, value))
+    assert fault.startswith(f"{flag}: {text}") and fault.endswith(ROW.format(flag))
+    assert _faults(data, **{flag: value}) == [fault]
+
+
+@pytest.mark.parametrize(("algorithm", "flag", "value", "text"), INVALID, ids=[f"{a}-{f}" for a, f, *_ in INVALID])
+def test_invalid_values_are_reported_under_the_name_of_the_flag(algorithm, flag, value, text):
+    data = _data(algorithm, {"num_envs": 4})
+    (fault,) = _faults(_with_flag(data, flag, value))
     assert fault.startswith(f"{flag}: {text}")
     assert _faults(data, **{flag: value}) == [fault]
 
 
+def test_unknown_flags_name_the_table_of_flags():
+    known = "unknown key; known: track, wandb_project_name, wandb_tags, wandb_entity"
+    expected = [f"logger.trak: {known}{ROW.format('abcdrl-flags')}"]
+    assert _faults(_with_flag(_data("dqn"), "logger.trak", True)) == expected
+    assert _faults(_data("dqn"), **{"logger.trak": True}) == expected
+
+
+def test_a_new_environment_keeps_the_preprocessing_of_games():
+    cfg = {"atari": {"noop_max": 5}, "asynchronous": True, "kwargs": {"mode": 1}, "max_episode_steps": 9}
+    data = _data("dqn", env={"name": "gymnasium:ALE/Pong-v5", "cfg": cfg})
+    for flag, value in (("trainer.env_id", "BreakoutNoFrameskip-v4"), ("env.name", "gymnasium:BreakoutNoFrameskip-v4")):
+        env = config_from_dict(data, "run", {flag: value}).env.cfg
+        assert (env.id, env.atari.noop_max, env.asynchronous) == ("BreakoutNoFrameskip-v4", 5, True)
+        assert (env.kwargs, env.max_episode_steps) == ({}, None)  # those of the other environment
+    assert config_from_dict(data).replace(**{"env.name": "gymnasium:BreakoutNoFrameskip-v4"}).env.cfg == env
+    assert config_from_dict(data, "run", {"env.name": "cartpole"}).env.name == "cartpole"
+
+
 def test_every_flag_is_tried():
-    assert {flag for _, flag, *_ in (*SETS, *REFUSED)} | INERT.keys() >= FLAGS.keys()
+    assert {flag for _, flag, *_ in (*SETS, *REFUSED, *INVALID)} | INERT.keys() >= FLAGS.keys()
     assert not FLAGS.keys() & {f"trainer.{key}" for key in (*TrainerConfig.model_fields, *TrainerConfig.other_names)}
 
 
@@ -166,7 +197,7 @@ def test_the_replay_capacity_is_not_the_length_of_an_iteration():
     text = "trainer.buffer_size: next to abcdRL's trainer.tau, it may mean the capacity of the replay buffer; set"
     flags = {"buffer_size": 1_000_000, "tau": 0.1}
     (fault,) = _faults(_data("sac", flags))
-    assert fault.startswith(text)
+    assert fault.startswith(text) and fault.endswith(ROW.format("trainer.buffer_size"))
     assert _faults(_data("sac"), **{f"trainer.{key}": value for key, value in flags.items()}) == [fault]
     own = config_from_dict(_data("sac", {"buffer_size": 64}), overrides={"trainer.tau": 0.1})
     assert (own.trainer.buffer_size, own.algorithm.cfg.tau) == (64, 0.1)  # from different sources
@@ -186,14 +217,16 @@ def test_an_override_replaces_the_flag_or_the_key_of_a_file():
 
 
 def test_one_key_has_one_name():
-    both = "trainer.gamma: sets 'algorithm.cfg.gamma', which is also given; keep one"
+    both = f"trainer.gamma: sets 'algorithm.cfg.gamma', which is also given; keep one{ROW.format('trainer.gamma')}"
     assert _faults(_data("dqn", {"gamma": 0.5}, {"gamma": 0.5})) == [both]
     assert _faults(_data("dqn"), **{"trainer.gamma": 0.5, "algorithm.cfg.gamma": 0.5}) == [both]
     (fault,) = _faults(_data("sac", {"learning_rate": 0.5, "policy_lr": 0.5}))
-    assert fault.endswith(": sets 'algorithm.cfg.learning_rate', which trainer.learning_rate also sets; keep one")
+    text = ": sets 'algorithm.cfg.learning_rate', which trainer.learning_rate also sets; keep one"
+    assert fault.endswith(text + ROW.format("trainer.policy_lr"))
     null = {"name": "dqn", "cfg": {"prioritized": None}}
     (fault,) = _faults(_data("dqn", {"alpha": 0.5}) | {"algorithm": null})
-    assert fault == "trainer.alpha: sets 'algorithm.cfg.prioritized.alpha', but 'prioritized' is not a section"
+    text = "trainer.alpha: sets 'algorithm.cfg.prioritized.alpha', but 'prioritized' is not a section"
+    assert fault == text + ROW.format("trainer.alpha")
     assert config_from_dict(_data("dqn") | {"algorithm": null}, "run", {"trainer.alpha": 0.5}).algorithm.cfg.prioritized
     (fault,) = _faults(_data("sac", {"tau": 0.5}) | {"algorithm": {"name": "sack"}})
     assert fault.startswith("algorithm.name: unknown algorithm 'sack'")
@@ -210,7 +243,7 @@ def test_flags_of_sac_depend_on_each_other():
 def test_the_delay_of_the_actor_counts_gradient_steps():
     trainer = {"num_envs": 1, "policy_frequency": 2, "train_frequency": 2}
     text = "trainer.policy_frequency: counts environment steps; set algorithm.cfg.policy_delay, which counts gradient "
-    assert _faults(_data("td3", trainer)) == [f"{text}steps"]
+    assert _faults(_data("td3", trainer)) == [f"{text}steps{ROW.format('trainer.policy_frequency')}"]
     assert config_from_dict(_data("td3", trainer | {"train_frequency": 1})).algorithm.cfg.policy_delay == 2
 
 
@@ -218,7 +251,8 @@ def test_evaluations_can_stay_off():
     data = _data("dqn", {"enable_eval": False}, evaluator={"eval_frequency": 5})
     assert not config_from_dict(data).trainer.enable_eval
     (fault,) = _faults(_data("dqn", evaluator={"eval_seed": 5}))
-    assert fault == "evaluator.eval_seed: unknown key; known: eval_frequency, num_steps_eval, eval_env_seed"
+    text = "evaluator.eval_seed: unknown key; known: eval_frequency, num_steps_eval, eval_env_seed"
+    assert fault == text + ROW.format("abcdrl-flags")
     faults = _faults(_data("dqn") | {"trainer": 5, "evaluator": {"eval_frequency": 5}})
     assert "trainer: expected an object, got 5" in [fault.split(";")[0] for fault in faults]
 

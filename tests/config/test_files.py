@@ -151,9 +151,43 @@ def test_parse_overrides():
     assert parse_overrides(["--a.b", "[" * 100_000, "--a.c", "9" * 5000]) == {"a.b": "[" * 100_000, "a.c": "9" * 5000}
 
 
+def test_flags_of_abcdrl_are_written_as_in_its_commands():
+    tokens = [
+        "--trainer.capture-video",
+        "--trainer.no-cuda",
+        "--trainer.norm-adv",
+        "True",
+        "--trainer.clip_vloss=False",
+    ]
+    tokens += ["--logger.wandb-tags", "a", "3", "--trainer.target-kl", "None", "--logger.track", "false"]
+    assert parse_overrides([*tokens, "--trainer.exp-name", "None"]) == {
+        "trainer.capture_video": True,
+        "trainer.cuda": False,
+        "trainer.norm_adv": True,
+        "trainer.clip_vloss": False,
+        "logger.wandb_tags": ["a", "3"],
+        "trainer.target_kl": None,
+        "logger.track": False,
+        "trainer.exp_name": "None",
+    }
+    assert parse_overrides(["--logger.wandb-tags"]) == {"logger.wandb_tags": []}
+    assert parse_overrides(["--logger.wandb-tags", '["a"]', "--trainer.no-autotune"]) == {
+        "logger.wandb_tags": ["a"],
+        "trainer.autotune": False,
+    }
+
+
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
+        (
+            ["--trainer.no-cuda=true"],
+            "--trainer.no-cuda: takes no value; write --trainer.no-cuda, or --trainer.cuda",
+        ),
+        (["--trainer.no-cuda", "true"], "true: not a key; keys start with --"),
+        (["--trainer.cuda", "maybe"], "maybe: not a key; keys start with --"),
+        (["--trainer.cuda", "--trainer.no-cuda"], "--trainer.no-cuda: given twice; keep one"),
+        (["--trainer.no-gamma"], "--trainer.no-gamma: has no value; write"),
         (["--trainer.seed"], "--trainer.seed: has no value; write --trainer.seed VALUE or --trainer.seed=VALUE"),
         (["--trainer.enable_eval", "--trainer.seed", "3"], "--trainer.enable_eval: has no value; write"),
         (["--seed", "3"], "--seed: unknown option; write a config key with its section, such as --trainer.seed 3"),

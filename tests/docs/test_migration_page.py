@@ -1,17 +1,19 @@
-"""The migration page: every right-hand side exists, and its code runs."""
+"""The migration page: its first column has every name of EmbodiChain and abcdRL, and its second column is true."""
 
 import json
 import re
 from importlib import import_module
-from pathlib import Path
+from typing import Any
 
 import pytest
 from support.embodichain_files import FILES
 from support.fake_envs import LadderConfig  # noqa: F401  (registers stand-in parts)
+from support.migration_page import ABCDRL, CONFIGS, ROWS, SCRIPTS, SECTIONS, rows_with, spans
 from support.small_runs import NET, small
 
 from ecrl.algorithms import APGConfig, DQNConfig, GRPOConfig, PPOConfig, SACConfig, TD3Config
 from ecrl.config import Config
+from ecrl.config.abcdrl import FLAGS
 from ecrl.envs.mujoco.terms.embodichain_names import ABSENT
 from ecrl.loop.iteration import init_state
 from ecrl.policies import ActorCriticConfig, NetworkConfig
@@ -19,23 +21,7 @@ from ecrl.policies.vla_builtin import BuiltinVLAConfig
 from ecrl.registry import registered
 from ecrl.run.train import train
 
-PAGE = (Path(__file__).parents[2] / "docs" / "migration.md").read_text(encoding="utf-8")
-SECTIONS = {part.splitlines()[0]: part for part in PAGE.split("\n## ")[1:]}
-
-
-def rows_of(part: str) -> list[list[str]]:
-    lines = [line for line in part.splitlines() if line.startswith("| ")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]
-
-
-ROWS = {title: rows_of(part) for title, part in SECTIONS.items()}
 NAMES = sorted({n for rows in ROWS.values() for row in rows for n in re.findall(r"`(ecrl(?:\.\w+)+)`", row[1])})
-
-
-def spans(cell: str) -> list[str]:
-    return re.findall(r"`([^`]+)`", cell)
-
-
 KEYS = sorted(
     {
         key
@@ -98,9 +84,7 @@ def test_the_page_names_the_releases_whose_files_are_tested():
 
 
 def test_every_row_has_a_left_and_a_right():
-    assert all(
-        len(rows) > 5 for title, rows in ROWS.items() if title not in ("The loop", "abcdRL: scripts", "What is fixed")
-    )
+    assert all(len(rows) > 5 for title, rows in ROWS.items() if title not in ("The loop", "What is fixed"))
     for rows in ROWS.values():
         for row in rows:
             assert len(row) == 3 and row[0] and (spans(row[1]) or (row[1] == "none" and row[2])), row
@@ -120,31 +104,109 @@ def test_every_functor_has_a_row_and_the_replacements_are_there():
         assert all(name in terms | {"color", "init_pos", "startup", "mjcf"} for name in spans(row[1])), row
 
 
-def test_every_log_name_on_the_right_is_logged(tmp_path):
+def test_every_name_of_abcdrl_has_a_row():
+    """The second column of each row is checked by `test_every_name_on_the_right_is_there`."""
+    names = ABCDRL["classes and functions"]
+    assert len(names) == len(set(names)) == 72
+    assert _on_the_left("abcdRL: classes and functions") == set(names)
+    assert all(name.startswith("ecrl.") for row in ROWS["abcdRL: classes and functions"] for name in spans(row[1]))
+
+
+def test_every_script_of_abcdrl_has_a_row_with_a_config():
+    assert _on_the_left("abcdRL: scripts") == set(SCRIPTS) and len(SCRIPTS) == 13
+    assert {name for row in ROWS["abcdRL: scripts"] for name in spans(row[1])} <= CONFIGS.keys()
+
+
+def _spellings(default: Any) -> set[str]:
+    """Return the ways in which a note may write a default."""
+    if default is None or default == []:
+        return {"none"}
+    if isinstance(default, bool | str):
+        return {str(default) if isinstance(default, str) else str(default).lower()}
+    return {f"{default:,}", str(default), f"{default:.1e}".replace(".0e", "e").replace("e-0", "e-")}
+
+
+def _check_flags(title: str, flags: dict[str, list[Any]]) -> None:
+    """Check that each flag has one row, whose note has its defaults, and that a section has no other rows."""
+    left = [name for row in ROWS[title] for name in spans(row[0])]
+    assert len(left) == len(ROWS[title]) and sorted(left) == sorted(f"--{flag}" for flag in flags)
+    for flag, defaults in flags.items():
+        ((_, _, notes),) = rows_with(title, f"--{flag}")
+        words = {word.strip(".,:;()") for word in notes.split()}
+        assert all(_spellings(default) & words for default in defaults), (flag, defaults, notes)
+
+
+def test_every_flag_of_abcdrl_has_a_row_with_its_defaults_and_an_anchor():
+    flags: dict[str, list[Any]] = {}
+    for script in SCRIPTS.values():
+        for flag, default in script["flags"].items():
+            flags.setdefault(flag, []).append(default)
+    _check_flags("abcdRL: flags", flags)
+    anchors = re.findall(r'^\| <a id="([\w.]+)"></a>`--([\w.]+)`', SECTIONS["abcdRL: flags"], re.MULTILINE)
+    assert sorted(anchors) == sorted((flag, flag) for flag in flags)
+    own = {"trainer.exp_name", "trainer.seed", "trainer.num_envs", "trainer.total_timesteps", "trainer.buffer_size"}
+    assert FLAGS.keys() == flags.keys() - own
+
+
+def test_every_flag_of_the_evaluation_of_saved_models_has_a_row():
+    flags = {flag: [default] for flag, default in ABCDRL["flags of example_eval_model.py"].items()}
+    _check_flags("abcdRL: benchmarks, sweeps and saved models", flags)
+
+
+REPLAY = {"learning_starts": 0, "batch_size": 4, "train_freq": 16}
+ACTOR_CRITIC = {"actor": NET, "critic": NET}
+RUNS = {
+    "ppo": {},
+    "grpo": {"algorithm": {"name": "grpo", "cfg": {"group_size": 2}}},
+    "dqn": {
+        "env": {"name": "cartpole"},
+        "policy": {"name": "q_network", "critic": NET},
+        "algorithm": {"name": "dqn", "cfg": REPLAY},
+    },
+    "td3": {
+        "policy": {"name": "deterministic_actor_critic", **ACTOR_CRITIC},
+        "algorithm": {"name": "td3", "cfg": REPLAY},
+    },
+    "sac": {"policy": {"name": "squashed_actor_critic", **ACTOR_CRITIC}, "algorithm": {"name": "sac", "cfg": REPLAY}},
+}
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory):
+    """Run each algorithm for one iteration. Return the names in TensorBoard by algorithm."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    logged = set()
-    few = {"trainer.iterations": 1, "trainer.enable_eval": True, "trainer.eval_freq": 1, "trainer.num_eval_episodes": 1}
-    replay = {"learning_starts": 0, "batch_size": 4}
-    runs = {
-        "ppo": {"trainer.buffer_size": 128},
-        "grpo": {"trainer.buffer_size": 128, "algorithm": {"name": "grpo", "cfg": {"group_size": 2}}},
-        "dqn": {
-            "env": {"name": "cartpole"},
-            "policy": {"name": "q_network", "critic": NET},
-            "algorithm": {"name": "dqn", "cfg": replay},
-        },
-        "sac": {
-            "policy": {"name": "squashed_actor_critic", "actor": NET, "critic": NET},
-            "algorithm": {"name": "sac", "cfg": replay},
-        },
-    }
-    for name, changes in runs.items():
-        cfg = small(**{"env": {"name": "point_mass"}, **changes, **few})
-        train(init_state(cfg), cfg, tmp_path / name, progress=False)
-        events = EventAccumulator(str(tmp_path / name / "logs"))
+    few = {"trainer.iterations": 1, "trainer.buffer_size": 128}
+    few |= {"trainer.enable_eval": True, "trainer.eval_freq": 1, "trainer.num_eval_episodes": 1}
+    names = {}
+    for algorithm, changes in RUNS.items():
+        cfg, folder = small(**{"env": {"name": "point_mass"}, **changes, **few}), tmp_path_factory.mktemp(algorithm)
+        train(init_state(cfg), cfg, folder / "run", progress=False)
+        events = EventAccumulator(str(folder / "run" / "logs"))
         events.Reload()
-        logged |= set(events.Tags()["scalars"])
+        names[algorithm] = set(events.Tags()["scalars"])
+    return names
+
+
+def test_every_log_name_on_the_right_is_logged(logged):
+    every = set.union(*logged.values())
     for log in LOGS:
         pattern = re.compile(re.sub("<[a-z]+>", r"\\w+", log))
-        assert any(pattern.fullmatch(name) for name in logged), f"{log} is not among {sorted(logged)}"
+        assert any(pattern.fullmatch(name) for name in every), f"{log} is not among {sorted(every)}"
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_log_of_a_script_has_a_row_and_the_algorithm_logs_its_counterpart(script, logged):
+    name, _, _ = script.partition("_")
+    algorithm = {"ddqn": "dqn", "pdqn": "dqn", "ddpg": "td3"}.get(name, name)
+    for log in SCRIPTS[script]["logs"]:
+        ((_, ecrl_names, _),) = rows_with("Log names", log)
+        assert spans(ecrl_names) and {*spans(ecrl_names)} <= logged[algorithm], (log, sorted(logged[algorithm]))
+
+
+def test_every_log_of_abcdrl_on_the_left_belongs_to_a_script():
+    logs = {log for script in SCRIPTS.values() for log in script["logs"]}
+    ((left, _, _),) = rows_with("Log names", "train/policy_loss")
+    assert len(logs) == 20 and {"train/actor_loss", "train/policy_loss"} <= logs & {*spans(left)}
+    theirs = {log for log in _on_the_left("Log names") if log.startswith(("collect/", "evaluate/"))}
+    assert theirs == {log for log in logs if log.startswith(("collect/", "evaluate/"))}

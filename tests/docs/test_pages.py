@@ -55,6 +55,15 @@ def _after_kernels(names: dict[str, Any]) -> None:
 
 def _after_migration(names: dict[str, Any]) -> None:
     assert Path("run/checkpoints/step_128").is_dir() and Path("run/logs").is_dir()
+    for seed in (1, 2):
+        folder = Path(f"benchmark/dqn_CartPole-v1_{seed}")
+        cfg = json.loads((folder / "config.json").read_text())
+        assert cfg["trainer"]["seed"] == seed and cfg["algorithm"]["cfg"]["capacity"] == 10_000
+        steps = [int(path.name.removeprefix("step_")) for path in (folder / "checkpoints").glob("step_*")]
+        assert max(steps) >= 2_000
+    assert Path("curves.svg").is_file()
+    rates = {names["ecrl"].load_config(f"sweep/{i}/config.json").algorithm.cfg.learning_rate for i in range(3)}
+    assert len(rates) > 1 and names["scores"].keys() == {0, 1, 2}
 
 
 def _after_mujoco_tasks(names: dict[str, Any]) -> None:
@@ -141,6 +150,8 @@ def _command(line: str) -> None:
         doc_pages.ecrl(line)
     elif line.startswith("python -m pytest "):
         doc_pages.pytest_run(line)
+    elif program == "python" and Path(words[0]).is_file():
+        doc_pages.script_run(words)
     else:
         raise AssertionError(f"{line}: nothing runs it; say how, or why not, in SKIPPED")
 

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 import re
 import shlex
 import shutil
@@ -108,6 +109,14 @@ def ecrl(line: str) -> None:
         sys.argv = before
     if target:
         Path(target).write_text(out.getvalue())
+
+
+def script_run(words: list[str]) -> None:
+    """Run a script that a page defines, in a process of its own."""
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": paths}
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def pytest_run(line: str) -> None:
