@@ -1,5 +1,6 @@
 """The migration page: its first column has every name of EmbodiChain and abcdRL, and its second column is true."""
 
+import ast
 import json
 import re
 from importlib import import_module
@@ -8,12 +9,13 @@ from typing import Any
 import pytest
 from support.embodichain_files import FILES
 from support.fake_envs import LadderConfig  # noqa: F401  (registers stand-in parts)
-from support.migration_page import ABCDRL, CONFIGS, ROWS, SCRIPTS, SECTIONS, rows_with, spans
+from support.migration_page import ABCDRL, CONFIGS, PAGE, ROWS, SCRIPTS, SECTIONS, config_of, rows_with, spans
 from support.small_runs import NET, small
 
 from ecrl.algorithms import APGConfig, DQNConfig, GRPOConfig, PPOConfig, SACConfig, TD3Config
 from ecrl.config import Config
 from ecrl.config.abcdrl import FLAGS
+from ecrl.config.files import parse_overrides
 from ecrl.envs.mujoco.terms.embodichain_names import ABSENT
 from ecrl.loop.iteration import init_state
 from ecrl.policies import ActorCriticConfig, NetworkConfig
@@ -121,6 +123,18 @@ def test_every_name_of_abcdrl_has_a_row():
 def test_every_script_of_abcdrl_has_a_row_with_a_config():
     assert _on_the_left("abcdRL: scripts") == set(SCRIPTS) and len(SCRIPTS) == 13
     assert {name for row in ROWS["abcdRL: scripts"] for name in spans(row[1])} <= CONFIGS.keys()
+
+
+def test_the_script_for_benchmark_files_has_the_configs_of_the_table():
+    block = re.search(r'^```python title="benchmark.py"\n.*?^CONFIGS = ({.*?^})', PAGE, re.DOTALL | re.MULTILINE)
+    assert block
+    commands = ast.literal_eval(block[1])
+    assert commands.keys() == {name for name in SCRIPTS if name.endswith("_torch.py")} - {"dqn_all_wrappers_torch.py"}
+    for script, command in commands.items():
+        file, *tokens = command.split()
+        data, keys = config_of(script)
+        keys = {key: value for key, value in keys.items() if key not in SCRIPTS[script]["flags"]}
+        assert (json.loads(CONFIGS[file]), parse_overrides(tokens)) == (data, keys)
 
 
 def _spellings(default: Any) -> set[str]:
