@@ -8,11 +8,13 @@ library does not depend on the version of Python or torch.
 import ctypes
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -53,66 +55,101 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ecrl"
 
 
-def find_compiler() -> str | None:
-    """Return the path of the C++ compiler: `CXX` if this variable is set, else g++, clang++ or c++."""
-    names = (os.environ["CXX"],) if os.environ.get("CXX") else ("g++", "clang++", "c++")
-    return next((path for name in names if (path := shutil.which(name))), None)
+def find_compiler() -> tuple[str, ...] | None:
+    """Return the command of the C++ compiler: `CXX` if this variable is set, else g++, clang++ or c++.
+
+    `CXX` may contain arguments, as in `ccache g++`. The function returns None if no such program is found.
+    """
+    given = os.environ.get("CXX")
+    commands = [[given], shlex.split(given)] if given else [["g++"], ["clang++"], ["c++"]]
+    return next(((path, *args) for name, *args in commands if (path := shutil.which(name))), None)
 
 
-def _file_name(compiler: str) -> str:
+def _file_name(compiler: Sequence[str]) -> str:
     """Return a name that changes with the sources, the compiler, the flags and the CPU."""
-    path = Path(compiler).resolve()
-    about = f"{path} {path.stat().st_mtime_ns} {path.stat().st_size} {_FLAGS} {cpu_identity()}"
+    path = Path(compiler[0]).resolve()
+    about = f"{path} {path.stat().st_mtime_ns} {path.stat().st_size} {compiler[1:]} {_FLAGS} {cpu_identity()}"
     return f"native_{sha256(about.encode() + b''.join(file.read_bytes() for file in SOURCES)).hexdigest()[:24]}.so"
 
 
-def _compile(compiler: str, target: Path) -> None:
+def _compile(compiler: Sequence[str], target: Path) -> None:
     """Compile the library for this CPU. If the compiler does not know this CPU, compile for a generic CPU.
 
-    Raises: RuntimeError with the compiler's first error. OSError if the folder is not writable.
+    Raises: RuntimeError with the compiler's first error, or if the compiler exceeds the time limit.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        built = Path(folder) / target.name
-        for flags in ((*_FLAGS, *_FOR_THIS_CPU), _FLAGS):
-            command = [compiler, *flags, "-o", str(built), *map(str, SOURCES)]
-            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LIMIT_S)
+    for flags in ((*_FLAGS, *_FOR_THIS_CPU), _FLAGS):
+        command = [*compiler, *flags, "-o", str(target), *map(str, SOURCES)]
+        # Write the output to a file. A pipe would stay open in processes that a killed compiler has started.
+        with tempfile.TemporaryFile("w+", errors="replace") as output:
+            try:
+                done = subprocess.run(
+                    command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, timeout=_LIMIT_S, check=False
+                )
+            except subprocess.TimeoutExpired:
+                raise RuntimeError(f"no result after {_LIMIT_S:g} s") from None
             if done.returncode == 0:
-                os.replace(built, target)  # atomic, because several processes may compile at the same time
                 return
-    lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
+            output.seek(0)
+            lines = [line for line in output.read().splitlines() if line.strip()] or ["no message"]
     raise RuntimeError(next((line for line in lines if "error" in line), lines[0]))
 
 
-def _load(compiler: str) -> ctypes.CDLL:
-    """Load the library, which is compiled first if no stored file exists. Without a writable folder, store nothing."""
-    path = cache_folder() / _file_name(compiler)
-    if not path.exists():
+def _store(built: Path, target: Path) -> None:
+    """Copy a compiled library to the folder that other processes share.
+
+    Other processes see the whole file or no file, even if this process is killed or the power fails.
+
+    Raises: OSError if the folder is full or not writable.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as file:
         try:
-            _compile(compiler, path)
+            file.write(built.read_bytes())
+            file.flush()
+            os.fsync(file.fileno())
+            shutil.copymode(built, file.name)
+            os.replace(file.name, target)
         except OSError:
-            with tempfile.TemporaryDirectory(prefix="ecrl_native_") as folder:
-                path = Path(folder) / path.name
-                _compile(compiler, path)
+            os.unlink(file.name)
+            raise
+
+
+def _load(compiler: Sequence[str]) -> ctypes.CDLL:
+    """Load the stored library. If there is no stored library, or if loading fails, compile and store the library.
+
+    If the library cannot be stored, each process compiles it.
+    """
+    path = None
+    with suppress(OSError, RuntimeError):  # RuntimeError if there is no home folder
+        path = cache_folder() / _file_name(compiler)
+        return ctypes.CDLL(str(path))
+    with tempfile.TemporaryDirectory(prefix="ecrl_native_") as folder:
+        built = Path(folder) / "native.so"
+        _compile(compiler, built)
+        if path is not None:
+            with suppress(OSError):
+                _store(built, path)
                 return ctypes.CDLL(str(path))
-    return ctypes.CDLL(str(path))
+        return ctypes.CDLL(str(built))
 
 
 @cache
 def library() -> ctypes.CDLL | None:
     """Return the library, or None if it cannot be compiled. The first call may compile the library.
 
-    If a compiler exists but fails, the function warns once.
+    If `CXX` or the compiler does not work, the function warns once.
     """
-    compiler = find_compiler()
-    if compiler is None:
+    compiler, given = find_compiler(), os.environ.get("CXX")
+    if compiler is None and not given:
         return None
     try:
+        if compiler is None:
+            raise RuntimeError("there is no such program")
         return _load(compiler)
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError) as error:
         warnings.warn(
-            f"the C++ functions of ecrl cannot be compiled with {compiler} ({error}), so kernels run as torch "
-            "operations, which is slower; set CXX to a working compiler",
+            f"the C++ functions of ecrl cannot be compiled with {given or compiler[0]} ({error}), so kernels run as "  # pyright: ignore
+            "torch operations, which is slower; set CXX to a working compiler",
             RuntimeWarning,
             stacklevel=2,
         )

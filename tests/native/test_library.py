@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ def steps(n=4, t=20):
 def test_the_library_is_compiled_once_and_then_loaded(tmp_path, monkeypatch):
     assert library.is_available()
     (file,) = stored(tmp_path)
-    assert file.suffix == ".so"
+    assert file.suffix == ".so" and file.stat().st_mode & 0o044  # other users may share the folder
     library.library.cache_clear()
     monkeypatch.setattr(library, "_compile", lambda *own: pytest.fail("the library was compiled again"))
     assert library.is_available() and stored(tmp_path) == [file]
@@ -61,7 +62,7 @@ def test_another_cpu_source_or_compiler_has_a_library_of_its_own(tmp_path, monke
     elif changed == "flags":
         monkeypatch.setattr(library, "_FLAGS", ("-O2", *library._FLAGS))
     else:
-        compiler = shutil.copy(os.path.realpath(compiler), tmp_path / "compiler")
+        compiler = (shutil.copy(os.path.realpath(compiler[0]), tmp_path / "compiler"),)
     assert library._file_name(compiler) != name
 
 
@@ -105,10 +106,76 @@ def test_a_compiler_that_fails_warns_once_and_kernels_run(tmp_path, monkeypatch)
     assert gae(*steps(), gamma=0.9, gae_lambda=0.8).advantage.isfinite().all()
 
 
+def test_a_compiler_that_does_not_exist_warns(monkeypatch):
+    monkeypatch.setenv("CXX", "no_such_compiler")
+    with pytest.warns(RuntimeWarning, match=r"compiled with no_such_compiler \(there is no such program\)"):
+        assert not library.is_available()
+
+
+def test_a_compiler_that_hangs_is_stopped_with_a_warning(tmp_path, monkeypatch):
+    """The process that the compiler starts goes on and keeps the outputs of the compiler open."""
+    compiler = tmp_path / "slow"
+    compiler.write_text("#!/bin/sh\nsleep 60\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(library, "_LIMIT_S", 0.5)
+    with pytest.warns(RuntimeWarning, match=r"cannot be compiled with .*slow \(no result after 0.5 s\)"):
+        start = time.monotonic()
+        assert not library.is_available()
+    assert time.monotonic() - start < 50.0
+
+
+@needs_compiler
+def test_the_command_of_the_compiler_may_have_arguments(tmp_path, monkeypatch):
+    path, *rest = library.find_compiler()
+    assert rest == []
+    monkeypatch.setenv("CXX", f"{path} -pipe")
+    assert library.find_compiler() == (path, "-pipe") and library.is_available()
+    assert library._file_name((path, "-pipe")) != library._file_name((path,))
+
+
+@needs_compiler
+def test_the_path_of_the_compiler_may_have_spaces(tmp_path, monkeypatch):
+    compiler = tmp_path / "a compiler"
+    compiler.symlink_to(library.find_compiler()[0])
+    monkeypatch.setenv("CXX", str(compiler))
+    assert library.find_compiler() == (str(compiler),)
+
+
+@needs_compiler
+def test_a_stored_library_that_cannot_be_loaded_is_compiled_again(tmp_path):
+    file = library.cache_folder() / library._file_name(library.find_compiler())
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"")
+    assert library.is_available() and stored(tmp_path) == [file] and file.stat().st_size > 0
+
+
+@needs_compiler
+def test_a_library_that_cannot_be_stored_is_loaded_and_leaves_no_file(tmp_path, monkeypatch):
+    def full(*paths):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(library.os, "replace", full)
+    assert library.is_available() and stored(tmp_path) == []
+
+
+@needs_compiler
+def test_without_a_home_folder_nothing_is_stored(monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(library.Path, "home", no_home)
+    assert library.is_available()
+
+
 @needs_compiler
 def test_a_compiler_that_does_not_know_the_cpu_compiles_for_every_cpu(tmp_path, monkeypatch):
     compiler = tmp_path / "careful"
-    compiler.write_text(f'#!/bin/sh\ncase "$*" in *march=native*) exit 1;; esac\nexec {library.find_compiler()} "$@"\n')
+    compiler.write_text(
+        f'#!/bin/sh\ncase "$*" in *march=native*) exit 1;; esac\nexec {library.find_compiler()[0]} "$@"\n'
+    )
     compiler.chmod(0o755)
     expected = gae(*steps(), gamma=0.9, gae_lambda=0.8)
     monkeypatch.setenv("CXX", str(compiler))
