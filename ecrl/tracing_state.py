@@ -176,6 +176,28 @@ def only_vmap_is_active() -> bool:
     return all(kind == "Vmap" for kind in transforms())
 
 
+@torch.compiler.assume_constant_result
+def is_transformed() -> bool:
+    """Return True if a `torch.func` transform is active.
+
+    >>> is_transformed()
+    False
+    """
+    return bool(transforms())
+
+
+def in_nested_forward_mode() -> bool:
+    """Return True if two forward-mode transforms of `torch.func` may be active.
+
+    There, torch computes wrong derivatives of an `autograd.Function` (pytorch issue 197867).
+
+    >>> in_nested_forward_mode()
+    False
+    """
+    active = transforms()
+    return active.count("Jvp") > 1 or "unknown" in active
+
+
 def in_forward_mode(leaves: Iterable[Tensor]) -> bool:
     """Return True if operations on `leaves` are being differentiated in forward mode.
 

@@ -3,7 +3,7 @@
 The operators run eagerly, in `torch.compile`, and for large tensors in graphs of `ecrl.compile`. For small tensors, a
 graph of `ecrl.compile` has its own C++ code, because calling an operator takes longer than a short recurrence.
 `linear_recurrence` has derivatives of any order in forward and reverse mode, and works under every transform of
-`torch.func`. `gae` has no derivatives.
+`torch.func`, except a forward mode inside a forward mode. `gae` has no derivatives.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 
 from ecrl.native.library import function, is_available
-from ecrl.tracing_state import in_forward_mode, in_graph, only_vmap_is_active
+from ecrl.tracing_state import (
+    in_forward_mode,
+    in_graph,
+    in_nested_forward_mode,
+    is_transformed,
+    only_vmap_is_active,
+)
 
 LARGE = 2**14
 """Minimum number of elements at which a graph of `ecrl.compile` calls an operator."""
@@ -27,7 +33,8 @@ def can_run(*tensors: Tensor) -> bool:
     """Return True if the operators can take the float tensors, which must have one dtype.
 
     A graph of `ecrl.compile` uses the operators for at least `LARGE` elements, if no derivative is needed. While
-    `torch.compile` traces, vmap is the only supported transform.
+    `torch.compile` traces, vmap is the only supported transform. In eager mode, forward mode inside forward mode is not
+    supported.
 
     >>> can_run(torch.ones(2, dtype=torch.bfloat16))
     False
@@ -39,17 +46,21 @@ def can_run(*tensors: Tensor) -> bool:
         return False
     if in_graph() and (tensors[0].numel() < LARGE or is_differentiated(*tensors)):
         return False
-    return is_available() if not torch.compiler.is_compiling() else only_vmap_is_active() and is_available()
+    supported = only_vmap_is_active() if torch.compiler.is_compiling() else not in_nested_forward_mode()
+    return supported and is_available()
 
 
 def is_differentiated(*values: Any) -> bool:
     """Return True if a derivative with respect to any tensor in `values` may be needed.
 
+    Under vmap, a tensor does not show that the batch of tensors requires a gradient. The function therefore returns
+    True under vmap, except with `torch.no_grad`.
+
     >>> is_differentiated(torch.ones(1), 0.5), is_differentiated(torch.ones(1, requires_grad=True))
     (False, True)
     """
     tensors = [value for value in values if isinstance(value, Tensor)]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+    if torch.is_grad_enabled() and (is_transformed() or any(x.requires_grad for x in tensors)):
         return True
     return not torch.compiler.is_compiling() and (not only_vmap_is_active() or in_forward_mode(tensors))
 

@@ -162,6 +162,41 @@ def test_every_transform_of_torch_func(varies):
         torch.testing.assert_close(actual, expected)
 
 
+def test_forward_mode_within_forward_mode_runs_the_definition():
+    """torch differentiates an `autograd.Function` wrongly there."""
+    reward, value = draw(1, 3, 4), draw(2, 3, 4)
+    terminated, done = flags(3, 3, 4), flags(3, 3, 4)
+
+    def loss(gamma):
+        result = gae_kernel(reward, value, value, terminated, done, gamma=gamma, gae_lambda=0.8)
+        return result.advantage.square().sum()
+
+    gamma = torch.tensor(0.9, dtype=F64)
+    twice = torch.func.jacfwd(torch.func.jacfwd(loss))(gamma)
+    torch.testing.assert_close(twice, torch.func.jacrev(torch.func.jacrev(loss))(gamma))
+    torch.testing.assert_close(twice, torch.func.jacfwd(torch.func.jacrev(loss))(gamma))
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_gradients_flow_out_of_vmap(backend):
+    """Inside vmap, a tensor does not show that it requires a gradient."""
+    value, next_value = draw(1, 2, 6), draw(2, 2, 6)
+    terminated, done = flags(3, 2, 6), flags(3, 2, 6)
+
+    def advantage(reward):
+        return gae_kernel(reward, value, next_value, terminated, done, gamma=0.9, gae_lambda=0.8).advantage
+
+    torch._dynamo.reset()
+    many = torch.func.vmap(advantage, in_dims=1)
+    many = many if backend is None else torch.compile(many, fullgraph=True, backend=backend)
+    reward = draw(4, 2, 3, 6).requires_grad_()
+    (actual,) = torch.autograd.grad(many(reward).square().sum(), reward)
+    for i in range(3):
+        one = reward.detach()[:, i].requires_grad_()
+        (expected,) = torch.autograd.grad(advantage(one).square().sum(), one)
+        torch.testing.assert_close(actual[:, i], expected)
+
+
 @pytest.mark.parametrize("varies", [False, True], ids=["one decay", "a decay per step"])
 def test_gae_under_vmap_has_a_discount_per_seed(varies):
     reward, value, next_value = draw(1, 3, 2, 6)
@@ -253,5 +288,7 @@ def test_derivatives_are_noticed():
     seen = []
     torch.func.grad(lambda x: seen.append(is_differentiated(0.5)) or x)(torch.tensor(1.0))
     torch.func.vmap(lambda x: seen.append(is_differentiated(x)) or x)(x)
+    with torch.no_grad():
+        torch.func.vmap(lambda x: seen.append(is_differentiated(x)) or x)(x)
     torch.func.jvp(lambda x: seen.append(is_differentiated(x)) or x, (x,), (x,))
-    assert seen == [True, False, True]
+    assert seen == [True, True, False, True]
