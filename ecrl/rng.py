@@ -92,10 +92,14 @@ def _philox(key: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     The low 32 bits of each tensor contain the first word of a pair. The arguments `low` and `high` are the low and the
     high 64 bits of the counter. All arguments broadcast.
 
+    Raises: ValueError if the key is not int64.
+
     >>> zero = torch.tensor(0)
     >>> [f"{int(pair) % 2**64:016x}" for pair in _philox(zero, zero, zero)]
     ['e169c58d6627e8d5', '9b00dbd8bc57ac4c']
     """
+    if key.dtype != torch.int64:
+        raise ValueError(f"a key has dtype {key.dtype}, expected torch.int64: create keys with ecrl.rng.key")
     if key.device.type == "cpu" and only_vmap_is_active() and not torch.compiler.is_exporting():
         if in_graph():
             return torch.ops.ecrl.philox(key, low, high, False), torch.ops.ecrl.philox(key, low, high, True)

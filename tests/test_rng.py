@@ -340,6 +340,14 @@ def test_half_precision(dtype):
     assert_frequencies(rng.categorical(rng.split(rng.key(0), N), logits), torch.full((4,), 0.25))
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.float32])
+@pytest.mark.parametrize("name", ["bits", "split", "fold_in", "stream"])
+def test_keys_of_another_dtype_are_refused(name, dtype):
+    args = {"fold_in": (1,), "stream": (rng.ENV, torch.arange(1), 0)}.get(name, ())
+    with pytest.raises(ValueError, match=f"^a key has dtype {dtype}, expected torch.int64: create keys with ecrl"):
+        getattr(rng, name)(torch.zeros(1, dtype=dtype), *args)
+
+
 def test_categorical_needs_a_key_per_row():
     with pytest.raises(ValueError, match=r"key has shape \[\], expected \[5\]"):
         rng.categorical(rng.key(0), torch.zeros(5, 3))
