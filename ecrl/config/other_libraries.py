@@ -9,7 +9,7 @@ KEYS = {
     **dict.fromkeys(("lr", "learning_rate", "step_size"), f"{_CFG}learning_rate"),
     **dict.fromkeys(("n_steps", "num_steps", "rollout_length", "horizon"), "trainer.buffer_size"),
     **dict.fromkeys(("n_envs", "nenvs"), "trainer.num_envs"),
-    **dict.fromkeys(("total_timesteps", "total_steps", "max_steps"), "trainer.iterations"),
+    **dict.fromkeys(("total_timesteps", "total_steps", "max_steps"), "trainer.total_timesteps"),
     **dict.fromkeys(("clip_range", "clip_ratio", "clip_eps", "clip_epsilon"), f"{_CFG}clip_coef"),
     **dict.fromkeys(("update_epochs", "num_epochs", "epochs"), f"{_CFG}n_epochs"),
     **dict.fromkeys(("minibatch_size", "mini_batch_size"), f"{_CFG}batch_size"),
@@ -19,7 +19,6 @@ KEYS = {
     **dict.fromkeys(("discount", "discount_factor"), f"{_CFG}gamma"),
     **dict.fromkeys(("replay_size", "buffer_capacity"), f"{_CFG}capacity"),
     **dict.fromkeys(("target_update_interval", "target_network_frequency"), f"{_CFG}target_update_freq"),
-    "polyak": f"{_CFG}tau",
     "norm_adv": f"{_CFG}normalize_advantage",
     "norm_obs": "policy.normalize_obs",
     **dict.fromkeys(("env_id", "env_name", "environment"), "env.id"),
@@ -33,6 +32,10 @@ ABSENT = {
     "attrs": "the robot's URDF or MJCF file defines its masses, frictions and gravity; remove it",
 }
 """Map a key of EmbodiChain that ecrl does not have to the reason. `docs/migration.md` lists these keys."""
+
+_TIME_LIMIT = "max_episode_steps"
+_TIME_LIMITS = ("max_steps", "max_length", "episode_length", "horizon", "time_limit", _TIME_LIMIT)
+"""Names of the time limit of an episode, in sections of environments."""
 
 
 def _algorithms_with(key: str) -> list[str]:
@@ -55,6 +58,8 @@ def suggestion(key: str, known: Iterable[str], in_algorithm: bool) -> str:
     'a key of grpo, not of this algorithm'
     """
     known = [*known]
+    if key.lower() in _TIME_LIMITS and (_TIME_LIMIT in known or "action_chunk" in known):  # env.cfg or env
+        return f"set env.cfg.{_TIME_LIMIT}"
     target = KEYS.get(key.lower())
     if target is not None and not (in_algorithm and target.startswith(_CFG) and target.removeprefix(_CFG) not in known):
         return f"set {target}"

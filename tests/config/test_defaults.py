@@ -55,9 +55,24 @@ def test_an_algorithm_without_a_default_needs_a_policy(restored_registry):
     def own(cfg: OwnConfig):
         raise NotImplementedError
 
-    for name in ("own", "unknown"):
-        with pytest.raises(ConfigError, match="policy: missing; the policy, such as"):
-            config_from_dict({"env": "cartpole", "algorithm": {"name": name}})
+    with pytest.raises(ConfigError, match="policy: missing; the policy, such as"):
+        config_from_dict({"env": "cartpole", "algorithm": {"name": "own"}})
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"algorithm": {"name": "pppo"}}, "algorithm.name: unknown algorithm 'pppo'"),
+        ({"algorithm": {}}, "algorithm.name: missing"),
+        ({"algorithm": "ppo"}, "algorithm: expected an object, got 'ppo'"),
+        ({}, "algorithm: missing"),
+    ],
+)
+def test_a_wrong_algorithm_is_the_only_fault_of_a_config_without_a_policy(section, message):
+    with pytest.raises(ConfigError) as error:
+        config_from_dict({"env": "cartpole"} | section)
+    (line,) = str(error.value).splitlines()
+    assert message in line
 
 
 def test_the_schema_accepts_a_config_without_a_policy():

@@ -3,6 +3,7 @@
 import pytest
 
 from ecrl import ConfigError, load_config
+from ecrl.config.aliases import COUNT_KEYS
 from ecrl.config.config import TrainerConfig
 from ecrl.config.other_libraries import KEYS
 from ecrl.registry import lookup, registered
@@ -19,6 +20,11 @@ from ecrl.registry import lookup, registered
         ("algorithm.cfg.kl_coef", "a key of grpo, not of this algorithm"),
         ("algorithm.cfg.policy_delay", "a key of fast_sac, fast_td3, sac, td3, not of this algorithm"),
         ("algorithm.cfg.gama", "did you mean 'gamma'?"),
+        ("algorithm.cfg.total_timesteps", "set trainer.total_timesteps"),
+        ("env.cfg.max_steps", "set env.cfg.max_episode_steps"),
+        ("env.cfg.horizon", "set env.cfg.max_episode_steps"),
+        ("env.max_episode_steps", "set env.cfg.max_episode_steps"),
+        ("trainer.max_steps", "set trainer.total_timesteps"),
     ],
 )
 def test_an_unknown_key_of_ppo_names_the_right_one(key, message):
@@ -36,5 +42,6 @@ def test_every_suggested_key_exists():
     algorithms = {key for name in registered("algorithm") for key in lookup("algorithm", name).config.model_fields}
     for target in set(KEYS.values()):
         section, _, key = target.rpartition(".")
-        known = {"trainer": set(TrainerConfig.model_fields), "algorithm.cfg": algorithms}
+        trainer = {*TrainerConfig.model_fields, *(key.removeprefix("trainer.") for key in COUNT_KEYS)}
+        known = {"trainer": trainer, "algorithm.cfg": algorithms}
         assert key in known.get(section, {"normalize_obs", "id"}), target
