@@ -158,7 +158,8 @@ def _kept_fields(env: Env, keys: Tensor) -> Iterator[str]:
         befores = [start.copy().set(name, torch.full_like(start[name], value)) for value in values]
         afters = [env.step(before, action, noise)[name] for before in befores]
         if all(torch.equal(after, before[name]) for before, after in zip(befores, afters, strict=True)):
-            yield f"step returns the {name} of its input; set {name} in every step"
+            advice = ", to False if no episode terminates" if name == "terminated" else ""
+            yield f"step returns the {name} of its input; set {name} in every step{advice}"
 
 
 def _undeclared(space: Space, history: dict[str, Tensor]) -> Iterator[str]:
@@ -203,7 +204,7 @@ def _endless(env: Env, trajectory: Trajectory, history: dict[str, Tensor], keys:
     if (history["terminated"] | history["truncated"])[1:].any() or num_steps < env.min_truncation_gap < NEVER:
         return
     if env.is_pure and not _ends(env, _part(trajectory.states, -1), keys):
-        advice = "let step set terminated, or wrap the environment in time_limit"
+        advice = "let step set terminated, wrap the environment in time_limit, or declare min_truncation_gap"
         yield f"no episode ended in {num_steps:,} steps, and none in up to {_LONGEST:,} further steps; {advice}"
 
 

@@ -142,7 +142,7 @@ FAULTS = {
     ),
     "terminated forgotten": (
         {"step": lambda s, a, noise: _step(s, a, noise).set("terminated", s["terminated"])},
-        "step returns the terminated of its input; set terminated in every step",
+        "step returns the terminated of its input; set terminated in every step, to False if no episode terminates",
     ),
     "five values": (
         {"step": lambda s, a, noise: (s["obs"], s["reward"], s["terminated"], s["truncated"], {})},
@@ -202,7 +202,7 @@ def test_a_step_that_writes_is_one_finding():
 def test_episodes_that_never_end_are_found(monkeypatch):
     endless = replace(GOOD, **_stepping(lambda _, after: {"terminated": after["age"] < 0}))
     monkeypatch.setattr(check, "_LONGEST", 50)
-    message = "no episode ended in 12 steps, and none in up to 50 further steps; let step set terminated, or wrap"
+    message = "no episode ended in 12 steps, and none in up to 50 further steps; let step set terminated, wrap the env"
     assert check_env(endless, num_steps=12).findings[0].startswith(message)
     assert check_env(replace(endless, min_truncation_gap=NEVER), num_steps=12).findings[0].startswith(message)
     assert check_env(time_limit(endless, 40), num_steps=12).findings == []  # the limit is longer than the check
