@@ -435,10 +435,10 @@ def _bound(fn: Callable[..., Any], run: Run, tf32: bool, *static: Any) -> Callab
     return call
 
 
-def _hyperparameters(run: Run, cfg: Config) -> TensorDict:
-    """Return the hyperparameters of a new state."""
+def _hyperparameters(run: Run) -> TensorDict:
+    """Return the hyperparameters of a new state, on the CPU."""
     with checking(), ZerosWithoutMemory():
-        fields = with_contract(run).algorithm.init(run, rng.key(cfg.trainer.seed, device_of(cfg)))
+        fields = with_contract(run).algorithm.init(run, rng.key(0))
     return TensorDict({"hyper": fields["hyper"]}, [])["hyper"]
 
 
@@ -459,7 +459,7 @@ def make_iteration(cfg: Config, watch: Watch = unwatched) -> Iteration:
     run, kinds, tf32 = watch(run), kinds_of(run), _uses_tf32(cfg)
     data = data_of(run, device_of(cfg))
     bound = cache(lambda phase: _bound(_iteration, with_phase(run, phase), tf32, guard))
-    known, checked = _hyperparameters(run, cfg), None  # before `vmap`, inside which a network cannot be initialised
+    known, checked = _hyperparameters(run), None  # before `vmap`, inside which a network cannot be initialised
 
     def iteration(state: TensorDict) -> tuple[TensorDict, dict[str, Logs]]:
         nonlocal checked

@@ -204,7 +204,7 @@ def test_faults_beside_an_unknown_name():
         "trainer.events.train.a.params.low: missing",
         "trainer.events.train.a.params.high: missing",
         "env.name: unknown env 'cartpol'; did you mean 'cartpole'?",
-        "env.frame_stack: must be at least 1, got 0; latest",
+        "env.frame_stack: must be at least 1, got 0; number of latest",
         "env.cfg.gravty: unknown key; did you mean 'gravity'? (if the env is 'cartpole')",
         "policy.name: unknown policy 'actor_critc'; did you mean 'actor_critic'?",
         "policy.actor.type: unknown network 'mpl'; did you mean 'mlp'?",
