@@ -269,9 +269,10 @@ def _gradient_step(
 ) -> tuple[_Carry, tuple[Tensor, Tensor, Logs]]:
     """Take one step of every optimiser on one minibatch.
 
-    Return the new carry (params, opt, rates, stopped), and the count, `stopped` and logs of the step. Once the distance
-    of a step exceeds the limit, parameters and optimiser state no longer change. An adaptive learning rate still
-    changes in this step. If the run skips nonfinite steps, a step with NaN or infinity changes nothing.
+    Return the new carry (params, opts, rates, stopped), and the outputs of the step: the number of unmasked rows, or 0
+    if the parameters did not change; `stopped` as a float; and the logs. Once the distance of a step exceeds the limit,
+    parameters and optimiser state no longer change. An adaptive learning rate still changes in this step. If the run
+    skips nonfinite steps, a step with NaN or infinity changes nothing.
     """
     params, opts, rates, stopped = carry
     grads, (count, logs) = _gradients(of, params, chosen, fixed, rows, hyper)

@@ -1,4 +1,4 @@
-"""Define the commands that need no checkpoint: `ecrl check`, `check-env`, `schema`, `plot` and `bench`.
+"""Define the commands that need no checkpoint, such as `ecrl check` and `ecrl plot`.
 
 Each command imports its modules only when the command runs, so `ecrl --help` is fast.
 """
@@ -71,6 +71,26 @@ def check_env(
     if findings:
         sys.exit(1)
     print(f"{env}: ok")
+
+
+def compile_config(path: Annotated[str, tyro.conf.Positional], /, *, overrides: Overrides = ()) -> None:
+    """Compile the functions of a run and store them on disk, so that later runs with the config start faster.
+
+    Args:
+        path: name of a shipped config, such as cartpole_ppo, or path of a JSON or YAML file.
+    """
+    from ecrl.compile.cache import cache_path
+    from ecrl.config import load_config
+    from ecrl.config.files import parse_overrides
+    from ecrl.run.compile_ahead import compile_ahead
+
+    try:
+        compilations = compile_ahead(load_config(path, parse_overrides(overrides)))
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    for one in compilations:
+        print(f"{one.seconds or 0.0:6.1f} s  {one.text}")
+    print(f"{path}: compiled code is in {cache_path()}")
 
 
 def presets() -> None:

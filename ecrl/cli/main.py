@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from ecrl import __version__
-from ecrl.cli.commands import Overrides, bench, check, check_env, plot, presets, schema
+from ecrl.cli.commands import Overrides, bench, check, check_env, compile_config, plot, presets, schema
 from ecrl.errors import UserError
 from ecrl.loop.signals import asked, listen
 from ecrl.memory import enough_memory
@@ -330,6 +330,7 @@ _WITH_OVERRIDES: dict[str, Callable] = {
     "train": train,
     "check": check,
     "check-env": check_env,
+    "compile": compile_config,
     "eval": evaluate,
     "demo": demo,
 }

@@ -49,11 +49,16 @@ def _folder(base: str) -> str:
         return temporary
 
 
+def cache_path() -> str:
+    """Return the cache directory of this CPU."""
+    return _folder(os.path.abspath(os.environ.get(_VARIABLE) or default_cache_dir()))
+
+
 @contextmanager
 def cache_folder() -> Iterator[None]:
     """Point inductor at the cache directory of this CPU by setting `TORCHINDUCTOR_CACHE_DIR`."""
     before = os.environ.get(_VARIABLE)
-    os.environ[_VARIABLE] = _folder(os.path.abspath(before or default_cache_dir()))
+    os.environ[_VARIABLE] = cache_path()
     try:
         yield
     finally:

@@ -47,7 +47,10 @@ def _readers(tensor: Node, transposed: bool) -> Iterator[tuple[Node, bool]]:
 
 
 def _slice_of(node: Node, parts: list[Node], transposed: bool) -> list[Node]:
-    """Return the stacked tensors that a slice reads. Return an empty list for any other node."""
+    """Return the stacked tensors that a slice along the stacked axis reads.
+
+    Return an empty list for any other node, and for a slice along another axis or with a step other than 1.
+    """
     if node.target is not _aten.slice.Tensor:
         return []
     defaults = (None, 0, None, None, 1)

@@ -121,8 +121,8 @@ def chunked(env: Env, k: int, *, gamma: float) -> Env:
         gamma: discount per step inside a chunk. Use the discount of the algorithm, or 1 for plain sums.
 
     Gradient: flows through the executed steps.
-    Raises: ConfigError if the environment is not pure, has action masks or has a Dict of actions. ValueError if `k` or
-        `gamma` is out of range. `reset` raises ConfigError if the state has a field `executed` or `mask`.
+    Raises: ConfigError if the environment is not pure, has action masks or has a Dict action space. ValueError if `k`
+        or `gamma` is out of range. `reset` raises ConfigError if the state has a field `executed` or `mask`.
 
     >>> from ecrl.envs import make_env
     >>> env = chunked(make_env("cartpole"), 3, gamma=0.5)

@@ -231,14 +231,15 @@ _OUTCOME = ("reward", "terminated", "truncated", "info", "mask", "executed")
 def auto_reset(env: Env) -> Env:
     """Reset each copy of an environment in the step that ends its episode.
 
-    In the state after such a step, `obs` and the fields of the dynamics are the start of the next episode. `reward`,
-    `terminated`, `truncated`, `info`, `mask` and `executed` still describe the step itself. In every state, `final_obs`
-    is the observation before any reset. In the next call of `env.step`, `terminated` and `truncated` are False.
+    In the state after such a step, `obs` and the fields of the dynamics belong to the first state of the next episode.
+    `reward`, `terminated`, `truncated`, `info`, `mask` and `executed` still describe the step itself. In every state,
+    `final_obs` is the observation before any reset. In the next call of `env.step`, `terminated` and `truncated` are
+    False.
 
-    The noise of a step includes a start for the next episode. This start is drawn from the step's key and the stream
-    `rng.START`, so the start does not depend on the ended episode. If the environment has `reset_unobserved`, the start
-    has no observation, and `step` computes the observations of the starts that are used. An environment that is not
-    pure resets itself, so `auto_reset` returns the environment unchanged.
+    The argument `noise` of `step` also has a first state for the next episode. This first state is drawn from the key
+    of the step and the stream `rng.START`, so it does not depend on the ended episode. If the environment has
+    `reset_unobserved`, the first state has no observation, and `step` computes the observations of the first states
+    that are used. An environment that is not pure resets itself, so `auto_reset` returns the environment unchanged.
     """
     if not env.is_pure:
         return env

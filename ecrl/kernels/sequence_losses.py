@@ -100,8 +100,8 @@ def gspo_loss(
         ratio = exp(min(sequence_log_ratio(log_prob, old_log_prob, mask), bound))
         loss  = -min(ratio * advantage, clip(ratio, 1 - clip_low, 1 + clip_high) * advantage)
 
-    The ratio is the geometric mean over the tokens. With an advantage per sequence, this is GSPO. With an advantage per
-    token, this is GSPO-token.
+    The ratio is the geometric mean of the tokens' probability ratios. With an advantage per sequence, this is GSPO.
+    With an advantage per token, this is GSPO-token.
 
     Args:
         log_prob: `[*B, L]` float, log-probability in nats under the policy being trained.
@@ -202,7 +202,8 @@ def sapo_loss(
         tau   = tau_positive if advantage > 0, or else tau_negative
         loss  = -4 / tau * sigmoid(tau * (ratio - 1)) * advantage
 
-    The gradient at ratio 1 is that of the unclipped objective, and it vanishes for ratios far from 1.
+    At ratio 1, the gradient with respect to `log_prob` equals that of the unclipped loss `-ratio * advantage`. Far from
+    ratio 1, the gradient vanishes.
 
     Args:
         log_prob: `[*B, L]` float, log-probability in nats under the policy being trained.

@@ -235,7 +235,14 @@ def _first_difference(one: Tensor, other: Tensor, tolerance: float, counted: Ten
 
 
 def _advice(policy: Policy, record: _Record, place: list[int], otherwise: str) -> str:
-    """Return advice for the end of an error message, depending on the first step where the results differ."""
+    """Return advice for the end of an error message about a policy with two different results for one step.
+
+    Args:
+        policy: the policy.
+        record: the recorded steps.
+        place: indices of the first entry that differs. The first two are the environment and the step.
+        otherwise: advice for a policy of unit "step".
+    """
     env, step = place[:2]
     if policy.unit == "step":
         return f"; {otherwise}"

@@ -280,7 +280,7 @@ def _check_first(label: str, args: tuple[Any, ...], out: Any, what: str) -> None
 
 
 def check_restart(policy: Policy, exploration: TensorDict, initial: TensorDict) -> None:
-    """Raise ConfigError unless the exploration state has the fields that `init_exploration` returns.
+    """Raise ConfigError unless the exploration state has each field of `init_exploration` with its shape and dtype.
 
     Args:
         policy: the policy, which error messages name.

@@ -43,8 +43,8 @@ class _Game(gymnasium.Wrapper):
 class _ReportScore(gymnasium.Wrapper):
     """Add the score of each finished game to `info`, as `info[key]`. This wrapper is the outermost wrapper.
 
-    A reset can take steps, so a game may end while the next episode starts. In this case, `reset` reports the score. A
-    reset with a seed reports NaN.
+    Only `reset` reports scores, because a reset can take the steps in which the game ends. `step` reports NaN, and so
+    does a reset with a seed.
     """
 
     def __init__(self, env: gymnasium.Env, game: _Game, key: str, frame_skip: int):

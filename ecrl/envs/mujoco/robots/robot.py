@@ -381,7 +381,8 @@ def _from_mjcf(spec: Any, cfg: RobotConfig, drives: Mapping[str, Drive]) -> tupl
         raise ConfigError("robot.drive_pros: give stiffness, damping and max_effort for the robot of robot.model")
     if not set_count and not spec.actuators:
         raise ConfigError("robot.model: the file has no actuators; give robot.drive_pros")
-    for element in (*spec.lights, *(spec.actuators if set_count else ())):  # the scene has its own light
+    # The scene has its own light, and drive_pros replaces the actuators of the file.
+    for element in (*spec.lights, *(spec.actuators if set_count else ())):
         spec.delete(element)
     joints = hinges_and_slides(spec)
     if "" in joints:

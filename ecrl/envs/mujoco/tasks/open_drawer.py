@@ -141,7 +141,7 @@ def open_drawer(cfg: OpenDrawerConfig) -> Env:
         opening = (q - low) / (high - low), for the position q and the limits of the drawer's joint
         success: opening > success_opening
 
-    Success ends the episode. The metric `opening` is the opening.
+    Success ends the episode. The metric `opening` is this fraction, from 0 (closed) to 1 (fully open).
 
     Raises: ConfigError if the default cabinet is out of reach: the reach of the arm is known to be below 1 m, and its
         base is at the origin.

@@ -55,7 +55,7 @@ def delta_eef_pose(cfg: DeltaEefPoseConfig, sim: Simulation) -> ActionTerm:
         target = q + J^T (J J^T + 0.001 I)^-1 e, with each joint's change scaled to at most 0.5 rad or m
 
     J is the Jacobian of the end effector's pose, from the current joint positions q. With pose_dim 3, the rotation
-    about z is free, so J has no row for this rotation.
+    about the end effector's z axis is free, so the component of J about this axis is removed.
     """
     joints, site = part_of(sim, cfg.part_name), tcp_of(sim, cfg.part_name)
     world.actuators_of(sim, joints)

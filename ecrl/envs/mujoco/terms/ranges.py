@@ -82,7 +82,7 @@ class PoseRangeConfig(ConfigModel):
 
 
 class ScenePoseConfig(PoseRangeConfig):
-    """Settings of an event that moves something from its pose in the scene config to a random pose."""
+    """Settings of an event that moves an object or a robot to a random pose."""
 
     entity_cfg: EntityConfig = Field(description="the object, dynamic or kinematic, or the robot")
     relative_position: bool = Field(True, description="add positions to the position in the scene config")

@@ -1,0 +1,50 @@
+"""Compile the functions of a run before the run, for example while a container image is built."""
+
+from functools import partial
+
+from ecrl.compile.jit import Compilation, compilations_of
+from ecrl.config import Config, total_steps
+from ecrl.distributed import world_size
+from ecrl.errors import ConfigError
+from ecrl.loop.buffers import kinds_of, with_own_buffers
+from ecrl.loop.build import build, check_rollout, form_of, with_eval_events
+from ecrl.loop.iteration import close, first_state, iterations, phase_of, steps_per_iteration
+from ecrl.run.evaluation import with_evaluation
+
+
+def compile_ahead(cfg: Config) -> list[Compilation]:
+    """Compile every function that a run with this config calls. The compiled code is stored on disk.
+
+    A later run with the same config, on a CPU of the same type and with the same number of threads, loads the code
+    instead of compiling. The seed, the hyperparameters in `state["hyper"]` and the number of iterations may differ.
+
+    The function trains until each phase of the algorithm has had an iteration, evaluates the policy if the config asks
+    for evaluations, and discards the results. An algorithm with a replay buffer therefore first fills the buffer with
+    `learning_starts` steps.
+
+    Returns: one record per compilation.
+    Raises: ConfigError if the run is eager, if it has several processes, or if a function cannot be compiled.
+    """
+    if cfg.trainer.distributed or world_size() > 1:
+        raise ConfigError("trainer.distributed: only runs of one process can be compiled ahead; set it to false")
+    run = build(cfg)
+    if run.jit is partial:
+        raise ConfigError(f"trainer.compile: {cfg.trainer.compile}, but the run is eager: {form_of(cfg).reason}")
+    check_rollout(cfg, run)
+    state = first_state(run, cfg)
+    phase, size = run.algorithm.phase, steps_per_iteration(cfg)
+    missing = {None} if phase is None else {phase(step) for step in range(0, total_steps(cfg, 1), size)}
+    for record in iterations(run, with_own_buffers(state, kinds_of(run)), cfg):
+        if record["log_type"] == "train":
+            missing.discard(phase_of(run, state))
+            state = record["state"]
+            if cfg.trainer.enable_eval and not missing:
+                next(with_evaluation(iter(()), cfg, None, record, with_eval_events(run, cfg)))
+            if not missing:
+                break
+    close(state, cfg)
+    compilations = [*compilations_of(run.jit)]
+    for one in compilations:
+        if one.fault is not None:
+            raise ConfigError(f"trainer.compile: {one.text}: {one.fault}")
+    return compilations
