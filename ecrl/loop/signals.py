@@ -74,9 +74,17 @@ def in_loop(may_abandon: bool = True) -> Iterator[None]:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Mark the code inside this context as interruptible. The loop must be able to repeat the code from its state."""
+    """Mark the code inside this context as interruptible. The loop must be able to repeat the code from its state.
+
+    A compiled graph that calls Python, such as MuJoCo's step, reports an interruption as a RuntimeError. After a
+    signal, this context therefore raises Stopped for a RuntimeError.
+    """
     _interruptible_parts.append(True)
     try:
         yield
+    except RuntimeError as error:
+        if not _asked:
+            raise
+        raise Stopped from error
     finally:
         _interruptible_parts.pop()

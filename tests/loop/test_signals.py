@@ -49,6 +49,23 @@ def test_an_iteration_that_takes_too_long_is_given_up():
     assert time.monotonic() - before > 0.15
 
 
+def test_an_interruption_that_compiled_code_reports_as_another_error_is_an_interruption():
+    def call_compiled_code():
+        try:
+            time.sleep(600.0)
+        except KeyboardInterrupt:
+            raise RuntimeError("aoti_torch_call_dispatcher API call failed") from None
+
+    with pytest.raises(KeyboardInterrupt), in_loop(), interruptible():
+        send()
+        call_compiled_code()
+
+
+def test_an_error_without_a_signal_stays_an_error():
+    with pytest.raises(RuntimeError, match="API call failed"), in_loop(), interruptible():
+        raise RuntimeError("API call failed")
+
+
 def test_an_iteration_of_several_ranks_is_let_end():
     with in_loop(may_abandon=False), interruptible():
         send()
