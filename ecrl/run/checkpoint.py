@@ -155,14 +155,14 @@ def snapshot(
 
 
 def conditions(run: Run, cfg: Config) -> dict[str, Any]:
-    """Return the conditions that affect the exact results of a run, such as torch, threads, mode and device."""
-    return {
-        "torch": str(torch.__version__),
-        "threads": torch.get_num_threads(),
-        "form": form_in_use(run),
-        "device": device_of(cfg).type,
-        "C++ functions": "used" if is_available() else "missing",
-    }
+    """Return the conditions that affect the exact results of a run, such as torch, threads, mode and device.
+
+    Only runs on the CPU use ecrl's C++ functions.
+    """
+    device = device_of(cfg).type
+    native = {"C++ functions": "used" if is_available() else "missing"} if device == "cpu" else {}
+    about = {"torch": str(torch.__version__), "threads": torch.get_num_threads()}
+    return about | {"form": form_in_use(run), "device": device} | native
 
 
 def changed_conditions(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
