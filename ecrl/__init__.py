@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ecrl.errors import ConfigError
     from ecrl.loop.iteration import close, init_state, make_iteration, train_iter
     from ecrl.loop.policy_check import check_policy
+    from ecrl.loop.population import exploit_and_explore
     from ecrl.loop.state_summary import summary
     from ecrl.policies import Policy, make_policy, module_policy
     from ecrl.registry import (
@@ -61,6 +62,7 @@ _HOME = {
     "check_policy": "loop.policy_check",
     "close": "loop.iteration",
     "evaluate": "run.evaluation",
+    "exploit_and_explore": "loop.population",
     "init_state": "loop.iteration",
     "load": "run.checkpoint",
     "load_config": "config",
@@ -103,6 +105,7 @@ __all__ = [
     "check_policy",
     "close",
     "evaluate",
+    "exploit_and_explore",
     "init_state",
     "load",
     "load_config",

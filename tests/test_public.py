@@ -19,11 +19,11 @@ from ecrl.loop.iteration import init_state, train_iter
 CONFIGS = sorted((ROOT / "configs").glob("*.json"))
 
 SURFACE = """
-Algorithm Config ConfigError ConfigModel Env Policy PolicyConfig check_env check_policy close evaluate init_state load
-load_config make_algorithm make_env make_iteration make_policy module_policy record_demonstrations register_action
-register_algorithm register_env register_event register_expert register_network register_observation register_policy
-register_reward register_robot register_vla_backend registered save summary train train_from_config train_iter
-train_many
+Algorithm Config ConfigError ConfigModel Env Policy PolicyConfig check_env check_policy close evaluate
+exploit_and_explore init_state load load_config make_algorithm make_env make_iteration make_policy module_policy
+record_demonstrations register_action register_algorithm register_env register_event register_expert register_network
+register_observation register_policy register_reward register_robot register_vla_backend registered save summary train
+train_from_config train_iter train_many
 """
 KERNELS = """
 GAE VTrace Squashed act_and_step adam adam_init adamw categorical_entropy categorical_kl categorical_log_prob
@@ -35,7 +35,8 @@ policy_gradient_loss ppo_loss_kl_penalty
 global_norm group_advantages grpo_advantages grpo_loss kl_k1 kl_k2 kl_k3 linear_schedule loop mask_logits masked_mean
 moments_init moments_merge moments_update moments_variance multi_discrete_entropy multi_discrete_kl
 multi_discrete_log_prob multi_discrete_mode multi_discrete_sample n_step_returns normal_entropy normal_kl
-normal_log_prob normal_mode normal_sample normalize place_at_truncations ppo_loss ppo_loss_clipped_value restarted
+normal_log_prob normal_mode normal_sample normalize perturbed place_at_truncations ppo_loss
+ppo_loss_clipped_value restarted truncation_parents
 push_frame random_shift stack_frames
 rmsprop rmsprop_init Replay importance_weights replay_add replay_add_priority replay_count replay_cut
 replay_index replay_init replay_prioritized_index replay_read replay_set_priority replay_stack replay_start

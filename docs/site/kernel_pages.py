@@ -20,6 +20,7 @@ TITLES = {
     "ecrl.kernels.sequence_losses": "Sequence losses",
     "ecrl.kernels.sequences": "Sequence means and weights",
     "ecrl.kernels.q_losses": "Off-policy losses",
+    "ecrl.kernels.population": "Population-based training",
     "ecrl.kernels.tracking": "Target networks and moving averages",
     "ecrl.kernels.exploration": "Exploration",
     "ecrl.kernels.categorical": "Categorical distributions",

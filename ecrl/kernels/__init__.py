@@ -126,6 +126,7 @@ from ecrl.kernels.optim import (
     warmup_cosine_schedule,
     warmup_linear_schedule,
 )
+from ecrl.kernels.population import perturbed, truncation_parents
 from ecrl.kernels.prioritized_replay import (
     importance_weights,
     replay_add_priority,
@@ -345,6 +346,7 @@ __all__ = [
     "ou_noise",
     "overlong_penalty",
     "periodic_update",
+    "perturbed",
     "place_at_truncations",
     "policy_gradient_loss",
     "ppo_loss",
@@ -411,6 +413,7 @@ __all__ = [
     "truncated_normal_mode",
     "truncated_normal_sample",
     "truncated_sequence_importance",
+    "truncation_parents",
     "upgo_returns",
     "value_loss",
     "vespo_loss",

@@ -51,7 +51,8 @@ ELSEWHERE = {"GAE", "VTrace", "Squashed"} | {  # results of kernels, and output 
     "categorical_project", "categorical_q_target", "categorical_target", "categorical_td_loss",
     "discrete_soft_actor_loss", "double_q_target", "dpg_loss", "epsilon_greedy", "expected_q_target",
     "gaussian_action", "held_noise", "hl_gauss", "huber", "min_q_target", "munchausen_target", "noise_scales",
-    "noisy_linear", "ou_noise", "periodic_update", "q_lambda", "q_target", "quantile_huber_loss", "quantile_midpoints",
+    "noisy_linear", "ou_noise", "periodic_update", "perturbed", "q_lambda", "q_target", "quantile_huber_loss",
+    "quantile_midpoints", "truncation_parents",
     "quantile_q_target", "retrace", "smoothed_action", "soft_actor_loss", "soft_min_q_target", "soft_q_target",
     "soft_update", "td_loss", "temperature_loss", "min_categorical_target", "soft_categorical_target",
 } | {  # the replay buffer needs a run: `tests/kernels/test_replay.py` has numbers by hand

@@ -484,6 +484,11 @@ CALLS: dict[str, Any] = {
         hyper(s, "temperature"),
     ),
     "temperature_loss": lambda s: ((scalar(s), *steps(s, "log_prob", "mask")), hyper(s, "target_entropy")),
+    "truncation_parents": lambda s: ((floats(s, N, T), floats(s + 1, N, T).sigmoid()), {"count": 2}),
+    "perturbed": lambda s: (
+        (floats(s, N), bools(s + 1, N), floats(s + 2, N).sigmoid()),
+        hyper(s, "factor", "low", "high"),
+    ),
     "soft_update": lambda s: ((params(s), params(s + 5)), hyper(s, "tau")),
     "ema_init": lambda s: ((params(s),), {}),
     "ema": lambda s: ((params(s), trained(s + 5, kernels.ema_init)), hyper(s, "decay")),
@@ -505,6 +510,7 @@ CALLS: dict[str, Any] = {
 # Their functions are bound: no tensors.
 WRAPPED = {"act_and_step": act_and_step, "collect_rollout": collect_rollout, "scan": scan, "loop": loop}
 NO_FLOATS = {  # flags and actions
+    "truncation_parents",
     "epsilon_greedy", "bernoulli_sample", "bernoulli_mode",
     "first_episode_mask", "categorical_sample", "categorical_mode", "multi_discrete_sample", "multi_discrete_mode",
     "replay_count", "replay_index", "tree_find", "informative_groups",
