@@ -23,6 +23,7 @@ def truncation_parents(fitness: Tensor, uniform: Tensor, *, count: int) -> Tenso
         count: number of members that are replaced, and of members that they are replaced by; at most M / 2.
 
     Returns: `[*B, M]` int64, the index of each member's parent.
+    Gradient: none.
     Raises: ValueError if shapes differ, or if `count` is below 0 or above M / 2.
     Source: Jaderberg et al. 2017, arXiv:1711.09846, section 4.1.1, truncation selection.
 
