@@ -9,6 +9,8 @@ PAGES: dict[str, tuple[str, dict[str, list[str]]]] = {
                 "ecrl.init_state",
                 "ecrl.train",
                 "ecrl.train_iter",
+                "ecrl.train_many",
+                "ecrl.exploit_and_explore",
                 "ecrl.make_iteration",
                 "ecrl.summary",
                 "ecrl.train_from_config",

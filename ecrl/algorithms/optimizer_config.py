@@ -101,8 +101,8 @@ class SchedulerKwargs(ConfigModel):
 class _Named(ConfigModel):
     """Base class of the optimiser and schedule configs, with a name and keyword arguments.
 
-    The config rejects keyword arguments that the named optimiser or schedule does not use, and `config.json` leaves
-    them out.
+    The config rejects keyword arguments that the named optimiser or schedule does not use. `config.json` leaves them
+    out. It also leaves out options that are off: False, and a weight decay of None.
     """
 
     name: str
@@ -118,7 +118,9 @@ class _Named(ConfigModel):
 
     @field_serializer("kwargs")
     def _used(self, kwargs: ConfigModel) -> dict[str, Any]:
-        return kwargs.model_dump(mode="json", include=set(USED[self.name]))
+        numbers = kwargs.model_dump(mode="json", include=set(USED[self.name]))
+        off = {"amsgrad": False, "nesterov": False, "centered": False, "weight_decay": None}
+        return {name: number for name, number in numbers.items() if name not in off or number != off[name]}
 
 
 class OptimizerConfig(_Named):
