@@ -71,6 +71,23 @@ def test_a_consumer_that_returns_ends_the_run_and_its_last_state_is_saved(tmp_pa
     assert same(state, last_state(cfg)), "the run can go on, as if it had not been stopped"
 
 
+def stop_before_the_record_at_64(records):
+    for record in records:
+        if record["sample_step"] >= 64:
+            return
+        yield record
+
+
+def test_a_consumer_that_keeps_its_last_record_does_not_lose_the_state(tmp_path):
+    dqn = {"name": "dqn", "cfg": {"capacity": 64, "batch_size": 8, "learning_starts": 32}}
+    cfg, run = small(algorithm=dqn, policy={"name": "q_network"}), tmp_path / "run"
+    ends = stop_before_the_record_at_64
+    state, _ = ecrl.train(ecrl.init_state(cfg), cfg, run, progress=False, consumers=[ends])
+    assert int(state["sample_step"]) == 64 and same(load(latest(run))[0], state)
+    state, _ = ecrl.train(state, cfg, run, progress=False)
+    assert same(state, last_state(cfg)), "the replay buffer and the other fields are of one iteration"
+
+
 def test_an_error_of_a_consumer_ends_the_run_and_the_last_state_is_saved(tmp_path):
     def failing(records):
         for record in records:
@@ -102,9 +119,28 @@ def with_a_vector(records):
         yield {**record, "logs": {"mine": torch.ones(2)}}
 
 
+def without_a_value(records):
+    for _ in records:
+        yield
+
+
+def logs_only(records):
+    for record in records:
+        yield {"logs": record["logs"]}
+
+
+def each_twice(records):
+    for record in records:
+        yield record
+        yield record
+
+
 @pytest.mark.parametrize(
     ("consumer", "message"),
     [
+        (without_a_value, "without_a_value yielded NoneType, which is not a record; yield every record, or a copy"),
+        (logs_only, "logs_only yielded dict, which is not a record; yield every record, or a copy with more logs"),
+        (each_twice, "each_twice yielded a record twice; yield every record once"),
         (only_train_records, "only_train_records asked for the next record, but did not yield the last record"),
         (callback, "callback returned NoneType, expected an iterator of records; write a generator function"),
         (with_a_float, r"with_a_float yielded the log 'mine', 1\.0, expected a 0-d tensor; use torch.tensor"),
