@@ -575,11 +575,13 @@ def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
 def can_vmap(run: Run, state: TensorDict) -> bool:
     """Return True if `vmapped_iterations` supports the run.
 
-    The environments must not step in Python. The state must have no buffers and no frozen parameters, because vmap
-    would copy them in every iteration. The run must have one process and no demonstrations.
+    The environments must not step in Python, and the policy must not draw its own random numbers. The state must have
+    no buffers and no frozen parameters, because vmap would copy them in every iteration. The run must have one process
+    and no demonstrations.
     """
+    is_pure = run.env.is_pure and run.policy.compiles
     borrowed = borrowed_leaves(state, kinds_of(run))[1]
-    return run.env.is_pure and run.static.world_size == 1 and borrowed.is_empty() and run.algorithm.data is None
+    return is_pure and run.static.world_size == 1 and borrowed.is_empty() and run.algorithm.data is None
 
 
 def vmapped_iterations(

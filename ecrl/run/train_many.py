@@ -6,7 +6,7 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from itertools import pairwise, product, tee
 from pathlib import Path
@@ -23,8 +23,9 @@ from ecrl.distributed import world_size
 from ecrl.errors import CheckpointError, ConfigError, NotFiniteError, UserError, extra
 from ecrl.loop.buffers import kinds_of, with_own_buffers
 from ecrl.loop.build import build
-from ecrl.loop.iteration import can_vmap, first_state, vmapped_iterations
+from ecrl.loop.iteration import can_vmap, decisions_of, first_state, vmapped_iterations
 from ecrl.loop.signals import asked, in_loop
+from ecrl.pytree import flatten
 from ecrl.registry import did_you_mean
 from ecrl.run.folder import claim, lock_run_folder
 from ecrl.run.history import History
@@ -35,6 +36,8 @@ from ecrl.storage.atomic_files import replace_file
 from ecrl.types import LogData
 
 _SEED = "trainer.seed"
+_MAX_NAME_BYTES = 255  # limit of most file systems
+_RECORD_TYPES = ("collect", "train", "evaluate")  # in the order of the records of an iteration
 _ENVS_PER_CALL = 256
 """Number of environments in one call. With more, the data of an iteration do not fit the cache of a CPU core."""
 
@@ -120,8 +123,8 @@ def train_many(
 
     Runs that differ only in the seed and in hyperparameters of `state["hyper"]`, such as the learning rate, train
     together under `torch.func.vmap`. Each of these runs gives the results that it gives alone, up to rounding. Other
-    combinations train one after the other. So do runs whose environments step in Python, such as Gymnasium's, and runs
-    with a replay buffer, frozen parameters or demonstrations.
+    combinations train one after the other. So do runs whose environments step in Python, such as Gymnasium's, runs with
+    a replay buffer, frozen parameters or demonstrations, and runs whose policy draws its own random numbers.
 
     With `run_dir`, each run has its own run folder in `run_dir`, with its config, metrics and checkpoints. The commands
     for run folders work with each of these folders. A second call with the same arguments resumes the runs that have
@@ -154,7 +157,8 @@ def train_many(
         raise ConfigError(f"runs_per_call: {runs_per_call}; expected at least 1, or None")
     folder = None if run_dir is None else Path(run_dir)
     with ExitStack() as stack:
-        members = [_start(name, values, cfg, folder, stack) for name, values in _combinations(seeds, sweep or {})]
+        runs = [(name, values, cfg.replace(**values)) for name, values in _combinations(seeds, sweep or {})]
+        members = [_start(*named_run, folder, stack) for named_run in runs]
         try:
             for group in _groups(members, runs_per_call):
                 if not (_train_together(group, progress) if len(group) > 1 else _train_alone(group[0], progress)):
@@ -186,20 +190,22 @@ class _Unfinished:
 
 def _combinations(seeds: Sequence[int], sweep: Mapping[str, Sequence[Any]]) -> list[tuple[str, dict[str, Any]]]:
     """Return the name and the settings of each run."""
-    seeds = [*seeds]
-    if not seeds or len({*seeds}) < len(seeds):
-        raise ConfigError(f"seeds: {seeds}; expected one or more different integers")
+    given = [*seeds] if isinstance(seeds, Iterable) and not isinstance(seeds, str) else []
+    if not given or not all(isinstance(seed, int) for seed in given) or len({*given}) < len(given):
+        raise ConfigError(f"seeds: {given or seeds!r}; expected one or more different integers")
+    if not isinstance(sweep, Mapping):
+        raise ConfigError(f"sweep: {sweep!r}; expected a dict from dotted keys to lists of values")
     for key, choices in sweep.items():
         if key == _SEED:
             raise ConfigError(f"sweep: {_SEED}; pass the seeds as the argument seeds")
         if isinstance(choices, str) or not isinstance(choices, Sequence) or not choices:
             raise ConfigError(f"sweep: {key} is {choices!r}; expected a list of values")
     last = [key.rpartition(".")[2] for key in sweep]
-    labels = [name if last.count(name) == 1 else key for name, key in zip(last, sweep, strict=True)]
+    labels = {key: name if last.count(name) == 1 else key for name, key in zip(last, sweep, strict=True)}
     combinations: dict[str, dict[str, Any]] = {}
-    for *choices, seed in product(*sweep.values(), seeds):
-        parts = [f"{label}_{_label(choice)}" for label, choice in zip(labels, choices, strict=True)]
-        name = "_".join((*parts, f"seed_{seed}"))
+    for *choices, seed in product(*sweep.values(), given):
+        chosen = sorted(zip(sweep, choices, strict=True), key=lambda item: item[0])  # names do not depend on the order
+        name = "_".join((*(f"{labels[key]}_{_label(choice)}" for key, choice in chosen), f"seed_{seed}"))
         if name in combinations:
             raise ConfigError(f"sweep: two runs would have the name {name}; give each key different values")
         combinations[name] = dict(zip(sweep, choices, strict=True)) | {_SEED: seed}
@@ -209,28 +215,30 @@ def _combinations(seeds: Sequence[int], sweep: Mapping[str, Sequence[Any]]) -> l
 def _label(value: Any) -> str:
     """Return a value as part of the name of a folder.
 
-    >>> _label(0.001), _label("a/b"), _label([64, 64])
-    ('0.001', 'a-b', '64-64')
+    >>> _label(-0.001), _label("a/b"), _label([64, 64])
+    ('-0.001', 'a-b', '64-64')
     """
     text = value if isinstance(value, str) else json.dumps(value, default=str)
-    return re.sub(r"[^\w.+-]+", "-", text).strip("-")
+    return re.sub(r"[^\w.+-]+", "-", re.sub(r"^[^\w.+-]+|[^\w.+-]+$", "", text))
 
 
 def _start(name: str, values: dict[str, Any], cfg: Config, parent: Path | None, stack: ExitStack) -> _Unfinished:
     """Return a run at its first state, or at the last state that its folder holds. `stack` keeps the folder locked."""
-    own = cfg.replace(**values)
     folder = None if parent is None else parent / name
-    member = _Unfinished(name, values, own, folder)
+    if folder is not None and (size := len(name.encode())) > _MAX_NAME_BYTES:
+        limit = f"{size} bytes; the name of a folder has at most {_MAX_NAME_BYTES}"
+        raise ConfigError(f"sweep: the name {name[:60]}... has {limit}; sweep fewer or shorter values, or omit run_dir")
+    member = _Unfinished(name, values, cfg, folder)
     if folder is None or not (folder / "config.json").exists():
+        member.run = build(cfg)
+        member.state = first_state(member.run, cfg)
         if folder is not None:
             claim(folder, new=True)
             stack.enter_context(lock_run_folder(folder))
-        member.run = build(own)
-        member.state = first_state(member.run, own)
         return member
     stack.enter_context(lock_run_folder(folder))
     member.run, member.state, saved = resume_run(folder)
-    if changes := diff(saved, own):
+    if changes := diff(saved, cfg):
         lines = "\n".join(f"  {line}" for line in changes)
         raise ConfigError(f"{folder}: holds a run with another config; choose another run_dir:\n{lines}")
     member.history.add_file(folder / "metrics.jsonl")
@@ -257,10 +265,16 @@ def _groups(members: Sequence[_Unfinished], runs_per_call: int | None) -> Iterat
 
 def _are_compatible(one: _Unfinished, other: _Unfinished) -> bool:
     """Return True if two runs can train in one call. W&B logs only one run of a process at a time."""
-    if not can_vmap(one.run, one.state) or one.cfg.trainer.use_wandb:
+    if not can_vmap(one.run, one.state) or one.cfg.trainer.use_wandb or other.cfg.trainer.use_wandb:
         return False
-    signatures = [(m.run, m.cfg.trainer.iterations, int(decisions(m.state))) for m in (one, other)]
-    return signatures[0] == signatures[1]
+    return _signature(one) == _signature(other)
+
+
+def _signature(member: _Unfinished) -> tuple[Any, ...]:
+    """Return everything that must be equal in runs that train in one call."""
+    trainer, (leaves, structure) = member.cfg.trainer, flatten(member.state)
+    settings = (trainer.iterations, trainer.finite_guard, trainer.tf32, int(decisions(member.state)))
+    return member.run, settings, structure, [(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
 
 
 def _train_alone(member: _Unfinished, progress: bool) -> bool:
@@ -325,25 +339,31 @@ def _closing(member: _Unfinished, stream: Iterator[LogData]) -> Iterator[None]:
 
 
 def _rounds(group: Sequence[_Unfinished], streams: Sequence[Iterator[LogData]]) -> Iterator[LogData]:
-    """Take one record from each run in turn. Yield a record with the means of their logs."""
-    active = [*zip(group, streams, strict=True)]
-    while active:
-        records = []
-        for member, stream in [*active]:
+    """Take one record from each run in turn. Yield a record with the means of the logs of each type.
+
+    If only some runs are evaluated after an iteration, the other runs wait. The records of an iteration that a run has
+    not taken yet stay in memory, so no run may lag behind.
+    """
+    positions: dict[int, tuple[int, int]] = dict.fromkeys(range(len(group)), (-1, 0))
+    while positions:
+        records: dict[str, list[LogData]] = {}
+        first = min(positions.values())
+        for index in [index for index, position in positions.items() if position == first]:
             try:
-                record = next(stream, None)
+                record = next(streams[index], None)
             except CheckpointError as error:
-                warnings.warn(f"{member.name}: {error}", stacklevel=3)
+                warnings.warn(f"{group[index].name}: {error}", stacklevel=3)
                 record = None
             if record is None:
-                active.remove((member, stream))
+                del positions[index]
             else:
-                member.add(record)
-                records.append(record)
-        if records:
-            names = [name for name in records[0]["logs"] if all(name in one["logs"] for one in records)]
-            logs = {name: torch.stack([one["logs"][name] for one in records]).nanmean() for name in names}
-            yield cast(LogData, {**records[0], "logs": logs})
+                group[index].add(record)
+                positions[index] = (decisions_of(record), _RECORD_TYPES.index(record["log_type"]))
+                records.setdefault(record["log_type"], []).append(record)
+        for equal in records.values():
+            names = [name for name in equal[0]["logs"] if all(name in one["logs"] for one in equal)]
+            logs = {name: torch.stack([one["logs"][name] for one in equal]).nanmean() for name in names}
+            yield cast(LogData, {**equal[0], "logs": logs})
 
 
 def _runs_per_call(cfg: Config) -> int:

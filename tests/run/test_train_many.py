@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from support import custom_modules
 from support.small_runs import last_state, same, small
 
 import ecrl
@@ -69,8 +70,57 @@ def test_settings_that_a_run_contains_train_one_group_after_the_other(calls):
     runs = many(small(), sweep={"trainer.num_envs": [4, 8], "env.cfg.gravity": [9.8]})
     assert [len(names) for names in calls] == [2, 2]
     assert [run.state["env"].shape[0] for run in runs] == [4, 4, 8, 8]
-    assert runs[2].name == "num_envs_8_gravity_9.8_seed_0"
+    assert runs[2].name == "gravity_9.8_num_envs_8_seed_0"
     assert_close(runs[3].state, last_state(runs[3].cfg))
+
+
+@pytest.mark.parametrize(
+    "sweep, sizes",
+    [
+        ({"algorithm.cfg.target_kl": [None, 0.01]}, [2, 2]),
+        ({"trainer.finite_guard": ["off", "stop"]}, [2, 2]),
+        ({"trainer.use_wandb": [False, True]}, [2]),
+    ],
+    ids=["other fields of the state", "other reactions to NaN", "one run of W&B at a time"],
+)
+def test_runs_that_differ_in_more_than_the_values_of_the_state_do_not_train_together(sweep, sizes, calls):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "trainer.use_wandb: nothing is written without a run folder")
+        runs = many(small(), sweep=sweep)
+    assert [len(names) for names in calls] == sizes
+    for run in runs:
+        assert_close(run.state, last_state(run.cfg))
+
+
+def test_a_policy_that_draws_its_own_random_numbers_trains_one_run_after_the_other(calls):
+    runs = many(small(**{"policy": {"name": custom_modules.acts.__name__}}))
+    assert calls == []
+    assert same(runs[1].state, last_state(runs[1].cfg))
+
+
+def test_runs_with_and_without_evaluations_stay_in_step(monkeypatch):
+    furthest, before = [], module.vmapped_iterations
+
+    def watched(run, states, cfg, names):
+        for batch in before(run, states, cfg, names):
+            furthest.append(batch[0][0]["sample_step"])
+            yield batch
+
+    lags, rounds = [], module._rounds
+
+    def watched_rounds(group, streams):
+        for record in rounds(group, streams):
+            lags.append(furthest[-1] - min(int(member.state["sample_step"]) for member in group))
+            yield record
+
+    monkeypatch.setattr(module, "vmapped_iterations", watched)
+    monkeypatch.setattr(module, "_rounds", watched_rounds)
+    cfg = small(**{"trainer.eval_freq": 32, "trainer.num_eval_episodes": 1, "trainer.iterations": 12})
+    runs = many(cfg, seeds=[0], sweep={"trainer.enable_eval": [False, True]})
+    assert max(lags) == 32, "no run is more than one iteration behind"
+    assert ["eval/avg_reward" in row for row in runs[1].history] == [True] * 12
+    assert not any("eval/avg_reward" in row for row in runs[0].history)
+    assert_close(runs[0].state, runs[1].state)
 
 
 def test_parts_of_at_most_runs_per_call(calls):
@@ -184,7 +234,13 @@ def test_a_run_with_infinity_stops_and_the_others_continue(tmp_path):
     [
         ({"seeds": []}, r"seeds: \[\]; expected one or more different integers"),
         ({"seeds": [1, 1]}, r"seeds: \[1, 1\]; expected one or more different"),
-        ({"seeds": ["a"]}, "trainer.seed"),
+        ({"seeds": ["a"]}, r"seeds: \['a'\]; expected one or more different integers"),
+        ({"seeds": [[1]]}, r"seeds: \[\[1\]\]; expected one or more different integers"),
+        ({"seeds": 3}, "seeds: 3; expected one or more different integers"),
+        ({"seeds": "12"}, "seeds: '12'; expected one or more different integers"),
+        ({"seeds": torch.arange(2)}, r"seeds: \[tensor\(0\), tensor\(1\)\]; expected one or more different integers"),
+        ({"seeds": [-1]}, "trainer.seed: must be at least 0"),
+        ({"sweep": ["algorithm.cfg.gamma"]}, "sweep: .* expected a dict from dotted keys to lists of values"),
         ({"sweep": {"trainer.seed": [1]}}, "sweep: trainer.seed; pass the seeds as the argument seeds"),
         ({"sweep": {"algorithm.cfg.learning_rate": 0.1}}, "learning_rate is 0.1; expected a list of values"),
         ({"sweep": {"algorithm.cfg.learning_rate": "0.1"}}, "learning_rate is '0.1'; expected a list of values"),
@@ -199,6 +255,15 @@ def test_bad_arguments_have_one_clear_line(options, message):
         many(small(), **({"seeds": [0]} | options))
 
 
+def test_a_fault_of_any_run_is_reported_before_a_folder_is_made(tmp_path):
+    with pytest.raises(ecrl.ConfigError, match="gamma: must be at most 1"):
+        many(small(), run_dir=tmp_path, sweep={"algorithm.cfg.gamma": [0.9, 2.0]})
+    hidden = [[8] * size for size in (1, 200)]
+    with pytest.raises(ecrl.ConfigError, match="bytes; the name of a folder has at most 255; sweep fewer or shorter"):
+        many(small(), seeds=[0], run_dir=tmp_path, sweep={"policy.actor.network_cfg.hidden_sizes": hidden[1:]})
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_folder_of_another_config_is_refused(tmp_path):
     many(small(), seeds=[0], run_dir=tmp_path)
     with pytest.raises(ecrl.ConfigError, match="holds a run with another config; choose another run_dir"):
@@ -209,6 +274,14 @@ def test_names_of_keys_with_one_last_part_are_long():
     names = [name for name, _ in module._combinations([3], {"policy.actor.x": [1], "policy.critic.x": [[2, 3]]})]
     assert names == ["policy.actor.x_1_policy.critic.x_2-3_seed_3"]
     assert _label(None) == "null" and _label("gymnasium:A/B") == "gymnasium-A-B"
+
+
+def test_names_keep_signs_and_do_not_depend_on_the_order_of_the_keys():
+    labels = [_label(value) for value in (-0.5, 0.5, [-1, 1], [1, 1], [1, -1], {"name": "linear"}, "", "/")]
+    assert labels == ["-0.5", "0.5", "-1-1", "1-1", "1--1", "name-linear", "", ""]
+    sweep = {"trainer.num_envs": [4], "env.cfg.gravity": [1.0, 2.0]}
+    one, other = (module._combinations([0], dict(items)) for items in (sweep.items(), reversed(sweep.items())))
+    assert one == other and [name for name, _ in one] == [f"gravity_{g}_num_envs_4_seed_0" for g in ("1.0", "2.0")]
 
 
 def test_an_unknown_name_suggests_a_known_one():
