@@ -49,6 +49,8 @@ def with_own_consumer(records: Iterator[LogData], consumer: Consumer) -> Iterato
         ended = True
 
     with ending(records):
+        if not callable(consumer):
+            raise UserError(f"consumers: {consumer!r} is not a function; write a generator function that takes records")
         iterator = consumer(source())
         if not isinstance(iterator, Iterator):
             problem = f"consumers: {name} returned {type(iterator).__name__}, expected an iterator of records"

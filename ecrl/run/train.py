@@ -19,7 +19,7 @@ from ecrl.algorithms.core import decisions
 from ecrl.compile.jit import compilations_of
 from ecrl.config import Config, TrainerConfig, load_config, total_steps
 from ecrl.distributed import rank, start, stop, value_of_rank_0, world_size
-from ecrl.errors import CheckpointError, ConfigError, NotSavedError
+from ecrl.errors import CheckpointError, ConfigError, NotSavedError, UserError
 from ecrl.loop.buffers import kinds_of, with_own_buffers
 from ecrl.loop.build import build, check_rollout, with_eval_events
 from ecrl.loop.iteration import check_state, first_state, iterations, run_summary
@@ -143,6 +143,10 @@ def train(
         state could not be saved; UserError if a function of `consumers` does not yield every record, or yields a log
         that is not a 0-d tensor.
     """
+    if callable(consumers):
+        raise UserError(
+            f"consumers: {getattr(consumers, '__name__', consumers)} is a function, expected a list of them"
+        )
     folder, history, last = None if run_dir is None else Path(run_dir), History(), [state]
     new = folder is not None and not claimed_before(folder) and not continues_run(folder, state, cfg)
     done, end = int(decisions(state)), total_steps(cfg, world_size())

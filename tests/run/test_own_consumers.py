@@ -140,6 +140,7 @@ def each_twice(records):
     [
         (without_a_value, "without_a_value yielded NoneType, which is not a record; yield every record, or a copy"),
         (logs_only, "logs_only yielded dict, which is not a record; yield every record, or a copy with more logs"),
+        (None, "None is not a function; write a generator function that takes records"),
         (each_twice, "each_twice yielded a record twice; yield every record once"),
         (only_train_records, "only_train_records asked for the next record, but did not yield the last record"),
         (callback, "callback returned NoneType, expected an iterator of records; write a generator function"),
@@ -152,6 +153,12 @@ def test_a_wrong_consumer_is_refused_in_one_line(consumer, message):
     with pytest.raises(UserError, match=f"^consumers: {message}") as error:
         ecrl.train(ecrl.init_state(cfg), cfg, progress=False, consumers=[consumer])
     assert "\n" not in str(error.value)
+
+
+def test_a_function_in_place_of_the_list_is_refused():
+    cfg = small()
+    with pytest.raises(UserError, match="consumers: each_twice is a function, expected a list of them"):
+        ecrl.train(ecrl.init_state(cfg), cfg, progress=False, consumers=each_twice)
 
 
 def test_no_consumer_may_end_a_run_of_several_processes(monkeypatch):
