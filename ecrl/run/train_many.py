@@ -6,9 +6,10 @@ import json
 import math
 import re
 import warnings
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from itertools import pairwise, product, tee
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple, cast, overload
 
@@ -232,6 +233,7 @@ def _start(name: str, values: dict[str, Any], cfg: Config, parent: Path | None, 
     if folder is None or not (folder / "config.json").exists():
         member.run = build(cfg)
         member.state = first_state(member.run, cfg)
+        check_run(member.run, cfg, folder)
         if folder is not None:
             claim(folder, new=True)
             stack.enter_context(lock_run_folder(folder))
@@ -241,6 +243,8 @@ def _start(name: str, values: dict[str, Any], cfg: Config, parent: Path | None, 
     if changes := diff(saved, cfg):
         lines = "\n".join(f"  {line}" for line in changes)
         raise ConfigError(f"{folder}: holds a run with another config; choose another run_dir:\n{lines}")
+    if not member.has_finished:
+        check_run(member.run, cfg, folder)
     member.history.add_file(folder / "metrics.jsonl")
     return member
 
@@ -294,12 +298,10 @@ def _train_alone(member: _Unfinished, progress: bool) -> bool:
 def _train_together(group: Sequence[_Unfinished], progress: bool) -> bool:
     """Train several runs to their ends in one call per iteration. Return False if a signal ended them early."""
     run, cfg = group[0].run, group[0].cfg
-    check_run(run, cfg, group[0].folder)
     batches = vmapped_iterations(run, [member.state for member in group], cfg, [member.name for member in group])
-    streams = [_records_of(copy, index) for index, copy in enumerate(tee(batches, len(group)))]
     streams = [
         consumers(records, run, member.state, member.cfg, member.folder, int(member.state["sample_step"]), False)
-        for records, member in zip(streams, group, strict=True)
+        for records, member in zip(_records_of_each(batches, len(group)), group, strict=True)
     ]
     rounds = _rounds(group, streams)
     if progress:
@@ -318,12 +320,29 @@ def _train_together(group: Sequence[_Unfinished], progress: bool) -> bool:
     return True
 
 
-def _records_of(batches: Iterator[list[list[LogData]]], index: int) -> Iterator[LogData]:
-    """Yield the records of one run, until the run has no more records."""
-    for batch in batches:
-        if not batch[index]:
-            return
-        yield from batch[index]
+def _records_of_each(batches: Iterator[list[list[LogData]]], count: int) -> list[Iterator[LogData]]:
+    """Return an iterator of the records of each run, which ends when the run has no more records.
+
+    A record is released as soon as its run has taken it. `itertools.tee` would keep the states of 57 iterations.
+
+    >>> one, other = _records_of_each(iter([[["a", "b"], ["c", "d"]], [["e"], []]]), 2)
+    >>> [*one], [*other]
+    (['a', 'b', 'e'], ['c', 'd'])
+    """
+    queues: list[deque[LogData | None]] = [deque() for _ in range(count)]
+
+    def records_of(own: deque[LogData | None]) -> Iterator[LogData]:
+        while True:
+            if not own:
+                for queue, records in zip(queues, next(batches, [[]] * count), strict=True):
+                    queue.extend(records or [None])
+            record = own.popleft()
+            if record is None:
+                return
+            yield record
+            del record
+
+    return [records_of(queue) for queue in queues]
 
 
 @contextmanager

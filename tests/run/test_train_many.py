@@ -1,8 +1,10 @@
 """Many runs in one call: each equals the run alone, has its own folder, resumes, and may stop without the others."""
 
 import csv
+import gc
 import json
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -121,6 +123,22 @@ def test_runs_with_and_without_evaluations_stay_in_step(monkeypatch):
     assert ["eval/avg_reward" in row for row in runs[1].history] == [True] * 12
     assert not any("eval/avg_reward" in row for row in runs[0].history)
     assert_close(runs[0].state, runs[1].state)
+
+
+def test_the_states_of_earlier_iterations_are_released(monkeypatch):
+    states, live, before = [], [], module.vmapped_iterations
+
+    def watched(run, first, cfg, names):
+        for batch in before(run, first, cfg, names):
+            states.append(weakref.ref(batch[0][0]["state"]))
+            yield batch
+            del batch
+            gc.collect()
+            live.append(sum(state() is not None for state in states))
+
+    monkeypatch.setattr(module, "vmapped_iterations", watched)
+    many(small(**{"trainer.iterations": 8}))
+    assert max(live) <= 2, live
 
 
 def test_parts_of_at_most_runs_per_call(calls):
@@ -262,6 +280,15 @@ def test_a_fault_of_any_run_is_reported_before_a_folder_is_made(tmp_path):
     with pytest.raises(ecrl.ConfigError, match="bytes; the name of a folder has at most 255; sweep fewer or shorter"):
         many(small(), seeds=[0], run_dir=tmp_path, sweep={"policy.actor.network_cfg.hidden_sizes": hidden[1:]})
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("runs_per_call", [1, None])
+def test_a_fault_of_a_later_run_is_reported_before_the_first_run_trains(tmp_path, runs_per_call):
+    sweep = {"trainer.best_eval_metric": ["eval/avg_reward", "eval/success_rate"]}
+    cfg = small(**{"trainer.enable_eval": True, "trainer.num_eval_episodes": 1})
+    with pytest.raises(ecrl.ConfigError, match="best_eval_metric: evaluations do not log 'eval/success_rate'"):
+        many(cfg, run_dir=tmp_path, sweep=sweep, runs_per_call=runs_per_call)
+    assert not [*tmp_path.rglob("config.json")]
 
 
 def test_a_folder_of_another_config_is_refused(tmp_path):
