@@ -370,7 +370,10 @@ FAULTS = [
     ({"light": {"color": [0.0, 0.0, 9.0]}}, r"light.color\[2\]: .* 9"),
     ({"light": {"ambient": [-1.0, 0.0, 0.0]}}, r"light.ambient\[0\]: .* -1"),
     ({"light": {"direction": [0.0, 0.0, 0.0]}}, "light: direction is 0; give the direction in which the light shines"),
-    ({"rigid_object": [CUBE | {"uid": "a\0b"}]}, r"rigid_object\[0\].uid: not allowed, got 'a.x00b'; .*without a NUL"),
+    (
+        {"rigid_object": [CUBE | {"uid": "a\0b"}]},
+        r"rigid_object\[0\].uid: not allowed, got 'a.x00b'; .*without NUL characters",
+    ),
     ({"rigid_object": [CUBE, CUBE]}, "scene: .*repeated name 'cube'"),
     ({"rigid_object": [CUBE | {"shape": {"shape_type": "Cube", "radius": 1.0}}]}, "a Cube needs size, got radius"),
     ({"rigid_object": [CUBE | {"attrs": {"masss": 1.0}}]}, r"rigid_object\[0\].attrs.masss: unknown key; did you mean"),

@@ -406,7 +406,9 @@ def test_gymnasium_stops_in_the_same_iteration_and_reports_what_cannot_be_repeat
     assert same(crash.exclude("env"), before.exclude("env")) and torch.equal(crash["env", "obs"], before["env", "obs"])
     assert "; mend the environment, or set" in str(error.value)
     *_, last = replay(tmp_path / "run" / "crash")
-    assert last == "environments of gymnasium keep data outside of the state, so their steps cannot be repeated"
+    assert (
+        last == "environments of gymnasium:Drift-v0 keep data outside of the state, so their steps cannot be repeated"
+    )
 
 
 def test_an_action_that_no_environment_is_given_is_found_in_the_middle_of_a_rollout():
