@@ -282,7 +282,7 @@ def _signature(member: _Unfinished) -> tuple[Any, ...]:
 
 
 def _train_alone(member: _Unfinished, progress: bool) -> bool:
-    """Train one run to its end. Return False if a signal ended it early."""
+    """Train one run to its end, and close its environments. Return False if a signal ended it early."""
     state = with_own_buffers(member.state, kinds_of(member.run))
     new = member.folder is not None and not (member.folder / "config.json").exists()
     try:
@@ -292,6 +292,8 @@ def _train_alone(member: _Unfinished, progress: bool) -> bool:
         return True
     except CheckpointError as error:
         warnings.warn(f"{member.name}: {error}", stacklevel=3)
+    finally:
+        member.run.env.close(cast(TensorDict, member.state["env"]))
     return member.has_finished
 
 

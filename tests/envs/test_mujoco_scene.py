@@ -372,7 +372,7 @@ FAULTS = [
     ({"light": {"direction": [0.0, 0.0, 0.0]}}, "light: direction is 0; give the direction in which the light shines"),
     (
         {"rigid_object": [CUBE | {"uid": "a\0b"}]},
-        r"rigid_object\[0\].uid: not allowed, got 'a.x00b'; .*without NUL characters",
+        r"rigid_object\[0\].uid: not allowed, got 'a.x00b'; .*without NUL",
     ),
     ({"rigid_object": [CUBE, CUBE]}, "scene: .*repeated name 'cube'"),
     ({"rigid_object": [CUBE | {"shape": {"shape_type": "Cube", "radius": 1.0}}]}, "a Cube needs size, got radius"),
