@@ -391,7 +391,7 @@ def test_faults_exit_2_with_one_line_each(config_file, change, lines, monkeypatc
         (("train", "--resume", "nowhere"), "no checkpoint"),
         (
             ("export", "run", "--trainer.seed", "3"),
-            "only these commands accept config keys: train, check, check-env, eval",
+            "only these commands accept config keys: train, check, check-env, compile, eval",
         ),
         (("check",), "required"),
         (("export", "nowhere"), "no checkpoint"),
