@@ -13,6 +13,7 @@ from support.small_runs import last_state, same, small
 
 import ecrl
 from ecrl.errors import UserError
+from ecrl.loop.build import build
 from ecrl.run import train_many as module
 from ecrl.run.checkpoint import latest
 from ecrl.run.train_many import Members, _label, train_many
@@ -54,7 +55,7 @@ def calls(monkeypatch):
     ids=["ppo", "skip", "off, normalised", "grpo", "compiled"],
 )
 def test_each_run_equals_the_run_alone(cfg, calls):
-    runs = many(cfg, sweep=RATES)
+    runs = many(cfg, sweep=RATES, runs_per_call=4)
     assert calls == [[run.name for run in runs]], "all in one call"
     assert [run.values for run in runs] == [
         {"algorithm.cfg.learning_rate": rate, "trainer.seed": seed} for rate in (0.01, 0.001) for seed in (0, 1)
@@ -147,10 +148,18 @@ def test_parts_of_at_most_runs_per_call(calls):
     assert_close(runs["seed_4"].state, last_state(runs[4].cfg))
 
 
-def test_by_default_a_call_has_a_bounded_number_of_environments(calls):
-    cfg = small(**{"trainer.num_envs": 128, "trainer.buffer_size": 1, "trainer.iterations": 1})
-    many(cfg, seeds=range(4))
-    assert [len(names) for names in calls] == [2, 2]
+@pytest.mark.parametrize(
+    ("compiles", "threads", "num_envs", "together"),
+    [("off", 1, 128, True), ("on", 2, 8, True), ("on", 2, 9, False), ("on", 1, 4, False)],
+)
+def test_by_default_runs_train_together_where_that_is_faster(compiles, threads, num_envs, together, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    cfg = small(**{"trainer.num_envs": num_envs, "trainer.compile": compiles})
+    members = [module._Unfinished(f"seed_{seed}", {}, cfg, None) for seed in range(3)]
+    for member in members:
+        member.run, member.state = build(cfg), ecrl.init_state(cfg)
+    assert [len(group) for group in module._groups(members, None)] == ([3] if together else [1, 1, 1])
+    assert [len(group) for group in module._groups(members, 2)] == [1, 2]
 
 
 @pytest.mark.parametrize(
