@@ -106,7 +106,7 @@ Iterate = Callable[[Run, TensorDict, TensorDict], tuple[TensorDict, TensorDict, 
 
 
 class DataSet(Protocol):
-    """Data set in a file, from which an algorithm learns. The state borrows its tensors, and does not include them.
+    """Data set in a file. An algorithm learns from its steps. The state borrows its tensors, and does not include them.
 
     Two data sets are equal if their files are the same.
     """

@@ -2,8 +2,8 @@
 
 For a policy of unit "step", a row is one step of a batch. For a policy of unit "sequence", a row has all steps of one
 environment in the iteration. If `segment_length` is set, a row has a segment of these steps. A sequence row also has
-the policy's memory before the first step, from which the policy runs its recurrence. If an algorithm compares whole
-episodes (`MinibatchConfig.needs_episodes`), a row has all steps of one environment for both units. The methods
+the policy's memory before the first step. The policy starts its recurrence from this memory. If an algorithm compares
+whole episodes (`MinibatchConfig.needs_episodes`), a row has all steps of one environment for both units. The methods
 `evaluate_rows`, `value_rows` and `evaluate_and_value_rows` of a policy take rows of every kind.
 """
 

@@ -115,7 +115,7 @@ def _store(built: Path, target: Path) -> None:
 
 
 def _load(compiler: Sequence[str]) -> ctypes.CDLL:
-    """Load the stored library. If there is no stored library, or if loading fails, compile and store the library.
+    """Load the stored library. If no library is stored, or if loading fails, compile and store the library.
 
     If the library cannot be stored, each process compiles it.
     """

@@ -196,7 +196,7 @@ def metrics(source: Source) -> set[str]:
 
 
 def choose_metric(sources: Sequence[Source]) -> str:
-    """Return the first of `DEFAULT_METRICS` that all sources have. Raise UserError if there is no such metric."""
+    """Return the first of `DEFAULT_METRICS` that all sources have. Raise UserError if they share none of them."""
     shared = set.intersection(*map(metrics, sources))
     for name in DEFAULT_METRICS:
         if name in shared:

@@ -40,8 +40,8 @@ from ecrl.types import LogData
 _SEED = "trainer.seed"
 _MAX_NAME_BYTES = 255  # limit of most file systems
 _RECORD_TYPES = ("collect", "train", "evaluate")  # in the order of the records of an iteration
-_FEW_ENVS = 8
-"""Largest number of environments per run with which compiled runs on a CPU train together."""
+_FEW_ENVS = 4
+"""Compiled runs on a CPU train together if each has at most this number of environments."""
 
 
 class Member(NamedTuple):
@@ -52,7 +52,7 @@ class Member(NamedTuple):
         values: the seed and the swept settings, by dotted key.
         cfg: config of the run.
         state: state at the end of the run.
-        history: logs of the run, without the iterations before a resumption.
+        history: logs of the run. If `run_dir` is given, they include the iterations before a resumption.
     """
 
     name: str
@@ -121,7 +121,7 @@ def train_many(
     runs_per_call: int | None = None,
     progress: bool = True,
 ) -> Members:
-    """Train one run for each combination of a seed and the swept settings, as many as possible in one call.
+    """Train one run for each combination of a seed and the swept settings. Runs share calls where that is faster.
 
     Runs that differ only in the seed and in hyperparameters of `state["hyper"]`, such as the learning rate, train
     together under `torch.func.vmap`. Each of these runs gives the results that it gives alone, up to rounding. Other
@@ -141,7 +141,7 @@ def train_many(
             runs cover every combination of these values.
         run_dir: folder for the run folders; if None, nothing is written.
         runs_per_call: largest number of runs that train together; if None, all runs of a group, or 1 if separate calls
-            are faster (compiled runs on a CPU with one thread, or with more than 8 environments).
+            are faster (compiled runs on a CPU with one thread, or with more than 4 environments).
         progress: if True, show a live progress line.
 
     Returns: the states and histories of all runs. `print` shows them as a table.
@@ -393,9 +393,8 @@ def _is_faster_together(member: _Unfinished) -> bool:
     """Return True if runs like this one should train in one call.
 
     Eager runs and runs on a GPU spend most of their time in launching operations, which the runs of one call share.
-    Compiled runs on a CPU save time only with several threads and few environments. 64 runs of PPO on CartPole took
-    0.66 of the time of separate runs with 4 environments and two threads, 1.02 with 16 environments and two threads,
-    and 1.35 with 4 environments and one thread.
+    Compiled runs on a CPU save time only with several threads and few environments, as `python -m benchmarks --only
+    seeds` measures.
     """
     if member.run.jit is partial or device_of(member.cfg).type != "cpu":
         return True

@@ -17,6 +17,7 @@ from ecrl import rng
 from ecrl.algorithms.core import collect
 from ecrl.algorithms.logprob_gap import logprob_gap
 from ecrl.algorithms.rows import rows_of
+from ecrl.compile.jit import compilations_of
 from ecrl.config import load_config
 from ecrl.errors import ConfigError
 from ecrl.loop.build import build
@@ -139,11 +140,12 @@ def test_compiled_equals_eager(algorithm, decoding):
 @pytest.mark.usefixtures("traced_or_compiled")
 def test_one_graph_that_is_traced_once(decoding):
     cfg = reaching("grpo", **{"policy.vla.decoding": decoding, "trainer.compile": "on"})
-    iterate, state = make_iteration(cfg), init_state(cfg)
-    for _ in range(2):
+    runs, state = [], init_state(cfg)
+    iterate = make_iteration(cfg, lambda run: runs.append(run) or run)
+    for _ in range(3):
         state, _ = iterate(state)
-    with torch.compiler.set_stance("fail_on_recompile"):
-        iterate(state)
+    (compilation,) = compilations_of(runs[0].jit)
+    assert compilation.text.endswith("first call") and compilation.fault is None
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -135,11 +135,17 @@ def each_twice(records):
         yield record
 
 
+def before_any_record(records):
+    yield {"logs": {}}
+    yield from records
+
+
 @pytest.mark.parametrize(
     ("consumer", "message"),
     [
         (without_a_value, "without_a_value yielded NoneType, which is not a record; yield every record, or a copy"),
         (logs_only, "logs_only yielded dict, which is not a record; yield every record, or a copy with more logs"),
+        (before_any_record, "before_any_record yielded dict, which is not a record; yield every record, or a copy"),
         (None, "None is not a function; write a generator function that takes records"),
         (each_twice, "each_twice yielded a record twice; yield every record once"),
         (only_train_records, "only_train_records asked for the next record, but did not yield the last record"),

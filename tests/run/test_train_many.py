@@ -150,7 +150,7 @@ def test_parts_of_at_most_runs_per_call(calls):
 
 @pytest.mark.parametrize(
     ("compiles", "threads", "num_envs", "together"),
-    [("off", 1, 128, True), ("on", 2, 8, True), ("on", 2, 9, False), ("on", 1, 4, False)],
+    [("off", 1, 128, True), ("on", 2, 4, True), ("on", 2, 5, False), ("on", 1, 4, False)],
 )
 def test_by_default_runs_train_together_where_that_is_faster(compiles, threads, num_envs, together, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
