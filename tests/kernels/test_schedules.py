@@ -3,7 +3,6 @@
 import math
 
 import numpy as np
-import optax
 import pytest
 import torch
 from hypothesis import given
@@ -135,6 +134,7 @@ def test_lengths_below_one_are_refused(fn, kwargs, oracle):
 @pytest.mark.ref
 def test_warmups_against_optax():
     """optax computes in float32, and its horizon includes the warm-up too."""
+    optax = pytest.importorskip("optax")
     theirs = optax.schedules.warmup_cosine_decay_schedule(0.3, 1.0, 6, HORIZON, end_value=0.1)
     expected = torch.tensor([float(theirs(t)) for t in range(2 * HORIZON)], dtype=F64)
     close(warmup_cosine_schedule(torch.arange(2 * HORIZON), **WARMUP), expected, 1e-6)

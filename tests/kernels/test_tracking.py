@@ -1,7 +1,6 @@
 """Target networks and moving averages: their values, bits, gradients and errors."""
 
 import numpy as np
-import optax
 import pytest
 import torch
 from hypothesis import given
@@ -120,6 +119,7 @@ def test_ema_by_hand(variant):
 @pytest.mark.parametrize("decay", [0.0, 0.9, 0.999])
 def test_ema_against_optax(decay):
     """optax computes in float32."""
+    optax = pytest.importorskip("optax")
     average, plain, debiasing = ema_init(one(0.0)), *(optax.ema(decay, debias=debias) for debias in (False, True))
     states = [transform.init({"w": np.zeros(1, np.float32)}) for transform in (plain, debiasing)]
     for value in torch.linspace(-3.0, 5.0, 20).tolist():
