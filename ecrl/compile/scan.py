@@ -86,7 +86,8 @@ def _packed_scan(
         return without_aliases([*after, *ys], inputs)
 
     inputs = without_aliases([*map(dense, buffers[0]), *buffers[2]], ())
-    out = scan_op(packed_body, inputs[:at], buffers[1], tuple(inputs[at:]))
+    xs = [*map(dense, buffers[1])]  # inductor would copy a whole tensor with gaps in each iteration of the loop
+    out = scan_op(packed_body, inputs[:at], xs, tuple(inputs[at:]))
     refuse_captured_variables(mode.tracer.root)
     share_constants(mode.tracer.root)
     return packings[0].unpack(out[:at]), y_packing[0].unpack(out[at:], (length,))

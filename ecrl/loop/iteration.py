@@ -4,10 +4,13 @@ The generator contains only control flow. Logging, checkpoints, evaluation and p
 the generator yields.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, partial
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -573,7 +576,7 @@ def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
 
 
 def can_vmap(run: Run, state: TensorDict) -> bool:
-    """Return True if `vmapped_iterations` supports the run.
+    """Return True if `iterations_of_members` supports the run.
 
     The environments must not step in Python, and the policy must not draw its own random numbers. The state must have
     no buffers and no frozen parameters, because vmap would copy them in every iteration. The run must have one process
@@ -584,55 +587,125 @@ def can_vmap(run: Run, state: TensorDict) -> bool:
     return is_pure and run.static.world_size == 1 and borrowed.is_empty() and run.algorithm.data is None
 
 
-def vmapped_iterations(
-    run: Run, states: Sequence[TensorDict], cfg: Config, members: Sequence[str]
+def iterations_of_members(
+    run: Run, states: Sequence[TensorDict], cfg: Config, members: Sequence[str], *, runs_per_call: int, threads: int
 ) -> Iterator[list[list[LogData]]]:
-    """Run the iterations of several runs as one call of `torch.func.vmap`.
+    """Run the iterations of several runs, several at a time as one call of `torch.func.vmap`.
 
-    After each iteration, yield the two records of `train_iter` for every member. If `trainer.finite_guard` is "stop", a
-    member with NaN or infinity has no further records, and the other members continue.
+    After each iteration of all runs, yield the two records of `train_iter` for every member. If
+    `trainer.finite_guard` is "stop", a member with NaN or infinity has no further records, and the other members
+    continue.
 
     Args:
         run: run of every member (see `can_vmap`).
         states: states with equal numbers of environment steps. They may differ in random keys and hyperparameters.
         cfg: config of one of the members.
         members: names of the members, for warnings.
+        runs_per_call: largest number of members in one call. A call of a single member needs no vmap.
+        threads: number of calls that run at the same time. With more than one, each call uses one thread of torch.
     """
-    guard, tf32, size = cfg.trainer.finite_guard, _uses_tf32(cfg), steps_per_iteration(cfg)
-    step, end, empty = int(decisions(states[0])), total_steps(cfg, 1), Borrowed(TensorDict({}, []))
+    guard, size = cfg.trainer.finite_guard, steps_per_iteration(cfg)
+    step, end = int(decisions(states[0])), total_steps(cfg, 1)
     sample_steps, running, warned = [int(state["sample_step"]) for state in states], [True] * len(states), False
+    batches = _batches([with_iterations_of(cfg, state) for state in states], runs_per_call, threads)
+    with _calls(threads) as call_each:
+        iterate = _batch_iteration(run, _uses_tf32(cfg), guard)
+        while step < end and any(running):
+            with interruptible():
+                results = call_each(iterate, batches)
+            batches = [batch for batch, *_ in results]
+            step += size
+            records: list[list[LogData]] = [[] for _ in states]
+            for index, (state, own, nonfinite) in enumerate(one for result in results for one in _members_of(*result)):
+                if guard == "stop" and running[index]:
+                    running[index] = not _warn_of_stop(nonfinite, members[index], step)
+                if not running[index]:
+                    continue
+                if guard == "skip" and not warned:
+                    warned = _warn_of_skip(nonfinite, own["train"], step)
+                before, sample_steps[index] = sample_steps[index], int(state["sample_step"])
+                record = LogData(
+                    log_type="collect", sample_step=sample_steps[index], logs=own["collect"], state=state.lock_()
+                )
+                if "decision_step" in state:
+                    record["taken"] = sample_steps[index] - before
+                records[index] = [record, {**record, "log_type": "train", "logs": own["train"]}]
+            yield records
+
+
+_Batch = TensorDict | tuple[TensorDict]
+"""Stacked states of several members, or the state of one member."""
+
+
+def _batches(states: Sequence[TensorDict], most: int, threads: int) -> list[_Batch]:
+    """Divide states into batches of about equal size, with at most `most` states, for `threads` threads."""
+    count = threads * math.ceil(len(states) / most / threads)
+    edges = [len(states) * part // count for part in range(count + 1)]
+    parts = [states[start:end] for start, end in pairwise(edges) if start < end]
+    return [cast(_Batch, torch.stack([*part]) if len(part) > 1 else tuple(part)) for part in parts]  # pyright: ignore
+
+
+def _batch_iteration(run: Run, tf32: bool, guard: str) -> Callable[[_Batch], tuple[_Batch, dict[str, Logs], Tensor]]:
+    """Return the iteration of a batch. It returns the new states, the logs and the flags of the finite guard."""
+    empty = Borrowed(TensorDict({}, []))
 
     def iterate_member(iterate: Callable[..., Any], state: TensorDict) -> tuple[TensorDict, dict[str, Logs], Tensor]:
         state, _, logs, nonfinite = iterate(state, empty)
         return state, logs, torch.zeros(2, len(KINDS), dtype=torch.bool) if nonfinite is None else nonfinite
 
     @cache
-    def bound(phase: Hashable) -> Callable[..., Any]:
-        return torch.func.vmap(partial(iterate_member, _bound(_iteration, with_phase(run, phase), tf32, guard)))
+    def bound(phase: Hashable) -> Callable[[TensorDict], tuple[TensorDict, dict[str, Logs], Tensor]]:
+        return partial(iterate_member, _bound(_iteration, with_phase(run, phase), tf32, guard))
 
-    stacked: Any = torch.stack([with_iterations_of(cfg, state) for state in states])  # pyright: ignore
-    while step < end and any(running):
-        with interruptible():
-            stacked, logs, nonfinite = bound(phase_of(run, stacked))(stacked)
-        step += size
-        logs = {kind: {name: log.unbind() for name, log in group.items()} for kind, group in logs.items()}
-        records: list[list[LogData]] = [[] for _ in states]
-        for index, state in enumerate(stacked.unbind(0)):
-            if guard == "stop" and running[index]:
-                running[index] = not _warn_of_stop(nonfinite[index], members[index], step)
-            if not running[index]:
-                continue
-            own = {kind: {name: log[index] for name, log in group.items()} for kind, group in logs.items()}
-            if guard == "skip" and not warned:
-                warned = _warn_of_skip(nonfinite[index], own["train"], step)
-            before, sample_steps[index] = sample_steps[index], int(state["sample_step"])
-            record = LogData(
-                log_type="collect", sample_step=sample_steps[index], logs=own["collect"], state=state.lock_()
-            )
-            if "decision_step" in state:
-                record["taken"] = sample_steps[index] - before
-            records[index] = [record, {**record, "log_type": "train", "logs": own["train"]}]
-        yield records
+    def iterate(batch: _Batch) -> tuple[_Batch, dict[str, Logs], Tensor]:
+        if isinstance(batch, tuple):
+            state, logs, nonfinite = bound(phase_of(run, batch[0]))(batch[0])
+            return (state,), logs, nonfinite
+        return torch.func.vmap(bound(phase_of(run, batch)))(batch)
+
+    return iterate
+
+
+def _members_of(
+    batch: _Batch, logs: dict[str, Logs], nonfinite: Tensor
+) -> Iterator[tuple[TensorDict, dict[str, Logs], Tensor]]:
+    """Yield the results of each member of a batch."""
+    if isinstance(batch, tuple):
+        yield batch[0], logs, nonfinite
+        return
+    rows = {kind: {name: log.unbind() for name, log in group.items()} for kind, group in logs.items()}
+    for index, state in enumerate(batch.unbind(0)):
+        yield state, {k: {n: log[index] for n, log in group.items()} for k, group in rows.items()}, nonfinite[index]
+
+
+@contextmanager
+def _calls(threads: int) -> Iterator[Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]]:
+    """Return a function that calls a function with each argument, in several threads of one core each.
+
+    The first call for each size of an argument runs alone, because it may compile.
+    """
+    if threads == 1:
+        yield lambda fn, args: [fn(arg) for arg in args]
+        return
+    compiled: set[int] = set()
+
+    def call_each(fn: Callable[[Any], Any], args: Sequence[Any]) -> list[Any]:
+        results = {}
+        for index, arg in enumerate(args):
+            if len(arg) not in compiled:
+                results[index] = pool.submit(fn, arg).result()
+                compiled.add(len(arg))
+        others = {index: pool.submit(fn, arg) for index, arg in enumerate(args) if index not in results}
+        results |= {index: other.result() for index, other in others.items()}
+        return [results[index] for index in range(len(args))]
+
+    threads_before = torch.get_num_threads()
+    pool = ThreadPoolExecutor(threads, "member", torch.set_num_threads, (1,))
+    try:
+        yield call_each
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # an interrupted run does not wait for the end of an iteration
+        torch.set_num_threads(threads_before)  # MKL's part of the setting is common to all threads
 
 
 def _warn_of_stop(nonfinite: Tensor, member: str, step: int) -> bool:

@@ -25,7 +25,7 @@ from ecrl.distributed import world_size
 from ecrl.errors import CheckpointError, ConfigError, NotFiniteError, UserError, extra
 from ecrl.loop.buffers import kinds_of, with_own_buffers
 from ecrl.loop.build import build, device_of
-from ecrl.loop.iteration import can_vmap, decisions_of, first_state, vmapped_iterations
+from ecrl.loop.iteration import can_vmap, decisions_of, first_state, iterations_of_members
 from ecrl.loop.signals import asked, in_loop
 from ecrl.pytree import flatten
 from ecrl.registry import did_you_mean
@@ -40,8 +40,8 @@ from ecrl.types import LogData
 _SEED = "trainer.seed"
 _MAX_NAME_BYTES = 255  # limit of most file systems
 _RECORD_TYPES = ("collect", "train", "evaluate")  # in the order of the records of an iteration
-_FEW_ENVS = 4
-"""Compiled runs on a CPU train together if each has at most this number of environments."""
+_FEW_ENVS, _RUNS_OF_FEW_ENVS = 4, 16
+"""Compiled runs on a CPU share calls if each has at most 4 environments. 16 runs per call are fastest."""
 
 
 class Member(NamedTuple):
@@ -121,12 +121,14 @@ def train_many(
     runs_per_call: int | None = None,
     progress: bool = True,
 ) -> Members:
-    """Train one run for each combination of a seed and the swept settings. Runs share calls where that is faster.
+    """Train one run for each combination of a seed and the swept settings.
 
     Runs that differ only in the seed and in hyperparameters of `state["hyper"]`, such as the learning rate, train
-    together under `torch.func.vmap`. Each of these runs gives the results that it gives alone, up to rounding. Other
-    combinations train one after the other. So do runs whose environments step in Python, such as Gymnasium's, runs with
-    a replay buffer, frozen parameters or demonstrations, and runs whose policy draws its own random numbers.
+    together: several runs share a call of `torch.func.vmap` where that is faster. Compiled runs on a CPU train in as
+    many calls at the same time as `torch.get_num_threads()`, and each call uses one thread. Each of these runs gives
+    the results that it gives alone, up to rounding. Other combinations train one after the other. So do runs whose
+    environments step in Python, such as Gymnasium's, runs with a replay buffer, frozen parameters or demonstrations,
+    and runs whose policy draws its own random numbers.
 
     With `run_dir`, each run has its own run folder in `run_dir`, with its config, metrics and checkpoints. The commands
     for run folders work with each of these folders. A second call with the same arguments resumes the runs that have
@@ -140,8 +142,8 @@ def train_many(
         sweep: dict from a dotted key to a list of values, such as `{"algorithm.cfg.learning_rate": [1e-3, 3e-4]}`. The
             runs cover every combination of these values.
         run_dir: folder for the run folders; if None, nothing is written.
-        runs_per_call: largest number of runs that train together; if None, all runs of a group, or 1 if separate calls
-            are faster (compiled runs on a CPU with one thread, or with more than 4 environments).
+        runs_per_call: largest number of runs in a call of `torch.func.vmap`; if None, all runs that can share it.
+            Compiled runs on a CPU then share a call only if they have at most 4 environments, at most 16 runs each.
         progress: if True, show a live progress line.
 
     Returns: the states and histories of all runs. `print` shows them as a table.
@@ -164,7 +166,9 @@ def train_many(
         members = [_start(*named_run, folder, stack) for named_run in runs]
         try:
             for group in _groups(members, runs_per_call):
-                if not (_train_together(group, progress) if len(group) > 1 else _train_alone(group[0], progress)):
+                together = len(group) > 1
+                most = _runs_per_call(group, runs_per_call)
+                if not (_train_together(group, most, progress) if together else _train_alone(group[0], progress)):
                     break
         finally:
             results = Members([Member(m.name, m.values, m.cfg, m.state, m.history) for m in members])
@@ -263,10 +267,30 @@ def _groups(members: Sequence[_Unfinished], runs_per_call: int | None) -> Iterat
         else:
             group.append(member)
     for group in groups:
-        most = runs_per_call or (len(group) if _is_faster_together(group[0]) else 1)
+        most = _runs_per_call(group, runs_per_call) * _threads(group[0])
         parts = math.ceil(len(group) / most)
         edges = [len(group) * part // parts for part in range(parts + 1)]
         yield from (group[start:end] for start, end in pairwise(edges))
+
+
+def _runs_per_call(group: Sequence[_Unfinished], most: int | None) -> int:
+    """Return the largest number of runs in a call: `most`, or by default the number that is fastest.
+
+    Eager runs and runs on a GPU spend most of their time in launching operations, which the runs of one call share.
+    Compiled runs on a CPU save time only with few environments, as `python -m benchmarks --only seeds` measures.
+    """
+    if most is not None or not _is_compiled_on_cpu(group[0]):
+        return most or len(group)
+    return _RUNS_OF_FEW_ENVS if group[0].cfg.trainer.num_envs <= _FEW_ENVS else 1
+
+
+def _threads(member: _Unfinished) -> int:
+    """Return the number of calls that run at the same time. The C++ of a compiled run does not hold Python's lock."""
+    return torch.get_num_threads() if _is_compiled_on_cpu(member) else 1
+
+
+def _is_compiled_on_cpu(member: _Unfinished) -> bool:
+    return member.run.jit is not partial and device_of(member.cfg).type == "cpu"
 
 
 def _are_compatible(one: _Unfinished, other: _Unfinished) -> bool:
@@ -299,10 +323,14 @@ def _train_alone(member: _Unfinished, progress: bool) -> bool:
     return member.has_finished
 
 
-def _train_together(group: Sequence[_Unfinished], progress: bool) -> bool:
-    """Train several runs to their ends in one call per iteration. Return False if a signal ended them early."""
-    run, cfg = group[0].run, group[0].cfg
-    batches = vmapped_iterations(run, [member.state for member in group], cfg, [member.name for member in group])
+def _train_together(group: Sequence[_Unfinished], runs_per_call: int, progress: bool) -> bool:
+    """Train several runs to their ends, one iteration of all runs after another.
+
+    Return False if a signal ended them early.
+    """
+    run, cfg, states, names = group[0].run, group[0].cfg, [m.state for m in group], [m.name for m in group]
+    threads = min(_threads(group[0]), len(group))
+    batches = iterations_of_members(run, states, cfg, names, runs_per_call=runs_per_call, threads=threads)
     streams = [
         consumers(records, run, member.state, member.cfg, member.folder, int(member.state["sample_step"]), False)
         for records, member in zip(_records_of_each(batches, len(group)), group, strict=True)
@@ -387,18 +415,6 @@ def _rounds(group: Sequence[_Unfinished], streams: Sequence[Iterator[LogData]]) 
             names = [name for name in equal[0]["logs"] if all(name in one["logs"] for one in equal)]
             logs = {name: torch.stack([one["logs"][name] for one in equal]).nanmean() for name in names}
             yield cast(LogData, {**equal[0], "logs": logs})
-
-
-def _is_faster_together(member: _Unfinished) -> bool:
-    """Return True if runs like this one should train in one call.
-
-    Eager runs and runs on a GPU spend most of their time in launching operations, which the runs of one call share.
-    Compiled runs on a CPU save time only with several threads and few environments, as `python -m benchmarks --only
-    seeds` measures.
-    """
-    if member.run.jit is partial or device_of(member.cfg).type != "cpu":
-        return True
-    return torch.get_num_threads() > 1 and member.cfg.trainer.num_envs <= _FEW_ENVS
 
 
 def _write_summary(members: Members, folder: Path) -> None:

@@ -79,6 +79,22 @@ def test_no_loop_is_given_a_view_that_changes_nothing():
     assert [node.op for node in loop.args[-1]] == ["placeholder"]
 
 
+def test_a_loop_reads_rows_without_gaps():
+    """Inductor copies a whole tensor with gaps in each iteration of a loop, if the body reads it in another order."""
+
+    def fn(x):
+        return graph_scan(lambda c, x: (c + x, c), torch.zeros_like(x[0]), x)[1]
+
+    memory = torch.arange(5 * 3 * 7.0).reshape(3, 7, 5)
+    for x in (memory[:, :6].permute(1, 0, 2), memory[:, :, ::2].permute(1, 0, 2), memory.permute(1, 0, 2)):
+        graph = graph_of(fn, x)
+        (loop,) = _calls(graph, scan_op)
+        (rows,) = (node.meta["val"] for node in loop.args[2])
+        assert rows.stride() == torch.empty_like(rows, device="meta").stride()
+        assert torch.equal(graph(x)[0], scan(lambda c, x: (c + x, c), torch.zeros(3, x.shape[2]), x)[1])
+    assert rows.stride() == x.stride(), "a permuted tensor without gaps is read in its own order"
+
+
 def test_outside_is_called_once_with_the_batch_in_front():
     shapes = []
 

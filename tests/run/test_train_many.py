@@ -3,6 +3,7 @@
 import csv
 import gc
 import json
+import threading
 import warnings
 import weakref
 
@@ -10,9 +11,11 @@ import pytest
 import torch
 from support import custom_modules
 from support.small_runs import last_state, same, small
+from tensordict import TensorDict
 
 import ecrl
 from ecrl.errors import UserError
+from ecrl.loop import iteration
 from ecrl.loop.build import build
 from ecrl.run import train_many as module
 from ecrl.run.checkpoint import latest
@@ -32,14 +35,14 @@ def assert_close(one, other):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The names of the runs of each call of the vmapped loop."""
-    seen, before = [], module.vmapped_iterations
+    """The names of the runs of each group that trains together."""
+    seen, before = [], module.iterations_of_members
 
-    def counted(run, states, cfg, names):
+    def counted(run, states, cfg, names, **options):
         seen.append(list(names))
-        return before(run, states, cfg, names)
+        return before(run, states, cfg, names, **options)
 
-    monkeypatch.setattr(module, "vmapped_iterations", counted)
+    monkeypatch.setattr(module, "iterations_of_members", counted)
     return seen
 
 
@@ -102,10 +105,10 @@ def test_a_policy_that_draws_its_own_random_numbers_trains_one_run_after_the_oth
 
 
 def test_runs_with_and_without_evaluations_stay_in_step(monkeypatch):
-    furthest, before = [], module.vmapped_iterations
+    furthest, before = [], module.iterations_of_members
 
-    def watched(run, states, cfg, names):
-        for batch in before(run, states, cfg, names):
+    def watched(run, states, cfg, names, **options):
+        for batch in before(run, states, cfg, names, **options):
             furthest.append(batch[0][0]["sample_step"])
             yield batch
 
@@ -116,7 +119,7 @@ def test_runs_with_and_without_evaluations_stay_in_step(monkeypatch):
             lags.append(furthest[-1] - min(int(member.state["sample_step"]) for member in group))
             yield record
 
-    monkeypatch.setattr(module, "vmapped_iterations", watched)
+    monkeypatch.setattr(module, "iterations_of_members", watched)
     monkeypatch.setattr(module, "_rounds", watched_rounds)
     cfg = small(**{"trainer.eval_freq": 32, "trainer.num_eval_episodes": 1, "trainer.iterations": 12})
     runs = many(cfg, seeds=[0], sweep={"trainer.enable_eval": [False, True]})
@@ -127,17 +130,17 @@ def test_runs_with_and_without_evaluations_stay_in_step(monkeypatch):
 
 
 def test_the_states_of_earlier_iterations_are_released(monkeypatch):
-    states, live, before = [], [], module.vmapped_iterations
+    states, live, before = [], [], module.iterations_of_members
 
-    def watched(run, first, cfg, names):
-        for batch in before(run, first, cfg, names):
+    def watched(run, first, cfg, names, **options):
+        for batch in before(run, first, cfg, names, **options):
             states.append(weakref.ref(batch[0][0]["state"]))
             yield batch
             del batch
             gc.collect()
             live.append(sum(state() is not None for state in states))
 
-    monkeypatch.setattr(module, "vmapped_iterations", watched)
+    monkeypatch.setattr(module, "iterations_of_members", watched)
     many(small(**{"trainer.iterations": 8}))
     assert max(live) <= 2, live
 
@@ -149,17 +152,64 @@ def test_parts_of_at_most_runs_per_call(calls):
 
 
 @pytest.mark.parametrize(
-    ("compiles", "threads", "num_envs", "together"),
-    [("off", 1, 128, True), ("on", 2, 4, True), ("on", 2, 5, False), ("on", 1, 4, False)],
+    ("compiles", "threads", "num_envs", "by_default", "in_pairs"),
+    [
+        ("off", 1, 128, [20], [2] * 10),
+        ("off", 2, 128, [20], [2] * 10),
+        ("on", 1, 4, [10, 10], [2] * 10),
+        ("on", 1, 5, [1] * 20, [2] * 10),
+        ("on", 2, 4, [20], [4] * 5),
+        ("on", 2, 5, [2] * 10, [4] * 5),
+    ],
 )
-def test_by_default_runs_train_together_where_that_is_faster(compiles, threads, num_envs, together, monkeypatch):
+def test_the_form_the_threads_and_the_environments_determine_the_groups(
+    compiles, threads, num_envs, by_default, in_pairs, monkeypatch
+):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     cfg = small(**{"trainer.num_envs": num_envs, "trainer.compile": compiles})
-    members = [module._Unfinished(f"seed_{seed}", {}, cfg, None) for seed in range(3)]
+    members = [module._Unfinished(f"seed_{seed}", {}, cfg, None) for seed in range(20)]
+    run, state = build(cfg), ecrl.init_state(cfg)
     for member in members:
-        member.run, member.state = build(cfg), ecrl.init_state(cfg)
-    assert [len(group) for group in module._groups(members, None)] == ([3] if together else [1, 1, 1])
-    assert [len(group) for group in module._groups(members, 2)] == [1, 2]
+        member.run, member.state = run, state
+    assert [len(group) for group in module._groups(members, None)] == by_default
+    assert [len(group) for group in module._groups(members, 2)] == in_pairs
+
+
+@pytest.mark.parametrize(
+    ("most", "threads", "sizes"), [(16, 1, [5]), (2, 1, [1, 2, 2]), (16, 2, [2, 3]), (1, 2, [1] * 5), (2, 3, [1, 2, 2])]
+)
+def test_batches_are_about_equal_and_no_thread_is_idle(most, threads, sizes):
+    states = [TensorDict({"x": torch.tensor(float(i))}, []) for i in range(5)]
+    batches = iteration._batches(states, most, threads)
+    assert sorted(len(batch) for batch in batches) == sizes
+    assert [float(state["x"]) for batch in batches for state in batch] == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("runs_per_call", [1, 2])
+def test_calls_at_the_same_time_give_the_results_of_one_thread(runs_per_call, monkeypatch):
+    """A barrier in each call shows that two calls run at the same time."""
+    cfg = small(**{"trainer.compile": "on", "trainer.num_envs": 8, "trainer.iterations": 3})
+    barrier, inside, before = threading.Barrier(2), [], iteration._batch_iteration
+
+    def watched(*args):
+        iterate = before(*args)
+
+        def at_the_same_time(batch):
+            inside.append((threading.current_thread().name, torch.get_num_threads()))
+            if len(inside) > 2:  # in the first iteration, the first call runs alone, because it compiles
+                barrier.wait(60.0)
+            return iterate(batch)
+
+        return at_the_same_time
+
+    monkeypatch.setattr(iteration, "_batch_iteration", watched)
+    monkeypatch.setattr(module, "_threads", lambda member: 2)
+    threads = torch.get_num_threads()
+    runs = many(cfg, seeds=range(2 * runs_per_call), runs_per_call=runs_per_call)
+    assert {threads for _, threads in inside} == {1} and len({name for name, _ in inside}) == 2
+    assert torch.get_num_threads() == threads
+    for run in runs:
+        assert_close(run.state, last_state(run.cfg))
 
 
 @pytest.mark.parametrize(
