@@ -1,4 +1,4 @@
-"""Pure functions on tensors: returns, advantages, losses, distributions, rollouts, running moments, optimisers.
+"""Pure functions on tensors, such as returns, losses, distributions, replay buffers, rollouts and optimisers.
 
 Every function can be used on its own, for example in another trainer.
 """

@@ -79,9 +79,10 @@ def bernoulli_log_prob(logits: Tensor, action: Tensor) -> Tensor:
 def bernoulli_entropy(logits: Tensor) -> Tensor:
     """Return the entropy in nats, summed over the last axis.
 
-        sum_a(-p log(p) - (1 - p) log(1 - p)) = sum_a(log(1 + exp(-x)) + x sigmoid(-x)),    x = |logits|
+        sum_a(-p log(p) - (1 - p) log(1 - p)) = sum_a(log(1 + exp(-x)) + x sigmoid(-x))
+        p = sigmoid(logits),    x = |logits|
 
-    The second form has no cancellation if a probability is near 0 or 1.
+    The second form has no cancellation, even if `p` is near 0 or 1.
 
     Args:
         logits: `[*B, A]` float.
@@ -98,11 +99,12 @@ def bernoulli_entropy(logits: Tensor) -> Tensor:
 
 
 def bernoulli_kl(logits: Tensor, other_logits: Tensor) -> Tensor:
-    """Return the KL divergence KL(first | other) in nats, summed over the last axis.
+    """Return the KL divergence KL(p | q) in nats, summed over the last axis.
 
         sum_a(p (log(p) - log(q)) + (1 - p) (log(1 - p) - log(1 - q)))
+        p = sigmoid(logits),    q = sigmoid(other_logits)
 
-    Terms of probability 0 under `logits` contribute 0 to the sum.
+    Outcomes of probability 0 under `logits` contribute 0 to the sum.
 
     Args:
         logits: `[*B, A]` float.

@@ -1,8 +1,8 @@
 """Functions of independent beta variables: sample, mode, log_prob, entropy and kl.
 
 A beta variable lies in [0, 1] and has two concentrations `alpha` and `beta` above 0, of shape `[*B, A]`. log_prob,
-entropy and kl are sums over the last axis. All functions compute in float64, because log-gamma functions of large
-concentrations nearly cancel, and return the dtype of their inputs.
+entropy and kl are sums over the last axis. All functions compute in float64, because the log-gamma terms of large
+concentrations nearly cancel. The results have the dtype of the inputs.
 """
 
 import torch
@@ -13,25 +13,25 @@ from ecrl.kernels.dtypes import common_dtype, computed_in
 from ecrl.types import same_shape
 
 _PROPOSALS = 16
-"""Proposals for each gamma sample. All of them are rejected with a probability below 1e-20."""
+"""Number of proposals for each gamma sample. The probability that all of them are rejected is below 1e-20."""
 
 
 def _round(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert a float64 result to `dtype`. A half-precision result is rounded to float32 first."""
+    """Convert a float64 result to `dtype`. If `dtype` is half precision, round the result to float32 first."""
     return x.to(computed_in(dtype)).to(dtype)
 
 
 def _inside(action: Tensor) -> Tensor:
-    """Convert to float64 and clip to the open interval between 0 and 1, whose ends rounding may reach."""
+    """Convert actions to float64 and clip them to the open interval (0, 1), because rounding may give 0 or 1."""
     info = torch.finfo(computed_in(action.dtype) if action.is_floating_point() else torch.float32)
     return action.to(torch.float64).clamp(info.tiny, 1.0 - info.eps / 2.0)
 
 
 def _log_gamma_sample(shape: Tensor, key: Tensor) -> Tensor:
-    """Return the logarithm of a gamma sample for each shape parameter in `[*B, A]`. The keys have shape `[*B]`.
+    """Return the logarithm of one gamma sample for each parameter in `shape`, `[*B, A]`. `key` is `[*B]`.
 
-    The method of Marsaglia and Tsang needs a shape of at least 1. A smaller shape uses a sample of the shape plus 1,
-    multiplied by a uniform variable to the power of 1 / shape.
+    The method of Marsaglia and Tsang needs a parameter of at least 1. For a smaller parameter, a sample for
+    `shape + 1` is multiplied by `u^(1 / shape)`, where u is uniform.
     """
     normal_key, uniform_key, boost_key = rng.split(key, 3)
     size = shape.shape[-1:]
@@ -77,7 +77,7 @@ def beta_sample(alpha: Tensor, beta: Tensor, key: Tensor) -> Tensor:
 
 
 def beta_mode(alpha: Tensor, beta: Tensor) -> Tensor:
-    """Return the point of highest density.
+    """Return the point of highest density of each variable.
 
         (alpha - 1) / (alpha + beta - 2)    if both concentrations are above 1
 
@@ -157,10 +157,12 @@ def beta_entropy(alpha: Tensor, beta: Tensor) -> Tensor:
 
 
 def beta_kl(alpha: Tensor, beta: Tensor, other_alpha: Tensor, other_beta: Tensor) -> Tensor:
-    """Return the KL divergence KL(first | other) in nats, summed over the last axis.
+    """Return the KL divergence KL(Beta(a, b) | Beta(a', b')) in nats, summed over the last axis.
 
         sum_a(log(B(a', b')) - log(B(a, b)) + (a - a') digamma(a) + (b - b') digamma(b)
               - (a + b - a' - b') digamma(a + b))
+
+    Here a is `alpha`, b is `beta`, a' is `other_alpha` and b' is `other_beta`.
 
     Args:
         alpha: `[*B, A]` float, above 0, concentration at 1.

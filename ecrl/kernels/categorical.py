@@ -135,7 +135,7 @@ def categorical_kl(logits: Tensor, other_logits: Tensor) -> Tensor:
 
     Actions of probability 0 under `logits` contribute 0 to the sum.
 
-        sum_k(p[k] * (log(p[k]) - log(q[k])))
+        sum_k(p[k] * (log(p[k]) - log(q[k]))),    p = softmax(logits), q = softmax(other_logits)
 
     Args:
         logits: `[*B, K]` float.
@@ -163,7 +163,9 @@ def _parts(nvec: tuple[int, ...], **tensors: Tensor) -> list[tuple[Tensor, ...]]
     """Split the last axis of each tensor into components of sizes `nvec`. Return one tuple of tensors per component."""
     for name, tensor in tensors.items():
         if tensor.shape[-1] != sum(nvec):
-            raise ValueError(f"{name} has {tensor.shape[-1]} entries, expected sum(nvec) = {sum(nvec)} for nvec={nvec}")
+            raise ValueError(
+                f"{name} has {tensor.shape[-1]} entries on its last axis, expected {sum(nvec)}, the sum of nvec={nvec}"
+            )
     return list(zip(*(tensor.split(nvec, -1) for tensor in tensors.values()), strict=True))
 
 

@@ -8,7 +8,7 @@ Where `terminated` is True or `gamma` is 0, the distributions of the next state 
 that compute targets do not detach their inputs. The losses detach their targets.
 
 Half-precision inputs are converted to float32. Results have the common dtype of the float inputs, as given by
-`torch.promote_types`. The `weight` of a loss does not count.
+`torch.promote_types`. The dtype of a loss does not depend on its `weight`.
 """
 
 from math import sqrt
@@ -123,7 +123,7 @@ def categorical_target(
 def _check_support(support: Tensor, dist: Tensor) -> None:
     check_tensors(support=support)
     if support.shape != dist.shape[-1:]:
-        raise ValueError(f"support has shape {list(support.shape)}, expected {list(dist.shape[-1:])}, the atoms")
+        raise ValueError(f"support has shape {list(support.shape)}, expected {list(dist.shape[-1:])}, one per atom")
 
 
 def _categorical_target(
@@ -182,7 +182,7 @@ def categorical_q_target(
     _check_support(support, next_logits)
     dtype = common_dtype(reward, next_logits, support)
     reward, next_logits, support = widened(reward, next_logits, support)
-    unread = _discount(reward, terminated, gamma) == 0.0  # filled, because softmax of NaN has a NaN gradient
+    unread = _discount(reward, terminated, gamma) == 0.0  # filled, because a softmax of NaN has a NaN gradient
     logits = _select(next_logits, next_q_selector).masked_fill(unread.unsqueeze(-1), 0.0)
     return _categorical_target(reward, F.softmax(logits, -1), terminated, support, gamma).to(dtype)
 
@@ -234,7 +234,7 @@ def soft_categorical_target(
     gamma: Scalar,
     temperature: Scalar,
 ) -> Tensor:
-    """Return the target distributions of FastSAC: for each critic its own, shifted by an entropy bonus.
+    """Return the target distributions of FastSAC: one distribution for each critic, shifted by an entropy bonus.
 
         atoms[k] = reward + gamma * (support[k] - temperature * next_log_prob) * not terminated
         categorical_project(softmax(next_logits[c]), atoms, support)
@@ -283,9 +283,9 @@ def _check_critics(reward: Tensor, next_logits: Tensor, terminated: Tensor, supp
 
 
 def _read_probs(next_logits: Tensor, discount: Tensor) -> Tensor:
-    """Return probabilities `[C, *B, K]`. They are uniform where `discount`, of shape `[*B]`, is 0, as nothing is read.
+    """Return the softmax of `next_logits`, `[C, *B, K]`, and uniform probabilities where `discount`, `[*B]`, is 0.
 
-    A softmax of NaN would make gradients NaN.
+    These logits may be NaN, because the target does not read them. A softmax of NaN would make gradients NaN.
     """
     return F.softmax(next_logits.masked_fill((discount == 0.0).unsqueeze(-1), 0.0), -1)
 

@@ -1,8 +1,6 @@
-"""Dtype conversions for kernels.
+"""Dtype conversions, numerical limits and checks of hyperparameters, for kernels.
 
 Kernels convert half-precision inputs to float32, and convert the results back to half precision.
-
-Other functions return the rounding error and the exponent bound of a dtype, and check hyperparameters.
 """
 
 from functools import reduce
@@ -26,7 +24,7 @@ def computed_in(dtype: torch.dtype) -> torch.dtype:
 
 
 def common_dtype(*tensors: Tensor) -> torch.dtype:
-    """Return the common float dtype of `tensors`, or torch's default float dtype if all tensors hold integers.
+    """Return the common float dtype of `tensors`, or torch's default float dtype if no tensor holds floats.
 
     >>> common_dtype(torch.ones(1), torch.ones(1, dtype=torch.bfloat16)), common_dtype(torch.tensor([1]))
     (torch.float32, torch.float32)
@@ -76,7 +74,7 @@ def scalars(**named: Scalar) -> tuple[Scalar, ...]:
             continue
         if getattr(number, "ndim", 0):
             raise ValueError(f"{name} has shape {list(number.shape)}, expected a number or a 0-d tensor")  # pyright: ignore
-        if not isinstance(number, Tensor) and not hasattr(number, "__float__"):  # numbers of NumPy have it
+        if not isinstance(number, Tensor) and not hasattr(number, "__float__"):  # NumPy numbers have `__float__`
             raise ValueError(f"{name} is {number!r}, expected a number or a 0-d tensor")
     return tuple(x.float() if isinstance(x, Tensor) and x.dtype in _HALF else x for x in named.values())
 
@@ -84,8 +82,8 @@ def scalars(**named: Scalar) -> tuple[Scalar, ...]:
 def discounts(**named: Scalar) -> tuple[Scalar, ...]:
     """Return discount factors after checking that each is a scalar and converting tensors to float64.
 
-    In float32, a product of discounts is rounded in the same direction at every step, so the error would grow with the
-    number of steps.
+    A float32 discount has the same rounding error at every step, so the error of a product of discounts would grow
+    with the number of steps.
 
     Raises: ValueError naming a hyperparameter that is neither a number nor a 0-d tensor.
 
@@ -96,9 +94,11 @@ def discounts(**named: Scalar) -> tuple[Scalar, ...]:
 
 
 def step_discounts(gamma: Scalar, reward: Tensor) -> Scalar:
-    """Check that `gamma` is a scalar or has the shape of `reward`. If `gamma` is a tensor, convert it to float64.
+    """Convert a tensor `gamma` to float64, after checking that it is 0-d or has the shape of `reward`.
 
-    Raises: ValueError unless `gamma` is a number, a 0-d tensor or a tensor with the shape of `reward`.
+    A `gamma` that is not a tensor is returned unchanged.
+
+    Raises: ValueError if `gamma` is a tensor of another shape.
 
     >>> step_discounts(0.9, torch.zeros(2))
     0.9
@@ -115,7 +115,7 @@ def step_discounts(gamma: Scalar, reward: Tensor) -> Scalar:
 
 
 def exponent_bound(dtype: torch.dtype) -> float:
-    """Return the upper bound for log-ratios of a dtype: half the logarithm of the dtype's largest finite value.
+    """Return the upper bound for log-ratios in `dtype`: half the logarithm of the dtype's largest finite value.
 
     Kernels clamp log-ratios to this bound, so that a ratio is at most the square root of the largest finite value.
     Products of ratios and advantages, and sums of such products, then stay finite. The bound is 44.36 for float32 and

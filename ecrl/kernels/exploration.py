@@ -31,6 +31,8 @@ class HeldNoise(NamedTuple):
 def clip_to_bounds(action: Tensor, low: Scalar, high: Scalar) -> Tensor:
     """Clip actions to bounds. Each bound is a number, or a tensor that broadcasts to `action`.
 
+    Raises: ValueError naming a bound that does not broadcast to `action`.
+
     >>> clip_to_bounds(torch.tensor([-3.0, 3.0]), -1.0, torch.tensor([1.0, 2.0]))
     tensor([-1.,  2.])
     """
@@ -60,7 +62,7 @@ def _for_rows(name: str, number: Scalar, rows: Tensor) -> Scalar:
 
 
 def epsilon_greedy(q: Tensor, noise: Tensor, *, epsilon: Scalar) -> Tensor:
-    """In each row, sample a uniformly random action with probability `epsilon`, or else take the greedy action.
+    """Sample a uniformly random action with probability `epsilon`, or else take the greedy action, in each row.
 
         p[a] = epsilon / count(q > -inf) * (q[a] > -inf) + (1 - epsilon) * (a == argmax(q))
         argmax_a(log(p[a]) + noise[a])
@@ -149,7 +151,7 @@ def ou_noise(state: Tensor, noise: Tensor, *, theta: Scalar, sigma: Scalar, dt: 
 
 
 def held_noise(held: Tensor, steps_left: Tensor, noise: Tensor, duration: int | Tensor) -> HeldNoise:
-    """Hold the noise of each environment for several steps before new noise replaces it.
+    """Keep the noise of each environment while `steps_left` is above 0, or else replace it with new noise.
 
         renewed    = steps_left <= 0
         noise      = noise if renewed else held
@@ -227,7 +229,7 @@ def noisy_linear(
         b[o]   = bias[o] + bias_std[o] * f(noise_out[o])
         y[o]   = sum_i(w[o,i] * x[i]) + b[o]
 
-    Each layer needs I + O numbers of noise for its I * O weights. The noisy weights are not stored. The function
+    A layer needs only I + O noise values for its I * O weights. The noisy weights are not stored. The function
     computes the same result with two matrix products, so each row may have its own noise:
 
         y = weight x + bias + f(noise_out) * (weight_std (f(noise_in) * x) + bias_std)

@@ -1,4 +1,4 @@
-"""Flow matching: its loss, and denoising steps without noise (ODE) and with noise (Flow-SDE).
+"""Flow matching: the loss, and denoising steps without noise (ODE) and with noise (Flow-SDE).
 
 A flow turns noise at time 1 into data at time 0. A sample at time t is a mixture of data x0 and noise x1:
 
@@ -63,7 +63,7 @@ def flow_matching_loss(velocity: Tensor, data: Tensor, noise: Tensor) -> Tensor:
 
         (velocity - (noise - data))^2
 
-    The velocity is predicted from `flow_interpolate(data, noise, t)` and t. Average over random times and noise.
+    Predict the velocity from `flow_interpolate(data, noise, t)` and t. Average the loss over random times and noise.
 
     Args:
         velocity: `[*B, ...]` float, the predicted velocity.
@@ -85,7 +85,7 @@ def flow_matching_loss(velocity: Tensor, data: Tensor, noise: Tensor) -> Tensor:
 
 
 def flow_ode_step(sample: Tensor, velocity: Tensor, delta: Tensor) -> Tensor:
-    """Return the next sample of a denoising step without noise.
+    """Return the sample after one denoising step without noise.
 
         sample - delta * velocity
 
@@ -109,7 +109,7 @@ def flow_ode_step(sample: Tensor, velocity: Tensor, delta: Tensor) -> Tensor:
 
 
 def flow_sde_step(sample: Tensor, velocity: Tensor, t: Tensor, delta: Tensor, *, noise_level: Scalar) -> FlowStep:
-    """Return the distribution of the next sample of a denoising step with noise.
+    """Return the distribution of the sample after one denoising step with noise.
 
         x0    = sample - t * velocity,    x1 = sample + (1 - t) * velocity
         sigma = noise_level * sqrt(t / (1 - t))        at t = 1, 1 - t is replaced by delta
@@ -128,7 +128,7 @@ def flow_sde_step(sample: Tensor, velocity: Tensor, t: Tensor, delta: Tensor, *,
 
     Returns: the `mean`, in the shape of `sample`, and the `std`, in the common shape of `t` and `delta`.
     Gradient: flows through all arguments.
-    Raises: ValueError naming the arguments whose shapes do not match.
+    Raises: ValueError naming the argument, if shapes do not match or `noise_level` is not 0-d.
     Source: Liu et al. 2025 (Flow-GRPO), arXiv:2505.05470, eq. 9. Chen et al. 2025 (pi_RL), arXiv:2510.25889.
 
     >>> half = torch.tensor(0.5)

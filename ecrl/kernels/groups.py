@@ -99,12 +99,12 @@ def leave_one_out(score: Tensor, mask: Tensor | None = None, *, group_size: int)
 def informative_groups(
     score: Tensor, mask: Tensor | None = None, *, group_size: int, low: Scalar, high: Scalar
 ) -> Tensor:
-    """Return a mask of the groups whose mean score is strictly between two bounds.
+    """Return a mask of the entries whose group has a mean score strictly between `low` and `high`.
 
         low < mean_g(score) < high        mean over unmasked members
 
-    With scores 0 and 1, the bounds 0 and 1 keep the groups with both successes and failures. The other groups have no
-    advantage.
+    With scores 0 and 1, the bounds 0 and 1 keep the groups with both successes and failures. In the other
+    groups, all advantages are 0.
 
     Args:
         score: `[N, *F]` float, in reward units. Masked entries may hold any value, including NaN.
@@ -129,7 +129,7 @@ def informative_groups(
 
 
 class _Groups(NamedTuple):
-    """Statistics of groups. The first two axes are the group and its member, of size 1 in statistics of a group."""
+    """Statistics of groups, `[N / group_size, group_size, *F]`. Statistics of a whole group have size 1 on axis 1."""
 
     counted: Tensor
     """True for unmasked members."""
@@ -207,7 +207,7 @@ def grpo_advantages(rollout: TensorDict, *, gamma: Scalar, group_size: int, eps:
 def returns_to_go(rollout: TensorDict, *, gamma: Scalar) -> tuple[Tensor, Tensor]:
     """Return the returns of a rollout without bootstrapping, and the mask, each `[N, T]`.
 
-    See `grpo_advantages` for the rollout. Half-precision rewards are converted to float32.
+    See `grpo_advantages` for the fields of the rollout. Half-precision rewards are converted to float32.
     """
     check_rollout(rollout, "reward")
     (reward,) = widened(rollout["reward"])

@@ -10,13 +10,13 @@ from ecrl.types import check_bool
 
 
 def push_frame(frames: Any, started: Tensor, obs: Any) -> Any:
-    """Append an observation to the stack of the observations before it.
+    """Append an observation to the previous k - 1 observations, or fill the stack with it if an episode starts.
 
         stack[i] = frames[i]  if started else obs,  i = 0 .. k - 2
         stack[k - 1] = obs
 
-    The first observation of an episode fills the whole stack, as in Gymnasium's `FrameStackObservation` with its
-    default settings. The frames before the next observation are `stack[1:]`.
+    Gymnasium's `FrameStackObservation` also fills the stack at the start of an episode, with its default settings. Pass
+    `stack[1:]` as `frames` of the next call.
 
     Args:
         frames: tensor `[*B, k - 1, ...]` with the previous k - 1 observations, oldest first, or a tree of such tensors.
@@ -45,11 +45,11 @@ def push_frame(frames: Any, started: Tensor, obs: Any) -> Any:
 
 
 def stack_frames(frames: Any, started: Tensor, obs: Any, done: Tensor) -> Any:
-    """Return the stack of the latest k observations at each step of sequences.
+    """Return the stack of the latest k observations at each step of several sequences.
 
         stack[t, i] = obs[max(t - k + 1 + i, start of the episode)],  i = 0 .. k - 1
 
-    Observations before the sequence are in `frames`. The result equals that of `push_frame` step by step.
+    Observations before the sequence are in `frames`. Calling `push_frame` step by step gives the same result.
 
     Args:
         frames: tensor `[n, k - 1, ...]` with the k - 1 observations before the sequence, oldest first, or a tree of

@@ -1,10 +1,10 @@
 """Policy-gradient losses and estimates of the KL divergence.
 
 A loss is a mean over the entries whose `mask` is True, or 0 if all entries are masked. Without a mask, every entry
-counts. Masked entries may hold any
-value, including NaN. Losses detach their targets. A function with logs returns `(loss, logs)`, where `loss` is 0-d and
-`logs` maps names to detached 0-d tensors. The log `count` is the number of unmasked entries, which weights the loss in
-an average over ranks.
+counts. Masked entries may hold any value, including NaN. Losses detach their targets. A function with logs returns
+`(loss, logs)`, where `loss` is 0-d and `logs` maps names to detached 0-d tensors. The log `count` is the number of
+unmasked entries, which weights the loss in an average over ranks. The log `clip_frac` is the share of unmasked entries
+whose ratio is outside the clips.
 
 Losses with more than four tensors take them by keyword.
 
@@ -26,7 +26,7 @@ from ecrl.types import Logs, Scalar, check_tensors, checked_mask, same_shape
 
 
 def expand_to_tokens(advantage: Tensor, like: Tensor, name: str = "log_prob") -> Tensor:
-    """Return `advantage` expanded along the trailing token axes of `like`, the argument called `name`.
+    """Expand `advantage` along the trailing token axes of `like`. Error messages refer to `like` as `name`.
 
     >>> expand_to_tokens(torch.tensor([1.0, 2.0]), torch.zeros(2, 2)).tolist()
     [[1.0, 1.0], [2.0, 2.0]]
@@ -158,7 +158,7 @@ def huber_value_loss(value: Tensor, value_target: Tensor, mask: Tensor | None = 
 
         mean(huber(value - value_target, delta))
 
-    For small errors, the result is half the result of `value_loss`.
+    If no |error| exceeds `delta`, the result is half the result of `value_loss`.
 
     Args:
         value: `[*B]` float.
@@ -184,7 +184,7 @@ def huber_value_loss(value: Tensor, value_target: Tensor, mask: Tensor | None = 
 def clipped_value_loss(
     value: Tensor, old_value: Tensor, value_target: Tensor, mask: Tensor | None = None, *, clip_coef: Scalar
 ) -> Tensor:
-    """Return the mean of the larger squared error, of the critic's value or of the clipped value.
+    """Return the mean of the larger of two squared errors: of the critic's value, and of the clipped value.
 
         clipped = old_value + clip(value - old_value, -clip_coef, clip_coef)
         mean(max((value - value_target)^2, (clipped - value_target)^2))
@@ -224,8 +224,8 @@ def kl_k1(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
         ref_log_prob: `[*B]` float, log-probability in nats under the reference policy.
 
     Returns: `[*B]`, in nats.
-    Gradient: flows through both arguments. The mean gradient through `log_prob` is 0, so this is no penalty. Subtract
-        it from the reward instead.
+    Gradient: flows through both arguments. The expected gradient through `log_prob` is 0, so the estimate does not work
+        as a penalty in a loss. Subtract it from the reward instead.
     Raises: ValueError naming the arguments whose shapes differ.
     Source: Schulman 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.html.
 
@@ -246,7 +246,8 @@ def kl_k2(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
         ref_log_prob: `[*B]` float, log-probability in nats under the reference policy.
 
     Returns: `[*B]`, in nats.
-    Gradient: flows through both arguments. The mean gradient through `log_prob` is the gradient of KL(policy | ref).
+    Gradient: flows through both arguments. The expected gradient through `log_prob` is the gradient of
+        KL(policy | ref).
     Raises: ValueError naming the arguments whose shapes differ.
     Source: Schulman 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.html.
 
@@ -269,8 +270,9 @@ def kl_k3(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
         ref_log_prob: `[*B]` float, log-probability in nats under the reference policy.
 
     Returns: `[*B]`, in nats.
-    Gradient: flows through both arguments. The mean gradient through `log_prob` is the gradient of KL(ref | policy),
-        the reverse of the estimated divergence. `kl_k3_with_k2_gradient` has the gradient of KL(policy | ref).
+    Gradient: flows through both arguments. The expected gradient through `log_prob` is the gradient of
+        KL(ref | policy), the reverse of the estimated divergence. `kl_k3_with_k2_gradient` has the gradient of
+        KL(policy | ref).
     Raises: ValueError naming the arguments whose shapes differ.
     Source: Schulman 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.html.
 
@@ -282,7 +284,7 @@ def kl_k3(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
 
 
 def kl_k3_with_k2_gradient(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
-    """Estimate KL(policy | ref) as `kl_k3`, with the gradient of `kl_k2`.
+    """Estimate KL(policy | ref) with the value of `kl_k3` and the gradient of `kl_k2`.
 
         k2 - stop(k2) + stop(k3)
 
@@ -293,8 +295,8 @@ def kl_k3_with_k2_gradient(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
         ref_log_prob: `[*B]` float, log-probability in nats under the reference policy.
 
     Returns: `[*B]`, in nats.
-    Gradient: flows through both arguments. The mean gradient through `log_prob` is the gradient of KL(policy | ref). No
-        gradient flows if the difference is infinite.
+    Gradient: flows through both arguments. The expected gradient through `log_prob` is the gradient of
+        KL(policy | ref). No gradient flows if `log_prob - ref_log_prob` is infinite.
     Raises: ValueError naming the arguments whose shapes differ.
     Source: Liu et al. 2025, arXiv:2510.01555. verl calls this penalty k3+.
 
@@ -440,7 +442,7 @@ def ppo_loss_kl_penalty(
         policy_loss = -mean(ratio * advantage)
         loss        = policy_loss + kl_coef * mean(kl) + vf_coef * value_loss - ent_coef * mean(entropy)
 
-    After each update, `adaptive_kl_coef` adapts `kl_coef`.
+    Call `adaptive_kl_coef` after each update to adapt `kl_coef`.
 
     Args:
         log_prob: `[*B]` float, log-probability in nats under the policy being trained.
@@ -495,8 +497,8 @@ def adaptive_kl_coef(kl_coef: Tensor, kl: Tensor, *, target_kl: Scalar, toleranc
         kl_coef: 0-d float, the weight during the last update; `beta` in the paper.
         kl: 0-d float, mean of KL(old | new) after the update, in nats. If `kl` is NaN, the weight does not change.
         target_kl: desired KL(old | new), in nats.
-        tolerance: largest ratio of `kl` and `target_kl` that leaves the weight unchanged, at least 1. The paper uses
-            1.5.
+        tolerance: largest factor between `kl` and `target_kl`, in either direction, that leaves the weight unchanged.
+            At least 1. The paper uses 1.5.
         factor: factor of each change, above 1. The paper uses 2.
 
     Returns: 0-d, in the dtype of `kl_coef`.
@@ -571,7 +573,7 @@ def _add_terms(
     vf_coef: Scalar,
     ent_coef: Scalar,
 ) -> tuple[Tensor, Logs]:
-    """Add the value loss `critic` and the entropy bonus to a policy loss, and their logs to its logs."""
+    """Add the weighted value loss `critic` to a policy loss, subtract the entropy bonus, and complete the logs."""
     vf_coef, ent_coef = scalars(vf_coef=vf_coef, ent_coef=ent_coef)
     bonus = masked_mean(widened(entropy)[0], mask)
     return policy + vf_coef * critic - ent_coef * bonus, logs | {
@@ -598,8 +600,8 @@ def grpo_loss(
 
         loss = clipped_surrogate + kl_coef * mean(kl_k3(log_prob, ref_log_prob)) - ent_coef * mean(entropy)
 
-    Each mean is over all unmasked entries of the batch, as `token_mean`. The paper's eq. 3 first takes the mean of each
-    sequence. For that mean, pass `clipped_surrogate_asymmetric` and `kl_k3` to `sequence_mean`.
+    Each mean is over all unmasked entries of the batch, as in `token_mean`. The paper's eq. 3 first takes the mean of
+    each sequence. For that mean, pass the losses of `clipped_surrogate_asymmetric` and `kl_k3` to `sequence_mean`.
 
     Args:
         log_prob: `[*B]` float, log-probability in nats under the policy being trained; may have trailing token axes.

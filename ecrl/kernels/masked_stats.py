@@ -99,9 +99,9 @@ def standardize(
 
         (x - mean) / max(std, eps)        std divides by max(count - 1, 1)
 
-    If the unmasked entries differ only by rounding, all entries become 0. Entries count as equal up to rounding if
-    their standard deviation is at most |mean| times the dtype's eps. The entries also count as equal if the standard
-    deviation is at most an eighth of the mean's rounding error.
+    If the unmasked entries differ only by rounding, all entries become 0. The entries differ only by rounding if their
+    standard deviation is at most |mean| times the dtype's eps. The same holds if the standard deviation is at most an
+    eighth of the mean's rounding error.
 
     Args:
         x: `[*B]` float.
@@ -143,8 +143,7 @@ def standardize(
 def explained_variance(value: Tensor, value_target: Tensor, mask: Tensor | None = None, *, axis: Axis = None) -> Tensor:
     """Return the share of the targets' variance that the critic explains.
 
-    A result of 1 means that the critic fits perfectly. With a result of 0, the critic is as good as the mean of the
-    targets.
+    With a result of 1, the errors of the critic do not vary. With a result of 0, they vary as much as the targets.
 
         1 - var(value_target - value) / var(value_target)        0 if the targets vary only by rounding
 

@@ -66,7 +66,7 @@ def moments_merge(moments: TensorDict, other: TensorDict) -> TensorDict:
 def moments_update(
     moments: TensorDict, x: Tensor, mask: Tensor | None = None, *, total: Callable[[Tensor], Tensor] = identity
 ) -> TensorDict:
-    """Update the moments with a batch of samples.
+    """Return the moments after a further batch of samples.
 
     Args:
         moments: the moments before this batch.
@@ -142,7 +142,7 @@ def normalize(x: Tensor, moments: TensorDict, *, eps: Scalar, clip: Scalar) -> T
 
 
 def scale(x: Tensor, moments: TensorDict, *, eps: Scalar, clip: Scalar) -> Tensor:
-    """Divide rewards by their running standard deviation and clip the result. The function does not subtract the mean.
+    """Divide `x` by the running standard deviation and clip the result, without subtracting the running mean.
 
         clip(x / sqrt(variance + eps), -clip, clip)
 

@@ -42,7 +42,7 @@ _POSITIVE_NODES = (
     (11.753178461616617, 8.463520436434664e-31),
     (12.693012315439578, 1.1222564500736212e-35),
 )
-"""The positive nodes and their weights of 48-point Gauss-Hermite quadrature, for the weight function exp(-x^2 / 2)."""
+"""Positive nodes of 48-point Gauss-Hermite quadrature and their weights, for the weight function exp(-x^2 / 2)."""
 
 _QUADRATURE = tuple(zip(*((-x, w) for x, w in reversed(_POSITIVE_NODES)), *_POSITIVE_NODES, strict=True))
 
@@ -155,7 +155,7 @@ def _entropy(mean: Tensor, log_std: Tensor) -> Tensor:
 
 
 def normal_kl(mean: Tensor, log_std: Tensor, other_mean: Tensor, other_log_std: Tensor) -> Tensor:
-    """Return the KL divergence KL(first | other) of diagonal Gaussians in nats, summed over the last axis.
+    """Return the KL divergence KL(N(mean, std^2) | N(other_mean, other_std^2)) in nats, summed over the last axis.
 
         sum_a(other_log_std - log_std + (std^2 + (mean - other_mean)^2) / (2 other_std^2) - 1 / 2)
 
@@ -291,7 +291,7 @@ def tanh_normal_entropy(mean: Tensor, log_std: Tensor) -> Tensor:
 
 
 def tanh_normal_kl(mean: Tensor, log_std: Tensor, other_mean: Tensor, other_log_std: Tensor) -> Tensor:
-    """Return the KL divergence KL(first | other) of squashed Gaussians, in nats.
+    """Return the KL divergence of two squashed Gaussians in nats, summed over the last axis.
 
     The result equals the KL divergence of the Gaussians before tanh, because an invertible map does not change a KL
     divergence.

@@ -3,9 +3,8 @@
 An optimiser is a function `(params, grads, opt, *, learning_rate, ...) -> (params, opt)`. `params`, `grads` and the
 moments in `opt` are TensorDicts with the same structure. The results agree with `torch.optim`. Weight decay is a
 separate function: call `l2_weight_decay` or `decoupled_weight_decay` before the step. A schedule returns a factor for
-the learning rate. Bias corrections and schedules are computed in float64, because `1 - 0.999 ** t` loses
-five digits in float32. Half-precision leaves are converted to float32, and results are converted back to half
-precision.
+the learning rate. Bias corrections and schedules are computed in float64, because `1 - 0.999 ** t` loses five digits in
+float32. Half-precision leaves are converted to float32, and results are converted back to half precision.
 """
 
 from collections.abc import Callable
@@ -43,7 +42,7 @@ def _map(fn: Callable[..., Tensor], first: TensorDict, *others: TensorDict) -> T
         unmatched = sorted(map(str, set(shapes) ^ set(other.keys(True, True))))
         if unmatched:
             raise ValueError(
-                f"params, grads and opt must have the same leaves; only one side has {', '.join(unmatched)}"
+                f"params, grads and opt must have the same leaves; some of them lack {', '.join(unmatched)}"
             )
         wrong = [
             f"{k} {list(shapes[k])} and {list(x.shape)}" for k, x in other.items(True, True) if x.shape != shapes[k]
@@ -474,6 +473,7 @@ def clip_by_global_norm(grads: TensorDict, *, max_norm: Scalar) -> tuple[TensorD
 
     Returns: the clipped gradients and the 0-d global norm before clipping.
     Gradient: flows through `grads`.
+    Raises: ValueError if `max_norm` is not 0-d.
     Source: Pascanu et al. 2013, arXiv:1211.5063, algorithm 1. The 1e-6 is from `torch.nn.utils.clip_grad_norm_`.
 
     >>> clipped, norm = clip_by_global_norm(TensorDict({"a": torch.tensor([3.0, 4.0])}, []), max_norm=1.0)
@@ -516,7 +516,7 @@ def linear_schedule(step: int | Tensor, *, start: Scalar, end: Scalar, horizon: 
     a warm-up followed by a constant rate.
 
     Gradient: flows through `start` and `end` if they are tensors, but not through an integer `step`.
-    Raises: ValueError naming an argument that is not a number or a tensor, or a `horizon` below 1.
+    Raises: ValueError naming an argument that is not a number or a tensor, or a number `horizon` below 1.
     Source: `torch.optim.lr_scheduler.LinearLR`.
 
     >>> linear_schedule(5, start=1.0, end=0.0, horizon=10)
@@ -534,7 +534,7 @@ def cosine_schedule(step: int | Tensor, *, end: Scalar, horizon: int | Tensor) -
     `step` is an integer or a tensor of any shape, and the result has the shape of `step`.
 
     Gradient: flows through `end` if it is a tensor, but not through an integer `step`.
-    Raises: ValueError naming an argument that is not a number or a tensor, or a `horizon` below 1.
+    Raises: ValueError naming an argument that is not a number or a tensor, or a number `horizon` below 1.
     Source: Loshchilov and Hutter 2017, arXiv:1608.03983, eq. 5.
 
     >>> cosine_schedule(5, end=0.0, horizon=10)
@@ -560,12 +560,12 @@ def warmup_linear_schedule(
         start: factor at step 0.
         end: factor from step `horizon` on.
         warmup: number of steps of the warm-up.
-        horizon: number of steps of the whole schedule. If `horizon` is not above `warmup`, the factor falls to `end` in
-            the step after the warm-up.
+        horizon: number of steps of the whole schedule. If `horizon` is not above `warmup`, the factor reaches `end` one
+            step after the warm-up.
 
     Returns: float64, in the shape of `step`.
     Gradient: flows through `start` and `end` if they are tensors, but not through an integer `step`.
-    Raises: ValueError naming an argument that is not a number or a tensor, or a `warmup` or `horizon` below 1.
+    Raises: ValueError naming an argument that is not a number or a tensor, or a number `warmup` or `horizon` below 1.
     Source: Goyal et al. 2017, arXiv:1706.02677, sec. 2.2 (warm-up).
 
     >>> warmup_linear_schedule(torch.tensor([0, 2, 5, 8]), start=0.5, end=0.0, warmup=2, horizon=8)
@@ -591,12 +591,12 @@ def warmup_cosine_schedule(
         start: factor at step 0.
         end: factor from step `horizon` on.
         warmup: number of steps of the warm-up.
-        horizon: number of steps of the whole schedule. If `horizon` is not above `warmup`, the factor falls to `end` in
-            the step after the warm-up.
+        horizon: number of steps of the whole schedule. If `horizon` is not above `warmup`, the factor reaches `end` one
+            step after the warm-up.
 
     Returns: float64, in the shape of `step`.
     Gradient: flows through `start` and `end` if they are tensors, but not through an integer `step`.
-    Raises: ValueError naming an argument that is not a number or a tensor, or a `warmup` or `horizon` below 1.
+    Raises: ValueError naming an argument that is not a number or a tensor, or a number `warmup` or `horizon` below 1.
     Source: Loshchilov and Hutter 2017, arXiv:1608.03983, eq. 5; Goyal et al. 2017, arXiv:1706.02677, sec. 2.2
         (warm-up).
 
@@ -622,7 +622,7 @@ def step_schedule(step: int | Tensor, *, every: int | Tensor, gamma: Scalar) -> 
     `step` is an integer or a tensor of any shape, and the result has the shape of `step`.
 
     Gradient: flows through `gamma` if it is a tensor, but not through an integer `step`.
-    Raises: ValueError naming an argument that is not a number or a tensor, or an `every` below 1.
+    Raises: ValueError naming an argument that is not a number or a tensor, or a number `every` below 1.
     Source: `torch.optim.lr_scheduler.StepLR`.
 
     >>> step_schedule(5, every=2, gamma=0.5)

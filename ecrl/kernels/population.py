@@ -11,16 +11,16 @@ from ecrl.types import Scalar, check_bool, same_shape
 
 
 def truncation_parents(fitness: Tensor, uniform: Tensor, *, count: int) -> Tensor:
-    """Choose a parent for each member of a population. The worst members get a parent among the best members.
+    """Choose a parent among the best members for each of the worst members. Other members are their own parents.
 
         rank[i]   = position of fitness[i] in ascending order, 0 for the worst
         parent[i] = member of rank M - 1 - floor(count * uniform[i]) if rank[i] < count, or else i
 
     Args:
-        fitness: `[*B, M]` float. Larger is better, and NaN is worse than every number. The smaller index is worse among
-            equal values.
+        fitness: `[*B, M]` float. Larger is better, and NaN is worse than every number. Among equal values, the smaller
+            index is worse.
         uniform: `[*B, M]` float, random numbers in [0, 1).
-        count: number of members that are replaced, and of members that they are replaced by; at most M / 2.
+        count: number of worst members that get a new parent, and of best members to choose from; at most M / 2.
 
     Returns: `[*B, M]` int64, the index of each member's parent.
     Gradient: none.
@@ -42,7 +42,7 @@ def truncation_parents(fitness: Tensor, uniform: Tensor, *, count: int) -> Tenso
 
 
 def perturbed(x: Tensor, is_new: Tensor, uniform: Tensor, *, factor: Scalar, low: Scalar, high: Scalar) -> Tensor:
-    """Multiply or divide the hyperparameters of new members by a factor, each with probability 1/2.
+    """Multiply or divide a hyperparameter of each new member by `factor`, with probability 1/2 each, and clip it.
 
         y[i] = clip(x[i] * factor if uniform[i] < 0.5 else x[i] / factor, low, high)        if is_new[i], or else x[i]
 
@@ -50,13 +50,13 @@ def perturbed(x: Tensor, is_new: Tensor, uniform: Tensor, *, factor: Scalar, low
         x: `[*B]` float, a hyperparameter of each member.
         is_new: `[*B]` bool, True for members that were replaced.
         uniform: `[*B]` float, random numbers in [0, 1).
-        factor: factor above 0. The paper uses 1.2 and 0.8; with division, both directions are equally large.
+        factor: factor above 0. The paper uses 1.2 and 0.8; with division, both changes are equally large.
         low: lower bound of the new values.
         high: upper bound of the new values.
 
     Returns: `[*B]` in the dtype of `x`.
     Gradient: flows through `x`.
-    Raises: ValueError naming the argument, if shapes differ, `is_new` is not bool or a number is not 0-d.
+    Raises: ValueError naming the argument, if shapes differ, `is_new` is not bool, or `factor` or a bound is not 0-d.
     Source: Jaderberg et al. 2017, arXiv:1711.09846, section 4.1.1, perturb.
 
     >>> x, is_new = torch.tensor([1.0, 1.0, 1.0]), torch.tensor([True, True, False])

@@ -186,6 +186,6 @@ def importance_weights(probability: Tensor, *, beta: Scalar) -> Tensor:
     """
     (beta,) = scalars(beta=beta)
     (p,) = widened(probability)
-    if not p.numel():  # no smallest probability
+    if not p.numel():  # an empty batch has no smallest probability
         return p.to(common_dtype(probability))
     return torch.pow(p.amin() / p, beta).to(common_dtype(probability))

@@ -1,15 +1,14 @@
 """Losses of off-policy critics and actors: DQN, DDPG, TD3 and soft actor-critic.
 
 A loss is a mean over the entries whose `mask` is True, or 0 if all entries are masked. Without a mask, every entry
-counts. Masked entries may hold any
-value, including NaN. Losses detach their targets. A function with logs returns `(loss, logs)`, where `loss` is 0-d and
-`logs` maps names to detached 0-d tensors. The log `count` is the number of unmasked entries, which weights the loss in
-an average over ranks.
+counts. Masked entries may hold any value, including NaN. Losses detach their targets. A function with logs returns
+`(loss, logs)`, where `loss` is 0-d and `logs` maps names to detached 0-d tensors. The log `count` is the number of
+unmasked entries, which weights the loss in an average over ranks.
 
 The values of C critics have the shape `[C, *B]`.
 
 Half-precision inputs are converted to float32. A loss has the common dtype of its float inputs, as given by
-`torch.promote_types`. The importance weights of prioritised replay do not count, because `importance_weights` returns
+`torch.promote_types`. The dtype of `weight` does not affect the dtype of a loss, because `importance_weights` returns
 float64 for priorities from a sum tree. Logged values are float32 or wider.
 """
 

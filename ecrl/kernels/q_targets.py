@@ -32,7 +32,7 @@ def _target(reward: Tensor, next_value: Tensor, terminated: Tensor, gamma: Scala
 
 
 def _fill_unread(x: Tensor, reward: Tensor, terminated: Tensor, gamma: Scalar) -> Tensor:
-    """Set entries of `x` that the target does not read to 0.
+    """Fill the entries of `x` that the target does not read with 0.
 
     `x` has the shape `[*B]`, `[*B, A]` or `[C, *B, A]`. A NaN in an entry that is not read would make gradients NaN.
     """
@@ -150,7 +150,7 @@ def munchausen_target(
     munchausen_coef: Scalar,
     clip_value_min: Scalar,
 ) -> Tensor:
-    """Return the target of Munchausen DQN: a soft target plus a bonus, the scaled log-probability of the action.
+    """Return the target of Munchausen DQN: a soft target plus the scaled and clipped log-probability of `action`.
 
         log_pi     = log_softmax(q / temperature)
         bonus      = munchausen_coef * clip(temperature * log_pi[action], clip_value_min, 0)

@@ -25,8 +25,9 @@ If the ring has the field `mask`, a step whose `mask` is False only stores an ob
 belong to no transition, and an n-step transition ends at its observation. Gymnasium environments report such a step
 after the end of an episode.
 
-A row can be drawn if the buffer has the n steps after the row and the `stack - 1` frames before the row. The n newest
-steps therefore cannot be drawn yet. The `stack - 1` oldest steps are only read as frames of later observations.
+A row can be drawn if the buffer has the n steps after the row, and if none of the `stack - 1` steps before the row was
+replaced. The n newest steps therefore cannot be drawn yet. Once the ring is full, the `stack - 1` oldest steps are only
+read as frames of later observations.
 """
 
 from typing import Any, NamedTuple, cast
@@ -150,7 +151,7 @@ def replay_start(ring: TensorDict, start: Tensor, *, steps: int) -> Replay:
 
 
 def replay_add(replay: Replay, rows: TensorDict) -> Replay:
-    """Add steps to the block. The new steps replace the oldest steps of the buffer.
+    """Return the buffer with new steps in its block. If the ring is full, they replace the oldest steps.
 
     The block must have room for the rows. A row that does not fit is not stored.
 
@@ -213,7 +214,7 @@ def _append_axes(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _with_final(replay: Replay, truncated: Tensor, final_obs: Any) -> TensorDict:
-    """Store the final observations of new truncated steps, and return the updated slots of the block."""
+    """Return the slots of the block, with the final observations of the new truncated steps."""
     final, width = replay.block["final"], _slot_width(replay.ring)
     length, num_envs = truncated.shape
     number = torch.arange(length, device=truncated.device)
@@ -346,8 +347,8 @@ def replay_index(replay: Replay, keys: Tensor, *, n: int, stack: int) -> Tensor:
     """Draw the indices of rows uniformly at random, with replacement.
 
     Args:
-        replay: the buffer. If no row can be drawn (see `replay_count`), the result is the index of the first row, and
-            `replay_read` returns `mask` False for this row.
+        replay: the buffer. If no row can be drawn (see `replay_count`), the result is the index of the first row. If
+            the ring has the field `mask`, `replay_read` returns `mask` False for this row.
         keys: `[*B]` int64, one key of `ecrl.rng` for each draw.
         n: number of steps in a return, at least 1.
         stack: number of frames in an observation, 1 without frame stacking.
@@ -471,10 +472,10 @@ def replay_read(replay: Replay, index: Tensor, *, gamma: Scalar, n: int) -> Tens
         n: largest number of rewards in a sum, at least 1.
 
     Returns: TensorDict `[*B]` with `reward` (reward units), `discount`, `next_obs`, and `terminated` of the last step.
-        `obs`, `action` and the other fields of the ring belong to step t. `obs` and `next_obs` keep their dtype.
-        `discount` has the dtype of `reward`. If `mask` is False, step t is no transition, or cannot be drawn yet. If
-        `terminated` is True, `next_obs` is an arbitrary observation. If the final observation of a truncated step was
-        overwritten, `discount` is NaN.
+        The other fields of the ring, such as `obs` and `action`, belong to step t, but `truncated` and `executed` are
+        left out. `obs` and `next_obs` keep their dtype. `discount` has the dtype of `reward`. If `mask` is False, step
+        t is no transition, or cannot be drawn yet. If `terminated` is True, `next_obs` is an arbitrary observation. If
+        the final observation of a truncated step was overwritten, `discount` is NaN.
     Gradient: flows through the rows and `gamma`.
     Raises: ValueError if `n` is not between 1 and R - 1, if `gamma` is not 0-d, or if `index` is not int64.
     Source: Sutton and Barto 2018, eq. 7.1; time limits as in Pardo et al. 2018, arXiv:1712.00378.
@@ -507,7 +508,7 @@ def replay_stack(replay: Replay, index: Tensor, *, gamma: Scalar, n: int, stack:
         n: largest number of rewards in a sum, at least 1.
         stack: number of frames, at least 1.
 
-    Returns: TensorDict `[*B]` with the same fields as for `replay_read`. `obs` and `next_obs` have the shape
+    Returns: TensorDict `[*B]` with the same fields as in `replay_read`. `obs` and `next_obs` have the shape
         `[*B, stack, ...]`, with the oldest frame first.
     Gradient: flows through the rows and `gamma`.
     Raises: ValueError if `n` or `stack` is below 1, if the ring has fewer than `n + stack` steps, if `gamma` is not

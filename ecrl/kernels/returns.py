@@ -1,4 +1,4 @@
-"""Estimators of returns and advantages on `[*B, T]` tensors. Time is the last axis.
+"""Estimators of returns and advantages on `[*B, T]` tensors. Time is the last axis, and T is at least 1.
 
 If your tensors have time first, `[T, *B]`, as in CleanRL and Stable-Baselines3, pass `x.movedim(0, -1)`, and move the
 axis of each result back with `movedim(-1, 0)`. Moving an axis copies nothing.
@@ -6,7 +6,8 @@ axis of each result back with `movedim(-1, 0)`. Moving an axis copies nothing.
 The `next_value` of a `terminated` step is not read and may be NaN, because no state follows. Steps after a `done` step
 belong to another episode, so they do not contribute to the returns of earlier steps. If a time limit truncates an
 episode, the estimators bootstrap from `next_value`, the value of the last state before the reset. The functions do not
-detach their inputs. `ecrl.kernels.reverse_scan` runs the recursion over time.
+detach their inputs, so gradients also flow through hyperparameters that are tensors. `ecrl.kernels.reverse_scan` runs
+the recursion over time.
 
 `gamma` is a number, a 0-d tensor, or a `[*B, T]` tensor with the discount `gamma[t]` of each step. If a step executes a
 chunk of several actions, its discount is `gamma ** executed`.
@@ -70,16 +71,16 @@ def discounted_returns(
 
     Args:
         reward: `[*B, T]` float, in reward units.
-        next_value: `[*B, T]` float, value of the state that the action led to, before auto-reset. Pass
-            zeros to leave out the bootstrap.
+        next_value: `[*B, T]` float, value of the state that the action led to, before auto-reset. Pass zeros to leave
+            out the bootstrap.
         terminated: `[*B, T]` bool.
         done: `[*B, T]` bool, `terminated | truncated`.
         gamma: discount, or a `[*B, T]` tensor with the discount of each step.
 
     Returns: `[*B, T]` in the dtype of `reward`.
     Gradient: flows through `reward` and `next_value`.
-    Raises: ValueError naming the argument, if shapes differ, `terminated` or `done` is not bool or a hyperparameter
-        other than `gamma` is not 0-d.
+    Raises: ValueError naming the argument, if shapes differ, `terminated` or `done` is not bool or `gamma` has a wrong
+        shape.
     Source: Sutton and Barto 2018, eq. 3.8; time limits as in Pardo et al. 2018, arXiv:1712.00378.
 
     >>> f = torch.tensor([False, False])
@@ -118,7 +119,7 @@ def n_step_returns(
 
     Returns: `[*B, T]` in the dtype of `reward`.
     Gradient: flows through `reward` and `next_value`.
-    Raises: ValueError naming the arguments with a wrong shape, if `terminated` or `done` is not bool, or if `n < 1`.
+    Raises: ValueError naming the argument, if a shape is wrong, `terminated` or `done` is not bool or `n < 1`.
     Source: Sutton and Barto 2018, eq. 7.1.
 
     >>> f, ones = torch.tensor([False] * 3), torch.ones(3)
@@ -197,8 +198,8 @@ def gae(
         delta[t]     = reward[t] + gamma[t] * next_value[t] * not terminated[t] - value[t]
         advantage[t] = delta[t] + gamma[t] * gae_lambda * advantage[t + 1] * not done[t]
 
-    For tensors with time first, `[T, *B]`, as in CleanRL and Stable-Baselines3, pass `x.movedim(0, -1)`, and
-    apply `movedim(-1, 0)` to each result.
+    For tensors with time first, `[T, *B]`, as in CleanRL and Stable-Baselines3, pass `x.movedim(0, -1)`, and apply
+    `movedim(-1, 0)` to each result.
 
     Args:
         reward: `[*B, T]` float, in reward units.
@@ -343,7 +344,7 @@ def upgo_returns(
 
     Args:
         reward: `[*B, T]` float, in reward units.
-        value: `[*B, T]` float, value of the state in which the action was taken. `value` is only compared.
+        value: `[*B, T]` float, value of the state in which the action was taken, used only in the condition.
         next_value: `[*B, T]` float, value of the state that the action led to, before auto-reset.
         terminated: `[*B, T]` bool.
         done: `[*B, T]` bool, `terminated | truncated`.

@@ -1,8 +1,8 @@
 """Scan backwards over time, with the linear recursion that all estimators of returns share.
 
-On a CPU, eagerly and in `torch.compile`, a loop in C++ runs the recursion (`ecrl.native.recurrences`). It also runs it
-in a graph of `ecrl.compile` for large tensors without derivatives. For other tensors in such graphs,
-on other devices, and without a C++ compiler, torch operations run it (`scan_time_major`).
+On a CPU, in eager code and in `torch.compile`, a C++ loop runs the recursion (`ecrl.native.recurrences`). A graph of
+`ecrl.compile` calls the C++ loop only for large tensors without derivatives. Otherwise, torch operations run the
+recursion (`scan_time_major`), for example on a GPU or without a C++ compiler.
 """
 
 from collections.abc import Callable

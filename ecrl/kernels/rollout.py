@@ -113,9 +113,10 @@ def _transition(
     params: TensorDict,
     initial: TensorDict,
 ) -> tuple[tuple[TensorDict, TensorDict], TensorDict]:
-    """Run `act_and_step` as the body of a scan. Add the observation to the transition, and restart the memory.
+    """Run `act_and_step` as the body of a scan, and add the observation to the transition.
 
-    If the policy has memory, the transition's `final_carry` is the memory before the restart.
+    The memory restarts where an episode ended. If the policy has memory, the transition's `final_carry` is the memory
+    before the restart.
     """
     carry, env_state = carry_and_env
     obs = env_state["obs"]
@@ -270,7 +271,7 @@ def place_at_truncations(value: Tensor, truncated: Tensor) -> Tensor:
     steps = truncated.shape[-1] - 1
     if value.shape[:-1] != truncated.shape[:-1] or not 1 <= value.shape[-1] <= steps:
         shapes = f"value has shape {list(value.shape)}, but truncated {list(truncated.shape)}"
-        raise ValueError(f"{shapes}; expected the same axes, and between 1 and {steps} slots in the last one")
+        raise ValueError(f"{shapes}; expected equal leading axes, and between 1 and {steps} slots in value")
     value, truncated = value.movedim(-1, 0), truncated.movedim(-1, 0)  # in memory, time is the first axis
     if len(value) == steps:
         placed = torch.cat((value, value[-1:]))
@@ -356,7 +357,8 @@ def collect_rollout(
     """
     if env_keys.ndim != 2 or env_keys.shape != action_keys.shape or not len(env_keys):
         raise ValueError(
-            f"env_keys {list(env_keys.shape)} and action_keys {list(action_keys.shape)} must both be [T, N], T >= 1"
+            f"env_keys has shape {list(env_keys.shape)}, and action_keys has {list(action_keys.shape)}; "
+            "expected one shape [T, N] with T >= 1 for both"
         )
     num_steps, num_envs = env_keys.shape
     length = num_steps if segment_length is None else segment_length
@@ -480,8 +482,7 @@ def running_returns(reward: Tensor, done: Tensor, before: Tensor, *, gamma: Scal
 
     Returns: `[*B, T]` in the dtype of `reward`. Half-precision rewards are converted to float32 first.
     Gradient: flows through `reward` and `before`.
-    Raises: ValueError naming the argument, if shapes differ, `done` is not bool or a hyperparameter other than `gamma`
-        is not 0-d.
+    Raises: ValueError naming the argument, if shapes differ, `done` is not bool or `gamma` has a wrong shape.
     Source: Engstrom et al. 2020, arXiv:2005.12729, sec. 3 (reward scaling).
 
     >>> running_returns(torch.ones(3), torch.tensor([False, True, False]), torch.tensor(4.0), gamma=0.5).tolist()
@@ -502,9 +503,9 @@ def running_returns(reward: Tensor, done: Tensor, before: Tensor, *, gamma: Scal
 
 
 def _steps_since_end(counted: Tensor, done: Tensor, before: Tensor) -> Tensor:
-    """For each step, return the number of steps of its episode so far whose `counted` is True, as float64 `[N, T]`.
+    """Return, at each step, the sum of `counted` over the steps of the episode so far, as float64 `[N, T]`.
 
-    `before` is the number of counted steps before the first step. The results are differences of cumulative sums of
+    `before` is the sum before the first step. The results are differences of cumulative sums of
     whole numbers, so no rounding error passes from one episode to the next.
     """
     counts = torch.cat((before.unsqueeze(1), counted), 1).double().cumsum(1)
@@ -527,7 +528,7 @@ def _add_reward(total: Tensor, step: tuple[Tensor, Tensor]) -> tuple[Tensor, Ten
 def episode_update(
     episode: TensorDict, reward: Tensor, done: Tensor, mask: Tensor | None = None, executed: Tensor | None = None
 ) -> TensorDict:
-    """Update the episode statistics with T more steps.
+    """Return the episode statistics after T more steps.
 
     Args:
         episode: episode statistics from `episode_init` or `episode_update`.
@@ -557,7 +558,7 @@ def episode_update(
     length = _steps_since_end(taken, done, episode["running_length"]).to(episode["running_length"].dtype)
     ended = torch.cat((episode["finished"], done.t().reshape(-1)))
     position = torch.arange(len(ended), device=done.device)
-    # No two numbers are equal, so every device takes the same slots.
+    # The entries of `order` are distinct, so `topk` selects the same slots on every device.
     order = torch.where(ended, position, position - len(ended))
     last = order.topk(len(episode["finished"])).indices.flip(0)
     returns = torch.cat((episode["finished_return"], ret.t().reshape(-1)))[last]

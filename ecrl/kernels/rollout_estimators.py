@@ -1,7 +1,8 @@
-"""Apply the estimators of `returns.py` to rollouts of shape `[N, T + 1]`, by selecting the fields that they need.
+"""Apply the estimators of `returns.py` to rollouts of shape `[N, T + 1]`.
 
-The padding in the last time slot is ignored. Without the field `final_value`, a time limit counts as a termination. If
-the rollout has `executed`, the discount of a step is `gamma ** executed`.
+Each function reads the fields of the rollout that its estimator needs. The padding in the last time slot is ignored.
+Without the field `final_value`, a time limit counts as a termination. If the rollout has `executed`, the discount of a
+step is `gamma ** executed`.
 """
 
 import torch

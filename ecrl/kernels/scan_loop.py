@@ -68,7 +68,7 @@ def check_carry(before: tuple[list[Tensor], Any], after: tuple[list[Tensor], Any
     ValueError: carry field 'x' was float32 [4], the body returned int64 [4]
     """
     if after[1] != before[1]:
-        raise ValueError(f"the carry of a scan changed its structure from {before[1]} to {after[1]}")
+        raise ValueError(f"the carry of a scan changed its structure from {before[1]} to {after[1]}; body must keep it")
     for number, (old, new) in enumerate(zip(before[0], after[0], strict=True)):
         if old.shape != new.shape or old.dtype != new.dtype:
             name = names(before[1])[number]
@@ -120,7 +120,7 @@ def loop(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: 
 
 
 def step_or_keep(due: Tensor, body: Callable[..., tuple[Any, Any]], carry: Any, *constants: Any) -> tuple[Any, Any]:
-    """Run `body` and keep its results only where `due` is True.
+    """Run `body`, and keep its results only if `due` is True.
 
         carry, y = body(carry, *constants)    if due
         carry, y = carry, NaN                 otherwise
@@ -155,9 +155,10 @@ def use_step_if(fn: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, 
 
 
 def step_if(due: Tensor, body: Callable[..., tuple[Any, Any]], carry: Any, *constants: Any) -> tuple[Any, Any]:
-    """Run `body` if `due` is True. A compiled graph for the CPU then skips the arithmetic of `body` otherwise.
+    """Run `body` only if `due` is True. A compiled graph for the CPU skips the arithmetic of `body` otherwise.
 
-    See `step_or_keep` for the arguments and results, which eager code, vmap and CUDA graphs call.
+    The arguments and results are the same as for `step_or_keep`, which runs in eager code, on a GPU, under vmap, and
+    with gradients or several ranks.
     """
     return _STEP_IF[0](due, body, carry, *constants)
 
@@ -180,7 +181,7 @@ def row_bytes(rows: Any) -> int:
 
 
 def chunking(rows: int, device: torch.device, one_row: int, length: int = 1) -> tuple[int, int]:
-    """Split rows into chunks that a network processes one by one. Return the number of chunks and the rows per chunk.
+    """Return the number of chunks and the rows per chunk, if a network processes rows chunk by chunk.
 
     On a CPU, chunks are small enough for the activations to stay in a core's cache. On a GPU, chunks limit the memory
     use. On a CPU, a chunk has at most 2,048 rows and 4 MiB. On another device, a chunk has at most 65,536 rows and 128

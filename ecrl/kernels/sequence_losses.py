@@ -256,10 +256,10 @@ def vespo_loss(
         old_log_prob: `[*B, L]` float, log-probability in nats under the policy that acted.
         advantage: float, `[*B]` or `[*B, L]`.
         mask: `[*B, L]` bool, or None if every token counts.
-        k_positive: exponent k for advantages >= 0, above 0. TRL's default is 2.
-        lambda_positive: decay lambda for advantages >= 0, above 0. TRL's default is 3.
-        k_negative: exponent k for negative advantages, above 0. TRL's default is 3.
-        lambda_negative: decay lambda for negative advantages, above 0. TRL's default is 2.
+        k_positive: exponent k, above 0, for advantages >= 0. TRL's default is 2.
+        lambda_positive: decay lambda, above 0, for advantages >= 0. TRL's default is 3.
+        k_negative: exponent k, above 0, for negative advantages. TRL's default is 3.
+        lambda_negative: decay lambda, above 0, for negative advantages. TRL's default is 2.
 
     Returns: the loss `[*B, L]`, and the log approx_kl.
     Gradient: flows through `log_prob` only, and not through the ratio. A token of probability 0 has loss 0 and no
@@ -288,12 +288,13 @@ def vespo_loss(
 
 
 def sequence_log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the mean log-ratio of each sequence, for each of its tokens, with a gradient to the token alone.
+    """Return the mean log-ratio of a sequence at each of its tokens, with a gradient only to the token itself.
 
         stop(sum(log_prob - old_log_prob where mask) / max(1, count(mask))) + log_prob - stop(log_prob)
 
     The mean over a sequence of a function of this log-ratio has the same value and gradient as the function of the
-    mean log-ratio. To use the ratio of sequences in another loss, pass this as `log_prob` and zeros as `old_log_prob`.
+    mean log-ratio. To use the ratio of sequences in another loss, pass the result as `log_prob`, and zeros as
+    `old_log_prob`.
 
     Args:
         log_prob: `[*B, L]` float, log-probability in nats under the policy being trained.
@@ -319,7 +320,7 @@ def sequence_log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor | No
 def _log_ratio(
     log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `log_prob`, the log-ratio and the advantage, `[*B, L]`, masked with 0."""
+    """Return `log_prob`, the log-ratio and the advantage, each `[*B, L]`, with 0 in place of masked entries."""
     advantage = expand_to_tokens(advantage.detach(), log_prob)
     tensors = widened(log_prob, old_log_prob.detach(), advantage)
     log_prob, old_log_prob, advantage = (x.masked_fill(~mask, 0.0) for x in tensors)
@@ -329,19 +330,19 @@ def _log_ratio(
 def _bounded_log_ratio(
     log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the results of `_log_ratio`, with the log-ratio clamped to the bound."""
+    """Return the results of `_log_ratio`, with the log-ratio clamped to at most `exponent_bound`."""
     bound = exponent_bound(common_dtype(log_prob, old_log_prob))
     log_prob, log_ratio, advantage = _log_ratio(log_prob, old_log_prob, advantage, mask)
     return log_prob, log_ratio.clamp(max=bound), advantage
 
 
 def _finite(log_prob: Tensor) -> Tensor:
-    """Replace infinity by 0. A token of probability 0 then has loss 0 and no gradient."""
+    """Replace infinite entries with 0. A token of probability 0 then has loss 0 and no gradient."""
     return log_prob.masked_fill(log_prob.isinf(), 0.0)
 
 
 def _choose(condition: Tensor, x: Scalar, other: Scalar, like: Tensor) -> Tensor:
-    """Return `torch.where(condition, x, other)` in the dtype of `like`. `torch.where` of two numbers is in float32."""
+    """Return `torch.where(condition, x, other)` in the dtype of `like`, because two numbers would give float32."""
     zero = torch.zeros_like(like)
     return torch.where(condition, x + zero, other + zero)
 

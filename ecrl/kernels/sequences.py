@@ -45,7 +45,7 @@ def sequence_mean(x: Tensor, mask: Tensor | None = None) -> Tensor:
     Args:
         x: `[*B, L]` float. Masked entries may hold any value.
         mask: `[*B, L]` bool, or None if every token counts. A sequence without an unmasked token does not count. TRL
-            does count it.
+            counts such a sequence.
 
     Returns: 0-d, in the dtype of `x`. Half-precision entries are summed in float32.
     Gradient: flows through the unmasked entries of `x`.
@@ -66,13 +66,13 @@ def fixed_length_mean(x: Tensor, mask: Tensor | None = None, *, length: Scalar) 
 
         sum(x where mask) / (length * max(1, number of sequences with an unmasked token))
 
-    A token has the same weight in every batch, however long the sequences are. With `length` 1, this is the mean of the
-    sums.
+    The weight of a token does not depend on the lengths of the sequences. With `length` 1, the result is the mean of
+    the sums.
 
     Args:
         x: `[*B, L]` float. Masked entries may hold any value.
         mask: `[*B, L]` bool, or None if every token counts. A sequence without an unmasked token does not count. TRL
-            does count it.
+            counts such a sequence.
         length: number of tokens, usually the largest length of a sequence.
 
     Returns: 0-d, in the dtype of `x`. Half-precision entries are summed in float32.
@@ -102,7 +102,7 @@ def whiten(
 
         (advantage - mean) / max(std, eps)        std divides by max(count - 1, 1)
 
-    An advantage per sequence counts once for each unmasked token. REINFORCE++ whitens the scores. Its form with a
+    An advantage per sequence counts once for each unmasked token. REINFORCE++ whitens the scores. Its variant with a
     baseline whitens `group_centered(score)`.
 
     Args:
@@ -126,7 +126,7 @@ def whiten(
 
 
 def overlong_penalty(length: Tensor, *, max_length: Scalar, buffer_length: Scalar) -> Tensor:
-    """Return a penalty for sequences that almost reach, or exceed, the largest length.
+    """Return a penalty for sequences that almost reach or exceed `max_length` tokens.
 
         clip((max_length - buffer_length - length) / buffer_length, -1, 0)
 

@@ -1,17 +1,19 @@
-"""Weights of steps, under which a mean over minibatches of single steps estimates a mean over whole sequences.
+"""Weights of single steps. A weighted mean over a minibatch of steps then estimates a mean over whole sequences.
 
-A sequence, such as an episode, has T steps, and a step has K tokens. Minibatches hold steps of many sequences, so a
-minibatch alone cannot compute `sequence_mean` or `fixed_length_mean`. The mean of a minibatch is therefore
+A sequence, such as an episode, has T steps, and a step has K tokens. A minibatch holds steps of many sequences, but
+not all steps of each sequence. `sequence_mean` cannot be computed from such a minibatch, so use this mean instead:
 
     weighted_step_mean = sum(weight[b] * x[b, k] where token_mask[b, k] and mask[b]) / count(mask[b])
 
-A function of this module computes the weights once per batch. Over all steps of the batch, `weighted_step_mean` then
-equals the mean of `ecrl.kernels.sequences` with the same name. Over a random minibatch, it is an unbiased estimate if
-all minibatches have the same number of unmasked steps. Gradients of parts of a minibatch, weighted with the number of
-unmasked steps, add up to the gradient of the minibatch.
+Compute the weights once per batch, for example with `token_mean_weights`. Over all steps of the batch,
+`weighted_step_mean` then equals `token_mean` of `ecrl.kernels.sequences`. The other weights match `sequence_mean` and
+`fixed_length_mean`. Over a random minibatch, `weighted_step_mean` is an unbiased estimate if all minibatches have the
+same number of unmasked steps. Gradients of parts of a minibatch, weighted with their shares of the unmasked steps, add
+up to the gradient of the minibatch.
 
-In the weight functions, `count` `[N, T]` is float and has the number of tokens of each step, and `mask` `[N, T]` is
-bool. `total` sums a tensor over all processes, if each process holds a share of the batch. Weights have no gradient.
+In the weight functions, `count`, float `[N, T]`, is the number of unmasked tokens of each step, and `mask` is bool
+`[N, T]`. `total` sums a tensor over all processes, if each process holds a share of the batch. Weights have no
+gradient.
 """
 
 from collections.abc import Callable
@@ -35,7 +37,7 @@ def weighted_step_mean(x: Tensor, token_mask: Tensor, mask: Tensor, weight: Tens
         mask: `[*B]` bool.
         weight: `[*B]` float.
 
-    Returns: 0-d, in the dtype of `x`.
+    Returns: 0-d, in the common dtype of `x` and `weight`.
     Gradient: flows through the unmasked entries of `x`.
     Raises: ValueError naming the argument, if shapes differ or a mask is not bool.
 

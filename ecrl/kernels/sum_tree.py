@@ -7,8 +7,8 @@ its children:
     tree[i] = tree[2 * i] + tree[2 * i + 1]
 
 A new priority changes its leaf and all nodes from the leaf to the root. Each changed inner node is recomputed as the
-sum of its children. If an update has more priorities than a level has nodes, the whole level is recomputed. If an
-update added a difference to the nodes instead, rounding errors would grow with every update. The tree is float64,
+sum of its children. If an update has at least as many priorities as a level has nodes, the whole level is recomputed.
+If an update added a difference to the nodes instead, rounding errors would grow with every update. The tree is float64,
 because sums of a million float32 priorities would misplace one percent of the draws.
 
 Source: Schaul et al. 2016, arXiv:1511.05952, appendix B.2.1.
@@ -134,5 +134,5 @@ _LAST_OF_EQUAL: list[Callable[[Tensor], Tensor]] = [last_of_equal]
 
 
 def use_functions(find: Callable[[Tensor, Tensor], Tensor], last: Callable[[Tensor], Tensor]) -> None:
-    """Make this module call other implementations of `find_by_level` and `last_of_equal`. `ecrl.compile` has some."""
+    """Make this module call `find` and `last` in place of `find_by_level` and `last_of_equal`, as in `ecrl.compile`."""
     _FIND[:], _LAST_OF_EQUAL[:] = [find], [last]

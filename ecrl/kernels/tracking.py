@@ -1,8 +1,8 @@
 """Target networks and exponential moving averages, which follow the trained parameters.
 
 Parameters are TensorDicts with the same structure. Target parameters follow the trained parameters slowly or at fixed
-intervals. Compute value targets with the target parameters, so that the value targets change slowly. `ema` averages
-from zeros, and `ema_debiased` removes the share of the zeros.
+intervals. Compute value targets with the target parameters, so that the value targets change slowly. The average of
+`ema` starts from zeros, and `ema_debiased` corrects the resulting bias.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def soft_update(params: TensorDict, target_params: TensorDict, *, tau: Scalar) -
         tau: weight of `params` in the average, 0 to 1.
 
     Returns: the new target parameters, with the dtypes of `target_params`. The inputs do not change.
-    Gradient: flows through both arguments.
+    Gradient: flows through `params`, `target_params` and `tau`.
     Raises: ValueError naming the leaves whose keys or shapes do not match, or `tau` if it is not 0-d.
     Source: Lillicrap et al. 2016, arXiv:1509.02971, algorithm 1.
 
@@ -76,7 +76,7 @@ def periodic_update(params: TensorDict, target_params: TensorDict, step: Tensor,
             tensor is not checked.
 
     Returns: the new target parameters, with the dtypes of `target_params`. The inputs do not change.
-    Gradient: flows through both arguments.
+    Gradient: flows through `params` and `target_params`.
     Raises: ValueError naming the leaves whose keys or shapes do not match, or an argument that is not 0-d, or if
         `period` is an integer below 1.
     Source: Mnih et al. 2015, "Human-level control through deep reinforcement learning", algorithm 1.
@@ -112,7 +112,7 @@ def ema(params: TensorDict, average: TensorDict, *, decay: Scalar) -> TensorDict
     to half precision.
 
     Args:
-        params: TensorDict of the new value.
+        params: TensorDict, the new value.
         average: state from `ema_init` or from the previous step.
         decay: weight of the old mean, 0 to 1.
 

@@ -2,8 +2,8 @@
 
 The density is proportional to a normal density between `low` and `high`, and 0 outside. Means have the shape `[*B, A]`,
 and log_prob, entropy and kl are sums over the last axis. The sampler takes uniform noise as an argument (see
-`ecrl.rng`). All functions compute in float64 with logarithms of probabilities, because an interval many standard
-deviations from the mean has a tiny probability. The results have the dtype of the inputs.
+`ecrl.rng`). All functions except `truncated_normal_mode` compute in float64 with logarithms of probabilities, because
+an interval many standard deviations from the mean has a tiny probability. The results have the dtype of the inputs.
 """
 
 from math import log, pi, sqrt
@@ -16,11 +16,11 @@ from ecrl.kernels.dtypes import common_dtype, computed_in
 from ecrl.types import Scalar, same_shape
 
 _FAR = 1e10
-"""Bounds farther from the mean, in standard deviations, count as this far, so that infinite bounds have gradients."""
+"""Largest distance of a bound from the mean, in standard deviations. Clamping infinite bounds prevents NaN."""
 
 
 class _Interval(NamedTuple):
-    """The bounds in standard deviations from the mean, and the logarithm of the probability of the interval."""
+    """The standard deviation, the bounds in standard deviations from the mean, and the interval's log-probability."""
 
     std: Tensor
     low: Tensor
@@ -29,7 +29,7 @@ class _Interval(NamedTuple):
 
 
 def _check(mean: Tensor, **tensors: Scalar) -> None:
-    """Raise ValueError unless the tensors broadcast to `mean`, and unless a number `low` is below a number `high`."""
+    """Raise ValueError if a tensor does not broadcast to `mean`, or if a number `low` is not below a number `high`."""
     for name, x in tensors.items():
         if isinstance(x, Tensor):
             pairs = zip(reversed(x.shape), reversed(mean.shape), strict=False)
@@ -73,12 +73,12 @@ def _log_cdf(x: Tensor) -> Tensor:
 
 
 def _is_near(a: Tensor, b: Tensor) -> Tensor:
-    """Return True for intervals near 0. A difference of error functions is accurate there."""
+    """Return True for intervals that contain 0 or lie inside (-1, 1). A difference of `erf` is accurate there."""
     return ((a <= 0.0) & (b >= 0.0)) | ((a.abs() < 1.0) & (b.abs() < 1.0))
 
 
 def _tail(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the nearer bound c above 0 of an interval in a tail, and the two terms of its mass, divided by `phi(c)`.
+    """Return c, `mass / phi(c)` and `phi(d) / phi(c)` of an interval in a tail, with bounds at distances c < d from 0.
 
     mass / phi(c) = sqrt(pi / 2) (erfcx(c / sqrt(2)) - exp((c^2 - d^2) / 2) erfcx(d / sqrt(2)))
     """
@@ -102,7 +102,7 @@ def _log_density(z: Tensor) -> Tensor:
 
 
 def _moments(x: _Interval) -> tuple[Tensor, Tensor]:
-    """Return the expectations of `z` and `z^2`, where z is the distance from the mean in standard deviations.
+    """Return the expectations of z and z^2, where z is the signed distance from the mean in standard deviations.
 
     E[z] = (phi(a) - phi(b)) / mass;  E[z^2] = 1 + (a phi(a) - b phi(b)) / mass
     """
@@ -118,7 +118,7 @@ def _moments(x: _Interval) -> tuple[Tensor, Tensor]:
 
 
 def _round(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert a float64 result to `dtype`. A half-precision result is rounded to float32 first."""
+    """Convert a float64 result to `dtype`. If `dtype` is half precision, round the result to float32 first."""
     return x.to(computed_in(dtype)).to(dtype)
 
 
@@ -257,12 +257,13 @@ def truncated_normal_entropy(mean: Tensor, log_std: Tensor, low: Scalar, high: S
 def truncated_normal_kl(
     mean: Tensor, log_std: Tensor, other_mean: Tensor, other_log_std: Tensor, low: Scalar, high: Scalar
 ) -> Tensor:
-    """Return the KL divergence KL(first | other) of variables with the same bounds, in nats, summed over the last axis.
+    """Return the KL divergence of two variables with the same bounds, in nats, summed over the last axis.
 
         sum_a(other_log_std - log_std + log_mass' - log_mass + (E[z'^2] - E[z^2]) / 2)
 
-    The expectations are over the first variable. z and z' are its distances from the two means, in standard deviations.
-    The log_mass terms are the logarithms of `Phi(b) - Phi(a)` of both variables.
+    The expectations are over the variable with `mean` and `log_std`. z is its distance from `mean` in units of
+    `exp(log_std)`, and z' is its distance from `other_mean` in units of `exp(other_log_std)`. log_mass and log_mass'
+    are the logarithms of `Phi(b) - Phi(a)` of the two variables.
 
     Args:
         mean: `[*B, A]` float, mean before the truncation.

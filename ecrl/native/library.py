@@ -1,7 +1,7 @@
 """Compile the C++ files of this folder into one shared library, once per machine, and load it.
 
-The library is stored in the folder of `cache_folder`, which other processes share. The name of the file contains a
-hash of the sources, the compiler and the CPU. The functions of the library take only addresses and sizes, so the
+The library is stored in `cache_folder()`, which other processes share. The name of the file contains a hash of the
+sources, the compiler, its flags and the CPU. The functions of the library take only addresses, sizes and flags, so the
 library does not depend on the version of Python or torch.
 """
 
@@ -73,20 +73,20 @@ def _file_name(compiler: Sequence[str]) -> str:
 
 
 def _compile(compiler: Sequence[str], target: Path) -> None:
-    """Compile the library for this CPU. If the compiler does not know this CPU, compile for a generic CPU.
+    """Compile the library for this CPU. If the compiler reports an error, compile for a generic CPU.
 
     Raises: RuntimeError with the compiler's first error, or if the compiler exceeds the time limit.
     """
     for flags in ((*_FLAGS, *_FOR_THIS_CPU), _FLAGS):
         command = [*compiler, *flags, "-o", str(target), *map(str, SOURCES)]
-        # Write the output to a file. A pipe would stay open in processes that a killed compiler has started.
+        # Write the output to a file. If the compiler is killed, the processes that it started would keep a pipe open.
         with tempfile.TemporaryFile("w+", errors="replace") as output:
             try:
                 done = subprocess.run(
                     command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, timeout=_LIMIT_S, check=False
                 )
             except subprocess.TimeoutExpired:
-                raise RuntimeError(f"no result after {_LIMIT_S:g} s") from None
+                raise RuntimeError(f"the compiler did not finish within {_LIMIT_S:g} s") from None
             if done.returncode == 0:
                 return
             output.seek(0)
@@ -120,7 +120,7 @@ def _load(compiler: Sequence[str]) -> ctypes.CDLL:
     If the library cannot be stored, each process compiles it.
     """
     path = None
-    with suppress(OSError, RuntimeError):  # RuntimeError if there is no home folder
+    with suppress(OSError, RuntimeError):  # `Path.home` raises RuntimeError without a home folder
         path = cache_folder() / _file_name(compiler)
         return ctypes.CDLL(str(path))
     with tempfile.TemporaryDirectory(prefix="ecrl_native_") as folder:
@@ -137,7 +137,8 @@ def _load(compiler: Sequence[str]) -> ctypes.CDLL:
 def library() -> ctypes.CDLL | None:
     """Return the library, or None if it cannot be compiled. The first call may compile the library.
 
-    If `CXX` or the compiler does not work, the function warns once.
+    If `CXX` or the compiler does not work, the function warns once. If `CXX` is not set and no compiler is found, the
+    function returns None without a warning.
     """
     compiler, given = find_compiler(), os.environ.get("CXX")
     if compiler is None and not given:
@@ -163,10 +164,13 @@ def is_available() -> bool:
 
 
 def function(name: str, types: Sequence[Any]) -> Any:
-    """Return a C++ function that returns nothing. Its arguments have the given types of `ctypes`."""
+    """Return the C++ function `name`, which returns nothing, with arguments of the `ctypes` types in `types`.
+
+    Raises: RuntimeError if the library cannot be compiled.
+    """
     loaded = library()
     if loaded is None:
-        raise RuntimeError(f"the C++ function {name} is not available, because there is no C++ compiler; set CXX")
+        raise RuntimeError(f"the C++ function {name} cannot be compiled; set CXX to a working compiler")
     found = loaded[name]
     found.argtypes, found.restype = [*types], None
     return found

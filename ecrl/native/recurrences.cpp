@@ -2,16 +2,16 @@
 //
 // The value that a step passes on is float64, so that float32 results do not collect rounding errors over time.
 // `strides` has two numbers per tensor, in the order of the arguments: to the next row, and to the next step.
-// `adjacent` says that the rows of all tensors are neighbours in memory, as in time-major tensors. `varies` says that
-// the discounts are tensors; otherwise they repeat one number.
+// `adjacent` is true if the rows of all tensors are neighbours in memory, as in time-major tensors. `varies` is true if
+// a discount is a tensor with several values. Otherwise, each discount is one number for all rows and steps.
 
 #include <algorithm>
 #include <cstdint>
 
 namespace {
 
-// Rows that are computed together. Many adjacent rows fill vector registers and keep the memory access sequential. Of
-// rows that are not adjacent, a few hide the latency of the arithmetic.
+// Rows that are computed together. Many adjacent rows fill vector registers and keep the memory access sequential. A
+// few rows that are not adjacent are enough to hide the latency of the arithmetic.
 constexpr int64_t kAdjacentRows = 1024, kSeparateRows = 8;
 
 template <bool adjacent>

@@ -1,7 +1,8 @@
 """Linear recurrences over time in C++, as operators of torch for float32 and float64 tensors on the CPU.
 
-The operators run eagerly, in `torch.compile`, and for large tensors in graphs of `ecrl.compile`. For small tensors, a
-graph of `ecrl.compile` has its own C++ code, because calling an operator takes longer than a short recurrence.
+The operators run in eager code, in `torch.compile`, and for large tensors in graphs of `ecrl.compile`. For small
+tensors, a graph of `ecrl.compile` has its own C++ code, because calling an operator takes longer than a short
+recurrence.
 `linear_recurrence` has derivatives of any order in forward and reverse mode, and works under every transform of
 `torch.func`, except a forward mode inside a forward mode. `gae` has no derivatives.
 """
@@ -30,8 +31,10 @@ _NAMES = {torch.float32: "float", torch.float64: "double"}
 
 
 def can_run(*tensors: Tensor) -> bool:
-    """Return True if the operators can take the float tensors, which must have one dtype.
+    """Return True if the operators can run on the float `tensors`, which must be on the CPU and share one dtype.
 
+    The dtype must be float32 or float64, and the C++ functions must be available. The result is False
+    during `torch.export`.
     A graph of `ecrl.compile` uses the operators for at least `LARGE` elements, if no derivative is needed. While
     `torch.compile` traces, vmap is the only supported transform. In eager mode, forward mode inside forward mode is not
     supported.
@@ -99,7 +102,7 @@ def _rows(x: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _new(x: Tensor) -> Tensor:
-    """Return a new tensor in the shape and the memory order of `x`, with a view of its rows."""
+    """Return a new tensor in the shape and the memory order of `x`, whose rows can be viewed as `[rows, T]`."""
     return torch.empty_like(x) if x.ndim <= 2 else torch.empty_like(x.flatten(0, -2)).view(x.shape)
 
 

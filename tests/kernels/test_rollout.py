@@ -198,7 +198,7 @@ def test_gradients_flow_through_placed_values():
 
 @pytest.mark.parametrize("shape", [[2, 4], [2, 0], [3, 2], [2]])
 def test_placing_names_a_wrong_shape(shape):
-    message = r"value has shape \[.*\], but truncated \[2, 4\]; expected the same axes, and between 1 and 3 slots"
+    message = r"value has shape \[.*\], but truncated \[2, 4\]; expected equal leading axes, and between 1 and 3 slots"
     with pytest.raises(ValueError, match=message):
         place_at_truncations(torch.zeros(shape), torch.zeros(2, 4, dtype=torch.bool))
 
@@ -240,7 +240,7 @@ def test_collecting_in_two_parts_is_collecting_once():
 def test_keys_of_the_wrong_shape_are_refused():
     env, keys = counter(2), torch.zeros(3, 2, dtype=torch.int64)
     start = env.reset(keys[0])
-    with pytest.raises(ValueError, match=r"env_keys \[3, 2\] and action_keys \[2, 2\]"):
+    with pytest.raises(ValueError, match=r"env_keys has shape \[3, 2\], and action_keys has \[2, 2\]"):
         collect_rollout(POLICY, env, PARAMS, EMPTY, start, keys, keys[:2])
     with pytest.raises(ValueError, match="T >= 1"):
         collect_rollout(POLICY, env, PARAMS, EMPTY, start, keys[:0], keys[:0])
