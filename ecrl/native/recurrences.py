@@ -33,10 +33,9 @@ _NAMES = {torch.float32: "float", torch.float64: "double"}
 def can_run(*tensors: Tensor) -> bool:
     """Return True if the operators can run on the float `tensors`, which must be on the CPU and share one dtype.
 
-    The dtype must be float32 or float64, and the C++ functions must be available. The result is False
-    during `torch.export`.
-    A graph of `ecrl.compile` uses the operators for at least `LARGE` elements, if no derivative is needed. While
-    `torch.compile` traces, vmap is the only supported transform. In eager mode, forward mode inside forward mode is not
+    The dtype must be float32 or float64, and the C++ functions must be available. A graph of `ecrl.compile` uses the
+    operators for at least `LARGE` elements, if no derivative is needed. While `torch.compile` traces, vmap is the only
+    supported transform. In eager mode, forward mode inside forward mode is not supported. `torch.export` is never
     supported.
 
     >>> can_run(torch.ones(2, dtype=torch.bfloat16))
