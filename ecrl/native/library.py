@@ -170,7 +170,9 @@ def function(name: str, types: Sequence[Any]) -> Any:
     """
     loaded = library()
     if loaded is None:
-        raise RuntimeError(f"the C++ function {name} cannot be compiled; set CXX to a working compiler")
+        raise RuntimeError(
+            f"the C++ function {name} is not available, because it cannot be compiled; set CXX to a working compiler"
+        )
     found = loaded[name]
     found.argtypes, found.restype = [*types], None
     return found
