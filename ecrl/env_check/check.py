@@ -129,7 +129,7 @@ def _state_history(trajectory: Trajectory) -> dict[str, Tensor]:
 
 
 def _place_text(time: int, env: int) -> str:
-    """Return the words that name an environment and a time step in a message."""
+    """Return the place of a fault for a message, such as "in env 2 after step 5"."""
     return f"in env {env} " + (f"after step {time}" if time else "at the start")
 
 
@@ -151,7 +151,7 @@ def _input_writes(trajectory: Trajectory) -> Iterator[str]:
 
 
 def _kept_fields(env: Env, keys: Tensor) -> Iterator[str]:
-    """Report if `step` does not set the reward or `terminated`, and returns the values of its input instead."""
+    """Report if `step` returns the reward or the flag `terminated` of its input state unchanged."""
     start, noise = env.reset(keys), env.draw(keys)
     action = random_actions(env.action_space, keys, start["obs"])
     for name, values in (("reward", (0.0, 12345.0)), ("terminated", (False, True))):
@@ -163,7 +163,7 @@ def _kept_fields(env: Env, keys: Tensor) -> Iterator[str]:
 
 
 def _undeclared(space: Space, history: dict[str, Tensor]) -> Iterator[str]:
-    """Report observations that are not in the observation space. A policy does not see such an observation."""
+    """Report entries of a Dict observation that the space does not have. A policy does not see such entries."""
     if not isinstance(space, Dict):
         return
     parts = {name for name, _ in space.items}
@@ -199,7 +199,10 @@ def _ends(env: Env, state: TensorDict, keys: Tensor) -> bool:
 
 
 def _endless(env: Env, trajectory: Trajectory, history: dict[str, Tensor], keys: Tensor) -> Iterator[str]:
-    """Report if no episode ends, unless the declared `min_truncation_gap` is above the number of steps."""
+    """Report if no episode of a pure environment ends in the trajectory, or in the further steps of `_ends`.
+
+    If a finite `min_truncation_gap` above the number of steps is declared, nothing is reported.
+    """
     num_steps = len(trajectory.actions)
     if (history["terminated"] | history["truncated"])[1:].any() or num_steps < env.min_truncation_gap < NEVER:
         return
@@ -289,9 +292,9 @@ def _early_truncations(history: dict[str, Tensor], gap: int) -> Iterator[str]:
 
 
 def _difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> tuple[str, list[int]] | None:
-    """Return the name of the first field that differs between two trajectories, and the index of the difference.
+    """Return the name of the field that differs first between two trajectories, and the index of the difference.
 
-    Two NaN values count as equal.
+    The result is None if no field differs. Two NaN values count as equal.
     """
     mismatches: list[tuple[list[int], str]] = []
     for name, x in one.items():
@@ -426,7 +429,7 @@ def check_env(env: Env | EnvChoice | dict | str, *, num_steps: int = 256, seed: 
     - No function modifies its inputs, and the environments of a batch are independent.
     - Episode starts, episode ends, final observations and `executed` are consistent, and episodes end.
     - `step` sets the reward and `terminated`.
-    - Observations are in the observation space, and action masks allow an action.
+    - The observation space has all entries of a Dict observation, and action masks allow an action.
     - A step can be compiled, and the compiled step gives the same values.
     - Stepping a batch is faster than stepping its environments one by one.
 

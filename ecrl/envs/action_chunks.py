@@ -45,7 +45,7 @@ def chunk_space(space: Space, k: int) -> Space:
 
 
 def undiscounted_reward(steps: TensorDict) -> Tensor:
-    """Return the sum of the rewards of each action's steps. If an action is one step, the sum is the reward.
+    """Return the undiscounted sum of the rewards of each action's steps. If an action is one step, return its reward.
 
     `steps` are states or the steps of a rollout. Logs and evaluations use this sum. Algorithms learn from the field
     `reward`, which discounts the steps inside a chunk.
@@ -54,7 +54,7 @@ def undiscounted_reward(steps: TensorDict) -> Tensor:
 
 
 def _check(env: Env, k: int, gamma: float) -> None:
-    """Raise an error if the environment cannot take chunks of actions."""
+    """Raise an error if the environment cannot take chunks of actions, or if `k` or `gamma` is out of range."""
     if k < 1 or not 0.0 <= gamma <= 1.0:
         raise ValueError(f"chunked needs k >= 1 and gamma in [0, 1], got k = {k} and gamma = {gamma}")
     if not env.is_pure:
@@ -80,10 +80,10 @@ def _advance(
     x: tuple[Tensor, Any, Tensor],
     first: TensorDict,
 ) -> tuple[tuple[TensorDict, dict[str, Tensor]], None]:
-    """Take one step in the environments whose episode has not ended within the chunk. All others do not change.
+    """Take one step in the environments whose episode has not ended in this chunk. The others do not change.
 
-    Environments whose episode has ended step from `first`, the state before the chunk, and the result is discarded. A
-    step after the end of an episode could produce NaN in the gradient, which `where` would not remove.
+    The other environments also take a step, but from `first`, the state before the chunk, and the result is discarded.
+    A step after the end of an episode could produce NaN in the gradient, which `where` would not remove.
     """
     (state, sums), (action, noise, discount) = carry, x
     running = sums["running"]
@@ -96,7 +96,7 @@ def _advance(
         "reward": torch.where(running, sums["reward"] + discount * after["reward"], sums["reward"]),
         "reward_sum": torch.where(running, sums["reward_sum"] + after["reward"], sums["reward_sum"]),
     }
-    return (where_fields(~running, state, after), sums), None  # the first state determines the order of the fields
+    return (where_fields(~running, state, after), sums), None  # `where_fields` keeps the field order of `state`
 
 
 @cache
@@ -109,10 +109,11 @@ def chunked(env: Env, k: int, *, gamma: float) -> Env:
 
     The policy sees no observation inside a chunk. The copies of a batch are independent. If the episode of a copy ends
     inside a chunk, only this copy stops until the end of the chunk. `obs`, `info`, `terminated` and `truncated` are
-    from the last executed step. A time limit inside a chunk therefore bootstraps from the last state that was reached.
-    If `gamma` is below 1, `info.reward_sum` is the sum of the rewards without discounts.
+    from the last executed step. If a time limit truncates an episode inside a chunk, algorithms therefore bootstrap
+    from the last state that was reached. If `gamma` is below 1, `info.reward_sum` is the sum of the rewards without
+    discounts.
 
-    If `env.step_without_obs` is set, one observation is computed per chunk. Use `chunked` before `auto_reset`. Step
+    If `env.step_without_obs` is set, one observation is computed per chunk. Apply `chunked` before `auto_reset`. Step
     counts of wrappers outside of `chunked`, such as `time_limit` and `with_events`, count chunks.
 
     Args:

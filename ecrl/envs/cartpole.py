@@ -68,7 +68,8 @@ def cartpole(cfg: CartPoleConfig) -> Env:
 
     The integrator is explicit Euler. The observation `[*B, 4]` is x (m), x_dot (m/s), theta (rad) and theta_dot
     (rad/s). The angle theta is 0 for an upright pole. The action `[*B]` is 0 or 1. The reward of every step is 1. The
-    episode ends if |next_x| exceeds max_position or |next_theta| exceeds max_angle.
+    episode terminates if |next_x| exceeds max_position or |next_theta| exceeds max_angle, and is truncated at
+    max_episode_steps.
 
     If observe_velocity is false, the observation `[*B, 2]` is x and theta, and the state has all four numbers in the
     field `motion`.
@@ -139,7 +140,10 @@ _GAINS = (0.1, 0.3, 1.0, 0.5)
 
 @register_expert("cartpole")
 def cartpole_expert(cfg: CartPoleExpertConfig, env: Env) -> Callable[[TensorDict, Tensor], Tensor]:
-    """Return a linear controller, which pushes right if 0.1 x + 0.3 x_dot + theta + 0.5 theta_dot is positive."""
+    """Return a linear controller, which pushes right if 0.1 x + 0.3 x_dot + theta + 0.5 theta_dot is positive.
+
+    Otherwise, the controller pushes left. With probability `noise`, the direction of a push is random.
+    """
 
     def act(state: TensorDict, keys: Tensor) -> Tensor:
         motion = state["motion"] if "motion" in state else state["obs"]

@@ -6,11 +6,11 @@ the fields of the dynamics. A state may also have `info`, a TensorDict with fiel
 
 One action may be a chunk of several environment steps (`ecrl.envs.chunked`). The state then has the field `executed`
 (int64 `[*B]`), the number of environment steps that the action took. `executed` is at least 1, and smaller than the
-chunk's length if the episode ended within the chunk. Algorithms discount returns by `gamma ** executed`. `reward` is
-the sum of the rewards of the `executed` steps, and step i of a chunk should have the discount `gamma ** i`. If such
-discounts differ from 1, `info` has the field `reward_sum` (float `[*B]`), the sum without discounts, for logs and
-evaluations. After `reset`, `executed` may have any value. All other step counts in this module, such as
-`max_episode_steps` and `min_truncation_gap`, count calls of `step`.
+chunk's length if the episode ended before the last step of the chunk. Algorithms discount returns by
+`gamma ** executed`. `reward` is the sum of the rewards of the `executed` steps, and should discount step i of the chunk
+by `gamma ** i`. If `reward` discounts steps, `info` has the field `reward_sum` (float `[*B]`), the sum without
+discounts, for logs and evaluations. After `reset`, `executed` may have any value. All other step counts in this module,
+such as `max_episode_steps` and `min_truncation_gap`, count calls of `step`.
 
 Episodes may be parts of a longer game, such as the lives of an Atari game. `info` then has the field `game_score`
 (float `[*B]`). This field is the score of a game in the step that ends the game, and NaN in all other steps.
@@ -77,15 +77,15 @@ class Env:
         is_pure: False if part of the state is outside the tensors, as in Gymnasium environments. An environment that is
             not pure resets itself, sets `final_obs`, and is released by `close`.
         close: releases the resources of a state that are not tensors, such as processes.
-        is_current: returns True if `step` can continue from a state. It cannot if the environments are closed or have
-            taken further steps.
+        is_current: returns True if `step` can continue from a state. The result is False if the environments are closed
+            or have taken further steps.
         carry_over: maps (start of the next episode, last state of the ended episode) to the start state that is used.
             The result includes values that last longer than an episode, such as a mass that a startup event drew.
-        reset_unobserved: like `reset`, but the state has no field `obs`. Use this function if observations are slow to
-            compute, such as images. `auto_reset` then draws the starts of later episodes with `reset_unobserved`, and
-            computes observations only for the starts that are used. If None, `auto_reset` uses `reset`.
+        reset_unobserved: like `reset`, but the state has no field `obs`. Set this function if observations, such as
+            images, are slow to compute. `auto_reset` then draws the starts of later episodes with `reset_unobserved`,
+            and computes observations only for the starts that are used. If None, `auto_reset` uses `reset`.
         observe_where: maps (state, bool `[*B]`) to the observations of the copies where the mask is True. The rows of
-            the other copies may have any values. Needed for `reset_unobserved`. If None, `observe` is used.
+            the other copies may have any values. Required if `reset_unobserved` is set. If None, `observe` is used.
         step_without_obs: True if `step` also accepts a state without the field `obs`, and then returns a state without
             `obs`. Set this flag if observations are slow to compute. `chunked` then computes one observation per chunk.
             A wrapper whose `step` reads `obs` must set the flag to False.
@@ -170,9 +170,10 @@ def constant_fields(cfg: Any, names: tuple[str, ...], like: Tensor) -> dict[str,
 
 
 def checked_state(state: Any, call: str) -> TensorDict:
-    """Return a state that `reset` or `step` has returned.
+    """Return `state`, the result of a call of `reset` or `step`, if it is a TensorDict.
 
-    Raises: ConfigError if the state is not a TensorDict, such as the five values of Gymnasium.
+    Raises: ConfigError if `state` has another type, such as the tuple of five values that `step` returns in Gymnasium.
+        The message begins with `call`.
     """
     if not isinstance(state, TensorDictBase):
         fields = "a TensorDict with obs, reward, terminated and truncated"
@@ -212,7 +213,7 @@ def time_limit(env: Env, max_episode_steps: int) -> Env:
 def where_fields(condition: Tensor, one: TensorDict, other: TensorDict) -> TensorDict:
     """Select the fields of `one` where `condition` `[*B]` is True, and of `other` elsewhere.
 
-    Bit operations select bytes, because inductor's vector code for bytes with a condition is slow.
+    Bit operations select uint8 fields, because inductor's vector code for `torch.where` on bytes is slow.
     """
 
     def select(a: Tensor, b: Tensor) -> Tensor:
@@ -233,8 +234,8 @@ def auto_reset(env: Env) -> Env:
 
     In the state after such a step, `obs` and the fields of the dynamics belong to the first state of the next episode.
     `reward`, `terminated`, `truncated`, `info`, `mask` and `executed` still describe the step itself. In every state,
-    `final_obs` is the observation before any reset. In the next call of `env.step`, `terminated` and `truncated` are
-    False.
+    `final_obs` is the observation before any reset. The next call of `env.step` gets a state in which `terminated`
+    and `truncated` are False.
 
     The argument `noise` of `step` also has a first state for the next episode. This first state is drawn from the key
     of the step and the stream `rng.START`, so it does not depend on the ended episode. If the environment has

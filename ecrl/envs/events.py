@@ -105,7 +105,8 @@ def check_event(label: str, apply: Apply, before: TensorDict, keys: Tensor) -> N
 def lowered_gap(gap: int, events: Mapping[str, EventConfig], steps_per_action: int = 1) -> int:
     """Return the minimum of `gap` and of every `min_truncation_gap` that an event declares (see `with_events`).
 
-    `gap` and the result count actions, and the events count environment steps.
+    `gap` and the result count actions. The gaps of the events count environment steps, and are divided by
+    `steps_per_action` and rounded up.
     """
     declared = [getattr(event.params, "min_truncation_gap", None) for event in events.values()]
     return min((gap, *(-(-steps // steps_per_action) for steps in declared if steps is not None)))
@@ -166,7 +167,7 @@ def with_events(env: Env, events: Mapping[str, EventConfig], where: str = "train
 def restart(env: Env, state: TensorDict, keys: Tensor) -> TensorDict:
     """Start a new episode in every environment, with the startup events and the event counters of `state`."""
     if not env.is_pure or "events" in state:
-        # with the old state as argument, `reset` keeps its startup events or its open environments
+        # given the old state, `reset` keeps the startup events or the open environments of this state
         return cast(Any, env.reset)(keys, state)
     return env.carry_over(env.reset(keys), state)
 
@@ -233,7 +234,7 @@ class RandomizeFieldConfig(ConfigModel):
         length = max(len(low), len(high))
         for a, b in zip(low * (length // len(low)), high * (length // len(high)), strict=True):
             if a > b:
-                raise ValueError(f"low {a} is above high {b}")
+                raise ValueError(f"low {a} is above high {b}; give the smaller value as low")
         return self
 
 

@@ -17,7 +17,7 @@ from ecrl.errors import ConfigError
 from ecrl.registry import lookup, registered
 
 Expert = Callable[[TensorDict, Tensor], Tensor]
-"""Pure function that maps (state `[*B]`, int64 keys `[*B]`) to actions `[*B, A]`.
+"""Pure function that maps (state `[*B]`, int64 keys `[*B]`) to actions, such as `[*B]` or `[*B, A]`.
 
 The keys are for the expert's own noise.
 """
@@ -47,7 +47,7 @@ def make_expert(choice: EnvChoice | dict | str, settings: Mapping[str, Any] | No
 def open_loop(env: Env, expert: Expert, k: int) -> Expert:
     """Return an expert that plans `k` actions at once, `[*B, k, A]`, by simulating them in a copy of the environment.
 
-    The simulated steps have other noise than the later steps of the environment. Without noise in the environment, the
+    The noise of the simulated steps differs from the noise of the later steps. If the environment has no noise, the
     plan equals the actions that `expert` would take step by step. Actions after the end of an episode have no meaning.
     If `env.step_without_obs` is set, planning computes no observations, and `expert` must not read any.
 

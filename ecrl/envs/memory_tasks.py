@@ -121,8 +121,8 @@ def repeat_previous(cfg: RepeatPreviousConfig) -> Env:
                  -1 / (T - k + 1)      for a wrong suit
 
     The observation `[*B]` is the suit of a card, 0 to suits - 1, drawn with replacement. The action `[*B]` is a suit.
-    Every episode has `max_episode_steps` steps. The best return is 1. With k of at least 2, an agent without memory
-    cannot do better than to guess, which gives 2 / suits - 1.
+    Every episode has `max_episode_steps` steps. The best return is 1. If k is at least 2, an agent without memory
+    can only guess, and its expected return is 2 / suits - 1.
 
     The state stores the suits of the last k cards as `cards`, `[*B, k]`, the newest last, and the number of cards shown
     so far as `shown`.

@@ -1,7 +1,7 @@
-"""Point mass: push a damped point to a goal in the plane, around two round obstacles. Every step is differentiable.
+"""Point mass: push a damped point to a goal in the plane, around two circular obstacles. Every step is differentiable.
 
 The integrator is semi-implicit Euler. The task is EmbodiChain's `PointMassRL`, and is also registered under this name.
-Unlike EmbodiChain's task, gradients also flow through the last action.
+Unlike in EmbodiChain's task, gradients also flow through the state field `last_action`.
 """
 
 from math import inf, sqrt
@@ -90,10 +90,11 @@ def point_mass(cfg: PointMassConfig) -> Env:
         reward = -d + 0.5 exp(-d^2 / (2 0.05^2)) - 2 penetration - 0.01 |v'|^2 - 0.001 |a - a_before|^2
                  + success_bonus [d < success_threshold]
 
-    The episode ends if d < success_threshold. The observation `[*B, 14]` consists of the position, velocity, goal, last
-    action, obstacle centres and obstacle radii, in m and m/s. The action `[*B, 2]` is the force along each axis, in
-    units of force_scale. `info` has the fields `success`, `rewards` and `metrics`. `rewards` holds each reward term
-    without its weight. `metrics` describes the episode up to the current step.
+    The episode terminates if d < success_threshold. The observation `[*B, 14]` consists of the position, velocity,
+    goal, last action, obstacle centres and obstacle radii, in m and m/s. The action `[*B, 2]` is the force along each
+    axis, in units of force_scale. `info` has the fields `success`, `rewards` and `metrics`. `rewards` holds each reward
+    term without its weight. `metrics` has three fields: `final_distance` is d, `path_length` is the distance travelled
+    so far (m), and `collision_count` is the number of steps so far inside an obstacle.
 
     Gradient: flows through every operation. The gradient of a norm at 0 is 0.
     Source: EmbodiChain's `PointMassRL`.

@@ -86,7 +86,7 @@ def vocabulary_size(words: Mapping[str, int]) -> int:
 
 
 def encode(text: str, words: Mapping[str, int], length: int) -> tuple[int, ...]:
-    """Convert a text to the ids of its words in lower case, padded with zeros to `length` ids.
+    """Convert a text to lower case, and return the ids of its words, padded with zeros to `length` ids.
 
     Raises: ConfigError if a word is not in the vocabulary, or if the text has no words or more than `length` words.
 

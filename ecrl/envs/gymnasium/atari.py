@@ -1,4 +1,4 @@
-"""Settings of the usual preprocessing of Atari games, and their consequences for the unwrapped environment."""
+"""Settings of the usual preprocessing of Atari games, and the `gymnasium.make` arguments and gap that follow."""
 
 from typing import Any
 

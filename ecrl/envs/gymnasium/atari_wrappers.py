@@ -43,7 +43,7 @@ class _Game(gymnasium.Wrapper):
 class _ReportScore(gymnasium.Wrapper):
     """Add the score of each finished game to `info`, as `info[key]`. This wrapper is the outermost wrapper.
 
-    Only `reset` reports scores, because a reset can take the steps in which the game ends. `step` reports NaN, and so
+    Only `reset` reports scores, because a game can also end in the steps that a reset takes. `step` reports NaN, and so
     does a reset with a seed.
     """
 
@@ -65,8 +65,8 @@ class _ReportScore(gymnasium.Wrapper):
 class _EpisodicLife(gymnasium.Wrapper):
     """End the episode if a life is lost. The next episode continues the game with one no-op.
 
-    AtariPreprocessing can also end the episode, but its next episode is always a new game. Then the agent would see
-    only the first life. A reset with a seed starts a new game.
+    AtariPreprocessing can also end the episode if a life is lost, but its next episode is always a new game. The agent
+    would then see only the first life. A reset with a seed starts a new game.
     """
 
     def __init__(self, env: gymnasium.Env):
@@ -94,7 +94,7 @@ class _EpisodicLife(gymnasium.Wrapper):
 
 
 class _FireReset(gymnasium.Wrapper):
-    """Press FIRE, and then the next action, at the start of each episode. Some games wait until FIRE is pressed."""
+    """Take action 1, which is FIRE, and then action 2 at the start of each episode. Some games wait for FIRE."""
 
     def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         obs, info = self.env.reset(**kwargs)

@@ -151,9 +151,9 @@ def from_vector(make_vector: Callable[[int], VectorEnv], *, timeout: float) -> E
 
     Call `from_vector` in a function decorated with `register_env`. The vector env must declare its autoreset mode in
     `metadata["autoreset_mode"]`. All three autoreset modes are supported. In mode NEXT_STEP, each reset takes a step,
-    and the state has a field `mask`. `mask` is False after a step that only reset the environment. An AsyncVectorEnv
-    that does not answer within `timeout` seconds raises an error. Other vector envs have no timeout. A vector env whose
-    `reset` takes one integer instead of a list of seeds gets the seed of the first environment.
+    and the state has a field `mask`. `mask` is False after a step that only reset the environment. If an AsyncVectorEnv
+    does not answer within `timeout` seconds, `reset` or `step` raises an error. Other vector envs have no timeout. A
+    vector env whose `reset` takes one integer instead of a list of seeds gets the seed of the first environment.
 
     Raises: ConfigError if the vector env cannot be created or has an unsupported space. `reset` and `step` raise
         UserError that names the step and, if the vector env reports an index, the environment.
@@ -211,7 +211,7 @@ def _env(make: Callable[[int], Vector], label: str) -> Env:
 
 
 def _nvec(space: Space) -> tuple[int, ...]:
-    """Return the number of choices of each discrete action, or () for a space without action masks."""
+    """Return the number of choices of each discrete action, or () for a Box, which has no action masks."""
     match space:
         case Discrete():
             return (space.n,)

@@ -42,7 +42,7 @@ class Live:
         `before` is the state before a step, or None for a reset. If one environment fails, all environments are closed,
         because other environments may already have taken the step.
 
-        Raises: UserError that names the environment, the error and the step `when`.
+        Raises: UserError that names the environment, the error and `when`, such as "step 3" or "reset".
         """
         self.steps += 1  # count before the call: even an interrupted step makes older states out of date
         try:
@@ -87,7 +87,7 @@ def find_live(state: TensorDict, owner: object) -> Live | None:
 
 
 def draw(state: TensorDict) -> list[np.ndarray]:
-    """Draw the environments of the newest state. Return one image uint8 `[h, w, 3]` per environment.
+    """Draw the environments of `state` in their newest state. Return one image uint8 `[h, w, 3]` per environment.
 
     Raises: UserError if the environments are not open in this process, or cannot draw images.
     """

@@ -20,7 +20,7 @@ def drawing_keys(cfg: GymnasiumConfig) -> dict[str, Any]:
 
 
 def _choose_opengl(creator: Any) -> None:
-    """Choose EGL or OSMesa for Gymnasium's MuJoCo environments, which would otherwise need a display."""
+    """On Linux, choose EGL or OSMesa for Gymnasium's MuJoCo environments, which would otherwise need a display."""
     bases = [base.__module__ for base in getattr(creator, "__mro__", ())]
     if sys.platform == "linux" and any(name.startswith("gymnasium.envs.mujoco.") for name in bases):
         os.environ["MUJOCO_GL"] = os.environ.get("MUJOCO_GL") or backend()

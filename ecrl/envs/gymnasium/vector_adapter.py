@@ -3,7 +3,8 @@
 SAME_STEP: the vector env resets in the step that ends an episode. `info["final_obs"]` becomes `final`.
 NEXT_STEP: the vector env resets in the step after an episode ended. `counts` is False for a step that resets, and the
     action of this step is ignored.
-DISABLED: the vector env does not reset by itself. The adapter calls `reset(options={"reset_mask": ...})`.
+DISABLED: the vector env does not reset by itself. If episodes end in a step, the adapter calls
+    `reset(options={"reset_mask": ...})`.
 """
 
 import math
@@ -62,7 +63,7 @@ def _final(obs: Any, ended: list[int], space: gymnasium.Space, info: dict) -> An
     if not ended:
         return obs.clone()
     if "final_obs" not in info:
-        raise Fault(ended[0], "ended an episode without info['final_obs']")
+        raise Fault(ended[0], "ended an episode without info['final_obs'], which the autoreset mode SAME_STEP needs")
     last = info["final_obs"]
     if isinstance(last, dict | tuple) or (isinstance(last, np.ndarray) and last.dtype != object):
         final = obs.clone()

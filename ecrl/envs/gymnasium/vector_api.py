@@ -1,4 +1,4 @@
-"""Define `Vector`, an interface to N open Gymnasium environments, and implement `Vector` in this process.
+"""Define `Vector`, an interface to N open Gymnasium environments, and open environments in this process (`serial`).
 
 A `Vector` resets an environment in the step that ends its episode. In the outcome of such a step, `obs` is the first
 observation of the next episode, and `final` is the observation before the reset. If the outcomes have `counts`, the

@@ -30,7 +30,10 @@ _SCORE = "ecrl.game_score"
 
 
 class Row(NamedTuple):
-    """Result of one environment's step or reset. At the end of an episode, `final` is the observation before the reset.
+    """Result of one environment's step or reset.
+
+    If the step ended an episode, `final` is the observation before the reset, and otherwise None. `success` is NaN if
+    the environment reports no success, and an error message if the reported value is not a number.
 
     `score` is the score of the Atari game that ended in the step, NaN if no game ended, or None for other environments.
 
@@ -58,7 +61,7 @@ def _no_log_file() -> None:
 
 @contextlib.contextmanager
 def _explain_missing_package() -> Iterator[None]:
-    """Convert an import error inside the block to an error that shows how to install the missing package."""
+    """If a package in `_EXTRAS` is missing inside the block, raise an error that shows how to install the package."""
     try:
         yield
     except (ImportError, DependencyNotInstalled) as error:
@@ -87,7 +90,7 @@ def _is_from_ale(spec: Any) -> bool:
 
 
 def _import_ale() -> None:
-    """Import ale_py, which registers the Atari games. Raise ModuleNotFoundError with the extra if it is missing."""
+    """Import ale_py and register the Atari games. If ale_py is missing, the error names the extra to install."""
     with _explain_missing_package():
         import ale_py  # pyright: ignore[reportMissingImports]
     ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # otherwise each process prints a banner
@@ -116,7 +119,7 @@ def find_creator(env_id: str) -> Any:
 def make(env_id: str, kwargs: dict[str, Any], atari: dict[str, Any] | None = None) -> gymnasium.Env:
     """Call `gymnasium.make` without Gymnasium's checker, which checks only the first steps. ecrl checks every step.
 
-    `atari` are the settings of the preprocessing of an Atari game (`atari_wrappers.preprocess`), or None.
+    For an Atari game, `atari` holds the settings of `atari_wrappers.preprocess`. Otherwise, `atari` is None.
     """
     register_atari(env_id, atari is not None)
     creator = find_creator(env_id)

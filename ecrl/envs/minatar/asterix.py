@@ -143,7 +143,7 @@ def minatar_asterix(cfg: AsterixConfig) -> Env:
     1, and the reward of any other step is 0. The episode ends when the player touches an enemy. With
     difficulty_ramping, the level rises from 0 to 9, by one every 102 steps.
 
-    The channels of the observation are 0 player, 1 enemies, 2 the last cells of enemies and gold, and 3 gold. The
+    The channels of the observation are 0 player, 1 enemies, 2 the cells behind enemies and gold, and 3 gold. The
     minimal actions are 0 no-op, 1 left, 2 up, 3 right and 4 down.
 
     The state stores the columns of the enemies and the gold of the rows 1 to 8 in `enemy` and `gold`, int32 `[*B, 8]`.

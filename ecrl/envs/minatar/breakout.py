@@ -99,13 +99,13 @@ def minatar_breakout(cfg: BreakoutConfig) -> Env:
     """Bounce a ball off a paddle at the bottom to break the bricks at the top.
 
     The ball moves by one cell per step along a diagonal. It bounces off the sides, the top, the bricks and the paddle.
-    If the ball comes from a cell above the paddle, only its vertical direction turns. If the ball comes from a cell
+    If the ball comes from a cell above the paddle, only its vertical direction reverses. If the ball comes from a cell
     beside the paddle, it flies back in the direction from which it came. Each broken brick has the reward 1, and the
     reward of any other step is 0. Once all 30 bricks are broken, a new wall appears when the ball next reaches the
     bottom row. The episode ends when the ball reaches the bottom row beside the paddle.
 
-    The channels of the observation are 0 paddle, 1 ball, 2 the ball's last cell and 3 bricks. The minimal actions are 0
-    no-op, 1 left and 2 right.
+    The channels of the observation are 0 paddle, 1 ball, 2 the ball's previous cell and 3 bricks. The minimal actions
+    are 0 no-op, 1 left and 2 right.
 
     The state stores the bricks as one int32 `bricks`. Bit 10 (y - 1) + x is the brick in row y and column x.
 

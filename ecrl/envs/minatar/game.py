@@ -151,7 +151,9 @@ def countdown(wait: Tensor) -> Tensor:
 
 
 def on_row(row: Tensor, bits: Tensor, num_rows: int = SIZE, first_row: int = 0) -> Tensor:
-    """Place `bits` on the row `row` of an empty board.
+    """Return the rows of a board that is empty except for `bits` on the row `row`.
+
+    The result has `num_rows` rows, and its first row is row `first_row` of the board.
 
     >>> on_row(torch.tensor(1), torch.tensor(4), 3)
     tensor([0, 4, 0])

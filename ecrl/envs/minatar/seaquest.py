@@ -87,7 +87,7 @@ def _occupied(board: Tensor) -> Tensor:
 
 
 class _Enemies(NamedTuple):
-    """Slots of enemies, each int32 `[*B, 30]`, the oldest first. An enemy without a place is dead."""
+    """Slots of enemies, each int32 `[*B, 30]`, the oldest first. An enemy whose place is 0 is gone."""
 
     row: Tensor
     place: Tensor
@@ -102,7 +102,7 @@ def _enemies(state: Mapping[str, Tensor] | TensorDict) -> _Enemies:
 
 
 class _Shots(NamedTuple):
-    """Slots of the player's shots, each int32 `[*B, 2]`, the oldest first. A shot without a place is gone."""
+    """Slots of the player's shots, each int32 `[*B, 2]`, the oldest first. A shot whose place is 0 is gone."""
 
     row: Tensor
     place: Tensor
@@ -146,7 +146,7 @@ def _draw(uniforms: Tensor) -> dict[str, Tensor]:
 
 
 def _spawn_enemy(enemies: _Enemies, is_time: Tensor, noise: TensorDict, wait: Tensor) -> _Enemies:
-    """Append an enemy, unless an enemy in the same row moves in the opposite direction."""
+    """If `is_time` is True, append an enemy, unless an enemy in the same row moves in the opposite direction."""
     right, row = noise["enemy_right"], noise["enemy_row"]
     opposite = (enemies.row == row.unsqueeze(-1)) & (enemies.right != right.unsqueeze(-1))
     spawns = is_time & ~any_bit(torch.where(opposite, enemies.place, 0))
@@ -156,7 +156,7 @@ def _spawn_enemy(enemies: _Enemies, is_time: Tensor, noise: TensorDict, wait: Te
 
 
 def _shoot(enemies: _Enemies, shots: _Shots) -> tuple[_Enemies, _Shots, Tensor]:
-    """Move the player's shots, the newest first. Return the enemies and shots that are left, and the number of hits.
+    """Move the player's shots, the newest first. Return the remaining enemies and shots, and the number of hits.
 
     A shot hits one enemy: the oldest fish in its cell, or the oldest submarine if there is no fish.
     """
@@ -176,7 +176,9 @@ def _shoot(enemies: _Enemies, shots: _Shots) -> tuple[_Enemies, _Shots, Tensor]:
 
 
 def _collide(enemies: _Enemies, place: Tensor, arrived: Tensor, shots: _Shots) -> tuple[Tensor, _Shots, Tensor]:
-    """Remove enemies that `arrived` in the cell of a shot. Return their places, the shots and the number of hits.
+    """Remove enemies that moved (`arrived`) into the cell of a shot, and remove these shots.
+
+    Return the places of all enemies, the remaining shots and the number of hits.
 
     No two enemies arrive in one cell in the same step. If there are two shots in a cell, the older shot is removed.
     """
@@ -327,11 +329,12 @@ def _image(state: Mapping[str, Tensor] | TensorDict) -> Tensor:
 def minatar_seaquest(cfg: SeaquestConfig) -> Env:
     """Rescue divers with a submarine, shoot enemies, and surface before the oxygen runs out.
 
-    The player moves by one cell per step, and fires at most every five steps. Each enemy that is shot has the reward 1.
-    Every `20 - level` steps, a fish or, with probability 1/3, a submarine appears at the left or right end of a random
-    row. No enemy appears in a row in which another enemy moves in the opposite direction. Enemies move every
-    `max(2, 5 - level // 2) + 1` steps. A submarine launches a torpedo every 11 steps, which moves by one cell per step.
-    Every 30 steps, a diver appears, which moves every 6 steps. The player picks up divers that it touches, up to six.
+    The player moves by one cell per step, and fires at most once in five steps. The reward is 1 for each enemy that is
+    shot. Every `20 - level` steps, a fish or, with probability 1/3, a submarine appears at the left or right end of a
+    random row. No enemy appears in a row in which another enemy moves in the opposite direction. Enemies move every
+    `max(2, 5 - level // 2) + 1` steps. A submarine launches a torpedo every 11 steps. Torpedoes move by one cell per
+    step. Every 30 steps, a diver appears. Divers move every 6 steps. The player picks up divers that it touches, up to
+    six.
 
     Under water, the oxygen falls by 1 per step, from 200. At the surface, the player gives up one diver and gets new
     oxygen. With six divers, the player gives up all divers for a reward of `oxygen // 20`. The number of divers is then
@@ -339,13 +342,13 @@ def minatar_seaquest(cfg: SeaquestConfig) -> Env:
     number by one. With difficulty_ramping, each surfacing raises the level by one, up to 19. The episode ends when an
     enemy or a torpedo hits the player, when no oxygen is left, or when the player surfaces with 0 divers.
 
-    The channels of the observation are 0 front and 1 back of the player, 2 shots, 3 the last cells of enemies and
+    The channels of the observation are 0 front and 1 back of the player, 2 shots, 3 the cells behind enemies and
     divers, 4 torpedoes, 5 fish, 6 submarines, 7 oxygen, 8 divers on board and 9 divers. The actions are 0 no-op, 1
     left, 2 up, 3 right, 4 down and 5 fire. The game uses all actions, so it has no setting use_minimal_action_set.
 
     The state stores a column x as its place, 4**x, because a cell can hold three enemies. An object that has left the
     board has the place 0. `enemy_*`, `shot_*` and `diver_*` are slots of objects, the oldest first. A new object
-    replaces the oldest object. The capacities are large enough for any play:
+    replaces the oldest object. There are enough slots for every game:
 
     - 30 enemies: on the highest levels, an enemy appears at every step and leaves the board after 30 steps. On lower
       levels, at most 30 enemies appear while the oldest enemy is on the board.

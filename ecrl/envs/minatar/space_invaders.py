@@ -141,7 +141,7 @@ def _image(state: Mapping[str, Tensor] | TensorDict) -> Tensor:
 def minatar_space_invaders(cfg: SpaceInvadersConfig) -> Env:
     """Shoot aliens with a cannon at the bottom, before they come down or hit the cannon.
 
-    The cannon moves by one cell per step, and fires at most every five steps. The aliens start in the rows 0 to 3 and
+    The cannon moves by one cell per step, and fires at most once in five steps. The aliens start in the rows 0 to 3 and
     the columns 2 to 7. They move sideways together. At the side of the board, the aliens move down by one row and turn.
     They move every n steps, where n is the number of aliens, at most 12 - level. Every ten steps, the lowest alien of
     the column nearest to the cannon drops a bomb. Shots move up and bombs move down by one cell per step. Each alien
