@@ -399,7 +399,7 @@ REFUSED = {
     "a mesh of a game": (
         meshed("", "tip.fbx"),
         {},
-        r"the collision mesh 'tip.fbx' is not a file of MuJoCo; convert it to one of .stl, .obj, .msh$",
+        r"the collision mesh 'tip.fbx' has a format that MuJoCo cannot read; convert it to one of .stl, .obj, .msh$",
     ),
     "no effort": (
         robot(joints=[WEAK, *JOINTS[1:]]),

@@ -33,9 +33,9 @@ DIRECTION, COLOR = "light_direction", "light_color"
 SETTINGS = (EYE, TARGET, UP, FOCAL, CENTER, DIRECTION, COLOR)
 """Names of the targets that move cameras, change their intrinsics or change the light."""
 COLOR_OF, SIZE_OF = "color/", "size/"
-"""First parts of the names of vectors with the color or the size of an object, such as `color/cube`.
+"""Prefixes of the names of vectors with the color or the size of an object, such as `color/cube`.
 
-A disc in the images marks each target position that has none of these names.
+A disc in the images marks each target position without such a prefix, except for the targets in `SETTINGS`.
 """
 
 _GOAL = np.array([0.1, 0.75, 0.3, 0.5], np.float32)
@@ -134,8 +134,8 @@ def _drawn_model(model: Any, camera: CameraConfig) -> Any:
 def _canvas(model: Any, width: int, height: int) -> Iterator[Callable[[Any], np.ndarray]]:
     """Open an offscreen renderer, and yield a function that draws an `MjvScene` with this renderer.
 
-    All calls of the yielded function return the same array.
-    Call the yielded function only in the thread that entered the context manager.
+    All calls of the yielded function write to the same array and return it. Call the yielded function only in the
+    thread that entered the context manager.
     """
     gl = mujoco()
     window, viewport = _context(width, height), gl.MjrRect(0, 0, width, height)
@@ -201,7 +201,7 @@ def scene_light(sim: Simulation) -> dict[str, tuple[float, ...]]:
 
 
 def _set_lights(scene: Any, targets: Mapping[str, np.ndarray], headlight: tuple[np.ndarray, np.ndarray]) -> None:
-    """Set the targets of `randomize_light`, and the position and direction of the headlight."""
+    """Set the direction and the color of the lights to the targets of `randomize_light`, and place the headlight."""
     for light in scene.lights[: scene.nlight]:
         if light.headlight:
             light.pos, light.dir = headlight
@@ -245,7 +245,7 @@ def _set_shapes(model: Any, scene_model: Any, targets: Mapping[str, np.ndarray])
 
 
 def _add_mark(gl: Any, scene: Any, position: np.ndarray) -> None:
-    """Add a translucent green disc at `position` to an `MjvScene`."""
+    """Add a translucent green disc at `position` to an `MjvScene`, unless the scene is full."""
     if scene.ngeom < scene.maxgeom:
         kind = gl.mjtGeom.mjGEOM_CYLINDER.value
         gl.mjv_initGeom(scene.geoms[scene.ngeom], kind, _GOAL_SIZE, position, _UPRIGHT, _GOAL)

@@ -26,9 +26,9 @@ class ScalableTaskConfig(TaskConfig):
     scale: Annotated[float, Field(ge=1e-3, le=1e3)] | None = Field(
         None,
         description=(
-            "factor of the lengths of objects, events, terms and thresholds; masses have the third power of the "
-            "factor. If absent, 1, but for example:panda and registered arms their reach divided by 1.3 m, the reach "
-            "of the built-in arm"
+            "factor for the lengths of objects, events, terms and thresholds; masses are multiplied by its third "
+            "power. If absent: the reach divided by 1.3 m for registered arms and arms such as example:panda, "
+            "otherwise 1"
         ),
     )
 
@@ -57,7 +57,7 @@ def _scaled(value: Any, factor: float) -> Any:
 
 
 def scale_of(cfg: ScalableTaskConfig) -> float:
-    """Return the factor on the lengths of a task."""
+    """Return the factor for the lengths of a task: `cfg.scale`, or by default a factor that fits the robot's reach."""
     with error_prefix("env.cfg"):
         model = None if cfg.robot is None else described(cfg.robot)
     return cfg.scale or (1.0 if model is None else model.reach / _REACH)

@@ -3,7 +3,7 @@
 In addition to the fields that the state of every environment has, the state of a task has these fields:
     world       TensorDict that the functions of `ecrl.envs.mujoco.world` read and write
     targets     TensorDict of vectors `[*B, n]` that events store, such as goals (m); absent if no event stores a target
-    action      `[*B, A]` float32, the last action, which is within its bounds; 0 at the start of an episode
+    action      `[*B, A]` float32, the last finite action; 0 at the start of an episode
     force       `[*B, nv]` float32, forces (N or N m) along the degrees of freedom during the next step
     elapsed     `[*B]` int64, number of steps since the episode started
     delay       TensorDict; absent if no event delays actions
@@ -43,7 +43,7 @@ EVENT_FIELDS = ("world", "targets", "action", "force", "delay")  # fields of the
 ComputeTaskState = Callable[[Simulation, TensorDict], tuple[Tensor, Tensor, dict[str, Tensor]]]
 """Function that maps (sim, state after a step) to success and fail (bool `[*B]`) and a dictionary of metrics.
 
-An episode ends if success or fail is True.
+An episode terminates if success or fail is True.
 """
 
 Check = Callable[[Simulation, TensorDict], Tensor]
@@ -177,7 +177,10 @@ def _start_episode(task: Task, state: TensorDict, keys: Tensor) -> TensorDict:
 
 
 def _is_startup_neutral(task: Task, keys: Tensor) -> bool:
-    """Return True if startup events change only model parameters and do not affect which starts are acceptable."""
+    """Return True if, in the episodes of `keys`, startup events change only model parameters.
+
+    Startup events must also not affect which of the starts are acceptable.
+    """
     one, reset_events = initial_state(task, keys), task.events_of("reset")
     life = cast(TensorDict, one["life"]).copy()
     other = one.copy().set("life", life.set("key", life["key"].flip(0)))
@@ -317,7 +320,8 @@ def step(task: Task, state: TensorDict, action: Tensor, noise: Tensor) -> Tensor
     """Advance every environment of the batch by one step.
 
     The function applies the interval events and steps the physics. The function then computes, in this order, success
-    and failure, the reward, and the observation. If the state has no field `obs`, the observation is left out.
+    and failure, the reward, and the observation. If the state has no field `obs`, the observation is left out. If
+    the physics step of an environment fails (see `advance`), its episode terminates as a failure.
     """
     if "life" in state:
         count = state["life", "count"] + 1
@@ -380,7 +384,7 @@ def observe(task: Task, state: TensorDict) -> Tensor | TensorDict:
     """Compute the observation of every environment.
 
     If `task.parts` is False, the observation is float32 `[*B, D]`, the concatenation of all flattened entries in the
-    order of their names. Otherwise, the observation is a TensorDict with one field per entry, a vector `[*B, D]`, an
+    order of their names. Otherwise, the observation is a TensorDict with one field per entry: a vector `[*B, D]`, an
     image `[*B, h, w, c]` or integers `[*B, n]`.
     """
     entries, batch = observe_entries(task, state), len(state.batch_size)

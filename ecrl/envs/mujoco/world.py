@@ -80,7 +80,10 @@ def qvel(sim: Simulation, world: TensorDict) -> Tensor:
 
 @cache
 def _joints(sim: Simulation, names: tuple[str, ...]) -> tuple[list[int], list[int]]:
-    """Return two lists: the indices of hinge and slide joints in MuJoCo's `qpos`, and their indices in `qvel`."""
+    """Return two lists: the indices of hinge and slide joints in MuJoCo's `qpos`, and their indices in `qvel`.
+
+    Raises: ConfigError for a free or ball joint.
+    """
     model, free, ball = sim.model, mujoco().mjtJoint.mjJNT_FREE, mujoco().mjtJoint.mjJNT_BALL
     ids = [id_of(model, "jnt", name) for name in names]
     for name, i in zip(names, ids, strict=True):
@@ -118,7 +121,7 @@ def actuators_of(sim: Simulation, joints: tuple[str, ...]) -> list[int]:
         driving = [i for i in on_joints if model.actuator_trnid[i, 0] == joint]
         if len(driving) != 1:
             fault = f"has {len(driving)} actuators, expected one" if driving else "has no actuator"
-            raise ConfigError(f"joint {name!r} {fault}; choose others by joint_ids or part_name, or change its file")
+            raise ConfigError(f"joint {name!r} {fault}; choose other joints by joint_ids or part_name, or change the file")
         actuators += driving
     return actuators
 
@@ -319,7 +322,7 @@ def with_body_pose(
     """Return worlds with a dynamic or kinematic object moved to a new pose.
 
     `position` is `[*B, 3]` (m) and `quaternion` is `[*B, 4]`. If `position` is None, the object keeps its position. If
-    `quaternion` is None, the object keeps its rotation.
+    `quaternion` is None, the object keeps its rotation. The velocities of the object do not change.
 
     Raises: ConfigError if the body is neither dynamic nor kinematic.
     """
@@ -353,7 +356,7 @@ def _first_dof(sim: Simulation, name: str) -> int:
     if joint is None and name in movable_bodies(sim):
         raise ConfigError(f"body {name!r} is kinematic, expected dynamic; choose another, or change its body_type")
     if joint is None:
-        raise ConfigError(f"body {name!r} is not free; the body moves with its joints or not at all")
+        raise ConfigError(f"body {name!r} is not free, expected a dynamic object; choose another")
     return int(sim.model.jnt_dofadr[joint])
 
 
@@ -393,7 +396,7 @@ def with_robot_at_rest(sim: Simulation, world: TensorDict, base: str) -> TensorD
 
 
 def push(sim: Simulation, name: str, force: Tensor) -> Tensor:
-    """Convert a force on the centre of a dynamic object to forces along the degrees of freedom, `[*B, nv]`.
+    """Convert a force at the origin of a dynamic object to forces along the degrees of freedom, `[*B, nv]`.
 
     The argument `force` is in N and in the world frame, `[*B, 3]`. Pass the result to `advance` as `force`.
     """

@@ -41,9 +41,9 @@ def collada_mesh(path: Path, key: str) -> tuple[np.ndarray, np.ndarray]:
     if not (unit > 0.0 and np.isfinite(unit)):
         raise ConfigError(f"{key}: the mesh {str(path)!r} has the unit {unit} m, expected a positive number")
     if any(index.min() < 0 or index.max() >= len(vertices) for vertices, index in parts):
-        raise ConfigError(f"{key}: the mesh {str(path)!r} has a face with a vertex that is not there")
+        raise ConfigError(f"{key}: the mesh {str(path)!r} has a face with an unknown vertex; repair the file")
     if not all(np.isfinite(vertices).all() for vertices, _ in parts):
-        raise ConfigError(f"{key}: the mesh {str(path)!r} has a vertex that is not finite")
+        raise ConfigError(f"{key}: the mesh {str(path)!r} has a vertex that is not finite; repair the file")
     starts = np.cumsum([0, *(len(vertices) for vertices, _ in parts)])
     faces = np.concatenate([index + start for (_, index), start in zip(parts, starts, strict=False)])
     vertices = unit * np.concatenate([vertices for vertices, _ in parts])

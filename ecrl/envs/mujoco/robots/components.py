@@ -87,8 +87,8 @@ def found_file(path: str, root: str) -> str | None:
 def component(cfg: RobotConfig, kind: str) -> Part | None:
     """Return the component of a kind, "arm" or "hand", or None if the config has none.
 
-    Raises: ConfigError if there are several components of the kind, if a file does not exist, or if an arm has a
-        transform.
+    Raises: ConfigError if there are several components of the kind, if a file does not exist, if an arm has a
+        transform, or if `robot.model` also names an arm.
     """
     listed = () if cfg.urdf_cfg is None else cfg.urdf_cfg.components
     found = [(i, part) for i, part in enumerate(listed) if part.component_type == kind]
@@ -122,7 +122,7 @@ def quaternion_of(pose: Matrix, key: str) -> np.ndarray:
     """Return the quaternion of the rotation in a 4x4 pose. Raise ConfigError, which names `key`, for invalid poses."""
     quaternion, rotation = np.zeros(4), np.array([row[:3] for row in pose[:3]])
     if not np.allclose(rotation @ rotation.T, np.eye(3), atol=1e-3) or np.linalg.det(rotation) < 0.0:
-        raise ConfigError(f"{key}: the first three columns are not a rotation")
+        raise ConfigError(f"{key}: the first three rows and columns are not a rotation; give a rotation matrix")
     if pose[3] != (0.0, 0.0, 0.0, 1.0):
         raise ConfigError(f"{key}: the last row is {list(pose[3])}, expected [0, 0, 0, 1]")
     mujoco().mju_mat2Quat(quaternion, rotation.flatten())

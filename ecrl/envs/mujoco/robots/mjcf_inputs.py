@@ -19,8 +19,8 @@ def check_mjcf_inputs(source: str, key: str) -> None:
     """Raise ConfigError, which names `key`, if an MJCF file reads a file outside $ECRL_INPUT_FOLDERS.
 
     Args:
-        source: path or text of the MJCF file. Files that it names are searched in its folder. For a text, they are
-            searched in the working directory.
+        source: path or text of the MJCF file. The files that it names are searched in the folder of the MJCF file,
+            or in the working directory for a text.
         key: config key for error messages.
     """
     if not is_restricted():
@@ -54,7 +54,7 @@ def _check_model(root: ElementTree.Element, home: Path, key: str, seen: set[Path
 
 
 def _with_includes(root: ElementTree.Element, home: Path, key: str) -> list[ElementTree.Element]:
-    """Return the first element of a main file and of all files that it includes."""
+    """Return the root element of a main file and of each file that it includes, directly or indirectly."""
     roots, seen = [root], set()
     for one in roots:  # the list grows during the loop
         for name in (part.get("file", "") for part in one.iter("include")):

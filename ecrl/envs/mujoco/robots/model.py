@@ -11,7 +11,8 @@ class RobotModel(NamedTuple):
         parts: joints of each part, as names or patterns. By default, all joints are the part `arm`.
         end_links: map from a part to the link that holds the end effector of the part.
         home: positions of the joints at the start (m or rad), in the order of the joints in the file. By default, an
-            MJCF file defines the positions, and joints of a URDF file start at the position nearest to 0.
+            MJCF file defines the positions, and joints of a URDF file start at the position nearest to 0 within their
+            limits.
         reach: largest horizontal distance from the base to the end effector, m. Tasks scale their lengths with the
             reach; see the key `env.cfg.scale`. By default, the reach of the built-in arm.
         init_rot: default rotation of the base (degrees), which `robot.init_rot` of the config replaces. Tasks expect an

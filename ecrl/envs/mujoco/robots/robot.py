@@ -129,10 +129,12 @@ def _per_joint(values: PerJoint | None, defaults: tuple[float, ...], built: Buil
 
 
 def _matching(names: tuple[str, ...], built: Builtin, key: str) -> tuple[str, ...]:
-    """Return the joints that names select, in the order of the names.
+    """Return the joints that `names` select, in the order of `names`.
 
-    A name is the name of a joint, or a pattern for the whole name of a joint or for EmbodiChain's name of the joint. A
-    pattern that fits no joint is tried again without case.
+    Each of `names` is the name of a joint, or a regular expression for the whole name of a joint or for EmbodiChain's
+    name of the joint. An expression that fits no joint is tried again, ignoring case.
+
+    Raises: ConfigError, which names `key`, if a name fits no joint, or if a joint is selected twice.
     """
     found, joints = list[str](), built.joints
     others = built.aliases or joints
@@ -173,9 +175,9 @@ def _add_drives(spec: Any, cfg: DriveConfig, built: Builtin, drives: Mapping[str
 
 
 def described(cfg: RobotConfig) -> RobotModel | None:
-    """Return the description of a robot that is registered or is an arm of example-robot-data, or None.
+    """Return the `RobotModel` of a registered robot or of a robot in `EXAMPLES`, or None for any other robot.
 
-    Raises: ConfigError if `robot_type` is neither a built-in nor a registered robot.
+    Raises: ConfigError if `robot_type` is neither a built-in nor a registered robot, or if a `RobotModel` is invalid.
     """
     if cfg.model is not None:
         return EXAMPLES.get(cfg.model.removeprefix(PREFIX)) if cfg.model.startswith(PREFIX) else None
@@ -198,7 +200,7 @@ def robot_function(cfg: RobotConfig) -> Callable | None:
 
 
 def _checked(model: Any, name: str) -> RobotModel:
-    """Return the description of a registered robot. Raise ConfigError if the description is wrong."""
+    """Return `model`, the `RobotModel` of a registered robot. Raise ConfigError if `model` is invalid."""
     where = f"robot.robot_type: the registered robot {name!r}"
     if not isinstance(model, RobotModel):
         raise ConfigError(f"{where} is a {type(model).__name__}, expected a RobotModel; does its function return one?")
@@ -216,7 +218,7 @@ def _checked(model: Any, name: str) -> RobotModel:
 
 
 def _end_link(cfg: RobotConfig, part: str) -> str | None:
-    """Return the link that config or robot name as the holder of a part's end effector, or None."""
+    """Return the link that holds a part's end effector: `end_link_name`, or the link in the `RobotModel`, or None."""
     link = cfg.solver_cfg[part].end_link_name if part in cfg.solver_cfg else None
     model = described(cfg)
     return model.end_links.get(part) if link is None and model is not None else link
@@ -229,7 +231,9 @@ def _end_body(spec: Any, cfg: RobotConfig, part: str, joint: str, assembly: "_As
     if link is None:
         return spec.joint(joint).parent if is_of_hand or assembly.flange is None else assembly.flange
     if assembly.kind == "built-in" and not is_of_hand:
-        warnings.warn(f"{key}: has no meaning for a built-in robot, whose end effector is at its flange", stacklevel=2)
+        warnings.warn(
+            f"{key}: has no meaning for a built-in robot, whose end effector is at its flange; remove it", stacklevel=2
+        )
         return spec.joint(joint).parent
     if (body := spec.body(HAND + link if is_of_hand else link)) is None:
         links = [body.name.removeprefix(HAND) for body in spec.bodies[1:] if is_of_hand == body.name.startswith(HAND)]
@@ -265,7 +269,7 @@ def _no_shapes(base: Any, tcp: dict[str, Matrix], has_hand: bool) -> None:
 
 
 def _from_file(cfg: RobotConfig, drives: Mapping[str, Drive], is_trusted: bool) -> tuple[Any, Builtin]:
-    """Read a robot from a URDF or MJCF file. Files that code registered are trusted. Files of a config are not.
+    """Read a robot from a URDF or MJCF file. `is_trusted` is True for the file of a registered robot.
 
     If the config has no drive settings, a robot from an MJCF file has the actuators of the file. A robot from a URDF
     file gets drives that follow from the efforts of its joints.
@@ -316,7 +320,7 @@ def _with_rotors(spec: Any, cfg: RobotConfig, built: Builtin, joints: tuple[str,
 
 
 class _Assembly(NamedTuple):
-    """Parts of a robot.
+    """Source of the arm, and the joints and the place of the hand.
 
     Attributes:
         kind: source of the arm.
@@ -330,7 +334,7 @@ class _Assembly(NamedTuple):
 
 
 def _arm(cfg: RobotConfig, drives: Mapping[str, Drive], arm: Part | None) -> tuple[Any, Builtin, _Assembly]:
-    """Return the MjSpec of an arm, the arm, and its parts. `arm` is the component of the config, if any."""
+    """Return the MjSpec of an arm, its `Builtin` and its `_Assembly`. `arm` is the component of the config, if any."""
     if arm is not None and arm.source is not None:
         return *_from_urdf(_urdf_of(arm.source, f"{arm.key}.urdf_path")), _Assembly("URDF")
     model = described(cfg)
@@ -346,7 +350,7 @@ def _arm(cfg: RobotConfig, drives: Mapping[str, Drive], arm: Part | None) -> tup
 
 
 def _read_hand(cfg: RobotConfig, built: Builtin, hand: Part, assembly: _Assembly) -> tuple[Any, Builtin]:
-    """Return the MjSpec of a hand and the hand. Raise ConfigError if the arm `built` does not support hands."""
+    """Return the MjSpec of a hand and its `Builtin`. Raise ConfigError if the arm `built` does not support hands."""
     if assembly.kind == "MJCF":
         raise ConfigError(f"{hand.key}: an MJCF file takes no hand; add the hand to the file of the arm")
     if assembly.kind == "built-in" and "arm" not in built.flange:

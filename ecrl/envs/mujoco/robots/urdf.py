@@ -185,7 +185,7 @@ def _balance_inertias(robot: ElementTree.Element, key: str) -> None:
             inertia.set(f"i{name}", f"{moments[i, j]:.17g}")
     if changed:
         many = f"{len(changed)} links such as {format_value(changed[0])} have moments of inertia that no body has"
-        warnings.warn(f"{key}: {many} (A + B < C), so the mean is taken about all axes", stacklevel=2)
+        warnings.warn(f"{key}: {many} (A + B < C), so the mean of the moments replaces them", stacklevel=2)
 
 
 def _moments(inertia: ElementTree.Element) -> np.ndarray | None:
@@ -243,7 +243,7 @@ def _resolve_meshes(robot: ElementTree.Element, folder: Path, key: str, is_trust
                 link.remove(shape)
                 dropped.append(name)
                 continue
-            problem = f"the collision mesh {format_value(name)} is not a file of MuJoCo"
+            problem = f"the collision mesh {format_value(name)} has a format that MuJoCo cannot read"
             install = ', or install pycollada with pip install "ecrl[robots]"' if is_collada else ""
             raise ConfigError(f"{key}: {problem}; convert it to one of {', '.join(_READABLE)}{install}")
         path = _mesh_path(name, folder, key)
@@ -323,7 +323,10 @@ def default_gains(efforts: tuple[float, ...]) -> tuple[tuple[float, ...], tuple[
 
 
 def add_rotors(spec: Any, joints: tuple[str, ...], efforts: tuple[float, ...]) -> None:
-    """Set the inertia of a rotor, `effort / 300`, for each joint without an armature. Only drives limit the force."""
+    """Set the inertia of a rotor, `effort / 300`, for each joint without an armature.
+
+    The force limits of the joints are removed, because the drives limit the forces.
+    """
     for name, effort in zip(joints, efforts, strict=True):
         joint = spec.joint(name)
         joint.actfrclimited = mujoco().mjtLimited.mjLIMITED_FALSE

@@ -170,7 +170,7 @@ class ComponentConfig(ConfigModel):
         min_length=1, description="path of a URDF file, also searched below $MENAGERIE_ROOT, or the text of the file"
     )
     transform: Annotated[tuple[_Row, _Row, _Row, _Row], Field(strict=False)] | None = Field(
-        None, description="pose of a hand in the frame of the flange, as a 4x4 matrix, m; the flange if absent"
+        None, description="pose of a hand in the frame of the flange, as a 4x4 matrix, m; if absent, no offset"
     )
 
 

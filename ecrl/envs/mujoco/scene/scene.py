@@ -96,7 +96,7 @@ def _set_damping(model: Any, cfg: RigidObjectConfig) -> None:
 
 
 def _set_light(spec: Any, cfg: LightConfig) -> None:
-    """Replace all lights of the scene with one directional light."""
+    """Replace all lights of the scene with one directional light, and set the ambient light."""
     for light in list(spec.lights):
         spec.delete(light)
     directional = mujoco().mjtLightType.mjLIGHT_DIRECTIONAL
@@ -245,13 +245,18 @@ def _start(model: Any, cfg: SceneConfig, robot: Robot, home: tuple[float, ...]) 
 
 
 def _set_followers(model: Any, data: Any, robot: Robot) -> None:
-    """Set each joint of a URDF file that follows another joint (`mimic`) to its position."""
+    """Set the position of each follower joint (`mimic` in a URDF file) from the position of its leader.
+
+    Raises: ConfigError if this position is beyond the limits of the follower joint.
+    """
     for follower in robot.followers:
         position = follower.offset + follower.multiplier * float(data.joint(follower.leader).qpos[0])
         low, high = model.joint(follower.name).range if model.joint(follower.name).limited else (-inf, inf)
         if not low - _SLACK <= position <= high + _SLACK:
             fault = f"joint {follower.name!r} follows {follower.leader!r} to {position:.6g}"
-            raise ConfigError(f"robot.init_qpos: {fault}, beyond its limits, {low:.6g} to {high:.6g}; start elsewhere")
+            raise ConfigError(
+                f"robot.init_qpos: {fault}, beyond its limits, {low:.6g} to {high:.6g}; move the leading joint"
+            )
         data.joint(follower.name).qpos[0] = position
 
 

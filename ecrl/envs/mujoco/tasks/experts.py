@@ -25,7 +25,7 @@ from ecrl.registry import register_expert
 
 _KEEP_AWAY = 0.14  # m, distance at which the finger begins to go around a block
 _AROUND, _AWAY = 0.12, 2.0  # strength of the motion around a block, m, and factor of the motion away from a block
-_DAMPING = 1e-3  # of the least squares, m^2
+_DAMPING = 1e-3  # damping of the least-squares problem, m^2
 _BEHIND, _BESIDE = 0.13, 0.05  # m, distance behind the cube at which a push begins, and its largest sideways error
 _AHEAD = 0.1  # m, distance from the cube to the target of a push
 _HIGH, _LOW = 0.25, 0.06  # m, heights of the end effector on the way to the cube and during a push
@@ -50,7 +50,7 @@ def _scale(cfg: TaskConfig) -> float:
 
 
 def _action(motion: Tensor, scale: float, noise: float, keys: Tensor) -> Tensor:
-    """Return actions that move the joints by `motion`. A motion too long for one step is shortened in its direction."""
+    """Return actions that move the joints by `motion`, plus noise. A motion too long for one step is scaled down."""
     action = motion / scale
     action = action / action.abs().amax(-1, keepdim=True).clamp(min=1.0)
     if noise:
@@ -92,7 +92,7 @@ def push_cube_expert(cfg: ExpertConfig, env: Env, task: PushCubeConfig) -> Exper
                 0.25 m          otherwise
 
     The lengths are multiplied by the scale of the task. Damped least squares compute the joint motion that moves the
-    end effector to (place, z), and points the tool down. A bias moves the cube in these equations.
+    end effector to (place, z), and points the tool down. `bias` shifts the cube along x in these equations.
     """
     sim, scale, ext, site = env.scene, _scale(task), task.extensions, tcp_of(env.scene, "arm")
     behind, beside, in_front, high, low = (scale_of(task) * x for x in (_BEHIND, _BESIDE, _AHEAD, _HIGH, _LOW))

@@ -150,7 +150,7 @@ def is_goal(cfg: ReachColorConfig, state: TensorDict) -> Tensor:
 
 
 def _check_starts(env: Env, cfg: ReachColorConfig) -> None:
-    """Raise ConfigError if an episode could start with the end effector at a block."""
+    """Raise ConfigError if one of `_CHECKED_EPISODES` episodes starts within `hit_distance` of a block."""
     with torch.no_grad():
         start = cast(Any, env.reset_unobserved or env.reset)(rng.split(rng.key(0), _CHECKED_EPISODES))
         distances = torch.linalg.vector_norm(block_offsets(cfg, env.scene, start), dim=-1)
@@ -161,7 +161,7 @@ def _check_starts(env: Env, cfg: ReachColorConfig) -> None:
 
 @register_env("ReachColorRL")
 def reach_color(cfg: ReachColorConfig) -> Env:
-    """Move a finger to the block that an instruction names. Any other block fails the episode.
+    """Move a finger to the block that an instruction names. Reaching any other block fails the episode.
 
         d[i] = horizontal distance from the end effector to block i, m
         success: d[goal] < hit_distance;    failure: d[i] < hit_distance for another block i, and no success

@@ -71,7 +71,7 @@ class StackCubeExtensions(ConfigModel):
     """Settings of StackCubeRL: the objects and the condition of success."""
 
     object_uid: str = Field("cube", description="uid of the object to put on the other object")
-    base_uid: str = Field("base", description="uid of the object below")
+    base_uid: str = Field("base", description="uid of the object on which the other object is put")
     offset: Annotated[Triple, LENGTH] = Field(
         (0.0, 0.0, 0.05), description="x y z from the centre of the object below to the centre of the object on it, m"
     )

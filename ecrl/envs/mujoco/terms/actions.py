@@ -61,7 +61,7 @@ class EefSearchConfig(ConfigModel):
     part_name: str = Field("arm", description="part of the robot that has the end effector")
     scale: Scale = Field(1.0, description="factor from action to position and angles, in m and rad")
     reach: Annotated[Positive, LENGTH] = Field(
-        1.5, le=1e6, description="largest distance from the origin along each axis, m"
+        1.5, le=1e6, description="largest distance of the pose from the origin along each axis, m"
     )
     iterations: Count = Field(15, le=1000, description="steps of the inverse kinematics")
     position_tolerance: Positive = Field(
@@ -232,7 +232,7 @@ def _with_gripper(arm: ActionTerm, hand_name: str, sim: Simulation) -> ActionTer
 
 @register_action("JointPositionGripperTerm")
 def joint_position_gripper(cfg: GripperConfig, sim: Simulation) -> ActionTerm:
-    """Set the target positions of an arm's joints. One last action sets the targets of all fingers of a hand.
+    """Set the target positions of an arm's joints. The last action sets the targets of all fingers of a hand.
 
         target[arm] = a[:-1], rad or m;  target[finger] = lowest + (a[-1] + 1) / 2 * (highest - lowest)
 
@@ -245,7 +245,7 @@ def joint_position_gripper(cfg: GripperConfig, sim: Simulation) -> ActionTerm:
 
 @register_action("EefPoseGripperTerm")
 def eef_pose_gripper(cfg: EefPoseGripperConfig, sim: Simulation) -> ActionTerm:
-    """Move an end effector to a pose as `EefPoseTerm` with `pose_dim` 6. One last action moves all fingers.
+    """Move an end effector to a pose, as `EefPoseTerm` with `pose_dim` 6 does. The last action moves all fingers.
 
         a = [x, y, z, three angles, fingers],  target[finger] = lowest + (a[6] + 1) / 2 * (highest - lowest)
 
@@ -259,7 +259,9 @@ def _per_joint(values: Any, joints: tuple[str, ...], key: str) -> tuple[float, .
     if not isinstance(values, tuple):
         return (values,) * len(joints)
     if len(values) != len(joints):
-        raise ConfigError(f"params.{key}: {len(values)} values for {len(joints)} joints: {', '.join(joints)}")
+        raise ConfigError(
+            f"params.{key}: {len(values)} values for {len(joints)} joints: {', '.join(joints)}; give one per joint"
+        )
     return values
 
 
@@ -267,7 +269,7 @@ def _per_joint(values: Any, joints: tuple[str, ...], key: str) -> tuple[float, .
 def default_joint_position(cfg: DefaultPositionConfig, sim: Simulation) -> ActionTerm:
     """Set the target positions of joints (rad or m) around a default posture: `target = offset + scale * a`.
 
-    The action a is in [-clip, clip]. Actions beyond these bounds are clipped.
+    The action a is in [-clip, clip]. The setting `policy.clip_actions` clips actions to these bounds.
     """
     if cfg.joint_names is None:
         joints = _joints(cfg, sim)

@@ -35,7 +35,7 @@ from ecrl.registry import did_you_mean, register_event, register_observation
 def _ordered(bounds: tuple[tuple[float, ...], tuple[float, ...]]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     for low, high in zip(*bounds, strict=True):
         if low > high:
-            raise ValueError(f"lowest {low} is above highest {high}")
+            raise ValueError(f"lowest {low} is above highest {high}; give the lowest value first")
     return bounds
 
 
@@ -246,7 +246,9 @@ def _draw_targets(cfg: _Stored) -> Apply:
 def randomize_camera_extrinsics(cfg: RandomizeCameraConfig, sim: Simulation) -> Apply:
     """Move all cameras by random offsets. The event also moves the cameras that record videos.
 
-    eye' = eye + draw,  target' = target + draw;    draw uniform between lowest and highest, m
+        eye' = eye + draw,  target' = target + draw;    draw uniform between lowest and highest, m
+
+    If `up_range` is set, the up direction of the cameras changes in the same way, without a unit.
     """
     return _draw_targets(cfg)
 

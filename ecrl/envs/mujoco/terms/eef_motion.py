@@ -15,7 +15,7 @@ from ecrl.envs.mujoco.scene.config import LENGTH
 from ecrl.envs.mujoco.terms.term import ActionTerm, part_of, tcp_of
 from ecrl.registry import register_action
 
-_DAMPING = 1e-3  # damping of the least squares, in m^2 and rad^2
+_DAMPING = 1e-3  # damping of the least-squares problem, in m^2 and rad^2
 _MAX_STEP = 0.5  # largest change of a joint position in one step, rad or m
 
 

@@ -142,9 +142,11 @@ class GridConfig(ConfigModel):
 
 @register_event("planner_grid_cell_sampler")
 def planner_grid_cell_sampler(cfg: GridConfig, sim: Simulation) -> Apply:
-    """Move objects to the centres of random cells of a grid, at most one object in a cell. Their velocities become 0.
+    """Move objects to the centres of random cells of a grid, at most one object in a cell.
 
-    position' = lowest + (cell + 1/2) (highest - lowest) / grid_size, m;  height' = reference_height
+        position' = lowest + (cell + 1/2) (highest - lowest) / grid_size, m;  height' = reference_height
+
+    The velocities of dynamic objects become 0.
     """
     uids, (columns, rows) = cfg.object_uid_list, cfg.grid_size
     for uid in uids:

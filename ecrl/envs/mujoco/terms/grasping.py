@@ -49,10 +49,10 @@ class OpenCloseConfig(ConfigModel):
 
     part_name: str = Field("hand", description="part of the robot that is the gripper")
     open_qpos: _Positions | None = Field(
-        None, description="positions of the joints of the open gripper, m or rad; by default, as the robot defines"
+        None, description="joint positions of the open gripper, m or rad; by default, the robot's own positions"
     )
     closed_qpos: _Positions | None = Field(
-        None, description="positions of the joints of the closed gripper, m or rad; by default, as the robot defines"
+        None, description="joint positions of the closed gripper, m or rad; by default, the robot's own positions"
     )
 
     @model_validator(mode="after")
@@ -117,7 +117,7 @@ def is_released(sim: Simulation, worlds: TensorDict, uid: str) -> Tensor:
 def is_grasped(sim: Simulation, worlds: TensorDict, uid: str) -> Tensor:
     """Return True for each world where two fingers press on an object from opposite sides, bool `[*B]`.
 
-    The module's description has the equation. Call `check_graspable` first, to check that the scene has the sensors.
+    The module docstring has the equation. Call `check_graspable` first, to check that the scene has the sensors.
     """
     forces, weight = _forces(sim, worlds, uid), float(sim.model.body(uid).mass[0] * norm(sim.model.opt.gravity))
     presses = torch.linalg.vector_norm(forces, dim=-1) >= max(weight, _NO_FORCE)
@@ -129,13 +129,13 @@ _NO_GRIPPER = "the robot has no gripper; add a component hand to robot.urdf_cfg,
 
 
 def check_graspable(sim: Simulation, uid: str, key: str) -> None:
-    """Raise ConfigError, which names the setting `key`, if the robot has no fingers or the object cannot move."""
+    """Raise ConfigError, which names the setting `key`, if the robot lacks two fingers or the object is not dynamic."""
     if len(sim.robot.fingers) < 2:
         raise ConfigError(f"{key}: {_NO_GRIPPER}")
     try:
         sim.model.sensor(contact_sensor(sim.robot.fingers[0], uid))
     except KeyError:
-        raise ConfigError(f"{key}: {uid!r} is not an object of rigid_object that moves") from None
+        raise ConfigError(f"{key}: {uid!r} is not a dynamic object of the scene config; choose another") from None
 
 
 def _graspable(sim: Simulation, entity: EntityConfig) -> str:
@@ -179,7 +179,9 @@ def _ends(
         return tuple(first for first, _ in rows), tuple(last for _, last in rows)
     for key, given in (("open_qpos", cfg.open_qpos), ("closed_qpos", cfg.closed_qpos)):
         if len(given) != len(joints):
-            raise ConfigError(f"params.{key}: {len(given)} values for {len(joints)} joints: {', '.join(joints)}")
+            raise ConfigError(
+                f"params.{key}: {len(given)} values for {len(joints)} joints: {', '.join(joints)}; give one per joint"
+            )
     return cfg.open_qpos, cfg.closed_qpos
 
 

@@ -1,4 +1,4 @@
-"""Instructions in words: an event that draws an instruction, and an observation term that shows its words."""
+"""Instructions in words: an event that draws an instruction, and an observation term with the ids of its words."""
 
 from typing import Annotated, cast
 
@@ -111,7 +111,10 @@ def instruction_table(cfg: InstructionConfig) -> tuple[tuple[tuple[int, ...], ..
 
 
 def instruction_term(cfg: InstructionConfig) -> IntegerTerm:
-    """Return the term that the registered function `instruction` describes."""
+    """Return the observation term `instruction`, which observes the word ids of the drawn instruction.
+
+    Raises: ConfigError if the settings are invalid, or if `swap` is set and there are fewer than two goals.
+    """
     table, count = torch.tensor(instruction_table(cfg)), max(1, len(cfg.goals))
     if cfg.swap and count == 1:
         raise ConfigError("swap: there is no other goal; give two goals or more")

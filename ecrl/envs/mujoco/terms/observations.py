@@ -50,7 +50,7 @@ class RobotQposConfig(JointsConfig):
     """Settings of `get_robot_qpos`: the joints, and the range of the result."""
 
     range: Annotated[tuple[Real, Real], Field(strict=False)] | None = Field(
-        None, description="values of the lower and the upper limit of a joint; if absent, positions are in rad or m"
+        None, description="scaled values of a joint's lower and upper limit; if absent, positions are in rad or m"
     )
 
     @model_validator(mode="after")
@@ -136,7 +136,7 @@ def get_robot_qpos(cfg: RobotQposConfig, sim: Simulation) -> Observe:
 
         value[j] = a + (b - a) (q[j] - low[j]) / (high[j] - low[j]),  (a, b) = range
 
-    If the positions are scaled, the limits of a hinge without limits are -pi and pi.
+    If positions are scaled, a hinge without limits is scaled as if its limits were -pi and pi.
     """
     joints = joints_of(cfg, sim)
     limits = None if cfg.range is None else ranges_of(sim, joints)
@@ -200,7 +200,7 @@ def get_rigid_object_physics_attributes(cfg: ObjectConfig, sim: Simulation) -> O
 
         [damping rate of the velocity (1/s), coefficient of sliding friction, inertia x y z (kg m^2), mass (kg)]
 
-    The values are the current values, such as after `randomize_rigid_object_mass`. Use this term in mode add.
+    The values include the changes by events such as `randomize_rigid_object_mass`. Use this term in mode add.
     """
     uid = object_of(sim, cfg.entity_cfg, "entity_cfg")
     look_up("entity_cfg.uid", lambda: world.push(sim, uid, torch.zeros(3)))

@@ -1,4 +1,4 @@
-"""Random events that change masses, centres of mass, sizes, friction and gravity, or push objects.
+"""Random events that change masses, centres of mass, sizes, friction, gravity and velocities, or push objects.
 
 Masses, centres of mass, sizes, friction and gravity are fields of MuJoCo's model that differ between environments. Each
 environment keeps its values until the event happens again.
@@ -218,7 +218,7 @@ def randomize_articulation_mass(cfg: RandomizeArticulationMassConfig, sim: Simul
 
         m' = draw, or m + draw, kg;  inertia' = inertia m' / m
 
-    `m` is the link's mass in the scene. The mass of each link is drawn on its own. If the gravity of a link is
+    `m` is the link's mass in the scene. The mass of each link is drawn independently. If the gravity of a link is
     compensated, as in the built-in arm, the compensation follows the new mass.
     """
     spans, rows = cfg.spans(sim), []
@@ -283,7 +283,7 @@ class RandomizeScalesConfig(ScaleConfig):
 
 
 def _check_shape(sim: Simulation, uid: str) -> None:
-    """Raise ConfigError if a body is not an object of one simple shape, with an inertia that scales with its size."""
+    """Raise ConfigError unless a body is a separate object with one primitive geom that determines its inertia."""
     model, kinds = sim.model, mujoco().mjtGeom
     shapes = {kinds.mjGEOM_BOX: "box", kinds.mjGEOM_SPHERE: "sphere", kinds.mjGEOM_CYLINDER: "cylinder"}
     shapes |= {kinds.mjGEOM_CAPSULE: "capsule"}
@@ -425,7 +425,7 @@ def randomize_gravity(cfg: RandomizeGravityConfig, sim: Simulation) -> Apply:
 
         gravity' = draw, m/s^2;  a free fall from rest covers gravity' t^2 / 2 in the time t
 
-    Links whose gravity is compensated, as in the built-in arm, do not feel the gravity.
+    Links whose gravity is compensated, as in the built-in arm, are not affected.
     """
     scene_values(sim, GRAVITY, "world")
 
@@ -445,7 +445,7 @@ class PushRigidObjectConfig(ConfigModel):
 
 @register_event("push_rigid_object")
 def push_rigid_object(cfg: PushRigidObjectConfig, sim: Simulation) -> Apply:
-    """Apply a random force to the centre of an object during the next step.
+    """Apply a random force to the origin of an object during the next step.
 
         force' = force + draw, N
 

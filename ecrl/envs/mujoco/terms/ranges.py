@@ -33,7 +33,7 @@ def _ordered(bounds: Any) -> Any:
     length = max(len(low), len(high))
     for a, b in zip(low * (length // len(low)), high * (length // len(high)), strict=True):
         if a > b:
-            raise ValueError(f"lowest {a} is above highest {b}")
+            raise ValueError(f"lowest {a} is above highest {b}; give the lowest value first")
     return bounds
 
 

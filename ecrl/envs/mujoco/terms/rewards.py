@@ -239,7 +239,7 @@ def _push_point(position: Tensor, goal: Tensor, offset: float, height: float) ->
 
 @register_reward("reaching_behind_object")
 def reaching_behind_object(cfg: ReachingBehindConfig, sim: Simulation) -> Reward:
-    """Return a reward `[*B]`, 0 to 1, that grows as the end effector nears the place behind an object.
+    """Return a reward `[*B]`, 0 to 1, that grows as the end effector nears a point behind an object.
 
         reward = 1 - tanh(k |eef - (object - behind_offset u + height_offset z)|)
 

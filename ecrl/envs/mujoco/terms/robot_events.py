@@ -32,7 +32,7 @@ from ecrl.registry import did_you_mean, register_event
 
 
 class RobotJointsConfig(JointsConfig):
-    """Settings that select joints of the robot, which may be named as in EmbodiChain."""
+    """Settings that select joints of the robot. As in EmbodiChain, `entity_cfg` may name the robot."""
 
     entity_cfg: EntityConfig | None = Field(None, description="the robot; an alternative to robot_uid")
 
@@ -239,7 +239,7 @@ def push_robot(cfg: PushRobotConfig, sim: Simulation) -> Apply:
 
 def _increasing(span: tuple[int, int]) -> tuple[int, int]:
     if span[0] > span[1]:
-        raise ValueError(f"lowest {span[0]} is above highest {span[1]}")
+        raise ValueError(f"lowest {span[0]} is above highest {span[1]}; give the lowest value first")
     return span
 
 

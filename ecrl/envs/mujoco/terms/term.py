@@ -81,7 +81,7 @@ class JointsConfig(ConfigModel):
     robot_uid: str | None = Field(None, description="name of the robot")
     part_name: str | None = Field(None, description="part of the robot whose joints are used")
     joint_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, min_length=1)] | None = Field(
-        None, description="indices of joints, from 0, among the joints of env.cfg.control_parts if it is set"
+        None, description="indices, from 0, of joints of the robot, or of env.cfg.control_parts if it is set"
     )
 
     @model_validator(mode="after")
