@@ -121,7 +121,9 @@ def actuators_of(sim: Simulation, joints: tuple[str, ...]) -> list[int]:
         driving = [i for i in on_joints if model.actuator_trnid[i, 0] == joint]
         if len(driving) != 1:
             fault = f"has {len(driving)} actuators, expected one" if driving else "has no actuator"
-            raise ConfigError(f"joint {name!r} {fault}; choose other joints by joint_ids or part_name, or change the file")
+            raise ConfigError(
+                f"joint {name!r} {fault}; choose other joints by joint_ids or part_name, or change the file"
+            )
         actuators += driving
     return actuators
 
