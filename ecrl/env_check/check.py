@@ -67,7 +67,9 @@ class Trajectory(NamedTuple):
 
 
 def random_actions(space: Space, keys: Tensor, obs: Any) -> Tensor:
-    """Draw one random action per key: uniform over the space, or normal for Box elements without bounds.
+    """Draw one random action per key, uniform over the space.
+
+    An element of a Box without two finite bounds is normal, and is clamped to its finite bound.
 
     If `obs` contains an action mask, only actions that the mask allows are drawn.
 
@@ -172,7 +174,7 @@ def _undeclared(space: Space, history: dict[str, Tensor]) -> Iterator[str]:
 
 
 def _empty_masks(space: Space, history: dict[str, Tensor]) -> Iterator[str]:
-    """Report the first action mask that allows no action."""
+    """Report the first action mask that allows no option for one of the choices."""
     mask = history.get(f"obs.{_MASK}")
     if mask is None:
         return
@@ -220,7 +222,7 @@ def _bounds(space: Space) -> tuple[Tensor, Tensor]:
 
 
 def _out_of_space(space: Space, name: str, history: dict[str, Tensor]) -> Iterator[str]:
-    """Report the first observation outside its space."""
+    """Report the first value of the observation `name` outside its space, for each entry of a Dict space."""
     if isinstance(space, Dict):
         for key, part in space.items:
             yield from _out_of_space(part, f"{name}.{key}", history)
@@ -307,7 +309,7 @@ def _difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> tuple[str, 
 
 
 def _first_mismatch(one: Any, other: Any) -> str | None:
-    """Name the first field that differs between two states by more than rounding, with the largest difference."""
+    """Return the first field that differs by more than rounding, with its largest difference, or None."""
     for name, x in _fields(one).items():
         y = _fields(other)[name]
         if not torch.allclose(x.double(), y.double(), rtol=1e-4, atol=1e-5, equal_nan=True):
@@ -388,7 +390,11 @@ def _steps_per_second(env: Env, keys: Tensor) -> float:
 
 
 def _check_speed(env: Env, key: Tensor) -> tuple[list[str], str]:
-    """Compare the speed of many environments with the speed of one. Return findings and a note."""
+    """Measure the speed of one and of many environments. Return findings and a note.
+
+    A finding reports a batch that is less than twice as fast as one environment. The speeds of MuJoCo environments and
+    of environments that are not pure are only noted.
+    """
     many = _MANY if env.is_pure else _NUM_ENVS
     one, many_rate = (_steps_per_second(env, rng.split(key, n)) for n in (1, many))
     note = f"{one:,.0f} env steps/s with one env, {many_rate:,.0f} with {many}, eager"
@@ -467,7 +473,7 @@ def check_env(env: Env | EnvChoice | dict | str, *, num_steps: int = 256, seed: 
 
 
 def _wrong_spaces(env: Env) -> list[str]:
-    """Report spaces of another library."""
+    """Report an observation or action space that is not of `ecrl.spaces`."""
     spaces = {"observation_space": env.observation_space, "action_space": env.action_space}
     return [
         f"{name} is {type(space).__module__}.{type(space).__name__}, expected a space of ecrl.spaces; "
@@ -491,7 +497,10 @@ def _own_error(error: Exception) -> str:
 
 
 def _check_everything(env: Env, num_steps: int, seed: int) -> tuple[list[str], list[str]]:
-    """Return the findings and notes of all checks that need no config."""
+    """Return the findings and notes of all checks that need no config.
+
+    If a function modifies its inputs, only this fault is returned.
+    """
     check_fields(env, "")
     keys = rng.split(rng.key(seed), _NUM_ENVS)
     if env.is_pure:

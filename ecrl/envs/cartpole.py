@@ -20,7 +20,7 @@ from ecrl.spaces import Box, Discrete
 
 
 class CartPoleConfig(ConfigModel):
-    """Physical constants in SI units, the bounds of position and angle, and the time limit."""
+    """Settings of CartPole: physical constants in SI units, bounds, the start, the time limit and the observation."""
 
     gravity: Positive = Field(9.8, description="gravitational acceleration, m/s^2")
     cart_mass: Positive = Field(1.0, description="mass of the cart, kg")

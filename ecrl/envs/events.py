@@ -81,7 +81,7 @@ def make_event(event: EventConfig, scene: Any, label: str) -> Apply:
 
 
 def check_event(label: str, apply: Apply, before: TensorDict, keys: Tensor) -> None:
-    """Raise ConfigError if an event adds or removes a field, or changes a field's dtype or shape.
+    """Raise ConfigError if an event does not return a state with the same fields, dtypes and shapes.
 
     The error message begins with `label`.
     """
@@ -165,7 +165,10 @@ def with_events(env: Env, events: Mapping[str, EventConfig], where: str = "train
 
 
 def restart(env: Env, state: TensorDict, keys: Tensor) -> TensorDict:
-    """Start a new episode in every environment, with the startup events and the event counters of `state`."""
+    """Start a new episode in every environment, with the startup events and the event counters of `state`.
+
+    Environments that are not pure stay open.
+    """
     if not env.is_pure or "events" in state:
         # given the old state, `reset` keeps the startup events or the open environments of this state
         return cast(Any, env.reset)(keys, state)
@@ -246,7 +249,10 @@ _OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def _bound(name: str, value: float | tuple[float, ...], field: str, like: Tensor, shape: torch.Size) -> Tensor:
-    """Return `low` or `high` as a tensor that broadcasts over a field of shape `shape`."""
+    """Return `low` or `high` as a tensor that broadcasts over a field of shape `shape`.
+
+    Raises: ConfigError if a list does not have one value per element.
+    """
     if not isinstance(value, tuple):
         return torch.tensor(value, dtype=like.dtype, device=like.device)
     if len(value) != shape.numel():

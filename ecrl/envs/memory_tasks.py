@@ -124,8 +124,8 @@ def repeat_previous(cfg: RepeatPreviousConfig) -> Env:
     Every episode has `max_episode_steps` steps. The best return is 1. If k is at least 2, an agent without memory
     can only guess, and its expected return is 2 / suits - 1.
 
-    The state stores the suits of the last k cards as `cards`, `[*B, k]`, the newest last, and the number of cards shown
-    so far as `shown`.
+    The state field `cards`, `[*B, k]`, has the suits of the last k cards, the newest last. The field `shown` is the
+    number of cards shown so far.
 
     Source: Morad et al. 2023, "POPGym: Benchmarking partially observable reinforcement learning", arXiv:2303.01859.
         POPGym draws cards without replacement from a deck of 52.

@@ -18,7 +18,7 @@ from ecrl.spaces import Box, box
 
 
 class PendulumConfig(ConfigModel):
-    """Physical constants in SI units, the bounds of speed and torque, and the time limit."""
+    """Settings of Pendulum: physical constants in SI units, bounds, the time limit and the observation."""
 
     gravity: Positive = Field(10.0, description="gravitational acceleration, m/s^2")
     mass: Positive = Field(1.0, description="mass of the rod, kg")

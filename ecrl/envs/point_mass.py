@@ -24,7 +24,7 @@ _NEAR = 0.05  # width of the bonus around the goal, in m
 
 
 class PointMassConfig(ConfigModel):
-    """Physical constants in SI units, and settings of the workspace, the obstacles and the time limit."""
+    """Settings of the point mass: physical constants in SI units, the workspace, success, obstacles and time limit."""
 
     max_episode_steps: Count = Field(100, description="time limit, steps")
     workspace_half: Positive = Field(1.0, description="bound of |x| and |y|, m, to which positions are clamped")

@@ -60,7 +60,7 @@ class GymnasiumConfig(ConfigModel):
 
 
 def open_envs(cfg: GymnasiumConfig, num_envs: int) -> Vector:
-    """Open `num_envs` environments. Raise Fault if this fails."""
+    """Open `num_envs` environments, in worker processes if `asynchronous` is set. Raise Fault if this fails."""
     kwargs, atari = _make_kwargs(cfg), None if cfg.atari is None else cfg.atari.model_dump()
     if cfg.asynchronous:
         return parallel(cfg.id, kwargs, num_envs, cfg.timeout, atari)
@@ -68,7 +68,7 @@ def open_envs(cfg: GymnasiumConfig, num_envs: int) -> Vector:
 
 
 def _make_kwargs(cfg: GymnasiumConfig) -> dict[str, Any]:
-    """Return the arguments of `gymnasium.make`."""
+    """Return the keyword arguments of `gymnasium.make`, with the time limit and the arguments for `atari`."""
     limit = {} if cfg.max_episode_steps is None else {"max_episode_steps": cfg.max_episode_steps}
     return cast(dict[str, Any], cfg.kwargs) | limit | ({} if cfg.atari is None else base_kwargs(cfg.atari))
 
@@ -260,7 +260,7 @@ def _spaces(vector: Vector) -> tuple[Space, Space]:
 
 
 def _state(outcome: Outcome, spaces: tuple[Space, Space], like: Tensor) -> TensorDict:
-    """Convert an outcome to a state on the device of `like`."""
+    """Convert an outcome to a state on the device of `like`. Raise BadValue for a wrong action mask."""
     n, obs, final, nvec = len(like), outcome.obs, outcome.final, _nvec(spaces[1])
     if isinstance(spaces[0], Dict) and MASK in dict(spaces[0].items) and nvec:
         if not isinstance(obs, TensorDict) or MASK not in obs:

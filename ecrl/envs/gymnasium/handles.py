@@ -70,7 +70,7 @@ def fault_text(label: str, error: Fault | BadValue, first: int = 0) -> str:
 
 
 def to_list(x: Tensor) -> list[int]:
-    """Return the values of a tensor as a list. Raise UserError under vmap, where values cannot be read."""
+    """Return the values of a tensor as a list. Raise UserError under vmap or compilation, which hide the values."""
     try:
         return x.tolist()
     except RuntimeError as error:
@@ -101,7 +101,7 @@ def draw(state: TensorDict) -> list[np.ndarray]:
 
 
 def steps_behind(live: Live, state: TensorDict) -> int:
-    """Return the number of steps that the environments took after they returned the state."""
+    """Return the number of steps and resets of the environments after they returned the state."""
     return live.steps - to_list(state["step"])[0]
 
 

@@ -60,7 +60,10 @@ def _exit_text(process: subprocess.Popen) -> str:
 
 
 def _receive(source: _Worker, env: int, deadline: float, timeout: float) -> Any:
-    """Return the result of one environment. Raise Fault if the result does not arrive before the deadline."""
+    """Return the result of one environment.
+
+    Raises: Fault if the environment raised, if its worker died, or if the deadline passed. A late worker is killed.
+    """
     if not source.pipe.poll(max(0.0, deadline - time.monotonic())):
         _kill(source.process)
         raise Fault(env, f"did not answer within {timeout:g} s (timeout); its worker was killed")

@@ -136,7 +136,7 @@ def allowed(masks: Any, nvec: tuple[int, ...]) -> Tensor:
 
 
 def check_allowed(mask: Tensor, nvec: tuple[int, ...]) -> None:
-    """Raise BadValue for the first environment whose mask allows no action."""
+    """Raise BadValue for the first environment whose mask allows no option for one of the choices."""
     for part in mask.split(list(nvec), -1):
         refuse(~part.any(-1).numpy(), "allows no action: its action_mask is all zero")
 

@@ -117,7 +117,10 @@ def _close(venv: VectorEnv) -> None:
 
 
 def _reset_with_seeds(venv: VectorEnv, seeds: list[int]) -> tuple[Any, dict]:
-    """Reset a vector env with one seed per environment, or with the first seed if `reset` takes only one integer."""
+    """Reset a vector env with one seed per environment, or with the first seed if `reset` takes only one integer.
+
+    Raises: Fault if `reset` takes only one integer, but some seeds are equal.
+    """
     try:
         return venv.reset(seed=seeds)  # pyright: ignore[reportArgumentType]  (most vector envs take a list)
     except (gymnasium.error.Error, TypeError):

@@ -98,7 +98,7 @@ def _import_ale() -> None:
 
 
 def register_atari(env_id: str, is_atari: bool) -> None:
-    """Register the Atari games if the id names one of them, or if `is_atari` and the id is not registered."""
+    """Register the Atari games if the id names one of them, or if `is_atari` is True and the id is not registered."""
     name = env_id.rpartition(":")[2]
     known = gymnasium.registry.get(name)
     if _is_from_ale(known) if known else is_atari or name.startswith("ALE/"):
@@ -201,7 +201,7 @@ def _open(env_id: str, kwargs: dict[str, Any], atari: dict[str, Any] | None, spe
 
 
 def _answers(envs: list[gymnasium.Env], command: str, values: list) -> Iterator[Any]:
-    """Run a command in one environment after the other, and yield the results."""
+    """Run the command "open", "reset" or "step" with each of `values`, and yield each result."""
     for i, value in enumerate(values):
         if command == "open":
             envs.append(_open(*value))

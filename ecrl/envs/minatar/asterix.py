@@ -69,7 +69,7 @@ def _draw(uniforms: Tensor) -> dict[str, Tensor]:
 
 
 def _choose_row(is_free: Tensor, uniform: Tensor) -> Tensor:
-    """Choose one of the free rows `[*B, 8]`. Return 1 for the chosen row and 0 for the others.
+    """Choose one of the rows that are 1 in `is_free` `[*B, 8]`. Return 1 for the chosen row and 0 for all others.
 
     If n rows are free, the function chooses free row floor(n uniform), counted from 0. The product n uniform is always
     below n, because uniform is a float32 below 1 and n is at most 8.

@@ -58,7 +58,7 @@ def _make(kind: str, sim: Simulation, terms: dict[str, Any]) -> Iterator[tuple[s
 
 
 def _limit_to_control_parts(cfg: TaskConfig, sim: Simulation) -> Simulation:
-    """Return the simulation with its robot restricted to the joints of `control_parts`."""
+    """Return the simulation with its robot restricted to the joints of `control_parts`, if this key is set."""
     if cfg.control_parts is None:
         return sim
     with error_prefix("env.cfg.control_parts"):

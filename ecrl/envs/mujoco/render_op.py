@@ -90,7 +90,7 @@ def _vector_names(sim: Simulation) -> tuple[str, ...]:
 
 
 def _draw(handle: int) -> Draw:
-    """Return the function that draws images of a camera in this thread."""
+    """Return the function that draws images of a camera in this thread. The first call opens the renderer."""
     if handle not in _RENDERERS.draws:
         draw = _RENDERERS.stack.enter_context(drawing(*_camera(handle)))
         if not _RENDERERS.draws:
@@ -127,7 +127,7 @@ def _queue(number: int) -> SimpleQueue[tuple[_Job, Future[None]] | None]:
 
 
 def _run_together(jobs: list[_Job]) -> None:
-    """Run the first job in this thread, and each other job in a thread of its own."""
+    """Run the first job in this thread and each other job in a thread of its own, and wait for all jobs."""
     futures: list[Future[None]] = []
     for number, job in enumerate(jobs[1:]):
         future: Future[None] = Future()

@@ -34,7 +34,7 @@ class ScalableTaskConfig(TaskConfig):
 
 
 def _times(value: Any, factor: float) -> Any:
-    """Multiply a number, or all numbers of nested tuples."""
+    """Multiply a number, or all numbers of nested tuples, by `factor`. None stays None."""
     if isinstance(value, tuple):
         return tuple(_times(x, factor) for x in value)
     return value if value is None else value * factor
@@ -64,7 +64,7 @@ def scale_of(cfg: ScalableTaskConfig) -> float:
 
 
 def scaled(cfg: Cfg) -> Cfg:
-    """Return the config of a task with all lengths multiplied by `scale`. The size of the robot does not change.
+    """Return the config of a task with its lengths multiplied by `scale_of(cfg)`. The robot's size does not change.
 
         length' = scale length,    mass' = scale^3 mass,    force' = scale^4 force,    1 / length' = 1 / (scale length)
 

@@ -79,7 +79,7 @@ class Part(NamedTuple):
 
 
 def found_file(path: str, root: str) -> str | None:
-    """Return the path of a file, or None. If `root` is not empty, the file is also searched below `root`."""
+    """Return the path of an existing file, or None. If `root` is not empty, the file is also searched below `root`."""
     paths = [path, *([os.path.join(root, path)] if root else [])]
     return next(filter(os.path.isfile, paths), None)
 
@@ -154,9 +154,9 @@ def attach_hand(spec: Any, hand: Any, body: Any, position: tuple[float, ...], tr
 
 
 def flange_of(spec: Any, end_link: str | None, key: str) -> Any:
-    """Return the link that holds the hand, for an arm from a file.
+    """Return the link that holds the hand of an arm from a file: `end_link`, or the only link at the end of the arm.
 
-    Raises: ConfigError if the arm has several end links, and the config names none of them.
+    Raises: ConfigError if the arm has several links at its ends, and `end_link` names no link.
     """
     if end_link is not None and (body := spec.body(end_link)) is not None:
         return body

@@ -40,7 +40,7 @@ def _check_file(path: Path, key: str, seen: set[Path]) -> None:
 
 
 def _check_model(root: ElementTree.Element, home: Path, key: str, seen: set[Path]) -> None:
-    """Check a model whose main file is in the folder `home`."""
+    """Check the access to all files that a model names. The main file of the model is in the folder `home`."""
     roots = _with_includes(root, home, key)
     folders = {"", *(part.get(name, "") for root in roots for part in root.iter("compiler") for name in _FOLDERS)}
     for part in (part for root in roots for part in root.iter() if part.tag != "include"):

@@ -54,7 +54,7 @@ class Robot(NamedTuple):
     fingers: tuple[str, ...] = ()
 
     def with_prefix(self, prefix: str) -> "Robot":
-        """Return a copy of the robot with `prefix` before all its names, as in the model of a scene."""
+        """Return a copy with `prefix` before the names of joints, sites and bodies, as in the model of a scene."""
         parts = {part: tuple(prefix + name for name in names) for part, names in self.parts.items()}
         tcp = {part: prefix + site for part, site in self.tcp.items()}
         followers = (f._replace(name=prefix + f.name, leader=prefix + f.leader) for f in self.followers)
@@ -87,7 +87,10 @@ def _is_text(source: str) -> bool:
 
 
 def _existing(source: str, key: str, root: str) -> str:
-    """Return the path of an existing file. A relative path is also searched below `root`, if `root` is not empty."""
+    """Return the path of a file. A relative path is also searched below `root`, if `root` is not empty.
+
+    Raises: ConfigError, which names `key`, if the file does not exist.
+    """
     if path := found_file(source, root):
         return path
     below = f", nor below MENAGERIE_ROOT, {root}" if root else ""
@@ -360,7 +363,7 @@ def _read_hand(cfg: RobotConfig, built: Builtin, hand: Part, assembly: _Assembly
 
 
 def _attach(spec: Any, cfg: RobotConfig, built: Builtin, hand: Part, hand_spec: Any, assembly: _Assembly) -> _Assembly:
-    """Attach a hand to the flange of the arm."""
+    """Attach a hand to the flange of the arm. For an arm from a file, return the assembly with the flange."""
     if assembly.kind == "built-in":
         joint, position = _mount(built, "arm", built.parts["arm"])
         attach_hand(spec, hand_spec, spec.joint(joint).parent, position, hand.transform, hand.key)

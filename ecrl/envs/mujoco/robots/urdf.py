@@ -147,7 +147,7 @@ def _check_joints(robot: ElementTree.Element, key: str) -> None:
 
 
 def _limits(joint: ElementTree.Element, where: str) -> tuple[float, float, float]:
-    """Return `lower`, `upper` and `effort` of a joint, which are 0 if absent."""
+    """Return `lower`, `upper` and `effort` of a joint, or 0 if absent. Raise ConfigError if one is not finite."""
     limit, numbers = joint.find("limit"), list[float]()
     for name in ("lower", "upper", "effort"):
         text = "0" if limit is None else limit.get(name, "0")
@@ -265,7 +265,10 @@ def _resolve_meshes(robot: ElementTree.Element, folder: Path, key: str, is_trust
 
 
 def _mesh_path(name: str, folder: Path, key: str) -> Path:
-    """Return the path of a mesh. `package://NAME/...` is searched above `folder` and below $ROS_PACKAGE_PATH."""
+    """Return the path of a mesh. `package://NAME/...` is searched above `folder` and below $ROS_PACKAGE_PATH.
+
+    Raises: ConfigError if the file does not exist.
+    """
     if not name.startswith("package://"):
         path = folder / name.removeprefix("file://")
         if not os.path.isfile(path):

@@ -143,8 +143,7 @@ def open_drawer(cfg: OpenDrawerConfig) -> Env:
 
     Success ends the episode. The metric `opening` is this fraction, from 0 (closed) to 1 (fully open).
 
-    Raises: ConfigError if the default cabinet is out of reach, that is, if the base of the arm is at the origin and the
-        reach of the arm is known to be below 1 m.
+    Raises: ConfigError if the scene is the default cabinet, the arm is at the origin, and its known reach is below 1 m.
     """
     with error_prefix("env.cfg"):
         model = None if cfg.robot is None else described(cfg.robot)

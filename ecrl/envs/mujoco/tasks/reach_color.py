@@ -167,8 +167,8 @@ def reach_color(cfg: ReachColorConfig) -> Env:
         success: d[goal] < hit_distance;    failure: d[i] < hit_distance for another block i, and no success
         reward (by default): 1 in the step that succeeds, otherwise 0
 
-    The observation is a Dict with `camera`, an image, `proprio`, the position of the finger, and `instruction`, the ids
-    of the instruction's words. No other part of the observation depends on the goal.
+    The observation is a Dict. By default, `camera` is an image, and `proprio` is the position of the finger.
+    `instruction` has the ids of the instruction's words. No other part of the observation depends on the goal.
 
     The metric `distance_to_goal` is d[goal]. If `extensions.swap_instructions` is set, the instruction names the next
     block of `extensions.blocks` instead of the goal. A policy that follows instructions then fails.

@@ -170,7 +170,10 @@ def _from_eef(sim: Simulation, state: TensorDict, site: str, uid: str) -> Tensor
 def _ends(
     cfg: OpenCloseConfig, sim: Simulation, joints: tuple[str, ...]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the positions of the joints of the open and of the closed gripper."""
+    """Return the joint positions of the open and of the closed gripper.
+
+    Raises: ConfigError if neither the settings nor the robot define the positions of all joints.
+    """
     if cfg.open_qpos is None or cfg.closed_qpos is None:
         if unknown := [name for name in joints if name not in sim.robot.grip]:
             fault = f"the robot does not define how joint {unknown[0]!r} opens and closes"
