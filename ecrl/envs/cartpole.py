@@ -135,7 +135,7 @@ class CartPoleExpertConfig(ConfigModel):
 
 
 _GAINS = (0.1, 0.3, 1.0, 0.5)
-"""Weights of x, x_dot, theta and theta_dot."""
+"""Weights of x, x_dot, theta and theta_dot in `cartpole_expert`."""
 
 
 @register_expert("cartpole")

@@ -1,4 +1,4 @@
-"""Settings of the usual preprocessing of Atari games, and the `gymnasium.make` arguments and gap that follow."""
+"""Settings of the usual preprocessing of Atari games, and functions that derive other values from the settings."""
 
 from typing import Any
 

@@ -117,7 +117,7 @@ def _without_version(env_id: str) -> str:
 
 
 def _unregistered(env_id: str) -> str | None:
-    """Describe an id that is not registered in Gymnasium, with similar ids. Return None for a registered id."""
+    """Return a message with similar ids for an id that is not registered, or None for a registered id."""
     name = env_id.rpartition(":")[2]
     versions = [one for one in sorted(registry) if _without_version(one) == _without_version(name)]
     if name in registry or (versions and name == _without_version(name)):  # Gymnasium chooses the newest version

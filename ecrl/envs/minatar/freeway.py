@@ -40,7 +40,7 @@ class FreewayConfig(ActionSetConfig, MinAtarConfig):
 
 
 def _velocities(uniforms: Tensor) -> Tensor:
-    """Map uniform samples to velocities -5 to -1 and 1 to 5 of equal probability."""
+    """Map uniform samples to the velocities -5 to -1 and 1 to 5, which are equally likely."""
     number = (uniforms * (2 * _SLOWEST)).to(torch.int32) - _SLOWEST
     return torch.where(number < 0, number, number + 1)
 

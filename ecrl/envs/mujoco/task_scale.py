@@ -27,8 +27,8 @@ class ScalableTaskConfig(TaskConfig):
         None,
         description=(
             "factor for the lengths of objects, events, terms and thresholds; masses are multiplied by its third "
-            "power. If absent: the reach divided by 1.3 m for registered arms and arms such as example:panda, "
-            "otherwise 1"
+            "power. If absent, the factor of registered arms, and of arms such as example:panda, is their reach "
+            "divided by 1.3 m, and otherwise 1"
         ),
     )
 

@@ -187,13 +187,13 @@ def joint_limits(sim: Simulation, joints: Sequence[str]) -> tuple[tuple[float, .
 
 @cache
 def _followers(sim: Simulation, joints: tuple[str, ...]) -> tuple[tuple[str, int, float, float], ...]:
-    """Return the joints that follow one of `joints`: name, leader's index in `joints`, offset and multiplier."""
+    """Return the name, the leader's index, the offset and the multiplier of each joint that follows one of `joints`."""
     chosen = (f for f in sim.robot.followers if f.leader in joints)
     return tuple((f.name, joints.index(f.leader), f.offset, f.multiplier) for f in chosen)
 
 
 def _with_followers(sim: Simulation, joints: tuple[str, ...], values: Tensor, rate: bool) -> tuple[tuple, Tensor]:
-    """Add the joints that follow one of `joints`, and their positions, or their velocities if `rate` is True."""
+    """Append the joints that follow one of `joints`, with their positions, or their velocities if `rate` is True."""
     rows = _followers(sim, joints)
     if not rows:
         return joints, values

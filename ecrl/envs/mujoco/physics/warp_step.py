@@ -33,7 +33,7 @@ _PARTS = {
 """Name of Warp's array for each component of a state or control. `warp_model.check` rejects all other components."""
 
 _HARMLESS = ("ITERATIONS", "LS_ITERATIONS")
-"""Overflow flags that report no loss of data: the solver reached its iteration limit, as can happen in MuJoCo."""
+"""Overflow flags that report only that the solver reached its iteration limit, as can also happen in MuJoCo."""
 
 
 class _Worlds(NamedTuple):

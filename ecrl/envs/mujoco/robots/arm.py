@@ -36,7 +36,7 @@ class Builtin(NamedTuple):
     """A built-in robot: a function that builds the robot, the names of its joints, and its default settings.
 
     `build(base, tcp, has_hand)` adds the robot to the body `base` of an MjSpec. `tcp` maps each part of the robot to
-    the pose of the part's end effector. With a hand, the arm has no tool of its own. `flange` maps each part to the
+    the pose of the part's end effector. If `has_hand` is True, the arm gets no tool. `flange` maps each part to the
     position (m) of the part's tool in the frame of the last link. `stiffness`, `damping` and `max_effort` are the
     default settings of the drives. `aliases` are EmbodiChain's names of the joints, in the order of `joints`. `grip`
     maps each joint of a gripper to its positions in the open and in the closed gripper.

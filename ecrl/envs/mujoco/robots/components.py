@@ -69,7 +69,7 @@ class Part(NamedTuple):
         source: path or text of a URDF file; None for a built-in robot.
         builtin: name of the built-in robot, or None.
         key: config key of the component, for error messages.
-        transform: pose in the frame of the flange, for a hand.
+        transform: pose of a hand in the frame of the flange.
     """
 
     source: str | None
@@ -79,7 +79,7 @@ class Part(NamedTuple):
 
 
 def found_file(path: str, root: str) -> str | None:
-    """Return the path of an existing file, or None. If `root` is not empty, the file is also searched below `root`."""
+    """Return the path of an existing file, or None. If `root` is not empty, the file is also looked up below `root`."""
     paths = [path, *([os.path.join(root, path)] if root else [])]
     return next(filter(os.path.isfile, paths), None)
 

@@ -19,8 +19,8 @@ def check_mjcf_inputs(source: str, key: str) -> None:
     """Raise ConfigError, which names `key`, if an MJCF file reads a file outside $ECRL_INPUT_FOLDERS.
 
     Args:
-        source: path or text of the MJCF file. The files that it names are searched in the folder of the MJCF file,
-            or in the working directory for a text.
+        source: path or text of the MJCF file. The files that it names are looked up in the folder of the MJCF file, or
+            in the working directory for a text.
         key: config key for error messages.
     """
     if not is_restricted():
@@ -32,7 +32,7 @@ def check_mjcf_inputs(source: str, key: str) -> None:
 
 
 def _check_file(path: Path, key: str, seen: set[Path]) -> None:
-    """Check a file and all files that it names. `seen` has the checked files, because includes may form a loop."""
+    """Check the access to a file and to all files that it names. `seen` has the checked files, to end loops."""
     check_input(path, key)
     if path.resolve() not in seen:
         seen.add(path.resolve())

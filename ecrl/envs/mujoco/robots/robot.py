@@ -66,8 +66,8 @@ class Robot(NamedTuple):
 def spec_of(source: str, key: str, root: str = "", is_trusted: bool = False) -> Any:
     """Return the MjSpec of an MJCF file.
 
-    `source` is the path or the text of the file. A relative path is also searched below the folder `root`, if `root` is
-    not empty. If `is_trusted`, the files may be outside $ECRL_INPUT_FOLDERS.
+    `source` is the path or the text of the file. A relative path is also looked up below the folder `root`, if `root`
+    is not empty. If `is_trusted` is True, the files may be outside $ECRL_INPUT_FOLDERS.
 
     Raises: ConfigError, which names `key`, if the file does not exist or is not an MJCF file.
     """
@@ -87,7 +87,7 @@ def _is_text(source: str) -> bool:
 
 
 def _existing(source: str, key: str, root: str) -> str:
-    """Return the path of a file. A relative path is also searched below `root`, if `root` is not empty.
+    """Return the path of a file. A relative path is also looked up below `root`, if `root` is not empty.
 
     Raises: ConfigError, which names `key`, if the file does not exist.
     """
@@ -255,7 +255,7 @@ def _add_tcp(spec: Any, part: str, body: Any, flange: tuple[float, float, float]
 
 
 def _urdf_of(source: str, key: str, root: str = "", is_trusted: bool = False) -> Any:
-    """Return the MjSpec of the path or the text of a URDF file. See `spec_of`."""
+    """Return the MjSpec of a URDF file. `source` is its path or its text. `spec_of` describes the other arguments."""
     if _is_text(source):
         return urdf.urdf_spec(source, Path.cwd(), key, is_trusted)
     path = Path(_existing(source, key, root))

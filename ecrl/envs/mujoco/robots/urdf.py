@@ -164,8 +164,8 @@ def _limits(joint: ElementTree.Element, where: str) -> tuple[float, float, float
 def _balance_inertias(robot: ElementTree.Element, key: str) -> None:
     """Replace physically impossible moments of inertia, with one warning.
 
-    The principal moments of a body satisfy `A + B >= C`. MuJoCo refuses other moments. They are replaced by
-    `(A + B + C) / 3` about all axes, as by MuJoCo's option `balanceinertia`. The moments of a plate satisfy
+    The principal moments of a body satisfy `A + B >= C`. MuJoCo refuses other moments. ecrl replaces them
+    by `(A + B + C) / 3` about all axes, as MuJoCo's option `balanceinertia` does. The moments of a plate satisfy
     `A + B = C`. Due to rounding, MuJoCo refuses some plates, so these moments grow by a relative 2e-6 instead.
     """
     changed: list[str] = []
@@ -221,7 +221,7 @@ def _add_collada_meshes(spec: Any, meshes: Meshes) -> None:
 
 
 def _shapes(robot: ElementTree.Element, tag: str) -> Iterator[tuple[ElementTree.Element, ElementTree.Element, Any]]:
-    """Yield each link, each of its `visual` or `collision` elements, and the mesh of the element or None."""
+    """Yield, for each `visual` or `collision` element, the link, the element, and the mesh of the element or None."""
     for link in robot.findall("link"):
         for shape in link.findall(tag):
             yield link, shape, shape.find("geometry/mesh")
@@ -265,7 +265,7 @@ def _resolve_meshes(robot: ElementTree.Element, folder: Path, key: str, is_trust
 
 
 def _mesh_path(name: str, folder: Path, key: str) -> Path:
-    """Return the path of a mesh. `package://NAME/...` is searched above `folder` and below $ROS_PACKAGE_PATH.
+    """Return the path of a mesh. `package://NAME/...` is looked up above `folder` and below $ROS_PACKAGE_PATH.
 
     Raises: ConfigError if the file does not exist.
     """
@@ -286,7 +286,7 @@ def _mesh_path(name: str, folder: Path, key: str) -> Path:
 
 
 def _set_shapes(spec: Any) -> None:
-    """Set the collisions of the shapes, and hide the collision shapes of links that also have visual shapes."""
+    """Set collision attributes of the shapes, and hide the collision shapes of links that also have visual shapes."""
     for body in spec.bodies:
         visuals = [geom for geom in body.geoms if geom.contype == 0]
         for geom in (geom for geom in body.geoms if geom.contype):

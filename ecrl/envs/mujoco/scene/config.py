@@ -17,7 +17,7 @@ Color = Annotated[tuple[Fraction, Fraction, Fraction, Fraction], Field(strict=Fa
 
 
 class ScalesWith(NamedTuple):
-    """Marker of a field that the scale of a task multiplies by a power; see `ecrl.envs.mujoco.task_scale`."""
+    """Marker of a field that is multiplied by a power of the scale of a task; see `ecrl.envs.mujoco.task_scale`."""
 
     power: int
 
@@ -167,7 +167,7 @@ class ComponentConfig(ConfigModel):
 
     component_type: Literal["arm", "hand"] = Field(description="arm, or hand at the flange of the arm")
     urdf_path: str = Field(
-        min_length=1, description="path of a URDF file, also searched below $MENAGERIE_ROOT, or the text of the file"
+        min_length=1, description="path of a URDF file, also looked up below $MENAGERIE_ROOT, or the text of the file"
     )
     transform: Annotated[tuple[_Row, _Row, _Row, _Row], Field(strict=False)] | None = Field(
         None, description="pose of a hand in the frame of the flange, as a 4x4 matrix, m; if absent, no offset"
@@ -204,7 +204,7 @@ class RobotConfig(ConfigModel):
     model: str | None = Field(
         None,
         description=(
-            "path of the robot's URDF or MJCF file, also searched below $MENAGERIE_ROOT, or the text of the file"
+            "path of the robot's URDF or MJCF file, also looked up below $MENAGERIE_ROOT, or the text of the file"
         ),
     )
     urdf_cfg: ComponentsConfig | None = Field(None, description="components of the robot, as in EmbodiChain")

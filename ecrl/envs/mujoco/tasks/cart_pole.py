@@ -38,9 +38,9 @@ class CartRobotConfig(RobotConfig):
 class CartPoleExtensions(ConfigModel):
     """Settings of the success condition: the largest angle and velocity of the pole."""
 
-    angle_threshold: Positive = Field(0.02, description="pole angle, rad, below which the last step can be a success")
+    angle_threshold: Positive = Field(0.02, description="pole angle, rad, below which an episode can end in success")
     velocity_threshold: Positive = Field(
-        0.05, description="angular velocity of the pole, rad/s, below which the last step can be a success"
+        0.05, description="angular velocity of the pole, rad/s, below which an episode can end in success"
     )
 
 

@@ -123,7 +123,7 @@ def push_cube_expert(cfg: ExpertConfig, env: Env, task: PushCubeConfig) -> Exper
 
 @register_expert("ReachColorRL")
 def reach_color_expert(cfg: ExpertConfig, env: Env, task: ReachColorConfig) -> Expert:
-    """Move the finger to the goal, and go around each other block that is nearer than 0.14 m.
+    """Move the finger to the goal, and go around every other block that is nearer than 0.14 m.
 
         motion = (goal - p + bias) + sum_i (0.12 t[i] + 2 (0.14 - d[i]) u[i])        over other blocks with d[i] < 0.14
 

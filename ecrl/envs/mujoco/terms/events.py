@@ -235,7 +235,7 @@ class RandomizeTargetPoseConfig(ConfigModel):
     """Settings of `randomize_target_pose`: the range of the target position, and the name of the target."""
 
     position_range: Annotated[Box, LENGTH] = Field(description="[lowest, highest] x y z, m")
-    relative_position: bool = Field(False, description="add positions to the position of reference_entity_cfg")
+    relative_position: bool = Field(False, description="add the draw to the position of reference_entity_cfg")
     reference_entity_cfg: EntityConfig | None = Field(None, description="reference object of relative_position")
     store_key: str = Field("goal_pose", pattern=r"^[\w-]+$", description="name of the target, to which terms refer")
 

@@ -17,9 +17,7 @@ from ecrl.registry import register_observation, register_reward
 class SceneJointConfig(ConfigModel):
     """Settings of a term about a joint of the scene."""
 
-    joint: str = Field(
-        min_length=1, description="name of a hinge or slide with limits in the file that the key mjcf names"
-    )
+    joint: str = Field(min_length=1, description="name of a hinge or slide with limits in the MJCF scene; see mjcf")
 
 
 def opening_of(sim: Simulation, worlds: TensorDict, joint: str) -> Tensor:

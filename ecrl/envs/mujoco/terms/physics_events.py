@@ -78,7 +78,7 @@ class RandomizeRigidObjectMassConfig(ConfigModel):
 
     entity_cfg: EntityConfig = Field(description="the object, dynamic")
     mass_range: Annotated[Span, MASS] = Field(description="[lowest, highest], kg")
-    relative: bool = Field(False, description="add masses to the mass in the scene config")
+    relative: bool = Field(False, description="add the draw to the mass in the scene config")
 
     def varied(self, sim: Simulation) -> Varied:
         """Return pairs of a model field's name and the object's name, for all fields that the event changes."""
@@ -163,7 +163,7 @@ class RandomizeArticulationMassConfig(ConfigModel):
     link_names: Annotated[tuple[str, ...], BeforeValidator(_listed), Field(strict=False, min_length=1)] | None = Field(
         None, description="regular expressions that choose the links by name; by default, all links that have a mass"
     )
-    relative: bool = Field(False, description="add masses to the masses in the scene")
+    relative: bool = Field(False, description="add the draw to the mass of each link in the scene")
 
     @model_validator(mode="after")
     def _one_choice(self) -> "RandomizeArticulationMassConfig":
@@ -319,7 +319,10 @@ def _scaled_fields(sim: Simulation, entity: EntityConfig, parameter: str) -> Var
 
 
 def _scaling(cfg: ScaleConfig, sim: Simulation, uid: str, parameter: str) -> Any:
-    """Return a function that scales an object of worlds by factors `[*B, 3]`."""
+    """Return a function that scales an object in worlds by factors `[*B, 3]`.
+
+    Raises: ConfigError if the object cannot be scaled, or if its axes cannot have separate factors.
+    """
     _scaled_fields(sim, EntityConfig(uid=uid), parameter)
     home, kinds = scene_values(sim, "geom_size", uid), mujoco().mjtGeom
     kind = int(sim.model.geom_type[id_of(sim.model, "geom", uid)])
@@ -470,7 +473,7 @@ class RandomizeVelocityConfig(ConfigModel):
         ((0.0, 0.0, 0.0), (0.0, 0.0, 0.0)),
         description="[lowest, highest] angular velocity about x y z of the world, rad/s",
     )
-    relative: bool = Field(False, description="add velocities to the current velocities")
+    relative: bool = Field(False, description="add the draw to the current velocities")
 
 
 @register_event("randomize_rigid_object_velocity")

@@ -85,8 +85,8 @@ class ScenePoseConfig(PoseRangeConfig):
     """Settings of an event that moves an object or a robot to a random pose."""
 
     entity_cfg: EntityConfig = Field(description="the object, dynamic or kinematic, or the robot")
-    relative_position: bool = Field(True, description="add positions to the position in the scene config")
-    relative_rotation: bool = Field(False, description="apply rotations to the rotation in the scene config")
+    relative_position: bool = Field(True, description="add the draw to the position in the scene config")
+    relative_rotation: bool = Field(False, description="combine the draw with the rotation in the scene config")
 
 
 def draw(keys: Tensor, bounds: tuple[Any, Any], count: int, *rows: int) -> Tensor:

@@ -58,7 +58,7 @@ class RandomizeRobotQposConfig(RobotJointsConfig):
     """Settings of `randomize_robot_qpos`: joints of the robot, and the range of their random positions."""
 
     qpos_range: Rows = Field(description="[lowest, highest], rad or m: one value for all joints, or one per joint")
-    relative_qpos: bool = Field(True, description="add positions to the current positions")
+    relative_qpos: bool = Field(True, description="add the draw to the current positions")
 
 
 @register_event("randomize_robot_qpos")
@@ -88,7 +88,7 @@ class RandomizeRobotQvelConfig(RobotJointsConfig):
     """Settings of `randomize_robot_qvel`: joints of the robot, and the range of their random velocities."""
 
     qvel_range: Rows = Field(description="[lowest, highest], rad/s or m/s: one value for all joints, or one per joint")
-    relative_qvel: bool = Field(True, description="add velocities to the current velocities")
+    relative_qvel: bool = Field(True, description="add the draw to the current velocities")
 
 
 @register_event("randomize_robot_qvel")
