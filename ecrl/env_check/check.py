@@ -288,7 +288,7 @@ def _early_truncations(history: dict[str, Tensor], gap: int) -> Iterator[str]:
             (env,) = _first_index(early)
             declared = "no truncation" if gap == NEVER else f"no truncation before step {gap}"
             place = f"{_place_text(step, env)}, at step {elapsed[env]} of the episode"
-            yield f"truncated is true {place}, but min_truncation_gap declares {declared}; lower it"
+            yield f"truncated is true {place}, but min_truncation_gap declares {declared}; lower this gap"
             return
         elapsed = elapsed.masked_fill(ended[step], 0) + 1
 
@@ -368,7 +368,10 @@ def _check_traceable(env: Env, trajectory: Trajectory) -> Iterator[str]:
         yield f"step cannot be compiled: {str(error).removeprefix('trainer.compile: ')}"
     except Exception as error:  # an environment may raise any error if its tensors have no data
         reason = next(iter(str(error).splitlines()), "")
-        yield f"step cannot be compiled, it raises {type(error).__name__}: {reason}; or set trainer.compile to off"
+        yield (
+            f"step cannot be compiled, because it raises {type(error).__name__}: {reason}; "
+            "change step, or set trainer.compile to off"
+        )
     else:
         if mismatch:
             yield f"step gives a different {mismatch} as a graph; let step read only its arguments and constants"

@@ -256,7 +256,9 @@ def _bound(name: str, value: float | tuple[float, ...], field: str, like: Tensor
     if not isinstance(value, tuple):
         return torch.tensor(value, dtype=like.dtype, device=like.device)
     if len(value) != shape.numel():
-        raise ConfigError(f"{name} has {len(value)} values, but field {field!r} has {shape.numel()} elements")
+        raise ConfigError(
+            f"{name} has {len(value)} values, but field {field!r} has {shape.numel()} elements; give one value for each"
+        )
     return torch.tensor(value, dtype=like.dtype, device=like.device).reshape(shape)
 
 

@@ -50,7 +50,7 @@ class PointMassConfig(ConfigModel):
         if self.obstacle_min_goal_distance >= corner:
             raise ValueError(
                 f"obstacle_min_goal_distance is {self.obstacle_min_goal_distance:g}, "
-                f"expected less than {corner:.4g} in this workspace"
+                f"expected less than {corner:.4g} m in this workspace"
             )
         return self
 

@@ -387,6 +387,6 @@ def test_a_truncation_before_the_declared_gap_is_found(gap, declared):
     findings = check_env(replace(GOOD, **cut, min_truncation_gap=gap), num_steps=8).findings
     assert findings == [
         "truncated is true in env 0 after step 5, at step 5 of the episode, but min_truncation_gap declares "
-        f"{declared}; lower it"
+        f"{declared}; lower this gap"
     ]
     assert not check_env(replace(GOOD, **cut, min_truncation_gap=5), num_steps=8).findings

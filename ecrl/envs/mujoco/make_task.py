@@ -80,7 +80,9 @@ def _action_terms(cfg: TaskConfig, sim: Simulation) -> tuple[ActionTerm, ...]:
                 raise ConfigError(f"{where}: drives joint {joint!r}, which {driven[joint]!r} also drives; remove one")
             if cfg.control_parts is not None and joint not in sim.robot.joints:
                 parts = ", ".join(cfg.control_parts)
-                raise ConfigError(f"{where}: drives joint {joint!r}, which is not in env.cfg.control_parts: {parts}")
+                raise ConfigError(
+                    f"{where}: drives joint {joint!r}, which is not in env.cfg.control_parts: {parts}; add its part"
+                )
             driven[joint] = name
         terms.append(term)
     if not terms:

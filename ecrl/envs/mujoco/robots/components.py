@@ -101,7 +101,7 @@ def component(cfg: RobotConfig, kind: str) -> Part | None:
     if kind == "arm" and cfg.model is not None:
         raise ConfigError(f"{key}: robot.model names the arm too; keep one")
     if kind == "arm" and part.transform not in (None, NO_OFFSET):
-        raise ConfigError(f"{key}.transform: moves the arm; use robot.init_pos and robot.init_rot")
+        raise ConfigError(f"{key}.transform: is only for a hand; place the arm with robot.init_pos and robot.init_rot")
     transform, stem = part.transform or NO_OFFSET, Path(part.urdf_path).stem
     if kind == "hand" and part.urdf_path == BUILTIN_HAND:
         return Part(GRIPPER, None, key, transform)

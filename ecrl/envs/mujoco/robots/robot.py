@@ -125,7 +125,9 @@ def _per_joint(values: PerJoint | None, defaults: tuple[float, ...], built: Buil
         given = {joint: x for name, x in values.items() for joint in _matching((name,), built, key)}
         return tuple(given.get(name, default) for name, default in zip(joints, defaults, strict=True))
     if isinstance(values, tuple) and len(values) != len(joints):
-        raise ConfigError(f"{key}: {len(values)} values for {len(joints)} joints: {', '.join(joints)}")
+        raise ConfigError(
+            f"{key}: {len(values)} values for {len(joints)} joints: {', '.join(joints)}; give one value per joint"
+        )
     if values is None:
         return defaults
     return values if isinstance(values, tuple) else (values,) * len(joints)
@@ -206,7 +208,7 @@ def _checked(model: Any, name: str) -> RobotModel:
     """Return `model`, the `RobotModel` of a registered robot. Raise ConfigError if `model` is invalid."""
     where = f"robot.robot_type: the registered robot {name!r}"
     if not isinstance(model, RobotModel):
-        raise ConfigError(f"{where} is a {type(model).__name__}, expected a RobotModel; does its function return one?")
+        raise ConfigError(f"{where} is a {type(model).__name__}, expected a RobotModel; return one in its function")
     if not isinstance(model.source, str):
         raise ConfigError(f"{where} has a source of type {type(model.source).__name__}, expected a str")
     if not isinstance(model.reach, int | float) or not 0.0 < model.reach < inf:
@@ -216,7 +218,7 @@ def _checked(model: Any, name: str) -> RobotModel:
     if texts := [part for part, joints in model.parts.items() if isinstance(joints, str)]:
         raise ConfigError(f"{where} has a str as joints of the part {texts[0]!r}, expected a tuple of names")
     if unknown := [part for part in model.end_links if part not in (model.parts or ("arm",))]:
-        raise ConfigError(f"{where} has an end_link of {unknown[0]!r}, which is no part of it")
+        raise ConfigError(f"{where} has an end_link of {unknown[0]!r}, which is no part of it; name one of its parts")
     return model
 
 
@@ -355,7 +357,7 @@ def _arm(cfg: RobotConfig, drives: Mapping[str, Drive], arm: Part | None) -> tup
 def _read_hand(cfg: RobotConfig, built: Builtin, hand: Part, assembly: _Assembly) -> tuple[Any, Builtin]:
     """Return the MjSpec of a hand and its `Builtin`. Raise ConfigError if the arm `built` does not support hands."""
     if assembly.kind == "MJCF":
-        raise ConfigError(f"{hand.key}: an MJCF file takes no hand; add the hand to the file of the arm")
+        raise ConfigError(f"{hand.key}: an MJCF file cannot get a hand; add the hand to the file of the arm")
     if assembly.kind == "built-in" and "arm" not in built.flange:
         raise ConfigError(f"{hand.key}: the built-in {cfg.robot_type} has no flange for a hand; leave the hand out")
     spec, gripper = _from_urdf(_urdf_of(hand.source or "", f"{hand.key}.urdf_path"), "hand")
@@ -492,7 +494,9 @@ def robot_spec(cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Robo
     home = built.home if cfg.init_qpos is None else cfg.init_qpos
     if cfg.init_qpos is not None and len(home) != len(built.joints):
         names = ", ".join(built.joints)
-        raise ConfigError(f"robot.init_qpos: {len(home)} values for {len(built.joints)} joints: {names}")
+        raise ConfigError(
+            f"robot.init_qpos: {len(home)} values for {len(built.joints)} joints: {names}; give one value per joint"
+        )
     followers = urdf.followers(spec) if of_files else ()
     fingers = _fingers(spec, parts.get("hand", ()), followers)
     return spec, Robot(built.joints, parts, tcp, followers, built.grip, fingers), home

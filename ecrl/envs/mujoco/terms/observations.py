@@ -42,7 +42,7 @@ class NormalizeJointsConfig(JointsConfig):
     @model_validator(mode="after")
     def _ordered(self) -> "NormalizeJointsConfig":
         if self.range[0] >= self.range[1]:
-            raise ValueError(f"range: {self.range[0]} is not below {self.range[1]}")
+            raise ValueError(f"range: {self.range[0]} is not below {self.range[1]}; give the lower value first")
         return self
 
 
@@ -56,7 +56,7 @@ class RobotQposConfig(JointsConfig):
     @model_validator(mode="after")
     def _ordered(self) -> "RobotQposConfig":
         if self.range is not None and self.range[0] >= self.range[1]:
-            raise ValueError(f"range: {self.range[0]} is not below {self.range[1]}")
+            raise ValueError(f"range: {self.range[0]} is not below {self.range[1]}; give the lower value first")
         return self
 
 

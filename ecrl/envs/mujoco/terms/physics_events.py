@@ -299,7 +299,7 @@ def _check_shape(sim: Simulation, uid: str) -> None:
     if (name := model.geom(geom).name) != uid:
         raise ConfigError(f"the geom of body {uid!r} has the name {name!r}; give it the name of its body")
     if model.body_weldid[body] and uid not in world.movable_bodies(sim):
-        raise ConfigError(f"body {uid!r} moves with joints or with another body; choose an object that is on its own")
+        raise ConfigError(f"body {uid!r} moves with joints or with another body; choose a separate object")
     is_centred = np.allclose(model.body_ipos[body], model.geom_pos[geom], rtol=0.0, atol=1e-6)
     is_aligned = abs(model.body_iquat[body] @ model.geom_quat[geom]) > 1.0 - 1e-9  # the quaternions q and -q are equal
     if model.body_dofnum[body] and not (is_centred and is_aligned):

@@ -181,7 +181,7 @@ def joint_limit_penalty(cfg: JointLimitConfig, sim: Simulation) -> Reward:
     chosen = joints_of(cfg, sim)
     limited = [row for row in zip(chosen, *world.joint_limits(sim, chosen), strict=True) if not isinf(row[2])]
     if not limited:
-        raise ConfigError(f"params: none of these joints has limits: {', '.join(chosen)}")
+        raise ConfigError(f"params: none of these joints has limits: {', '.join(chosen)}; choose others")
     joints, low, high = zip(*limited, strict=True)
 
     def reward(before: TensorDict, after: TensorDict) -> Tensor:
