@@ -327,7 +327,7 @@ FAULTS = [
     ({"robot": {"drive_pros": {"damping": {"elbo": 1.0}}}}, "robot.drive_pros.damping: unknown joint 'elbo'"),
     ({"robot": {"control_parts": {"arm": ["x"]}}}, "robot.control_parts.arm: unknown joint 'x'"),
     ({"robot": {"solver_cfg": {"hand": {"tcp": TCP}}}}, "robot.solver_cfg: unknown part 'hand'"),
-    ({"robot": {"solver_cfg": {"arm": {"tcp": [TCP[0]] * 4}}}}, "robot.solver_cfg.arm.tcp: the first three columns"),
+    ({"robot": {"solver_cfg": {"arm": {"tcp": [TCP[0]] * 4}}}}, "robot.solver_cfg.arm.tcp: the first three rows"),
     (
         {"robot": {"init_qpos": [0.0, 0.0, 3.2, 0.0, 0.0, 0.0]}},
         "robot.init_qpos: 3.2 of joint 'robot/elbow_joint' is bey",

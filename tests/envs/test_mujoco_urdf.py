@@ -310,7 +310,7 @@ def test_without_pycollada_visual_meshes_are_left_out_with_one_warning(package, 
         model = scene(str(package / "arm.urdf")).model
     assert len(caught) == 1 and model.nmesh == 1 and not (model.geom_group == 3).any()
     advice = r"convert it to one of .stl, .obj, .msh, or install pycollada with pip install \"ecrl\[robots\]\"$"
-    with pytest.raises(ConfigError, match=rf"^robot.model: the collision mesh 'tip.dae' is not .*; {advice}"):
+    with pytest.raises(ConfigError, match=rf"^robot.model: the collision mesh 'tip.dae' has a format .*; {advice}"):
         scene(meshed("", "tip.dae"))
 
 
