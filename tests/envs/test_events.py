@@ -412,8 +412,14 @@ def test_events_that_do_not_fit_the_state_are_refused(restored_registry, name, m
         ({"field": "body"}, "params.field: unknown field 'body'; did you mean 'body.mass'?"),
         ({"field": "reward"}, "params.field: unknown field 'reward'; known: body.mass, drag, hits, obs"),
         ({"field": "hits"}, "params.field: 'hits' is torch.int64, expected a float field"),
-        ({"field": "obs", "low": [0.0, 0.0]}, "params.low has 2 values, but field 'obs' has 1 elements"),
-        ({"field": "body.mass", "high": [1.0] * 3}, "params.high has 3 values, but field 'body.mass' has 2 elements"),
+        (
+            {"field": "obs", "low": [0.0, 0.0]},
+            "params.low has 2 values, but field 'obs' has 1 elements; give one value for each",
+        ),
+        (
+            {"field": "body.mass", "high": [1.0] * 3},
+            "params.high has 3 values, but field 'body.mass' has 2 elements; give one value for each",
+        ),
     ],
 )
 def test_randomize_field_refuses_what_it_cannot_draw(params, message):
