@@ -136,7 +136,7 @@ def test_grasps_need_a_gripper_and_an_object_that_moves(sim):
     with pytest.raises(ConfigError, match=r"params\.object_cfg\.uid: the robot has no gripper; add a component hand"):
         made("reward", "grasp_reward", bare, object_cfg={"uid": "cube"})
     still = scene(SCENE | {"rigid_object": [CUBE | {"body_type": "kinematic"}]})
-    with pytest.raises(ConfigError, match=r"params\.object_cfg\.uid: 'cube' is not a dynamic object of the scene config"):
+    with pytest.raises(ConfigError, match=r"params\.object_cfg\.uid: 'cube' is not a dynamic object of the scene"):
         made("observation", "get_object_grasped", still, object_cfg={"uid": "cube"})
 
 
