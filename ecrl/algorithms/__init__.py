@@ -117,7 +117,9 @@ __all__ = [
 
 
 def make_algorithm(choice: AlgorithmChoice | dict) -> Algorithm:
-    """Build the algorithm that a config's `algorithm` section describes. Equal settings give equal algorithms.
+    """Build the algorithm that a config's `algorithm` section describes.
+
+    Algorithms whose settings differ only in numbers that the state stores, such as `gamma`, are equal.
 
     >>> make_algorithm({"name": "ppo"}) == make_algorithm({"name": "ppo", "cfg": {"gamma": 0.5}})
     True

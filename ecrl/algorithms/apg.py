@@ -78,7 +78,10 @@ class Choices(NamedTuple):
 
 
 def init(cfg: APGConfig, run: Run, key: Tensor) -> dict[str, Any]:
-    """Check the environment and the segment length, and return parameters, optimiser state and hyperparameters."""
+    """Check the environment, the segment length and the policy. Return parameters, optimiser state and hyperparameters.
+
+    Raises: ConfigError if the environment, `segment_length` or the policy does not suit APG.
+    """
     horizon, length = run.static.buffer_size, cfg.segment_length
     if not run.env.is_pure:
         raise ConfigError(

@@ -64,7 +64,7 @@ class BCConfig(MinibatchConfig):
 
 
 def init(cfg: BCConfig, run: Run, key: Tensor) -> dict[str, Any]:
-    """Return parameters, optimiser state and hyperparameters."""
+    """Check the policy and the batch size, and return parameters, optimiser state and hyperparameters."""
     if run.policy.imitation_loss is None:
         check_log_prob(run.policy, "bc")
     check_batch_size(cfg, run.static.row_steps)
@@ -73,7 +73,7 @@ def init(cfg: BCConfig, run: Run, key: Tensor) -> dict[str, Any]:
 
 
 def loss(run: Run, params: TensorDict, minibatch: TensorDict, mask: Tensor, hyper: TensorDict) -> tuple[Tensor, Logs]:
-    """Return the mean loss of a minibatch, without the chunks of actions that `rows_to_learn` masks.
+    """Return the mean loss of the actions of a minibatch, except for actions that `rows_to_learn` masks.
 
     loss = the policy's imitation_loss(action), or by default -log_prob(action), in nats
     """
@@ -85,7 +85,7 @@ def _losses_of_chunk(run: Run, _: None, rows: TensorDict, params: TensorDict) ->
 
 
 def holdout_loss(run: Run, state: TensorDict, part: TensorDict) -> Tensor:
-    """Return the mean loss over steps of held-out episodes, over all ranks, for as many steps as learning draws.
+    """Draw as many steps from held-out episodes as an iteration learns from. Return their mean loss over all ranks.
 
     Gradient: none.
     """
@@ -99,7 +99,7 @@ def holdout_loss(run: Run, state: TensorDict, part: TensorDict) -> Tensor:
 
 
 def _iterate(run: Run, state: TensorDict, data: Borrowed) -> tuple[TensorDict, TensorDict, Logs]:
-    """Return the state fields that change, the drawn batch and the logs."""
+    """Draw a batch and learn from it. Return the new `params` and `opt`, the batch and the logs."""
     batch = drawn_batch(run, state, data.fields["train"])
     rows = rows_to_learn(run, policy_params(state), batch)
     learnt, logs = minibatch_sgd(run, state, rows, loss, run.algorithm.choices)
@@ -121,7 +121,7 @@ def iterate(run: Run, state: TensorDict, borrowed: TensorDict) -> tuple[TensorDi
 
 @register_algorithm("bc")
 def bc(cfg: BCConfig) -> Algorithm:
-    """Build the algorithm of behaviour cloning. The policy needs log-probabilities. A critic is not needed."""
+    """Build the algorithm of behaviour cloning. The policy needs log-probabilities or its own `imitation_loss`."""
     choices: SGD = sgd_choices(cfg)
     return Algorithm(
         choices=choices,

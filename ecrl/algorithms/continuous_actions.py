@@ -49,11 +49,12 @@ def critic_settings(cfg: ActorCriticConfig) -> dict[str, GroupSettings]:
 
 
 def check_policy(run: Run, name: str, needs_log_prob: bool, needs_distribution: bool = False) -> None:
-    """Raise ConfigError if the policy has no Q-function, or if the action space is not a Box with finite bounds.
+    """Raise ConfigError if the policy or the action space does not suit the algorithm `name`.
 
-    `needs_log_prob` is True for an algorithm that needs a stochastic policy, and False for an algorithm that needs a
-    deterministic policy. `needs_distribution` is True for an algorithm whose critics predict categorical distributions
-    of the return, and False for an algorithm whose critics predict values.
+    The policy needs a Q-function, and the action space must be a Box with finite bounds. `needs_log_prob` is True for
+    an algorithm that needs a stochastic policy, and False for an algorithm that needs a deterministic policy.
+    `needs_distribution` is True for an algorithm whose critics predict categorical distributions of the return, and
+    False for an algorithm whose critics predict values.
     """
     policy, space = run.policy, run.env.action_space
     is_bounded = isinstance(space, Box) and has_finite_bounds(space)
@@ -79,7 +80,7 @@ def with_random_start(run: Run, state: TensorDict) -> TensorDict:
 
 
 def critic_loss(run: Run, params: TensorDict, batch: TensorDict, target: Tensor) -> tuple[Tensor, Logs]:
-    """Return half the squared TD error, summed over the critics.
+    """Return half the mean squared TD error of each critic, summed over the critics.
 
     sum_c(mean((Q_c(obs, action) - target)^2 / 2))
     """
@@ -94,7 +95,7 @@ DELAYED = ("policy_loss", "grad_norm")
 def is_due(count: Tensor, period: int) -> Tensor | None:
     """Return True at every `period`-th gradient step, and False at other steps. Return None if the period is 1.
 
-    `count` numbers the gradient steps, 0-d int64.
+    `count` is the number of earlier gradient steps, an int64 tensor.
 
     >>> is_due(torch.arange(4), 2)
     tensor([False,  True, False,  True])

@@ -87,7 +87,7 @@ class Run(NamedTuple):
         env: environment with auto-reset and events.
         policy: policy for the environment's observation space and action space.
         algorithm: algorithm that trains the policy.
-        jit: `jit(fn, *static)` binds static arguments to `fn` and may compile it.
+        jit: `jit(fn, *static)` binds static arguments to `fn`, and may compile the result.
         scan: loop over time, for functions that `jit` may compile.
         static: settings that determine the compiled graph.
     """
@@ -106,9 +106,10 @@ Iterate = Callable[[Run, TensorDict, TensorDict], tuple[TensorDict, TensorDict, 
 
 
 class DataSet(Protocol):
-    """Data set in a file. An algorithm learns from its steps. The state borrows its tensors, and does not include them.
+    """Data set in a file, from whose steps an algorithm learns.
 
-    Two data sets are equal if their files are the same.
+    The iteration receives the tensors in `borrowed["data"]`. The state does not include them. Two data sets are equal
+    if their files are the same.
     """
 
     @property
@@ -146,7 +147,7 @@ class Algorithm:
             which have every field of the buffer. It also holds `index`, int64 `[B]`, the positions of these rows in the
             buffer. To record training videos, `iterate` needs an attribute `collect` (see `collect_of`).
         kinds: kinds of the state fields that the algorithm adds (see `ecrl.algorithms.state_kinds`).
-        group_size: number of consecutive environments that share their starts and their noise.
+        group_size: number of consecutive environments that share their starts and their environment noise.
         gradient_steps: function from `Static` to the number of gradient steps per iteration. `trainer.compile: auto`
             uses this number to estimate whether compiling shortens the run. If `gradient_steps` is None, `auto` always
             compiles.
@@ -195,7 +196,7 @@ class OnPolicy:
         state, logs = learn(self.update, run, state, batch)
         for name in given:
             if not _are_same(state.get(name, None), borrowed[name]):
-                raise ValueError(f"{run.algorithm.name} replaced {name}, which is borrowed; give it another kind")
+                raise ValueError(f"{run.algorithm.name} replaced {name}, which is read-only; give it another kind")
         return without(state, borrowed), TensorDict({"batch": batch}, []), logs
 
 
@@ -244,13 +245,13 @@ def _updated(update: Update, run: Run, state: TensorDict, batch: TensorDict) -> 
 
 
 def _learn(update: Update, run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:
-    """Call `update`, and return the logs and the changed state fields. Unchanged fields would only be copied."""
+    """Call `update`, and return the changed state fields and the logs. Returning other fields would copy them."""
     after, logs = _updated(update, run, state, batch)
     return changed_fields(after, state), logs
 
 
 def loss_and_logs(run: Run, out: Any) -> tuple[Tensor, Logs]:
-    """Return the result of the loss function of an algorithm.
+    """Check the result `out` of an algorithm's loss function, and return it as the loss and the logs.
 
     Raises: ConfigError unless `out` is a 0-d loss and a dict of tensors.
     """
@@ -316,7 +317,7 @@ def counted_after(run: Run, state: TensorDict, executed: Tensor | None) -> dict[
         state: state with the counters before the iteration.
         executed: the field `executed` of this rank's steps, with 0 as padding.
 
-            Raises: ConfigError if the environment reports `executed`, but the steps lack this field.
+    Raises: ConfigError if the environment reports `executed`, but the steps lack this field.
     """
     taken = run.static.buffer_size * run.static.num_envs * run.static.world_size
     if "decision_step" not in state:
@@ -347,7 +348,10 @@ def initial_carry(run: Run, state: TensorDict) -> dict[str, TensorDict]:
 
 
 def initial_exploration(run: Run, state: TensorDict) -> dict[str, TensorDict]:
-    """Return a dict with `exploration` restarted for every episode, or an empty dict if the state has no such field."""
+    """Return a dict with `exploration` at the start of an episode, or an empty dict if the state has no such field.
+
+    Only the fields that the policy's `init_exploration` returns restart.
+    """
     if "exploration" not in state:
         return {}
     first = run.policy.init_exploration(policy_params(state), run.static.num_envs)
@@ -433,7 +437,10 @@ class _FromReset:
 
 
 def from_reset(collect: Collect) -> Collect:
-    """Return a `collect` that first resets every environment, so all environments of a group share their start."""
+    """Return a `collect` that first resets every environment, its episode statistics and the policy's memory.
+
+    All environments of a group then share their start.
+    """
     return _FromReset(collect)
 
 
@@ -472,12 +479,12 @@ class _WithScaledRewards:
 
 
 def with_scaled_rewards(update: Update) -> Update:
-    """Return an `update` that learns from rewards scaled by `scaled_rewards`. The logs show the unscaled rewards."""
+    """Return an `update` that learns from the result of `scaled_rewards`. Episode logs show the unscaled rewards."""
     return _WithScaledRewards(update)
 
 
 def scaled_rewards(state: TensorDict, batch: TensorDict) -> tuple[TensorDict, TensorDict]:
-    """Scale rewards by the standard deviation of the discounted returns so far, and update the return statistics.
+    """Divide rewards by the standard deviation of the earlier discounted returns, and update the return statistics.
 
     `scaled_reward` and `reward_norm_update` give the equations.
 
@@ -492,7 +499,7 @@ def scaled_rewards(state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Te
 
 
 def scaled_reward(reward: Tensor, norm: TensorDict) -> Tensor:
-    """Scale rewards by the standard deviation of discounted returns. `norm` has the statistics of the returns.
+    """Divide rewards by the standard deviation of discounted returns, and clip them. `norm` has the return statistics.
 
     clip(reward / sqrt(variance(return) + 1e-8), -10, 10)
     """

@@ -95,7 +95,7 @@ def with_exploration(run: Run, state: TensorDict) -> TensorDict:
 
 
 def target(run: Run, state: TensorDict, batch: TensorDict) -> Tensor:
-    """Return the target of each transition, `[B]`. With several critics, the target uses the smallest value.
+    """Return the critics' target for each transition, `[B]`. With several critics, it uses the smallest value.
 
     target = reward + discount * min_c(Q_target_c(next_obs, actor_target(next_obs)))
     """
@@ -130,7 +130,7 @@ def update(run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, 
 
 
 def turn(run: Run, state: TensorDict, noise: Any, replay: Replay) -> tuple[TensorDict, Replay, TensorDict, Logs]:
-    """Take steps, store them, and learn from random transitions of the replay buffer."""
+    """Take steps and store them. In the phase "learn", also learn from random transitions of the replay buffer."""
     state, steps = take_steps(run, with_exploration(run, state), noise)
     replay = store(run, replay, steps)
     if run.static.phase == "collect":
@@ -142,7 +142,7 @@ def turn(run: Run, state: TensorDict, noise: Any, replay: Replay) -> tuple[Tenso
 
 @register_algorithm("ddpg")
 def ddpg(cfg: DDPGConfig) -> Algorithm:
-    """Build the DDPG algorithm. The paper has one critic, so set the policy's `num_critics` to 1."""
+    """Build the DDPG algorithm. To use one critic, as in the paper, set `policy.num_critics` to 1."""
     actor, critic = groups_of(cfg, GROUPS, critic_settings(cfg))
     return Algorithm(
         choices=Choices(sampling_choices(cfg), actor, critic),

@@ -30,7 +30,7 @@ from ecrl.storage.tensor_files import read_tensors
 
 _KEY = "algorithm.cfg.demos"
 _NOISE = 1
-"""Counter of the keys for `draw_imitation`."""
+"""Number that is folded into the action keys to derive the keys of `draw_imitation`."""
 _FIELDS = ("obs", "action", "reward", "done", "executed")
 
 
@@ -53,9 +53,9 @@ class Demonstrations:
         return torch.tensor(words)
 
     def check(self, run: Run, cfg: Config) -> None:
-        """Raise ConfigError if the file has no demonstrations for the run's environment.
+        """Raise ConfigError if the file cannot be read, or if its tensors do not fit the run's environment.
 
-        Warn if the file was recorded in another environment, or with another vocabulary.
+        On rank 0, warn if the file was recorded in another environment, or with another vocabulary.
         """
         about = self._fitting_about(run)
         if rank() == 0:
@@ -76,13 +76,13 @@ class Demonstrations:
             hint = f"the demonstrations have env.action_chunk {chunk}; set env.action_chunk to {chunk}, or {hint}"
         for name, (dtype, shape) in expected.items():
             if name not in tensors:
-                raise ConfigError(f"{_KEY}: {self.path}: has no {name}; {hint}")
+                raise ConfigError(f"{_KEY}: {self.path}: the file has no {name}; {hint}")
             own, size = tensors[name]
             if (own, size[1:]) != (dtype, shape) or not size:
                 problem = f"{name} is {_described(own, size[1:])} per step, but {_described(dtype, shape)} in this"
                 raise ConfigError(f"{_KEY}: {self.path}: {problem} environment; {hint}")
         if "executed" in tensors and not has_executed:
-            problem = "has executed, but an action of this environment is always one step"
+            problem = "the file has executed, but an action of this environment is always one step"
             raise ConfigError(f"{_KEY}: {self.path}: {problem}; {hint}")
         (rows,) = tensors["done"][1]
         for name, (_, size) in tensors.items():
@@ -97,7 +97,8 @@ class Demonstrations:
         Returns: a TensorDict with `train` and, if `holdout` is not 0, `holdout`. Each has `steps` `[M]` and `starts`,
             the index of the first step of each episode, int64 `[E]`.
         Raises: ConfigError if the file does not fit the run, or if an episode is too long for a policy with memory.
-            Also raised for a value that is not finite or is outside its space.
+            Also raised for NaN or infinity, for a value outside a discrete space, and for a last episode without an
+            end. Also raised if `holdout` leaves no episode to learn from, or none to hold out.
         """
         self._fitting_about(run)
         tensors = _or_config_error(read_tensors, Path(self.path))
@@ -127,7 +128,7 @@ class Demonstrations:
         return TensorDict({"train": _part(cast(TensorDict, steps[:cut]), starts[:first]), "holdout": held_out}, [])
 
     def _check_values(self, env: Env, tensors: Mapping[str, Tensor]) -> None:
-        """Raise ConfigError for an action or observation that is not finite or is outside its Discrete space."""
+        """Raise ConfigError for NaN or infinity, for a value outside a discrete space, and for a wrong `executed`."""
         for name, space in (_leaves("obs", env.observation_space) | {"action": env.action_space}).items():
             problem = _outside(tensors[name], space)
             if problem is not None:
@@ -149,7 +150,7 @@ def _at(data: Any, *keys: str) -> Any:
 
 
 def _other_sources(about: dict[str, Any], cfg: Config) -> list[str]:
-    """Describe differences between the environment of a data set and the environment of a run."""
+    """Return warnings about differences between the environment of a data set and the environment of a run."""
     settings, texts = cfg.env.model_dump(mode="json")["cfg"], []
     theirs, ours = env_label(about.get("env"), _at(about, "config", "env", "cfg")), cfg.env.label
     if theirs != ours:
@@ -170,7 +171,7 @@ def _other_sources(about: dict[str, Any], cfg: Config) -> list[str]:
 
 
 def _reports_executed(env: Env) -> bool:
-    """Return True if states have the field `executed`.
+    """Return True if the states of an environment have the field `executed`.
 
     Custom environments may report `executed` even without `env.action_chunk`, so the function resets the environment to
     find out. Gymnasium environments and MuJoCo tasks never report `executed` without `env.action_chunk`.
@@ -192,7 +193,7 @@ def _outside(x: Tensor, space: Space) -> str | None:
         case MultiDiscrete(nvec):
             wrong = (x < 0) | (x >= torch.tensor(nvec))
         case _:
-            raise TypeError(f"{space} is no leaf of a space")
+            raise TypeError(f"expected a Box, Discrete or MultiDiscrete space, got {space}; pass one leaf of a Dict")
     if not wrong.any():
         return None
     return f"the value {int(x[wrong][0])}, which is outside {space}"
@@ -292,7 +293,10 @@ def _learnable(run: Run, params: TensorDict, rows: TensorDict) -> Tensor:
 
 
 def _memories(run: Run, params: TensorDict, steps: TensorDict) -> dict[str, TensorDict]:
-    """Return the policy's memory `carry` before each segment, `[N, T / row_steps]`, as `collect_rollout` does."""
+    """Return a dict with the policy's memory `carry` before each segment, `[N, T / row_steps]`.
+
+    If the policy has no memory, the dict is empty.
+    """
     num_envs, segments = len(steps), run.static.buffer_size // run.static.row_steps
     first = run.policy.init_carry(params, num_envs)
     if first.is_empty():

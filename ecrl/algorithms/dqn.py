@@ -77,7 +77,7 @@ class DQNConfig(ReplayConfig):
         default=True, description="choose the next action in the target with the online network (Double DQN)"
     )
     target_update_freq: Count = Field(
-        default=500, description="environment steps between updates of the target network"
+        default=500, description="environment steps, over all environments, between updates of the target network"
     )
     tau: Fraction = Field(default=1.0, description="weight of the online network in an update of the target network")
     prioritized: PriorityConfig | None = Field(
@@ -224,7 +224,11 @@ def with_target(run: Run, state: TensorDict, steps: TensorDict) -> TensorDict:
 
 
 def turn(run: Run, state: TensorDict, noise: Any, replay: Replay) -> tuple[TensorDict, Replay, TensorDict, Logs]:
-    """Take steps, store them, and learn from random transitions of the replay buffer."""
+    """Take epsilon-greedy steps and store them.
+
+    In the phase "learn", also learn from random transitions of the replay buffer, and update the target network and the
+    priorities.
+    """
     sampling, prioritized = run.algorithm.choices.sampling, run.algorithm.choices.prioritized
     state, steps = take_steps(run, with_epsilon(state), noise)
     replay, logs = store(run, replay, steps), {"epsilon": state["exploration", "epsilon"][0]}

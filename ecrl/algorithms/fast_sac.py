@@ -69,7 +69,9 @@ class FastSACConfig(ActorCriticConfig):
     tau: Fraction = Field(default=0.125, description="weight of the trained critics in an update of the target critics")
     capacity: Count = Field(default=1_048_576, description="steps in the replay buffer, of all environments together")
     batch_size: Count = Field(default=8_192, description="transitions per gradient step")
-    learning_starts: Natural = Field(default=10_240, description="environment steps before the first gradient step")
+    learning_starts: Natural = Field(
+        default=10_240, description="environment steps, over all environments, before the first gradient step"
+    )
     gradient_steps: Count = Field(default=8, description="number of gradient steps per update")
     policy_delay: Count = Field(default=4, description="gradient steps of the critics per gradient step of the actor")
     temperature: Positive = Field(default=0.001, description="initial weight of the entropy, in reward units per nat")
@@ -151,7 +153,7 @@ def critic_loss(run: Run, params: TensorDict, batch: TensorDict, target: Tensor)
 
 
 def actor_loss(run: Run, params: TensorDict, batch: TensorDict, noise: Any, temperature: Tensor) -> tuple[Tensor, Logs]:
-    """Return the loss of the policy's actions.
+    """Return the actor's loss, which is small for actions with large values and a large entropy.
 
     mean(temperature * log_prob(action) - mean_c(mean(Z_c(obs, action))))
     """
@@ -182,7 +184,7 @@ def update(run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, 
 
 
 def turn(run: Run, state: TensorDict, noise: Any, replay: Replay) -> tuple[TensorDict, Replay, TensorDict, Logs]:
-    """Take steps, store them, and learn from random transitions of the replay buffer."""
+    """Take steps and store them. In the phase "learn", also learn from random transitions of the replay buffer."""
     state, steps = take_steps(run, state, noise)
     replay = store(run, replay, steps)
     if run.static.phase == "collect":

@@ -70,7 +70,9 @@ class FastTD3Config(ActorCriticConfig):
     tau: Fraction = Field(default=0.1, description="weight of the trained critics in an update of the target critics")
     capacity: Count = Field(default=1_048_576, description="steps in the replay buffer, of all environments together")
     batch_size: Count = Field(default=32_768, description="transitions per gradient step")
-    learning_starts: Natural = Field(default=10_240, description="environment steps before the first gradient step")
+    learning_starts: Natural = Field(
+        default=10_240, description="environment steps, over all environments, before the first gradient step"
+    )
     gradient_steps: Count = Field(default=2, description="number of gradient steps per update")
     policy_delay: Count = Field(default=2, description="gradient steps of the critics per gradient step of the actor")
     policy_noise: NonNegative = Field(
@@ -121,7 +123,7 @@ def drawn_scales(run: Run, key: Tensor, step: Tensor, renewed: Tensor, scales: T
 def with_new_scales(run: Run, state: TensorDict, before: Tensor, done: Tensor) -> TensorDict:
     """Draw a new noise scale for each environment whose episode ended in this turn.
 
-    `before` is the number of steps before the turn, and `done` has the shape `[S, N]`.
+    `before` is the number of steps that each environment took before the turn. `done` has the shape `[S, N]`.
     """
     exploration, hyper = cast(TensorDict, state["exploration"]), cast(TensorDict, state["hyper"])
     scales = drawn_scales(run, state["key"], before, done.any(0), exploration["std"], hyper)
@@ -183,7 +185,10 @@ def update(run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, 
 
 
 def turn(run: Run, state: TensorDict, noise: Any, replay: Replay) -> tuple[TensorDict, Replay, TensorDict, Logs]:
-    """Take steps, store them, and learn from random transitions of the replay buffer."""
+    """Take steps, draw new noise scales after the end of episodes, and store the steps.
+
+    In the phase "learn", also learn from random transitions of the replay buffer.
+    """
     before = steps_taken(run, state)
     state, steps = take_steps(run, state, noise)
     state = with_new_scales(run, state, before, steps["done"])

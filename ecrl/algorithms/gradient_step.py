@@ -62,12 +62,13 @@ def gradient_step(
             `count` is the number of elements over which the loss is a mean. This count weights the ranks.
         args: further arguments of `loss`.
         moves: 0-d bool; if False, the parameters and the optimiser state of the group do not change. The logs are then
-            NaN, except for the learning rate, and a compiled graph for the CPU does not compute the loss.
+            NaN, except for the learning rate and `skipped_steps`. A compiled graph for the CPU does not compute the
+            loss.
 
     Returns: the state with new `params` and `opt`, and the logs of the loss with the gradient norm and the learning
         rate. If `count` is 0 on all ranks, nothing changes. If `trainer.finite_guard` is "skip", a step whose gradients
-        or new parameters hold NaN or infinity changes nothing. The logs of such a step are NaN, except that
-        `skipped_steps` is 1.
+        or new parameters hold NaN or infinity changes nothing. The logs of such a step are NaN, except for the learning
+        rate and `skipped_steps`, which is 1.
     """
     params, opt = (cast(TensorDict, state[name]) for name in ("params", "opt"))
     own = params if group.paths is None else cast(TensorDict, params.select(*(path[0] for path in group.paths)))

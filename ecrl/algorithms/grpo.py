@@ -117,7 +117,9 @@ class GRPOConfig(ClippedConfig):
         default=1e-8, description="number added to the standard deviation of a group's returns, in reward units"
     )
     reset_every_rollout: bool = Field(default=True, description="reset every environment before each rollout")
-    truncate_at_first_done: bool = Field(default=True, description="learn only from the first episode of each rollout")
+    truncate_at_first_done: bool = Field(
+        default=True, description="learn only from the first episode of each environment in a rollout"
+    )
 
     @model_validator(mode="after")
     def _settings_fit_together(self) -> Self:
@@ -132,7 +134,7 @@ class GRPOConfig(ClippedConfig):
             raise ValueError("dual_clip is for the ratios action and token; leave it out with ratio 'sequence'")
         low, high = self.min_group_score, self.max_group_score
         if low is not None and high is not None and low >= high:
-            raise ValueError(f"min_group_score {low} is not below max_group_score {high}, so that no group would count")
+            raise ValueError(f"min_group_score {low} is not below max_group_score {high}; change one of them")
         return self
 
     @property
@@ -168,10 +170,12 @@ class Choices(NamedTuple):
 
 
 def check_groups(run: Run, cfg: GRPOConfig) -> None:
-    """Raise ConfigError if the members of a group would not share their starts."""
+    """Raise ConfigError unless groups of equal size fit into `num_envs`, and their members share their starts."""
     num_envs, keys = run.static.num_envs, ("reset_every_rollout", "truncate_at_first_done")
     if num_envs % cfg.group_size:
-        raise ConfigError(f"algorithm.cfg.group_size: {cfg.group_size} does not divide trainer.num_envs {num_envs}")
+        raise ConfigError(
+            f"algorithm.cfg.group_size: {cfg.group_size} does not divide trainer.num_envs {num_envs}; use a divisor"
+        )
     off = [key for key in keys if not getattr(cfg, key)]
     if off and not run.env.lockstep:
         raise ConfigError(
@@ -184,13 +188,15 @@ def init(cfg: GRPOConfig, run: Run, key: Tensor) -> dict[str, Any]:
     """Return parameters, optimiser state, hyperparameters and, if `kl_coef` is not 0, the reference parameters.
 
     The reference has its own observation statistics, so new statistics do not change the reference policy.
+
+    Raises: ConfigError if `group_size`, `batch_size` or the policy does not suit the run.
     """
     check_groups(run, cfg)
     check_log_prob(run.policy, "grpo")
     if cfg.needs_episodes and cfg.batch_size is not None and cfg.batch_size < run.static.buffer_size:
         raise ConfigError(
             f"algorithm.cfg.batch_size: {cfg.batch_size} is below trainer.buffer_size {run.static.buffer_size}, the "
-            "steps of an episode that ratio sequence keeps together; raise it"
+            f"steps of an episode that ratio sequence keeps together; use at least {run.static.buffer_size}"
         )
     check_batch_size(cfg, run.static.row_steps)
     params = run.policy.init(rng.fold_in(key, rng.INIT))
@@ -215,7 +221,10 @@ def collect_groups(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]
 
 
 def step_advantages(run: Run, hyper: TensorDict, steps: TensorDict) -> tuple[Tensor, Tensor]:
-    """Return the advantages and the mask of steps to learn from, each `[N, T]`, with the default settings."""
+    """Return the advantages and the mask of steps to learn from, each `[N, T]`.
+
+    The function is for the default settings of `advantage`, `baseline` and the group scores.
+    """
     return grpo_advantages(steps, gamma=hyper["gamma"], group_size=run.algorithm.group_size, eps=hyper["eps"])
 
 

@@ -46,7 +46,7 @@ def centered(score: Tensor, mask: Tensor, group_size: int, hyper: TensorDict) ->
 
 
 def left_one_out(score: Tensor, mask: Tensor, group_size: int, hyper: TensorDict) -> Tensor:
-    """Return score - mean of the other members within each group."""
+    """Return the score of each member minus the mean score of the other members of its group."""
     return leave_one_out(score, mask, group_size=group_size)
 
 
@@ -55,19 +55,19 @@ Weights = Callable[[Run, TensorDict, Tensor], Tensor]
 
 
 def token_weights(run: Run, steps: TensorDict, mask: Tensor) -> Tensor:
-    """Return `token_mean_weights` over the batches of all ranks, for a mean over rows."""
+    """Return `token_mean_weights` over the batches of all ranks, scaled for a mean over rows."""
     count = token_counts(run, steps)
     return _per_row(run, mask, token_mean_weights(count.sum(-1), mask, total=all_sum))
 
 
 def episode_weights(run: Run, steps: TensorDict, mask: Tensor) -> Tensor:
-    """Return `sequence_mean_weights` over the batches of all ranks, for a mean over rows."""
+    """Return `sequence_mean_weights` over the batches of all ranks, scaled for a mean over rows."""
     count = token_counts(run, steps)
     return _per_row(run, mask, sequence_mean_weights(count.sum(-1), mask, total=all_sum))
 
 
 def fixed_length_weights(run: Run, steps: TensorDict, mask: Tensor) -> Tensor:
-    """Return `fixed_length_mean_weights` over the batches of all ranks, for a mean over rows."""
+    """Return `fixed_length_mean_weights` over the batches of all ranks, scaled for a mean over rows."""
     count = token_counts(run, steps)
     weight = fixed_length_mean_weights(count.sum(-1), mask, length=count[0].numel(), total=all_sum)
     return _per_row(run, mask, weight)

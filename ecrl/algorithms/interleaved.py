@@ -18,9 +18,9 @@ An algorithm defines a function `turn`, with the steps of the pseudocode in the 
 A turn does not depend on the length of an iteration. A turn receives a `run` and a `state` as if every iteration had
 one turn. In `run.static`, `buffer_size` is the number of steps per turn. In the state, `sample_step`, `update_step`,
 `iterations` and the cursor of the buffer count each turn as an iteration. As soon as a turn adds new steps, the buffer
-contains these steps instead of the oldest steps. Thus `trainer.buffer_size` does not change the result of learning,
-with three exceptions. The phase is chosen once per iteration, the finite guard skips whole iterations, and the lengths
-of learning-rate schedules are in iterations.
+contains them. In a full buffer, they replace the oldest steps. Thus `trainer.buffer_size` does not change the result of
+learning, with three exceptions. The phase is chosen once per iteration, the finite guard skips whole iterations, and
+the lengths of learning-rate schedules are in iterations.
 
 A buffer may have a sum tree, the field `tree` of `replay` in the state. A turn may change this tree (see
 `ecrl.algorithms.prioritized`). The loop stores the new tree together with the new steps.
@@ -154,7 +154,7 @@ def _ring(run: Run, state: TensorDict, borrowed: TensorDict) -> tuple[TensorDict
     Raises: ConfigError if the ring is missing, too short, or lacks a field.
     """
     if "replay" not in borrowed:
-        advice = "return one of `new_replay` from `init`, and add REPLAY_KINDS to `kinds`"
+        advice = "return the result of `new_replay` as `replay` from `init`, and add REPLAY_KINDS to `kinds`"
         raise ConfigError(f"algorithm {run.algorithm.name}: the state lacks replay, a field of kind buffer; {advice}")
     buffer = cast(TensorDict, borrowed["replay"])
     ring, tree = cast(TensorDict, buffer.select("steps", "final")), cast(Any, buffer.select("tree", strict=False))
@@ -177,14 +177,14 @@ def interleaved(turn: Turn, steps: int = 1) -> Interleaved:
     If the environment steps in Python, or with several ranks, Python runs the turns one by one. In a compiled run of an
     algorithm with `as_one=True`, the code of `turn` before `take_steps` then runs twice. The first, eager call finds
     the arguments of `take_steps`. The second call is one compiled function with the rest of the turn. Learn after
-    `take_steps`, because the code before `take_steps` costs twice.
+    `take_steps`, so that the gradient steps run only once.
 
     Args:
         turn: (run, state, noise, replay) -> (state, replay, steps, logs), which runs one turn, as in the module
             docstring. Pass `noise` to `take_steps` unchanged, and return the `steps` of `take_steps`. The logs are
-            floats. The logs of an iteration are means over its turns, except that `skipped_steps` is a sum. All fields
-            of the state may change except `key`, `hyper`, `episode`, `sample_step`, `decision_step`, `update_step`,
-            `iterations` and `frozen_params`.
+            0-d float tensors. The logs of an iteration are means over its turns, except that `skipped_steps` is a sum.
+            All fields of the state may change except `key`, `hyper`, `episode`, `sample_step`, `decision_step`,
+            `update_step`, `iterations` and `frozen_params`.
         steps: number of steps of each environment per turn. `turn` may take any number of gradient steps after these
             steps. For example, 4 steps and 1 gradient step give a quarter of a gradient step for each step of an
             environment.
@@ -194,9 +194,8 @@ def interleaved(turn: Turn, steps: int = 1) -> Interleaved:
     has statistics of observations if the policy standardises them, and statistics of `reward_norm_init` if `init`
     returns them.
 
-    Raises: ConfigError in the first iteration if the state lacks `replay`, if `buffer_size` is not a multiple of
-        `steps`, or if the buffer is shorter than an iteration. Also raised if `segment_length` is below `steps` and
-        does not divide `steps`.
+    Raises: ValueError if `steps` is below 1. In the first iteration, ConfigError if the state lacks `replay`, or if the
+        numbers of steps of an iteration, a turn, a segment and the buffer do not fit together (see `check_replay`).
     """
     if steps < 1:
         raise ValueError(f"interleaved needs steps >= 1, got {steps}")
@@ -239,7 +238,7 @@ def _turn(
         raise ValueError("a turn returned a replay buffer without its steps; call `store`, and return its result")
     for name in _FIXED:
         if any(new is not old for new, old in zip(*(flatten(s.get(name, None))[0] for s in (after, before)))):  # noqa: B905
-            raise ValueError(f"a turn may not change the field {name} of the state")
+            raise ValueError(f"a turn changed the field {name} of the state; return this field as it was given")
     after = cast(TensorDict, after.exclude(*_FIXED))
     norm = cast(TensorDict, after["norm"])
     if run.policy.norm_update is not None:
@@ -278,7 +277,7 @@ class _Stop:
     """Object that a turn receives instead of noise, which stops the turn at `take_steps`."""
 
     def __getitem__(self, key: Any) -> Any:  # Python also calls this method to unpack the object
-        raise ValueError("a turn may not use its noise; pass it to take_steps as it is")
+        raise ValueError("a turn may not use its noise; pass it to take_steps unchanged")
 
 
 _STOP = _Stop()
@@ -324,7 +323,7 @@ def _rest_of_turn(
     (moving, block, executed), out = _turn(turn, run, own, carry, x, fixed, ring.fields, start)
     if differing := {*moving.keys()} ^ {*carry[0].keys()}:
         raise ValueError(
-            f"a turn must keep the fields of the state; it changed {', '.join(sorted(map(str, differing)))}"
+            f"a turn added or dropped fields of the state: {', '.join(sorted(map(str, differing)))}; keep all fields"
         )
     return (changed_fields(moving, carry[0]), block, executed), out
 
@@ -344,7 +343,7 @@ def _noise(run: Run, state: TensorDict) -> tuple[Any, Any]:
 def _explored(
     policy: Policy, params: TensorDict, carry: tuple[TensorDict, TensorDict], obs: Any, noise: Any
 ) -> tuple[tuple[TensorDict, TensorDict], TensorDict]:
-    """Act and explore. Return the new memory and exploration state, and the policy's output."""
+    """Act and, if the policy has `explore`, explore. Return the new memory and exploration state, and the output."""
     memory, exploration = carry
     memory, out = policy.act(params, memory, obs, noise)
     if policy.explore is not None:
@@ -458,7 +457,7 @@ def new_replay(run: Run, capacity: int, device: torch.device, **fields: Any) -> 
 
     Returns: TensorDict with the ring of `ecrl.kernels.replay_init`, and two counts of steps of each environment, 0-d
         int64: `cursor`, the steps that were added to the buffer, and `written` (see `ecrl.loop.buffers`).
-    Raises: ConfigError if the buffer is shorter than an iteration, or does not fit in memory.
+    Raises: ConfigError if `check_replay` rejects the capacity, or if the buffer does not fit in memory.
     """
     check_replay(run, capacity)
     num_envs = run.static.num_envs
@@ -482,12 +481,10 @@ def _first(examples: Any, num_envs: int) -> Any:
 
 
 def check_replay(run: Run, capacity: int) -> None:
-    """Check that the sizes of replay buffer, iteration and turn fit together.
+    """Raise ConfigError unless the sizes of the replay buffer, an iteration and a turn fit together.
 
     The buffer must not be shorter than an iteration. An iteration must be a whole number of turns. If a row of a
     minibatch has fewer steps than a turn, a turn must be a whole number of rows.
-
-    Raises: ConfigError.
     """
     iterate, size = run.algorithm.iterate, run.static.buffer_size
     if isinstance(iterate, Interleaved) and size % iterate.steps:
@@ -517,8 +514,8 @@ def store(run: Run, replay: Replay, steps: TensorDict, **fields: Any) -> StoredR
         fields: further fields `[S, N, ...]`, which replace fields of `steps` of the same name, such as a scaled reward.
 
     Returns: the buffer with the new steps.
-    Raises: ValueError for a second call in a turn, or for a wrong number of steps. Also raised if a field of the buffer
-        is missing in the steps, or has another shape or dtype there.
+    Raises: ValueError for a second call in a turn, or for a wrong number of steps. Also raised if the steps lack a
+        field of the buffer, or if the field has another shape or dtype.
     """
     if isinstance(replay, StoredReplay):
         raise ValueError("store was called twice in a turn; call it once, with all steps of the turn")

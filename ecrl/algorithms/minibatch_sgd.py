@@ -61,8 +61,8 @@ class MinibatchConfig(LearningConfig):
     batch_size: Count | None = Field(
         default=None,
         description=(
-            "transitions per gradient step, at most the rollout; if num_minibatches is also absent, 64, or the length "
-            "of a recurrent policy's sequence if it is longer"
+            "transitions per gradient step, at most the rollout; if num_minibatches is also absent, 64 or, if longer, "
+            "the sequence length of a policy with memory"
         ),
     )
     num_minibatches: Count | None = Field(default=None, description="gradient steps per pass, instead of batch_size")
@@ -164,9 +164,9 @@ def check_batch_size(cfg: MinibatchConfig | SGD, length: int) -> None:
 def sizes_of(cfg: MinibatchConfig | SGD, rows: int, length: int = 1) -> list[int]:
     """Return the number of rows in each minibatch of one pass.
 
-    With `batch_size`, the last minibatch may be smaller. With `num_minibatches`, all minibatches are nearly equal. A
+    With `batch_size`, the last minibatch may be smaller. With `num_minibatches`, the sizes differ by at most 1. A
     setting above the size of the rollout is lowered to this size, with one warning. A row has `length` steps and is
-    never split. Only rows of a recurrent policy have more than one step. A minibatch has as many rows as fit into
+    never split. A minibatch has as many rows as fit into
     `batch_size` steps.
 
     Raises: ConfigError if `batch_size` is below the length of a row.
@@ -228,7 +228,7 @@ def _chunk_gradients(
 def _add_chunk(
     of: Objective, total: Packed, rows_of_chunk: tuple[Tensor, Tensor, dict[str, Tensor]], *rest: Any
 ) -> tuple[Packed, tuple[Tensor, Logs]]:
-    """Add a chunk's gradients, weighted by its count, to the total. The function is the body of a scan over chunks."""
+    """Add a chunk's gradients, weighted by the chunk's count, to the total, as the body of a scan over chunks."""
     grads, (count, logs) = _chunk_gradients(of, rows_of_chunk, *rest)
     return mapped(lambda t, g: t + g * count, total, grads), (count, logs)
 
@@ -312,7 +312,7 @@ def _gradient_step_if_due(
 ) -> tuple[_Carry, tuple[Tensor, Tensor, Logs]]:
     """Take a gradient step only if `due`, a 0-d bool, is True. Otherwise, change nothing, and return count 0.
 
-    A compiled graph for the CPU does not compute steps that are not due. The `stopped` and the logs of such steps are
+    A compiled graph for the CPU does not compute steps that are not due. For these steps, `stopped` and the logs are
     NaN.
     """
     index, real, due = chosen
@@ -362,8 +362,10 @@ def minibatch_epochs(
         loss: (run, params, minibatch, mask, hyper) -> loss and logs. `minibatch` has rows from `rows_of`, which include
             `fields`. Pass the minibatch to `run.policy.evaluate_and_value_rows`, or to `evaluate_rows` if the loss
             needs no values. The minibatch's `sample_log_prob` is summed over the tokens of an action.
-        sgd: same as for `minibatch_sgd`. This also applies to `whole`, `distance`, `limit` and the result.
+        sgd: same as for `minibatch_sgd`. This also applies to `whole`, `distance` and `limit`.
         to_rows: `rows_of`, or `token_rows_of` if `sample_log_prob` must keep its token axes.
+
+    Returns: the result of `minibatch_sgd`, whose logs also contain the result of `logprob_gap`.
     """
     rows, gap = to_rows(run, batch, **fields), logprob_gap(run, state, batch)
     state, logs = minibatch_sgd(run, state, rows, loss, sgd, whole=whole, distance=distance, limit=limit)
@@ -400,8 +402,8 @@ def minibatch_sgd(
             rows. The function receives a whole minibatch, while `loss` may receive a minibatch in several chunks.
         distance: name of the log that measures how far the policy moved from the policy that collected the rows.
             Adaptive rates need this log.
-        limit: name of a hyperparameter in `hyper`. Once the distance exceeds the value of this hyperparameter, the
-            remaining steps are skipped.
+        limit: name of a hyperparameter in `hyper`. Once the distance in a step exceeds the value of this
+            hyperparameter, this step and the remaining steps do not change the parameters.
 
     Returns: the state with new `params`, `opt` and `learning_rate`, and the logs. The logs contain the logs of the loss
         function, `loss`, gradient norms, learning rates and, if there is a limit, `skipped_frac`. If

@@ -44,7 +44,7 @@ class Optimizer(NamedTuple):
 
 
 def _with_l2(step: Callable[..., tuple[TensorDict, TensorDict]]) -> Callable[..., tuple[TensorDict, TensorDict]]:
-    """Return `step` with the additional number `weight_decay`, the factor of an L2 penalty. `hyper` may lack it."""
+    """Return `step` with an optional argument `weight_decay`, the factor of an L2 penalty on the parameters."""
 
     def decayed(
         params: TensorDict, grads: TensorDict, opt: TensorDict, *, weight_decay: Tensor | None = None, **numbers: Tensor
@@ -200,7 +200,8 @@ def layout_of(params: TensorDict, groups: tuple[Group, ...]) -> Layout:
             if not inside:
                 have = ", ".join(sorted(map(str, params.keys())))
                 raise ConfigError(
-                    f"optimiser group {group.name}: the policy has no parameters {'/'.join(path)!r}, only {have}"
+                    f"optimiser group {group.name}: the policy has no parameters {'/'.join(path)!r}, only {have}; use "
+                    "one of these names"
                 )
             for i in inside:
                 owners[i].append(group.name)

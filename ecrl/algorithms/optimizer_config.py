@@ -29,7 +29,7 @@ VARIANTS = {
     ("sgd", "nesterov"): "nesterov_sgd",
     ("rmsprop", "centered"): "centered_rmsprop",
 }
-"""The optimiser that replaces an optimiser if a keyword argument is true."""
+"""The key in `OPTIMIZERS` for an optimiser whose keyword argument is true, by optimiser and argument."""
 
 ADAMW_WEIGHT_DECAY = 0.01
 """The weight decay of AdamW if the config has none, as in torch.optim."""
@@ -101,8 +101,8 @@ class SchedulerKwargs(ConfigModel):
 class _Named(ConfigModel):
     """Base class of the optimiser and schedule configs, with a name and keyword arguments.
 
-    The config rejects keyword arguments that the named optimiser or schedule does not use. `config.json` leaves them
-    out. It also leaves out options that are off: False, and a weight decay of None.
+    The config rejects keyword arguments that the named optimiser or schedule does not use. `config.json` contains
+    neither these arguments nor options that are off, such as `nesterov: false`.
     """
 
     name: str
@@ -166,8 +166,8 @@ class OptimizerConfig(_Named):
 class SchedulerConfig(_Named):
     """Name and hyperparameters of a learning-rate schedule.
 
-    An adaptive schedule changes the rate once per gradient step. Other schedules change the rate once per iteration. If
-    the algorithm has a replay buffer, they change the rate every `train_freq` steps. All lengths are in iterations.
+    An adaptive schedule changes the rate once per gradient step. Other schedules change the rate once per iteration or,
+    if the algorithm has a replay buffer, every `train_freq` steps. All lengths are in iterations.
     """
 
     name: Annotated[

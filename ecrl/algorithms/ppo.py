@@ -97,8 +97,8 @@ class Choices(NamedTuple):
     Attributes:
         normalize_advantage: steps over which advantages are standardised: rollout, minibatch or none.
         ppo_loss: the kernel `ppo_loss`, or `ppo_loss_clipped_value`.
-        critic_fields: the tensors that `ppo_loss` compares with the critic's value, each as the name of the argument
-            and the field of the minibatch: the value target and, if the kernel clips, the value at collection.
+        critic_fields: pairs of an argument of `ppo_loss` and the field of the minibatch for this argument. The
+            arguments are the value target and, if the kernel clips, the value at collection.
         ratio: functions of the probability ratio.
         weights: function that weights the tokens of each step, or None if the loss needs no weights.
         loss: `loss`, or `token_loss`.
@@ -137,7 +137,7 @@ def check_critic(params: TensorDict, cfg: PPOConfig) -> None:
     for key in _CRITIC_KEYS:
         if getattr(cfg, key) is not None and "critic" not in params:
             have = ", ".join(sorted(map(str, params.keys())))
-            raise ConfigError(f"algorithm.cfg.{key}: the policy has no parameters 'critic', only {have}")
+            raise ConfigError(f"algorithm.cfg.{key}: the policy has no parameters 'critic', only {have}; leave it out")
 
 
 def advantages(run: Run, hyper: TensorDict, steps: TensorDict) -> dict[str, Tensor]:

@@ -83,7 +83,10 @@ class Choices(NamedTuple):
 
 
 def init(cfg: PQNConfig, run: Run, key: Tensor) -> dict[str, Any]:
-    """Return the parameters, the optimiser state, the hyperparameters, the exploration and any reward statistics."""
+    """Return the parameters, the optimiser state, the hyperparameters, the exploration and any reward statistics.
+
+    Raises: ConfigError if the policy or the action space does not suit PQN.
+    """
     policy = run.policy
     if policy.q is None or policy.explore is None or not isinstance(run.env.action_space, Discrete):
         needed = "a policy with a Q-function for Discrete actions, such as q_network"
@@ -92,7 +95,7 @@ def init(cfg: PQNConfig, run: Run, key: Tensor) -> dict[str, Any]:
         problem = f"env.frame_stack: {policy.frame_stack}, but pqn learns from single observations"
         raise ConfigError(f"{problem}; use dqn, or set frame_stack to 1")
     if policy.unit != "step":
-        raise ConfigError("policy.name: pqn needs a policy without memory, such as q_network")
+        raise ConfigError("policy.name: this policy has memory, but pqn needs a policy without memory; use q_network")
     if policy.distribution is not None:
         raise ConfigError(
             f"policy.distribution: {policy.distribution.name}, but pqn learns values, not distributions; leave it out"
@@ -108,7 +111,7 @@ def init(cfg: PQNConfig, run: Run, key: Tensor) -> dict[str, Any]:
 
 
 def collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
-    """Take epsilon-greedy steps in every environment."""
+    """Take `buffer_size` epsilon-greedy steps in every environment."""
     return collect_exploring(run, with_epsilon(state))
 
 
@@ -136,7 +139,8 @@ def targets(run: Run, state: TensorDict, steps: TensorDict) -> Tensor:
 
     G[t] = reward[t] + gamma * ((1 - q_lambda) * max_a(Q(next_obs[t], a)) + q_lambda * G[t + 1])
 
-    After a time limit, the target is reward[t] + gamma * max_a(Q(next_obs[t], a)).
+    At a time limit and at the last step of the rollout, the target is reward[t] + gamma * max_a(Q(next_obs[t], a)). If
+    the episode terminated, the target is reward[t].
     """
     taken, hyper = cast(TensorDict, steps[:, :-1]), cast(TensorDict, state["hyper"])
     return q_lambda(

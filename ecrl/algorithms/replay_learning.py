@@ -19,13 +19,15 @@ from ecrl.pytree import replaced
 
 
 class ReplayConfig(LearningConfig):
-    """Replay buffer, minibatches and number of gradient steps."""
+    """Settings of the replay buffer, of the minibatches and of the gradient steps."""
 
     gamma: Fraction = Field(default=0.99, description="discount per step")
     n_step: Count = Field(default=1, description="number of rewards in the target of a transition (n-step returns)")
     capacity: Count = Field(default=100_000, description="steps in the replay buffer, of all environments together")
     batch_size: Count = Field(default=256, description="transitions per gradient step")
-    learning_starts: Natural = Field(default=1_000, description="environment steps before the first gradient step")
+    learning_starts: Natural = Field(
+        default=1_000, description="environment steps, over all environments, before the first gradient step"
+    )
     train_freq: Count = Field(default=1, description="number of steps of each environment between two updates")
     gradient_steps: Count = Field(default=1, description="number of gradient steps per update")
     max_grad_norm: Positive = Field(

@@ -93,7 +93,7 @@ class SACConfig(ActorCriticConfig):
     def _temperature_settings(self) -> Self:
         for name in ("temperature_learning_rate", "target_entropy"):
             if not self.learn_temperature and getattr(self, name) is not None:
-                raise ValueError(f"{name} needs learn_temperature; leave it out")
+                raise ValueError(f"{name} has no effect, because learn_temperature is false; leave it out")
         return self
 
 
@@ -171,7 +171,7 @@ def temperature_of(state: TensorDict) -> Tensor:
 
 
 def logits_of(run: Run, out: TensorDict) -> Tensor:
-    """Return the logits `[B, A]` in the output of `act`."""
+    """Return the logits `[B, A]` in the output of `act`. Raise ConfigError if the output has no logits."""
     if "logits" not in out:
         fault = f"the act of policy {run.policy.name} returns no logits, only {', '.join(map(str, out.keys()))}"
         raise ConfigError(f"policy.name: sac needs the logits of Discrete actions, but {fault}; return them")
@@ -199,7 +199,7 @@ def target(run: Run, state: TensorDict, batch: TensorDict, noise: Any) -> Tensor
 
 
 def actor_loss(run: Run, params: TensorDict, batch: TensorDict, noise: Any, temperature: Tensor) -> tuple[Tensor, Logs]:
-    """Return the loss of the policy's actions.
+    """Return the actor's loss, which is small for actions with large values and a large entropy.
 
     mean(temperature * log_prob(action) - min_c(Q_c(obs, action)))
 
@@ -219,7 +219,7 @@ def actor_loss(run: Run, params: TensorDict, batch: TensorDict, noise: Any, temp
 def temperature_loss(
     run: Run, params: TensorDict, entropy: Tensor, mask: Tensor, hyper: TensorDict
 ) -> tuple[Tensor, Logs]:
-    """Return the loss of the temperature, which drives the policy's entropy, 0-d, towards `target_entropy`.
+    """Return the loss of the temperature, which drives the 0-d `entropy` of the policy towards `target_entropy`.
 
     exp(log_temperature) * (entropy - target_entropy)
     """
@@ -254,7 +254,7 @@ def update(run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, 
 
 
 def turn(run: Run, state: TensorDict, noise: Any, replay: Replay) -> tuple[TensorDict, Replay, TensorDict, Logs]:
-    """Take steps, store them, and learn from random transitions of the replay buffer."""
+    """Take steps and store them. In the phase "learn", also learn from random transitions of the replay buffer."""
     state, steps = take_steps(run, with_random_start(run, state), noise)
     replay = store(run, replay, steps)
     if run.static.phase == "collect":

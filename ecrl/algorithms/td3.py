@@ -92,7 +92,7 @@ def update(run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, 
 
 
 def turn(run: Run, state: TensorDict, noise: Any, replay: Replay) -> tuple[TensorDict, Replay, TensorDict, Logs]:
-    """Take steps, store them, and learn from random transitions of the replay buffer."""
+    """Take steps and store them. In the phase "learn", also learn from random transitions of the replay buffer."""
     state, steps = take_steps(run, with_exploration(run, state), noise)
     replay = store(run, replay, steps)
     if run.static.phase == "collect":

@@ -278,7 +278,7 @@ def test_demonstrations_of_another_environment_are_refused():
         f"algorithm.cfg.demos: {balancing().path}: obs is float32 [4] per step, but float32 [2] in this environment; "
         "use demonstrations of this environment"
     )
-    with pytest.raises(ConfigError, match=r"has no obs\.\w+; use demonstrations"):
+    with pytest.raises(ConfigError, match=r"the file has no obs\.\w+; use demonstrations"):
         cfg = recording("catch", **{"env.cfg.observe": "dict"})
         Demonstrations(str(balancing().path)).check(build(cfg), cfg)
 
@@ -362,7 +362,7 @@ def test_executed_must_be_in_the_file_exactly_if_actions_are_chunks(tmp_path):
     with pytest.raises(ConfigError, match=rf"^algorithm.cfg.demos: {path}: executed has 4, expected 1 to 3; write"):
         last_state(cfg.replace(**{"algorithm.cfg.demos": str(path)}))
     path = edited(balancing().path, tmp_path / "with", executed=torch.ones(320, dtype=torch.int64))
-    problem = "has executed, but an action of this environment is always one step; use demonstrations"
+    problem = "the file has executed, but an action of this environment is always one step; use demonstrations"
     with pytest.raises(ConfigError, match=rf"^algorithm.cfg.demos: {path}: {problem}"):
         init_state(cloning(path))
 

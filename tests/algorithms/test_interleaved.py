@@ -707,9 +707,9 @@ def _indexed(own, state, noise, replay):
     ("turn", "message"),
     [
         (_handled, None),
-        (_dropped, "a turn must keep the fields of the state; it changed opt"),
-        (_unpacked, "a turn may not use its noise; pass it to take_steps as it is"),
-        (_indexed, "a turn may not use its noise; pass it to take_steps as it is"),
+        (_dropped, "a turn added or dropped fields of the state: opt; keep all fields"),
+        (_unpacked, "a turn may not use its noise; pass it to take_steps unchanged"),
+        (_indexed, "a turn may not use its noise; pass it to take_steps unchanged"),
     ],
 )
 def test_a_compiled_turn_in_python_that_does_something_unusual(turn, message):

@@ -82,7 +82,7 @@ def test_a_compiled_update_reads_them_too(traced_or_compiled):
 
 def test_an_update_that_replaces_a_borrowed_field_is_refused():
     cfg = borrowed_run("writing")
-    with pytest.raises(ValueError, match="writing replaced demos, which is borrowed; give it another kind"):
+    with pytest.raises(ValueError, match="writing replaced demos, which is read-only; give it another kind"):
         make_iteration(cfg)(init_state(cfg))
 
 

@@ -371,7 +371,7 @@ def test_a_policy_with_memory_is_refused():
     cfg = small_pqn()
     run = build(cfg)
     policy = replace(run.policy, unit="sequence")
-    with pytest.raises(ConfigError, match=r"^policy.name: pqn needs a policy without memory, such as q_network$"):
+    with pytest.raises(ConfigError, match=r"^policy.name: this policy has memory, but pqn .*; use q_network$"):
         run.algorithm.init(run._replace(policy=policy), rng.key(0))
 
 

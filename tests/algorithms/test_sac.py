@@ -177,6 +177,8 @@ def test_wrong_settings_give_one_line(case):
 
 def test_settings_of_a_temperature_that_is_not_learnt_are_refused():
     for name, value in (("target_entropy", -1.0), ("temperature_learning_rate", 0.1)):
-        with pytest.raises(ConfigError, match=f"{name} needs learn_temperature; leave it out"):
+        with pytest.raises(
+            ConfigError, match=f"{name} has no effect, because learn_temperature is false; leave it out"
+        ):
             continuous("sac", **{"algorithm.cfg.learn_temperature": False, f"algorithm.cfg.{name}": value})
     assert config_from_dict(continuous("sac").model_dump()) == continuous("sac")
