@@ -32,7 +32,7 @@ class ActionBins(NamedTuple):
         return max(self.counts)
 
     def fixed(self) -> tuple[bool, ...]:
-        """Return True for each of the k * A numbers with equal bounds, which have only one possible value."""
+        """Return k * A flags, True for each number of an action that has equal bounds and thus one possible value."""
         return tuple(low == high for low, high in zip(self.space.low, self.space.high, strict=True))
 
     def legal(self, device: torch.device) -> Tensor:

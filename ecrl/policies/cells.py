@@ -66,7 +66,7 @@ def gru_step(weights: TensorDict, memory: Memory, x: Tensor) -> Memory:
 
 
 def lstm_step(weights: TensorDict, memory: Memory, x: Tensor) -> Memory:
-    """Return the memory of a long short-term memory after a step.
+    """Return the memory of a long short-term memory (LSTM) cell after a step.
 
         i  = sigmoid(x_i + h U_i)                 input gate
         f  = sigmoid(x_f + h U_f)                 forget gate
@@ -114,7 +114,8 @@ class Cell(NamedTuple):
         memory: names of the tensors in the memory.
         gates: number of vectors `[H]` in `x`.
         recurrent: number of matrices `[H, H]` that read the memory.
-        linear: True if a step is a linear function of the memory. The coefficients must not depend on the memory.
+        linear: True if the step is that of `mingru_step`, a linear function of the memory. `unroll` then needs no
+            sequential loop.
     """
 
     step: Callable[[TensorDict, Memory, Tensor], Memory]

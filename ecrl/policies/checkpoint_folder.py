@@ -49,7 +49,7 @@ def one_line(error: Exception) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file of a checkpoint. Raise ConfigError if the file holds none."""
+    """Return the object in a JSON file of a checkpoint. Raise ConfigError if the file is damaged or has no object."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -60,7 +60,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def is_finite(x: Any) -> bool:
-    """Return True for a finite number, and False for a bool."""
+    """Return True for a finite int or float, and False for any other value, such as a bool."""
     try:
         return isinstance(x, int | float) and not isinstance(x, bool) and isfinite(float(x))
     except OverflowError:
@@ -68,7 +68,7 @@ def is_finite(x: Any) -> bool:
 
 
 def check_folder(model_path: str | None, kind: str) -> Path:
-    """Return the folder of a checkpoint. Raise ConfigError if there is none, or if its `model_type` is not `kind`."""
+    """Return the folder of a checkpoint. Raise ConfigError if it is missing, or if its `model_type` is not `kind`."""
     advice = _ADVICE[kind]
     if model_path is None:
         raise ConfigError(f"{KEY}: absent, but backend {kind} reads a checkpoint; {advice}")
@@ -79,7 +79,11 @@ def check_folder(model_path: str | None, kind: str) -> Path:
 
 
 def model_type(model_path: str, advice: str) -> Any:
-    """Return the `model_type` in the `config.json` of a folder. Errors end with `advice`."""
+    """Return the `model_type` in the `config.json` of a folder.
+
+    Raises: ConfigError if the folder or the file is missing, with `advice` at the end. ConfigError if the file is
+        damaged.
+    """
     folder = Path(model_path)
     check_inputs_in(folder, KEY)
     if not folder.is_dir():
@@ -108,7 +112,7 @@ _ROWS: Mapping[str, Callable[[Any, str], list[int]]] = {"pi0": _pi0_row, "openvl
 
 
 def encode_instructions(model_path: str, texts: Sequence[str]) -> tuple[Tensor, MultiDiscrete]:
-    """Convert instructions to the ids of the tokens of a checkpoint, for the observations of an environment.
+    """Convert instructions to token ids with a checkpoint's tokenizer, for the observations of an environment.
 
         pi0:      ids = tokens(bos + text + newline)
         openvla:  ids = tokens(bos + "In: What action should the robot take to {text}?" + newline + "Out:" + space)
@@ -119,8 +123,9 @@ def encode_instructions(model_path: str, texts: Sequence[str]) -> tuple[Tensor, 
 
     Returns: int64 ids `[len(texts), L]`, and the space of one row. L is the length of the longest row. Shorter rows are
         padded with zeros.
-    Raises: ConfigError if there are no texts, if a word is unknown to the tokenizer, or if the folder has no tokenizer.
-        MissingExtraError if transformers is not installed.
+    Raises: ConfigError if there are no texts, if a word is unknown to the tokenizer, or if a token has the id 0. Also
+        raised if the folder has no checkpoint of pi0 or OpenVLA, or no tokenizer. MissingExtraError if transformers is
+        not installed.
     """
     if not texts:
         raise ConfigError("encode_instructions: texts is empty; give the instructions of the environment")

@@ -50,7 +50,10 @@ _CHECKING = ContextVar("_CHECKING", default=False)
 
 
 def described(x: Any) -> str:
-    """Describe a value for an error message: dtype and shape of a tensor, or type and value of anything else."""
+    """Describe a value for an error message.
+
+    The description has the dtype and shape of a tensor, the type of a dict, or the type and value of anything else.
+    """
     if isinstance(x, TensorDictBase | dict):
         return f"a {type(x).__name__}"
     if not isinstance(x, Tensor):
@@ -100,7 +103,7 @@ class Unchecked:
     fn: Callable[..., Any]
 
     def __call__(self, *args: Any) -> Any:
-        """Call `fn` and return its result."""
+        """Call `fn` and return its result. The checks of an enclosing `Checked` function ignore the random draws."""
         if not _CHECKING.get():
             return self.fn(*args)
         with ignoring_draws():
@@ -133,7 +136,7 @@ class Checked:
         return getattr(self.fn, "__name__", type(self.fn).__name__)
 
     def __call__(self, *args: Any) -> Any:
-        """Call `fn` and return its result."""
+        """Call `fn` and return its result. Inside a `checking` block, check the result and the random draws."""
         if not _CHECKING.get():
             return self.fn(*args)
         with _refusing_draws(self.label, self.keys):
@@ -166,7 +169,10 @@ def check_arguments(label: str, fn: Any, *names: str, note: str = "") -> None:
 
 
 def check_functions(policy: Policy) -> None:
-    """Raise ConfigError if a function takes the wrong arguments, or if a policy of unit 'sequence' has no memory."""
+    """Raise ConfigError if a function of a policy takes the wrong arguments, or needs another function that is missing.
+
+    A policy of unit "sequence" needs `init_carry`.
+    """
     is_sequence, label = policy.unit == "sequence", policy_label(policy)
     if policy.evaluate_and_value is not None and (policy.evaluate is None or policy.value is None):
         lacks = "evaluate" if policy.evaluate is None else "value"
@@ -260,7 +266,7 @@ def _check_rows(label: str, what: str, leaves: dict[str, Any], batch: Sequence[i
 def _check_names(label: str, out: TensorDictBase) -> None:
     """Raise ConfigError for an output field whose name is reserved for the rollout."""
     for name in sorted(_RESERVED.intersection(map(str, out.keys()))):
-        raise ConfigError(f"{label} returns the field {name}, which the rollout has itself; give it another name")
+        raise ConfigError(f"{label} returns the field {name}, which is reserved for the rollout; give it another name")
 
 
 def _check_tree(label: str, args: tuple[Any, ...], out: Any, what: str) -> None:
@@ -380,7 +386,7 @@ def _check_chunk_axis(label: str, name: str, x: Tensor, steps: TensorDict, ndim:
         return
     if x.shape[ndim] != action.shape[ndim]:
         problem = f"{label} returns {name} as {described(x)} for actions {list(action.shape)}"
-        raise ConfigError(f"{problem}; the first token axis is the axis of the {action.shape[ndim]} steps of a chunk")
+        raise ConfigError(f"{problem}; make the first token axis the axis of the {action.shape[ndim]} steps of a chunk")
 
 
 def _check_imitation_loss(label: str, args: tuple[Any, ...], out: Any, space: Space) -> None:

@@ -42,7 +42,7 @@ _HIDDEN = "width of each hidden layer after the convolutions"
 _ACTIVATION = "activation after each convolution and hidden layer"
 _LAST_ACTIVATION = "activation after the output layer; none if absent"
 _LAYERNORM = "normalise the output of each convolution and hidden layer before its activation"
-_GAINS = "gain of orthogonal initial weights, one number, or two for hidden layers and output; biases are then 0"
+_GAINS = "gain of orthogonal initial weights, with biases of 0; of two numbers, the second is for the output layer"
 
 
 class ConvolutionsConfig(ConfigModel):
@@ -60,7 +60,7 @@ class ConvolutionsConfig(ConfigModel):
         try:
             return handler(data)
         except ValidationError:
-            raise ValueError("expected a number above 0, or two: of the hidden layers and of the output") from None
+            raise ValueError("expected a number above 0, or two: the second for the output layer") from None
 
 
 class CNNConfig(ConvolutionsConfig):
@@ -198,7 +198,7 @@ class KeypointsConfig(ConvolutionsConfig):
     def _one_per_convolution(self) -> Self:
         _check_lengths(self.channels, self.kernel_sizes, self.strides)
         if even := [size for size in self.kernel_sizes if size % 2 == 0]:
-            raise ValueError(f"kernel_sizes: {even[0]} is even; the kernels of keypoints have odd sizes")
+            raise ValueError(f"kernel_sizes: {even[0]} is even; use odd kernel sizes for keypoints")
         return self
 
 
@@ -270,20 +270,21 @@ class _KeypointsNetwork(nn.Module):
 
 @register_network("keypoints")
 def keypoints(cfg: KeypointsConfig, space: Space, outputs: int) -> nn.Module:
-    """Build convolutions whose outputs are the positions of keypoints, for an image, or for a Dict with images.
+    """Build a network that finds keypoints in an image, or in the images of a Dict, with convolutions.
 
         features        = (1 + scale(others)) * convolution(...) + shift(others)           in all layers but the last
         z[c]            = (features[c] - mean(features[c])) / std(features[c])              over the pixels of channel c
         weight[c, y, x] = softmax(temperature[c] * (1 + sharpen(others)[c]) * z[c, y, x])   over the pixels of channel c
         keypoint[c]     = sum(weight[c, y, x] * (x, y))                                     positions between -1 and 1
 
-    `others` are the observations of a Dict that are not images. `others` scale and shift the output of each convolution
-    (FiLM). The fully connected layers read both the keypoints and `others`. Every image has its own convolutions.
+    `others` are the observations of a Dict that are not images. They scale and shift the output of each convolution
+    except the last (FiLM). Fully connected layers read the keypoints and `others`, and return the outputs of the
+    network. Every image has its own convolutions.
 
     The features are standardised before the softmax. Otherwise, an untrained network would have almost the same
     keypoints for all images. `temperature` is learnt and begins at 1.
 
-    Raises: SpaceError if no observation is an image.
+    Raises: SpaceError if no observation is an image, or if an image is inside a nested Dict.
     Source: Levine et al. 2016, arXiv:1504.00702, sec. 5.1 (keypoints); Perez et al. 2018, arXiv:1709.07871 (FiLM).
     """
     parts: dict[str, Space] = dict(space.items) if isinstance(space, Dict) else {"image": check_image(space)}

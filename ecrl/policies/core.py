@@ -27,7 +27,7 @@ class ReturnDistribution(NamedTuple):
     high: float = 0.0
 
     def support(self, like: Tensor) -> Tensor:
-        """Return the returns `[K]` of a categorical distribution, in the dtype and on the device of `like`.
+        """Return the fixed returns `[K]` of a categorical distribution, in the dtype and on the device of `like`.
 
         >>> ReturnDistribution("categorical", 3, -1.0, 1.0).support(torch.zeros(()))
         tensor([-1.,  0.,  1.])
@@ -165,7 +165,7 @@ class Policy:
         return q if self.distribution is None else self.distribution.mean(q)
 
     def evaluate_tokens(self, params: TensorDict, rows: TensorDict) -> tuple[Tensor, Tensor]:
-        """For each step of a minibatch, return the log-probability of each token and its entropy, in nats.
+        """Return the log-probability and the entropy of each token, in nats, for each step of a minibatch.
 
         The results have the token axes of the policy's log-probabilities, if any. `evaluate_rows` sums over these axes.
         """
@@ -173,7 +173,7 @@ class Policy:
         return evaluate(params, *_carry_and_steps(self, rows))
 
     def evaluate_rows(self, params: TensorDict, rows: TensorDict) -> tuple[Tensor, Tensor]:
-        """For each step of a minibatch, return the log-probability of its action and the policy's entropy, in nats.
+        """Return the log-probability of the action and the policy's entropy, in nats, for each step of a minibatch.
 
         `sum_tokens` sums the results over the tokens of an action. `ecrl.algorithms.rows.rows_of` creates `rows` for
         policies of either unit. The policy must have log-probabilities.
@@ -253,7 +253,7 @@ def sum_tokens(x: Tensor, rows: TensorDict) -> Tensor:
         rows: TensorDict with `done`, and with `token_mask` and `executed` if some tokens do not count (see
             `counted_tokens`).
 
-    Returns: the shape of `rows["done"]`.
+    Returns: a tensor of the shape of `rows["done"]`.
     Gradient: flows through the tokens that count.
 
     >>> rows = TensorDict({"done": torch.tensor([False]), "token_mask": torch.tensor([[True, True, False]])}, [1])
@@ -302,8 +302,8 @@ def flatten(obs: Any, space: Space) -> Tensor:
     """Flatten an observation to float features of shape `[*B, flat_dim(space)]`.
 
     Elements of a Box are converted to float. An image (`ecrl.spaces.is_image`) is divided by 255, as in
-    Stable-Baselines3. A Discrete observation becomes a one-hot vector. The entries of a Dict are concatenated in order
-    of name, without `action_mask`.
+    Stable-Baselines3. A Discrete observation becomes a one-hot vector. A MultiDiscrete observation becomes one such
+    vector per entry. The entries of a Dict are concatenated in order of name, without `action_mask`.
 
     >>> from ecrl.spaces import box, dict_space
     >>> space = dict_space({"b": box(0.0, 1.0, 2), "a": box(0.0, 1.0)})
@@ -328,7 +328,7 @@ def flatten(obs: Any, space: Space) -> Tensor:
 
 
 def batch_shape(obs: Tensor, shape: tuple[int, ...]) -> torch.Size:
-    """Return `B` for observations `[*B, *shape]`. Raise ConfigError if their last axes are not `shape`."""
+    """Return the batch shape `B` of observations `[*B, *shape]`. Raise ConfigError if the last axes are not `shape`."""
     batch = obs.shape[: max(0, obs.ndim - len(shape))]
     if obs.shape[len(batch) :] != shape:
         sizes = ", ".join(("...", *map(str, shape)))

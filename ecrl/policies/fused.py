@@ -78,14 +78,15 @@ def fused(cfg: FusedConfig, space: Space, outputs: int) -> nn.Module:
     If the config names no encoder for an observation, an image has the encoder `cnn`. Any other observation is only
     flattened (see `ecrl.policies.flatten`).
 
-    Raises: SpaceError for an observation that is not a Dict. ConfigError for an encoder of an unknown observation.
+    Raises: SpaceError for an observation that is not a Dict. ConfigError for an encoder of an unknown observation, and
+        for a nested Dict with images but without an encoder.
     """
     if not isinstance(space, Dict):
         raise SpaceError(f'expected a Dict of observations, got {describe(space)}; use "cnn" or "mlp"')
     parts = dict(space.items)
     for name in cfg.encoders:
         if name not in parts:
-            raise ConfigError(f"encoders.{name}: the network reads no {name!r}; {did_you_mean(name, parts)}")
+            raise ConfigError(f"encoders.{name}: the observations have no {name!r}; {did_you_mean(name, parts)}")
     for name, part in parts.items():
         if isinstance(part, Dict) and has_images(part) and name not in cfg.encoders:
             problem = f"encoders: the network reads an image inside {name!r}, which has no encoder"

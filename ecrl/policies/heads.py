@@ -159,7 +159,7 @@ def is_masked(observation_space: Space, action_space: Space) -> bool:
     """Return True if observations have an `action_mask`. Raise ConfigError if the mask belongs to Box actions."""
     masked = isinstance(observation_space, Dict) and "action_mask" in dict(observation_space.items)
     if masked and isinstance(action_space, Box):
-        raise ConfigError("policy: obs['action_mask'] needs Discrete or MultiDiscrete actions, got Box")
+        raise ConfigError("policy: obs['action_mask'] needs Discrete or MultiDiscrete actions, got Box; leave it out")
     return masked
 
 

@@ -72,7 +72,7 @@ def describe(space: Space) -> str:
 def check_image(space: Space) -> Box:
     """Return the space of an image, or of the only observation in a Dict if it is an image.
 
-    Raises: SpaceError if convolutions cannot read it.
+    Raises: SpaceError if convolutions cannot read this space.
     """
     image = space.items[0][1] if isinstance(space, Dict) and len(space.items) == 1 else space
     if is_image_like(image):

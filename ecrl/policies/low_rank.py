@@ -76,9 +76,9 @@ def check_names(key: str, parts: Iterable[str], names: Iterable[str], kind: str)
 
 
 def add_adapters(module: nn.Module, cfg: AdaptersConfig, key: str) -> None:
-    """Replace linear layers of a module by layers with adapters, in place. `key` is the path of `cfg` in the config.
+    """Replace the linear layers that `cfg.layers` names by layers with adapters, in place.
 
-    The first weights of the adapters are drawn from torch's global generator.
+    `key` is the path of `cfg` in the config. The first weights of the adapters are drawn from torch's global generator.
 
     Raises: ConfigError for a name that no linear layer has.
     """

@@ -132,7 +132,7 @@ def build_mlp(cfg: MLPConfig, inputs: int, outputs: int) -> nn.Sequential:
 
 
 def orthogonal(layers: Sequence[nn.Linear | nn.Conv2d], gains: Sequence[float]) -> None:
-    """Give layers orthogonal weights with these gains. Set all biases to 0."""
+    """Give layers orthogonal weights with these gains, and set all biases to 0, in place."""
     for layer, gain in zip(layers, gains, strict=True):
         nn.init.orthogonal_(layer.weight, gain)
         if layer.bias is not None:

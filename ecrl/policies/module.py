@@ -92,9 +92,7 @@ def module_policy(
     if not hasattr(net.module, "get_action"):
         return _forward_policy(net, label, observation_space, action_space, width, squash)
     if squash:
-        raise ConfigError(
-            f"{label}.get_action chooses its own actions; leave squash out, it is for modules with only forward"
-        )
+        raise ConfigError(f"{label}.get_action chooses its own actions, which squash cannot change; leave squash out")
     return _acting_policy(net, label, observation_space, action_space)
 
 

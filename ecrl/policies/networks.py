@@ -160,7 +160,7 @@ def pure(make: Callable[[], nn.Module], name: str, bf16: bool) -> Pure:
     check_module(module, name)
     trained = {name for name, weight in module.named_parameters() if weight.requires_grad}
     if not trained:
-        raise ConfigError(f"{name}: {type(module).__name__} has no parameters to train")
+        raise ConfigError(f"{name}: {type(module).__name__} has no parameters to train; add a layer with some")
     constants, first = _constants(module, trained), {}
     tied = {n: first.setdefault(id(w), n) for n, w in module.named_parameters(remove_duplicate=False)}
     tied = {name: shared for name, shared in tied.items() if name != shared}

@@ -124,5 +124,5 @@ def noisy_network(
             forward(mean.init(), example(space), torch.zeros(2, width))
         except (RuntimeError, ValueError) as error:
             cause = "the inputs of its linear layers do not have one row per observation"
-            raise ConfigError(f"{label}: {cause}, so they have no noise of their own; leave noisy out") from error
+            raise ConfigError(f"{label}: {cause}, so no observation has its own noise; leave noisy out") from error
     return NoisyNetwork(mean, draw, forward)

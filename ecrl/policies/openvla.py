@@ -1,6 +1,7 @@
 """The backend `openvla` of the policy `vla`: a pretrained OpenVLA or OpenVLA-OFT model.
 
-The model reads images and an instruction. It returns one token for each number in a chunk of actions:
+The model reads images, an instruction and, in some checkpoints, the robot's state. It returns one token for each number
+in a chunk of actions:
 
     tokens = language_model([bos, projector(vision(images)), state, instruction, action tokens])
     number = centre of the token's bin between low and high
@@ -213,7 +214,7 @@ def _last(out: Tensor, mask: Tensor) -> Tensor:
 
 
 class _Reader(NamedTuple):
-    """Converts observations to the inputs of the model.
+    """Conversion of observations to the inputs of the model.
 
     Attributes:
         inputs: the parts of an observation.
@@ -259,7 +260,7 @@ def _statistics_params(statistics: Mapping[str, Statistics]) -> dict[str, Tensor
 
 
 def _reader(folder: Path, shape: Shape, cfg: OpenVLAConfig, observation_space: Space) -> _Reader:
-    """Check that the observations fit the checkpoint."""
+    """Check that the observations fit the checkpoint, and return the reader. Raise ConfigError if they do not fit."""
     inputs = vla_inputs(observation_space, cfg.instruction)
     if not inputs.images or inputs.words is None:
         absent = "instruction" if inputs.images else "image"
@@ -395,7 +396,7 @@ def save_openvla(folder: str | Path, state: TensorDict, cfg: Config) -> None:
         cfg: config of the run, whose `policy.vla` has the backend `openvla`.
 
     Raises: ConfigError if the folder exists or cannot be made, or if the config has another policy. Also raised if the
-        original checkpoint cannot be read or its bounds have changed.
+        original checkpoint cannot be read, or if its weights or bounds do not match the run.
     """
     section = getattr(cfg.policy, "vla", None)
     if not isinstance(section, OpenVLAConfig):

@@ -27,7 +27,7 @@ BACKBONES = "featurizer", "fused_featurizer"
 
 _EMBEDDINGS = "language_model.model.embed_tokens.weight"
 _OTHER_PARTS = "action_head", "noise_predictor", "noisy_action_projector", "proprio_projector", "vision_backbone"
-"""Names of files of OpenVLA-OFT with weights of heads for continuous actions, or of FiLM."""
+"""Parts of the names of OpenVLA-OFT's files for a head for continuous actions, or for a model with FiLM."""
 
 _UNUSED = "norm", "attn_pool", "fc_norm", "head"
 """Parts of a vision model after its last block. OpenVLA does not use these parts."""
@@ -64,7 +64,7 @@ def _fault(folder: Path, problem: str) -> ConfigError:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a checkpoint, in the order of their names."""
+    """Return the safetensors files of a checkpoint, sorted by name. Raise ConfigError if there are none."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise _fault(folder, "no file *.safetensors; copy the checkpoint again, or convert it to safetensors")
@@ -121,10 +121,10 @@ def _read(path: Path, model: type[_File]) -> _File:
 
 
 def _refuse_other_heads(folder: Path) -> None:
-    """Raise ConfigError if the folder has weights of other action heads. The action tokens are then untrained."""
+    """Raise ConfigError if the folder has weights of another action head, without trained action tokens, or of FiLM."""
     for part in _OTHER_PARTS:
         if found := sorted(folder.glob(f"*{part}*.pt")):
-            problem = f"{found[0].name} belongs to a model whose actions are not tokens, or with FiLM"
+            problem = f"{found[0].name} belongs to a model with FiLM, or whose actions are not tokens"
             raise _fault(folder, f"{problem}; give a model that was trained with action tokens")
 
 
@@ -143,7 +143,7 @@ def read_shape(folder: Path) -> Shape:
         if len(found) != count:
             raise _fault(folder, f"{key} has {len(found)} entries, expected {count}; copy the JSON files again")
     if any(config.timm_override_act_layers):
-        raise _fault(folder, "timm_override_act_layers is set, but only models with GELU are supported")
+        raise _fault(folder, "timm_override_act_layers is set, but ecrl supports only GELU; give another folder")
     text = config.text_config
     if text.get("model_type") != "llama" or (config.llm_backbone_id or "").startswith("vicuna"):
         raise _fault(folder, "the language model is not Llama 2, the only one that is supported; give another folder")
@@ -264,7 +264,7 @@ def read_model(folder: Path, shape: Shape) -> OpenVLAModel:
 
 
 def _is_flag(x: Any) -> bool:
-    """Return True if the value is True or False."""
+    """Return True if the value is a bool."""
     return isinstance(x, bool)
 
 
@@ -282,7 +282,7 @@ class Statistics(NamedTuple):
 
 
 def read_statistics(folder: Path, dataset: str | None, kind: str, size: int) -> Statistics:
-    """Return the 1 % and 99 % quantiles of a data set.
+    """Return the 1 % and 99 % quantiles of the actions or of the robot's state in a data set.
 
     The quantiles are in `dataset_statistics.json`, which fine-tuning writes, or in `norm_stats` of `config.json`.
 
@@ -291,7 +291,8 @@ def read_statistics(folder: Path, dataset: str | None, kind: str, size: int) -> 
         dataset: name of the data set, or None if there is only one.
         kind: "action" or "proprio".
         size: expected number of quantiles.
-    Raises: ConfigError if the data set is unknown, if several exist and none is named, or if the quantiles are invalid.
+    Raises: ConfigError if the data set is unknown, if several exist and none is named, or if the quantiles are missing
+        or invalid.
     """
     own = folder / "dataset_statistics.json"
     path = own if own.is_file() else folder / "config.json"
@@ -314,7 +315,7 @@ def read_statistics(folder: Path, dataset: str | None, kind: str, size: int) -> 
             raise _fault(path, f"{where} is not a list of {what}; correct the file")
         if len(numbers) != size:
             problem = f"{where} has {len(numbers)} numbers, but the environment has {size}"
-            raise _fault(path, f"{problem}; use an environment with as many, or another dataset")
+            raise _fault(path, f"{problem}; use an environment with as many numbers, or another dataset")
     low, high = (tuple(map(float, found[name])) for name in ("q01", "q99"))
     if any(x > y for x, y, is_scaled in zip(low, high, found["mask"], strict=True) if is_scaled):
         raise _fault(path, f"{kind}.q01 is above {kind}.q99; correct the file")

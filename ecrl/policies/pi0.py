@@ -13,9 +13,10 @@ A policy gradient needs the log-probability of the sampled action. There are two
   of the log-densities of the steps.
 
 The model's chunks may be longer and wider than the environment's actions. The environment reads the first k steps of a
-chunk and the first A numbers of each step. Only these numbers get noise. The other numbers are deterministic functions,
-so the log-density of the numbers with noise is the log-density of the whole denoising step. For a deterministic action,
-denoising always starts from the same sample, and no step adds noise.
+chunk and the first A numbers of each step. Only these numbers get noise. The other numbers after a denoising step are
+deterministic functions of the sample before the step. The log-density of the numbers with noise is therefore the
+log-density of the whole step. For a deterministic action, denoising always starts from the same sample, and no step
+adds noise.
 
 Later denoising steps mix all steps of a chunk, so the noise of each number changes all numbers of the chunk.
 `sample_log_prob` therefore has one token axis `[k * A]`: all numbers count, even if an episode ends inside the chunk.
@@ -186,7 +187,7 @@ class _Flow(NamedTuple):
         return x[..., :rows, :columns]
 
     def with_corner(self, x: Tensor, corner: Tensor) -> Tensor:
-        """Replace the numbers that the environment reads."""
+        """Return samples `[..., C, M]`, but with `corner` as the numbers that the environment reads."""
         rows, columns = self.taken
         top = torch.cat((corner, x[..., :rows, columns:]), -1)
         return torch.cat((top, x[..., rows:, :]), -2)
@@ -236,7 +237,7 @@ class _Noise(Protocol):
 
 
 def _start(flow: _Flow, read: _Read, noise: TensorDict | None) -> Tensor:
-    """Return the samples at time 1. Without noise, all observations have the same standard normal samples."""
+    """Return the samples at time 1. Without noise, all observations have the same sample, drawn from a fixed key."""
     if noise is not None:
         return cast(Tensor, noise["start"])
     fixed = rng.normal(rng.key(0, read.state.device), (flow.chunk, flow.width))
@@ -363,7 +364,7 @@ class _FlowNoise(NamedTuple):
 
 
 class _Reader(NamedTuple):
-    """Converts observations to the inputs of the model.
+    """Conversion of observations to the inputs of the model, and of actions from and to numbers of the model.
 
     Attributes:
         inputs: the parts of an observation.
@@ -422,7 +423,7 @@ def _statistics_params(statistics: Statistics) -> dict[str, TensorDict]:
 def _reader(
     config: Any, cfg: Pi0Config, folder: Path, observation_space: Space, action_space: Box
 ) -> tuple[_Reader, Statistics]:
-    """Check that the observations and the actions fit the checkpoint. Return the reader and the statistics."""
+    """Return the reader and the statistics. Raise ConfigError if observations or actions do not fit the checkpoint."""
     inputs = vla_inputs(observation_space, cfg.instruction)
     if not inputs.images:
         raise ConfigError("policy vla: backend pi0 needs an image, but the observations have none; add a camera")

@@ -112,9 +112,10 @@ def _mean_and_std(
 
 
 def write_model(folder: Path, source: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write a checkpoint that transformers loads: new weights, and all other files of the checkpoint `source`.
+    """Write a checkpoint that transformers loads, with new weights.
 
-    The folder appears complete or not at all.
+    All files of the checkpoint `source` are copied, except weights and Python code. The folder appears complete or not
+    at all.
 
     Raises: ConfigError if the folder exists or cannot be made, or if names or shapes of the weights differ from
         `source`.
@@ -128,7 +129,9 @@ def write_model(folder: Path, source: Path, weights: Mapping[str, Tensor]) -> No
     model: nn.Module = read_model(source)
     own = dict(model.named_parameters())
     if unknown := sorted(own.keys() ^ weights.keys()):
-        raise ConfigError(f"{KEY}: the weights of the run and of {str(source)!r} differ in {unknown[0]}; use its own")
+        raise ConfigError(
+            f"{KEY}: the weights of the run and of {str(source)!r} differ in {unknown[0]}; use the run's own"
+        )
     with torch.no_grad():
         for name, weight in weights.items():
             own[name].copy_(weight)

@@ -1,7 +1,7 @@
 """Parameters of a policy with a pretrained model, divided into trained and frozen parts.
 
-Each weight belongs to one of three parts: `model` is trained, `adapters` are trained changes of frozen linear layers,
-    and `base` is frozen. Weights without an effect on actions and values belong to `base`.
+Each weight belongs to one of three parts. `model` is trained, `adapters` are trained changes of frozen linear layers,
+and `base` is frozen. Weights without an effect on actions and values belong to `base`.
 """
 
 from collections.abc import Callable, Iterable, Mapping

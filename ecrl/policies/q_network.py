@@ -51,7 +51,7 @@ class QNetworkConfig(ReturnDistributionConfig):
     @model_validator(mode="after")
     def _noise_settings(self) -> Self:
         if self.noisy_std is not None and not self.noisy:
-            raise ValueError("noisy_std needs noisy; leave it out")
+            raise ValueError("noisy_std has no effect, because noisy is false; leave it out")
         return self
 
 

@@ -142,8 +142,9 @@ def make_trunk(cfg: RecurrentConfig, observation_space: Space, side: str) -> Tru
 def recurrent(cfg: RecurrentConfig, observation_space: Space, action_space: Space) -> Policy:
     """Build a policy with memory.
 
-    The params are `actor`, `critic` and, for Box actions, `log_std` of shape `[A]`. If actor and critic share a trunk,
-    the params also have `shared`. Otherwise, `actor` and `critic` each have their own trunk, under the name `trunk`.
+    The params are `actor`, `critic` if the policy has a critic, and `log_std` of shape `[A]` for Box actions. If
+    `memory` is "shared", the params also have `shared`, the common trunk. Otherwise, `actor` and `critic` each have
+    their own trunk, under the name `trunk`.
     """
     head, width = make_head(action_space, cfg.squash), head_width(action_space, cfg.action_dim)
     has_mask = is_masked(observation_space, action_space)

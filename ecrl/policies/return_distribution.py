@@ -13,7 +13,8 @@ class ReturnDistributionConfig(PolicyConfig):
     """Settings of the return distribution that a Q-function predicts."""
 
     distribution: Literal["categorical", "quantile"] | None = Field(
-        default=None, description="predict the distribution of the return: categorical (C51) or quantile (QR-DQN)"
+        default=None,
+        description="predict the distribution of the return: categorical (C51) or quantile (QR-DQN); the mean if absent",
     )
     num_atoms: Count | None = Field(
         default=None,
@@ -32,7 +33,7 @@ class ReturnDistributionConfig(PolicyConfig):
         if not is_categorical and bounds != (None, None):
             raise ValueError("v_min and v_max are bounds of a categorical distribution; leave them out")
         if self.distribution is None and self.num_atoms is not None:
-            raise ValueError("num_atoms needs a distribution; leave it out")
+            raise ValueError("num_atoms has no effect, because distribution is absent; leave it out")
         if self.num_atoms == 1:
             raise ValueError("num_atoms is 1, but a distribution needs at least 2; use more")
         return self

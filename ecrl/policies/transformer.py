@@ -34,7 +34,10 @@ class KeysAndValues(NamedTuple):
 
 
 def init_linear(key: Tensor, inputs: int, outputs: int, scale: float = 1.0) -> TensorDict:
-    """Return the weights of a linear layer, drawn from a 0-d key. Their variance is `scale^2 / inputs`."""
+    """Return the weights of a linear layer. The matrix has the variance `scale^2 / inputs`, and the bias is 0.
+
+    The matrix is drawn from a 0-d key.
+    """
     weight = scale / sqrt(inputs) * rng.normal(key, (inputs, outputs))
     return TensorDict({"weight": weight, "bias": torch.zeros(outputs)}, []).to(torch.get_default_dtype())
 

@@ -57,7 +57,7 @@ class TwinCriticConfig(CriticsConfig, ReturnDistributionConfig):
     """Settings of the policies for Box actions."""
 
     distribution: Literal["categorical"] | None = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
-        default=None, description="predict the distribution of the return: categorical (C51)"
+        default=None, description="predict the distribution of the return: categorical (C51); the mean if absent"
     )
 
 
@@ -94,7 +94,9 @@ def _critic_inputs(space: Space, actions: int) -> Dict:
     """Return the input space of a critic: the observation and the action, scaled to [-1, 1]."""
     parts = dict(space.items) if isinstance(space, Dict) else {"obs": space}
     if "action" in parts:
-        raise ConfigError("policy.critic_obs: a critic adds the entry 'action' to the observations; rename yours")
+        raise ConfigError(
+            "policy.critic_obs: a critic adds the entry 'action' to the observations; rename the observation"
+        )
     return dict_space({**parts, "action": box(-1.0, 1.0, actions)})
 
 
@@ -138,7 +140,9 @@ def _networks(cfg: TwinCriticConfig, observation_space: Space, action_space: Spa
 
     def q(params: TensorDict, obs: Any, action: Tensor | None, noise: Any) -> Tensor:
         if action is None:
-            raise ValueError(f"the critics of {cfg.name} need an action, because Box actions cannot be listed")
+            raise ValueError(
+                f"the critics of {cfg.name} need an action, because Box actions cannot be listed; pass one"
+            )
         unit = to_unit(action, space)
         of_obs = {name: obs[name] for name in observed} if isinstance(observation_space, Dict) else {"obs": obs}
         inputs = TensorDict({**of_obs, "action": unit}, unit.shape[:-1])

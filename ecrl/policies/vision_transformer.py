@@ -138,7 +138,7 @@ class _Patches(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Maps standardised images `[n, 3, size, size]` to tokens of patches `[n, patches, width]`."""
+    """Network that maps standardised images `[n, 3, size, size]` to tokens of patches `[n, patches, width]`."""
 
     def __init__(self, sizes: ViTSizes):
         super().__init__()

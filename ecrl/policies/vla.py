@@ -1,7 +1,7 @@
 """The policy `vla`, which sees images, reads an instruction and chooses chunks of actions.
 
-A backend builds the policy. `policy.vla.backend` is the name of the backend. The backend `builtin` is in
-`ecrl.policies.vla_builtin`. Other packages register backends with `ecrl.registry.register_vla_backend`.
+A backend builds the policy. `policy.vla.backend` is the name of the backend: `builtin`, `openvla`, `pi0`, or a backend
+that another package registers with `ecrl.registry.register_vla_backend`.
 """
 
 from ecrl.errors import ConfigError

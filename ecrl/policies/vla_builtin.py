@@ -1,4 +1,4 @@
-"""The backend `builtin` of the policy `vla`: a small network that finds the object of an instruction in an image.
+"""The backend `builtin` of the policy `vla`: a small network that learns from scratch to follow instructions.
 
 The network has three parts:
 
@@ -303,6 +303,7 @@ def _smoothed(tokens: Tensor, legal: Tensor, width: float, like: Tensor) -> Tens
     """Return the target of imitation, probabilities `[*B, bins]` for bins `[*B]`.
 
     target[j] = exp(-(j - token)^2 / (2 width^2)) / sum        over the legal bins
+    target[j] = 1 if j is the token, otherwise 0               if width is 0
     """
     distance = (torch.arange(legal.shape[-1], device=tokens.device) - tokens.unsqueeze(-1)).to(like.dtype)
     if width == 0.0:

@@ -33,7 +33,8 @@ class VLAInputs(NamedTuple):
 def vla_inputs(observation_space: Space, instruction: str | None) -> VLAInputs:
     """Sort the parts of an observation.
 
-    Raises: ConfigError if there are no images, or if the instruction is missing or does not consist of word ids.
+    Raises: ConfigError if there is neither an image nor a vector, or if an image is inside a nested Dict. Also raised
+        if the instruction is missing or does not consist of word ids.
     """
     space = without_mask(observation_space)
     parts: dict[str, Space] = dict(space.items) if isinstance(space, Dict) else {"obs": space}

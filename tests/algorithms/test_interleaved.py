@@ -224,7 +224,7 @@ EXPLORES = {
     ),
     "reserved": (
         lambda out: out.copy().set("reward", torch.zeros(N)),
-        "returns the field reward, which the rollout has itself; give it another name",
+        "returns the field reward, which is reserved for the rollout; give it another name",
     ),
     "none": (lambda out: None, "returns NoneType as the output, expected a TensorDict; return one"),
 }

@@ -307,7 +307,7 @@ ACTS = {
     **{
         name: (
             lambda out, name=name: out.copy().set(name, torch.zeros(4)),
-            f"returns the field {name}, which the rollout has itself; give it another name",
+            f"returns the field {name}, which is reserved for the rollout; give it another name",
         )
         for name in RESERVED
     },

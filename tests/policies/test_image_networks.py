@@ -260,7 +260,7 @@ def test_initial_weights_are_orthogonal(name):
 def test_wrong_gains_are_refused_in_one_line(name, gains):
     with pytest.raises(ConfigError) as error:
         validate_section(NetworkConfig, block(name, orthogonal_init=gains), "actor")
-    expected = "expected a number above 0, or two: of the hidden layers and of the output"
+    expected = "expected a number above 0, or two: the second for the output layer"
     assert str(error.value) == f"actor: network_cfg.orthogonal_init: {expected}"
 
 
@@ -312,7 +312,7 @@ REFUSED = [
     (
         {"type": "fused", "network_cfg": {"encoders": {"camra": "cnn"}}},
         BOTH,
-        ".network_cfg.encoders.camra: the network reads no 'camra'; did you mean 'camera'?",
+        ".network_cfg.encoders.camra: the observations have no 'camra'; did you mean 'camera'?",
     ),
     (
         {"type": "fused", "network_cfg": {"encoders": {"camera": block("cnn"), "joints": "cnn"}}},
@@ -337,7 +337,7 @@ def test_spaces_that_do_not_fit_are_refused(cfg, space, message):
 WRONG_SETTINGS = [
     (block("cnn", strides=[1]), "channels, kernel_sizes and strides have 2, 2 and 1 entries; give one entry per"),
     (block("keypoints", strides=[1]), "channels, kernel_sizes and strides have 2, 2 and 1 entries"),
-    (block("keypoints", kernel_sizes=[3, 4]), "kernel_sizes: 4 is even; the kernels of keypoints have odd sizes"),
+    (block("keypoints", kernel_sizes=[3, 4]), "kernel_sizes: 4 is even; use odd kernel sizes for keypoints"),
     ("cn", "did you mean 'cnn'?"),
 ]
 

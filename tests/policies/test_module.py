@@ -305,7 +305,7 @@ def test_a_box_needs_a_log_std_and_an_acting_module_no_squashing():
         _policy(NoStd, BOX)
     with pytest.raises(
         ConfigError,
-        match=r"Acts.get_action chooses its own actions; leave squash out, it is for modules with only forward",
+        match=r"Acts.get_action chooses its own actions, which squash cannot change; leave squash out",
     ):
         _policy(Acts, BOX, squash=True)
     with pytest.raises(ConfigError, match=r"^policy\.squash: expected Box actions"):

@@ -421,11 +421,11 @@ DAMAGED = {
     ),
     "another head": (
         lambda p: (p / "action_head--10_checkpoint.pt").write_bytes(b"x"),
-        r"action_head--10_checkpoint.pt belongs to a model whose actions are not tokens, or with FiLM; give a model",
+        r"action_head--10_checkpoint.pt belongs to a model with FiLM, or whose actions are not tokens; give a model",
     ),
     "another activation": (
         lambda p: _edit(p, timm_override_act_layers=["quick_gelu", None]),
-        r"timm_override_act_layers is set, but only models with GELU are supported$",
+        r"timm_override_act_layers is set, but ecrl supports only GELU; give another folder$",
     ),
     "another vision model": (
         lambda p: _edit(p, timm_model_ids=["resnet50", "resnet50"]),
@@ -438,7 +438,7 @@ DAMAGED = {
     "no statistics": (lambda p: _edit(p, norm_stats=None), r"config.json': no norm_stats, so that actions have no un"),
     "short statistics": (
         lambda p: _edit(p, norm_stats={"dots": {"action": {"q01": [0.0], "q99": [1.0]}}}),
-        r"action.q01 has 1 numbers, but the environment has 2; use an environment with as many, or",
+        r"action.q01 has 1 numbers, but the environment has 2; use an environment with as many numbers",
     ),
     "a huge number": (
         lambda p: _edit(p, norm_stats={"dots": {"action": {"q01": [10**400, 0], "q99": [1.0, 1.0]}}}),
@@ -496,7 +496,7 @@ FITTING = {
     ),
     "a wide action": (
         {"actions": box(-1.0, 1.0, 3, 4)},
-        r"action.q01 has 2 numbers, but the environment has 4; use an environment with as many, or another",
+        r"action.q01 has 2 numbers, but the environment has 4; use an environment with as many numbers",
     ),
     "no bounds": (
         {"actions": box(-math.inf, math.inf, 3, 2)},

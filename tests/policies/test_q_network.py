@@ -208,12 +208,12 @@ def test_another_initial_scale_shares_all_functions():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"noisy_std": 0.5}, "noisy_std needs noisy; leave it out"),
+        ({"noisy_std": 0.5}, "noisy_std has no effect, because noisy is false; leave it out"),
         ({"noisy": True, "noisy_std": 0.0}, "noisy_std: must be above 0.0, got 0.0"),
         ({"distribution": "categorical", "v_max": 1.0}, "distribution categorical needs v_min and v_max"),
         ({"distribution": "categorical", "v_min": 1.0, "v_max": 1.0}, "v_min 1 is not below v_max 1"),
         ({"v_min": 1.0}, "v_min and v_max are bounds of a categorical distribution; leave them out"),
-        ({"num_atoms": 5}, "num_atoms needs a distribution; leave it out"),
+        ({"num_atoms": 5}, "num_atoms has no effect, because distribution is absent; leave it out"),
         ({"distribution": "quantile", "num_atoms": 1}, "num_atoms is 1, but a distribution needs at least 2"),
         ({"clip_actions": False}, "policy.clip_actions: q_network has no Box actions to clip; leave it out"),
     ],
