@@ -90,12 +90,10 @@ def test_the_first_token_axis_must_be_the_chunk():
 
     spaces = run.env.observation_space, run.env.action_space
     wrong, right = (checked_policy(policy, *spaces) for policy in (replace(run.policy, evaluate=evaluate), run.policy))
-    message = (
-        r"^policy vla: evaluate returns log_prob as float32 \[32, 2, 3\] for actions \[32, 3, 2\]; make the first "
-    )
+    message = r"^policy vla: evaluate returns log_prob as float32 \[32, 2, 3\] for actions \[32, 3, 2\]; make the "
     with checking():
         right.evaluate_rows(state["params"], rows)
-        with pytest.raises(ConfigError, match=message + "token axis the axis of the 3 steps of a chunk$"):
+        with pytest.raises(ConfigError, match=message + "first token axis the axis of the 3 steps of a chunk$"):
             wrong.evaluate_rows(state["params"], rows)
 
 

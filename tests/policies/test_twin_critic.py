@@ -244,7 +244,7 @@ def test_wrong_spaces_give_one_line(name, case):
 
 
 def test_an_observation_called_action_is_refused():
-    with pytest.raises(ConfigError, match="a critic adds the entry 'action' to the observations; rename your entry"):
+    with pytest.raises(ConfigError, match="a critic adds the entry 'action' to the observations; rename the ob"):
         policy_of(NAMES[0], dict_space({"action": box(-1.0, 1.0, 2)}))
 
 
