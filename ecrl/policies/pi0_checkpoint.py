@@ -130,7 +130,8 @@ def write_model(folder: Path, source: Path, weights: Mapping[str, Tensor]) -> No
     own = dict(model.named_parameters())
     if unknown := sorted(own.keys() ^ weights.keys()):
         raise ConfigError(
-            f"{KEY}: the weights of the run and of {str(source)!r} differ in {unknown[0]}; use the run's own"
+            f"{KEY}: the weights of the run and of {str(source)!r} differ in {unknown[0]}; restore "
+            "the checkpoint that the run began with"
         )
     with torch.no_grad():
         for name, weight in weights.items():

@@ -57,7 +57,7 @@ class TwinCriticConfig(CriticsConfig, ReturnDistributionConfig):
     """Settings of the policies for Box actions."""
 
     distribution: Literal["categorical"] | None = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
-        default=None, description="predict the distribution of the return: categorical (C51); the mean if absent"
+        default=None, description="predict the return's distribution: categorical (C51); only its mean if absent"
     )
 
 
