@@ -28,7 +28,7 @@ NO_CARRY = TensorDict({}, [])
 """The empty memory of a feed-forward policy."""
 
 SHARED_NUMBERS = ("gamma", "tau")
-"""Names of the settings in `ActorCriticConfig` and its base classes that are stored in `hyper`."""
+"""Names of the settings that the `init` of each of these algorithms stores in `hyper`."""
 
 
 class ActorCriticConfig(ReplayConfig):

@@ -225,7 +225,7 @@ def _leaves(name: str, space: Space) -> dict[str, Space]:
 
 
 def drawn_batch(run: Run, state: TensorDict, part: TensorDict) -> TensorDict:
-    """Draw demonstrated steps. They replace the rollout of other algorithms.
+    """Draw a batch of demonstrated steps, which replaces the rollout of other algorithms.
 
     A policy of unit "step" receives `num_envs * buffer_size` single steps, drawn with replacement. A policy of unit
     "sequence" receives `num_envs` sequences of `buffer_size` consecutive steps. Each sequence starts at the beginning

@@ -70,19 +70,20 @@ class GRPOConfig(ClippedConfig):
     loss_mean: Literal["token", "sequence", "fixed_length"] = Field(
         default="token",
         description=(
-            "mean of the loss: over all tokens (DAPO), first over the tokens of each episode (GRPO), or of sums over "
-            "episodes divided by the largest length (Dr. GRPO); an action is one token if ratio is action"
+            "mean of the loss: token, over all tokens (DAPO); sequence, over the means of the episodes (GRPO); "
+            "fixed_length, over the episodes' sums divided by the largest length (Dr. GRPO); an action is one token if "
+            "ratio is action"
         ),
     )
     advantage: Literal["return_to_go", "episode"] = Field(
         default="return_to_go",
-        description="returns that a group compares: from each step on, or of whole episodes",
+        description="returns that a group compares: return_to_go, from each step on; episode, of whole episodes",
     )
     baseline: Literal["standardized", "centered", "leave_one_out"] = Field(
         default="standardized",
         description=(
-            "subtract the group's mean and divide by its standard deviation, only subtract the mean (Dr. GRPO), or "
-            "subtract the mean of the other members (RLOO)"
+            "standardized: subtract the group's mean and divide by its standard deviation; centered: only subtract the "
+            "mean (Dr. GRPO); leave_one_out: subtract the mean of the other members (RLOO)"
         ),
     )
     min_group_score: float | None = Field(
@@ -111,7 +112,7 @@ class GRPOConfig(ClippedConfig):
         default=4,
         ge=2,
         lt=2**31,
-        description="number of environments per group, which share a start; must divide num_envs",
+        description="number of environments per group, which share a start; must divide trainer.num_envs",
     )
     eps: NonNegative = Field(
         default=1e-8, description="number added to the standard deviation of a group's returns, in reward units"
@@ -170,7 +171,7 @@ class Choices(NamedTuple):
 
 
 def check_groups(run: Run, cfg: GRPOConfig) -> None:
-    """Raise ConfigError unless groups of equal size fit into `num_envs`, and their members share their starts."""
+    """Raise ConfigError if `group_size` does not divide `num_envs`, or if a group's members would not share a start."""
     num_envs, keys = run.static.num_envs, ("reset_every_rollout", "truncate_at_first_done")
     if num_envs % cfg.group_size:
         raise ConfigError(

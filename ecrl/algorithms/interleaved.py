@@ -174,10 +174,10 @@ def interleaved(turn: Turn, steps: int = 1) -> Interleaved:
     """Compose an `iterate` that runs turns of environment steps and gradient steps as one loop.
 
     An iteration has `trainer.buffer_size / steps` turns. In a compiled iteration, the turns are one loop of the graph.
-    If the environment steps in Python, or with several ranks, Python runs the turns one by one. In a compiled run of an
-    algorithm with `as_one=True`, the code of `turn` before `take_steps` then runs twice. The first, eager call finds
-    the arguments of `take_steps`. The second call is one compiled function with the rest of the turn. Learn after
-    `take_steps`, so that the gradient steps run only once.
+    If the environment steps in Python, or if there are several ranks, Python runs the turns one by one. In a compiled
+    run of an algorithm with `as_one=True`, the code of `turn` before `take_steps` then runs twice. The first, eager
+    call finds the arguments of `take_steps`. The second call is one compiled function with the rest of the turn. Learn
+    after `take_steps`, so that the gradient steps run only once.
 
     Args:
         turn: (run, state, noise, replay) -> (state, replay, steps, logs), which runs one turn, as in the module
@@ -427,7 +427,7 @@ def _stepping(run: Run) -> Callable[[TensorDict, tuple[Any, Any]], tuple[TensorD
 
 
 def collect_exploring(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
-    """Take `buffer_size` steps in every environment with exploration. `on_policy` takes this function as `collect`.
+    """Take `buffer_size` steps in every environment with exploration. Pass this function to `on_policy` as `collect`.
 
     The steps are the same as from `take_steps`, with the exploration that the state describes.
 

@@ -1,4 +1,4 @@
-"""Log the difference between the log-probabilities of acting and of learning before the first gradient step."""
+"""Log the largest difference between the log-probabilities of acting and learning, before an update's first step."""
 
 from typing import Any
 

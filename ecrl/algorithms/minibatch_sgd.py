@@ -115,7 +115,7 @@ class Objective(NamedTuple):
 
 
 def pass_keys(state: TensorDict, n_epochs: int) -> Tensor:
-    """Return one key for each pass over the rows, in shape `[n_epochs]`."""
+    """Return one key for each pass over the rows, of shape `[n_epochs]`."""
     index = torch.arange(n_epochs, device=state["key"].device)
     return rng.stream(state["key"], rng.UPDATE, index, state["update_step"])
 
@@ -269,10 +269,10 @@ def _gradient_step(
 ) -> tuple[_Carry, tuple[Tensor, Tensor, Logs]]:
     """Take one step of every optimiser on one minibatch.
 
-    Return the new carry (params, opts, rates, stopped), and the outputs of the step: the number of unmasked rows, or 0
-    if the parameters did not change; `stopped` as a float; and the logs. Once the distance of a step exceeds the limit,
-    parameters and optimiser state no longer change. An adaptive learning rate still changes in this step. If the run
-    skips nonfinite steps, a step with NaN or infinity changes nothing.
+    Return the new carry (params, opts, rates, stopped), and the outputs (count, stopped, logs). `count` is the number
+    of unmasked rows, or 0 if the parameters did not change. The output `stopped` is a float. Once the distance of a
+    step exceeds the limit, parameters and optimiser state no longer change. An adaptive learning rate still changes in
+    this step. If the run skips nonfinite steps, a step with NaN or infinity changes nothing.
     """
     params, opts, rates, stopped = carry
     grads, (count, logs) = _gradients(of, params, chosen, fixed, rows, hyper)
@@ -396,8 +396,8 @@ def minibatch_sgd(
             number of elements, return this number as the log `count`.
         sgd: number and size of the minibatches, and the optimiser groups. If `sgd.drop_masked` is True, `rows` must
             have a `mask`. Each pass then draws its minibatches only from rows with an unmasked step, and takes fewer
-            gradient steps. The last minibatch of a pass may be smaller. Shapes do not change. A compiled graph for the
-            CPU does not compute the gradient steps that are left out.
+            gradient steps. The last minibatch of a pass may be smaller. The shapes of tensors do not depend on the
+            `mask`. A compiled graph for the CPU does not compute the gradient steps that are left out.
         whole: dict from the name of a field to a function `fn(field, mask)` that returns the new field of the chosen
             rows. The function receives a whole minibatch, while `loss` may receive a minibatch in several chunks.
         distance: name of the log that measures how far the policy moved from the policy that collected the rows.

@@ -69,8 +69,10 @@ class OptimizerKwargs(ConfigModel):
 class SchedulerKwargs(ConfigModel):
     """Hyperparameters of a schedule, named as in torch.optim.lr_scheduler. Lengths are in iterations."""
 
-    start_factor: NonNegative = Field(default=1.0, description="factor at the start (linear)")
-    end_factor: NonNegative = Field(default=0.0, description="factor at the end (linear, warmup_linear)")
+    start_factor: NonNegative = Field(default=1.0, description="factor of the learning rate at the start (linear)")
+    end_factor: NonNegative = Field(
+        default=0.0, description="factor of the learning rate at the end (linear, warmup_linear)"
+    )
     total_iters: Count | None = Field(
         default=None,
         description="length in iterations, with the warm-up; the whole run if absent (linear, warmup_linear)",

@@ -72,8 +72,8 @@ class PPOConfig(ClippedConfig):
     vf_coef: NonNegative = Field(default=0.5, description="weight of the value loss")
     critic_learning_rate: Positive | None = Field(
         default=None,
-        description="step size of the critic, before the schedule; gradients of the actor and the critic are then "
-        "clipped separately",
+        description="step size of the critic, before the schedule; the actor's step size if absent; if given, the "
+        "gradients of the actor and the critic are clipped separately",
     )
     critic_max_grad_norm: Positive | None = Field(
         default=None,

@@ -84,7 +84,7 @@ class SACConfig(ActorCriticConfig):
     )
     target_entropy: float | None = Field(
         default=None,
-        description="entropy for a learnt temperature, in nats; "
+        description="entropy towards which a learnt temperature drives the policy, in nats; "
         f"-1 per dimension of Box actions or {ENTROPY_SHARE} * log(A) for A Discrete actions if absent",
     )
     policy_delay: Count = Field(default=1, description="gradient steps of the critics per gradient step of the actor")

@@ -43,7 +43,7 @@ PER_RANK = (Kind.ENVIRONMENT, Kind.BUFFER)
 
 
 def kind_of(path: Path, kinds: Kinds) -> Kind:
-    """Return the kind of a leaf.
+    """Return the kind that is declared for a leaf, or for the longest declared prefix of its path.
 
     Raises: ConfigError if neither the path nor a prefix of the path is declared.
 

@@ -82,7 +82,7 @@ def _generator_states() -> list[bytes]:
 def _refusing_draws(label: str, keys: str) -> Iterator[None]:
     """Raise ConfigError if the block draws from torch's global generators.
 
-    Tracing a graph draws no numbers: the tracer only records the operation. Other threads may draw. Code inside the
+    If a graph is traced, an operation that would draw also raises the error. Other threads may draw. Code inside the
     block may draw if it restores the generator's state.
     """
     before = [] if in_graph() else _generator_states()

@@ -1,7 +1,7 @@
 """Networks with convolutions: `cnn`, `impala` and `keypoints`.
 
-Each network scales its images to 0 .. 1 (see `ecrl.policies.images`). The state, the rollout and the replay buffer
-store uint8 images. Fully connected layers follow the convolutions.
+Each network scales integer images to 0 .. 1 (see `ecrl.policies.images`). The state, the rollout and the replay buffer
+store the unscaled images. Fully connected layers follow the convolutions.
 """
 
 from collections.abc import Sequence
@@ -85,7 +85,7 @@ def _check_lengths(channels: Sequence[int], kernel_sizes: Sequence[int], strides
 
 
 def _normalised(channels: int, cfg: ConvolutionsConfig) -> list[nn.Module]:
-    """Return the layers between a convolution and the next convolution."""
+    """Return the layers between two convolutions: an optional normalisation, and the activation."""
     return [*([nn.GroupNorm(1, channels)] if cfg.use_layernorm else []), ACTIVATIONS[cfg.activation]()]
 
 
@@ -96,7 +96,10 @@ def _head(cfg: ConvolutionsConfig, inputs: int, outputs: int) -> nn.Sequential:
 
 
 def _initialised(module: nn.Module, cfg: ConvolutionsConfig) -> nn.Module:
-    """Return the module with the initial weights of the config. Its last linear layer is the output layer."""
+    """Return the module. If the config sets `orthogonal_init`, first replace its weights in place.
+
+    The last linear layer of the module must be the output layer.
+    """
     if cfg.orthogonal_init is not None:
         gains = cfg.orthogonal_init if isinstance(cfg.orthogonal_init, tuple) else (cfg.orthogonal_init,) * 2
         layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear | nn.Conv2d)]
@@ -184,7 +187,7 @@ def impala(cfg: ImpalaConfig, space: Space, outputs: int) -> nn.Module:
 
 
 class KeypointsConfig(ConvolutionsConfig):
-    """Settings of the convolutions before the spatial softmax. An output channel is a keypoint."""
+    """Settings of the convolutions before the spatial softmax. A channel of the last convolution is a keypoint."""
 
     channels: Sizes = Field(
         (32, 48, 48),
@@ -203,7 +206,7 @@ class KeypointsConfig(ConvolutionsConfig):
 
 
 class ImageKeypoints(nn.Module):
-    """Convolutions of one image that end with keypoint positions. A condition scales and shifts the features.
+    """Network that computes keypoint positions in one image. A condition scales and shifts the features.
 
     The output of the last convolution is standardised, so this convolution has no bias.
     """

@@ -151,7 +151,7 @@ def pure(make: Callable[[], nn.Module], name: str, bf16: bool) -> Pure:
 
     The weights are the parameters that require a gradient. Frozen parameters and buffers are constants. Their values
     come from a call of `make` with seed 0. With `bf16`, the module runs in bfloat16 under autocast, and its outputs are
-    cast back.
+    cast to the dtype of the weights.
 
     Raises: ConfigError if a layer's output is random or depends on the rest of the batch, or if no weight is trainable.
     """
@@ -160,7 +160,7 @@ def pure(make: Callable[[], nn.Module], name: str, bf16: bool) -> Pure:
     check_module(module, name)
     trained = {name for name, weight in module.named_parameters() if weight.requires_grad}
     if not trained:
-        raise ConfigError(f"{name}: {type(module).__name__} has no parameters to train; add a layer with some")
+        raise ConfigError(f"{name}: {type(module).__name__} has no parameters to train; add some")
     constants, first = _constants(module, trained), {}
     tied = {n: first.setdefault(id(w), n) for n, w in module.named_parameters(remove_duplicate=False)}
     tied = {name: shared for name, shared in tied.items() if name != shared}

@@ -23,7 +23,7 @@ from ecrl.policies.vision_transformer import VisionTransformer, ViTSizes
 from ecrl.storage.atomic_files import write_folder
 
 BACKBONES = "featurizer", "fused_featurizer"
-"""Names of the vision models for each value of `vision_backbone`."""
+"""Names of the first and second vision model in `vision_backbone`, as in the names of the weights."""
 
 _EMBEDDINGS = "language_model.model.embed_tokens.weight"
 _OTHER_PARTS = "action_head", "noise_predictor", "noisy_action_projector", "proprio_projector", "vision_backbone"

@@ -7,8 +7,9 @@ actions:
 
 A policy gradient needs the log-probability of the sampled action. There are two ways to sample:
 
-- Flow-SDE: one denoising step, chosen at random for each action, gets noise of a fixed size
-  (`ecrl.kernels.flow_sde_step`). The other steps get no noise. `sample_log_prob` is the log-density of the noisy step.
+- Flow-SDE: one denoising step, chosen at random for each action, gets noise (`ecrl.kernels.flow_sde_step`). The size of
+  the noise depends only on the time and on `noise_level`. The other steps get no noise. `sample_log_prob` is the
+  log-density of the noisy step.
 - Flow-Noise: each denoising step gets noise. A network computes its standard deviation. `sample_log_prob` is the mean
   of the log-densities of the steps.
 
@@ -205,7 +206,7 @@ class _Imitation(NamedTuple):
     offset: float
 
     def draw(self, keys: Tensor) -> TensorDict:
-        """Return for each action the time `t` and the noise `start`, `[C, M]`."""
+        """Draw the time `t` and the noise `start`, `[C, M]`, of each action."""
         start, t = rng.split(keys, 2)
         share = rng.uniform(t) ** (1.0 / self.alpha)
         noise = rng.normal(start, (self.flow.chunk, self.flow.width))
@@ -245,7 +246,7 @@ def _start(flow: _Flow, read: _Read, noise: TensorDict | None) -> Tensor:
 
 
 class _FlowSDE(NamedTuple):
-    """One denoising step, chosen at random for each action, has noise of a fixed size.
+    """One denoising step, chosen at random for each action, has noise. Its size depends on the time and `noise_level`.
 
     The rollout has three more fields. `flow_step` `[*B]` is the index of the noisy step. `flow_sample` `[*B, C, M]` is
     the sample before this step. `flow_next` `[*B, k, A]` has the numbers with noise after this step.

@@ -14,7 +14,7 @@ class ReturnDistributionConfig(PolicyConfig):
 
     distribution: Literal["categorical", "quantile"] | None = Field(
         default=None,
-        description="predict the return's distribution: categorical (C51) or quantile (QR-DQN); only its mean if absent",
+        description="predict the return's distribution: categorical (C51) or quantile (QR-DQN); its mean if absent",
     )
     num_atoms: Count | None = Field(
         default=None,

@@ -57,7 +57,7 @@ class TwinCriticConfig(CriticsConfig, ReturnDistributionConfig):
     """Settings of the policies for Box actions."""
 
     distribution: Literal["categorical"] | None = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
-        default=None, description="predict the return's distribution: categorical (C51); only its mean if absent"
+        default=None, description="predict the return's distribution: categorical (C51); its mean if absent"
     )
 
 
@@ -250,7 +250,9 @@ def squashed_actor_critic(cfg: TwinCriticConfig, observation_space: Space, actio
 
 @register_policy("categorical_actor_critic")
 def categorical_actor_critic(cfg: CriticsConfig, observation_space: Space, action_space: Space) -> Policy:
-    """Build the policy of soft actor-critic for Discrete actions. The parameters are `actor` and `critic` `[C]`.
+    """Build the policy of soft actor-critic for Discrete actions.
+
+    The parameters are `actor`, and `critic` with a first axis `[C]`.
 
         logits = actor(obs)
         action = argmax_a(logits[a] + noise[a])        or argmax_a(logits[a]) without noise

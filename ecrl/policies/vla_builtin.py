@@ -2,7 +2,7 @@
 
 The network has three parts:
 
-- Convolutions of each image end with the positions of keypoints (`ecrl.policies.convolutions`). The words of the
+- Convolutions compute the positions of keypoints in each image (`ecrl.policies.convolutions`). The words of the
   instruction scale and shift the features of the convolutions (FiLM).
 - A transformer (`ecrl.policies.transformer`) reads a prefix: tokens of the keypoints, the words, and one token of all
   other observations.
@@ -313,7 +313,7 @@ def _smoothed(tokens: Tensor, legal: Tensor, width: float, like: Tensor) -> Tens
 
 
 def _bins(cfg: BuiltinVLAConfig, space: Box) -> ActionBins:
-    """Return the bins of an action space. Raise ConfigError if the number of bins does not match the space."""
+    """Return the bins of an action space. Raise ConfigError unless the space is float32 and matches `cfg.bins`."""
     if space.dtype != torch.float32:
         raise ConfigError(f"policy vla: actions of {describe(space)} are not supported; use float32")
     size = space.shape[-1]
