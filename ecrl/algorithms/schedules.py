@@ -72,7 +72,7 @@ def scheduled_rate(
             factor = optim.warmup_cosine_schedule(step, start=start, end=0.0, warmup=warmup, horizon=horizon)
             rate = torch.where(step < warmup, base * factor, (base - lowest.to(base.dtype)) * factor + lowest)
         case _:
-            raise ValueError(f"lr_scheduler {schedule!r} does not set a rate per iteration; use another, such as linear")
+            raise ValueError(f"lr_scheduler {schedule!r} does not set a rate per iteration; use another schedule")
     return rate.to(base.dtype)
 
 
