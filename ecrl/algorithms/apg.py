@@ -78,10 +78,7 @@ class Choices(NamedTuple):
 
 
 def init(cfg: APGConfig, run: Run, key: Tensor) -> dict[str, Any]:
-    """Check the environment, the segment length and the policy. Return parameters, optimiser state and hyperparameters.
-
-    Raises: ConfigError if the environment, `segment_length` or the policy does not suit APG.
-    """
+    """Check environment, segment length and policy, and return parameters, optimiser state and hyperparameters."""
     horizon, length = run.static.buffer_size, cfg.segment_length
     if not run.env.is_pure:
         raise ConfigError(

@@ -226,8 +226,8 @@ def with_target(run: Run, state: TensorDict, steps: TensorDict) -> TensorDict:
 def turn(run: Run, state: TensorDict, noise: Any, replay: Replay) -> tuple[TensorDict, Replay, TensorDict, Logs]:
     """Take epsilon-greedy steps and store them.
 
-    In the phase "learn", also learn from random transitions of the replay buffer, and update the target network and the
-    priorities.
+    In the phase "learn", also learn from random transitions of the replay buffer, and update the target network. With
+    prioritised replay, set the priorities of new and of drawn transitions.
     """
     sampling, prioritized = run.algorithm.choices.sampling, run.algorithm.choices.prioritized
     state, steps = take_steps(run, with_epsilon(state), noise)

@@ -166,8 +166,7 @@ def sizes_of(cfg: MinibatchConfig | SGD, rows: int, length: int = 1) -> list[int
 
     With `batch_size`, the last minibatch may be smaller. With `num_minibatches`, the sizes differ by at most 1. A
     setting above the size of the rollout is lowered to this size, with one warning. A row has `length` steps and is
-    never split. A minibatch has as many rows as fit into
-    `batch_size` steps.
+    never split. A minibatch has as many rows as fit into `batch_size` steps.
 
     Raises: ConfigError if `batch_size` is below the length of a row.
 
