@@ -126,7 +126,7 @@ class Interleaved:
         return collect_exploring(run, state)
 
     def with_executed(self, state: TensorDict) -> TensorDict:
-        """Return the state with the field `executed` in the steps of its replay buffer.
+        """Return the state with a field `executed` of zeros in the steps of its replay buffer, if they lack this field.
 
         The loop calls this function for a new state if an action of the environment takes several steps.
         """

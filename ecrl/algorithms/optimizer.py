@@ -381,8 +381,8 @@ def optimizer_step(
 def learning_rates(state: TensorDict, groups: tuple[Group, ...], turns: int = 1) -> dict[str, Tensor]:
     """Return the 0-d learning rate of each group at the start of an iteration, or of one of its `turns` turns.
 
-    A schedule reads the state's `update_step`. A schedule without a configured length also reads `iterations`. Both
-    fields count turns (see `interleaved`).
+    An adaptive rate is the value that the state stores. Other schedules read the state's `update_step`. A schedule
+    without a configured length also reads `iterations`. Both fields count turns (see `interleaved`).
     """
     hyper, rates = cast(TensorDict, state["hyper"]), {}
     for group in groups:

@@ -91,7 +91,7 @@ def _bounded_space(space: Space, name: str) -> Box:
 
 
 def _critic_inputs(space: Space, actions: int) -> Dict:
-    """Return the input space of a critic: the observation and the action, scaled to [-1, 1]."""
+    """Return the input space of a critic: the observation, and the action scaled to [-1, 1] as the entry `action`."""
     parts = dict(space.items) if isinstance(space, Dict) else {"obs": space}
     if "action" in parts:
         raise ConfigError(
