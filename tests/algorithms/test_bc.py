@@ -355,7 +355,9 @@ def test_chunks_of_another_length_are_refused_with_the_key(tmp_path):
 def test_executed_must_be_in_the_file_exactly_if_actions_are_chunks(tmp_path):
     cfg = dots_data(tmp_path / "dots")
     path = edited(tmp_path / "dots", tmp_path / "without", executed=None)
-    with pytest.raises(ConfigError, match=rf"^algorithm.cfg.demos: {path}: has no executed; use demonstrations"):
+    with pytest.raises(
+        ConfigError, match=rf"^algorithm.cfg.demos: {path}: the file has no executed; use demonstrations"
+    ):
         init_state(cfg.replace(**{"algorithm.cfg.demos": str(path)}))
     executed = read_tensors(tmp_path / "dots")["executed"]
     path = edited(tmp_path / "dots", tmp_path / "four", executed=with_value(executed, 4))
@@ -375,7 +377,7 @@ def test_executed_of_an_environment_that_repeats_actions_is_needed(tmp_path):
     run, state, batch = drawn(clone)
     assert rows_to_learn(run, policy_params(state), batch)["mask"].all()  # every action has a meaning
     path = edited(tmp_path / "pole", tmp_path / "without", executed=None)
-    with pytest.raises(ConfigError, match=rf"^algorithm.cfg.demos: {path}: has no executed"):
+    with pytest.raises(ConfigError, match=rf"^algorithm.cfg.demos: {path}: the file has no executed"):
         init_state(cloning(path, **keys))
 
 

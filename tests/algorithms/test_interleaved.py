@@ -328,8 +328,8 @@ def test_turns_without_a_replay_buffer_are_refused(kinds, monkeypatch):
     with pytest.raises(ConfigError) as error:
         next(train_iter(init_state(cfg), cfg))
     assert str(error.value) == (
-        "algorithm replay_td: the state lacks replay, a field of kind buffer; return one of "
-        "`new_replay` from `init`, and add REPLAY_KINDS to `kinds`"
+        "algorithm replay_td: the state lacks replay, a field of kind buffer; return the "
+        "result of `new_replay` as `replay` from `init`, and add REPLAY_KINDS to `kinds`"
     )
 
 
