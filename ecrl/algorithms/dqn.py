@@ -89,8 +89,10 @@ class DQNConfig(ReplayConfig):
     huber_delta: Positive = Field(
         default=1.0, description="error beyond which the loss grows linearly, in reward units"
     )
-    initial_epsilon: Fraction = Field(default=1.0, description="probability of a random action at the start")
-    final_epsilon: Fraction = Field(default=0.05, description="probability of a random action at the end")
+    initial_epsilon: Fraction = Field(default=1.0, description="probability of a random action at the start of the run")
+    final_epsilon: Fraction = Field(
+        default=0.05, description="probability of a random action after exploration_fraction of the run"
+    )
     exploration_fraction: Positive = Field(
         default=0.1, le=1.0, description="fraction of the run after which the probability has fallen to final_epsilon"
     )

@@ -126,7 +126,7 @@ class Interleaved:
         return collect_exploring(run, state)
 
     def with_executed(self, state: TensorDict) -> TensorDict:
-        """Return the state with a field `executed` of zeros in the steps of its replay buffer, if they lack this field.
+        """Return the state with the field `executed` in the steps of its replay buffer. A new field holds zeros.
 
         The loop calls this function for a new state if an action of the environment takes several steps.
         """
@@ -194,8 +194,8 @@ def interleaved(turn: Turn, steps: int = 1) -> Interleaved:
     has statistics of observations if the policy standardises them, and statistics of `reward_norm_init` if `init`
     returns them.
 
-    Raises: ValueError if `steps` is below 1. In the first iteration, ConfigError if the state lacks `replay`, or if the
-        numbers of steps of an iteration, a turn, a segment and the buffer do not fit together (see `check_replay`).
+    Raises: ValueError if `steps` is below 1. In the first iteration, ConfigError if the state lacks `replay`, or if
+        `check_replay` rejects the numbers of steps.
     """
     if steps < 1:
         raise ValueError(f"interleaved needs steps >= 1, got {steps}")

@@ -59,8 +59,10 @@ class PQNConfig(MinibatchConfig):
         default=0.65,
         description="weight of later steps in targets; 0 gives one-step targets, 1 gives Monte-Carlo targets",
     )
-    initial_epsilon: Fraction = Field(default=1.0, description="probability of a random action at the start")
-    final_epsilon: Fraction = Field(default=0.05, description="probability of a random action at the end")
+    initial_epsilon: Fraction = Field(default=1.0, description="probability of a random action at the start of the run")
+    final_epsilon: Fraction = Field(
+        default=0.05, description="probability of a random action after exploration_fraction of the run"
+    )
     exploration_fraction: Positive = Field(
         default=0.1, le=1.0, description="fraction of the run after which the probability has fallen to final_epsilon"
     )

@@ -44,8 +44,8 @@ class PriorityConfig(ConfigModel):
     """Hyperparameters of prioritised replay. They are stored in the state and may change during a run."""
 
     alpha: NonNegative = Field(default=0.6, description="exponent of the priority; 0 makes all priorities equal")
-    beta: Fraction = Field(default=0.4, description="strength of the importance weights at the start")
-    final_beta: Fraction = Field(default=1.0, description="strength of the importance weights at the end")
+    beta: Fraction = Field(default=0.4, description="exponent of the importance weights at the start of the run")
+    final_beta: Fraction = Field(default=1.0, description="exponent of the importance weights at the end of the run")
     eps: Positive = Field(default=1e-6, description="number added to each error, in reward units")
 
 
@@ -84,7 +84,7 @@ def add_priorities(run: Run, state: TensorDict, replay: Replay, sampling: Sampli
 
 
 def beta_of(state: TensorDict) -> Tensor:
-    """Return the strength of the importance weights, which changes linearly during the run.
+    """Return the exponent of the importance weights, which changes linearly during the run.
 
     beta + (final_beta - beta) * min(1, update_step / iterations)
     """

@@ -91,9 +91,9 @@ def _older(space: Space, num_envs: int, stack: int, device: torch.device) -> Any
 def with_frame_stack(policy: Policy, observation_space: Space, frames: int) -> Policy:
     """Return a policy whose networks see the latest `frames` observations of the episode, oldest first.
 
-    `policy` must be built for `stacked_space(observation_space, frames)`. The memory of the result has the fields
-    `frames`, the previous observations, `started`, a flag that an episode has started, and `memory`, the memory of
-    `policy`, if any. The first observation of an episode fills the whole stack.
+    `policy` must be built for `stacked_space(observation_space, frames)`. The memory of the result has up to three
+    fields. `frames` holds the previous observations. `started` is True after the first step of an episode. `memory` is
+    the memory of `policy`, if any. The first observation of an episode fills the whole stack.
 
     If the memory is empty, `act` expects stacks instead of single observations. Algorithms that learn from replay call
     `act` with an empty memory.

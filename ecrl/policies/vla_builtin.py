@@ -111,7 +111,7 @@ class BuiltinVLAConfig(VLAConfig):
 
 
 class _ImageTokens(nn.Module):
-    """Tokens of one image `[B, tokens, width]`, for conditions `[B, condition]`."""
+    """Network that returns the tokens `[B, tokens, width]` of an image, given conditions `[B, condition]`."""
 
     def __init__(self, space: Box, condition: int, cfg: BuiltinVLAConfig):
         super().__init__()
