@@ -3,7 +3,8 @@
 One TensorDict holds every value that changes during a run. A frozen config holds every setting that is fixed during a
 run. Every computation of a run is a module-level function.
 
-`import ecrl` imports neither torch nor any other package. The first use of a public name of ecrl imports the name.
+`import ecrl` imports neither torch nor any other package. ecrl imports the module of a public name when the name is
+first used.
 """
 
 import os

@@ -53,7 +53,7 @@ def world_size() -> int:
 def _short_errors() -> Iterator[None]:
     """Convert a communication error inside this context to a one-line UserError.
 
-    The function drops the traceback of the error, because its frames would keep the process group alive.
+    The function drops the traceback of the error, because the traceback's frames would keep the process group alive.
     """
     try:
         yield
@@ -111,7 +111,7 @@ def all_mean(x: T, *, weight: Tensor) -> T:
 
         sum_ranks(weight * x) / sum_ranks(weight)        0 if all weights are 0
 
-    On a rank with weight 0, the tensors may have NaN or infinity. A single message sends all tensors.
+    On a rank with weight 0, the tensors may contain NaN or infinity. A single message carries all tensors.
 
     Args:
         x: a tree of tensors: nested TensorDicts, tuples, lists and dicts.
@@ -150,7 +150,7 @@ def local_device(name: str, environ: Mapping[str, str] = os.environ) -> str:
 
     The function returns the GPU if there are several ranks, GPUs are available, and `name` is `cuda` or `auto`.
 
-    Raises: ConfigError if this machine has fewer GPUs than ranks. The error message lists the GPUs.
+    Raises: ConfigError if LOCAL_RANK is missing, or if this machine has fewer GPUs than ranks.
     """
     if world_size() == 1 or name not in ("cuda", "auto") or not torch.cuda.is_available():
         return name
@@ -164,10 +164,12 @@ def local_device(name: str, environ: Mapping[str, str] = os.environ) -> str:
 def start(distributed: bool, environ: Mapping[str, str] = os.environ) -> None:
     """Join the process group of the processes that torchrun started, if `distributed` is True.
 
-    Call `start` once, before any other function of this module. After each restart, the process group uses a new key
-    prefix in the store, so that ranks do not read messages of an earlier attempt.
+    If torchrun started only one process, connect to the key-value store without a process group. Call `start` once,
+    before any other function of this module. After each restart, the process group uses a new key prefix in the store,
+    so that ranks do not read messages of an earlier attempt.
 
-    Raises: ConfigError if an environment variable that torchrun sets is missing. The error message names the variable.
+    Raises: ConfigError if an environment variable of torchrun is missing or invalid, or if the store cannot be reached.
+        The error message names the variable.
     """
     global _ranks
     one_process = environ.get("WORLD_SIZE", "1") == "1"
@@ -223,7 +225,8 @@ def restarts(environ: Mapping[str, str] = os.environ) -> int:
 def value_of_rank_0(name: str, make: Callable[[], str]) -> str:
     """Call `make` on rank 0, and return the resulting text on every rank.
 
-    After a restart by torchrun, return the text that was stored first under `name`, without calling `make`.
+    If a text is already stored under `name`, for example after a restart by torchrun, return this text without calling
+    `make`. If torchrun did not start this process, nothing is stored.
     """
     if _ranks.store is None:
         return make()
@@ -234,7 +237,10 @@ def value_of_rank_0(name: str, make: Callable[[], str]) -> str:
 
 
 def set_flag(name: str) -> None:
-    """Set the flag `name`, which `has_flag` reports after the next restart by torchrun."""
+    """Set the flag `name`, so that `has_flag` returns True after the next restart by torchrun.
+
+    If torchrun did not start this process, the function does nothing.
+    """
     if _ranks.store is not None and not (store := PrefixStore("ecrl", _ranks.store)).check([name]):
         store.set(name, str(restarts()))
 

@@ -44,7 +44,7 @@ def check_room(need: int, device: "torch.device", label: str) -> None:
     """
     if need > (available := total_memory(device)):
         raise ConfigError(
-            f"{label} take at least {need / 1e9:,.0f} GB, {device} has {available / 1e9:,.0f}; make it smaller"
+            f"{label} take at least {need / 1e9:,.0f} GB, {device} has {available / 1e9:,.0f} GB; make it smaller"
         )
 
 

@@ -39,7 +39,7 @@ def _flatten(tree: Any, leaves: list[Tensor]) -> Hashable:
 
 
 def exact(value: Any) -> Hashable:
-    """Return a hashable key. Equal values of different types or signs have different keys.
+    """Return a hashable key of a value. Equal values of different types or signs have different keys.
 
     The key also distinguishes such values inside tuples and dataclasses.
 
@@ -156,14 +156,14 @@ def mapped(fn: Callable[..., Tensor], tree: Any, *others: Any, batch: _NewSize |
     flat = [flatten(other) for other in others]
     for _, other in flat:
         if other != structure:
-            raise ValueError(f"structures differ: {structure} and {other}")
+            raise ValueError(f"structures differ: {structure} and {other}; pass trees with equal keys and batch sizes")
     return unflatten(structure, map(fn, leaves, *(other for other, _ in flat)), batch)
 
 
 def combined(fn: Callable[..., Tensor], first: Any, *others: Any) -> Any:
-    """Apply `fn` to the matching tensors of trees with equal fields. The batch sizes of the trees may differ.
+    """Apply `fn` to the corresponding tensors of trees with the same keys. The batch sizes of the trees may differ.
 
-    The result has the batch sizes of `first`.
+    The result has the batch sizes of `first`. The function does not compare the keys of the trees.
 
     >>> one, two = TensorDict({"x": [1.0, 2.0]}, [2]), TensorDict({"x": [3.0, 4.0]}, [])
     >>> combined(lambda x, y: x + y, one, two).batch_size

@@ -1,4 +1,4 @@
-"""Register environments, experts, policies, algorithms, networks, events, MuJoCo terms and VLA backends under names.
+"""Register the components of runs under names, such as environments, policies, algorithms and networks.
 
 Each name maps to a config class and a function `make`. A decorator registers `make`, and reads the config class from
 the annotation of the first parameter:
@@ -97,7 +97,7 @@ _ENTRIES: dict[str, dict[str, Entry]] = {kind: {} for kind in _KINDS}
 _ADVICE: dict[str, dict[str, str]] = {kind: {} for kind in _KINDS}
 """For each kind, advice for names that other libraries have and ecrl does not have."""
 IMPORT_FIRST = "import its module first: import MODULE in Python, --import MODULE in a shell"
-"""Advice for a user whose own component is unknown."""
+"""Advice for a user whose own component is not registered yet."""
 _FIRST_NAMES = 3
 
 _FAILED_PLUGINS: list[str] = []  # error messages of plugins that failed to import
@@ -116,7 +116,7 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 
 
 def nearest(name: object, known: Iterable[str]) -> str | None:
-    """Return the known name that is most similar to `name` in any case, or None if no name is similar.
+    """Return the known name that is most similar to `name`, or None if no name is similar. Ignore upper and lower case.
 
     >>> nearest("PushCube", ["PushCubeRL", "pendulum"]), nearest("x", ["seed"])
     ('PushCubeRL', None)
@@ -140,7 +140,7 @@ def _with_name(make: Callable, name: str) -> Callable:
 def _sharing_functions(make: Callable) -> Callable:
     """Wrap a policy's `make` so that policies share functions if their configs differ only in `InitOnly` fields.
 
-    The policies share every function that a comparison of two policies considers.
+    The policies share every field that `==` compares. Each policy keeps its own fields with `compare=False`.
     """
     first: dict[Hashable, tuple[Any, Any]] = {}
 
@@ -257,8 +257,9 @@ def register_expert(name: str, *, override: bool = False) -> Callable[[Callable]
     """Return a decorator that registers the function `make` as the scripted expert of the environment `name`.
 
     The result of `make(cfg, env)` is a pure function `(state, keys) -> action`. `state` is the state `[*B]` of `env`,
-    and `keys` has one random key `[*B]` per action. The config has the expert's faults, such as noise or bias. If
-    `make` has three parameters, it also takes the settings of the environment. `ecrl.envs.make_expert` makes experts.
+    and `keys` has one random key `[*B]` per action. `cfg` sets the faults of the expert, such as its noise or its
+    bias. If `make` has three parameters, the third parameter takes the section `env.cfg`. `ecrl.envs.make_expert` makes
+    experts.
     """
     return _register("expert", name, override=override)
 
@@ -299,9 +300,7 @@ def _import_parts() -> None:
 def import_user_module(module: str) -> None:
     """Import the user's module that the option `--import` names. The module registers components.
 
-    A config cannot import modules.
-
-    Raises: UserError if the module does not exist. Errors inside the module are raised unchanged.
+    Raises: UserError if the name is empty or the module does not exist. Errors inside the module are raised unchanged.
     """
     try:
         import_module(module)
@@ -354,7 +353,7 @@ def add_advice(kind: str, advice: dict[str, str]) -> None:
 
 
 def advised(kind: str) -> dict[str, str]:
-    """Return a dictionary from unknown names to advice."""
+    """Return the advice for names that ecrl does not have, as a dict from name to advice."""
     registered(kind)
     return dict(_ADVICE[kind])
 

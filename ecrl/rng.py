@@ -161,7 +161,7 @@ def stream(key: Tensor, name: int, index: Tensor, step: Tensor | int) -> Tensor:
 
 def _interleaved(even: Tensor, odd: Tensor, n: int) -> Tensor:
     """Return the first n of the values `even[..., 0], odd[..., 0], even[..., 1], ...`, of shape `[*B, n]`."""
-    # For n = 1, the odd values are not computed.
+    # For n = 1, compiled code does not compute the odd values.
     return even if n == 1 else torch.stack((even, odd), -1).flatten(-2)[..., :n]
 
 
@@ -210,7 +210,8 @@ def _even_and_odd_uniform(key: Tensor, n: int, dtype: torch.dtype) -> tuple[Tens
     if dtype != torch.float32:
         both = uniform(key, (n, 2), dtype)
         return both[..., 0], both[..., 1]
-    pairs = _pairs(key, n)  # no tensor interleaves the values, because a compiler would not vectorise its loops
+    # Keep two tensors, because a compiler does not vectorise loops over interleaved values.
+    pairs = _pairs(key, n)
     return _as_float32(pairs & _WORD), _as_float32((pairs >> 32) & _WORD)
 
 
@@ -241,7 +242,8 @@ def gumbel(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.fl
     >>> bool(gumbel(key(0), (1000,)).isfinite().all())
     True
     """
-    half_step = 2.0**-25 if dtype != torch.float64 else 2.0**-54  # the minimum of u, which is always below 1
+    # The minimum of u. No maximum is needed, because u is always below 1.
+    half_step = 2.0**-25 if dtype != torch.float64 else 2.0**-54
     return -torch.log(-torch.log(uniform(key, shape, dtype).clamp(min=half_step)))
 
 
@@ -249,12 +251,11 @@ def randint(key: Tensor, shape: Sequence[int] = (), *, low: int | Tensor, high: 
     """Draw uniform int64 samples of shape `[*B, *shape]` from [low, high).
 
     The bounds `low` and `high` are Python or NumPy integers, or integer tensors that broadcast to `[*B, *shape]`. The
-    difference `high - low` must be between 1 and 2**31. The function does not check the values of tensors. A sample is
-    `low + (word * (high - low) >> 32)` for a random 32-bit word. The relative error of the probability of each value is
-    therefore below (high - low) / 2**32.
+    difference `high - low` must be between 1 and 2**31. A sample is `low + (word * (high - low) >> 32)` for a random
+    32-bit word. The relative error of the probability of each value is therefore below (high - low) / 2**32.
 
-    Raises: ValueError if a bound is not an integer, or if a Python or NumPy bound does not fit in int64. If both bounds
-        are Python or NumPy integers, also ValueError if `high - low` is out of range.
+    Raises: ValueError if a bound is not an integer, or if a Python or NumPy bound does not fit in int64. The range of
+        `high - low` is checked only if both bounds are Python or NumPy integers.
 
     >>> sorted(set(randint(key(0), (100,), low=-1, high=2).tolist()))
     [-1, 0, 1]

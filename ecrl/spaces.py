@@ -23,7 +23,8 @@ class Box:
     The bounds `low` and `high` have one entry per element of an array, in C order. States and rollouts store
     observations in the dtype of their space. Networks convert observations to float. Images have dtype uint8.
 
-    Raises: ValueError unless the dtype is a float, uint8 or a signed integer of up to 64 bits.
+    Raises: ValueError if the dtype is not float16, float32, float64, uint8 or a signed integer of up to 64 bits, or if
+        `frames` does not match the shape.
     """
 
     low: tuple[float, ...]
@@ -31,7 +32,7 @@ class Box:
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     frames: int = 1
-    """Number of frames in a stack, the size of the first axis of the shape; 1 for a space without stacks."""
+    """Number of frames in a stack, which is the size of the first axis of the shape; 1 for a space without stacks."""
     is_image: bool = field(init=False, compare=False)
     """True if the dtype is uint8, a frame has three axes in any order, and all bounds are 0 and 255.
 
@@ -49,7 +50,10 @@ class Box:
         object.__setattr__(self, "is_image", is_image)
 
     def __repr__(self) -> str:
-        """Return a Python expression that creates the space. Unless the dtype is float32, abbreviate equal bounds."""
+        """Return a Python expression that creates the space.
+
+        Equal bounds are abbreviated, unless the dtype is float32 or the space has stacks of frames.
+        """
         if self.frames > 1:
             bounds = f"low={self.low}, high={self.high}, shape={self.shape}"
             return f"Box({bounds}, dtype={self.dtype}, frames={self.frames})"

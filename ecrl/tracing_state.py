@@ -35,7 +35,7 @@ class Draws(NamedTuple):
     """Names of the operations of this thread that draw from torch's global random generators.
 
     Attributes:
-        traced: the operations that were traced into a graph.
+        traced: the operations that were traced into a graph, including draws from an explicit generator.
         run: the operations that ran eagerly.
     """
 
@@ -189,7 +189,7 @@ def is_transformed() -> bool:
 def in_nested_forward_mode() -> bool:
     """Return True if two forward-mode transforms of `torch.func` may be active.
 
-    There, torch computes wrong derivatives of an `autograd.Function` (pytorch issue 197867).
+    In this case, torch computes wrong derivatives of an `autograd.Function` (pytorch issue 197867).
 
     >>> in_nested_forward_mode()
     False
@@ -199,7 +199,9 @@ def in_nested_forward_mode() -> bool:
 
 
 def in_forward_mode(leaves: Iterable[Tensor]) -> bool:
-    """Return True if operations on `leaves` are being differentiated in forward mode.
+    """Return True if a level of forward-mode differentiation is open.
+
+    If torch does not report the open level, return True if any leaf has a tangent.
 
     >>> in_forward_mode([torch.ones(1)])
     False

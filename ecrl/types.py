@@ -23,8 +23,8 @@ Logs = dict[str, Tensor]
 ROLLOUT_FIELDS = {
     "obs": "[N, T+1, ...] observations, may be a TensorDict; obs[:, -1] is the observation after the last step",
     "action": "[N, T+1, ...] actions of the policy",
-    "sample_log_prob": "[N, T+1, ...] float, log-probability of the sampled action in nats; may have token axes, the "
-    "first of several for the steps of a chunk",
+    "sample_log_prob": "[N, T+1, ...] float, log-probability of the sampled action in nats; may have token axes; if "
+    "there are several, the first token axis is for the steps of a chunk",
     "token_mask": "[N, T+1, ...] bool, optional, of the shape of sample_log_prob, True for tokens that count",
     "value": "[N, T+1] float, value of obs[t]; value[:, -1] is not padding",
     "reward": "[N, T+1] float, in the units of the environment",
@@ -44,7 +44,8 @@ BATCH_FIELDS = {
 STATE_FIELDS = {
     "params": "policy parameters, nested under module names",
     "opt": "optimiser state",
-    "norm": "running moments of observations and rewards; fixed during an iteration, or a turn; may be empty",
+    "norm": "running moments of observations and rewards; fixed during an iteration, or a turn of "
+    "`Interleaved`; may be empty",
     "env": "states of the environments, with the last observation",
     "episode": "returns and lengths of the running episodes and of the last finished episodes",
     "frozen_params": "parameters of the policy that are not trained; absent for policies without them",
@@ -63,7 +64,7 @@ _PER_STEP_FIELDS = ("value", "reward", "terminated", "truncated", "done", "final
 
 
 class LogData(TypedDict):
-    """Record that the training loop yields: its kind, the number of environment steps so far, logs and the state.
+    """Record that the training loop yields: its `log_type`, the number of environment steps so far, logs and the state.
 
     If several ranks train, `files` maps the names of the other ranks' checkpoint files to their contents. Only records
     whose state may be saved have `files`. In the last record of a run that was stopped on request, `stopping` is True.
@@ -80,7 +81,7 @@ class LogData(TypedDict):
 
 
 def check_tensors(**named: Tensor) -> None:
-    """Raise TypeError unless all arguments are tensors. The message names the first argument that is none.
+    """Raise TypeError unless all arguments are tensors. The message names the first argument that is not a tensor.
 
     >>> check_tensors(reward=torch.zeros(2), value=0.5)
     Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""Define the commands that need no checkpoint, such as `ecrl check` and `ecrl plot`.
+"""Define the commands `check`, `check-env`, `compile`, `presets`, `schema`, `plot` and `bench`.
 
 Each command imports its modules only when the command runs, so `ecrl --help` is fast.
 """
@@ -48,9 +48,9 @@ def check(path: Annotated[str, tyro.conf.Positional], /, *, overrides: Overrides
 def check_env(
     env: Annotated[str, tyro.conf.Positional], /, num_steps: int = 256, seed: int = 0, *, overrides: Overrides = ()
 ) -> None:
-    """Run an environment with random actions, and print one line for each fault.
+    """Run an environment with random actions, and print one line for each fault or note.
 
-    You can set keys of env, as in --env.cfg.max_episode_steps 200.
+    The exit status is 1 if the environment has faults. You can set keys of env, as in --env.cfg.max_episode_steps 200.
 
     Args:
         env: name of an environment, such as cartpole or gymnasium:CartPole-v1, or a config with the environment. The

@@ -106,7 +106,7 @@ def evaluate(
     """Evaluate the newest checkpoint of a run with deterministic actions.
 
     You can set keys of env and trainer, as in --env.cfg.max_episode_steps 200. If the config has cameras for
-    evaluations, their videos are saved in videos/ in the run folder.
+    evaluations, their videos are saved in videos/ in the run folder. With --env, no videos are recorded.
 
     Args:
         run: run folder or checkpoint folder.
@@ -265,7 +265,7 @@ def _exit_status() -> int:
 
 
 _KEY = r"--[A-Za-z_-]+\."
-"""Start of an argument that is a key of the config."""
+"""Regular expression for the start of an argument that is a key of the config."""
 
 
 def _split_overrides(args: list[str]) -> tuple[list[str], tuple[str, ...]]:
@@ -286,7 +286,10 @@ def _split_overrides(args: list[str]) -> tuple[list[str], tuple[str, ...]]:
 
 
 def _check_options(args: list[str]) -> None:
-    """Raise UserError for the first option that is a key of the config without its section, such as --seed."""
+    """Raise UserError for the first option that names a key of the config without its section, such as --seed or --lr.
+
+    The message contains the complete option.
+    """
     command = _WITH_OVERRIDES.get(args[0]) if args else None
     if command is None:
         return

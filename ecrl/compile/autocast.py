@@ -1,7 +1,7 @@
 """Include the autocast state in the keys of compiled functions, and disable autocast while a graph runs.
 
-A traced graph already contains the casts that autocast inserted. The key of a compiled function therefore includes the
-autocast state, and autocast is disabled while the graph runs.
+A traced graph contains the casts that autocast inserted during the trace. The graph is therefore valid only for the
+autocast state of the trace, and needs no autocast when it runs.
 """
 
 from collections.abc import Hashable, Iterator

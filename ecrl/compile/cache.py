@@ -24,7 +24,7 @@ _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def sources_hash() -> str:
-    """Return a hash of this package's source files. A change in a source file may change the code from inductor."""
+    """Return a hash of the source files of `ecrl.compile`. A change in these files may change inductor's code."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 

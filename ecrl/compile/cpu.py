@@ -48,7 +48,7 @@ COMPILE_LOCK = RLock()  # only one thread may compile at a time, because all thr
 
 
 def _unexpected_aliases(tensors: Sequence[Tensor], storages: Sequence[int | None]) -> list[int]:
-    """Return the index of each tensor that shares memory with an earlier tensor but has a different graph storage."""
+    """Return the indices of tensors that share memory with an earlier tensor, but have another storage in the graph."""
     owner: dict[int, int | None] = {}
     addresses = [tensor.untyped_storage().data_ptr() for tensor in tensors]
     return [i for i, at in enumerate(addresses) if owner.setdefault(at, storages[i]) != storages[i] and at]

@@ -1,9 +1,9 @@
 """Let a compiled loop write a few entries of a large carry in place, instead of copying the carry in each iteration.
 
 A loop body that carries a sum tree returns `tree.index_put((node,), value)`. As a pure function, `index_put` copies the
-whole tree. This module moves all operations that read the old tree before the write, and replaces `index_put` by
-`index_put_`. The first carry is copied once, before the loop. If an operation needs both the old and the new tree, the
-loop body still copies the tree.
+whole tree. This module moves each operation that reads the old tree to a place before the write, and replaces
+`index_put` by `index_put_`. The first carry is copied once, before the loop. If an operation needs both the old and the
+new tree, the loop body still copies the tree.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ _WRITES = (torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default)
 
 
 class _WriteCarriesInPlace(CustomGraphPass):
-    """Pass of inductor that changes the bodies of the loops in a graph, as in the module docstring."""
+    """Pass of inductor that changes the bodies of the loops in a graph, as the module docstring describes."""
 
     def uuid(self) -> str:
         """Return an identifier for the key of inductor's cache."""
@@ -89,14 +89,14 @@ def _readers(carry: Node, writes: list[Node]) -> dict[Node, set[Node]]:
         while todo:
             for user in todo.pop().users.keys() - readers - {write}:
                 readers.add(user)
-                if storage_of(user) == storage_of(old):  # `node` is a view
+                if storage_of(user) == storage_of(old):  # `user` is a view
                     todo.append(user)
         readers_by_write[write] = readers
     return readers_by_write
 
 
 def _ordered(nodes: list[Node], earlier: dict[Node, set[Node]]) -> list[Node] | None:
-    """Sort nodes such that each follows its inputs and the nodes in `earlier`. Return None if no such order exists.
+    """Sort nodes such that each node follows its inputs and its nodes in `earlier`. If this is impossible, return None.
 
     The order of nodes changes as little as possible.
     """

@@ -15,7 +15,7 @@ from torch._inductor.codegen.cpp import CppVecOverrides
 # The tuples below contain the coefficients of the numerator and the denominator, starting with the highest power of
 # x**2. The ratios are minimax approximations of tanh for |x| <= 9 and of erf for |x| <= 4. For larger |x|, tanh and erf
 # are 1 or -1 in float32. The coefficients of tanh are from `ptanh_float` of Eigen (Eigen/src/Core/MathFunctionsImpl.h).
-# In contrast to Eigen, the last coefficients of numerator and denominator are equal, so that tanh(x) is x for small x.
+# Unlike in Eigen, the last coefficients of the numerator and the denominator are equal, so tanh(x) is x for small x.
 # The coefficients of erf are from EmitErfF32 of XLA (xla/service/elemental_ir_emitter.cc).
 _TANH = (
     (

@@ -130,7 +130,7 @@ def _compare_counter_directly(loop: str) -> str:
 
 
 def _free_handles_once(code: str) -> str:
-    """Add an owner to each temporary handle that is used more than once. It frees the handle at the end of its scope.
+    """Add an owner to each temporary handle with more than one use. The owner frees the handle when its scope ends.
 
     Inductor makes the handle of a view before a loop, and writes `RAIIAtenTensorHandle(handle)` in the condition and in
     the body of the loop. Each of these expressions frees the handle.
@@ -138,7 +138,7 @@ def _free_handles_once(code: str) -> str:
     for match in reversed([*_TEMPORARY.finditer(code)]):
         pad, name = match.groups()
         use, rest = f"RAIIAtenTensorHandle({name})", code[match.end() :]
-        here, again, other = rest.partition(f"AtenTensorHandle {name};\n")  # another function may have the same name
+        here, again, other = rest.partition(f"AtenTensorHandle {name};\n")  # another function may reuse the name
         if here.count(use) > 1:
             owner = f"{pad}RAIIAtenTensorHandle {name}_owner({name});\n"
             code = code[: match.end()] + owner + here.replace(use, f"{name}_owner") + again + other

@@ -1,4 +1,4 @@
-"""Make inductor generate C++ for Philox, the random function of `ecrl.rng`.
+"""Make inductor generate C++ for Philox, the random number generator of `ecrl.rng`.
 
 Inductor has no Philox function that takes a separate key for each element. In C++, a round of Philox takes a few
 operations on unsigned integers. In torch, a round of Philox takes about twenty operations on int64 tensors. A CPU with

@@ -47,11 +47,11 @@ def pointers(inputs: Sequence[Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def call(write: Callable[..., str], inputs: list[Any], shape: Sequence[Any], dtype: torch.dtype) -> Any:
-    """Return the result of a function, as a tensor of inductor.
+    """Add a call of a handwritten C++ function to the graph, and return the result as a tensor of inductor.
 
     Args:
-        write: `write(declare, inputs, result)` returns the code. `declare(names, result_name)` returns the declaration
-            of a function that takes pointers to the tensors of the dict `names`, and to the result.
+        write: `write(declare, inputs, result)` returns the C++ code. `declare(names, result_name)` returns the
+            declaration of a function that takes pointers to the tensors of the dict `names`, and to the result.
         inputs: tensors from `stored`.
         shape: shape of the result, which is contiguous.
         dtype: dtype of the result.

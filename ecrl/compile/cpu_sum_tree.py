@@ -69,7 +69,7 @@ extern "C" {kernel}
 
 
 def _code(text: str, declare: Callable[..., str], inputs: list[Any], result: Any) -> str:
-    """Fill in the declaration, the addresses and the sizes of a C++ function."""
+    """Fill in the declaration, the addresses and the sizes in the C++ template `text`."""
     size, count = inputs[0].get_size()[0], result.get_size()[0]
     buffers, addresses = pointers(inputs)
     numbers = {"count": count, "leaves": size // 2, "depth": int(size).bit_length() - 2}
@@ -106,7 +106,10 @@ for _operator, _text in ((torch.ops.ecrl.tree_find, _FIND), (torch.ops.ecrl.last
 
 
 def _is_in_cpu_graph(x: Tensor) -> bool:
-    """Return True if a graph for a CPU is being traced without transforms. The operators do not support transforms."""
+    """Return True if `x` is a non-empty CPU tensor in a graph that is being traced without transforms.
+
+    The operators do not support transforms.
+    """
     return in_graph() and x.device.type == "cpu" and x.numel() > 0 and not transforms()
 
 

@@ -37,7 +37,7 @@ def _pool(device: torch.device) -> Any:
 
 
 def cuda_graph(run: Run, inputs: list[Tensor]) -> tuple[Callable[[], None], Sequence[Tensor]]:
-    """Capture `run(*inputs)` as one CUDA graph.
+    """Capture `run(*inputs)` as one CUDA graph. Return the function that replays the graph, and the result tensors.
 
     A first call outside the capture compiles the function, because compilation synchronises with the GPU. During a
     capture, synchronisation is an error.

@@ -167,9 +167,9 @@ class Compilation(NamedTuple):
 class Jit:
     """Callable `jit(fn, *static)` that binds the static arguments of `fn`, and compiles `fn` at the first call.
 
-    If a compilation fails, an instance with `strict=True` raises ConfigError. Other instances warn and run the function
-    eagerly. Instances with equal `strict` are equal, and share compiled functions. Each instance records the
-    compilations that its own calls cause.
+    If a compilation fails, an instance with `strict=True` raises ConfigError, or the error of the user's own code.
+    Other instances warn and run the function eagerly. Instances with equal `strict` are equal, and share compiled
+    functions. Each instance records the compilations that its own calls cause.
     """
 
     strict: bool = False
@@ -455,9 +455,9 @@ def gpu_fault() -> str | None:
 def choose_form(mode: str, device: str) -> Form:
     """Choose the form (compiled or eager) of a run on `device` with `trainer.compile` set to `mode`.
 
-    With "off", a run is eager. With "on", a run is compiled, and raises ConfigError if a compilation fails. With
-    "auto", a run is compiled, but warns and continues eagerly if a compilation fails. The returned form has no recorded
-    compilations.
+    With "off", a run is eager. With "on", a run is compiled. If this machine cannot compile or a compilation fails, the
+    run raises ConfigError. With "auto", a run is compiled, but warns and runs eagerly in these cases. The returned form
+    has no recorded compilations.
     """
     form = _form_for(mode, device)
     return form if form.name == "eager" else form._replace(jit=Jit(mode == "on"))

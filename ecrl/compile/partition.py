@@ -32,7 +32,7 @@ def segmented(graph: GraphModule, compile: Compile) -> Run:
     """Return a function that runs the segments and loops of a graph in order.
 
     The first call compiles the segments, so a CUDA graph must not capture the first call. Each call frees a tensor as
-    soon as no other segment or loop reads the tensor.
+    soon as no later segment or loop reads the tensor.
     """
     pieces, nodes = _pieces(graph, compile), graph.graph.nodes
     inputs, out = graph.graph.find_nodes(op="placeholder"), _outputs(graph)
@@ -56,7 +56,10 @@ def _outputs(graph: GraphModule) -> list[Node]:
 
 
 def _constant(graph: GraphModule, node: Node, inputs: list[Node]) -> Any:
-    """Copy a constant to the device of the inputs once, so that calls need not copy the constant from the host."""
+    """Copy a constant to the device of the inputs once, so that calls need not copy the constant from the host.
+
+    For the body of a loop, return None.
+    """
     constant = getattr(graph, cast(str, node.target))
     return constant.detach().to(inputs[0].meta["val"].device) if isinstance(constant, Tensor) else None
 

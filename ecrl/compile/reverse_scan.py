@@ -32,7 +32,7 @@ def _(x: Tensor, decay: Tensor, cut: Tensor, last: Tensor) -> Tensor:
 def can_use_triton(x: Tensor, *others: Any) -> bool:
     """Return True if `x` is on a GPU, Triton is installed, no gradient is recorded and no transform is active.
 
-    The operator `ecrl::reverse_scan` supports neither derivatives nor vmap.
+    While `torch.compile` traces, return False. The operator `ecrl::reverse_scan` supports neither derivatives nor vmap.
 
     >>> can_use_triton(torch.ones(2))
     False
@@ -51,6 +51,7 @@ def as_bytes(mask: Tensor) -> Tensor:
     """Return a bool mask that a compiled graph loads as bytes. Loading bytes is 15 times as fast as loading bools.
 
     The mask is viewed as int16 and then as uint8, because inductor would convert the dtype in a direct view as uint8.
+    If the mask has no such view, or if inductor does not support the view, return the mask unchanged.
     """
     if not _INDUCTOR_VIEWS_BOOLS or not mask.is_contiguous() or mask.numel() % 2 or mask.storage_offset() % 2:
         return mask

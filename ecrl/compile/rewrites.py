@@ -71,7 +71,7 @@ def _replace_slice(node: Node, parts: list[Node], transposed: bool) -> None:
 
 
 def fuse_relu(graph: GraphModule) -> None:
-    """Replace `relu(a @ b + bias)` and the gradient of a relu with respect to `a @ b` by fused operations.
+    """Replace `relu(a @ b + bias)`, and the gradient of a relu whose incoming gradient is `a @ b`, by fused operations.
 
     A fused product writes its final result directly. Otherwise, separate loops would read and write the product again.
     """
@@ -117,7 +117,10 @@ def _product(node: Any, written: set[int | None]) -> Node | None:
 
 
 def _replace(node: Node, operation: Any, product: Node, other: Node, shape: list[int]) -> None:
-    """Replace a node by an operation on the factors of a product and another tensor. View the result in a shape."""
+    """Replace `node` by `operation` on the factors of `product` and on `other`, which is viewed in `shape`.
+
+    The result is viewed in the shape of `node`.
+    """
     graph, value = node.graph, node.meta["val"]
     with graph.inserting_before(node):
         third = graph.call_function(_aten.view.default, (other, shape))

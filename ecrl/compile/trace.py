@@ -39,7 +39,10 @@ from ecrl.tracing_state import tracing_graph
 
 
 def traced(fn: Callable[..., Any], structure: Hashable, leaves: list[Tensor]) -> tuple[GraphModule, Hashable]:
-    """Trace `fn` on tensors like `leaves`. Return a graph with these inputs, and the structure of its results."""
+    """Trace `fn` on tensors like `leaves`. Return a graph with these inputs, and the structure of its results.
+
+    Raises: ConfigError if `fn` is impure or reads the values of a tensor.
+    """
     output_structure: list[Hashable] = []
 
     def flat_fn(*inputs: Tensor) -> list[Tensor]:
@@ -77,7 +80,10 @@ WITH_BODIES = cond_op, scan_op
 """Operations whose arguments are graphs: a loop has a body, and a condition has two branches."""
 
 _STORE_LIMIT = 64
-"""The maximum size of a tensor that `_store_numbers` stores, and the minimum number of readers per stored element."""
+"""Maximum number of elements of a tensor that `_store_numbers` stores.
+
+An operation that reads such a tensor must have at least this number of elements for each stored element.
+"""
 _CONVERSION = "aten::_to_copy"
 """Name of the operation that converts dtypes. This pointwise operation lacks torch's tag `pointwise`."""
 

@@ -69,7 +69,7 @@ def _refuse_in_cpu_loop(func: Any, out: Any) -> None:
     if first.device.type == "cpu":
         raise ConfigError(
             f"trainer.compile: {user_line(traceback.extract_stack())} calls {func} in a loop over time, but torch "
-            "writes wrong C++ for it there; call it outside of the loop, or set trainer.compile to off"
+            "writes wrong C++ for this operator in a loop; call it outside of the loop, or set trainer.compile to off"
         )
 
 

@@ -28,7 +28,10 @@ _PYTHON = Path(traceback.__file__).parent
 
 
 def is_outside(frame: traceback.FrameSummary) -> bool:
-    """Return True if a stack frame is outside torch, tensordict, sympy, this package and Python's standard library."""
+    """Return True if a stack frame is outside torch, tensordict, sympy, Python's standard library and `ecrl.compile`.
+
+    Frames of `ecrl.kernels.scan_loop` do not count as outside either.
+    """
     path = Path(frame.filename)
     in_python = _PYTHON in path.parents and not {"site-packages", "dist-packages"} & {*path.parts}
     return not in_python and not _INSIDE & {path, *path.parents}

@@ -4,11 +4,11 @@
 - A flag without a meaning in ecrl is *inert*: ecrl removes the flag with a warning.
 - A flag whose meaning differs from every key of ecrl is a fault, because the run would have different results.
 
-Each fault and each warning ends with the place of the flag's row on the page on migration.
+Each fault and each warning ends with a reference to the flag's row in `docs/migration.md`.
 
-The sections of the flags are `trainer`, `logger`, `evaluator` and `saver`. The name `trainer.buffer_size` is ambiguous:
-    in ecrl, it is the number of steps per iteration, and in abcdRL, it is the capacity of the replay buffer. If the
-    algorithm has a replay buffer, a config with flags of the trainer must therefore not have `trainer.buffer_size`.
+The sections of the flags are `trainer`, `logger`, `evaluator` and `saver`. The name `trainer.buffer_size` is ambiguous.
+In ecrl, it is the number of steps per iteration. In abcdRL, it is the capacity of the replay buffer. If the algorithm
+has a replay buffer, a config with flags of the trainer must therefore not have `trainer.buffer_size`.
 """
 
 from collections.abc import Callable, Mapping
@@ -64,7 +64,7 @@ class Flag(NamedTuple):
 
 
 def _with_row(text: str, anchor: str) -> str:
-    """Add the place of a row, or of a section, of the page on migration to a message.
+    """Add a reference to a row or a section of `docs/migration.md` to a message.
 
     >>> _with_row("remove it", "trainer.tau")
     'remove it (see docs/migration.md#trainer.tau)'
@@ -73,7 +73,7 @@ def _with_row(text: str, anchor: str) -> str:
 
 
 def flag_fault(flag: str, text: str) -> Fault:
-    """Return a fault of a flag, whose message names the row of the flag."""
+    """Return a fault of a flag. The message ends with a reference to the flag's row in `docs/migration.md`."""
     return split_path(flag), _with_row(text, flag)
 
 
@@ -160,7 +160,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _alpha(value: Any, context: Context) -> Changes:
-    """Set the temperature of SAC or the exponent of priorities. In abcdRL, priorities are squared errors."""
+    """Set the temperature of SAC or the exponent of priorities. abcdRL's priorities are squared errors, so double it."""
     if context.algorithm == "dqn":
         return {f"{_CFG}prioritized.alpha": 2.0 * value if _is_number(value) else value}
     if context.algorithm == "sac" and _has_learnt_temperature(context):
@@ -201,7 +201,7 @@ def _num_minibatches(value: Any, context: Context) -> Changes:
 
 FLAGS = {
     "trainer.cuda": _choice("trainer.device", "auto", "cpu"),
-    "trainer.capture_video": _inert("boolean", "ecrl record films a run"),
+    "trainer.capture_video": _inert("boolean", "ecrl record makes videos of a run"),
     "trainer.env_id": Flag("string", _env_id),
     "trainer.gamma": _same("number", f"{_CFG}gamma"),
     "trainer.start_epsilon": _same("number", f"{_CFG}initial_epsilon"),

@@ -44,7 +44,7 @@ COUNT_KEYS = {
 """
 
 SKIP_KEY, GUARD_KEY = "algorithm.cfg.skip_nonfinite_updates", "trainer.finite_guard"
-"""EmbodiChain's key `SKIP_KEY` for apg, and ecrl's key `GUARD_KEY`. True becomes "skip", and false becomes "stop"."""
+"""EmbodiChain's key `SKIP_KEY` for apg, and ecrl's key `GUARD_KEY`. `true` becomes "skip", and `false` becomes "stop"."""
 
 VLA_KEY = "policy.vla_config"
 """EmbodiChain's section for a pretrained model. The model's path becomes `policy.vla.model_path`."""
@@ -190,7 +190,7 @@ def apply_overrides(raw: RawConfig, overrides: Mapping[str, Any]) -> RawConfig:
         try:
             data = set_path(_drop_invalidated(data, path, value), loc, value)
         except KeyError as error:
-            faults.append((loc, f"{error.args[0]!r} is not a section"))
+            faults.append((loc, f"{error.args[0]!r} is not a section; make it an object"))
     return RawConfig(data, origins, faults, raw.inert)
 
 
@@ -248,7 +248,7 @@ def convert_skip_flag(raw: RawConfig) -> RawConfig:
     if get_path(data, guard) is not MISSING:
         faults.append((skip, f"sets {GUARD_KEY!r}, which is also given; keep one"))
     elif not isinstance(value, bool):
-        faults.append((skip, f"expected true or false; {GUARD_KEY!r} has more choices"))
+        faults.append((skip, f"expected true or false, got {format_value(value)}; {GUARD_KEY!r} has more choices"))
     else:
         with suppress(KeyError):
             data, origins[guard] = set_path(data, guard, "skip" if value else "stop"), SKIP_KEY
@@ -298,7 +298,7 @@ def part_entry(kind: str, section: Any) -> Entry | None:
 
 
 def reject_unused_aliases(raw: RawConfig) -> RawConfig:
-    """Report trainer keys that were moved to the algorithm's settings, but that the chosen algorithm does not have."""
+    """Report and remove each trainer key that was moved to the algorithm's settings but is unknown to the algorithm."""
     entry, data, faults = part_entry("algorithm", raw.data.get("algorithm")), raw.data, list(raw.faults)
     for old, new in KEY_ALIASES.items():
         *_, key = loc = split_path(new)

@@ -55,7 +55,7 @@ class Found(NamedTuple):
     Attributes:
         config: the Config model. For an unknown name, the model of the most similar name, or None without such a name.
         faults: the fault of the name, or an empty list.
-        note: end of the messages for further faults of the section, which says whose Config model found them.
+        note: end of the messages for further faults of the section, which names the component of `config`.
     """
 
     config: type[BaseModel] | None
@@ -172,8 +172,8 @@ class TrainerConfig(ConfigModel):
     device: str = Field("cpu", description='"cpu", "cuda", "cuda:<index>" or "auto" (cuda if available)')
     compile: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="compile the rollout and the update; auto: only if compiling shortens the whole run and a C++ "
-        "compiler works",
+        description="compile the rollout and the update; auto: only if compiling shortens the whole run and this "
+        "machine can compile",
     )
     num_envs: Count = Field(64, description="number of environments in each process")
     iterations: Count = Field(250, description="training iterations; each collects a rollout and updates the policy")

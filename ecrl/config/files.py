@@ -149,7 +149,7 @@ def _parse_value(key: str, text: str) -> Any:
 
 
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
-"""Values as commands of abcdRL write them."""
+"""Map the words for true, false and null in abcdRL's commands to their values."""
 
 
 def _dotted_key(token: str) -> str:

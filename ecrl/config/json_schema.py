@@ -39,9 +39,9 @@ def _part_models(models: list[type[BaseModel]]) -> dict[type[BaseModel], str]:
 
 
 def _whole_parts(models: list[type[BaseModel]]) -> dict[type[BaseModel], tuple[str, str]]:
-    """Map each config model in the fields of `models` that a component's own model replaces to a kind and a key.
+    """Find each config model in the fields of `models` that is replaced by the config model of a component.
 
-    The section's value of the key is the name of the component.
+    The result maps each such model to the component's kind and to the key whose value names the component.
     """
     annotations = [field.annotation for model in models for field in model.model_fields.values()]
     fields = (section for annotation in annotations for section in sections_in(annotation))
@@ -116,7 +116,7 @@ def _add_translated_keys(trainer: dict[str, Any], env: dict[str, Any]) -> None:
 
 
 def _with_no_limit(limit: dict[str, Any]) -> dict[str, Any]:
-    """Also accept the time limit -1, which `ecrl.config.embodichain_releases` translates."""
+    """Return the schema of a time limit that may also be -1, which `ecrl.config.embodichain_releases` translates."""
     about = {key: limit[key] for key in ("description", "default", "title") if key in limit}
     return about | {"anyOf": [{key: value for key, value in limit.items() if key not in about}, {"const": -1}]}
 

@@ -26,7 +26,7 @@ KEYS = {
 """Map a name in another library to the dotted key of ecrl's config."""
 
 ABSENT = {
-    "physics_update_step": "an event does not step the physics; remove it, and place the objects at rest by init_pos",
+    "physics_update_step": "an event does not step the physics; remove this key, and place the objects at rest by init_pos",
     "recompute_inertia": "the inertia always follows from the mass; remove it",
     "min_mass": "the lower end of mass_range is the smallest mass; remove it",
     "attrs": "the robot's URDF or MJCF file defines its masses, frictions and gravity; remove it",
@@ -70,9 +70,9 @@ def suggestion(key: str, known: Iterable[str], in_algorithm: bool) -> str:
 
 
 def option_for(name: str) -> str | None:
-    """Complete an option whose name lacks the section: return the option that sets the key of the config.
+    """Return the complete option for an option that lacks the section of its key, or None for an unknown option.
 
-    Some options are flags of abcdRL, which need a section too.
+    The function also completes names from other libraries and flags of abcdRL.
 
     >>> option_for("--seed"), option_for("--lr"), option_for("--gamma"), option_for("--nothing")
     ('--trainer.seed', '--algorithm.cfg.learning_rate', '--algorithm.cfg.gamma', None)
