@@ -160,7 +160,10 @@ def _is_number(value: Any) -> bool:
 
 
 def _alpha(value: Any, context: Context) -> Changes:
-    """Set the temperature of SAC or the exponent of priorities. abcdRL's priorities are squared errors, so double it."""
+    """Set the temperature of SAC or the exponent of priorities.
+
+    The exponent is doubled, because abcdRL's priorities are squared errors.
+    """
     if context.algorithm == "dqn":
         return {f"{_CFG}prioritized.alpha": 2.0 * value if _is_number(value) else value}
     if context.algorithm == "sac" and _has_learnt_temperature(context):

@@ -44,7 +44,7 @@ COUNT_KEYS = {
 """
 
 SKIP_KEY, GUARD_KEY = "algorithm.cfg.skip_nonfinite_updates", "trainer.finite_guard"
-"""EmbodiChain's key `SKIP_KEY` for apg, and ecrl's key `GUARD_KEY`. `true` becomes "skip", and `false` becomes "stop"."""
+"""EmbodiChain's key for apg, and ecrl's key for the same setting. `true` becomes "skip", and `false` "stop"."""
 
 VLA_KEY = "policy.vla_config"
 """EmbodiChain's section for a pretrained model. The model's path becomes `policy.vla.model_path`."""
@@ -190,7 +190,7 @@ def apply_overrides(raw: RawConfig, overrides: Mapping[str, Any]) -> RawConfig:
         try:
             data = set_path(_drop_invalidated(data, path, value), loc, value)
         except KeyError as error:
-            faults.append((loc, f"{error.args[0]!r} is not a section; make it an object"))
+            faults.append((loc, f"{error.args[0]!r} is not a section; remove the keys after it"))
     return RawConfig(data, origins, faults, raw.inert)
 
 

@@ -26,7 +26,7 @@ KEYS = {
 """Map a name in another library to the dotted key of ecrl's config."""
 
 ABSENT = {
-    "physics_update_step": "an event does not step the physics; remove this key, and place the objects at rest by init_pos",
+    "physics_update_step": "an event does not step the physics; remove the key, and place objects at rest by init_pos",
     "recompute_inertia": "the inertia always follows from the mass; remove it",
     "min_mass": "the lower end of mass_range is the smallest mass; remove it",
     "attrs": "the robot's URDF or MJCF file defines its masses, frictions and gravity; remove it",

@@ -116,7 +116,7 @@ def _is_one_element(x: Any) -> bool:
 
 
 class ZerosWithoutMemory(TorchFunctionMode):
-    """Context that replaces each large tensor of zeros by a single zero, expanded to the shape of the tensor.
+    """Context that replaces each large new tensor of zeros or of empty memory by a single zero, expanded to its shape.
 
     Use this context to get the shapes and dtypes of a state without allocating its large buffers. Writing to an
     expanded zero has no effect, and copying an expanded zero returns the same tensor.
@@ -240,7 +240,10 @@ def committed(run: Run, borrowed: TensorDict, writes: TensorDict, after: TensorD
 
 
 def with_gap(run: Run, state: TensorDict) -> TensorDict:
-    """Mark the newest steps in the state's buffers: the next steps will not be their successors (see `Interleaved`)."""
+    """Return a state that marks the newest steps in its replay buffer, because the next steps will not follow them.
+
+    If the algorithm is not `Interleaved`, return the state unchanged.
+    """
     iterate = run.algorithm.iterate
     return iterate.after_gap(state) if isinstance(iterate, Interleaved) else state
 

@@ -57,7 +57,7 @@ def _env_and_policy(cfg: Config) -> tuple[Env, Policy]:
     except ConfigError as error:
         if cfg.env.action_chunk == 1 or str(env.action_space) not in str(error):
             raise
-        reason = f"env.action_chunk {cfg.env.action_chunk} lets an action be a chunk of so many actions"
+        reason = f"env.action_chunk {cfg.env.action_chunk} makes each action a chunk of this number of actions"
         raise ConfigError(f"{error} ({reason})") from None
 
 
@@ -165,7 +165,10 @@ def with_eval_events(run: Run, cfg: Config) -> Run:
 
 
 def with_training_wrappers(env: Env, cfg: Config, events: Literal["train", "eval"] | None) -> Env:
-    """Wrap an environment with auto-reset, the config's action clipping and, if `events` is not None, events."""
+    """Wrap an environment with auto-reset, the config's action clipping and the config's events for `events`.
+
+    If `events` is None, add no events. Camera events are never added.
+    """
     env = auto_reset(clip_action(env) if cfg.policy.clip_actions else env)
     if events is None:
         return env

@@ -34,7 +34,7 @@ _KEY = "trainer.init_from"
 _NOT_IN_NETWORKS = {"name", "action_dim", "action_horizon", "label_smoothing"}
 """Policy settings that do not change the actions: names, checks and the loss of imitation."""
 _OF_CRITICS = ("critic", "num_critics", "distribution", "num_atoms", "v_min", "v_max")
-"""Prefixes in the names of critic settings."""
+"""Prefixes of the names of critic settings."""
 _PARTS = {"params": "params", "norm": "norm/obs", "frozen_params": "frozen_params"}
 
 
@@ -92,7 +92,7 @@ def _warn_of_other_settings(folder: Path, own: PolicyConfig) -> None:
     if differing and rank() == 0:
         key = differing[0]
         text = f"{key} is {old.get(key, 'absent')}, but {new.get(key, 'absent')} in this config"
-        problem = "so that the policy may choose other actions; use the policy of the checkpoint"
+        problem = "so the policy may choose other actions; use the policy of the checkpoint"
         warnings.warn(f"{_KEY}: {folder}: {text}, {problem}", stacklevel=3)
 
 
@@ -129,7 +129,7 @@ def _read(path: Path) -> tuple[Path, dict[str, Tensor]]:
         if name.endswith(".safetensors") and not name.startswith("rank_"):
             if name != Path(name).name:
                 raise CheckpointError(
-                    f"{path}/manifest.json: names the file {name!r} of another folder; use another one"
+                    f"{path}/manifest.json: names the file {name!r} of another folder; use another checkpoint"
                 )
             if not is_file(folder / name) or sha256_of_file(folder / name) != checksum:
                 raise CheckpointError(f"{path}/{name}: missing or damaged; use another checkpoint")

@@ -224,9 +224,10 @@ def close(state: TensorDict, cfg: Config) -> None:
 
 
 def check_state(run: Run, state: TensorDict, cfg: Config) -> None:
-    """Raise ConfigError if the shape or dtype of a leaf does not match the config. Warn if hyperparameters differ.
+    """Raise ConfigError if the leaves, the device or the data set of a state do not match the config.
 
-    An iteration reads hyperparameters from `state["hyper"]`, so you can change hyperparameters during a run.
+    Raise UserError if a buffer of the state is out of date. Warn if hyperparameters have other values than in the
+    config. An iteration reads hyperparameters from `state["hyper"]`, so you can change hyperparameters during a run.
     """
     check_current(run, state)
     new = expected_state(run, cfg, state)

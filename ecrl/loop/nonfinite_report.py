@@ -86,7 +86,7 @@ def _nonfinite_steps(steps: TensorDict) -> dict[str, Tensor]:
 
 
 def first_in_steps(run: Run, state: TensorDict, steps: TensorDict) -> FirstNonfinite | None:
-    """Return the first value in unmasked steps that is not finite.
+    """Return the first value in unmasked steps that is not finite, or None if all values are finite.
 
     The values are ordered by step, then by field, then by environment.
 

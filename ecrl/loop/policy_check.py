@@ -173,7 +173,7 @@ def _params(policy: Policy, key: Tensor, obs: Any) -> tuple[TensorDict, TensorDi
 
 
 def _ends(key: Tensor, num_steps: int) -> Tensor:
-    """Draw the steps where episodes end, as bool `[N, T]`. No episode ends at step 0, 1 or 3."""
+    """Draw the steps where episodes end, as bool `[N, T]`. All episodes end at step 2, and none at step 0, 1 or 3."""
     done = rng.uniform(rng.split(key, _NUM_ENVS * num_steps)).reshape(_NUM_ENVS, num_steps) < 0.2
     done[:, :2], done[:, 2], done[:, 3] = False, True, False
     return done
@@ -219,8 +219,8 @@ def _explore(findings: list[str], notes: list[str], policy: Policy, record: _Rec
         _called(findings, "explore", policy.explore, record.params, first, out, _step(record.noise, 0))
     except KeyError as error:
         notes.append(
-            f"explore is not checked, because it raised {error!r:.80} for an exploration with the fields of "
-            "init_exploration; the algorithm makes the other fields"
+            f"explore is not checked, because it raised {error!r:.80} for an exploration state with the fields "
+            "of init_exploration; the algorithm adds the other fields"
         )
 
 

@@ -155,9 +155,9 @@ def snapshot(
 
 
 def conditions(run: Run, cfg: Config) -> dict[str, Any]:
-    """Return the conditions that affect the exact results of a run, such as torch, threads, mode and device.
+    """Return the conditions that affect the exact results of a run: torch version, threads, form and device.
 
-    Only runs on the CPU use ecrl's C++ functions.
+    On the CPU, the result also reports if ecrl's C++ functions are available.
     """
     device = device_of(cfg).type
     native = {"C++ functions": "used" if is_available() else "missing"} if device == "cpu" else {}
@@ -371,13 +371,16 @@ def _fill_structure(structure: TensorDict, tensors: dict[str, Tensor], path: Pat
     places, tensors = _paths(structure), _upgrade(tensors, structure)
     unmatched = sorted(places.keys() ^ tensors.keys())
     if unmatched:
-        raise CheckpointError(f"{path}: state and config disagree on {', '.join(unmatched)}")
+        raise CheckpointError(
+            f"{path}: state and config disagree on {', '.join(unmatched)}; load it with the code that saved it"
+        )
     filled = structure.copy()
     for name, place in places.items():
         saved, leaf = tensors[name], cast(Tensor, structure[place])
         if saved.shape != leaf.shape or saved.dtype != leaf.dtype:
             raise CheckpointError(
-                f"{path}: {name} is {saved.dtype} {list(saved.shape)}, expected {leaf.dtype} {list(leaf.shape)}"
+                f"{path}: {name} is {saved.dtype} {list(saved.shape)}, expected {leaf.dtype} {list(leaf.shape)}; load "
+                "it with the code that saved it"
             )
         filled[place] = saved.to(leaf.device)
     return filled.lock_()

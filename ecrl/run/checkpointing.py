@@ -48,7 +48,7 @@ class Saver(NamedTuple):
 
 
 def _write_and_prune(path: Path, saved: Snapshot, keep: int | None, remove_guarded: Callable[..., bool]) -> None:
-    """Write a checkpoint. If `keep` is not None, remove the oldest checkpoints, so that at most `keep` remain."""
+    """Write a checkpoint. If `keep` is not None, keep only the newest `keep` of the checkpoints up to its env steps."""
     write(path, saved)
     step = int(saved.tensors["sample_step"])
     up_to_step = [p for p in step_checkpoints(path.parents[1]) if int(p.name.removeprefix("step_")) <= step]

@@ -86,8 +86,9 @@ def record_demonstrations(
 
     Returns: a summary of the data set. The success rate is the share of successes among all recorded episodes. With
         `successes_only`, this includes episodes that are not part of the data set.
-    Raises: ConfigError if `path` exists, if the environment has no scripted expert, or if `successes_only` is set but
-        the environment reports no success. UserError if too few episodes succeed, or if an episode does not end.
+    Raises: ConfigError if an argument is invalid, if `path` exists, if the environment has no scripted expert, or if
+        `successes_only` is set but the environment reports no success. UserError if too few episodes succeed, or if an
+        episode does not end.
         CheckpointError if the file cannot be written.
     """
     path, run = Path(path), build(cfg)

@@ -181,8 +181,8 @@ def evaluate(
         length `eval/avg_length`, the success rate `eval/success_rate`, and each metric as `eval/metrics/<name>`. The
         success rate and the metrics are means over the episodes whose last step reports them. If a reward is NaN or
         infinite, the mean return is also NaN or infinite, because the finite guard does not check evaluations.
-    Raises: ConfigError if `env` is unknown or if its spaces differ from the run's spaces; UserError if an episode does
-        not end.
+    Raises: ConfigError if an argument is invalid, if both `env` and `videos` are given, or if the spaces of `env`
+        differ from the run's spaces; UserError if an episode does not end.
     """
     if env is not None and videos is not None:
         raise ConfigError(
@@ -239,7 +239,7 @@ def in_single_steps(run: Run, cfg: Config) -> Run:
 
 
 def check_spaces(trained: Env, env: Env, name: str) -> None:
-    """Raise ConfigError if the spaces of `env` differ from the spaces of `trained`.
+    """Raise ConfigError if the spaces of `env` differ from the spaces of `trained`. The bounds of Boxes may differ.
 
     The error message refers to `env` by `name`.
     """
@@ -248,7 +248,7 @@ def check_spaces(trained: Env, env: Env, name: str) -> None:
         are_boxes = isinstance(own, Box) and isinstance(other, Box)
         same = (own.shape, own.dtype) == (other.shape, other.dtype) if are_boxes else own == other
         if not same:
-            raise ConfigError(f"env: {name} has {field} {other}, but the policy was trained on {own}")
+            raise ConfigError(f"env: {name} has {field} {other}, but the policy was trained on {own}; use equal spaces")
 
 
 def eval_steps(
@@ -293,9 +293,9 @@ def eval_steps(
 
 
 def check_evaluation(run: Run, cfg: Config) -> None:
-    """Raise ConfigError if an evaluation event cannot work, or if `trainer.best_eval_metric` is never logged.
+    """Raise ConfigError if the evaluations of a run cannot work, or never log `trainer.best_eval_metric`.
 
-    `train` calls this function before the run starts.
+    Warn if the episodes have no time limit. `train` calls this function before the run starts.
 
     Args:
         run: run whose environment is the evaluation environment.

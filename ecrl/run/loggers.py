@@ -154,7 +154,7 @@ def make_appender(path: Path) -> Callable[[bytes], None]:
     """Return a function that appends one row to a file, completely or not at all.
 
     If a write fails, the run continues, and the next call tries again. Up to 1,000 unwritten rows are kept in memory
-    until the next call, and older rows are dropped.
+    until a write succeeds, and older rows are dropped.
     """
     guarded, pending = tolerate_errors(str(path)), deque(maxlen=_MAX_PENDING_ROWS)
 

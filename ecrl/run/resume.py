@@ -44,10 +44,10 @@ def resume(
     """Load the newest saved state and the config of a run, as arguments for `train(state, cfg, run_dir)`.
 
     A resumed run has exactly the same results as an uninterrupted run under the same conditions. The conditions are the
-    device, the torch version, the number of threads, and compiled or eager execution. A warning names each condition
-    that has changed. Rows that were logged after the checkpoint are removed from `metrics.jsonl`. If the newest
-    checkpoint is damaged, ecrl warns and uses the previous checkpoint. A run without a checkpoint starts from the
-    beginning.
+    device, the torch version, the number of threads, and compiled or eager execution. On the CPU, the use of ecrl's C++
+    functions is also a condition. A warning names each condition that has changed. Rows that were logged after the
+    checkpoint are removed from `metrics.jsonl`. If the newest checkpoint is damaged, ecrl warns and uses the previous
+    checkpoint. A run without a checkpoint starts from the beginning.
 
     Args:
         run_dir: run folder.

@@ -145,7 +145,7 @@ def train(
     """
     if callable(consumers):
         raise UserError(
-            f"consumers: {getattr(consumers, '__name__', consumers)} is a function, expected a list of them"
+            f"consumers: {getattr(consumers, '__name__', consumers)} is a function, expected a list of functions"
         )
     folder, history, last = None if run_dir is None else Path(run_dir), History(), [state]
     new = folder is not None and not claimed_before(folder) and not continues_run(folder, state, cfg)

@@ -136,7 +136,8 @@ def _finish_replacement(path: Path) -> None:
 def lock_folder(folder: Path) -> Iterator[None]:
     """Lock a folder for this process. Raise BlockingIOError if another process holds the lock.
 
-    The lock is released when the process ends, even if the process is killed. A process may lock the same folder twice.
+    The lock is released at the end of the block, or when the process ends, even if the process is killed. A process may
+    lock the same folder twice, but the end of the inner block then releases both locks.
     If the file system does not support locks, the folder is not locked.
     """
     with (folder / ".lock").open("w") as file:

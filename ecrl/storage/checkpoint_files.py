@@ -30,7 +30,10 @@ def json_bytes(data: Any) -> bytes:
 
 
 def read_manifest(path: str | Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint folder. Raise CheckpointError if the manifest's checksum does not match."""
+    """Return the manifest of a checkpoint folder.
+
+    Raises: CheckpointError if the manifest is missing, is damaged, or has another version of the format.
+    """
     path = complete_folder(Path(path))
     if not is_file(path / "manifest.json"):
         raise CheckpointError(f"{path}: not a checkpoint: it has no manifest.json")
@@ -45,7 +48,8 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}/manifest.json: damaged: its checksum does not match")
     if manifest["format"] != FORMAT:
         raise CheckpointError(
-            f"{path}: has format {manifest['format']}, but this version of ecrl reads format {FORMAT}"
+            f"{path}: has format {manifest['format']}, but this version of ecrl reads format {FORMAT}; use the version "
+            "of ecrl that saved it"
         )
     return manifest
 

@@ -63,5 +63,7 @@ def read_about(path: Path) -> tuple[dict[str, tuple[Any, tuple[int, ...]]], dict
             f"{path}: no demonstrations: it has no metadata {_KEY}; use a file of ecrl demo"
         ) from None
     if version != FORMAT:
-        raise CheckpointError(f"{path}: has format {version}, but this version of ecrl reads format {FORMAT}")
+        raise CheckpointError(
+            f"{path}: has format {version}, but this version of ecrl reads format {FORMAT}; record the data set again"
+        )
     return tensors, about

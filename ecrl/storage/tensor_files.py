@@ -134,7 +134,7 @@ def _read_tensor(file: Any, begin: int, dtype: str, shape: list[int], data_offse
     """Read a tensor. Its position is relative to `begin`."""
     (start, end), room = data_offsets, os.fstat(file.fileno()).st_size - begin
     if not 0 <= start <= end <= room or end - start != (size := math.prod(shape) * _DTYPES[dtype].itemsize):
-        raise ValueError(f"a tensor {dtype} {shape} is at {data_offsets}, of {room} bytes")
+        raise ValueError(f"a tensor {dtype} {shape} has the data_offsets {data_offsets}, in {room} bytes of tensors")
     x = torch.empty(shape, dtype=_DTYPES[dtype])
     file.seek(begin + start)
     if size and file.readinto(_bytes_of(x).numpy()) != size:

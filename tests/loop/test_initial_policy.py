@@ -146,7 +146,7 @@ def test_other_settings_of_the_policy_with_equal_tensors_are_named_in_one_line(c
     relu = {"type": "mlp", "network_cfg": {"hidden_sizes": [32], "activation": "relu"}}
     assert other_settings(folder, ACTOR | {"actor": relu}) == [
         f'trainer.init_from: {folder}/checkpoints/step_384: policy.actor.network_cfg.activation is "tanh", but "relu" '
-        "in this config, so that the policy may choose other actions; use the policy of the checkpoint"
+        "in this config, so the policy may choose other actions; use the policy of the checkpoint"
     ]
 
 

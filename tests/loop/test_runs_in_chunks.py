@@ -226,7 +226,7 @@ def test_vmapped_seeds_equal_single_ones(name):
 
 def test_algorithms_for_discrete_actions_refuse_chunks_of_them():
     cfg = agent("dqn", **{"env.action_chunk": 2})
-    reason = r"needs Discrete actions, got .*; use another policy \(env\.action_chunk 2 lets an action be a chunk of"
+    reason = r"needs Discrete actions, got .*; use another policy \(env\.action_chunk 2 makes each action a chunk of"
     with pytest.raises(ConfigError, match=f"^policy.name: q_network {reason}"):
         build(cfg)
     message = r"^env\.action_chunk: 2, but gymnasium keeps part of its state outside tensors, .*; leave it out, or use"

@@ -163,7 +163,7 @@ def test_a_wrong_consumer_is_refused_in_one_line(consumer, message):
 
 def test_a_function_in_place_of_the_list_is_refused():
     cfg = small()
-    with pytest.raises(UserError, match="consumers: each_twice is a function, expected a list of them"):
+    with pytest.raises(UserError, match="consumers: each_twice is a function, expected a list of functions"):
         ecrl.train(ecrl.init_state(cfg), cfg, progress=False, consumers=each_twice)
 
 
