@@ -32,7 +32,7 @@ demonstrations.
 """
 
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
-# Word 3 of the Philox counter. Each value belongs to one function, so two functions never return the same numbers.
+# Word 3 of the Philox counter. Each function has its own values, so two functions never return the same numbers.
 _DRAW, _SPLIT, _FOLD, _STREAM = range(4)
 _WORD = 0xFFFFFFFF
 

@@ -23,8 +23,8 @@ class Box:
     The bounds `low` and `high` have one entry per element of an array, in C order. States and rollouts store
     observations in the dtype of their space. Networks convert observations to float. Images have dtype uint8.
 
-    Raises: ValueError if the dtype is not float16, float32, float64, uint8 or a signed integer of up to 64 bits, or if
-        `frames` does not match the shape.
+    Raises: ValueError unless the dtype is float16, float32, float64, uint8 or a signed integer, and `frames` matches
+        the shape.
     """
 
     low: tuple[float, ...]

@@ -34,7 +34,7 @@ _MANY_ROWS = 32  # copying a transposed `b` is worthwhile if `a` has at least th
 _TALL = 64  # copying a strip of `b` is worthwhile if `a` has at least this number of rows
 _WIDE = 128  # copying a transposed `a` is worthwhile if `b` has at least this number of columns
 _COPIED_ROWS = 288  # the maximum number of rows of `a` that are copied at once
-_TERMS = 256  # a tile adds this number of terms before the next tile starts, so that its factors stay in the cache
+_TERMS = 256  # a tile adds this number of terms before the next tile starts, so that the factors stay in the cache
 _PARALLEL = 2**18  # several threads are worthwhile for at least this number of multiplications
 _CPP = """
 #include <torch/csrc/inductor/cpp_prefix.h>
@@ -164,7 +164,7 @@ def has_vector_instructions() -> bool:
     """Return True if inductor supports this CPU's vector instructions, which the C++ of this module needs."""
     faster = (
         skip_redundant_codegen() if torch.__version__ >= "2.13" else nullcontext()
-    )  # older versions cannot compile loops
+    )  # older versions of torch cannot compile loops
     with config.patch({"cpp.vec_isa_ok": True}), faster:  # testing each instruction set takes seconds
         return bool(pick_vec_isa())
 
@@ -223,7 +223,8 @@ def bmm(a: Tensor, b: Tensor) -> Tensor:
     """Return `a @ b` for batches of matrices. If torch computes the product as fast, return NotImplemented.
 
     If only `a` is a transposed view, the result is also a transposed view. The gradient of a batch of weights
-    `[B, out, in]` is such a product. Autograd transposes this gradient again, so it has the layout of the weights.
+    `[B, out, in]` is such a product. Autograd transposes this product again, so the gradient has the layout of the
+    weights.
     """
     m, n = a.shape[1], b.shape[2]
     _check_dtypes(a, b)

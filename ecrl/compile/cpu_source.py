@@ -11,7 +11,7 @@ from torch._inductor.select_algorithm import PartialRender
 from torch._inductor.utils import Placeholder, parallel_num_threads
 
 NAME = str(Placeholder.KERNEL_NAME)
-"""Placeholder for the name of the function in its code, until inductor has chosen the name."""
+"""Placeholder for the name of the function in the C++ code, until inductor has chosen the name."""
 
 
 def register(operator: Any, lower: Callable[..., Any]) -> None:

@@ -38,7 +38,7 @@ def stack_only_parts(graph: GraphModule) -> None:
 
 
 def _readers(tensor: Node, transposed: bool) -> Iterator[tuple[Node, bool]]:
-    """Return the operations that read a tensor, other than `t`, each with a flag that it reads the transpose."""
+    """Yield each operation other than `t` that reads a tensor, and True if the operation reads the transpose."""
     for user in tensor.users:
         if user.target is _aten.t.default:
             yield from _readers(user, not transposed)

@@ -240,7 +240,7 @@ def committed(run: Run, borrowed: TensorDict, writes: TensorDict, after: TensorD
 
 
 def with_gap(run: Run, state: TensorDict) -> TensorDict:
-    """Return a state that marks the newest steps in its replay buffer, because the next steps will not follow them.
+    """Return a state that marks the newest steps in its replay buffer, because the next steps do not continue them.
 
     If the algorithm is not `Interleaved`, return the state unchanged.
     """

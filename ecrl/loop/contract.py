@@ -158,7 +158,7 @@ def _check_writes(label: str, run: Run, borrowed: TensorDict, writes: Any) -> No
 
 
 def _check_parts(label: str, name: str, run: Run, buffer: TensorDict, parts: Any) -> None:
-    """Raise ConfigError unless the writes of a buffer are valid. They may cover only some of its parts."""
+    """Raise ConfigError unless the writes of a buffer are valid. The writes may omit parts of the buffer."""
     kinds, tree = run.algorithm.kinds, "a TensorDict with the rows and the index of each part"
     if not isinstance(parts, TensorDictBase):
         raise ConfigError(f"{label} returns the writes of {name} as {described(parts)}, expected {tree}; return one")

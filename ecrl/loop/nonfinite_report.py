@@ -250,8 +250,8 @@ def _searching_scan(run: Run, findings: list[Finding]) -> Callable[..., Any]:
 
     The scan looks for a step after which a loss, a gradient norm or a parameter is not finite. In this step, the scan
     searches the logs and the new parameters. The scan ignores a log that was not finite in an earlier step. In a loop
-    other than `minibatch_sgd`, the scan also ignores a log without an earlier value, because such a log may be NaN in a
-    run without an error. Losses and gradient norms are never ignored for this reason. If a loop is differentiated, the
+    other than `minibatch_sgd`, the scan also ignores a log without an earlier value. Such a log may be NaN in a run
+    without an error. Losses and gradient norms are never ignored for this reason. If a loop is differentiated, the
     scan searches the gradients of the loop. The scan continues after the first finding, because the other ranks
     continue, too.
     """

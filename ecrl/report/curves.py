@@ -23,7 +23,7 @@ from ecrl.registry import did_you_mean
 DEFAULT_METRICS = ("eval/success_rate", "eval/avg_reward", "charts/episode_reward_avg_100")
 """By default, ecrl plots the first of these metrics that all runs and result files have."""
 _METRICS_BY_COLUMN = {"return": ("eval/avg_reward", "charts/episode_reward_avg_100"), "success": ("eval/success_rate",)}
-_IGNORED_KEYS = {"trainer": ("seed", "eval_seed", "exp_name", "wandb_project_name")}  # seeds may differ in these keys
+_IGNORED_KEYS = {"trainer": ("seed", "eval_seed", "exp_name", "wandb_project_name")}  # may differ within a group
 _DEFAULT_NAME = TrainerConfig.model_fields["exp_name"].default
 _EXPECTED_FILES = "expected a run folder, or a .json or .csv file with results of another library"
 _EXPECTED_ROWS = "expected steps, seconds and return or success"
@@ -196,7 +196,7 @@ def metrics(source: Source) -> set[str]:
 
 
 def choose_metric(sources: Sequence[Source]) -> str:
-    """Return the first of `DEFAULT_METRICS` that all sources have. Raise UserError if they share none of them."""
+    """Return the first of `DEFAULT_METRICS` that all sources have. Raise UserError if the sources share none."""
     shared = set.intersection(*map(metrics, sources))
     for name in DEFAULT_METRICS:
         if name in shared:

@@ -15,12 +15,12 @@ from ecrl.run.evaluation import with_evaluation
 def compile_ahead(cfg: Config) -> list[Compilation]:
     """Compile every function that a run with this config calls. The compiled code is stored on disk.
 
-    A later run with the same config, on a CPU of the same type and with the same number of threads, loads the code
-    instead of compiling. The seed, the hyperparameters in `state["hyper"]` and the number of iterations may differ.
+    A later run with the same config loads the code instead of compiling. The type of the CPU and the number of threads
+    must be the same. The seed, the hyperparameters in `state["hyper"]` and the number of iterations may differ.
 
-    The function trains until each phase of the algorithm has had an iteration, evaluates the policy if the config asks
-    for evaluations, and discards the results. An algorithm with a replay buffer therefore first fills the buffer with
-    `learning_starts` steps.
+    The function trains until each phase of the algorithm has had an iteration, and discards the results. An algorithm
+    with a replay buffer therefore first fills the buffer with `learning_starts` steps. If `trainer.enable_eval` is
+    true, the function also evaluates the policy.
 
     Returns: one record per compilation.
     Raises: ConfigError if the run is eager, if it has several processes, or if a function cannot be compiled.

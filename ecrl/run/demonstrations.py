@@ -245,7 +245,7 @@ def _steps(
 def _episodes(run: Run, actor: Actor, cfg: Config, seed: int, num_envs: int) -> Iterator[TensorDict]:
     """Yield the episodes 0, 1, 2, ... on the CPU, each a TensorDict of its steps `[T]`.
 
-    The environments run `num_envs` episodes at a time. The next `num_envs` episodes begin when all of them have ended.
+    The environments run `num_envs` episodes at a time. The next episodes begin when all of these episodes have ended.
     """
     key = rng.fold_in(rng.key(seed, device_of(cfg)), rng.DEMO)
     bounds = run.env.action_space if cfg.policy.clip_actions else None

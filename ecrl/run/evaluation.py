@@ -177,10 +177,11 @@ def evaluate(
         videos: folder for the videos of the cameras under `trainer.events.eval`; if None, no videos are recorded.
             Recording does not change the results.
 
-    Returns: a dict with the mean return `eval/avg_reward`, its standard deviation `eval/std_reward`, the mean episode
-        length `eval/avg_length`, the success rate `eval/success_rate`, and each metric as `eval/metrics/<name>`. The
-        success rate and the metrics are means over the episodes whose last step reports them. If a reward is NaN or
-        infinite, the mean return is also NaN or infinite, because the finite guard does not check evaluations.
+    Returns: a dict with the mean return `eval/avg_reward`, the standard deviation of the returns `eval/std_reward`, the
+        mean episode length `eval/avg_length`, the success rate `eval/success_rate`, and each metric as
+        `eval/metrics/<name>`. The success rate and the metrics are means over the episodes whose last step reports
+        them. If a reward is NaN or infinite, the mean return is also NaN or infinite, because the finite guard does not
+        check evaluations.
     Raises: ConfigError if an argument is invalid, if both `env` and `videos` are given, or if the spaces of `env`
         differ from the run's spaces; UserError if an episode does not end.
     """

@@ -24,9 +24,9 @@ def with_own_consumer(records: Iterator[LogData], consumer: Consumer) -> Iterato
         records: records of the run.
         consumer: generator function that takes `records` and yields every record again.
 
-    Raises: UserError if `consumer` returns no iterator, takes the next record before it has yielded the last one,
-        yields a record twice, yields something other than a record, yields a log that is not a 0-d tensor, or ends a
-        run of several processes early.
+    Raises: UserError if `consumer` returns no iterator, takes the next record before it has yielded the last one, or
+        yields a record twice. UserError also if `consumer` yields something other than a record, yields a log that is
+        not a 0-d tensor, or ends a run of several processes early.
 
     >>> def first_two(records):
     ...     for _, record in zip(range(2), records):
