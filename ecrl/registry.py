@@ -328,6 +328,8 @@ def registered(kind: str) -> tuple[str, ...]:
 
     The kinds are env, policy, algorithm, network, event, action, observation, reward, expert, vla_backend and robot.
 
+    Raises: ValueError for any other kind.
+
     >>> "cartpole" in registered("env")
     True
     """

@@ -130,7 +130,10 @@ def evaluate(
 
 
 def _changed_config(cfg: "Config", run: str, changes: dict[str, Any]) -> "Config":
-    """Return a run's config with overrides for keys of env and trainer. The overrides may not change the spaces."""
+    """Return a run's config with overrides for keys of env and trainer.
+
+    Raises: UserError for other keys, for trainer.device, and if the overrides change the spaces.
+    """
     from ecrl.config import config_from_dict
     from ecrl.config.abcdrl import FLAGS
     from ecrl.envs import make_env

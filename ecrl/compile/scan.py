@@ -37,6 +37,8 @@ def graph_scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *const
     """Run a scan as a single loop operation of the graph that is being traced.
 
     If no graph is being traced, or if the loop has a single iteration, run `ecrl.kernels.scan` itself.
+
+    Raises: ConfigError if the scan is differentiated in forward mode.
     """
     (carry_leaves, c), (x_leaves, x), (constant_leaves, k) = map(flatten, (carry, xs, constants))
     mode, length = get_proxy_mode(), length_of(x_leaves)

@@ -122,7 +122,7 @@ def _whole_steps(value: int, num_envs: int) -> int:
 
 
 def _target_network_frequency(value: Any, context: Context) -> Changes:
-    """Set the period of the target network in environment steps."""
+    """Set the period of the target network in environment steps. Raise Refused if the algorithm has no such period."""
     if not (_is_count(value) and _is_count(context.num_envs)) or "target_update_freq" in context.keys:
         rounded = _whole_steps(value, context.num_envs) if _is_count(value) and _is_count(context.num_envs) else value
         return {f"{_CFG}target_update_freq": rounded}
@@ -135,7 +135,10 @@ def _target_network_frequency(value: Any, context: Context) -> Changes:
 
 
 def _policy_frequency(value: Any, context: Context) -> Changes:
-    """Set the period of the actor in gradient steps. abcdRL counts environment steps."""
+    """Set the period of the actor in gradient steps. abcdRL counts environment steps.
+
+    Raises: Refused if the algorithm or the config has no equivalent period.
+    """
     if not (_is_count(value) and _is_count(context.num_envs)):
         return {f"{_CFG}policy_delay": value}
     period = _whole_steps(value, context.num_envs)
@@ -183,7 +186,7 @@ def _q_lr(value: Any, context: Context) -> Changes:
 
 
 def _in_action_units(name: str) -> Flag:
-    """Return a flag for noise in units of the actions. These units depend on the environment."""
+    """Return a flag for noise in units of the actions. The environment sets the units, so ecrl refuses it."""
 
     def convert(value: Any, context: Context) -> Changes:
         if name not in context.keys:

@@ -272,7 +272,10 @@ def env_label(name: object, settings: Any) -> str:
 
 
 def _gymnasium(section: dict, key: str) -> dict:
-    """Split the name `"gymnasium:<id>"` in `section[key]` into the name "gymnasium" and the setting `cfg.id`."""
+    """Split the name `"gymnasium:<id>"` in `section[key]` into the name "gymnasium" and the setting `cfg.id`.
+
+    Return any other section unchanged. Raise ValidationError if the section also has `cfg.id`.
+    """
     name, settings = section.get(key), section.get("cfg", {})
     if not isinstance(name, str) or not name.startswith("gymnasium:") or not isinstance(settings, dict):
         return section

@@ -53,7 +53,10 @@ for _kind, _pattern, _start_chars in (
 
 
 def _build_mapping(loader: _YamlLoader, node: yaml.MappingNode) -> ObjectPairs:
-    """Build a mapping and record its duplicate keys. A key may override a key that `<<` merges."""
+    """Build a mapping and record its duplicate keys. A key may override a key that `<<` merges.
+
+    Raises: ConstructorError if a key is a list or an object.
+    """
     try:
         own = [(loader.construct_object(k, deep=True), None) for k, _ in node.value if not k.tag.endswith(":merge")]
         duplicates = ObjectPairs(own).repeated
@@ -138,7 +141,7 @@ def read(path: Path) -> Any:
 
 
 def _parse_value(key: str, text: str) -> Any:
-    """Parse `text` as JSON, or return `text` itself if it is not valid JSON."""
+    """Parse `text` as JSON, or return `text` itself if it is not valid JSON. Raise ConfigError for a duplicate key."""
     try:
         value = json.loads(text, object_pairs_hook=ObjectPairs)
     except (RecursionError, ValueError):

@@ -250,7 +250,10 @@ class ConfigModel(BaseModel):
         return validate_section(type(self), self._with_changes(changes), "replace")
 
     def _with_changes(self, changes: dict[str, Any]) -> dict[str, Any]:
-        """Return the config as a dict with the changes, before validation."""
+        """Return the config as a dict with the changes, before validation.
+
+        Raises: ConfigError if two changes set the same key under two names.
+        """
         keys: dict[Loc, str] = {}
         for key in changes:
             first, *rest = key.split(".")

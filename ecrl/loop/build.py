@@ -108,7 +108,10 @@ def form_in_use(run: Run) -> str:
 
 
 def planned_form(cfg: Config, policy: Policy, algorithm: Algorithm, static: Static) -> Form:
-    """Choose the form (compiled or eager) of a run with this policy and algorithm, and explain the choice."""
+    """Choose the form (compiled or eager) of a run with this policy and algorithm, and explain the choice.
+
+    If the run cannot be compiled and `trainer.compile` is "on", raise ConfigError. If `trainer.tf32` has no effect, warn.
+    """
     device, mode = device_of(cfg).type, cfg.trainer.compile
     if not policy.compiles:
         reason = f"policy {cfg.policy.name} draws its own random numbers, which cannot be compiled"
@@ -185,7 +188,10 @@ def static_of(cfg: Config, policy: Policy) -> Static:
 
 
 def _row_steps(cfg: Config, policy: Policy) -> int:
-    """Return the number of consecutive steps in each entry of a minibatch."""
+    """Return the number of consecutive steps in each entry of a minibatch.
+
+    Raises: ConfigError if `segment_length` does not fit the policy, the algorithm or `trainer.buffer_size`.
+    """
     own, steps, key = cfg.algorithm.cfg, cfg.trainer.buffer_size, "algorithm.cfg.segment_length"
     length = own.segment_length if isinstance(own, MinibatchConfig) else None
     whole = isinstance(own, MinibatchConfig) and own.needs_episodes

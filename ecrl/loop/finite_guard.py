@@ -109,6 +109,8 @@ def undo_update(nonfinite: Tensor, start: TensorDict, state: TensorDict, kinds: 
         start: the state before the iteration.
         state: the state after the iteration.
         kinds: the kind of each leaf of the state.
+
+    Raises: ValueError if the structures of `start` and `state` differ.
     """
     skipped, no_reward = nonfinite.any(), nonfinite[KINDS.index("reward")]
     (new, structure), (old, structure_before) = flatten(state), flatten(start)

@@ -144,7 +144,10 @@ def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _with_parts(folder: Path, params: TensorDict, saved: Mapping[str, Tensor]) -> TensorDict:
-    """Replace the parts of `params` that the checkpoint also has."""
+    """Replace the parts of `params` that the checkpoint also has. Warn about parts that exist only on one side.
+
+    Raises: ConfigError if there is no common part, or if the tensors of a part differ.
+    """
     own, others = {str(name) for name in params.keys()}, {name.split("/")[0] for name in saved}  # noqa: SIM118
     if not own & others:
         raise ConfigError(

@@ -169,6 +169,8 @@ def expected_state(run: Run, cfg: Config, state: TensorDict) -> TensorDict:
 
     If the environments step in Python, the new state contains the environments of `state`, so the function opens no
     environments.
+
+    Raises: ConfigError if `state` lacks the environments of the config.
     """
     if not run.env.is_pure and "token" not in state["env"]:
         raise ConfigError(f"state: it has no environments of {cfg.env.label}; use the config of its run")
@@ -341,7 +343,10 @@ def _statistics(norm_update: Callable[..., TensorDict], norm: TensorDict, steps:
 def _iteration(
     run: Run, guard: str, start: TensorDict, borrowed: Borrowed
 ) -> tuple[TensorDict, TensorDict, dict[str, Logs], Tensor | None]:
-    """Run one iteration. Return the state, the new buffer entries, the logs, and the finite guard's flags or None."""
+    """Run one iteration. Return the state, the new buffer entries, the logs, and the finite guard's flags or None.
+
+    If `guard` is "stop" and the environments step in Python, raise NotFiniteError for NaN or infinity.
+    """
     stops_here = (
         guard == "stop" and not run.env.is_pure
     )  # the error report cannot repeat the steps of environments in Python
@@ -378,7 +383,10 @@ def _iteration(
 def _iteration_of_leaves(
     run: Run, guard: str, structure: Hashable, leaves: list[Tensor], borrowed: Borrowed
 ) -> tuple[list[Tensor], TensorDict, TensorDict, dict[str, Logs], Tensor | None]:
-    """Run `_iteration` on a state given as a list of tensors. Also return copies of the new state and the logs."""
+    """Run `_iteration` on a state given as a list of tensors. Also return copies of the new state and the logs.
+
+    Raises: ValueError if the iteration changes the names or batch sizes of the state's fields.
+    """
     state, writes, logs, nonfinite = _iteration(run, guard, unflatten(structure, leaves), borrowed)
     after, structure_after = flatten(state)
     if structure_after != structure:
@@ -394,6 +402,8 @@ def phase_of(run: Run, state: TensorDict) -> Hashable:
     Only environment steps that were added to the replay buffer count. A run that resumes without its buffer therefore
     fills the buffer before it learns. The same applies if the finite guard skipped the first iterations. If the state
     has several seeds, all seeds wait for the seed with the fewest steps.
+
+    Raises: ConfigError if the seeds are in different phases.
     """
     phase, steps = run.algorithm.phase, state["sample_step"]
     if phase is None:
@@ -537,7 +547,8 @@ def train_iter(state: TensorDict, cfg: Config, watch: Watch = unwatched) -> Iter
 def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
     """Yield the records of `train_iter` for a run and a state that have already been checked.
 
-    The iterations write to the buffers of `state` in place. The caller must own these buffers.
+    The iterations write to the buffers of `state` in place. The caller must own these buffers. After the first two
+    iterations of a phase, each compilation causes a warning.
     """
     state, guard = with_iterations_of(cfg, reopened(run, state)), cfg.trainer.finite_guard
     size, step, end = steps_per_iteration(cfg), int(decisions(state)), total_steps(cfg, run.static.world_size)

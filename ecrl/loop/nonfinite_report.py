@@ -310,7 +310,7 @@ def _can_repeat(run: Run) -> bool:
 
 
 def _in_results(run: Run, start: TensorDict, collected: Collected) -> FirstNonfinite | None:
-    """Return the first value that is not finite in the results of an iteration, without repeating the iteration.
+    """Return the first value that is not finite in the results of an iteration, or None. Do not repeat the iteration.
 
     The function checks the steps, then the losses and the gradient norms in the logs, then the parameters.
     """

@@ -128,7 +128,10 @@ def _read_json(path: Path) -> Any:
 
 
 def _read_metrics(path: Path) -> Iterator[Row]:
-    """Yield the rows of a metrics file. Skip an incomplete last row, because a run may still be writing it."""
+    """Yield the rows of a metrics file. Skip an incomplete last row, because a run may still be writing it.
+
+    Raises: UserError if any other row is not valid.
+    """
     lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines[:-1], 1):
         try:

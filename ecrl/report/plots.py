@@ -139,6 +139,8 @@ def figure(groups: Sequence[Sequence[Curve]], metric: str, threshold: float | No
 def output_files(out: Path) -> list[Path]:
     """Return the paths of a picture: `out`, or a .png and a .svg file if `out` has no suffix.
 
+    Raises: UserError for any other suffix.
+
     >>> [str(path) for path in output_files(Path("a/curves"))], [str(path) for path in output_files(Path("curves.svg"))]
     (['a/curves.png', 'a/curves.svg'], ['curves.svg'])
     """
@@ -150,7 +152,10 @@ def output_files(out: Path) -> list[Path]:
 
 
 def write(picture: Any, out: Path) -> list[Path]:
-    """Write a figure to each path in `output_files(out)`. Equal figures give byte-identical files."""
+    """Write a figure to each path in `output_files(out)`. Equal figures give byte-identical files.
+
+    Raises: UserError if a file cannot be written.
+    """
     import matplotlib
 
     written = output_files(out)

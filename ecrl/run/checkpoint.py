@@ -81,7 +81,10 @@ class FrozenLeaves:
 
 
 def _frozen_leaves(leaves: dict[str, Tensor], previous: FrozenLeaves | None) -> FrozenLeaves | None:
-    """Return the frozen leaves. If the tensors are unchanged, return `previous`, which caches their checksum."""
+    """Return the frozen leaves, or None if there are none. If the tensors are unchanged, return `previous`.
+
+    `previous` caches the checksum of the frozen leaves.
+    """
     if not leaves:
         return None
     versions = [version_of(x) for x in leaves.values()]
@@ -222,7 +225,10 @@ def save(
 
 
 def write(path: str | Path, saved: Snapshot) -> None:
-    """Write a snapshot to the folder `path`, as `save` does."""
+    """Write a snapshot to the folder `path`, as `save` does.
+
+    Raises: CheckpointError as in `save`, or if a later iteration has overwritten a buffer of the snapshot.
+    """
     path = Path(path)
     if path.exists() and not (path.is_dir() and _may_be_replaced(path)):
         raise CheckpointError(f"{path}: exists and is not a checkpoint; choose another name")
@@ -400,7 +406,7 @@ def load(path: str | Path, device: str | None = None) -> tuple[TensorDict, Confi
 
 
 def load_run(path: str | Path, device: str | None = None) -> tuple[Run, TensorDict, Config]:
-    """Load a checkpoint, build the run that its config describes, and return the run, the state and the config."""
+    """Load a checkpoint as `load` does. Return the run that its config describes, the state and the config."""
     path = complete_folder(Path(path))
     remade = verify(path)
     for _, line in remade.values():
@@ -457,6 +463,8 @@ def latest(run: str | Path) -> Path:
 
     The newest checkpoint is the checkpoint with the most env steps. `latest` verifies all checksums of a checkpoint. If
     a checkpoint is damaged, `latest` warns with the name of the damaged file and tries the next older checkpoint.
+
+    Raises: CheckpointError if there is no checkpoint, or if all checkpoints are damaged.
     """
     run = Path(run)
     if is_file(run / "manifest.json"):

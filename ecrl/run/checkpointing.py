@@ -116,7 +116,7 @@ def with_checkpoints(
 
     Only the newest `trainer.keep_checkpoints` checkpoints are kept. If a signal or an error ends the run, the state of
     the last train record is also saved. If an iteration has already overwritten a buffer of this state, the newest
-    state is saved instead.
+    state is saved instead. If the newest state cannot be saved either, the function warns.
 
     Args:
         records: records of the run; the function yields each record again.

@@ -152,7 +152,10 @@ def _no_tensors() -> TensorDict:
 
 
 def _expert_of(run: Run, cfg: Config, settings: Mapping[str, Any], sample: bool) -> Actor:
-    """Return the environment's scripted expert as an actor. The expert plans all actions of a chunk at once."""
+    """Return the environment's scripted expert as an actor. The expert plans all actions of a chunk at once.
+
+    Raises: ConfigError if `sample` is True, because experts do not sample.
+    """
     if sample:
         raise ConfigError("sample: only a trained policy samples its actions; leave it out, or pass a run")
     expert, chunk = make_expert(cfg.env, settings), cfg.env.action_chunk
@@ -175,7 +178,7 @@ def _act_as_expert(
 
 
 def _policy_of(run: Run, state: TensorDict, num_envs: int, settings: Mapping[str, Any] | None, sample: bool) -> Actor:
-    """Return the policy of a state as an actor."""
+    """Return the policy of a state as an actor. Raise ConfigError if `settings` has settings of an expert."""
     if settings:
         raise ConfigError(f"expert.{next(iter(settings))}: a trained policy has no such settings; leave it out")
     params = policy_params(state)
@@ -246,6 +249,8 @@ def _episodes(run: Run, actor: Actor, cfg: Config, seed: int, num_envs: int) -> 
     """Yield the episodes 0, 1, 2, ... on the CPU, each a TensorDict of its steps `[T]`.
 
     The environments run `num_envs` episodes at a time. The next episodes begin when all of these episodes have ended.
+
+    Raises: UserError if an episode does not end.
     """
     key = rng.fold_in(rng.key(seed, device_of(cfg)), rng.DEMO)
     bounds = run.env.action_space if cfg.policy.clip_actions else None

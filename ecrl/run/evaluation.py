@@ -128,7 +128,10 @@ def _outcomes(env_state: TensorDict) -> dict[str, Tensor]:
 
 
 def _first_episodes(steps: Iterator[list[tuple]], num_envs: int, quota: int) -> list[tuple[float, ...]]:
-    """Return a tuple (return, length, *outcomes) for each of the first `quota` episodes of every environment."""
+    """Return a tuple (return, length, *outcomes) for each of the first `quota` episodes of every environment.
+
+    Raises: UserError if an episode does not end.
+    """
     running, episodes = [(0.0, 0)] * num_envs, [[] for _ in range(num_envs)]
     for row in steps:
         for i, (reward, done, counts, *outcomes) in enumerate(row):

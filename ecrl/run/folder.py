@@ -48,7 +48,10 @@ def replace_rows(metrics: Path, rows: Iterable[bytes]) -> None:
 
 @contextmanager
 def lock_run_folder(folder: Path | None) -> Iterator[None]:
-    """Keep other processes from training in a run folder. Only rank 0 takes the lock, because only rank 0 writes."""
+    """Keep other processes from training in a run folder. Only rank 0 takes the lock, because only rank 0 writes.
+
+    Raises: ConfigError if another process holds the lock.
+    """
     with ExitStack() as stack:
         try:
             if folder is not None and rank() == 0 and folder.is_dir():

@@ -121,7 +121,7 @@ def train(
     profile: bool = False,
     consumers: Sequence[Consumer] = (),
 ) -> tuple[TensorDict, History]:
-    """Train until the run has completed `trainer.iterations` iterations.
+    """Train until the run has completed `trainer.iterations` iterations. If nothing is left to train, warn.
 
     Args:
         state: state from `init_state`, from `load`, or from a record that `train_iter` yielded.
@@ -178,6 +178,8 @@ def train_run(
     own: Sequence[Consumer] = (),
 ) -> TensorDict:
     """Check the config, claim the folder, run the loop with its consumers, and return the last state.
+
+    If a signal ends the run early, print the number of env steps.
 
     Args:
         run: run built from `cfg`.

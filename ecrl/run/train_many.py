@@ -196,7 +196,7 @@ class _Unfinished:
 
 
 def _combinations(seeds: Sequence[int], sweep: Mapping[str, Sequence[Any]]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the name and the settings of each run."""
+    """Return the name and the settings of each run. Raise ConfigError if the seeds or the sweep are not valid."""
     given = [*seeds] if isinstance(seeds, Iterable) and not isinstance(seeds, str) else []
     if not given or not all(isinstance(seed, int) for seed in given) or len({*given}) < len(given):
         raise ConfigError(f"seeds: {given or seeds!r}; expected one or more different integers")
@@ -230,7 +230,10 @@ def _label(value: Any) -> str:
 
 
 def _start(name: str, values: dict[str, Any], cfg: Config, parent: Path | None, stack: ExitStack) -> _Unfinished:
-    """Return a run at its first state, or at the last state that its folder holds. `stack` keeps the folder locked."""
+    """Return a run at its first state, or at the last state that its folder holds. `stack` keeps the folder locked.
+
+    Raises: ConfigError if the folder holds a run with another config, or if its name is too long.
+    """
     folder = None if parent is None else parent / name
     if folder is not None and (size := len(name.encode())) > _MAX_NAME_BYTES:
         limit = f"{size} bytes; the name of a folder has at most {_MAX_NAME_BYTES}"
@@ -308,7 +311,10 @@ def _signature(member: _Unfinished) -> tuple[Any, ...]:
 
 
 def _train_alone(member: _Unfinished, progress: bool) -> bool:
-    """Train one run to its end, and close its environments. Return False if a signal ended it early."""
+    """Train one run to its end, and close its environments. Return False if a signal ended it early.
+
+    If the run stops at NaN or infinity, or if its last state cannot be saved, warn.
+    """
     state = with_own_buffers(member.state, kinds_of(member.run))
     new = member.folder is not None and not (member.folder / "config.json").exists()
     try:
@@ -392,6 +398,7 @@ def _closing(member: _Unfinished, stream: Iterator[LogData]) -> Iterator[None]:
 def _rounds(group: Sequence[_Unfinished], streams: Sequence[Iterator[LogData]]) -> Iterator[LogData]:
     """Take one record from each run in turn. Yield a record with the means of the logs of each type.
 
+    If the last state of a run cannot be saved, warn.
     If only some runs are evaluated after an iteration, the other runs wait. The records of an iteration that a run has
     not taken yet stay in memory, so no run may lag behind.
     """

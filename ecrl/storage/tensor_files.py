@@ -117,7 +117,10 @@ def read_tensors(path: Path, fields: Collection[str] | None = None) -> dict[str,
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[Any, int, dict[str, Any], dict[str, str]]]:
-    """Open a safetensors file. Yield the file, the position of its first tensor, the header and the metadata."""
+    """Open a safetensors file. Yield the file, the position of its first tensor, the header and the metadata.
+
+    Raises: CheckpointError if the file cannot be read, or is damaged.
+    """
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -131,7 +134,10 @@ def _opened(path: Path) -> Iterator[tuple[Any, int, dict[str, Any], dict[str, st
 
 
 def _read_tensor(file: Any, begin: int, dtype: str, shape: list[int], data_offsets: list[int]) -> Tensor:
-    """Read a tensor. Its position is relative to `begin`."""
+    """Read a tensor. Its `data_offsets` are relative to `begin`.
+
+    Raises: ValueError if the data of the tensor does not fit its shape or the file.
+    """
     (start, end), room = data_offsets, os.fstat(file.fileno()).st_size - begin
     if not 0 <= start <= end <= room or end - start != (size := math.prod(shape) * _DTYPES[dtype].itemsize):
         raise ValueError(f"a tensor {dtype} {shape} has the data_offsets {data_offsets}, in {room} bytes of tensors")
