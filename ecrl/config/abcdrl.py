@@ -186,7 +186,7 @@ def _q_lr(value: Any, context: Context) -> Changes:
 
 
 def _in_action_units(name: str) -> Flag:
-    """Return a flag for noise in units of the actions. The environment sets the units, so ecrl refuses it."""
+    """Return a flag for noise in units of the actions. The environment sets the units, so ecrl refuses the flag."""
 
     def convert(value: Any, context: Context) -> Changes:
         if name not in context.keys:
