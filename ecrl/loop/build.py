@@ -110,7 +110,7 @@ def form_in_use(run: Run) -> str:
 def planned_form(cfg: Config, policy: Policy, algorithm: Algorithm, static: Static) -> Form:
     """Choose the form (compiled or eager) of a run with this policy and algorithm, and explain the choice.
 
-    If the run cannot be compiled and `trainer.compile` is "on", raise ConfigError. Warn if `trainer.tf32` has no effect.
+    Raise ConfigError if the run cannot be compiled and `trainer.compile` is "on". Warn if `trainer.tf32` has no effect.
     """
     device, mode = device_of(cfg).type, cfg.trainer.compile
     if not policy.compiles:
