@@ -67,8 +67,8 @@ class LogData(TypedDict):
     """Record that the training loop yields: its `log_type`, the number of environment steps so far, logs and the state.
 
     If several ranks train, `files` maps the names of the other ranks' checkpoint files to their contents. Only records
-    whose state may be saved have `files`. In the last record of a run that was stopped on request, `stopping` is True.
-    If the environment reports `executed`, `taken` is the number of environment steps in the iteration.
+    whose state may be saved have `files`. If a signal ends a run of several ranks, `stopping` is True in the last
+    record. If the environment reports `executed`, `taken` is the number of environment steps in the iteration.
     """
 
     log_type: Literal["collect", "train", "evaluate"]

@@ -62,7 +62,7 @@ def test_observations_at_time_limits_count(gigabyte):
 
 
 def test_environments(gigabyte):
-    with pytest.raises(ConfigError, match=r"^trainer.num_envs: 70,000,000 environments take at least 1 GB, cpu has 1 GB;"):
+    with pytest.raises(ConfigError, match=r"^trainer.num_envs: 70,000,000 environments take at least 1 GB, .* 1 GB;"):
         init_state(_cfg(num_envs=70_000_000))
     many = _cfg(enable_eval=True, num_eval_envs=10**9, num_eval_episodes=70_000_000)
     with pytest.raises(ConfigError, match=r"^trainer.num_eval_envs: 70,000,000 environments take at least 1 GB"):

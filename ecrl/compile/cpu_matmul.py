@@ -220,8 +220,9 @@ def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float =
 
 
 def bmm(a: Tensor, b: Tensor) -> Tensor:
-    """Return `a @ b` for batches of matrices. If torch computes the product as fast, return NotImplemented.
+    """Return `a @ b` for batches of matrices, or NotImplemented so that torch computes the product.
 
+    The function only handles float32 matrices that torch would multiply more slowly.
     If only `a` is a transposed view, the result is also a transposed view. The gradient of a batch of weights
     `[B, out, in]` is such a product. Autograd transposes this product again, so the gradient has the layout of the
     weights.

@@ -43,7 +43,7 @@ def user_frames(frames: Sequence[traceback.FrameSummary]) -> list[traceback.Fram
 
 
 def user_line(frames: Sequence[traceback.FrameSummary]) -> str:
-    """Describe the last line of the user's code in a traceback. Without a line of the user, describe the last line."""
+    """Describe the last line of the user's code in a traceback. If no line is the user's, describe the last line."""
     last = (user_frames(frames) or frames)[-1]
     return f"{last.filename}:{last.lineno}, in {last.name},"
 

@@ -82,7 +82,10 @@ def timed(times: Times, name: str, fn: Callable[..., Any]) -> Callable[..., Any]
 
 
 def timed_records(times: Times, name: str, records: Iterator[LogData]) -> Iterator[LogData]:
-    """Measure the time until each record arrives as the phase `name`, without the time of inner `timed_records`."""
+    """Yield the records, and time the wait for each record as the phase `name`.
+
+    The time does not include the waits of inner `timed_records`.
+    """
     with ending(records):
         iterator = iter(records)
         while True:
