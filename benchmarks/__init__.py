@@ -1,4 +1,4 @@
-"""Speed benchmarks: in every subject, pairs of contestants take turns on the same pinned cores.
+"""Speed benchmarks: in most subjects, contestants take turns on the same pinned cores.
 
 Each contestant runs in its own process (`worker`), and `pairs` lets them take turns. A subject is a file with `rows`.
 `__main__` runs the subjects and writes a table, a JSON file and a plot of each. The results are ratios, because other

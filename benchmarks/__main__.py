@@ -34,7 +34,7 @@ NEEDED = ("rlax", "rejax", "gymnax", "torchrl", "stable_baselines3", "mujoco", "
 
 
 def check(only: tuple[str, ...]) -> None:
-    """Raise UserError of one line if the benchmarks cannot run here."""
+    """Raise a one-line UserError if a subject is unknown, a package is missing or the system is not Linux."""
     unknown = [name for name in only if name not in SUBJECTS]
     if unknown:
         raise UserError(f"--only {unknown[0]}: no such subject; known: {', '.join(SUBJECTS)}")
@@ -50,11 +50,11 @@ def run(quick: bool = False, only: tuple[str, ...] = (), out: Path = ROOT / "ben
     """Measure ecrl side by side with other libraries, on this machine.
 
     Args:
-        quick: fewer and shorter rounds, and only the first three subjects.
-        only: subjects to run; all if absent.
+        quick: fewer and shorter rounds. Without `only`, run only end_to_end, solved and kernels.
+        only: subjects to run; all if absent, or the three quick ones.
         out: folder for the JSON files and pictures.
 
-    Returns: True if everything ran.
+    Returns: True if no row has an error.
     """
     check(only)
     cores, succeeded = available(), True
@@ -71,7 +71,7 @@ def run(quick: bool = False, only: tuple[str, ...] = (), out: Path = ROOT / "ben
 
 
 def main() -> None:
-    """Run the command line. The exit status is 1 if a subject failed, 2 for an error that the user can fix."""
+    """Run the command line. The exit status is 1 if a row has an error, and 2 for an error that the user can fix."""
     try:
         succeeded = tyro.cli(run, prog="python -m benchmarks", config=(tyro.conf.FlagCreatePairsOff,))
     except UserError as error:

@@ -20,7 +20,7 @@ def seconds_per_call(call: Call, times: int) -> float:
 def time_alternating(calls: Mapping[str, Call], rounds: int, seconds: float) -> dict[str, list[float]]:
     """Return the seconds per call of each function, one number per round.
 
-    A turn takes about `seconds`, and at least one call.
+    A turn takes about `seconds`, and has at least one call.
 
     >>> {name: len(values) for name, values in time_alternating({"a": list, "b": dict}, 3, 1e-5).items()}
     {'a': 3, 'b': 3}
@@ -34,7 +34,9 @@ def time_alternating(calls: Mapping[str, Call], rounds: int, seconds: float) -> 
 
 
 def ratio(ecrl: list[float], other: list[float]) -> dict[str, float]:
-    """Return the other's seconds divided by ecrl's, as median and spread over the rounds; above 1, ecrl is faster.
+    """Return the seconds `other` divided by the seconds `ecrl`, as median and range over the rounds.
+
+    Above 1, ecrl is faster.
 
     >>> ratio([1.0, 2.0, 1.0], [2.0, 2.0, 3.0])
     {'ratio': 2.0, 'ratio_min': 1.0, 'ratio_max': 3.0}

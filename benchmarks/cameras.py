@@ -1,4 +1,4 @@
-"""Frames per second of the cameras that MuJoCo tasks observe: fast images against images of full quality, 64 x 64.
+"""Frames per second of cameras as observations of MuJoCo tasks: fast 64 x 64 images against images of full quality.
 
 The contestants draw the same 64 states of a task in each turn, as a step of 64 environments does. A third contestant
 steps the task with a fast camera in its observation, with random actions, so its episodes end at different times.
@@ -17,7 +17,7 @@ MUST, AIM = 1500.0, 2500.0
 
 
 def frames(task: str, quality: str) -> Callable[[], int]:
-    """Return work units that draw one image of each environment."""
+    """Return a function that draws one image of each environment, and returns the number of images."""
     from ecrl import rng
     from ecrl.envs import make_env
     from ecrl.envs.mujoco.camera import CameraConfig
@@ -36,7 +36,7 @@ def frames(task: str, quality: str) -> Callable[[], int]:
 
 
 def steps(task: str) -> Callable[[], int]:
-    """Return work units of one step of all environments, with a fast camera in the observation."""
+    """Return a function that steps all environments once, with a fast camera in the observation."""
     import torch
 
     from ecrl import rng
@@ -94,7 +94,7 @@ def result_row(task: str, cores: int, fast: Result, full: Result, env: Result) -
 
 
 def figure(rows: list[dict[str, Any]]) -> Any:
-    """Plot bars of both qualities for each task and number of cores."""
+    """Plot the frames per second of both qualities for each task and number of cores."""
     from matplotlib.figure import Figure
 
     measured = [row for row in rows if "times_full" in row]

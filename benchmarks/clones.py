@@ -1,6 +1,7 @@
 """`python -m benchmarks.clones --task TASK`: how far reinforcement learning improves a clone of demonstrations.
 
-For each seed, a scripted expert records demonstrations, and `bc` clones them. Each other arm continues from the clone.
+For each seed, a scripted expert records demonstrations, and the arm `clone` learns from them with `bc`. Each other arm
+continues from the clone.
 Each run has a process of its own, one core, and an empty compile cache. A finished run is a file,
 `results/runs/<task>/<arm>/<seed>.json`, and is not measured again.
 """
@@ -120,8 +121,9 @@ def _settings(arm: Arm) -> Row:
 def learn(task: str, arm: str, seed: int, started: float) -> Row:
     """Train one arm. `clone` first records the demonstrations, and saves its run for the other arms.
 
-    Returns: the success rate, the success rate with swapped instructions if the task has goals, and the seconds from
-        `started` to the end of training. The seconds include imports and compiling.
+    Returns: the success rate, the success rate with swapped instructions if the task has goals, the success rate of the
+        demonstrations if the arm is `clone`, and the seconds from `started` to the end of training. The seconds include
+        imports and compiling.
     """
     from ecrl import evaluate, init_state, record_demonstrations, train
 
@@ -180,7 +182,7 @@ def measure(task: str, arm: str, seed: int, core: int, out: Path) -> None:
 
 
 def table(task: str, out: Path = OUT) -> str:
-    """Return a line per arm, with the success rates of its seeds in order and the median minutes."""
+    """Return a Markdown table with a row per arm: the success rates of its seeds in order, and the median minutes."""
     rates = {"success": "success of each seed"}
     if TASKS[task].has_goals:
         rates["swapped"] = "with swapped instructions"
@@ -195,7 +197,7 @@ def table(task: str, out: Path = OUT) -> str:
 
 
 def run(task: TaskName, arms: tuple[str, ...] = (), seeds: tuple[int, ...] = (0, 1, 2, 3, 4), out: Path = OUT) -> bool:
-    """Train the arms that have no file yet, one run per core, and print the table of all files.
+    """Train every arm and seed without a file of the present settings, one run per core, and print the table.
 
     Args:
         task: name of the task.
@@ -239,7 +241,7 @@ def run(task: TaskName, arms: tuple[str, ...] = (), seeds: tuple[int, ...] = (0,
 
 
 def _needs_clone(task: str, seed: int, arms: Sequence[str], out: Path) -> bool:
-    """Return True if an arm is missing whose clone is not on this disk."""
+    """Return True if an arm has no file for this seed, and the clone that it continues from is not on this disk."""
     missing = any(arm != "clone" and seed not in records(task, arm, out) for arm in arms)
     return missing and not (WORK / task / str(seed) / "clone" / "config.json").exists()
 

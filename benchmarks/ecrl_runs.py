@@ -30,7 +30,7 @@ def _averages_of(run: Run, cfg: Config) -> Iterator[float]:
 
 
 def iterations(num_envs: int, **keys: Any) -> Iterator[float]:
-    """Train without end, with T=128 and 4 epochs of 4 minibatches; yield the same values as `averages`.
+    """Train for a million iterations of 128 steps and 4 epochs of 4 minibatches; yield the same values as `averages`.
 
     `keys` are further config keys, with "__" for a dot.
     """
@@ -42,12 +42,12 @@ def iterations(num_envs: int, **keys: Any) -> Iterator[float]:
 
 
 def make(num_envs: int, **keys: Any) -> Callable[[], int]:
-    """Return work units of one PPO iteration, counted in environment steps."""
+    """Return a function that runs one PPO iteration, and returns its number of environment steps."""
     return as_work(iterations(num_envs, **keys), num_envs * STEPS)
 
 
 def solve(seed: int, started: float, compile: str) -> dict[str, Any]:
-    """Train for the config's whole budget; return the seconds from `started` until it was solved, and until the end."""
+    """Train for the whole budget; return the seconds from `started` until CartPole was solved, and until the end."""
     cfg = load_config(CONFIG).replace(**{"trainer.seed": seed, "trainer.compile": compile})
     run, solved, steps = build(cfg), None, 0
     for number, average in enumerate(_averages_of(run, cfg)):
@@ -62,22 +62,22 @@ def learn(config: str, seed: int, started: float | None = None) -> Row:
 
 
 def learn_without_memory(config: str, seed: int, started: float | None = None) -> Row:
-    """Do the same with feed-forward networks."""
+    """Train a config with feed-forward networks in place of its recurrent ones, and return its learning curve."""
     return _learn(without_memory(load_config(config)), task_of(config), seed, started)
 
 
 def learn_with_panda(config: str, seed: int, started: float | None = None) -> Row:
-    """Do the same with the arm `example:panda`."""
+    """Train a config with the arm `example:panda`, and return its learning curve."""
     return _learn(with_arm(load_config(config), "panda"), task_of(config), seed, started)
 
 
 def learn_with_so101(config: str, seed: int, started: float | None = None) -> Row:
-    """Do the same with the arm `example:so101`."""
+    """Train a config with the arm `example:so101`, and return its learning curve."""
     return _learn(with_arm(load_config(config), "so101"), task_of(config), seed, started)
 
 
 def learn_with_ur10(config: str, seed: int, started: float | None = None) -> Row:
-    """Do the same with the arm `example:ur10` and a gripper."""
+    """Train a config with the arm `example:ur10` and a gripper, and return its learning curve."""
     return _learn(with_arm(load_config(config), "ur10"), task_of(config), seed, started)
 
 

@@ -1,7 +1,7 @@
 """Environment steps per second of PPO on CartPole, collecting and learning: ecrl against other common libraries.
 
-rejax is measured on one core and on two. SB3, TorchRL and a CleanRL-style loop are measured on one core. All have five
-rounds. A quick run has one round with the last three, and fewer sizes for them and for two cores.
+rejax is measured on one core and on two. SB3, TorchRL and a CleanRL-style loop are measured on one core. Each library
+has five rounds. A quick run has one round for these three, and fewer sizes for them and for two cores.
 """
 
 import math

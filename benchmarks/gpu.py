@@ -1,6 +1,6 @@
-"""A GPU in about eight minutes: first whether compiled runs agree with eager ones, then speed.
+"""Check a GPU in about eight minutes: first the agreement of compiled and eager runs, then their speed.
 
-Each part has a limit of time, and each row is printed as soon as it is there, because a GPU is often lent for minutes.
+Each part has a time limit, and each row is printed as soon as it is measured, because GPU time is often short.
 Without a GPU, all rows are "not measured".
 """
 
@@ -123,7 +123,7 @@ def with_time_in_graphs(row: Row, device: str, cores: Sequence[int]) -> Row:
 
 
 def kernel_rows(device: str, cores: Sequence[int]) -> Iterator[Row]:
-    """Yield the rows of `benchmarks.kernels` on a GPU, of a quick run."""
+    """Yield the rows of a quick run of `benchmarks.kernels` on a GPU."""
     args = {"quick": True, "device": device}
     found = run_in_process("benchmarks.kernels:measure_all", args, cores[:1], ENV[device], LIMITS["kernels"])
     yield from ({"part": "kernels", "what": f"{row['kernel']} {row['size']}", **row} for row in found)
@@ -137,7 +137,7 @@ PARTS: dict[str, Callable[[str, Sequence[int]], Iterator[Row]]] = {
 
 
 def rows(quick: bool, cores: Sequence[int]) -> list[Row]:
-    """Return the rows of all parts, of the first part alone in a quick run, or "not measured" without a GPU."""
+    """Return the rows of all parts, or of the first part in a quick run. Without a GPU, the rows are "not measured"."""
     parts = list(PARTS)[:1] if quick else list(PARTS)
     if not has_gpu():
         return [not_measured(part=part, device="cuda") for part in parts]

@@ -85,7 +85,9 @@ def kernel_share(events: Events, wall_us: float) -> dict[str, float]:
 
 
 def seconds_on_device(events: Events, times: int) -> float:
-    """Return the GPU seconds per call over `times` calls: of CUDA graphs, or without any, of kernels and copies.
+    """Return the GPU seconds per call over `times` calls.
+
+    The seconds are those of CUDA graphs, or of single kernels and copies if the trace has no graph.
 
     >>> seconds_on_device([{"ph": "X", "cat": "kernel", "ts": 0.0, "dur": 3e6}], 2)
     1.5

@@ -66,7 +66,7 @@ def prepare(make: Any, inputs: Any, device: str) -> tuple[Any, float, str | None
     try:
         call = make(inputs, device)
         call()
-    except Exception as error:  # a failing one becomes a row and does not stop the others
+    except Exception as error:  # the error becomes a row, and the other implementations continue
         lines = [line for line in f"{type(error).__name__}: {error}".splitlines() if line.strip()]
         return None, float("nan"), lines[0]
     return call, time.perf_counter() - start, None
@@ -93,7 +93,7 @@ def measure(number: int, quick: bool, device: str) -> list[dict[str, Any]]:
 
 
 def roofline_shares(case: Case, cost: Any, seconds: dict[str, list[float]], device: str) -> dict[str, dict[str, Any]]:
-    """Return bandwidth and operations per second of each implementation, and of a copy and a matrix product."""
+    """Return each implementation's bandwidth and share of the roof, and the rates of a copy and a matrix product."""
     from benchmarks.roofline import copy_rate, matmul_rate, share_of_roof
 
     copy, product = copy_rate(cost.bytes, device) if device == "cpu" else gpu_copy_rate(cost.bytes), matmul_rate(device)

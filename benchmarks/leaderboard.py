@@ -1,7 +1,7 @@
 """The leaderboard and its pictures, made only from the result files (`records`).
 
-A line without files shows *not measured*. So does a line that has only stale files, which come from other settings; it
-also shows their number.
+A line without files shows *not measured*. A line that has only stale files, which come from other settings, also shows
+their number.
 """
 
 from collections.abc import Sequence
@@ -26,9 +26,9 @@ _RESAMPLES = 10_000
 HEAD = f"""# Leaderboard
 
 How well every shipped config learns, compared with other libraries on the same budget. Stable-Baselines3 has the
-settings of its zoo (`benchmarks/other_libraries/zoo.py`). `ecrl bench results` makes this page from the files in
-`runs/`. Each seed has a file with its raw curve, settings, their hash, commit, command, machine and times. `ecrl plot`
-can also read the files.
+settings of its zoo (`benchmarks/other_libraries/zoo.py`). `ecrl bench results` generates this page from the files in
+`runs/`. Each seed has a file with its raw curve, the settings and their hash, the commit, the command, the machine and
+the times. `ecrl plot` can also read the files.
 
 - **Scores** are the mean of {_END} episodes ({_END_SUCCESS} for a success rate) with deterministic actions, after the
   whole budget.
@@ -44,14 +44,14 @@ can also read the files.
   own commit and seconds.
 - **A failed seed** has no score and counts as a seed that did not reach the threshold.
 - **ecrl, without memory** has separate networks in place of the recurrent ones: two layers of 64 units with tanh, and
-  PyTorch's initial weights. The settings outside of the networks are those of the config.
+  PyTorch's initial weights. All other settings are as in the config.
 - **ecrl, example:...** has an arm of the package `example-robot-data` in place of the built-in one, `example:ur10` with
   the built-in gripper. All lengths of the task scale with the reach of the arm.
 - **rejax** and **Stable-Baselines3, same settings** have the settings of the config.
   `benchmarks/other_libraries/rejax_learning.py` and `sb3_minatar.py` list the differences.
 
-The zoo's settings were tuned for other budgets, and four of the six are shorter than here. A run may therefore reach
-the threshold and fall below it again.
+The zoo's settings were tuned for other budgets. For PPO, four of the zoo's six budgets are shorter than here. A run may
+therefore reach the threshold and fall below it again.
 
 """
 COLUMNS = (

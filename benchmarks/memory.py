@@ -51,7 +51,7 @@ def peak(make: str, args: dict[str, Any]) -> dict[str, float]:
 
 
 def peak_of_gpu(args: dict[str, Any]) -> dict[str, float]:
-    """Return the GPU memory that torch reserves by our second iteration, MB, including the pool of CUDA graphs."""
+    """Return the GPU memory that torch has reserved after two iterations of ecrl, MB, with the pool of CUDA graphs."""
     import torch
 
     from benchmarks.ecrl_runs import make
@@ -64,7 +64,7 @@ def peak_of_gpu(args: dict[str, Any]) -> dict[str, float]:
 def _measured(
     name: str, device: str, function: str, args: dict[str, Any], cores: Sequence[int], warm: bool
 ) -> dict[str, Any]:
-    """Return a row. `warm` first compiles in another process, because a compiler leaves memory behind."""
+    """Return a row. If `warm`, another process compiles first, because a compiler leaves memory behind."""
     inner = args.get("args", args)
     row = {"contestant": name, "device": device, "num_envs": inner["num_envs"]}
     try:

@@ -3,9 +3,9 @@
 Both libraries have separate networks for actor and critic: two layers of 64 units, or one convolution with 16 channels
 and a layer of 128 units. An iteration has 64 environments, 128 steps, and 4 epochs of 8 minibatches. Both clip the
 values and standardise the advantages of each minibatch. gymnax's games are similar to MinAtar's, but not equal. For
-example, actions are never repeated at random. An episode has at most 1,000 steps, and an episode of Freeway always has
-2,500 in gymnax and 2,501 in ecrl. ecrl also computes the critic's value at a time limit, where gymnax's episodes end as
-terminated. gymnax 0.0.9 cannot run Seaquest. All rows are measured on one core.
+example, gymnax never repeats actions at random. An episode has at most 1,000 steps, except for Freeway, whose episodes
+always have 2,500 steps in gymnax and 2,501 in ecrl. At a time limit, ecrl computes the critic's value, and gymnax
+terminates the episode. gymnax 0.0.9 cannot run Seaquest. All rows are measured on one core.
 """
 
 from collections.abc import Callable, Sequence
@@ -71,7 +71,7 @@ def config(game: str, kind: str) -> Any:
 
 
 def make(game: str, kind: str) -> Callable[[], int]:
-    """A unit is one iteration of ecrl."""
+    """Return a function that runs one iteration of ecrl, and returns its number of environment steps."""
     from benchmarks.ecrl_runs import averages
 
     return as_work(averages(config(game, kind)), SIZES.num_envs * STEPS)

@@ -2,11 +2,11 @@
 
 DQN, TD3 and SAC have one environment, one gradient step per environment step, and minibatches of 256 transitions. DQN
 and PQN learn CartPole, TD3 and SAC learn Pendulum. rejax is measured as it is, and with a sampler whose time does not
-depend on the capacity. Both have Double DQN. Stable-Baselines3 has no Double DQN, so with 256 units, where it is the
-only peer, ecrl has plain DQN. FastTD3 and FastSAC, with the settings of the shipped configs but on Pendulum, are
-compared with Stable-Baselines3's TD3 and SAC on Pendulum. The last rows compare ecrl with itself: a buffer of 10,000
-with one of 1,000,000 steps, and uniform with prioritised replay. All rows are measured on one core. A quick run has one
-round of SAC with 64 units.
+depend on the capacity. ecrl and rejax use Double DQN, which Stable-Baselines3 does not have. With 256 units, DQN is
+compared only with Stable-Baselines3, so ecrl uses plain DQN. FastTD3 and FastSAC, with the settings of the shipped
+configs but on Pendulum, are compared with Stable-Baselines3's TD3 and SAC on Pendulum. The last rows compare ecrl with
+itself: a buffer of 1,000,000 with one of 10,000 steps, and prioritised with uniform replay. All rows are measured on
+one core. A quick run has one round of SAC with 64 units.
 """
 
 from collections.abc import Callable, Sequence
@@ -124,7 +124,7 @@ def config(algorithm: str, units: int, capacity: int, keys: dict[str, Any]) -> A
 
 
 def make(algorithm: str, units: int, capacity: int, keys: dict[str, Any]) -> Callable[[], int]:
-    """A unit is one iteration of ecrl."""
+    """Return a function that runs one iteration of ecrl. The iteration before the first update is not measured."""
     from ecrl.loop.build import build
     from ecrl.loop.iteration import first_state, iterations
 

@@ -19,7 +19,7 @@ _OTHER = "other"
 
 
 def as_run(times: Any, run: Any) -> Any:
-    """Return the run with timers on every function bound by `jit`; policy and env stay fused."""
+    """Return the run with a timer on every function that `run.jit` returns. Policy and environment stay fused."""
     from ecrl.run.profiler import timed
 
     def jit(fn: Any, *static: Any) -> Any:

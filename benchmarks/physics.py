@@ -64,7 +64,7 @@ def recorded(robot: str | None = None) -> tuple[Any, Any, Any, int]:
 def replay(threads: int, robot: str | None = None) -> tuple[Callable[[], Any], Any, int]:
     """Return a function that repeats all environments' steps in one call, the expected states, and the substeps.
 
-    It returns MuJoCo's full physics state after every substep, `[N, T * substeps, ...]`; episodes do not end in it.
+    The function returns MuJoCo's full physics state after every substep, `[N, T * substeps, ...]`. It never resets.
     """
     import numpy as np
     from mujoco import rollout
@@ -88,7 +88,7 @@ def replay(threads: int, robot: str | None = None) -> tuple[Callable[[], Any], A
 
 
 def bare(threads: int, robot: str | None = None) -> Callable[[], int]:
-    """Return work units of the bare physics of a rollout."""
+    """Return a function that runs the bare physics of a rollout, and returns its number of environment steps."""
     run_rollout, states, _ = replay(threads, robot)
 
     def rollouts() -> Iterator[None]:
@@ -100,7 +100,7 @@ def bare(threads: int, robot: str | None = None) -> Callable[[], int]:
 
 
 def environment(robot: str | None = None) -> Callable[[], int]:
-    """Return work units of the same rollout with given actions, compiled as in training."""
+    """Return a function that repeats the rollout with the same actions in the environment, compiled as in training."""
     from ecrl.algorithms.core import step_keys
     from ecrl.loop.build import build
 
@@ -125,7 +125,7 @@ def _roll(env: Any, loop: Any, state: Any, actions: Any, keys: Any) -> Any:
 
 
 def iteration() -> Callable[[], int]:
-    """Return work units of whole PPO iterations."""
+    """Return a function that runs a whole PPO iteration, and returns its number of environment steps."""
     from ecrl import init_state, make_iteration
 
     cfg = config()
@@ -172,7 +172,7 @@ def result_row(ecrl: Result, mujoco: Result, cores: int) -> dict[str, Any]:
 
 
 def figure(rows: list[dict[str, Any]]) -> Any:
-    """Plot bars of both rows, and a line at the time of bare physics."""
+    """Plot the time of each row as a multiple of bare physics, with a line at 1."""
     from matplotlib.figure import Figure
 
     measured = [row for row in rows if "times_bare" in row]

@@ -2,8 +2,8 @@
 
 Both have one linear encoder with relu, a GRU, and an actor and a critic with one hidden layer, all of 64 units. An
 iteration has 128 steps and 4 epochs of 4 minibatches of whole environments. Both clip the values and standardise the
-advantages of each minibatch. ecrl also computes the critic's value at a time limit, where gymnax's episodes end as
-terminated. All rows are measured on one core.
+advantages of each minibatch. At a time limit, ecrl computes the critic's value, and gymnax terminates the episode. All
+rows are measured on one core.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from benchmarks.pairs import ROOT, Contestant, Result, compared, race
 SIZES = (64, 512)
 UNITS, EPOCHS, MINIBATCHES = 64, 4, 4
 OBSERVED = (0, 2)
-"""The entries of CartPole's observation that are no velocity."""
+"""The entries of CartPole's observation that are not velocities."""
 MUST, AIM = 0.8, 1.2
 
 
@@ -41,7 +41,7 @@ def config(num_envs: int) -> Any:
 
 
 def make(num_envs: int) -> Callable[[], int]:
-    """A unit is one iteration of ecrl."""
+    """Return a function that runs one iteration of ecrl, and returns its number of environment steps."""
     from benchmarks.ecrl_runs import averages
 
     return as_work(averages(config(num_envs)), num_envs * STEPS)

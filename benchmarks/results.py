@@ -1,4 +1,4 @@
-"""`ecrl bench results`: how well every shipped config learns, seed by seed, and how well other libraries learn it.
+"""`ecrl bench results`: how well every shipped config learns, seed by seed, and other libraries on the same tasks.
 
 Each seed runs in a separate process on one core with an empty compile cache, so that seeds do not influence each other.
 All cores run seeds at the same time. A finished seed is a file (`records`) and is not measured again. The tables and
@@ -51,7 +51,7 @@ class RunningJob(NamedTuple):
 
 
 def check(only: Sequence[str], seeds: int | None, minutes: float | None) -> None:
-    """Raise UserError of one line if the results cannot be measured here."""
+    """Raise a one-line UserError if an argument is invalid, a package is missing or the system is not Linux."""
     if not sys.platform.startswith("linux"):
         raise UserError(f"results pin each process to one core, which {sys.platform} does not support; use Linux")
     for name in only:

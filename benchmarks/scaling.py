@@ -48,14 +48,14 @@ def config(size: Size, device: str) -> Any:
 
 
 def ecrl_work(num_envs: int, steps: int, width: int, device: str = "cpu") -> Callable[[], int]:
-    """Return work units of one iteration of ecrl."""
+    """Return a function that runs one iteration of ecrl, and returns its number of environment steps."""
     from benchmarks.ecrl_runs import averages
 
     return as_work(averages(config(Size(num_envs, steps, width), device)), num_envs * steps)
 
 
 def rejax(num_envs: int, steps: int, width: int) -> Callable[[], int]:
-    """Return work units of several jitted iterations of rejax, some tenths of a second, on its default device."""
+    """Return a function that runs several iterations of rejax in one compiled call, on its default device."""
     import jax
 
     from benchmarks.other_libraries.rejax_ppo import ppo

@@ -31,7 +31,7 @@ def initial_states(num_envs: int, seeds: int) -> list[Any]:
 
 
 def vmapped(num_envs: int, seeds: int) -> Callable[[], int]:
-    """Return work units that step all seeds in one call."""
+    """Return a function that runs one iteration of all seeds in one call, and returns the environment steps."""
     import torch
 
     from ecrl import make_iteration
@@ -49,7 +49,7 @@ def vmapped(num_envs: int, seeds: int) -> Callable[[], int]:
 
 
 def in_turn(num_envs: int, seeds: int) -> Callable[[], int]:
-    """Return work units that step the seeds in sequence."""
+    """Return a function that runs one iteration of each seed in sequence, and returns the environment steps."""
     from ecrl import make_iteration
 
     def iterations() -> Iterator[None]:
@@ -62,7 +62,7 @@ def in_turn(num_envs: int, seeds: int) -> Callable[[], int]:
 
 
 def rejax(num_envs: int, seeds: int) -> Callable[[], int]:
-    """Return work units of rejax's way to train many seeds: `jax.vmap`, jitted."""
+    """Return a function that runs one iteration of all seeds of rejax under a jitted `jax.vmap`."""
     import jax
 
     from benchmarks.other_libraries.rejax_ppo import ppo

@@ -4,8 +4,8 @@ CartPole is solved when the mean return of the last 100 training episodes is at 
 Both libraries use the settings of `configs/cartpole_ppo.json`. Each run is a whole process on one core. A run with a
 cold cache fills it for the next run.
 
-A full run takes turns on one core with five seeds. A quick run has one seed and no eager run; with two cores, each
-library gets its own core.
+In a full run, the libraries take turns on one core, with five seeds. A quick run has one seed and no eager run. With
+two cores, each library then gets its own core.
 """
 
 import statistics
@@ -50,7 +50,7 @@ def run(name: str, seed: int, caches: Path, core: int) -> RunResult:
 
 
 def lane(names: Sequence[str], seeds: Sequence[int], caches: Path, core: int) -> dict[str, list[RunResult]]:
-    """Run in sequence: every name, then the next seed."""
+    """Run all names in sequence with the first seed, then with the next seed, and so on."""
     runs_by_name: dict[str, list[RunResult]] = {name: [] for name in names}
     for seed in seeds:
         for name in names:

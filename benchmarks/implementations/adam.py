@@ -13,7 +13,7 @@ RATE, BETA1, BETA2, EPS = 1e-3, 0.9, 0.999, 1e-8
 
 
 def inputs(width: int) -> Inputs:
-    """Weights and gradients of actor and critic, each with two hidden layers of `width`, for four observations."""
+    """Return weights and gradients of an actor and a critic with four inputs and two hidden layers of `width`."""
     draw = np.random.default_rng(0)
     sizes = [(width, 4), (width,), (width, width), (width,)]
     shapes = {
@@ -29,7 +29,7 @@ def inputs(width: int) -> Inputs:
 
 
 def cost(width: int) -> Cost:
-    """Read a weight, its gradient and two moments, write three of them; a dozen operations."""
+    """Return the cost: per weight, four numbers are read and three are written, in a dozen operations."""
     size = sum(array.size for name, array in inputs(width).items() if name.startswith("p_"))
     return Cost(size * 4 * 7, size * 12)
 

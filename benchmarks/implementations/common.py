@@ -1,4 +1,4 @@
-"""Functions that all implementations share: arrays on a device, ecrl compiled, a call of jax."""
+"""Functions that the implementations share: copy arrays to a device, compile with ecrl, and jit with JAX."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

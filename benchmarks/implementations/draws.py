@@ -16,7 +16,7 @@ def inputs(draws: int) -> Inputs:
 
 
 def cost(draws: int) -> Cost:
-    """Count one write per number; Philox's ten rounds are about 120 operations for four words."""
+    """Return the cost: one write per number, and a quarter of the 120 operations that Philox takes for four words."""
     return Cost(draws * 4, draws * 30)
 
 

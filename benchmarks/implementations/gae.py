@@ -1,4 +1,4 @@
-"""Advantages and value targets of `[T, N]` memory, time-major, without time limits: what all libraries can express."""
+"""Advantages and value targets of time-major arrays `[T, N]` without time limits, which all libraries support."""
 
 from typing import Any
 
@@ -13,14 +13,14 @@ GAMMA, LAMBDA = 0.99, 0.95
 
 
 def inputs(envs: int, steps: int) -> Inputs:
-    """Rewards and ends `[T, N]`, values `[T + 1, N]`; an episode in fifty ends at each step."""
+    """Return rewards and ends `[T, N]` and values `[T + 1, N]`. A step ends its episode with probability 0.02."""
     draw = np.random.default_rng(0)
     reward, value = (draw.standard_normal((rows, envs), dtype=np.float32) for rows in (steps, steps + 1))
     return {"reward": reward, "value": value, "done": draw.random((steps, envs)) < 0.02}
 
 
 def cost(envs: int, steps: int) -> Cost:
-    """Read reward, value and done once, write two arrays; delta, advantage and target are eight operations."""
+    """Return the cost: per step, three numbers are read and two are written, in eight operations."""
     return Cost(envs * steps * (4 + 4 + 1 + 4 + 4), envs * steps * 8)
 
 
@@ -52,7 +52,7 @@ def ecrl_torch_compile(arrays: Inputs, device: str) -> Call:
 
 
 def rlax_jitted(arrays: Inputs, device: str) -> Call:
-    """Rlax over environments along the second axis: one loop over time, whose steps are rows of memory."""
+    """Return a call of rlax, vmapped over the second axis and jitted. Each step of its loop reads a row of memory."""
     import jax
     import rlax
 
@@ -66,7 +66,7 @@ def rlax_jitted(arrays: Inputs, device: str) -> Call:
 
 
 def sb3(arrays: Inputs, device: str) -> Call:
-    """Stable-Baselines3's own buffer, a loop over time in NumPy; on the CPU also where the others have a GPU."""
+    """Return a call of Stable-Baselines3's buffer, a loop over time in NumPy. It runs on the CPU for any device."""
     from gymnasium.spaces import Box, Discrete
     from stable_baselines3.common.buffers import RolloutBuffer
 
@@ -88,7 +88,7 @@ def _torchrl(name: str, arrays: Inputs, device: str) -> Call:
     import torchrl.objectives.value.functional as functional
 
     t, fn = tensors(arrays, device), awaited(getattr(functional, name), device)
-    value, after = t["value"][:-1], t["value"][1:]  # environments in the place of features: rows of memory again
+    value, after = t["value"][:-1], t["value"][1:]  # environments, in place of features, are the last axis
     return lambda: fn(GAMMA, LAMBDA, value, after, t["reward"], t["done"], t["done"])
 
 

@@ -1,4 +1,4 @@
-"""PPO's loss with its gradients and the numbers that are logged, on `[M]` rows."""
+"""PPO's loss with its gradients and its logs, on `[M]` rows."""
 
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ NAMES = ("log_prob", "old_log_prob", "advantage", "entropy", "value", "value_tar
 
 
 def inputs(rows: int) -> Inputs:
-    """Log-probabilities near the old ones, so that a part of the ratios is clipped."""
+    """Return the arrays in `NAMES`. The two log-probabilities are so close that only some ratios are clipped."""
     draw = np.random.default_rng(0)
     arrays = {name: draw.standard_normal(rows, dtype=np.float32) for name in NAMES}
     arrays["old_log_prob"] = arrays["log_prob"] + np.multiply(0.2, arrays["old_log_prob"], dtype=np.float32)
@@ -23,7 +23,7 @@ def inputs(rows: int) -> Inputs:
 
 
 def cost(rows: int) -> Cost:
-    """Read six arrays, write three gradients; about forty operations a row, the exponential among them."""
+    """Return the cost: per row, six numbers are read and three gradients are written, in about forty operations."""
     return Cost(rows * 4 * (6 + 3), rows * 40)
 
 

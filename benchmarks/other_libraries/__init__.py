@@ -1,8 +1,10 @@
-"""Other libraries that ecrl is compared with. Each has a file whose `make` returns a contestant's work.
+"""Other libraries that ecrl is compared with.
 
-All train PPO on CartPole-v1 with T=128 and 4 epochs of 4 minibatches. Actor and critic are separate 64x64 tanh networks
-in float32. Adam has learning rate 1e-3. The other numbers are clip 0.2, gamma 0.99, lambda 0.95, gradient norm 0.5,
-entropy weight 0.01 and value weight 0.5.
+A file has the function `make` (speed), `learn` (learning curves) or `solve` (time until the task is solved).
+
+The files `*_ppo.py` train PPO on CartPole-v1 with 128 steps and 4 epochs of 4 minibatches. Actor and critic are
+separate 64x64 tanh networks in float32. Adam has learning rate 1e-3. The other numbers are clip 0.2, gamma 0.99, lambda
+0.95, gradient norm 0.5, entropy weight 0.01 and value weight 0.5.
 """
 
 from collections.abc import Callable, Iterator

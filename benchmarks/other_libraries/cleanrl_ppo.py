@@ -16,7 +16,7 @@ GAMMA, LAMBDA, CLIP = 0.99, 0.95, 0.2
 
 
 def network(out: int, gain: float) -> nn.Sequential:
-    """A 64x64 tanh network with orthogonal weights."""
+    """Return a 64x64 tanh network with orthogonal weights."""
     layers = [nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, out)]
     for layer, scale in ((layers[0], 2**0.5), (layers[2], 2**0.5), (layers[4], gain)):
         nn.init.orthogonal_(layer.weight, scale)
@@ -74,7 +74,7 @@ def collect(
 
 
 def gae(rollout: Rollout, last_value: Tensor, last_done: Tensor) -> Tensor:
-    """Generalised advantage estimate, step by step from the end."""
+    """Return the generalised advantage estimate, computed step by step from the end."""
     advantage, trace = torch.zeros_like(rollout.reward), torch.zeros_like(last_value)
     for t in reversed(range(STEPS)):
         last = t == STEPS - 1
@@ -88,7 +88,7 @@ def gae(rollout: Rollout, last_value: Tensor, last_done: Tensor) -> Tensor:
 def update(
     rollout: Rollout, advantage: Tensor, actor: nn.Module, critic: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Epochs of shuffled minibatches."""
+    """Take one gradient step on each shuffled minibatch of each epoch."""
     flat = Rollout(*(field.flatten(0, 1) for field in rollout))
     advantage, returns = advantage.flatten(), (advantage + rollout.value).flatten()
     order, size = np.arange(len(advantage)), len(advantage) // MINIBATCHES
@@ -112,5 +112,5 @@ def update(
 
 
 def make(num_envs: int) -> Callable[[], int]:
-    """A unit is one rollout and its update."""
+    """Return a function that runs one rollout and its update, and returns the number of environment steps."""
     return as_work(iterations(num_envs), num_envs * STEPS)

@@ -53,7 +53,7 @@ class ActorCritic(nn.Module):
 
 
 class Transition(NamedTuple):
-    """A step of a rollout; `start` says whether `obs` is the first of its episode."""
+    """A step of a rollout. `start` is True if `obs` is the first observation of its episode."""
 
     obs: Any
     start: Any
@@ -65,7 +65,7 @@ class Transition(NamedTuple):
 
 
 class Runner(NamedTuple):
-    """All that an iteration changes. `memory` is from before the step with `obs`."""
+    """Everything that an iteration changes. `memory` is the memory before the policy reads `obs`."""
 
     train: TrainState
     env_state: Any
@@ -167,7 +167,7 @@ def iteration(runner: Runner, env: Any, env_params: Any) -> tuple[Runner, Transi
 
 
 def make(num_envs: int, seed: int = 0) -> Callable[[], int]:
-    """A unit is as many iterations as take some tenths of a second, in one compiled call."""
+    """Return a function that runs several iterations in one compiled call, which takes some tenths of a second."""
     runner, env, env_params = first_runner(num_envs, seed)
     times = max(1, 200 // num_envs)
     iterate = jax.jit(

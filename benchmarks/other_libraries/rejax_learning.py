@@ -1,13 +1,13 @@
 """rejax's PPO on ecrl's MinAtar games, with the settings of a shipped config.
 
 gymnax's games never repeat an action at random, so scores on them would not be comparable. Instead, rejax's compiled
-loop calls ecrl's game on the host in every step. The budget, the networks' sizes and the settings are those of the
-config, whose learning rate was chosen with ecrl. rejax differs in these points:
+loop calls ecrl's game on the host in every step. rejax has the budget, the sizes of the networks and the settings of
+the config, whose learning rate was chosen with ecrl. rejax differs in these points:
 
 - Actor and critic share no layers, and each has its own optimiser. Initial weights are not orthogonal.
 - Each element of a gradient is clipped instead of the global norm.
 - The change of the critic's values is clipped, and the critic's loss has a factor of one half.
-- The advantages of each minibatch are standardised, instead of those of each rollout.
+- Advantages are standardised over each minibatch, instead of over each rollout.
 - A time limit ends an episode as a termination does.
 """
 
@@ -121,7 +121,7 @@ def ppo(cfg: Config, game: HostGame) -> rejax.PPO:
 
 
 class Evaluation:
-    """Episodes with the most probable actions, one per environment, outside of rejax's loop."""
+    """Evaluation over episodes with the most probable actions, one per environment, outside of rejax's loop."""
 
     def __init__(self, algorithm: rejax.PPO, env: Env):
         self.env, self.compiled_step = env, torch.compile(env.step, dynamic=False)

@@ -71,7 +71,7 @@ def ppo(game: str, kind: str) -> rejax.PPO:
 
 
 def make(game: str, kind: str, seed: int = 0) -> Callable[[], int]:
-    """A unit is one iteration, in one compiled call."""
+    """Return a function that runs one iteration in one compiled call, and returns its number of environment steps."""
     algorithm = ppo(game, kind)
     iterate = jax.jit(algorithm.train_iteration, donate_argnums=0)
     state = jax.jit(algorithm.init_state)(jax.random.PRNGKey(seed))

@@ -47,7 +47,7 @@ def algorithm(name: str, units: int, capacity: int) -> Any:
 
 
 def make(name: str, units: int, capacity: int, constant_time: bool, seed: int = 0) -> Callable[[], int]:
-    """A unit is 100 calls of `train_iteration`, or one call for PQN, in one compiled call."""
+    """Return a function that runs 100 iterations, or one of PQN, in one compiled call, and returns their steps."""
     if constant_time:
         buffers.ReplayBuffer.sample = _sample
     trained, times = algorithm(name, units, capacity), 1 if name == "pqn" else 100

@@ -1,6 +1,6 @@
-"""rejax on CartPole with the numbers of `configs/cartpole_ppo.json`, until its running average return is 475.
+"""Time until rejax has solved CartPole with the settings of `configs/cartpole_ppo.json`.
 
-rejax does not report a running average. Therefore the last 100 episodes are stored with its state, as ecrl does.
+rejax does not report a running average. Therefore the last 100 episodes are stored with its state, as in ecrl.
 """
 
 import time
@@ -19,15 +19,15 @@ WINDOW = 100
 
 
 class Windowed(rejax.PPO):
-    """PPO that keeps the returns of its last 100 episodes; a step's reward is 1, so that a return is a length."""
+    """PPO that keeps the returns of its last 100 episodes. Each reward is 1, so a return is the episode's length."""
 
     @register_init
     def initialize_window(self, rng: Any) -> dict[str, Any]:
-        """No episodes yet."""
+        """Return the fields of the state for the episodes, before any episode has ended."""
         return {"length": jnp.zeros(self.num_envs), "window": jnp.full(WINDOW, jnp.nan)}
 
     def collect_trajectories(self, ts: Any) -> Any:
-        """A rollout, and the episodes that ended in it."""
+        """Collect a rollout, and add the returns of the episodes that ended in it to the window."""
         ts, trajectories = super().collect_trajectories(ts)
 
         def step(length: Any, done: Any) -> tuple[Any, Any]:
@@ -40,7 +40,7 @@ class Windowed(rejax.PPO):
 
 
 def solve(seed: int, started: float, num_envs: int, batch_size: int, n_epochs: int, iterations: int) -> dict[str, Any]:
-    """Train for the whole budget; return the seconds from `started` until it was solved, and until the end."""
+    """Train for the whole budget; return the seconds from `started` until CartPole was solved, and until the end."""
     minibatches = num_envs * STEPS // batch_size
     algorithm = Windowed.create(
         env="CartPole-v1",

@@ -1,8 +1,8 @@
 """Stable-Baselines3's PPO on a game of the package MinAtar, with the settings of a shipped config.
 
 Both libraries have the same layers and initial weights, share the convolution between actor and critic, and compute
-the critic's value at a time limit. Stable-Baselines3 standardises the advantages of each minibatch, and the config
-those of each rollout.
+the critic's value at a time limit. Stable-Baselines3 standardises the advantages over each minibatch, and ecrl's config
+over each rollout.
 """
 
 from typing import Any

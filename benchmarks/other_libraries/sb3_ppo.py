@@ -28,5 +28,5 @@ def iterations(num_envs: int, seed: int = 0) -> Iterator[float]:
 
 
 def make(num_envs: int) -> Callable[[], int]:
-    """A unit is one rollout and its update."""
+    """Return a function that runs one rollout and its update, and returns the number of environment steps."""
     return as_work(iterations(num_envs), num_envs * STEPS)

@@ -32,7 +32,7 @@ def model(name: str, units: int, capacity: int, seed: int) -> Any:
 
 
 def make(name: str, units: int, capacity: int, seed: int = 0) -> Callable[[], int]:
-    """A unit is 100 environment steps with an update after each."""
+    """Return a function that takes 100 environment steps with an update after each, and returns their number."""
     learner = model(name, units, capacity, seed)
     learner.learn(2 * LEARNING_STARTS)
 

@@ -60,7 +60,7 @@ def make_model(settings: Settings | ReplaySettings, seed: int) -> BaseAlgorithm:
 
 
 def evaluated(model: BaseAlgorithm, env: MakeEnv, seed: int, episodes: int) -> Row:
-    """Return the mean return of episodes with deterministic actions, under frozen statistics of training."""
+    """Return the mean return of episodes with deterministic actions and the observation statistics of training."""
     envs: VecEnv = make_vec_env(env, _EVAL_ENVS, seed)
     if isinstance(model.env, VecNormalize):
         envs = VecNormalize(envs, training=False, norm_reward=False)
@@ -84,7 +84,7 @@ class Reporting(BaseCallback):
         return True
 
     def now(self) -> None:
-        """Report."""
+        """Report the env steps so far, with a function that evaluates the model."""
 
         def scores(episodes: int) -> Row:
             return evaluated(self.model, self.env, self.seed_of_run + 10_000, episodes)
@@ -93,7 +93,7 @@ class Reporting(BaseCallback):
 
 
 def learn(config: str, seed: int, started: float | None = None) -> Row:
-    """Train on a config's task; the budget ends with the rollout that reaches it."""
+    """Train on a config's task until a rollout reaches the budget, and return the learning curve."""
     task = task_of(config)
     settings, budget = ZOO[task.config], total_steps(load_config(config), 1)
 

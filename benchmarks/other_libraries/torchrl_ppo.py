@@ -25,7 +25,7 @@ EPOCHS, MINIBATCHES = 4, 4
 
 
 def modules() -> tuple[ProbabilisticActor, ValueOperator]:
-    """Separate 64x64 tanh networks."""
+    """Return an actor and a critic with separate 64x64 tanh networks."""
 
     def network(out: int) -> MLP:
         return MLP(in_features=4, out_features=out, num_cells=[64, 64], activation_class=nn.Tanh)
@@ -41,8 +41,8 @@ def modules() -> tuple[ProbabilisticActor, ValueOperator]:
 
 
 def environments(num_envs: int) -> TransformedEnv:
-    """A vector of environments; actions are integers."""
-    by_torchrl = {"autoreset_mode": gym.vector.AutoresetMode.DISABLED}  # as it prefers
+    """Return a vector of environments whose actions are integers."""
+    by_torchrl = {"autoreset_mode": gym.vector.AutoresetMode.DISABLED}  # TorchRL resets by itself
     vector = gym.make_vec("CartPole-v1", num_envs, vectorization_mode="sync", vector_kwargs=by_torchrl)
     return TransformedEnv(GymWrapper(vector, categorical_action_encoding=True), RewardSum())
 
@@ -70,7 +70,7 @@ def iterations(num_envs: int, seed: int = 0) -> Iterator[float]:
 
 
 def update(batch: TensorDictBase, loss: ClipPPOLoss, buffer: ReplayBuffer, optimizer: torch.optim.Optimizer) -> None:
-    """Epochs of minibatches that the buffer deals."""
+    """Take one gradient step on each minibatch that the buffer draws, for all epochs."""
     for _ in range(EPOCHS):
         buffer.extend(batch.reshape(-1))
         for minibatch in buffer:
@@ -83,5 +83,5 @@ def update(batch: TensorDictBase, loss: ClipPPOLoss, buffer: ReplayBuffer, optim
 
 
 def make(num_envs: int) -> Callable[[], int]:
-    """A unit is one rollout and its update."""
+    """Return a function that runs one rollout and its update, and returns the number of environment steps."""
     return as_work(iterations(num_envs), num_envs * STEPS)

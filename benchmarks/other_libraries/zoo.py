@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 
 class Settings(NamedTuple):
-    """`ppo` are arguments of Stable-Baselines3's PPO; what is not among them has its defaults."""
+    """Settings of PPO. `ppo` are arguments of Stable-Baselines3's PPO; all other arguments have their defaults."""
 
     env: str
     n_envs: int
