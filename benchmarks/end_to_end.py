@@ -50,7 +50,7 @@ def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def on_gpu(cores: Sequence[int], quick: bool) -> list[dict[str, Any]]:
-    """Return the rows of ecrl and rejax on a GPU, if there is one."""
+    """Return the rows of ecrl and rejax on a GPU, marked as not measured if there is none."""
     if not has_gpu():
         return [not_measured(peer="rejax", cores="GPU", num_envs=n) for n in GPU_SIZES]
     return on_cores(cores, ("rejax",), GPU_SIZES, quick, "cuda")

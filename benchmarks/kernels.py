@@ -146,7 +146,7 @@ def measure_all(quick: bool, device: str) -> list[dict[str, Any]]:
 
 
 def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the rows on the first core, then on a GPU, if there is one; the compile cache starts empty."""
+    """Return the rows on the first core, then on a GPU, not measured if there is none. Compile caches start empty."""
     out = []
     for device in ("cpu", "cuda"):
         if device == "cuda" and not has_gpu():

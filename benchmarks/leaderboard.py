@@ -82,7 +82,7 @@ def summary(entry: Entry, fresh: dict[int, Row], failed: int = 0) -> Row:
 
 
 def cells(entry: Entry, known: Standing) -> list[str]:
-    """Return a line of the table."""
+    """Return the cells of an entry's line in the table."""
     task, fresh = entry.task, known.fresh
     head = [f"`{task.config}`", LIBRARIES[entry.library].name]
     if not fresh:

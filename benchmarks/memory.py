@@ -91,7 +91,7 @@ def with_slopes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
-    """Return a row per contestant and size on the first core; then of ecrl on a GPU, if there is one."""
+    """Return a row per contestant and size on the first core, then of ecrl on a GPU, not measured if there is none."""
     out = []
     for name, sizes in (QUICK if quick else SIZES).items():
         each = [{"make": MAKERS[name], "args": {"num_envs": size}} for size in sizes]

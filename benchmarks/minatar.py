@@ -2,10 +2,10 @@
 
 Both libraries have separate networks for actor and critic: two layers of 64 units, or one convolution with 16 channels
 and a layer of 128 units. An iteration has 64 environments, 128 steps, and 4 epochs of 8 minibatches. Both clip the
-values and standardise the advantages of each minibatch. gymnax's games are similar to MinAtar's, but not equal. For
-example, gymnax never repeats actions at random. An episode has at most 1,000 steps, except for Freeway, whose episodes
-always have 2,500 steps in gymnax and 2,501 in ecrl. At a time limit, ecrl computes the critic's value, and gymnax
-terminates the episode. gymnax 0.0.9 cannot run Seaquest. All rows are measured on one core.
+critic's values and standardise advantages over each minibatch. gymnax's games are similar to MinAtar's, but not equal.
+For example, gymnax never repeats actions at random. An episode has at most 1,000 steps, except for Freeway, whose
+episodes always have 2,500 steps in gymnax and 2,501 in ecrl. At a time limit, ecrl computes the critic's value, and
+gymnax terminates the episode. gymnax 0.0.9 cannot run Seaquest. All rows are measured on one core.
 """
 
 from collections.abc import Callable, Sequence
@@ -78,7 +78,7 @@ def make(game: str, kind: str) -> Callable[[], int]:
 
 
 def contestants(game: str, kind: str) -> tuple[Contestant, Contestant]:
-    """Return ecrl and rejax."""
+    """Return ecrl and rejax as contestants on a game, with one kind of network."""
     args = {"game": game, "kind": kind}
     return (
         Contestant("ecrl", "benchmarks.minatar:make", args),

@@ -74,7 +74,7 @@ def shares(seconds: dict[tuple[str, ...], list[float]], total: float) -> list[di
 
 
 def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
-    """Return a row per number of environments, mode and phase, on the first core; then on a GPU, if there is one."""
+    """Return a row per size, mode and phase on the first core, then on a GPU, not measured if there is none."""
     out = []
     for device, sizes in (("cpu", QUICK if quick else SIZES), ("cuda", GPU_SIZES)):
         for size in sizes:

@@ -1,9 +1,9 @@
 """Environment steps per second of recurrent PPO on CartPole without velocities: ecrl against PureJaxRL's in JAX.
 
 Both have one linear encoder with relu, a GRU, and an actor and a critic with one hidden layer, all of 64 units. An
-iteration has 128 steps and 4 epochs of 4 minibatches of whole environments. Both clip the values and standardise the
-advantages of each minibatch. At a time limit, ecrl computes the critic's value, and gymnax terminates the episode. All
-rows are measured on one core.
+iteration has 128 steps and 4 epochs of 4 minibatches of whole environments. Both clip the critic's values and
+standardise advantages over each minibatch. At a time limit, ecrl computes the critic's value, and gymnax terminates the
+episode. All rows are measured on one core.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,7 +56,7 @@ def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def contestants(num_envs: int) -> tuple[Contestant, Contestant]:
-    """Return ecrl and the peer."""
+    """Return ecrl and PureJaxRL's PPO as contestants."""
     return (
         Contestant("ecrl", "benchmarks.recurrent:make", {"num_envs": num_envs}),
         Contestant("PureJaxRL's", "benchmarks.other_libraries.purejaxrl_recurrent:make", {"num_envs": num_envs}),

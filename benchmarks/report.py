@@ -31,7 +31,7 @@ def machine(cores: Sequence[int]) -> Row:
 
 
 def versions() -> Row:
-    """Return the versions of Python and the packages, and the commit, with "+" if files other than results differ."""
+    """Return the versions of Python and the packages, and the commit, with "+" if files other than results changed."""
     packages = {"python": platform.python_version()}
     for name in PACKAGES.values():
         try:

@@ -136,7 +136,7 @@ def missing(measured_entries: Sequence[Entry], seeds: int | None, out: Path) -> 
 
 
 def measure(measured_entries: Sequence[Entry], seeds: int | None, out: Path, deadline: float) -> bool:
-    """Run the missing seeds, one per core, until none is missing or the deadline passes; False if a run failed."""
+    """Run missing seeds, one per core, until none is missing or the deadline passes. Return False if a run failed."""
     by_core: dict[int, RunningJob] = {}
     failed: set[tuple[str, int]] = set()
     todo = missing(measured_entries, seeds, out)
@@ -184,7 +184,7 @@ def begin(job: Job, core: int) -> RunningJob:
 
 
 def finish(running_job: RunningJob, out: Path) -> bool:
-    """Write the record of a job whose process has ended; False if it failed."""
+    """Write the record, or the failure, of a job whose process has ended. Return False if the job failed."""
     job = running_job.job
     try:
         result = separate_process.result(running_job.running)

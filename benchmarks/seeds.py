@@ -93,7 +93,7 @@ def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def result_row(num_envs: int, results: Sequence[Result]) -> dict[str, Any]:
-    """Return the steps per second of each, and the vmapped call's time divided by the time of each other contestant.
+    """Return the rate of each contestant, and the vmapped call's time divided by the time of each other contestant.
 
     >>> some = [Result(name, [rate], 1.0, {}, 0.0) for name, rate in (("vmapped", 4.0), ("in_turn", 2.0))]
     >>> result_row(4, some)["time_by_in_turn"], result_row(4, some)["met"]
