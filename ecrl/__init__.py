@@ -1,7 +1,7 @@
 """Train reinforcement learning agents in PyTorch with pure functions and one short training loop.
 
 One TensorDict holds every value that changes during a run. A frozen config holds every setting that is fixed during a
-run. Every computation of a run is a module-level function.
+run. Pure functions compute the new values.
 
 `import ecrl` imports neither torch nor any other package. ecrl imports the module of a public name when the name is
 first used.

@@ -155,7 +155,7 @@ def bench(
     Args:
         what: name of the comparison. speed measures how fast ecrl is, and results measures how well the shipped configs
             learn. The results of each seed are stored in a file. Seeds with a file are not measured again.
-        quick: run fewer and shorter rounds, and only the first three speed benchmarks.
+        quick: run fewer and shorter rounds, and of the speed benchmarks only end_to_end, solved and kernels.
         only: names of speed benchmarks, such as end_to_end, or of configs for results, such as cartpole_ppo; all if
             absent.
         seeds: number of seeds per config for results. The default is ten for configs that train in less than ten

@@ -112,9 +112,10 @@ def read(path: Path) -> Any:
     text = ""
     try:
         with path.open("rb") as file:  # limit the bytes, because reading a device file may never end
-            text = file.read(_MAX_BYTES + 1).decode("utf-8-sig")
-        if len(text) > _MAX_BYTES:
+            content = file.read(_MAX_BYTES + 1)
+        if len(content) > _MAX_BYTES:
             raise ConfigError(f"{path}: not a config: longer than {_MAX_BYTES:,} bytes")
+        text = content.decode("utf-8-sig")
         if path.suffix.lower() not in _YAML_SUFFIXES:
             return json.loads(text, object_pairs_hook=ObjectPairs)
         data = yaml.load(text, _YamlLoader)

@@ -96,9 +96,7 @@ def discounts(**named: Scalar) -> tuple[Scalar, ...]:
 def step_discounts(gamma: Scalar, reward: Tensor) -> Scalar:
     """Convert a tensor `gamma` to float64, after checking that it is 0-d or has the shape of `reward`.
 
-    A `gamma` that is not a tensor is returned unchanged.
-
-    Raises: ValueError if `gamma` is a tensor of another shape.
+    Raises: ValueError if `gamma` is neither a number nor a tensor, or a tensor of another shape.
 
     >>> step_discounts(0.9, torch.zeros(2))
     0.9
@@ -107,7 +105,7 @@ def step_discounts(gamma: Scalar, reward: Tensor) -> Scalar:
     ValueError: gamma has shape [3], expected a number, a 0-d tensor or [2], the shape of reward
     """
     if not isinstance(gamma, Tensor):
-        return gamma
+        return scalars(gamma=gamma)[0]
     if gamma.ndim and gamma.shape != reward.shape:
         expected = f"a number, a 0-d tensor or {list(reward.shape)}, the shape of reward"
         raise ValueError(f"gamma has shape {list(gamma.shape)}, expected {expected}")

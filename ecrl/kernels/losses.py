@@ -415,7 +415,7 @@ def ppo_loss_clipped_value(
     """
     check_tensors(old_log_prob=old_log_prob, advantage=advantage, old_value=old_value)
     mask = checked_mask(mask, log_prob=log_prob, entropy=entropy, value=value, value_target=value_target)
-    dtype = common_dtype(log_prob, old_log_prob, advantage, entropy, value, value_target)
+    dtype = common_dtype(log_prob, old_log_prob, advantage, entropy, value, old_value, value_target)
     policy, logs = _surrogate(log_prob, old_log_prob, advantage, mask, clip_coef)
     critic = clipped_value_loss(*widened(value, old_value, value_target), mask=mask, clip_coef=clip_coef)
     loss, logs = _add_terms(policy, logs, critic, entropy, value, value_target, mask, vf_coef, ent_coef)

@@ -106,7 +106,8 @@ def _is_same(one: Any, other: Any) -> bool:
     """Return True if two trees have the same structure and equal values. NaN counts as equal to NaN."""
     (a, structure), (b, structure_of_b) = flatten(one), flatten(other)
     return structure == structure_of_b and all(
-        torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(a, b, strict=True)
+        x.shape == y.shape and x.dtype == y.dtype and torch.allclose(x, y, rtol=0.0, atol=0.0, equal_nan=True)
+        for x, y in zip(a, b, strict=True)
     )
 
 

@@ -132,21 +132,34 @@ def _finish_replacement(path: Path) -> None:
         old.rename(path)
 
 
+_LOCKED: set[tuple[int, int]] = set()
+"""Device and inode of each folder that this process has locked."""
+
+
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
     """Lock a folder for this process. Raise BlockingIOError if another process holds the lock.
 
-    The lock is released at the end of the block, or when the process ends, even if the process is killed. A process may
-    lock the same folder twice, but the end of the inner block then releases both locks.
+    The lock is released at the end of the block, or when the process ends, even if the process is killed. If this
+    process has already locked the folder, the end of the outer block releases the lock.
     If the file system does not support locks, the folder is not locked.
     """
+    about = folder.stat()
+    identity = about.st_dev, about.st_ino
+    if identity in _LOCKED:  # the system releases the lock of a process as soon as it closes one of the lock's files
+        yield
+        return
     with (folder / ".lock").open("w") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 raise BlockingIOError(error.errno, error.strerror) from None
-        yield
+        _LOCKED.add(identity)
+        try:
+            yield
+        finally:
+            _LOCKED.discard(identity)
 
 
 def remove_folder(path: Path) -> None:

@@ -116,6 +116,12 @@ def test_merges_of_merges_do_not_grow_without_bound(tmp_path):
         assert str(error) == f"{path}:6:5: not YAML: '<<' expands to more than 100,000 values"
 
 
+def test_the_limit_of_a_file_counts_bytes(tmp_path):
+    path = write_file(tmp_path, b'"' + "é".encode() * 2**23, "run.json")
+    with pytest.raises(ConfigError, match=r"not a config: longer than 16,777,216 bytes$"):
+        read(path)
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/zero"), reason="needs a file without an end")
 def test_files_without_an_end_are_not_read_to_it():
     with pytest.raises(ConfigError, match=r"^/dev/zero: not a config: longer than 16,777,216 bytes$"):

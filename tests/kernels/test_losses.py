@@ -634,3 +634,15 @@ def test_bad_shapes_are_named(kernel):
         bad = batch | {name: torch.zeros(3, 5, dtype=batch[name].dtype)}
         with pytest.raises(ValueError, match=rf"\b{name} has shape \[3, 5\]|expected \[3, 5\], the shape of {name}$"):
             run(kernel, bad)
+
+
+def test_the_loss_has_the_common_dtype_of_all_float_tensors():
+    batch = random_batch(0, 4)
+    for name in PPO_CLIPPED[:-1]:
+        loss, _ = ppo_loss_clipped_value(
+            **{n: batch[n].double() if n == name else batch[n] for n in PPO_CLIPPED},
+            clip_coef=0.2,
+            vf_coef=1.0,
+            ent_coef=0.0,
+        )
+        assert loss.dtype == torch.float64, name

@@ -297,6 +297,8 @@ def test_discounts_of_another_shape_are_refused(kernel):
     message = r"gamma has shape \[3\], expected a number, a 0-d tensor or \[2, 3\], the shape of reward"
     with pytest.raises(ValueError, match=message):
         run(kernel, random_steps(0, 2, 3), gamma=torch.ones(3))
+    with pytest.raises(ValueError, match=r"gamma is '0\.9', expected a number or a 0-d tensor"):
+        run(kernel, random_steps(0, 2, 3), gamma="0.9")
 
 
 @each_kernel

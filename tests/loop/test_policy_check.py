@@ -19,6 +19,7 @@ from ecrl import rng
 from ecrl.config.presets import preset_names
 from ecrl.envs import make_env
 from ecrl.errors import ConfigError, UserError
+from ecrl.loop import policy_check
 from ecrl.loop.policy_check import check_policy, random_observations
 from ecrl.policies import Policy, make_policy
 from ecrl.policies.contract import checked_policy, checking
@@ -183,6 +184,14 @@ class Counter:
     def __call__(self, *args):
         self.calls += 1
         return self.fn(self.calls, *args)
+
+
+@pytest.mark.parametrize(("first", "second"), [(torch.nan, 0.0), (torch.inf, torch.finfo().max), (0, False)])
+def test_nan_and_infinity_are_no_numbers(first, second):
+    one, other = torch.tensor([first]), torch.tensor([second])
+    assert policy_check._is_same({"x": one}, {"x": one.clone()})
+    assert not policy_check._is_same({"x": one}, {"x": other})
+    assert not policy_check._is_same({"x": one}, {"x": one.repeat(2)})
 
 
 def test_functions_that_depend_on_more_than_their_arguments():

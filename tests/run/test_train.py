@@ -25,6 +25,7 @@ from ecrl.run.checkpoint import latest, load
 from ecrl.run.folder import new_run_dir
 from ecrl.run.resume import resume
 from ecrl.run.train import train, train_from_config
+from ecrl.storage.atomic_files import lock_folder
 
 
 @pytest.fixture
@@ -280,6 +281,18 @@ def test_two_processes_do_not_go_on_in_one_folder(config_file, monkeypatch, caps
         "the run has finished; to train for longer" in capsys.readouterr().out
         and Path("run/metrics.jsonl").read_bytes() == rows
     )
+
+
+def test_the_end_of_an_inner_lock_releases_no_outer_lock(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("run").mkdir()
+    command = [sys.executable, "-c", HOLD_FOLDER]
+    with lock_folder(Path("run")):
+        with lock_folder(Path("../", tmp_path.name, "run")):
+            pass
+        refused = subprocess.run(command, input=b"", capture_output=True)
+        assert refused.returncode == 1 and b"BlockingIOError" in refused.stderr
+    assert subprocess.run(command, input=b"", capture_output=True).returncode == 0
 
 
 def test_a_distributed_run_without_torchrun_warns(config_file, monkeypatch, capsys):
