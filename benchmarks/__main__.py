@@ -22,7 +22,7 @@ SUBJECTS = {  # name: description; the file of that name has `rows(quick, cores)
     "kernels": "kernels against rlax, TorchRL, SB3 and others: time, ratio, share of the machine's limit",
     "memory": "peak memory per environment step",
     "scaling": "env steps per second by number of environments, length of a rollout and width of the networks",
-    "seeds": "64 runs in one vmapped call against 64 runs in sequence, and against rejax vmapped",
+    "seeds": "64 runs together against 64 runs in sequence, and against rejax vmapped",
     "physics": "PPO on PushCube against its bare physics",
     "cameras": "frames per second of the cameras of MuJoCo tasks, fast images against full quality",
     "guard": "cost of the finite guard per iteration",

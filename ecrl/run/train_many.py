@@ -166,9 +166,8 @@ def train_many(
         members = [_start(*named_run, folder, stack) for named_run in runs]
         try:
             for group in _groups(members, runs_per_call):
-                together = len(group) > 1
-                most = _runs_per_call(group, runs_per_call)
-                if not (_train_together(group, most, progress) if together else _train_alone(group[0], progress)):
+                alone = len(group.members) == 1
+                if not (_train_alone(group.members[0], progress) if alone else _train_together(group, progress)):
                     break
         finally:
             results = Members([Member(m.name, m.values, m.cfg, m.state, m.history) for m in members])
@@ -258,7 +257,15 @@ def _start(name: str, values: dict[str, Any], cfg: Config, parent: Path | None, 
     return member
 
 
-def _groups(members: Sequence[_Unfinished], runs_per_call: int | None) -> Iterator[list[_Unfinished]]:
+class _Group(NamedTuple):
+    """Runs that train together, the largest number of runs in a call, and the number of calls at the same time."""
+
+    members: list[_Unfinished]
+    runs_per_call: int
+    threads: int
+
+
+def _groups(members: Sequence[_Unfinished], runs_per_call: int | None) -> Iterator[_Group]:
     """Yield the runs that train together: equal runs at the same step, in parts of about equal size."""
     groups: list[list[_Unfinished]] = []
     for member in members:
@@ -270,30 +277,23 @@ def _groups(members: Sequence[_Unfinished], runs_per_call: int | None) -> Iterat
         else:
             group.append(member)
     for group in groups:
-        most = _runs_per_call(group, runs_per_call) * _threads(group[0])
-        parts = math.ceil(len(group) / most)
+        fastest, threads = fastest_calls(group[0].run, group[0].cfg)
+        most = runs_per_call or fastest or len(group)
+        parts = math.ceil(len(group) / (most * threads))
         edges = [len(group) * part // parts for part in range(parts + 1)]
-        yield from (group[start:end] for start, end in pairwise(edges))
+        yield from (_Group(group[start:end], most, min(threads, end - start)) for start, end in pairwise(edges))
 
 
-def _runs_per_call(group: Sequence[_Unfinished], most: int | None) -> int:
-    """Return the largest number of runs in a call: `most`, or by default the number that is fastest.
+def fastest_calls(run: Run, cfg: Config) -> tuple[int | None, int]:
+    """Return the fastest number of runs in a call (None for all runs), and the number of calls at the same time.
 
-    Eager runs and runs on a GPU spend most of their time in launching operations, which the runs of one call share.
-    Compiled runs on a CPU save time only with few environments, as `python -m benchmarks --only seeds` measures.
+    Eager runs and runs on a GPU spend most of their time in launching operations, which the runs of a call share.
+    Compiled runs on a CPU gain from sharing a call only with few environments, but their calls can run at the same
+    time, because their C++ does not hold Python's lock. `python -m benchmarks --only seeds` measures both.
     """
-    if most is not None or not _is_compiled_on_cpu(group[0]):
-        return most or len(group)
-    return _RUNS_OF_FEW_ENVS if group[0].cfg.trainer.num_envs <= _FEW_ENVS else 1
-
-
-def _threads(member: _Unfinished) -> int:
-    """Return the number of calls that run at the same time. The C++ of a compiled run does not hold Python's lock."""
-    return torch.get_num_threads() if _is_compiled_on_cpu(member) else 1
-
-
-def _is_compiled_on_cpu(member: _Unfinished) -> bool:
-    return member.run.jit is not partial and device_of(member.cfg).type == "cpu"
+    if run.jit is partial or device_of(cfg).type != "cpu":
+        return None, 1
+    return _RUNS_OF_FEW_ENVS if cfg.trainer.num_envs <= _FEW_ENVS else 1, torch.get_num_threads()
 
 
 def _are_compatible(one: _Unfinished, other: _Unfinished) -> bool:
@@ -329,13 +329,13 @@ def _train_alone(member: _Unfinished, progress: bool) -> bool:
     return member.has_finished
 
 
-def _train_together(group: Sequence[_Unfinished], runs_per_call: int, progress: bool) -> bool:
+def _train_together(together: _Group, progress: bool) -> bool:
     """Train several runs to their ends, one iteration of all runs after another.
 
     Return False if a signal ended them early.
     """
+    group, runs_per_call, threads = together
     run, cfg, states, names = group[0].run, group[0].cfg, [m.state for m in group], [m.name for m in group]
-    threads = min(_threads(group[0]), len(group))
     batches = iterations_of_members(run, states, cfg, names, runs_per_call=runs_per_call, threads=threads)
     streams = [
         consumers(records, run, member.state, member.cfg, member.folder, int(member.state["sample_step"]), False)

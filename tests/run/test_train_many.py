@@ -171,8 +171,8 @@ def test_the_form_the_threads_and_the_environments_determine_the_groups(
     run, state = build(cfg), ecrl.init_state(cfg)
     for member in members:
         member.run, member.state = run, state
-    assert [len(group) for group in module._groups(members, None)] == by_default
-    assert [len(group) for group in module._groups(members, 2)] == in_pairs
+    assert [len(group.members) for group in module._groups(members, None)] == by_default
+    assert [len(group.members) for group in module._groups(members, 2)] == in_pairs
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_calls_at_the_same_time_give_the_results_of_one_thread(runs_per_call, mo
         return at_the_same_time
 
     monkeypatch.setattr(iteration, "_batch_iteration", watched)
-    monkeypatch.setattr(module, "_threads", lambda member: 2)
+    monkeypatch.setattr(module, "fastest_calls", lambda run, cfg: (1, 2))
     threads = torch.get_num_threads()
     runs = many(cfg, seeds=range(2 * runs_per_call), runs_per_call=runs_per_call)
     assert {threads for _, threads in inside} == {1} and len({name for name, _ in inside}) == 2
