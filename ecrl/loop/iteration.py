@@ -56,6 +56,7 @@ from ecrl.loop.initial_policy import initial_policy
 from ecrl.loop.metrics import WINDOW, collect_logs, counted_steps, over_ranks
 from ecrl.loop.nonfinite_report import Collected, NonfiniteAction, action_error, nonfinite_error, with_checked_actions
 from ecrl.loop.signals import interruptible
+from ecrl.loop.state_argument import check_state_argument
 from ecrl.policies import Policy
 from ecrl.policies.contract import checking
 from ecrl.pytree import Borrowed, flatten, mapped, names, replaced, unflatten
@@ -64,6 +65,9 @@ from ecrl.types import LogData, Logs
 
 Iteration = Callable[[TensorDict], tuple[TensorDict, dict[str, Logs]]]
 Watch = Callable[[Run], Run]
+
+STATE_FIELDS = ("params", "hyper", "env", "episode", "norm", "key", "sample_step", "update_step", "iterations")
+"""Fields that the state of every run has."""
 
 
 def unwatched(run: Run) -> Run:
@@ -221,7 +225,10 @@ def close(state: TensorDict, cfg: Config) -> None:
     """Close a state's Gymnasium environments and their worker processes. Other environments need no closing.
 
     Gymnasium environments that are still open at the end of the process are closed automatically.
+
+    Raises: UserError if `state` is not the state of a run.
     """
+    check_state_argument(state, "env")
     build(cfg).env.close(cast(TensorDict, state["env"]))
 
 
@@ -467,7 +474,8 @@ def make_iteration(cfg: Config, watch: Watch = unwatched) -> Iteration:
     to the buffers of a state in place, but the pure iteration copies the buffers.
 
     Raises: ConfigError if the state has a hyperparameter that the algorithm does not have. The iteration checks the
-        names in its first call, and again if they have changed since the last call.
+        names in its first call, and again if they have changed since the last call. UserError if the argument of the
+        iteration is not the state of a run.
     """
     run, guard = build(cfg), "skip" if cfg.trainer.finite_guard == "skip" else "off"
     run, kinds, tf32 = watch(run), kinds_of(run), _uses_tf32(cfg)
@@ -477,6 +485,7 @@ def make_iteration(cfg: Config, watch: Watch = unwatched) -> Iteration:
 
     def iteration(state: TensorDict) -> tuple[TensorDict, dict[str, Logs]]:
         nonlocal checked
+        check_state_argument(state, *STATE_FIELDS)
         own, borrowed = borrowed_leaves(state, kinds)
         if (given := {*cast(TensorDict, own["hyper"]).keys()}) != checked:
             _check_hyperparameters(own, known)
@@ -521,6 +530,14 @@ def _warn_of_skip(nonfinite: Tensor | None, logs: Logs, step: int) -> bool:
     return True
 
 
+def warn_if_finished(state: TensorDict, cfg: Config) -> None:
+    """Warn if a state has already completed all iterations of its run. The warning names the line of user code."""
+    done, end = int(decisions(state)), total_steps(cfg, world_size())
+    if done >= end:
+        advice = "nothing is left to train; raise trainer.iterations"
+        warnings.warn(f"the state has {done:,} steps, and the run ends at {end:,}: {advice}", stacklevel=3)
+
+
 def train_iter(state: TensorDict, cfg: Config, watch: Watch = unwatched) -> Iterator[LogData]:
     """Run iterations one at a time. After each iteration, yield a record of its collection and a record of its update.
 
@@ -537,10 +554,15 @@ def train_iter(state: TensorDict, cfg: Config, watch: Watch = unwatched) -> Iter
     An iteration reads hyperparameters from `state["hyper"]`. To change a hyperparameter during a run, edit a copy:
     `state = state.clone(); state["hyper", "learning_rate"] = torch.tensor(1e-4)`.
 
-    Raises: ConfigError if the state does not match the config. The call raises this error before the first iteration.
+    The call warns if the state has already completed all iterations of the run.
+
+    Raises: ConfigError if the state does not match the config; UserError if `state` is not the state of a run. The call
+        raises these errors before the first iteration.
     """
+    check_state_argument(state, *STATE_FIELDS)
     run = build(cfg)
     check_state(run, state, cfg)
+    warn_if_finished(state, cfg)
     return iterations(watch(run), with_own_buffers(state, kinds_of(run)), cfg)
 
 

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import cast
 
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from ecrl import rng
-from ecrl.errors import ConfigError
+from ecrl.errors import ConfigError, UserError
 from ecrl.kernels import perturbed, truncation_parents
 from ecrl.pytree import replaced
 from ecrl.registry import did_you_mean
@@ -41,8 +41,8 @@ def exploit_and_explore(
         ranges: lower and upper bounds of each hyperparameter that changes, by its name in `state["hyper"]`.
 
     Returns: the new states, and the index of each run's parent, int64 `[M]`.
-    Raises: ConfigError for a hyperparameter that the states do not have, or for a factor of at most 0; ValueError if
-        `count` is out of range or `fitness` has another shape.
+    Raises: ConfigError for a hyperparameter that the states do not have, or for a factor of at most 0; UserError if
+        `states` does not hold stacked states; ValueError if `count` is out of range or `fitness` has another shape.
     Source: Jaderberg et al. 2017, arXiv:1711.09846.
 
     >>> from ecrl import init_state, load_config
@@ -54,6 +54,9 @@ def exploit_and_explore(
     >>> parent.tolist(), after["hyper", "learning_rate"].tolist() != states["hyper", "learning_rate"].tolist()
     ([1, 1], True)
     """
+    if not isinstance(states, TensorDictBase) or "hyper" not in states:
+        given = type(states).__name__
+        raise UserError(f"states: got {given}, expected the stacked states of the runs; stack them with torch.stack")
     known = [str(name) for name, value in cast(TensorDict, states["hyper"]).items() if isinstance(value, Tensor)]
     for name in ranges:
         if name not in known:

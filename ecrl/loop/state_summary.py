@@ -6,6 +6,7 @@ from typing import Any, cast
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from ecrl.loop.state_argument import check_state_argument
 from ecrl.pytree import flatten
 
 
@@ -18,12 +19,15 @@ def summary(state: TensorDict) -> str:
     Args:
         state: state of a run, from `init_state`, `train`, `load` or a record of `train_iter`.
 
+    Raises: UserError if `state` is not the state of a run.
+
     >>> from ecrl import init_state, load_config
     >>> print(summary(init_state(load_config("configs/cartpole_ppo.json"))))
     iteration 0 of 120, 0 env steps, on cpu
     69 leaves, 113 kB
     opt 73.2 kB, params 36.6 kB, env 2.11 kB, episode 1.16 kB, hyper 56 B
     """
+    check_state_argument(state, "sample_step", "update_step", "iterations", "key")
     seeds, done, end = state["sample_step"].shape, _range(state["update_step"]), _range(state["iterations"])
     of_seeds = f"{prod(seeds)} seeds, " if seeds else ""
     progress = (

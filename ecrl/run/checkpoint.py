@@ -31,7 +31,8 @@ from ecrl.config import Config, config_from_dict
 from ecrl.errors import CheckpointError, ConfigError
 from ecrl.loop.buffers import buffer_names, check_current, kinds_of, mark_written
 from ecrl.loop.build import build, device_of, form_in_use
-from ecrl.loop.iteration import expected_state, with_empty_buffers
+from ecrl.loop.iteration import STATE_FIELDS, expected_state, with_empty_buffers
+from ecrl.loop.state_argument import check_state_argument
 from ecrl.native.library import is_available
 from ecrl.storage.atomic_files import complete_folder, write_folder
 from ecrl.storage.checkpoint_files import (
@@ -219,8 +220,10 @@ def save(
         logs: scalar logs to store in the manifest, such as the results of the evaluation that selected this state.
         files: dict from the filename of each extra file to its content; the manifest records the checksums.
 
-    Raises: CheckpointError if the checkpoint cannot be written, or if `path` exists and is not a checkpoint.
+    Raises: CheckpointError if the checkpoint cannot be written, or if `path` exists and is not a checkpoint; UserError
+        if `state` is not the state of a run.
     """
+    check_state_argument(state, *STATE_FIELDS)
     write(path, snapshot(build(cfg), state, cfg, logs, files))
 
 

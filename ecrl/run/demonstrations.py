@@ -26,6 +26,7 @@ from ecrl.kernels import scan
 from ecrl.kernels.rollout import restarted_carry
 from ecrl.kernels.scan_loop import Scan
 from ecrl.loop.build import build, device_of
+from ecrl.loop.state_argument import check_state_argument
 from ecrl.policies import policy_params
 from ecrl.pytree import flatten, mapped, names
 from ecrl.spaces import Box, Space, element_shape
@@ -87,10 +88,11 @@ def record_demonstrations(
     Returns: a summary of the data set. The success rate is the share of successes among all recorded episodes. With
         `successes_only`, this includes episodes that are not part of the data set.
     Raises: ConfigError if an argument is invalid, if `path` exists, if the environment has no scripted expert, or if
-        `successes_only` is set but the environment reports no success. UserError if too few episodes succeed, or if an
-        episode does not end.
-        CheckpointError if the file cannot be written.
+        `successes_only` is set but the environment reports no success. UserError if `state` is not the state of a run,
+        if too few episodes succeed, or if an episode does not end. CheckpointError if the file cannot be written.
     """
+    if state is not None:
+        check_state_argument(state, "params", "norm")
     path, run = Path(path), build(cfg)
     for name, number in (("num_episodes", num_episodes), ("num_envs", num_envs)):
         if number < 1:

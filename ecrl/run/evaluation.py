@@ -32,6 +32,7 @@ from ecrl.kernels.scan_loop import Scan
 from ecrl.loop.build import build, check_envs, device_of, with_eval_events, with_training_wrappers
 from ecrl.loop.iteration import is_due
 from ecrl.loop.signals import interruptible
+from ecrl.loop.state_argument import check_state_argument
 from ecrl.policies import policy_params
 from ecrl.policies.single_actions import in_single_actions
 from ecrl.registry import did_you_mean
@@ -186,8 +187,9 @@ def evaluate(
         them. If a reward is NaN or infinite, the mean return is also NaN or infinite, because the finite guard does not
         check evaluations.
     Raises: ConfigError if an argument is invalid, if both `env` and `videos` are given, or if the spaces of `env`
-        differ from the run's spaces; UserError if an episode does not end.
+        differ from the run's spaces; UserError if `state` is not the state of a run, or if an episode does not end.
     """
+    check_state_argument(state, "params", "norm", "key")
     if env is not None and videos is not None:
         raise ConfigError(
             f"videos: {videos}: cameras record only the run's own environment, not {env}; leave out videos or env"

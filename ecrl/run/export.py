@@ -27,6 +27,7 @@ from torch.export import Dim, ExportedProgram
 from ecrl.config import Config
 from ecrl.envs import Env, make_env
 from ecrl.errors import UserError, extra
+from ecrl.loop.state_argument import check_state_argument
 from ecrl.policies import make_policy, policy_params
 from ecrl.pytree import flatten
 from ecrl.pytree import paths as tree_paths
@@ -214,9 +215,10 @@ def export(state: TensorDict, cfg: Config, folder: str | Path) -> list[Path]:
         folder: output folder, which is created if missing. Existing files are replaced.
 
     Returns: paths of the written files.
-    Raises: UserError if torch.export or torch.onnx cannot trace the policy, or if the extra `export` is missing. If the
-        extra is missing, policy.pt2 and policy.json are still written.
+    Raises: UserError if torch.export or torch.onnx cannot trace the policy, or if the extra `export` is missing, or if
+        `state` is not the state of a run. If the extra is missing, policy.pt2 and policy.json are still written.
     """
+    check_state_argument(state, "params", "norm", "env", "sample_step")
     env, folder = make_env(cfg.env), Path(folder)
     spaces = _leaves(env.observation_space)
     paths = {_input_name(path): path for path in spaces}

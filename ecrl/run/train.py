@@ -22,8 +22,9 @@ from ecrl.distributed import rank, start, stop, value_of_rank_0, world_size
 from ecrl.errors import CheckpointError, ConfigError, NotSavedError, UserError
 from ecrl.loop.buffers import kinds_of, with_own_buffers
 from ecrl.loop.build import build, check_rollout, with_eval_events
-from ecrl.loop.iteration import check_state, first_state, iterations, run_summary
+from ecrl.loop.iteration import STATE_FIELDS, check_state, first_state, iterations, run_summary, warn_if_finished
 from ecrl.loop.signals import asked, in_loop
+from ecrl.loop.state_argument import check_state_argument
 from ecrl.registry import first_names, registered
 from ecrl.run.checkpointing import with_best_checkpoint, with_checkpoints
 from ecrl.run.crash import with_crash
@@ -140,19 +141,18 @@ def train(
         state so far.
     Raises: ConfigError if `run_dir` cannot be written, holds another run or is in use by another process, or if
         `profile` is set without `run_dir`; `ecrl.errors.NotSavedError`, with the state and the history, if the last
-        state could not be saved; UserError if a function of `consumers` does not yield every record, or yields a log
-        that is not a 0-d tensor.
+        state could not be saved; UserError if `state` is not the state of a run, or if a function of `consumers` does
+        not yield every record, or yields a log that is not a 0-d tensor.
     """
     if callable(consumers):
         raise UserError(
             f"consumers: {getattr(consumers, '__name__', consumers)} is a function, expected a list of functions"
         )
+    check_state_argument(state, *STATE_FIELDS)
     folder, history, last = None if run_dir is None else Path(run_dir), History(), [state]
     new = folder is not None and not claimed_before(folder) and not continues_run(folder, state, cfg)
-    done, end = int(decisions(state)), total_steps(cfg, world_size())
-    if done >= end and (folder is None or new):  # a run that continues in its own folder may have a pending evaluation
-        advice = "nothing is left to train; raise trainer.iterations"
-        warnings.warn(f"the state has {done:,} steps, and the run ends at {end:,}: {advice}", stacklevel=2)
+    if folder is None or new:  # a run that continues in its own folder may have a pending evaluation
+        warn_if_finished(state, cfg)
 
     def on_record(record: LogData) -> None:
         history.add(record)

@@ -26,6 +26,7 @@ from ecrl.kernels import scan
 from ecrl.loop.build import build, with_eval_events
 from ecrl.loop.contract import check_batch
 from ecrl.loop.iteration import phase_of, with_phase
+from ecrl.loop.state_argument import check_state_argument
 from ecrl.pytree import mapped
 from ecrl.run.evaluation import eval_steps, in_single_steps
 from ecrl.run.loggers import ending
@@ -78,8 +79,9 @@ def record(state: TensorDict, cfg: Config, path: str | Path, num_envs: int = 4, 
     Returns: the number of frames. The video has one frame per step of the environment, even if an action is a chunk of
         steps. In this case, interval events of `trainer.events.eval` count steps of the environment instead of actions.
     Raises: ConfigError if the environment has no scene and cannot draw images; UserError if OpenGL or the extra `video`
-        is missing.
+        is missing, or if `state` is not the state of a run.
     """
+    check_state_argument(state, "params", "norm", "key")
     for name, count in (("num_envs", num_envs), ("num_episodes", num_episodes)):
         if count < 1:
             raise ConfigError(f"{name}: {count}, expected at least 1")

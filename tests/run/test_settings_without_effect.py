@@ -1,4 +1,4 @@
-"""`ecrl.train` warns about a finished state, and about settings that have no effect."""
+"""`ecrl.train` and `train_iter` warn about a finished state, and `train` about settings that have no effect."""
 
 import warnings
 
@@ -27,6 +27,10 @@ def test_a_finished_state_is_returned_with_a_warning():
     expected = "the state has 128 steps, and the run ends at 128: nothing is left to train; raise trainer.iterations"
     assert messages(cfg, end) == [expected]
     assert messages(cfg.replace(**{"trainer.iterations": 5}), end) == []
+    with pytest.warns(UserWarning) as raised:
+        assert list(train_iter(end, cfg)) == []
+    assert [(str(one.message), one.filename) for one in raised] == [(expected, __file__)]
+    assert len(list(train_iter(end, cfg.replace(**{"trainer.iterations": 5})))) == 2
 
 
 def test_settings_that_need_a_run_folder_warn_without_one(tmp_path):
