@@ -44,7 +44,7 @@ from ecrl.config.model import (
 from ecrl.config.presets import find_config
 from ecrl.config.translate import translate_config
 from ecrl.errors import ConfigError
-from ecrl.registry import lookup, nearest, registered
+from ecrl.registry import advised, lookup, nearest, registered
 
 __all__ = ["Config", "config_from_dict", "diff", "load_config", "parse_overrides", "total_steps"]
 
@@ -53,7 +53,8 @@ class Found(NamedTuple):
     """Config model of the component that a section names.
 
     Attributes:
-        config: the Config model. For an unknown name, the model of the most similar name, or None without such a name.
+        config: the Config model. For an unknown name, the model of the most similar name. None if no name is similar,
+            or if the registry has advice on the unknown name.
         faults: the fault of the name, or an empty list.
         note: end of the messages for further faults of the section, which names the component of `config`.
     """
@@ -82,7 +83,8 @@ def config_of(kind: str, section: dict, key: str = "name") -> Found:
     try:
         return Found(lookup(kind, name).config, [], "")
     except KeyError as error:
-        fault, near = fault_at((key,), error.args[0]), nearest(name, registered(kind))
+        fault = fault_at((key,), error.args[0])
+    near = None if name in advised(kind) else nearest(name, registered(kind))
     if near is None:
         return Found(None, [fault], "")
     return Found(lookup(kind, near).config, [fault], f" (if the {kind} is {near!r})")

@@ -27,7 +27,7 @@ from ecrl.policies.core import Policy, flatten
 from ecrl.policies.heads import head_width, initial_log_std, is_masked, make_head
 from ecrl.policies.networks import NetworkConfig, Pure, make_network, seeded
 from ecrl.policies.visible import Names, visible_space
-from ecrl.registry import register_policy
+from ecrl.registry import add_advice, register_policy
 from ecrl.spaces import Space, box, flat_dim
 
 
@@ -136,6 +136,12 @@ def make_trunk(cfg: RecurrentConfig, observation_space: Space, side: str) -> Tru
     remembers = cfg.memory in ("shared", "separate", side)
     width = size if remembers or encoder is not None else flat_dim(space)
     return Trunk(space, encoder, cfg.cell if remembers else None, width)
+
+
+_ADVICE = 'for memory, set policy.name to "recurrent", and policy.cell.type to gru, lstm or mingru; see docs/memory.md'
+for _kind in ("network", "policy"):
+    for _name in ("rnn", *CELLS):
+        add_advice(_kind, {_name: _ADVICE, _name.upper(): _ADVICE})
 
 
 @register_policy("recurrent")

@@ -67,6 +67,7 @@ def _drive(damping):
     return {"name": "PushCubeRL", "cfg": {"robot": {"drive_pros": {"damping": damping}}}}
 
 
+RECURRENT = 'for memory, set policy.name to "recurrent", and policy.cell.type to gru, lstm or mingru'
 FAULTS = [  # key, value, the one line without its source
     ("trainer.sede", 3, "trainer.sede: unknown key; did you mean 'seed'?"),
     ("trainer.rollout_step", 3, "trainer.rollout_step: unknown key; did you mean 'rollout_steps'?"),
@@ -123,6 +124,9 @@ FAULTS = [  # key, value, the one line without its source
     ("policy.action_dim", 0, "policy.action_dim: must be at least 1, got 0;"),
     ("policy.initial_log_std", 9.0, "policy.initial_log_std: must be at most 2.0, got 9.0;"),
     ("policy.actor.type", "mpl", "policy.actor.type: unknown network 'mpl'; did you mean 'mlp'?"),
+    ("policy.actor.type", "rnn", f"policy.actor.type: ecrl has no network 'rnn'; {RECURRENT}"),
+    ("policy.critic.type", "LSTM", f"policy.critic.type: ecrl has no network 'LSTM'; {RECURRENT}"),
+    ("policy.name", "gru", f"policy.name: ecrl has no policy 'gru'; {RECURRENT}"),
     (ACTOR, [], f"{ACTOR}: expected an object, got a list"),
     (f"{ACTOR}.hidden_sizes", 64, f"{ACTOR}.hidden_sizes: expected a list, got 64; width of each hidden layer"),
     (
@@ -217,6 +221,11 @@ def test_faults_beside_an_unknown_name():
     faults = _faults(config)
     assert all(sum(fault.startswith(start) for fault in faults) == 1 for start in starts), faults
     assert len(faults) == len(starts)
+
+
+def test_settings_beside_a_name_with_advice_are_not_those_of_a_similar_name():
+    faults = _faults(_with(("policy.actor", {"type": "rnn", "network_cfg": {"hidden_size": 8}})))
+    assert [fault.split(";")[0] for fault in faults] == ["policy.actor.type: ecrl has no network 'rnn'"]
 
 
 def test_a_policy_that_is_absent_is_no_fault_of_an_unknown_algorithm():
