@@ -137,13 +137,16 @@ def _changed_config(cfg: "Config", run: str, changes: dict[str, Any]) -> "Config
     from ecrl.config import config_from_dict
     from ecrl.config.abcdrl import FLAGS
     from ecrl.envs import make_env
+    from ecrl.registry import nearest
     from ecrl.run.evaluation import check_spaces
 
     if "trainer.device" in changes:
         raise UserError("--trainer.device: use --device to set the device")
     for key in changes:
         if not key.startswith(("env.", "trainer.")) or key in FLAGS:
-            raise UserError(f"--{key}: with a trained policy, you can only set keys of env and trainer; remove it")
+            near = None if key in FLAGS else nearest(key.partition(".")[0], ("env", "trainer"))
+            advice = "remove it" if near is None else f"did you mean {near!r}?"
+            raise UserError(f"--{key}: with a trained policy, you can only set keys of env and trainer; {advice}")
     if not changes:
         return cfg
     other = config_from_dict(cfg.model_dump(mode="json"), run, changes)

@@ -11,11 +11,12 @@ In ecrl, it is the number of steps per iteration. In abcdRL, it is the capacity 
 has a replay buffer, a config with flags of the trainer must therefore not have `trainer.buffer_size`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from ecrl.config.aliases import MISSING, RawConfig, get_path, part_entry, remove_path, set_path, split_path
 from ecrl.config.model import Fault, format_key, known_keys
+from ecrl.registry import nearest
 
 _CFG = "algorithm.cfg."
 PAGE = "docs/migration.md"
@@ -256,6 +257,7 @@ The trainer's flags `exp_name`, `seed`, `num_envs` and `total_timesteps` are als
 
 SECTIONS = ("logger", "evaluator", "saver")
 """Sections of flags that ecrl does not have."""
+_OWN_SECTIONS = ("trainer", "env", "policy", "algorithm")
 
 
 def switch(key: str) -> tuple[str, bool] | None:
@@ -276,7 +278,7 @@ def switch(key: str) -> tuple[str, bool] | None:
 class Taken(NamedTuple):
     """Flags of a config or of its overrides, as a dict from name to value, and the remaining data.
 
-    `faults` lists unknown flags in sections that ecrl does not have.
+    `faults` lists unknown flags in sections that ecrl does not have, and misspelt names of these sections.
     """
 
     flags: dict[str, Any]
@@ -287,6 +289,17 @@ class Taken(NamedTuple):
 def _unknown_flag(section: str, flag: str) -> Fault:
     known = ", ".join(name.partition(".")[2] for name in FLAGS if name.startswith(f"{section}."))
     return (section, flag), _with_row(f"unknown key; known: {known}", "abcdrl-flags")
+
+
+def _misspelt_sections(names: Iterable[Any]) -> list[Fault]:
+    """Return a fault for each unknown section that is more similar to a section of flags than to ecrl's sections.
+
+    >>> _misspelt_sections(["evaluater", "trianer", "trainer"])
+    [(('evaluater',), "unknown key; did you mean 'evaluator'?")]
+    """
+    known = (*_OWN_SECTIONS, *SECTIONS)
+    near = [(format_key(name), nearest(name, known)) for name in names if name not in known]
+    return [((key,), f"unknown key; did you mean {section!r}?") for key, section in near if section in SECTIONS]
 
 
 def flags_in_config(data: Any) -> Taken:
@@ -303,7 +316,7 @@ def flags_in_config(data: Any) -> Taken:
         if isinstance(left := get_path(rest, (section,)), dict):
             faults += [_unknown_flag(section, format_key(key)) for key in left]
             rest = remove_path(rest, (section,))
-    return Taken(flags, rest, faults)
+    return Taken(flags, rest, faults + _misspelt_sections(rest if isinstance(rest, dict) else ()))
 
 
 def flags_in_overrides(overrides: Mapping[str, Any]) -> Taken:
@@ -312,6 +325,7 @@ def flags_in_overrides(overrides: Mapping[str, Any]) -> Taken:
     rest = {key: value for key, value in overrides.items() if key not in FLAGS}
     unknown = [key for key in rest if key.partition(".")[0] in SECTIONS and "." in key]
     faults = [_unknown_flag(*key.split(".", 1)) for key in unknown]
+    faults += _misspelt_sections(dict.fromkeys(key.partition(".")[0] for key in rest if key not in unknown))
     return Taken(flags, {key: value for key, value in rest.items() if key not in unknown}, faults)
 
 

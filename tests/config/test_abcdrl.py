@@ -261,3 +261,14 @@ def test_duplicate_keys_are_still_found(tmp_path):
     (tmp_path / "run.json").write_text('{"trainer": {"seed": 1, "seed": 2, "tau": 0.1}, "algorithm": {"name": "sac"}}')
     with pytest.raises(ConfigError, match=r"trainer\.seed: given twice; keep one"):
         load_config(tmp_path / "run.json")
+
+
+@pytest.mark.parametrize(
+    ("section", "near"),
+    [("evaluater", "evaluator"), ("network", None), ("loggr", "logger"), ("save", "saver"), ("trianer", "trainer")],
+)
+def test_a_misspelt_section_of_flags_suggests_the_section(section, near):
+    known = "known: algorithm, env, policy, trainer" if near is None else f"did you mean {near!r}?"
+    line = [f"{section}: unknown key; {known}"]
+    assert _faults(_data("dqn"), **{f"{section}.eval_frequency": 3, f"{section}.seed": 3}) == line
+    assert _faults(_data("dqn", **{section: {"eval_frequency": 3}})) == line

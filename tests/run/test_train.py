@@ -364,6 +364,8 @@ def test_eval_under_other_keys_of_the_environment(config_file, monkeypatch, caps
     assert evaluated("--policy.name", "mine").err.startswith(
         "--policy.name: with a trained policy, you can only set keys of env and trainer"
     )
+    misspelt = evaluated("--trianer.seed", "1").err
+    assert misspelt.endswith("you can only set keys of env and trainer; did you mean 'trainer'?\n")
     assert "can only set keys of env and trainer" in evaluated("--trainer.tau", "0.5").err  # a flag of abcdRL
     assert "trainer.num_eval_envs: " in evaluated("--trainer.num_eval_envs", "0").err
     assert called(monkeypatch, "eval", "run", "--env.name", "pendulum") == 2
