@@ -87,10 +87,10 @@ _KINDS = ("env", "policy", "algorithm", "network", "event", "action", "observati
 _KINDS += ("expert", "vla_backend", "robot")
 _KINDS_WITH_NAME = ("policy", "algorithm")
 """The kinds of components that have a field `name`."""
-_IN_POLICIES = ("network", "vla_backend")
-"""The kinds of components that policies contain."""
-_IN_ENVS = ("event", "action", "observation", "reward", "robot")
-"""The kinds of components that environments contain."""
+_IN_POLICIES = ("network", "vla_backend", "policy")
+"""The kinds of components that policies may contain. A policy may wrap another policy."""
+_IN_ENVS = ("event", "action", "observation", "reward", "robot", "env")
+"""The kinds of components that environments may contain. An environment may wrap another environment."""
 _ENTRIES: dict[str, dict[str, Entry]] = {kind: {} for kind in _KINDS}
 
 

@@ -83,7 +83,7 @@ def test_a_taken_name_raises_unless_overridden(kind):
     assert lookup(kind, "mine").make(Settings()) is not first  # nothing is remembered of the one replaced
 
 
-@pytest.mark.parametrize("kind", ["event", "action", "observation", "reward", "robot"])
+@pytest.mark.parametrize("kind", ["event", "action", "observation", "reward", "robot", "env"])
 def test_environments_are_made_again_after_a_part_of_them_was_replaced(kind):
     register_env("mine")(_make)
     register = getattr(ecrl, f"register_{kind}")
@@ -93,6 +93,31 @@ def test_environments_are_made_again_after_a_part_of_them_was_replaced(kind):
     assert lookup("env", "mine").make(Settings()) is first
     register("part", override=True)(_make)
     assert lookup("env", "mine").make(Settings()) is not first
+
+
+def test_a_wrapper_contains_the_environment_that_replaced_the_wrapped_one():
+    def make_wrapped(cfg: Settings):
+        return object()
+
+    def make_wrapper(cfg: Settings):
+        return "wrapper of", lookup("env", "wrapped").make(cfg)
+
+    register_env("wrapped")(make_wrapped)
+    register_env("wrapper")(make_wrapper)
+    assert lookup("env", "wrapper").make(Settings())[1] is lookup("env", "wrapped").make(Settings())
+    register_env("wrapped", override=True)(make_wrapped)
+    assert lookup("env", "wrapper").make(Settings())[1] is lookup("env", "wrapped").make(Settings())
+
+
+@pytest.mark.parametrize("kind", ["network", "vla_backend", "policy"])
+def test_policies_are_made_again_after_a_part_of_them_was_replaced(kind):
+    register_policy("mine")(_make)
+    register = getattr(ecrl, f"register_{kind}")
+    register("part")(_make)
+    first = lookup("policy", "mine").make(Settings())
+    assert lookup("policy", "mine").make(Settings()) is first
+    register("part", override=True)(_make)
+    assert lookup("policy", "mine").make(Settings()) is not first
 
 
 def test_built_in_names_are_taken():
