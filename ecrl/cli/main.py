@@ -1,6 +1,7 @@
 """Define the command line, such as `ecrl train CONFIG`. Only the commands that need torch import torch."""
 
 import atexit
+import errno
 import gc
 import os
 import re
@@ -356,6 +357,15 @@ _NO_OVERRIDES = {
 _ABOUT = (
     "Train and evaluate policies. With --import MODULE, any command first imports a module with your own components."
 )
+_ACCESS, _ANOTHER_PLACE = "give this user access, or choose another place", "choose another place"
+_PATH_ERRORS: dict[int | None, str] = {
+    errno.EACCES: _ACCESS,
+    errno.EPERM: _ACCESS,
+    errno.EISDIR: _ANOTHER_PLACE,
+    errno.ENOTDIR: _ANOTHER_PLACE,
+    errno.ENAMETOOLONG: _ANOTHER_PLACE,
+}
+"""Map the number of each error that a wrong path causes to the remedy."""
 _FLAGS = (tyro.conf.FlagCreatePairsOff,)
 
 
@@ -393,8 +403,10 @@ def _run_command() -> None:
     except UserError as error:
         print("\n".join(_shorten(line) for line in str(error).split("\n")), file=sys.stderr)
         sys.exit(2)
-    except PermissionError as error:
-        print(f"{error.filename}: {error.strerror}; give this user access, or choose another place", file=sys.stderr)
+    except OSError as error:
+        if error.errno not in _PATH_ERRORS:
+            raise
+        print(f"{error.filename}: {error.strerror}; {_PATH_ERRORS[error.errno]}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

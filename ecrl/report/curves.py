@@ -100,7 +100,7 @@ def _read_run(folder: Path) -> Source:
     if not (folder / "config.json").exists():
         return Source(folder, folder.name, str(folder), None, rows)
     config = _read_json(folder / "config.json")
-    if not isinstance(config, dict):
+    if not isinstance(config, dict) or not all(isinstance(config.get(part, {}), dict) for part in _IGNORED_KEYS):
         raise UserError(f"{folder / 'config.json'}: expected the config of a run")
     trainer = config.get("trainer", {})
     group = canonical_json(without_seeds_and_names(config))

@@ -474,7 +474,9 @@ def latest(run: str | Path) -> Path:
         return run
     folders, faults = step_checkpoints(run), []
     if not folders:
-        raise CheckpointError(f"{run}: no checkpoint: expected {run}/checkpoints/step_<N>, or a checkpoint folder")
+        reason = "" if run.is_dir() else "this is a file, " if run.exists() else "the folder does not exist, "
+        expected = f"expected {run}/checkpoints/step_<N>, or a checkpoint folder"
+        raise CheckpointError(f"{run}: no checkpoint: {reason}{expected}")
     for path in reversed(folders):
         try:
             verify(path)

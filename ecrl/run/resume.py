@@ -69,7 +69,7 @@ def resume_run(
     force: bool = False,
 ) -> tuple[Run, TensorDict, Config]:
     """Resume a run as `resume` does, and return the run, the state and the config."""
-    if (Path(run_dir) / "manifest.json").exists():
+    if any((Path(run_dir) / name).exists() for name in ("manifest.json", "state.safetensors")):
         raise ConfigError(f"{run_dir}: is a checkpoint; to resume, pass the folder of its run")
     path = latest(run_dir) if step_checkpoints(run_dir) or not (Path(run_dir) / "config.json").exists() else None
     own = load_config((Path(run_dir) if path is None else complete_folder(path)) / "config.json")

@@ -184,7 +184,7 @@ def test_latest_returns_the_newest_or_names_what_it_expected(run, saved, tmp_pat
     (run / "checkpoints" / "step_more").mkdir()
     assert latest(run).name == "step_128"
     assert latest(saved[0]) == saved[0]
-    with pytest.raises(CheckpointError, match="no checkpoint: expected"):
+    with pytest.raises(CheckpointError, match="no checkpoint: the folder does not exist, expected"):
         latest(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="not a checkpoint"):
         load(tmp_path / "nowhere")
