@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import yaml
@@ -18,6 +19,17 @@ def test_changelog_and_citation_have_the_version_of_the_package():
     versions = re.findall(r"^## (\d+\.\d+\.\d+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert versions[0] == ecrl.__version__ and versions == sorted(versions, reverse=True)
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == ecrl.__version__
+
+
+def test_the_metadata_names_the_authors_and_the_versions_of_python_that_ci_tests():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["authors"] == yaml.safe_load((ROOT / "CITATION.cff").read_text())["authors"]
+    versions = re.findall(r"Python :: (3\.\d+)", "\n".join(project["classifiers"]))
+    assert project["requires-python"] == f">={versions[0]}"
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    tested = {case["python"] for case in workflow["jobs"]["test"]["strategy"]["matrix"]["include"]}
+    assert tested == {versions[0], versions[-1]}
+    assert "Typing :: Typed" in project["classifiers"] and (ROOT / "ecrl" / "py.typed").exists()
 
 
 def test_the_release_workflow_calls_commands_of_ecrl():
