@@ -112,7 +112,8 @@ def evaluate(
     Args:
         run: run folder or checkpoint folder.
         env: "gymnasium:<id>" for an environment of Gymnasium; the run's environment if absent.
-        num_episodes: total number of episodes. Every environment runs the same number of episodes.
+        num_episodes: total number of episodes. Every environment runs the same number of episodes. More environments,
+            as with --trainer.num_eval_envs 50, take less time and more memory, and start other episodes.
         device: device, such as cuda; the config's trainer.device if absent.
     """
     from pathlib import Path
@@ -136,7 +137,7 @@ def _changed_config(cfg: "Config", run: str, changes: dict[str, Any]) -> "Config
     Raises: UserError for other keys, for trainer.device, and if the overrides change the spaces.
     """
     from ecrl.config import config_from_dict
-    from ecrl.config.abcdrl import FLAGS
+    from ecrl.config.abcdrl import FLAGS, PAGE
     from ecrl.envs import make_env
     from ecrl.registry import nearest
     from ecrl.run.evaluation import check_spaces
@@ -147,6 +148,8 @@ def _changed_config(cfg: "Config", run: str, changes: dict[str, Any]) -> "Config
         if not key.startswith(("env.", "trainer.")) or key in FLAGS:
             near = None if key in FLAGS else nearest(key.partition(".")[0], ("env", "trainer"))
             advice = "remove it" if near is None else f"did you mean {near!r}?"
+            if key.startswith("evaluater."):  # flags of abcdRL's example_eval_model.py
+                advice = f"use an option instead (see {PAGE}#abcdrl-benchmarks-sweeps-and-saved-models)"
             raise UserError(f"--{key}: with a trained policy, you can only set keys of env and trainer; {advice}")
     if not changes:
         return cfg

@@ -364,6 +364,8 @@ def test_eval_under_other_keys_of_the_environment(config_file, monkeypatch, caps
     assert evaluated("--policy.name", "mine").err.startswith(
         "--policy.name: with a trained policy, you can only set keys of env and trainer"
     )
+    page = "docs/migration.md#abcdrl-benchmarks-sweeps-and-saved-models"
+    assert evaluated("--evaluater.seed", "1").err.endswith(f"; use an option instead (see {page})\n")
     misspelt = evaluated("--trianer.seed", "1").err
     assert misspelt.endswith("you can only set keys of env and trainer; did you mean 'trainer'?\n")
     assert "can only set keys of env and trainer" in evaluated("--trainer.tau", "0.5").err  # a flag of abcdRL
