@@ -4,11 +4,12 @@ The generator contains only control flow. Logging, checkpoints, evaluation and p
 the generator yields.
 """
 
+import gc
 import math
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from itertools import pairwise
 from typing import Any, cast
@@ -639,10 +640,11 @@ def iterations_of_members(
         threads: number of calls that run at the same time. With more than one, each call uses one thread of torch.
     """
     guard, size = cfg.trainer.finite_guard, steps_per_iteration(cfg)
-    step, end = int(decisions(states[0])), total_steps(cfg, 1)
+    step = first = int(decisions(states[0]))
+    end = total_steps(cfg, 1)
     sample_steps, running, warned = [int(state["sample_step"]) for state in states], [True] * len(states), False
     batches = _batches([with_iterations_of(cfg, state) for state in states], runs_per_call, threads)
-    with _calls(threads) as call_each:
+    with _calls(threads) as call_each, ExitStack() as after_compiling:
         iterate = _batch_iteration(run, _uses_tf32(cfg), guard)
         while step < end and any(running):
             with interruptible():
@@ -665,6 +667,25 @@ def iterations_of_members(
                     record["taken"] = sample_steps[index] - before
                 records[index] = [record, {**record, "log_type": "train", "logs": own["train"]}]
             yield records
+            if step == first + size:
+                after_compiling.enter_context(_without_scans_of_old_objects())
+
+
+@contextmanager
+def _without_scans_of_old_objects() -> Iterator[None]:
+    """Let the garbage collector skip the objects that exist now, inside this context.
+
+    The states of many members let the collector scan all objects every few iterations. Most objects belong to torch's
+    compiler and stay. A scan of them takes as long as two iterations.
+    """
+    if gc.get_freeze_count():  # the program has frozen its own objects, which unfreezing would unfreeze too
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 _Batch = TensorDict | tuple[TensorDict]

@@ -145,6 +145,26 @@ def test_the_states_of_earlier_iterations_are_released(monkeypatch):
     assert max(live) <= 2, live
 
 
+@pytest.mark.parametrize("frozen_before", [False, True])
+def test_the_garbage_collector_skips_old_objects_only_during_the_training(frozen_before, monkeypatch):
+    counts, before = [], module.iterations_of_members
+
+    def watched(*args, **options):
+        for batch in before(*args, **options):
+            counts.append(gc.get_freeze_count())
+            yield batch
+
+    monkeypatch.setattr(module, "iterations_of_members", watched)
+    try:
+        if frozen_before:
+            gc.freeze()
+        many(small(**{"trainer.iterations": 3}))
+        assert [count > 0 for count in counts] == [frozen_before, True, True]
+        assert (gc.get_freeze_count() > 0) == frozen_before
+    finally:
+        gc.unfreeze()
+
+
 def test_parts_of_at_most_runs_per_call(calls):
     runs = many(small(), seeds=range(5), runs_per_call=2)
     assert calls == [["seed_1", "seed_2"], ["seed_3", "seed_4"]], "seed_0 trains alone"
