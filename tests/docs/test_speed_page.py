@@ -86,7 +86,7 @@ def seeds():
         for row in sorted(rows_of("seeds"), key=lambda row: (-row["cores"], row["num_envs"])):
             time = row[f"time_by_{key}"]
             size = [name, str(row["cores"]), str(row["num_envs"])]
-            best = "vmapped call" if time < 1 else "alternative"
+            best = "`train_many`" if time < 1 else "alternative"
             yield [*size, f"{time:.2f}", f"{row[f'time_by_{key}_max']:.2f}", best]
 
 
