@@ -72,7 +72,7 @@ def suggestion(key: str, known: Iterable[str], in_algorithm: bool) -> str:
 def option_for(name: str) -> str | None:
     """Return the complete option for an option that lacks the section of its key, or None for an unknown option.
 
-    The function also completes names from other libraries and flags of abcdRL.
+    The function also replaces names from other libraries by ecrl's options, and adds the section to flags of abcdRL.
 
     >>> option_for("--seed"), option_for("--lr"), option_for("--gamma"), option_for("--nothing")
     ('--trainer.seed', '--algorithm.cfg.learning_rate', '--algorithm.cfg.gamma', None)

@@ -50,18 +50,18 @@ def read_model(folder: Path) -> Any:
 def _check_report(folder: Path, report: Mapping[str, Any]) -> None:
     """Raise ConfigError for the first weight that is missing, of another shape, or unknown to the model."""
     shapes = [
-        f"{name} of shape {list(have)}, but config.json has {list(want)}"
+        f"{name} {list(have)}, expected {list(want)} by config.json"
         for name, have, want in sorted(report["mismatched_keys"])
     ]
     problems = (
-        ("lacks the weights", sorted(report["missing_keys"]), "copy the checkpoint again"),
-        ("has the weights", shapes, "copy the checkpoint again"),
-        ("has weights that pi0 lacks,", sorted(report["unexpected_keys"]), "remove them, or copy the checkpoint again"),
+        ("lacks weights", sorted(report["missing_keys"]), "copy the checkpoint again"),
+        ("has weights of another shape", shapes, "copy the checkpoint again"),
+        ("has weights that pi0 lacks", sorted(report["unexpected_keys"]), "remove them, or copy the checkpoint again"),
     )
     for problem, found, advice in problems:
         if found:
-            more = f" and {len(found) - 1} others" if len(found) > 1 else ""
-            raise ConfigError(f"{KEY}: {str(folder)!r} {problem} {found[0]}{more}; {advice}")
+            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+            raise ConfigError(f"{KEY}: {str(folder)!r} {problem}: {found[0]}{more}; {advice}")
 
 
 class Statistics(NamedTuple):

@@ -516,14 +516,14 @@ FAULTS = {
     "no JSON": (lambda path: (path / "config.json").write_text("{"), r"config.json' cannot be read: JSONDecodeError"),
     "another kind": (_of_another_kind, r"is a checkpoint of 'llama', expected 'pi0'; give the folder"),
     "no weights": (lambda path: (path / "model.safetensors").unlink(), r"cannot be loaded by transformers: OSError"),
-    "a weight less": (_without_a_weight, r"lacks the weights action_out_proj.bias; copy the checkpoint again$"),
+    "a weight less": (_without_a_weight, r"lacks weights: action_out_proj.bias; copy the checkpoint again$"),
     "another shape": (
         _of_another_shape,
-        r"has the weights action_out_proj.bias of shape \[7\], but config.json has \[3\]; copy the checkpoint again$",
+        r"has weights of another shape: action_out_proj.bias \[7\], expected \[3\] by config.json; copy the checkpoint",
     ),
     "a weight more": (
         _with_another_weight,
-        r"has weights that pi0 lacks, second_head.bias; remove them, or copy the checkpoint again$",
+        r"has weights that pi0 lacks: second_head.bias; remove them, or copy the checkpoint again$",
     ),
     "a wrong size": (_with_a_wrong_size, r"cannot be loaded by transformers: \w+: .*; copy the checkpoint again$"),
     "a damaged file": (_cut, r"cannot be loaded by transformers: SafetensorError: "),

@@ -234,7 +234,7 @@ def _info(success: Tensor, fail: Tensor, metrics: dict[str, Tensor], rewards: di
 
 
 def carry_over(task: Task, new_start: TensorDict, ended: TensorDict) -> TensorDict:
-    """Return the initial state of the next episode, with the startup events and the step count of the ended episode.
+    """Return the initial state of the next episode, which keeps the startup events and the steps since `reset`.
 
     The task chose `new_start` under different startup events. If startup events can affect which starts are acceptable,
     `carry_over` chooses the start again.

@@ -19,8 +19,8 @@ def check_mjcf_inputs(source: str, key: str) -> None:
     """Raise ConfigError, which names `key`, if an MJCF file reads a file outside $ECRL_INPUT_FOLDERS.
 
     Args:
-        source: path or text of the MJCF file. The files that it names are looked up in the folder of the MJCF file, or
-            in the working directory for a text.
+        source: path or text of the MJCF file. Relative paths in the MJCF start at the folder of the file. If `source`
+            is a text, they start at the working directory.
         key: config key for error messages.
     """
     if not is_restricted():

@@ -301,7 +301,7 @@ def _as_described(built: Builtin, model: RobotModel) -> Builtin:
 
 
 def _from_urdf(spec: Any, part: str = "arm") -> tuple[Any, Builtin]:
-    """Return the MjSpec of a URDF file and the robot. Joints that follow another joint are not joints of the robot."""
+    """Return the MjSpec of a URDF file and the robot, whose `joints` leave out joints that follow another joint."""
     following = {follower.name for follower in urdf.followers(spec)}
     joints = tuple(name for name in hinges_and_slides(spec) if name not in following)
     if not joints:

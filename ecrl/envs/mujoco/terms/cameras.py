@@ -191,7 +191,7 @@ class RandomizeMaterialConfig(ConfigModel):
 
     @property
     def stores(self) -> dict[str, tuple[float, ...]]:
-        """Dictionary that maps the name of each target to its initial value, which the color in the scene replaces."""
+        """Dictionary that maps the name of the target to zeros, which the task replaces by the color in the scene."""
         return _zeros(self.ranges)
 
 
@@ -248,7 +248,7 @@ def randomize_camera_extrinsics(cfg: RandomizeCameraConfig, sim: Simulation) -> 
 
         eye' = eye + draw,  target' = target + draw;    draw uniform between lowest and highest, m
 
-    If `up_range` is set, the up direction of the cameras changes in the same way, without a unit.
+    If `up_range` is set, the event also adds a draw to the up direction of the cameras. This draw has no unit.
     """
     return _draw_targets(cfg)
 
