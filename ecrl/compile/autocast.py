@@ -17,16 +17,16 @@ def _is_on() -> bool:
     return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
 
-def settings() -> Hashable:
-    """Return the torch settings that affect the operations of a graph: the default dtype and the autocast state.
+def settings() -> tuple[Hashable, ...]:
+    """Return the torch settings that affect a compiled graph: number of threads, default dtype and autocast state.
 
-    >>> settings()
-    torch.float32
+    >>> settings()[1:]
+    (torch.float32,)
     """
+    about = torch.get_num_threads(), torch.get_default_dtype()
     if not _is_on():
-        return torch.get_default_dtype()
-    autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _KINDS]
-    return torch.get_default_dtype(), *autocast
+        return about
+    return *about, *[(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _KINDS]
 
 
 @contextmanager

@@ -208,7 +208,7 @@ def _difference(before: tuple[Any, ...], now: tuple[Any, ...]) -> str:
         for name in old
         if name in new and old[name] != new[name]
     ]
-    differences += ["the default dtype or autocast differs"] if before[0] != now[0] else []
+    differences += ["the number of threads, the default dtype or autocast differs"] if before[0] != now[0] else []
     return "; ".join(sorted(differences)) or "the same tensors are in other containers"
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
-from itertools import pairwise
+from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -637,22 +637,25 @@ def iterations_of_members(
         cfg: config of one of the members.
         members: names of the members, for warnings.
         runs_per_call: largest number of members in one call. A call of a single member needs no vmap.
-        threads: number of calls that run at the same time. With more than one, each call uses one thread of torch.
+        threads: number of calls that run at the same time. With more than one, torch uses one thread in each call, and
+            also in the main thread until the iterator is closed.
     """
     guard, size = cfg.trainer.finite_guard, steps_per_iteration(cfg)
     step = first = int(decisions(states[0]))
     end = total_steps(cfg, 1)
     sample_steps, running, warned = [int(state["sample_step"]) for state in states], [True] * len(states), False
     batches = _batches([with_iterations_of(cfg, state) for state in states], runs_per_call, threads)
-    with _calls(threads) as call_each, ExitStack() as after_compiling:
+    with _several_threads(threads) as call_each, ExitStack() as after_compiling:
         iterate = _batch_iteration(run, _uses_tf32(cfg), guard)
         while step < end and any(running):
             with interruptible():
-                results = call_each(iterate, batches)
+                # the first iteration compiles, in the main thread, so that Ctrl-C can interrupt it
+                results = [iterate(batch) for batch in batches] if step == first else call_each(iterate, batches)
             batches = [batch for batch, *_ in results]
             step += size
             records: list[list[LogData]] = [[] for _ in states]
-            for index, (state, own, nonfinite) in enumerate(one for result in results for one in _members_of(*result)):
+            of_members = (one for result in results for one in _members_of(*result))
+            for index, (state, own, nonfinite) in enumerate(islice(of_members, len(states))):
                 if guard == "stop" and running[index]:
                     running[index] = not _warn_of_stop(nonfinite, members[index], step)
                 if not running[index]:
@@ -693,11 +696,17 @@ _Batch = TensorDict | tuple[TensorDict]
 
 
 def _batches(states: Sequence[TensorDict], most: int, threads: int) -> list[_Batch]:
-    """Divide states into batches of about equal size, with at most `most` states, for `threads` threads."""
+    """Divide states into batches of one size, with at most `most` states, in a multiple of `threads` batches.
+
+    The last batches may end with copies of the last state, because another size would need another compilation.
+    """
     count = threads * math.ceil(len(states) / most / threads)
-    edges = [len(states) * part // count for part in range(count + 1)]
-    parts = [states[start:end] for start, end in pairwise(edges) if start < end]
-    return [cast(_Batch, torch.stack([*part]) if len(part) > 1 else tuple(part)) for part in parts]  # pyright: ignore
+    size = math.ceil(len(states) / count)
+    if size == 1:
+        return [(state,) for state in states]
+    padded = [*states, *[states[-1]] * (-len(states) % size)]
+    parts = [padded[start : start + size] for start in range(0, len(padded), size)]
+    return [cast(TensorDict, torch.stack(part)) for part in parts]  # pyright: ignore
 
 
 def _batch_iteration(run: Run, tf32: bool, guard: str) -> Callable[[_Batch], tuple[_Batch, dict[str, Logs], Tensor]]:
@@ -734,33 +743,23 @@ def _members_of(
 
 
 @contextmanager
-def _calls(threads: int) -> Iterator[Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]]:
-    """Return a function that calls a function with each argument, in several threads of one core each.
+def _several_threads(threads: int) -> Iterator[Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]]:
+    """Return a function that calls a function with each argument, in several Python threads at the same time.
 
-    The first call for each size of an argument runs alone, because it may compile.
+    With more than one thread, torch uses one thread per Python thread inside this context, also in the main thread.
+    Graphs and checkpoints depend on this number, so it must be the same everywhere.
     """
     if threads == 1:
         yield lambda fn, args: [fn(arg) for arg in args]
         return
-    compiled: set[int] = set()
-
-    def call_each(fn: Callable[[Any], Any], args: Sequence[Any]) -> list[Any]:
-        results = {}
-        for index, arg in enumerate(args):
-            if len(arg) not in compiled:
-                results[index] = pool.submit(fn, arg).result()
-                compiled.add(len(arg))
-        others = {index: pool.submit(fn, arg) for index, arg in enumerate(args) if index not in results}
-        results |= {index: other.result() for index, other in others.items()}
-        return [results[index] for index in range(len(args))]
-
     threads_before = torch.get_num_threads()
+    torch.set_num_threads(1)
     pool = ThreadPoolExecutor(threads, "member", torch.set_num_threads, (1,))
     try:
-        yield call_each
+        yield lambda fn, args: [*pool.map(fn, args)]
     finally:
         pool.shutdown(wait=False, cancel_futures=True)  # an interrupted run does not wait for the end of an iteration
-        torch.set_num_threads(threads_before)  # MKL's part of the setting is common to all threads
+        torch.set_num_threads(threads_before)
 
 
 def _warn_of_stop(nonfinite: Tensor, member: str, step: int) -> bool:

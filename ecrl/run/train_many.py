@@ -124,11 +124,11 @@ def train_many(
     """Train one run for each combination of a seed and the swept settings.
 
     Runs that differ only in the seed and in hyperparameters of `state["hyper"]`, such as the learning rate, train
-    together: several runs share a call of `torch.func.vmap` where that is faster. Compiled runs on a CPU train in as
-    many calls at the same time as `torch.get_num_threads()`, and each call uses one thread. Each of these runs gives
-    the results that it gives alone, up to rounding. Other combinations train one after the other. So do runs whose
-    environments step in Python, such as Gymnasium's, runs with a replay buffer, frozen parameters or demonstrations,
-    and runs whose policy draws its own random numbers.
+    together: several runs share a call of `torch.func.vmap` where that is faster. Compiled runs on a CPU, except
+    MuJoCo tasks, train in as many calls at the same time as `torch.get_num_threads()`, and each call uses one thread.
+    Each of these runs gives the results that it gives alone with the same number of threads, up to rounding. Other
+    combinations train one after the other. So do runs whose environments step in Python, such as Gymnasium's, runs with
+    a replay buffer, frozen parameters or demonstrations, and runs whose policy draws its own random numbers.
 
     With `run_dir`, each run has its own run folder in `run_dir`, with its config, metrics and checkpoints. The commands
     for run folders work with each of these folders. A second call with the same arguments resumes the runs that have
@@ -289,11 +289,13 @@ def fastest_calls(run: Run, cfg: Config) -> tuple[int | None, int]:
 
     Eager runs and runs on a GPU spend most of their time in launching operations, which the runs of a call share.
     Compiled runs on a CPU gain from sharing a call only with few environments, but their calls can run at the same
-    time, because their C++ does not hold Python's lock. `python -m benchmarks --only seeds` measures both.
+    time, because their C++ does not hold Python's lock. `python -m benchmarks --only seeds` measures both. The physics
+    of MuJoCo already uses all threads. Autocast applies only to the thread that enabled it.
     """
     if run.jit is partial or device_of(cfg).type != "cpu":
         return None, 1
-    return _RUNS_OF_FEW_ENVS if cfg.trainer.num_envs <= _FEW_ENVS else 1, torch.get_num_threads()
+    one_thread = run.env.scene is not None or torch.is_autocast_enabled("cpu")
+    return _RUNS_OF_FEW_ENVS if cfg.trainer.num_envs <= _FEW_ENVS else 1, 1 if one_thread else torch.get_num_threads()
 
 
 def _are_compatible(one: _Unfinished, other: _Unfinished) -> bool:
@@ -346,6 +348,7 @@ def _train_together(together: _Group, progress: bool) -> bool:
         rounds = with_progress(rounds, int(decisions(group[0].state)), total_steps(cfg, 1), compilations_of(run.jit))
     try:
         with in_loop(), ExitStack() as stack:
+            stack.enter_context(closing(cast(Generator, batches)))
             for member, stream in zip(group, streams, strict=True):
                 stack.enter_context(_closing(member, stream))
             stack.enter_context(closing(cast(Generator, rounds)))

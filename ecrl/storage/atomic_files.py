@@ -132,8 +132,8 @@ def _finish_replacement(path: Path) -> None:
         old.rename(path)
 
 
-_LOCKED: set[tuple[int, int]] = set()
-"""Device and inode of each folder that this process has locked."""
+_LOCKED: set[tuple[int, int, int]] = set()
+"""Process, device and inode of each folder that is locked. A forked process inherits the entries, but not the locks."""
 
 
 @contextmanager
@@ -145,7 +145,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
     If the file system does not support locks, the folder is not locked.
     """
     about = folder.stat()
-    identity = about.st_dev, about.st_ino
+    identity = os.getpid(), about.st_dev, about.st_ino
     if identity in _LOCKED:  # the system releases the lock of a process as soon as it closes one of the lock's files
         yield
         return

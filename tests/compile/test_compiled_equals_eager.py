@@ -419,7 +419,10 @@ def test_the_default_dtype_is_part_of_the_key(form):
     finally:
         torch.set_default_dtype(torch.float32)
     assert [y.dtype for y in jitted(x)] == [torch.float32] * 3
-    assert form.jit.compilations[-1].text == "_with_constants: the default dtype or autocast differs"
+    assert (
+        form.jit.compilations[-1].text
+        == "_with_constants: the number of threads, the default dtype or autocast differs"
+    )
     assert len(form.made) == 2
 
 

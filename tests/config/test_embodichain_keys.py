@@ -272,7 +272,11 @@ def test_gravity_and_inertia_of_an_object():
 @pytest.mark.parametrize(
     ("key", "params", "reason"),
     [
-        ("physics_update_step", {"entity_cfg": {"uid": "cube"}}, "an event does not step the physics; remove it, and"),
+        (
+            "physics_update_step",
+            {"entity_cfg": {"uid": "cube"}},
+            "an event does not step the physics; remove the key, and",
+        ),
         ("recompute_inertia", {"entity_cfg": {"uid": "cube"}}, "the inertia always follows from the mass; remove it"),
         ("min_mass", {"entity_cfg": {"uid": "cube"}}, "the lower end of mass_range is the smallest mass; remove it"),
     ],

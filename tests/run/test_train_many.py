@@ -6,6 +6,7 @@ import json
 import threading
 import warnings
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -196,40 +197,96 @@ def test_the_form_the_threads_and_the_environments_determine_the_groups(
 
 
 @pytest.mark.parametrize(
-    ("most", "threads", "sizes"), [(16, 1, [5]), (2, 1, [1, 2, 2]), (16, 2, [2, 3]), (1, 2, [1] * 5), (2, 3, [1, 2, 2])]
+    ("most", "threads", "sizes"), [(16, 1, [5]), (2, 1, [2] * 3), (16, 2, [3] * 2), (1, 2, [1] * 5), (2, 3, [2] * 3)]
 )
-def test_batches_are_about_equal_and_no_thread_is_idle(most, threads, sizes):
+def test_batches_have_one_size_and_no_thread_is_idle(most, threads, sizes):
     states = [TensorDict({"x": torch.tensor(float(i))}, []) for i in range(5)]
     batches = iteration._batches(states, most, threads)
-    assert sorted(len(batch) for batch in batches) == sizes
-    assert [float(state["x"]) for batch in batches for state in batch] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert [len(batch) for batch in batches] == sizes
+    numbers = [float(state["x"]) for batch in batches for state in batch]
+    assert numbers == [0.0, 1.0, 2.0, 3.0, 4.0] + [4.0] * (sum(sizes) - 5)
 
 
-@pytest.mark.parametrize("runs_per_call", [1, 2])
-def test_calls_at_the_same_time_give_the_results_of_one_thread(runs_per_call, monkeypatch):
+def _with_two_threads(monkeypatch):
+    monkeypatch.setattr(module, "fastest_calls", lambda run, cfg: (1, 2))
+
+
+def _compiled(**changes):
+    return small(**{"trainer.compile": "on", "trainer.num_envs": 8, "trainer.iterations": 3} | changes)
+
+
+@pytest.mark.parametrize(("runs_per_call", "seeds"), [(1, 2), (2, 3)])
+def test_calls_at_the_same_time_give_the_results_of_one_thread(runs_per_call, seeds, monkeypatch):
     """A barrier in each call shows that two calls run at the same time."""
-    cfg = small(**{"trainer.compile": "on", "trainer.num_envs": 8, "trainer.iterations": 3})
     barrier, inside, before = threading.Barrier(2), [], iteration._batch_iteration
 
     def watched(*args):
         iterate = before(*args)
 
         def at_the_same_time(batch):
-            inside.append((threading.current_thread().name, torch.get_num_threads()))
-            if len(inside) > 2:  # in the first iteration, the first call runs alone, because it compiles
+            thread = threading.current_thread()
+            inside.append((thread.name, torch.get_num_threads()))
+            if thread is not threading.main_thread():
                 barrier.wait(60.0)
             return iterate(batch)
 
         return at_the_same_time
 
     monkeypatch.setattr(iteration, "_batch_iteration", watched)
-    monkeypatch.setattr(module, "fastest_calls", lambda run, cfg: (1, 2))
+    _with_two_threads(monkeypatch)
     threads = torch.get_num_threads()
-    runs = many(cfg, seeds=range(2 * runs_per_call), runs_per_call=runs_per_call)
-    assert {threads for _, threads in inside} == {1} and len({name for name, _ in inside}) == 2
-    assert torch.get_num_threads() == threads
+    runs = many(_compiled(), seeds=range(seeds), runs_per_call=runs_per_call)
+    assert [name for name, _ in inside[:2]] == ["MainThread"] * 2, "the first iteration compiles"
+    assert {threads for _, threads in inside} == {1} and {name for name, _ in inside[2:]} == {"member_0", "member_1"}
+    assert torch.get_num_threads() == threads and len(runs) == seeds
     for run in runs:
         assert_close(run.state, last_state(run.cfg))
+
+
+def test_checkpoints_of_calls_at_the_same_time_have_the_number_of_threads_of_a_call(tmp_path, monkeypatch):
+    _with_two_threads(monkeypatch)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        runs = many(_compiled(), run_dir=tmp_path)
+        saved = [json.loads((latest(tmp_path / run.name) / "manifest.json").read_text()) for run in runs]
+    finally:
+        torch.set_num_threads(threads)
+    assert [about["threads"] for about in saved] == [1, 1]
+
+
+class _Broken(Exception):
+    pass
+
+
+def test_a_fault_in_a_consumer_ends_the_threads_at_once(monkeypatch):
+    _with_two_threads(monkeypatch)
+    threads = torch.get_num_threads()
+
+    def broken(*args):
+        raise _Broken
+        yield
+
+    monkeypatch.setattr(module, "_rounds", broken)
+    with pytest.raises(_Broken) as kept:
+        many(_compiled())
+    assert torch.get_num_threads() == threads and gc.get_freeze_count() == 0
+    assert kept.value.__traceback__ is not None, "the traceback still refers to the iterator"
+
+
+def test_physics_and_autocast_use_one_call_at_a_time():
+    threads = torch.get_num_threads()
+    cfg = _compiled()
+    torch.set_num_threads(2)
+    try:
+        assert module.fastest_calls(build(cfg), cfg) == (1, 2)
+        with torch.autocast("cpu"):
+            assert module.fastest_calls(build(cfg), cfg) == (1, 1)
+        run = build(cfg)
+        run = run._replace(env=replace(run.env, scene=object()))
+        assert module.fastest_calls(run, cfg) == (1, 1)
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ GRASPS = [
     *at("PickCubeConfig", "", HELD, extensions={"start_distance": 0.01, "success_threshold": 0.001}),
     *at("PickCubeExtensions", "extensions", HELD, success_threshold=0.001, rest_speed=1e-9),
     *at("PickCubeExtensions", "extensions", HELD, rejected("no acceptable start"), start_distance=5.0),
-    *at("PickCubeExtensions", "extensions", HELD, rejected("'box' is not an object"), object_uid="box"),
+    *at("PickCubeExtensions", "extensions", HELD, rejected("'box' is not a dynamic object"), object_uid="box"),
     *at("PickCubeExtensions", "extensions", HELD, rejected("no target 'x'"), target_pose_key="x"),
     *at("StackCubeConfig", "", STACKED, extensions={"horizontal_threshold": 1e-9}),
     *at("StackCubeExtensions", "extensions", STACKED, horizontal_threshold=1e-9, vertical_threshold=1e-9),

@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from functools import lru_cache
-from threading import Lock, get_ident
+from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,9 +69,9 @@ def _warn_if_threads_compete(threads: int) -> None:
 
 
 @lru_cache(16)
-def _pool(handle: int, count: int, threads: int, thread: int) -> _Pool:
-    """Return the simulations for calls from one Python thread, so that the calls of other threads need not wait."""
-    model, _, varied, *_ = loaded(handle)
+def _pool(handle: int, count: int) -> _Pool:
+    model, threads, varied, *_ = loaded(handle)
+    threads = threads or torch.get_num_threads()
     _warn_if_threads_compete(threads)
     batch = mujoco().batch.Batch(model, count, threads)
     batch.warning[:] = 1  # MuJoCo writes a warning to a file only if the count of this warning is 0
@@ -114,8 +114,7 @@ def _step(state: Tensor, control: Tensor, parameters: Tensor, handle: int, subst
     sensors = state.new_empty(len(state), loaded(handle).model.nsensordata)
     if not len(state):
         return out, sensors
-    pool = _pool(handle, len(state), loaded(handle).threads or torch.get_num_threads(), get_ident())
-    before, after = state.numpy(), out.numpy()
+    pool, before, after = _pool(handle, len(state)), state.numpy(), out.numpy()
     with pool.lock:
         if pool.fields:
             _set_parameters(pool, parameters.numpy())
