@@ -744,22 +744,27 @@ def _members_of(
 
 @contextmanager
 def _several_threads(threads: int) -> Iterator[Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]]:
-    """Return a function that calls a function with each argument, in several Python threads at the same time.
-
-    With more than one thread, torch uses one thread per Python thread inside this context, also in the main thread.
-    Graphs and checkpoints depend on this number, so it must be the same everywhere.
-    """
+    """Return a function that calls a function with each argument, in several Python threads at the same time."""
     if threads == 1:
         yield lambda fn, args: [fn(arg) for arg in args]
         return
-    threads_before = torch.get_num_threads()
+    with one_torch_thread():
+        pool = ThreadPoolExecutor(threads, "member", torch.set_num_threads, (1,))
+        try:
+            yield lambda fn, args: [*pool.map(fn, args)]
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # do not wait for the end of an interrupted iteration
+
+
+@contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """Let torch use one thread in the current Python thread, inside this context."""
+    before = torch.get_num_threads()
     torch.set_num_threads(1)
-    pool = ThreadPoolExecutor(threads, "member", torch.set_num_threads, (1,))
     try:
-        yield lambda fn, args: [*pool.map(fn, args)]
+        yield
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # an interrupted run does not wait for the end of an iteration
-        torch.set_num_threads(threads_before)
+        torch.set_num_threads(before)
 
 
 def _warn_of_stop(nonfinite: Tensor, member: str, step: int) -> bool:

@@ -25,7 +25,7 @@ from ecrl.distributed import world_size
 from ecrl.errors import CheckpointError, ConfigError, NotFiniteError, UserError, extra
 from ecrl.loop.buffers import kinds_of, with_own_buffers
 from ecrl.loop.build import build, device_of
-from ecrl.loop.iteration import can_vmap, decisions_of, first_state, iterations_of_members
+from ecrl.loop.iteration import can_vmap, decisions_of, first_state, iterations_of_members, one_torch_thread
 from ecrl.loop.signals import asked, in_loop
 from ecrl.pytree import flatten
 from ecrl.registry import did_you_mean
@@ -348,6 +348,8 @@ def _train_together(together: _Group, progress: bool) -> bool:
         rounds = with_progress(rounds, int(decisions(group[0].state)), total_steps(cfg, 1), compilations_of(run.jit))
     try:
         with in_loop(), ExitStack() as stack:
+            if threads > 1:  # also for evaluations and for the conditions in checkpoints
+                stack.enter_context(one_torch_thread())
             stack.enter_context(closing(cast(Generator, batches)))
             for member, stream in zip(group, streams, strict=True):
                 stack.enter_context(_closing(member, stream))
