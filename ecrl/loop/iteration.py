@@ -625,7 +625,7 @@ def can_vmap(run: Run, state: TensorDict) -> bool:
 def iterations_of_members(
     run: Run, states: Sequence[TensorDict], cfg: Config, members: Sequence[str], *, runs_per_call: int, threads: int
 ) -> Iterator[list[list[LogData]]]:
-    """Run the iterations of several runs, several at a time as one call of `torch.func.vmap`.
+    """Run the iterations of several runs. A call handles one run, or several runs under `torch.func.vmap`.
 
     After each iteration of all runs, yield the two records of `train_iter` for every member. If
     `trainer.finite_guard` is "stop", a member with NaN or infinity has no further records, and the other members
@@ -678,8 +678,8 @@ def iterations_of_members(
 def _without_scans_of_old_objects() -> Iterator[None]:
     """Let the garbage collector skip the objects that exist now, inside this context.
 
-    The states of many members let the collector scan all objects every few iterations. Most objects belong to torch's
-    compiler and stay. A scan of them takes as long as two iterations.
+    The states of many members make the collector scan all objects every few iterations. Most of these objects belong to
+    torch's compiler and are never freed, so the scans only cost time.
     """
     if gc.get_freeze_count():  # the program has frozen its own objects, which unfreezing would unfreeze too
         yield

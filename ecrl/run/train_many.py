@@ -41,7 +41,7 @@ _SEED = "trainer.seed"
 _MAX_NAME_BYTES = 255  # limit of most file systems
 _RECORD_TYPES = ("collect", "train", "evaluate")  # in the order of the records of an iteration
 _FEW_ENVS, _RUNS_OF_FEW_ENVS = 4, 16
-"""Compiled runs on a CPU share calls if each has at most 4 environments. 16 runs per call are fastest."""
+"""Compiled runs on a CPU share calls, at most 16 runs per call, if each run has at most 4 environments."""
 
 
 class Member(NamedTuple):

@@ -295,6 +295,26 @@ def test_the_end_of_an_inner_lock_releases_no_outer_lock(tmp_path, monkeypatch):
     assert subprocess.run(command, input=b"", capture_output=True).returncode == 0
 
 
+LOCK_IN_A_FORK = """
+import os, pathlib, sys
+from ecrl.storage.atomic_files import lock_folder
+with lock_folder(pathlib.Path('run')):
+    child = os.fork()
+    if not child:
+        try:
+            with lock_folder(pathlib.Path('run')): os._exit(0)
+        except BlockingIOError:
+            os._exit(7)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_process_does_not_inherit_the_lock(tmp_path):
+    (tmp_path / "run").mkdir()
+    command = [sys.executable, "-c", LOCK_IN_A_FORK]
+    assert subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout == "7\n"
+
+
 def test_a_distributed_run_without_torchrun_warns(config_file, monkeypatch, capsys):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.warns(
