@@ -108,9 +108,9 @@ __all__ = [
 def make_env(choice: EnvChoice | dict | str, *, chunk_gamma: float = 1.0) -> Env:
     """Make an environment from its name or from the `env` section of a config.
 
-    Calls with equal settings return the same object, unless `frame_stack` changes the number of stacked observations.
-    If `action_chunk` is above 1, an action is a chunk of `action_chunk` steps (see `chunked`). `chunk_gamma` is the
-    discount per step inside a chunk.
+    If `frame_stack` is not set, calls with equal settings return the same object. If `action_chunk` is above 1, each
+    action is a chunk of `action_chunk` actions, one per step (see `chunked`). `chunk_gamma` is the discount per step of
+    the rewards inside a chunk.
 
     >>> make_env("cartpole") is make_env({"id": "cartpole", "cfg": {"gravity": 9.8}})
     True

@@ -26,7 +26,7 @@ def chunk_space(space: Space, k: int) -> Space:
     """Return the space of chunks of `k` actions.
 
     A Box gets a new first axis of size `k`. A Discrete or MultiDiscrete space becomes a MultiDiscrete space with `k`
-    times as many entries, and the entries of the first action come first.
+    times as many entries. The entries of the first action come first.
 
     Raises: ConfigError for a Dict space.
 
@@ -41,7 +41,7 @@ def chunk_space(space: Space, k: int) -> Space:
             return MultiDiscrete((space.n,) * k)
         case MultiDiscrete():
             return MultiDiscrete(space.nvec * k)
-    raise ConfigError(f"has actions of {space}, expected Box, Discrete or MultiDiscrete; leave it out")
+    raise ConfigError(f"has actions of {space}, expected Box, Discrete or MultiDiscrete; leave out action_chunk")
 
 
 def undiscounted_reward(steps: TensorDict) -> Tensor:
@@ -54,18 +54,18 @@ def undiscounted_reward(steps: TensorDict) -> Tensor:
 
 
 def _check(env: Env, k: int, gamma: float) -> None:
-    """Raise an error if the environment cannot take chunks of actions, or if `k` or `gamma` is out of range."""
+    """Raise ConfigError if the environment cannot take chunks of actions, and ValueError for a wrong `k` or `gamma`."""
     if k < 1 or not 0.0 <= gamma <= 1.0:
         raise ValueError(f"chunked needs k >= 1 and gamma in [0, 1], got k = {k} and gamma = {gamma}")
     if not env.is_pure:
-        fault = "keeps part of its state outside tensors, so that its environments cannot stop inside a chunk"
-        raise ConfigError(f"{fault}; leave it out, or use a tensor environment")
+        fault = "keeps part of its state outside tensors, so single copies of it cannot stop inside a chunk"
+        raise ConfigError(f"{fault}; leave out action_chunk, or use a tensor environment")
     if isinstance(env.observation_space, Dict) and "action_mask" in dict(env.observation_space.items):
-        raise ConfigError("has action masks, which are unknown for the later actions of a chunk; leave it out")
+        raise ConfigError("has action masks, which are unknown for later actions of a chunk; leave out action_chunk")
 
 
 def _check_fields(before: TensorDict, after: TensorDict) -> None:
-    """Raise ConfigError if a step adds or removes fields."""
+    """Raise ConfigError if a step adds or removes fields of the state."""
     found, expected = (set(names(flatten(state)[1])) for state in (after, before))
     for name in sorted(found ^ expected):
         one, other = ("step", "reset") if name in found else ("reset", "step")
@@ -123,7 +123,8 @@ def chunked(env: Env, k: int, *, gamma: float) -> Env:
 
     Gradient: flows through the executed steps.
     Raises: ConfigError if the environment is not pure, has action masks or has a Dict action space. ValueError if `k`
-        or `gamma` is out of range. `reset` raises ConfigError if the state has a field `executed` or `mask`.
+        or `gamma` is out of range. `reset` raises ConfigError if the state has a field `executed` or `mask`. `step`
+        raises ConfigError if a step adds or removes fields.
 
     >>> from ecrl.envs import make_env
     >>> env = chunked(make_env("cartpole"), 3, gamma=0.5)
@@ -145,7 +146,9 @@ def chunked(env: Env, k: int, *, gamma: float) -> Env:
     def started(state: TensorDict) -> TensorDict:
         for field, fault in _REFUSED.items():
             if field in state:
-                raise ConfigError(f"env.action_chunk: the environment reports {field!r}, so {fault}; leave it out")
+                raise ConfigError(
+                    f"env.action_chunk: the env has the field {field!r}, so {fault}; leave out action_chunk"
+                )
         reward = state["reward"]
         return with_sums(state, torch.zeros_like(reward, dtype=torch.int64), reward, torch.zeros_like(reward))
 
@@ -172,7 +175,7 @@ def chunked(env: Env, k: int, *, gamma: float) -> Env:
         carry, first = (moving, sums | {"reward_sum": zero.clone()}), moving.detach().clone()
         (after, sums), _ = loop(partial(_advance, env), carry, (actions, noises, discounts), first)
         if env.step_without_obs:
-            after = state.copy().update(after)  # `state` has the usual order of fields
+            after = state.copy().update(after)  # keep the field order of `state`
             after = after.set("obs", env.observe(after))
         return with_sums(after, sums["executed"], sums["reward"], sums["reward_sum"])
 

@@ -20,7 +20,7 @@ from ecrl.spaces import Box, Discrete
 
 
 class CartPoleConfig(ConfigModel):
-    """Settings of CartPole: physical constants in SI units, bounds, the start, the time limit and the observation."""
+    """Settings of CartPole: physical constants in SI units, bounds, start range, time limit and observation."""
 
     gravity: Positive = Field(9.8, description="gravitational acceleration, m/s^2")
     cart_mass: Positive = Field(1.0, description="mass of the cart, kg")
@@ -32,7 +32,9 @@ class CartPoleConfig(ConfigModel):
     max_angle: Positive = Field(
         12.0 * 2.0 * pi / 360.0, description="bound of |theta|, rad, beyond which the episode ends"
     )
-    start: Positive = Field(0.05, description="x, x_dot, theta and theta_dot start at random between -start and start")
+    start: Positive = Field(
+        0.05, description="x (m), x_dot (m/s), theta (rad) and theta_dot (rad/s) start uniformly in [-start, start)"
+    )
     max_episode_steps: Count = Field(500, description="time limit, steps")
     observe_velocity: bool = Field(True, description="observe x_dot and theta_dot; if false, the task needs memory")
 
@@ -109,7 +111,7 @@ def cartpole(cfg: CartPoleConfig) -> Env:
 
 
 def _without_velocity(env: Env, bounds: tuple[float, ...]) -> Env:
-    """Return a CartPole whose observation is x and theta. `bounds` are the largest |x| and |theta| of the space."""
+    """Return a CartPole whose observation is x and theta. `bounds` limit |x| and |theta| in its space."""
 
     def observe(state: TensorDict) -> Tensor:
         return torch.stack((state["motion"][..., 0], state["motion"][..., 2]), -1)
@@ -129,7 +131,7 @@ def _without_velocity(env: Env, bounds: tuple[float, ...]) -> Env:
 
 
 class CartPoleExpertConfig(ConfigModel):
-    """Faults of the scripted expert of CartPole."""
+    """Settings of the scripted expert of CartPole."""
 
     noise: Fraction = Field(0.0, description="probability of a random push")
 

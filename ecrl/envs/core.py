@@ -6,9 +6,9 @@ the fields of the dynamics. A state may also have `info`, a TensorDict with fiel
 
 One action may be a chunk of several environment steps (`ecrl.envs.chunked`). The state then has the field `executed`
 (int64 `[*B]`), the number of environment steps that the action took. `executed` is at least 1, and smaller than the
-chunk's length if the episode ended before the last step of the chunk. Algorithms discount returns by
-`gamma ** executed`. `reward` is the sum of the rewards of the `executed` steps, and should discount step i of the chunk
-by `gamma ** i`. If `reward` discounts steps, `info` has the field `reward_sum` (float `[*B]`), the sum without
+chunk's length if the episode ended before the last step of the chunk. Algorithms multiply the return after the action
+by `gamma ** executed`. `reward` is the sum of the rewards of the `executed` steps, and should discount step i of the
+chunk by `gamma ** i`. If `reward` discounts steps, `info` has the field `reward_sum` (float `[*B]`), the sum without
 discounts, for logs and evaluations. After `reset`, `executed` may have any value. All other step counts in this module,
 such as `max_episode_steps` and `min_truncation_gap`, count calls of `step`.
 
@@ -123,9 +123,11 @@ class Env:
         if self.min_truncation_gap < 1:
             raise ValueError(f"min_truncation_gap is {self.min_truncation_gap}, expected at least 1 step")
         if self.reset_unobserved and not self.observe_where:
-            raise ValueError("an environment with reset_unobserved needs observe_where")
+            raise ValueError("an environment with reset_unobserved needs observe_where, got None; pass both functions")
         if self.step_without_obs and self.observe is last_obs:
-            raise ValueError("an environment with step_without_obs needs observe")
+            raise ValueError(
+                "an environment with step_without_obs needs observe, got the default; pass a function observe"
+            )
 
     def observed_where(self, state: TensorDict, mask: Tensor) -> TensorDict:
         """Return a state whose `obs` is recomputed where the mask (bool `[*B]`) is True.
@@ -159,7 +161,7 @@ def state_of(obs: Tensor | TensorDict, batch: torch.Size, **fields: Tensor) -> T
 
 
 def constant_fields(cfg: Any, names: tuple[str, ...], like: Tensor) -> dict[str, Tensor]:
-    """Copy config settings to state fields with one value per environment, so that events can change them.
+    """Return config settings as state fields with one value per environment, so that events can change them.
 
     Args:
         cfg: the config that has the settings.
@@ -237,8 +239,8 @@ def auto_reset(env: Env) -> Env:
     `final_obs` is the observation before any reset. The next call of `env.step` gets a state in which `terminated`
     and `truncated` are False.
 
-    The argument `noise` of `step` also has a first state for the next episode. This first state is drawn from the key
-    of the step and the stream `rng.START`, so it does not depend on the ended episode. If the environment has
+    The argument `noise` of `step` also contains a first state for the next episode. This first state is drawn from the
+    key of the step and the stream `rng.START`, so it does not depend on the ended episode. If the environment has
     `reset_unobserved`, the first state has no observation, and `step` computes the observations of the first states
     that are used. An environment that is not pure resets itself, so `auto_reset` returns the environment unchanged.
     """
@@ -262,7 +264,7 @@ def auto_reset(env: Env) -> Env:
         outcome = after.select(*_OUTCOME, strict=False)
         start, running = env.carry_over(noise["start"], after).exclude(*_OUTCOME), after.exclude(*_OUTCOME)
         if env.reset_unobserved:
-            start = env.observed_where(running.copy().update(start), done)  # `running` has the usual field order
+            start = env.observed_where(running.copy().update(start), done)  # keep the field order of `running`
         return where_fields(done, start, running).update(outcome).set("final_obs", after["obs"])
 
     return replace(env, reset=reset, step=step, draw=draw, reset_unobserved=None)
@@ -274,7 +276,8 @@ def clip_action(env: Env) -> Env:
 
         clipped = max(low, min(high, action))
 
-    A rollout stores the unclipped action, to which the stored log-probability belongs.
+    Environments with other action spaces are returned unchanged. A rollout stores the unclipped action, to which the
+    stored log-probability belongs.
     """
     space = env.action_space
     if not isinstance(space, Box):

@@ -1,10 +1,10 @@
 """Add events, such as random starts and disturbances, to an environment.
 
-An event is a change of the state in addition to the dynamics. For example, an event may draw a physical constant. To
-define an event, register a function `make(cfg)` that returns a function `apply`. `apply(state, keys)` returns the state
-after the event has happened in every environment of the batch. `apply` is a pure function of the state and of one int64
-key per environment. This module decides when an event happens, and selects the affected environments with `where`.
-Events can therefore run inside compiled and vmapped rollouts.
+An event is a change of the state that is not part of the dynamics. For example, an event may set a physical constant to
+a random value. To define an event, register a function `make(cfg)` with `register_event`. `make` returns a function
+`apply`. `apply(state, keys)` returns the state after the event has happened in every environment of the batch. `apply`
+is a pure function of the state and of one int64 key per environment. This module decides when an event happens, and
+selects the affected environments with `where`. Events can therefore run inside compiled and vmapped rollouts.
 """
 
 from collections.abc import Callable, Mapping
@@ -81,7 +81,7 @@ def make_event(event: EventConfig, scene: Any, label: str) -> Apply:
 
 
 def check_event(label: str, apply: Apply, before: TensorDict, keys: Tensor) -> None:
-    """Raise ConfigError if an event does not return a state with the same fields, dtypes and shapes.
+    """Raise ConfigError if an event changes the set of state fields, their dtypes or their shapes.
 
     The error message begins with `label`.
     """
@@ -98,7 +98,7 @@ def check_event(label: str, apply: Apply, before: TensorDict, keys: Tensor) -> N
     for name in sorted(old.keys() | new.keys()):
         actual, expected = new.get(name, "absent"), old.get(name, "absent")
         if actual != expected:
-            fault = f"returns field {name!r} as {actual}, expected {expected}"
+            fault = f"field {name!r} is {actual} after the event, expected {expected}"
             raise ConfigError(f"{label}: {fault}; return the same fields that the event receives: {names}")
 
 
@@ -117,16 +117,16 @@ def with_events(env: Env, events: Mapping[str, EventConfig], where: str = "train
 
     The mode of an event determines when the event happens:
 
-    startup: The event happens once, at `reset`. Each later episode starts from a new state, so the event is applied
-        again with the same key, and has the same effect.
+    startup: The event draws its values once, at `reset`. Each later episode starts from a new state, so the event is
+        applied again with the same key.
     reset: The event happens at the start of every episode, after the startup events, with a new key each time.
     interval: The event happens before every `interval_step`-th step of an environment. Steps are counted from `reset`.
         The policy observes the effect of the event after this step.
 
     Events that happen at the same time are applied in the order of their names. Event keys are derived from the keys of
-    the environments. Environments with equal keys, as in a GRPO group, therefore get equal events. The starts and the
-    noise of an environment are the same with and without events. `reset` draws the startup events again, and `restart`
-    keeps the startup events.
+    the environments. Environments with equal keys, as in a GRPO group, therefore get equal events. The environment's
+    own random draws are the same with and without events. `reset` draws the startup events again, and `restart` keeps
+    the startup events.
 
     The state gains a TensorDict `events` with two int64 fields of shape `[*B]`. `count` is the number of steps since
     `reset`, and `key` is the key of the startup events. Events cannot change the fields reward, terminated, truncated,
@@ -140,8 +140,9 @@ def with_events(env: Env, events: Mapping[str, EventConfig], where: str = "train
     If `events` is empty, `env` itself is returned. Error messages begin with the config section `where` and the name of
     the event.
 
-    Raises: ConfigError if `env` is not pure. The returned `reset` raises ConfigError if an event adds or removes a
-        field, or changes a field's dtype or shape. `reset` raises ValueError if `auto_reset` is missing.
+    Raises: ConfigError if there are events and `env` is not pure, or if an event needs a scene that `env` lacks. The
+        returned `reset` raises ConfigError if an event adds or removes a field, or changes a field's dtype or shape.
+        `reset` raises ValueError if `auto_reset` is missing.
 
     >>> from ecrl.envs import auto_reset, make_env
     >>> push = EventConfig.model_validate({"func": "randomize_field", "mode": "reset", "params":
@@ -251,7 +252,7 @@ _OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def _bound(name: str, value: float | tuple[float, ...], field: str, like: Tensor, shape: torch.Size) -> Tensor:
     """Return `low` or `high` as a tensor that broadcasts over a field of shape `shape`.
 
-    Raises: ConfigError if a list does not have one value per element.
+    Raises: ConfigError if `value` is a list that does not have one value per element of the field.
     """
     if not isinstance(value, tuple):
         return torch.tensor(value, dtype=like.dtype, device=like.device)

@@ -45,7 +45,7 @@ def make_expert(choice: EnvChoice | dict | str, settings: Mapping[str, Any] | No
 
 
 def open_loop(env: Env, expert: Expert, k: int) -> Expert:
-    """Return an expert that plans `k` actions at once, `[*B, k, A]`, by simulating them in a copy of the environment.
+    """Return an expert that plans `k` actions, such as `[*B, k, A]`, by simulating steps from the given state.
 
     The noise of the simulated steps differs from the noise of the later steps. If the environment has no noise, the
     plan equals the actions that `expert` would take step by step. Actions after the end of an episode have no meaning.

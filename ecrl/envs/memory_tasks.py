@@ -20,17 +20,17 @@ _RIGHT, _WRONG = 4.0, -0.1
 
 
 class TMazeConfig(ConfigModel):
-    """Length of the corridor and the time limit."""
+    """Settings of `t_maze`: the length of the corridor and the time limit."""
 
     length: Count = Field(20, description="steps from the start to the junction")
-    max_episode_steps: Count = Field(200, description="time limit, steps; above length")
+    max_episode_steps: Count = Field(200, description="time limit, steps; must exceed length")
 
     @model_validator(mode="after")
     def _can_be_solved(self) -> "TMazeConfig":
         if self.length >= self.max_episode_steps:
             raise ValueError(
                 f"length={self.length} needs max_episode_steps of at least {self.length + 1}, got "
-                f"{self.max_episode_steps}, so no episode would reach the turn; use a shorter maze or longer episodes"
+                f"{self.max_episode_steps}, so no episode could end at the junction; change one of the two"
             )
         return self
 
@@ -54,9 +54,9 @@ def t_maze(cfg: TMazeConfig) -> Env:
 
     The action `[*B]` is 0 for north, 1 for east, 2 for south and 3 for west. The corridor leads from the start in the
     west to the junction in the east. The episode ends with a step to the north or south at the junction. The reward of
-    this step is 4 if the direction agrees with the sign, and -0.1 otherwise. An action that does not move the agent has
-    the reward -0.1, and any other step has the reward 0. The best return is 4. The field `success` of `info` is True
-    for a correct last step. An agent without memory turns correctly in half of the episodes.
+    this step is 4 if the direction agrees with the sign, and -0.1 otherwise. Any other action that does not move the
+    agent has the reward -0.1, and all other steps have the reward 0. The best return is 4. The field `success` of
+    `info` is True for a correct last step. An agent without memory turns correctly in half of the episodes.
 
     Source: Bakker 2002, "Reinforcement learning with long short-term memory".
     """
@@ -95,9 +95,9 @@ def t_maze(cfg: TMazeConfig) -> Env:
 
 
 class RepeatPreviousConfig(ConfigModel):
-    """Number of suits, the age of the card to repeat, and the length of an episode."""
+    """Settings of `repeat_previous`: the card to repeat, the number of suits, and the length of an episode."""
 
-    k: Count = Field(4, description="age of the card to repeat: 1 is the current card, 2 is the card before, and so on")
+    k: Count = Field(4, description="card to repeat: 1 is the current card, 2 is the card before it, and so on")
     suits: int = Field(4, ge=2, description="number of suits")
     max_episode_steps: Count = Field(51, description="length of an episode, steps; at least k")
 
@@ -124,8 +124,8 @@ def repeat_previous(cfg: RepeatPreviousConfig) -> Env:
     Every episode has `max_episode_steps` steps. The best return is 1. If k is at least 2, an agent without memory
     can only guess, and its expected return is 2 / suits - 1.
 
-    The state field `cards`, `[*B, k]`, has the suits of the last k cards, the newest last. The field `shown` is the
-    number of cards shown so far.
+    The state field `cards`, `[*B, k]`, has the suits of the last k cards, the newest last, and 0 for cards that are not
+    yet drawn. The field `shown` is the number of cards shown so far.
 
     Source: Morad et al. 2023, "POPGym: Benchmarking partially observable reinforcement learning", arXiv:2303.01859.
         POPGym draws cards without replacement from a deck of 52.

@@ -47,8 +47,8 @@ def pendulum(cfg: PendulumConfig) -> Env:
 
     The integrator is semi-implicit Euler. The observation `[*B, 3]` is cos(theta), sin(theta) and theta_dot (rad/s).
     The angle theta (rad) is 0 for an upright rod. The action `[*B, 1]` is the torque in N m. At the start, theta is
-    uniform in [-pi, pi) and theta_dot is uniform in [-1, 1). Every episode ends at the time limit. If observe_velocity
-    is false, the observation `[*B, 2]` is cos(theta) and sin(theta).
+    uniform in [-pi, pi) and theta_dot is uniform in [-1, 1). Every episode is truncated at max_episode_steps. If
+    observe_velocity is false, the observation `[*B, 2]` is cos(theta) and sin(theta).
 
     The state stores theta as `angle` and theta_dot as `speed`. The state also stores gravity, mass and length, each
     `[*B]`, so that events such as `randomize_field` can change these constants.

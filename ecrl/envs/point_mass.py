@@ -33,7 +33,7 @@ class PointMassConfig(ConfigModel):
     linear_damping: NonNegative = Field(5.0, description="damping rate of the velocity, 1/s")
     dt: Positive = Field(1.0 / 60.0, description="time step, s")
     success_threshold: Positive = Field(0.03, description="distance to the goal, m, below which the episode ends")
-    success_bonus: NonNegative = Field(0.0, description="bonus for the step that reaches the goal")
+    success_bonus: NonNegative = Field(0.0, description="additional reward of a step that reaches the goal")
     obstacle_radius_range: tuple[Positive, Positive] = Field(
         (0.08, 0.15), strict=False, description="smallest and largest radius of an obstacle, m"
     )
@@ -50,7 +50,7 @@ class PointMassConfig(ConfigModel):
         if self.obstacle_min_goal_distance >= corner:
             raise ValueError(
                 f"obstacle_min_goal_distance is {self.obstacle_min_goal_distance:g}, "
-                f"expected less than {corner:.4g} m in this workspace"
+                f"expected less than {corner:.4g} m for this workspace_half"
             )
         return self
 
@@ -90,11 +90,11 @@ def point_mass(cfg: PointMassConfig) -> Env:
         reward = -d + 0.5 exp(-d^2 / (2 0.05^2)) - 2 penetration - 0.01 |v'|^2 - 0.001 |a - a_before|^2
                  + success_bonus [d < success_threshold]
 
-    The episode terminates if d < success_threshold. The observation `[*B, 14]` consists of the position, velocity,
-    goal, last action, obstacle centres and obstacle radii, in m and m/s. The action `[*B, 2]` is the force along each
-    axis, in units of force_scale. `info` has the fields `success`, `rewards` and `metrics`. `rewards` holds each reward
-    term without its weight. `metrics` has three fields: `final_distance` is d, `path_length` is the distance travelled
-    so far (m), and `collision_count` is the number of steps so far inside an obstacle.
+    The episode terminates if d < success_threshold. The observation `[*B, 14]` consists of the position (m), velocity
+    (m/s), goal (m), last clamped action, obstacle centres (m) and obstacle radii (m). The action `[*B, 2]` is the force
+    along each axis, in units of force_scale. `info` has the fields `success`, `rewards` and `metrics`. `rewards` holds
+    each reward term without its weight. `metrics` has three fields: `final_distance` is d, `path_length` is the
+    distance travelled so far (m), and `collision_count` is the number of steps so far inside an obstacle.
 
     Gradient: flows through every operation. The gradient of a norm at 0 is 0.
     Source: EmbodiChain's `PointMassRL`.

@@ -1,7 +1,7 @@
 """Convert instructions to word ids, with a vocabulary from a JSON file.
 
 A vocabulary is a JSON object that maps each word to its id. The word `<pad>` has the id 0 and pads short instructions.
-Policies observe the ids, so no part of a policy depends on the file.
+Policies observe the ids, and do not read the file.
 """
 
 import json
@@ -16,7 +16,7 @@ from ecrl.registry import did_you_mean
 
 PADDING = "<pad>"
 SHIPPED = Path(__file__).with_name("vocabulary.json")
-"""Vocabulary of the instructions of ecrl's own tasks."""
+"""Path of the vocabulary for the instructions of ecrl's own tasks."""
 
 
 def read_vocabulary(path: str | None = None) -> dict[str, int]:
@@ -42,7 +42,7 @@ def read_vocabulary(path: str | None = None) -> dict[str, int]:
     if not isinstance(words, dict) or not all(type(number) is int for number in words.values()):
         raise ConfigError(f"{where} is not an object that maps words to integers, such as {{{PADDING!r}: 0, 'red': 1}}")
     if words.get(PADDING) != 0:
-        raise ConfigError(f"{where} has no padding; add the word {PADDING!r} with the id 0")
+        raise ConfigError(f"{where} does not map the padding word to 0; give {PADDING!r} the id 0")
     first_word: dict[int, str] = {}
     for word, number in words.items():
         if number < 0:
@@ -53,10 +53,10 @@ def read_vocabulary(path: str | None = None) -> dict[str, int]:
 
 
 def vocabulary_checksums(settings: Any, prefix: str = "") -> dict[str, str]:
-    """Return the SHA-256 of each vocabulary file in the settings of an environment (the keys `tokenizer`).
+    """Map the dotted name of each setting `tokenizer` of an environment to the SHA-256 of its vocabulary.
 
-    The result maps the dotted key to the SHA-256 in hexadecimal. The checksum depends neither on the path of the file
-    nor on the order of the words. For an unreadable file, the result is the checksum of the path.
+    The SHA-256 is in hexadecimal. It depends neither on the path of the file nor on the order of the words. For an
+    invalid vocabulary or a file that cannot be read, the path is hashed instead.
 
     >>> one, two = (vocabulary_checksums({"text": {"tokenizer": path}}) for path in (None, str(SHIPPED)))
     >>> list(one), one == two

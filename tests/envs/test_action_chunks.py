@@ -301,7 +301,7 @@ def test_spaces_of_chunks():
     low_high = replace(box(0.0, 0.0, 2), low=(-1.0, -2.0), high=(1.0, 2.0))
     assert chunk_space(low_high, 2).low == (-1.0, -2.0, -1.0, -2.0)
     assert chunk_space(MultiDiscrete((2, 3)), 2) == MultiDiscrete((2, 3, 2, 3))
-    with pytest.raises(ConfigError, match=r"^has actions of Dict.*, expected Box, Discrete or MultiDiscrete; leave it"):
+    with pytest.raises(ConfigError, match=r"^has actions of Dict.*, expected Box, Discrete or MultiDiscrete; leave"):
         chunk_space(dict_space({"a": Discrete(2)}), 2)
 
 
@@ -324,18 +324,18 @@ def test_the_shortest_gap_of_truncations_counts_chunks(gap, k, expected):
 def test_environments_without_chunks_are_refused():
     masks = dict_space({"action_mask": MultiDiscrete((2, 2)), "x": box(0.0, 1.0, 1)})
     for changes, message in (
-        ({"is_pure": False}, "keeps part of its state outside tensors, so that its environments cannot stop inside"),
-        ({"observation_space": masks}, "has action masks, which are unknown for the later actions of a chunk; leave"),
+        ({"is_pure": False}, "keeps part of its state outside tensors, so single copies of it cannot stop inside"),
+        ({"observation_space": masks}, "has action masks, which are unknown for later actions of a chunk; leave out"),
     ):
         with pytest.raises(ConfigError, match=message):
             chunked(replace(WALK, **changes), 2, gamma=0.9)
     for k, gamma in ((0, 0.9), (2, 1.5), (2, -0.1)):
         with pytest.raises(ValueError, match=f"needs k >= 1 and gamma in .0, 1., got k = {k} and gamma = {gamma}"):
             chunked(WALK, k, gamma=gamma)
-    with pytest.raises(ConfigError, match="reports 'executed', so its actions are chunks already; leave it out"):
+    with pytest.raises(ConfigError, match="has the field 'executed', so its actions are chunks already; leave out"):
         chunked(chunked(WALK, 2, gamma=0.9), 2, gamma=0.9).reset(torch.arange(2))
     masked = replace(WALK, reset=lambda keys: _reset(keys).set("mask", keys >= 0))
-    with pytest.raises(ConfigError, match="reports 'mask', so some of its steps do not count, and a chunk cannot"):
+    with pytest.raises(ConfigError, match="has the field 'mask', so some of its steps do not count, and a chunk"):
         chunked(masked, 2, gamma=0.9).reset(torch.arange(2))
 
 

@@ -367,26 +367,26 @@ def test_an_event_may_write_on_what_it_is_given(restored_registry):
 
 
 BAD = {
-    "adds": (lambda s: s.set("extra", s["drag"]), r"returns field 'extra' as float32 \[4\], expected absent"),
-    "drops": (lambda s: s.exclude("drag"), r"returns field 'drag' as absent, expected float32 \[4\]"),
+    "adds": (lambda s: s.set("extra", s["drag"]), r"field 'extra' is float32 \[4\] after the event, expected absent"),
+    "drops": (lambda s: s.exclude("drag"), r"field 'drag' is absent after the event, expected float32 \[4\]"),
     "drops_deep": (
         lambda s: s.exclude(("body", "mass")),
-        r"returns field 'body.mass' as absent, expected float32 \[4, 2\]",
+        r"field 'body.mass' is absent after the event, expected float32 \[4, 2\]",
     ),
     "reshapes": (
         lambda s: s.set("drag", s["obs"]),
-        r"returns field 'drag' as float32 \[4, 1\], expected float32 \[4\]",
+        r"field 'drag' is float32 \[4, 1\] after the event, expected float32 \[4\]",
     ),
     "retypes": (
         lambda s: s.set("drag", s["drag"].double()),
-        r"returns field 'drag' as float64 \[4\], expected float32",
+        r"field 'drag' is float64 \[4\] after the event, expected float32",
     ),
-    "pays": (lambda s: s.set("reward", s["drag"]), r"returns field 'reward' as float32 \[4\], expected absent"),
+    "pays": (lambda s: s.set("reward", s["drag"]), r"field 'reward' is float32 \[4\] after the event, expected absent"),
     "ends": (
         lambda s: s.set("terminated", s["drag"] > 0),
-        r"returns field 'terminated' as bool \[4\], expected absent",
+        r"field 'terminated' is bool \[4\] after the event, expected absent",
     ),
-    "ages": (lambda s: s.set("elapsed", s["hits"]), r"returns field 'elapsed' as int64 \[4\], expected absent"),
+    "ages": (lambda s: s.set("elapsed", s["hits"]), r"field 'elapsed' is int64 \[4\] after the event, expected absent"),
     "forgets": (lambda s: None, "returns NoneType, expected the state, a TensorDict with body.mass, drag, hits, obs"),
 }
 

@@ -33,8 +33,8 @@ FAULTS = {
     "[1]": r"words\.json' is not an object that maps words to integers",
     '{"<pad>": 0, "red": "1"}': "is not an object that maps words to integers",
     '{"<pad>": 0, "red": true}': "is not an object that maps words to integers",
-    '{"red": 1}': r"has no padding; add the word '<pad>' with the id 0$",
-    '{"<pad>": 1, "red": 0}': "has no padding",
+    '{"red": 1}': r"does not map the padding word to 0; give '<pad>' the id 0$",
+    '{"<pad>": 1, "red": 0}': "does not map the padding word to 0",
     '{"<pad>": 0, "red": -1}': "gives 'red' the id -1; use ids of at least 0$",
     '{"<pad>": 0, "red": 2, "blue": 2}': "gives 'red' and 'blue' the same id 2; use one id per word$",
 }

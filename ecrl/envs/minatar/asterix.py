@@ -1,4 +1,4 @@
-"""Asterix of MinAtar: collect gold and avoid enemies."""
+"""MinAtar's Asterix: collect gold and avoid enemies."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -32,7 +32,7 @@ from ecrl.envs.minatar.game import (
 )
 from ecrl.registry import register_env
 
-_ROWS = 8  # rows 1 to 8 have at most one object each
+_ROWS = 8  # enemies and gold are in the rows 1 to 8, at most one object per row
 _RAMP_WAIT, _LAST_LEVEL = 100, 9
 
 
@@ -71,8 +71,8 @@ def _draw(uniforms: Tensor) -> dict[str, Tensor]:
 def _choose_row(is_free: Tensor, uniform: Tensor) -> Tensor:
     """Choose one of the rows that are 1 in `is_free` `[*B, 8]`. Return 1 for the chosen row and 0 for all others.
 
-    If n rows are free, the function chooses free row floor(n uniform), counted from 0. The product n uniform is always
-    below n, because uniform is a float32 below 1 and n is at most 8.
+    If n rows are free, the function chooses the free row with the index floor(n uniform). The product n uniform is
+    always below n, because uniform is a float32 below 1 and n is at most 8.
     """
     number = (uniform * is_free.sum(-1, dtype=torch.int32)).to(torch.int32)
     rows = indices(is_free, _ROWS)
@@ -139,15 +139,15 @@ def minatar_asterix(cfg: AsterixConfig) -> Env:
 
     The player moves by one cell per step in the inner rows 1 to 8. Every `10 - level` steps, an enemy or, with
     probability 1/3, gold appears at the left or right end of a random row that is empty. Every `5 - level // 2` steps,
-    all enemies and gold move by one cell, and disappear at the other side. Gold that the player touches has the reward
-    1, and the reward of any other step is 0. The episode ends when the player touches an enemy. With
+    all enemies and gold move by one cell, and disappear at the other side. The reward is 1 for a step in which the
+    player touches gold, and 0 for any other step. The episode ends when the player touches an enemy. With
     difficulty_ramping, the level rises from 0 to 9, by one every 102 steps.
 
     The channels of the observation are 0 player, 1 enemies, 2 the cells behind enemies and gold, and 3 gold. The
     minimal actions are 0 no-op, 1 left, 2 up, 3 right and 4 down.
 
-    The state stores the columns of the enemies and the gold of the rows 1 to 8 in `enemy` and `gold`, int32 `[*B, 8]`.
-    Bit x is column x, and 0 means none. `right` is 1 for a row whose object moves to the right, else 0.
+    The state fields `enemy` and `gold`, int32 `[*B, 8]`, have one element for each of the rows 1 to 8. Bit x of an
+    element is 1 if the enemy or the gold is in column x. `right` is 1 for a row whose object moves to the right.
 
     Source: Young and Tian 2019, "MinAtar: An Atari-inspired testbed for thorough and reproducible reinforcement
         learning experiments", arXiv:1903.03176; the package MinAtar 1.0.15.

@@ -1,4 +1,4 @@
-"""Breakout of MinAtar: bounce a ball off a paddle to break bricks."""
+"""MinAtar's Breakout: bounce a ball off a paddle to break bricks."""
 
 from collections.abc import Mapping
 
@@ -99,15 +99,15 @@ def minatar_breakout(cfg: BreakoutConfig) -> Env:
     """Bounce a ball off a paddle at the bottom to break the bricks at the top.
 
     The ball moves by one cell per step along a diagonal. It bounces off the sides, the top, the bricks and the paddle.
-    If the ball comes from a cell above the paddle, only its vertical direction reverses. If the ball comes from a cell
-    beside the paddle, it flies back in the direction from which it came. Each broken brick has the reward 1, and the
-    reward of any other step is 0. Once all 30 bricks are broken, a new wall appears when the ball next reaches the
-    bottom row. The episode ends when the ball reaches the bottom row beside the paddle.
+    If the ball comes from the cell directly above the paddle, only its vertical direction reverses. If the ball comes
+    from a neighbouring column, it flies back in the direction from which it came. The reward is 1 for a step that
+    breaks a brick, and 0 for any other step. Once all 30 bricks are broken, a new wall appears when the ball next
+    reaches the bottom row. The episode ends when the ball misses the paddle and reaches the bottom row.
 
     The channels of the observation are 0 paddle, 1 ball, 2 the ball's previous cell and 3 bricks. The minimal actions
     are 0 no-op, 1 left and 2 right.
 
-    The state stores the bricks as one int32 `bricks`. Bit 10 (y - 1) + x is the brick in row y and column x.
+    The state stores the bricks in the field `bricks`, int32 `[*B]`. Bit 10 (y - 1) + x is for row y and column x.
 
     Source: Young and Tian 2019, "MinAtar: An Atari-inspired testbed for thorough and reproducible reinforcement
         learning experiments", arXiv:1903.03176; the package MinAtar 1.0.15.

@@ -1,4 +1,4 @@
-"""Freeway of MinAtar: cross a road with eight lanes of cars."""
+"""MinAtar's Freeway: cross a road with eight lanes of cars."""
 
 from collections.abc import Mapping
 
@@ -62,7 +62,10 @@ def _draw(uniforms: Tensor) -> dict[str, Tensor]:
 
 
 def _around(cars: Tensor, right: Tensor) -> Tensor:
-    """Move cars by one cell. A car that leaves its lane enters at the other end."""
+    """Move cars by one cell, to the right where `right` is True and to the left elsewhere.
+
+    A car that leaves its lane enters at the other end.
+    """
     to_right = ((cars << 1) & FULL_ROW) | (cars >> (SIZE - 1))
     to_left = (cars >> 1) | ((cars << (SIZE - 1)) & FULL_ROW)
     return torch.where(right, to_right, to_left)
@@ -107,11 +110,12 @@ def _image(state: Mapping[str, Tensor] | TensorDict) -> Tensor:
 def minatar_freeway(cfg: FreewayConfig) -> Env:
     """Cross a road from the bottom row to the top row, between cars on eight lanes.
 
-    The chicken moves up or down by one cell, at most once in three steps. A crossing has the reward 1, and the reward
-    of any other step is 0. After a crossing, or if a car hits the chicken, the chicken is back at the bottom. A car of
-    speed k moves by one cell every k + 1 steps, so speed 1 is the fastest. A car that leaves its lane enters at the
-    other end. Directions and speeds 1 to 5 are random, and are drawn again after each crossing. Every episode
-    terminates at step 2501, as in the package MinAtar, which ends an episode when its counter exceeds 2500.
+    The chicken moves up or down by one cell, at most once in three steps. The reward is 1 for a step that completes a
+    crossing, and 0 for any other step. After a crossing, or if a car hits the chicken, the chicken returns to the
+    bottom row. A car of speed k moves by one cell every k + 1 steps, so speed 1 is the fastest. A car that leaves its
+    lane enters at the other end. The direction and the speed (1 to 5) of each car are random, and are drawn again after
+    each crossing. Every episode terminates at step 2501, as in the package MinAtar, which ends an episode when its
+    counter exceeds 2500.
 
     The channels of the observation are 0 chicken, 1 cars, and 2 to 6 the cells behind cars of speed 1 to 5. The minimal
     actions are 0 no-op, 1 up and 2 down.

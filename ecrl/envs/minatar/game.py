@@ -1,9 +1,9 @@
 """Shared parts of the MinAtar games: settings, sticky actions, and images from rows of bits.
 
 A board has 10 x 10 cells. Row 0 is at the top and column 0 is on the left. Most games store the objects on a row of the
-board as one int32. Bit x is set if an object is in column x. A shift then moves all objects of a row by one
-cell, and an object that leaves the board leaves the integer. Compiled code handles such rows several times faster than
-images of bool, because inductor's vector code for bool is slow.
+board as one int32. Bit x is set if an object is in column x. A bit shift then moves all objects of a row by one cell. A
+shift to the left also needs the mask `FULL_ROW`, which removes objects beyond the last column. Compiled code handles
+such rows several times faster than images of bool, because inductor's vector code for bool is slow.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,14 +24,14 @@ SIZE = 10
 """Number of rows and of columns of the board."""
 
 FULL_ROW = 2**SIZE - 1
-"""A row with an object in every column."""
+"""Bits of a row with an object in every column."""
 
 NOOP, LEFT, UP, RIGHT, DOWN, FIRE = range(6)
 ALL_ACTIONS = (NOOP, LEFT, UP, RIGHT, DOWN, FIRE)
 
 
 class MinAtarConfig(ConfigModel):
-    """Settings that all games have."""
+    """Settings that all MinAtar games have."""
 
     sticky_action_prob: Fraction = Field(
         0.1, description="probability that a step repeats the previous action instead of the chosen action"
@@ -141,7 +141,7 @@ def indices(like: Tensor, n: int = SIZE) -> Tensor:
 
 
 def moved(position: Tensor, back: Tensor, forth: Tensor, low: int = 0, high: int = SIZE - 1) -> Tensor:
-    """Move a coordinate by -1 where `back` is True and by 1 where `forth` is True, within `low` and `high`."""
+    """Move a coordinate by -1 where `back` is True and by 1 where `forth` is True, and clamp it to [low, high]."""
     return (position + forth.to(torch.int32) - back.to(torch.int32)).clamp(low, high)
 
 
@@ -163,7 +163,7 @@ def on_row(row: Tensor, bits: Tensor, num_rows: int = SIZE, first_row: int = 0) 
 
 
 def any_bit(rows: Tensor) -> Tensor:
-    """Return True for boards that have an object on any of their rows `[*B, rows]`."""
+    """Return True for each board that has an object on any of its rows, for rows of shape `[*B, rows]`."""
     return rows.amax(-1) != 0
 
 

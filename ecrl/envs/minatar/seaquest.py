@@ -1,4 +1,4 @@
-"""Seaquest of MinAtar: rescue divers with a submarine, and shoot enemies."""
+"""MinAtar's Seaquest: rescue divers with a submarine, and shoot enemies."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -39,7 +39,7 @@ _MAX_OXYGEN, _OXYGEN_PER_CELL, _MAX_DIVERS = 200, 20, 6
 _RELOAD, _ENEMY_RELOAD = 5, 10
 _DIVER_INTERVAL, _DIVER_WAIT = 30, 5
 _LAST_LEVEL = 19
-_ENEMIES, _SHOTS, _DIVERS = 30, 2, 2  # capacities, see `minatar_seaquest`
+_ENEMIES, _SHOTS, _DIVERS = 30, 2, 2  # numbers of slots, see `minatar_seaquest`
 
 
 class SeaquestConfig(RampConfig, MinAtarConfig):
@@ -59,7 +59,10 @@ def _column(x: Tensor) -> Tensor:
 
 
 def _shift(place: Tensor, right: Tensor) -> Tensor:
-    """Move places by one column. A place beyond the side of the board becomes 0."""
+    """Move places by one column, to the right where `right` is 1, else to the left.
+
+    A place beyond the board becomes 0.
+    """
     return torch.where(right == 1, (place << 2) & _EVERYWHERE, place >> 2)
 
 
@@ -68,7 +71,7 @@ def _start_place(right: Tensor) -> Tensor:
 
 
 def _append(slots: Tensor, new: Tensor, where: Tensor) -> Tensor:
-    """Append an object to slots `[*B, n]`, and drop the oldest object, in slot 0, where `where` is True."""
+    """Where `where` is True, append an object to slots `[*B, n]` and drop the oldest object, which is in slot 0."""
     return torch.where(where.unsqueeze(-1), torch.cat((slots[..., 1:], new.unsqueeze(-1)), -1), slots)
 
 
@@ -87,7 +90,10 @@ def _occupied(board: Tensor) -> Tensor:
 
 
 class _Enemies(NamedTuple):
-    """Slots of enemies, each int32 `[*B, 30]`, the oldest first. An enemy whose place is 0 is gone."""
+    """Fields of the enemies, each int32 `[*B, 30]` with one slot per enemy, the oldest first.
+
+    A place 0 marks an empty slot.
+    """
 
     row: Tensor
     place: Tensor
@@ -102,7 +108,10 @@ def _enemies(state: Mapping[str, Tensor] | TensorDict) -> _Enemies:
 
 
 class _Shots(NamedTuple):
-    """Slots of the player's shots, each int32 `[*B, 2]`, the oldest first. A shot whose place is 0 is gone."""
+    """Fields of the shots, each int32 `[*B, 2]` with one slot per shot, the oldest first.
+
+    A place 0 marks an empty slot.
+    """
 
     row: Tensor
     place: Tensor
@@ -336,19 +345,19 @@ def minatar_seaquest(cfg: SeaquestConfig) -> Env:
     step. Every 30 steps, a diver appears. Divers move every 6 steps. The player picks up divers that it touches, up to
     six.
 
-    Under water, the oxygen falls by 1 per step, from 200. At the surface, the player gives up one diver and gets new
-    oxygen. With six divers, the player gives up all divers for a reward of `oxygen // 20`. The number of divers is then
-    -1, as in the package MinAtar. Afterwards, the player can surface without a diver, and each surfacing lowers the
-    number by one. With difficulty_ramping, each surfacing raises the level by one, up to 19. The episode ends when an
-    enemy or a torpedo hits the player, when no oxygen is left, or when the player surfaces with 0 divers.
+    Under water, the oxygen falls by 1 per step, from 200. When the player surfaces, it gives up one diver, and the
+    oxygen is 200 again. With six divers, the player gives up all divers for a reward of `oxygen // 20`. The number of
+    divers is then -1, as in the package MinAtar. Afterwards, the player can surface without a diver, and each surfacing
+    lowers the number by one. With difficulty_ramping, each surfacing raises the level by one, up to 19. The episode
+    ends when an enemy or a torpedo hits the player, when no oxygen is left, or when the player surfaces with 0 divers.
 
     The channels of the observation are 0 front and 1 back of the player, 2 shots, 3 the cells behind enemies and
     divers, 4 torpedoes, 5 fish, 6 submarines, 7 oxygen, 8 divers on board and 9 divers. The actions are 0 no-op, 1
     left, 2 up, 3 right, 4 down and 5 fire. The game uses all actions, so it has no setting use_minimal_action_set.
 
-    The state stores a column x as its place, 4**x, because a cell can hold three enemies. An object that has left the
-    board has the place 0. `enemy_*`, `shot_*` and `diver_*` are slots of objects, the oldest first. A new object
-    replaces the oldest object. There are enough slots for every game:
+    The state stores column x as the place 4**x. Two bits per column can count the up to three enemies of a cell. An
+    object that has left the board has the place 0. `enemy_*`, `shot_*` and `diver_*` are slots of objects, the oldest
+    first. A new object replaces the oldest object. There are enough slots for every game:
 
     - 30 enemies: on the highest levels, an enemy appears at every step and leaves the board after 30 steps. On lower
       levels, at most 30 enemies appear while the oldest enemy is on the board.

@@ -1,4 +1,4 @@
-"""Space Invaders of MinAtar: shoot aliens that come down."""
+"""MinAtar's Space Invaders: shoot aliens that come down."""
 
 from collections.abc import Mapping
 from functools import partial, reduce
@@ -143,9 +143,9 @@ def minatar_space_invaders(cfg: SpaceInvadersConfig) -> Env:
 
     The cannon moves by one cell per step, and fires at most once in five steps. The aliens start in the rows 0 to 3 and
     the columns 2 to 7. They move sideways together. At the side of the board, the aliens move down by one row and turn.
-    They move every n steps, where n is the number of aliens, at most 12 - level. Every ten steps, the lowest alien of
-    the column nearest to the cannon drops a bomb. Shots move up and bombs move down by one cell per step. Each alien
-    that is shot has the reward 1, and the reward of any other step is 0. If all aliens are shot, a new wave appears.
+    They move every n steps, where n is the smaller of 12 - level and the number of aliens. Every ten steps, the lowest
+    alien of the column nearest to the cannon drops a bomb. Shots move up and bombs move down by one cell per step. The
+    reward of a step is the number of aliens that are shot in this step. If all aliens are shot, a new wave appears.
     With difficulty_ramping, each new wave raises the level by one, up to 6. The episode ends when a bomb or an alien
     hits the cannon, or when the aliens move down from the bottom row.
 
