@@ -28,7 +28,7 @@ from ecrl.spaces import Box, Dict, Discrete, MultiDiscrete, Space
 from ecrl.tracing_state import version_of
 
 _NUM_ENVS, _MANY, _SECONDS = 4, 256, 0.3
-_LONGEST, _LONGEST_S = 4096, 20.0  # steps and seconds that the check waits for the end of an episode
+_LONGEST, _LONGEST_S = 4096, 20.0  # maximum steps and seconds to wait for the end of an episode
 # fields that identify open Gymnasium environments, and therefore differ if a rollout is repeated
 _REFERENCES = ("token", "step")
 _MASK = "action_mask"
@@ -69,7 +69,8 @@ class Trajectory(NamedTuple):
 def random_actions(space: Space, keys: Tensor, obs: Any) -> Tensor:
     """Draw one random action per key, uniform over the space.
 
-    An element of a Box without two finite bounds is normal, and is clamped to its finite bound.
+    An element of a Box without two finite bounds is drawn from a standard normal distribution, and clamped to its
+    finite bound, if any.
 
     If `obs` contains an action mask, only actions that the mask allows are drawn.
 
@@ -149,7 +150,7 @@ def _input_writes(trajectory: Trajectory) -> Iterator[str]:
     """Report each function that modified its inputs."""
     for name, inputs in trajectory.written.items():
         if inputs:
-            yield f"{name} writes on its input {', '.join(inputs)}; return new tensors, as in state.copy().update(...)"
+            yield f"{name} modifies its input {', '.join(inputs)}; return new tensors, as in state.copy().update(...)"
 
 
 def _kept_fields(env: Env, keys: Tensor) -> Iterator[str]:
@@ -174,7 +175,7 @@ def _undeclared(space: Space, history: dict[str, Tensor]) -> Iterator[str]:
 
 
 def _empty_masks(space: Space, history: dict[str, Tensor]) -> Iterator[str]:
-    """Report the first action mask that allows no option for one of the choices."""
+    """Report the first action mask that allows no choice for one of the discrete actions."""
     mask = history.get(f"obs.{_MASK}")
     if mask is None:
         return
@@ -201,7 +202,7 @@ def _ends(env: Env, state: TensorDict, keys: Tensor) -> bool:
 
 
 def _endless(env: Env, trajectory: Trajectory, history: dict[str, Tensor], keys: Tensor) -> Iterator[str]:
-    """Report if no episode of a pure environment ends in the trajectory, or in the further steps of `_ends`.
+    """Report if no episode of a pure environment ends, neither in the trajectory nor in the further steps of `_ends`.
 
     If a finite `min_truncation_gap` above the number of steps is declared, nothing is reported.
     """
@@ -442,8 +443,8 @@ def check_env(env: Env | EnvChoice | dict | str, *, num_steps: int = 256, seed: 
     - A step can be compiled, and the compiled step gives the same values.
     - Stepping a batch is faster than stepping its environments one by one.
 
-    For a Gymnasium environment, Gymnasium's own checker also runs. The random actions are taken in four environments on
-    the CPU. An error that the environment's own code raises is a finding with the line of the code.
+    If `env` names a Gymnasium environment, Gymnasium's own checker also runs. The random actions are taken in four
+    environments on the CPU. An error that the environment's own code raises is a finding with the line of the code.
 
     Args:
         env: an environment, its name, or the `env` section of a config.
@@ -476,7 +477,7 @@ def check_env(env: Env | EnvChoice | dict | str, *, num_steps: int = 256, seed: 
 
 
 def _wrong_spaces(env: Env) -> list[str]:
-    """Report an observation or action space that is not of `ecrl.spaces`."""
+    """Report each observation or action space that is not a space of `ecrl.spaces`."""
     spaces = {"observation_space": env.observation_space, "action_space": env.action_space}
     return [
         f"{name} is {type(space).__module__}.{type(space).__name__}, expected a space of ecrl.spaces; "
@@ -487,7 +488,7 @@ def _wrong_spaces(env: Env) -> list[str]:
 
 
 def _own_error(error: Exception) -> str:
-    """Describe an error that the code of the environment raised, with the last line of this code.
+    """Describe an error that the environment's code raised, with the file and line of this code.
 
     If the traceback has no line outside of ecrl and its libraries, the error is raised again.
     """

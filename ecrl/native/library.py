@@ -164,7 +164,7 @@ def is_available() -> bool:
 
 
 def function(name: str, types: Sequence[Any]) -> Any:
-    """Return the C++ function `name`, which returns nothing, with arguments of the `ctypes` types in `types`.
+    """Return the C++ function `name`, which has arguments of the `ctypes` types in `types` and no return value.
 
     Raises: RuntimeError if the library cannot be compiled.
     """

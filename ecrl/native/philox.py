@@ -17,7 +17,7 @@ torch.library.define("ecrl::philox_words", "(Tensor key, Tensor low, Tensor high
 
 
 def philox_words(key: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first and the last 64 bits of Philox's result for a key and a counter.
+    """Return the first and the last 64 bits of the 128-bit Philox result for a key and a counter.
 
     Args:
         key, low, high: int64 tensors that broadcast: the key, and the low and the high 64 bits of the counter.

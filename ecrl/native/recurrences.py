@@ -2,9 +2,8 @@
 
 The operators run in eager code, in `torch.compile`, and for large tensors in graphs of `ecrl.compile`. For small
 tensors, a graph of `ecrl.compile` has its own C++ code, because calling an operator takes longer than a short
-recurrence.
-`linear_recurrence` has derivatives of any order in forward and reverse mode, and works under every transform of
-`torch.func`, except a forward mode inside a forward mode. `gae` has no derivatives.
+recurrence. `linear_recurrence` has derivatives of any order in forward and reverse mode, and works under every
+transform of `torch.func`, except a forward mode inside a forward mode. `gae` has no derivatives.
 """
 
 from collections.abc import Sequence
@@ -55,8 +54,8 @@ def can_run(*tensors: Tensor) -> bool:
 def is_differentiated(*values: Any) -> bool:
     """Return True if a derivative with respect to any tensor in `values` may be needed.
 
-    Under vmap, a tensor does not show that the batch of tensors requires a gradient. The function therefore returns
-    True under vmap, except with `torch.no_grad`.
+    Under vmap, `requires_grad` of a tensor does not show whether the whole batch requires a gradient. The function
+    therefore returns True under vmap, except with `torch.no_grad`.
 
     >>> is_differentiated(torch.ones(1), 0.5), is_differentiated(torch.ones(1, requires_grad=True))
     (False, True)
@@ -69,7 +68,7 @@ def is_differentiated(*values: Any) -> bool:
 
 @cache
 def _function(name: str, dtype: torch.dtype, num_tensors: int, *others: type) -> tuple[Any, Any]:
-    """Return a C++ function, and the type of the array of its strides."""
+    """Return a C++ function, and the ctypes type of its argument `strides`."""
     strides = c_int64 * (2 * num_tensors)
     types = [*[c_void_p] * num_tensors, *[c_int64] * 2, strides, *[c_bool] * 2, *others]
     return function(f"{name}_{_NAMES[dtype]}", types), strides
@@ -96,7 +95,7 @@ def _call(name: str, tensors: Sequence[Tensor], numbers: Sequence[int], *others:
 
 
 def _rows(x: Tensor, shape: torch.Size) -> Tensor:
-    """Return `x`, broadcast to a shape `[*B, T]`, with one row per batch entry: `[rows, T]`."""
+    """Return `x`, broadcast to `shape` (`[*B, T]`) and reshaped to `[rows, T]`, with one row per batch entry."""
     return x.expand(shape).reshape(-1, shape[-1])
 
 

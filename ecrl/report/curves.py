@@ -23,7 +23,8 @@ from ecrl.registry import did_you_mean
 DEFAULT_METRICS = ("eval/success_rate", "eval/avg_reward", "charts/episode_reward_avg_100")
 """By default, ecrl plots the first of these metrics that all runs and result files have."""
 _METRICS_BY_COLUMN = {"return": ("eval/avg_reward", "charts/episode_reward_avg_100"), "success": ("eval/success_rate",)}
-_IGNORED_KEYS = {"trainer": ("seed", "eval_seed", "exp_name", "wandb_project_name")}  # may differ within a group
+# settings that may differ between the runs of a group
+_IGNORED_KEYS = {"trainer": ("seed", "eval_seed", "exp_name", "wandb_project_name")}
 _DEFAULT_NAME = TrainerConfig.model_fields["exp_name"].default
 _EXPECTED_FILES = "expected a run folder, or a .json or .csv file with results of another library"
 _EXPECTED_ROWS = "expected steps, seconds and return or success"

@@ -1,10 +1,10 @@
 """Plot learning curves over env steps and over minutes. Three or more seeds are drawn as a band, fewer seeds as lines.
 
 Seeds of the same config, or of the same result file of another library, are a group. All lines of a group have the same
-colour and dashes, and no other group has this pair of colour and dashes. A band shows the
-interquartile mean and its 95 % bootstrap interval. A band ends at the last step that all seeds have reached. With three
-seeds, the interval is the range of their values. In the plot over minutes, each point of a band is placed at the median
-of the seeds' times. This module needs the extra `plot`.
+colour and dashes, and no other group has this pair of colour and dashes. A band shows the interquartile mean and its 95
+% bootstrap interval. A band ends at the last step that all seeds have reached. With three seeds, the interval is the
+range of their values. In the plot over minutes, each point of a band is placed at the median of the seeds' times. This
+module needs the extra `plot`.
 """
 
 import math
@@ -24,7 +24,7 @@ MIN_BAND_SEEDS = 3
 """Minimum number of seeds for a band. Fewer seeds are drawn as lines."""
 _SUFFIXES = (".png", ".svg")
 _RESAMPLES, _POINTS = 2000, 200
-_LONG_LABEL = 45  # with longer labels, the legend has one column instead of two
+_LONG_LABEL = 45  # characters; with longer labels, the legend has one column instead of two
 _BAND = "three or more seeds: interquartile mean, 95 % bootstrap interval"
 _COLORS, _DASHES = 10, ("-", "--", "-.", ":")
 """Number of colours in matplotlib's default cycle, and the dashes of the lines."""
@@ -83,7 +83,7 @@ def legend_label(group: Sequence[Curve]) -> str:
 
 
 def line_style(number: int) -> dict[str, str]:
-    """Return the colour and the dashes of a group, as arguments of matplotlib. The numbers start at 0.
+    """Return the colour and the dashes of a group, as arguments of matplotlib. `number` is the group's index.
 
     >>> line_style(0), line_style(11)
     ({'color': 'C0', 'linestyle': '-'}, {'color': 'C1', 'linestyle': '--'})
@@ -92,7 +92,11 @@ def line_style(number: int) -> dict[str, str]:
 
 
 def draw_group(axes: Any, group: Sequence[Curve], by: str, style: dict[str, str]) -> None:
-    """Draw a group of curves on matplotlib axes. The x-axis is `by`, which is "steps" or "minutes"."""
+    """Draw a group of curves on matplotlib axes.
+
+    The x-axis is `by`, which is "steps" or "minutes". The group is drawn as a band if it has at least `MIN_BAND_SEEDS`
+    seeds that share a range of steps, and otherwise as lines.
+    """
     steps = [one.steps for one in group]
     if len(group) < MIN_BAND_SEEDS or not len(band_positions(steps)):  # the seeds are too few or share no range
         for number, one in enumerate(group):
@@ -170,7 +174,7 @@ def write(picture: Any, out: Path) -> list[Path]:
 
 
 def threshold_point(one: Curve, threshold: float) -> tuple[float, float] | None:
-    """Return the first env steps and minutes after which a curve never falls below the threshold, or None.
+    """Return the env steps and minutes from which on a curve stays at or above `threshold`, or None if it does not.
 
     >>> x = np.array([1.0, 2.0, 3.0, 4.0])
     >>> threshold_point(Curve("", "", "", 10 * x, x, np.array([0.5, 0.96, 0.9, 0.97])), 0.95)
@@ -182,7 +186,7 @@ def threshold_point(one: Curve, threshold: float) -> tuple[float, float] | None:
 
 
 def summary(groups: Iterable[Sequence[Curve]], threshold: float | None) -> list[str]:
-    """Describe each curve in a line: its last point, its first NaN, and when it last crosses `threshold` upwards."""
+    """Describe each curve in a line: its last point, its first NaN, and where it starts to stay above `threshold`."""
     lines = []
     for one in (one for group in groups for one in group):
         line = f"{one.name}: {one.values[-1]:.4g} after {one.steps[-1]:,.0f} env steps, {one.minutes[-1]:.1f} minutes"
@@ -226,8 +230,8 @@ def plot(
         threshold: value at which to draw a horizontal line; if None, no line is drawn.
 
     Returns: the paths of the pictures, and the groups of curves.
-    Raises: UserError if a path is not a run folder or result file, if a metric is missing, or if the extra `plot` is
-        missing.
+    Raises: UserError if an argument or a file is invalid, if a metric or the extra `plot` is missing, if there are too
+        many groups, or if a picture cannot be written.
     """
     output_files(out)
     if threshold is not None and not math.isfinite(threshold):

@@ -31,7 +31,7 @@ def _write(path: Path, data: Content) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Write a file or a folder from the memory of the operating system to disk."""
+    """Flush a file or a folder from the cache of the operating system to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -146,7 +146,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
     """
     about = folder.stat()
     identity = os.getpid(), about.st_dev, about.st_ino
-    if identity in _LOCKED:  # the system releases the lock of a process as soon as it closes one of the lock's files
+    if identity in _LOCKED:  # closing any handle of the lock file would release the lock of this process
         yield
         return
     with (folder / ".lock").open("w") as file:

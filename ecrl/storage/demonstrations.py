@@ -1,6 +1,6 @@
-"""Write and read data sets of demonstrations: one safetensors file with the steps of whole episodes.
+"""Write and read a data set of demonstrations: a safetensors file with the steps of whole episodes.
 
-The rows of all tensors are steps, in the order of the episodes.
+The rows of all tensors are the M steps, in the order of the episodes.
 
 | tensor | shape | content |
 |---|---|---|
@@ -11,8 +11,8 @@ The rows of all tensors are steps, in the order of the episodes.
 | `executed` | `[M]` | environment steps that the action took, int64; absent if this number is always 1 |
 
 The metadata of the file has one entry, `ecrl.demonstrations`. The entry is JSON with the version of the format, the
-environment, the number of episodes and steps, the mean return, the success rate, the SHA-256 of each vocabulary, and
-the config.
+environment, the number of episodes and steps, the mean return and the success rate. The entry also has the SHA-256 of
+each vocabulary, and the config.
 """
 
 import json
@@ -52,7 +52,8 @@ def write_demonstrations(path: Path, steps: Mapping[str, Tensor], about: Mapping
 def read_about(path: Path) -> tuple[dict[str, tuple[Any, tuple[int, ...]]], dict[str, Any]]:
     """Return the dtypes and shapes of a data set's tensors by name, and its metadata.
 
-    Raises: CheckpointError if the file cannot be read, or is not a data set of demonstrations.
+    Raises: CheckpointError if the file cannot be read, is not a data set of demonstrations, or has another version of
+        the format.
     """
     tensors, metadata = read_header(path)
     try:
@@ -60,7 +61,7 @@ def read_about(path: Path) -> tuple[dict[str, tuple[Any, tuple[int, ...]]], dict
         version = about["format"]
     except (KeyError, TypeError, ValueError):
         raise CheckpointError(
-            f"{path}: no demonstrations: it has no metadata {_KEY}; use a file of ecrl demo"
+            f"{path}: no demonstrations: it has no metadata {_KEY}; use a file that ecrl demo wrote"
         ) from None
     if version != FORMAT:
         raise CheckpointError(

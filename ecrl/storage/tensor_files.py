@@ -49,7 +49,7 @@ _PART = 2**26
 
 
 def _bytes_of(x: Tensor) -> Tensor:
-    """Return the elements of a tensor as uint8, which share the memory of a contiguous tensor."""
+    """Return the bytes of a tensor as a 1-d uint8 tensor, which shares the memory of a contiguous tensor."""
     x = x.detach().contiguous()
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)  # a single element may have any stride
 
@@ -140,7 +140,9 @@ def _read_tensor(file: Any, begin: int, dtype: str, shape: list[int], data_offse
     """
     (start, end), room = data_offsets, os.fstat(file.fileno()).st_size - begin
     if not 0 <= start <= end <= room or end - start != (size := math.prod(shape) * _DTYPES[dtype].itemsize):
-        raise ValueError(f"a tensor {dtype} {shape} has the data_offsets {data_offsets}, in {room} bytes of tensors")
+        raise ValueError(
+            f"data_offsets {data_offsets} do not fit a tensor {dtype} {shape} in {room} bytes of tensor data"
+        )
     x = torch.empty(shape, dtype=_DTYPES[dtype])
     file.seek(begin + start)
     if size and file.readinto(_bytes_of(x).numpy()) != size:

@@ -95,10 +95,10 @@ FAULTS = {
     "last": (_stepping(_with("obs", 5, -1.0)), "final_obs[0] is -1 in env 0 after step 5, outside of 0 to 1"),
     "nan": (_stepping(_with("obs", 2, torch.nan)), "obs is nan in env 0 after step 2; a run would stop there"),
     "infinite": (_stepping(_with("reward", 4, torch.inf)), "reward is inf in env 0 after step 4; a run would stop"),
-    "writes": ({"step": _writes}, "step writes on its input state.age; return new tensors"),
-    "sets": ({"step": _sets}, "step writes on its input state.last; return new tensors"),
-    "resets on keys": ({"reset": lambda keys: _reset(keys.add_(1))}, "reset writes on its input keys; return new"),
-    "draws on keys": ({"draw": lambda keys: keys.mul_(3)}, "draw writes on its input keys; return new"),
+    "writes": ({"step": _writes}, "step modifies its input state.age; return new tensors"),
+    "sets": ({"step": _sets}, "step modifies its input state.last; return new tensors"),
+    "resets on keys": ({"reset": lambda keys: _reset(keys.add_(1))}, "reset modifies its input keys; return new"),
+    "draws on keys": ({"draw": lambda keys: keys.mul_(3)}, "draw modifies its input keys; return new"),
     "global numbers": (
         {"reset": lambda keys: _reset(keys).set("age", torch.randint(0, 3, keys.shape))},
         "age differs in env",
@@ -196,7 +196,7 @@ def test_a_step_that_writes_is_one_finding():
         return _step(state, action, noise)
 
     findings = check_env(replace(GOOD, step=writes), num_steps=12).findings
-    assert findings == ["step writes on its input state.obs; return new tensors, as in state.copy().update(...)"]
+    assert findings == ["step modifies its input state.obs; return new tensors, as in state.copy().update(...)"]
 
 
 def test_episodes_that_never_end_are_found(monkeypatch):

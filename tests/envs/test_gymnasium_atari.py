@@ -296,7 +296,7 @@ def test_wrong_settings_are_refused(cfg, message):
 
 
 def test_an_environment_that_is_no_atari_game_is_refused():
-    with pytest.raises(ConfigError, match="CartPoleEnv has no argument frameskip, so it is no Atari game"):
+    with pytest.raises(ConfigError, match="CartPoleEnv has no argument frameskip, so it is not an Atari game"):
         game("CartPole-v1")
 
 

@@ -178,7 +178,7 @@ def test_one_seed_for_all_is_taken_where_a_vector_env_takes_no_more():
     expected, _ = CartPoleVectorEnv(4).reset(seed=SEEDS[0])
     close(env.reset(KEYS)["obs"], expected)
     with pytest.raises(
-        UserError, match=r"CartPoleVectorEnv takes one seed for all .* with equal keys cannot start alike"
+        UserError, match=r"CartPoleVectorEnv takes one seed for all .*, so equal keys cannot give equal episodes"
     ):
         env.reset(KEYS[[0, 0, 1, 1]])
 

@@ -1,4 +1,4 @@
-"""Settings of the usual preprocessing of Atari games, and functions that derive other values from the settings."""
+"""Settings of the usual preprocessing of Atari games, and values that follow from them, such as the truncation gap."""
 
 from typing import Any
 
@@ -9,14 +9,16 @@ from ecrl.config.model import ConfigModel, Count, Natural, format_value
 from ecrl.envs.core import NEVER
 
 FRAME_STACK = 4
-"""Number of latest images that the policy sees, unless the config sets `env.frame_stack`."""
+"""Number of latest images that the policy sees in an Atari game, unless the config sets `env.frame_stack`."""
 
 
 class AtariConfig(ConfigModel):
     """Preprocessing of an Atari game. The defaults are the usual settings, as in Stable-Baselines3's AtariWrapper."""
 
     noop_max: Natural = Field(30, description="a game begins with 1 to noop_max no-ops, drawn at random; 0 for none")
-    frame_skip: Count = Field(4, description="frames per step; an image is the maximum of the last two frames")
+    frame_skip: Count = Field(
+        4, description="frames per step; an image is the pixelwise maximum of the last two frames"
+    )
     screen_size: Count = Field(84, description="height and width of the images, pixels")
     grayscale_obs: bool = Field(True, description="images have one grey channel instead of three colors")
     terminal_on_life_loss: bool = Field(

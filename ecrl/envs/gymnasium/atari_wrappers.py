@@ -1,4 +1,4 @@
-"""Wrap Atari environments as in the DQN paper, with Gymnasium's AtariPreprocessing and the wrappers of baselines.
+"""Wrap Atari environments as in the DQN paper, with Gymnasium's AtariPreprocessing and OpenAI Baselines' wrappers.
 
 A worker process loads this file without its package, so the file does not import ecrl.
 
@@ -18,11 +18,11 @@ _FRAMES_PER_SECOND = 60.0  # of the Atari 2600
 
 
 class _Game(gymnasium.Wrapper):
-    """Sum the rewards of each game. This wrapper is the innermost wrapper, so it counts every frame and every reset."""
+    """Sum the rewards of each game. This is the innermost wrapper, so it receives every frame and every reset."""
 
     def __init__(self, env: gymnasium.Env):
         super().__init__(env)
-        self._scores = [0.0]  # of the games since the last call of `take_score`; the last entry is the current game
+        self._scores = [0.0]  # one score per game since the last `take_score`; the last is of the current game
 
     def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         self._scores.append(0.0)
@@ -63,7 +63,7 @@ class _ReportScore(gymnasium.Wrapper):
 
 
 class _EpisodicLife(gymnasium.Wrapper):
-    """End the episode if a life is lost. The next episode continues the game with one no-op.
+    """End the episode if a life is lost. The next episode continues the game with one no-op, unless the game is over.
 
     AtariPreprocessing can also end the episode if a life is lost, but its next episode is always a new game. The agent
     would then see only the first life. A reset with a seed starts a new game.
@@ -108,7 +108,9 @@ class _FireReset(gymnasium.Wrapper):
 def check_is_atari(creator: Any) -> None:
     """Raise TypeError unless the function that creates an environment has the argument `frameskip` of Atari games."""
     if "frameskip" not in inspect.signature(creator).parameters:
-        raise TypeError(f"{creator.__name__} has no argument frameskip, so it is no Atari game; remove env.cfg.atari")
+        raise TypeError(
+            f"{creator.__name__} has no argument frameskip, so it is not an Atari game; remove env.cfg.atari"
+        )
 
 
 def preprocess(

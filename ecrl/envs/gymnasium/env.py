@@ -60,7 +60,10 @@ class GymnasiumConfig(ConfigModel):
 
 
 def open_envs(cfg: GymnasiumConfig, num_envs: int) -> Vector:
-    """Open `num_envs` environments, in worker processes if `asynchronous` is set. Raise Fault if this fails."""
+    """Open `num_envs` environments, in worker processes if `asynchronous` is set.
+
+    Raise Fault if one cannot be opened.
+    """
     kwargs, atari = _make_kwargs(cfg), None if cfg.atari is None else cfg.atari.model_dump()
     if cfg.asynchronous:
         return parallel(cfg.id, kwargs, num_envs, cfg.timeout, atari)
@@ -133,7 +136,7 @@ add_advice("env", {name: f"Gymnasium has it: use 'gymnasium:{name}'" for name in
 
 
 def _truncation_gap(cfg: GymnasiumConfig) -> int:
-    """Return the gap that follows from a time limit, or 1 if the environment's own code may truncate at any step."""
+    """Return `min_truncation_gap` from the time limits, or 1 if the environment's own code may truncate at any step."""
     worker.register_atari(cfg.id, cfg.atari is not None)
     spec, kwargs = registry.get(cfg.id.rpartition(":")[2]), _make_kwargs(cfg)
     if spec is None or spec.additional_wrappers:
@@ -152,8 +155,9 @@ def from_vector(make_vector: Callable[[int], VectorEnv], *, timeout: float) -> E
     Call `from_vector` in a function decorated with `register_env`. The vector env must declare its autoreset mode in
     `metadata["autoreset_mode"]`. All three autoreset modes are supported. In mode NEXT_STEP, each reset takes a step,
     and the state has a field `mask`. `mask` is False after a step that only reset the environment. If an AsyncVectorEnv
-    does not answer within `timeout` seconds, `reset` or `step` raises an error. Other vector envs have no timeout. A
-    vector env whose `reset` takes one integer instead of a list of seeds gets the seed of the first environment.
+    does not answer within `timeout` seconds, `reset` or `step` raises UserError. Other vector envs have no timeout. A
+    vector env whose `reset` takes one integer instead of a list of seeds gets the seed of the first environment. Equal
+    keys then raise UserError.
 
     Raises: ConfigError if the vector env cannot be created or has an unsupported space. `reset` and `step` raise
         UserError that names the step and, if the vector env reports an index, the environment.
@@ -221,7 +225,10 @@ def _nvec(space: Space) -> tuple[int, ...]:
 
 
 def _check_unchanged(vector: Vector, first_spaces: tuple[Any, Any], label: str) -> Vector:
-    """Return `vector`. Raise ConfigError if the spaces changed because the id was registered again."""
+    """Return `vector`.
+
+    Raise ConfigError if its spaces differ from `first_spaces`, because the id was registered again.
+    """
     spaces = vector.observation_space, vector.action_space
     if spaces == first_spaces:
         return vector
@@ -266,7 +273,8 @@ def _state(outcome: Outcome, spaces: tuple[Space, Space], like: Tensor) -> Tenso
         if not isinstance(obs, TensorDict) or MASK not in obs:
             mask = {MASK: allowed(outcome.masks, nvec)}
             obs, final = (_parts(x, n).update(mask) for x in (obs, final))
-        done = outcome.terminated | outcome.truncated  # with `counts`, the next step ignores the action and the mask
+        # If `counts` is set, the step after the end of an episode ignores the action and the mask.
+        done = outcome.terminated | outcome.truncated
         check_allowed(obs[MASK] | done.unsqueeze(-1) if outcome.counts is not None else obs[MASK], nvec)
     fields = {
         "obs": obs,

@@ -62,7 +62,7 @@ def _close_all() -> None:
 
 
 def fault_text(label: str, error: Fault | BadValue, first: int = 0) -> str:
-    """Return an error message that begins with the index and the label of the environment.
+    """Return an error message that begins with the index (if known) and the label of the environment.
 
     `first` is the index of this rank's first environment among the environments of all ranks.
     """

@@ -30,7 +30,7 @@ def render_fps(cfg: GymnasiumConfig) -> float:
     """Open one environment, draw one image and return the frame rate of the images, in frames per second.
 
     Args:
-        cfg: config with the keys of `drawing_keys`.
+        cfg: config with the values that `drawing_keys` returns.
 
     Raises: ConfigError if the environment cannot draw images, or if a package for drawing is missing. UserError if
         OpenGL does not work for a MuJoCo environment.

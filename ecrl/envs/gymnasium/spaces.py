@@ -98,7 +98,7 @@ def _numbers(space: spaces.Box, batch: np.ndarray) -> Tensor:
 
 
 def action(space: spaces.Space, x: Tensor) -> np.ndarray:
-    """Copy actions `[N, ...]` to an array `[N, *shape]` in the dtype of `space`.
+    """Copy actions `[N, ...]` to an array `[N, *shape]` in the dtype of `space`. Actions of an integer Box are rounded.
 
     Raises: BadValue for NaN or infinity if the values of the space are integers.
 
@@ -136,7 +136,7 @@ def allowed(masks: Any, nvec: tuple[int, ...]) -> Tensor:
 
 
 def check_allowed(mask: Tensor, nvec: tuple[int, ...]) -> None:
-    """Raise BadValue for the first environment whose mask allows no option for one of the choices."""
+    """Raise BadValue for the first environment whose mask allows no choice for one of the discrete actions."""
     for part in mask.split(list(nvec), -1):
         refuse(~part.any(-1).numpy(), "allows no action: its action_mask is all zero")
 

@@ -1,8 +1,8 @@
 """Convert a `gymnasium.vector.VectorEnv` with any of the three autoreset modes to a `Vector`.
 
 SAME_STEP: the vector env resets in the step that ends an episode. `info["final_obs"]` becomes `final`.
-NEXT_STEP: the vector env resets in the step after an episode ended. `counts` is False for a step that resets, and the
-    action of this step is ignored.
+NEXT_STEP: the vector env resets in the step after the end of an episode. `counts` is False for a step that resets, and
+    the action of this step is ignored.
 DISABLED: the vector env does not reset by itself. If episodes end in a step, the adapter calls
     `reset(options={"reset_mask": ...})`.
 """
@@ -37,7 +37,7 @@ def _entries(info: dict, key: str, n: int) -> list[Any]:
 
 
 def _success(info: dict, n: int) -> torch.Tensor:
-    """Return the success of each environment in this step, in shape `[N]`.
+    """Return the success of each environment in this step, in shape `[N]`, or NaN if it reports none.
 
     If the vector env resets in the same step, `info` describes the reset, and `final_info` overrides `info`.
     """
@@ -59,7 +59,10 @@ def _rows(batch: Any, envs: list[int]) -> Any:
 
 
 def _final(obs: Any, ended: list[int], space: gymnasium.Space, info: dict) -> Any:
-    """Return the observations before any reset. `ended` lists the environments whose episodes ended."""
+    """Return the observations before any reset, for the mode SAME_STEP.
+
+    `ended` lists the environments whose episodes ended.
+    """
     if not ended:
         return obs.clone()
     if "final_obs" not in info:
@@ -73,7 +76,7 @@ def _final(obs: Any, ended: list[int], space: gymnasium.Space, info: dict) -> An
 
 
 def _with_timeout(venv: AsyncVectorEnv, wait: Callable[[], Any], timeout: float) -> Callable[..., Any]:
-    """Wrap `wait` so that a Fault is raised if `wait` does not return within `timeout` seconds."""
+    """Wrap `wait` so that a Fault is raised if a worker does not answer within `timeout` seconds."""
 
     def wait_or_fail(close_timeout: float | None = None) -> Any:
         if close_timeout is not None:  # this call came from `AsyncVectorEnv.close`, which then ends the workers
@@ -127,7 +130,7 @@ def _reset_with_seeds(venv: VectorEnv, seeds: list[int]) -> tuple[Any, dict]:
         if isinstance(venv.unwrapped, SyncVectorEnv | AsyncVectorEnv):
             raise
     if len(set(seeds)) < len(seeds):
-        raise Fault(None, "takes one seed for all its environments, so environments with equal keys cannot start alike")
+        raise Fault(None, "takes one seed for all its environments, so equal keys cannot give equal episodes")
     return venv.reset(seed=seeds[0])
 
 

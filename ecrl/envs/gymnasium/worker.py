@@ -26,14 +26,17 @@ _EXTRAS |= {"ale_py": "atari", "cv2": "atari"}
 
 
 _SCORE = "ecrl.game_score"
-"""Key of `info` for the score of an Atari game that ended. The key must differ from every key of an environment."""
+"""Key of `info` for the score of an Atari game that ended.
+
+The key must differ from every key that an environment uses.
+"""
 
 
 class Row(NamedTuple):
     """Result of one environment's step or reset.
 
-    If the step ended an episode, `final` is the observation before the reset, and otherwise None. `success` is NaN if
-    the environment reports no success, and an error message if the reported value is not a number.
+    `final` is the observation before the reset if the step ended an episode, otherwise None. `success` is NaN if the
+    environment reports no success, and an error message if the reported value is not a number.
 
     `score` is the score of the Atari game that ended in the step, NaN if no game ended, or None for other environments.
 

@@ -355,9 +355,9 @@ def minatar_seaquest(cfg: SeaquestConfig) -> Env:
     divers, 4 torpedoes, 5 fish, 6 submarines, 7 oxygen, 8 divers on board and 9 divers. The actions are 0 no-op, 1
     left, 2 up, 3 right, 4 down and 5 fire. The game uses all actions, so it has no setting use_minimal_action_set.
 
-    The state stores column x as the place 4**x. Two bits per column can count the up to three enemies of a cell. An
-    object that has left the board has the place 0. `enemy_*`, `shot_*` and `diver_*` are slots of objects, the oldest
-    first. A new object replaces the oldest object. There are enough slots for every game:
+    The state stores column x as the place 4**x. Two bits per column suffice, because a cell holds at most three
+    enemies. An object that has left the board has the place 0. `enemy_*`, `shot_*` and `diver_*` are slots of objects,
+    the oldest first. A new object replaces the oldest object. There are enough slots for every game:
 
     - 30 enemies: on the highest levels, an enemy appears at every step and leaves the board after 30 steps. On lower
       levels, at most 30 enemies appear while the oldest enemy is on the board.
