@@ -30,7 +30,8 @@ class TMazeConfig(ConfigModel):
         if self.length >= self.max_episode_steps:
             raise ValueError(
                 f"length={self.length} needs max_episode_steps of at least {self.length + 1}, got "
-                f"{self.max_episode_steps}, so no episode could end at the junction; change one of the two"
+                f"{self.max_episode_steps}, so no episode could end at the junction; "
+                "lower length or raise max_episode_steps"
             )
         return self
 

@@ -1,8 +1,8 @@
 """Plot learning curves over env steps and over minutes. Three or more seeds are drawn as a band, fewer seeds as lines.
 
 Seeds of the same config, or of the same result file of another library, are a group. All lines of a group have the same
-colour and dashes, and no other group has this pair of colour and dashes. A band shows the interquartile mean and its 95
-% bootstrap interval. A band ends at the last step that all seeds have reached. With three seeds, the interval is the
+colour and dashes, and no other group has this pair of colour and dashes. A band shows the interquartile mean and its
+95 % bootstrap interval. A band ends at the last step that all seeds have reached. With three seeds, the interval is the
 range of their values. In the plot over minutes, each point of a band is placed at the median of the seeds' times. This
 module needs the extra `plot`.
 """
@@ -174,7 +174,7 @@ def write(picture: Any, out: Path) -> list[Path]:
 
 
 def threshold_point(one: Curve, threshold: float) -> tuple[float, float] | None:
-    """Return the env steps and minutes from which on a curve stays at or above `threshold`, or None if it does not.
+    """Return the env steps and minutes of the first point after a curve's last value below `threshold`, or None.
 
     >>> x = np.array([1.0, 2.0, 3.0, 4.0])
     >>> threshold_point(Curve("", "", "", 10 * x, x, np.array([0.5, 0.96, 0.9, 0.97])), 0.95)

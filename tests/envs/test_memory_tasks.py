@@ -158,5 +158,5 @@ def test_an_event_changes_hidden_motion():
 
 def test_a_maze_longer_than_an_episode_is_refused():
     make_env({"name": "t_maze", "cfg": {"length": 5, "max_episode_steps": 6}})
-    with pytest.raises(ConfigError, match="length=5 needs max_episode_steps of at least 6, got 5, so no episode would"):
+    with pytest.raises(ConfigError, match="length=5 needs max_episode_steps of at least 6, got 5, so no episode could"):
         make_env({"name": "t_maze", "cfg": {"length": 5, "max_episode_steps": 5}})

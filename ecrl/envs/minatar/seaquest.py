@@ -71,7 +71,7 @@ def _start_place(right: Tensor) -> Tensor:
 
 
 def _append(slots: Tensor, new: Tensor, where: Tensor) -> Tensor:
-    """Where `where` is True, append an object to slots `[*B, n]` and drop the oldest object, which is in slot 0."""
+    """Append an object to slots `[*B, n]` where `where` is True, and drop the oldest object (slot 0) there."""
     return torch.where(where.unsqueeze(-1), torch.cat((slots[..., 1:], new.unsqueeze(-1)), -1), slots)
 
 
