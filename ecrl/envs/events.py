@@ -168,7 +168,7 @@ def with_events(env: Env, events: Mapping[str, EventConfig], where: str = "train
 def restart(env: Env, state: TensorDict, keys: Tensor) -> TensorDict:
     """Start a new episode in every environment, with the startup events and the event counters of `state`.
 
-    Environments that are not pure stay open.
+    An environment that is not pure is reset without being closed.
     """
     if not env.is_pure or "events" in state:
         # given the old state, `reset` keeps the startup events or the open environments of this state
