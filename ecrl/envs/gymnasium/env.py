@@ -136,8 +136,10 @@ add_advice("env", {name: f"Gymnasium has it: use 'gymnasium:{name}'" for name in
 
 
 def _truncation_gap(cfg: GymnasiumConfig) -> int:
-    """Return `min_truncation_gap`: from the time limits, `NEVER` without limits, or 1 if the env's own code may
-    truncate."""
+    """Return the gap that follows from the time limits, or `NEVER` without a limit.
+
+    If the environment's own code may truncate at any step, the gap is 1.
+    """
     worker.register_atari(cfg.id, cfg.atari is not None)
     spec, kwargs = registry.get(cfg.id.rpartition(":")[2]), _make_kwargs(cfg)
     if spec is None or spec.additional_wrappers:
