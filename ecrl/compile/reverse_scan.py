@@ -1,4 +1,4 @@
-"""Speed up `ecrl.kernels.reverse_scan` in compiled graphs, with faster operations on a CPU and Triton on a GPU.
+"""Speed up `ecrl.kernels.reverse_scan` in compiled graphs, with a C++ loop on a CPU and Triton on a GPU.
 
 After an import of this module, `reverse_scan` calls `scan_for_device`.
 """
@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ecrl.compile.cpu_reverse_scan import cpu_scan
 from ecrl.compile.jit import has_triton
 from ecrl.kernels.reverse_scan import as_float64, scan_time_major, use_scan
+from ecrl.native.recurrences import is_differentiated
 from ecrl.tracing_state import in_graph, transforms
 from ecrl.types import Scalar
 
@@ -42,6 +44,16 @@ def can_use_triton(x: Tensor, *others: Any) -> bool:
     return not torch.is_grad_enabled() or not any(isinstance(t, Tensor) and t.requires_grad for t in (x, *others))
 
 
+def can_use_cpu_scan(x: Tensor, *others: Any) -> bool:
+    """Return True if `x` is a non-empty float32 or float64 tensor on a CPU, and no derivative is needed.
+
+    >>> can_use_cpu_scan(torch.ones(2)), can_use_cpu_scan(torch.ones(2, requires_grad=True))
+    (True, False)
+    """
+    is_on_cpu = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
+    return is_on_cpu and x.numel() > 0 and not is_differentiated(x, *others)
+
+
 def materialize(x: Tensor) -> Tensor:
     """Make the compiler store `x` in memory instead of computing `x` again for each use."""
     return x.as_strided(x.shape, x.stride())
@@ -65,6 +77,8 @@ def scan_for_device(x: Tensor, decay: Scalar, cut: Tensor, last: Tensor) -> Tens
         return scan_time_major(x, decay, cut, last)
     if can_use_triton(x, decay, last):
         return triton_scan(x, decay, cut, last)
+    if can_use_cpu_scan(x, decay, last):
+        return cpu_scan(x, decay, cut, last)
     return scan_time_major(materialize(x), decay, as_bytes(cut), last, store=materialize)
 
 
