@@ -20,7 +20,7 @@ def frames(task: str, quality: str) -> Callable[[], int]:
     """Return a function that draws one image of each environment, and returns the number of images."""
     from ecrl import rng
     from ecrl.envs import make_env
-    from ecrl.envs.mujoco.camera import CameraConfig
+    from ecrl.envs.mujoco.camera_config import CameraConfig
     from ecrl.envs.mujoco.render_op import camera_handle, image
 
     env = make_env(task)

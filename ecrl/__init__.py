@@ -7,6 +7,7 @@ run. Pure functions compute the new values.
 first used.
 """
 
+import gc
 import os
 import sys
 from importlib import import_module
@@ -137,12 +138,29 @@ __all__ = [
 ]
 
 
+def _import(module: str) -> Any:
+    """Import a module of ecrl. Pause garbage collection, which would scan the objects of torch again and again.
+
+    After the import, the new objects count as old, so that frequent collections of young objects skip them.
+    """
+    was_enabled, known = gc.isenabled(), len(sys.modules)
+    gc.disable()
+    try:
+        return import_module(f"ecrl.{module}")
+    finally:
+        if len(sys.modules) > known and not gc.get_freeze_count():  # objects that the user has frozen stay frozen
+            gc.freeze()
+            gc.unfreeze()  # moves all objects to the oldest generation
+        if was_enabled:
+            gc.enable()
+
+
 def __getattr__(name: str) -> Any:
     """Import a public name, or a module such as `ecrl.kernels`, when it is first used."""
     if name in _HOME:
-        return getattr(import_module(f"ecrl.{_HOME[name]}"), name)
+        return getattr(_import(_HOME[name]), name)
     if name.isidentifier() and not name.startswith("_") and find_spec(f"ecrl.{name}"):
-        return import_module(f"ecrl.{name}")
+        return _import(name)
     raise AttributeError(f"module 'ecrl' has no attribute {name!r}")
 
 

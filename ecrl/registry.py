@@ -39,6 +39,15 @@ BUILTIN = ("ecrl.envs", "ecrl.policies", "ecrl.algorithms")
 The registry imports these packages before a user's first lookup or registration.
 """
 
+RARELY_NEEDED = ("ecrl.envs.mujoco.tasks",)
+"""Further packages, which register built-in components of environments and take long to import.
+
+The registry imports these packages when it does not find a name in `BUILTIN`, when all names of a kind that the
+packages register are asked for, and before a user's first registration.
+"""
+
+ALL_BUILTIN = (*BUILTIN, *RARELY_NEEDED)
+
 PLUGINS = ("ecrl.plugins", "ecrl.vla_backends")
 """Entry-point groups of the plugins. The registry imports the plugins after the built-in packages."""
 
@@ -87,6 +96,8 @@ _KINDS = ("env", "policy", "algorithm", "network", "event", "action", "observati
 _KINDS += ("expert", "vla_backend", "robot")
 _KINDS_WITH_NAME = ("policy", "algorithm")
 """The kinds of components that have a field `name`."""
+_ONLY_IN_BUILTIN = ("algorithm", "policy", "network", "vla_backend")
+"""The kinds of components that no package in `RARELY_NEEDED` registers."""
 _IN_POLICIES = ("network", "vla_backend", "policy")
 """The kinds of components that policies may contain. A policy may wrap another policy."""
 _IN_ENVS = ("event", "action", "observation", "reward", "robot", "env")
@@ -162,7 +173,7 @@ def _sharing_functions(make: Callable) -> Callable:
 def _register(kind: str, name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
     def decorate(make: Callable) -> Callable:
         if not str(getattr(make, "__module__", None)).startswith("ecrl."):
-            _import_parts()  # prevents a user from taking the name of a built-in component
+            _import_parts(ALL_BUILTIN)  # prevents a user from taking the name of a built-in component
         if name in _ENTRIES[kind] and not override:
             raise ValueError(f"{kind} {name!r} is already registered; pass override=True to replace it")
         first = next(iter(signature(make).parameters), None)
@@ -274,14 +285,14 @@ def register_robot(name: str, *, override: bool = False) -> Callable[[Callable],
 
 
 @cache
-def _import_builtin() -> None:
-    for module in BUILTIN:
+def _import_modules(modules: tuple[str, ...]) -> None:
+    for module in modules:
         import_module(module)
 
 
-def _import_parts() -> None:
-    """Import the built-in components and, only once, the installed plugins. Warn if a plugin cannot be imported."""
-    _import_builtin()
+def _import_parts(builtin: tuple[str, ...]) -> None:
+    """Import built-in components and, only once, the installed plugins. Warn if a plugin cannot be imported."""
+    _import_modules(builtin)
     if _IMPORTED_GROUPS:
         return
     _IMPORTED_GROUPS.extend(PLUGINS)
@@ -335,7 +346,7 @@ def registered(kind: str) -> tuple[str, ...]:
     """
     if kind not in _ENTRIES:
         raise ValueError(f"unknown kind of component {kind!r}; {did_you_mean(kind, _ENTRIES)}")
-    _import_parts()
+    _import_parts(BUILTIN if kind in _ONLY_IN_BUILTIN else ALL_BUILTIN)
     return tuple(sorted(_ENTRIES[kind]))
 
 
@@ -367,8 +378,8 @@ def lookup(kind: str, name: str) -> Entry:
     Traceback (most recent call last):
     KeyError: "unknown env 'cartpol'; did you mean 'cartpole'? If the env is your own, import its module first: ..."
     """
-    known = registered(kind)
-    if name not in known:
+    _import_parts(BUILTIN)
+    if name not in _ENTRIES.get(kind, ()) and name not in (known := registered(kind)):
         if name in _ADVICE[kind]:
             raise KeyError(f"ecrl has no {kind} {name!r}; {_ADVICE[kind][name]}")
         short_name = repr(name if len(name) <= 60 else f"{name[:60]}...")

@@ -182,3 +182,17 @@ def test_dotted_names_need_no_import_of_their_own():
 def test_other_names_are_no_attributes(name):
     with pytest.raises(AttributeError, match=f"^module 'ecrl' has no attribute {name!r}$"):
         ecrl.__getattr__(name)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["unfrozen", "frozen"])
+def test_an_import_leaves_the_garbage_collector_as_it_was(frozen):
+    code = f"""
+import gc, sys
+{"gc.freeze()" if frozen else "gc.disable()"}
+before = gc.isenabled(), gc.get_freeze_count() > 0
+import ecrl
+ecrl.train
+print(before == (gc.isenabled(), gc.get_freeze_count() > 0), before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == ["True", f"({frozen},", f"{frozen})"]

@@ -195,6 +195,29 @@ def test_the_first_lookup_imports_the_builtin_parts():
     subprocess.run([sys.executable, "-W", "error::ImportWarning", "-c", code], check=True)
 
 
+def test_a_run_without_mujoco_does_not_import_its_tasks():
+    code = """
+import sys
+from ecrl import init_state, load_config, train
+from ecrl.registry import lookup, registered
+
+cfg = load_config("cartpole_ppo", {"trainer.compile": "off", "trainer.iterations": 1, "trainer.num_envs": 2})
+train(init_state(cfg), cfg)
+for kind in ("algorithm", "policy", "network", "vla_backend"):
+    registered(kind)
+before = "ecrl.envs.mujoco.tasks" in sys.modules
+import ecrl.envs
+from ecrl.registry import _ENTRIES, _ONLY_IN_BUILTIN
+
+names = {kind: set(_ENTRIES[kind]) for kind in _ONLY_IN_BUILTIN}
+lookup("reward", "success_reward")
+after = "ecrl.envs.mujoco.tasks" in sys.modules
+print(before, after, names == {kind: set(_ENTRIES[kind]) for kind in _ONLY_IN_BUILTIN}, ecrl.envs.reach.__name__)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "False True True reach"
+
+
 def test_a_built_in_part_can_be_overridden_before_anything_was_looked_up():
     code = """
 from ecrl.registry import lookup, register_env

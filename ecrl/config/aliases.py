@@ -292,8 +292,10 @@ def part_entry(kind: str, section: Any) -> Entry | None:
     name = section.get("name") if isinstance(section, dict) else None
     if not isinstance(name, str):
         return None
-    name, known = name.partition(":")[0], registered(kind)
-    near = name if name in known else nearest(name, known)
+    name = name.partition(":")[0]
+    with suppress(KeyError):
+        return lookup(kind, name)
+    near = nearest(name, registered(kind))
     return None if near is None else lookup(kind, near)
 
 

@@ -1,6 +1,7 @@
 """Environments as records of pure functions. Import this package to register the built-in environments."""
 
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from ecrl.config import EnvChoice
 from ecrl.config.model import validate_section
@@ -23,27 +24,29 @@ from ecrl.envs.minatar import (
     minatar_seaquest,
     minatar_space_invaders,
 )
-from ecrl.envs.mujoco.tasks import (
-    CartPoleRLConfig,
-    OpenDrawerConfig,
-    PickCubeConfig,
-    PushCubeConfig,
-    ReachColorConfig,
-    ReachConfig,
-    StackCubeConfig,
-    cart_pole,
-    open_drawer,
-    pick_cube,
-    push_cube,
-    reach,
-    reach_color,
-    stack_cube,
-)
 from ecrl.envs.pendulum import PendulumConfig, pendulum
 from ecrl.envs.point_mass import PointMassConfig, point_mass
 from ecrl.envs.probes import ProbeConfig, probe_action, probe_constant, probe_delay, probe_match, probe_observation
 from ecrl.errors import ConfigError
 from ecrl.registry import lookup
+
+if TYPE_CHECKING:
+    from ecrl.envs.mujoco.tasks import (
+        CartPoleRLConfig,
+        OpenDrawerConfig,
+        PickCubeConfig,
+        PushCubeConfig,
+        ReachColorConfig,
+        ReachConfig,
+        StackCubeConfig,
+        cart_pole,
+        open_drawer,
+        pick_cube,
+        push_cube,
+        reach,
+        reach_color,
+        stack_cube,
+    )
 
 __all__ = [
     "NEVER",
@@ -103,6 +106,15 @@ __all__ = [
     "time_limit",
     "with_events",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the MuJoCo tasks when one of their names is first used, because the import takes long."""
+    if name not in __all__:
+        raise AttributeError(f"module 'ecrl.envs' has no attribute {name!r}")
+    from ecrl.envs.mujoco import tasks
+
+    return getattr(tasks, name)
 
 
 def make_env(choice: EnvChoice | dict | str, *, chunk_gamma: float = 1.0) -> Env:

@@ -15,7 +15,7 @@ from ecrl.compile.jit import Form, choose_form, compilations_of
 from ecrl.config import Config, total_steps
 from ecrl.distributed import local_device, world_size
 from ecrl.envs import Env, auto_reset, clip_action, make_env, with_events
-from ecrl.envs.mujoco.terms.cameras import RecordCameraConfig
+from ecrl.envs.mujoco.camera_config import RecordCameraConfig
 from ecrl.envs.validate import check_fields
 from ecrl.errors import ConfigError
 from ecrl.kernels import scan

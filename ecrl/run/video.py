@@ -20,7 +20,7 @@ from ecrl.config import Config
 from ecrl.distributed import world_size
 from ecrl.envs import Env
 from ecrl.envs.gymnasium import GymnasiumConfig, draw, drawing_keys, render_fps
-from ecrl.envs.mujoco.camera import CameraConfig, grid
+from ecrl.envs.mujoco.camera_config import CameraConfig
 from ecrl.errors import ConfigError
 from ecrl.kernels import scan
 from ecrl.loop.build import build, with_eval_events
@@ -100,6 +100,8 @@ def record(state: TensorDict, cfg: Config, path: str | Path, num_envs: int = 4, 
 
 def _record_gymnasium(state: TensorDict, cfg: Config, path: Path, num_envs: int, num_episodes: int) -> int:
     """Record a video of a Gymnasium environment, and return the number of frames."""
+    from ecrl.envs.mujoco.camera import grid
+
     encoder()  # report a missing package before the environments are made
     cfg = cfg.replace(**drawing_keys(cast(GymnasiumConfig, cfg.env.cfg)))
     fps, run = render_fps(cast(GymnasiumConfig, cfg.env.cfg)), with_eval_events(build(cfg), cfg)

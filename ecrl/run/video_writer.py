@@ -24,8 +24,7 @@ from tensordict import TensorDict
 from ecrl.config import Config, EventConfig
 from ecrl.config.model import term_text
 from ecrl.envs import make_env
-from ecrl.envs.mujoco.camera import CameraConfig, backend, drawing, grid, sizes_of
-from ecrl.envs.mujoco.terms.cameras import RecordCameraConfig
+from ecrl.envs.mujoco.camera_config import CameraConfig, RecordCameraConfig
 from ecrl.errors import ConfigError, extra
 from ecrl.run.loggers import tolerate_errors
 
@@ -74,8 +73,15 @@ def check_cameras(cfg: Config) -> None:
             other = names.setdefault(event.params.save_path / event.params.name, name)
             if other != name:
                 raise ConfigError(f"{place}: params.name and save_path are the same as in {other}; choose another name")
-            backend()
-            encoder()
+            check_tools()
+
+
+def check_tools() -> None:
+    """Raise UserError if OpenGL or the extra `video` is missing."""
+    from ecrl.envs.mujoco.camera import backend
+
+    backend()
+    encoder()
 
 
 def encoder() -> str:
@@ -135,6 +141,8 @@ def write_video(path: Path, images: Iterable[np.ndarray], fps: float) -> int:
 
 def render_views(sim: Any, camera: CameraConfig, views: Iterable[TensorDict]) -> Iterator[np.ndarray]:
     """Render each view as one image, with one tile for each environment in the view."""
+    from ecrl.envs.mujoco.camera import drawing, grid, sizes_of
+
     with drawing(sim, camera) as draw:
         for worlds in views:
             arrays: Any = worlds.cpu().numpy()
@@ -238,8 +246,7 @@ def filming(cfg: Config, folder: Path | None) -> Iterator[Callable[[TensorDict, 
     """
     eval_cameras = cameras(cfg, "eval") if folder is not None else []
     if eval_cameras:  # report a missing package before the evaluation, not at its end
-        backend()
-        encoder()
+        check_tools()
     sim = make_env(cfg.env).scene if eval_cameras else None
     with ExitStack() as stack:
         threads = [stack.enter_context(background_worker()) for _ in eval_cameras]

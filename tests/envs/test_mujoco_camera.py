@@ -10,7 +10,8 @@ from support.camera_task import gl
 
 from ecrl.config.model import validate_section
 from ecrl.envs.mujoco import camera
-from ecrl.envs.mujoco.camera import CameraConfig, drawing, grid
+from ecrl.envs.mujoco.camera import drawing, grid
+from ecrl.envs.mujoco.camera_config import CameraConfig
 from ecrl.envs.mujoco.physics.simulation import simulation, start
 from ecrl.envs.mujoco.scene.config import SceneConfig
 from ecrl.envs.mujoco.scene.models import mujoco

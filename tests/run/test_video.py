@@ -22,6 +22,7 @@ from ecrl.cli import main as cli
 from ecrl.config import config_from_dict
 from ecrl.envs import Env, make_env
 from ecrl.envs.cartpole import CartPoleConfig
+from ecrl.envs.mujoco import camera
 from ecrl.errors import ConfigError, UserError
 from ecrl.loop.buffers import borrowed_leaves, kinds_of
 from ecrl.loop.build import build
@@ -50,7 +51,7 @@ def drawn(monkeypatch):
 
     monkeypatch.setattr(video_writer, "render_views", render_views)
     monkeypatch.setattr("ecrl.run.video.render_views", render_views)
-    monkeypatch.setattr(video_writer, "backend", lambda: "none")
+    monkeypatch.setattr(camera, "backend", lambda: "none")
 
 
 def steps_in(path, tiles):

@@ -94,7 +94,7 @@ def filmed(changes: Changes) -> tuple[int, list[str]]:
     """Return the number of environments in the videos of an evaluation with eight, and the paths of the videos."""
     cfg, paths, state = made(changes), [], TensorDict({"sample_step": 0})
     with (
-        patch("ecrl.run.video_writer.backend"),
+        patch("ecrl.envs.mujoco.camera.backend"),
         patch("ecrl.run.video_writer.encoder"),
         patch("ecrl.run.video_writer.write_video", lambda path, *_: paths.append(str(path))),
         filming(cfg, Path("videos")) as opened,

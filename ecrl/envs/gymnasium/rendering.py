@@ -8,7 +8,6 @@ from ecrl.envs.gymnasium import worker
 from ecrl.envs.gymnasium.env import GymnasiumConfig, open_envs
 from ecrl.envs.gymnasium.spaces import BadValue
 from ecrl.envs.gymnasium.vector_api import Fault
-from ecrl.envs.mujoco.camera import backend
 from ecrl.errors import ConfigError
 
 _MODE = "rgb_array"
@@ -23,6 +22,8 @@ def _choose_opengl(creator: Any) -> None:
     """On Linux, choose EGL or OSMesa for Gymnasium's MuJoCo environments, which would otherwise need a display."""
     bases = [base.__module__ for base in getattr(creator, "__mro__", ())]
     if sys.platform == "linux" and any(name.startswith("gymnasium.envs.mujoco.") for name in bases):
+        from ecrl.envs.mujoco.camera import backend
+
         os.environ["MUJOCO_GL"] = os.environ.get("MUJOCO_GL") or backend()
 
 

@@ -15,15 +15,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from functools import cache
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
-from pydantic import Field, model_validator
 
-from ecrl.config.model import ConfigModel, Positive
 from ecrl.envs.mujoco import world
+from ecrl.envs.mujoco.camera_config import CameraConfig
 from ecrl.envs.mujoco.physics.simulation import Simulation, state_bits
-from ecrl.envs.mujoco.scene.config import LENGTH, Real, Triple
 from ecrl.envs.mujoco.scene.models import mujoco
 from ecrl.errors import UserError
 
@@ -42,46 +40,12 @@ _GOAL = np.array([0.1, 0.75, 0.3, 0.5], np.float32)
 _UPRIGHT = np.eye(3).ravel()
 _GOAL_SIZE = np.array([0.1, 0.002, 0.0])  # radius and half thickness of the disc, in m
 _PROBE = "import mujoco.{0} as gl; context = gl.GLContext(8, 8); context.make_current(); context.free()"
-_Pixels = Annotated[int, Field(ge=1, le=4096)]
 
 Draw = Callable[[np.ndarray, Mapping[str, np.ndarray]], np.ndarray]
 """Function that draws an image (uint8 `[h, w, 3]`) from one environment's `physics` (`[nstate]`) and named targets.
 
 The next call overwrites the image.
 """
-
-Quality = Literal["fast", "full"]
-"""Quality of the images of a camera, see `CameraConfig`."""
-
-
-class CameraConfig(ConfigModel):
-    """Config of a camera: its pose, resolution, intrinsics and quality."""
-
-    resolution: Annotated[tuple[_Pixels, _Pixels], Field(strict=False)] = Field(
-        (640, 480), description="width and height, pixels"
-    )
-    eye: Annotated[Triple, LENGTH] = Field((0.0, 0.0, 2.0), description="position of the camera, m")
-    target: Annotated[Triple, LENGTH] = Field((0.0, 0.0, 0.0), description="point that the camera looks at, m")
-    up: Triple | None = Field(
-        None, description="up direction of the image; by default z, or y if the camera looks straight up or down"
-    )
-    intrinsics: Annotated[tuple[Positive, Positive, Real, Real], Field(strict=False)] | None = Field(
-        None, description="fx, fy, cx, cy, pixels; by default 600, 600 and the middle of the image"
-    )
-    quality: Quality = Field(
-        "full",
-        description=(
-            "full: smooth edges and round shapes; fast: no anti-aliasing, and shapes with few faces, for small images"
-        ),
-    )
-
-    @model_validator(mode="after")
-    def _looks_somewhere(self) -> "CameraConfig":
-        if self.eye == self.target:
-            raise ValueError(f"eye and target are the same point, {list(self.eye)}; move the eye or the target")
-        if self.up is not None and not np.cross(np.subtract(self.target, self.eye), self.up).any():
-            raise ValueError(f"up {list(self.up)} is parallel to the viewing direction; choose another direction")
-        return self
 
 
 @cache

@@ -27,13 +27,13 @@ from ecrl.envs.mujoco.camera import (
     COLOR_OF,
     SETTINGS,
     SIZE_OF,
-    CameraConfig,
     Draw,
     backend,
     drawing,
     named_shapes,
     sizes_of,
 )
+from ecrl.envs.mujoco.camera_config import CameraConfig
 from ecrl.envs.mujoco.physics.simulation import Simulation
 from ecrl.envs.mujoco.scene.models import STATE, loaded, size_of
 from ecrl.errors import ConfigError

@@ -1,14 +1,13 @@
 """Camera terms: events that record videos, events that vary the camera or the light, and an image observation."""
 
-from pathlib import Path, PurePosixPath
 from typing import Annotated, cast
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from tensordict import TensorDict
 from torch import Tensor
 
 from ecrl import rng
-from ecrl.config.model import ConfigModel, Count, Fraction
+from ecrl.config.model import ConfigModel, Fraction
 from ecrl.envs.events import Apply
 from ecrl.envs.mujoco.camera import (
     CENTER,
@@ -19,10 +18,9 @@ from ecrl.envs.mujoco.camera import (
     FOCAL,
     TARGET,
     UP,
-    CameraConfig,
-    Quality,
     named_shapes,
 )
+from ecrl.envs.mujoco.camera_config import CameraConfig, Quality, RecordCameraAsyncConfig, RecordCameraConfig
 from ecrl.envs.mujoco.physics.simulation import Simulation
 from ecrl.envs.mujoco.render_op import camera_handle, image
 from ecrl.envs.mujoco.scene.config import LENGTH, LightConfig, Triple
@@ -42,29 +40,6 @@ def _ordered(bounds: tuple[tuple[float, ...], tuple[float, ...]]) -> tuple[tuple
 _Box = Annotated[tuple[Triple, Triple], Field(strict=False), AfterValidator(_ordered)]
 _Shade = Annotated[tuple[Fraction, Fraction, Fraction], Field(strict=False)]
 _Colors = Annotated[tuple[_Shade, _Shade], Field(strict=False), AfterValidator(_ordered)]
-
-
-class RecordCameraConfig(CameraConfig):
-    """Settings of `record_camera_data`: a camera, and the videos that the camera records."""
-
-    name: str = Field("camera", pattern=r"^[\w-]+$", description="name of the videos")
-    max_env_num: Count = Field(16, description="maximum number of environments in a video, which shows them in a grid")
-    save_path: Annotated[Path, Field(strict=False)] = Field(
-        Path(), description="folder within videos/ of the run folder"
-    )
-
-    @field_validator("save_path")
-    @classmethod
-    def _within(cls, path: Path) -> Path:
-        if path.is_absolute() or ".." in PurePosixPath(path).parts:
-            raise ValueError(f"{str(path)!r} is outside the run folder; give a path below videos/ of the run folder")
-        return path
-
-
-class RecordCameraAsyncConfig(RecordCameraConfig):
-    """Settings of `record_camera_data_async`. By default, a video shows at most 4 environments."""
-
-    max_env_num: Count = Field(4, description="maximum number of environments in a video, which shows them in a grid")
 
 
 def _refuse_in_task(cfg: RecordCameraConfig, sim: Simulation) -> Apply:
