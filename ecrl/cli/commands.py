@@ -122,8 +122,9 @@ def plot(
 ) -> None:
     """Plot learning curves over env steps and over minutes, as PNG and SVG files.
 
-    Three or more seeds of a config are drawn as a band: the interquartile mean with its 95 % bootstrap interval. To add
-    results of another library, pass a .csv or .json file with rows of steps, seconds, and return or success.
+    Three or more seeds of a config are drawn as one line, their interquartile mean, in a band for its 95 % bootstrap
+    interval. To add results of another library, pass a .csv or .json file with rows of steps, seconds, and return or
+    success.
 
     Args:
         runs: run folders, and files with results of other libraries.
@@ -154,14 +155,14 @@ def bench(
 
     Args:
         what: name of the comparison. speed measures how fast ecrl is, and results measures how well the shipped configs
-            learn. The results of each seed are stored in a file. Seeds with a file are not measured again.
-        quick: run fewer and shorter rounds, and of the speed benchmarks only end_to_end, solved and kernels.
+            learn. results stores each seed in a file, and measures only seeds whose file is missing or out of date.
+        quick: measure speed in fewer and shorter rounds. Without --only, run only end_to_end, solved and kernels.
         only: names of speed benchmarks, such as end_to_end, or of configs for results, such as cartpole_ppo; all if
             absent.
         seeds: number of seeds per config for results. The default is ten for configs that train in less than ten
             minutes, and three for the others.
-        minutes: time limit for results, after which no new run starts. With 0 minutes, the command only regenerates the
-            tables and pictures.
+        minutes: number of minutes after which results starts no new run; no limit if absent. With 0 minutes, the
+            command only regenerates the tables and pictures.
         out: folder for the results; benchmarks/results if absent.
     """
     root = Path(__file__).resolve().parents[2]

@@ -1,4 +1,4 @@
-"""Define the command line, such as `ecrl train CONFIG`. Only the commands that need torch import torch."""
+"""Run the program `ecrl`, and define its commands for runs, such as `train`. A command imports torch only if needed."""
 
 import atexit
 import errno
@@ -113,7 +113,8 @@ def evaluate(
         run: run folder or checkpoint folder.
         env: "gymnasium:<id>" for an environment of Gymnasium; the run's environment if absent.
         num_episodes: total number of episodes. Every environment runs the same number of episodes. More environments,
-            as with --trainer.num_eval_envs 50, take less time and more memory, and start other episodes.
+            as with --trainer.num_eval_envs 50, take less time and more memory. The episodes then have other initial
+            states.
         device: device, such as cuda; the config's trainer.device if absent.
     """
     from pathlib import Path
@@ -134,7 +135,7 @@ def evaluate(
 def _changed_config(cfg: "Config", run: str, changes: dict[str, Any]) -> "Config":
     """Return a run's config with overrides for keys of env and trainer.
 
-    Raises: UserError for other keys, for trainer.device, and if the overrides change the spaces.
+    Raises: UserError for other keys, for trainer.device, and if the overrides change the observation or action space.
     """
     from ecrl.config import config_from_dict
     from ecrl.config.abcdrl import FLAGS, PAGE
@@ -174,23 +175,24 @@ def demo(
 ) -> None:
     """Record demonstrations for the algorithm bc, with the scripted expert of an environment or with a trained policy.
 
-    You can set keys of the config, and settings of the scripted expert, as in --expert.noise 0.1.
+    With a config, you can set its keys and the settings of the scripted expert, as in --expert.noise 0.1. With
+    --run-dir, you can set keys of env and trainer.
 
     Args:
         path: name of a shipped config, such as cartpole_ppo, or path of a JSON or YAML file. The scripted expert of its
             environment acts.
         run_dir: run folder or checkpoint folder, instead of a config. The run's newest policy acts in the run's
             environment.
-        out: safetensors file of the demonstrations, which must not exist yet.
+        out: safetensors file for the demonstrations. The file must not exist yet.
         num_episodes: number of episodes in the file.
         num_envs: number of parallel environments.
         successes_only: leave out episodes that do not end with success.
         sample: sample the actions of a trained policy. By default, its actions are deterministic.
-        seed: seed of starts, noise and actions.
+        seed: seed of the initial states, the environment noise, the expert's noise and the sampled actions.
         device: device, such as cuda; the config's trainer.device if absent.
     """
     if (path is None) == (run_dir is None):
-        raise UserError("ecrl demo needs a config or --run-dir, such as: ecrl demo cartpole_ppo; pass one of them")
+        raise UserError("ecrl demo needs either a config, as in ecrl demo cartpole_ppo, or --run-dir; pass one of them")
     from ecrl.config import load_config
     from ecrl.config.files import parse_overrides
     from ecrl.run.checkpoint import latest, load
@@ -230,8 +232,8 @@ def record(
 ) -> None:
     """Record a real-time video of the newest policy of a run, with deterministic actions.
 
-    In a MuJoCo task, the config's first camera takes the video. Without a camera, the video shows the whole scene. An
-    environment of Gymnasium draws the video itself.
+    In a MuJoCo task, the config's first camera takes the video. Without a camera, the video shows the whole scene. A
+    Gymnasium environment renders its own frames.
 
     Args:
         run: run folder or checkpoint folder.
@@ -296,9 +298,10 @@ def _split_overrides(args: list[str]) -> tuple[list[str], tuple[str, ...]]:
 
 
 def _check_options(args: list[str]) -> None:
-    """Raise UserError for the first option that names a key of the config without its section, such as --seed or --lr.
+    """Raise UserError for the first unknown option that ecrl can map to a config key, such as --seed or --lr.
 
-    The message contains the complete option.
+    The option may lack the section of the key, or be the name of the setting in another library. The message contains
+    the complete option, such as --trainer.seed.
     """
     command = _WITH_OVERRIDES.get(args[0]) if args else None
     if command is None:
@@ -331,7 +334,7 @@ def _import_user_modules(args: list[str]) -> list[str]:
 
 
 def _shorten(line: str) -> str:
-    """Remove the middle of a very long line, because an error message may quote a long value."""
+    """Shorten a line of more than 1,000 characters in the middle, because an error message may quote a long value."""
     return line if len(line) <= 1000 else f"{line[:800]} ... {line[-200:]}"
 
 
@@ -368,7 +371,7 @@ _PATH_ERRORS: dict[int | None, str] = {
     errno.ENOTDIR: _ANOTHER_PLACE,
     errno.ENAMETOOLONG: _ANOTHER_PLACE,
 }
-"""Map the number of each error that a wrong path causes to the remedy."""
+"""Map the errno of each error that a wrong path can cause to the remedy."""
 _FLAGS = (tyro.conf.FlagCreatePairsOff,)
 
 
@@ -390,7 +393,7 @@ def _run_command() -> None:
     If the user can fix an error, print one line per fault to stderr and exit with status 2.
     """
     warnings.formatwarning = _format_warning
-    gc.set_threshold(50_000)  # imports and compilation create many permanent objects; do not scan them
+    gc.set_threshold(50_000)  # collect rarely: imports and compilation create many permanent objects
     atexit.register(gc.freeze)  # after compilation, a garbage collection at exit would take two seconds
     if sys.argv[1:] == ["--version"]:
         print(f"ecrl {__version__}")

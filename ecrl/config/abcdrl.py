@@ -1,6 +1,6 @@
 """Translate the flags of abcdRL, a library of reinforcement-learning algorithms, into ecrl's keys.
 
-- A flag with the same meaning as a key of ecrl sets this key. Some values change their unit.
+- A flag with the same meaning as a key of ecrl sets this key. Some values are converted to another unit.
 - A flag without a meaning in ecrl is *inert*: ecrl removes the flag with a warning.
 - A flag whose meaning differs from every key of ecrl is a fault, because the run would have different results.
 
@@ -95,7 +95,7 @@ def _inert(kind: str, reason: str) -> Flag:
 
 
 def _choice(key: str, if_true: Any, if_false: Any) -> Flag:
-    """Return a flag that sets one of two values."""
+    """Return a boolean flag that sets the key to `if_true` or `if_false`."""
 
     def convert(value: Any, context: Context) -> Changes:
         return {key: {True: if_true, False: if_false}[value] if isinstance(value, bool) else value}
@@ -114,7 +114,9 @@ def _learning_starts(value: Any, context: Context) -> Changes:
 
 
 def _whole_steps(value: int, num_envs: int) -> int:
-    """Round a number of environment steps as abcdRL does, to a multiple of the number of environments.
+    """Round a number of environment steps down to a multiple of the number of environments, but at least to 1.
+
+    abcdRL rounds its periods in this way.
 
     >>> [_whole_steps(value, 4) for value in (3, 4, 10)]
     [1, 4, 8]
@@ -123,7 +125,7 @@ def _whole_steps(value: int, num_envs: int) -> int:
 
 
 def _target_network_frequency(value: Any, context: Context) -> Changes:
-    """Set the period of the target network in environment steps. Raise Refused if the algorithm has no such period."""
+    """Set the period of target updates in environment steps. Raise Refused if the algorithm has no equal period."""
     if not (_is_count(value) and _is_count(context.num_envs)) or "target_update_freq" in context.keys:
         rounded = _whole_steps(value, context.num_envs) if _is_count(value) and _is_count(context.num_envs) else value
         return {f"{_CFG}target_update_freq": rounded}
@@ -136,17 +138,17 @@ def _target_network_frequency(value: Any, context: Context) -> Changes:
 
 
 def _policy_frequency(value: Any, context: Context) -> Changes:
-    """Set the period of the actor in gradient steps. abcdRL counts environment steps.
+    """Set the period of the actor's updates, in gradient steps. abcdRL counts environment steps.
 
     Raises: Refused if the algorithm or the config has no equivalent period.
     """
     if not (_is_count(value) and _is_count(context.num_envs)):
         return {f"{_CFG}policy_delay": value}
     period = _whole_steps(value, context.num_envs)
-    if period <= context.num_envs:  # in each gradient step
+    if period <= context.num_envs:  # the actor moves in each gradient step
         return {} if context.algorithm == "ddpg" else {f"{_CFG}policy_delay": 1}
     if context.algorithm == "sac":
-        raise Refused("abcdRL's actor takes its steps in groups of this size, and ecrl's one by one; leave it out")
+        raise Refused("abcdRL updates the actor this many times in a row, but ecrl only once at a time; leave it out")
     if context.algorithm == "ddpg":
         advice = 'use td3 with "policy_noise": 0.0, and a policy with "num_critics": 1'
         raise Refused(f"ddpg moves the actor in each gradient step; {advice}")
@@ -166,7 +168,7 @@ def _is_number(value: Any) -> bool:
 def _alpha(value: Any, context: Context) -> Changes:
     """Set the temperature of SAC or the exponent of priorities.
 
-    The exponent is doubled, because abcdRL's priorities are squared errors.
+    The exponent is doubled, because abcdRL's priorities are squared errors. Raise Inert if SAC learns its temperature.
     """
     if context.algorithm == "dqn":
         return {f"{_CFG}prioritized.alpha": 2.0 * value if _is_number(value) else value}
@@ -181,13 +183,16 @@ def _beta(value: Any, context: Context) -> Changes:
 
 
 def _q_lr(value: Any, context: Context) -> Changes:
-    """Set the step size of the critics and of any learnt temperature."""
+    """Set the learning rates of the critics and of any learnt temperature."""
     own = {f"{_CFG}temperature_learning_rate": value} if _has_learnt_temperature(context) else {}
     return {f"{_CFG}critic_learning_rate": value} | own
 
 
 def _in_action_units(name: str) -> Flag:
-    """Return a flag for noise in units of the actions. The environment sets the units, so ecrl refuses the flag."""
+    """Return a flag for noise in the environment's action units. Its conversion raises Refused.
+
+    ecrl measures noise in units of half the action range.
+    """
 
     def convert(value: Any, context: Context) -> Changes:
         if name not in context.keys:
@@ -250,13 +255,13 @@ FLAGS = {
     "evaluator.eval_env_seed": _same("integer", "trainer.eval_seed"),
     "saver.save_frequency": _same("integer", "trainer.save_freq"),
 }
-"""Map each flag of abcdRL that differs from all keys of ecrl to its translation.
+"""Map each flag of abcdRL to its translation, unless the flag is also a key of ecrl.
 
 The trainer's flags `exp_name`, `seed`, `num_envs` and `total_timesteps` are also keys of ecrl.
 """
 
 SECTIONS = ("logger", "evaluator", "saver")
-"""Sections of flags that ecrl does not have."""
+"""Sections of abcdRL's flags that are not sections of an ecrl config."""
 _OWN_SECTIONS = ("trainer", "env", "policy", "algorithm")
 
 
@@ -330,7 +335,10 @@ def flags_in_overrides(overrides: Mapping[str, Any]) -> Taken:
 
 
 def context_of(raw: RawConfig, flags: Mapping[str, Any], defaults: Mapping[str, Any]) -> Context | None:
-    """Return the context of flags, from a config without its flags. Return None if the algorithm is unknown."""
+    """Return the context of flags, from a config without its flags.
+
+    Return None if the name of the algorithm is missing or resembles no known name.
+    """
     section: Any = raw.data.get("algorithm")
     if (entry := part_entry("algorithm", section)) is None:
         return None
@@ -383,13 +391,16 @@ def translate_flags(flags: Mapping[str, Any], context: Context) -> Translated:
 
 
 def buffer_size_faults(taken: Taken, buffer_size: Any, context: Context) -> list[Fault]:
-    """Return a fault if `trainer.buffer_size` is ambiguous, because the config also has flags of the trainer."""
+    """Return a fault if `trainer.buffer_size` is ambiguous.
+
+    The key is ambiguous if flags of the trainer are also given, and the algorithm has a replay buffer.
+    """
     others = [flag for flag in taken.flags if flag.startswith("trainer.")]
     if buffer_size is MISSING or not others or "capacity" not in context.keys:
         return []
     text = (
-        f"next to abcdRL's {others[0]}, it may mean the capacity of the replay buffer; set {_CFG}capacity, and set "
-        "buffer_size, the steps of an iteration, without flags of abcdRL"
+        f"next to abcdRL's {others[0]}, it may mean the capacity of the replay buffer; set {_CFG}capacity instead, or "
+        "use only ecrl's keys, where buffer_size is the number of steps per iteration"
     )
     return [flag_fault("trainer.buffer_size", text)]
 

@@ -197,8 +197,8 @@ def apply_overrides(raw: RawConfig, overrides: Mapping[str, Any]) -> RawConfig:
 def _convert_count(count: Any, unit: str, sizes: list[Any]) -> Any:
     """Convert a count to the unit of the key `unit`: from steps to `iterations`, or from updates to `save_freq`.
 
-    A count that is not a positive integer is returned unchanged. Validation reports such a count, except a `save_freq`
-    of 0.
+    If the count or a size is not a positive integer, return the count unchanged. Validation reports such a value,
+    except a `save_freq` of 0, which is valid.
     """
     if not all(isinstance(x, int) and not isinstance(x, bool) and x > 0 for x in (count, *sizes)):
         return count
@@ -271,7 +271,7 @@ def convert_vla_section(raw: RawConfig) -> RawConfig:
         )
     for key, value in section.items():
         if key in ("model_class", "model_config"):
-            text = "a config imports no class; register a backend, and give its name and settings in policy.vla"
+            text = "a config cannot import a class; register a backend, and give its name and settings in policy.vla"
             faults.append(((*path, key), text))
         elif key != "model_path":
             faults.append(((*path, format_key(key)), "unknown key; known: model_path"))

@@ -56,7 +56,8 @@ class Found(NamedTuple):
         config: the Config model. For an unknown name, the model of the most similar name. None if no name is similar,
             or if the registry has advice on the unknown name.
         faults: the fault of the name, or an empty list.
-        note: end of the messages for further faults of the section, which names the component of `config`.
+        note: text for the end of the messages about other faults of the section. For an unknown name, the text names
+            the component of `config`. For a known name, the text is empty.
     """
 
     config: type[BaseModel] | None
@@ -70,7 +71,7 @@ class Found(NamedTuple):
 
 
 def config_of(kind: str, section: dict, key: str = "name") -> Found:
-    """Return the Config model of the component that `section[key]` names.
+    """Return the Config model of the component that `section[key]` names, and the fault of an unknown name.
 
     >>> found = config_of("env", {"name": "cartpol"})
     >>> found.config is lookup("env", "cartpole").config, found.note
@@ -386,8 +387,8 @@ class Config(ConfigModel):
     def _default_policy(cls, data: Any) -> Any:
         """Give a config without a policy the default policy of its algorithm, with default networks.
 
-        The default policy of an unknown algorithm is unknown, so an empty policy stands in its place. The only fault is
-        then the unknown algorithm.
+        If the algorithm is missing, or its name resembles no known name, insert an empty policy. The missing default
+        policy then causes no second fault.
         """
         if not isinstance(data, dict) or "policy" in data:
             return data

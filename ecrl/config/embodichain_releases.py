@@ -15,8 +15,8 @@ from ecrl.registry import Entry, registered
 _CFG: Loc = ("env", "cfg")
 _OLD_KEYS = ("episode_length", "obs_mode", "action_type", "action_scale", "joint_limits")
 _TOO_OLD = (
-    "a key of EmbodiChain before v0.1.2, and ecrl reads files from v0.1.2 on; give env.actions and max_episode_steps "
-    "as these files do"
+    "a key of EmbodiChain before v0.1.2, but ecrl reads only files of v0.1.2 and later; set env.actions and "
+    "max_episode_steps instead"
 )
 _NAMES: dict[Loc, str] = {
     ("policy", "name"): "policy",
@@ -81,7 +81,7 @@ def drop_simulator_name(raw: RawConfig) -> RawConfig:
 
 
 def _flat_attrs(raw: RawConfig, path: Loc, attrs: Any) -> tuple[Any, RawConfig]:
-    """Move the values in the groups of one object's `attrs` to `attrs`. Record the origin of each moved value.
+    """Move values from the groups of an object's `attrs` into `attrs` itself. Record the origin of each moved value.
 
     In EmbodiChain, null in place of a group or of a value in a group means the default, so nulls are removed.
     """
@@ -147,7 +147,7 @@ def lower_name(key: str, value: Any) -> Any:
 
 
 def unlimited_episodes(raw: RawConfig) -> RawConfig:
-    """Replace the time limit -1 of an environment, which means no limit, by the largest number of steps."""
+    """Replace an environment's time limit of -1, which means no limit, by `NO_LIMIT` steps."""
     entry = _env_entry(raw)
     field = None if entry is None else entry.config.model_fields.get("max_episode_steps")
     if get_path(raw.data, _LIMIT) != -1 or field is None or not any(getattr(x, "ge", 0) >= 1 for x in field.metadata):

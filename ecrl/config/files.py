@@ -16,7 +16,7 @@ from ecrl.registry import did_you_mean
 
 _YAML_SUFFIXES = (".yaml", ".yml")
 _MAX_BYTES, _MAX_VALUES, _MAX_MERGED = 2**24, 10**6, 10**5
-"""Maximum numbers of bytes, values and values merged by `<<` in a file. The limits stop malicious files early."""
+"""Maximum numbers of bytes, of values and of values merged by `<<` in a file. They stop a malicious file early."""
 
 
 class _YamlLoader(yaml.SafeLoader):
@@ -164,7 +164,7 @@ def split_values(token: str, following: Sequence[str]) -> tuple[list[str], list[
     """Split the tokens after a key on the command line into the values of the key and the rest.
 
     A key has one value, which follows the key or an equals sign. There are two exceptions, as in abcdRL: A boolean flag
-    needs no value. A flag for a list has all tokens up to the next key as values.
+    needs no value. A flag for a list takes all tokens before the next token that starts with `--`.
 
     >>> split_values("--trainer.tau", ["0.1", "run.json"]), split_values("--trainer.no-cuda", ["run.json"])
     ((['0.1'], ['run.json']), ([], ['run.json']))

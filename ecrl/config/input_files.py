@@ -46,6 +46,6 @@ def check_inputs_in(folder: str | Path, key: str) -> None:
 
 
 def check_input(path: str | Path, key: str) -> None:
-    """Raise ConfigError, which names the key of a config, if the key may not name this file or folder."""
+    """Raise ConfigError if the config key `key` may not name this file or folder. The message starts with `key`."""
     if (reason := reason_to_refuse(path)) is not None:
         raise ConfigError(f"{key}: {reason}")

@@ -49,7 +49,7 @@ def _whole_parts(models: list[type[BaseModel]]) -> dict[type[BaseModel], tuple[s
 
 
 def _split_by_component(defs: dict[str, Any], ref: str, key: str, default: Any, refs: dict[str, str]) -> None:
-    """Split the schema of a section into one alternative per component. The section's value of `key` is the name.
+    """Split the schema of a section into one alternative per component. `key` is the key of the component's name.
 
     `ref` refers to the section in `defs`, and `refs` maps each component's name to a reference to its own schema.
     """

@@ -8,7 +8,7 @@ Frozen parameters never change, so they are stored only once, in a file whose na
 its SHA-256. If another checkpoint of the run already has the file of frozen parameters, a new checkpoint hard-links
 that file. Each checkpoint folder can still be copied, moved or removed on its own. The file system frees the file's
 disk space when the last hard link is removed. Damage to a hard-linked file affects every checkpoint that links to it.
-If the file of frozen parameters is damaged, `read_files` recreates the parameters with the policy's `init_frozen`.
+If the file of frozen parameters is missing or damaged, `load` and `read_files` recreate it with `init_frozen`.
 """
 
 import hashlib
@@ -108,7 +108,7 @@ class Snapshot(NamedTuple):
     files: dict[str, bytes]
     left_out: list[str]  # names of the buffers that are missing in `tensors`
     frozen: FrozenLeaves | None
-    buffers: dict[str, tuple[int, Tensor]]  # expected and present count `written` of each buffer in `tensors`
+    buffers: dict[str, tuple[int, Tensor]]  # per buffer: its count `written` at the snapshot, and the live count
     read: Event  # `write` sets this event when it no longer reads the tensors
 
 
@@ -133,7 +133,7 @@ def snapshot(
             computed again.
 
     Raises: ValueError if a name in `files` is a path, is hidden or is reserved for a file of the checkpoint. UserError
-        if an iteration after the iteration of `state` has overwritten a buffer in `state`.
+        if a later iteration has overwritten a buffer in `state`.
     """
     for name in files or {}:
         if name in _RESERVED_FILES or name.startswith((".", _FROZEN)) or "/" in name:
@@ -159,9 +159,10 @@ def snapshot(
 
 
 def conditions(run: Run, cfg: Config) -> dict[str, Any]:
-    """Return the conditions that affect the exact results of a run: torch version, threads, form and device.
+    """Return the conditions that affect the exact results of a run.
 
-    On the CPU, the result also reports if ecrl's C++ functions are available.
+    They are the torch version, the number of threads, the form (compiled or eager) and the type of the device. If the
+    device is the CPU, the result also reports if ecrl's C++ functions are available.
     """
     device = device_of(cfg).type
     native = {"C++ functions": "used" if is_available() else "missing"} if device == "cpu" else {}
@@ -268,7 +269,7 @@ def _write_with_frozen(path: Path, files: dict[str, bytes | TensorFile], frozen:
         except FileNotFoundError:
             if read.is_set():  # the buffers may have changed after the snapshot
                 raise
-            # if this fails, the other checkpoint has just been removed
+            # the other checkpoint has just been removed, so write the file instead of linking it
     write_folder(path, {**files, frozen.file: TensorFile(frozen.leaves)}, read.set)
 
 
@@ -293,7 +294,7 @@ def read_files(path: str | Path) -> dict[str, bytes]:
 
 
 def verify(path: str | Path) -> dict[str, tuple[FrozenLeaves, str]]:
-    """Verify the checksums of a checkpoint's files, a part of a file at a time.
+    """Verify the checksum of each file of a checkpoint. A large file need not fit in memory.
 
     Returns: for each file that the policy's `init_frozen` recreated, the frozen leaves and a warning, by filename.
     Raises: CheckpointError as in `read_files`.
@@ -355,8 +356,8 @@ def _upgrade(tensors: dict[str, Tensor], expected: TensorDict) -> dict[str, Tens
     """Rename the tensors of an older checkpoint to the names that this version of ecrl uses.
 
     Older checkpoints lack schedule hyperparameters and the number of iterations, so the function copies these values
-    from `expected`. Older checkpoints have one optimiser state for all parameter groups, so the tensor
-    `opt/mu/critic/w` is renamed to `opt/critic/mu/critic/w`.
+    from `expected`. Older checkpoints also have one optimiser state for all parameter groups, so the function moves it
+    to the groups. For example, `opt/mu/critic/w` becomes `opt/critic/mu/critic/w`.
     """
     upgraded = dict(tensors)
     for name, place in _paths(expected).items():

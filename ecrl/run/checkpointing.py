@@ -48,7 +48,10 @@ class Saver(NamedTuple):
 
 
 def _write_and_prune(path: Path, saved: Snapshot, keep: int | None, remove_guarded: Callable[..., bool]) -> None:
-    """Write a checkpoint. If `keep` is not None, keep only the newest `keep` of the checkpoints up to its env steps."""
+    """Write a checkpoint. If `keep` is not None, remove older checkpoints until `keep` remain, including this one.
+
+    Checkpoints with more env steps are neither counted nor removed.
+    """
     write(path, saved)
     step = int(saved.tensors["sample_step"])
     up_to_step = [p for p in step_checkpoints(path.parents[1]) if int(p.name.removeprefix("step_")) <= step]
@@ -164,7 +167,7 @@ def with_checkpoints(
 
 
 def _best_value(path: Path, name: str) -> float | None:
-    """Return the metric `name` of the best checkpoint, or None if the checkpoint does not exist.
+    """Return the metric `name` of the best checkpoint, or None if the checkpoint or the metric is missing.
 
     If the checkpoint is damaged, warn and return None.
     """
@@ -184,7 +187,7 @@ def with_best_checkpoint(
     """Save the state to `checkpoints/best` under `run_dir` whenever `trainer.best_eval_metric` improves.
 
     `checkpoints/best` contains no replay buffer. A resumed run reads the best value so far from the manifest of the
-    existing checkpoint. A missing, NaN or infinite metric never counts as the best value.
+    existing checkpoint. A missing, NaN or infinite metric is never the best value.
 
     Args:
         records: records of the run; the function yields each record again.

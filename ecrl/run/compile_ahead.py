@@ -18,9 +18,9 @@ def compile_ahead(cfg: Config) -> list[Compilation]:
     A later run with the same config loads the code instead of compiling. The type of the CPU and the number of threads
     must be the same. The seed, the hyperparameters in `state["hyper"]` and the number of iterations may differ.
 
-    The function trains until each phase of the algorithm has had an iteration, and discards the results. An algorithm
-    with a replay buffer therefore first fills the buffer with `learning_starts` steps. If `trainer.enable_eval` is
-    true, the function also evaluates the policy.
+    The function trains until each phase of the algorithm has run for one iteration, and discards the results. An
+    algorithm with a replay buffer therefore first collects `learning_starts` steps. If `trainer.enable_eval` is true,
+    the function also evaluates the policy.
 
     Returns: one record per compilation.
     Raises: ConfigError if the run is eager, if it has several processes, or if a function cannot be compiled.

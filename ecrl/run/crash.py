@@ -35,7 +35,8 @@ def _replay_command(folder: Path, ranks: int, cfg: Config) -> str:
 def with_crash(records: Iterator[LogData], run: Run, cfg: Config, run_dir: str | Path) -> Iterator[LogData]:
     """Write a report and the state before the iteration to `crash/` in `run_dir` if the finite guard stops the run.
 
-    Raises: NotFiniteError with the message of the original error and the command that repeats the iteration.
+    Raises: NotFiniteError with the message of the original error and the command that repeats the iteration. If the
+        environments keep data outside of the state, the message names the crash folder instead of the command.
     """
     folder = Path(run_dir) / "crash"
     try:

@@ -50,7 +50,7 @@ class Actor(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """Summary of a data set. The success rate is over all recorded episodes, and None without success flags."""
+    """Summary of a data set. `success_rate` counts all recorded episodes. It is None without success flags."""
 
     path: Path
     episodes: int
@@ -82,7 +82,7 @@ def record_demonstrations(
         expert: settings of the scripted expert, such as its noise.
         sample: if True, the policy samples its actions; if False, its actions are deterministic.
         successes_only: if True, only episodes that end with success are part of the data set.
-        seed: seed of starts, noise and actions.
+        seed: seed of the initial states, the environment noise, the expert's noise and the sampled actions.
         num_envs: number of parallel environments.
 
     Returns: a summary of the data set. The success rate is the share of successes among all recorded episodes. With
@@ -180,7 +180,7 @@ def _act_as_expert(
 
 
 def _policy_of(run: Run, state: TensorDict, num_envs: int, settings: Mapping[str, Any] | None, sample: bool) -> Actor:
-    """Return the policy of a state as an actor. Raise ConfigError if `settings` has settings of an expert."""
+    """Return the policy of a state as an actor. Raise ConfigError if `settings`, which only an expert has, is given."""
     if settings:
         raise ConfigError(f"expert.{next(iter(settings))}: a trained policy has no such settings; leave it out")
     params = policy_params(state)
@@ -209,7 +209,7 @@ def _step(
     params: TensorDict,
     initial: TensorDict,
 ) -> tuple[tuple[TensorDict, TensorDict], dict[str, Any]]:
-    """Take one step in every environment. Return the memories and the environments, and the row of the step."""
+    """Take one step in every environment. Return `((carry, environment state), row)`; `row` holds the step's data."""
     (carry, env_state), (noise, keys) = carry_and_env, x
     obs = mapped(torch.clone, env_state["obs"])
     carry, action = act(params, carry, env_state, keys)

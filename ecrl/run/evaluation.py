@@ -85,7 +85,7 @@ def _eval_step(
 
 
 def _counted(env_state: TensorDict) -> tuple[Tensor, Tensor]:
-    """Return the reward and the end of an episode for evaluations, each of shape `[N]`.
+    """Return the rewards and the done flags that an evaluation counts, each of shape `[N]`.
 
     If the environment reports the score of whole games, a game counts as one episode whose only reward is the score.
     """
@@ -233,9 +233,10 @@ def single_step_env(cfg: Config) -> Env:
 
 
 def in_single_steps(run: Run, cfg: Config) -> Run:
-    """Return a run with the evaluation environment without action chunks.
+    """Return a run whose evaluation environment takes single actions instead of action chunks.
 
-    Its policy takes the actions of each chunk one at a time. Without `env.action_chunk`, the run is unchanged.
+    The policy still chooses a chunk, but returns its actions one at a time. If `env.action_chunk` is 1, the run is
+    unchanged.
     """
     if cfg.env.action_chunk == 1:
         return run
@@ -299,13 +300,16 @@ def eval_steps(
 
 
 def check_evaluation(run: Run, cfg: Config) -> None:
-    """Raise ConfigError if the evaluations of a run cannot work, or never log `trainer.best_eval_metric`.
+    """Check the evaluations of a run, and warn if the episodes have no time limit.
 
-    Warn if the episodes have no time limit. `train` calls this function before the run starts.
+    `train` calls this function before the run starts.
 
     Args:
         run: run whose environment is the evaluation environment.
         cfg: config of the run.
+
+    Raises: ConfigError if the evaluation environments do not fit in memory, or if no evaluation logs
+        `trainer.best_eval_metric`.
     """
     name = cfg.trainer.best_eval_metric
     if getattr(cfg.env.cfg, "max_episode_steps", None) == NO_LIMIT:
@@ -337,8 +341,8 @@ def with_evaluation(
         videos: folder for the videos of the cameras under `trainer.events.eval`; if None, no videos are recorded.
             Videos are rendered while training continues. An evaluation waits until the videos of the previous
             evaluation are complete.
-        first: train record of an interrupted run that has not been evaluated yet
-            (`ecrl.run.resume.pending_evaluation`).
+        first: train record that an interrupted run did not evaluate (`ecrl.run.resume.pending_evaluation`). The
+            function evaluates this record first.
         run: run whose environment is the evaluation environment; if None, the function builds the run from `cfg`.
     """
     run = with_eval_events(build(cfg), cfg) if run is None else run

@@ -210,7 +210,7 @@ def export(state: TensorDict, cfg: Config, folder: str | Path) -> list[Path]:
     actions differ from the run's bfloat16 actions by rounding.
 
     Args:
-        state: state of a run; `params`, `norm` and the last observation are read.
+        state: state of a run; its policy parameters, `norm`, `sample_step` and last observation are read.
         cfg: config of the run.
         folder: output folder, which is created if missing. Existing files are replaced.
 

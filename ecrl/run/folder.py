@@ -24,7 +24,8 @@ def _create(folder: Path, exist_ok: bool) -> None:
 def claim(folder: Path, new: bool) -> None:
     """Create a run folder if it is missing, and claim it for a run.
 
-    Raises: ConfigError if the folder cannot be written, or if `new` is True and the folder already holds a run.
+    Raises: ConfigError if the folder cannot be written or is a checkpoint, or if `new` is True and the folder already
+        holds a run.
     """
     _create(folder, exist_ok=True)
     if (folder / "manifest.json").exists():

@@ -139,7 +139,7 @@ def tolerate_errors(label: str, *kinds: type[Exception]) -> Callable[..., bool]:
                 outages += 1
                 outage_note = (
                     f" (outage {outages})" if outages > 1 else ""
-                )  # Python shows each distinct warning only once
+                )  # Python shows equal warnings only once, so number the outages
                 warnings.warn(f"{label}: {error}; the run goes on and tries again{outage_note}", stacklevel=2)
             return False
         if failures:

@@ -165,7 +165,7 @@ def _warn_of_other_conditions(path: Path, run: Run, cfg: Config) -> None:
 
 
 def _step_of(row: bytes) -> float:
-    """Return the number of env steps in a row of `metrics.jsonl`, or infinity if a kill has truncated the row."""
+    """Return the number of env steps in a row of `metrics.jsonl`, or infinity if the row is truncated or invalid."""
     try:
         return json.loads(row)["sample_step"] if row.endswith(b"\n") else math.inf
     except (ValueError, KeyError, TypeError):
@@ -220,7 +220,7 @@ def pending_evaluation(state: TensorDict, cfg: Config, run_dir: str | Path) -> L
 
 
 def _row(line: bytes) -> dict[str, Any]:
-    """Return a row of `metrics.jsonl`, or an empty dict if a kill has truncated the row."""
+    """Parse a row of `metrics.jsonl`. Return an empty dict if the row is truncated, as after a kill."""
     with suppress(ValueError):
         return json.loads(line)
     return {}

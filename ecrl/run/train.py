@@ -137,8 +137,8 @@ def train(
             the records of the last function, so a function may add logs to a record. A function that returns ends the
             run early. If the run has several processes, only rank 0 calls the functions.
 
-    Returns: the last state and the history of logs. Ctrl-C ends the run early, and the function then returns the last
-        state so far.
+    Returns: the last state and the history of logs. Ctrl-C ends the run early, and the function then returns the
+        newest state.
     Raises: ConfigError if `run_dir` cannot be written, holds another run or is in use by another process, or if
         `profile` is set without `run_dir`; `ecrl.errors.NotSavedError`, with the state and the history, if the last
         state could not be saved; UserError if `state` is not the state of a run, or if a function of `consumers` does
@@ -219,7 +219,11 @@ def train_run(
 
 
 def check_run(run: Run, cfg: Config, folder: Path | None) -> None:
-    """Raise ConfigError if the run cannot train with its consumers. Warn about settings without effect."""
+    """Check the run before it trains, and warn about each setting without effect.
+
+    Raises: ConfigError if the rollout does not fit in memory, or if the evaluations or cameras are invalid. UserError
+        if a package that the config requires is missing.
+    """
     check_rollout(cfg, run)
     for setting in _without_effect(cfg, folder):
         warnings.warn(setting, stacklevel=4)

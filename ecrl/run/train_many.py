@@ -124,11 +124,17 @@ def train_many(
     """Train one run for each combination of a seed and the swept settings.
 
     Runs that differ only in the seed and in hyperparameters of `state["hyper"]`, such as the learning rate, train
-    together: several runs share a call of `torch.func.vmap` where that is faster. Compiled runs on a CPU, except
-    MuJoCo tasks, train in as many calls at the same time as `torch.get_num_threads()`, and each call uses one thread.
-    Each of these runs gives the results that it gives alone with the same number of threads, up to rounding. Other
-    combinations train one after the other. So do runs whose environments step in Python, such as Gymnasium's, runs with
-    a replay buffer, frozen parameters or demonstrations, and runs whose policy draws its own random numbers.
+    together. Several runs share a call of `torch.func.vmap` if this is faster. Compiled runs on a CPU, except MuJoCo
+    tasks, train in up to `torch.get_num_threads()` calls at the same time. Each of these calls uses one thread. Except
+    for rounding, each run has the results of a run that trains alone with the same number of threads.
+
+    All other runs train one after the other:
+
+    - runs that differ in other settings
+    - runs whose environments step in Python, such as Gymnasium's
+    - runs with a replay buffer, frozen parameters or demonstrations
+    - runs whose policy draws its own random numbers
+    - runs with `trainer.use_wandb`
 
     With `run_dir`, each run has its own run folder in `run_dir`, with its config, metrics and checkpoints. The commands
     for run folders work with each of these folders. A second call with the same arguments resumes the runs that have
@@ -142,8 +148,9 @@ def train_many(
         sweep: dict from a dotted key to a list of values, such as `{"algorithm.cfg.learning_rate": [1e-3, 3e-4]}`. The
             runs cover every combination of these values.
         run_dir: folder for the run folders; if None, nothing is written.
-        runs_per_call: largest number of runs in a call of `torch.func.vmap`; if None, all runs that can share it.
-            Compiled runs on a CPU then share a call only if they have at most 4 environments, at most 16 runs each.
+        runs_per_call: largest number of runs in a call of `torch.func.vmap`. If None, all runs that train together
+            share a call, except compiled runs on a CPU. Up to 16 of these runs share a call if each has at most 4
+            environments, and larger runs share no call.
         progress: if True, show a live progress line.
 
     Returns: the states and histories of all runs. `print` shows them as a table.
@@ -177,7 +184,7 @@ def train_many(
 
 
 class _Unfinished:
-    """A run of `train_many` that changes while the run trains."""
+    """Mutable data of a run of `train_many`. `add` updates its history and state with each record."""
 
     def __init__(self, name: str, values: dict[str, Any], cfg: Config, folder: Path | None) -> None:
         self.name, self.values, self.cfg, self.folder = name, values, cfg, folder
@@ -266,7 +273,7 @@ class _Group(NamedTuple):
 
 
 def _groups(members: Sequence[_Unfinished], runs_per_call: int | None) -> Iterator[_Group]:
-    """Yield the runs that train together: equal runs at the same step, in parts of about equal size."""
+    """Group the unfinished runs that can train together. Split a large group into parts of about equal size."""
     groups: list[list[_Unfinished]] = []
     for member in members:
         if member.has_finished:
@@ -288,9 +295,10 @@ def fastest_calls(run: Run, cfg: Config) -> tuple[int | None, int]:
     """Return the fastest number of runs in a call (None for all runs), and the number of calls at the same time.
 
     Eager runs and runs on a GPU spend most of their time in launching operations, which the runs of a call share.
-    Compiled runs on a CPU gain from sharing a call only with few environments, but their calls can run at the same
-    time, because their C++ does not hold Python's lock. `python -m benchmarks --only seeds` measures both. The physics
-    of MuJoCo already uses all threads. Autocast applies only to the thread that enabled it.
+    Compiled runs on a CPU gain from sharing a call only if they have few environments. However, their calls can run at
+    the same time, because compiled C++ code releases Python's global interpreter lock. `python -m benchmarks --only
+    seeds` measures both. MuJoCo tasks and runs under autocast make one call at a time. The physics of MuJoCo already
+    uses all threads, and autocast applies only to the thread that enabled it.
     """
     if run.jit is partial or device_of(cfg).type != "cpu":
         return None, 1
@@ -332,7 +340,7 @@ def _train_alone(member: _Unfinished, progress: bool) -> bool:
 
 
 def _train_together(together: _Group, progress: bool) -> bool:
-    """Train several runs to their ends, one iteration of all runs after another.
+    """Train several runs together to their ends. All runs finish an iteration before any run begins the next one.
 
     Return False if a signal ended them early.
     """
@@ -348,7 +356,7 @@ def _train_together(together: _Group, progress: bool) -> bool:
         rounds = with_progress(rounds, int(decisions(group[0].state)), total_steps(cfg, 1), compilations_of(run.jit))
     try:
         with in_loop(), ExitStack() as stack:
-            if threads > 1:  # also for evaluations and for the conditions in checkpoints
+            if threads > 1:  # evaluations then also use one thread, and checkpoints record it
                 stack.enter_context(one_torch_thread())
             stack.enter_context(closing(cast(Generator, batches)))
             for member, stream in zip(group, streams, strict=True):
@@ -401,9 +409,10 @@ def _closing(member: _Unfinished, stream: Iterator[LogData]) -> Iterator[None]:
 
 
 def _rounds(group: Sequence[_Unfinished], streams: Sequence[Iterator[LogData]]) -> Iterator[LogData]:
-    """Take one record from each run in turn. Yield a record with the means of the logs of each type.
+    """Take one record from each run in turn. For each type of record, yield a record with the mean logs of these runs.
 
     If the last state of a run cannot be saved, warn.
+
     If only some runs are evaluated after an iteration, the other runs wait. The records of an iteration that a run has
     not taken yet stay in memory, so no run may lag behind.
     """

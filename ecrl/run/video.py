@@ -66,7 +66,7 @@ def record(state: TensorDict, cfg: Config, path: str | Path, num_envs: int = 4, 
 
     In a MuJoCo task, the first camera of `trainer.events.eval` takes the video. If there is no such camera, the first
     camera of `trainer.events.train` takes the video. If the config has no camera, the video shows the whole scene. A
-    Gymnasium environment is made with the render mode "rgb_array" in this process, and draws the video itself.
+    Gymnasium environment is made with the render mode "rgb_array" in this process, and renders its own frames.
 
     Args:
         state: state of a run.

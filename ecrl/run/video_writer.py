@@ -227,7 +227,7 @@ def _put(queue: Queue, job: Future, item: TensorDict | None) -> None:
 
 @contextmanager
 def _open_video(start: Callable[..., Future], path: Path, sim: Any, camera: CameraConfig) -> Iterator[Put]:
-    """Yield a function that adds a view to one video."""
+    """Yield a function that adds a view to one video. The video is complete after the block, when its job ends."""
     queue: Queue = Queue(_QUEUE_SIZE)
     job = start(lambda: write_video(path, render_views(sim, camera, iter(queue.get, None)), FPS))
     try:
@@ -238,7 +238,9 @@ def _open_video(start: Callable[..., Future], path: Path, sim: Any, camera: Came
 
 @contextmanager
 def filming(cfg: Config, folder: Path | None) -> Iterator[Callable[[TensorDict, int], Any]]:
-    """Yield a function `(state, num_envs)`. Its context manager opens the videos of one evaluation, and yields a Film.
+    """Yield a function `open_film(state, num_envs)` that returns a context manager.
+
+    The context manager opens the videos of one evaluation, and yields a Film.
 
     Args:
         cfg: config of the run, with the cameras under `trainer.events.eval`.

@@ -103,7 +103,7 @@ INERT = {
 REFUSED = [
     ("td3", "trainer.policy_noise", 0.2, "is in units of the action; divide it by half the action range, and set"),
     ("td3", "trainer.noise_clip", 0.2, "is in units of the action; divide it by half the action range, and set"),
-    ("sac", "trainer.policy_frequency", 8, "abcdRL's actor takes its steps in groups of this size, and ecrl's one by"),
+    ("sac", "trainer.policy_frequency", 8, "abcdRL updates the actor this many times in a row, but ecrl only once at"),
     ("ddpg", "trainer.policy_frequency", 8, "ddpg moves the actor in each gradient step; use td3 with"),
     ("sac", "trainer.target_network_frequency", 8, "sac moves the targets after each gradient step; leave it out"),
     ("ppo", "trainer.start_epsilon", 0.5, "algorithm 'ppo' has no initial_epsilon; remove it"),

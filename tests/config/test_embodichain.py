@@ -169,11 +169,11 @@ def test_the_path_of_a_model_has_another_place():
     [
         (
             {"model_class": "a.B"},
-            "policy.vla_config.model_class: a config imports no class; register a backend",
+            "policy.vla_config.model_class: a config cannot import a class; register a backend",
         ),
         (
             {"model_config": {}},
-            "policy.vla_config.model_config: a config imports no class; register a backend",
+            "policy.vla_config.model_config: a config cannot import a class; register a backend",
         ),
         ({"path": "x"}, "policy.vla_config.path: unknown key; known: model_path"),
         ({"model_path": "x"}, "policy.vla: model_path is given, but backend builtin begins with new weights"),

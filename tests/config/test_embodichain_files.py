@@ -194,6 +194,6 @@ def test_files_before_v0_1_2_are_refused_in_one_line(tmp_path, monkeypatch, trai
     with pytest.raises(ConfigError) as error:
         load_config(path.name)
     assert str(error.value) == (
-        f"{path.name}: {at}.episode_length: a key of EmbodiChain before v0.1.2, and ecrl reads files from v0.1.2 on; "
-        "give env.actions and max_episode_steps as these files do"
+        f"{path.name}: {at}.episode_length: a key of EmbodiChain before v0.1.2, but ecrl reads only files of v0.1.2 "
+        "and later; set env.actions and max_episode_steps instead"
     )

@@ -167,7 +167,7 @@ def test_the_command_records_an_expert_and_a_run(tmp_path, capsys, monkeypatch):
     assert called(monkeypatch, "demo", config, *args) == 2
     assert capsys.readouterr().err == f"{out}: exists; choose another name, or remove it first\n"
     assert called(monkeypatch, "demo") == called(monkeypatch, "demo", config, "--run-dir", tmp_path) == 2
-    assert "needs a config or --run-dir" in capsys.readouterr().err
+    assert "needs either a config, as in ecrl demo cartpole_ppo, or --run-dir" in capsys.readouterr().err
     cfg = recording(**SUCCEEDING, policy={"name": "actor_only", "actor": NET}, algorithm={"name": "grpo"})
     ecrl.save(tmp_path / "run", init_state(cfg), cfg)
     run = "demo", "--run-dir", tmp_path / "run", "--out", tmp_path / "of_run", "--num-episodes", 2, "--sample"
