@@ -94,7 +94,7 @@ def compile_config(path: Annotated[str, tyro.conf.Positional], /, *, overrides: 
 
 
 def presets() -> None:
-    """List the configs that ecrl ships, with the algorithm and the environment of each."""
+    """Print the name, the algorithm and the environment of each config that ecrl ships."""
     from ecrl.config.files import read
     from ecrl.config.presets import preset_folder, preset_names
 
@@ -131,7 +131,7 @@ def plot(
         out: path of the picture. If the path has no suffix, a .png and a .svg file are written.
         metric: name of a metric in metrics.jsonl. The default is the first of these metrics that all runs and files
             have: eval/success_rate, eval/avg_reward, charts/episode_reward_avg_100.
-        threshold: draw a line at this value, and print after which step each curve stays above this value.
+        threshold: draw a line at this value, and print the env steps and minutes after which each curve stays above it.
     """
     if not runs:
         raise UserError("ecrl plot needs run folders, such as: ecrl plot outputs/cartpole_ppo_*")

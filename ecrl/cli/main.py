@@ -48,7 +48,8 @@ def train(
         distributed: join the processes that torchrun started, even if the config's trainer.distributed is false.
         no_distributed: do not join the processes that torchrun started, even if trainer.distributed is true.
         run_dir: run folder; outputs/<exp_name>_<time> if absent.
-        profile: time the phases and trace two iterations. The results go to profile/ in the run folder.
+        profile: time each phase of the run, such as the update, and trace two iterations. The results go to profile/ in
+            the run folder.
     """
     listen()
     path = _config_path(path, config, needed=resume is None)
@@ -113,7 +114,7 @@ def evaluate(
         run: run folder or checkpoint folder.
         env: "gymnasium:<id>" for an environment of Gymnasium; the run's environment if absent.
         num_episodes: total number of episodes. Every environment runs the same number of episodes. More environments,
-            as with --trainer.num_eval_envs 50, take less time and more memory. The episodes then have other initial
+            as with --trainer.num_eval_envs 50, take less time and more memory, and the episodes have other initial
             states.
         device: device, such as cuda; the config's trainer.device if absent.
     """
@@ -232,8 +233,8 @@ def record(
 ) -> None:
     """Record a real-time video of the newest policy of a run, with deterministic actions.
 
-    In a MuJoCo task, the config's first camera takes the video. Without a camera, the video shows the whole scene. A
-    Gymnasium environment renders its own frames.
+    In a MuJoCo task, the first evaluation camera of the config takes the video, or else its first training camera.
+    Without a camera, the video shows the whole scene. A Gymnasium environment renders its own frames.
 
     Args:
         run: run folder or checkpoint folder.

@@ -7,8 +7,8 @@
 Each fault and each warning ends with a reference to the flag's row in `docs/migration.md`.
 
 The sections of the flags are `trainer`, `logger`, `evaluator` and `saver`. The name `trainer.buffer_size` is ambiguous.
-In ecrl, it is the number of steps per iteration. In abcdRL, it is the capacity of the replay buffer. If the algorithm
-has a replay buffer, a config with flags of the trainer must therefore not have `trainer.buffer_size`.
+In ecrl, this key is the number of steps per iteration. In abcdRL, this flag is the capacity of the replay buffer. If
+the algorithm has a replay buffer, a config with flags of the trainer must therefore not have `trainer.buffer_size`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -56,8 +56,8 @@ class Flag(NamedTuple):
 
     Attributes:
         kind: JSON type of the value.
-        convert: (value, context) -> values by ecrl's dotted keys. Values of a wrong type are not converted, so
-            validation reports them. Raises `Refused` or `Inert`.
+        convert: function that takes the value and the `Context`, and returns values by ecrl's dotted keys. Values of a
+            wrong type are not converted, so validation reports them. The function may raise `Refused` or `Inert`.
     """
 
     kind: str
@@ -83,7 +83,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _same(kind: str, key: str) -> Flag:
-    """Return a flag with the meaning and the unit of the key."""
+    """Return a flag whose value becomes the value of the key without conversion."""
     return Flag(kind, lambda value, context: {key: value})
 
 
@@ -108,7 +108,7 @@ def _env_id(value: Any, context: Context) -> Changes:
 
 
 def _learning_starts(value: Any, context: Context) -> Changes:
-    """Convert steps of each environment to steps of all environments."""
+    """Set `learning_starts` in steps of all environments together. abcdRL counts the steps of one environment."""
     is_known = _is_count(value) and _is_count(context.num_envs)
     return {f"{_CFG}learning_starts": value * context.num_envs if is_known else value}
 
@@ -166,7 +166,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _alpha(value: Any, context: Context) -> Changes:
-    """Set the temperature of SAC or the exponent of priorities.
+    """Set the temperature of SAC, or the exponent of the priorities in DQN's replay buffer.
 
     The exponent is doubled, because abcdRL's priorities are squared errors. Raise Inert if SAC learns its temperature.
     """
@@ -178,7 +178,7 @@ def _alpha(value: Any, context: Context) -> Changes:
 
 
 def _beta(value: Any, context: Context) -> Changes:
-    """Set the exponent of importance weights, which is constant in abcdRL."""
+    """Set the initial and final exponent of the importance weights, because the exponent is constant in abcdRL."""
     return {f"{_CFG}prioritized.beta": value, f"{_CFG}prioritized.final_beta": value}
 
 
@@ -308,7 +308,7 @@ def _misspelt_sections(names: Iterable[Any]) -> list[Fault]:
 
 
 def flags_in_config(data: Any) -> Taken:
-    """Separate the flags from a config.
+    """Separate abcdRL's flags from the other keys of a config.
 
     >>> flags_in_config({"trainer": {"seed": 1, "tau": 0.5}, "logger": {"track": True}}).rest
     {'trainer': {'seed': 1}}
@@ -325,7 +325,7 @@ def flags_in_config(data: Any) -> Taken:
 
 
 def flags_in_overrides(overrides: Mapping[str, Any]) -> Taken:
-    """Separate the flags from overrides by dotted key."""
+    """Separate abcdRL's flags from the other overrides. The keys of `overrides` are dotted keys."""
     flags = {key: value for key, value in overrides.items() if key in FLAGS}
     rest = {key: value for key, value in overrides.items() if key not in FLAGS}
     unknown = [key for key in rest if key.partition(".")[0] in SECTIONS and "." in key]
@@ -353,7 +353,7 @@ def context_of(raw: RawConfig, flags: Mapping[str, Any], defaults: Mapping[str, 
 
 
 class Translated(NamedTuple):
-    """Values by ecrl's dotted keys, the flag that set each key, the faults and the inert flags."""
+    """Result of `translate_flags`: values by ecrl's dotted keys, the flag that set each key, faults and inert flags."""
 
     values: dict[str, Any]
     names: dict[str, str]
@@ -362,7 +362,7 @@ class Translated(NamedTuple):
 
 
 def translate_flags(flags: Mapping[str, Any], context: Context) -> Translated:
-    """Translate the flags of a config or of its overrides.
+    """Convert the flags of a config or of its overrides to values of ecrl's keys. Collect faults and inert flags.
 
     >>> cfg = Context("td3", {"gamma", "policy_delay", "tau"}, {}, 1, {})
     >>> translate_flags({"trainer.gamma": 0.9, "trainer.policy_frequency": 2}, cfg).values
@@ -406,7 +406,10 @@ def buffer_size_faults(taken: Taken, buffer_size: Any, context: Context) -> list
 
 
 def with_values(data: dict[str, Any], translated: Translated) -> tuple[dict[str, Any], list[Fault]]:
-    """Set the translated values in a config. Return the config, and a fault for each key that was already set."""
+    """Set the translated values in a config, and return the config and the faults.
+
+    A key is a fault if it is already set, or if its section is not an object.
+    """
     faults = []
     for key, value in translated.values.items():
         flag = translated.names[key]

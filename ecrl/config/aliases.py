@@ -44,7 +44,7 @@ COUNT_KEYS = {
 """
 
 SKIP_KEY, GUARD_KEY = "algorithm.cfg.skip_nonfinite_updates", "trainer.finite_guard"
-"""EmbodiChain's key for apg, and ecrl's key for the same setting. `true` becomes "skip", and `false` "stop"."""
+"""EmbodiChain's key of `apg` for non-finite updates, and ecrl's key. `true` becomes "skip", and `false` "stop"."""
 
 VLA_KEY = "policy.vla_config"
 """EmbodiChain's section for a pretrained model. The model's path becomes `policy.vla.model_path`."""
@@ -101,7 +101,7 @@ def set_path(data: dict, path: Loc, value: Any) -> dict:
 
 
 def remove_path(data: Any, path: Loc) -> Any:
-    """Return a copy of `data` without the key at `path`, which must exist.
+    """Return a copy of `data` without the key at `path`. The key must exist.
 
     The path may lead through sections and lists.
     """
@@ -127,7 +127,10 @@ def _expand_env_name(data: dict) -> dict:
 
 
 def apply_aliases(raw: RawConfig) -> RawConfig:
-    """Move the value of every alternative key in `KEY_ALIASES` to ecrl's own key."""
+    """Move the value of every alternative key in `KEY_ALIASES` to ecrl's own key.
+
+    Add a fault if both keys are given, except if ecrl's own key is `trainer.num_envs`.
+    """
     data, origins, faults = _expand_env_name(raw.data), dict(raw.origins), list(raw.faults)
     for old, new in KEY_ALIASES.items():
         source, target = split_path(old), split_path(new)
@@ -239,7 +242,7 @@ def convert_counts(raw: RawConfig, defaults: Mapping[str, Any]) -> RawConfig:
 
 
 def convert_skip_flag(raw: RawConfig) -> RawConfig:
-    """Translate apg's flag `skip_nonfinite_updates` into `trainer.finite_guard`."""
+    """Translate EmbodiChain's key `skip_nonfinite_updates` of `apg` into `trainer.finite_guard`."""
     skip, guard = split_path(SKIP_KEY), split_path(GUARD_KEY)
     value = get_path(raw.data, skip)
     if value is MISSING or get_path(raw.data, ("algorithm", "name")) != "apg":

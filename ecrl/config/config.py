@@ -98,7 +98,7 @@ def validate_settings(kind: str, section: dict, key: str, settings: str, handler
     the other keys. If the name is unknown, the Config model of the most similar name validates the settings.
     """
     found = config_of(kind, section, key)
-    faults, part = [*found.faults], ConfigModel.model_construct()  # in place of settings with faults
+    faults, part = [*found.faults], ConfigModel.model_construct()  # stays empty if the settings have faults
     if found.config is not None:
         try:
             part = found.config.model_validate(section.get(settings, {}))

@@ -93,7 +93,7 @@ def _inert_events(events: Any, entry: Entry | None) -> list[Fault]:
 
 
 def inert_keys_in(model: type, data: Any, path: Loc = ()) -> list[Fault]:
-    """List the inert keys of a section and its subsections. Each Config model declares its inert keys.
+    """List the inert keys of a section and its subsections. Each Config model declares them in its attribute `inert`.
 
     >>> class Shape(ConfigModel):
     ...     inert = {"texture": "shapes have a color"}

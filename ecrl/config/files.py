@@ -16,7 +16,7 @@ from ecrl.registry import did_you_mean
 
 _YAML_SUFFIXES = (".yaml", ".yml")
 _MAX_BYTES, _MAX_VALUES, _MAX_MERGED = 2**24, 10**6, 10**5
-"""Maximum numbers of bytes, of values and of values merged by `<<` in a file. They stop a malicious file early."""
+"""Maximum numbers of bytes, of values and of values merged by `<<` in a file, for protection from malicious files."""
 
 
 class _YamlLoader(yaml.SafeLoader):
@@ -185,9 +185,9 @@ def split_values(token: str, following: Sequence[str]) -> tuple[list[str], list[
 def parse_overrides(tokens: Sequence[str]) -> dict[str, Any]:
     """Parse command-line tokens into dotted keys and values, for `load_config(path, overrides)`.
 
-    Values are parsed as JSON. A value that is not valid JSON is a string. In a key, each `-` is replaced by `_`. A flag
-    of abcdRL may also have the value True, False or None. A boolean flag of abcdRL needs no value, and `no-` before its
-    name means false.
+    Values are parsed as JSON. A value that is not valid JSON is a string. In a key, each `-` is replaced by `_`. For a
+    flag of abcdRL, the words True, False and None mean true, false and null. A boolean flag of abcdRL needs no value,
+    and `no-` before its name means false.
 
     >>> parse_overrides(["--trainer.seed", "3", "--algorithm.cfg.gamma=0.9", "--trainer.exp-name", "long run"])
     {'trainer.seed': 3, 'algorithm.cfg.gamma': 0.9, 'trainer.exp_name': 'long run'}

@@ -49,7 +49,7 @@ def _whole_parts(models: list[type[BaseModel]]) -> dict[type[BaseModel], tuple[s
 
 
 def _split_by_component(defs: dict[str, Any], ref: str, key: str, default: Any, refs: dict[str, str]) -> None:
-    """Split the schema of a section into one alternative per component. `key` is the key of the component's name.
+    """Split the schema of a section into one alternative per component. The section's `key` names the component.
 
     `ref` refers to the section in `defs`, and `refs` maps each component's name to a reference to its own schema.
     """
@@ -94,7 +94,7 @@ def _add_branches(section: dict[str, Any], kind: str, configs: dict[str, dict[st
 
 
 def _accept_plain_name(section: dict[str, Any], configs: dict[str, dict[str, Any]]) -> None:
-    """Also accept the name of a component instead of the whole section, if the component has no required settings."""
+    """Let a section's schema also accept the plain name of a component, if the component has no required settings."""
     names = [name for name, config in configs.items() if not config.get("required")]
     whole = dict(section)
     section.clear()
@@ -134,7 +134,7 @@ def _add_flags(config_schema: dict[str, Any], trainer: dict[str, Any]) -> None:
 
 
 def _make_sections_optional(config_schema: dict[str, Any]) -> None:
-    """Accept a config without `policy`. Accept a config without `env` if a trainer key sets the environment."""
+    """Let the schema accept a config without `policy`, and without `env` if a trainer key sets the environment."""
     config_schema["required"].remove("policy")
     alternatives = {"anyOf": [{"required": [key]} for key in ("gym_config", "learning_env", "env_id")]}
     config_schema["required"].remove("env")

@@ -298,7 +298,7 @@ def known_keys(model: type[BaseModel]) -> set[str]:
 
 
 def _check_float32(value: float) -> float:
-    """Raise ValueError for a number that becomes 0 or infinity in float32."""
+    """Return the number, or raise ValueError if it is above 0 and becomes 0 or infinity in float32."""
     if value > 3.4e38 or 0.0 < value < 1.4e-45:
         raise ValueError(f"must be between 1.4e-45 and 3.4e38, the range of float32, got {value}")
     return value

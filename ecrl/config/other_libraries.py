@@ -35,7 +35,7 @@ ABSENT = {
 
 _TIME_LIMIT = "max_episode_steps"
 _TIME_LIMITS = ("max_steps", "max_length", "episode_length", "horizon", "time_limit", _TIME_LIMIT)
-"""Names of the time limit of an episode, in sections of environments."""
+"""Names of an episode's time limit, as keys of `env` or `env.cfg`."""
 
 
 def _algorithms_with(key: str) -> list[str]:

@@ -98,7 +98,7 @@ def _frozen_leaves(leaves: dict[str, Tensor], previous: FrozenLeaves | None) -> 
 class Snapshot(NamedTuple):
     """Contents of a checkpoint, which a thread can write to disk while training continues.
 
-    The replay buffers are not copied. The next iteration may overwrite them only after `read` is set.
+    The replay buffers are not copied. The next iteration may overwrite the buffers only after `read` is set.
     """
 
     tensors: dict[str, Tensor]
@@ -260,7 +260,7 @@ def write(path: str | Path, saved: Snapshot) -> None:
 
 
 def _write_with_frozen(path: Path, files: dict[str, bytes | TensorFile], frozen: FrozenLeaves, read: Event) -> None:
-    """Write a checkpoint folder. If another checkpoint has the same file of frozen leaves, hard-link this file."""
+    """Write a checkpoint folder. If another checkpoint has an undamaged file of the frozen leaves, hard-link it."""
     known = frozen.on_disk(path.parent)
     if known is not None:
         try:
@@ -463,10 +463,11 @@ def _environment_state(tensors: dict[str, Tensor]) -> TensorDict:
 
 
 def latest(run: str | Path) -> Path:
-    """Return the newest undamaged checkpoint of a run folder, or the folder itself if it is a checkpoint.
+    """Return the newest undamaged checkpoint of a run folder. If `run` is a checkpoint folder, return it unverified.
 
-    The newest checkpoint is the checkpoint with the most env steps. `latest` verifies all checksums of a checkpoint. If
-    a checkpoint is damaged, `latest` warns with the name of the damaged file and tries the next older checkpoint.
+    The newest checkpoint is the checkpoint with the most env steps. `latest` verifies all checksums of each checkpoint
+    that it tries. If a checkpoint is damaged, `latest` warns with the name of the damaged file and tries the next older
+    checkpoint.
 
     Raises: CheckpointError if there is no checkpoint, or if all checkpoints are damaged.
     """

@@ -15,8 +15,8 @@ from ecrl.run.evaluation import with_evaluation
 def compile_ahead(cfg: Config) -> list[Compilation]:
     """Compile every function that a run with this config calls. The compiled code is stored on disk.
 
-    A later run with the same config loads the code instead of compiling. The type of the CPU and the number of threads
-    must be the same. The seed, the hyperparameters in `state["hyper"]` and the number of iterations may differ.
+    A later run with the same config loads the code instead of compiling, if it has the same type of CPU and the same
+    number of threads. The seed, the hyperparameters in `state["hyper"]` and the number of iterations may differ.
 
     The function trains until each phase of the algorithm has run for one iteration, and discards the results. An
     algorithm with a replay buffer therefore first collects `learning_starts` steps. If `trainer.enable_eval` is true,

@@ -34,7 +34,7 @@ from ecrl.storage.demonstrations import write_demonstrations
 
 _CHUNK = 8  # number of steps between checks for the end of all episodes
 _MAX_STEPS = 1_000_000  # maximum length of an episode
-_TRIES = 100  # maximum number of episodes per requested success
+_TRIES = 100  # maximum number of recorded episodes per requested episode
 
 Act = Callable[[TensorDict, TensorDict, TensorDict, Tensor], tuple[TensorDict, Tensor]]
 """Type of (params, carry, environment state, keys) -> (carry, action)."""
@@ -50,7 +50,10 @@ class Actor(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """Summary of a data set. `success_rate` counts all recorded episodes. It is None without success flags."""
+    """Summary of a data set. `success_rate` is the share of successes among all recorded episodes.
+
+    If the environment reports no success, `success_rate` is None.
+    """
 
     path: Path
     episodes: int
@@ -86,7 +89,7 @@ def record_demonstrations(
         num_envs: number of parallel environments.
 
     Returns: a summary of the data set. The success rate is the share of successes among all recorded episodes. With
-        `successes_only`, this includes episodes that are not part of the data set.
+        `successes_only`, these include episodes that are not part of the data set.
     Raises: ConfigError if an argument is invalid, if `path` exists, if the environment has no scripted expert, or if
         `successes_only` is set but the environment reports no success. UserError if `state` is not the state of a run,
         if too few episodes succeed, or if an episode does not end. CheckpointError if the file cannot be written.

@@ -228,7 +228,7 @@ def _with_env(run: Run, cfg: Config, name: str) -> Run:
 
 
 def single_step_env(cfg: Config) -> Env:
-    """Return the environment of a config without action chunks."""
+    """Return the environment of a config, with single actions instead of action chunks."""
     return make_env(cfg.env.model_copy(update={"action_chunk": 1}))
 
 

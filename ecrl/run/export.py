@@ -1,9 +1,9 @@
 """Export a trained policy to `policy.pt2` (torch.export), `policy.onnx` and `policy.json`, which work without ecrl.
 
 The exported function maps raw observations to the actions that the environment receives in an evaluation. The exported
-function is deterministic, and includes the observation normaliser's statistics. If `policy.clip_actions` is set, it
-clips Box actions to the action space. The first axis of every input is the batch axis, which can have any size. The
-memory of a recurrent policy is both an input and an output.
+function is deterministic, and includes the observation normaliser's statistics. If `policy.clip_actions` is set, the
+function clips Box actions to the action space. The first axis of every input is the batch axis, which can have any
+size. The memory of a recurrent policy is both an input and an output.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Train a run and pass its records through all consumers.
 
-Notebooks call `train`, and scripts and the shell call `train_from_config`.
+Notebooks call `train`, scripts call `train_from_config`, and the command `ecrl train` calls `run_config`.
 """
 
 import json
@@ -134,8 +134,8 @@ def train(
         consumers: generator functions that take the records of the run and yield every record again, such as a logger
             of your own. The first function receives the records of the loop and of the evaluation, and each other
             function receives the records of the function before it. The history, the log files and the checkpoints get
-            the records of the last function, so a function may add logs to a record. A function that returns ends the
-            run early. If the run has several processes, only rank 0 calls the functions.
+            the records of the last function, so a function may add logs to a record. A function may return early to end
+            the run. If the run has several processes, only rank 0 calls the functions.
 
     Returns: the last state and the history of logs. Ctrl-C ends the run early, and the function then returns the
         newest state.
@@ -183,7 +183,7 @@ def train_run(
 
     Args:
         run: run built from `cfg`.
-        state: state at the start of training. The loop writes to its buffers in place.
+        state: state at the start of training. The loop writes to the buffers of this state in place.
         cfg: config of the run.
         folder: run folder; if None, nothing is written.
         new: if True, raise an error if the folder already holds a run.

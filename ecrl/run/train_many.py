@@ -83,7 +83,7 @@ class Members(Sequence):
         return len(self._members)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one dict per run: its name, seed, swept settings, environment steps and last logs."""
+        """Return one dict per run: its name, seed, swept settings, env steps, last logs and last evaluation."""
         return [_row(member) for member in self]
 
     def to_pandas(self) -> Any:
@@ -137,8 +137,8 @@ def train_many(
     - runs with `trainer.use_wandb`
 
     With `run_dir`, each run has its own run folder in `run_dir`, with its config, metrics and checkpoints. The commands
-    for run folders work with each of these folders. A second call with the same arguments resumes the runs that have
-    not finished. The file `summary.csv` in `run_dir` contains a row for each run.
+    for run folders, such as `ecrl eval`, work with each of these folders. A second call with the same arguments resumes
+    the runs that have not finished. The file `summary.csv` in `run_dir` contains a row for each run.
 
     If `trainer.finite_guard` is "stop", a run with NaN or infinity stops with a warning, and the other runs continue.
 
@@ -150,7 +150,7 @@ def train_many(
         run_dir: folder for the run folders; if None, nothing is written.
         runs_per_call: largest number of runs in a call of `torch.func.vmap`. If None, all runs that train together
             share a call, except compiled runs on a CPU. Up to 16 of these runs share a call if each has at most 4
-            environments, and larger runs share no call.
+            environments, and runs with more environments share no call.
         progress: if True, show a live progress line.
 
     Returns: the states and histories of all runs. `print` shows them as a table.
@@ -398,7 +398,7 @@ def _records_of_each(batches: Iterator[list[list[LogData]]], count: int) -> list
 
 @contextmanager
 def _closing(member: _Unfinished, stream: Iterator[LogData]) -> Iterator[None]:
-    """Close the records of a run, which saves the last state. Warn if the state could not be saved."""
+    """Close the records of a run after the block, so that its last state is saved. Warn if the state is not saved."""
     try:
         yield
     finally:
@@ -409,7 +409,7 @@ def _closing(member: _Unfinished, stream: Iterator[LogData]) -> Iterator[None]:
 
 
 def _rounds(group: Sequence[_Unfinished], streams: Sequence[Iterator[LogData]]) -> Iterator[LogData]:
-    """Take one record from each run in turn. For each type of record, yield a record with the mean logs of these runs.
+    """Take one record from each run in turn. For each type of record, yield the mean of each log over these runs.
 
     If the last state of a run cannot be saved, warn.
 

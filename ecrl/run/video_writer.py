@@ -1,8 +1,8 @@
 """Render the states of MuJoCo tasks as videos, and encode the videos as mp4 files in background threads.
 
-The run passes only views to the threads. A view consists of the physics state and the targets of the first
-environments. A camera records one video at a time and queues at most `_QUEUE_SIZE` views. If the queue of a camera is
-full, the run waits instead of dropping frames.
+The run passes only views to the threads. A view consists of the physics state, the varied model fields and the targets
+of the first environments. A camera records one video at a time and queues at most `_QUEUE_SIZE` views. If the queue of
+a camera is full, the run waits instead of dropping frames.
 """
 
 import os
