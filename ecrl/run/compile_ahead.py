@@ -22,7 +22,7 @@ def compile_ahead(cfg: Config) -> list[Compilation]:
     algorithm with a replay buffer therefore first collects `learning_starts` steps. If `trainer.enable_eval` is true,
     the function also evaluates the policy.
 
-    Returns: one record per compilation.
+    Returns: a `Compilation` for each compilation, with its reason and its duration.
     Raises: ConfigError if the run is eager, if it has several processes, or if a function cannot be compiled.
     """
     if cfg.trainer.distributed or world_size() > 1:

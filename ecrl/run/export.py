@@ -215,7 +215,7 @@ def export(state: TensorDict, cfg: Config, folder: str | Path) -> list[Path]:
         folder: output folder, which is created if missing. Existing files are replaced.
 
     Returns: paths of the written files.
-    Raises: UserError if torch.export or torch.onnx cannot trace the policy, or if the extra `export` is missing, or if
+    Raises: UserError if torch.export or torch.onnx cannot trace the policy, if the extra `export` is missing, or if
         `state` is not the state of a run. If the extra is missing, policy.pt2 and policy.json are still written.
     """
     check_state_argument(state, "params", "norm", "env", "sample_step")

@@ -103,7 +103,10 @@ def timed_records(times: Times, name: str, records: Iterator[LogData]) -> Iterat
 
 
 def with_timers(times: Times, run: Run) -> Run:
-    """Return a copy of the run with timers around collect, update, the environment, the policy and jitted functions.
+    """Return a copy of the run with timers around the environment, the policy, `iterate` and jitted functions.
+
+    In an on-policy algorithm, `collect` and `update` are timed instead of `iterate`. In an interleaved algorithm,
+    `turn` is timed instead.
 
     Rollouts call the functions of the policy and the environment in a plain loop. In a compiled run, each of these
     functions is compiled separately.

@@ -173,7 +173,10 @@ def _step_of(row: bytes) -> float:
 
 
 def drop_rows_after(run_dir: Path, step: int) -> None:
-    """Remove rows with more than `step` env steps from `metrics.jsonl`, because their iterations will run again."""
+    """Remove truncated rows, and rows with more than `step` env steps, from `metrics.jsonl`.
+
+    The iterations after `step` env steps will run again and log new rows.
+    """
     metrics = run_dir / "metrics.jsonl"
     if not metrics.exists():
         return

@@ -78,7 +78,7 @@ def _event_file(log_dir: Path) -> Path:
 
 
 def with_tensorboard(records: Iterator[LogData], cfg: Config, log_dir: str | Path, start: int = 0) -> Iterator[LogData]:
-    """Write the config, all logs and `charts/SPS` to TensorBoard event files. The x-axis is the number of env steps.
+    """Write the config, all finite logs and `charts/SPS` to TensorBoard event files. The x-axis shows env steps.
 
         for record in with_tensorboard(train_iter(state, cfg), cfg, "logs"): ...
 

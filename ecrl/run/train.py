@@ -212,7 +212,7 @@ def train_run(
                     if record["log_type"] != "collect" and asked() and world_size() == 1:
                         raise KeyboardInterrupt
         except KeyboardInterrupt:
-            advice = "its checkpoint is in" if int(state["sample_step"]) else "start it again with --resume"
+            advice = "the run's checkpoint is in" if int(state["sample_step"]) else "start it again with --resume"
             advice = "returning the last state" if folder is None else f"{advice} {folder}"
             print(f"interrupted at {int(state['sample_step']):,} env steps; {advice}")
     return state
@@ -338,7 +338,7 @@ def run_config(
             elif rank() == 0:
                 drop_rows_after(folder, 0)
         if cfg.trainer.distributed and "WORLD_SIZE" not in os.environ:
-            problem = "torchrun did not start this process, so the run has only one process"
+            problem = "torchrun did not start this process, so the run has only one process; start it with torchrun"
             warnings.warn(f"trainer.distributed: {problem}", stacklevel=2)
         if rank() == 0:
             _announce(run, cfg, folder)

@@ -210,7 +210,7 @@ def _combinations(seeds: Sequence[int], sweep: Mapping[str, Sequence[Any]]) -> l
         raise ConfigError(f"sweep: {sweep!r}; expected a dict from dotted keys to lists of values")
     for key, choices in sweep.items():
         if key == _SEED:
-            raise ConfigError(f"sweep: {_SEED}; pass the seeds as the argument seeds")
+            raise ConfigError(f"sweep: {_SEED} cannot be swept; pass the seeds as the argument seeds")
         if isinstance(choices, str) or not isinstance(choices, Sequence) or not choices:
             raise ConfigError(f"sweep: {key} is {choices!r}; expected a list of values")
     last = [key.rpartition(".")[2] for key in sweep]
@@ -273,7 +273,7 @@ class _Group(NamedTuple):
 
 
 def _groups(members: Sequence[_Unfinished], runs_per_call: int | None) -> Iterator[_Group]:
-    """Group the unfinished runs that can train together. Split a large group into parts of about equal size."""
+    """Yield groups of unfinished runs that can train together. A large group is split into about equal parts."""
     groups: list[list[_Unfinished]] = []
     for member in members:
         if member.has_finished:

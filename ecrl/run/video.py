@@ -78,8 +78,8 @@ def record(state: TensorDict, cfg: Config, path: str | Path, num_envs: int = 4, 
 
     Returns: the number of frames. The video has one frame per step of the environment, even if an action is a chunk of
         steps. In this case, interval events of `trainer.events.eval` count steps of the environment instead of actions.
-    Raises: ConfigError if the environment has no scene and cannot draw images; UserError if OpenGL or the extra `video`
-        is missing, or if `state` is not the state of a run.
+    Raises: ConfigError if `num_envs` or `num_episodes` is below 1, or if the environment has no scene and cannot draw
+        images; UserError if OpenGL or the extra `video` is missing, or if `state` is not the state of a run.
     """
     check_state_argument(state, "params", "norm", "key")
     for name, count in (("num_envs", num_envs), ("num_episodes", num_episodes)):

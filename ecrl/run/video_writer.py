@@ -56,7 +56,7 @@ def cameras(cfg: Config, use: Literal["train", "eval"]) -> list[Camera]:
 
 
 def check_cameras(cfg: Config) -> None:
-    """Raise ConfigError if a camera has no scene to record, a wrong mode, or the same file as another camera.
+    """Raise ConfigError if a camera has no scene to record, a mode other than "interval", or another camera's file.
 
     Raises: UserError if there are cameras, and OpenGL or the extra `video` is missing.
     """

@@ -214,7 +214,7 @@ def test_ctrl_c_returns_what_there_is(tmp_path, monkeypatch, capsys):
     assert int(state["sample_step"]) == 64
     assert len(history) == 2
     assert latest(tmp_path / "run").name == "step_64"
-    assert f"interrupted at 64 env steps; its checkpoint is in {tmp_path / 'run'}" in capsys.readouterr().out
+    assert f"interrupted at 64 env steps; the run's checkpoint is in {tmp_path / 'run'}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -230,7 +230,7 @@ def test_a_signal_ends_a_run_saved_and_with_its_exit_status(config_file, number)
     run.send_signal(number)
     out, _ = run.communicate(timeout=600)
     assert run.returncode == 128 + number
-    assert "its checkpoint is in run" in out
+    assert "the run's checkpoint is in run" in out
     assert int(load(latest(config_file.parent / "run"))[0]["sample_step"]) >= 64
 
 
@@ -319,7 +319,7 @@ def test_a_distributed_run_without_torchrun_warns(config_file, monkeypatch, caps
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.warns(
         UserWarning,
-        match=r"^trainer.distributed: torchrun did not start this process, so the run has only one process$",
+        match=r"^trainer.distributed: torchrun did not start this process, so .* one process; start it with torchrun$",
     ):
         train_from_config(config_file, distributed=True)
 

@@ -395,7 +395,7 @@ def test_a_run_with_infinity_stops_and_the_others_continue(tmp_path):
         ({"seeds": torch.arange(2)}, r"seeds: \[tensor\(0\), tensor\(1\)\]; expected one or more different integers"),
         ({"seeds": [-1]}, "trainer.seed: must be at least 0"),
         ({"sweep": ["algorithm.cfg.gamma"]}, "sweep: .* expected a dict from dotted keys to lists of values"),
-        ({"sweep": {"trainer.seed": [1]}}, "sweep: trainer.seed; pass the seeds as the argument seeds"),
+        ({"sweep": {"trainer.seed": [1]}}, "sweep: trainer.seed cannot be swept; pass the seeds as the argument seeds"),
         ({"sweep": {"algorithm.cfg.learning_rate": 0.1}}, "learning_rate is 0.1; expected a list of values"),
         ({"sweep": {"algorithm.cfg.learning_rate": "0.1"}}, "learning_rate is '0.1'; expected a list of values"),
         ({"sweep": {"algorithm.cfg.learning_rate": []}}, "expected a list of values"),
