@@ -189,9 +189,9 @@ def _q_lr(value: Any, context: Context) -> Changes:
 
 
 def _in_action_units(name: str) -> Flag:
-    """Return a flag for noise in the environment's action units. Its conversion raises Refused.
+    """Return a flag for noise in the environment's action units. If the algorithm has this noise, raise Refused.
 
-    ecrl measures noise in units of half the action range.
+    ecrl measures the noise in units of half the action range.
     """
 
     def convert(value: Any, context: Context) -> Changes:

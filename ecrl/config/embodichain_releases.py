@@ -71,7 +71,7 @@ def drop_simulator_name(raw: RawConfig) -> RawConfig:
     """Remove `physics` if it is the name of a simulator, "default" or "newton", and add it to `raw.inert`."""
     path, entry = (*_CFG, "physics"), _env_entry(raw)
     field = None if entry is None else entry.config.model_fields.get("physics")
-    if field is not None and not list(sections_in(field.annotation)):  # the key belongs to the user's environment
+    if field is not None and not list(sections_in(field.annotation)):  # the setting of a user's environment
         return raw
     if get_path(raw.data, path) not in ("default", "newton"):
         return raw

@@ -1,4 +1,4 @@
-"""Read configs from JSON files, YAML files and the command line. This module checks only the syntax."""
+"""Read configs from JSON files, YAML files and the command line. This module checks the syntax, not the keys."""
 
 import json
 import re

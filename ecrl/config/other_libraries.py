@@ -23,7 +23,7 @@ KEYS = {
     "norm_obs": "policy.normalize_obs",
     **dict.fromkeys(("env_id", "env_name", "environment"), "env.id"),
 }
-"""Map a name in another library to the dotted key of ecrl's config."""
+"""Map the name of a setting in other libraries to ecrl's dotted key of the same setting."""
 
 ABSENT = {
     "physics_update_step": "an event does not step the physics; remove the key, and place objects at rest by init_pos",

@@ -13,7 +13,7 @@ from ecrl.run.evaluation import with_evaluation
 
 
 def compile_ahead(cfg: Config) -> list[Compilation]:
-    """Compile every function that a run with this config calls. The compiled code is stored on disk.
+    """Compile every function that a run with this config would compile. The compiled code is stored on disk.
 
     A later run with the same config loads the code instead of compiling, if it has the same type of CPU and the same
     number of threads. The seed, the hyperparameters in `state["hyper"]` and the number of iterations may differ.

@@ -32,7 +32,7 @@ from ecrl.pytree import flatten, mapped, names
 from ecrl.spaces import Box, Space, element_shape
 from ecrl.storage.demonstrations import write_demonstrations
 
-_CHUNK = 8  # number of steps between checks for the end of all episodes
+_CHUNK = 8  # number of steps between two checks if all episodes have ended
 _MAX_STEPS = 1_000_000  # maximum length of an episode
 _TRIES = 100  # maximum number of recorded episodes per requested episode
 

@@ -41,7 +41,7 @@ from ecrl.run.video_writer import filming, view, with_film
 from ecrl.spaces import Box
 from ecrl.types import LogData
 
-_CHUNK = 128  # number of steps between checks for the end of all episodes; each check copies data to the host
+_CHUNK = 128  # number of steps between two checks if all episodes have ended; each check copies data to the host
 _MAX_STEPS = 1_000_000  # maximum length of an episode; a longer episode raises an error
 _GYMNASIUM = "gymnasium:"
 _ALWAYS_LOGGED = ("eval/avg_reward", "eval/std_reward", "eval/avg_length")

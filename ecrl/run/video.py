@@ -77,7 +77,7 @@ def record(state: TensorDict, cfg: Config, path: str | Path, num_envs: int = 4, 
             until all environments have finished.
 
     Returns: the number of frames. The video has one frame per step of the environment, even if an action is a chunk of
-        steps. In this case, interval events of `trainer.events.eval` count steps of the environment instead of actions.
+        actions. Interval events of `trainer.events.eval` then count steps of the environment instead of chunks.
     Raises: ConfigError if `num_envs` or `num_episodes` is below 1, or if the environment has no scene and cannot draw
         images; UserError if OpenGL or the extra `video` is missing, or if `state` is not the state of a run.
     """
