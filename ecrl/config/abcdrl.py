@@ -189,9 +189,9 @@ def _q_lr(value: Any, context: Context) -> Changes:
 
 
 def _in_action_units(name: str) -> Flag:
-    """Return a flag for noise in the environment's action units. If the algorithm has this noise, raise Refused.
+    """Return a flag for noise in the environment's action units.
 
-    ecrl measures the noise in units of half the action range.
+    The conversion raises Refused if the algorithm has this noise, because ecrl's unit is half the action range.
     """
 
     def convert(value: Any, context: Context) -> Changes:
