@@ -13,7 +13,7 @@ from ecrl.kernels.dtypes import common_dtype, computed_in
 from ecrl.types import same_shape
 
 _PROPOSALS = 16
-"""Number of proposals for each gamma sample. The probability that all of them are rejected is below 1e-20."""
+"""Number of proposals of the rejection sampler for each gamma sample. The probability that all of them are rejected is below 1e-20."""
 
 
 def _round(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -22,16 +22,16 @@ def _round(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _inside(action: Tensor) -> Tensor:
-    """Convert actions to float64 and clip them to the open interval (0, 1), because rounding may give 0 or 1."""
+    """Convert actions to float64 and clip them to the open interval (0, 1), because a rounded action may be 0 or 1."""
     info = torch.finfo(computed_in(action.dtype) if action.is_floating_point() else torch.float32)
     return action.to(torch.float64).clamp(info.tiny, 1.0 - info.eps / 2.0)
 
 
 def _log_gamma_sample(shape: Tensor, key: Tensor) -> Tensor:
-    """Return the logarithm of one gamma sample for each parameter in `shape`, `[*B, A]`. `key` is `[*B]`.
+    """Return the logarithm of one gamma sample for each shape parameter in `shape`, `[*B, A]`. `key` is `[*B]`.
 
-    The method of Marsaglia and Tsang needs a parameter of at least 1. For a smaller parameter, a sample for
-    `shape + 1` is multiplied by `u^(1 / shape)`, where u is uniform.
+    The method of Marsaglia and Tsang needs a shape parameter of at least 1. For a smaller parameter, a sample for
+    `shape + 1` is multiplied by `u^(1 / shape)`, where u is uniform on (0, 1].
     """
     normal_key, uniform_key, boost_key = rng.split(key, 3)
     size = shape.shape[-1:]
@@ -68,7 +68,7 @@ def beta_sample(alpha: Tensor, beta: Tensor, key: Tensor) -> Tensor:
     """
     same_shape(alpha=alpha, beta=beta)
     if key.shape != alpha.shape[:-1]:
-        raise ValueError(f"key has shape {list(key.shape)}, expected {list(alpha.shape[:-1])}: one per row of alpha")
+        raise ValueError(f"key has shape {list(key.shape)}, expected {list(alpha.shape[:-1])}, one key per row")
     dtype = common_dtype(alpha, beta)
     first, second = rng.split(key)
     log_x = _log_gamma_sample(alpha.detach().to(torch.float64), first)
@@ -113,8 +113,8 @@ def beta_log_prob(alpha: Tensor, beta: Tensor, action: Tensor) -> Tensor:
 
         sum_a((alpha - 1) log(x) + (beta - 1) log(1 - x) - log(B(alpha, beta))),    x = action
 
-    Here B is the beta function. The action is clipped to the open interval between 0 and 1, because rounding may move
-    an action to an end of the interval, where the density may be 0 or infinite.
+    Here B is the beta function. The action is clipped to the open interval (0, 1). A rounded action may equal 0 or 1,
+    where the density may be 0 or infinite.
 
     Args:
         alpha: `[*B, A]` float, above 0, concentration at 1.

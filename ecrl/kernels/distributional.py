@@ -87,7 +87,7 @@ def _select(x: Tensor, selector: Tensor) -> Tensor:
 def categorical_target(
     reward: Tensor, next_probs: Tensor, terminated: Tensor, support: Tensor, *, gamma: Scalar
 ) -> Tensor:
-    """Return the target distribution for a given next action.
+    """Return the categorical target distribution for a next action that the caller has chosen.
 
     The return distribution of the next state is discounted, shifted by the reward, and projected onto `support`.
 
@@ -182,7 +182,7 @@ def categorical_q_target(
     _check_support(support, next_logits)
     dtype = common_dtype(reward, next_logits, support)
     reward, next_logits, support = widened(reward, next_logits, support)
-    unread = _discount(reward, terminated, gamma) == 0.0  # filled, because a softmax of NaN has a NaN gradient
+    unread = _discount(reward, terminated, gamma) == 0.0  # a softmax of NaN has a NaN gradient
     logits = _select(next_logits, next_q_selector).masked_fill(unread.unsqueeze(-1), 0.0)
     return _categorical_target(reward, F.softmax(logits, -1), terminated, support, gamma).to(dtype)
 
@@ -195,7 +195,7 @@ def min_categorical_target(
         c* = argmin_c(sum_k(softmax(next_logits[c])[k] * support[k]))
         categorical_target(reward, softmax(next_logits[c*]), terminated, support)
 
-    A single critic gives the target of D4PG.
+    With a single critic (C = 1), the result is the target of D4PG.
 
     Args:
         reward: `[*B]` float, in reward units.
@@ -285,7 +285,8 @@ def _check_critics(reward: Tensor, next_logits: Tensor, terminated: Tensor, supp
 def _read_probs(next_logits: Tensor, discount: Tensor) -> Tensor:
     """Return the softmax of `next_logits`, `[C, *B, K]`, and uniform probabilities where `discount`, `[*B]`, is 0.
 
-    These logits may be NaN, because the target does not read them. A softmax of NaN would make gradients NaN.
+    Logits whose `discount` is 0 may be NaN, because the target does not read them. A softmax of NaN would make
+    gradients NaN.
     """
     return F.softmax(next_logits.masked_fill((discount == 0.0).unsqueeze(-1), 0.0), -1)
 
@@ -293,11 +294,11 @@ def _read_probs(next_logits: Tensor, discount: Tensor) -> Tensor:
 def categorical_td_loss(
     logits: Tensor, target: Tensor, weight: Tensor, mask: Tensor | None = None
 ) -> tuple[Tensor, Logs]:
-    """Return the C51 loss: the weighted cross-entropy between target and prediction, summed over the critics.
+    """Return the C51 loss: the batch mean of the weighted cross-entropy of each critic, summed over the critics.
 
         sum_c(mean(weight * -sum_k(target[k] * log_softmax(logits[c])[k])))
 
-    To compute the priority of each transition, use `categorical_kl(target.log(), logits)`.
+    To compute the priority of each transition from critic c, use `categorical_kl(target.log(), logits[c])`.
 
     Args:
         logits: `[C, *B, K]` float, logits of the return distributions that C critics predict for the actions taken.
@@ -423,7 +424,7 @@ def quantile_huber_loss(quantiles: Tensor, taus: Tensor, target: Tensor, *, delt
 
 
 def hl_gauss(value: Tensor, edges: Tensor, *, sigma: Scalar) -> Tensor:
-    """Return the HL-Gauss target: the probability of each bin under a normal distribution centred at the value.
+    """Return the HL-Gauss target: the probability of each bin under a truncated normal distribution around `value`.
 
         y      = clip(value, edges[0], edges[K])
         cdf[k] = erf((edges[k] - y) / (sqrt(2) * sigma))

@@ -238,8 +238,8 @@ def noisy_linear(
         x: `[*B, I]` float, inputs of the layer.
         weight: `[O, I]` float, means of the weights.
         bias: `[O]` float, means of the biases.
-        weight_std: `[O, I]` float, scales of the noise of the weights, learnt like the means; `sigma` in the paper.
-        bias_std: `[O]` float, scales of the noise of the biases.
+        weight_std: `[O, I]` float, noise scales of the weights, learnt like the means; `sigma` in the paper.
+        bias_std: `[O]` float, noise scales of the biases, learnt like the means.
         noise_in: standard normal noise, float `[I]` for all rows, or `[*B, I]` with the noise of each row.
         noise_out: standard normal noise, float `[O]` for all rows, or `[*B, O]` with the noise of each row.
 

@@ -124,7 +124,7 @@ def flow_sde_step(sample: Tensor, velocity: Tensor, t: Tensor, delta: Tensor, *,
         velocity: float of the shape of `sample`, the velocity at time t.
         t: time, above 0 and at most 1, in a shape that broadcasts to `sample`.
         delta: length of the step in time, at most t, in a shape that broadcasts to `sample`.
-        noise_level: factor of the noise, a number above 0 or a 0-d tensor.
+        noise_level: scale of the noise, above 0, as a number or a 0-d tensor.
 
     Returns: the `mean`, in the shape of `sample`, and the `std`, in the common shape of `t` and `delta`.
     Gradient: flows through all arguments.
@@ -147,7 +147,7 @@ def flow_sde_step(sample: Tensor, velocity: Tensor, t: Tensor, delta: Tensor, *,
 
 
 def flow_log_prob(mean: Tensor, std: Tensor, next_sample: Tensor) -> Tensor:
-    """Return the log-density of each element of the next sample, in nats.
+    """Return the log-density of each element of `next_sample` under a normal distribution, in nats.
 
         -z^2 / 2 - log(std) - log(2 pi) / 2,    z = (next_sample - mean) / std
 
@@ -170,7 +170,7 @@ def flow_log_prob(mean: Tensor, std: Tensor, next_sample: Tensor) -> Tensor:
 
 
 def flow_entropy(std: Tensor) -> Tensor:
-    """Return the differential entropy of each element of the next sample, in nats.
+    """Return the differential entropy of a normal distribution for each standard deviation in `std`, in nats.
 
         log(std) + log(2 pi e) / 2
 

@@ -188,7 +188,7 @@ def grpo_advantages(rollout: TensorDict, *, gamma: Scalar, group_size: int, eps:
 
     The rollout has the shape `[N, T + 1]` and the fields `reward`, `terminated`, `truncated` and `done`. The fields
     `mask` and `executed` are optional; without a mask, every step counts. The padding in the last time slot is ignored.
-    The fields `value` and `final_value` are ignored too, so returns do not bootstrap at a truncation or at the end.
+    The fields `value` and `final_value` are ignored too, so returns never bootstrap.
 
     Raises: ValueError naming a field that is missing or has a wrong shape, and ValueError in the same cases as
         `group_advantages`.

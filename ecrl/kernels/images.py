@@ -55,7 +55,7 @@ def stack_frames(frames: Any, started: Tensor, obs: Any, done: Tensor) -> Any:
         frames: tensor `[n, k - 1, ...]` with the k - 1 observations before the sequence, oldest first, or a tree of
             such tensors. k is at least 2.
         started: `[n]` bool, False if an episode starts with the first step of the sequence.
-        obs: tensor `[n, S, ...]`, or a tree of such tensors.
+        obs: tensor `[n, S, ...]` with the observations of S steps, or a tree of such tensors.
         done: `[n, S]` bool, True for the last step of an episode.
 
     Returns: `[n, S, k, ...]`, in the dtypes of `obs`, with the oldest observation first.
@@ -114,9 +114,9 @@ def random_shift(image: Tensor, shift: Tensor) -> Tensor:
     `ecrl.rng.randint(keys, low=-4, high=5)`.
 
     Args:
-        image: `[*B, h, w, c]` of any dtype. Move the channels of other images to the last axis first.
-        shift: int64 `[*B, 2]` with (dy, dx), pixels. An axis of size 1 in `shift` gives several images the same shift,
-            such as the frames of a stack.
+        image: `[*B, h, w, c]` of any dtype. If the channels are on another axis, move them to the last axis first.
+        shift: int64 `[*B, 2]`, pairs (dy, dx) in pixels. An axis of size 1 in `shift` gives several images the same
+            shift, such as the frames of a stack.
 
     Returns: `[*B, h, w, c]` in the dtype of `image`.
     Gradient: flows through `image`.

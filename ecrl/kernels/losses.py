@@ -4,7 +4,7 @@ A loss is a mean over the entries whose `mask` is True, or 0 if all entries are 
 counts. Masked entries may hold any value, including NaN. Losses detach their targets. A function with logs returns
 `(loss, logs)`, where `loss` is 0-d and `logs` maps names to detached 0-d tensors. The log `count` is the number of
 unmasked entries, which weights the loss in an average over ranks. The log `clip_frac` is the share of unmasked entries
-whose ratio is outside the clips.
+whose ratio is outside the clipping range.
 
 Losses with more than four tensors take them by keyword.
 
@@ -184,7 +184,7 @@ def huber_value_loss(value: Tensor, value_target: Tensor, mask: Tensor | None = 
 def clipped_value_loss(
     value: Tensor, old_value: Tensor, value_target: Tensor, mask: Tensor | None = None, *, clip_coef: Scalar
 ) -> Tensor:
-    """Return the mean of the larger of two squared errors: of the critic's value, and of the clipped value.
+    """Return the clipped value loss of PPO: the mean of the larger squared error of `value` and the clipped value.
 
         clipped = old_value + clip(value - old_value, -clip_coef, clip_coef)
         mean(max((value - value_target)^2, (clipped - value_target)^2))
@@ -499,7 +499,7 @@ def adaptive_kl_coef(kl_coef: Tensor, kl: Tensor, *, target_kl: Scalar, toleranc
         target_kl: desired KL(old | new), in nats.
         tolerance: largest factor between `kl` and `target_kl`, in either direction, that leaves the weight unchanged.
             At least 1. The paper uses 1.5.
-        factor: factor of each change, above 1. The paper uses 2.
+        factor: factor by which the weight grows or shrinks, above 1. The paper uses 2.
 
     Returns: 0-d, in the dtype of `kl_coef`.
     Gradient: none, because the result is detached.
@@ -573,7 +573,7 @@ def _add_terms(
     vf_coef: Scalar,
     ent_coef: Scalar,
 ) -> tuple[Tensor, Logs]:
-    """Add the weighted value loss `critic` to a policy loss, subtract the entropy bonus, and complete the logs."""
+    """Add the weighted value loss to a policy loss, subtract the entropy bonus, and add four entries to the logs."""
     vf_coef, ent_coef = scalars(vf_coef=vf_coef, ent_coef=ent_coef)
     bonus = masked_mean(widened(entropy)[0], mask)
     return policy + vf_coef * critic - ent_coef * bonus, logs | {
@@ -601,7 +601,8 @@ def grpo_loss(
         loss = clipped_surrogate + kl_coef * mean(kl_k3(log_prob, ref_log_prob)) - ent_coef * mean(entropy)
 
     Each mean is over all unmasked entries of the batch, as in `token_mean`. The paper's eq. 3 first takes the mean of
-    each sequence. For that mean, pass the losses of `clipped_surrogate_asymmetric` and `kl_k3` to `sequence_mean`.
+    each sequence. To follow eq. 3, pass the per-token losses of `clipped_surrogate_asymmetric` and `kl_k3` to
+    `sequence_mean`.
 
     Args:
         log_prob: `[*B]` float, log-probability in nats under the policy being trained; may have trailing token axes.
@@ -614,7 +615,8 @@ def grpo_loss(
         kl_coef: weight of the KL penalty.
         ent_coef: weight of the entropy bonus.
 
-    Returns: the 0-d loss, and the logs policy_loss, entropy, approx_kl (k3), clip_frac, kl_ref and count.
+    Returns: the 0-d loss, and the logs policy_loss, entropy, approx_kl (k3), clip_frac, kl_ref (the mean of
+        `kl_k3(log_prob, ref_log_prob)`) and count.
     Gradient: flows through `log_prob` and `entropy` only.
     Raises: ValueError naming the argument, if shapes differ, `mask` is not bool or a hyperparameter is not 0-d.
     Source: Shao et al. 2024, arXiv:2402.03300, eq. 3 and 4.

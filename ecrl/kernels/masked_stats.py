@@ -24,7 +24,7 @@ def _check_axis(x: Tensor, axis: Axis) -> None:
     """Raise ValueError if an axis does not exist, or if an axis is given twice."""
     axes = () if axis is None else (axis,) if isinstance(axis, int) else axis
     if any(not -x.ndim <= one < x.ndim for one in axes) or len({one % x.ndim for one in axes}) < len(axes):
-        raise ValueError(f"axis is {axis}, expected different axes of the shape {list(x.shape)}")
+        raise ValueError(f"axis is {axis}, expected distinct axes of a tensor with shape {list(x.shape)}")
     if axis == ():
         raise ValueError("axis is (), expected at least one axis, or None for all axes")
 
@@ -39,8 +39,8 @@ def masked_mean(x: Tensor, mask: Tensor | None = None, *, axis: Axis = None) -> 
         mask: `[*B]` bool, or None if every entry counts.
         axis: the axes over which the mean is taken, an integer or a tuple of integers. None takes all axes.
 
-    Returns: `[*B]` without the axes in `axis`, which is 0-d for all axes. The dtype is the dtype of `x`. Half-precision
-        entries are summed in float32.
+    Returns: `[*B]` without the axes in `axis`, or a 0-d tensor if `axis` is None. The dtype is the dtype of `x`.
+        Half-precision entries are summed in float32.
     Gradient: flows through the unmasked entries of `x`.
     Raises: ValueError naming the argument, if shapes differ, `mask` is not bool or `x` lacks an axis in `axis`.
 
@@ -66,8 +66,8 @@ def masked_variance(x: Tensor, mask: Tensor | None = None, *, axis: Axis = None)
         mask: `[*B]` bool, or None if every entry counts.
         axis: the axes over which the variance is taken, an integer or a tuple of integers. None takes all axes.
 
-    Returns: `[*B]` without the axes in `axis`, which is 0-d for all axes. The dtype is the dtype of `x`. Half-precision
-        entries are converted to float32 first.
+    Returns: `[*B]` without the axes in `axis`, or a 0-d tensor if `axis` is None. The dtype is the dtype of `x`.
+        Half-precision entries are converted to float32 first.
     Gradient: flows through the unmasked entries of `x`.
     Raises: ValueError naming the argument, if shapes differ, `mask` is not bool or `x` lacks an axis in `axis`.
 
@@ -153,8 +153,8 @@ def explained_variance(value: Tensor, value_target: Tensor, mask: Tensor | None 
         mask: `[*B]` bool, or None if every entry counts.
         axis: the axes over which the variances are taken, an integer or a tuple of integers. None takes all axes.
 
-    Returns: `[*B]` without the axes in `axis`, which is 0-d for all axes. Half-precision inputs are converted to
-        float32 first.
+    Returns: `[*B]` without the axes in `axis`, or a 0-d tensor if `axis` is None. Half-precision inputs are converted
+        to float32 first.
     Gradient: none, because the result is detached.
     Raises: ValueError naming the argument, if shapes differ, `mask` is not bool or `value` lacks an axis in `axis`.
 

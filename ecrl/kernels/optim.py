@@ -3,8 +3,8 @@
 An optimiser is a function `(params, grads, opt, *, learning_rate, ...) -> (params, opt)`. `params`, `grads` and the
 moments in `opt` are TensorDicts with the same structure. The results agree with `torch.optim`. Weight decay is a
 separate function: call `l2_weight_decay` or `decoupled_weight_decay` before the step. A schedule returns a factor for
-the learning rate. Bias corrections and schedules are computed in float64, because `1 - 0.999 ** t` loses five digits in
-float32. Half-precision leaves are converted to float32, and results are converted back to half precision.
+the learning rate. Bias corrections and schedules are computed in float64, because `1 - 0.999 ** t` has only five correct
+digits in float32 if t is small. Half-precision leaves are converted to float32, and results are converted back to half precision.
 """
 
 from collections.abc import Callable
@@ -205,7 +205,7 @@ def amsgrad(
         mu = beta1 mu + (1 - beta1) g;  nu = beta2 nu + (1 - beta2) g^2;  max_nu = max(max_nu, nu)
         p  = p - learning_rate * (mu / (1 - beta1^t)) / (sqrt(max_nu / (1 - beta2^t)) + eps)
 
-    The step size of a parameter then grows only with the bias corrections.
+    Apart from the bias corrections, the effective learning rate of a parameter then never grows.
 
     Args:
         params: TensorDict of parameters.
@@ -375,7 +375,7 @@ def centered_rmsprop(
     Returns: the new params and opt. The inputs do not change.
     Gradient: flows through every input. The gradient is not finite where `nu - mu^2` is not above 0.
     Raises: ValueError naming the leaves whose keys or shapes do not match, or a hyperparameter that is not 0-d.
-    Source: Graves 2013, arXiv:1308.0850, eq. 38 to 41. `eps` is outside of the root, as in `torch.optim.RMSprop`.
+    Source: Graves 2013, arXiv:1308.0850, eq. 38 to 41. `eps` is outside the root, as in `torch.optim.RMSprop`.
 
     >>> p, g = TensorDict({"w": torch.tensor([1.0])}, []), TensorDict({"w": torch.tensor([4.0])}, [])
     >>> centered_rmsprop(p, g, centered_rmsprop_init(p), learning_rate=0.5, alpha=0.5, eps=1e-8)[0]["w"]
@@ -394,7 +394,7 @@ def centered_rmsprop(
 
 
 def l2_weight_decay(grads: TensorDict, params: TensorDict, *, weight_decay: Scalar) -> TensorDict:
-    """Add the gradients of an L2 penalty to the gradients. Call an optimiser with the result.
+    """Add the gradients of an L2 penalty on `params` to `grads`. Pass the result to an optimiser.
 
         g + weight_decay * p
 
@@ -487,7 +487,7 @@ def clip_by_global_norm(grads: TensorDict, *, max_norm: Scalar) -> tuple[TensorD
 
 
 def _progress(step: int | Tensor, horizon: int | Tensor) -> Tensor:
-    """Return the share of `horizon` steps that is done, as a float64 tensor with values up to 1."""
+    """Return `step / horizon`, clamped to at most 1, as a float64 tensor."""
     return (_steps(step) / _length("horizon", horizon)).clamp(max=1.0)
 
 

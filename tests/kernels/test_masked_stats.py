@@ -136,7 +136,7 @@ def test_new_values_do_not_retrace(name):
 @pytest.mark.parametrize("axis", [3, -4, (0, 3), (0, 0), (2, -1)], ids=str)
 @pytest.mark.parametrize("name", STATISTICS)
 def test_wrong_axes_are_named(name, axis):
-    with pytest.raises(ValueError, match=r"^axis is .*, expected different axes of the shape \[4, 3, 5\]$"):
+    with pytest.raises(ValueError, match=r"^axis is .*, expected distinct axes of a tensor with shape \[4, 3, 5\]$"):
         STATISTICS[name](*batch(0, 4, 3, 5), axis)
     with pytest.raises(ValueError, match=r"^axis is \(\), expected at least one axis, or None for all axes$"):
         STATISTICS[name](*batch(0, 4, 3, 5), ())
