@@ -3,8 +3,9 @@
 An optimiser is a function `(params, grads, opt, *, learning_rate, ...) -> (params, opt)`. `params`, `grads` and the
 moments in `opt` are TensorDicts with the same structure. The results agree with `torch.optim`. Weight decay is a
 separate function: call `l2_weight_decay` or `decoupled_weight_decay` before the step. A schedule returns a factor for
-the learning rate. Bias corrections and schedules are computed in float64, because `1 - 0.999 ** t` has only five correct
-digits in float32 if t is small. Half-precision leaves are converted to float32, and results are converted back to half precision.
+the learning rate. Bias corrections and schedules are computed in float64, because `1 - 0.999 ** t` has only five
+correct digits in float32 if t is small. Half-precision leaves are converted to float32, and results are converted back
+to half precision.
 """
 
 from collections.abc import Callable

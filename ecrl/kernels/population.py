@@ -50,7 +50,7 @@ def perturbed(x: Tensor, is_new: Tensor, uniform: Tensor, *, factor: Scalar, low
         x: `[*B]` float, a hyperparameter of each member.
         is_new: `[*B]` bool, True for members that were replaced.
         uniform: `[*B]` float, random numbers in [0, 1).
-        factor: factor above 0. The paper uses 1.2 and 0.8; with division, both changes are equally large.
+        factor: multiplier and divisor, above 0. The paper multiplies by 1.2 or by 0.8 instead.
         low: lower bound of the new values.
         high: upper bound of the new values.
 

@@ -22,7 +22,7 @@ from ecrl.types import Scalar, checked_mask
 
 
 def replay_add_priority(replay: Replay, tree: Tensor, largest: Tensor, *, steps: int, n: int, stack: int) -> Tensor:
-    """Return the tree with the priorities of the rows after `replay_add`.
+    """Return the sum tree with new priorities for the rows that the last `replay_add` affects.
 
     Rows that can now be drawn for the first time get the priority `largest`. Rows that cannot be drawn get the priority
     0.
@@ -62,7 +62,7 @@ def replay_add_priority(replay: Replay, tree: Tensor, largest: Tensor, *, steps:
         raise ValueError(f"steps is {steps}, expected at least 1")
     if (least := steps + n + stack) > capacity:
         numbers = f"steps={steps}, n={n} and stack={stack}"
-        raise ValueError(f"{numbers} need a ring of at least {least} steps, it has {capacity}")
+        raise ValueError(f"{numbers} need a ring of at least {least} steps, but it has {capacity}")
     if 2 * capacity * num_envs > len(tree):
         raise ValueError(f"tree has {len(tree) // 2} leaves, expected at least {capacity * num_envs}, one per row")
     device, env = replay.start.device, torch.arange(num_envs, device=replay.start.device)
@@ -130,10 +130,10 @@ def replay_set_priority(
         tree: the sum tree.
         largest: 0-d float64, the largest priority so far.
         index: `[*B]` int64, indices of the rows. If an index occurs twice, the last priority for this index is stored.
-            Without rows, nothing changes.
+            If `index` is empty, nothing changes.
         td_error: `[*B]` float, temporal-difference errors in reward units. A row whose error is NaN or infinite gets
             the priority `largest`.
-        mask: `[*B]` bool, from `replay_read`, or None if every row counts. A row whose `mask` is False is no
+        mask: `[*B]` bool, from `replay_read`, or None if every row counts. A row whose `mask` is False stores no
             transition, and is not drawn again.
         alpha: exponent of the priority. An exponent of 0 makes all priorities equal.
         eps: constant added to |td_error|, in reward units. Use a value above 0. Otherwise, a row whose error is 0 is

@@ -56,7 +56,7 @@ def huber(x: Tensor, *, delta: Scalar) -> Tensor:
 def td_loss(
     q: Tensor, target: Tensor, weight: Tensor, mask: Tensor | None = None, *, delta: Scalar
 ) -> tuple[Tensor, Logs]:
-    """Return the loss of one or more critics: the weighted Huber loss of the TD errors, summed over the critics.
+    """Return the loss of one or more critics: the batch mean of the weighted Huber loss, summed over the critics.
 
         sum_c(mean(weight * huber(q[c] - target, delta)))
 

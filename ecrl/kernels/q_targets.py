@@ -197,7 +197,7 @@ def munchausen_target(
 
 
 def min_q_target(reward: Tensor, next_q: Tensor, terminated: Tensor, *, gamma: Scalar) -> Tensor:
-    """Return the target of TD3, which uses the smallest critic value. A single critic gives the target of DDPG.
+    """Return the target of TD3, which uses the smallest Q-value of C critics. With C = 1, it is the target of DDPG.
 
         reward + gamma * min_c(next_q[c]) * not terminated
 

@@ -12,9 +12,10 @@ block and `added`. After the loop, one `index_copy_` per field writes the block 
 replaces an old row, the old row can no longer be drawn, although the ring still stores it. The results therefore do not
 depend on the number of turns in an iteration.
 
-All environments step together. Step t of environment e has the index `(t % R) * N + e`, in the ring or in the block.
-Each observation is stored once, because the next observation of a step is the observation of the following step. Only a
-truncated step also needs its final observation, which precedes the reset.
+All environments step together. A row is one step of one environment. The row of step t of environment e has the index
+`(t % R) * N + e`, whether the ring or the block stores it. Each observation is stored once, because the next
+observation of a step is the observation of the following step. Only a truncated step also needs its final observation,
+which precedes the reset.
 
 The final observation of step t is stored in slot `(t // G) % F` of its environment. The number of slots F is
 `ceil(R / min_truncation_gap) + 1`. The width of a slot G, in steps, is `ceil(R / (F - 1))`. G is at most
@@ -25,9 +26,9 @@ If the ring has the field `mask`, a step whose `mask` is False only stores an ob
 belong to no transition, and an n-step transition ends at its observation. Gymnasium environments report such a step
 after the end of an episode.
 
-A row can be drawn if the buffer has the n steps after the row, and if none of the `stack - 1` steps before the row was
-replaced. The n newest steps therefore cannot be drawn yet. Once the ring is full, the `stack - 1` oldest steps are only
-read as frames of later observations.
+A row can be drawn if the buffer has the n steps after the row and still has the `stack - 1` steps before the row. The n
+newest steps therefore cannot be drawn yet. Once the ring is full, the `stack - 1` oldest steps are only read as frames
+of later observations.
 """
 
 from typing import Any, NamedTuple, cast
@@ -151,7 +152,7 @@ def replay_start(ring: TensorDict, start: Tensor, *, steps: int) -> Replay:
 
 
 def replay_add(replay: Replay, rows: TensorDict) -> Replay:
-    """Return the buffer with new steps in its block. If the ring is full, they replace the oldest steps.
+    """Return the buffer with new steps in its block. If the ring is full, the new steps replace the oldest steps.
 
     The block must have room for the rows. A row that does not fit is not stored.
 
@@ -175,12 +176,12 @@ def replay_add(replay: Replay, rows: TensorDict) -> Replay:
     """
     block, length = replay.block["steps"], len(rows)
     if "final_obs" not in rows:
-        raise ValueError("rows lacks final_obs, the observations that the steps led to, before the reset")
+        raise ValueError("rows lacks final_obs, the observation after each step and before any reset")
     new, final_obs = cast(TensorDict, rows.exclude("final_obs")), rows["final_obs"]
     _check_rows("rows", new, replay.ring["steps"])
     _check_rows("rows['final_obs']", final_obs, replay.ring["final", "obs"])
     device = replay.start.device
-    # Rows that do not fit are replaced by the row for the last place, so that equal places get equal values.
+    # A row that does not fit becomes a copy of the row for the last place, because `index_put` then writes equal values.
     room = len(block) - 1 - replay.added
     number = torch.minimum(torch.arange(length, device=device), room)
     place, fits = replay.added + number, number >= 0
@@ -201,7 +202,7 @@ def _check_rows(label: str, rows: Any, stored: Any) -> None:
     """Raise ValueError unless new rows (`[S, N]`) have the same fields, shapes and dtypes as stored rows (`[T, N]`)."""
     (new, structure), (old, expected) = flatten(rows), flatten(stored)
     if names(structure) != names(expected):
-        raise ValueError(f"{label} has the fields {names(structure)}, the ring has {names(expected)}")
+        raise ValueError(f"{label} has the fields {names(structure)}, but the ring has {names(expected)}")
     for name, x, y in zip(names(expected), new, old, strict=True):
         if x.shape[1:] != y.shape[1:] or x.dtype != y.dtype:
             field = f"{label} has {name}".rstrip()
@@ -278,7 +279,7 @@ def replay_cut(ring: TensorDict, start: Tensor) -> TensorDict:
     Call this function if the next step that is added will not follow the newest step, for example because the
     environments were restarted in between. The `mask` of the newest step of each environment becomes False, unless an
     episode ended at this step. The `mask` of a truncated step also becomes False if the next step has the same slot for
-    its final observation, because the time until the next truncation is now unknown.
+    final observations. A truncation soon after the restart could otherwise overwrite the final observation.
 
     Args:
         ring: ring from `replay_init`, with the field `mask`. It may have fields other than `steps` and `final`.
@@ -312,7 +313,7 @@ def valid_steps(replay: Replay, n: int, stack: int) -> tuple[Tensor, Tensor]:
         if number < 1:
             raise ValueError(f"{name} is {number}, expected at least 1")
     if n + stack > capacity:
-        raise ValueError(f"n={n} and stack={stack} need a ring of at least {n + stack} steps, it has {capacity}")
+        raise ValueError(f"n={n} and stack={stack} need a ring of at least {n + stack} steps, but it has {capacity}")
     now = replay.start + replay.added
     # Until the ring is full, all steps since the start of the first episode are stored.
     return torch.where(now > capacity, now - capacity + stack - 1, 0), now - n
@@ -472,9 +473,9 @@ def replay_read(replay: Replay, index: Tensor, *, gamma: Scalar, n: int) -> Tens
         n: largest number of rewards in a sum, at least 1.
 
     Returns: TensorDict `[*B]` with `reward` (reward units), `discount`, `next_obs`, and `terminated` of the last step.
-        The other fields of the ring, such as `obs` and `action`, belong to step t, but `truncated` and `executed` are
-        left out. `obs` and `next_obs` keep their dtype. `discount` has the dtype of `reward`. If `mask` is False, step
-        t is no transition, or cannot be drawn yet. If `terminated` is True, `next_obs` is an arbitrary observation. If
+        The other fields of the ring, such as `obs` and `action`, belong to step t. `truncated` and `executed` are left
+        out. `obs` and `next_obs` keep their dtype. `discount` has the dtype of `reward`. If `mask` is False, step t
+        stores no transition, or cannot be drawn yet. If `terminated` is True, `next_obs` is an arbitrary observation. If
         the final observation of a truncated step was overwritten, `discount` is NaN.
     Gradient: flows through the rows and `gamma`.
     Raises: ValueError if `n` is not between 1 and R - 1, if `gamma` is not 0-d, or if `index` is not int64.

@@ -10,7 +10,7 @@ detach their inputs, so gradients also flow through hyperparameters that are ten
 the recursion over time.
 
 `gamma` is a number, a 0-d tensor, or a `[*B, T]` tensor with the discount `gamma[t]` of each step. If a step executes a
-chunk of several actions, its discount is `gamma ** executed`.
+chunk of k actions, pass `gamma ** k` as its discount.
 
 A term with weight 0 is left out, so the term may be infinite or NaN:
 
@@ -162,7 +162,7 @@ def td_lambda_returns(
         gae_lambda: the parameter lambda; 0 gives one-step targets and 1 gives Monte-Carlo returns.
 
     Returns: `[*B, T]` in the dtype of `reward`. The result equals `gae(...).value_target` if `next_value[t]` is
-        `value[t + 1]`.
+        `value[t + 1]` inside each episode.
     Gradient: flows through `reward` and `next_value`.
     Raises: ValueError naming the argument, if shapes differ, `terminated` or `done` is not bool or a hyperparameter
         other than `gamma` is not 0-d.
@@ -259,7 +259,7 @@ def vtrace(
     clip_c: Scalar,
     clip_pg_rho: Scalar,
 ) -> VTrace:
-    """Return off-policy corrected value targets and policy-gradient advantages.
+    """Return the value targets and the policy-gradient advantages of V-trace, which corrects for off-policy data.
 
         ratio[t]        = exp(min(log_prob[t] - old_log_prob[t], bound))
         rho[t]          = min(clip_rho, ratio[t])
@@ -331,13 +331,13 @@ def vtrace(
 def upgo_returns(
     reward: Tensor, value: Tensor, next_value: Tensor, terminated: Tensor, done: Tensor, *, gamma: Scalar
 ) -> Tensor:
-    """Return the targets of upgoing policy updates (UPGO), which follow a trajectory while its actions do well.
+    """Return the targets of upgoing policy updates (UPGO), which bootstrap before the first action that does badly.
 
         one_step[t] = reward[t] + gamma[t] * next_value[t] * not terminated[t]
         G[t] = reward[t] + gamma[t] * G[t + 1]      if one_step[t + 1] >= value[t + 1]
         G[t] = one_step[t]                          otherwise, and where done[t] or t = T - 1
 
-    The action of step t + 1 does at least as well as expected if its one-step target reaches the value of its state.
+    The action of step t + 1 does badly if its one-step target is below the value of its state.
     The advantage of the paper is `upgo_returns(...) - value`, weighted as in `vtrace` if the data are off-policy.
 
     For tensors with time first, `[T, *B]`, pass `x.movedim(0, -1)`, and apply `movedim(-1, 0)` to the result.
@@ -377,7 +377,7 @@ def upgo_returns(
 def q_lambda(
     reward: Tensor, next_q: Tensor, terminated: Tensor, done: Tensor, *, gamma: Scalar, trace: Scalar
 ) -> Tensor:
-    """Return the targets of Peng's Q(lambda): lambda-returns whose next values are the largest next Q-values.
+    """Return the targets of Peng's Q(lambda): lambda-returns that bootstrap from the largest next Q-values.
 
         next_value[t] = max_a(next_q[t, a])
         G[t] = reward[t] + gamma[t] * ((1 - trace) * next_value[t] + trace * G[t + 1])

@@ -1,4 +1,4 @@
-"""Scan backwards over time, with the linear recursion that all estimators of returns share.
+"""Scan backwards over time, with the linear recursion that most estimators of returns share.
 
 On a CPU, in eager code and in `torch.compile`, a C++ loop runs the recursion (`ecrl.native.recurrences`). A graph of
 `ecrl.compile` calls the C++ loop only for large tensors without derivatives. Otherwise, torch operations run the
@@ -66,7 +66,7 @@ def scan_time_major(
     2. Scan the results of the blocks to get the `y` that follows each block. The second pass is also split into blocks.
     3. Scan all blocks in parallel again, each from the `y` that follows the block.
 
-    The scan takes about 16 operations for each factor of 8 in T, instead of T operations. The values of `y` between
+    The scan takes about 16 operations in sequence for each factor of 8 in T, instead of T operations in sequence. The values of `y` between
     blocks are float64, so float32 rounding errors add up only within a block.
 
     Args:
@@ -109,7 +109,7 @@ _SCAN: list[TimeMajorScan] = [scan_time_major]
 
 
 def use_scan(scan: TimeMajorScan) -> TimeMajorScan:
-    """Make `reverse_scan` call the decorated function instead of `scan_time_major`, as `ecrl.compile` does."""
+    """Make `reverse_scan` call the decorated function instead of `scan_time_major`. `ecrl.compile` needs this."""
     _SCAN[:] = [scan]
     return scan
 

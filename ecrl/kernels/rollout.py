@@ -270,7 +270,7 @@ def place_at_truncations(value: Tensor, truncated: Tensor) -> Tensor:
     check_bool(truncated=truncated)
     steps = truncated.shape[-1] - 1
     if value.shape[:-1] != truncated.shape[:-1] or not 1 <= value.shape[-1] <= steps:
-        shapes = f"value has shape {list(value.shape)}, but truncated {list(truncated.shape)}"
+        shapes = f"value has shape {list(value.shape)}, and truncated has {list(truncated.shape)}"
         raise ValueError(f"{shapes}; expected equal leading axes, and between 1 and {steps} slots in value")
     value, truncated = value.movedim(-1, 0), truncated.movedim(-1, 0)  # in memory, time is the first axis
     if len(value) == steps:
@@ -505,8 +505,8 @@ def running_returns(reward: Tensor, done: Tensor, before: Tensor, *, gamma: Scal
 def _steps_since_end(counted: Tensor, done: Tensor, before: Tensor) -> Tensor:
     """Return, at each step, the sum of `counted` over the steps of the episode so far, as float64 `[N, T]`.
 
-    `before` is the sum before the first step. The results are differences of cumulative sums of
-    whole numbers, so no rounding error passes from one episode to the next.
+    `before` is the sum before the first step. The results are differences of cumulative sums of whole numbers, so no
+    rounding error passes from one episode to the next.
     """
     counts = torch.cat((before.unsqueeze(1), counted), 1).double().cumsum(1)
     times = torch.arange(1, done.shape[1] + 1, device=done.device)

@@ -227,7 +227,7 @@ def test_bad_arguments_are_named():
     index, error = torch.tensor([0, 1]), torch.ones(2)
     with message("tree has 8 leaves, expected at least 12, one per row"):
         replay_add_priority(replay, tree_init(8), ONE, steps=1, n=1, stack=1)
-    with message("steps=3, n=2 and stack=2 need a ring of at least 7 steps, it has 6"):
+    with message("steps=3, n=2 and stack=2 need a ring of at least 7 steps, but it has 6"):
         replay_add_priority(replay, tree_init(12), ONE, steps=3, n=2, stack=2)
     with message("steps is 0, expected at least 1"):
         replay_add_priority(replay, tree_init(12), ONE, steps=0, n=1, stack=1)

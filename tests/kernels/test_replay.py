@@ -454,7 +454,7 @@ def test_bad_arguments_are_named():
         replay_start(ring, torch.zeros(1), steps=2)
     with message("rows lacks final_obs"):
         replay_add(replay, rows.exclude("final_obs"))
-    with message("rows has the fields ['obs', 'reward', 'terminated', 'truncated'], the ring has ['action', 'obs'"):
+    with message("rows has the fields ['obs', 'reward', 'terminated', 'truncated'], but the ring has ['action', 'obs'"):
         replay_add(replay, rows.exclude("action"))
     with message("rows has action torch.float32 [2, 2], expected torch.int64 [S, 2]"):
         replay_add(replay, rows.clone().set("action", rows["reward"]))
@@ -464,7 +464,7 @@ def test_bad_arguments_are_named():
     for name, numbers in (("n", {"n": 0, "stack": 1}), ("stack", {"n": 1, "stack": 0})):
         with message(f"{name} is 0, expected at least 1"):
             replay_index(replay, index, **numbers)
-    with message("n=3 and stack=4 need a ring of at least 7 steps, it has 6"):
+    with message("n=3 and stack=4 need a ring of at least 7 steps, but it has 6"):
         replay_count(replay, n=3, stack=4)
     with message("n=6 and stack=1 need a ring of at least 7 steps"):
         replay_read(replay, index, gamma=0.5, n=6)
