@@ -66,8 +66,8 @@ def scan_time_major(
     2. Scan the results of the blocks to get the `y` that follows each block. The second pass is also split into blocks.
     3. Scan all blocks in parallel again, each from the `y` that follows the block.
 
-    The scan takes about 16 operations in sequence for each factor of 8 in T, instead of T operations in sequence. The values of `y` between
-    blocks are float64, so float32 rounding errors add up only within a block.
+    The scan takes about 16 operations in sequence for each factor of 8 in T, instead of T operations in sequence. The
+    values of `y` between blocks are float64, so float32 rounding errors add up only within a block.
 
     Args:
         x: `[T, *B]`.
@@ -109,7 +109,7 @@ _SCAN: list[TimeMajorScan] = [scan_time_major]
 
 
 def use_scan(scan: TimeMajorScan) -> TimeMajorScan:
-    """Make `reverse_scan` call the decorated function instead of `scan_time_major`. `ecrl.compile` needs this."""
+    """Make `reverse_scan` call the decorated function instead of `scan_time_major`. `ecrl.compile` uses this."""
     _SCAN[:] = [scan]
     return scan
 

@@ -65,7 +65,7 @@ def check_carry(before: tuple[list[Tensor], Any], after: tuple[list[Tensor], Any
     >>> check_carry(flatten({"x": torch.zeros(4)}), flatten({"x": torch.zeros(4).long()}))
     Traceback (most recent call last):
     ...
-    ValueError: carry field 'x' was float32 [4], the body returned int64 [4]
+    ValueError: carry field 'x' was float32 [4], but body returned int64 [4]
     """
     if after[1] != before[1]:
         raise ValueError(f"the carry of a scan changed its structure from {before[1]} to {after[1]}; body must keep it")
@@ -73,7 +73,7 @@ def check_carry(before: tuple[list[Tensor], Any], after: tuple[list[Tensor], Any
         if old.shape != new.shape or old.dtype != new.dtype:
             name = names(before[1])[number]
             field = f"carry field {name!r}" if name else "the carry"
-            raise ValueError(f"{field} was {_describe(old)}, the body returned {_describe(new)}")
+            raise ValueError(f"{field} was {_describe(old)}, but body returned {_describe(new)}")
 
 
 def _describe(x: Tensor) -> str:
@@ -84,13 +84,13 @@ _LOOP: list[Scan] = [scan]
 
 
 def use_loop(fn: Scan) -> Scan:
-    """Make `loop` call the decorated function instead of `scan`, as `ecrl.compile` does."""
+    """Make `loop` call the decorated function instead of `scan`. `ecrl.compile` uses this decorator."""
     _LOOP[:] = [fn]
     return fn
 
 
 def loop(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: Any) -> tuple[Any, Any]:
-    """Run `body` along the first axis of `xs`, as one loop of a compiled graph.
+    """Run `body` along the first axis of `xs`, in a Python loop or as one loop of a compiled graph.
 
         carry, y[t] = body(carry, x[t], *constants)
 
@@ -149,14 +149,13 @@ _STEP_IF: list[Callable[..., tuple[Any, Any]]] = [step_or_keep]
 
 
 def use_step_if(fn: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
-    """Make `step_if` call the decorated function instead of `step_or_keep`, as `ecrl.compile` does."""
+    """Make `step_if` call the decorated function instead of `step_or_keep`. `ecrl.compile` uses this decorator."""
     _STEP_IF[:] = [fn]
     return fn
 
 
 def step_if(due: Tensor, body: Callable[..., tuple[Any, Any]], carry: Any, *constants: Any) -> tuple[Any, Any]:
-    """Run `body` only if `due` is True. A compiled graph for the CPU skips the arithmetic of `body` otherwise.
-
+    """Use the results of `body` only if `due` is True. Otherwise, a compiled graph for the CPU does not compute them.
     The arguments and results are the same as for `step_or_keep`, which runs in eager code, on a GPU, under vmap, and
     with gradients or several ranks.
     """
@@ -181,7 +180,7 @@ def row_bytes(rows: Any) -> int:
 
 
 def chunking(rows: int, device: torch.device, one_row: int, length: int = 1) -> tuple[int, int]:
-    """Return the number of chunks and the rows per chunk, if a network processes rows chunk by chunk.
+    """Return the number of chunks and the rows per chunk, for a network that processes rows chunk by chunk.
 
     On a CPU, chunks are small enough for the activations to stay in a core's cache. On a GPU, chunks limit the memory
     use. On a CPU, a chunk has at most 2,048 rows and 4 MiB. On another device, a chunk has at most 65,536 rows and 128

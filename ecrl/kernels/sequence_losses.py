@@ -61,7 +61,7 @@ def clipped_surrogate_asymmetric(
         dual_clip: largest ratio for negative advantages, above 1 + clip_high. Pass `math.inf` for no dual clip.
 
     Returns: the loss `[*B, L]`, and the logs approx_kl and clip_frac, the share of unmasked tokens whose ratio is
-        outside the clips.
+        outside [1 - clip_low, 1 + clip_high].
     Gradient: flows through `log_prob` only.
     Raises: ValueError naming the argument, if shapes do not match, `mask` is not bool or a hyperparameter is not 0-d.
     Source: Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 10. The dual clip is Ye et al. 2020, arXiv:1912.09729.
@@ -100,8 +100,8 @@ def gspo_loss(
         ratio = exp(min(sequence_log_ratio(log_prob, old_log_prob, mask), bound))
         loss  = -min(ratio * advantage, clip(ratio, 1 - clip_low, 1 + clip_high) * advantage)
 
-    The ratio is the geometric mean of the tokens' probability ratios. With an advantage per sequence, this is GSPO.
-    With an advantage per token, this is GSPO-token.
+    The ratio is the geometric mean of the tokens' probability ratios. With an advantage per sequence, the loss is that
+    of GSPO. With an advantage per token, the loss is that of GSPO-token.
 
     Args:
         log_prob: `[*B, L]` float, log-probability in nats under the policy being trained.
@@ -111,8 +111,8 @@ def gspo_loss(
         clip_low: largest distance of the clipped ratio below 1. The paper uses 3e-4.
         clip_high: largest distance of the clipped ratio above 1. The paper uses 4e-4.
 
-    Returns: the loss `[*B, L]`, and the logs approx_kl and clip_frac, the share of sequences whose ratio is outside the
-        clips.
+    Returns: the loss `[*B, L]`, and the logs approx_kl and clip_frac, the share of sequences whose ratio is outside
+        [1 - clip_low, 1 + clip_high].
     Gradient: flows through `log_prob` only, to each token from its own loss, as in `sequence_log_ratio`.
     Raises: ValueError naming the argument, if shapes do not match, `mask` is not bool or a hyperparameter is not 0-d.
     Source: Zheng et al. 2025, arXiv:2507.18071, eq. 5, 7 and 14.
@@ -163,7 +163,7 @@ def cispo_loss(
         clip_high: largest distance of the clipped ratio above 1.
 
     Returns: the loss `[*B, L]`, and the logs approx_kl and clip_frac, the share of unmasked tokens whose ratio is
-        outside the clips.
+        outside [1 - clip_low, 1 + clip_high].
     Gradient: flows through `log_prob` only, and not through the ratio. A token of probability 0 has loss 0 and no
         gradient.
     Raises: ValueError naming the argument, if shapes do not match, `mask` is not bool or a hyperparameter is not 0-d.
@@ -292,8 +292,8 @@ def sequence_log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor | No
 
         stop(sum(log_prob - old_log_prob where mask) / max(1, count(mask))) + log_prob - stop(log_prob)
 
-    The mean over a sequence of a function of this log-ratio has the same value and gradient as the function of the
-    mean log-ratio. To use the ratio of sequences in another loss, pass the result as `log_prob`, and zeros as
+    For any function f, the mean of f(result) over the unmasked tokens has the same value and gradient as f(mean
+    log-ratio). To use the ratio of sequences in another loss, pass the result as `log_prob`, and zeros as
     `old_log_prob`.
 
     Args:
@@ -302,7 +302,7 @@ def sequence_log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor | No
         mask: `[*B, L]` bool, or None if every token counts.
 
     Returns: `[*B, L]`, equal for all unmasked tokens of a sequence. Masked entries are 0.
-    Gradient: flows through `log_prob` only, with the factor 1 from each entry to its own token.
+    Gradient: flows through `log_prob` only, from each entry to its own token, with a factor of 1.
     Raises: ValueError naming the argument, if shapes differ or `mask` is not bool.
     Source: Zheng et al. 2025 (GSPO), arXiv:2507.18071, eq. 14.
 
@@ -342,7 +342,7 @@ def _finite(log_prob: Tensor) -> Tensor:
 
 
 def _choose(condition: Tensor, x: Scalar, other: Scalar, like: Tensor) -> Tensor:
-    """Return `torch.where(condition, x, other)` in the dtype of `like`, because two numbers would give float32."""
+    """Return `torch.where(condition, x, other)` in the dtype of `like`, because two Python numbers would give float32."""
     zero = torch.zeros_like(like)
     return torch.where(condition, x + zero, other + zero)
 
@@ -353,7 +353,7 @@ def _clipped_objective(ratio: Tensor, advantage: Tensor, clip_low: Scalar, clip_
 
 
 def _is_outside(ratio: Tensor, clip_low: Scalar, clip_high: Scalar) -> Tensor:
-    """Return 1 for ratios outside the clips and 0 for others."""
+    """Return 1 for ratios outside [1 - clip_low, 1 + clip_high], and 0 for others."""
     return ((ratio < 1.0 - clip_low) | (ratio > 1.0 + clip_high)).to(ratio.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Weights of single steps. A weighted mean over a minibatch of steps then estimates a mean over whole sequences.
+"""Weights of steps, so that a weighted mean over a minibatch of steps estimates a mean over whole sequences.
 
 A sequence, such as an episode, has T steps, and a step has K tokens. A minibatch holds steps of many sequences, but
 not all steps of each sequence. `sequence_mean` cannot be computed from such a minibatch, so use this mean instead:
@@ -6,10 +6,10 @@ not all steps of each sequence. `sequence_mean` cannot be computed from such a m
     weighted_step_mean = sum(weight[b] * x[b, k] where token_mask[b, k] and mask[b]) / count(mask[b])
 
 Compute the weights once per batch, for example with `token_mean_weights`. Over all steps of the batch,
-`weighted_step_mean` then equals `token_mean` of `ecrl.kernels.sequences`. The other weights match `sequence_mean` and
-`fixed_length_mean`. Over a random minibatch, `weighted_step_mean` is an unbiased estimate if all minibatches have the
-same number of unmasked steps. Gradients of parts of a minibatch, weighted with their shares of the unmasked steps, add
-up to the gradient of the minibatch.
+`weighted_step_mean` then equals `token_mean` of `ecrl.kernels.sequences`. With `sequence_mean_weights` it equals
+`sequence_mean`, and with `fixed_length_mean_weights` it equals `fixed_length_mean`. Over a random minibatch,
+`weighted_step_mean` is an unbiased estimate if all minibatches have the same number of unmasked steps. Gradients of
+parts of a minibatch, weighted with their shares of the unmasked steps, add up to the gradient of the minibatch.
 
 In the weight functions, `count`, float `[N, T]`, is the number of unmasked tokens of each step, and `mask` is bool
 `[N, T]`. `total` sums a tensor over all processes, if each process holds a share of the batch. Weights have no
@@ -54,7 +54,7 @@ def weighted_step_mean(x: Tensor, token_mask: Tensor, mask: Tensor, weight: Tens
 
 
 def token_mean_weights(count: Tensor, mask: Tensor, *, total: Total = identity) -> Tensor:
-    """Return the weights `[N, T]` of `token_mean`.
+    """Return the weights `[N, T]` with which `weighted_step_mean` over all steps equals `token_mean`.
 
         weight = count(mask) / sum(count where mask)
 
@@ -69,7 +69,7 @@ def token_mean_weights(count: Tensor, mask: Tensor, *, total: Total = identity) 
 
 
 def sequence_mean_weights(count: Tensor, mask: Tensor, *, total: Total = identity) -> Tensor:
-    """Return the weights `[N, T]` of `sequence_mean`.
+    """Return the weights `[N, T]` with which `weighted_step_mean` over all steps equals `sequence_mean`.
 
         weight[n] = count(mask) / (sequences * sum(count[n] where mask[n]))
 
@@ -87,7 +87,7 @@ def sequence_mean_weights(count: Tensor, mask: Tensor, *, total: Total = identit
 
 
 def fixed_length_mean_weights(count: Tensor, mask: Tensor, *, length: Scalar, total: Total = identity) -> Tensor:
-    """Return the weights `[N, T]` of `fixed_length_mean`, whose sequences all count as `length` tokens.
+    """Return the weights `[N, T]` with which `weighted_step_mean` over all steps equals `fixed_length_mean`.
 
         weight = count(mask) / (sequences * length)
 

@@ -9,7 +9,7 @@ its children:
 A new priority changes its leaf and all nodes from the leaf to the root. Each changed inner node is recomputed as the
 sum of its children. If an update has at least as many priorities as a level has nodes, the whole level is recomputed.
 If an update added a difference to the nodes instead, rounding errors would grow with every update. The tree is float64,
-because sums of a million float32 priorities would misplace one percent of the draws.
+because float32 sums of a million priorities would move one percent of the draws to wrong leaves.
 
 Source: Schaul et al. 2016, arXiv:1511.05952, appendix B.2.1.
 """
@@ -45,7 +45,7 @@ def _depth(tree: Tensor) -> int:
     """Return the number of levels below the root. Raise ValueError if the tensor is not a sum tree."""
     size = len(tree) if tree.ndim == 1 else 0
     if size < 4 or size & (size - 1):
-        raise ValueError(f"tree has shape {list(tree.shape)}, expected [2 * P], P a power of two of at least 2")
+        raise ValueError(f"tree has shape {list(tree.shape)}, expected [2 * P], where P is a power of two, at least 2")
     return size.bit_length() - 2
 
 
@@ -124,7 +124,7 @@ def tree_set(tree: Tensor, index: Tensor, priority: Tensor) -> Tensor:
     tree = tree.index_put((node,), priority.index_select(0, _LAST_OF_EQUAL[0](node)))
     for count in (1 << level for level in reversed(range(depth))):
         node = node >> 1 if len(node) < count else torch.arange(count, 2 * count, device=tree.device)  # a whole level
-        # The tree is a copy by now, so this function may write to it. Equal nodes get equal values.
+        # The tree is a copy by now, so this function may write to it. Duplicate nodes get equal values.
         tree.index_put_((node,), tree.index_select(0, 2 * node) + tree.index_select(0, 2 * node + 1))
     return tree
 
@@ -134,5 +134,5 @@ _LAST_OF_EQUAL: list[Callable[[Tensor], Tensor]] = [last_of_equal]
 
 
 def use_functions(find: Callable[[Tensor, Tensor], Tensor], last: Callable[[Tensor], Tensor]) -> None:
-    """Make this module call `find` and `last` in place of `find_by_level` and `last_of_equal`, as in `ecrl.compile`."""
+    """Make `tree_find` call `find`, and `tree_set` call `last`. `ecrl.compile` uses this for its own functions."""
     _FIND[:], _LAST_OF_EQUAL[:] = [find], [last]

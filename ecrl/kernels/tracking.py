@@ -132,12 +132,12 @@ def ema(params: TensorDict, average: TensorDict, *, decay: Scalar) -> TensorDict
 
 
 def ema_debiased(average: TensorDict, *, decay: Scalar) -> TensorDict:
-    """Return the mean of a moving average, corrected for the zeros at the start of the average.
+    """Return the mean of an exponential moving average, corrected for the bias from its start at zero.
 
         mean / (1 - decay^step)
 
     The result is a weighted mean of the values so far, with weights that sum to 1. Before the first value, the result
-    is the mean of zeros. Integer leaves do not change.
+    is zero. Integer leaves do not change.
 
     Args:
         average: state from `ema`, whose steps all had the same `decay`.

@@ -64,7 +64,7 @@ def _left(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _log_cdf(x: Tensor) -> Tensor:
     """Return the logarithm of the standard normal distribution function.
 
-    `torch.special.log_ndtr` has no batching rule for vmap in torch 2.13.
+    This function replaces `torch.special.log_ndtr`, which has no batching rule for vmap in torch 2.13.
     """
     is_tail = x < -1.0
     tail, body = x.masked_fill(~is_tail, -1.0), x.masked_fill(is_tail, 0.0)
@@ -73,7 +73,7 @@ def _log_cdf(x: Tensor) -> Tensor:
 
 
 def _is_near(a: Tensor, b: Tensor) -> Tensor:
-    """Return True for intervals that contain 0 or lie inside (-1, 1). A difference of `erf` is accurate there."""
+    """Return True for intervals that contain 0 or lie inside (-1, 1). A difference of two `erf` is then accurate."""
     return ((a <= 0.0) & (b >= 0.0)) | ((a.abs() < 1.0) & (b.abs() < 1.0))
 
 

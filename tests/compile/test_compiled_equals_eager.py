@@ -505,8 +505,8 @@ CARRY = {"x": torch.zeros(4), "env": {"n": torch.full((4,), 0.75)}}
 @pytest.mark.parametrize(
     ("body", "carry", "message"),
     [
-        (_grows, CARRY, r"carry field 'env.n' was float32 \[4\], the body returned int64 \[4\]"),
-        (_widens, torch.zeros(4), r"the carry was float32 \[4\], the body returned float32 \[1, 4\]"),
+        (_grows, CARRY, r"carry field 'env.n' was float32 \[4\], but body returned int64 \[4\]"),
+        (_widens, torch.zeros(4), r"the carry was float32 \[4\], but body returned float32 \[1, 4\]"),
         (_more, CARRY, "the carry of a scan changed its structure"),
     ],
 )
