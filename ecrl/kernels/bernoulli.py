@@ -1,4 +1,4 @@
-"""Functions of independent Bernoulli variables with given logits: sample, mode, log_prob, entropy and kl.
+"""Functions for independent Bernoulli variables with given logits: sample, mode, log_prob, entropy and kl.
 
 Logits have the shape `[*B, A]`, with one logit for each variable. log_prob, entropy and kl are sums over the last axis.
 The sampler takes uniform noise as an argument (see `ecrl.rng`). Half-precision inputs are converted to float32, and
@@ -18,7 +18,7 @@ def bernoulli_sample(logits: Tensor, noise: Tensor) -> Tensor:
 
         1 if 1 - noise <= sigmoid(logits) else 0
 
-    The uniform noise is below 1, so the left side is above 0. A probability of 0 therefore never gives 1.
+    The uniform noise is below 1, so the left side is above 0. With a probability of 0, the sample is therefore never 1.
 
     Args:
         logits: `[*B, A]` float.
@@ -77,7 +77,7 @@ def bernoulli_log_prob(logits: Tensor, action: Tensor) -> Tensor:
 
 
 def bernoulli_entropy(logits: Tensor) -> Tensor:
-    """Return the entropy in nats, summed over the last axis.
+    """Return the entropy of the Bernoulli variables in nats, summed over the last axis.
 
         sum_a(-p log(p) - (1 - p) log(1 - p)) = sum_a(log(1 + exp(-x)) + x sigmoid(-x))
         p = sigmoid(logits),    x = |logits|
@@ -99,7 +99,7 @@ def bernoulli_entropy(logits: Tensor) -> Tensor:
 
 
 def bernoulli_kl(logits: Tensor, other_logits: Tensor) -> Tensor:
-    """Return the KL divergence KL(p | q) in nats, summed over the last axis.
+    """Return the KL divergence KL(Bernoulli(p) | Bernoulli(q)) in nats, summed over the last axis.
 
         sum_a(p (log(p) - log(q)) + (1 - p) (log(1 - p) - log(1 - q)))
         p = sigmoid(logits),    q = sigmoid(other_logits)

@@ -1,4 +1,4 @@
-"""Functions of independent beta variables: sample, mode, log_prob, entropy and kl.
+"""Functions for independent beta variables: sample, mode, log_prob, entropy and kl.
 
 A beta variable lies in [0, 1] and has two concentrations `alpha` and `beta` above 0, of shape `[*B, A]`. log_prob,
 entropy and kl are sums over the last axis. All functions compute in float64, because the log-gamma terms of large
@@ -13,7 +13,10 @@ from ecrl.kernels.dtypes import common_dtype, computed_in
 from ecrl.types import same_shape
 
 _PROPOSALS = 16
-"""Number of proposals of the rejection sampler for each gamma sample. The probability that all of them are rejected is below 1e-20."""
+"""Number of proposals of the rejection sampler for each gamma sample.
+
+The probability that all proposals are rejected is below 1e-20.
+"""
 
 
 def _round(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -58,7 +61,7 @@ def beta_sample(alpha: Tensor, beta: Tensor, key: Tensor) -> Tensor:
         beta: `[*B, A]` float, above 0, concentration at 0.
         key: `[*B]` int64, one key of `ecrl.rng` for each row.
 
-    Returns: `[*B, A]` in [0, 1]. A sample near an end of the interval may be rounded to the end.
+    Returns: `[*B, A]` in [0, 1]. A sample near 0 or 1 may be rounded to exactly 0 or 1.
     Gradient: none, because the result is detached.
     Raises: ValueError naming the arguments whose shapes do not match.
     Source: Marsaglia and Tsang 2000, "A simple method for generating gamma variables".
@@ -135,7 +138,7 @@ def beta_log_prob(alpha: Tensor, beta: Tensor, action: Tensor) -> Tensor:
 
 
 def beta_entropy(alpha: Tensor, beta: Tensor) -> Tensor:
-    """Return the differential entropy in nats, summed over the last axis.
+    """Return the differential entropy of the beta variables in nats, summed over the last axis.
 
         sum_a(log(B(a, b)) - (a - 1) digamma(a) - (b - 1) digamma(b) + (a + b - 2) digamma(a + b))
 

@@ -1,4 +1,4 @@
-"""Functions of categorical and multi-discrete distributions with given logits: sample, mode, log_prob, entropy and kl.
+"""Functions for categorical and multi-discrete distributions with given logits: sample, mode, log_prob, entropy and kl.
 
 Samplers take standard Gumbel noise as an argument (see `ecrl.rng`). Logits have the shape `[*B, K]`. `mask_logits`
 applies an action mask to logits, so the other functions take no mask. Half-precision inputs are converted to float32,
@@ -222,7 +222,10 @@ def multi_discrete_log_prob(logits: Tensor, action: Tensor, *, nvec: tuple[int, 
     tensor(-0.6931)
     """
     if action.shape != (*logits.shape[:-1], len(nvec)):
-        raise ValueError(f"action has shape {list(action.shape)}, expected {[*logits.shape[:-1], len(nvec)]}")
+        raise ValueError(
+            f"action has shape {list(action.shape)}, expected {[*logits.shape[:-1], len(nvec)]}: "
+            "one index for each component of nvec"
+        )
     parts = zip(_parts(nvec, logits=logits), action.unbind(-1), strict=True)
     return torch.stack([_log_prob(part, a) for (part,), a in parts]).sum(0).to(common_dtype(logits))
 

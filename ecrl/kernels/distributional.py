@@ -275,7 +275,7 @@ def soft_categorical_target(
 
 
 def _check_critics(reward: Tensor, next_logits: Tensor, terminated: Tensor, support: Tensor) -> None:
-    """Check the shapes and dtypes of the arguments of a target that reads the logits `[C, *B, K]` of C critics."""
+    """Check the arguments of a function that computes a target from the logits `[C, *B, K]` of C critics."""
     same_shape(reward=reward, terminated=terminated)
     check_bool(terminated=terminated)
     _check_vector("support", support)
@@ -306,8 +306,8 @@ def categorical_td_loss(
         weight: `[*B]` float, importance weights of prioritised replay, or ones for uniform replay.
         mask: `[*B]` bool, or None if every entry counts.
 
-    Returns: the 0-d loss, and the logs q_loss (the loss) and count. The dtype of the loss is the common dtype of
-        `logits` and `target`, whatever the dtype of `weight`.
+    Returns: the 0-d loss, and the logs q_loss (the loss) and count (the number of unmasked entries). The dtype of the
+        loss is the common dtype of `logits` and `target`, whatever the dtype of `weight`.
     Gradient: flows through `logits` only.
     Raises: ValueError naming the argument, if shapes do not match or `mask` is not bool.
     Source: Bellemare et al. 2017, arXiv:1707.06887, algorithm 1.

@@ -44,7 +44,7 @@ def flow_interpolate(data: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         noise: float of the shape of `data`, the sample at time 1.
         t: time, from 0 to 1, in a shape that broadcasts to `data`.
 
-    Returns: the shape of `data`.
+    Returns: a tensor of the shape of `data`.
     Gradient: flows through all three arguments.
     Raises: ValueError naming the arguments whose shapes do not match.
     Source: Lipman et al. 2023, arXiv:2210.02747, with the direction of time of Black et al. 2024, arXiv:2410.24164.
@@ -70,7 +70,7 @@ def flow_matching_loss(velocity: Tensor, data: Tensor, noise: Tensor) -> Tensor:
         data: float of the shape of `velocity`, the sample at time 0.
         noise: float of the shape of `velocity`, the sample at time 1.
 
-    Returns: the shape of `velocity`.
+    Returns: a tensor of the shape of `velocity`.
     Gradient: flows through all three arguments.
     Raises: ValueError naming the arguments whose shapes do not match.
     Source: Lipman et al. 2023, arXiv:2210.02747, eq. 23, with the direction of time of Black et al. 2024,
@@ -116,8 +116,8 @@ def flow_sde_step(sample: Tensor, velocity: Tensor, t: Tensor, delta: Tensor, *,
         mean  = (1 - t + delta) * x0 + (t - delta - sigma^2 * delta / (2 t)) * x1
         std   = sigma * sqrt(delta)
 
-    In the limit of short steps, samples have the same distribution at each time as samples of `flow_ode_step`. This
-    also holds if only some elements get noise, and the others take the step of `flow_ode_step`.
+    In the limit of short steps, samples have the same distribution at each time as samples of `flow_ode_step`. The
+    distributions also agree if only some elements get noise, and the others take the step of `flow_ode_step`.
 
     Args:
         sample: `[*B, ...]` float, the sample at time t.
@@ -156,7 +156,8 @@ def flow_log_prob(mean: Tensor, std: Tensor, next_sample: Tensor) -> Tensor:
         std: standard deviation, above 0, in a shape that broadcasts to `mean`.
         next_sample: float of the shape of `mean`.
 
-    Returns: the shape of `mean`. The elements are independent, so the log-density of the sample is the sum.
+    Returns: a tensor of the shape of `mean`. The elements are independent, so their sum is the log-density of the
+        sample.
     Gradient: flows through all three arguments.
     Raises: ValueError naming the arguments whose shapes do not match.
 
@@ -177,7 +178,7 @@ def flow_entropy(std: Tensor) -> Tensor:
     Args:
         std: `[*B, ...]` float, standard deviation, above 0.
 
-    Returns: the shape of `std`.
+    Returns: a tensor of the shape of `std`.
     Gradient: flows through `std`.
 
     >>> flow_entropy(torch.tensor([1.0]))

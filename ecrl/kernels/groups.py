@@ -1,7 +1,7 @@
 """Group-relative advantages, which compare each environment with the other environments of its group.
 
 Group-relative advantages need no critic. A group consists of `group_size` consecutive environments. Each index of the
-trailing axes is a separate group, so a return is compared with the other returns of the same time step. The advantages
+trailing axes has its own groups, so a return is compared only with other returns of the same time step. The advantages
 of a group are 0 if fewer than two members are unmasked, or if the scores of the unmasked members differ only by
 rounding.
 """
@@ -18,7 +18,7 @@ from ecrl.types import Scalar, check_bool, check_rollout, checked_mask
 
 
 def group_advantages(score: Tensor, mask: Tensor | None = None, *, group_size: int, eps: Scalar) -> Tensor:
-    """Standardise `score` within each group of `group_size` consecutive entries, separately for each index of `*F`.
+    """Standardise `score` in each group of `group_size` consecutive entries, for each index of the trailing axes `*F`.
 
         advantage = (score - mean_g(score)) / (std_g(score) + eps)        mean and std over unmasked members
 
@@ -48,7 +48,7 @@ def group_advantages(score: Tensor, mask: Tensor | None = None, *, group_size: i
 
 
 def group_centered(score: Tensor, mask: Tensor | None = None, *, group_size: int) -> Tensor:
-    """Subtract the mean of each group of `group_size` consecutive entries, separately for each index of `*F`.
+    """Subtract the mean of each group of `group_size` consecutive entries, for each index of the trailing axes `*F`.
 
         advantage = score - mean_g(score)        mean over unmasked members
 
@@ -72,7 +72,7 @@ def group_centered(score: Tensor, mask: Tensor | None = None, *, group_size: int
 
 
 def leave_one_out(score: Tensor, mask: Tensor | None = None, *, group_size: int) -> Tensor:
-    """Subtract from each entry the mean of the other members of its group, separately for each index of `*F`.
+    """Subtract from each entry the mean of the other members of its group, for each index of the trailing axes `*F`.
 
         advantage = score - mean of the other unmasked members
                   = (score - mean_g(score)) * n / (n - 1)              n unmasked members

@@ -16,7 +16,7 @@ def push_frame(frames: Any, started: Tensor, obs: Any) -> Any:
         stack[k - 1] = obs
 
     Gymnasium's `FrameStackObservation` also fills the stack at the start of an episode, with its default settings. Pass
-    `stack[1:]` as `frames` of the next call.
+    the newest k - 1 observations of the stack as `frames` of the next call.
 
     Args:
         frames: tensor `[*B, k - 1, ...]` with the previous k - 1 observations, oldest first, or a tree of such tensors.
@@ -110,7 +110,7 @@ def random_shift(image: Tensor, shift: Tensor) -> Tensor:
 
         out[y, x] = image[clip(y + dy, 0, h - 1), clip(x + dx, 0, w - 1)]
 
-    With shifts drawn uniformly from -4 to 4 pixels, this is the augmentation of DrQ. Draw them with
+    With shifts drawn uniformly from -4 to 4 pixels, the function is the augmentation of DrQ. Draw such shifts with
     `ecrl.rng.randint(keys, low=-4, high=5)`.
 
     Args:

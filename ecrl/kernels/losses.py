@@ -1,4 +1,4 @@
-"""Policy-gradient losses and estimates of the KL divergence.
+"""Policy-gradient losses, value losses and estimates of the KL divergence.
 
 A loss is a mean over the entries whose `mask` is True, or 0 if all entries are masked. Without a mask, every entry
 counts. Masked entries may hold any value, including NaN. Losses detach their targets. A function with logs returns
@@ -225,7 +225,7 @@ def kl_k1(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
 
     Returns: `[*B]`, in nats.
     Gradient: flows through both arguments. The expected gradient through `log_prob` is 0, so the estimate does not work
-        as a penalty in a loss. Subtract it from the reward instead.
+        as a penalty in a loss. Subtract the estimate from the reward instead.
     Raises: ValueError naming the arguments whose shapes differ.
     Source: Schulman 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.html.
 

@@ -100,8 +100,8 @@ def standardize(
         (x - mean) / max(std, eps)        std divides by max(count - 1, 1)
 
     If the unmasked entries differ only by rounding, all entries become 0. The entries differ only by rounding if their
-    standard deviation is at most |mean| times the dtype's eps. The same holds if the standard deviation is at most an
-    eighth of the mean's rounding error.
+    standard deviation is at most |mean| times the dtype's eps. All entries also become 0 if the standard deviation is
+    at most an eighth of the mean's rounding error.
 
     Args:
         x: `[*B]` float.
@@ -109,7 +109,7 @@ def standardize(
         eps: lower bound of the divisor, in the units of `x`.
         total: a function that sums a tensor over all processes, such as `ecrl.distributed.all_sum`. Pass `total` if
             each process holds a share of the batch. The function then uses the mean and the standard deviation of the
-            whole batch. The axes in `axis` must include the axis that the processes share.
+            whole batch. The axes in `axis` must include the axis along which the processes divide the batch.
         axis: the axes over which the mean and the standard deviation are taken, an integer or a tuple of integers. None
             takes all axes.
 
@@ -143,7 +143,7 @@ def standardize(
 def explained_variance(value: Tensor, value_target: Tensor, mask: Tensor | None = None, *, axis: Axis = None) -> Tensor:
     """Return the share of the targets' variance that the critic explains.
 
-    With a result of 1, the errors of the critic do not vary. With a result of 0, they vary as much as the targets.
+    With a result of 1, the errors of the critic do not vary. With a result of 0, they vary as much as the targets do.
 
         1 - var(value_target - value) / var(value_target)        0 if the targets vary only by rounding
 

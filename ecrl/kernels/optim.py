@@ -513,8 +513,8 @@ def linear_schedule(step: int | Tensor, *, start: Scalar, end: Scalar, horizon: 
 
         start + (end - start) * min(step / horizon, 1)
 
-    `step` is an integer or a tensor of any shape, and the result has the shape of `step`. With `end` 1, the schedule is
-    a warm-up followed by a constant rate.
+    `step` is an integer or a tensor of any shape, and the result has the shape of `step`. With an `end` of 1, the
+    schedule is a warm-up followed by a constant factor.
 
     Gradient: flows through `start` and `end` if they are tensors, but not through an integer `step`.
     Raises: ValueError naming an argument that is not a number or a tensor, or a number `horizon` below 1.
@@ -554,7 +554,7 @@ def warmup_linear_schedule(
         1 + (end - 1) * min((step - warmup) / (horizon - warmup), 1)       otherwise
 
     `step` is an integer or a tensor of any shape, and the result has the shape of `step`. For a constant factor after
-    the warm-up, call `linear_schedule` with `end` 1.
+    the warm-up, call `linear_schedule` with an `end` of 1.
 
     Args:
         step: number of steps so far.

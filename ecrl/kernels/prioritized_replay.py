@@ -31,8 +31,8 @@ def replay_add_priority(replay: Replay, tree: Tensor, largest: Tensor, *, steps:
         priority[t] = 0          for now - n <= t < now
         priority[t] = 0          for now - R <= t < now - R + stack - 1, if now > R
 
-    `now` is `start + added`. The n newest steps cannot be drawn yet. The `stack - 1` oldest steps can no longer be
-    drawn.
+    `now` is `start + added`. The n newest steps cannot be drawn yet. Once the ring is full, the `stack - 1` oldest
+    steps can no longer be drawn.
 
     Args:
         replay: the buffer after `replay_add`.

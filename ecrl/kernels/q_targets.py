@@ -32,7 +32,7 @@ def _target(reward: Tensor, next_value: Tensor, terminated: Tensor, gamma: Scala
 
 
 def _fill_unread(x: Tensor, reward: Tensor, terminated: Tensor, gamma: Scalar) -> Tensor:
-    """Fill the entries of `x` that the target does not read with 0.
+    """Write 0 into the entries of `x` that the target does not read.
 
     `x` has the shape `[*B]`, `[*B, A]` or `[C, *B, A]`. A NaN in an entry that is not read would make gradients NaN.
     """

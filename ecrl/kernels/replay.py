@@ -181,7 +181,7 @@ def replay_add(replay: Replay, rows: TensorDict) -> Replay:
     _check_rows("rows", new, replay.ring["steps"])
     _check_rows("rows['final_obs']", final_obs, replay.ring["final", "obs"])
     device = replay.start.device
-    # A row that does not fit becomes a copy of the row for the last place, because `index_put` then writes equal values.
+    # A row that does not fit becomes a copy of the row for the last place, so that both writes have equal values.
     room = len(block) - 1 - replay.added
     number = torch.minimum(torch.arange(length, device=device), room)
     place, fits = replay.added + number, number >= 0
@@ -396,7 +396,7 @@ def _gather(old: Any, new: Any, is_new: Tensor, old_row: Tensor, new_row: Tensor
 
 
 def _read_steps(replay: Replay, fields: Any, step: Tensor, env: Tensor) -> TensorDict:
-    """Read fields of the given steps and environments, each of shape `[*B]`."""
+    """Read `fields` at the steps `step` of the environments `env`. The results have the shape of `step`."""
     old, new = (x["steps"].select(*fields) for x in (replay.ring, replay.block))
     env = env.expand(step.shape)
     return _gather(old, new, step >= replay.start, step % len(old), step - replay.start, env)
@@ -475,8 +475,8 @@ def replay_read(replay: Replay, index: Tensor, *, gamma: Scalar, n: int) -> Tens
     Returns: TensorDict `[*B]` with `reward` (reward units), `discount`, `next_obs`, and `terminated` of the last step.
         The other fields of the ring, such as `obs` and `action`, belong to step t. `truncated` and `executed` are left
         out. `obs` and `next_obs` keep their dtype. `discount` has the dtype of `reward`. If `mask` is False, step t
-        stores no transition, or cannot be drawn yet. If `terminated` is True, `next_obs` is an arbitrary observation. If
-        the final observation of a truncated step was overwritten, `discount` is NaN.
+        stores no transition, or cannot be drawn yet. If `terminated` is True, `next_obs` is an arbitrary observation.
+        If the final observation of a truncated step was overwritten, `discount` is NaN.
     Gradient: flows through the rows and `gamma`.
     Raises: ValueError if `n` is not between 1 and R - 1, if `gamma` is not 0-d, or if `index` is not int64.
     Source: Sutton and Barto 2018, eq. 7.1; time limits as in Pardo et al. 2018, arXiv:1712.00378.

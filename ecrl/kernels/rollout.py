@@ -272,7 +272,7 @@ def place_at_truncations(value: Tensor, truncated: Tensor) -> Tensor:
     if value.shape[:-1] != truncated.shape[:-1] or not 1 <= value.shape[-1] <= steps:
         shapes = f"value has shape {list(value.shape)}, and truncated has {list(truncated.shape)}"
         raise ValueError(f"{shapes}; expected equal leading axes, and between 1 and {steps} slots in value")
-    value, truncated = value.movedim(-1, 0), truncated.movedim(-1, 0)  # in memory, time is the first axis
+    value, truncated = value.movedim(-1, 0), truncated.movedim(-1, 0)  # in storage, time is the first axis
     if len(value) == steps:
         placed = torch.cat((value, value[-1:]))
     else:
@@ -329,7 +329,7 @@ def collect_rollout(
 
         `steps`, of shape `[N, T + 1]`, is a rollout with obs, the fields that `act` returns, reward, terminated,
         truncated and done. The rollout has info, mask and executed if the environment has them, and value and
-        final_value if the policy has a critic. In memory, time is the first axis. The last time slot of every field is
+        final_value if the policy has a critic. In storage, time is the first axis. The last time slot of every field is
         zero, except for obs and value.
 
         `carry`, of shape `[N, S]` with S = T / segment_length, is the policy's memory before each segment. If the

@@ -156,6 +156,7 @@ def use_step_if(fn: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, 
 
 def step_if(due: Tensor, body: Callable[..., tuple[Any, Any]], carry: Any, *constants: Any) -> tuple[Any, Any]:
     """Use the results of `body` only if `due` is True. Otherwise, a compiled graph for the CPU does not compute them.
+
     The arguments and results are the same as for `step_or_keep`, which runs in eager code, on a GPU, under vmap, and
     with gradients or several ranks.
     """

@@ -64,7 +64,7 @@ def clipped_surrogate_asymmetric(
         outside [1 - clip_low, 1 + clip_high].
     Gradient: flows through `log_prob` only.
     Raises: ValueError naming the argument, if shapes do not match, `mask` is not bool or a hyperparameter is not 0-d.
-    Source: Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 10. The dual clip is Ye et al. 2020, arXiv:1912.09729.
+    Source: Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 10. The dual clip is from Ye et al. 2020, arXiv:1912.09729.
 
     >>> zeros, yes = torch.zeros(1, 2), torch.tensor([[True, True]])
     >>> clips = {"clip_low": 0.2, "clip_high": 0.25, "dual_clip": 3.0}
@@ -249,7 +249,7 @@ def vespo_loss(
         weight = ratio^k * exp(lambda * (1 - ratio))
         loss   = -stop(weight) * advantage * log_prob
 
-    The weight is 1 at ratio 1. It vanishes for small and for large ratios.
+    The weight is 1 at ratio 1, and approaches 0 for small and for large ratios.
 
     Args:
         log_prob: `[*B, L]` float, log-probability in nats under the policy being trained.
@@ -342,7 +342,7 @@ def _finite(log_prob: Tensor) -> Tensor:
 
 
 def _choose(condition: Tensor, x: Scalar, other: Scalar, like: Tensor) -> Tensor:
-    """Return `torch.where(condition, x, other)` in the dtype of `like`, because two Python numbers would give float32."""
+    """Return `torch.where(condition, x, other)` in the dtype of `like`. Two Python numbers would give float32."""
     zero = torch.zeros_like(like)
     return torch.where(condition, x + zero, other + zero)
 

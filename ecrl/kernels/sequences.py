@@ -66,8 +66,8 @@ def fixed_length_mean(x: Tensor, mask: Tensor | None = None, *, length: Scalar) 
 
         sum(x where mask) / (length * max(1, number of sequences with an unmasked token))
 
-    The weight of a token does not depend on the lengths of the sequences. With `length` 1, the result is the mean of
-    the sums.
+    The weight of a token does not depend on the lengths of the sequences. With a `length` of 1, the result is the
+    mean of the sums.
 
     Args:
         x: `[*B, L]` float. Masked entries may hold any value.
@@ -221,7 +221,7 @@ def masked_sequence_importance(
 
         weight = exp(sum(log_prob - sampler_log_prob where mask))        0 if this is above cap
 
-    This is TRL's default correction, with `cap` 3.
+    With a `cap` of 3, the weight is TRL's default correction.
 
     Args:
         log_prob: `[*B, L]` float, log-probability in nats, computed by the trainer before the update.

@@ -54,7 +54,7 @@ def weighted_step_mean(x: Tensor, token_mask: Tensor, mask: Tensor, weight: Tens
 
 
 def token_mean_weights(count: Tensor, mask: Tensor, *, total: Total = identity) -> Tensor:
-    """Return the weights `[N, T]` with which `weighted_step_mean` over all steps equals `token_mean`.
+    """Return weights `[N, T]` that make `weighted_step_mean` over all steps equal to `token_mean`.
 
         weight = count(mask) / sum(count where mask)
 
@@ -69,7 +69,7 @@ def token_mean_weights(count: Tensor, mask: Tensor, *, total: Total = identity) 
 
 
 def sequence_mean_weights(count: Tensor, mask: Tensor, *, total: Total = identity) -> Tensor:
-    """Return the weights `[N, T]` with which `weighted_step_mean` over all steps equals `sequence_mean`.
+    """Return weights `[N, T]` that make `weighted_step_mean` over all steps equal to `sequence_mean`.
 
         weight[n] = count(mask) / (sequences * sum(count[n] where mask[n]))
 
@@ -87,7 +87,7 @@ def sequence_mean_weights(count: Tensor, mask: Tensor, *, total: Total = identit
 
 
 def fixed_length_mean_weights(count: Tensor, mask: Tensor, *, length: Scalar, total: Total = identity) -> Tensor:
-    """Return the weights `[N, T]` with which `weighted_step_mean` over all steps equals `fixed_length_mean`.
+    """Return weights `[N, T]` that make `weighted_step_mean` over all steps equal to `fixed_length_mean`.
 
         weight = count(mask) / (sequences * length)
 

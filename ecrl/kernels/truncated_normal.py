@@ -1,4 +1,4 @@
-"""Functions of normal variables that are truncated to an interval: sample, mode, log_prob, entropy and kl.
+"""Functions for normal variables that are truncated to an interval: sample, mode, log_prob, entropy and kl.
 
 The density is proportional to a normal density between `low` and `high`, and 0 outside. Means have the shape `[*B, A]`,
 and log_prob, entropy and kl are sums over the last axis. The sampler takes uniform noise as an argument (see
@@ -73,7 +73,7 @@ def _log_cdf(x: Tensor) -> Tensor:
 
 
 def _is_near(a: Tensor, b: Tensor) -> Tensor:
-    """Return True for intervals that contain 0 or lie inside (-1, 1). A difference of two `erf` is then accurate."""
+    """Return True for intervals that contain 0 or lie inside (-1, 1), so that a difference of `erf` is accurate."""
     return ((a <= 0.0) & (b >= 0.0)) | ((a.abs() < 1.0) & (b.abs() < 1.0))
 
 
@@ -143,7 +143,7 @@ def truncated_normal_sample(mean: Tensor, log_std: Tensor, low: Scalar, high: Sc
         a = (low - mean) / std;  b = (high - mean) / std
 
     Here Phi is the cumulative distribution function of the standard normal distribution. The result is clipped to the
-    bounds, which rounding might exceed.
+    bounds, because rounding may move it beyond a bound.
 
     Args:
         mean: `[*B, A]` float, mean before the truncation.
@@ -228,7 +228,7 @@ def truncated_normal_log_prob(mean: Tensor, log_std: Tensor, low: Scalar, high: 
 
 
 def truncated_normal_entropy(mean: Tensor, log_std: Tensor, low: Scalar, high: Scalar) -> Tensor:
-    """Return the differential entropy in nats, summed over the last axis.
+    """Return the differential entropy of the truncated variables in nats, summed over the last axis.
 
         sum_a(log_std + log(2 pi) / 2 + log(Phi(b) - Phi(a)) + E[z^2] / 2)
         E[z^2] = 1 + (a phi(a) - b phi(b)) / (Phi(b) - Phi(a));  a = (low - mean) / std;  b = (high - mean) / std

@@ -198,7 +198,9 @@ def test_gradients_flow_through_placed_values():
 
 @pytest.mark.parametrize("shape", [[2, 4], [2, 0], [3, 2], [2]])
 def test_placing_names_a_wrong_shape(shape):
-    message = r"value has shape \[.*\], and truncated has \[2, 4\]; expected equal leading axes, and between 1 and 3 slots"
+    message = (
+        r"value has shape \[.*\], and truncated has \[2, 4\]; expected equal leading axes, and between 1 and 3 slots"
+    )
     with pytest.raises(ValueError, match=message):
         place_at_truncations(torch.zeros(shape), torch.zeros(2, 4, dtype=torch.bool))
 
