@@ -57,8 +57,8 @@ def beta_sample(alpha: Tensor, beta: Tensor, key: Tensor) -> Tensor:
         x / (x + y) = sigmoid(log(x) - log(y)),    x ~ Gamma(alpha), y ~ Gamma(beta)
 
     Args:
-        alpha: `[*B, A]` float, above 0, concentration at 1.
-        beta: `[*B, A]` float, above 0, concentration at 0.
+        alpha: `[*B, A]` float, above 0. A larger value moves the density towards 1.
+        beta: `[*B, A]` float, above 0. A larger value moves the density towards 0.
         key: `[*B]` int64, one key of `ecrl.rng` for each row.
 
     Returns: `[*B, A]` in [0, 1]. A sample near 0 or 1 may be rounded to exactly 0 or 1.
@@ -88,8 +88,8 @@ def beta_mode(alpha: Tensor, beta: Tensor) -> Tensor:
     concentrations are equal and at most 1, both ends tie, or the density is constant. The result is then 1 / 2.
 
     Args:
-        alpha: `[*B, A]` float, above 0, concentration at 1.
-        beta: `[*B, A]` float, above 0, concentration at 0.
+        alpha: `[*B, A]` float, above 0. A larger value moves the density towards 1.
+        beta: `[*B, A]` float, above 0. A larger value moves the density towards 0.
 
     Returns: `[*B, A]` in [0, 1].
     Gradient: flows through both arguments where both concentrations are above 1.
@@ -120,8 +120,8 @@ def beta_log_prob(alpha: Tensor, beta: Tensor, action: Tensor) -> Tensor:
     where the density may be 0 or infinite.
 
     Args:
-        alpha: `[*B, A]` float, above 0, concentration at 1.
-        beta: `[*B, A]` float, above 0, concentration at 0.
+        alpha: `[*B, A]` float, above 0. A larger value moves the density towards 1.
+        beta: `[*B, A]` float, above 0. A larger value moves the density towards 0.
         action: `[*B, A]` float in [0, 1].
 
     Returns: `[*B]`.
@@ -143,8 +143,8 @@ def beta_entropy(alpha: Tensor, beta: Tensor) -> Tensor:
         sum_a(log(B(a, b)) - (a - 1) digamma(a) - (b - 1) digamma(b) + (a + b - 2) digamma(a + b))
 
     Args:
-        alpha: `[*B, A]` float, above 0, concentration at 1.
-        beta: `[*B, A]` float, above 0, concentration at 0.
+        alpha: `[*B, A]` float, above 0. A larger value moves the density towards 1.
+        beta: `[*B, A]` float, above 0. A larger value moves the density towards 0.
 
     Returns: `[*B]`.
     Gradient: flows through both arguments.
@@ -168,10 +168,10 @@ def beta_kl(alpha: Tensor, beta: Tensor, other_alpha: Tensor, other_beta: Tensor
     Here a is `alpha`, b is `beta`, a' is `other_alpha` and b' is `other_beta`.
 
     Args:
-        alpha: `[*B, A]` float, above 0, concentration at 1.
-        beta: `[*B, A]` float, above 0, concentration at 0.
-        other_alpha: `[*B, A]` float, above 0, concentration at 1.
-        other_beta: `[*B, A]` float, above 0, concentration at 0.
+        alpha: `[*B, A]` float, above 0. A larger value moves the density towards 1.
+        beta: `[*B, A]` float, above 0. A larger value moves the density towards 0.
+        other_alpha: `[*B, A]` float, above 0. A larger value moves the density towards 1.
+        other_beta: `[*B, A]` float, above 0. A larger value moves the density towards 0.
 
     Returns: `[*B]`.
     Gradient: flows through all four arguments.

@@ -163,8 +163,8 @@ def held_noise(held: Tensor, steps_left: Tensor, noise: Tensor, duration: int | 
         held: `[*B, D]` float, the noise of the previous step.
         steps_left: `[*B]` int64, the number of further steps for which `held` is kept.
         noise: `[*B, D]` float, new noise.
-        duration: the number of steps for which new noise is kept. Pass an integer, or an int64 `[*B]` tensor, for
-            example of random durations.
+        duration: the number of steps for which new noise is kept. Pass an integer, or an int64 `[*B]` tensor with
+            one duration per environment.
 
     Returns: `noise` of shape `[*B, D]` in the common dtype of `held` and `noise`, and `steps_left` of shape `[*B]`.
     Gradient: flows through `held` and `noise`.

@@ -52,7 +52,7 @@ class Replay(NamedTuple):
     Attributes:
         ring: the rows of earlier iterations, in a ring from `replay_init`.
         block: the rows of this iteration, with the fields of the ring. Bool fields are stored as uint8, because
-            compiled loops copy uint8 faster. Convert them with `.bool()` before you use them.
+            compiled loops copy uint8 faster. Convert these fields with `.bool()` before you use them.
         start: number of steps of each environment before the iteration, 0-d int64.
         added: number of steps of each environment that the iteration has added, 0-d int64.
     """

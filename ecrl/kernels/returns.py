@@ -71,8 +71,8 @@ def discounted_returns(
 
     Args:
         reward: `[*B, T]` float, in reward units.
-        next_value: `[*B, T]` float, value of the state that the action led to, before auto-reset. Pass zeros to leave
-            out the bootstrap.
+        next_value: `[*B, T]` float, value of the state that the action led to, before auto-reset. Pass zeros for
+            returns without bootstrapping.
         terminated: `[*B, T]` bool.
         done: `[*B, T]` bool, `terminated | truncated`.
         gamma: discount, or a `[*B, T]` tensor with the discount of each step.
@@ -433,8 +433,8 @@ def retrace(
 
     Args:
         reward: `[*B, T]` float, in reward units.
-        next_q_taken: `[*B, T]` float, Q-value of the next state and the action of step t + 1. Entries with `done[t]` or
-            `t = T - 1` are not read.
+        next_q_taken: `[*B, T]` float, Q-value of the next state and the action of step t + 1. Entries where `done[t]`
+            is True or `t = T - 1` are not read.
         next_v: `[*B, T]` float, value of the state that the action led to, before auto-reset. The value is the mean
             Q-value under the policy being trained.
         log_rho: `[*B, T]` float, log-ratio of the action of step t, in nats. The log-ratio is the log-probability under

@@ -74,8 +74,8 @@ def scan_time_major(
         decay: a number, a 0-d tensor or a `[T, *B]` tensor.
         cut: `[T, *B]` bool.
         last: `[*B]`.
-        store: a function that is applied to every intermediate result with several uses. A compiler can pass a function
-            that marks such results to be stored instead of recomputed for each use.
+        store: a function that is applied to every intermediate result that is used more than once. A compiler can pass
+            a function that marks such results to be stored instead of recomputed for each use.
 
     Returns: `[T, *B]` in the dtype of `x`.
     """
