@@ -237,7 +237,7 @@ def test_events_of_a_task_change_what_is_seen_and_nothing_else(func, params):
 @pytest.mark.parametrize(
     ("model", "settings", "message"),
     [
-        (RandomizeCameraConfig, {}, "give eye_range, target_range, up_range or several"),
+        (RandomizeCameraConfig, {}, "no range is set; give at least one of eye_range, target_range and up_range"),
         (RandomizeLightConfig, {}, "give direction_range, color_range or both"),
         (RandomizeCameraConfig, {"eye_range": [[0, 1, 0], [0, 0, 0]]}, "lowest 1.0 is above highest 0.0"),
         (RandomizeLightConfig, {"color_range": [[0, 0, 0], [0, 0, 2]]}, "color_range"),

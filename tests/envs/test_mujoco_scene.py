@@ -351,11 +351,11 @@ FAULTS = [
     ),
     (
         {"robot": {"model": ARM % (MOTOR + HOLDER % "jointpos")}},
-        "robot.model: sensor 'hip_force' is not a jointactuatorfrc of joint 'hip' without .*; rename it",
+        "robot.model: sensor 'hip_force' is not a jointactuatorfrc sensor of joint 'hip' without .*; rename the sensor",
     ),
     (
         {"mjcf": ARM % (MOTOR + (HOLDER % "jointactuatorfrc").replace("/>", ' cutoff="1"/>'))},
-        "^mjcf: sensor 'hip_force' is not a jointactuatorfrc of joint 'hip' without cutoff, the force of its drive;",
+        "^mjcf: sensor 'hip_force' is not a jointactuatorfrc sensor of joint 'hip' without cutoff; rename the sensor",
     ),
     (
         {"robot": {"model": SITED % MOTOR, "solver_cfg": {"arm": {"tcp": TCP}}}},

@@ -100,7 +100,7 @@ def test_the_maker_reads_the_config(robots):
         ({"reach": float("nan")}, "has the reach nan"),
         ({"init_rot": (0.0, 1.0)}, "has an init_rot of 2 angles, expected 3"),
         ({"parts": {"arm": "turn"}}, "has a str as joints of the part 'arm', expected a tuple of names"),
-        ({"end_links": {"leg": "tool"}}, "has an end_link of 'leg', which is no part of it"),
+        ({"end_links": {"leg": "tool"}}, "has an end_link of 'leg', but no such part; name one of its parts"),
         ({"grip": {"thumb": (0.0, 1.0)}}, "robot: grip has the unknown joint 'thumb'"),
     ],
 )

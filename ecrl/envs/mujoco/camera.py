@@ -31,9 +31,9 @@ DIRECTION, COLOR = "light_direction", "light_color"
 SETTINGS = (EYE, TARGET, UP, FOCAL, CENTER, DIRECTION, COLOR)
 """Names of the targets that move cameras, change their intrinsics or change the light."""
 COLOR_OF, SIZE_OF = "color/", "size/"
-"""Prefixes of the names of vectors with the color or the size of an object, such as `color/cube`.
+"""Prefixes of the names of targets that hold the color or the size of an object, such as `color/cube`.
 
-A disc in the images marks each target position without such a prefix, except for the targets in `SETTINGS`.
+A disc in the images marks each target that has 3 elements, no such prefix and no name in `SETTINGS`.
 """
 
 _GOAL = np.array([0.1, 0.75, 0.3, 0.5], np.float32)
@@ -132,7 +132,10 @@ def intrinsics_of(camera: CameraConfig) -> tuple[float, float, float, float]:
 
 
 def _aim(camera: CameraConfig, targets: Mapping[str, np.ndarray], views: Any) -> None:
-    """Set the pose and the intrinsics of `views`, which are the left-eye and right-eye cameras of an `MjvScene`."""
+    """Set the pose and the intrinsics of `views` from the settings of `camera` plus the offsets in `targets`.
+
+    `views` are the left-eye and right-eye cameras of an `MjvScene`.
+    """
     zero = np.zeros(3)
     eye, target = (
         np.add(start, targets.get(name, zero), dtype=np.float64)
@@ -185,13 +188,14 @@ def named_shapes(sim: Simulation) -> tuple[str, ...]:
 
 
 def scene_colors(sim: Simulation) -> dict[str, tuple[float, ...]]:
-    """Return a dictionary that maps the names of color vectors to the colors in the scene: red, green and blue."""
+    """Return a dictionary that maps names such as `color/cube` to the red, green and blue of the geoms in the scene."""
     return {COLOR_OF + name: tuple(map(float, sim.model.geom(name).rgba[:3])) for name in named_shapes(sim)}
 
 
 def sizes_of(sim: Simulation, worlds: Any) -> dict[str, Any]:
-    """Return a dictionary that maps the names of size vectors to the sizes `[*B, 3]` of the objects whose size varies.
+    """Return a dictionary that maps names such as `size/cube` to MuJoCo's `geom_size` of the object, `[*B, 3]` (m).
 
+    The dictionary contains only the objects whose size differs between environments.
     `worlds` has the field `parameters` if any model field varies.
     """
     uids = (uid for field, uid in sim.varied if field == "geom_size" and uid in named_shapes(sim))
@@ -199,7 +203,7 @@ def sizes_of(sim: Simulation, worlds: Any) -> dict[str, Any]:
 
 
 def _set_shapes(model: Any, scene_model: Any, targets: Mapping[str, np.ndarray]) -> None:
-    """Set the colors and the sizes of shapes in a model. All other shapes get the values of the scene."""
+    """Set the colors and the sizes in `targets` in `model`. All other geoms get the values of `scene_model`."""
     model.geom_rgba[:], model.geom_size[:] = scene_model.geom_rgba, scene_model.geom_size
     for name, values in targets.items():
         if name.startswith(COLOR_OF):
@@ -237,7 +241,7 @@ def drawing(sim: Simulation, camera: CameraConfig) -> Iterator[Draw]:
     gl.mjv_updateScene(model, data, option, None, view, everything, scene)
     view.type = gl.mjtCamera.mjCAMERA_USER.value  # later updates keep the pose that `_aim` sets
     near_far = [(side.frustum_near, side.frustum_far) for side in scene.camera]
-    headlight = scene.lights[0].pos.copy(), scene.lights[0].dir.copy()  # behind MuJoCo's default camera
+    headlight = scene.lights[0].pos.copy(), scene.lights[0].dir.copy()  # at MuJoCo's default camera
     positions = gl.mj_kinematics, gl.mj_comPos, gl.mj_camlight, gl.mj_flex, gl.mj_tendon
     bits, pose = state_bits(), b""
     with _canvas(model, *camera.resolution) as paint:

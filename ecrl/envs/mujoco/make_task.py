@@ -91,7 +91,7 @@ def _action_terms(cfg: TaskConfig, sim: Simulation) -> tuple[ActionTerm, ...]:
 
 
 def _varied(cfg: TaskConfig) -> Varied:
-    """Return the model fields that events vary between environments, each in a pair with the name of an object."""
+    """Return pairs of a model field's name and an object's name, for all fields that events vary."""
     fields: dict[tuple[str, str], None] = {}
     for name, event in sorted(cfg.events.items()):
         if (find := getattr(event.params, "varied", None)) is None:
@@ -155,7 +155,8 @@ def _check_names(where: str, names: list[str]) -> None:
 def _check_functions(task: Task, state: TensorDict) -> None:
     """Call the functions and the reward terms of a task to check their results.
 
-    Raises: ConfigError if a result does not have one value per environment.
+    Raises: ConfigError if a result has a wrong dtype or does not have one value per environment, or if the names of
+        two metrics collide.
     """
     sim, flags = task.sim, state["elapsed"] > 0
     with error_prefix("env.cfg (compute_task_state)"):
@@ -175,7 +176,7 @@ def _check_functions(task: Task, state: TensorDict) -> None:
 def _observation_space(task: Task, state: TensorDict, sizes: Mapping[str, tuple[int, ...]]) -> tuple[Space, bool]:
     """Return the space of the observations, and True if an entry of the observation is an image.
 
-    `sizes` maps the name of each entry that has integers to the numbers of values of its elements.
+    `sizes` maps the name of each entry of integers to the number of possible values of each element.
 
     Raises: ConfigError if there is no entry, if an entry has a wrong dtype, or if two entries have the same name in a
         Dict. Also raised if an image or integers would be part of a vector.

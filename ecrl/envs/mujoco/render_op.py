@@ -144,7 +144,7 @@ def _run_together(jobs: list[_Job]) -> None:
 
 
 def _draw_rows(out: np.ndarray, physics: np.ndarray, vectors: np.ndarray, rows: np.ndarray, camera: int) -> None:
-    """Draw the images of some rows into `out`."""
+    """Draw the images of the environments with the indices `rows` into `out`, in this thread."""
     names = _vector_names(_camera(camera)[0])
     draw, is_absent = _draw(camera), np.isnan(vectors[:, : len(names), 0])
     marks = {f"mark {j}": len(names) + j for j in range(vectors.shape[1] - len(names))}

@@ -57,7 +57,10 @@ def _scaled(value: Any, factor: float) -> Any:
 
 
 def scale_of(cfg: ScalableTaskConfig) -> float:
-    """Return the factor for the lengths of a task: `cfg.scale`, or by default a factor that fits the robot's reach."""
+    """Return the factor for the lengths of a task: `cfg.scale`, or by default the robot's reach divided by 1.3 m.
+
+    Without `cfg.scale`, the factor is 1 if the robot has no `RobotModel`, which defines the reach.
+    """
     with error_prefix("env.cfg"):
         model = None if cfg.robot is None else described(cfg.robot)
     return cfg.scale or (1.0 if model is None else model.reach / _REACH)

@@ -177,9 +177,9 @@ def _start_episode(task: Task, state: TensorDict, keys: Tensor) -> TensorDict:
 
 
 def _is_startup_neutral(task: Task, keys: Tensor) -> bool:
-    """Return True if, in the episodes of `keys`, startup events change only model parameters.
+    """Return True if startup events change only model parameters, and do not affect which starts are acceptable.
 
-    Startup events must also not affect which of the starts are acceptable.
+    Only the episodes of `keys` are tested.
     """
     one, reset_events = initial_state(task, keys), task.events_of("reset")
     life = cast(TensorDict, one["life"]).copy()
@@ -234,7 +234,7 @@ def _info(success: Tensor, fail: Tensor, metrics: dict[str, Tensor], rewards: di
 
 
 def carry_over(task: Task, new_start: TensorDict, ended: TensorDict) -> TensorDict:
-    """Return the initial state of the next episode, which keeps the startup events and the steps since `reset`.
+    """Return the initial state of the next episode, with `life.count` and `life.key` (startup events) from `ended`.
 
     The task chose `new_start` under different startup events. If startup events can affect which starts are acceptable,
     `carry_over` chooses the start again.
@@ -302,7 +302,10 @@ def check_per_env(name: str, result: Any, like: Tensor) -> None:
 
 
 def compute_reward(task: Task, before: TensorDict, after: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the total reward of a step, and a dictionary with the weighted and the unweighted value of each term."""
+    """Return the total reward of a step, and a dictionary of its components.
+
+    The components are the task's own reward, and the unweighted and the weighted value of each term.
+    """
     total, parts = torch.zeros_like(before["force"][..., 0]), {}
     if task.get_reward:
         total = parts["task"] = task.get_reward(task.sim, before, after)

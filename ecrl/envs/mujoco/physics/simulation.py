@@ -114,7 +114,7 @@ def _simulation(
     drives: tuple[tuple[str, Drive], ...],
     varied: Varied,
     has_movable_base: bool,
-    robot: Callable | None,  # the key includes the function that is registered for the robot's name
+    robot: Callable | None,  # only a part of the cache's key: the function that is registered for the robot's name
 ) -> Simulation:
     offset = tuple(name for field, name in varied if field == "body_ipos")
     scene = build(cfg, dict(drives), offset, has_movable_base)
@@ -160,7 +160,7 @@ def advance(
         sim: the simulation.
         world: the worlds to step, `[*B]`.
         control: controls of the actuators, `[*B, nu]` float. The controls are constant during the step.
-        force: forces (N or N m) along the degrees of freedom, `[*B, nv]` float; see `push`. None applies no force.
+        force: forces (N or N m) along the degrees of freedom, `[*B, nv]` float; see `world.push`. None: no force.
 
     Returns: the worlds after the step, and a mask of the failed steps, bool `[*B]`. A step fails if a control, a force
         or an entry of the next state is not finite, or its magnitude reaches 1e10. A world whose step failed is
@@ -183,7 +183,7 @@ def with_current_sensors(sim: Simulation, world: TensorDict, control: Tensor) ->
 
 
 def to_data(sim: Simulation, row: Tensor, data: Any = None) -> Any:
-    """Convert the `physics` of one world to an `MjData` for inspection, and run `mj_forward` on it."""
+    """Write the `physics` of one world to `data`, or to a new `MjData` if it is None, and run `mj_forward`."""
     data = mujoco().MjData(sim.model) if data is None else data
     mujoco().mj_setState(sim.model, data, row.double().cpu().numpy(), state_bits())
     mujoco().mj_forward(sim.model, data)

@@ -1,10 +1,9 @@
 """Step any number of MuJoCo simulations at once with the torch operator `ecrl::mujoco_step`.
 
-A state is a float64 vector in the layout of `mj_getState` for the components in `models.STATE`. The state holds
-everything that a simulation needs for its next step. `mujoco.batch` steps the simulations in parallel, on its own
-threads and without the GIL. Equal states, controls and parameters give bitwise equal results for any number of threads
-and in any batch. If a model is loaded for Warp, `ecrl.envs.mujoco.physics.warp_step` steps the model on the device of
-the state.
+A state is a float64 vector in the layout of `mj_getState` for the components in `models.STATE`. The state, the control
+and the parameters determine the next state. `mujoco.batch` steps the simulations in parallel, on its own threads and
+without the GIL. Equal states, controls and parameters give bitwise equal results for any number of threads and in any
+batch. If a model is loaded for Warp, `ecrl.envs.mujoco.physics.warp_step` steps the model on the device of the state.
 """
 
 import os

@@ -44,7 +44,7 @@ class _Worlds(NamedTuple):
     state: list[tuple[Tensor, slice]]  # views `[count, size]` of the components, and their columns in a state
     control: list[tuple[Tensor, slice]]
     parameters: list[tuple[Tensor, slice]]
-    constants: int  # bit mask: which groups of constants MuJoCo must compute again after a parameter changes
+    constants: int  # bit mask of the groups of constants that Warp recomputes from the parameters in each call
     sensors: Tensor
     overflow: Tensor
     loss_bits: int  # bits of `overflow` that report lost contacts or constraints

@@ -1,4 +1,4 @@
-"""Read the meshes of Collada files (.dae), which MuJoCo cannot read. This needs the package `pycollada`."""
+"""Read the meshes of Collada files (.dae), which MuJoCo cannot read, with the package `pycollada`."""
 
 import warnings
 from importlib.util import find_spec

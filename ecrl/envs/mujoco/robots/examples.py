@@ -1,4 +1,4 @@
-"""Robots of the package `example-robot-data`, named `example:panda` in `robot.model`.
+"""Robots of the package `example-robot-data`. The key `robot.model` selects one by a name such as `example:panda`.
 
 The package has URDF files with meshes. A robot in `EXAMPLES` has parts, an end effector and a home position. All other
 robots have the names of their files, such as `example:go2`, and one part with all joints.

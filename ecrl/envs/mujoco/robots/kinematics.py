@@ -1,6 +1,6 @@
 """Forward kinematics: compute exact, differentiable poses and Jacobians from joint positions with tensor functions.
 
-The tensor functions do not call MuJoCo, so they also work for the state at the start of an episode. A pose is a
+The tensor functions do not call MuJoCo, so they also work for a state that MuJoCo has not stepped yet. A pose is a
 homogeneous 4x4 matrix whose position is in m. The local pose of a joint includes the fixed transform before the joint.
 The local pose of a joint depends on the joint's displacement q and on constant matrices A, B and C:
 
@@ -93,7 +93,8 @@ def quaternion_of(pose: Tensor) -> Tensor:
 
         4 w^2 = 1 + R00 + R11 + R22,  4 w x = R21 - R12, and so on
 
-    Each row below is the quaternion times one of its components. The row of the largest component is the most precise.
+    Each of `rows` is the quaternion times four times one of its components. The row of the largest component is the
+    most precise.
 
     >>> quaternion_of(torch.tensor([[0.0, -1.0, 0.0, 7.0], [1.0, 0.0, 0.0, 8.0], [0.0, 0.0, 1.0, 9.0], [0.0] * 4]))
     tensor([0.7071, 0.0000, 0.0000, 0.7071])

@@ -32,7 +32,7 @@ def check_mjcf_inputs(source: str, key: str) -> None:
 
 
 def _check_file(path: Path, key: str, seen: set[Path]) -> None:
-    """Check the access to a file and to all files that it names. `seen` has the checked files, to end loops."""
+    """Check the access to a file and to all files that it names, except the files in `seen`, and add it to `seen`."""
     check_input(path, key)
     if path.resolve() not in seen:
         seen.add(path.resolve())

@@ -15,8 +15,8 @@ class RobotModel(NamedTuple):
             limits.
         reach: largest horizontal distance from the base to the end effector, m. Tasks scale their lengths with the
             reach; see the key `env.cfg.scale`. By default, the reach of the built-in arm.
-        init_rot: default rotation of the base (degrees), which `robot.init_rot` of the config replaces. Tasks expect an
-            arm that faces the direction -x.
+        init_rot: default rotation of the base (degrees). The config key `robot.init_rot` overrides this rotation. Tasks
+            expect an arm that faces the direction -x.
         grip: positions of each joint of the gripper when it is open and when it is closed (m or rad).
     """
 

@@ -40,10 +40,10 @@ Drive = Literal["position", "velocity", "force"]
 class Robot(NamedTuple):
     """Names of a robot's joints and end effector sites in the model.
 
-    `joints` names all joints. A list in the config that has one value per joint has the same order. `parts` maps each
-    part to the part's joints. `tcp` maps each part that has an end effector to the end effector's site. `followers` are
-    further joints. Each of them follows one of `joints`. `grip` maps each joint of a gripper to its positions in the
-    open and in the closed gripper. `fingers` are the bodies that grasp objects.
+    `joints` names all joints except `followers`. Config lists with one value per joint have the order of `joints`.
+    `parts` maps each part to the part's joints. `tcp` maps each part that has an end effector to the end effector's
+    site. `followers` are joints that each follow one of `joints`. `grip` maps each joint of a gripper to its positions
+    in the open and in the closed gripper. `fingers` are the bodies that grasp objects.
     """
 
     joints: tuple[str, ...]
@@ -114,8 +114,8 @@ def add_force_sensors(spec: Any, joints: tuple[str, ...], key: str) -> None:
         if sensor is None:
             spec.add_sensor(name=f"{name}_force", type=kind, objtype=joint, objname=name)
         elif (sensor.type, sensor.objname, sensor.cutoff) != (kind, name, 0.0):
-            expected = f"a jointactuatorfrc of joint {name!r} without cutoff, the force of its drive"
-            raise ConfigError(f"{key}: sensor {sensor.name!r} is not {expected}; rename it")
+            expected = f"a jointactuatorfrc sensor of joint {name!r} without cutoff"
+            raise ConfigError(f"{key}: sensor {sensor.name!r} is not {expected}; rename the sensor")
 
 
 def _per_joint(values: PerJoint | None, defaults: tuple[float, ...], built: Builtin, key: str) -> tuple[float, ...]:
@@ -198,7 +198,7 @@ def described(cfg: RobotConfig) -> RobotModel | None:
 
 
 def robot_function(cfg: RobotConfig) -> Callable | None:
-    """Return the registered function that describes the robot. Return None for any other robot."""
+    """Return the registered function that describes the robot, or None if the robot is not registered."""
     if cfg.model is not None or cfg.robot_type in ROBOTS or cfg.robot_type not in registered("robot"):
         return None
     return lookup("robot", cfg.robot_type).make
@@ -218,7 +218,7 @@ def _checked(model: Any, name: str) -> RobotModel:
     if texts := [part for part, joints in model.parts.items() if isinstance(joints, str)]:
         raise ConfigError(f"{where} has a str as joints of the part {texts[0]!r}, expected a tuple of names")
     if unknown := [part for part in model.end_links if part not in (model.parts or ("arm",))]:
-        raise ConfigError(f"{where} has an end_link of {unknown[0]!r}, which is no part of it; name one of its parts")
+        raise ConfigError(f"{where} has an end_link of {unknown[0]!r}, but no such part; name one of its parts")
     return model
 
 
@@ -289,7 +289,7 @@ def _from_file(cfg: RobotConfig, drives: Mapping[str, Drive], is_trusted: bool) 
 
 
 def _as_described(built: Builtin, model: RobotModel) -> Builtin:
-    """Return the robot of a file with the parts, the home position and the gripper of its description."""
+    """Return the robot of a file with the parts, end effectors, home position and gripper of its `RobotModel`."""
     if model.home and len(model.home) != len(built.joints):
         names = ", ".join(built.joints)
         raise ConfigError(f"robot: home has {len(model.home)} values for {len(built.joints)} joints: {names}")
@@ -301,7 +301,7 @@ def _as_described(built: Builtin, model: RobotModel) -> Builtin:
 
 
 def _from_urdf(spec: Any, part: str = "arm") -> tuple[Any, Builtin]:
-    """Return the MjSpec of a URDF file and the robot, whose `joints` leave out joints that follow another joint."""
+    """Return the MjSpec of a URDF file and its `Builtin`. Its `joints` exclude the joints that follow another joint."""
     following = {follower.name for follower in urdf.followers(spec)}
     joints = tuple(name for name in hinges_and_slides(spec) if name not in following)
     if not joints:
@@ -311,7 +311,10 @@ def _from_urdf(spec: Any, part: str = "arm") -> tuple[Any, Builtin]:
 
 
 def _with_rotors(spec: Any, cfg: RobotConfig, built: Builtin, joints: tuple[str, ...]) -> Builtin:
-    """Add the inertia of rotors to joints of a URDF file. Return the robot with gains that follow from its efforts."""
+    """Add the inertia of rotors to `joints`, and compute the stiffness and damping of their drives from the efforts.
+
+    `joints` come from URDF files. Returns: the robot with the new stiffness and damping.
+    """
     key = "robot.drive_pros.max_effort"
     efforts = dict(zip(built.joints, _per_joint(cfg.drive_pros.max_effort, built.max_effort, built, key), strict=True))
     if weak := [name for name in joints if efforts[name] <= 0.0]:
@@ -325,7 +328,7 @@ def _with_rotors(spec: Any, cfg: RobotConfig, built: Builtin, joints: tuple[str,
 
 
 class _Assembly(NamedTuple):
-    """Source of the arm, and the joints and the place of the hand.
+    """Kind of file that the arm comes from, joints of the hand, and body that holds the hand.
 
     Attributes:
         kind: source of the arm.
@@ -365,7 +368,7 @@ def _read_hand(cfg: RobotConfig, built: Builtin, hand: Part, assembly: _Assembly
 
 
 def _attach(spec: Any, cfg: RobotConfig, built: Builtin, hand: Part, hand_spec: Any, assembly: _Assembly) -> _Assembly:
-    """Attach a hand to the flange of the arm. For an arm from a file, return the assembly with the flange."""
+    """Attach a hand to the flange of the arm, and return the assembly. For an arm from a file, set its `flange`."""
     if assembly.kind == "built-in":
         joint, position = _mount(built, "arm", built.parts["arm"])
         attach_hand(spec, hand_spec, spec.joint(joint).parent, position, hand.transform, hand.key)
@@ -376,7 +379,7 @@ def _attach(spec: Any, cfg: RobotConfig, built: Builtin, hand: Part, hand_spec: 
 
 
 def _with_hand(built: Builtin, hand: Builtin) -> Builtin:
-    """Return an arm together with a hand. The joints of the hand come last."""
+    """Return the `Builtin` of an arm together with a hand. The joints of the hand come last."""
     joined = {name: getattr(built, name) + getattr(hand, name) for name in ("joints", "home", *_NUMBERS)}
     aliases = (*(built.aliases or built.joints), *(hand.aliases or hand.joints))
     return built._replace(parts=built.parts | hand.parts, aliases=aliases, grip=built.grip | hand.grip, **joined)

@@ -58,7 +58,8 @@ def urdf_spec(text: str, folder: Path, key: str, is_trusted: bool = False) -> An
         text: the text of the file.
         folder: folder of the file, where relative paths begin.
         key: config key for error messages.
-        is_trusted: True for a file of an installed package. Its meshes may be outside $ECRL_INPUT_FOLDERS.
+        is_trusted: True for a file of an installed package or of a registered robot. Its meshes may be outside
+            $ECRL_INPUT_FOLDERS.
 
     Raises: ConfigError if the text is not a URDF file, if MuJoCo cannot simulate it, or if a mesh is missing.
     """
@@ -112,17 +113,17 @@ def _check_tree(robot: ElementTree.Element, key: str) -> None:
         ends = {side: None if (end := joint.find(side)) is None else end.get("link") for side in ("parent", "child")}
         for side, link in ends.items():
             if link not in links:
-                raise ConfigError(f"{key}: joint {name} has the {side} {format_value(link)}, which is no link")
+                raise ConfigError(f"{key}: joint {name} has the {side} {format_value(link)}, but no link has this name")
         child, parent = ends["child"], ends["parent"]
         if child in parents:
-            raise ConfigError(f"{key}: link {format_value(child)} has two parents, but the links of a URDF are a tree")
+            raise ConfigError(f"{key}: link {format_value(child)} has two parents; remove one of the two joints")
         parents[child] = parent
     for start in links:
         link, steps = start, 0
         while (link := parents.get(link)) is not None:
             steps += 1
             if steps > len(links):
-                raise ConfigError(f"{key}: link {format_value(start)} is in a loop, but the links of a URDF are a tree")
+                raise ConfigError(f"{key}: link {format_value(start)} is in a loop; remove a joint of the loop")
 
 
 def _check_joints(robot: ElementTree.Element, key: str) -> None:
@@ -132,12 +133,14 @@ def _check_joints(robot: ElementTree.Element, key: str) -> None:
     for joint in joints:
         kind, where = joint.get("type"), f"{key}: joint {format_value(joint.get('name'))}"
         if kind not in (*_MOVING, "fixed"):
-            raise ConfigError(f"{where} is {format_value(kind)}, expected one of {', '.join((*_MOVING, 'fixed'))}")
+            raise ConfigError(
+                f"{where} has the type {format_value(kind)}, expected one of {', '.join((*_MOVING, 'fixed'))}"
+            )
         mimic = joint.find("mimic")
         if kind == "fixed":
             continue
         if mimic is not None and mimic.get("joint") not in leaders:
-            problem = f"follows {format_value(mimic.get('joint'))}, which is no joint that moves by itself"
+            problem = f"follows {format_value(mimic.get('joint'))}, expected a joint that moves and has no mimic"
             raise ConfigError(f"{where} {problem}; known: {', '.join(map(str, leaders)) or 'none'}")
         low, high, effort = _limits(joint, where)
         if kind != "continuous" and not low < high:
@@ -166,7 +169,7 @@ def _balance_inertias(robot: ElementTree.Element, key: str) -> None:
 
     The principal moments of a body satisfy `A + B >= C`. MuJoCo refuses other moments. ecrl replaces them
     by `(A + B + C) / 3` about all axes, as MuJoCo's option `balanceinertia` does. The moments of a plate satisfy
-    `A + B = C`. Due to rounding, MuJoCo refuses some plates, so these moments grow by a relative 2e-6 instead.
+    `A + B = C`. Due to rounding, MuJoCo refuses some plates, so A and B of a plate are multiplied by 1 + 2e-6.
     """
     changed: list[str] = []
     for link in robot.findall("link"):
@@ -205,7 +208,7 @@ Meshes = dict[str, tuple[np.ndarray, np.ndarray]]
 
 
 def _add_collada_meshes(spec: Any, meshes: Meshes) -> None:
-    """Add the Collada meshes to an MjSpec. Visual shapes get no mass, as if they were left out."""
+    """Add the Collada meshes to an MjSpec. Visual shapes with these meshes get the mass 0."""
     read = [mesh for mesh in spec.meshes if mesh.file in meshes]
     for mesh in read:
         vertices, faces = meshes[mesh.file]

@@ -204,7 +204,8 @@ class RobotConfig(ConfigModel):
     model: str | None = Field(
         None,
         description=(
-            "path of the robot's URDF or MJCF file, also looked up below $MENAGERIE_ROOT, or the text of the file"
+            "path of the robot's URDF or MJCF file, also looked up below $MENAGERIE_ROOT; or the text of the file; or "
+            "a robot of example-robot-data, such as example:panda"
         ),
     )
     urdf_cfg: ComponentsConfig | None = Field(None, description="components of the robot, as in EmbodiChain")
@@ -292,13 +293,13 @@ class SceneConfig(ConfigModel):
     background: Annotated[tuple[BackgroundConfig, ...], Field(strict=False)] = Field(
         (), description="further objects, static by default"
     )
-    light: LightConfig | None = Field(None, description="light in images; if absent, the light of the scene file")
+    light: LightConfig | None = Field(None, description="light in images; by default, as in the file of mjcf, if any")
     physics: PhysicsConfig = Field(PhysicsConfig.model_construct(), description="time step, solver and backend")
     sim_steps_per_control: Steps | None = Field(
         None, description="physics steps per environment step; 4 if target_control_frequency is also absent"
     )
     target_control_frequency: Positive | None = Field(
-        None, description="environment steps per second, Hz; replaces sim_steps_per_control"
+        None, description="environment steps per second, Hz; an alternative to sim_steps_per_control"
     )
 
     @model_validator(mode="after")

@@ -161,7 +161,7 @@ def _with_inertia_of_geoms(spec: Any) -> None:
 
 
 def _compiled(spec: Any, offset: Sequence[str]) -> Any:
-    """Compile an MjSpec. The centres of mass of the bodies in `offset` may move later.
+    """Compile an MjSpec so that the centres of mass of the bodies in `offset` may move later.
 
     MuJoCo skips terms of the equations of motion if a body's centre of mass is at the body's origin. Each body in
     `offset` is therefore compiled with a shifted centre of mass. Then the centre of mass is moved back.

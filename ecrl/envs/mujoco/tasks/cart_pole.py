@@ -32,7 +32,7 @@ class CartRobotConfig(RobotConfig):
     uid: str = Field("Cart", min_length=1, description="name of the robot")
     robot_type: str = Field("CartPole", description="name of a built-in robot; not used if model is set")
     init_pos: Triple = Field((0.0, 0.0, 0.5), description="position of the robot's base, m")
-    init_qpos: tuple[Real, ...] | None = Field((-0.2, 0.07), strict=False, description="joint positions at the start")
+    init_qpos: tuple[Real, ...] | None = Field((-0.2, 0.07), strict=False, description="start: cart, m; pole, rad")
 
 
 class CartPoleExtensions(ConfigModel):
@@ -55,7 +55,7 @@ class CartPoleRLConfig(TaskConfig):
     )
     observations: dict[str, ObservationConfig] = Field(
         default_factory=partial(parse_terms, ObservationConfig, _OBSERVATIONS),
-        description="observation terms by name; by default joint positions in [0, 1]",
+        description="observation terms by name; by default joint positions are scaled to [0, 1]",
     )
     rewards: dict[str, RewardConfig] = Field(
         default_factory=partial(parse_terms, RewardConfig, _REWARDS),

@@ -17,7 +17,7 @@ GRIPPER_ARM: Any = {
     # soft enough that the drives of both fingers share the force on an object between them
     "drive_pros": {"stiffness": {"gripper.*": 1000.0}, "damping": {"gripper.*": 50.0}},
 }
-"""Settings of the robot."""
+"""Settings of the robot: the built-in arm with the built-in gripper."""
 
 _ACTIONS: Any = {
     "arm": {"func": "DeltaEefPoseTerm", "params": {"scale": 0.03}},
@@ -29,7 +29,7 @@ ROBOT_OBSERVATIONS: Any = {
     "robot_qpos": {"func": "normalize_robot_joint_data", "mode": "modify", "name": "robot/qpos"},
     "robot_ee_pose": {"func": "get_robot_eef_pose", "name": "robot/ee_pose"},
 }
-"""Observation terms of the robot."""
+"""Observation terms for the robot: joint positions scaled to [0, 1], and the pose of the end effector."""
 
 
 class GripperTaskConfig(TaskConfig):
@@ -41,6 +41,6 @@ class GripperTaskConfig(TaskConfig):
     max_episode_steps: int = Field(100, ge=1, lt=2**31, description="time limit, steps")
     actions: dict[str, ActionConfig] = Field(
         default_factory=partial(parse_terms, ActionConfig, _ACTIONS),
-        description="action terms by name; by default three actions move the end effector by 0.03 m, and one "
-        "action opens and closes the gripper",
+        description="action terms by name; by default three actions move the end effector by up to 0.03 m per step, "
+        "and one action opens and closes the gripper",
     )

@@ -25,7 +25,7 @@ from ecrl.envs.mujoco.terms.joints import opening_of
 from ecrl.errors import ConfigError
 from ecrl.registry import register_env
 
-_WALLS = {  # size and position of each wall, m
+_WALLS = {  # half size and position of each wall, m
     "bottom": ("0.17 0.2 0.01", "0 0 0.01"),
     "top": ("0.17 0.2 0.01", "0 0 0.29"),
     "back": ("0.01 0.2 0.15", "-0.16 0 0.15"),
@@ -68,10 +68,10 @@ CABINET = f"""
   </worldbody>
 </mujoco>
 """
-"""MJCF text of a floor and a cabinet. The drawer slides 0.25 m, and the handle is a bar 0.05 m in front of it."""
+"""MJCF text of a floor and a cabinet. The drawer slides 0.25 m. Its handle is a bar 0.05 m in front of the drawer."""
 
 _FARTHEST = 1.0
-"""Distance of the handle from the origin, m, rounded up."""
+"""Largest distance of the handle from the origin at the start, m, rounded up."""
 
 _HANDLE, _SLIDE = {"object_cfg": {"uid": "handle"}}, {"joint": "drawer_slide"}
 _OBSERVATIONS: Any = ROBOT_OBSERVATIONS | {
@@ -141,7 +141,7 @@ def open_drawer(cfg: OpenDrawerConfig) -> Env:
         opening = (q - low) / (high - low), for the position q and the limits of the drawer's joint
         success: opening > success_opening
 
-    Success ends the episode. The metric `opening` is this fraction, from 0 (closed) to 1 (fully open).
+    Success ends the episode. The metric `opening` is 0 if the drawer is closed, and 1 if it is fully open.
 
     Raises: ConfigError if the scene is the default cabinet, the arm is at the origin, and its known reach is below 1 m.
     """

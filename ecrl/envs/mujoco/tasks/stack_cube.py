@@ -80,7 +80,7 @@ class StackCubeExtensions(ConfigModel):
         description="horizontal distance to the place on the other object, m, below which the episode is a success",
     )
     vertical_threshold: Annotated[Positive, LENGTH] = Field(
-        0.01, description="vertical distance to this place, m, below which the episode is a success"
+        0.01, description="vertical distance to the place, m, below which the episode is a success"
     )
     rest_speed: Annotated[Positive, LENGTH] = Field(0.1, description="speed, m/s, below which the object is at rest")
 
@@ -112,7 +112,7 @@ class StackCubeConfig(GripperTaskConfig, ScalableTaskConfig):
     )
     events: dict[str, TaskEventConfig] = Field(
         default_factory=partial(parse_terms, TaskEventConfig, _EVENTS),
-        description="events by name; by default random places of both cubes",
+        description="events by name; by default random positions of both cubes",
     )
     extensions: StackCubeExtensions = Field(
         StackCubeExtensions.model_construct(), description="objects and condition of success"

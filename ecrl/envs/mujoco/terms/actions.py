@@ -87,7 +87,7 @@ class EefPoseGripperConfig(EefSearchConfig):
 class GripperConfig(ConfigModel):
     """Settings of `JointPositionGripperTerm`: an arm and a hand."""
 
-    part_name: str = Field("arm", description="part of the robot that is driven joint by joint")
+    part_name: str = Field("arm", description="part of the robot that is the arm, with one action per joint")
     hand_name: str = Field("hand", description="part of the robot whose joints are the fingers")
 
 
@@ -102,7 +102,7 @@ class DefaultPositionConfig(JointsConfig):
         None, description="names of joints in the order of the action; an alternative to joint_ids and part_name"
     )
     offset: _Numbers | None = Field(
-        None, description="default posture, rad or m: one value, or one per joint; by default, robot.init_qpos"
+        None, description="default posture, rad or m: one value, or one per joint; by default, the start posture"
     )
     scale: _Numbers = Field(1.0, description="factor from action to position, rad or m: one value, or one per joint")
     clip: Positive = Field(1.0, le=1e6, description="largest magnitude of an action")

@@ -114,7 +114,7 @@ class RandomizeCameraConfig(ConfigModel):
     @model_validator(mode="after")
     def _has_a_range(self) -> "RandomizeCameraConfig":
         if not self.ranges:
-            raise ValueError("give eye_range, target_range, up_range or several of them")
+            raise ValueError("no range is set; give at least one of eye_range, target_range and up_range")
         return self
 
     @property
@@ -166,7 +166,7 @@ class RandomizeMaterialConfig(ConfigModel):
 
     @property
     def stores(self) -> dict[str, tuple[float, ...]]:
-        """Dictionary that maps the name of the target to zeros, which the task replaces by the color in the scene."""
+        """Dictionary that maps the name of the target to zeros. The task then sets the color in the scene."""
         return _zeros(self.ranges)
 
 

@@ -50,11 +50,11 @@ def _tilt(axis: Tensor, wanted: Tensor) -> Tensor:
 def delta_eef_pose(cfg: DeltaEefPoseConfig, sim: Simulation) -> ActionTerm:
     """Move an end effector by a small step. The actions a are in [-1, 1].
 
-        pose_dim 3: e = (scale a, the rotation that turns the z axis z to its direction at home)
+        pose_dim 3: e = (scale a, the rotation that turns the z axis to its direction at home)
         pose_dim 6: e = (scale a[0:3], rotation_scale a[3:6]), the second a rotation vector in the world frame, rad
-        target = q + J^T (J J^T + 0.001 I)^-1 e, with each joint's change scaled to at most 0.5 rad or m
+        target = q + J^T (J J^T + 0.001 I)^-1 e, scaled down so that no joint moves more than 0.5 rad or m
 
-    J is the Jacobian of the end effector's pose, from the current joint positions q. With pose_dim 3, the rotation
+    J is the Jacobian of the end effector's pose at the current joint positions q. With pose_dim 3, the rotation
     about the end effector's z axis is free, so the component of J about this axis is removed.
     """
     joints, site = part_of(sim, cfg.part_name), tcp_of(sim, cfg.part_name)

@@ -94,7 +94,7 @@ def scatter_rigid_objects(cfg: ScatterConfig, sim: Simulation) -> Apply:
     has_velocity = {uid: _has_velocity(sim, uid) for uid in uids}
 
     def place(worlds: Any, keys: Tensor) -> tuple[Any, Tensor]:
-        """Return the worlds with the objects placed, and the smallest margin to a required distance, m `[*B]`."""
+        """Return the worlds with the objects placed, and the smallest of 0 and all actual - required distances, m."""
         tool = [] if site is None else [(world.site_pose(sim, worlds, site)[..., :2, 3], cfg.min_tool_distance)]
         obstacles, slacks = tool, []  # an obstacle is a position [*B, 2] and the smallest distance to it
         for i, uid in enumerate(uids):

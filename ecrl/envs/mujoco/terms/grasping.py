@@ -65,7 +65,7 @@ class OpenCloseConfig(ConfigModel):
 class GraspedObjectConfig(ConfigModel):
     """Settings of a term about the grasp of an object."""
 
-    object_cfg: EntityConfig = Field(description="the object, dynamic")
+    object_cfg: EntityConfig = Field(description="the object, which must be dynamic")
 
 
 class EefToObjectConfig(ConfigModel):
@@ -84,7 +84,7 @@ class ReachingObjectConfig(EefToObjectConfig):
 
 
 class ObjectToTargetConfig(ConfigModel):
-    """Settings of a term about an object and its target, which an event sets or which is near another object."""
+    """Settings of a term about an object and its target. An event or the position of another object sets the target."""
 
     object_cfg: EntityConfig = Field(description="the object")
     target_pose_key: str = Field(
@@ -125,7 +125,7 @@ def is_grasped(sim: Simulation, worlds: TensorDict, uid: str) -> Tensor:
     return (opposite & presses.unsqueeze(-1) & presses.unsqueeze(-2)).flatten(-2).any(-1)
 
 
-_NO_GRIPPER = "the robot has no gripper; add a component hand to robot.urdf_cfg, or name its joints as the part hand"
+_NO_GRIPPER = "the robot has no gripper; add a component hand to robot.urdf_cfg, or a part hand to robot.control_parts"
 
 
 def check_graspable(sim: Simulation, uid: str, key: str) -> None:
@@ -257,7 +257,7 @@ def object_near_target(cfg: NearTargetConfig, sim: Simulation) -> Reward:
 
 @register_reward("grasped_object_to_target")
 def grasped_object_to_target(cfg: NearTargetConfig, sim: Simulation) -> Reward:
-    """Return a reward `[*B]`, 0 to 1, that grows as a grasped object nears its target. Without a grasp, it is 0.
+    """Return a reward `[*B]`, 0 to 1, that grows as a grasped object nears its target, and is 0 without a grasp.
 
     reward = grasped (1 - tanh(k |object - target|)),  k = distance_scale, 1/m
     """

@@ -21,7 +21,7 @@ class SceneJointConfig(ConfigModel):
 
 
 def opening_of(sim: Simulation, worlds: TensorDict, joint: str) -> Tensor:
-    """Return the position of a joint between its limits, `[*B]`: 0 at the lower limit and 1 at the upper limit.
+    """Return the position of a joint as a fraction of its range, `[*B]`: 0 at the lower and 1 at the upper limit.
 
         opening = (q - low) / (high - low)
 
@@ -43,7 +43,7 @@ def _checked(cfg: SceneJointConfig, sim: Simulation) -> str:
 
 @register_observation("get_joint_opening")
 def get_joint_opening(cfg: SceneJointConfig, sim: Simulation) -> Observe:
-    """Observe the position of a joint between its limits, `[*B, 1]`, 0 to 1. Use this term in mode add.
+    """Observe the position of a joint as a fraction of its range, `[*B, 1]`, 0 to 1. Use this term in mode add.
 
     opening = (q - low) / (high - low)
     """

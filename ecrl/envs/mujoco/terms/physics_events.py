@@ -53,7 +53,7 @@ def _with_inertia(sim: Simulation, worlds: Any, uid: str) -> Any:
 
         E'[i] = E[i] (m' / m) s[i]^2,   inertia'[i] = sum_{j != i} E'[j],   E[i] = sum_j inertia[j] / 2 - inertia[i]
 
-    `s` are the factors of the size. E[i] is the second moment of the mass along axis i, kg m^2.
+    s[i] is the factor of the size along axis i. E[i] is the second moment of the mass along axis i, kg m^2.
     """
     model, body = sim.model, id_of(sim.model, "body", uid)
     scales = ("geom_size", uid) in sim.varied
@@ -76,7 +76,7 @@ def _with_inertia(sim: Simulation, worlds: Any, uid: str) -> Any:
 class RandomizeRigidObjectMassConfig(ConfigModel):
     """Settings of `randomize_rigid_object_mass`: an object, and the range of its random mass."""
 
-    entity_cfg: EntityConfig = Field(description="the object, dynamic")
+    entity_cfg: EntityConfig = Field(description="the object, which must be dynamic")
     mass_range: Annotated[Span, MASS] = Field(description="[lowest, highest], kg")
     relative: bool = Field(False, description="add the draw to the mass in the scene config")
 
@@ -111,7 +111,7 @@ def randomize_rigid_object_mass(cfg: RandomizeRigidObjectMassConfig, sim: Simula
 class RandomizeCenterOfMassConfig(ConfigModel):
     """Settings of `randomize_rigid_object_center_of_mass`: an object, and the range of the random offset."""
 
-    entity_cfg: EntityConfig = Field(description="the object, dynamic")
+    entity_cfg: EntityConfig = Field(description="the object, which must be dynamic")
     com_pos_offset_range: Annotated[Box, LENGTH] = Field(
         description="[lowest, highest] x y z in the frame of the object, m"
     )
@@ -418,7 +418,7 @@ class RandomizeGravityConfig(ConfigModel):
     gravity_range: Box = Field(description="[lowest, highest] x y z of the gravitational acceleration, m/s^2")
 
     def varied(self, sim: Simulation) -> Varied:
-        """Return the pair of the model field's name and the name "world"."""
+        """Return one pair: the name of the gravity field, and "world" in place of an object's name."""
         return ((GRAVITY, "world"),)
 
 
@@ -442,7 +442,7 @@ def randomize_gravity(cfg: RandomizeGravityConfig, sim: Simulation) -> Apply:
 class PushRigidObjectConfig(ConfigModel):
     """Settings of `push_rigid_object`: an object, and the range of the random force."""
 
-    entity_cfg: EntityConfig = Field(description="the object, dynamic")
+    entity_cfg: EntityConfig = Field(description="the object, which must be dynamic")
     force_range: Annotated[Box, FORCE] = Field(description="[lowest, highest] force along x y z of the world, N")
 
 
@@ -465,7 +465,7 @@ def push_rigid_object(cfg: PushRigidObjectConfig, sim: Simulation) -> Apply:
 class RandomizeVelocityConfig(ConfigModel):
     """Settings of `randomize_rigid_object_velocity`: an object, and the ranges of its random velocities."""
 
-    entity_cfg: EntityConfig = Field(description="the object, dynamic")
+    entity_cfg: EntityConfig = Field(description="the object, which must be dynamic")
     linear_range: Annotated[Box, LENGTH] = Field(
         ((0.0, 0.0, 0.0), (0.0, 0.0, 0.0)), description="[lowest, highest] velocity along x y z of the world, m/s"
     )

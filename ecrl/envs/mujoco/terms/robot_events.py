@@ -133,7 +133,7 @@ class RandomizeEefPoseConfig(PoseRangeConfig):
 
 @register_event("randomize_robot_eef_pose")
 def randomize_robot_eef_pose(cfg: RandomizeEefPoseConfig, sim: Simulation) -> Apply:
-    """Move end effectors by random changes of their poses, by inverse kinematics. The joint velocities become 0.
+    """Change the poses of end effectors at random, with inverse kinematics. The joint velocities become 0.
 
         position' = position + draw, m        rotation' = rotation R(draw)
 
