@@ -208,11 +208,15 @@ REFUSED = {
     "another hand": (
         {},
         [{**HAND, "urdf_path": "x/BrainCo.urdf"}],
-        r"no such file 'x/BrainCo.urdf'; built in",
+        r"no such file 'x/BrainCo.urdf', expected a file or one of ",
     ),
     "two arms": ({}, [ARM, ARM], r"^robot.urdf_cfg.components: 2 components of the type arm, expected one"),
     "a moved arm": ({}, [{**ARM, "transform": MOVED}], r"\[0\].transform: is only for a hand; place the arm with"),
-    "a model too": ({"model": "example:panda"}, [ARM], r"robot.model names the arm too; keep one$"),
+    "a model too": (
+        {"model": "example:panda"},
+        [ARM],
+        r"robot.model also names an arm; remove robot.model or this component$",
+    ),
     "no flange": ({"robot_type": "CartPole"}, [HAND], r"the built-in CartPole has no flange for a hand; leave"),
     "an MJCF file": ({"model": MJCF}, [HAND], r"an MJCF file cannot get a hand; add the hand to the file of the arm$"),
     "two ends": ({}, of_files("two_ends.urdf", "hand.urdf"), r"the arm has 2 links at its ends, left, right; name the"),

@@ -190,7 +190,7 @@ EFFORT = {"func": "rig_effort"}
             "env.cfg.rewards: .*have the log name 'task'; rename",
         ),
         ({"a": EFFORT, "a_weighted": EFFORT}, {}, "env.cfg.rewards: .*have the log name 'a_weighted'; rename"),
-        ({"a": EFFORT, "a/b": EFFORT}, {}, "env.cfg.rewards: 'a/b' reads as an entry of 'a'"),
+        ({"a": EFFORT, "a/b": EFFORT}, {}, "env.cfg.rewards: the log name 'a/b' is a path below the log name 'a'"),
     ],
 )
 def test_rewards_with_equal_log_names_are_refused(rewards, hooks, message):

@@ -29,11 +29,12 @@ EYE, TARGET, UP = "camera_eye_offset", "camera_target_offset", "camera_up_offset
 FOCAL, CENTER = "camera_focal_offset", "camera_center_offset"
 DIRECTION, COLOR = "light_direction", "light_color"
 SETTINGS = (EYE, TARGET, UP, FOCAL, CENTER, DIRECTION, COLOR)
-"""Names of the targets that move cameras, change their intrinsics or change the light."""
+"""Names of the vectors in the state's `targets` that move cameras, change their intrinsics or change the light."""
 COLOR_OF, SIZE_OF = "color/", "size/"
 """Prefixes of the names of targets that hold the color or the size of an object, such as `color/cube`.
 
-A disc in the images marks each target that has 3 elements, no such prefix and no name in `SETTINGS`.
+Targets with these prefixes, and the targets in `SETTINGS`, are not positions. A disc in the images marks each other
+target that has 3 elements.
 """
 
 _GOAL = np.array([0.1, 0.75, 0.3, 0.5], np.float32)
@@ -168,7 +169,10 @@ def scene_light(sim: Simulation) -> dict[str, tuple[float, ...]]:
 
 
 def _set_lights(scene: Any, targets: Mapping[str, np.ndarray], headlight: tuple[np.ndarray, np.ndarray]) -> None:
-    """Set the direction and the color of the lights to the targets of `randomize_light`, and place the headlight."""
+    """Set the direction and the color of the lights from `targets`.
+
+    `headlight` is the position and the direction of the headlight, which the targets do not change.
+    """
     for light in scene.lights[: scene.nlight]:
         if light.headlight:
             light.pos, light.dir = headlight
@@ -203,7 +207,7 @@ def sizes_of(sim: Simulation, worlds: Any) -> dict[str, Any]:
 
 
 def _set_shapes(model: Any, scene_model: Any, targets: Mapping[str, np.ndarray]) -> None:
-    """Set the colors and the sizes in `targets` in `model`. All other geoms get the values of `scene_model`."""
+    """Copy the colors and the sizes from `targets` to the geoms of `model`, and all other values from `scene_model`."""
     model.geom_rgba[:], model.geom_size[:] = scene_model.geom_rgba, scene_model.geom_size
     for name, values in targets.items():
         if name.startswith(COLOR_OF):

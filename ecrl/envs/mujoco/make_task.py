@@ -104,7 +104,7 @@ def _varied(cfg: TaskConfig) -> Varied:
 
 
 def _build_scene(cfg: TaskConfig) -> tuple[Simulation, tuple[ActionTerm, ...]]:
-    """Build the simulation with the drives that the action terms need. Return the simulation and the terms."""
+    """Build the simulation with the drives that the action terms need. Return the simulation and these terms."""
     with error_prefix("env.cfg"):
         _simulation(cfg)
     varied = _varied(cfg)
@@ -149,7 +149,7 @@ def _check_names(where: str, names: list[str]) -> None:
         if names.count(name) > 1:
             raise ConfigError(f"{where}: two terms, or a term and the task, have the log name {name!r}; rename one")
         if inside := next((other for other in names if other.startswith(f"{name}/")), None):
-            raise ConfigError(f"{where}: {inside!r} reads as an entry of {name!r}; rename one")
+            raise ConfigError(f"{where}: the log name {inside!r} is a path below the log name {name!r}; rename one")
 
 
 def _check_functions(task: Task, state: TensorDict) -> None:
@@ -179,7 +179,7 @@ def _observation_space(task: Task, state: TensorDict, sizes: Mapping[str, tuple[
     `sizes` maps the name of each entry of integers to the number of possible values of each element.
 
     Raises: ConfigError if there is no entry, if an entry has a wrong dtype, or if two entries have the same name in a
-        Dict. Also raised if an image or integers would be part of a vector.
+        Dict. ConfigError is also raised if an image or integers would be part of a vector.
     """
     entries, batch, form = observe_entries(task, state), len(state.batch_size), task.cfg.observation_form
     images = [name for name, entry in entries.items() if is_image(entry, batch)]
@@ -243,7 +243,7 @@ def task_env(
             the episode uses an acceptable start that was found when the task was created. `task_env` tests the starts
             of 256 episodes, and raises ConfigError if one of these episodes finds no acceptable start.
         own_observations: observation terms that the task itself defines, by the name of their entry. The terms of the
-            config are applied after these terms.
+            config are applied after `own_observations`.
 
     The state contains `success`, `fail`, `metrics` and `rewards` under `info`. For each reward term, `rewards` contains
     the unweighted value as `<name>` and the weighted value as `<name>_weighted`.

@@ -1,8 +1,8 @@
 """Draw images with the torch operator `ecrl::mujoco_image`, which works inside compiled code.
 
 The CPU draws the images, on as many threads as the physics uses (`physics.threads`). The calling thread draws its share
-of the images. Threads that live until the process ends draw the other shares. In each thread, one renderer per camera
-remains open. Opening a renderer takes as long as drawing dozens of small images.
+of the images. Further threads, which live until the process ends, draw the other images. In each thread, one renderer
+per camera remains open. Opening a renderer takes as long as drawing dozens of small images.
 
 An image does not depend on the thread that draws it, so the images are bitwise equal for any number of threads.
 """
@@ -94,7 +94,8 @@ def _draw(handle: int) -> Draw:
     if handle not in _RENDERERS.draws:
         draw = _RENDERERS.stack.enter_context(drawing(*_camera(handle)))
         if not _RENDERERS.draws:
-            atexit.register(_RENDERERS.close)  # after the first renderer: exit functions run in reverse order
+            # register after the first renderer has opened, because exit functions run in reverse order
+            atexit.register(_RENDERERS.close)
         _RENDERERS.draws[handle] = draw
     return _RENDERERS.draws[handle]
 

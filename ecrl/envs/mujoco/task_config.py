@@ -54,7 +54,7 @@ class RewardConfig(_Term):
         description="add: add to the other terms; replace: discard the sum of all other terms and the task's "
         "own reward",
     )
-    weight: Real = Field(1.0, description="factor of the term")
+    weight: Real = Field(1.0, description="factor that multiplies the term's value")
     params: SerializeAsAny[BaseModel] = Field(description="settings of the term")
 
 
@@ -78,7 +78,7 @@ class TaskConfig(SceneConfig):
     actions: dict[str, ActionConfig] = Field(default_factory=dict, description="action terms by name")
     observations: dict[str, ObservationConfig] = Field(
         default_factory=dict,
-        description="observation terms by name; see observe_joints for the entries that exist already",
+        description="observation terms by name; see observe_joints for the entries that exist without a term",
     )
     observation_form: ObservationForm = Field(
         "auto",

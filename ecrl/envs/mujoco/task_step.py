@@ -69,7 +69,8 @@ class Task:
 
     `prepare_starts` sets these two attributes:
         spare_key: the key of an acceptable start. An episode uses this key if all its random starts are unacceptable.
-        startup_neutral: True if startup events do not affect which starts are acceptable.
+        startup_neutral: True if startup events change only model parameters, and do not affect which starts are
+            acceptable.
 
     `task_env` sets the attribute `parts`: True if the observation is a Dict, and False if it is one vector.
     """

@@ -70,7 +70,7 @@ class Simulation:
 
 @cache
 def state_bits() -> int:
-    """Return the bits of the components of `models.STATE` in MuJoCo's `mjtState`."""
+    """Return a bit mask of the components in `models.STATE`, with the bits of MuJoCo's `mjtState`."""
     return sum(getattr(mujoco().mjtState, f"mjSTATE_{name}").value for name in STATE)
 
 
@@ -82,7 +82,7 @@ def _substeps(cfg: SceneConfig, dt: float) -> int:
     if not 0.5 < exact < 10_000.5 or abs(exact - round(exact)) > 1e-6 * exact:
         actual = f"{cfg.target_control_frequency} Hz is {exact:.6g} physics steps of {dt} s"
         expected = "expected a whole number up to 10,000"
-        raise ConfigError(f"target_control_frequency: {actual}, {expected}; change it or physics.dt")
+        raise ConfigError(f"target_control_frequency: {actual}, {expected}; change the frequency or physics.dt")
     return round(exact)
 
 
@@ -183,7 +183,7 @@ def with_current_sensors(sim: Simulation, world: TensorDict, control: Tensor) ->
 
 
 def to_data(sim: Simulation, row: Tensor, data: Any = None) -> Any:
-    """Write the `physics` of one world to `data`, or to a new `MjData` if it is None, and run `mj_forward`."""
+    """Write the `physics` of one world to `data` (None: to a new `MjData`), run `mj_forward`, and return the data."""
     data = mujoco().MjData(sim.model) if data is None else data
     mujoco().mj_setState(sim.model, data, row.double().cpu().numpy(), state_bits())
     mujoco().mj_forward(sim.model, data)

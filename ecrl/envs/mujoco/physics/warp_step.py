@@ -1,9 +1,9 @@
 """Implement the operator `ecrl::mujoco_step` with MuJoCo Warp, on a GPU or (for tests) on the CPU.
 
 States have the same layout as in `step_op`. Warp computes in float32. Torch tensors share the memory of Warp's arrays.
-Each call writes all inputs of a step to Warp's arrays, so earlier calls do not affect the results. The CPU never reads
-results from the GPU. In a CUDA graph captured by torch, conditional nodes stop the solver once it has converged. On a
-GPU without a CUDA graph, the solver always runs all its iterations.
+Each call writes all inputs of a step to Warp's arrays, so earlier calls do not affect the results. A step never copies
+results from the GPU to the CPU. In a CUDA graph captured by torch, conditional nodes stop the solver once it has
+converged. On a GPU without a CUDA graph, the solver always runs all its iterations.
 """
 
 import math

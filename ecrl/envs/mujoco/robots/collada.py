@@ -39,7 +39,9 @@ def collada_mesh(path: Path, key: str) -> tuple[np.ndarray, np.ndarray]:
     if not parts:
         raise ConfigError(f"{key}: the mesh {str(path)!r} has no triangles; convert it to .stl or .obj")
     if not (unit > 0.0 and np.isfinite(unit)):
-        raise ConfigError(f"{key}: the mesh {str(path)!r} has the unit {unit} m, expected a positive number")
+        raise ConfigError(
+            f"{key}: the mesh {str(path)!r} has the unit {unit} m, expected a positive number; repair the file"
+        )
     if any(index.min() < 0 or index.max() >= len(vertices) for vertices, index in parts):
         raise ConfigError(f"{key}: the mesh {str(path)!r} has a face with an unknown vertex; repair the file")
     if not all(np.isfinite(vertices).all() for vertices, _ in parts):
@@ -51,7 +53,7 @@ def collada_mesh(path: Path, key: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _parts(path: Path) -> tuple[list[tuple[np.ndarray, np.ndarray]], float]:
-    """Return the vertices and faces of each part of a scene, in the frame of the scene, and the unit of the file, m."""
+    """Return the vertices and faces of each part of a Collada scene, in the scene's frame, and the file's unit in m."""
     from collada import Collada
     from collada.common import DaeBrokenRefError, DaeUnsupportedError
 

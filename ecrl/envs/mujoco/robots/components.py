@@ -19,12 +19,12 @@ from ecrl.errors import ConfigError
 
 KEY = "robot.urdf_cfg.components"
 _ARMS = {"UR10": "URRobot", "cart_pole": "CartPole"}
-"""Built-in robots that replace EmbodiChain's files, by the name of the file."""
+"""Built-in robots that replace missing files of EmbodiChain, by the file's name without suffix."""
 _GRIPPER = "DH_PGI_140_80"
 BUILTIN_HAND = "builtin:two_finger_gripper"
-"""Name of the built-in gripper in `urdf_path`."""
+"""Value of `urdf_path` that selects the built-in gripper."""
 HAND = "hand/"
-"""Prefix of the links of a hand."""
+"""Prefix of the names of a hand's links and meshes."""
 
 
 def _box(size: str, z: float, color: str) -> str:
@@ -85,7 +85,7 @@ def found_file(path: str, root: str) -> str | None:
 
 
 def component(cfg: RobotConfig, kind: str) -> Part | None:
-    """Return the component of a kind, "arm" or "hand", or None if the config has none.
+    """Return the component of the type `kind`, "arm" or "hand", or None if the config has no such component.
 
     Raises: ConfigError if there are several components of the kind, if a file does not exist, if an arm has a
         transform, or if `robot.model` also names an arm.
@@ -95,11 +95,11 @@ def component(cfg: RobotConfig, kind: str) -> Part | None:
     if not found:
         return None
     if len(found) > 1:
-        raise ConfigError(f"{KEY}: {len(found)} components of the type {kind}, expected one; leave the others out")
+        raise ConfigError(f"{KEY}: {len(found)} components of the type {kind}, expected at most one; keep one")
     i, part = found[0]
     key = f"{KEY}[{i}]"
     if kind == "arm" and cfg.model is not None:
-        raise ConfigError(f"{key}: robot.model names the arm too; keep one")
+        raise ConfigError(f"{key}: robot.model also names an arm; remove robot.model or this component")
     if kind == "arm" and part.transform not in (None, NO_OFFSET):
         raise ConfigError(f"{key}.transform: is only for a hand; place the arm with robot.init_pos and robot.init_rot")
     transform, stem = part.transform or NO_OFFSET, Path(part.urdf_path).stem
@@ -112,8 +112,10 @@ def component(cfg: RobotConfig, kind: str) -> Part | None:
     known = _ARMS if kind == "arm" else {_GRIPPER: "two-finger gripper"}
     if stem not in known:
         names = ", ".join([*known, *([BUILTIN_HAND] if kind == "hand" else [])])
-        raise ConfigError(f"{key}.urdf_path: no such file {format_value(part.urdf_path)}; built in are {names}")
-    taken = f"the built-in {known[stem]} of this size takes its place"
+        raise ConfigError(
+            f"{key}.urdf_path: no such file {format_value(part.urdf_path)}, expected a file or one of {names}"
+        )
+    taken = f"the built-in {known[stem]} of the same size replaces it"
     warnings.warn(f"{key}.urdf_path: no file {format_value(part.urdf_path)}, so {taken}", stacklevel=2)
     return Part(None if kind == "arm" else GRIPPER, _ARMS.get(stem), key, transform)
 
@@ -135,7 +137,7 @@ def attach_hand(spec: Any, hand: Any, body: Any, position: tuple[float, ...], tr
     Args:
         spec: the MjSpec of the arm, which the function changes.
         hand: the MjSpec of the hand, which the function changes.
-        body: the body of the arm.
+        body: the body of the arm that holds the hand.
         position: position of the flange in the frame of the body, m.
         transform: pose of the hand in the frame of the flange.
         key: config key for error messages.

@@ -45,7 +45,7 @@ EXAMPLES = {
         _HALF_TURN,
     ),
 }
-"""Robots with parts, end effectors and home positions, by name. `source` is the name of the file without `.urdf`."""
+"""Robots with parts, end effectors and home positions, by name. Each `source` is a file's name without `.urdf`."""
 
 
 def example_file(name: str, key: str) -> Path:

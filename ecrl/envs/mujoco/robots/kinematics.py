@@ -93,8 +93,8 @@ def quaternion_of(pose: Tensor) -> Tensor:
 
         4 w^2 = 1 + R00 + R11 + R22,  4 w x = R21 - R12, and so on
 
-    Each of `rows` is the quaternion times four times one of its components. The row of the largest component is the
-    most precise.
+    Row i of `rows` is the quaternion times 4 times its component i. The row of the largest component is the most
+    precise.
 
     >>> quaternion_of(torch.tensor([[0.0, -1.0, 0.0, 7.0], [1.0, 0.0, 0.0, 8.0], [0.0, 0.0, 1.0, 9.0], [0.0] * 4]))
     tensor([0.7071, 0.0000, 0.0000, 0.7071])

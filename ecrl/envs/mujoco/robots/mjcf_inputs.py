@@ -20,7 +20,7 @@ def check_mjcf_inputs(source: str, key: str) -> None:
 
     Args:
         source: path or text of the MJCF file. Relative paths in the MJCF start at the folder of the file. If `source`
-            is a text, they start at the working directory.
+            is a text, relative paths start at the working directory.
         key: config key for error messages.
     """
     if not is_restricted():
@@ -32,7 +32,7 @@ def check_mjcf_inputs(source: str, key: str) -> None:
 
 
 def _check_file(path: Path, key: str, seen: set[Path]) -> None:
-    """Check the access to a file and to all files that it names, except the files in `seen`, and add it to `seen`."""
+    """Check the access to a file. If it is not in `seen`, add it to `seen` and check all files that it names."""
     check_input(path, key)
     if path.resolve() not in seen:
         seen.add(path.resolve())

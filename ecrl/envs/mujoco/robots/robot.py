@@ -32,7 +32,7 @@ from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean, lookup, registered
 
 _NUMBERS = ("stiffness", "damping", "max_effort")
-"""Settings of a drive."""
+"""Fields of `DriveConfig` and `Builtin` that have one value per joint."""
 Drive = Literal["position", "velocity", "force"]
 """Kind of drive. A control is a target position (m or rad), a target velocity (m/s or rad/s) or a force (N or N m)."""
 
@@ -67,7 +67,7 @@ def spec_of(source: str, key: str, root: str = "", is_trusted: bool = False) -> 
     """Return the MjSpec of an MJCF file.
 
     `source` is the path or the text of the file. A relative path is also looked up below the folder `root`, if `root`
-    is not empty. If `is_trusted` is True, the files may be outside $ECRL_INPUT_FOLDERS.
+    is not empty. If `is_trusted` is True, the file and all files that it names may be outside $ECRL_INPUT_FOLDERS.
 
     Raises: ConfigError, which names `key`, if the file does not exist or is not an MJCF file.
     """
@@ -292,7 +292,9 @@ def _as_described(built: Builtin, model: RobotModel) -> Builtin:
     """Return the robot of a file with the parts, end effectors, home position and gripper of its `RobotModel`."""
     if model.home and len(model.home) != len(built.joints):
         names = ", ".join(built.joints)
-        raise ConfigError(f"robot: home has {len(model.home)} values for {len(built.joints)} joints: {names}")
+        raise ConfigError(
+            f"robot: home has {len(model.home)} values for {len(built.joints)} joints: {names}; give one per joint"
+        )
     if unknown := [name for name in model.grip if name not in built.joints]:
         raise ConfigError(f"robot: grip has the unknown joint {unknown[0]!r}; {did_you_mean(unknown[0], built.joints)}")
     parts = {name: _matching(patterns, built, "robot") for name, patterns in model.parts.items()}
@@ -301,7 +303,7 @@ def _as_described(built: Builtin, model: RobotModel) -> Builtin:
 
 
 def _from_urdf(spec: Any, part: str = "arm") -> tuple[Any, Builtin]:
-    """Return the MjSpec of a URDF file and its `Builtin`. Its `joints` exclude the joints that follow another joint."""
+    """Return the MjSpec of a URDF file and its `Builtin`. `joints` excludes joints that follow another joint."""
     following = {follower.name for follower in urdf.followers(spec)}
     joints = tuple(name for name in hinges_and_slides(spec) if name not in following)
     if not joints:
@@ -311,9 +313,9 @@ def _from_urdf(spec: Any, part: str = "arm") -> tuple[Any, Builtin]:
 
 
 def _with_rotors(spec: Any, cfg: RobotConfig, built: Builtin, joints: tuple[str, ...]) -> Builtin:
-    """Add the inertia of rotors to `joints`, and compute the stiffness and damping of their drives from the efforts.
+    """Add the inertia of rotors to joints of URDF files, and return the robot with new stiffness and damping.
 
-    `joints` come from URDF files. Returns: the robot with the new stiffness and damping.
+    The inertia, the stiffness and the damping of `joints` follow from the efforts. All other joints do not change.
     """
     key = "robot.drive_pros.max_effort"
     efforts = dict(zip(built.joints, _per_joint(cfg.drive_pros.max_effort, built.max_effort, built, key), strict=True))
@@ -328,7 +330,7 @@ def _with_rotors(spec: Any, cfg: RobotConfig, built: Builtin, joints: tuple[str,
 
 
 class _Assembly(NamedTuple):
-    """Kind of file that the arm comes from, joints of the hand, and body that holds the hand.
+    """Source of the arm, joints of the hand, and body that holds the hand.
 
     Attributes:
         kind: source of the arm.
@@ -342,7 +344,7 @@ class _Assembly(NamedTuple):
 
 
 def _arm(cfg: RobotConfig, drives: Mapping[str, Drive], arm: Part | None) -> tuple[Any, Builtin, _Assembly]:
-    """Return the MjSpec of an arm, its `Builtin` and its `_Assembly`. `arm` is the component of the config, if any."""
+    """Return the MjSpec of an arm, its `Builtin` and its `_Assembly`. `arm` is the arm in `urdf_cfg`, or None."""
     if arm is not None and arm.source is not None:
         return *_from_urdf(_urdf_of(arm.source, f"{arm.key}.urdf_path")), _Assembly("URDF")
     model = described(cfg)
@@ -368,7 +370,7 @@ def _read_hand(cfg: RobotConfig, built: Builtin, hand: Part, assembly: _Assembly
 
 
 def _attach(spec: Any, cfg: RobotConfig, built: Builtin, hand: Part, hand_spec: Any, assembly: _Assembly) -> _Assembly:
-    """Attach a hand to the flange of the arm, and return the assembly. For an arm from a file, set its `flange`."""
+    """Attach a hand to the arm, and return the assembly. If the arm is from a file, the assembly gets its `flange`."""
     if assembly.kind == "built-in":
         joint, position = _mount(built, "arm", built.parts["arm"])
         attach_hand(spec, hand_spec, spec.joint(joint).parent, position, hand.transform, hand.key)

@@ -158,7 +158,10 @@ class SolverConfig(ConfigModel):
     end_link_name: str | None = Field(
         None,
         min_length=1,
-        description="link of robot.model that holds the end effector; by default, the link of the part's last joint",
+        description=(
+            "link of robot.model that holds the end effector; by default, the link that the robot defines, or the link "
+            "of the part's last joint"
+        ),
     )
 
 
@@ -188,7 +191,7 @@ class ComponentsConfig(ConfigModel):
 
 
 class RobotConfig(ConfigModel):
-    """Config of the robot, which is either a built-in robot or a URDF or MJCF file."""
+    """Config of the robot, which is built in, registered, or read from a URDF or MJCF file."""
 
     other_names: ClassVar = {"joint_drive_props": "drive_pros"}
     inert: ClassVar = {
@@ -218,7 +221,7 @@ class RobotConfig(ConfigModel):
         ),
     )
     init_qpos: Annotated[tuple[Real, ...], Field(strict=False)] | None = Field(
-        None, description="joint positions at the start, m or rad; one value per joint"
+        None, description="joint positions at the start, m or rad, one per joint; by default, as the robot defines"
     )
     drive_pros: DriveConfig = Field(DriveConfig.model_construct(), description="drives of the joints")
     control_parts: dict[str, Annotated[tuple[str, ...], Field(strict=False, min_length=1)]] = Field(
@@ -293,7 +296,9 @@ class SceneConfig(ConfigModel):
     background: Annotated[tuple[BackgroundConfig, ...], Field(strict=False)] = Field(
         (), description="further objects, static by default"
     )
-    light: LightConfig | None = Field(None, description="light in images; by default, as in the file of mjcf, if any")
+    light: LightConfig | None = Field(
+        None, description="light in images; if absent, as in the MJCF scene file, or a default light without a file"
+    )
     physics: PhysicsConfig = Field(PhysicsConfig.model_construct(), description="time step, solver and backend")
     sim_steps_per_control: Steps | None = Field(
         None, description="physics steps per environment step; 4 if target_control_frequency is also absent"

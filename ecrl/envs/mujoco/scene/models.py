@@ -112,7 +112,7 @@ def control_per_target(model: Any, i: int) -> float:
 def is_linear_in_control(model: Any, i: int) -> bool:
     """Return True if the force of actuator `i` is linear in the control or in the filtered control.
 
-    The result is False if the actuator is an integrator or a muscle, or if its gain or gear is 0.
+    The result is False for integrators and muscles, for gains that are not fixed, and if the gain or the gear is 0.
     """
     kinds, gains = mujoco().mjtDyn, mujoco().mjtGain
     direct = int(kinds.mjDYN_NONE), int(kinds.mjDYN_FILTER), int(kinds.mjDYN_FILTEREXACT)
@@ -169,7 +169,7 @@ def rows_of(model: Any, field: str, name: str) -> range:
 def id_of(model: Any, kind: str, name: str) -> int:
     """Return the index of an object in a model, given the object's name and its kind, such as "body".
 
-    Raises: ConfigError if the object does not exist. The error message lists all names of the kind.
+    Raises: ConfigError if the object does not exist. The error message lists the names of all objects of the kind.
     """
     kind_name = {"jnt": "joint"}.get(kind, kind)
     index = mujoco().mj_name2id(model, getattr(mujoco().mjtObj, f"mjOBJ_{kind_name.upper()}"), name)

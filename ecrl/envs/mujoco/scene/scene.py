@@ -148,9 +148,9 @@ def _add_robot(
 
 
 def _with_inertia_of_geoms(spec: Any) -> None:
-    """Replace the option inertiafromgeom="true" of an MJCF file, so that bodies can get their own inertia later.
+    """Replace inertiafromgeom="true" in an MJCF file with "auto", so that bodies can get their own inertia later.
 
-    With this option, MuJoCo ignores all inertial elements, so the function removes these elements.
+    With "true", MuJoCo ignores all inertial elements, so the function removes all inertial elements.
     """
     kinds = mujoco().mjtInertiaFromGeom
     if spec.compiler.inertiafromgeom == kinds.mjINERTIAFROMGEOM_TRUE:

@@ -30,9 +30,11 @@ class CartRobotConfig(RobotConfig):
     """Config of the robot, which is the built-in cart-pole by default."""
 
     uid: str = Field("Cart", min_length=1, description="name of the robot")
-    robot_type: str = Field("CartPole", description="name of a built-in robot; not used if model is set")
+    robot_type: str = Field("CartPole", description="built-in or registered robot; not used if model is set")
     init_pos: Triple = Field((0.0, 0.0, 0.5), description="position of the robot's base, m")
-    init_qpos: tuple[Real, ...] | None = Field((-0.2, 0.07), strict=False, description="start: cart, m; pole, rad")
+    init_qpos: tuple[Real, ...] | None = Field(
+        (-0.2, 0.07), strict=False, description="joint positions at the start: of the cart, m, and of the pole, rad"
+    )
 
 
 class CartPoleExtensions(ConfigModel):

@@ -33,7 +33,7 @@ ROBOT_OBSERVATIONS: Any = {
 
 
 class GripperTaskConfig(TaskConfig):
-    """Config of a task with an arm and a gripper. By default, arm and gripper are built-in."""
+    """Config of a task with an arm and a gripper. By default, the arm and the gripper are built in."""
 
     robot: RobotConfig | None = Field(
         default_factory=lambda: RobotConfig.model_validate(GRIPPER_ARM), description="the arm with a gripper"

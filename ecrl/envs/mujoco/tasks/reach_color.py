@@ -156,7 +156,7 @@ def _check_starts(env: Env, cfg: ReachColorConfig) -> None:
         distances = torch.linalg.vector_norm(block_offsets(cfg, env.scene, start), dim=-1)
     if failed := int((distances < cfg.extensions.hit_distance).any(-1).sum()):
         fault = f"{failed} of {_CHECKED_EPISODES} episodes start within extensions.hit_distance of a block"
-        raise ConfigError(f"env.cfg.events: {fault}; increase min_tool_distance, or move the blocks in another way")
+        raise ConfigError(f"env.cfg.events: {fault}; increase min_tool_distance, or place the blocks by another event")
 
 
 @register_env("ReachColorRL")

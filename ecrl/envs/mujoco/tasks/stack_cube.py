@@ -80,7 +80,8 @@ class StackCubeExtensions(ConfigModel):
         description="horizontal distance to the place on the other object, m, below which the episode is a success",
     )
     vertical_threshold: Annotated[Positive, LENGTH] = Field(
-        0.01, description="vertical distance to the place, m, below which the episode is a success"
+        0.01,
+        description="vertical distance to the place on the other object, m, below which the episode is a success",
     )
     rest_speed: Annotated[Positive, LENGTH] = Field(0.1, description="speed, m/s, below which the object is at rest")
 

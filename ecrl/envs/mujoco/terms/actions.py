@@ -61,7 +61,7 @@ class EefSearchConfig(ConfigModel):
     part_name: str = Field("arm", description="part of the robot that has the end effector")
     scale: Scale = Field(1.0, description="factor from action to position and angles, in m and rad")
     reach: Annotated[Positive, LENGTH] = Field(
-        1.5, le=1e6, description="largest distance of the pose from the origin along each axis, m"
+        1.5, le=1e6, description="largest absolute x, y and z of the target position, m"
     )
     iterations: Count = Field(15, le=1000, description="steps of the inverse kinematics")
     position_tolerance: Positive = Field(
@@ -96,7 +96,7 @@ _Numbers = Annotated[Annotated[Real, NUMBER] | _List, by_kind("a number or a lis
 
 
 class DefaultPositionConfig(JointsConfig):
-    """Settings of `DefaultJointPositionTerm`: the joints, the default posture, and the scale."""
+    """Settings of `DefaultJointPositionTerm`: the joints, the default posture, the scale and the largest action."""
 
     joint_names: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = Field(
         None, description="names of joints in the order of the action; an alternative to joint_ids and part_name"

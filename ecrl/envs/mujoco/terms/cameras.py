@@ -96,7 +96,7 @@ _Ranges = dict[str, tuple[tuple[float, ...], tuple[float, ...]]]
 
 
 def _zeros(ranges: _Ranges) -> dict[str, tuple[float, ...]]:
-    """Return a dictionary that maps the name of each target to its initial value 0."""
+    """Return a dictionary that maps each name in `ranges` to three zeros, the initial value of the target."""
     return dict.fromkeys(ranges, (0.0, 0.0, 0.0))
 
 
@@ -166,7 +166,7 @@ class RandomizeMaterialConfig(ConfigModel):
 
     @property
     def stores(self) -> dict[str, tuple[float, ...]]:
-        """Dictionary that maps the name of the target to zeros. The task then sets the color in the scene."""
+        """Dictionary that maps the name of the target to zeros, which the task replaces with the scene's color."""
         return _zeros(self.ranges)
 
 

@@ -30,8 +30,8 @@ class DeltaEefPoseConfig(ConfigModel):
             "effector"
         ),
     )
-    scale: Annotated[Positive, LENGTH] = Field(0.03, le=1e6, description="factor from action to motion, m")
-    rotation_scale: Positive = Field(0.1, le=1e6, description="factor from action to rotation, rad; for pose_dim 6")
+    scale: Annotated[Positive, LENGTH] = Field(0.03, le=1e6, description="motion per unit of action, m")
+    rotation_scale: Positive = Field(0.1, le=1e6, description="rotation per unit of action, rad; for pose_dim 6")
 
 
 def _tilt(axis: Tensor, wanted: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ def delta_eef_pose(cfg: DeltaEefPoseConfig, sim: Simulation) -> ActionTerm:
     """Move an end effector by a small step. The actions a are in [-1, 1].
 
         pose_dim 3: e = (scale a, the rotation that turns the z axis to its direction at home)
-        pose_dim 6: e = (scale a[0:3], rotation_scale a[3:6]), the second a rotation vector in the world frame, rad
+        pose_dim 6: e = (scale a[0:3], the rotation vector rotation_scale a[3:6] in the world frame, rad)
         target = q + J^T (J J^T + 0.001 I)^-1 e, scaled down so that no joint moves more than 0.5 rad or m
 
     J is the Jacobian of the end effector's pose at the current joint positions q. With pose_dim 3, the rotation

@@ -1,4 +1,4 @@
-"""Random events of a scene that move objects or draw targets."""
+"""Events that move objects to random poses, or draw random targets."""
 
 from typing import Annotated, Any
 
@@ -94,7 +94,7 @@ def scatter_rigid_objects(cfg: ScatterConfig, sim: Simulation) -> Apply:
     has_velocity = {uid: _has_velocity(sim, uid) for uid in uids}
 
     def place(worlds: Any, keys: Tensor) -> tuple[Any, Tensor]:
-        """Return the worlds with the objects placed, and the smallest of 0 and all actual - required distances, m."""
+        """Return the worlds with the objects placed, and the smallest min(0, actual - required distance), m."""
         tool = [] if site is None else [(world.site_pose(sim, worlds, site)[..., :2, 3], cfg.min_tool_distance)]
         obstacles, slacks = tool, []  # an obstacle is a position [*B, 2] and the smallest distance to it
         for i, uid in enumerate(uids):
@@ -201,8 +201,8 @@ def randomize_anchor_height(cfg: AnchorHeightConfig, sim: Simulation) -> Apply:
 
         z' = home z + draw, m, of the anchor;  z' = z + (change of the anchor's z), m, of the others
 
-    `home z` is the height in the scene config. Other objects are all dynamic and kinematic objects except
-    `exclude_uids`. The robot does not move. The velocities of dynamic objects become 0.
+    `home z` is the height in the scene config. The other objects are all dynamic and kinematic objects except the
+    objects in `exclude_uids`. The robot does not move. The velocities of the moved dynamic objects become 0.
     """
     anchor, initial = cfg.anchor_uid, start(sim, ())
     look_up("anchor_uid", lambda: world.with_body_pose(sim, initial, anchor))
@@ -237,7 +237,7 @@ class RandomizeTargetPoseConfig(ConfigModel):
     position_range: Annotated[Box, LENGTH] = Field(description="[lowest, highest] x y z, m")
     relative_position: bool = Field(False, description="add the draw to the position of reference_entity_cfg")
     reference_entity_cfg: EntityConfig | None = Field(None, description="reference object of relative_position")
-    store_key: str = Field("goal_pose", pattern=r"^[\w-]+$", description="name of the target, to which terms refer")
+    store_key: str = Field("goal_pose", pattern=r"^[\w-]+$", description="name by which terms refer to the target")
 
     @model_validator(mode="after")
     def _both(self) -> "RandomizeTargetPoseConfig":

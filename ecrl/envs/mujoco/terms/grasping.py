@@ -7,7 +7,7 @@ its parent is the second finger. An object is grasped if two fingers press on it
     released = |f[i]| = 0                                                 for all fingers i
 
 The force f[i] of finger i on the object (N) is the sum of all contact forces in the last physics step. The weight w of
-the object (N) follows from its mass in the scene config. Smaller forces do not count as a grasp. With friction 1, two
+the object (N) follows from its mass in the scene config. Forces below w do not count as a grasp. With friction 1, two
 forces below w / 2 cannot lift the object. A reward for such forces would teach a policy only to touch the object. At
 the start of an episode, no object is grasped.
 """
@@ -84,7 +84,7 @@ class ReachingObjectConfig(EefToObjectConfig):
 
 
 class ObjectToTargetConfig(ConfigModel):
-    """Settings of a term about an object and its target. An event or the position of another object sets the target."""
+    """Settings of a term about an object and its target. An event or another object defines the target."""
 
     object_cfg: EntityConfig = Field(description="the object")
     target_pose_key: str = Field(

@@ -25,7 +25,7 @@ Phrasings = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 class RandomizeInstructionConfig(ConfigModel):
     """Settings of `randomize_instruction`: the name under which the event stores its draws."""
 
-    store_key: str = Field("instruction", pattern=r"^[\w-]+$", description="name of the draws, to which terms refer")
+    store_key: str = Field("instruction", pattern=r"^[\w-]+$", description="name by which terms refer to the draws")
 
     @property
     def stores(self) -> dict[str, tuple[float, ...]]:
@@ -96,7 +96,8 @@ def instruction_table(cfg: InstructionConfig) -> tuple[tuple[tuple[int, ...], ..
 
     If there are no goals, the second axis has size 1.
 
-    Raises: ConfigError if a word is unknown, if an instruction is too long, or if phrasings and goals do not match.
+    Raises: ConfigError if a word is unknown, or if an instruction is too long. ConfigError is also raised if there are
+        goals but a phrasing lacks `GOAL`, or the reverse.
     """
     words = read_vocabulary(cfg.tokenizer)
     for phrasing in cfg.phrasings:

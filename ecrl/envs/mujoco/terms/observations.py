@@ -117,7 +117,7 @@ def normalize_robot_joint_data(cfg: NormalizeJointsConfig, sim: Simulation) -> O
     known, chosen = sim.robot.joints, joints_of(cfg, sim)
     if others := [name for name in chosen if name not in known]:
         fault = f"params.part_name: {', '.join(others)} are not among the observed joints, {', '.join(known)}"
-        raise ConfigError(f"{fault}; see control_parts")
+        raise ConfigError(f"{fault}; add the part to env.cfg.control_parts")
     limits = dict(zip(chosen, zip(*ranges_of(sim, chosen), strict=True), strict=True))
     (low, high), (first, last) = zip(*(limits.get(name, (0.0, 1.0)) for name in known), strict=True), cfg.range
     scaled = [name in limits for name in known]

@@ -77,7 +77,7 @@ class RandomizeRigidObjectMassConfig(ConfigModel):
     """Settings of `randomize_rigid_object_mass`: an object, and the range of its random mass."""
 
     entity_cfg: EntityConfig = Field(description="the object, which must be dynamic")
-    mass_range: Annotated[Span, MASS] = Field(description="[lowest, highest], kg")
+    mass_range: Annotated[Span, MASS] = Field(description="[lowest, highest] mass, kg")
     relative: bool = Field(False, description="add the draw to the mass in the scene config")
 
     def varied(self, sim: Simulation) -> Varied:
@@ -113,7 +113,7 @@ class RandomizeCenterOfMassConfig(ConfigModel):
 
     entity_cfg: EntityConfig = Field(description="the object, which must be dynamic")
     com_pos_offset_range: Annotated[Box, LENGTH] = Field(
-        description="[lowest, highest] x y z in the frame of the object, m"
+        description="[lowest, highest] x y z of the offset in the frame of the object, m"
     )
 
     def varied(self, sim: Simulation) -> Varied:
@@ -308,7 +308,7 @@ def _check_shape(sim: Simulation, uid: str) -> None:
 
 
 def _scaled_fields(sim: Simulation, entity: EntityConfig, parameter: str) -> Varied:
-    """Return the model fields that depend on the size of an object.
+    """Return pairs of a model field's name and the object's name, for all fields that depend on the object's size.
 
     Raises: ConfigError that names the setting `parameter` if the object cannot be scaled.
     """

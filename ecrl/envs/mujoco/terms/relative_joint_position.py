@@ -32,7 +32,9 @@ class RelativeJointPositionConfig(ConfigModel):
     scale: Annotated[Annotated[Scale, NUMBER] | _Scales, by_kind("a number or a list of numbers")] = Field(
         1.0, description="change of position per unit of action, in rad or m; a number, or a list with one per joint"
     )
-    clip: Positive | None = Field(None, le=1e6, description="largest absolute value of an action; 1 if absent")
+    clip: Positive | None = Field(
+        None, le=1e6, description="actions are clamped to [-clip, clip]; if absent, the bound is 1, without clamping"
+    )
 
     @model_validator(mode="after")
     def _one_selection(self) -> Self:
