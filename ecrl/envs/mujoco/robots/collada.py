@@ -27,7 +27,7 @@ def collada_mesh(path: Path, key: str) -> tuple[np.ndarray, np.ndarray]:
         key: config key for error messages.
 
     Returns: `(vertices, faces)`: vertices in m, float32 `[V, 3]`, and the three vertices of each face, int32 `[F, 3]`.
-    Raises: ConfigError if the file is not a Collada file or has no triangles.
+    Raises: ConfigError if the file cannot be read, has no triangles, or has an invalid unit, vertex or face.
     """
     try:
         with warnings.catch_warnings():

@@ -51,8 +51,8 @@ EXAMPLES = {
 def example_file(name: str, key: str) -> Path:
     """Return the path of the URDF file of a robot in the package.
 
-    Raises: ConfigError, which names `key`, if the robot does not exist. MissingExtraError if the package is not
-        installed.
+    Raises: ConfigError, which names `key`, if the package has no robot or several robots of this name.
+        MissingExtraError if the package is not installed.
     """
     with extra("robots"):
         folder = Path(str(distribution("example-robot-data").locate_file(_FOLDER)))

@@ -69,7 +69,8 @@ def spec_of(source: str, key: str, root: str = "", is_trusted: bool = False) -> 
     `source` is the path or the text of the file. A relative path is also looked up below the folder `root`, if `root`
     is not empty. If `is_trusted` is True, the file and all files that it names may be outside $ECRL_INPUT_FOLDERS.
 
-    Raises: ConfigError, which names `key`, if the file does not exist or is not an MJCF file.
+    Raises: ConfigError, which names `key`, if the file does not exist, is not an MJCF file, or names a file outside
+        $ECRL_INPUT_FOLDERS.
     """
     is_text = _is_text(source)
     source = source if is_text else _existing(source, key, root)

@@ -61,7 +61,8 @@ def urdf_spec(text: str, folder: Path, key: str, is_trusted: bool = False) -> An
         is_trusted: True for a file of an installed package or of a registered robot. Its meshes may be outside
             $ECRL_INPUT_FOLDERS.
 
-    Raises: ConfigError if the text is not a URDF file, if MuJoCo cannot simulate it, or if a mesh is missing.
+    Raises: ConfigError if the text is not a URDF file, if MuJoCo cannot simulate it, or if a mesh is missing or outside
+        $ECRL_INPUT_FOLDERS.
     """
     robot = _parsed(text, key)
     for child in [child for child in robot if child.tag not in _MEANINGFUL]:

@@ -223,7 +223,7 @@ def build(
 
 
 def _start(model: Any, cfg: SceneConfig, robot: Robot, home: tuple[float, ...]) -> Any:
-    """Return the `MjData` at the start of an episode. The drives hold the robot at its home position."""
+    """Return the `MjData` at the start of an episode. The position drives of the robot hold its joints in place."""
     data = mujoco().MjData(model)
     if cfg.keyframe is not None:
         names = [model.key(i).name for i in range(model.nkey)]

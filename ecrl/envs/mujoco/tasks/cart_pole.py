@@ -33,7 +33,7 @@ class CartRobotConfig(RobotConfig):
     robot_type: str = Field("CartPole", description="built-in or registered robot; not used if model is set")
     init_pos: Triple = Field((0.0, 0.0, 0.5), description="position of the robot's base, m")
     init_qpos: tuple[Real, ...] | None = Field(
-        (-0.2, 0.07), strict=False, description="joint positions at the start: of the cart, m, and of the pole, rad"
+        (-0.2, 0.07), strict=False, description="joint positions at the start: cart (m) and pole (rad)"
     )
 
 
@@ -53,7 +53,7 @@ class CartPoleRLConfig(TaskConfig):
     max_episode_steps: int = Field(500, ge=1, lt=2**31, description="time limit, steps")
     actions: dict[str, ActionConfig] = Field(
         default_factory=partial(parse_terms, ActionConfig, _ACTIONS),
-        description="action terms by name; by default 0.1 * action is added to joint positions",
+        description="action terms by name; by default 0.1 rad or m * action is added to joint positions",
     )
     observations: dict[str, ObservationConfig] = Field(
         default_factory=partial(parse_terms, ObservationConfig, _OBSERVATIONS),

@@ -99,7 +99,7 @@ class PushCubeConfig(ScalableTaskConfig):
     max_episode_steps: int = Field(100, ge=1, lt=2**31, description="time limit, steps")
     actions: dict[str, ActionConfig] = Field(
         default_factory=partial(parse_terms, ActionConfig, _ACTIONS),
-        description="action terms by name; by default 0.1 * action is added to joint positions",
+        description="action terms by name; by default 0.1 rad * action is added to joint positions",
     )
     observations: dict[str, ObservationConfig] = Field(
         default_factory=partial(parse_terms, ObservationConfig, _OBSERVATIONS),

@@ -104,12 +104,14 @@ class RandomizeCameraConfig(ConfigModel):
     """Settings of `randomize_camera_extrinsics`: ranges of the random offsets."""
 
     eye_range: Annotated[_Box | None, LENGTH] = Field(
-        None, description="[lowest, highest] x y z added to the eye of cameras, m"
+        None, description="[lowest, highest] offset x y z added to the eye of cameras, m"
     )
     target_range: Annotated[_Box | None, LENGTH] = Field(
-        None, description="[lowest, highest] x y z added to the target of cameras, m"
+        None, description="[lowest, highest] offset x y z added to the target of cameras, m"
     )
-    up_range: _Box | None = Field(None, description="[lowest, highest] x y z added to the up direction of cameras")
+    up_range: _Box | None = Field(
+        None, description="[lowest, highest] offset x y z added to the up direction of cameras"
+    )
 
     @model_validator(mode="after")
     def _has_a_range(self) -> "RandomizeCameraConfig":
@@ -132,10 +134,10 @@ class RandomizeCameraConfig(ConfigModel):
 class RandomizeIntrinsicsConfig(ConfigModel):
     """Settings of `randomize_camera_intrinsics`: ranges of the random offsets, pixels."""
 
-    focal_x_range: Span = Field((0.0, 0.0), description="[lowest, highest] added to the focal length fx, pixels")
-    focal_y_range: Span = Field((0.0, 0.0), description="[lowest, highest] added to the focal length fy, pixels")
-    cx_range: Span = Field((0.0, 0.0), description="[lowest, highest] added to the principal point cx, pixels")
-    cy_range: Span = Field((0.0, 0.0), description="[lowest, highest] added to the principal point cy, pixels")
+    focal_x_range: Span = Field((0.0, 0.0), description="[lowest, highest] offset added to the focal length fx, pixels")
+    focal_y_range: Span = Field((0.0, 0.0), description="[lowest, highest] offset added to the focal length fy, pixels")
+    cx_range: Span = Field((0.0, 0.0), description="[lowest, highest] offset added to the principal point cx, pixels")
+    cy_range: Span = Field((0.0, 0.0), description="[lowest, highest] offset added to the principal point cy, pixels")
 
     @property
     def ranges(self) -> _Ranges:
