@@ -2,9 +2,9 @@
 
 The arm has the proportions of a UR10, and its tool is a pusher.
 
-The arm follows the Denavit-Hartenberg table of Universal Robots. Joint i turns about the z axis of frame i. In frame i
-after the turn of joint i, frame i + 1 is at `(a_i, 0, d_i)` and is rotated by `alpha_i` about the x axis. At its home
-position, the arm faces the direction -x, and the tool of the arm points down.
+The arm follows the Denavit-Hartenberg table of Universal Robots. Joint i turns about the z axis of frame i. Frame i + 1
+is at `(a_i, 0, d_i)` in the turned frame i, and is rotated by `alpha_i` about the x axis. At its home position, the arm
+faces the direction -x, and the tool of the arm points down.
 """
 
 from collections.abc import Callable

@@ -87,8 +87,8 @@ def found_file(path: str, root: str) -> str | None:
 def component(cfg: RobotConfig, kind: str) -> Part | None:
     """Return the component of the type `kind`, "arm" or "hand", or None if the config has no such component.
 
-    Raises: ConfigError if there are several components of the kind, if a file does not exist and has no built-in
-        replacement, if an arm has a transform, or if `robot.model` also names an arm.
+    Raises: ConfigError if there are several components of the kind, or if a file does not exist and has no built-in
+        replacement. ConfigError is also raised if an arm has a transform, or if `robot.model` also names an arm.
     """
     listed = () if cfg.urdf_cfg is None else cfg.urdf_cfg.components
     found = [(i, part) for i, part in enumerate(listed) if part.component_type == kind]

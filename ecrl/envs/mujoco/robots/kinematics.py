@@ -195,8 +195,8 @@ def follow(chain: Chain, positions: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
         positions: `[*B, nq + 7 nmocap]` float: joint positions in MuJoCo's layout, then the positions and then the
             quaternions of mocap bodies.
 
-    Returns: the pose at the end, and a dictionary that maps the degree of freedom of each hinge or slide to the pose
-        after the joint. All poses are `[*B, 4, 4]`.
+    Returns: the pose at the end, and the poses after the hinges and slides, in a dictionary by degree of freedom. All
+        poses are `[*B, 4, 4]`.
     """
     joints = [step for step in chain.steps if isinstance(step, Joint)]
     local: dict[int, Tensor] = {}

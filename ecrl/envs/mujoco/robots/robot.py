@@ -137,8 +137,8 @@ def _per_joint(values: PerJoint | None, defaults: tuple[float, ...], built: Buil
 def _matching(names: tuple[str, ...], built: Builtin, key: str) -> tuple[str, ...]:
     """Return the joints that `names` select, in the order of `names`.
 
-    Each of `names` is the name of a joint, or a regular expression for the whole name of a joint or for EmbodiChain's
-    name of the joint. An expression that fits no joint is tried again, ignoring case.
+    Each of `names` is the name of a joint or a regular expression. The expression must fit the whole name of a joint,
+    or EmbodiChain's whole name of the joint. An expression that fits no joint is tried again, ignoring case.
 
     Raises: ConfigError, which names `key`, if a name fits no joint, or if a joint is selected twice.
     """

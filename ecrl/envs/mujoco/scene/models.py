@@ -99,8 +99,8 @@ def control_per_target(model: Any, i: int) -> float:
 
         torque = gear (gain control + bias1 gear q + bias2 gear dq/dt)
 
-    The factor is -bias1 gear / gain for a target position, -bias2 gear / gain for a target velocity, and
-    1 / (gear gain) for a force.
+    The factor is -bias1 gear / gain for a target position and -bias2 gear / gain for a target velocity. For a force,
+    the factor is 1 / (gear gain).
     """
     gear, gain = float(model.actuator_gear[i, 0]), float(model.actuator_gainprm[i, 0])
     if model.actuator_biastype[i] == int(mujoco().mjtBias.mjBIAS_NONE):

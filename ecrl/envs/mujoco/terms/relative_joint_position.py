@@ -57,8 +57,8 @@ def relative_joint_position(cfg: RelativeJointPositionConfig, sim: Simulation) -
 
     The action a is in [-clip, clip], or in [-1, 1] without `clip`. Without `clip`, the term does not clamp actions.
 
-    Raises: ConfigError if a joint or a part is unknown, if a joint has no actuator, or if the number of scales differs
-        from the number of joints.
+    Raises: ConfigError if a joint or a part is unknown, if a joint has no actuator, or if there is not one scale per
+        joint.
     """
     joints = _selected_joints(cfg, sim)
     world.actuators_of(sim, joints)
