@@ -48,7 +48,7 @@ class APGConfig(LearningConfig):
     ent_coef: NonNegative = Field(default=0.0, description="weight of the entropy bonus")
     segment_length: Count | None = Field(
         default=None,
-        description="number of steps through which gradients flow back; must divide trainer.buffer_size; all if absent",
+        description="steps per segment through which gradients flow back; must divide trainer.buffer_size, the default",
     )
     deterministic_actions: bool = Field(
         default=False, description="take the most likely action instead of a random action"
@@ -102,7 +102,8 @@ def _step(
 ) -> tuple[_World, tuple[TensorDict, Tensor]]:
     """Take a step in every environment. Return the next memory and environment state, the transition, and the entropy.
 
-    At a step whose `is_first` is True, the gradient stops. Without segments, `is_first` is None.
+    Before a step whose `is_first` is True, detach the memory and the environment state. Without segments, `is_first`
+    is None.
     """
     env_noise, action_noise, is_first = at
     memory, env = world if is_first is None else _cut(world, is_first)
@@ -146,7 +147,10 @@ def _loss(params: TensorDict, run: Run, state: TensorDict) -> tuple[Tensor, tupl
 
 
 def optimize(run: Run, state: TensorDict, grads: TensorDict) -> tuple[TensorDict, Logs]:
-    """Take one optimiser step. Return the new params and opt, and logs of the gradient norm and the learning rate."""
+    """Clip the gradients to the norm `max_grad_norm`, and take one optimiser step.
+
+    Returns: the new `params` and `opt`, and the logs `grad_norm`, the norm before clipping, and `learning_rate`.
+    """
     params, opt, hyper = (cast(TensorDict, state[key]) for key in ("params", "opt", "hyper"))
     group = run.algorithm.choices.group
     rate = learning_rates(state, (group,))[group.name]

@@ -1,7 +1,7 @@
 """Settings and functions that DDPG, TD3, soft actor-critic, FastTD3 and FastSAC share.
 
-These algorithms learn an actor and critics for continuous actions. The critics are trained towards the target, and the
-actor maximises the critics' values.
+These algorithms learn an actor and critics for continuous actions. The critics learn from temporal-difference targets,
+and the actor maximises the values that the critics predict.
 """
 
 import json
@@ -28,7 +28,7 @@ NO_CARRY = TensorDict({}, [])
 """The empty memory of a feed-forward policy."""
 
 SHARED_NUMBERS = ("gamma", "tau")
-"""Names of the settings that the `init` of each of these algorithms stores in `hyper`."""
+"""Names of the settings that all algorithms with an `ActorCriticConfig` store in `hyper`."""
 
 
 class ActorCriticConfig(ReplayConfig):
@@ -115,7 +115,7 @@ def with_targets(state: TensorDict, moves: Tensor | None = None) -> TensorDict:
 
 
 def merged_logs(*parts: Logs) -> Logs:
-    """Merge the logs of several gradient steps, and add up the numbers of skipped steps."""
+    """Merge the logs of several gradient steps. Of equal names, keep the last log, but sum `skipped_steps`."""
     logs = {name: log for part in parts for name, log in part.items()}
     if SKIPPED_STEPS in logs:
         logs[SKIPPED_STEPS] = torch.stack([part[SKIPPED_STEPS] for part in parts]).sum()

@@ -68,7 +68,7 @@ class Static(NamedTuple):
             "sequence", it is the algorithm's `segment_length`, which is `buffer_size` by default. If the algorithm
             needs whole episodes, `row_steps` is `buffer_size`.
         phase: phase of the iteration (`Algorithm.phase`), or None if the algorithm has no phases.
-        turns: number of turns per iteration, in the `run` that a turn receives (see `interleaved`). Otherwise 1.
+        turns: number of turns per iteration in the `run` that a turn receives (see `interleaved`), and 1 in other runs.
     """
 
     num_envs: int
@@ -108,8 +108,8 @@ Iterate = Callable[[Run, TensorDict, TensorDict], tuple[TensorDict, TensorDict, 
 class DataSet(Protocol):
     """Data set in a file, from whose steps an algorithm learns.
 
-    The iteration receives the tensors in `borrowed["data"]`. The state does not include them. Two data sets are equal
-    if their files are the same.
+    The iteration receives the tensors in `borrowed["data"]`. The state does not include these tensors. Two data sets
+    are equal if they have the same `path`.
     """
 
     @property
@@ -147,7 +147,7 @@ class Algorithm:
             which have every field of the buffer. It also holds `index`, int64 `[B]`, the positions of these rows in the
             buffer. To record training videos, `iterate` needs an attribute `collect` (see `collect_of`).
         kinds: kinds of the state fields that the algorithm adds (see `ecrl.algorithms.state_kinds`).
-        group_size: number of consecutive environments that share their starts and their environment noise.
+        group_size: number of consecutive environments that share their initial states and their environment noise.
         gradient_steps: function from `Static` to the number of gradient steps per iteration. `trainer.compile: auto`
             uses this number to estimate whether compiling shortens the run. If `gradient_steps` is None, `auto` always
             compiles.
@@ -161,8 +161,8 @@ class Algorithm:
             the steps that update its group, first within each turn and then over the turns. The log is NaN in an
             iteration without such a step. The finite guard therefore ignores these logs, and checks only the parameters
             of the group.
-        data: data set in a file, or None. `borrowed["data"]` then has the tensors of the file, and the state's field
-            `data_sha256` has the checksum of the file.
+        data: data set in a file, or None. If there is a data set, `borrowed["data"]` has the tensors of the file, and
+            the state's field `data_sha256` has its SHA-256 checksum.
         name: name under which the algorithm is registered, for error messages.
     """
 
@@ -439,7 +439,7 @@ class _FromReset:
 def from_reset(collect: Collect) -> Collect:
     """Return a `collect` that first resets every environment, its episode statistics and the policy's memory.
 
-    All environments of a group then share their start.
+    All environments of a group then have the same initial state.
     """
     return _FromReset(collect)
 
@@ -461,7 +461,7 @@ def over_steps(run: Run, logs: Logs) -> Logs:
 
 
 def standardize_over_ranks(x: Tensor, mask: Tensor) -> Tensor:
-    """Shift and scale `x` to mean 0 and standard deviation 1 over the entries of all ranks whose `mask` is True.
+    """Shift and scale `x` to mean 0 and standard deviation 1 over the unmasked entries of all ranks.
 
     The function calls `ecrl.kernels.standardize` with 1e-8 as the lower bound of the standard deviation.
     """

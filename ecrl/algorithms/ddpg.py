@@ -71,7 +71,7 @@ class Choices(NamedTuple):
 def init(cfg: DDPGConfig, numbers: tuple[str, ...], run: Run, key: Tensor) -> dict[str, Any]:
     """Return parameters, optimiser states, hyperparameters, target networks, exploration and an empty replay buffer.
 
-    `numbers` has the names of the numeric hyperparameters.
+    `numbers` lists the names of the settings that `hyper` stores.
     """
     check_policy(run, run.algorithm.name, needs_log_prob=False)
     check_steps(run, cfg)
@@ -95,9 +95,9 @@ def with_exploration(run: Run, state: TensorDict) -> TensorDict:
 
 
 def target(run: Run, state: TensorDict, batch: TensorDict) -> Tensor:
-    """Return the critics' target for each transition, `[B]`. With several critics, it uses the smallest value.
+    """Return the critics' target for each transition, `[B]`, from the smallest value of the target critics.
 
-    target = reward + discount * min_c(Q_target_c(next_obs, actor_target(next_obs)))
+    target = reward + discount * min_c(Q_target_c(next_obs, actor_target(next_obs))) * not terminated
     """
     slow = acting_params(cast(TensorDict, state["target_params"]), fixed_params(state))
     action = run.policy.act(slow, NO_CARRY, batch["next_obs"], None)[1]["action"]

@@ -97,8 +97,8 @@ class Demonstrations:
         Returns: a TensorDict with `train` and, if `holdout` is not 0, `holdout`. Each has `steps` `[M]` and `starts`,
             the index of the first step of each episode, int64 `[E]`.
         Raises: ConfigError if the file does not fit the run, or if an episode is too long for a policy with memory.
-            Also raised for NaN or infinity, for a value outside a discrete space, and for a last episode without an
-            end. Also raised if `holdout` leaves no episode to learn from, or none to hold out.
+            Also raised for NaN, infinity, a value outside a discrete space, `executed` outside its limits, or a last
+            episode without an end. Also raised if `holdout` leaves no episode to learn from, or none to hold out.
         """
         self._fitting_about(run)
         tensors = _or_config_error(read_tensors, Path(self.path))
@@ -128,7 +128,7 @@ class Demonstrations:
         return TensorDict({"train": _part(cast(TensorDict, steps[:cut]), starts[:first]), "holdout": held_out}, [])
 
     def _check_values(self, env: Env, tensors: Mapping[str, Tensor]) -> None:
-        """Raise ConfigError for NaN or infinity, for a value outside a discrete space, and for a wrong `executed`."""
+        """Raise ConfigError for NaN, infinity, a value outside a discrete space, or `executed` outside its limits."""
         for name, space in (_leaves("obs", env.observation_space) | {"action": env.action_space}).items():
             problem = _outside(tensors[name], space)
             if problem is not None:

@@ -155,7 +155,7 @@ def target(run: Run, state: TensorDict, batch: TensorDict, slow_noise: Any, onli
     """Return the target of each transition, values `[B]` or distributions `[B, K]`. Each network has its own noise.
 
     a*     = argmax_a(Q(next_obs, a))             with the online network if `double`, otherwise the target network
-    target = reward + discount * Q_target(next_obs, a*)
+    target = reward + discount * Q_target(next_obs, a*) * not terminated
     """
     fixed, policy = fixed_params(state), run.policy
     online, slow = (acting_params(cast(TensorDict, state[name]), fixed) for name in ("params", "target_params"))
@@ -176,8 +176,8 @@ def loss(
 ) -> tuple[Tensor, Logs]:
     """Return the loss between the values, or distributions, of the taken actions and their targets.
 
-    With prioritised replay, the log `row_error` `[B]` has the error of each transition. The error is the distance
-    between the means or, for categorical distributions, the Kullback-Leibler divergence.
+    With prioritised replay, the log `row_error` `[B]` has the error of each transition. The error is the mean of
+    the target minus the predicted mean. For categorical distributions, the error is the Kullback-Leibler divergence.
     """
     policy, mask, ones = run.policy, batch["mask"], torch.ones_like(batch["reward"])
     weight = batch.get("weight", ones).to(ones.dtype)

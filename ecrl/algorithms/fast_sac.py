@@ -121,7 +121,7 @@ def target(run: Run, state: TensorDict, batch: TensorDict, noise: Any) -> tuple[
     """Return the target distributions of each critic, `[C, B, K]`, and the entropy of the next actions, 0-d in nats.
 
     soft     = Z_target_c(next_obs, next_action) - temperature * log_prob(next_action)
-    target_c = projection of the distribution of reward + discount * soft
+    target_c = projection of the distribution of reward + discount * soft * not terminated
     """
     fixed, obs, mask = fixed_params(state), batch["next_obs"], batch["mask"]
     params, slow = (acting_params(cast(TensorDict, state[name]), fixed) for name in ("params", "target_params"))

@@ -7,8 +7,9 @@ no target actor. The actor maximises the smallest mean of the critics. The targe
 Each environment has its own scale of the exploration noise, and draws a new scale when an episode ends.
 
 The defaults are from the authors' code with 1,024 environments, except for the optimiser and the replay buffer. The
-authors use AdamW with a weight decay of 0.1 and standardised observations: set `algorithm.cfg.optimizer` and
-`policy.normalize_obs`. Their replay buffer has 10,240 steps of each environment, ten times the default of ecrl.
+authors use AdamW with a weight decay of 0.1 and standardised observations. To do the same, set
+`algorithm.cfg.optimizer` and `policy.normalize_obs`. Their replay buffer has 10,240 steps of each environment, ten
+times the default of ecrl.
 
 Source: Seo et al. 2025, arXiv:2505.22642.
 """
@@ -113,7 +114,7 @@ def init(cfg: FastTD3Config, run: Run, key: Tensor) -> dict[str, Any]:
 
 
 def drawn_scales(run: Run, key: Tensor, step: Tensor, renewed: Tensor, scales: Tensor, hyper: TensorDict) -> Tensor:
-    """Return the noise scales `[N]` after `step`. Environments whose `renewed` is True draw a new scale."""
+    """Return the noise scales `[N]` after the turn that begins at `step`. Environments in `renewed` draw new scales."""
     keys = rng.stream(key, rng.ACTION, env_index(run.static.num_envs, key.device), step)
     uniform = rng.uniform(rng.fold_in(keys, 1))  # the policy draws its action noise from `keys`
     low, high = hyper["min_exploration_noise"], hyper["max_exploration_noise"]
@@ -135,7 +136,7 @@ def target(run: Run, state: TensorDict, batch: TensorDict, count: Tensor) -> Ten
 
     action = clip(actor(next_obs) + clip(policy_noise * noise, -noise_clip, noise_clip), -1, 1)
     c*     = argmin_c(mean(Z_target_c(next_obs, action)))
-    target = projection of the distribution of reward + discount * Z_target_c*(next_obs, action)
+    target = projection of the distribution of reward + discount * Z_target_c*(next_obs, action) * not terminated
     """
     space, hyper = cast(Box, run.env.action_space), cast(TensorDict, state["hyper"])
     params, slow = (

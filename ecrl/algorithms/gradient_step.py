@@ -59,11 +59,12 @@ def gradient_step(
             `frozen_params`.
         group: the group. Its paths are names of networks. A group without paths contains all parameters.
         loss: (run, params, *args) -> 0-d loss and logs. `params` are the parameters for the policy's functions. The log
-            `count` is the number of elements over which the loss is a mean. This count weights the ranks.
+            `count` is the number of elements over which the loss is a mean. The gradients of the ranks are averaged
+            with this weight.
         args: further arguments of `loss`.
-        moves: 0-d bool; if False, the parameters and the optimiser state of the group do not change. The logs are then
-            NaN, except for the learning rate and `skipped_steps`. A compiled graph for the CPU does not compute the
-            loss.
+        moves: 0-d bool, or None for True. If False, the parameters and the optimiser state of the group do not change.
+            The logs are then NaN, except for the learning rate and `skipped_steps`. A compiled graph for the CPU does
+            not compute the loss.
 
     Returns: the state with new `params` and `opt`, and the logs of the loss with the gradient norm and the learning
         rate. If `count` is 0 on all ranks, nothing changes. If `trainer.finite_guard` is "skip", a step whose gradients

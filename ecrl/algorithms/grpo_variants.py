@@ -55,19 +55,19 @@ Weights = Callable[[Run, TensorDict, Tensor], Tensor]
 
 
 def token_weights(run: Run, steps: TensorDict, mask: Tensor) -> Tensor:
-    """Return `token_mean_weights` over the batches of all ranks, scaled for a mean over rows."""
+    """Return `token_mean_weights` over the batches of all ranks, times the number of rows per unmasked step."""
     count = token_counts(run, steps)
     return _per_row(run, mask, token_mean_weights(count.sum(-1), mask, total=all_sum))
 
 
 def episode_weights(run: Run, steps: TensorDict, mask: Tensor) -> Tensor:
-    """Return `sequence_mean_weights` over the batches of all ranks, scaled for a mean over rows."""
+    """Return `sequence_mean_weights` over the batches of all ranks, times the number of rows per unmasked step."""
     count = token_counts(run, steps)
     return _per_row(run, mask, sequence_mean_weights(count.sum(-1), mask, total=all_sum))
 
 
 def fixed_length_weights(run: Run, steps: TensorDict, mask: Tensor) -> Tensor:
-    """Return `fixed_length_mean_weights` over the batches of all ranks, scaled for a mean over rows."""
+    """Return `fixed_length_mean_weights` over the batches of all ranks, times the number of rows per unmasked step."""
     count = token_counts(run, steps)
     weight = fixed_length_mean_weights(count.sum(-1), mask, length=count[0].numel(), total=all_sum)
     return _per_row(run, mask, weight)
@@ -86,7 +86,7 @@ WEIGHTS: dict[str, Weights] = {
 
 
 def counted_rows(mask: Tensor) -> Tensor:
-    """Return the number of rows `[M]` or `[M, T]` with an unmasked step."""
+    """Return the number of rows with an unmasked step, for a mask `[M]` or `[M, T]`."""
     return mask.reshape(len(mask), -1).any(-1).sum()
 
 
@@ -123,8 +123,8 @@ def weighted_loss(
 
         loss = sum(weight * (objective + kl_coef * kl_k3 - ent_coef * entropy)) / rows
 
-    `rows` is the number of rows with an unmasked step. A row is a step or, if a ratio needs it, a whole episode. Except
-    for policy_loss, the logs are means over the tokens of the minibatch.
+    `rows` is the number of rows with an unmasked step. A row has `static.row_steps` steps. Except for `policy_loss`,
+    the logs are means over the tokens of the minibatch.
     """
     ratio: Ratio = run.algorithm.choices.ratio
     log_prob, entropy = run.policy.evaluate_tokens(params, minibatch)

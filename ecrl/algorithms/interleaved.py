@@ -17,10 +17,10 @@ An algorithm defines a function `turn`, with the steps of the pseudocode in the 
 
 A turn does not depend on the length of an iteration. A turn receives a `run` and a `state` as if every iteration had
 one turn. In `run.static`, `buffer_size` is the number of steps per turn. In the state, `sample_step`, `update_step`,
-`iterations` and the cursor of the buffer count each turn as an iteration. As soon as a turn adds new steps, the buffer
-contains them. In a full buffer, they replace the oldest steps. Thus `trainer.buffer_size` does not change the result of
-learning, with three exceptions. The phase is chosen once per iteration, the finite guard skips whole iterations, and
-the lengths of learning-rate schedules are in iterations.
+`iterations` and the cursor of the buffer count each turn as an iteration. After `store`, the same turn can sample its
+new steps. In a full buffer, new steps replace the oldest steps. Thus `trainer.buffer_size` does not change the result
+of learning, with three exceptions. The phase is chosen once per iteration, the finite guard
+skips whole iterations, and the lengths of learning-rate schedules are in iterations.
 
 A buffer may have a sum tree, the field `tree` of `replay` in the state. A turn may change this tree (see
 `ecrl.algorithms.prioritized`). The loop stores the new tree together with the new steps.
@@ -203,7 +203,7 @@ def interleaved(turn: Turn, steps: int = 1) -> Interleaved:
 
 
 def _static_of_turn(static: Static, steps: int) -> Static:
-    """Return the static settings of a run whose iterations have one turn, except for the number of turns."""
+    """Return the static settings for a turn of `steps` steps, with the number of turns per iteration in `turns`."""
     return static._replace(buffer_size=steps, row_steps=min(steps, static.row_steps), turns=static.buffer_size // steps)
 
 

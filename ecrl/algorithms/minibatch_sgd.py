@@ -215,7 +215,7 @@ def _chunk_gradients(
     rows: TensorDict,
     hyper: TensorDict,
 ) -> tuple[Packed, tuple[Tensor, Logs]]:
-    """Return the gradients of the mean loss over the unmasked chosen rows, the number of these rows, and the logs."""
+    """Return the gradients of the mean loss over the unmasked chosen rows, and the count and logs of `_loss`."""
     index, real, replaced_fields = rows_of_chunk
     minibatch = cast(TensorDict, rows[index]).update(replaced_fields)
     mask = counted(minibatch["mask"], real) if "mask" in minibatch else real
@@ -240,7 +240,7 @@ def _gradients(
     rows: TensorDict,
     hyper: TensorDict,
 ) -> tuple[Packed, tuple[Tensor, Logs]]:
-    """Return the gradients of the mean loss over a minibatch's unmasked rows, the number of these rows, and the logs.
+    """Return the gradients of the mean loss over a minibatch's unmasked rows, and the count and logs of `_loss`.
 
     The gradients are computed chunk by chunk, to save memory.
     """
@@ -268,8 +268,8 @@ def _gradient_step(
 ) -> tuple[_Carry, tuple[Tensor, Tensor, Logs]]:
     """Take one step of every optimiser on one minibatch.
 
-    Return the new carry (params, opts, rates, stopped), and the outputs (count, stopped, logs). `count` is the number
-    of unmasked rows, or 0 if the parameters did not change. The output `stopped` is a float. Once the distance of a
+    Return the new carry (params, opts, rates, stopped), and the outputs (count, stopped, logs). `count` is the count
+    of `_loss`, or 0 if the parameters did not change. The output `stopped` is a float. Once the distance of a
     step exceeds the limit, parameters and optimiser state no longer change. An adaptive learning rate still changes in
     this step. If the run skips nonfinite steps, a step with NaN or infinity changes nothing.
     """
@@ -405,9 +405,9 @@ def minibatch_sgd(
             hyperparameter, this step and the remaining steps do not change the parameters.
 
     Returns: the state with new `params`, `opt` and `learning_rate`, and the logs. The logs contain the logs of the loss
-        function, `loss`, gradient norms, learning rates and, if there is a limit, `skipped_frac`. If
-        `trainer.finite_guard` is "skip", a step whose gradients or new parameters hold NaN or infinity changes nothing.
-        The log `skipped_steps` counts such steps.
+        function, `loss`, gradient norms, learning rates and, if there is a limit, `skipped_frac`, the share of
+        gradient steps that the limit skipped. If `trainer.finite_guard` is "skip", a step whose gradients or new
+        parameters hold NaN or infinity changes nothing. The log `skipped_steps` counts such steps.
     """
     hyper, params, opt = (cast(TensorDict, state[key]) for key in ("hyper", "params", "opt"))
     length = prod(rows["mask"].shape[1:]) if "mask" in rows else 1

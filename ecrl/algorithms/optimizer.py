@@ -408,7 +408,7 @@ def rate_logs(rates: dict[str, Tensor], groups: tuple[Group, ...], state: Tensor
 
 
 def optimizer_numbers(cfg: OptimizerConfig) -> dict[str, float]:
-    """Return the entries of an optimiser for `hyper`: all numbers of the config except the learning rate."""
+    """Return the entries of an optimiser for `hyper`: all numbers that it uses except the learning rate."""
     values: dict[str, Any] = {name: getattr(cfg.kwargs, name) for name in USED[cfg.name]}
     numbers = {name: value for name, value in values.items() if value is not None and not isinstance(value, bool)}
     if "betas" in numbers:

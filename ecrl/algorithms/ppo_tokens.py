@@ -1,4 +1,4 @@
-"""The loss of PPO with one probability ratio per token, or with clips that differ from the defaults."""
+"""The loss of PPO with one probability ratio per token, or with the setting `clip_coef_high` or `dual_clip`."""
 
 from functools import partial
 

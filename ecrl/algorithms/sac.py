@@ -56,7 +56,7 @@ from ecrl.types import Logs
 _DELAYED = (*DELAYED, "entropy", "temperature", "temperature_loss", "temperature_grad_norm")
 
 ENTROPY_SHARE = 0.5
-"""Default of `target_entropy` for A Discrete actions, as a share of log(A), the entropy of uniformly random actions.
+"""Default of `target_entropy` for a Discrete space, as a share of log(A), the entropy of A equally likely actions.
 
 Christodoulou 2019 uses 0.98, and CleanRL uses 0.89. In a task such as CartPole, no policy with a high return has such a
 high entropy. The temperature then grows without bound, and the values also grow.
@@ -85,7 +85,7 @@ class SACConfig(ActorCriticConfig):
     target_entropy: float | None = Field(
         default=None,
         description="entropy towards which a learnt temperature drives the policy, in nats; "
-        f"-1 per dimension of Box actions or {ENTROPY_SHARE} * log(A) for A Discrete actions if absent",
+        f"-1 per dimension of Box actions or {ENTROPY_SHARE} * log(A) for a Discrete space of A actions if absent",
     )
     policy_delay: Count = Field(default=1, description="gradient steps of the critics per gradient step of the actor")
 
@@ -181,11 +181,12 @@ def logits_of(run: Run, out: TensorDict) -> Tensor:
 def target(run: Run, state: TensorDict, batch: TensorDict, noise: Any) -> Tensor:
     """Return the target of each transition, `[B]`. The current policy draws the next action.
 
-    target = reward + discount * (min_c(Q_target_c(next_obs, next_action)) - temperature * log_prob(next_action))
+    next   = min_c(Q_target_c(next_obs, next_action)) - temperature * log_prob(next_action)
+    target = reward + discount * next * not terminated
 
-    For Discrete actions, the target is the expectation over the next action. p(a) is the policy's probability of a:
+    For Discrete actions, `next` is the expectation over the next action. p(a) is the policy's probability of a:
 
-    target = reward + discount * sum_a(p(a) * (min_c(Q_target_c(next_obs, a)) - temperature * log(p(a))))
+    next = sum_a(p(a) * (min_c(Q_target_c(next_obs, a)) - temperature * log(p(a))))
     """
     fixed, obs, q = fixed_params(state), batch["next_obs"], cast(Any, run.policy.q)
     params, slow = (acting_params(cast(TensorDict, state[name]), fixed) for name in ("params", "target_params"))

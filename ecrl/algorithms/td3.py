@@ -65,7 +65,7 @@ def target(run: Run, state: TensorDict, batch: TensorDict, count: Tensor) -> Ten
     """Return the target of each transition, `[B]`. Actions and noise are in units of half the action range.
 
     action = clip(actor_target(next_obs) + clip(policy_noise * noise, -noise_clip, noise_clip), -1, 1)
-    target = reward + discount * min_c(Q_target_c(next_obs, action))
+    target = reward + discount * min_c(Q_target_c(next_obs, action)) * not terminated
     """
     space, hyper = cast(Box, run.env.action_space), cast(TensorDict, state["hyper"])
     slow = acting_params(cast(TensorDict, state["target_params"]), fixed_params(state))

@@ -42,7 +42,7 @@ _HIDDEN = "width of each hidden layer after the convolutions"
 _ACTIVATION = "activation after each convolution and hidden layer"
 _LAST_ACTIVATION = "activation after the output layer; none if absent"
 _LAYERNORM = "normalise the output of each convolution and hidden layer before its activation"
-_GAINS = "gain of orthogonal initial weights, with biases of 0; of two numbers, the second is for the output layer"
+_GAINS = "gain of orthogonal initial weights, with biases of 0; a second number is the gain of the output layer"
 
 
 class ConvolutionsConfig(ConfigModel):
@@ -108,7 +108,7 @@ def _initialised(module: nn.Module, cfg: ConvolutionsConfig) -> nn.Module:
 
 
 class _ImageNetwork(nn.Module):
-    """Convolutions followed by fully connected layers, for an image, or for the only image in a Dict."""
+    """Convolutions followed by fully connected layers, for an image or a Dict with one image only."""
 
     def __init__(self, space: Space, convolutions: nn.Module, cfg: ConvolutionsConfig, outputs: int):
         super().__init__()
@@ -150,7 +150,7 @@ def cnn(cfg: CNNConfig, space: Space, outputs: int) -> nn.Module:
 class ImpalaConfig(ConvolutionsConfig):
     """Settings of the residual network of IMPALA."""
 
-    channels: Sizes = Field((16, 32, 32), description="output channels of each stage; a stage halves the image")
+    channels: Sizes = Field((16, 32, 32), description="output channels of each stage; a stage halves height and width")
     hidden_sizes: Annotated[tuple[Width, ...], Field(strict=False)] = Field((256,), description=_HIDDEN)
 
 
@@ -172,7 +172,7 @@ class _Residual(nn.Module):
 def impala(cfg: ImpalaConfig, space: Space, outputs: int) -> nn.Module:
     """Build the deep residual network of IMPALA for images.
 
-    A stage has a convolution, a max-pooling that halves the image, and two residual blocks of two convolutions each.
+    A stage has a convolution, a max-pooling that halves height and width, and two residual blocks of two convolutions.
 
     Raises: SpaceError for an observation that is not an image.
     Source: Espeholt et al. 2018, arXiv:1802.01561, figure 3.
@@ -206,7 +206,7 @@ class KeypointsConfig(ConvolutionsConfig):
 
 
 class ImageKeypoints(nn.Module):
-    """Network that computes keypoint positions in one image. A condition scales and shifts the features.
+    """Network that computes keypoint positions in one image. A condition vector scales and shifts the features.
 
     The output of the last convolution is standardised, so this convolution has no bias.
     """

@@ -91,7 +91,7 @@ class Policy:
         evaluate: (params, carry, steps) -> (log_prob, entropy), in nats. None for a policy without probabilities, such
             as a greedy policy.
         value: (params, carry, obs) -> V `[*B]`, or as above for a sequence policy; None for a policy without a critic.
-        norm_init: device -> the initial statistics of `normalized`.
+        norm_init: device -> the initial observation statistics (see `normalized`); None if observations stay unchanged.
         norm_update: (statistics, obs, mask) -> the statistics updated with a batch.
         compiles: False if the policy cannot be compiled. A module that draws its own random numbers cannot be compiled.
         init_carry: (params, num_envs) -> carry, a TensorDict `[num_envs]`, at the start of an episode.

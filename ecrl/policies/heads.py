@@ -175,7 +175,7 @@ def head_width(space: Space, action_dim: int | None) -> int:
 
 
 def initial_log_std(space: Space, value: float) -> dict[str, Tensor]:
-    """Return the `log_std` parameter of a Box head, or an empty dict for other heads."""
+    """Return a dict with `log_std`, `[A]` copies of `value`, for Box actions, or an empty dict for other actions."""
     return {"log_std": torch.full((flat_dim(space),), value)} if isinstance(space, Box) else {}
 
 

@@ -199,7 +199,8 @@ def pure(make: Callable[[], nn.Module], name: str, bf16: bool) -> Pure:
 def build_network(cfg: NetworkConfig, space: Space, outputs: int, key: str) -> nn.Module:
     """Build a configured network as a module with new weights. `key` is the path of the network in the config.
 
-    Raises: ConfigError for a wrong setting. The message begins with the path of the setting.
+    Raises: ConfigError for a wrong setting, or for a space that the network cannot read. The message begins with the
+        path of the setting.
     """
     if space == Dict(()):
         raise ConfigError(f"{key}: the observations have nothing that a network reads; select others, or add some")

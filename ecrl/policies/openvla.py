@@ -11,7 +11,7 @@ quantiles of the data that the model was trained on. There are two ways to decod
 
 - parallel (OpenVLA-OFT): all tokens in one pass. The inputs of these tokens are zeros, and each token attends to all
   others.
-- autoregressive (OpenVLA): each token attends to the earlier tokens.
+- autoregressive (OpenVLA): one token after the other. Each token attends to the earlier tokens.
 
 Sources: Kim et al. 2024 (OpenVLA), arXiv:2406.09246. Kim et al. 2025 (OpenVLA-OFT), arXiv:2502.19645. Li et al. 2025
 (SimpleVLA-RL), arXiv:2509.09674.
@@ -235,13 +235,13 @@ class _Reader(NamedTuple):
 
 
 def _normalized(params: TensorDict, kind: str, x: Tensor) -> Tensor:
-    """Convert numbers from low to high to numbers from -1 to 1. `kind` is "action" or "proprio"."""
+    """Scale numbers from [low, high] to [-1, 1] if `is_scaled` is True. `kind` is "action" or "proprio"."""
     low, high, is_scaled = _bounds(params, kind)
     return torch.where(is_scaled, 2.0 * (x - low) / (high - low + 1e-8) - 1.0, x)
 
 
 def _in_units(params: TensorDict, kind: str, x: Tensor) -> Tensor:
-    """Convert numbers from -1 to 1 to numbers from low to high."""
+    """Scale numbers from [-1, 1] to [low, high], which undoes `_normalized`."""
     low, high, is_scaled = _bounds(params, kind)
     return torch.where(is_scaled, 0.5 * (x + 1.0) * (high - low + 1e-8) + low, x)
 

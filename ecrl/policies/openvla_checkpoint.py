@@ -27,7 +27,7 @@ BACKBONES = "featurizer", "fused_featurizer"
 
 _EMBEDDINGS = "language_model.model.embed_tokens.weight"
 _OTHER_PARTS = "action_head", "noise_predictor", "noisy_action_projector", "proprio_projector", "vision_backbone"
-"""Parts of the names of OpenVLA-OFT's files for a head for continuous actions, or for a model with FiLM."""
+"""Parts of the names of weight files that OpenVLA-OFT writes for a continuous action head, or for FiLM."""
 
 _UNUSED = "norm", "attn_pool", "fc_norm", "head"
 """Parts of a vision model after its last block. OpenVLA does not use these parts."""
@@ -121,10 +121,10 @@ def _read(path: Path, model: type[_File]) -> _File:
 
 
 def _refuse_other_heads(folder: Path) -> None:
-    """Raise ConfigError if the folder has weights of another action head, without trained action tokens, or of FiLM."""
+    """Raise ConfigError if the folder has weights of a head for continuous actions, or of FiLM."""
     for part in _OTHER_PARTS:
         if found := sorted(folder.glob(f"*{part}*.pt")):
-            problem = f"{found[0].name} belongs to a model with FiLM, or whose actions are not tokens"
+            problem = f"{found[0].name} belongs to a model with FiLM, or to a model whose actions are not tokens"
             raise _fault(folder, f"{problem}; give a model that was trained with action tokens")
 
 
@@ -269,7 +269,7 @@ def _is_flag(x: Any) -> bool:
 
 
 class Statistics(NamedTuple):
-    """Bounds of the data that a checkpoint was trained on. The model scales numbers between low and high to -1 to 1.
+    """Bounds of the data that a checkpoint was trained on. The model scales numbers from [low, high] to [-1, 1].
 
     Attributes:
         low, high: bounds of each number.

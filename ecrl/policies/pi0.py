@@ -92,7 +92,7 @@ class Pi0Config(PretrainedConfig):
     def _fits(self) -> Self:
         if self.noise_range is not None and self.noise_range[0] >= self.noise_range[1]:
             low, high = self.noise_range
-            raise ValueError(f"noise_range begins with {low}, which is not below {high}; swap them")
+            raise ValueError(f"noise_range begins with {low}, which is not below {high}; change one of them")
         if self.noise_head is not None and self.noise_level is not None:
             raise ValueError("noise_level is for Flow-SDE, but noise_head chooses Flow-Noise; leave one of them out")
         if self.noise_head is None and self.noise_range is not None:
@@ -171,11 +171,11 @@ class _Flow(NamedTuple):
     taken: tuple[int, int]
 
     def times(self, like: Tensor) -> Tensor:
-        """Return the times `[steps]` at which the steps begin, from 1 downwards."""
+        """Return the times `[steps]` at which the denoising steps begin, from 1 downwards."""
         return torch.tensor([1.0 - i / self.steps for i in range(self.steps)], dtype=like.dtype, device=like.device)
 
     def deltas(self, like: Tensor) -> Tensor:
-        """Return the lengths `[steps]` of the steps."""
+        """Return the durations `[steps]` of the denoising steps."""
         return torch.full((self.steps,), 1.0 / self.steps, dtype=like.dtype, device=like.device)
 
     def velocity(self, weights: TensorDict, read: _Read, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
@@ -246,7 +246,9 @@ def _start(flow: _Flow, read: _Read, noise: TensorDict | None) -> Tensor:
 
 
 class _FlowSDE(NamedTuple):
-    """One denoising step, chosen at random for each action, has noise. Its size depends on the time and `noise_level`.
+    """Sample with noise in one denoising step, chosen at random for each action.
+
+    The standard deviation of the noise depends only on the time and on `noise_level`.
 
     The rollout has three more fields. `flow_step` `[*B]` is the index of the noisy step. `flow_sample` `[*B, C, M]` is
     the sample before this step. `flow_next` `[*B, k, A]` has the numbers with noise after this step.
@@ -306,7 +308,7 @@ class _FlowSDE(NamedTuple):
 
 
 class _FlowNoise(NamedTuple):
-    """Each denoising step has noise. A network computes its standard deviation from the features of the step.
+    """Sample with noise in each denoising step. A network computes the standard deviations from the step's features.
 
     The field `flow_chain` `[*B, steps + 1, C, M]` of the rollout has the samples before each step and after the last
     step.
@@ -387,7 +389,10 @@ class _Reader(NamedTuple):
         return self.inputs.part(obs, self.inputs.words[0])
 
     def states(self, params: TensorDict, obs: Any, like: Tensor) -> Tensor:
-        """Return the other observations as the state `[n, S]`, standardised and padded with zeros."""
+        """Return the other observations as the state `[n, S]`, padded with zeros.
+
+        If the checkpoint has statistics of the state, the state is standardised before the padding.
+        """
         if flat_dim(self.inputs.others) == 0:
             return like.new_zeros(len(like), self.state)
         x = flatten(obs, self.inputs.others)
@@ -590,8 +595,8 @@ def save_pi0(folder: str | Path, state: TensorDict, cfg: Config) -> None:
     """Write the policy of a run as a checkpoint that `PI0ForConditionalGeneration.from_pretrained` loads.
 
     Adapters are added to the weights of their layers. The critic and the noise head are left out, because the model in
-    transformers has no place for them. All other files of the checkpoint that the run began with, such as the files of
-    the tokenizer, are copied.
+    transformers has no place for them. All other files of the original checkpoint, such as the files of the
+    tokenizer, are copied, except Python code.
 
     Args:
         folder: path of a new folder, which appears complete or not at all.

@@ -79,8 +79,9 @@ class Statistics(NamedTuple):
 def read_statistics(folder: Path, state: int, actions: int) -> Statistics:
     """Return the statistics in `processor_config.json` of a checkpoint, if it has this file.
 
-    Raises: ConfigError if a list of statistics does not have `state` or `actions` finite numbers, or if a standard
-        deviation is not above 0. Also raised if only one of mean and standard deviation exists.
+    Raises: ConfigError if a list of statistics has another length than `state` or `actions`, or a number that is not
+        finite. Also raised if a standard deviation is not above 0, or if only the mean or only the standard deviation
+        exists.
     """
     path = folder / "processor_config.json"
     data = read_json(path) if path.is_file() else {}

@@ -60,7 +60,8 @@ def norm(weights: Any, x: Tensor) -> Tensor:
 def init_layers(key: Tensor, width: int, layers: int) -> TensorDict:
     """Return the weights of the layers, `layer_0` and so on, drawn from a 0-d key.
 
-    The initial weights of residual branches are divided by the square root of the number of branches, as in GPT-2.
+    The initial output weights of each residual branch are divided by the square root of the number of branches, as in
+    GPT-2.
     """
     small = 1.0 / sqrt(2 * layers)
 

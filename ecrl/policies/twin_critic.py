@@ -154,7 +154,7 @@ def _networks(cfg: TwinCriticConfig, observation_space: Space, action_space: Spa
 
 
 def _uniform(noise: Tensor) -> Tensor:
-    """Convert standard normal noise to uniform noise on [-1, 1], with the distribution function of the normal.
+    """Convert standard normal noise to uniform noise on [-1, 1], by the normal cumulative distribution function.
 
     >>> _uniform(torch.tensor([-9.0, 0.0, 9.0])).tolist()
     [-1.0, 0.0, 1.0]

@@ -62,7 +62,7 @@ class ViTSizes(NamedTuple):
             raise ValueError(f"unknown vision model {name!r}; known: {', '.join(_HEADS)}")
         needed = "patch_embed.proj.weight", "pos_embed", "blocks.0.mlp.fc1.weight"
         if absent := [key for key in needed if key not in shapes]:
-            raise ValueError(f"the vision model {name!r} has no weight {absent[0]!r}")
+            raise ValueError(f"the vision model {name!r} has no weight {absent[0]!r}; copy the checkpoint again")
         width, _, patch, _ = shapes[needed[0]]
         blocks = 1 + max(int(key.split(".")[1]) for key in shapes if key.startswith("blocks."))
         tokens = tuple((key, shapes[key][1]) for key in ("cls_token", "reg_token") if key in shapes)
@@ -82,7 +82,7 @@ class ViTSizes(NamedTuple):
             problem = f"{blocks} blocks and {sizes.positions} positions"
             raise ValueError(
                 f"the vision model {name!r} has {problem}, expected 2 blocks or more and {possible[0]} positions for "
-                f"images of {image} pixels"
+                f"images of {image} pixels; copy the checkpoint again"
             )
         return sizes
 

@@ -80,7 +80,7 @@ class BuiltinVLAConfig(VLAConfig):
     layers: _Small = Field(2, description="number of layers of the transformer")
     heads: _Small = Field(4, description="number of attention heads of each layer")
     channels: Sizes = Field(
-        (32, 48), description="output channels of each convolution; each convolution halves the image"
+        (32, 48), description="output channels of each convolution; each convolution halves height and width"
     )
     keypoints: Width = Field(
         48, description="keypoints per image, which are the output channels of a final convolution"
@@ -103,7 +103,7 @@ class BuiltinVLAConfig(VLAConfig):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.width % self.heads:
-            raise ValueError(f"width={self.width} is no multiple of heads={self.heads}; change one of them")
+            raise ValueError(f"width={self.width} is not a multiple of heads={self.heads}; change one of them")
         if self.model_path is not None:
             problem = "model_path is given, but backend builtin begins with new weights"
             raise ValueError(f"{problem}; leave it out, or choose a backend that reads files")
@@ -342,12 +342,12 @@ def _network(cfg: BuiltinVLAConfig, observation_space: Space, action_space: Box,
 
 @register_vla_backend("builtin")
 def builtin(cfg: BuiltinVLAConfig, observation_space: Space, action_space: Box, policy_cfg: PolicyConfig) -> Policy:
-    """Build the policy of the small network.
+    """Build the policy of the backend `builtin`.
 
     `act` returns the bins of an action as `action_tokens`, int64 `[*B, k, A]`, and the action in the centres of these
     bins. `sample_log_prob` and the results of `evaluate` have the shape `[*B, k, A]`. `evaluate` reads `action_tokens`
-    or, if steps have none, the bins of `action`. A dimension with equal bounds does not count in the log-probability:
-    `act` then also returns a `token_mask`.
+    or, if steps have none, the bins of `action`. If a dimension has equal bounds, its tokens do not
+    count in the log-probability, and `act` also returns a `token_mask`.
 
     The params are `images`, `words`, `others`, `layers`, `actions` and, with a value network, `critic`.
     """

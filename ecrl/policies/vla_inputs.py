@@ -31,7 +31,7 @@ class VLAInputs(NamedTuple):
 
 
 def vla_inputs(observation_space: Space, instruction: str | None) -> VLAInputs:
-    """Sort the parts of an observation.
+    """Sort the observations into images, an instruction and all other parts.
 
     Raises: ConfigError if there is neither an image nor a vector, or if an image is inside a nested Dict. Also raised
         if the instruction is missing or does not consist of word ids.
@@ -55,7 +55,7 @@ def vla_inputs(observation_space: Space, instruction: str | None) -> VLAInputs:
     if isinstance(space, Dict) and isinstance(found, Box) and not found.dtype.is_floating_point:
         raise ConfigError(
             f"policy vla: expected {name!r} as MultiDiscrete, the ids of words, got {describe(found)}; rename it if it "
-            "is no text"
+            "is not text"
         )
     words = (name, found.nvec) if isinstance(space, Dict) and isinstance(found, MultiDiscrete) else None
     images = {name: cast(Box, part) for name, part in parts.items() if is_image_part(part)}

@@ -419,7 +419,7 @@ def test_one_clear_line(case):
 
 
 SETTINGS = {
-    "heads": ({"width": 16, "heads": 3}, "policy: vla: width=16 is no multiple of heads=3; change one of them"),
+    "heads": ({"width": 16, "heads": 3}, "policy: vla: width=16 is not a multiple of heads=3; change one of them"),
     "path": ({"model_path": "x"}, "policy: vla: model_path is given, but backend builtin begins with new weights"),
     "bins": ({"bins": 1}, "policy: vla.bins: must be at least 2, got 1"),
     "bins by name": ({"bins": "many"}, "policy: vla.bins: expected a number, or a list of numbers, got 'many'"),
