@@ -1,8 +1,8 @@
 """Analytic policy gradient, which differentiates the return through the policy and a differentiable environment.
 
-One loop takes the steps of an iteration, and the gradient flows back through this loop. A compiled graph stores only
-the state of every step for the backward pass. An eager run also stores all intermediate results. Sampled actions are
-reparametrised.
+One loop takes the steps of an iteration, and the gradient flows back through this loop. For the backward pass, a
+compiled graph stores only the state of every step. An eager run also stores all intermediate results. Sampled actions
+are reparametrised.
 
 Source: Freeman et al. 2021, arXiv:2106.13281.
 """

@@ -44,7 +44,7 @@ class BCConfig(MinibatchConfig):
 
     default_policy: ClassVar = {"name": "actor_only"}
 
-    demos: str = Field(min_length=1, description="path of a file of demonstrations, which ecrl demo writes")
+    demos: str = Field(min_length=1, description="path of a file of demonstrations from the command ecrl demo")
     holdout: float = Field(
         default=0.0,
         ge=0.0,
@@ -85,7 +85,7 @@ def _losses_of_chunk(run: Run, _: None, rows: TensorDict, params: TensorDict) ->
 
 
 def holdout_loss(run: Run, state: TensorDict, part: TensorDict) -> Tensor:
-    """Draw as many steps from held-out episodes as an iteration learns from. Return their mean loss over all ranks.
+    """Draw as many held-out steps as an iteration learns from, and return their mean imitation loss over all ranks.
 
     Gradient: none.
     """

@@ -32,7 +32,7 @@ SHARED_NUMBERS = ("gamma", "tau")
 
 
 class ActorCriticConfig(ReplayConfig):
-    """Replay settings, and the optimisers of the actor and the critics."""
+    """Settings of the replay buffer, of the optimisers of actor and critics, and of the target networks."""
 
     critic_learning_rate: Positive | None = Field(
         default=None, description="step size of the critics, before the schedule; the actor's step size if absent"
@@ -89,7 +89,7 @@ def critic_loss(run: Run, params: TensorDict, batch: TensorDict, target: Tensor)
 
 
 DELAYED = ("policy_loss", "grad_norm")
-"""Logs of the actor. They are `Algorithm.delayed` if some gradient steps do not update the actor."""
+"""Logs of the actor, for `Algorithm.delayed` of an algorithm that does not update the actor in every gradient step."""
 
 
 def is_due(count: Tensor, period: int) -> Tensor | None:
@@ -115,7 +115,7 @@ def with_targets(state: TensorDict, moves: Tensor | None = None) -> TensorDict:
 
 
 def merged_logs(*parts: Logs) -> Logs:
-    """Merge the logs of several gradient steps. Of equal names, keep the last log, but sum `skipped_steps`."""
+    """Merge the logs of several gradient steps. For each name, keep the last log, but sum `skipped_steps`."""
     logs = {name: log for part in parts for name, log in part.items()}
     if SKIPPED_STEPS in logs:
         logs[SKIPPED_STEPS] = torch.stack([part[SKIPPED_STEPS] for part in parts]).sum()

@@ -43,7 +43,7 @@ Jit = Callable[..., Callable[..., Any]]
 _EPS, _CLIP = 1e-8, 10.0
 
 SKIPPED_STEPS = "skipped_steps"
-"""Log that counts the gradient steps that were skipped because of NaN or infinity."""
+"""Name of the log that counts the gradient steps that were skipped because of NaN or infinity."""
 
 LEARNER_KINDS: Kinds = {"params": Kind.LEARNED, "opt": Kind.LEARNED, "hyper": Kind.COUNTER}
 """Kinds of the fields that the `init` of every algorithm returns."""
@@ -53,7 +53,10 @@ REWARD_NORM_KINDS: Kinds = {("norm", "reward", "running"): Kind.ENVIRONMENT}
 
 
 COUNTERS = ("sample_step", "decision_step")
-"""State fields that count environment steps and actions. `decision_step` may be absent."""
+"""State fields that count environment steps and actions.
+
+`decision_step` exists only if the environment reports `executed`.
+"""
 
 
 class Static(NamedTuple):
@@ -65,8 +68,8 @@ class Static(NamedTuple):
         world_size: number of ranks.
         skips_nonfinite: True if gradient steps with NaN or infinity are skipped (`trainer.finite_guard: skip`).
         row_steps: number of steps in each row of a minibatch. For a policy of unit "step", this number is 1. For unit
-            "sequence", it is the algorithm's `segment_length`, which is `buffer_size` by default. If the algorithm
-            needs whole episodes, `row_steps` is `buffer_size`.
+            "sequence", `row_steps` is the algorithm's `segment_length`, which is `buffer_size` by default. If the
+            algorithm needs whole episodes, `row_steps` is `buffer_size`.
         phase: phase of the iteration (`Algorithm.phase`), or None if the algorithm has no phases.
         turns: number of turns per iteration in the `run` that a turn receives (see `interleaved`), and 1 in other runs.
     """
@@ -201,7 +204,7 @@ class OnPolicy:
 
 
 def on_policy(collect: Collect, update: Update) -> OnPolicy:
-    """Compose an on-policy `iterate`, which writes to no buffer.
+    """Compose an on-policy `iterate` from `collect` and `update`. The result writes to no buffer.
 
         state, batch = collect(run, state);    state, logs = update(run, state, batch)
 
@@ -245,7 +248,7 @@ def _updated(update: Update, run: Run, state: TensorDict, batch: TensorDict) -> 
 
 
 def _learn(update: Update, run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:
-    """Call `update`, and return the changed state fields and the logs. Returning other fields would copy them."""
+    """Call `update`, and return the changed fields and the logs. A compiled function would copy unchanged fields."""
     after, logs = _updated(update, run, state, batch)
     return changed_fields(after, state), logs
 

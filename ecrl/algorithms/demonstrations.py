@@ -36,7 +36,7 @@ _FIELDS = ("obs", "action", "reward", "done", "executed")
 
 @dataclass(frozen=True)
 class Demonstrations:
-    """Data set of demonstrations in a file, as the field `data` of an algorithm.
+    """Data set of demonstrations in a file, for the field `data` of an algorithm.
 
     Attributes:
         path: path of the file, which `ecrl demo` writes.
@@ -231,8 +231,8 @@ def drawn_batch(run: Run, state: TensorDict, part: TensorDict) -> TensorDict:
     "sequence" receives `num_envs` sequences of `buffer_size` consecutive steps. Each sequence starts at the beginning
     of an episode, and continues with the next episodes of the data set.
 
-    A row of the batch depends on the run's key, the number of steps so far and the global index of the environment.
-    Each rank therefore draws different rows.
+    The drawn steps depend on the run's key, the number of steps so far and the global index of the environment.
+    Each rank therefore draws different steps.
 
     Args:
         run: the run.
@@ -278,9 +278,9 @@ def _learnable(run: Run, params: TensorDict, rows: TensorDict) -> Tensor:
     """Return the mask of the steps whose actions can be learnt, of the shape of `rows["done"]`.
 
     The actions of a chunk after the end of an episode have no meaning. If log-probabilities have one entry per step of
-    a chunk, `sum_tokens` leaves out these actions. Other log-probabilities describe the whole chunk. For these, the
-    mask is True only for chunks whose steps were all executed. A policy with its own `imitation_loss` must mask the
-    actions itself.
+    a chunk, `sum_tokens` leaves out these actions. Other log-probabilities describe the whole chunk. For such
+    log-probabilities, the mask is True only for chunks whose steps were all executed. A policy with its own
+    `imitation_loss` must mask the actions itself.
 
         mask = executed == steps_per_action
     """
@@ -288,7 +288,7 @@ def _learnable(run: Run, params: TensorDict, rows: TensorDict) -> Tensor:
     if "executed" not in rows or chunk == 1 or run.policy.imitation_loss is not None:
         return mask
     with torch.no_grad():
-        log_prob = run.policy.evaluate_tokens(params, rows[:1])[0]  # only its number of axes is used
+        log_prob = run.policy.evaluate_tokens(params, rows[:1])[0]  # only the number of axes is used
     return mask & (rows["executed"] == chunk) if log_prob.ndim < mask.ndim + 2 else mask
 
 
@@ -315,7 +315,7 @@ def _memories(run: Run, params: TensorDict, steps: TensorDict) -> dict[str, Tens
 def _remember(
     run: Run, carry: TensorDict, row: dict[str, Any], params: TensorDict, first: TensorDict
 ) -> tuple[TensorDict, TensorDict]:
-    """Return the memory after a step and the memory before the step. The memory restarts if an episode ended."""
+    """Return the memory after a step and before the step. After the end of an episode, the memory is `first`."""
     after, _ = run.policy.act(params, carry, row["obs"], None)
     ended = TensorDict({"terminated": row["done"], "truncated": torch.zeros_like(row["done"])}, row["done"].shape)
     return restarted_carry(after, first, ended), mapped(torch.clone, carry)

@@ -87,7 +87,7 @@ class DQNConfig(ReplayConfig):
         ),
     )
     huber_delta: Positive = Field(
-        default=1.0, description="error beyond which the loss grows linearly, in reward units"
+        default=1.0, description="TD error beyond which the loss grows linearly, in reward units"
     )
     initial_epsilon: Fraction = Field(default=1.0, description="probability of a random action at the start of the run")
     final_epsilon: Fraction = Field(

@@ -114,7 +114,10 @@ def init(cfg: FastTD3Config, run: Run, key: Tensor) -> dict[str, Any]:
 
 
 def drawn_scales(run: Run, key: Tensor, step: Tensor, renewed: Tensor, scales: Tensor, hyper: TensorDict) -> Tensor:
-    """Return the noise scales `[N]` after the turn that begins at `step`. Environments in `renewed` draw new scales."""
+    """Return the noise scales `[N]` after the turn that begins at `step`.
+
+    Environments whose `renewed` is True draw a new scale.
+    """
     keys = rng.stream(key, rng.ACTION, env_index(run.static.num_envs, key.device), step)
     uniform = rng.uniform(rng.fold_in(keys, 1))  # the policy draws its action noise from `keys`
     low, high = hyper["min_exploration_noise"], hyper["max_exploration_noise"]

@@ -1,6 +1,6 @@
-"""Group-relative policy optimisation, whose baseline is the mean return of environments with the same start.
+"""Group-relative policy optimisation, whose baseline is the mean return of environments with equal initial states.
 
-The members of a group have the same start and the same environment noise, and differ only in their actions. GRPO needs
+The members of a group have the same initial state and environment noise, and differ only in their actions. GRPO needs
 no critic.
 
 Settings of the config give the variants DAPO, Dr. GRPO, GSPO and RLOO:
@@ -106,13 +106,13 @@ class GRPOConfig(ClippedConfig):
     )
     ref_update_freq: Count | None = Field(
         default=None,
-        description="number of iterations between updates of the reference, which copy the policy; never if absent",
+        description="number of iterations after which the reference becomes a copy of the policy; never if absent",
     )
     group_size: int = Field(
         default=4,
         ge=2,
         lt=2**31,
-        description="number of environments per group, which share a start; must divide trainer.num_envs",
+        description="number of environments per group, which share an initial state; must divide trainer.num_envs",
     )
     eps: NonNegative = Field(
         default=1e-8, description="number added to the standard deviation of a group's returns, in reward units"
@@ -171,7 +171,7 @@ class Choices(NamedTuple):
 
 
 def check_groups(run: Run, cfg: GRPOConfig) -> None:
-    """Raise ConfigError if `group_size` does not divide `num_envs`, or if a group's members would not share a start."""
+    """Raise ConfigError if `group_size` does not divide `num_envs`, or if a group would not share initial states."""
     num_envs, keys = run.static.num_envs, ("reset_every_rollout", "truncate_at_first_done")
     if num_envs % cfg.group_size:
         raise ConfigError(
@@ -224,7 +224,7 @@ def collect_groups(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]
 def step_advantages(run: Run, hyper: TensorDict, steps: TensorDict) -> tuple[Tensor, Tensor]:
     """Return the advantages and the mask of steps to learn from, each `[N, T]`.
 
-    The function is for the default settings of `advantage`, `baseline` and the group scores.
+    Used with the defaults of `advantage`, `baseline`, `min_group_score` and `max_group_score`.
     """
     return grpo_advantages(steps, gamma=hyper["gamma"], group_size=run.algorithm.group_size, eps=hyper["eps"])
 

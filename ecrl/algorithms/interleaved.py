@@ -93,7 +93,7 @@ class Interleaved:
     def __call__(
         self, run: Run, state: TensorDict, borrowed: TensorDict
     ) -> tuple[TensorDict, TensorDict, dict[str, Tensor]]:
-        """Run the turns of one iteration as one loop, without copying the ring."""
+        """Run the turns of one iteration as one loop, without copying the ring of the replay buffer."""
         ring, tree = _ring(run, state, borrowed)
         fixed = replaced(state.select(*_FIXED, strict=False), borrowed.select("frozen_params", strict=False))
         moving, start = cast(TensorDict, state.exclude(*_FIXED)), cast(Tensor, state["replay", "cursor"])
@@ -140,7 +140,7 @@ class Interleaved:
         return replaced(state, {"replay": replaced(replay, {"steps": replaced(steps, {"executed": executed})})})
 
     def after_gap(self, state: TensorDict) -> TensorDict:
-        """Mark the newest step in the buffer: the next step will not be its successor (see `replay_cut`).
+        """Mark the newest step in the buffer, because the next step will not be its successor (see `replay_cut`).
 
         The loop calls this function after it restarts the environments, or after it drops the steps of an iteration.
         """
@@ -296,8 +296,9 @@ def _turn_in_python(
 ) -> tuple[_Carry, tuple[TensorDict, Logs]]:
     """Run one turn like `_turn`, but compile all code after the environment steps as one function.
 
-    A call of `whole` runs the turn up to `take_steps`. `stepping` takes the steps, unless the turn changed its `run`.
-    The compiled call of `rest` runs the whole turn again, and receives the steps.
+    A call of `whole` runs the turn up to `take_steps`. `stepping` takes the steps. If the turn
+    changed its `run`, a function for the changed `run` takes the steps. The compiled call of `rest` runs the whole turn
+    again, and receives the steps.
     """
     number, noise = x
     try:
@@ -421,7 +422,7 @@ def take_steps(run: Run, state: TensorDict, noise: tuple[Any, Any]) -> tuple[Ten
 
 
 def _stepping(run: Run) -> Callable[[TensorDict, tuple[Any, Any]], tuple[TensorDict, TensorDict]]:
-    """Return `_take_steps` of a run, compiled as far as possible."""
+    """Return `_take_steps` of a run, compiled as a whole or, for an environment in Python, with a compiled policy."""
     fn = run.jit(_take_steps, run) if run.env.is_pure else partial(_take_steps, with_compiled_policy(run))
     return lambda state, noise: fn(state.select(*_STEPS, strict=False), noise)
 

@@ -61,14 +61,14 @@ class MinibatchConfig(LearningConfig):
     batch_size: Count | None = Field(
         default=None,
         description=(
-            "transitions per gradient step, at most the rollout; if num_minibatches is also absent, 64 or, if longer, "
-            "the sequence length of a policy with memory"
+            "transitions per gradient step, at most the size of the rollout; if num_minibatches is also absent, 64 or, "
+            "for a policy with longer sequences, the length of a sequence"
         ),
     )
     num_minibatches: Count | None = Field(default=None, description="gradient steps per pass, instead of batch_size")
     segment_length: Count | None = Field(
         default=None,
-        description="steps per sequence for a policy with memory; must divide trainer.buffer_size; all steps if absent",
+        description="steps per sequence for a policy with memory; must divide trainer.buffer_size, the default",
     )
 
     @model_validator(mode="after")

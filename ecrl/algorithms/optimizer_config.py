@@ -47,7 +47,7 @@ class OptimizerKwargs(ConfigModel):
         default=(0.9, 0.999), description="decay rates of the two moments (adam, adamw)"
     )
     eps: Positive = Field(
-        default=1e-8, description="added to the square root of the second moment (adam, adamw, rmsprop)"
+        default=1e-8, description="number added to the square root of the second moment (adam, adamw, rmsprop)"
     )
     weight_decay: NonNegative | None = Field(
         default=None,

@@ -24,7 +24,7 @@ from ecrl.types import Logs
 
 
 class ClippedConfig(MinibatchConfig):
-    """Settings that clip the probability ratio."""
+    """Settings of the minibatches and of the clipped probability ratio."""
 
     clip_coef: Positive = Field(default=0.2, description="distance from 1 at which the probability ratio is clipped")
     clip_coef_high: Positive | None = Field(
@@ -32,7 +32,7 @@ class ClippedConfig(MinibatchConfig):
     )
     dual_clip: Positive | None = Field(
         default=None,
-        description="largest probability ratio for negative advantages, above 1 + clip_coef_high; no limit if absent",
+        description="largest ratio for negative advantages; must be above 1 + clip_coef_high; no limit if absent",
     )
 
     @model_validator(mode="after")

@@ -118,7 +118,7 @@ def read(run: Run, state: TensorDict, replay: Replay, index: Tensor, sampling: S
 
     If the state has reward statistics, the rewards are scaled by `scaled_reward`:
 
-        clip(reward / sqrt(variance(return) + 1e-8), -10, 10),    with the sum of `n_step` rewards as the reward
+        clip(reward / sqrt(variance(return) + 1e-8), -10, 10),    with the discounted sum of `n_step` rewards as reward
 
     The variance is computed from the steps before this turn. The buffer stores the unscaled rewards.
     """

@@ -107,7 +107,7 @@ def mingru_step(weights: TensorDict, memory: Memory, x: Tensor) -> Memory:
 
 
 class Cell(NamedTuple):
-    """A kind of cell.
+    """Step function and sizes of a kind of recurrent cell.
 
     Attributes:
         step: `step(weights, memory, x)` returns the memory after a step. `x` is the result of `cell_inputs`.

@@ -1,6 +1,6 @@
 """Pretrained checkpoints in local folders: their JSON files and their tokenizers.
 
-ecrl runs no code of a folder, loads no pickle and downloads nothing. Tokenizers require the extra `vla`.
+ecrl runs no code from a folder, loads no pickle and downloads nothing. Tokenizers require the extra `vla`.
 """
 
 import json
@@ -68,7 +68,7 @@ def is_finite(x: Any) -> bool:
 
 
 def check_folder(model_path: str | None, kind: str) -> Path:
-    """Return the folder of a checkpoint. Raise ConfigError if it is missing, or if its `model_type` is not `kind`."""
+    """Return the folder of a checkpoint. Raise ConfigError if it is missing or has another `model_type` than `kind`."""
     advice = _ADVICE[kind]
     if model_path is None:
         raise ConfigError(f"{KEY}: absent, but backend {kind} reads a checkpoint; {advice}")

@@ -414,7 +414,7 @@ def _check_sequence_value(label: str, args: tuple[Any, ...], out: Any, space: Sp
 
 
 def _check_explore(label: str, args: tuple[Any, ...], out: Any, action_space: Space) -> None:
-    """Raise ConfigError if `explore` drops or changes a field of the output of `act`, or adds a wrong field."""
+    """Raise ConfigError if `explore` drops a field of `act`, changes its shape or dtype, or adds a wrong field."""
     exploration, after = returned(label, out, "exploration", "out")
     check_fields(label, args[1], exploration, "exploration")
     if not isinstance(after, TensorDictBase):
@@ -430,7 +430,10 @@ def _check_explore(label: str, args: tuple[Any, ...], out: Any, action_space: Sp
 
 
 def _check_q(label: str, args: tuple[Any, ...], out: Any, space: Space, action_space: Space) -> None:
-    """Raise ConfigError unless Q has the shape `[critics, *B]`, or `[critics, *B, actions]` without an action."""
+    """Raise ConfigError unless Q is `[critics, *B]`, or `[critics, *B, actions]` without an action.
+
+    A last axis of atoms may follow.
+    """
     axes, more = _batch_of(args[1], space), 1
     if args[2] is None and isinstance(action_space, Discrete):
         axes = [*axes, action_space.n]

@@ -1,6 +1,6 @@
 """Networks with convolutions: `cnn`, `impala` and `keypoints`.
 
-Each network scales integer images to 0 .. 1 (see `ecrl.policies.images`). The state, the rollout and the replay buffer
+Each network scales integer images to [0, 1] (see `ecrl.policies.images`). The state, the rollout and the replay buffer
 store the unscaled images. Fully connected layers follow the convolutions.
 """
 
@@ -108,7 +108,7 @@ def _initialised(module: nn.Module, cfg: ConvolutionsConfig) -> nn.Module:
 
 
 class _ImageNetwork(nn.Module):
-    """Convolutions followed by fully connected layers, for an image or a Dict with one image only."""
+    """Convolutions followed by fully connected layers, for an image or for a Dict whose only entry is an image."""
 
     def __init__(self, space: Space, convolutions: nn.Module, cfg: ConvolutionsConfig, outputs: int):
         super().__init__()

@@ -40,11 +40,11 @@ def stacked_space(space: Space, frames: int) -> Space:
         case Dict():
             parts = {name: part if name == _MASK else stacked_space(part, frames) for name, part in space.items}
             return dict_space(parts)
-    raise ConfigError(f"env.frame_stack: only observations of Box can be stacked, got {space}; leave it out")
+    raise ConfigError(f"env.frame_stack: only Box observations can be stacked, got {space}; leave it out")
 
 
 def _frames_of(obs: Any, space: Space) -> Any:
-    """Return the parts of an observation that are stacked. `space` has no action mask."""
+    """Return the parts of an observation that are in `space`, a space without action masks."""
     if isinstance(space, Dict):
         return TensorDict({name: _frames_of(obs[name], part) for name, part in space.items}, obs.batch_size)
     return obs

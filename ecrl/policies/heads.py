@@ -36,7 +36,7 @@ class Head(NamedTuple):
 
 
 def bounded(log_std: Tensor) -> Tensor:
-    """Clamp the log-std to its bounds. The gradient passes unchanged, so training can move a value back inside."""
+    """Clamp `log_std` to [-5, 2]. The gradient passes unchanged, so training can move a value back into this range."""
     return log_std + (log_std.clamp(LOG_STD_MIN, LOG_STD_MAX) - log_std).detach()
 
 
@@ -99,7 +99,7 @@ def squashed_head(space: Box) -> Head:
     action, so their results agree even if tanh saturates.
     """
     if not has_finite_bounds(space):
-        raise ConfigError("policy.squash: the action space has no finite bounds to squash into; use clip_actions")
+        raise ConfigError("policy.squash: the action space has no finite bounds to squash into; leave it out")
 
     def log_prob(log_std: Tensor, mean: Tensor, action: Tensor) -> Tensor:
         return k.tanh_normal_log_prob(mean, bounded(log_std), k.tanh_normal_latent(to_unit(action, space)))

@@ -37,7 +37,7 @@ def is_image_like(space: Space) -> bool:
 
 
 def is_image_part(space: Space) -> bool:
-    """Return True if a network for a Dict reads this part with convolutions by default.
+    """Return True if a network for a Dict reads an observation of this space with convolutions by default.
 
     A matrix of floats or of integers wider than 8 bits may not be an image, so the network reads this matrix as a
     vector.

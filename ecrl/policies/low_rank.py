@@ -67,7 +67,7 @@ def is_in(name: str, parts: Iterable[str]) -> bool:
 
 
 def check_names(key: str, parts: Iterable[str], names: Iterable[str], kind: str) -> None:
-    """Raise ConfigError for a part that no dotted name contains. `kind` describes the named objects."""
+    """Raise ConfigError for a part that no dotted name contains. `kind` is a word for the named objects."""
     known = list(names)
     for part in parts:
         if not any(is_in(name, [part]) for name in known):
@@ -78,7 +78,8 @@ def check_names(key: str, parts: Iterable[str], names: Iterable[str], kind: str)
 def add_adapters(module: nn.Module, cfg: AdaptersConfig, key: str) -> None:
     """Replace the linear layers that `cfg.layers` names by layers with adapters, in place.
 
-    `key` is the path of `cfg` in the config. The first weights of the adapters are drawn from torch's global generator.
+    `key` is the path of `cfg` in the config. The initial weights of the adapters are drawn from torch's global
+    generator.
 
     Raises: ConfigError for a name that no linear layer has.
     """

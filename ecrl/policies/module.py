@@ -110,7 +110,7 @@ def _check_shape(label: str, value: Any, *expected: list[int]) -> None:
     """Raise ConfigError unless a module's output is a tensor of one of the expected shapes."""
     shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
     if shape not in expected:
-        raise ConfigError(f"{label} has shape {shape}, expected {' or '.join(map(str, expected))}")
+        raise ConfigError(f"{label} has shape {shape}, expected {' or '.join(map(str, expected))}; use this shape")
 
 
 def _forward_policy(
@@ -171,7 +171,7 @@ def _read_fields(label: str, out: Any, fields: dict[str, list[int]]) -> list[Ten
     missing = [field for field in fields if not isinstance(out, TensorDictBase) or field not in out]
     if missing:
         wrote = ", ".join(sorted(map(str, out.keys()))) if isinstance(out, TensorDictBase) else type(out).__name__
-        raise ConfigError(f"{label}: did not write {' and '.join(map(repr, missing))}, only {wrote}")
+        raise ConfigError(f"{label}: did not write {' and '.join(map(repr, missing))}, only {wrote}; write all fields")
     for field, shape in fields.items():
         _check_shape(f"{label}: {field}", out[field], shape)
     return [out[field] for field in fields]
@@ -247,7 +247,8 @@ def _check_methods(policy: Policy, label: str, obs: Any, is_box: bool) -> None:
             action = policy.act(params, empty, obs, noise)[1]["action"]
         if action.is_floating_point() != is_box:
             raise ConfigError(
-                f"{label}.get_action: action is {action.dtype}, expected {'float' if is_box else 'int64'}"
+                f"{label}.get_action: action is {action.dtype}, expected {'float' if is_box else 'int64'}; "
+                "use this dtype"
             )
         cast(Any, policy.evaluate)(params, empty, TensorDict({"obs": obs, "action": action}, [2]))
         if policy.value is not None:

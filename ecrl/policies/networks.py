@@ -203,7 +203,7 @@ def build_network(cfg: NetworkConfig, space: Space, outputs: int, key: str) -> n
         path of the setting.
     """
     if space == Dict(()):
-        raise ConfigError(f"{key}: the observations have nothing that a network reads; select others, or add some")
+        raise ConfigError(f"{key}: the observations have nothing that a network reads; select other ones, or add some")
     try:
         return lookup("network", cfg.type).make(cfg.network_cfg, space, outputs)
     except SpaceError as error:
@@ -246,7 +246,8 @@ def make_network(
     if not isinstance(out, Tensor) or out.shape != (2, outputs):
         returned = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
         raise ConfigError(
-            f"{name}: {type(net.module).__name__} returns {returned} for 2 observations, expected {[2, outputs]}"
+            f"{name}: {type(net.module).__name__} returns {returned} for 2 observations, expected {[2, outputs]}; "
+            "return this shape"
         )
 
     def forward(weights: TensorDict, obs: Any) -> Tensor:

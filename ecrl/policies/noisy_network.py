@@ -93,7 +93,8 @@ def noisy_network(
     The weights of a layer are the means, `weight` and `bias`, and the scales of the noise, `weight_std` and `bias_std`.
     The means have the same initial values as in a network without noise. The scales start at `std / sqrt(inputs)`.
 
-    Raises: ConfigError if the module has no linear layer, or if its linear layers merge observations.
+    Raises: ConfigError if the module has no linear layer, or if the inputs of its linear layers do not have one row per
+        observation.
 
     >>> from ecrl.spaces import box
     >>> cfg = NetworkConfig(network_cfg={"hidden_sizes": [8]})

@@ -10,7 +10,7 @@ An action token is one of the last tokens of the vocabulary. The bins have equal
 quantiles of the data that the model was trained on. There are two ways to decode:
 
 - parallel (OpenVLA-OFT): all tokens in one pass. The inputs of these tokens are zeros, and each token attends to all
-  others.
+  other tokens.
 - autoregressive (OpenVLA): one token after the other. Each token attends to the earlier tokens.
 
 Sources: Kim et al. 2024 (OpenVLA), arXiv:2406.09246. Kim et al. 2025 (OpenVLA-OFT), arXiv:2502.19645. Li et al. 2025
@@ -55,7 +55,7 @@ from ecrl.spaces import Box, Space, box, flat_dim
 
 _KIND, _PREFIX = "openvla", "openvla."
 _STOP = 2
-"""The token that ends a sequence of Llama."""
+"""Id of the token that ends a sequence in Llama's vocabulary."""
 
 
 class OpenVLAConfig(PretrainedConfig):
@@ -101,7 +101,7 @@ class ActionTokens(NamedTuple):
         return (2.0 * index + 1.0) / (self.bins - 1) - 1.0
 
     def tokens(self, numbers: Tensor) -> Tensor:
-        """Return the tokens of numbers, int64. Numbers are clipped to -1 and 1.
+        """Return the tokens of numbers, int64. Numbers are clipped to [-1, 1].
 
             token = number of edges at or below the number, minus 1
 
@@ -113,7 +113,7 @@ class ActionTokens(NamedTuple):
 
 
 class _Model(nn.Module):
-    """Functions that read observations, compute logits and sample tokens with the parts of a model."""
+    """Module whose methods read observations, compute logits and sample tokens with the parts of an OpenVLA model."""
 
     def __init__(self, model: OpenVLAModel, decoding: str):
         super().__init__()
@@ -190,7 +190,7 @@ class _Model(nn.Module):
     def sample_in_turn(
         self, images: Tensor, ids: Tensor, state: Tensor | None, noise: Tensor | None, count: int, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """Sample one token after the other, with a cache. Return tokens and log-probabilities, each `[n, count]`."""
+        """Sample one token after the other. Return the tokens and their log-probabilities, each `[n, count]`."""
         from transformers import DynamicCache
 
         prefix, mask = self._prefix(images, ids, state)
@@ -279,7 +279,7 @@ def _reader(folder: Path, shape: Shape, cfg: OpenVLAConfig, observation_space: S
     if numbers != shape.state:
         reads = f"a state of {shape.state} numbers" if shape.state else "no state"
         problem = f"the observations beside images and instruction have {numbers} numbers, but the checkpoint reads"
-        raise ConfigError(f"policy vla: {problem} {reads}; leave other observations out")
+        raise ConfigError(f"policy vla: {problem} {reads}; select observations that fit")
     return _Reader(inputs, bool(numbers))
 
 
@@ -299,7 +299,7 @@ def openvla(cfg: OpenVLAConfig, observation_space: Space, action_space: Box, pol
     environment. `sample_log_prob` and the results of `evaluate` have the shape `[*B, k, A]`. `evaluate` reads
     `action_tokens` or, if steps have none, the tokens of `action`.
 
-    The params are `model`, `adapters` and `critic`, without the parts that the policy does not have. The frozen
+    The params are `model`, `adapters` and `critic`. Empty parts are left out. The frozen
     parameters are `base`, the weights that are not trained, and `statistics`, the bounds of actions and states.
 
     Raises: ConfigError if the checkpoint cannot be read, or if it does not fit the environment. MissingExtraError if

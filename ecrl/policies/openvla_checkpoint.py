@@ -1,6 +1,6 @@
 """Read and write OpenVLA checkpoints in local folders. OpenVLA-OFT uses the same files.
 
-A checkpoint has `config.json`, `preprocessor_config.json` and one or several safetensors files. ecrl runs no code of
+A checkpoint has `config.json`, `preprocessor_config.json` and one or several safetensors files. ecrl runs no code from
 the folder. The language model requires the extra `vla`.
 """
 
@@ -247,7 +247,7 @@ def read_model(folder: Path, shape: Shape) -> OpenVLAModel:
         with torch.device("meta"), quiet():
             model = OpenVLAModel(shape)
         language: Any = model.language_model
-        rotary = LlamaRotaryEmbedding(language.config)  # the checkpoint does not contain the buffers
+        rotary = LlamaRotaryEmbedding(language.config)  # checkpoints do not contain the buffers of these embeddings
     except Exception as error:  # invalid settings raise many types of errors
         raise _fault(folder, f"text_config of config.json: {one_line(error)}; copy the file again") from None
     own = dict(model.named_parameters())

@@ -10,8 +10,8 @@ A policy gradient needs the log-probability of the sampled action. There are two
 - Flow-SDE: one denoising step, chosen at random for each action, gets noise (`ecrl.kernels.flow_sde_step`). The size of
   the noise depends only on the time and on `noise_level`. The other steps get no noise. `sample_log_prob` is the
   log-density of the noisy step.
-- Flow-Noise: each denoising step gets noise. A network computes its standard deviation. `sample_log_prob` is the mean
-  of the log-densities of the steps.
+- Flow-Noise: each denoising step gets noise. A network computes the standard deviation of the noise.
+  `sample_log_prob` is the mean of the log-densities of the steps.
 
 The model's chunks may be longer and wider than the environment's actions. The environment reads the first k steps of a
 chunk and the first A numbers of each step. Only these numbers get noise. The other numbers after a denoising step are
@@ -61,7 +61,10 @@ from ecrl.spaces import Box, Space, box, flat_dim
 
 _KIND, _PREFIX = "pi0", "pi0."
 _READ_OF_LAST = ("input_layernorm", "k_proj", "v_proj")
-"""Parts of the language model's last layer that the actions depend on. The actions read only the keys and values."""
+"""Parts of the language model's last layer that the actions depend on.
+
+The actions read only the keys and values of this layer.
+"""
 Cache = list[tuple[Tensor, Tensor]]
 """Keys and values of each layer, from the images and the instruction."""
 
@@ -351,7 +354,10 @@ class _FlowNoise(NamedTuple):
         return flow.corner(last), log_prob.mean(0), {"flow_chain": chain}
 
     def evaluate(self, params: TensorDict, weights: TensorDict, read: _Read, steps: Any) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities and entropies, averaged over the steps, `[n, k, A]`. All steps form one batch."""
+        """Return log-probabilities and entropies `[n, k, A]`, averaged over the denoising steps.
+
+        The denoising steps are evaluated as one batch.
+        """
         flow, chain = self.flow, steps["flow_chain"]
         before, after = chain[:, :-1].flatten(0, 1), flow.corner(chain[:, 1:]).flatten(0, 1)
         t, delta = flow.times(before).repeat(len(chain)), flow.deltas(before)[0]
@@ -487,7 +493,7 @@ def pi0(cfg: Pi0Config, observation_space: Space, action_space: Box, policy_cfg:
     `sample_log_prob` and the results of `evaluate` have the shape `[*B, k * A]`, and all numbers of a chunk count.
     `evaluate` also reads the fields of the denoising steps that `act` returns, whose names begin with `flow_`.
 
-    The params are `model`, `adapters`, `noise_head` and `critic`, without the parts that the policy does not have. The
+    The params are `model`, `adapters`, `noise_head` and `critic`. Empty parts are left out. The
     frozen parameters are `base`, the weights that are not trained, and `statistics`, if the checkpoint has any.
 
     Raises: ConfigError if the checkpoint cannot be read, or if it does not fit the environment. MissingExtraError if
@@ -524,7 +530,7 @@ def pi0(cfg: Pi0Config, observation_space: Space, action_space: Box, policy_cfg:
         return model.init_frozen(_statistics_params(statistics), device)
 
     def read(params: TensorDict, obs: Any) -> tuple[TensorDict, _Read, Tensor]:
-        """Return the weights of the model, and the model's inputs from observations `[n, ...]`."""
+        """Return the model's weights, its inputs from observations `[n, ...]`, and the features for a critic."""
         weights, pixels = weights_of(params), reader.pixels(obs)
         cache, mask, features = net.call(weights, "read", pixels, reader.ids(obs, pixels))
         return weights, _Read(cache, mask, reader.states(params, obs, pixels)), features

@@ -1,6 +1,6 @@
 """Read and write pi0 checkpoints of the package transformers in local folders.
 
-A checkpoint is a folder that `PI0ForConditionalGeneration.save_pretrained` wrote. ecrl runs no code of the folder,
+A checkpoint is a folder that `PI0ForConditionalGeneration.save_pretrained` wrote. ecrl runs no code from the folder,
 loads no pickle and downloads nothing. The extra `vla` is required.
 """
 

@@ -41,11 +41,11 @@ class QNetworkConfig(ReturnDistributionConfig):
         description="predict the state's value and the advantages of the actions separately (dueling network)",
     )
     noisy: bool = Field(
-        default=False, description="explore by noise in the linear layers, whose scale is learnt (noisy networks)"
+        default=False, description="explore through noise with a learnt scale in the linear layers (noisy networks)"
     )
     noisy_std: Annotated[Positive | None, InitOnly()] = Field(
         default=None,
-        description="initial scale of the noise, divided by sqrt(inputs of a layer); 0.5 if absent",
+        description="initial scale of the noise, before the division by sqrt(inputs of a layer); 0.5 if absent",
     )
 
     @model_validator(mode="after")
@@ -66,9 +66,9 @@ def q_network(cfg: QNetworkConfig, observation_space: Space, action_space: Space
     The output of `act` has the field `q`, the values of the actions, which `explore` reads. Actions that the
     `action_mask` excludes have the value -inf.
 
-    If `noisy`, the linear layers of the network have noise. The policy explores through this noise, so set epsilon to
-    0, as in the paper. `act` gives each environment its own noise in each step. Without noise, `act` and `q` use the
-    means of the weights.
+    If `noisy` is True, the linear layers of the network have noise. The policy explores through this noise, so set
+    epsilon to 0, as in the paper. `act` gives each environment its own noise in each step. Without noise, `act` and `q`
+    use the means of the weights.
 
     Source: Mnih et al. 2013, arXiv:1312.5602; Wang et al. 2016, arXiv:1511.06581, eq. 9 (dueling); Fortunato et al.
     2018, arXiv:1706.10295 (noisy).

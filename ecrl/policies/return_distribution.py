@@ -40,7 +40,7 @@ class ReturnDistributionConfig(PolicyConfig):
 
 
 def return_distribution(cfg: ReturnDistributionConfig) -> ReturnDistribution | None:
-    """Return the distribution of a config, or None for critics that predict values."""
+    """Return the `ReturnDistribution` of a config, or None for critics that predict values."""
     match cfg.distribution:
         case "categorical":
             return ReturnDistribution("categorical", cfg.num_atoms or 51, float(cfg.v_min or 0), float(cfg.v_max or 0))

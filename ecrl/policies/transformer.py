@@ -95,7 +95,7 @@ def _queries(layer: Any, x: Tensor, heads: int) -> tuple[Tensor, KeysAndValues]:
 
 
 def attend(query: Tensor, seen: Sequence[tuple[KeysAndValues, Tensor | None]]) -> Tensor:
-    """Let tokens attend to several groups of tokens.
+    """Compute the attention of tokens to several groups of tokens.
 
         softmax(query keys^T / sqrt(D)) values        over the tokens of all groups
 

@@ -3,7 +3,7 @@
     x = patches W^T + b + position                      before the first block, with any registers and class token
     x = x + scale1 * attention(norm(x));    x = x + scale2 * mlp(norm(x))        in each block
 
-The output is the tokens of the patches after the second to last block, without a final norm.
+The output consists of the patch tokens after the second to last block, without a final norm.
 
 Sources: Dosovitskiy et al. 2021, arXiv:2010.11929. Darcet et al. 2024 (registers), arXiv:2309.16588. Karamcheti et al.
 2024 (the second to last block), arXiv:2402.07865.

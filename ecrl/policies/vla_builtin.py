@@ -60,7 +60,7 @@ _Small = Annotated[int, Field(ge=1, le=256)]
 
 
 class BuiltinVLAConfig(VLAConfig):
-    """Settings of the network. With the defaults, the network has about 0.3 million weights."""
+    """Settings of the backend `builtin`. With the defaults, its network has about 0.3 million weights."""
 
     inert: ClassVar = {"gaussian_sigma": "actions are sampled as tokens, by policy.vla.temperature"}
 
@@ -106,7 +106,7 @@ class BuiltinVLAConfig(VLAConfig):
             raise ValueError(f"width={self.width} is not a multiple of heads={self.heads}; change one of them")
         if self.model_path is not None:
             problem = "model_path is given, but backend builtin begins with new weights"
-            raise ValueError(f"{problem}; leave it out, or choose a backend that reads files")
+            raise ValueError(f"{problem}; leave it out, or choose a backend that reads checkpoints")
         return self
 
 
@@ -151,9 +151,9 @@ class _Network(NamedTuple):
         """Return new weights, drawn from a 0-d key on the CPU.
 
         The initial weights of the head of the action tokens are near 0, so a new policy chooses all bins with similar
-        probability. The initial condition of the convolutions is also small, so the convolutions learn features that
-        all phrasings of an instruction share. With a condition of size 1, two of five cloned policies did not learn to
-        find the blocks of ReachColorRL.
+        probability. The word embeddings that condition the convolutions also start small, so the convolutions learn
+        features that all phrasings of an instruction share. With a standard deviation of 1, two of five cloned policies
+        did not learn to find the blocks of ReachColorRL.
         """
         cfg, width, count = self.cfg, self.cfg.width, len(self.bins.space.low)
         keys = iter(rng.split(key, 8).unbind())

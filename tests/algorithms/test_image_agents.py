@@ -213,7 +213,7 @@ def test_stacks_that_do_not_fit_are_refused():
     pqn = {"policy": {"name": "q_network", "critic": NETWORK}, "algorithm": {"name": "pqn", "cfg": {}}}
     with pytest.raises(ConfigError, match=r"env\.frame_stack: 3, but pqn learns from single observations; use dqn, or"):
         init_state(catching(**pqn, **STACK))
-    with pytest.raises(ConfigError, match=r"env\.frame_stack: only observations of Box can be stacked, got Discrete"):
+    with pytest.raises(ConfigError, match=r"env\.frame_stack: only Box observations can be stacked, got Discrete"):
         make_policy({"name": "actor_only", "actor": "mlp"}, Discrete(3), Discrete(2), 2)
     with pytest.raises(ValueError, match="frame_stack is 0, expected at least 2 frames"):
         make_policy({"name": "actor_only", "actor": "mlp"}, box(-1.0, 1.0, 2), Discrete(2), 0)

@@ -293,7 +293,7 @@ REFUSED = [
     ("cnn", box(0, 255, 2, 8, 8, 3, **UINT8), f".type: cnn {EXPECTED} a Box [2, 8, 8, 3] of uint8 from 0 to 255; use"),
     ("keypoints", NESTED, ".type: keypoints expected images at the top level of the Dict, got an image inside 'arm';"),
     ("fused", NESTED, ".network_cfg.encoders: the network reads an image inside 'arm', which has no encoder; set"),
-    *((name, dict_space({}), ": the observations have nothing that a network reads; select others") for name in KNOWN),
+    *((name, dict_space({}), ": the observations have nothing that a network reads; select other") for name in KNOWN),
     ("cnn", box(-1.0, 1.0, 8, 8, 3), f".type: cnn {EXPECTED} a Box [8, 8, 3] of float32 from -1 to 1; scale the image"),
     ("cnn", box(0.0, 255.0, 8, 8), f".type: cnn {EXPECTED} a Box [8, 8] of float32 from 0 to 255; scale the image"),
     ("cnn", box(3, 9, 8, 8, **UINT8), f".type: cnn {EXPECTED} a Box [8, 8] of uint8 from 3 to 9; scale the image"),

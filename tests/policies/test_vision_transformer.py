@@ -122,7 +122,7 @@ def test_positions_of_all_tokens():
 
 WRONG = {
     "another model": ("resnet50", {}, r"^unknown vision model 'resnet50'; known: vit_tiny, "),
-    "no weight": ("vit_tiny", {"pos_embed": None}, r"^the vision model 'vit_tiny' has no weight 'pos_embed'; copy the chec"),
+    "no weight": ("vit_tiny", {"pos_embed": None}, r"^the vision model 'vit_tiny' has no weight 'pos_embed'; copy"),
     "another size": (
         "vit_tiny",
         {"pos_embed": torch.zeros(1, 9, 24)},
