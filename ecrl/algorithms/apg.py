@@ -58,7 +58,7 @@ class APGConfig(LearningConfig):
     def _no_kl(self) -> "APGConfig":
         if self.lr_scheduler is not None and self.lr_scheduler.name == "adaptive":
             raise ValueError(
-                "lr_scheduler adaptive needs the KL of a minibatch step, which apg does not have; use another"
+                "lr_scheduler adaptive needs the KL of a minibatch step, which apg does not have; use another schedule"
             )
         return self
 
@@ -82,10 +82,13 @@ def init(cfg: APGConfig, run: Run, key: Tensor) -> dict[str, Any]:
     horizon, length = run.static.buffer_size, cfg.segment_length
     if not run.env.is_pure:
         raise ConfigError(
-            "env: apg differentiates through the environment, which this environment does not allow; use another"
+            "env: apg differentiates through the environment, which this environment does not allow; use another "
+            "environment"
         )
     if not isinstance(run.env.action_space, Box):
-        raise ConfigError(f"env: apg needs Box actions, but this environment has {run.env.action_space}; use another")
+        raise ConfigError(
+            f"env: apg needs Box actions, but this environment has {run.env.action_space}; use another environment"
+        )
     if length is not None and horizon % length:
         text = f"algorithm.cfg.segment_length: {length} does not divide trainer.buffer_size {horizon}; use a divisor"
         raise ConfigError(text)

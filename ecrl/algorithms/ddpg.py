@@ -72,6 +72,8 @@ def init(cfg: DDPGConfig, numbers: tuple[str, ...], run: Run, key: Tensor) -> di
     """Return parameters, optimiser states, hyperparameters, target networks, exploration and an empty replay buffer.
 
     `numbers` lists the names of the settings that `hyper` stores.
+
+    Raises: ConfigError if the policy, the action space or `capacity` does not suit the algorithm.
     """
     check_policy(run, run.algorithm.name, needs_log_prob=False)
     check_steps(run, cfg)

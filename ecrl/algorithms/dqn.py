@@ -109,7 +109,10 @@ class Choices(NamedTuple):
 
 
 def init(cfg: DQNConfig, run: Run, key: Tensor) -> dict[str, Any]:
-    """Return parameters, optimiser state, hyperparameters, target network, exploration and an empty replay buffer."""
+    """Return parameters, optimiser state, hyperparameters, target network, exploration and an empty replay buffer.
+
+    Raises: ConfigError if the policy, the action space or `capacity` does not suit DQN.
+    """
     policy = run.policy
     if policy.q is None or policy.evaluate is not None or not isinstance(run.env.action_space, Discrete):
         needed = "a policy with a Q-function for Discrete actions, such as q_network"

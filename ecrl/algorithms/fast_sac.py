@@ -102,7 +102,10 @@ def group_settings(cfg: FastSACConfig) -> dict[str, GroupSettings]:
 
 
 def init(cfg: FastSACConfig, run: Run, key: Tensor) -> dict[str, Any]:
-    """Return parameters, optimiser states, hyperparameters, target critics, exploration and an empty replay buffer."""
+    """Return parameters, optimiser states, hyperparameters, target critics, exploration and an empty replay buffer.
+
+    Raises: ConfigError if the policy, the action space or `capacity` does not suit FastSAC.
+    """
     check_policy(run, "fast_sac", needs_log_prob=True, needs_distribution=True)
     check_steps(run, cfg)
     params, own = run.policy.init(rng.fold_in(key, rng.INIT)), group_settings(cfg)

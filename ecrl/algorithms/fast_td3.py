@@ -98,7 +98,10 @@ class FastTD3Config(ActorCriticConfig):
 
 
 def init(cfg: FastTD3Config, run: Run, key: Tensor) -> dict[str, Any]:
-    """Return parameters, optimiser states, hyperparameters, target critics, noise scales and an empty replay buffer."""
+    """Return parameters, optimiser states, hyperparameters, target critics, noise scales and an empty replay buffer.
+
+    Raises: ConfigError if the policy, the action space or `capacity` does not suit FastTD3.
+    """
     check_policy(run, "fast_td3", needs_log_prob=False, needs_distribution=True)
     check_steps(run, cfg)
     params, own = run.policy.init(rng.fold_in(key, rng.INIT)), critic_settings(cfg)

@@ -1,4 +1,4 @@
-"""Functions for settings of GRPO other than the defaults: baselines, episode scores, group filters, ratios and means.
+"""Functions for other GRPO settings than the defaults: baselines, episode scores, group filters, ratios and means.
 
 Sources: Yu et al. 2025 (DAPO), arXiv:2503.14476. Liu et al. 2025 (Dr. GRPO), arXiv:2503.20783. Zheng et al. 2025
 (GSPO), arXiv:2507.18071. Ahmadian et al. 2024 (RLOO), arXiv:2402.14740.

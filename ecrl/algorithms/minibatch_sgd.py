@@ -354,8 +354,8 @@ def minibatch_epochs(
     Args:
         run: the run.
         state: same as for `minibatch_sgd`.
-        batch: the batch that `collect` returned. A policy of unit "sequence" learns from the whole step sequence of an
-            environment or from its segments, and other policies learn from single steps.
+        batch: the batch that `collect` returned. A policy of unit "sequence" learns from all steps of an
+            environment, or from segments of these steps. Other policies learn from single steps.
         fields: fields `[N, T]` that the algorithm adds to the steps, such as advantages. A bool field `mask` is True
             for the steps to learn from. The policy's `act` may not return fields of the same names.
         loss: (run, params, minibatch, mask, hyper) -> loss and logs. `minibatch` has rows from `rows_of`, which include

@@ -115,7 +115,10 @@ class Choices(NamedTuple):
 
 
 def init(cfg: PPOConfig, run: Run, key: Tensor) -> dict[str, Any]:
-    """Return the parameters, optimiser state, hyperparameters and, if rewards are scaled, the reward statistics."""
+    """Return the parameters, optimiser state, hyperparameters and, if rewards are scaled, the reward statistics.
+
+    Raises: ConfigError if the policy, `batch_size` or a setting of the critic's optimiser does not suit the run.
+    """
     if run.policy.value is None:
         raise ConfigError(
             "policy.name: this policy has no critic, which ppo needs; use actor_critic, or give recurrent a critic"

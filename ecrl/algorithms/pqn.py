@@ -73,7 +73,7 @@ class PQNConfig(MinibatchConfig):
         if self.lr_scheduler is not None and self.lr_scheduler.name == "adaptive":
             raise ValueError(
                 "lr_scheduler adaptive needs the KL to the policy that collected the steps, which pqn does not have; "
-                "use another"
+                "use another schedule"
             )
         return self
 

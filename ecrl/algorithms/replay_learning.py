@@ -42,7 +42,7 @@ class ReplayConfig(LearningConfig):
         if self.lr_scheduler is not None and self.lr_scheduler.name == "adaptive":
             raise ValueError(
                 "lr_scheduler adaptive needs the KL to the policy that collected the steps, which learning from replay "
-                "does not have; use another"
+                "does not have; use another schedule"
             )
         return self
 

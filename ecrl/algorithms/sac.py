@@ -145,6 +145,8 @@ def init(cfg: SACConfig, run: Run, key: Tensor) -> dict[str, Any]:
     """Return parameters, optimiser states, hyperparameters, target critics, exploration and an empty replay buffer.
 
     A learnt temperature is the parameter `log_temperature`. A fixed temperature is a hyperparameter.
+
+    Raises: ConfigError if the policy, the action space or `capacity` does not suit soft actor-critic.
     """
     check_actions(run)
     check_steps(run, cfg)

@@ -1,7 +1,6 @@
 """The policy `recurrent`, which remembers earlier observations of the episode.
 
-Actor and critic each have up to three parts: an encoder of the observation, a cell with memory, and a network that
-reads the output of the cell:
+Actor and critic each have up to three parts: an encoder of the observation, a cell with memory, and a network:
 
     features = encoder(obs)                 or `ecrl.policies.flatten(obs)` without an encoder
     memory'  = cell(memory, features)
