@@ -105,8 +105,8 @@ def _step(
 ) -> tuple[_World, tuple[TensorDict, Tensor]]:
     """Take a step in every environment. Return the next memory and environment state, the transition, and the entropy.
 
-    Before a step whose `is_first` is True, detach the memory and the environment state. Without segments, `is_first`
-    is None.
+    Before a step whose `is_first` is True, detach the memory and the environment state. Without segments, `is_first` is
+    None.
     """
     env_noise, action_noise, is_first = at
     memory, env = world if is_first is None else _cut(world, is_first)
@@ -192,7 +192,7 @@ def collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
 
 
 class Iterate(NamedTuple):
-    """Callable `iterate` of APG. Its function `collect` takes the steps of an iteration without learning."""
+    """Callable `iterate` of APG. The attribute `collect` takes the steps of an iteration without learning."""
 
     collect: Collect = collect
 

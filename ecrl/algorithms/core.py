@@ -67,7 +67,7 @@ class Static(NamedTuple):
         buffer_size: number of steps of each environment per iteration.
         world_size: number of ranks.
         skips_nonfinite: True if gradient steps with NaN or infinity are skipped (`trainer.finite_guard: skip`).
-        row_steps: number of steps in each row of a minibatch. For a policy of unit "step", this number is 1. For unit
+        row_steps: number of steps in each row of a minibatch. For a policy of unit "step", `row_steps` is 1. For unit
             "sequence", `row_steps` is the algorithm's `segment_length`, which is `buffer_size` by default. If the
             algorithm needs whole episodes, `row_steps` is `buffer_size`.
         phase: phase of the iteration (`Algorithm.phase`), or None if the algorithm has no phases.
@@ -147,8 +147,8 @@ class Algorithm:
             `interleaved`). `borrowed` has the read-only leaves of kind buffer and frozen. `writes` may have `batch`,
             the batch of this iteration. The loop computes statistics and logs from the batch's `steps`, of shape
             `[N, T + 1]`. Every other field of `writes` has the name of a buffer. Such a field holds new `rows` `[B]`,
-            which have every field of the buffer. It also holds `index`, int64 `[B]`, the positions of these rows in the
-            buffer. To record training videos, `iterate` needs an attribute `collect` (see `collect_of`).
+            which have every field of the buffer. Such a field also holds `index`, int64 `[B]`, the positions of these
+            rows in the buffer. To record training videos, `iterate` needs an attribute `collect` (see `collect_of`).
         kinds: kinds of the state fields that the algorithm adds (see `ecrl.algorithms.state_kinds`).
         group_size: number of consecutive environments that share their initial states and their environment noise.
         gradient_steps: function from `Static` to the number of gradient steps per iteration. `trainer.compile: auto`
@@ -204,7 +204,7 @@ class OnPolicy:
 
 
 def on_policy(collect: Collect, update: Update) -> OnPolicy:
-    """Compose an on-policy `iterate` from `collect` and `update`. The result writes to no buffer.
+    """Compose an on-policy `iterate` from `collect` and `update`. The `iterate` writes to no buffer.
 
         state, batch = collect(run, state);    state, logs = update(run, state, batch)
 

@@ -179,8 +179,8 @@ def loss(
 ) -> tuple[Tensor, Logs]:
     """Return the loss between the values, or distributions, of the taken actions and their targets.
 
-    With prioritised replay, the log `row_error` `[B]` has the error of each transition. The error is the mean of
-    the target minus the predicted mean. For categorical distributions, the error is the Kullback-Leibler divergence.
+    With prioritised replay, the log `row_error` `[B]` has the error of each transition. The error is the mean of the
+    target minus the predicted mean. For categorical distributions, the error is the Kullback-Leibler divergence.
     """
     policy, mask, ones = run.policy, batch["mask"], torch.ones_like(batch["reward"])
     weight = batch.get("weight", ones).to(ones.dtype)

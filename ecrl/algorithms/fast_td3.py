@@ -8,8 +8,8 @@ Each environment has its own scale of the exploration noise, and draws a new sca
 
 The defaults are from the authors' code with 1,024 environments, except for the optimiser and the replay buffer. The
 authors use AdamW with a weight decay of 0.1 and standardised observations. To do the same, set
-`algorithm.cfg.optimizer` and `policy.normalize_obs`. Their replay buffer has 10,240 steps of each environment, ten
-times the default of ecrl.
+`algorithm.cfg.optimizer` and `policy.normalize_obs`. The authors' replay buffer has 10,240 steps of each environment,
+ten times the default of ecrl.
 
 Source: Seo et al. 2025, arXiv:2505.22642.
 """

@@ -57,7 +57,7 @@ def gradient_step(
         run: the run.
         state: state with `params`, `opt`, `hyper`, `norm`, `update_step` and `iterations`, and optionally with
             `frozen_params`.
-        group: the group. Its paths are names of networks. A group without paths contains all parameters.
+        group: the optimiser group, whose paths are names of networks. A group without paths contains all parameters.
         loss: (run, params, *args) -> 0-d loss and logs. `params` are the parameters for the policy's functions. The log
             `count` is the number of elements over which the loss is a mean. The gradients of the ranks are averaged
             with this weight.

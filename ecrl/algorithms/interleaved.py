@@ -19,8 +19,8 @@ A turn does not depend on the length of an iteration. A turn receives a `run` an
 one turn. In `run.static`, `buffer_size` is the number of steps per turn. In the state, `sample_step`, `update_step`,
 `iterations` and the cursor of the buffer count each turn as an iteration. After `store`, the same turn can sample its
 new steps. In a full buffer, new steps replace the oldest steps. Thus `trainer.buffer_size` does not change the result
-of learning, with three exceptions. The phase is chosen once per iteration, the finite guard
-skips whole iterations, and the lengths of learning-rate schedules are in iterations.
+of learning, with three exceptions. The phase is chosen once per iteration, the finite guard skips whole iterations, and
+the lengths of learning-rate schedules are in iterations.
 
 A buffer may have a sum tree, the field `tree` of `replay` in the state. A turn may change this tree (see
 `ecrl.algorithms.prioritized`). The loop stores the new tree together with the new steps.
@@ -174,8 +174,8 @@ def interleaved(turn: Turn, steps: int = 1) -> Interleaved:
     """Compose an `iterate` that runs turns of environment steps and gradient steps as one loop.
 
     An iteration has `trainer.buffer_size / steps` turns. In a compiled iteration, the turns are one loop of the graph.
-    If the environment steps in Python, or if there are several ranks, Python runs the turns one by one. In a compiled
-    run of an algorithm with `as_one=True`, the code of `turn` before `take_steps` then runs twice. The first, eager
+    If the environment steps in Python, or if there are several ranks, Python runs the turns one by one. If Python runs
+    the turns of a compiled run with `as_one=True`, the code of `turn` before `take_steps` runs twice. The first, eager
     call finds the arguments of `take_steps`. The second call is one compiled function with the rest of the turn. Learn
     after `take_steps`, so that the gradient steps run only once.
 
@@ -189,10 +189,10 @@ def interleaved(turn: Turn, steps: int = 1) -> Interleaved:
             steps. For example, 4 steps and 1 gradient step give a quarter of a gradient step for each step of an
             environment.
 
-    The state needs a replay buffer in the field `replay` (see `new_replay`). Declare the kinds of its fields with
-    `REPLAY_KINDS`. After each turn, the statistics in the field `norm` are updated with the steps of the turn. `norm`
-    has statistics of observations if the policy standardises them, and statistics of `reward_norm_init` if `init`
-    returns them.
+    The state needs a replay buffer in the field `replay` (see `new_replay`). Declare the kinds of the buffer's fields
+    with `REPLAY_KINDS`. After each turn, the statistics in the field `norm` are updated with the steps of the turn.
+    `norm` has statistics of observations if the policy standardises them, and statistics of `reward_norm_init` if
+    `init` returns them.
 
     Raises: ValueError if `steps` is below 1. In the first iteration, ConfigError if the state lacks `replay`, or if
         `check_replay` rejects the numbers of steps.
@@ -263,7 +263,7 @@ class _StepsTaken(NamedTuple):
 
 
 class _StepsNeeded(BaseException):
-    """Exception that stops a turn at `take_steps`. It has the arguments `run` and `state` of `take_steps`.
+    """Exception that stops a turn at `take_steps`. The exception has the arguments `run` and `state`.
 
     The class is not a subclass of Exception, so code that handles the errors of an environment does not catch it.
     """
@@ -296,9 +296,9 @@ def _turn_in_python(
 ) -> tuple[_Carry, tuple[TensorDict, Logs]]:
     """Run one turn like `_turn`, but compile all code after the environment steps as one function.
 
-    A call of `whole` runs the turn up to `take_steps`. `stepping` takes the steps. If the turn
-    changed its `run`, a function for the changed `run` takes the steps. The compiled call of `rest` runs the whole turn
-    again, and receives the steps.
+    A call of `whole` runs the turn up to `take_steps`. `stepping` takes the steps. If the turn changed its `run`, a
+    function for the changed `run` takes the steps. The compiled call of `rest` runs the whole turn again, and receives
+    the steps.
     """
     number, noise = x
     try:

@@ -20,7 +20,7 @@ def logprob_gap(run: Run, state: TensorDict, batch: TensorDict) -> Logs:
         max |log_prob(token) - sample_log_prob(token)|        over the tokens that count, in nats
 
     `sample_log_prob` is from `act`, and `log_prob` is from `evaluate` with the same parameters. Except for rounding,
-    both must be equal. The maximum is over at most 128 steps or, if a row has more steps, over one row. The rows are
+    the two must be equal. The maximum is over at most 128 steps or, if a row has more steps, over one row. The rows are
     spread evenly over the batch. The maximum is also over all ranks.
 
     Args:

@@ -268,10 +268,10 @@ def _gradient_step(
 ) -> tuple[_Carry, tuple[Tensor, Tensor, Logs]]:
     """Take one step of every optimiser on one minibatch.
 
-    Return the new carry (params, opts, rates, stopped), and the outputs (count, stopped, logs). `count` is the count
-    of `_loss`, or 0 if the parameters did not change. The output `stopped` is a float. Once the distance of a
-    step exceeds the limit, parameters and optimiser state no longer change. An adaptive learning rate still changes in
-    this step. If the run skips nonfinite steps, a step with NaN or infinity changes nothing.
+    Return the new carry (params, opts, rates, stopped), and the outputs (count, stopped, logs). `count` is the count of
+    `_loss`, or 0 if the parameters did not change. The output `stopped` is a float. Once the distance of a step exceeds
+    the limit, parameters and optimiser state no longer change. In the step that exceeds the limit, an adaptive learning
+    rate still changes. If the run skips nonfinite steps, a step with NaN or infinity changes nothing.
     """
     params, opts, rates, stopped = carry
     grads, (count, logs) = _gradients(of, params, chosen, fixed, rows, hyper)
@@ -311,8 +311,7 @@ def _gradient_step_if_due(
 ) -> tuple[_Carry, tuple[Tensor, Tensor, Logs]]:
     """Take a gradient step only if `due`, a 0-d bool, is True. Otherwise, change nothing, and return count 0.
 
-    A compiled graph for the CPU does not compute steps that are not due. For these steps, `stopped` and the logs are
-    NaN.
+    A compiled graph for the CPU does not compute steps that are not due. `stopped` and the logs of such steps are NaN.
     """
     index, real, due = chosen
     carry, (count, stopped, logs) = step_if(due, partial(_gradient_step, of), carry, (index, real), fixed, rows, hyper)
@@ -354,14 +353,14 @@ def minibatch_epochs(
     Args:
         run: the run.
         state: same as for `minibatch_sgd`.
-        batch: the batch that `collect` returned. A policy of unit "sequence" learns from all steps of an
-            environment, or from segments of these steps. Other policies learn from single steps.
+        batch: the batch that `collect` returned. A policy of unit "sequence" learns from all steps of an environment,
+            or from segments of these steps. Other policies learn from single steps.
         fields: fields `[N, T]` that the algorithm adds to the steps, such as advantages. A bool field `mask` is True
             for the steps to learn from. The policy's `act` may not return fields of the same names.
         loss: (run, params, minibatch, mask, hyper) -> loss and logs. `minibatch` has rows from `rows_of`, which include
             `fields`. Pass the minibatch to `run.policy.evaluate_and_value_rows`, or to `evaluate_rows` if the loss
             needs no values. The minibatch's `sample_log_prob` is summed over the tokens of an action.
-        sgd: same as for `minibatch_sgd`. This also applies to `whole`, `distance` and `limit`.
+        sgd, whole, distance, limit: same as for `minibatch_sgd`.
         to_rows: `rows_of`, or `token_rows_of` if `sample_log_prob` must keep its token axes.
 
     Returns: the result of `minibatch_sgd`, whose logs also contain the result of `logprob_gap`.
@@ -405,9 +404,9 @@ def minibatch_sgd(
             hyperparameter, this step and the remaining steps do not change the parameters.
 
     Returns: the state with new `params`, `opt` and `learning_rate`, and the logs. The logs contain the logs of the loss
-        function, `loss`, gradient norms, learning rates and, if there is a limit, `skipped_frac`, the share of
-        gradient steps that the limit skipped. If `trainer.finite_guard` is "skip", a step whose gradients or new
-        parameters hold NaN or infinity changes nothing. The log `skipped_steps` counts such steps.
+        function, `loss`, gradient norms, learning rates and, if there is a limit, `skipped_frac`, the share of gradient
+        steps that the limit skipped. If `trainer.finite_guard` is "skip", a step whose gradients or new parameters hold
+        NaN or infinity changes nothing. The log `skipped_steps` counts such steps.
     """
     hyper, params, opt = (cast(TensorDict, state[key]) for key in ("hyper", "params", "opt"))
     length = prod(rows["mask"].shape[1:]) if "mask" in rows else 1

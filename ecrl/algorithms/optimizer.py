@@ -382,7 +382,7 @@ def learning_rates(state: TensorDict, groups: tuple[Group, ...], turns: int = 1)
     """Return the 0-d learning rate of each group at the start of an iteration, or of one of its `turns` turns.
 
     An adaptive rate is the value that the state stores. Other schedules read the state's `update_step`. A schedule
-    without a configured length also reads `iterations`. Both fields count turns (see `interleaved`).
+    without a configured length also reads `iterations`. `update_step` and `iterations` count turns (see `interleaved`).
     """
     hyper, rates = cast(TensorDict, state["hyper"]), {}
     for group in groups:
@@ -408,7 +408,7 @@ def rate_logs(rates: dict[str, Tensor], groups: tuple[Group, ...], state: Tensor
 
 
 def optimizer_numbers(cfg: OptimizerConfig) -> dict[str, float]:
-    """Return the entries of an optimiser for `hyper`: all numbers that it uses except the learning rate."""
+    """Return an optimiser's entries for `hyper`: all numbers that the optimiser uses except the learning rate."""
     values: dict[str, Any] = {name: getattr(cfg.kwargs, name) for name in USED[cfg.name]}
     numbers = {name: value for name, value in values.items() if value is not None and not isinstance(value, bool)}
     if "betas" in numbers:

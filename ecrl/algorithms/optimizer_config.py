@@ -202,7 +202,7 @@ class SchedulerConfig(_Named):
 
 
 class LearningConfig(ConfigModel):
-    """Optimiser, learning rate and clipping. Numeric settings are stored in the state and may change during a run.
+    """Settings of optimiser, learning rate and clipping. Numbers are stored in the state and may change during a run.
 
     `default_policy` is the section `policy` that is used if the config has none.
     """

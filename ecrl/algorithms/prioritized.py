@@ -41,7 +41,7 @@ PRIORITY_KINDS: Kinds = {("replay", "largest"): Kind.STATISTICS}
 
 
 class PriorityConfig(ConfigModel):
-    """Hyperparameters of prioritised replay. They are stored in the state and may change during a run."""
+    """Hyperparameters of prioritised replay, which are stored in the state and may change during a run."""
 
     alpha: NonNegative = Field(default=0.6, description="exponent of the priority; 0 makes all priorities equal")
     beta: Fraction = Field(default=0.4, description="exponent of the importance weights at the start of the run")

@@ -47,7 +47,7 @@ class Ratio(NamedTuple):
     """Functions for one kind of probability ratio: per action, token or episode.
 
     Attributes:
-        evaluate: `Policy.evaluate_rows`, which sums over tokens, for ratios of whole actions. Otherwise
+        evaluate: `Policy.evaluate_rows`, which sums over tokens, for ratios of whole actions, and otherwise
             `Policy.evaluate_tokens`.
         rows_of: same arguments and result as `ecrl.algorithms.rows.rows_of`, with `sample_log_prob` per action or per
             token.

@@ -120,7 +120,7 @@ def read(run: Run, state: TensorDict, replay: Replay, index: Tensor, sampling: S
 
         clip(reward / sqrt(variance(return) + 1e-8), -10, 10),    with the discounted sum of `n_step` rewards as reward
 
-    The variance is computed from the steps before this turn. The buffer stores the unscaled rewards.
+    The variance is computed from the steps before the current turn. The buffer stores the unscaled rewards.
     """
     gamma, stack = state["hyper", "gamma"], run.policy.frame_stack
     if stack == 1:

@@ -40,7 +40,7 @@ def scheduled_rate(
     Args:
         schedule: linear, cosine, step, exponential, warmup_constant, warmup_linear or warmup_cosine.
         base: learning rate before the schedule.
-        numbers: schedule parameters from `schedule_numbers`. Their lengths are in iterations.
+        numbers: schedule parameters from `schedule_numbers`, with lengths in iterations.
         step: number of completed turns, int64.
         iterations: length of the schedule in turns if `numbers` has no length, int64.
         turns: number of turns per iteration. If an algorithm has no turns, an iteration is one turn.

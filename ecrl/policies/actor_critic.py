@@ -97,8 +97,8 @@ class ActorCriticConfig(ActorOnlyConfig):
 def actor_critic(cfg: ActorCriticConfig, observation_space: Space, action_space: Space) -> Policy:
     """Build a policy with a critic.
 
-    The params are the same as for `actor_only`, plus `critic`. If actor and critic share an encoder, its params are in
-    `encoder`, and both read its features:
+    The params are the same as for `actor_only`, plus `critic`. If actor and critic share an encoder, the params of the
+    encoder are in `encoder`, and actor and critic read its features:
 
         features = encoder(obs)
         output   = actor(features), critic(features)

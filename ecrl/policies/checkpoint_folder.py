@@ -68,7 +68,7 @@ def is_finite(x: Any) -> bool:
 
 
 def check_folder(model_path: str | None, kind: str) -> Path:
-    """Return the folder of a checkpoint. Raise ConfigError if it is missing or has another `model_type` than `kind`."""
+    """Return the folder of a checkpoint. Raise ConfigError if it is missing or its `model_type` is not `kind`."""
     advice = _ADVICE[kind]
     if model_path is None:
         raise ConfigError(f"{KEY}: absent, but backend {kind} reads a checkpoint; {advice}")
@@ -119,7 +119,7 @@ def encode_instructions(model_path: str, texts: Sequence[str]) -> tuple[Tensor, 
 
     Args:
         model_path: folder of a pi0 or OpenVLA checkpoint with the files of its tokenizer.
-        texts: the instructions. For openvla, they are converted to lower case.
+        texts: the instructions. For openvla, the instructions are converted to lower case.
 
     Returns: int64 ids `[len(texts), L]`, and the space of one row. L is the length of the longest row. Shorter rows are
         padded with zeros.

@@ -358,7 +358,7 @@ def _check_act(
 
 
 def _check_floats(label: str, what: str, x: Any, shape: Sequence[int], more: str = "") -> None:
-    """Raise ConfigError unless `x` is a float tensor of this shape. If `more` is set, further axes may follow."""
+    """Raise ConfigError unless `x` is a float tensor of shape `shape`. If `more` is set, further axes may follow."""
     if (
         not isinstance(x, Tensor)
         or not x.is_floating_point()

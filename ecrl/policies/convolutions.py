@@ -127,8 +127,8 @@ class _ImageNetwork(nn.Module):
 def cnn(cfg: CNNConfig, space: Space, outputs: int) -> nn.Module:
     """Build convolutions for images, followed by fully connected layers.
 
-    With default settings, this is the network of Mnih et al. for 84x84 pixels. Images of 10x10 pixels need smaller
-    kernels, such as `{"channels": [16], "kernel_sizes": [3], "strides": [1], "hidden_sizes": [128]}`.
+    The default settings give the network of Mnih et al. for 84x84 pixels. Images of 10x10 pixels need smaller kernels,
+    such as `{"channels": [16], "kernel_sizes": [3], "strides": [1], "hidden_sizes": [128]}`.
 
     Raises: SpaceError for an observation that is not an image. ConfigError for an image smaller than the kernels need.
     Source: Mnih et al. 2015, "Human-level control through deep reinforcement learning".
@@ -280,7 +280,7 @@ def keypoints(cfg: KeypointsConfig, space: Space, outputs: int) -> nn.Module:
         weight[c, y, x] = softmax(temperature[c] * (1 + sharpen(others)[c]) * z[c, y, x])   over the pixels of channel c
         keypoint[c]     = sum(weight[c, y, x] * (x, y))                                     positions between -1 and 1
 
-    `others` are the observations of a Dict that are not images. They scale and shift the output of each convolution
+    `others` are the observations of a Dict that are not images. `others` scale and shift the output of each convolution
     except the last (FiLM). Fully connected layers read the keypoints and `others`, and return the outputs of the
     network. Every image has its own convolutions.
 

@@ -106,8 +106,8 @@ class Policy:
             noise passed to `act`. Evaluations do not explore. If `explore` is None, the collected steps take the
             actions of `act`.
         init_exploration: (params, num_envs) -> the fields of `exploration` at the start of an episode, a TensorDict
-            `[num_envs]`. An example is the first noise of an Ornstein-Uhlenbeck process. These fields restart whenever
-            an episode ends. Fields that `init_exploration` does not return, such as epsilon, do not restart.
+            `[num_envs]`. An example is the first noise of an Ornstein-Uhlenbeck process. The returned fields restart
+            whenever an episode ends. Fields that `init_exploration` does not return, such as epsilon, do not restart.
         q: (params, obs, action, noise) -> Q `[critics, *B]`, the values of actions. For Discrete actions, `action` may
             be None, and the result then has the values of all actions, `[critics, *B, actions]`. If `distribution` is
             not None, the last axis has one entry per atom. `noise` is the result of `draw` for keys `[*B]`. If all
@@ -302,8 +302,8 @@ def flatten(obs: Any, space: Space) -> Tensor:
     """Flatten an observation to float features of shape `[*B, flat_dim(space)]`.
 
     Elements of a Box are converted to float. An image (`ecrl.spaces.is_image`) is divided by 255, as in
-    Stable-Baselines3. A Discrete observation becomes a one-hot vector. A MultiDiscrete observation becomes one such
-    vector per entry. The entries of a Dict are concatenated in order of name, without `action_mask`.
+    Stable-Baselines3. A Discrete observation becomes a one-hot vector. A MultiDiscrete observation becomes a one-hot
+    vector for each entry. The entries of a Dict are concatenated in order of name, without `action_mask`.
 
     >>> from ecrl.spaces import box, dict_space
     >>> space = dict_space({"b": box(0.0, 1.0, 2), "a": box(0.0, 1.0)})

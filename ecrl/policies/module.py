@@ -167,7 +167,10 @@ def _check_forward(net: Pure, label: str, observation_space: Space, action_space
 
 
 def _read_fields(label: str, out: Any, fields: dict[str, list[int]]) -> list[Tensor]:
-    """Return the fields that a method wrote into its tensordict. Raise ConfigError for a missing or wrong field."""
+    """Return the fields that a method wrote into its tensordict.
+
+    Raises: ConfigError if a field is missing or has a wrong shape.
+    """
     missing = [field for field in fields if not isinstance(out, TensorDictBase) or field not in out]
     if missing:
         wrote = ", ".join(sorted(map(str, out.keys()))) if isinstance(out, TensorDictBase) else type(out).__name__

@@ -149,9 +149,9 @@ def _constants(module: nn.Module, trained: set[str]) -> dict[str, Tensor]:
 def pure(make: Callable[[], nn.Module], name: str, bf16: bool) -> Pure:
     """Convert the modules that `make` builds to pure functions.
 
-    The weights are the parameters that require a gradient. Frozen parameters and buffers are constants. Their values
-    come from a call of `make` with seed 0. With `bf16`, the module runs in bfloat16 under autocast, and its outputs are
-    cast to the dtype of the weights.
+    The weights are the parameters that require a gradient. Frozen parameters and buffers are constants. The values of
+    these constants come from a call of `make` with seed 0. With `bf16`, the module runs in bfloat16 under autocast, and
+    its outputs are cast to the dtype of the weights.
 
     Raises: ConfigError if a layer's output is random or depends on the rest of the batch, or if no weight is trainable.
     """

@@ -38,7 +38,7 @@ class NoisyNetwork(NamedTuple):
 class _NoisyLinear(nn.Module):
     """A linear layer with noise in its weights. The weights of the replaced layer are the means of the noisy weights.
 
-    The caller passes `noise_in` and `noise_out` like weights. Both are None for a call without noise.
+    The caller passes `noise_in` and `noise_out` like weights. For a call without noise, the caller passes neither.
     """
 
     noise_in: Tensor | None

@@ -1,7 +1,7 @@
 """The backend `openvla` of the policy `vla`: a pretrained OpenVLA or OpenVLA-OFT model.
 
-The model reads images, an instruction and, in some checkpoints, the robot's state. It returns one token for each number
-in a chunk of actions:
+The model reads images, an instruction and, in some checkpoints, the robot's state. The model returns one token for each
+number in a chunk of actions:
 
     tokens = language_model([bos, projector(vision(images)), state, instruction, action tokens])
     number = centre of the token's bin between low and high
@@ -134,7 +134,7 @@ class _Model(nn.Module):
     def _read(self, x: Tensor, mask: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
         """Return the outputs of the language model at tokens `[n, S, width]`, and its cache.
 
-        `mask` `[n, P + S]` is False for padding. It covers the P tokens of the cache and the S new tokens.
+        `mask` `[n, P + S]` is False for padding. The mask covers the P tokens of the cache and the S new tokens.
         """
         position = (mask.to(torch.int64).cumsum(-1) - 1).clamp(min=0)
         own = position[:, -x.shape[1] :]
@@ -260,7 +260,7 @@ def _statistics_params(statistics: Mapping[str, Statistics]) -> dict[str, Tensor
 
 
 def _reader(folder: Path, shape: Shape, cfg: OpenVLAConfig, observation_space: Space) -> _Reader:
-    """Check that the observations fit the checkpoint, and return the reader. Raise ConfigError if they do not fit."""
+    """Return the reader of the observations. Raise ConfigError if the observations do not fit the checkpoint."""
     inputs = vla_inputs(observation_space, cfg.instruction)
     if not inputs.images or inputs.words is None:
         absent = "instruction" if inputs.images else "image"
@@ -299,8 +299,8 @@ def openvla(cfg: OpenVLAConfig, observation_space: Space, action_space: Box, pol
     environment. `sample_log_prob` and the results of `evaluate` have the shape `[*B, k, A]`. `evaluate` reads
     `action_tokens` or, if steps have none, the tokens of `action`.
 
-    The params are `model`, `adapters` and `critic`. Empty parts are left out. The frozen
-    parameters are `base`, the weights that are not trained, and `statistics`, the bounds of actions and states.
+    The params are `model`, `adapters` and `critic`. Empty parts are left out. The frozen parameters are `base`, the
+    weights that are not trained, and `statistics`, the bounds of actions and states.
 
     Raises: ConfigError if the checkpoint cannot be read, or if it does not fit the environment. MissingExtraError if
         transformers is not installed.

@@ -1,7 +1,7 @@
 """The backend `pi0` of the policy `vla`: a pretrained flow model of the package transformers.
 
-The model reads images, an instruction and the robot's state. In several denoising steps, it turns noise into a chunk of
-actions:
+The model reads images, an instruction and the robot's state. In several denoising steps, the model turns noise into a
+chunk of actions:
 
     x[1] ~ N(0, 1),    x[t - delta] = step(x[t], velocity(x[t], t, observation)),    action = x[0]
 
@@ -22,7 +22,7 @@ adds noise.
 Later denoising steps mix all steps of a chunk, so the noise of each number changes all numbers of the chunk.
 `sample_log_prob` therefore has one token axis `[k * A]`: all numbers count, even if an episode ends inside the chunk.
 
-Behaviour cloning needs no log-probability. Its loss is the flow matching loss:
+Behaviour cloning needs no log-probability. The loss of behaviour cloning is the flow matching loss:
 
     t = scale * Beta(1.5, 1) + offset,    x[t] = (1 - t) action + t noise
     loss = mean((velocity(x[t], t, observation) - (noise - action))^2)
@@ -493,8 +493,8 @@ def pi0(cfg: Pi0Config, observation_space: Space, action_space: Box, policy_cfg:
     `sample_log_prob` and the results of `evaluate` have the shape `[*B, k * A]`, and all numbers of a chunk count.
     `evaluate` also reads the fields of the denoising steps that `act` returns, whose names begin with `flow_`.
 
-    The params are `model`, `adapters`, `noise_head` and `critic`. Empty parts are left out. The
-    frozen parameters are `base`, the weights that are not trained, and `statistics`, if the checkpoint has any.
+    The params are `model`, `adapters`, `noise_head` and `critic`. Empty parts are left out. The frozen parameters are
+    `base`, the weights that are not trained, and `statistics`, if the checkpoint has any.
 
     Raises: ConfigError if the checkpoint cannot be read, or if it does not fit the environment. MissingExtraError if
         transformers is not installed.
@@ -601,8 +601,8 @@ def save_pi0(folder: str | Path, state: TensorDict, cfg: Config) -> None:
     """Write the policy of a run as a checkpoint that `PI0ForConditionalGeneration.from_pretrained` loads.
 
     Adapters are added to the weights of their layers. The critic and the noise head are left out, because the model in
-    transformers has no place for them. All other files of the original checkpoint, such as the files of the
-    tokenizer, are copied, except Python code.
+    transformers has no place for them. All other files of the original checkpoint, such as the files of the tokenizer,
+    are copied, except Python code.
 
     Args:
         folder: path of a new folder, which appears complete or not at all.

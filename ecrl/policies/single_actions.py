@@ -17,10 +17,10 @@ from ecrl.spaces import Space, element_dtype, element_shape
 def in_single_actions(policy: Policy, k: int, action_space: Space) -> Policy:
     """Return a policy that chooses a chunk of `k` actions, and then takes them one at a time.
 
-    The new policy can only act, for videos and evaluations in environments without chunks. Its memory has three fields.
-    `chunk` is the current chunk, `taken` is the number of actions taken from it, and `memory` is the memory of
-    `policy`. All three restart with each episode, so an episode begins with a new chunk. The memory of `policy`
-    advances once per chunk.
+    The new policy can only act, for videos and evaluations in environments without chunks. The memory of the new policy
+    has three fields. `chunk` is the current chunk, `taken` is the number of actions taken from it, and `memory` is the
+    memory of `policy`. All three fields restart with each episode, so an episode begins with a new chunk. The memory of
+    `policy` advances once per chunk.
 
     Args:
         policy: a policy whose actions are chunks (see `ecrl.envs.chunked`).

@@ -1,7 +1,7 @@
 """A small transformer as pure functions. A prefix is read once, and further tokens are decoded after the prefix.
 
-The prefix tokens attend to each other. `read_prefix` returns their keys and values, the *cache* of each layer. Decoded
-tokens attend to the prefix and to each other. There are two ways to decode, with equal results:
+The prefix tokens attend to each other. `read_prefix` returns the keys and values of the prefix, the *cache* of each
+layer. Decoded tokens attend to the prefix and to each other. There are two ways to decode, with equal results:
 
 - `decode` computes all tokens in one pass. A mask defines which tokens each token attends to.
 - `decode_one` computes one token, and stores its keys and values in a cache of a fixed size.

@@ -82,7 +82,7 @@ class Networks(NamedTuple):
 
 
 def _bounded_space(space: Space, name: str) -> Box:
-    """Return the action space. Raise ConfigError if this space is not a float32 Box with finite bounds."""
+    """Return the action space. Raise ConfigError unless the space is a float32 Box with finite bounds."""
     if not isinstance(space, Box) or space.dtype != torch.float32 or not has_finite_bounds(space):
         raise ConfigError(
             f"policy.name: {name} needs float32 Box actions with finite bounds, got {space}; use another policy"
@@ -169,8 +169,8 @@ def deterministic_actor_critic(cfg: TwinCriticConfig, observation_space: Space, 
         unit_action = tanh(actor(obs))
 
     `explore` adds Gaussian noise with the standard deviation `exploration["std"]`, float `[N]`, in units of half the
-    range of an action. If `exploration["random"]`, bool `[N]`, is True for an environment, its action is uniformly
-    random instead.
+    range of an action. If `exploration["random"]`, bool `[N]`, is True for an environment, the action of this
+    environment is uniformly random instead.
 
         unit_action = clip(unit_action + std * noise, -1, 1)
 

@@ -1,4 +1,4 @@
-"""A vision transformer. Its weights have the same names as in the package timm and in OpenVLA's checkpoints.
+"""A vision transformer, whose weights have the same names as in the package timm and in OpenVLA's checkpoints.
 
     x = patches W^T + b + position                      before the first block, with any registers and class token
     x = x + scale1 * attention(norm(x));    x = x + scale2 * mlp(norm(x))        in each block

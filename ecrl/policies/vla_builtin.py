@@ -346,8 +346,8 @@ def builtin(cfg: BuiltinVLAConfig, observation_space: Space, action_space: Box, 
 
     `act` returns the bins of an action as `action_tokens`, int64 `[*B, k, A]`, and the action in the centres of these
     bins. `sample_log_prob` and the results of `evaluate` have the shape `[*B, k, A]`. `evaluate` reads `action_tokens`
-    or, if steps have none, the bins of `action`. If a dimension has equal bounds, its tokens do not
-    count in the log-probability, and `act` also returns a `token_mask`.
+    or, if steps have none, the bins of `action`. If a dimension has equal bounds, its tokens do not count in the
+    log-probability, and `act` also returns a `token_mask`.
 
     The params are `images`, `words`, `others`, `layers`, `actions` and, with a value network, `critic`.
     """
