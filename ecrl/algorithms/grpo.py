@@ -181,7 +181,7 @@ def check_groups(run: Run, cfg: GRPOConfig) -> None:
     if off and not run.env.lockstep:
         raise ConfigError(
             f"algorithm.cfg.{off[0]}: false, but episodes of this environment end at different times, so the "
-            "members of a group would no longer share a start; use true"
+            "members of a group would no longer share an initial state; use true"
         )
 
 
@@ -266,7 +266,10 @@ def loss(run: Run, params: TensorDict, minibatch: TensorDict, mask: Tensor, hype
 
 
 def update(run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:
-    """Learn from a batch in `n_epochs` passes. Refresh the reference policy every `ref_update_freq` iterations."""
+    """Learn from a batch in `n_epochs` passes. Refresh the reference policy every `ref_update_freq` iterations.
+
+    If a group score limit is set, the log `kept_groups` is the share of groups with at least one unmasked step.
+    """
     choices, batch = run.algorithm.choices, batch.exclude(("steps", "value"))
     fields = advantages(run, state, batch)
     state, logs = minibatch_epochs(

@@ -268,10 +268,10 @@ def _gradient_step(
 ) -> tuple[_Carry, tuple[Tensor, Tensor, Logs]]:
     """Take one step of every optimiser on one minibatch.
 
-    Return the new carry (params, opts, rates, stopped), and the outputs (count, stopped, logs). `count` is the count of
-    `_loss`, or 0 if the parameters did not change. The output `stopped` is a float. Once the distance of a step exceeds
-    the limit, parameters and optimiser state no longer change. In the step that exceeds the limit, an adaptive learning
-    rate still changes. If the run skips nonfinite steps, a step with NaN or infinity changes nothing.
+    Return the new carry (params, opts, rates, stopped), and the outputs (count, stopped, logs). `count` is the count
+    from `_loss`, or 0 if the parameters did not change. The output `stopped` is a float. Once the distance of a step
+    exceeds the limit, parameters and optimiser state no longer change. In the step that exceeds the limit, an adaptive
+    learning rate still changes. If the run skips nonfinite steps, a step with NaN or infinity changes nothing.
     """
     params, opts, rates, stopped = carry
     grads, (count, logs) = _gradients(of, params, chosen, fixed, rows, hyper)

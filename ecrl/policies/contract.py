@@ -414,7 +414,7 @@ def _check_sequence_value(label: str, args: tuple[Any, ...], out: Any, space: Sp
 
 
 def _check_explore(label: str, args: tuple[Any, ...], out: Any, action_space: Space) -> None:
-    """Raise ConfigError if `explore` drops a field of `act`, changes its shape or dtype, or adds a wrong field."""
+    """Raise ConfigError if `explore` drops an output of `act`, changes its shape or dtype, or adds a wrong field."""
     exploration, after = returned(label, out, "exploration", "out")
     check_fields(label, args[1], exploration, "exploration")
     if not isinstance(after, TensorDictBase):

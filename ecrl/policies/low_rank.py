@@ -67,7 +67,7 @@ def is_in(name: str, parts: Iterable[str]) -> bool:
 
 
 def check_names(key: str, parts: Iterable[str], names: Iterable[str], kind: str) -> None:
-    """Raise ConfigError for a part that no dotted name contains. `kind` is a word for the named objects."""
+    """Raise ConfigError for a part that no dotted name contains. `kind` is the word for these objects in the error."""
     known = list(names)
     for part in parts:
         if not any(is_in(name, [part]) for name in known):

@@ -143,7 +143,7 @@ def test_both_keys_may_be_false_in_lockstep_and_then_matter(key):
         (
             {"reset_every_rollout": False},
             "algorithm.cfg.reset_every_rollout: false, but episodes of this environment end at different times, so the "
-            "members of a group would no longer share a start; use true",
+            "members of a group would no longer share an initial state; use true",
         ),
         (
             {"truncate_at_first_done": False},
