@@ -515,7 +515,7 @@ def reward_norm_update(norm: TensorDict, steps: TensorDict, gamma: Tensor) -> Te
         return[t] = reward[t] + gamma * return[t - 1] * not done[t - 1]
 
     If the steps have the field `executed`, `gamma ** executed[t]` replaces `gamma`. A step whose `mask` is False has
-    the reward 0 and is not counted.
+    the reward 0, and the moments leave out this step.
 
     Args:
         norm: the statistics before the steps, as in the field `reward` of the result of `reward_norm_init`.

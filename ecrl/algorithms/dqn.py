@@ -116,7 +116,7 @@ def init(cfg: DQNConfig, run: Run, key: Tensor) -> dict[str, Any]:
     policy = run.policy
     if policy.q is None or policy.evaluate is not None or not isinstance(run.env.action_space, Discrete):
         needed = "a policy with a Q-function for Discrete actions, such as q_network"
-        raise ConfigError(f"policy.name: dqn needs {needed}; the actions here are {run.env.action_space}")
+        raise ConfigError(f"policy.name: dqn needs {needed}; the environment has {run.env.action_space}")
     check_steps(run, cfg)
     priorities = {} if cfg.prioritized is None else priority_numbers(cfg.prioritized)
     fields = replay_fields(cfg, run, key.device)
@@ -211,7 +211,7 @@ def step(run: Run, state: TensorDict, minibatch: TensorDict, count: Tensor) -> t
 
 
 def update(run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:
-    """Take the gradient steps of a turn."""
+    """Take the gradient steps of a turn, each on its own part of the batch."""
     return each_minibatch(run, state, batch, run.algorithm.choices.sampling.gradient_steps, step)
 
 

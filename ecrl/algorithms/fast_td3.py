@@ -187,7 +187,7 @@ def step(run: Run, state: TensorDict, minibatch: TensorDict, count: Tensor) -> t
 
 
 def update(run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:
-    """Take the gradient steps of a turn."""
+    """Take the gradient steps of a turn, each on its own part of the batch."""
     return each_minibatch(run, state, batch, run.algorithm.choices.sampling.gradient_steps, step)
 
 

@@ -500,8 +500,8 @@ def check_replay(run: Run, capacity: int) -> None:
         )
     if (steps := capacity // run.static.num_envs) < size:
         raise ConfigError(
-            f"trainer.buffer_size: {size:,} is more than {steps:,}, the steps of each environment for which the replay "
-            f"buffer with capacity {capacity:,} has room; lower it or make the capacity larger"
+            f"trainer.buffer_size: {size:,} is more than {steps:,}, the steps of each environment in a replay buffer "
+            f"of capacity {capacity:,}; lower it or make the capacity larger"
         )
 
 

@@ -92,7 +92,7 @@ def init(cfg: PQNConfig, run: Run, key: Tensor) -> dict[str, Any]:
     policy = run.policy
     if policy.q is None or policy.explore is None or not isinstance(run.env.action_space, Discrete):
         needed = "a policy with a Q-function for Discrete actions, such as q_network"
-        raise ConfigError(f"policy.name: pqn needs {needed}; the actions here are {run.env.action_space}")
+        raise ConfigError(f"policy.name: pqn needs {needed}; the environment has {run.env.action_space}")
     if policy.frame_stack > 1:
         problem = f"env.frame_stack: {policy.frame_stack}, but pqn learns from single observations"
         raise ConfigError(f"{problem}; use dqn, or set frame_stack to 1")

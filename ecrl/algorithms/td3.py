@@ -87,12 +87,12 @@ def step(run: Run, state: TensorDict, minibatch: TensorDict, count: Tensor) -> t
 
 
 def update(run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:
-    """Take the gradient steps of a turn."""
+    """Take the gradient steps of a turn, each on its own part of the batch."""
     return each_minibatch(run, state, batch, run.algorithm.choices.sampling.gradient_steps, step)
 
 
 def turn(run: Run, state: TensorDict, noise: Any, replay: Replay) -> tuple[TensorDict, Replay, TensorDict, Logs]:
-    """Take steps and store them. In the phase "learn", also learn from random transitions of the replay buffer."""
+    """Take environment steps and store them. In the phase "learn", also learn from transitions of the replay buffer."""
     state, steps = take_steps(run, with_exploration(run, state), noise)
     replay = store(run, replay, steps)
     if run.static.phase == "collect":

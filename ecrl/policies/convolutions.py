@@ -248,7 +248,7 @@ class ImageKeypoints(nn.Module):
 
 
 class _KeypointsNetwork(nn.Module):
-    """Keypoints of each image, and fully connected layers that read the keypoints and the other observations."""
+    """Network that finds keypoints in each image, with fully connected layers for keypoints and other observations."""
 
     def __init__(self, parts: dict[str, Space], is_dict: bool, cfg: KeypointsConfig, outputs: int):
         super().__init__()

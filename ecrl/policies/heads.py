@@ -152,7 +152,7 @@ def make_head(space: Space, squash: bool) -> Head:
             return _categorical_head(space)
         case MultiDiscrete():
             return _multi_discrete_head(space)
-    raise ConfigError(f"policy: actions of {space} are not supported; known: Box, Discrete, MultiDiscrete")
+    raise ConfigError(f"policy: actions of {space} are not supported; use Box, Discrete or MultiDiscrete")
 
 
 def is_masked(observation_space: Space, action_space: Space) -> bool:

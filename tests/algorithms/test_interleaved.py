@@ -547,8 +547,8 @@ def test_segments_that_do_not_divide_a_turn_are_refused():
     [
         (
             {"algorithm.cfg.capacity": 11},
-            r"^trainer.buffer_size: 4 is more than 3, the steps of each environment for which the replay buffer with "
-            r"capacity 11 has room; lower it or make the capacity larger$",
+            r"^trainer.buffer_size: 4 is more than 3, the steps of each environment in a replay buffer of "
+            r"capacity 11; lower it or make the capacity larger$",
         ),
         ({"algorithm.cfg.train_freq": 3}, r"^trainer.buffer_size: 4 is not a multiple of 3, the steps of a turn"),
         (

@@ -345,7 +345,7 @@ WRONG = {
     "box": ({"env": {"name": "pendulum"}}, "q_network needs Discrete actions, got Box"),
     "no q": (
         {"policy": {"name": "actor_critic", "actor": NET, "critic": NET}},
-        "^policy.name: pqn needs a policy with a Q-function for Discrete actions, such as q_network; the actions",
+        "^policy.name: pqn needs a policy with a Q-function for Discrete actions, such as q_network; the environment",
     ),
     "noise": (
         {"policy.noisy": True},

@@ -356,7 +356,7 @@ def test_equal_settings_give_equal_policies():
 
 def test_refused_spaces_and_settings():
     for name in ("actor_critic", "trunk", "acts"):
-        with pytest.raises(ConfigError, match=r"actions of Dict.* are not supported; known: Box, Discrete"):
+        with pytest.raises(ConfigError, match=r"actions of Dict.* are not supported; use Box, Discrete"):
             _policy_of(name, MASKED)
     for name in ("actor_critic", "trunk"):
         with pytest.raises(ConfigError, match=r"action_mask.*needs Discrete or MultiDiscrete actions, got Box"):
