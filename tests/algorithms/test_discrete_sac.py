@@ -164,7 +164,7 @@ WRONG = {
     ),
     "dqn": (
         {"algorithm": {"name": "dqn", "cfg": {"learning_starts": 12}}},
-        "policy.name: dqn needs a policy with a Q-function for Discrete actions, such as q_network; the environment has",
+        "policy.name: dqn needs a policy with a Q-function for Discrete actions, such as q_network; the environment",
     ),
     "td3": (
         {"algorithm": {"name": "td3", "cfg": {"learning_starts": 12}}},

@@ -199,7 +199,7 @@ def test_a_network_of_another_output_is_refused_with_its_key():
         return TinyConv(space, cfg.channels, outputs + 1)
 
     register_network("wide_probe", override=True)(make)
-    message = r"^policy\.actor \(wide_probe\): TinyConv returns \[2, 5\] for 2 observations, expected \[2, 4\]; ret"
+    message = r"^policy\.actor \(wide_probe\): TinyConv returns \[2, 5\] for 2 observations, expected \[2, 4\]; return"
     with pytest.raises(ConfigError, match=message):
         make_policy({"name": "actor_only", "actor": {"type": "wide_probe"}}, IMAGE, Discrete(4))
 
