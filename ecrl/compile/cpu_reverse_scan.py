@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._inductor import ir
 
 from ecrl.compile.cpu_source import call, pointers, register, stored
-from ecrl.kernels.reverse_scan import as_float64
+from ecrl.kernels.reverse_scan import as_float64, scan_time_major
 from ecrl.types import Scalar
 
 _SCAN = """
@@ -42,8 +42,16 @@ extern "C" {kernel}
 }}
 """
 
+# The operator takes `x` and `cut` of shape [T, rows], `decay` of shape [1 or T, 1 or rows], and `last` of shape [rows].
 torch.library.define("ecrl::cpu_reverse_scan", "(Tensor x, Tensor decay, Tensor cut, Tensor last) -> Tensor")
 _operator = torch.ops.ecrl.cpu_reverse_scan
+
+
+@torch.library.impl("ecrl::cpu_reverse_scan", "cpu")
+def _(x: Tensor, decay: Tensor, cut: Tensor, last: Tensor) -> Tensor:
+    """Run a graph without a compiler."""
+    one = decay.reshape(()) if decay.numel() == 1 else decay.expand(x.shape)
+    return scan_time_major(x, one, cut, last)
 
 
 @torch.library.register_fake("ecrl::cpu_reverse_scan")

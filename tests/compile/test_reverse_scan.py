@@ -1,7 +1,7 @@
-"""The recursion over time as Triton's kernels: in its interpreter, which needs no GPU, and compiled for one.
+"""The recursion over time in graphs: as a C++ loop on a CPU, and as Triton's kernels.
 
-Both need Triton, which comes with torch for CUDA. They run in separate processes, because Triton reads its mode at
-import.
+The kernels run in Triton's interpreter, which needs no GPU, and are compiled for a GPU. Both need Triton, which comes
+with torch for CUDA. They run in separate processes, because Triton reads its mode at import.
 """
 
 import os
@@ -10,8 +10,11 @@ import sys
 
 import pytest
 import torch
+from support.graphs import needs_cpu_compiler
 
+from ecrl import rng
 from ecrl.compile import reverse_scan as graph_form
+from ecrl.compile.jit import Jit
 from ecrl.compile.trace import traced
 from ecrl.kernels.reverse_scan import reverse_scan
 from ecrl.pytree import flatten
@@ -133,6 +136,67 @@ def test_in_a_graph_it_is_one_operation_of_the_same_shape(monkeypatch):
         ]
         (out,) = graph.graph.output_node().args[0]
         assert out.meta["val"].shape == x.shape
+
+
+@needs_cpu_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("decays", ["number", "0-d", "per step"])
+@pytest.mark.parametrize("shape", [(1,), (5,), (32, 128), (2, 3, 20), (1030, 3)])
+def test_on_a_cpu_it_is_one_loop_that_equals_eager_code(shape, decays, dtype):
+    x, last = rng.normal(rng.key(1), shape, dtype), rng.normal(rng.key(2), shape[:-1], dtype)
+    cut = rng.uniform(rng.key(3), shape) < 0.2
+    per_step = rng.uniform(rng.key(4), shape, torch.float64) * (rng.uniform(rng.key(5), shape) > 0.1)
+    decay = {"number": 0.9, "0-d": torch.tensor(0.9).double(), "per step": per_step}[decays]
+    args = (x, decay, cut, last) if isinstance(decay, torch.Tensor) else (x, cut, last)
+    fn = reverse_scan if len(args) == 4 else lambda x, cut, last: reverse_scan(x, 0.9, cut, last)
+    leaves, structure = flatten(args)
+    targets = {node.target for node in traced(fn, structure, leaves)[0].graph.nodes}
+    assert torch.ops.ecrl.cpu_reverse_scan.default in targets and torch.ops.aten.addcmul.default not in targets
+    tol = 1e-6 if dtype == torch.float32 else 1e-13
+    actual = Jit(True)(fn)(*args)
+    torch.testing.assert_close(actual, reverse_scan(x, decay, cut, last), rtol=tol, atol=tol)
+    transposed = x.movedim(-1, 0).contiguous().movedim(0, -1)  # other strides compile another function
+    torch.testing.assert_close(Jit(True)(fn)(transposed, *args[1:]), actual, rtol=0.0, atol=0.0)
+
+
+@needs_cpu_compiler
+@pytest.mark.parametrize("batched", [(0, 0, 0, 0), (0, None, None, None), (None, 0, None, 0), (1, None, 2, None)])
+def test_on_a_cpu_members_of_vmap_are_further_rows(batched):
+    values = [rng.normal(rng.key(1), (3, 20)), torch.tensor(0.9).double(), rng.uniform(rng.key(3), (3, 20)) < 0.2]
+    values += [torch.ones(3)]
+
+    def stacked(value, dim):
+        more = [value, ~value if value.dtype == torch.bool else 0.5 * value]
+        return value if dim is None else torch.stack(more, dim)
+
+    args = [stacked(value, dim) for value, dim in zip(values, batched, strict=True)]
+    many = torch.func.vmap(reverse_scan, batched)
+    leaves, structure = flatten(tuple(args))
+    targets = [node.target for node in traced(many, structure, leaves)[0].graph.nodes]
+    assert targets.count(torch.ops.ecrl.cpu_reverse_scan.default) == 1
+    torch.testing.assert_close(Jit(True)(many)(*args), many(*args), rtol=1e-6, atol=1e-6)
+
+
+@needs_cpu_compiler
+def test_on_a_cpu_what_is_behind_a_cut_or_a_decay_of_0_stays_there():
+    x, last = torch.tensor([1.0, 2.0, 4.0]), torch.tensor(torch.inf)
+    cut, decay = torch.tensor([False, False, True]), torch.tensor([0.5, 0.0, 1.0]).double()
+    assert Jit(True)(reverse_scan)(x, decay, cut, last).tolist() == [2.0, 2.0, 4.0]
+    no_cut, no_decay = ~cut & cut, decay + 1.0
+    assert Jit(True)(reverse_scan)(x, no_decay, no_cut, torch.tensor(torch.nan)).isnan().all()
+    assert Jit(True)(reverse_scan)(x, no_decay, no_cut, last).tolist() == [torch.inf] * 3
+
+
+@needs_cpu_compiler
+def test_on_a_cpu_gradients_use_operations_with_derivatives():
+    def gradient(x, decay, cut, last):
+        return torch.func.grad(lambda *args: reverse_scan(*args, cut, last).square().sum(), (0, 1))(x, decay)
+
+    args = (rng.normal(rng.key(1), (3, 20)), torch.tensor(0.9).double(), torch.zeros(3, 20).bool(), torch.ones(3))
+    leaves, structure = flatten(args)
+    targets = {node.target for node in traced(gradient, structure, leaves)[0].graph.nodes}
+    assert torch.ops.ecrl.cpu_reverse_scan.default not in targets
+    torch.testing.assert_close(Jit(True)(gradient)(*args), gradient(*args), rtol=1e-5, atol=1e-5)
 
 
 def test_only_plain_tensors_of_a_gpu_are_for_the_kernel(monkeypatch):
