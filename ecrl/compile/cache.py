@@ -24,7 +24,7 @@ _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def sources_hash() -> str:
-    """Return a hash of the source files of `ecrl.compile`. A change in these files may change inductor's code."""
+    """Return a hash of the source files of `ecrl.compile`. A change in these files may change compiled code."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
@@ -50,13 +50,13 @@ def _folder(base: str) -> str:
 
 
 def cache_path() -> str:
-    """Return the cache directory of this CPU."""
+    """Return the cache directory of this CPU, inside `TORCHINDUCTOR_CACHE_DIR` or inductor's default directory."""
     return _folder(os.path.abspath(os.environ.get(_VARIABLE) or default_cache_dir()))
 
 
 @contextmanager
 def cache_folder() -> Iterator[None]:
-    """Point inductor at the cache directory of this CPU by setting `TORCHINDUCTOR_CACHE_DIR`."""
+    """Set `TORCHINDUCTOR_CACHE_DIR` to the cache directory of this CPU inside this context."""
     before = os.environ.get(_VARIABLE)
     os.environ[_VARIABLE] = cache_path()
     try:

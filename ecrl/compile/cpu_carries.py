@@ -73,7 +73,10 @@ def _write_in_place(body: GraphModule, number: int) -> list[int]:
 
 
 def _writes_of(carry: Node, result: Node) -> list[Node]:
-    """Return the writes that lead from a carry to the next carry, in order. Return an empty list if there are none."""
+    """Return the chain of `index_put` operations that turns a carry into the next carry, in order.
+
+    Return an empty list if other operations take part, or if an `index_put` accumulates.
+    """
     writes: list[Node] = []
     while result.op == "call_function" and result.target in _WRITES and not any(result.args[3:]):
         writes.insert(0, result)
@@ -82,7 +85,7 @@ def _writes_of(carry: Node, result: Node) -> list[Node]:
 
 
 def _readers(carry: Node, writes: list[Node]) -> dict[Node, set[Node]]:
-    """For each write, return the operations that read the replaced value, either directly or through views."""
+    """For each write, return the operations that read the tensor before the write, either directly or through views."""
     readers_by_write = {}
     for old, write in zip((carry, *writes[:-1]), writes, strict=True):
         readers, todo = set[Node](), [old]

@@ -15,7 +15,7 @@ Inductor compiles a test program only on CPUs that have the tested instructions.
 
 
 def is_sum(index: sympy.Basic) -> bool:
-    """Return True if an index expression is a sum of integer multiples of variables, which inductor cannot simplify.
+    """Return True if inductor cannot simplify an index, because it is a sum of integers and multiples of variables.
 
     >>> x, y = sympy.symbols("x y", integer=True)
     >>> is_sum(4 * x + y + 3), is_sum(4 * x * y), is_sum(x % 4), is_sum(x + sympy.floor(y / 4))

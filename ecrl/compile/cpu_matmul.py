@@ -4,7 +4,7 @@ Libraries for matrix products are optimised for large matrices. With such a libr
 perceptron, and their gradients, run at a tenth of the possible speed. This module therefore distinguishes three kinds
 of matrix products:
 
-- A product with a dimension of at most 8 becomes a sum, which the compiler fuses with neighbouring operations.
+- A product with a dimension of at most 8 usually becomes a sum, which the compiler fuses with neighbouring operations.
 - Any other small product becomes C++ code of this module, which computes the result tile by tile in vector registers.
   Libraries take up to three times as long as this code. For any number of threads, the code adds the terms of a sum in
   the same order. The code can also add a bias and apply relu, or compute the gradient of relu.
@@ -27,8 +27,8 @@ from torch._inductor.utils import parallel_num_threads
 from ecrl.compile.cpu_codegen import skip_redundant_codegen
 from ecrl.compile.cpu_source import NAME, call, pointers, register, stored
 
-_LARGE = 2**18  # a second matrix with more elements does not fit in the cache, so use a library
-_THIN = 8  # the largest dimension of a product that becomes a sum
+_LARGE = 2**18  # if `b` has more elements, `b` does not fit in the cache, and a library is faster
+_THIN = 8  # a product becomes a sum only if one of its dimensions is at most this number
 _MIN_OUTER = 16  # the minimum number of rows of `b` for `_rows`, which is not faster for fewer rows
 _MANY_ROWS = 32  # copying a transposed `b` is worthwhile if `a` has at least this number of rows
 _TALL = 64  # copying a strip of `b` is worthwhile if `a` has at least this number of rows
@@ -304,7 +304,7 @@ _FINISH = {
 
 
 def _tiles_code(operator: str, declare: Callable[..., str], factors: list[Any], product: Any) -> str:
-    """Write the C++ that multiplies batches of matrices with the memory layouts of the factors."""
+    """Write the C++ of `operator`, a key of `_FINISH`, for the shapes and the memory layouts of `factors`."""
     a, b, *others = factors
     (batch, m, k), n = a.get_size(), b.get_size()[2]
     buffers, addresses = pointers(factors)

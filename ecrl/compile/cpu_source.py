@@ -34,7 +34,7 @@ def stored(x: Any) -> Any:
 
 
 def pointers(inputs: Sequence[Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the tensors that a function takes, by name, and C++ code for the address of each input.
+    """Return the tensors that a C++ function takes, by name, and C++ code for the address of each input.
 
     Inputs in the same buffer share one argument.
     """
@@ -63,7 +63,7 @@ def call(write: Callable[..., str], inputs: list[Any], shape: Sequence[Any], dty
 
 
 def _kernel(write: Callable[..., str], result: Any, **options: Any) -> tuple[CppTemplateKernel, Callable[[], str]]:
-    """Return inductor's kernel object for a result, and a function that writes the code."""
+    """Return inductor's kernel object for a result, and a function that returns the C++ code of the kernel."""
     kernel = CppTemplateKernel(NAME, parallel_num_threads())
 
     def declare(names: dict[str, Any], result_name: str) -> str:

@@ -106,9 +106,9 @@ for _operator, _text in ((torch.ops.ecrl.tree_find, _FIND), (torch.ops.ecrl.last
 
 
 def _is_in_cpu_graph(x: Tensor) -> bool:
-    """Return True if `x` is a non-empty CPU tensor in a graph that is being traced without transforms.
+    """Return True if `x` is a non-empty CPU tensor in a graph that is being traced outside of torch.func transforms.
 
-    The operators do not support transforms.
+    The operators of this module do not support transforms, such as vmap.
     """
     return in_graph() and x.device.type == "cpu" and x.numel() > 0 and not transforms()
 

@@ -2,8 +2,8 @@
 
 A CUDA graph reads and writes the same memory at every replay. Each call of a compiled function therefore copies its
 arguments into the graph's memory. The call also copies the results out of the graph's memory, so that the next call
-does not overwrite the results. Copying a state takes little time compared with a rollout. All CUDA graphs share one
-memory pool for intermediate values, because only one graph runs at a time.
+does not overwrite the results. Copying a state takes little time compared with a rollout. The CUDA graphs of a device
+share one memory pool for intermediate values, because only one graph runs at a time.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -80,9 +80,9 @@ def compiled(
 ) -> tuple[Run, Hashable, list[Tensor]]:
     """Compile `fn` for tensors with the shapes and dtypes of `leaves`.
 
-    A call of the compiled function copies tensors on the host, such as a learning rate that a user set, to the GPU. The
-    call does not copy borrowed leaves (`ecrl.pytree.Borrowed`), because the CUDA graph reads borrowed leaves at their
-    own addresses. If the address of a borrowed leaf changes, the call captures a new CUDA graph.
+    A call of the compiled function copies its arguments into the graph's memory, even from the host. The call does not
+    copy borrowed leaves (`ecrl.pytree.Borrowed`), because the CUDA graph reads borrowed leaves at their own addresses.
+    If the address of a borrowed leaf changes, the call captures a new CUDA graph.
 
     Returns: the compiled function, the structure of its results, and the tensors that `fn` captured.
     """

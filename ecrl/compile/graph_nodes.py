@@ -17,6 +17,6 @@ def storage_of(node: Node) -> int | None:
 
 
 def written_storages(graph: GraphModule) -> set[int | None]:
-    """Return the storages of all tensors that an in-place operation reads or writes."""
+    """Return the identifiers of the storages of all tensors that an in-place operation reads or writes."""
     nodes = [node for node in graph.graph.nodes if writes(node)]
     return {storage_of(node) for write in nodes for node in (write, *write.all_input_nodes)} - {None}

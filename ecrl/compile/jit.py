@@ -1,4 +1,4 @@
-"""Run functions compiled or eagerly. This module is the entry point of the package `ecrl.compile`.
+"""Compile functions or run them eagerly. This module is the entry point of the package `ecrl.compile`.
 
 A run executes its functions in one of two forms, compiled or eager. `choose_form` chooses the form from
 `trainer.compile`, the device and the installed versions. The result is a `Form` with two functions, `jit(fn, *static)`
@@ -9,9 +9,9 @@ graph. In a compiled run, `jit` also compiles `fn` at the first call of the boun
 A function is compiled in four steps:
 
 1. Compute the key of the call (`jit.py`). The key contains the structure of the arguments, and the shape, dtype and
-   device of each tensor. The key also contains the default dtype and the autocast state (`autocast.py`). A call with a
-   known key runs the compiled function for this key. A call with a new key continues with step 2. Under
-   `torch.func.vmap`, one call of a compiled function handles the whole batch (`vmap.py`).
+   device of each tensor. The key also contains the number of threads, the default dtype and the autocast state
+   (`autocast.py`). A call with a known key runs the compiled function for this key. A call with a new key continues
+   with step 2. Under `torch.func.vmap`, one call of a compiled function handles the whole batch (`vmap.py`).
 2. Trace the function (`trace.py`). The function runs once on tensors without data, and torch records the operations in
    a graph. A scan becomes a loop of the graph (`scan.py`), and the gradient of a scan becomes a second loop
    (`scan_gradient.py`). An impure function raises a ConfigError (`user_code.py`) that names the line of the user's code
@@ -112,7 +112,7 @@ def _without_overlap(leaf: Tensor) -> Tensor:
 
 
 def _with_own_storage(leaves: list[Tensor]) -> list[Tensor]:
-    """Copy each leaf that shares its storage with an earlier leaf. Return all leaves.
+    """Replace each leaf that shares its storage with an earlier leaf by a copy. Return all leaves.
 
     If two arguments are the same tensor, the tracer merges the arguments into one input of the graph. But a later call
     may pass two different tensors.
@@ -130,7 +130,10 @@ def _bool_positions(leaves: list[Tensor]) -> list[int]:
 
 
 def _with_aligned_bools(leaves: list[Tensor], positions: list[int]) -> list[Tensor]:
-    """Copy each bool leaf that starts at an odd byte, because a graph reads two bools at a time. Return all leaves."""
+    """Replace each bool leaf that starts at an odd byte by a copy, and return all leaves.
+
+    The copies are needed because a compiled graph reads two bools at a time.
+    """
     for i in positions:
         if leaves[i].storage_offset() % 2:
             leaves[i] = leaves[i].clone()
@@ -269,7 +272,10 @@ def _call_eagerly(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the first line of an error's message that is not blank, shortened to 300 characters."""
+    """Return the first line of an error's message that is not blank, shortened to 300 characters.
+
+    If all lines are blank, return the name of the error's type.
+    """
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
 
 
@@ -303,7 +309,7 @@ def _is_user_error(error: Exception) -> bool:
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Pause garbage collection inside this context. It would repeatedly scan inductor's permanent objects."""
+    """Pause the garbage collector inside this context. The collector would repeatedly scan inductor's objects."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -455,9 +461,9 @@ def gpu_fault() -> str | None:
 def choose_form(mode: str, device: str) -> Form:
     """Choose the form (compiled or eager) of a run on `device` with `trainer.compile` set to `mode`.
 
-    With "off", a run is eager. With "on", a run is compiled. If this machine cannot compile or a compilation fails, the
-    run raises ConfigError. With "auto", a run is compiled, but warns and runs eagerly in these cases. The returned form
-    has no recorded compilations.
+    With "off", a run is eager. With "on", a run is compiled, and raises ConfigError if this machine cannot compile or
+    if a compilation fails. With "auto", a run is compiled, but warns and runs eagerly in these two cases. The `jit` of
+    a compiled form starts without recorded compilations.
     """
     form = _form_for(mode, device)
     return form if form.name == "eager" else form._replace(jit=Jit(mode == "on"))

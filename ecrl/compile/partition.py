@@ -144,7 +144,7 @@ def _loop_over_rows(body: GraphModule, carried: int, xs: int, out: Sequence[Tens
         def step_at(t: int) -> Sequence[Tensor]:
             return step(*carry, *[row[t] for row in rows], *constants, *[row[t] for row in buffers])
 
-        if not compiled:  # compile for row 1, because only row 0 may have a better alignment in memory
+        if not compiled:  # compile for row 1, because row 0 may be better aligned in memory than other rows
             step_at(1)
             compiled.append(True)
         for t in range(len(rows[0])):

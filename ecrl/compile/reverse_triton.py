@@ -25,7 +25,7 @@ def _step(y, a, b):
 
 @triton.jit
 def _load_steps(x, decay, cut, after, row, rows, VARIES: tl.constexpr, STEPS: tl.constexpr):
-    """Load `a` and `b` of the steps before time `after`, in reverse order. For t < 0, return 1 as `a` and 0 as `b`."""
+    """Load `a` and `b` of `STEPS` steps before time `after`, the latest first. For t < 0, return a = 1 and b = 0."""
     a, b = (), ()
     for i in tl.static_range(STEPS):
         t = after - 1 - i
@@ -40,7 +40,7 @@ def _load_steps(x, decay, cut, after, row, rows, VARIES: tl.constexpr, STEPS: tl
 
 @triton.jit
 def _load_chunks(a_in, b_in, first, end, row, rows, STEPS: tl.constexpr):
-    """Load `a` and `b` of the chunks from index `first` on. From index `end` on, return 1 as `a` and 0 as `b`."""
+    """Load `a` and `b` of `STEPS` chunks from index `first` on. From index `end` on, return a = 1 and b = 0."""
     a, b = (), ()
     for i in tl.static_range(STEPS):
         chunk = first + i
@@ -73,7 +73,7 @@ def _step_through(
     x, decay, cut, last, a_in, b_in, y_out, time, rows, tiles, VARIES: tl.constexpr, STEPS: tl.constexpr,
     ROWS: tl.constexpr
 ):  # fmt: skip
-    """Run the composed steps of all chunks that are later in time, then the time steps of this chunk."""
+    """Run the composed steps of all chunks that are later in time, then store `y` for each time step of this chunk."""
     chunk, row = tl.program_id(1), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     y = tl.load(last + row, mask=row < rows, other=0.0).to(tl.float64)
     for first in range(0, chunk, STEPS):
@@ -100,7 +100,7 @@ def chunks_of(time: int, rows: int) -> tuple[int, int]:
 
 
 def reverse_scan(x: Tensor, decay: Tensor, cut: Tensor, last: Tensor) -> Tensor:
-    """Run the recursion on a GPU, and return `y` with shape `[T, R]`.
+    """Run the recursion of `ecrl.kernels.reverse_scan` on a GPU, and return `y` with shape `[T, R]`.
 
     Args:
         x: the term that each step adds, `[T, R]`.

@@ -108,7 +108,10 @@ def _fuse_backward(gradient: Node, written: set[int | None]) -> None:
 
 
 def _product(node: Any, written: set[int | None]) -> Node | None:
-    """Follow views from `node` to a matrix product. If it can move and has no other reader, return it, else None."""
+    """Follow views back from `node` to a call of `ecrl::bmm`, and return the call.
+
+    Return None if there is no such call, if it has other readers, or if its tensors are written in place.
+    """
     while node.target in _VIEWS and len(node.users) == 1:
         node = node.all_input_nodes[0]
     if node.target is not torch.ops.ecrl.bmm.default or len(node.users) > 1:

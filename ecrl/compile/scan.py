@@ -38,7 +38,7 @@ def graph_scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *const
 
     If no graph is being traced, or if the loop has a single iteration, run `ecrl.kernels.scan` itself.
 
-    Raises: ConfigError if the scan is differentiated in forward mode.
+    Raises: ConfigError if the scan is differentiated in forward mode, or if `body` captures a tensor of the graph.
     """
     (carry_leaves, c), (x_leaves, x), (constant_leaves, k) = map(flatten, (carry, xs, constants))
     mode, length = get_proxy_mode(), length_of(x_leaves)
@@ -162,7 +162,10 @@ class Packing(NamedTuple):
     buffers: list[list[int]]
 
     def pack(self, leaves: Sequence[Tensor], lead: int = 0) -> list[Tensor]:
-        """Copy tensors into buffers. The first `lead` axes of the tensors are also the first axes of the buffers."""
+        """Concatenate the flattened tensors of each buffer. A buffer with a single tensor is this tensor itself.
+
+        The first `lead` axes are not flattened. They are also the first axes of the buffers.
+        """
         flat = [leaf.reshape(*leaf.shape[:lead], -1) for leaf in leaves]
         return [
             torch.cat([flat[i] for i in members], -1) if len(members) > 1 else leaves[members[0]]
@@ -235,7 +238,7 @@ def share_constants(root: torch.nn.Module) -> None:
 
 
 def _in_graph(leaf: Tensor) -> Tensor:
-    """Copy a captured tensor into the graph, because the scan operator does not accept captured tensors."""
+    """Copy a captured tensor into the graph, because the scan operator rejects it. Return other tensors unchanged."""
     return leaf if isinstance(leaf, FakeTensor) else leaf.clone()
 
 

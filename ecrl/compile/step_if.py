@@ -28,7 +28,7 @@ def graph_step_if(due: Tensor, body: Callable[..., tuple[Any, Any]], carry: Any,
     """Add a conditional operation to the graph that is being traced.
 
     If no graph is being traced, run `ecrl.kernels.scan_loop.step_or_keep` instead. Also run `step_or_keep` on a GPU,
-    under vmap or a gradient, and with several ranks.
+    under vmap, while gradients are recorded, and with several ranks.
     """
     (old, c), (fixed, k) = flatten(carry), flatten(constants)
     mode, one_by_one = get_proxy_mode(), vmapped() or records_gradients(*old, *fixed) or distributed.world_size() > 1

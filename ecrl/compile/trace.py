@@ -82,7 +82,7 @@ WITH_BODIES = cond_op, scan_op
 _STORE_LIMIT = 64
 """Maximum number of elements of a tensor that `_store_numbers` stores.
 
-An operation that reads such a tensor must have at least this number of elements for each stored element.
+The result of an operation that reads such a tensor must have at least this number of elements per stored element.
 """
 _CONVERSION = "aten::_to_copy"
 """Name of the operation that converts dtypes. This pointwise operation lacks torch's tag `pointwise`."""
@@ -187,7 +187,7 @@ def _is_random(node: Node) -> bool:
 
 
 def _skip_views(node: Node) -> Node:
-    """Return the node at the start of a chain of views that all have the same layout.
+    """Follow views that do not change the layout back from `node`, and return the node of the viewed tensor.
 
     If a loop reads a view instead, inductor frees the view after the first iteration of the loop.
     """

@@ -64,7 +64,7 @@ class _WriteCheck:
 
 
 def _refuse_in_cpu_loop(func: Any, out: Any) -> None:
-    """Raise ConfigError if an operator inside a loop returns a tensor on the CPU."""
+    """Raise ConfigError if `func`, an operator of `_NOT_IN_CPU_LOOPS`, returned a tensor on the CPU in a loop."""
     first = out if isinstance(out, Tensor) else out[0]
     if first.device.type == "cpu":
         raise ConfigError(

@@ -74,7 +74,10 @@ def call_pure(fn: Callable[..., Any], build_args: Callable[[], Sequence[Any]]) -
 
 
 def _line_of_new_key(fn: Callable[..., Any], args: Sequence[Any]) -> str:
-    """Find the line of `fn` that sets or removes a key, by calling `fn` again with locked TensorDicts."""
+    """Find the line of `fn` that sets or removes a key, by calling `fn` again with locked TensorDicts.
+
+    If this call raises no error about a lock, describe where `fn` is defined.
+    """
     _lock(args)
     try:
         fn(*args)
