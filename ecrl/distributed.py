@@ -177,7 +177,9 @@ def start(distributed: bool, environ: Mapping[str, str] = os.environ) -> None:
         return
     size, own_rank, port = (_read_number(name, environ) for name in ("WORLD_SIZE", "RANK", "MASTER_PORT"))
     if own_rank >= size:
-        raise ConfigError(f"trainer.distributed: RANK is {own_rank}, expected less than WORLD_SIZE, {size}")
+        raise ConfigError(
+            f"trainer.distributed: RANK is {own_rank}, expected less than WORLD_SIZE, {size}; let torchrun set both"
+        )
     torchrun_has_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     host = environ.get("MASTER_ADDR", "localhost")
     try:

@@ -49,12 +49,12 @@ class NotFiniteError(UserError):
 
 
 class MissingExtraError(UserError, ModuleNotFoundError):
-    """Error that is raised if a package of an optional extra of ecrl is not installed."""
+    """Error for a missing package of an optional extra of ecrl. The message contains the command that installs it."""
 
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:
-    """Convert an import error inside this context to an error with the command that installs the extra `name`."""
+    """Convert a ModuleNotFoundError to a MissingExtraError with the command that installs the extra `name`."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -206,7 +206,7 @@ def register_env(name: str, *, override: bool = False) -> Callable[[Callable], C
 
 
 def register_policy(name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
-    """Return a decorator that registers the function `make(cfg, observation_space, action_space) -> Policy`."""
+    """Return a decorator that registers `make(cfg, observation_space, action_space) -> Policy` under `name`."""
     return _register("policy", name, override=override)
 
 
@@ -216,7 +216,7 @@ def register_algorithm(name: str, *, override: bool = False) -> Callable[[Callab
 
 
 def register_network(name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
-    """Return a decorator that registers `make(cfg, space, outputs) -> nn.Module` for networks `{"type": name}`.
+    """Return a decorator that registers `make(cfg, space, outputs) -> nn.Module` for network configs of type `name`.
 
     The module's `forward` receives a batch of observations in the same layout as a module of `module_policy`. The
     result of `forward` has shape `[B, outputs]`. `ecrl.policies.flatten` converts observations to float features.
@@ -251,7 +251,8 @@ def register_action(name: str, *, override: bool = False) -> Callable[[Callable]
 def register_observation(name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
     """Return a decorator that registers the function `make` for the `observations` of a MuJoCo task.
 
-    The result of `make(cfg, sim)` is a function `(state, value) -> value`.
+    The result of `make(cfg, sim)` is a function `(state, entry) -> entry` that computes a new entry of the observation.
+    In mode add, the argument `entry` is None.
     """
     return _register("observation", name, override=override)
 
@@ -259,7 +260,7 @@ def register_observation(name: str, *, override: bool = False) -> Callable[[Call
 def register_reward(name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
     """Return a decorator that registers the function `make` for the `rewards` of a MuJoCo task.
 
-    The result of `make(cfg, sim)` is a function `(before, after) -> reward`.
+    The result of `make(cfg, sim)` is a function `(before, after) -> reward` of the states before and after a step.
     """
     return _register("reward", name, override=override)
 

@@ -187,7 +187,7 @@ def element_bytes(space: Space) -> int:
 
 
 def is_image(space: Space) -> bool:
-    """Return True if a space is a uint8 Box with three axes, in any order, and bounds 0 and 255, or a stack of images.
+    """Return True if a space contains images or stacks of images (see `Box.is_image`).
 
     >>> is_image(box(0, 255, 8, 8, 1, dtype=torch.uint8)), is_image(box(0, 1, 8, 8, 1, dtype=torch.uint8))
     (True, False)

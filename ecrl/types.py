@@ -28,7 +28,7 @@ ROLLOUT_FIELDS = {
     "token_mask": "[N, T+1, ...] bool, optional, of the shape of sample_log_prob, True for tokens that count",
     "value": "[N, T+1] float, value of obs[t]; value[:, -1] is not padding",
     "reward": "[N, T+1] float, in the units of the environment",
-    "terminated": "[N, T+1] bool, the environment reached an end state",
+    "terminated": "[N, T+1] bool, the environment reached a terminal state",
     "truncated": "[N, T+1] bool, a time limit ended the episode",
     "done": "[N, T+1] bool, terminated | truncated",
     "final_value": "[N, T+1] float, value of the last observation before auto-reset if truncated, else 0",

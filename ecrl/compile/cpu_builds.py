@@ -23,7 +23,10 @@ def missing(builders: Sequence[CppBuilder]) -> list[CppBuilder]:
 
 
 def run_builders(builders: Sequence[CppBuilder]) -> None:
-    """Run all builders in parallel and discard their output. If a builder fails or is interrupted, remove its target."""
+    """Run all builders in parallel, and discard their output.
+
+    If a builder fails or is interrupted, remove its target file.
+    """
     silent: dict[str, Any] = {"stdin": DEVNULL, "stdout": DEVNULL, "stderr": DEVNULL, "start_new_session": True}
     compilers: list[Popen[Any]] = []
     try:

@@ -53,7 +53,7 @@ def kinds_of(run: Run) -> Kinds:
 
 
 def check_data(run: Run, state: TensorDict) -> None:
-    """Raise ConfigError if the algorithm's data set differs from the data set of the state."""
+    """Raise ConfigError if the SHA-256 of the algorithm's data set differs from the SHA-256 in the state."""
     if run.algorithm.data is None or torch.equal(run.algorithm.data.sha256(), state["data_sha256"].cpu()):
         return
     raise ConfigError(
@@ -84,7 +84,10 @@ def check_kinds(state: TensorDict, kinds: Kinds) -> None:
         field, expected = state[name], dict(zip(_COUNTS, (Kind.COUNTER, Kind.BUFFER), strict=True))
         for count, kind in expected.items():
             if not isinstance(field, TensorDict) or count not in field or kind_of((name, count), kinds) is not kind:
-                raise ConfigError(f"state: the buffer {name} needs the count {name}/{count} of kind {kind.value}")
+                raise ConfigError(
+                    f"state: the buffer {name} needs the count {name}/{count} of kind {kind.value}; add it to the "
+                    "state and to `kinds`"
+                )
 
 
 def borrowed_leaves(state: TensorDict, kinds: Kinds) -> tuple[TensorDict, TensorDict]:
@@ -116,7 +119,7 @@ def _is_one_element(x: Any) -> bool:
 
 
 class ZerosWithoutMemory(TorchFunctionMode):
-    """Context that replaces each large new tensor of zeros or of empty memory by a single zero, expanded to its shape.
+    """Context that replaces each large new tensor of zeros or uninitialised values by one zero, expanded to its shape.
 
     Use this context to get the shapes and dtypes of a state without allocating its large buffers. Writing to an
     expanded zero has no effect, and copying an expanded zero returns the same tensor.
@@ -240,7 +243,7 @@ def committed(run: Run, borrowed: TensorDict, writes: TensorDict, after: TensorD
 
 
 def with_gap(run: Run, state: TensorDict) -> TensorDict:
-    """Return a state that marks the newest steps in its replay buffer, because the next steps do not continue them.
+    """Return a state whose replay buffer marks the newest steps as having no successors (see `replay_cut`).
 
     If the algorithm is not `Interleaved`, return the state unchanged.
     """

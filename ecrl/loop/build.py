@@ -158,7 +158,7 @@ def _check_learning_starts(cfg: Config) -> None:
     if isinstance(own, ReplayConfig) and own.learning_starts > last:
         raise ConfigError(
             f"algorithm.cfg.learning_starts: {own.learning_starts:,} is above {last:,}, the env steps before the last "
-            f"iteration of this run of {total:,}, so the run would learn nothing; use fewer, or a longer run"
+            f"iteration of this run of {total:,} env steps, so the run would learn nothing; use fewer, or a longer run"
         )
 
 

@@ -80,10 +80,10 @@ def restart_nonfinite(carry: TensorDict, first: TensorDict) -> TensorDict:
 
 
 def restarted_exploration(run: Run, state: TensorDict) -> dict[str, TensorDict]:
-    """Reset the exploration state in each environment where the exploration state has NaN or infinity.
+    """Return the field `exploration` in a dict, reset in each environment where the field has NaN or infinity.
 
-    The function checks and resets only the fields that `init_exploration` returns. If `init_exploration` returns no
-    fields, the result is an empty dict.
+    The function checks and resets only the fields that `init_exploration` returns. If the state has no field
+    `exploration`, or if `init_exploration` returns no fields, the result is an empty dict.
     """
     if "exploration" not in state:
         return {}

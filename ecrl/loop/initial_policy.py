@@ -32,7 +32,7 @@ from ecrl.storage.tensor_files import read_tensors
 
 _KEY = "trainer.init_from"
 _NOT_IN_NETWORKS = {"name", "action_dim", "action_horizon", "label_smoothing"}
-"""Policy settings that do not change the actions: names, checks and the loss of imitation."""
+"""Policy settings that do not change the actions: names, checks and settings of the imitation loss."""
 _OF_CRITICS = ("critic", "num_critics", "distribution", "num_atoms", "v_min", "v_max")
 """Prefixes of the names of critic settings."""
 _PARTS = {"params": "params", "norm": "norm/obs", "frozen_params": "frozen_params"}
@@ -42,9 +42,10 @@ def initial_policy(run: Run, cfg: Config, device: torch.device) -> Policy:
     """Return the policy for the `init` of an algorithm. Without `trainer.init_from`, return the policy of the run.
 
     A part is a first-level name of the parameters, such as `actor` or `critic`. If policy and checkpoint both have a
-    part, its tensors must have equal names, shapes and dtypes. Parts that exist only in the policy start at random.
-    Parts that exist only in the checkpoint are not used. A warning names the parts that exist only on one side. Another
-    warning names the first policy setting that differs between the two configs, even if the tensors fit.
+    part, its tensors must have equal names, shapes and dtypes. Parts that exist only in the policy keep their random
+    initial values. Parts that exist only in the checkpoint are not used. A warning names the parts that exist only on
+    one side. Another warning names the first policy setting that differs between the two configs, even if the tensors
+    fit.
 
     Raises: ConfigError if there is no undamaged checkpoint, or if policy and checkpoint do not fit together. They do
         not fit if they have no part in common, if the tensors of a part differ, or if only one of them standardises
@@ -78,7 +79,7 @@ def initial_policy(run: Run, cfg: Config, device: torch.device) -> Policy:
 
 
 def _warn_of_other_settings(folder: Path, own: PolicyConfig) -> None:
-    """Warn if the policy section of the checkpoint's config differs, such as in an activation.
+    """Warn if the policy section of the checkpoint's config differs from `own`, for example in an activation.
 
     Critic settings and settings of the initial weights may differ. If this installation cannot read the config, the
     function does not compare settings. The tensors are checked in any case.
@@ -154,8 +155,8 @@ def _with_parts(folder: Path, params: TensorDict, saved: Mapping[str, Tensor]) -
             f"{_KEY}: {folder}: has the parts {_listed(others)}, but the policy has {_listed(own)}; use a "
             "checkpoint of the same policy"
         )
-    random = "the policy has parts that the checkpoint lacks, which start at random"
-    unused = "the checkpoint has parts that the policy lacks, which are unused"
+    random = "the checkpoint lacks some parts of the policy, so their initial values are random"
+    unused = "the policy lacks some parts of the checkpoint, so these parts are unused"
     for text, differing in ((random, own - others), (unused, others - own)):
         if differing and rank() == 0:
             warnings.warn(f"{_KEY}: {folder}: {text}: {_listed(differing)}", stacklevel=2)

@@ -111,7 +111,10 @@ def first_state(run: Run, cfg: Config, key: Tensor | None = None) -> TensorDict:
 
 
 def check_start(run: Run, cfg: Config) -> None:
-    """Raise ConfigError if the files that a new run starts from do not fit the config. Allocate no large tensors."""
+    """Raise ConfigError if the initial policy or the data set of a new run does not fit the config.
+
+    The function allocates no large tensors.
+    """
     key = rng.key(cfg.trainer.seed, device_of(cfg))
     start = run._replace(policy=initial_policy(run, cfg, key.device))
     with ZerosWithoutMemory():
@@ -123,8 +126,8 @@ def check_start(run: Run, cfg: Config) -> None:
 def _with_envs(run: Run, state: TensorDict, env: TensorDict) -> TensorDict:
     """Return an initial state with the environments' states.
 
-    If an action may take several steps, the result also has a count of actions, and its replay buffer stores
-    `executed`.
+    If an action may take several steps, the result also has the count of actions `decision_step`, and its replay
+    buffer, if any, has the field `executed`.
     """
     if "executed" in env:
         state = replaced(state, {"decision_step": torch.zeros_like(state["sample_step"])})
@@ -194,7 +197,7 @@ def with_iterations_of(cfg: Config, state: TensorDict) -> TensorDict:
 
 
 def with_empty_buffers(run: Run, cfg: Config, state: TensorDict, names: list[str]) -> TensorDict:
-    """Add the named buffers, which are empty, to a state that lacks them."""
+    """Add new, empty buffers to a state that lacks the buffers in `names`."""
     new = _state_without_env(run, cfg, rng.key(cfg.trainer.seed, device_of(cfg)))
     buffers = cast(TensorDict, _with_envs(run, new, cast(TensorDict, state["env"])).select(*names))
     mark_written(run, buffers, state)
@@ -311,7 +314,7 @@ def _budget(cfg: Config, world_size: int) -> str:
 
 
 def steps_per_iteration(cfg: Config) -> int:
-    """Return the number of environment steps that all ranks take in one iteration.
+    """Return the number of environment steps in one iteration, summed over the environments of all ranks.
 
     If an action may take several environment steps, the function counts actions instead.
     """
@@ -351,9 +354,10 @@ def _statistics(norm_update: Callable[..., TensorDict], norm: TensorDict, steps:
 def _iteration(
     run: Run, guard: str, start: TensorDict, borrowed: Borrowed
 ) -> tuple[TensorDict, TensorDict, dict[str, Logs], Tensor | None]:
-    """Run one iteration. Return the state, the new buffer entries, the logs, and the finite guard's flags or None.
+    """Run one iteration. Return the state, the new buffer entries, the logs, and the finite guard's flags.
 
-    If `guard` is "stop" and the environments step in Python, raise NotFiniteError for NaN or infinity.
+    If `guard` is "off", the flags are None. If `guard` is "stop" and the environments step in Python, raise
+    NotFiniteError for NaN or infinity.
     """
     stops_here = (
         guard == "stop" and not run.env.is_pure
@@ -418,7 +422,9 @@ def phase_of(run: Run, state: TensorDict) -> Hashable:
         return None
     phases = {phase(step) for step in host_values(steps)}
     if len(phases) > 1:
-        raise ConfigError(f"state: the seeds are in the phases {sorted(map(str, phases))}; give them one sample_step")
+        raise ConfigError(
+            f"state: the seeds are in the phases {sorted(map(str, phases))}; give all seeds the same sample_step"
+        )
     if not isinstance(run.algorithm.iterate, Interleaved) or "replay" not in state:
         return phases.pop()
     stored = state["replay", "cursor"] * (run.static.num_envs * run.static.world_size)
@@ -696,9 +702,9 @@ _Batch = TensorDict | tuple[TensorDict]
 
 
 def _batches(states: Sequence[TensorDict], most: int, threads: int) -> list[_Batch]:
-    """Divide states into batches of one size, with at most `most` states, in a multiple of `threads` batches.
+    """Divide states into batches of equal size, of at most `most` states, for `threads` threads.
 
-    The last batches may end with copies of the last state, because another size would need another compilation.
+    The last batch may end with copies of the last state, because another size would need another compilation.
     """
     count = threads * math.ceil(len(states) / most / threads)
     size = math.ceil(len(states) / count)
@@ -710,7 +716,7 @@ def _batches(states: Sequence[TensorDict], most: int, threads: int) -> list[_Bat
 
 
 def _batch_iteration(run: Run, tf32: bool, guard: str) -> Callable[[_Batch], tuple[_Batch, dict[str, Logs], Tensor]]:
-    """Return the iteration of a batch. It returns the new states, the logs and the flags of the finite guard."""
+    """Return a function that runs one iteration of a batch, and returns the states, logs and finite-guard flags."""
     empty = Borrowed(TensorDict({}, []))
 
     def iterate_member(iterate: Callable[..., Any], state: TensorDict) -> tuple[TensorDict, dict[str, Logs], Tensor]:

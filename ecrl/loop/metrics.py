@@ -15,7 +15,7 @@ WINDOW = 100
 
 
 def _episode_logs(episode: TensorDict) -> Logs:
-    """Return the mean return and length of the last finished episodes, or NaN before the first episode has ended."""
+    """Return the mean return and length of the last `WINDOW` finished episodes, or NaN if no episode has finished."""
     return {
         f"episode_{name}_avg_{WINDOW}": _mean_or_nan(episode[field], episode["finished"])
         for name, field in (("reward", "finished_return"), ("length", "finished_length"))

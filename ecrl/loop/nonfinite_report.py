@@ -69,7 +69,7 @@ def _named(tree: Any) -> dict[str, Tensor]:
 
 
 def _as_numbers(x: Tensor) -> Any:
-    """Convert a 0-d tensor to a Python number, and a larger tensor to a list of its first values."""
+    """Convert a 0-d tensor to a Python number, and any other tensor to a list of its first eight values."""
     return x.item() if x.ndim == 0 else x.flatten()[:_SHOWN].tolist()
 
 
@@ -156,7 +156,7 @@ def _gradient_step(
 ) -> tuple[dict[str, int], dict[str, Tensor], dict[str, Tensor], set[str], bool]:
     """Describe a gradient step of `minibatch_sgd` by its position, logs, parameters and names of gradient norms.
 
-    The last result is True if the minibatch has unmasked steps, and a loss, a gradient norm or a parameter is not
+    The last result is True if the minibatch has unmasked steps, and the loss, a gradient norm or a parameter is not
     finite. The search reads other logs only in this case, because other logs may overflow in a run without an error.
     """
     each = length // objective.n_epochs
@@ -256,7 +256,7 @@ def _searching_scan(run: Run, findings: list[Finding]) -> Callable[..., Any]:
     continue, too.
     """
     is_interleaved = isinstance(run.algorithm.iterate, Interleaved)
-    around: list[int | None] = []  # one entry per enclosing loop: its step index, or None if it is in `minibatch_sgd`
+    around: list[int | None] = []  # the step index of each enclosing loop, or None for a loop of `minibatch_sgd`
 
     def searching(body: Any, carry: Any, xs: Any, *constants: Any) -> Any:
         length = len(flatten(xs)[0][0])
@@ -378,7 +378,7 @@ def search(run: Run, start: TensorDict, in_steps: bool, collected: Collected | N
 _ADVICE = {
     "observation": "mend the environment",
     "reward": "mend the environment",
-    "action": "the policy chose it: lower the learning rate",
+    "action": "the policy chose this action: lower the learning rate",
 }
 _FINAL = (
     "it is the value of the observation at a time limit: mend the environment if the observation is not finite, else "

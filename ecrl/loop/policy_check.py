@@ -117,7 +117,7 @@ def _called(findings: list[str], name: str, fn: Callable[..., Any], *args: Any) 
     out = fn(*args)
     after = _fields(args)
     if after.keys() != before.keys() or any(after[k] is not x or version_of(x) != n for k, (x, n) in before.items()):
-        findings.append(f"{name} writes on its arguments; return new tensors instead")
+        findings.append(f"{name} writes to its arguments; return new tensors instead")
         return out
     if not _is_same(out, fn(*args)):
         advice = "let it depend on its arguments alone, and draw random numbers in `draw`, from its keys"
@@ -363,7 +363,7 @@ def _values_of_actions(policy: Policy, params: TensorDict, record: _Record) -> T
 
 
 def _requiring_gradients(params: TensorDict, record: _Record) -> tuple[TensorDict, list[Tensor]]:
-    """Return the record's parameters, and those leaves of `params` that need gradients."""
+    """Return the record's parameters, with `params` requiring gradients, and a list of the leaves that require them."""
     moving = mapped(lambda x: x.detach().requires_grad_(x.is_floating_point()), params)
     others = {name: x for name, x in cast(Any, record.params.items()) if name not in params}
     leaves = [x for x in flatten(moving)[0] if x.requires_grad]
@@ -491,7 +491,7 @@ def check_policy(
     - The function `value` returns the same values for many steps in one call as for each step alone.
     - The function `evaluate_and_value`, if any, returns the results of `evaluate` and `value`.
     - The function `imitation_loss`, if any, returns finite numbers.
-    - V_final, computed from the memory after `act`, equals the value of the next observation.
+    - V_final, computed from the memory after `act`, equals the value of the next observation in the same episode.
     - Gradients reach every parameter, and `evaluate_and_value` has the gradients of `evaluate` and `value`. Gradients
       are checked only if the policy has all other properties. For a policy with `q` and Box actions, the check includes
       the gradient of `q` with respect to the actions of `act`.
@@ -515,7 +515,9 @@ def check_policy(
     []
     """
     if num_steps < 8:
-        raise UserError(f"num_steps: {num_steps}, expected at least 8, to have steps before and after an end")
+        raise UserError(
+            f"num_steps: {num_steps}, expected at least 8, so that an episode ends between the checked steps"
+        )
     if isinstance(policy, Policy):
         if observation_space is None or action_space is None:
             raise UserError("check_policy: got a policy without its spaces; pass observation_space and action_space")

@@ -49,7 +49,10 @@ def _grace_ended(number: int, frame: object) -> None:
 
 
 def listen() -> None:
-    """Install handlers for SIGINT and SIGTERM, which end a run cleanly, and raise KeyboardInterrupt outside a run."""
+    """Install handlers for SIGINT and SIGTERM, and forget earlier signals.
+
+    During a run, the handlers end the run cleanly. Outside a run, the handlers raise `Stopped`.
+    """
     _asked.clear()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)

@@ -13,8 +13,8 @@ from ecrl.pytree import flatten
 def summary(state: TensorDict) -> str:
     """Describe a state in a few lines: its progress, its size, and the sizes of its TensorDicts, largest first.
 
-    The sizes count the elements of all leaves, also if leaves share memory. If the state has several seeds, of shape
-    `[S]`, the counts of steps are ranges over the seeds.
+    The sizes in bytes count every leaf, even if leaves share memory. If the state has several seeds, of batch shape
+    `[S]`, the numbers of iterations and steps are ranges over the seeds.
 
     Args:
         state: state of a run, from `init_state`, `train`, `load` or a record of `train_iter`.
@@ -46,7 +46,7 @@ def _bytes_of(leaves: list[Tensor]) -> int:
 
 
 def _bytes_text(size: int) -> str:
-    """Return a number of bytes as text, with three digits.
+    """Return a number of bytes as text, with three significant digits and a decimal unit.
 
     >>> [_bytes_text(size) for size in (8, 1234, 56_700_000, 12_300_000_000)]
     ['8 B', '1.23 kB', '56.7 MB', '12.3 GB']

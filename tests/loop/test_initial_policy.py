@@ -21,7 +21,7 @@ from ecrl.run.train import train
 
 ACTOR = {"name": "actor_only", "actor": NET}
 BOTH = {"name": "actor_critic", "actor": NET, "critic": NET}
-RANDOM = "the policy has parts that the checkpoint lacks, which start at random"
+RANDOM = "the checkpoint lacks some parts of the policy, so their initial values are random"
 GRPO = {"name": "grpo", "cfg": {"n_epochs": 1, "batch_size": 32, "group_size": 2}}
 
 
@@ -75,7 +75,9 @@ def test_a_critic_that_the_policy_lacks_is_unused_with_one_line(tmp_path):
     before = last_state(cfg)
     folder = str(tmp_path / "ppo")
     ecrl.save(folder, before, cfg)
-    with pytest.warns(UserWarning, match=r"parts that the policy lacks, which are unused: critic$"):
+    with pytest.warns(
+        UserWarning, match=r"policy lacks some parts of the checkpoint, so these parts are unused: critic$"
+    ):
         state = init_state(
             recording(**{"trainer.init_from": str(tmp_path / "ppo"), "policy": ACTOR, "algorithm": GRPO})
         )
@@ -86,7 +88,7 @@ def test_target_networks_are_copies_of_the_checkpoint(tmp_path):
     cfg = agent("sac")
     before = last_state(cfg)
     ecrl.save(tmp_path / "sac", before, cfg)
-    with pytest.warns(UserWarning, match=r"which are unused: log_temperature$"):
+    with pytest.warns(UserWarning, match=r"these parts are unused: log_temperature$"):
         state = init_state(cfg.replace(**{"trainer.init_from": str(tmp_path / "sac")}))
     assert same(state["params"].exclude("log_temperature"), before["params"].exclude("log_temperature"))
     assert all(torch.equal(x, before["params"][name]) for name, x in leaves(state["target_params"]))

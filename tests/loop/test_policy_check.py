@@ -233,7 +233,7 @@ WRITES = {
 def test_functions_that_write_on_their_arguments(name):
     kind, write = WRITES[name]
     lines = findings(kind, **{name: writing(getattr(policy_of(kind), name), write)})
-    assert f"{name} writes on its arguments; return new tensors instead" in lines
+    assert f"{name} writes to its arguments; return new tensors instead" in lines
 
 
 def constant(key):
@@ -350,7 +350,7 @@ EXPLORES = {
     ),
     "explore writes": (
         {"explore": lambda *args: (args[1], args[2].copy().set("action", args[2]["action"].mul_(2.0)))},
-        ["explore writes on its arguments; return new tensors instead"],
+        ["explore writes to its arguments; return new tensors instead"],
     ),
     "the first exploration draws": (
         {"init_exploration": lambda params, num_envs: first_drift(params, num_envs).apply(torch.rand_like)},
