@@ -520,7 +520,7 @@ def test_a_memory_that_breaks_the_contract():
 
 
 def test_arguments_of_the_check():
-    with pytest.raises(UserError, match=r"^num_steps: 7, expected at least 8, to have"):
+    with pytest.raises(UserError, match=r"^num_steps: 7, expected at least 8, so that"):
         check_policy("cartpole_ppo", num_steps=7)
     with pytest.raises(UserError, match="got a policy without its spaces; pass observation_space and action_space"):
         check_policy(PLAIN)
