@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: run the subjects; each prints a table and writes a JSON file, a PNG and an SVG."""
+"""Run the subjects: `python -m benchmarks`. For each subject, print a table and write a JSON file, a PNG and an SVG."""
 
 import sys
 import time
@@ -38,7 +38,7 @@ def check(only: tuple[str, ...]) -> None:
     unknown = [name for name in only if name not in SUBJECTS]
     if unknown:
         raise UserError(f"--only {unknown[0]}: no such subject; known: {', '.join(SUBJECTS)}")
-    needed = ("matplotlib",) if only == ("gpu",) else NEEDED  # a GPU machine may have few of the peers
+    needed = ("matplotlib",) if only == ("gpu",) else NEEDED  # a machine with a GPU may lack other libraries
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
         raise MissingExtraError(f"benchmarks need {', '.join(missing)}: install with: pip install -e '.[bench]'")
@@ -51,7 +51,7 @@ def run(quick: bool = False, only: tuple[str, ...] = (), out: Path = ROOT / "ben
 
     Args:
         quick: fewer and shorter rounds. Without `only`, run only end_to_end, solved and kernels.
-        only: subjects to run; all if absent, or the three quick ones.
+        only: subjects to run. If absent, run all subjects, or the three quick subjects.
         out: folder for the JSON files and pictures.
 
     Returns: True if no row has an error.

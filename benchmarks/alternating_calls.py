@@ -1,4 +1,4 @@
-"""Let functions in one process take turns, A B A B: for kernels, whose calls are much shorter than a process start."""
+"""Let functions in one process take turns, A B A B, to time kernels, whose calls are shorter than a process start."""
 
 import statistics
 import time
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 Call = Callable[[], Any]
-"""A function without arguments whose work is finished when it returns, also on a GPU."""
+"""Type of a function without arguments that returns only after its work has ended, even on a GPU."""
 
 
 def seconds_per_call(call: Call, times: int) -> float:
@@ -36,7 +36,7 @@ def time_alternating(calls: Mapping[str, Call], rounds: int, seconds: float) -> 
 def ratio(ecrl: list[float], other: list[float]) -> dict[str, float]:
     """Return the seconds `other` divided by the seconds `ecrl`, as median and range over the rounds.
 
-    Above 1, ecrl is faster.
+    If the ratio is above 1, ecrl is faster.
 
     >>> ratio([1.0, 2.0, 1.0], [2.0, 2.0, 3.0])
     {'ratio': 2.0, 'ratio_min': 1.0, 'ratio_max': 3.0}

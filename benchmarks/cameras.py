@@ -1,7 +1,8 @@
-"""Frames per second of cameras as observations of MuJoCo tasks: fast 64 x 64 images against images of full quality.
+"""Compare the frames per second of 64 x 64 camera images of MuJoCo tasks in the qualities "fast" and "full".
 
-The contestants draw the same 64 states of a task in each turn, as a step of 64 environments does. A third contestant
-steps the task with a fast camera in its observation, with random actions, so its episodes end at different times.
+Two contestants render the same 64 states of a task in each turn, as a step of 64 environments does. A third contestant
+steps 64 environments with a fast camera in their observations. Their actions are random, so their episodes end at
+different times.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,11 +14,11 @@ from benchmarks.pairs import Contestant, Result, race, ratios, summary
 TASKS, ENVS = ("PushCubeRL", "ReachRL"), 64
 VIEW = {"resolution": [64, 64], "intrinsics": [60, 60, 32, 32], "eye": [-1.4, 1.4, 2.0], "target": [0, 0, 0]}
 MUST, AIM = 1500.0, 2500.0
-"""Targets in fast frames per second on one core: required and desired."""
+"""Required and desired frames per second of quality "fast" on one core."""
 
 
 def frames(task: str, quality: str) -> Callable[[], int]:
-    """Return a function that draws one image of each environment, and returns the number of images."""
+    """Return a function that renders one image of each environment, and returns the number of images."""
     from ecrl import rng
     from ecrl.envs import make_env
     from ecrl.envs.mujoco.camera_config import CameraConfig
@@ -36,7 +37,7 @@ def frames(task: str, quality: str) -> Callable[[], int]:
 
 
 def steps(task: str) -> Callable[[], int]:
-    """Return a function that steps all environments once, with a fast camera in the observation."""
+    """Return a function that steps 64 environments once, with a fast camera in the observation, and returns 64."""
     import torch
 
     from ecrl import rng
@@ -74,7 +75,7 @@ def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def result_row(task: str, cores: int, fast: Result, full: Result, env: Result) -> dict[str, Any]:
-    """Return a row with the frames per second of both qualities. The target is for one core.
+    """Return a row with the frames per second of both qualities. For two cores, there is no target, so `met` is None.
 
     >>> results = [Result(name, [rate], 1.0, {}, 0.0) for name, rate in (("fast", 2e3), ("full", 2e2), ("steps", 1e3))]
     >>> row = result_row("ReachRL", 1, *results)

@@ -1,9 +1,9 @@
-"""`python -m benchmarks.clones --task TASK`: how far reinforcement learning improves a clone of demonstrations.
+"""Measure how far reinforcement learning improves a clone of demonstrations.
 
-For each seed, a scripted expert records demonstrations, and the arm `clone` learns from them with `bc`. Each other arm
-continues from the clone.
-Each run has a process of its own, one core, and an empty compile cache. A finished run is a file,
-`results/runs/<task>/<arm>/<seed>.json`, and is not measured again.
+Start with `python -m benchmarks.clones --task TASK`. For each seed, a scripted expert records demonstrations, and the
+arm `clone` learns from the demonstrations with `bc`. Each other arm continues from the clone. Each run has a process of
+its own, one core, and an empty compile cache. The results of a finished run are in the file
+`results/runs/<task>/<arm>/<seed>.json`. A run with such a file is not measured again.
 """
 
 import hashlib
@@ -40,7 +40,10 @@ Row = dict[str, Any]
 
 
 class Arm(NamedTuple):
-    """A config and its changed keys. Every arm except `clone` continues from the clone of the same seed."""
+    """Training that the benchmark compares: a config, its changed keys, and the label of the arm in the table.
+
+    Every arm except `clone` continues from the clone of the same seed.
+    """
 
     config: str
     changes: Row
@@ -48,12 +51,12 @@ class Arm(NamedTuple):
 
 
 class Task(NamedTuple):
-    """An environment with a scripted expert, and what is measured on it.
+    """Task of the benchmark: the demonstrations of a scripted expert, and the arms to train.
 
     Attributes:
         demos: number of recorded episodes.
         expert: settings of the expert.
-        has_goals: True if the instruction names a goal, so that swapped instructions test if the policy reads it.
+        has_goals: True if instructions name a goal, so that swapped instructions test if the policy reads instructions.
         arms: the arms by name. `clone` is the first.
     """
 
@@ -96,7 +99,7 @@ TaskName = Literal["reach_color", "push_cube_pixels"]
 
 
 def config(arm: Arm, seed: int, folder: Path) -> Config:
-    """Return the config of a run whose demonstrations and clone are in a folder."""
+    """Return the config of an arm for a seed, with the demonstrations and the clone in `folder`."""
     cfg = load_config(CONFIGS / f"{arm.config}.json").replace(**arm.changes, **{"trainer.seed": seed})
     if cfg.algorithm.name == "bc":
         cfg = cfg.replace(**{"algorithm.cfg.demos": str(folder / "demos.safetensors")})
@@ -119,11 +122,11 @@ def _settings(arm: Arm) -> Row:
 
 
 def learn(task: str, arm: str, seed: int, started: float) -> Row:
-    """Train one arm. `clone` first records the demonstrations, and saves its run for the other arms.
+    """Train one arm. The arm `clone` first records the demonstrations, and saves its run for the other arms.
 
-    Returns: the success rate, the success rate with swapped instructions if the task has goals, the success rate of the
-        demonstrations if the arm is `clone`, and the seconds from `started` to the end of training. The seconds include
-        imports and compiling.
+    Returns: a row with the success rate `success`, and the seconds `train_s` from `started` to the end of training. The
+        seconds include imports and compiling. If the task has goals, `swapped` is the success rate with swapped
+        instructions. If the arm is `clone`, `demonstrations` is the success rate of the demonstrations.
     """
     from ecrl import evaluate, init_state, record_demonstrations, train
 
@@ -141,18 +144,18 @@ def learn(task: str, arm: str, seed: int, started: float) -> Row:
 
 
 def path_of(task: str, arm: str, seed: int, out: Path = OUT) -> Path:
-    """Return the file of a finished run."""
+    """Return the path of the result file of a run."""
     return out / "runs" / task / arm / f"{seed}.json"
 
 
 def records(task: str, arm: str, out: Path = OUT) -> dict[int, Row]:
-    """Read the finished runs of an arm, by seed. Runs with other settings do not count."""
+    """Read the result files of an arm, by seed. Ignore files whose settings differ from the present settings."""
     rows = {int(path.stem): json.loads(path.read_text()) for path in path_of(task, arm, 0, out).parent.glob("*.json")}
     return {seed: rows[seed] for seed in sorted(rows) if rows[seed]["hash"] == settings_hash(task, arm)}
 
 
 def measure(task: str, arm: str, seed: int, core: int, out: Path) -> None:
-    """Train one arm in a process of its own, and write its file."""
+    """Train one arm in a separate process on one core, and write the result file."""
     known = versions()
     with tempfile.TemporaryDirectory(prefix="ecrl_results_") as cache:
         args: Row = {"task": task, "arm": arm, "seed": seed}
@@ -241,7 +244,7 @@ def run(task: TaskName, arms: tuple[str, ...] = (), seeds: tuple[int, ...] = (0,
 
 
 def _needs_clone(task: str, seed: int, arms: Sequence[str], out: Path) -> bool:
-    """Return True if an arm has no file for this seed, and the clone that it continues from is not on this disk."""
+    """Return True if an arm other than `clone` has no result file for this seed, and the folder lacks the clone."""
     missing = any(arm != "clone" and seed not in records(task, arm, out) for arm in arms)
     return missing and not (WORK / task / str(seed) / "clone" / "config.json").exists()
 

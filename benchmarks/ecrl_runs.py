@@ -30,9 +30,9 @@ def _averages_of(run: Run, cfg: Config) -> Iterator[float]:
 
 
 def iterations(num_envs: int, **keys: Any) -> Iterator[float]:
-    """Train for a million iterations of 128 steps and 4 epochs of 4 minibatches; yield the same values as `averages`.
+    """Train CartPole PPO for a million iterations of 128 steps and 4 minibatches, and yield the values of `averages`.
 
-    `keys` are further config keys, with "__" for a dot.
+    `keys` are further config keys, with "__" instead of a dot.
     """
     sizes = {"trainer.num_envs": num_envs, "trainer.buffer_size": STEPS, "trainer.iterations": 10**6}
     other_keys = {name.replace("__", "."): value for name, value in keys.items()}
@@ -47,7 +47,11 @@ def make(num_envs: int, **keys: Any) -> Callable[[], int]:
 
 
 def solve(seed: int, started: float, compile: str) -> dict[str, Any]:
-    """Train for the whole budget; return the seconds from `started` until CartPole was solved, and until the end."""
+    """Train CartPole PPO for the whole budget, and measure the time until the task is solved.
+
+    Returns: `solved_s` and `steps`, the seconds from `started` and the env steps until CartPole is solved, or None and
+        0; `budget_s`, the seconds from `started` to the end of training; `form`, the result of `form_in_use`.
+    """
     cfg = load_config(CONFIG).replace(**{"trainer.seed": seed, "trainer.compile": compile})
     run, solved, steps = build(cfg), None, 0
     for number, average in enumerate(_averages_of(run, cfg)):
@@ -62,7 +66,7 @@ def learn(config: str, seed: int, started: float | None = None) -> Row:
 
 
 def learn_without_memory(config: str, seed: int, started: float | None = None) -> Row:
-    """Train a config with feed-forward networks in place of its recurrent ones, and return its learning curve."""
+    """Train a config with feed-forward networks in place of its recurrent networks, and return its learning curve."""
     return _learn(without_memory(load_config(config)), task_of(config), seed, started)
 
 

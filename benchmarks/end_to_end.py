@@ -1,7 +1,8 @@
-"""Environment steps per second of PPO on CartPole, collecting and learning: ecrl against other common libraries.
+"""Compare ecrl with other libraries by the environment steps per second of PPO on CartPole, collecting and learning.
 
-rejax is measured on one core and on two. SB3, TorchRL and a CleanRL-style loop are measured on one core. Each library
-has five rounds. A quick run has one round for these three, and fewer sizes for them and for two cores.
+rejax is measured on one core, on two cores and on a GPU. SB3, TorchRL and a CleanRL-style loop are measured on one
+core. Each library has five rounds. A quick run measures SB3, TorchRL and the CleanRL-style loop for one round with 64
+environments. A quick run measures two cores only with 2048 environments.
 """
 
 import math
@@ -40,7 +41,7 @@ MUST_AND_AIM = {  # required and desired ratio, by (library, cores) and number o
 
 
 def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
-    """Return a row per pair, number of cores and number of environments."""
+    """Return a row per other library, number of cores and number of environments, then the rows of a GPU."""
     both = QUICK_BOTH if quick else SIZES
     return [
         *on_cores(cores[:1], ("rejax", *SLOW), SIZES, quick),
@@ -50,7 +51,7 @@ def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def on_gpu(cores: Sequence[int], quick: bool) -> list[dict[str, Any]]:
-    """Return the rows of ecrl and rejax on a GPU, marked as not measured if there is none."""
+    """Return the rows of ecrl and rejax on a GPU. Without a GPU, the rows are marked as not measured."""
     if not has_gpu():
         return [not_measured(peer="rejax", cores="GPU", num_envs=n) for n in GPU_SIZES]
     return on_cores(cores, ("rejax",), GPU_SIZES, quick, "cuda")
@@ -61,13 +62,13 @@ def _unmeasured(cores: int, sizes: Sequence[int], reason: str) -> list[dict[str,
 
 
 def contestant(name: str, num_envs: int, device: str = "cpu") -> Contestant:
-    """Return a library at a size as a contestant."""
+    """Return the contestant for a library with `num_envs` environments on `device`."""
     args = {"num_envs": num_envs} | ({"trainer__device": device} if name == "ecrl" and device != "cpu" else {})
     return Contestant(name, MAKE[name], args, ENV[device])
 
 
 def list_entrants(libraries: Sequence[str], sizes: Sequence[int], quick: bool) -> list[tuple[str, int]]:
-    """List the libraries and sizes that take part.
+    """List the pairs of a library, ecrl first, and a number of environments that a run measures.
 
     >>> list_entrants(("rejax", "SB3"), (4, 64), True)
     [('ecrl', 4), ('ecrl', 64), ('rejax', 4), ('rejax', 64), ('SB3', 64)]
@@ -80,7 +81,7 @@ def list_entrants(libraries: Sequence[str], sizes: Sequence[int], quick: bool) -
 def on_cores(
     cores: Sequence[int], libraries: Sequence[str], sizes: Sequence[int], quick: bool, device: str = "cpu"
 ) -> list[dict[str, Any]]:
-    """Return the rows on these cores. All sizes set up at the same time, so that compiling uses the whole machine."""
+    """Return the rows on these cores. All contestants are set up at the same time, because compiling takes long."""
     out, cores_label = [], "GPU" if device == "cuda" else len(cores)
     entrants = list_entrants(libraries, sizes, quick)
     with started([contestant(name, n, device) for name, n in entrants], cores) as workers:
@@ -94,7 +95,10 @@ def on_cores(
 def pairings(
     lanes: dict[str, tuple[Worker, Result]], cores: Sequence[int], quick: bool
 ) -> Iterator[tuple[Result, Result]]:
-    """Yield ecrl's result with each other library's from the same rounds: five, or one for `SLOW` in a quick run."""
+    """Yield a pair for each other library: the result of ecrl and the result of the library, from the same rounds.
+
+    Each library has five rounds. In a quick run, the libraries in `SLOW` have one round.
+    """
     for libraries, rounds in ((["rejax"], 5), ([name for name in SLOW if name in lanes], 1 if quick else 5)):
         workers, ready = zip(*(lanes[name] for name in ("ecrl", *libraries)), strict=True)
         if libraries:
@@ -103,7 +107,7 @@ def pairings(
 
 
 def row(ecrl: Result, other: Result, cores: int | str, num_envs: int) -> dict[str, Any]:
-    """Return the row of one pair."""
+    """Return the row that compares ecrl with another library."""
     about = {"peer": other.name, "cores": cores, "num_envs": num_envs}
     errors = [result.error for result in (ecrl, other) if result.error is not None]
     if errors:
@@ -123,7 +127,9 @@ def row(ecrl: Result, other: Result, cores: int | str, num_envs: int) -> dict[st
 
 
 def verdict(by_round: Sequence[float], library: str, cores: int | str, num_envs: int) -> dict[str, Any]:
-    """Return the median and spread of the ratios, and whether they meet the target; `cores` is a number or "GPU".
+    """Return the median and the range of the ratios, the targets, and `met`. `cores` is a number or "GPU".
+
+    If the median is at least the required ratio, `met` is True. If there is no required ratio, `met` is None.
 
     >>> verdict([0.5, 0.7, 0.9], "rejax", 1, 4)
     {'ratio': 0.7, 'ratio_min': 0.5, 'ratio_max': 0.9, 'must': 0.6, 'aim': 1.0, 'met': True}
@@ -135,7 +141,7 @@ def verdict(by_round: Sequence[float], library: str, cores: int | str, num_envs:
 
 
 def figure(rows: list[dict[str, Any]]) -> Any:
-    """Plot the ratio by number of environments, a line per library with its spread; the required ratio is dotted."""
+    """Plot the ratio and its range against the number of environments, by library. Required ratios are dotted."""
     from matplotlib.figure import Figure
 
     picture = Figure(figsize=(8, 5), layout="constrained")

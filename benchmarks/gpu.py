@@ -1,6 +1,6 @@
-"""Check a GPU in about eight minutes: first the agreement of compiled and eager runs, then their speed.
+"""Check a GPU in about eight minutes: the agreement of compiled and eager runs, then the speed of runs and kernels.
 
-Each part has a time limit, and each row is printed as soon as it is measured, because GPU time is often short.
+Each part has a time limit, and each row is printed as soon as it is measured, because GPU time is often limited.
 Without a GPU, all rows are "not measured".
 """
 
@@ -21,7 +21,7 @@ SIZES = (2048, 65_536)
 """Numbers of environments of CartPole PPO."""
 MUST_DIFFER_LESS = 1e-4
 LIMITS = {"agreement": 170.0, "speed": 140.0, "time in graphs": 50.0, "kernels": 70.0}
-"""Limit of each part, s. The third part is measured once for each size."""
+"""Time limit of each part, in seconds. The part "time in graphs" runs once for each of `SIZES`."""
 _SMALL = {"trainer.num_envs": 8, "trainer.buffer_size": 32, "trainer.iterations": 2, "trainer.enable_eval": False}
 _SMALL_ALGORITHM = {"n_epochs": 2, "batch_size": 64, "group_size": 4, "learning_starts": 0}
 
@@ -29,7 +29,10 @@ Row = dict[str, Any]
 
 
 def agreement(config: str, device: str) -> Row:
-    """Return the largest relative difference between the states of an eager and a compiled run after two iterations."""
+    """Return the largest relative difference between the states of an eager and a compiled run after two iterations.
+
+    The row also has the seconds that each of the two runs took.
+    """
     from ecrl import init_state, load_config, train_iter
 
     own = load_config(config)
@@ -94,7 +97,7 @@ def _agreement_row(config: str, running: Any, end: float, limit: float) -> Row:
 def speed(device: str, cores: Sequence[int]) -> Iterator[Row]:
     """Yield a row per number of environments: CartPole PPO against rejax, and the share of time inside CUDA graphs.
 
-    All sizes are set up at the same time. A size that is not ready at the limit has an error.
+    All sizes are set up at the same time. If a size is not ready within the time limit, its row has an error.
     """
     end = time.monotonic() + LIMITS["speed"]
     pairs = [[end_to_end.contestant(name, size, device) for name in ("ecrl", "rejax")] for size in SIZES]
@@ -108,7 +111,7 @@ def speed(device: str, cores: Sequence[int]) -> Iterator[Row]:
 
 
 def with_time_in_graphs(row: Row, device: str, cores: Sequence[int]) -> Row:
-    """Return the row of a run with its share of time inside CUDA graphs, and whether it meets all targets."""
+    """Add the share of time inside CUDA graphs to the row of a run, and set `met` to True if all targets are met."""
     if "error" in row:
         return row
     work = {"make": "benchmarks.ecrl_runs:make", "args": {"num_envs": row["num_envs"], "trainer__device": device}}
@@ -158,7 +161,7 @@ def _rows_of(part: str, cores: Sequence[int]) -> Iterator[Row]:
 
 
 def figure(rows: list[Row]) -> Any:
-    """Plot the ratios to other libraries, of runs and of compiled kernels."""
+    """Plot the speed of runs and of compiled kernels as ratios to the speed of other libraries."""
     from matplotlib.figure import Figure
 
     measured = [row for row in rows if row.get("ratio") and row.get("ours") != "ecrl eager"]

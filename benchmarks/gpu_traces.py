@@ -1,6 +1,7 @@
-"""Benchmarks on a GPU: environment variables, traces, targets, and rows marked "not measured" without a GPU.
+"""Support benchmarks on a GPU: environment variables, traces, targets, and rows marked "not measured" without a GPU.
 
-The work of a GPU is read from a trace. In it, all work of one launch of a CUDA graph has the same correlation number.
+The functions read the work of a GPU from a trace of torch's profiler. In a trace, all work of one launch of a CUDA
+graph has the same correlation number.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,12 +32,12 @@ def visible() -> bool:
 
 @cache
 def has_gpu() -> bool:
-    """Return True if torch sees a GPU; checked once, in a separate process."""
+    """Return True if torch sees a GPU. The function checks only once, in a separate process."""
     return run_in_process("benchmarks.gpu_traces:visible", {}, available())
 
 
 def not_measured(**about: Any) -> dict[str, Any]:
-    """Return a row that was not measured, because it needs a GPU.
+    """Return a row with the status "not measured", for a machine without a GPU.
 
     >>> not_measured(num_envs=4)
     {'num_envs': 4, 'status': 'not measured'}
@@ -45,7 +46,7 @@ def not_measured(**about: Any) -> dict[str, Any]:
 
 
 def covered(spans: list[tuple[float, float]]) -> float:
-    """Return the length of the union of spans.
+    """Return the total length of the union of spans `(start, stop)`.
 
     >>> covered([(0.0, 2.0), (1.0, 3.0), (5.0, 6.0)])
     4.0
@@ -74,7 +75,7 @@ def work_spans(events: Events) -> tuple[list[tuple[float, float]], list[tuple[fl
 
 
 def kernel_share(events: Events, wall_us: float) -> dict[str, float]:
-    """Return the share of the time that a GPU was busy, and the share inside CUDA graphs, from a trace's events.
+    """Return the share of `wall_us` that a GPU was busy, and the share inside CUDA graphs, from the events of a trace.
 
     >>> busy = [{"ph": "X", "cat": "kernel", "ts": t, "dur": 2.0, "args": {"graph id": g}} for t, g in ((0, 1), (5, 0))]
     >>> kernel_share(busy, 10.0)
@@ -87,7 +88,7 @@ def kernel_share(events: Events, wall_us: float) -> dict[str, float]:
 def seconds_on_device(events: Events, times: int) -> float:
     """Return the GPU seconds per call over `times` calls.
 
-    The seconds are those of CUDA graphs, or of single kernels and copies if the trace has no graph.
+    If the trace has CUDA graphs, only their time counts. Otherwise, the time of kernels and copies counts.
 
     >>> seconds_on_device([{"ph": "X", "cat": "kernel", "ts": 0.0, "dur": 3e6}], 2)
     1.5
@@ -97,7 +98,7 @@ def seconds_on_device(events: Events, times: int) -> float:
 
 
 def traced(work: Callable[[], Any], times: int) -> tuple[Events, float]:
-    """Trace `times` calls; return the trace's events and the microseconds that the calls took."""
+    """Trace `times` calls of `work`. Return the events of the trace, and the microseconds that the calls took."""
     import json
     import tempfile
     import time
@@ -129,7 +130,7 @@ def profiled_share(make: str, args: dict[str, Any], times: int = 5) -> dict[str,
 
 
 def on_device(calls: Mapping[str, Callable[[], Any]], times: int = 20) -> dict[str, list[float]]:
-    """Return the GPU seconds per call of each function; functions that do not use the GPU are left out."""
+    """Return the GPU seconds per call of each function. Leave out functions that do not use the GPU."""
     device_seconds = {name: seconds_on_device(traced(call, times)[0], times) for name, call in calls.items()}
     return {name: [seconds] for name, seconds in device_seconds.items() if seconds}
 
@@ -144,7 +145,7 @@ def copy_rate(size: int) -> float:
 
 
 def run_verdict(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the targets of a run and whether it met them; an empty dict if the run failed.
+    """Return the targets of a run, and True in `met` if the run meets them. If the run failed, return an empty dict.
 
     >>> run_verdict({"num_envs": 512, "ecrl_steps_per_s": 4e6, "graph_share": 0.96})["met"]
     True
@@ -159,7 +160,7 @@ def run_verdict(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def kernel_verdict(kernel: str, implementation: str, roof_share: float | None) -> dict[str, Any]:
-    """Return the target of a kernel on a GPU: for compiled GAE a share of a copy's bandwidth, for others none.
+    """Return the target of a kernel on a GPU. Only compiled GAE has a target, a share of the bandwidth of a copy.
 
     >>> kernel_verdict("gae", "ecrl compiled", 0.8)
     {'must': None, 'must_roof_share': 0.7, 'met': True}

@@ -1,4 +1,4 @@
-"""Cost of the finite guard: iterations with the guard "stop" or "skip" take turns with iterations without a guard."""
+"""Measure the cost of the finite guard: iterations with "stop" or "skip" take turns with iterations without a guard."""
 
 import statistics
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from benchmarks.pairs import ROOT, Failure
 from benchmarks.separate_process import run_in_process
 
 MOST = 1.02
-"""Target: the most time of an iteration, as a multiple of an iteration without the guard."""
+"""Target: the longest time of an iteration with the guard, as a multiple of the time without the guard."""
 SIZES, QUICK = {"CartPole": (64, 2048), "PushCube": (64,), "HalfCheetah": (16,)}, {"CartPole": (64,)}
 SHIPPED = {"PushCube": "push_cube_ppo.json", "HalfCheetah": "half_cheetah_ppo.json"}
 _ROUNDS, _ROUNDS_QUICK, _TURN_S = 101, 5, 0.3
@@ -41,14 +41,14 @@ def iterations(cfg: Any) -> Call:
 
 
 def seconds_by_guard(env: str, num_envs: int, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of an iteration under each guard, one number per round."""
+    """Return the seconds of an iteration with each setting of `trainer.finite_guard`, one number per round."""
     runs = {guard: iterations(config(env, num_envs, **{"trainer.finite_guard": guard})) for guard in ("stop", "skip")}
     off = iterations(config(env, num_envs, **{"trainer.finite_guard": "off"}))
     return time_alternating({"off": off, **runs}, rounds, _TURN_S)
 
 
 def cost(guarded: list[float], off: list[float]) -> dict[str, Any]:
-    """Return the cost as a multiple of an iteration without the guard: median, its 95 % interval, and quartiles.
+    """Return the time with the guard as a multiple of the time without it: median, 95 % interval and quartiles.
 
     >>> row = cost([1.01] * 101, [1.0] * 101)
     >>> row["times"], row["low"], row["high"], row["met"]

@@ -2,7 +2,7 @@
 
 All implementations of a kernel take turns in one process, since a call is much shorter than a process start. Thread
 counts and XLA's flags are as in `pairs`. Every row compares one of ecrl's implementations with one of another library.
-Above a `ratio` of 1, ecrl is faster.
+If `ratio` is above 1, ecrl is faster.
 """
 
 import statistics
@@ -18,7 +18,8 @@ from benchmarks.separate_process import run_in_process
 
 MAX_COMPILE_S = 10.0
 WAYS = ("ecrl compiled", "ecrl torch.compile", "ecrl eager")  # the ways to call a kernel
-MUSTS = {  # the smallest ratio: at most 1.3 or 0.8 times rlax's time, and 1.5 times SB3's
+# Required ratios: ecrl takes at most 1.3 or 0.8 times as long as rlax, and at most 1.5 times as long as SB3.
+MUSTS = {
     **{("gae", "4096x128", way, "rlax jitted"): 1 / 1.3 for way in WAYS},
     **{("gae", "64x1024", way, "rlax jitted"): 1 / 0.8 for way in WAYS},
     ("gae", "4096x128", "ecrl eager", "sb3 numpy"): 1 / 1.5,
@@ -28,7 +29,7 @@ SLOW = ("torchrl", "torchrl vec")  # a quick run leaves these out
 
 
 class Case(NamedTuple):
-    """A kernel at one size: its module in `implementations`, the names of its tables there, and their arguments."""
+    """Kernel at one size: its module in `implementations`, the arguments of `inputs` and `cost`, and the table names."""
 
     kernel: str
     size: str
@@ -61,7 +62,7 @@ def implementations(case: Case) -> tuple[Any, Any, Any]:
 
 
 def prepare(make: Any, inputs: Any, device: str) -> tuple[Any, float, str | None]:
-    """Build an implementation and call it once; return the call, the seconds of both, and the error if it failed."""
+    """Build an implementation and call it once. Return the call, the seconds of both, and the error or None."""
     start = time.perf_counter()
     try:
         call = make(inputs, device)
@@ -73,7 +74,7 @@ def prepare(make: Any, inputs: Any, device: str) -> tuple[Any, float, str | None
 
 
 def measure(number: int, quick: bool, device: str) -> list[dict[str, Any]]:
-    """Return the rows of one case."""
+    """Measure the case with index `number`, and return a row per pair of ecrl's and another implementation."""
     from benchmarks.alternating_calls import time_alternating
 
     case = CASES[number]
@@ -93,7 +94,7 @@ def measure(number: int, quick: bool, device: str) -> list[dict[str, Any]]:
 
 
 def roofline_shares(case: Case, cost: Any, seconds: dict[str, list[float]], device: str) -> dict[str, dict[str, Any]]:
-    """Return each implementation's bandwidth and share of the roof, and the rates of a copy and a matrix product."""
+    """Return each implementation's bandwidth and `share_of_roof`, and the rates of a copy and a matrix product."""
     from benchmarks.roofline import copy_rate, matmul_rate, share_of_roof
 
     copy, product = copy_rate(cost.bytes, device) if device == "cpu" else gpu_copy_rate(cost.bytes), matmul_rate(device)
@@ -111,7 +112,7 @@ def roofline_shares(case: Case, cost: Any, seconds: dict[str, list[float]], devi
 def row(
     case: Case, names: tuple[str, str], prepared: dict[str, Any], seconds: dict[str, list[float]]
 ) -> dict[str, Any]:
-    """Return the row of one of ecrl's implementations against another library's."""
+    """Return the row that compares one of ecrl's implementations with the implementation of another library."""
     from benchmarks.alternating_calls import ratio
 
     ecrl, other = names
@@ -135,7 +136,7 @@ def row(
 
 
 def measure_all(quick: bool, device: str) -> list[dict[str, Any]]:
-    """Return the rows of all cases, in this process. A first compilation loads the compiler before the measurements."""
+    """Measure all cases in this process, and return their rows. A first compilation loads the compiler beforehand."""
     import torch
 
     from benchmarks.implementations.common import compiled
@@ -146,7 +147,10 @@ def measure_all(quick: bool, device: str) -> list[dict[str, Any]]:
 
 
 def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the rows on the first core, then on a GPU, not measured if there is none. Compile caches start empty."""
+    """Return the rows of the first core, then of a GPU. Without a GPU, its rows are marked as not measured.
+
+    Compile caches start empty.
+    """
     out = []
     for device in ("cpu", "cuda"):
         if device == "cuda" and not has_gpu():

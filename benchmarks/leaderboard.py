@@ -1,4 +1,4 @@
-"""The leaderboard and its pictures, made only from the result files (`records`).
+"""Write the leaderboard and its pictures from the result files (`records`).
 
 A line without files shows *not measured*. A line that has only stale files, which come from other settings, also shows
 their number.
@@ -63,9 +63,10 @@ COLUMNS = (
 def summary(entry: Entry, fresh: dict[int, Row], failed: int = 0) -> Row:
     """Return statistics over the seeds of an entry. Failed seeds have no score and did not reach the threshold.
 
-    Returns: `mean`, `iqm` and its interval `low` and `high` (None below three seeds), of the last scores; `reached`,
-        the number of seeds that reached the threshold; `steps` and `minutes` until then, the median over all seeds,
-        infinite unless more than half of the seeds reached it.
+    Returns: `mean` and `iqm`, the mean and the interquartile mean of the last scores. `low` and `high` are the interval
+        of `iqm`, or None for fewer than three seeds. `reached` is the number of seeds that reached the threshold.
+        `steps` and `minutes` are the medians over all seeds until the threshold. If half of the seeds or fewer reached
+        the threshold, both are infinite. An entry without a threshold has only `mean`, `iqm`, `low` and `high`.
     """
     score, threshold = entry.task.score, entry.task.threshold
     curves = [record["curve"] for record in fresh.values()]
@@ -110,7 +111,7 @@ def cells(entry: Entry, known: Standing) -> list[str]:
 
 
 def table(lines: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table.
+    """Return a Markdown table with the header `COLUMNS`.
 
     >>> print(table([["a", "b"]]).splitlines()[-1])
     | a | b |
@@ -137,12 +138,12 @@ def measured_on(records: Sequence[Row]) -> str:
 
 
 def _short_commit(commit: str | None) -> str:
-    """Shorten a commit, and keep its "+" for changed files."""
+    """Shorten a commit hash to eight characters. Keep a final "+", which marks changed files."""
     return "unknown" if commit is None else commit[:8] + "+" * commit.endswith("+")
 
 
 def text(standings: Sequence[tuple[Entry, Standing]]) -> str:
-    """Return the text of the page."""
+    """Return the leaderboard page as Markdown."""
     records = [record for _, known in standings for record in known.fresh.values()]
     configs = dict.fromkeys(entry.task.config for entry, known in standings if known.fresh)
     pictures = "".join(f"\n![{config}]({config}.png)\n" for config in configs)
@@ -151,14 +152,17 @@ def text(standings: Sequence[tuple[Entry, Standing]]) -> str:
 
 
 def _curves(entry: Entry, known: Standing, out: Path) -> list[Curve]:
-    """Read the raw curves of an entry."""
+    """Read the learning curves of an entry's fresh records."""
     return [
         curve(source, entry.task.score) for seed in known.fresh for source in read_sources(path_of(entry, seed, out))
     ]
 
 
 def publish(listed: Sequence[Entry], out: Path) -> list[Path]:
-    """Write the page and a picture per config with all its libraries; remove pictures of configs without files."""
+    """Write the page and a picture per config with all its libraries. Return the paths.
+
+    The function removes the pictures of configs without fresh records.
+    """
     known = [(entry, standing(entry, out)) for entry in listed]
     out.mkdir(parents=True, exist_ok=True)
     page, written = out / "README.md", []

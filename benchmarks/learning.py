@@ -1,6 +1,6 @@
 """Record learning curves: scores against env steps and against seconds of training.
 
-The clock starts with the process, so it includes imports and compiling. It stops during evaluations.
+The seconds count from the start of the process, so they include imports and compiling. They exclude evaluations.
 """
 
 import os
@@ -12,22 +12,22 @@ from benchmarks.tasks import EPISODES, POINTS, Task
 
 Row = dict[str, Any]
 Evaluate = Callable[[int], Row]
-"""Map a number of episodes to "return", and to "success" if the task has a success rate."""
+"""Type of a function that maps a number of episodes to the scores: "return", and "success" if the task has it."""
 Report = Callable[[int, Evaluate], None]
-"""Function to call after every update, with the env steps so far and an `Evaluate` function."""
+"""Type of a function to call after every update, with the env steps so far and an `Evaluate` function."""
 
 
 def followed(learn: Callable[[Report], None], task: Task, budget: int, started: float | None) -> Row:
     """Train with `learn(report)` for `budget` env steps and record the learning curve.
 
     Args:
-        learn: calls `report` after every update, including the last one.
-        task: the task; its score sets the number of episodes per evaluation.
+        learn: function that trains, and calls `report` after every update, including the last update.
+        task: the task, whose score determines the number of episodes per evaluation.
         budget: env steps of training.
-        started: start of the process, as from `time.time`; now if None.
+        started: start time of the process, as from `time.time`, or None for the present time.
 
-    Returns: `curve`, a row per evaluation with steps, seconds, episodes and scores; `train_s`, the last row's seconds;
-        `wall_s` and `cpu_s`, which include evaluations; `cpu_s` also includes compiler processes.
+    Returns: `curve` has a row per evaluation with steps, seconds, episodes and scores. `train_s` is the seconds of the
+        last row. `wall_s` and `cpu_s` include evaluations, and `cpu_s` also includes compiler processes.
     """
     started, paused, next_point = started or time.time(), 0.0, 1
     curve: list[Row] = []

@@ -1,8 +1,9 @@
-"""Peak memory per environment step: the peak of one iteration, minus the memory of the process after its imports.
+"""Measure peak memory per environment step: the peak of one iteration, minus the memory of the process after imports.
 
-Each measurement is a separate process. Its first iteration, which compiles, does not count: the kernel's high-water
-mark is reset after it. `bytes_per_step` is the increase of the peak from one size to the next, so memory that does not
-depend on the size cancels out. A quick run has one size per library.
+Each measurement has a separate process. The first iteration compiles. After the first iteration, the process resets
+Linux's high-water mark, so the peak is the peak of the second iteration. `bytes_per_step` is the increase of the peak
+from one size to the next, per additional step. Memory that does not depend on the size therefore cancels out. A quick
+run has one size per library.
 """
 
 import tempfile
@@ -28,7 +29,7 @@ GPU_SIZES = (2048, 8192, 65_536)
 
 
 def resident_mb() -> float:
-    """Return the present memory of this process, MB."""
+    """Return the present resident memory of this process, in MiB."""
     with open("/proc/self/status", encoding="ascii") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("VmRSS")) / 1024
 
@@ -39,7 +40,7 @@ def forget_peak() -> None:
 
 
 def peak(make: str, args: dict[str, Any]) -> dict[str, float]:
-    """Return the peak of a contestant's second iteration and the memory of its imports, MB."""
+    """Return the memory after a contestant's imports, and the additional peak of its second iteration, both in MiB."""
     module, function = make.split(":")
     make_work = getattr(import_module(module), function)
     imports_mb = resident_mb()
@@ -51,7 +52,7 @@ def peak(make: str, args: dict[str, Any]) -> dict[str, float]:
 
 
 def peak_of_gpu(args: dict[str, Any]) -> dict[str, float]:
-    """Return the GPU memory that torch has reserved after two iterations of ecrl, MB, with the pool of CUDA graphs."""
+    """Return the GPU memory in MiB that torch has reserved after two iterations of ecrl, with the CUDA graphs' pool."""
     import torch
 
     from benchmarks.ecrl_runs import make
@@ -64,7 +65,10 @@ def peak_of_gpu(args: dict[str, Any]) -> dict[str, float]:
 def _measured(
     name: str, device: str, function: str, args: dict[str, Any], cores: Sequence[int], warm: bool
 ) -> dict[str, Any]:
-    """Return a row. If `warm`, another process compiles first, because a compiler leaves memory behind."""
+    """Measure one contestant at one size, and return its row.
+
+    If `warm`, another process first fills the compile cache, because compiling would increase the measured memory.
+    """
     inner = args.get("args", args)
     row = {"contestant": name, "device": device, "num_envs": inner["num_envs"]}
     try:
@@ -78,7 +82,7 @@ def _measured(
 
 
 def with_slopes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add `bytes_per_step` to the rows of one contestant in order of size: the slope from the row before, or None.
+    """Add `bytes_per_step` to the rows of one contestant, sorted by size. Rows without a smaller size have None.
 
     >>> with_slopes([{"num_envs": 1, "peak_mb": 1.0}, {"num_envs": 9, "peak_mb": 2.0}])[1]["bytes_per_step"]
     1024.0
@@ -91,7 +95,10 @@ def with_slopes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
-    """Return a row per contestant and size on the first core, then of ecrl on a GPU, not measured if there is none."""
+    """Return a row per contestant and size on the first core, then the rows of ecrl on a GPU.
+
+    Without a GPU, its rows are marked as not measured.
+    """
     out = []
     for name, sizes in (QUICK if quick else SIZES).items():
         each = [{"make": MAKERS[name], "args": {"num_envs": size}} for size in sizes]
@@ -105,7 +112,7 @@ def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def figure(rows: list[dict[str, Any]]) -> Any:
-    """Plot the peak minus imports by env steps per iteration, a line per contestant."""
+    """Plot the peak memory without imports against the env steps per iteration, by contestant and device."""
     from matplotlib.figure import Figure
 
     picture = Figure(figsize=(6, 4), layout="constrained")

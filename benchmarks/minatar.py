@@ -1,11 +1,12 @@
-"""Environment steps per second of PPO on four games of MinAtar: ecrl against rejax with gymnax's games.
+"""Compare ecrl with rejax by the environment steps per second of PPO on four games of MinAtar.
 
 Both libraries have separate networks for actor and critic: two layers of 64 units, or one convolution with 16 channels
 and a layer of 128 units. An iteration has 64 environments, 128 steps, and 4 epochs of 8 minibatches. Both clip the
-critic's values and standardise advantages over each minibatch. gymnax's games are similar to MinAtar's, but not equal.
-For example, gymnax never repeats actions at random. An episode has at most 1,000 steps, except for Freeway, whose
-episodes always have 2,500 steps in gymnax and 2,501 in ecrl. At a time limit, ecrl computes the critic's value, and
-gymnax terminates the episode. gymnax 0.0.9 cannot run Seaquest. All rows are measured on one core.
+critic's values and standardise advantages over each minibatch. rejax runs the games of gymnax, which are similar to the
+games of MinAtar, but not equal. For example, gymnax never repeats actions at random. An episode has at most 1,000
+steps, except for Freeway, whose episodes always have 2,500 steps in gymnax and 2,501 in ecrl. At a time limit, ecrl
+bootstraps from the critic's value, but gymnax reports a termination. gymnax 0.0.9 cannot run Seaquest. All rows are
+measured on one core.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ MUST, AIM = 1.0, 1.5
 
 
 class Sizes(NamedTuple):
-    """The sizes that both libraries share."""
+    """Settings of PPO that both libraries share."""
 
     num_envs: int = 64
     epochs: int = 4
@@ -41,7 +42,7 @@ SIZES = Sizes()
 
 
 def network(kind: str) -> dict[str, Any]:
-    """Return a network block of ecrl's config."""
+    """Return the section of ecrl's config for a network of the kind "cnn" or "mlp"."""
     layers: dict[str, Any] = {"hidden_sizes": [*SIZES.units]}
     if kind == "cnn":
         convolution = {"channels": [SIZES.channels], "kernel_sizes": [SIZES.kernel], "strides": [1]}
@@ -50,7 +51,7 @@ def network(kind: str) -> dict[str, Any]:
 
 
 def config(game: str, kind: str) -> Any:
-    """Return ecrl's config."""
+    """Return ecrl's config for a game, with one kind of network."""
     from ecrl import load_config
 
     return load_config(ROOT / "configs" / f"minatar_{game}_ppo.json").replace(
@@ -102,7 +103,7 @@ def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def row(game: str, kind: str, ecrl: Result, peer: Result) -> dict[str, Any]:
-    """Return the row of a game and a network.
+    """Return the row that compares ecrl with rejax on a game, with one kind of network.
 
     >>> row("breakout", "cnn", Result("ecrl", [3.0], 1.0, {}, 0.0), Result("rejax", [2.0], 1.0, {}, 0.0))["ratio"]
     1.5

@@ -1,7 +1,7 @@
-"""Environment steps per second of off-policy algorithms: ecrl against rejax and Stable-Baselines3.
+"""Compare ecrl with rejax and Stable-Baselines3 by the environment steps per second of off-policy algorithms.
 
 DQN, TD3 and SAC have one environment, one gradient step per environment step, and minibatches of 256 transitions. DQN
-and PQN learn CartPole, TD3 and SAC learn Pendulum. rejax is measured as it is, and with a sampler whose time does not
+and PQN learn CartPole, TD3 and SAC learn Pendulum. rejax is measured unchanged, and with a sampler whose time does not
 depend on the capacity. ecrl and rejax use Double DQN, which Stable-Baselines3 does not have. With 256 units, DQN is
 compared only with Stable-Baselines3, so ecrl uses plain DQN. FastTD3 and FastSAC, with the settings of the shipped
 configs but on Pendulum, are compared with Stable-Baselines3's TD3 and SAC on Pendulum. The last rows compare ecrl with
@@ -30,7 +30,7 @@ _ITERATION = 512
 
 
 class PQNSizes(NamedTuple):
-    """The sizes of PQN that both libraries share."""
+    """Settings of PQN that both libraries share."""
 
     num_envs: int = 32
     steps: int = 64
@@ -74,7 +74,7 @@ def sb3(algorithm: str, units: int) -> Contestant:
 
 
 def comparisons() -> list[Comparison]:
-    """List all comparisons."""
+    """List the comparisons of a full run. A quick run has only the first comparison."""
     ten_thousand = ecrl("ecrl, 10,000 steps", "sac", 64, 10_000)
     return [
         _peers("sac", 64, (8.0, None), (2.5, 3.2), (1.0, 1.2)),
@@ -131,7 +131,7 @@ def make(algorithm: str, units: int, capacity: int, keys: dict[str, Any]) -> Cal
     cfg = config(algorithm, units, capacity, keys)
     run = build(cfg)
     records = (record for record in iterations(run, first_state(run, cfg), cfg) if record["log_type"] == "train")
-    next(records)  # has the steps before the first update
+    next(records)  # the iteration before the first update
     return as_work(records, cfg.trainer.num_envs * cfg.trainer.buffer_size)
 
 
@@ -150,7 +150,7 @@ def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def row(comparison: Comparison, first: Result, other: Result, must: float | None, aim: float | None) -> dict[str, Any]:
-    """Return the row of one pair.
+    """Return the row that compares `first`, a contestant of ecrl, with another contestant.
 
     >>> pair = Comparison("sac", 64, (ecrl("ecrl", "sac", 64), sb3("sac", 64)), ((8.0, None),))
     >>> row(pair, Result("ecrl", [9.0], 1.0, {}, 0.0), Result("SB3", [1.0], 1.0, {}, 0.0), 8.0, None)["met"]

@@ -1,8 +1,9 @@
-"""Let contestants take turns, A B A B, on the same pinned cores; the result is the ratio of each round.
+"""Let contestants take turns, A B A B, on the same pinned cores, and compute the ratio of their rates in each round.
 
-Every contestant is a process, because thread counts and XLA's flags are read at its start. During setup (imports,
-compiling) the contestants are spread over the machine. Each has its final number of cores, so that its thread pools get
-the right size. Then all move to the same cores, and only one works at a time.
+Every contestant is a process, because a process reads thread counts and XLA's flags only at its start. During setup
+(imports, compiling), the contestants are spread over the machine. Each contestant already has its final number of
+cores, so that its thread pools get the right size. Then all contestants move to the same cores, and only one contestant
+works at a time.
 """
 
 import json
@@ -36,7 +37,7 @@ class Contestant(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The result of a contestant: `rates` per second, one per round. After an `error`, only the earlier rounds."""
+    """Result of a contestant: `rates`, such as env steps per second, of each round, or of the rounds before `error`."""
 
     name: str
     rates: list[float]
@@ -47,7 +48,7 @@ class Result(NamedTuple):
 
 
 class Failure(Exception):
-    """A worker died or hung; the message has its name and its last line on stderr."""
+    """Error for a worker that died or hung. The message has the worker's name and its last line on stderr."""
 
 
 class Worker(NamedTuple):
@@ -72,7 +73,7 @@ def threads_env(cores: Sequence[int]) -> dict[str, str]:
 
 
 def start(contestant: Contestant, cores: Sequence[int], first: Sequence[int]) -> Worker:
-    """Start a worker with threads for `cores`; it sets up on the cores `first`, of the same number."""
+    """Start a worker with one thread per core in `cores`. The worker sets up on the cores `first`, the same number."""
     command = [sys.executable, "-m", "benchmarks.worker", contestant.make, json.dumps(dict(contestant.args))]
     env = {**os.environ, "PYTHONUNBUFFERED": "1", **threads_env(cores), **contestant.env}
     errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (closed by stop)
@@ -85,7 +86,7 @@ def start(contestant: Contestant, cores: Sequence[int], first: Sequence[int]) ->
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
-            start_new_session=True,  # killed together with the compilers it starts
+            start_new_session=True,  # so that `stop` also kills the compilers that the worker starts
         )
     return Worker(contestant.name, process, errors)
 
@@ -108,7 +109,7 @@ def pin(pid: int, cores: Sequence[int]) -> None:
 
 
 def answer(worker: Worker, patience: float = PATIENCE) -> dict[str, Any]:
-    """Read a worker's next answer. Raise Failure if the worker died or does not answer."""
+    """Read a worker's next answer. Raise Failure if the worker died or does not answer within `patience` seconds."""
     assert worker.process.stdout is not None
     if not select.select([worker.process.stdout], [], [], patience)[0]:
         raise Failure(f"{worker.name}: no answer for {patience:g} s; last line: {_last_line(worker)}")
@@ -144,7 +145,7 @@ def stop(worker: Worker) -> None:
 
 @contextmanager
 def started(contestants: Sequence[Contestant], cores: Sequence[int]) -> Iterator[list[Worker]]:
-    """Start the workers of all contestants at the same time, spread over the machine; stop them after the block."""
+    """Start a worker for each contestant, spread over the cores of the machine. On exit, stop all workers."""
     places, n = available(), len(cores)
     workers: list[Worker] = []
     try:
@@ -168,7 +169,10 @@ def await_ready(worker: Worker, patience: float = PATIENCE) -> Result:
 def run_rounds(
     workers: Sequence[Worker], results: Sequence[Result], cores: Sequence[int], rounds: int, seconds: float
 ) -> list[Result]:
-    """Let the workers take `rounds` turns of about `seconds`, at least one unit of work; return results with rates."""
+    """Let each worker take `rounds` turns, and return the results with the rates of the turns.
+
+    A turn takes about `seconds`, and has at least one unit of work.
+    """
     for worker, result in zip(workers, results, strict=True):
         if result.error is None:
             pin(worker.process.pid, cores)
@@ -198,11 +202,12 @@ def race(
 
     Args:
         contestants: the contestants, ecrl first.
-        cores: cores to run on; the first available core if None.
+        cores: cores to run on, or None for the first available core.
         rounds: number of turns of each contestant.
-        seconds: length of a turn; it has at least one unit of work.
+        seconds: length of a turn, in seconds. A turn has at least one unit of work.
 
-    Returns: one result per contestant, in order. A contestant that failed has its `error` set; the others continue.
+    Returns: one result per contestant, in order. If a contestant fails, its result has an `error`, and the other
+        contestants continue.
     """
     cores = available()[:1] if cores is None else cores
     with started(contestants, cores) as workers:
@@ -211,7 +216,7 @@ def race(
 
 
 def ratios(ecrl: Result, other: Result) -> list[float]:
-    """Return ecrl's rate divided by the other's for each round; above 1, ecrl is faster.
+    """Return the rate of ecrl divided by the rate of the other contestant for each round.
 
     >>> ratios(Result("a", [2.0, 9.0], 0, {}, 0), Result("b", [1.0, 3.0], 0, {}, 0))
     [2.0, 3.0]
@@ -220,7 +225,7 @@ def ratios(ecrl: Result, other: Result) -> list[float]:
 
 
 def ratio_summary(by_round: Sequence[float]) -> dict[str, float | None]:
-    """Return the median and the spread of ratios, as the fields of a row.
+    """Return the median, minimum and maximum of ratios, as the fields of a row.
 
     >>> ratio_summary([3.0, 1.0, 2.0])
     {'ratio': 2.0, 'ratio_min': 1.0, 'ratio_max': 3.0}
@@ -230,7 +235,7 @@ def ratio_summary(by_round: Sequence[float]) -> dict[str, float | None]:
 
 
 def summary(values: Sequence[float]) -> dict[str, float | None]:
-    """Return median, minimum and maximum; None if there are no values.
+    """Return the median, minimum and maximum of values, or None for all three if there are no values.
 
     >>> summary([3.0, 1.0, 2.0])
     {'median': 2.0, 'min': 1.0, 'max': 3.0}
@@ -248,7 +253,7 @@ def compared(
     Args:
         about: first fields of the row.
         ours: result of ecrl.
-        peer: result that ours is divided by.
+        peer: result of the other contestant.
         must: required ratio, if any.
         aim: desired ratio, if any.
 

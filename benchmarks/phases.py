@@ -1,4 +1,4 @@
-"""Profile the phases of an iteration in two modes, for every number of environments.
+"""Profile the phases of an iteration in two modes, for several numbers of environments.
 
 The mode "as run" times each compiled call and changes nothing else. The mode "taken apart" uses `ecrl.run.profiler`,
 which separates policy and environment from the fused rollout. Its shares show the cost of each part of collecting, but
@@ -40,7 +40,7 @@ def profile(num_envs: int, device: str, seconds: float) -> list[dict[str, Any]]:
 
 
 def watched_shares(num_envs: int, device: str, seconds: float, watch: Any) -> list[dict[str, Any]]:
-    """Return the `shares` of the median iteration of five or more, after two iterations that compile."""
+    """Return the `shares` of the median of at least five iterations, after two iterations that compile."""
     from functools import partial
 
     from ecrl import init_state, make_iteration
@@ -62,7 +62,7 @@ def watched_shares(num_envs: int, device: str, seconds: float, watch: Any) -> li
 
 
 def shares(seconds: dict[tuple[str, ...], list[float]], total: float) -> list[dict[str, Any]]:
-    """Return milliseconds and share of an iteration for every innermost phase, and for the rest.
+    """Return the milliseconds and the share of an iteration for every innermost phase, and for the remaining time.
 
     >>> shares({("update",): [0.3], ("update", "learn"): [0.2]}, 0.4)[0]
     {'phase': 'update/learn', 'ms': 200.0, 'share': 0.5}
@@ -74,7 +74,10 @@ def shares(seconds: dict[tuple[str, ...], list[float]], total: float) -> list[di
 
 
 def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
-    """Return a row per size, mode and phase on the first core, then on a GPU, not measured if there is none."""
+    """Return a row per size, mode and phase on the first core, then on a GPU.
+
+    Without a GPU, its rows are marked as not measured.
+    """
     out = []
     for device, sizes in (("cpu", QUICK if quick else SIZES), ("cuda", GPU_SIZES)):
         for size in sizes:

@@ -1,9 +1,9 @@
-"""PPO on PushCube against its bare physics: `mujoco.rollout` of exactly the steps that a rollout takes.
+"""Compare PPO on PushCube with bare physics: one call of `mujoco.rollout` for the steps of a rollout.
 
-Three contestants use the same cores, with one thread per core. MuJoCo alone repeats the states and controls of ecrl's
-first rollout in one call. ecrl's environment alone repeats the actions of that rollout, with task, resets and
-observations. The third contestant runs whole iterations of `configs/push_cube_ppo.json`, collecting and learning.
-Two more contestants measure the environment with a robot that has meshes, the arm `example:panda`.
+All contestants use the same cores, with one thread per core. MuJoCo alone repeats the controls of ecrl's first rollout
+from its initial states. ecrl's environment alone repeats the actions of this rollout, with task, resets and
+observations. The third contestant runs whole iterations of `configs/push_cube_ppo.json`, collecting and learning. Two
+more contestants are MuJoCo and the environment with a robot that has meshes, the arm `example:panda`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +15,7 @@ from benchmarks.pairs import ROOT, Contestant, Result, race, ratios, summary
 CONFIG = ROOT / "configs" / "push_cube_ppo.json"
 MESHES = "example:panda"
 MOST = {"environment": (1.25, None), "iteration": (2.2, 1.6), "meshes": (1.3, None)}
-"""Targets as multiples of the time of bare physics: required and desired."""
+"""Required and desired times of contestants, as multiples of the time of bare physics."""
 
 
 def config(robot: str | None = None, **keys: Any) -> Any:
@@ -27,7 +27,7 @@ def config(robot: str | None = None, **keys: Any) -> Any:
 
 
 def first_rollout(robot: str | None = None) -> tuple[Any, Any]:
-    """Return the initial state of a run, and the steps of its first batch, eager."""
+    """Collect the first batch of a run eagerly. Return the initial state of the run, and the steps of the batch."""
     from ecrl import init_state
     from ecrl.loop.build import build
 
@@ -38,7 +38,7 @@ def first_rollout(robot: str | None = None) -> tuple[Any, Any]:
 
 
 def recorded(robot: str | None = None) -> tuple[Any, Any, Any, int]:
-    """Return MuJoCo's model, states `[T, N, nstate]` and controls `[T, N, nu]` of the first rollout, and substeps."""
+    """Return the model, states `[T, N, nstate]`, controls `[T, N, nu]` and number of substeps of the first rollout."""
     from unittest.mock import patch
 
     import torch
@@ -64,7 +64,8 @@ def recorded(robot: str | None = None) -> tuple[Any, Any, Any, int]:
 def replay(threads: int, robot: str | None = None) -> tuple[Callable[[], Any], Any, int]:
     """Return a function that repeats all environments' steps in one call, the expected states, and the substeps.
 
-    The function returns MuJoCo's full physics state after every substep, `[N, T * substeps, ...]`. It never resets.
+    The function returns MuJoCo's full physics state after every substep, `[N, T * substeps, ...]`. The function never
+    resets an environment.
     """
     import numpy as np
     from mujoco import rollout
@@ -157,7 +158,7 @@ def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def result_row(ecrl: Result, mujoco: Result, cores: int) -> dict[str, Any]:
-    """Return a row with the time as a multiple of bare physics.
+    """Return a row with ecrl's time per step as a multiple of the time of bare physics.
 
     >>> result_row(Result("iteration", [1.0], 1.0, {}, 0.0), Result("bare", [2.0], 1.0, {}, 0.0), 2)["times_bare"]
     2.0

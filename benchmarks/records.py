@@ -1,8 +1,8 @@
-"""Result files: the learning curve of one seed of one config, `runs/<config>/<library>/<seed>.json`, measured once.
+"""Read and write the result files `runs/<config>/<library>/<seed>.json`. A file has the learning curve of one seed.
 
-A file has everything needed to judge and repeat it. It is fresh while the hash of its settings equals the present hash,
-else stale. The settings are the config's differences from the defaults, without seed and names, so a new key with its
-default does not change the hash. The commit in the file identifies the code and the defaults.
+A file has everything needed to judge and repeat the measurement. A file is fresh if the hash of its settings equals the
+present hash, else stale. The settings are the config's differences from the defaults, without seed and names, so a new
+key with its default does not change the hash. The commit in the file identifies the code and the defaults.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from ecrl.report.curves import canonical_json, without_seeds_and_names
 from ecrl.storage.atomic_files import replace_file
 
 SEEDS, FEW, SHORT_S = 10, 3, 600.0
-"""Seeds per config, seeds per slow config, and the seconds per seed that make a config slow."""
+"""Number of seeds per config, number of seeds per slow config, and training seconds from which a config is slow."""
 
 Row = dict[str, Any]
 
@@ -116,7 +116,7 @@ class Standing(NamedTuple):
 
 
 def entries(configs: Path) -> list[Entry]:
-    """List every task with every library that has settings for it; the libraries of a task follow each other."""
+    """List an entry for each task and each library whose `tasks` contain the config. Entries are sorted by task."""
     results = []
     for task in TASKS.values():
         for key, library in LIBRARIES.items():
@@ -130,12 +130,12 @@ def entries(configs: Path) -> list[Entry]:
 
 
 def path_of(entry: Entry, seed: int, out: Path) -> Path:
-    """Return the result file of a seed."""
+    """Return the path of the result file of a seed."""
     return out / "runs" / entry.task.config / entry.library / f"{seed}.json"
 
 
 def standing(entry: Entry, out: Path) -> Standing:
-    """Read the state of an entry from its files."""
+    """Read the state of an entry from its files. Raise UserError for a result file that is not JSON."""
     fresh, stale = {}, 0
     for path in sorted(path_of(entry, 0, out).parent.glob("*.json"), key=lambda path: int(path.stem)):
         try:
@@ -152,7 +152,7 @@ def standing(entry: Entry, out: Path) -> Standing:
 
 
 def num_seeds(fresh: dict[int, Row]) -> int:
-    """Return the required number of seeds, from the training time of the present records; three without records.
+    """Return the required number of seeds: 10 if the median training time of `fresh` is below `SHORT_S`, else 3.
 
     >>> num_seeds({}), [num_seeds(dict.fromkeys(range(3), {"train_s": s})) for s in (599.0, 600.0)]
     (3, [10, 3])

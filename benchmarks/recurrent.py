@@ -1,9 +1,9 @@
-"""Environment steps per second of recurrent PPO on CartPole without velocities: ecrl against PureJaxRL's in JAX.
+"""Compare ecrl with PureJaxRL by the environment steps per second of recurrent PPO on CartPole without velocities.
 
 Both have one linear encoder with relu, a GRU, and an actor and a critic with one hidden layer, all of 64 units. An
 iteration has 128 steps and 4 epochs of 4 minibatches of whole environments. Both clip the critic's values and
-standardise advantages over each minibatch. At a time limit, ecrl computes the critic's value, and gymnax terminates the
-episode. All rows are measured on one core.
+standardise advantages over each minibatch. At a time limit, ecrl bootstraps from the critic's value, but gymnax, the
+library with PureJaxRL's environment, reports a termination. All rows are measured on one core.
 """
 
 from collections.abc import Callable, Sequence
@@ -64,7 +64,7 @@ def contestants(num_envs: int) -> tuple[Contestant, Contestant]:
 
 
 def row(num_envs: int, ecrl: Result, peer: Result) -> dict[str, Any]:
-    """Return the row of a number of environments.
+    """Return the row that compares ecrl with PureJaxRL for one number of environments.
 
     >>> row(64, Result("ecrl", [3.0], 1.0, {}, 0.0), Result("peer", [2.0], 1.0, {}, 0.0))["met"]
     True

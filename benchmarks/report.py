@@ -69,7 +69,7 @@ def report(subject: str, rows: list[Row], cores: Sequence[int], quick: bool, sec
 
 
 def write(report: Row, out: Path) -> Path:
-    """Write the JSON file."""
+    """Write a report to `<subject>.json` in the folder `out`, and return the path."""
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"{report['subject']}.json"
     path.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
@@ -99,7 +99,7 @@ def cell(value: Any) -> str:
 
 
 def show(report: Row) -> None:
-    """Print the table."""
+    """Print a report as a table. Rows with an error or a missed target are red."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,8 +1,8 @@
-"""`ecrl bench results`: how well every shipped config learns, seed by seed, and other libraries on the same tasks.
+"""Measure how well every shipped config learns, and how well other libraries learn the same tasks.
 
-Each seed runs in a separate process on one core with an empty compile cache, so that seeds do not influence each other.
-All cores run seeds at the same time. A finished seed is a file (`records`) and is not measured again. The tables and
-pictures are made only from these files (`leaderboard`).
+This is the command `ecrl bench results`. Each seed runs in a separate process on one core with an empty compile cache,
+so that seeds do not influence each other. All cores run seeds at the same time. A finished seed has a file (`records`),
+and is not measured again. The tables and pictures are made only from these files (`leaderboard`).
 """
 
 import shlex
@@ -71,9 +71,9 @@ def run(only: Sequence[str], seeds: int | None, minutes: float | None, out: Path
     """Measure missing and stale seeds, then make the tables and pictures from all files.
 
     Args:
-        only: configs to measure; all if empty.
-        seeds: seeds per config; `records.num_seeds` if None.
-        minutes: start no run after this many minutes; no limit if None.
+        only: names of the configs to measure, or an empty sequence for all configs.
+        seeds: number of seeds per config, or None for the result of `records.num_seeds`.
+        minutes: start no run after this number of minutes, or None for no limit.
         out: folder for the results.
         configs: folder of the config files.
 
@@ -124,7 +124,7 @@ def _signals_as_interrupt() -> Iterator[None]:
 
 
 def missing(measured_entries: Sequence[Entry], seeds: int | None, out: Path) -> list[Job]:
-    """List the seeds without a fresh record: the first seed of every entry, then every second seed, and so on."""
+    """List the seeds without a fresh record, sorted by seed: seed 0 of every entry, then seed 1, and so on."""
     fresh_by_entry = [(entry, standing(entry, out).fresh) for entry in measured_entries]
     jobs = [
         Job(entry, seed)

@@ -1,4 +1,4 @@
-"""Limits of this machine: bytes per second of a copy and float32 operations per second of a matrix product."""
+"""Measure the limits of this machine: bytes per second of a copy, and float32 operations per second of a product."""
 
 import statistics
 
@@ -16,7 +16,7 @@ def synchronize(device: str) -> None:
 
 
 def copy_rate(size: int, device: str, seconds: float = 0.05) -> float:
-    """Return the bytes per second, read plus written, of copies that move `size` bytes; small sizes fit in a cache."""
+    """Return the bytes per second, read plus written, of copies that move `size` bytes, which may fit in a cache."""
     source = torch.ones(max(1, size // 8), device=device)  # half is read, half is written, 4 bytes an element
     target = torch.empty_like(source)
 
@@ -28,7 +28,7 @@ def copy_rate(size: int, device: str, seconds: float = 0.05) -> float:
 
 
 def matmul_rate(device: str, seconds: float = 0.05) -> float:
-    """Return the operations per second of a large square matrix product; a multiply-add counts as two."""
+    """Return the operations per second of a large square matrix product. A multiply-add counts as two operations."""
     side = _SIDE[device]
     a, out = torch.ones(side, side, device=device), torch.empty(side, side, device=device)
 

@@ -1,4 +1,4 @@
-"""Environment steps per second by number of environments, by length of a rollout and by width of both networks.
+"""Measure environment steps per second by number of environments, length of a rollout and width of both networks.
 
 A full run also measures rejax. A quick run measures only ecrl, at sizes that `end_to_end` has compiled before. On a
 GPU, the number of environments goes up to 65,536, and the rows have the share of time inside CUDA graphs.
@@ -55,7 +55,7 @@ def ecrl_work(num_envs: int, steps: int, width: int, device: str = "cpu") -> Cal
 
 
 def rejax(num_envs: int, steps: int, width: int) -> Callable[[], int]:
-    """Return a function that runs several iterations of rejax in one compiled call, on its default device."""
+    """Return a function that runs several iterations of rejax in one compiled call, and returns the number of steps."""
     import jax
 
     from benchmarks.other_libraries.rejax_ppo import ppo
@@ -74,7 +74,7 @@ def rejax(num_envs: int, steps: int, width: int) -> Callable[[], int]:
 
 
 def point(by: str, size: Size, quick: bool, device: str, cores: Sequence[int]) -> dict[str, Any]:
-    """Measure one size with ecrl, and with rejax unless quick."""
+    """Measure one size with ecrl, and also with rejax unless `quick` is True. Return the row."""
     args, env = size._asdict(), ENV[device]
     contestants = [Contestant("ecrl", "benchmarks.scaling:ecrl_work", {**args, "device": device}, env)]
     if not quick:
@@ -118,7 +118,7 @@ def on_gpu(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
-    """Return a row per size on the first core; then the rows of a GPU, marked as not measured if there is none."""
+    """Return a row per size on the first core, then the rows of a GPU. Without a GPU, these are not measured."""
     sizes = QUICK if quick else BY
     out = [point(by, size, quick, "cpu", cores[:1]) for by, some in sizes.items() for size in some]
     return out + on_gpu(quick, cores)

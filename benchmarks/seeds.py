@@ -1,6 +1,6 @@
-"""64 seeds of PPO on CartPole: all seeds together against the same compiled runs in sequence and against rejax vmapped.
+"""Compare 64 seeds of PPO on CartPole, trained together, with the same seeds in sequence and with rejax under vmap.
 
-A unit of work is an iteration of all seeds; every contestant has one thread per core.
+A unit of work is one iteration of all seeds. Every contestant has one thread per core.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +13,7 @@ SEEDS = 64
 NUM_ENVS = {"quick": (4,), "full": (4, 32)}
 CONTESTANTS = ("together", "in_turn", "rejax")
 MOST = {4: {"in_turn": 0.5, "rejax": 0.8}, 32: {"in_turn": 0.9, "rejax": 0.8}}
-"""Targets for the time of the runs together divided by the time of another contestant, by environments."""
+"""Targets for the time of "together" divided by the time of another contestant, by number of environments per seed."""
 
 
 def config(num_envs: int) -> Any:
@@ -31,7 +31,7 @@ def initial_states(num_envs: int, seeds: int) -> list[Any]:
 
 
 def together(num_envs: int, seeds: int) -> Callable[[], int]:
-    """Return work units that run an iteration of all seeds as `ecrl.train_many` does."""
+    """Return a function that runs one iteration of all seeds as in `ecrl.train_many`, and returns the env steps."""
     from ecrl.loop.build import build
     from ecrl.loop.iteration import iterations_of_members
     from ecrl.run.train_many import fastest_calls
@@ -100,7 +100,7 @@ def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def result_row(num_envs: int, results: Sequence[Result]) -> dict[str, Any]:
-    """Return the rate of each contestant, and the time of the runs together divided by the time of each other one.
+    """Return the rate of each contestant, and the time of "together" divided by the time of each other contestant.
 
     >>> some = [Result(name, [rate], 1.0, {}, 0.0) for name, rate in (("together", 4.0), ("in_turn", 2.0))]
     >>> result_row(4, some)["time_by_in_turn"], result_row(4, some)["met"]
@@ -119,7 +119,7 @@ def result_row(num_envs: int, results: Sequence[Result]) -> dict[str, Any]:
 
 
 def figure(rows: list[dict[str, Any]]) -> Any:
-    """Plot bars of steps per second."""
+    """Plot the environment steps per second of each contestant as bars, a group of bars per row."""
     from matplotlib.figure import Figure
 
     measured = [row for row in rows if "time_by_in_turn" in row]

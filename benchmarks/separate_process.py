@@ -29,7 +29,7 @@ class Running(NamedTuple):
 
 
 def command(function: str, args: Mapping[str, Any], cores: Sequence[int]) -> list[str]:
-    """Return the arguments of the interpreter that call a function."""
+    """Return the arguments of the Python interpreter for a call of "module:function" on `cores`."""
     return ["-m", "benchmarks.separate_process", function, json.dumps(dict(args)), ",".join(map(str, cores))]
 
 
@@ -56,13 +56,13 @@ def begin(
         text=True,
         stdout=out,
         stderr=errors,
-        start_new_session=True,  # killed together with the compilers it starts
+        start_new_session=True,  # so that `stop` also kills the compilers that the process starts
     )
     return Running(function, process, out, errors)
 
 
 def result(running: Running) -> Any:
-    """Return the result of a function whose process has ended. If it died, raise Failure with its last stderr line."""
+    """Return the result of a function whose process has ended. If the process failed, raise Failure with the reason."""
     texts = []
     for file in (running.out, running.errors):
         file.seek(0)
@@ -107,7 +107,7 @@ def run_in_process(
 def main() -> None:
     """Pin this process, call the function and print its result."""
     function, args, cores = sys.argv[1:]
-    os.sched_setaffinity(0, [int(core) for core in cores.split(",")])  # before the imports: threads inherit it
+    os.sched_setaffinity(0, [int(core) for core in cores.split(",")])  # before the imports, whose threads inherit it
     out = answers()
     module, name = function.split(":")
     print(json.dumps(getattr(import_module(module), name)(**json.loads(args))), file=out)

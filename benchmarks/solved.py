@@ -1,8 +1,8 @@
-"""Seconds from process start to CartPole solved, and to the end of the budget, with cold and with warm compile caches.
+"""Measure the seconds until CartPole is solved and until the budget ends, with cold and with warm compile caches.
 
 CartPole is solved when the mean return of the last 100 training episodes is at least 475 at the end of an iteration.
-Both libraries use the settings of `configs/cartpole_ppo.json`. Each run is a whole process on one core. A run with a
-cold cache fills it for the next run.
+Both libraries use the settings of `configs/cartpole_ppo.json`. Each run is a whole process on one core, and the seconds
+count from the start of the process. A run with a cold cache fills the cache for the next run.
 
 In a full run, the libraries take turns on one core, with five seeds. A quick run has one seed and no eager run. With
 two cores, each library then gets its own core.
@@ -22,12 +22,12 @@ from benchmarks.separate_process import caching_in, run_in_process
 ECRL, REJAX = "benchmarks.ecrl_runs:solve", "benchmarks.other_libraries.rejax_solved:solve"
 REJAX_NUMBERS = {"num_envs": 32, "batch_size": 256, "n_epochs": 4, "iterations": 120}
 """The settings of the config, for rejax's process, which does not read configs."""
-RUNS = {  # in the order of the runs; one lane per library
+RUNS = {  # two lanes of runs, each in the order of the runs
     "ecrl": ("ecrl cold", "ecrl warm"),
     "rejax": ("rejax cold", "rejax warm", "ecrl off"),
 }
 EAGER = "ecrl off"
-ROWS = [  # what, run of ecrl, other run, required ratio (seconds of the other run / seconds of ecrl)
+ROWS = [  # end of the time span, run of ecrl, other run, required ratio (seconds of the other run / seconds of ecrl)
     ("solved", "ecrl cold", "rejax cold", 0.5),
     ("solved", "ecrl warm", "rejax warm", 1.0),
     ("solved", "ecrl off", "rejax cold", None),
@@ -38,7 +38,7 @@ RunResult = dict[str, Any]
 
 
 def run(name: str, seed: int, caches: Path, core: int) -> RunResult:
-    """Run one whole process on one core."""
+    """Run one training, such as "ecrl cold", in a process on one core."""
     library, cache = name.split()
     env = caching_in(str(caches / f"{library}{seed}"))
     more = {"compile": "off" if cache == "off" else "auto"} if library == "ecrl" else REJAX_NUMBERS
@@ -50,7 +50,7 @@ def run(name: str, seed: int, caches: Path, core: int) -> RunResult:
 
 
 def lane(names: Sequence[str], seeds: Sequence[int], caches: Path, core: int) -> dict[str, list[RunResult]]:
-    """Run all names in sequence with the first seed, then with the next seed, and so on."""
+    """Run the trainings `names` in sequence on one core with the first seed, then with the next seed, and so on."""
     runs_by_name: dict[str, list[RunResult]] = {name: [] for name in names}
     for seed in seeds:
         for name in names:
@@ -59,14 +59,14 @@ def lane(names: Sequence[str], seeds: Sequence[int], caches: Path, core: int) ->
 
 
 def runs_in_order() -> list[str]:
-    """List all runs for one lane, with the libraries in turns."""
+    """List the names of all runs in an order in which the libraries take turns, for a single lane."""
     return [
         name for cache in ("cold", "warm", "off") for lane in RUNS.values() for name in lane if name.endswith(cache)
     ]
 
 
 def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
-    """Return a row per pair of `ROWS`."""
+    """Return a row per entry of `ROWS`. A quick run leaves out the entries with an eager run."""
     with tempfile.TemporaryDirectory() as folder:
         caches = Path(folder)
         if not quick or len(cores) == 1:
@@ -94,7 +94,9 @@ def row(
     other_runs: Sequence[RunResult],
     must: float | None,
 ) -> dict[str, Any]:
-    """Compare two runs; above a ratio of 1, ecrl takes fewer seconds. A run that never solves the task is a failure.
+    """Compare the seconds of ecrl's runs and of other runs with the same seeds. Above a ratio of 1, ecrl is faster.
+
+    If the value `what` is "solved" and a run never solves the task, the row has an error.
 
     >>> runs = [{"solved_s": s, "steps": 9, "form": "f"} for s in (1.0, 2.0)]
     >>> row("solved", "ecrl cold", runs[:1], "rejax cold", runs[1:], 1.0)["ratio"]

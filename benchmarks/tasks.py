@@ -11,13 +11,13 @@ from ecrl.config import Config
 
 CONFIGS = ROOT / "configs"
 POINTS = 40
-"""Evaluations of a run, evenly spaced over its budget."""
+"""Number of evaluations in a run, evenly spaced over its budget."""
 EPISODES = {"return": (20, 100), "success": (100, 500)}
-"""Episodes per evaluation, with deterministic actions: during training, and after the whole budget."""
+"""Number of episodes per evaluation for each score: during training, and after it. Actions are deterministic."""
 
 
 class Task(NamedTuple):
-    """A config and its target. `env` is Gymnasium's environment for evaluation; the training environment if None."""
+    """Config and its target. `env` is Gymnasium's environment for evaluation, or None for the training environment."""
 
     config: str
     score: Literal["return", "success"]
@@ -97,7 +97,7 @@ ARMS: dict[str, dict[str, Any]] = {
 
 
 def with_arm(cfg: Config, arm: str) -> Config:
-    """Return a config with one of `ARMS`."""
+    """Return a config with the robot `arm` of `ARMS`."""
     return cfg.replace(**{"env.cfg.robot": ARMS[arm]})
 
 

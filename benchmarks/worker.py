@@ -22,13 +22,13 @@ PACKAGES = {  # module: distribution
 
 
 def peak_rss_mb() -> float:
-    """Return the peak memory of this process, MB. Unlike `getrusage`, it does not count the parent process."""
+    """Return the peak resident memory of this process in MiB, without the parent process, unlike `getrusage`."""
     with open("/proc/self/status", encoding="ascii") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) / 1024
 
 
 def timed(work: Callable[[], int], times: int) -> dict[str, float]:
-    """Call `work` `times` times; return the seconds, the total count and the peak memory."""
+    """Make `times` calls of `work`. Return the seconds, the total count and the peak memory in MiB."""
     start = time.perf_counter()
     count = sum(work() for _ in range(times))
     return {"seconds": time.perf_counter() - start, "count": count, "peak_rss_mb": peak_rss_mb()}
@@ -43,7 +43,7 @@ def answers() -> TextIO:
 
 
 def main() -> None:
-    """Set up the contestant, then work as often as each line of stdin asks, until stdin ends."""
+    """Set up the contestant. For each number on stdin, make this number of calls of `work`, and print the answer."""
     start, out = time.perf_counter(), answers()
     module, function = sys.argv[1].split(":")
     work = getattr(import_module(module), function)(**json.loads(sys.argv[2]))
