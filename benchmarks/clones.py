@@ -200,7 +200,7 @@ def table(task: str, out: Path = OUT) -> str:
 
 
 def run(task: TaskName, arms: tuple[str, ...] = (), seeds: tuple[int, ...] = (0, 1, 2, 3, 4), out: Path = OUT) -> bool:
-    """Train every arm and seed without a file of the present settings, one run per core, and print the table.
+    """Train every arm and seed that has no result file for the present settings, one run per core. Print the table.
 
     Args:
         task: name of the task.
@@ -244,7 +244,7 @@ def run(task: TaskName, arms: tuple[str, ...] = (), seeds: tuple[int, ...] = (0,
 
 
 def _needs_clone(task: str, seed: int, arms: Sequence[str], out: Path) -> bool:
-    """Return True if an arm other than `clone` has no result file for this seed, and the folder lacks the clone."""
+    """Return True if an arm other than `clone` has no result file for this seed, and the clone is missing."""
     missing = any(arm != "clone" and seed not in records(task, arm, out) for arm in arms)
     return missing and not (WORK / task / str(seed) / "clone" / "config.json").exists()
 

@@ -19,7 +19,7 @@ CONFIG = ROOT / "configs" / "cartpole_ppo.json"
 
 
 def averages(cfg: Config) -> Iterator[float]:
-    """Yield the mean return of the last 100 episodes after each iteration."""
+    """Train with a config. After each iteration, yield the mean return of the last 100 episodes."""
     yield from _averages_of(build(cfg), cfg)
 
 
@@ -49,8 +49,8 @@ def make(num_envs: int, **keys: Any) -> Callable[[], int]:
 def solve(seed: int, started: float, compile: str) -> dict[str, Any]:
     """Train CartPole PPO for the whole budget, and measure the time until the task is solved.
 
-    Returns: `solved_s` and `steps`, the seconds from `started` and the env steps until CartPole is solved, or None and
-        0; `budget_s`, the seconds from `started` to the end of training; `form`, the result of `form_in_use`.
+    Returns: `solved_s` and `steps` are the seconds from `started` and the env steps until CartPole is solved, or None
+        and 0. `budget_s` is the seconds from `started` to the end of training. `form` is the result of `form_in_use`.
     """
     cfg = load_config(CONFIG).replace(**{"trainer.seed": seed, "trainer.compile": compile})
     run, solved, steps = build(cfg), None, 0

@@ -29,7 +29,7 @@ SLOW = ("torchrl", "torchrl vec")  # a quick run leaves these out
 
 
 class Case(NamedTuple):
-    """Kernel at one size: its module in `implementations`, the arguments of `inputs` and `cost`, and the table names."""
+    """Kernel at one size: its module in `implementations`, the arguments of `inputs` and `cost`, and the tables."""
 
     kernel: str
     size: str
@@ -147,7 +147,7 @@ def measure_all(quick: bool, device: str) -> list[dict[str, Any]]:
 
 
 def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the rows of the first core, then of a GPU. Without a GPU, its rows are marked as not measured.
+    """Return the rows of the first core, then the rows of a GPU. Without a GPU, these are marked as not measured.
 
     Compile caches start empty.
     """

@@ -12,7 +12,7 @@ from benchmarks.tasks import EPISODES, POINTS, Task
 
 Row = dict[str, Any]
 Evaluate = Callable[[int], Row]
-"""Type of a function that maps a number of episodes to the scores: "return", and "success" if the task has it."""
+"""Type of a function that maps a number of episodes to the scores: "return", and "success" for some tasks."""
 Report = Callable[[int, Evaluate], None]
 """Type of a function to call after every update, with the env steps so far and an `Evaluate` function."""
 
@@ -26,8 +26,8 @@ def followed(learn: Callable[[Report], None], task: Task, budget: int, started: 
         budget: env steps of training.
         started: start time of the process, as from `time.time`, or None for the present time.
 
-    Returns: `curve` has a row per evaluation with steps, seconds, episodes and scores. `train_s` is the seconds of the
-        last row. `wall_s` and `cpu_s` include evaluations, and `cpu_s` also includes compiler processes.
+    Returns: `curve` has a row per evaluation with steps, seconds, episodes and scores. `train_s` equals the seconds in
+        the last row. `wall_s` and `cpu_s` include evaluations, and `cpu_s` also includes compiler processes.
     """
     started, paused, next_point = started or time.time(), 0.0, 1
     curve: list[Row] = []

@@ -97,7 +97,7 @@ def with_slopes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
     """Return a row per contestant and size on the first core, then the rows of ecrl on a GPU.
 
-    Without a GPU, its rows are marked as not measured.
+    Without a GPU, the rows of the GPU are marked as not measured.
     """
     out = []
     for name, sizes in (QUICK if quick else SIZES).items():

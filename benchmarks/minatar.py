@@ -113,7 +113,7 @@ def row(game: str, kind: str, ecrl: Result, peer: Result) -> dict[str, Any]:
 
 
 def figure(rows: list[dict[str, Any]]) -> Any:
-    """Plot a bar for the ratio of each row; the required ratio is a line."""
+    """Plot a bar for the ratio of each row, and a line for the required ratio."""
     from matplotlib.figure import Figure
 
     measured = [r for r in rows if "ratio" in r]

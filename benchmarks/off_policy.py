@@ -5,8 +5,8 @@ and PQN learn CartPole, TD3 and SAC learn Pendulum. rejax is measured unchanged,
 depend on the capacity. ecrl and rejax use Double DQN, which Stable-Baselines3 does not have. With 256 units, DQN is
 compared only with Stable-Baselines3, so ecrl uses plain DQN. FastTD3 and FastSAC, with the settings of the shipped
 configs but on Pendulum, are compared with Stable-Baselines3's TD3 and SAC on Pendulum. The last rows compare ecrl with
-itself: a buffer of 1,000,000 with one of 10,000 steps, and prioritised with uniform replay. All rows are measured on
-one core. A quick run has one round of SAC with 64 units.
+itself: a buffer of 1,000,000 steps with a buffer of 10,000 steps, and prioritised replay with uniform replay. All rows
+are measured on one core. A quick run has one round of SAC with 64 units.
 """
 
 from collections.abc import Callable, Sequence
@@ -161,7 +161,7 @@ def row(comparison: Comparison, first: Result, other: Result, must: float | None
 
 
 def figure(rows: list[dict[str, Any]]) -> Any:
-    """Plot a bar for the ratio of each row; the required ratio is a line."""
+    """Plot a bar for the ratio of each row, and a line for the required ratio."""
     from matplotlib.figure import Figure
 
     measured = [r for r in rows if "ratio" in r]

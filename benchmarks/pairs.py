@@ -73,7 +73,10 @@ def threads_env(cores: Sequence[int]) -> dict[str, str]:
 
 
 def start(contestant: Contestant, cores: Sequence[int], first: Sequence[int]) -> Worker:
-    """Start a worker with one thread per core in `cores`. The worker sets up on the cores `first`, the same number."""
+    """Start a worker with one thread per core in `cores`. During setup, the worker runs on the cores `first`.
+
+    Both arguments must have the same number of cores.
+    """
     command = [sys.executable, "-m", "benchmarks.worker", contestant.make, json.dumps(dict(contestant.args))]
     env = {**os.environ, "PYTHONUNBUFFERED": "1", **threads_env(cores), **contestant.env}
     errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (closed by stop)

@@ -2,7 +2,7 @@
 
 The mode "as run" times each compiled call and changes nothing else. The mode "taken apart" uses `ecrl.run.profiler`,
 which separates policy and environment from the fused rollout. Its shares show the cost of each part of collecting, but
-its times are longer than in a normal run.
+its times are longer than in a run without timers.
 """
 
 import time
@@ -29,7 +29,7 @@ def as_run(times: Any, run: Any) -> Any:
 
 
 def profile(num_envs: int, device: str, seconds: float) -> list[dict[str, Any]]:
-    """Return the rows of both modes, each measured over about `seconds` of iterations."""
+    """Return the rows of both modes, each measured over iterations that take at least `seconds` together."""
     from ecrl.run.profiler import with_timers
 
     return [
@@ -76,7 +76,7 @@ def shares(seconds: dict[tuple[str, ...], list[float]], total: float) -> list[di
 def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
     """Return a row per size, mode and phase on the first core, then on a GPU.
 
-    Without a GPU, its rows are marked as not measured.
+    Without a GPU, the rows of the GPU are marked as not measured.
     """
     out = []
     for device, sizes in (("cpu", QUICK if quick else SIZES), ("cuda", GPU_SIZES)):

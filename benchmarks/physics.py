@@ -101,7 +101,10 @@ def bare(threads: int, robot: str | None = None) -> Callable[[], int]:
 
 
 def environment(robot: str | None = None) -> Callable[[], int]:
-    """Return a function that repeats the rollout with the same actions in the environment, compiled as in training."""
+    """Return a function that repeats the actions of the first rollout in the environment, and returns the env steps.
+
+    The rollout is compiled as in training.
+    """
     from ecrl.algorithms.core import step_keys
     from ecrl.loop.build import build
 

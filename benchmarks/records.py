@@ -1,8 +1,8 @@
 """Read and write the result files `runs/<config>/<library>/<seed>.json`. A file has the learning curve of one seed.
 
-A file has everything needed to judge and repeat the measurement. A file is fresh if the hash of its settings equals the
-present hash, else stale. The settings are the config's differences from the defaults, without seed and names, so a new
-key with its default does not change the hash. The commit in the file identifies the code and the defaults.
+A file has everything needed to judge and repeat the measurement. A file is fresh if its hash equals the hash of the
+present settings, else stale. The settings are the config's differences from the defaults, without seed and names, so a
+new key with its default does not change the hash. The commit in the file identifies the code and the defaults.
 """
 
 import hashlib

@@ -74,7 +74,7 @@ def row(num_envs: int, ecrl: Result, peer: Result) -> dict[str, Any]:
 
 
 def figure(rows: list[dict[str, Any]]) -> Any:
-    """Plot the ratio by number of environments, with its spread; the required ratio is a line."""
+    """Plot the ratio and its range for each number of environments, and a line for the required ratio."""
     from matplotlib.figure import Figure
 
     measured = [r for r in rows if "ratio" in r]

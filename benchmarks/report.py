@@ -1,4 +1,4 @@
-"""Report of a subject, with everything needed to judge and repeat it: a table and a JSON file."""
+"""Report on a subject: a table, and a JSON file with everything needed to judge and repeat the measurement."""
 
 import json
 import os
@@ -77,7 +77,7 @@ def write(report: Row, out: Path) -> Path:
 
 
 def columns(rows: Sequence[Row]) -> list[str]:
-    """Return the columns of the table: the keys of the rows, without lists and dicts; status and error come last."""
+    """Return the columns of the table: the keys of the rows without lists and dicts, with status and error last."""
     names = dict.fromkeys(name for row in rows for name, value in row.items() if not isinstance(value, (list, dict)))
     trailing = [name for name in ("status", "error") if name in names]
     return [name for name in names if name not in trailing] + trailing

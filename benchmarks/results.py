@@ -1,6 +1,6 @@
 """Measure how well every shipped config learns, and how well other libraries learn the same tasks.
 
-This is the command `ecrl bench results`. Each seed runs in a separate process on one core with an empty compile cache,
+The command is `ecrl bench results`. Each seed runs in a separate process on one core with an empty compile cache,
 so that seeds do not influence each other. All cores run seeds at the same time. A finished seed has a file (`records`),
 and is not measured again. The tables and pictures are made only from these files (`leaderboard`).
 """
@@ -35,14 +35,14 @@ _PAUSE_S, _SHARE = 0.2, 0.9
 
 
 class Job(NamedTuple):
-    """A seed of an entry."""
+    """Job that measures one seed of an entry."""
 
     entry: Entry
     seed: int
 
 
 class RunningJob(NamedTuple):
-    """A job that runs, with the metadata of its record and the folder of its compile cache."""
+    """Job with a running process, the metadata of its record and the folder of its compile cache."""
 
     job: Job
     running: separate_process.Running

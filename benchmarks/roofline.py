@@ -1,4 +1,4 @@
-"""Measure the limits of this machine: bytes per second of a copy, and float32 operations per second of a product."""
+"""Measure the machine's limits: bytes per second of a copy, and float32 operations per second of a matrix product."""
 
 import statistics
 

@@ -90,7 +90,7 @@ def run_in_process(
     env: Mapping[str, str] | None = None,
     patience: float = PATIENCE,
 ) -> Any:
-    """Call "module:function" with `args` in a new process, with `env` added to its environment; return its result.
+    """Call "module:function" with `args` in a new process whose environment also has `env`, and return the result.
 
     Raises: Failure, with the last line on stderr, if the process dies or takes longer than `patience` seconds.
     """

@@ -4,8 +4,8 @@ CartPole is solved when the mean return of the last 100 training episodes is at 
 Both libraries use the settings of `configs/cartpole_ppo.json`. Each run is a whole process on one core, and the seconds
 count from the start of the process. A run with a cold cache fills the cache for the next run.
 
-In a full run, the libraries take turns on one core, with five seeds. A quick run has one seed and no eager run. With
-two cores, each library then gets its own core.
+In a full run, the libraries take turns on one core, with five seeds. A quick run has one seed and no eager run. In a
+quick run with two cores, each library has its own core.
 """
 
 import statistics

@@ -81,7 +81,7 @@ MINATAR_PPO = tuple(name for name in TASKS if name.startswith("minatar") and nam
 
 
 def without_memory(cfg: Config) -> Config:
-    """Return a config with separate networks of two layers of 64 units with tanh in place of the recurrent ones."""
+    """Return a config with separate networks of two layers of 64 units with tanh in place of recurrent networks."""
     layers = {"type": "mlp", "network_cfg": {"hidden_sizes": [64, 64], "activation": "tanh"}}
     normalize = cfg.policy.normalize_obs
     return cfg.replace(policy={"name": "actor_critic", "actor": layers, "critic": layers, "normalize_obs": normalize})

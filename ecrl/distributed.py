@@ -111,7 +111,7 @@ def all_mean(x: T, *, weight: Tensor) -> T:
 
         sum_ranks(weight * x) / sum_ranks(weight)        0 if all weights are 0
 
-    On a rank with weight 0, the tensors may contain NaN or infinity. A single message carries all tensors.
+    On a rank with weight 0, the tensors may contain NaN or infinity. The ranks exchange all tensors in one message.
 
     Args:
         x: a tree of tensors: nested TensorDicts, tuples, lists and dicts.

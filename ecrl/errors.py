@@ -49,7 +49,7 @@ class NotFiniteError(UserError):
 
 
 class MissingExtraError(UserError, ModuleNotFoundError):
-    """Error for a missing package of an optional extra of ecrl. The message contains the command that installs it."""
+    """Error for a missing package of an optional extra of ecrl. The message names the command to install the extra."""
 
 
 @contextmanager

@@ -127,7 +127,7 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 
 
 def nearest(name: object, known: Iterable[str]) -> str | None:
-    """Return the known name that is most similar to `name`, or None if no name is similar. Ignore upper and lower case.
+    """Return the known name that is most similar to `name`, ignoring case, or None if no known name is similar.
 
     >>> nearest("PushCube", ["PushCubeRL", "pendulum"]), nearest("x", ["seed"])
     ('PushCubeRL', None)

@@ -31,7 +31,10 @@ def sources_hash() -> str:
 
 @cache
 def _folder(base: str) -> str:
-    """Return this CPU's cache directory inside `base`. If it is not writable, warn and return a temporary directory."""
+    """Return this CPU's cache directory inside `base`.
+
+    If the cache directory is not writable, warn and return a temporary directory, which the process removes at its end.
+    """
     folder = os.path.join(base, f"cpu_{cpu_identity()}")
     try:
         os.makedirs(folder, exist_ok=True)

@@ -23,20 +23,23 @@ from ecrl.compile.cache import sources_hash
 from ecrl.compile.graph_nodes import storage_of
 
 _LARGE = 4096
-"""The number of elements above which a carry is written in place. `ecrl.compile.scan` packs smaller carries."""
+"""The number of elements above which a carry is written in place.
+
+`ecrl.compile.scan` packs smaller carries into shared buffers.
+"""
 
 _WRITES = (torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default)
 
 
 class _WriteCarriesInPlace(CustomGraphPass):
-    """Pass of inductor that changes the bodies of the loops in a graph, as the module docstring describes."""
+    """Pass of inductor that makes loops write large carries in place, as the module docstring describes."""
 
     def uuid(self) -> str:
         """Return an identifier for the key of inductor's cache."""
         return sources_hash()
 
     def __call__(self, graph: Graph) -> None:
-        """Change each loop of a graph, and copy each carry that its loop now writes in place."""
+        """Make the loops of a graph write large carries in place. Copy each such carry once, before its loop."""
         for loop in graph.find_nodes(op="call_function", target=scan_op):
             body = cast(GraphModule, getattr(graph.owning_module, str(cast(Node, loop.args[0]).target)))
             carries = [*cast(list[Node], loop.args[1])]
@@ -49,7 +52,7 @@ class _WriteCarriesInPlace(CustomGraphPass):
 
 
 def _write_in_place(body: GraphModule, number: int) -> list[int]:
-    """Change a loop body with `number` carries, and return the indices of the carries that it now writes in place."""
+    """Make a loop body with `number` carries write large carries in place, and return the indices of these carries."""
     results, carries = cast(list[Node], body.graph.output_node().args[0]), body.graph.find_nodes(op="placeholder")
     nodes, earlier, changed = [*body.graph.nodes], dict[Node, set[Node]](), dict[int, list[Node]]()
     for i in range(number):

@@ -105,7 +105,7 @@ def _allocate_once(loop: str) -> str:
 
 
 def _read_inputs_in_place(loop: str) -> str:
-    """Rewrite a loop so that an input that only kernels read gets no new tensor handle in each iteration."""
+    """Rewrite a loop so that its iterations create no tensor handles for inputs that only kernels read."""
     for match in reversed([*_INPUT.finditer(loop)]):
         pad, name, outer = match.groups()
         rest = loop[: match.start()] + loop[match.end() :]

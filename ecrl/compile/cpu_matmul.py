@@ -164,7 +164,7 @@ def has_vector_instructions() -> bool:
     """Return True if inductor supports this CPU's vector instructions, which the C++ of this module needs."""
     faster = (
         skip_redundant_codegen() if torch.__version__ >= "2.13" else nullcontext()
-    )  # older versions of torch cannot compile loops
+    )  # torch before 2.13 cannot compile loops for the CPU
     with config.patch({"cpp.vec_isa_ok": True}), faster:  # testing each instruction set takes seconds
         return bool(pick_vec_isa())
 

@@ -80,9 +80,9 @@ def compiled(
 ) -> tuple[Run, Hashable, list[Tensor]]:
     """Compile `fn` for tensors with the shapes and dtypes of `leaves`.
 
-    A call of the compiled function copies its arguments into the graph's memory, even from the host. The call does not
-    copy borrowed leaves (`ecrl.pytree.Borrowed`), because the CUDA graph reads borrowed leaves at their own addresses.
-    If the address of a borrowed leaf changes, the call captures a new CUDA graph.
+    A call of the compiled function copies its arguments, which may be on the host, into the graph's memory. The call
+    does not copy borrowed leaves (`ecrl.pytree.Borrowed`), because the CUDA graph reads borrowed leaves at their own
+    addresses. If the address of a borrowed leaf changes, the call captures a new CUDA graph.
 
     Returns: the compiled function, the structure of its results, and the tensors that `fn` captured.
     """

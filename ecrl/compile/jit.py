@@ -79,7 +79,7 @@ class Form(NamedTuple):
 
 
 class _CompiledFunction(NamedTuple):
-    """Compiled function that takes a list of tensors, and the properties that its arguments must have."""
+    """Compiled function of one or more tensors, and the properties that these tensors must have."""
 
     run: Callable[..., list[Tensor]]
     settings: Hashable
@@ -94,7 +94,7 @@ class _CompiledFunction(NamedTuple):
 
 def _layout_guard(leaves: list[Tensor]) -> Any:
     """Return a guard whose `check` compares all shapes, strides, dtypes and devices, ten times as fast as Python."""
-    from torch._C._dynamo.guards import TensorGuards  # imported here because eager runs must work without private names
+    from torch._C._dynamo.guards import TensorGuards  # eager runs must work without private names of torch
 
     sizes: Any = [list(leaf.shape) for leaf in leaves]
     strides: Any = [list(leaf.stride()) for leaf in leaves]
@@ -236,7 +236,7 @@ def _compiled(fn: Callable, *static: "_Static") -> Callable[..., Any]:
 
 @lru_cache(None)
 def _compiled_or_eager(fn: Callable, *static: "_Static") -> Callable[..., Any]:
-    """Bind the static arguments of `fn`, and compile `fn` at the first call. If this fails, warn and run eagerly."""
+    """Bind the static arguments of `fn`, and compile `fn` at the first call. If compiling fails, run eagerly."""
     return _compile_at_call(_compiled_or_eager, fn, tuple(one.value for one in static))
 
 

@@ -164,7 +164,7 @@ class Packing(NamedTuple):
     def pack(self, leaves: Sequence[Tensor], lead: int = 0) -> list[Tensor]:
         """Concatenate the flattened tensors of each buffer. A buffer with a single tensor is this tensor itself.
 
-        The first `lead` axes are not flattened. They are also the first axes of the buffers.
+        The first `lead` axes are not flattened, and become the first axes of the buffers.
         """
         flat = [leaf.reshape(*leaf.shape[:lead], -1) for leaf in leaves]
         return [

@@ -187,7 +187,7 @@ def _is_random(node: Node) -> bool:
 
 
 def _skip_views(node: Node) -> Node:
-    """Follow views that do not change the layout back from `node`, and return the node of the viewed tensor.
+    """Starting at `node`, follow views with the same layout back to the viewed tensor, and return its node.
 
     If a loop reads a view instead, inductor frees the view after the first iteration of the loop.
     """
@@ -208,7 +208,7 @@ def _lift_constants(graph: GraphModule) -> GraphModule:
     """Convert the constants of loop bodies and branches to inputs, because bodies and branches must not have constants.
 
     The function also applies `stack_only_parts`, `fuse_relu`, `_merge_duplicates` and `_store_numbers` to the graph and
-    to each body, and `_store_parts` to each body. The function returns the graph.
+    to each body. To bodies, the function also applies `_store_parts`. The function returns the graph.
     """
     stack_only_parts(graph)
     fuse_relu(graph)

@@ -24,7 +24,7 @@ from ecrl.policies import Policy, make_policy
 from ecrl.spaces import element_bytes
 
 _COMPILING_S, _VECTOR_STEP_S, _GRADIENT_STEP_S, _SEQUENCE_STEP_S = 30.0, 0.35e-3, 4.5e-3, 1e-3
-"""The seconds to compile with an empty cache, and the seconds that compiling saves.
+"""Estimates in seconds: the time to compile with an empty cache, and the times that compiling saves.
 
 Compiling saves time in each vectorised step and in each gradient step. If a gradient step contains a loop over
 sequences, compiling also saves time in each step of this loop after the first.
@@ -62,7 +62,7 @@ def _env_and_policy(cfg: Config) -> tuple[Env, Policy]:
 
 
 def check_envs(cfg: Config, env: Env, num_envs: int, key: str) -> None:
-    """Raise ConfigError for the config key `key` if the observations of `num_envs` environments exceed the memory."""
+    """Raise ConfigError for the key `key` if the observations of `num_envs` environments do not fit in memory."""
     check_room(num_envs * element_bytes(env.observation_space), device_of(cfg), f"{key}: {num_envs:,} environments")
 
 

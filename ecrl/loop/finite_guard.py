@@ -32,7 +32,7 @@ def _has_nonfinite(tensors: list[Tensor], device: torch.device) -> Tensor:
 
 
 def _counted(steps: TensorDict, key: str) -> list[Tensor]:
-    """Return the tensors of a field without padding, and with zeros at masked steps.
+    """Return the tensors of a field without padding, and with zeros at steps where the mask is False.
 
     If the steps have no mask, the result includes the last entry of `obs`, which is not padding.
     """
@@ -115,7 +115,7 @@ def undo_update(nonfinite: Tensor, start: TensorDict, state: TensorDict, kinds: 
     skipped, no_reward = nonfinite.any(), nonfinite[KINDS.index("reward")]
     (new, structure), (old, structure_before) = flatten(state), flatten(start)
     if structure != structure_before:
-        raise ValueError(f"structures differ: {structure_before} and {structure}")
+        raise ValueError(f"state has the structure {structure}, expected the structure of start, {structure_before}")
     moves_on = [kind_of(path, kinds) is Kind.ENVIRONMENT for path in paths(structure)]
     leaves = [
         y if moved or x is y else torch.where(skipped, x, y) for x, y, moved in zip(old, new, moves_on, strict=True)

@@ -39,7 +39,7 @@ _PARTS = {"params": "params", "norm": "norm/obs", "frozen_params": "frozen_param
 
 
 def initial_policy(run: Run, cfg: Config, device: torch.device) -> Policy:
-    """Return the policy for the `init` of an algorithm. Without `trainer.init_from`, return the policy of the run.
+    """Return the policy that initialises a run. Without `trainer.init_from`, return the policy of the run unchanged.
 
     A part is a first-level name of the parameters, such as `actor` or `critic`. If policy and checkpoint both have a
     part, its tensors must have equal names, shapes and dtypes. Parts that exist only in the policy keep their random
@@ -47,9 +47,9 @@ def initial_policy(run: Run, cfg: Config, device: torch.device) -> Policy:
     one side. Another warning names the first policy setting that differs between the two configs, even if the tensors
     fit.
 
-    Raises: ConfigError if there is no undamaged checkpoint, or if policy and checkpoint do not fit together. They do
-        not fit if they have no part in common, if the tensors of a part differ, or if only one of them standardises
-        observations.
+    Raises: ConfigError if there is no undamaged checkpoint, or if policy and checkpoint do not fit together. Policy and
+        checkpoint do not fit if they have no common part, if the tensors of a part differ, or if only one of them
+        standardises observations.
     """
     if cfg.trainer.init_from is None:
         return run.policy
@@ -81,8 +81,8 @@ def initial_policy(run: Run, cfg: Config, device: torch.device) -> Policy:
 def _warn_of_other_settings(folder: Path, own: PolicyConfig) -> None:
     """Warn if the policy section of the checkpoint's config differs from `own`, for example in an activation.
 
-    Critic settings and settings of the initial weights may differ. If this installation cannot read the config, the
-    function does not compare settings. The tensors are checked in any case.
+    Differences in critic settings and in settings of the initial weights cause no warning. If this installation cannot
+    read the checkpoint's config, the function does not compare settings.
     """
     try:
         saved = PolicyConfig.model_validate(json.loads(read_bytes(complete_folder(folder) / "config.json"))["policy"])
@@ -145,7 +145,7 @@ def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _with_parts(folder: Path, params: TensorDict, saved: Mapping[str, Tensor]) -> TensorDict:
-    """Replace the parts of `params` that the checkpoint also has. Warn about parts that exist only on one side.
+    """Replace each part of `params` by the checkpoint's part, if any. Warn about parts that exist only on one side.
 
     Raises: ConfigError if there is no common part, or if the tensors of a part differ.
     """

@@ -124,7 +124,7 @@ def check_start(run: Run, cfg: Config) -> None:
 
 
 def _with_envs(run: Run, state: TensorDict, env: TensorDict) -> TensorDict:
-    """Return an initial state with the environments' states.
+    """Add the environments' states `env` to an initial state, and return the result.
 
     If an action may take several steps, the result also has the count of actions `decision_step`, and its replay
     buffer, if any, has the field `executed`.
@@ -411,9 +411,9 @@ def _iteration_of_leaves(
 def phase_of(run: Run, state: TensorDict) -> Hashable:
     """Compute the phase of the next iteration (see `Algorithm.phase`).
 
-    Only environment steps that were added to the replay buffer count. A run that resumes without its buffer therefore
-    fills the buffer before it learns. The same applies if the finite guard skipped the first iterations. If the state
-    has several seeds, all seeds wait for the seed with the fewest steps.
+    With a replay buffer, the phase depends only on the environment steps that were added to the buffer. A run therefore
+    fills the buffer before it learns, even if the run resumes without its buffer, or if the finite guard skipped the
+    first iterations. If the state has several seeds, all seeds wait for the seed with the fewest steps.
 
     Raises: ConfigError if the seeds are in different phases.
     """
@@ -481,8 +481,8 @@ def make_iteration(cfg: Config, watch: Watch = unwatched) -> Iteration:
     to the buffers of a state in place, but the pure iteration copies the buffers.
 
     Raises: ConfigError if the state has a hyperparameter that the algorithm does not have. The iteration checks the
-        names in its first call, and again if they have changed since the last call. UserError if the argument of the
-        iteration is not the state of a run.
+        names of the hyperparameters in its first call, and in each call with new names. UserError if the argument of
+        the iteration is not the state of a run.
     """
     run, guard = build(cfg), "skip" if cfg.trainer.finite_guard == "skip" else "off"
     run, kinds, tf32 = watch(run), kinds_of(run), _uses_tf32(cfg)
@@ -538,7 +538,7 @@ def _warn_of_skip(nonfinite: Tensor | None, logs: Logs, step: int) -> bool:
 
 
 def warn_if_finished(state: TensorDict, cfg: Config) -> None:
-    """Warn if a state has already completed all iterations of its run. The warning names the line of user code."""
+    """Warn, at the line of the user's code, if a state has already completed all iterations of its run."""
     done, end = int(decisions(state)), total_steps(cfg, world_size())
     if done >= end:
         advice = "nothing is left to train; raise trainer.iterations"
@@ -631,7 +631,7 @@ def can_vmap(run: Run, state: TensorDict) -> bool:
 def iterations_of_members(
     run: Run, states: Sequence[TensorDict], cfg: Config, members: Sequence[str], *, runs_per_call: int, threads: int
 ) -> Iterator[list[list[LogData]]]:
-    """Run the iterations of several runs. A call handles one run, or several runs under `torch.func.vmap`.
+    """Run the iterations of several runs. Each call of an iteration handles one run, or several runs under vmap.
 
     After each iteration of all runs, yield the two records of `train_iter` for every member. If
     `trainer.finite_guard` is "stop", a member with NaN or infinity has no further records, and the other members
@@ -639,12 +639,12 @@ def iterations_of_members(
 
     Args:
         run: run of every member (see `can_vmap`).
-        states: states with equal numbers of environment steps. They may differ in random keys and hyperparameters.
+        states: states with equal numbers of environment steps, but any random keys and hyperparameters.
         cfg: config of one of the members.
         members: names of the members, for warnings.
         runs_per_call: largest number of members in one call. A call of a single member needs no vmap.
-        threads: number of calls that run at the same time. With more than one, torch uses one thread in each call, and
-            also in the main thread until the iterator is closed.
+        threads: number of calls that run at the same time. If there are several, torch uses one thread in each call,
+            and also in the main thread until the iterator is closed.
     """
     guard, size = cfg.trainer.finite_guard, steps_per_iteration(cfg)
     step = first = int(decisions(states[0]))
@@ -687,7 +687,7 @@ def _without_scans_of_old_objects() -> Iterator[None]:
     The states of many members make the collector scan all objects every few iterations. Most of these objects belong to
     torch's compiler and are never freed, so the scans only cost time.
     """
-    if gc.get_freeze_count():  # the program has frozen its own objects, which unfreezing would unfreeze too
+    if gc.get_freeze_count():  # the program has frozen its own objects, which `gc.unfreeze` would also unfreeze
         yield
         return
     gc.freeze()

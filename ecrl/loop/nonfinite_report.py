@@ -250,10 +250,9 @@ def _searching_scan(run: Run, findings: list[Finding]) -> Callable[..., Any]:
 
     The scan looks for a step after which a loss, a gradient norm or a parameter is not finite. In this step, the scan
     searches the logs and the new parameters. The scan ignores a log that was not finite in an earlier step. In a loop
-    other than `minibatch_sgd`, the scan also ignores a log without an earlier value. Such a log may be NaN in a run
-    without an error. Losses and gradient norms are never ignored for this reason. If a loop is differentiated, the
-    scan searches the gradients of the loop. The scan continues after the first finding, because the other ranks
-    continue, too.
+    other than `minibatch_sgd`, the scan also ignores a log without an earlier value, which may be NaN in a run without
+    an error. A loss or a gradient norm needs no earlier value. If a loop is differentiated, the scan searches the
+    gradients of the loop. The scan continues after the first finding, because the other ranks continue, too.
     """
     is_interleaved = isinstance(run.algorithm.iterate, Interleaved)
     around: list[int | None] = []  # the step index of each enclosing loop, or None for a loop of `minibatch_sgd`
@@ -405,7 +404,7 @@ _PLACES = {
 
 
 def explained(report: dict[str, Any]) -> str:
-    """Describe a report in one line.
+    """Describe the report of a NotFiniteError in one line.
 
     The line contains the first value that is not finite, its position, the last finite value and advice.
     """
@@ -459,7 +458,7 @@ def with_checked_actions(run: Run) -> Run:
     Actions are checked before each step because a robot may execute them. All other values are checked after the
     collection. For equal runs, the function returns equal runs, which share compiled functions.
 
-    Raises: NonfiniteAction, if the environment of the returned run steps with such an action.
+    Raises: NonfiniteAction if the policy of the returned run chooses an action with NaN or infinity.
     """
     return run._replace(env=replace(run.env, step=_CheckedStep(run.env.step)))
 

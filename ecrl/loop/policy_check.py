@@ -226,7 +226,7 @@ def _explore(findings: list[str], notes: list[str], policy: Policy, record: _Rec
 
 
 def _first_difference(one: Tensor, other: Tensor, tolerance: float, counted: Tensor | None = None) -> list[int] | None:
-    """Return the index [env, step, ...] of the first step where two tensors differ by over `tolerance`, or None."""
+    """Return the index [env, step, ...] of the first step where two tensors differ beyond `tolerance`, or None."""
     same = torch.isclose(one.double(), other.double(), rtol=tolerance, atol=tolerance, equal_nan=True)
     wrong = ~same if counted is None else ~same & counted
     if not wrong.any():
