@@ -75,7 +75,7 @@ def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def result_row(task: str, cores: int, fast: Result, full: Result, env: Result) -> dict[str, Any]:
-    """Return a row with the frames per second of both qualities. For two cores, there is no target, so `met` is None.
+    """Return a row with the frames per second of both qualities. The targets are for one core, else `met` is None.
 
     >>> results = [Result(name, [rate], 1.0, {}, 0.0) for name, rate in (("fast", 2e3), ("full", 2e2), ("steps", 1e3))]
     >>> row = result_row("ReachRL", 1, *results)

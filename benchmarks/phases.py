@@ -1,8 +1,8 @@
 """Profile the phases of an iteration in two modes, for several numbers of environments.
 
 The mode "as run" times each compiled call and changes nothing else. The mode "taken apart" uses `ecrl.run.profiler`,
-which separates policy and environment from the fused rollout. Its shares show the cost of each part of collecting, but
-its times are longer than in a run without timers.
+which separates policy and environment from the fused rollout. The shares of this mode show the cost of each part of
+collecting, but the times are longer than in a run without timers.
 """
 
 import time

@@ -21,7 +21,7 @@ from ecrl.report.curves import canonical_json, without_seeds_and_names
 from ecrl.storage.atomic_files import replace_file
 
 SEEDS, FEW, SHORT_S = 10, 3, 600.0
-"""Number of seeds per config, number of seeds per slow config, and training seconds from which a config is slow."""
+"""Number of seeds per config, number of seeds per slow config, and minimum training seconds of a slow config."""
 
 Row = dict[str, Any]
 

@@ -1,7 +1,7 @@
 """Measure how well every shipped config learns, and how well other libraries learn the same tasks.
 
-The command is `ecrl bench results`. Each seed runs in a separate process on one core with an empty compile cache,
-so that seeds do not influence each other. All cores run seeds at the same time. A finished seed has a file (`records`),
+The command is `ecrl bench results`. Each seed runs in a separate process on one core with an empty compile cache, so
+that seeds do not influence each other. All cores run seeds at the same time. A finished seed has a file (`records`),
 and is not measured again. The tables and pictures are made only from these files (`leaderboard`).
 """
 

@@ -59,7 +59,7 @@ def lane(names: Sequence[str], seeds: Sequence[int], caches: Path, core: int) ->
 
 
 def runs_in_order() -> list[str]:
-    """List the names of all runs in an order in which the libraries take turns, for a single lane."""
+    """List the names of all runs for a single lane. The libraries take turns: first cold runs, then warm runs."""
     return [
         name for cache in ("cold", "warm", "off") for lane in RUNS.values() for name in lane if name.endswith(cache)
     ]

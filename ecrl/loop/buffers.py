@@ -72,7 +72,7 @@ def sha256_text(words: Tensor) -> str:
 
 
 def data_of(run: Run, device: torch.device) -> TensorDict:
-    """Return a TensorDict with the algorithm's data set as `data`, or an empty TensorDict if there is no data set."""
+    """Return a TensorDict with the algorithm's data set as `data`, or an empty TensorDict without a data set."""
     data = run.algorithm.data
     return TensorDict({} if data is None else {"data": data.read(run, device)}, [])
 
