@@ -81,7 +81,7 @@ def list_entrants(libraries: Sequence[str], sizes: Sequence[int], quick: bool) -
 def on_cores(
     cores: Sequence[int], libraries: Sequence[str], sizes: Sequence[int], quick: bool, device: str = "cpu"
 ) -> list[dict[str, Any]]:
-    """Return the rows on these cores. All contestants are set up at the same time, because compiling takes long."""
+    """Return the rows on these cores. All contestants are set up at the same time, so that compiling uses all cores."""
     out, cores_label = [], "GPU" if device == "cuda" else len(cores)
     entrants = list_entrants(libraries, sizes, quick)
     with started([contestant(name, n, device) for name, n in entrants], cores) as workers:

@@ -129,7 +129,7 @@ def row(
 
 
 def figure(rows: list[dict[str, Any]]) -> Any:
-    """Plot bars of seconds, ecrl and the other run side by side."""
+    """Plot the seconds of each row as bars, with ecrl and the other run side by side."""
     from matplotlib.figure import Figure
 
     picture = Figure(figsize=(8, 4), layout="constrained")

@@ -289,7 +289,10 @@ def _check_chunk_discount(state: TensorDict, new: TensorDict, cfg: Config) -> No
 
 
 def run_summary(run: Run, cfg: Config, world_size: int) -> list[str]:
-    """Describe a run on `world_size` ranks in a few lines. Raise ConfigError if the components are incompatible."""
+    """Describe a run on `world_size` ranks in a few lines.
+
+    Raises: ConfigError if the components are incompatible, or if a rollout does not fit in memory.
+    """
     form = planned_form(cfg, run.policy, run.algorithm, run.static)
     check_rollout(cfg, run)
     key = rng.key(cfg.trainer.seed, device_of(cfg))
@@ -441,9 +444,10 @@ def _uses_tf32(cfg: Config) -> bool:
 
 
 def _bound(fn: Callable[..., Any], run: Run, tf32: bool, *static: Any) -> Callable[..., Any]:
-    """Bind `run` and `static` to `fn`. If the algorithm and the environment allow one graph, compile `fn` as one graph.
+    """Bind `run` and `static` to `fn`. In a run that allows one graph for a whole iteration, compile `fn` as one graph.
 
-    The first call checks the results of the policy and the algorithm. In an eager run, all other calls skip the checks.
+    One graph needs an algorithm with `as_one`, a pure environment and a single rank. The first call checks the results
+    of the policy and the algorithm. In an eager run, all other calls skip the checks.
     """
     one_graph = run.algorithm.as_one and run.env.is_pure and run.static.world_size == 1
     checked = (run.jit if one_graph else partial)(fn, with_contract(run), *static)

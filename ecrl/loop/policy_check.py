@@ -59,9 +59,9 @@ class _Record(NamedTuple):
 def random_observations(space: Space, keys: Tensor, others: tuple[int, ...] = ()) -> Any:
     """Draw one observation per key from the uniform distribution on a space.
 
-    If the bounds of a Box are infinite or far apart, the observation has standard normal values. An `action_mask`
-    allows at least one choice in every group of choices. The argument `others` contains the sizes of these groups. A
-    mask in a nested Dict does not mask actions, and is drawn like any other observation.
+    If the bounds of a float Box are infinite or far apart, the observation has standard normal values, clamped to the
+    bounds. An `action_mask` allows at least one choice in every group of choices. The argument `others` contains the
+    sizes of these groups. A mask in a nested Dict does not mask actions, and is drawn like any other observation.
 
     >>> random_observations(Discrete(3), rng.key(0).expand(2)).shape
     torch.Size([2])
