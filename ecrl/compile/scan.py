@@ -90,7 +90,8 @@ def _packed_scan(
     inputs = without_aliases([*map(dense, buffers[0]), *buffers[2]], ())
     xs = [*map(dense, buffers[1])]  # inductor would copy a whole tensor with gaps in each iteration of the loop
     out = scan_op(packed_body, inputs[:at], xs, tuple(inputs[at:]))
-    refuse_captured_variables(mode.tracer.root)
+    advice = "pass it to scan after xs, and the body receives it after x"
+    refuse_captured_variables(mode.tracer.root, "a scan", advice)
     share_constants(mode.tracer.root)
     return packings[0].unpack(out[:at]), y_packing[0].unpack(out[at:], (length,))
 
@@ -198,17 +199,24 @@ def pack_small(leaves: Sequence[Tensor], lead: int = 0) -> Packing:
     return Packing(positions, buffers)
 
 
-def refuse_captured_variables(root: torch.nn.Module) -> None:
-    """Raise ConfigError if the body of the most recent loop captures a tensor of the graph around the loop."""
-    body = cast(GraphModule, [*root.children()][-1])
-    for node in body.graph.find_nodes(op="get_attr"):
+def refuse_captured_variables(root: torch.nn.Module, call: str, advice: str) -> None:
+    """Raise ConfigError if the body of the most recent call captures a tensor of the graph around the call.
+
+    Args:
+        root: module that the tracer has filled with the bodies of loops and with the branches of conditions.
+        call: the call in the error message: "a scan" or "step_if". A call of step_if has two branches.
+        advice: how to pass the tensor to the body instead.
+    """
+    count = 2 if call == "step_if" else 1
+    bodies = [cast(GraphModule, body) for body in [*root.children()][-count:]]
+    for body, node in ((body, node) for body in bodies for node in body.graph.find_nodes(op="get_attr")):
         value = getattr(body, node.target)
         if isinstance(value, FakeTensor) and _affects_output(node):
             kind = str(value.dtype).removeprefix("torch.")
             line = user_line(traceback.extract_stack())
             raise ConfigError(
-                f"trainer.compile: {line} calls a scan whose body captures a {kind} tensor {list(value.shape)} from "
-                "outside; pass it to scan after xs, and the body receives it after x"
+                f"trainer.compile: {line} calls {call} whose body captures a {kind} tensor {list(value.shape)} from "
+                f"outside; {advice}"
             )
 
 

@@ -59,7 +59,8 @@ def graph_step_if(due: Tensor, body: Callable[..., tuple[Any, Any]], carry: Any,
 
     operands = without_aliases([_vector(x) for part in buffers for x in part], ())
     out = cond_op(due, run, keep, tuple(operands))
-    refuse_captured_variables(mode.tracer.root)
+    advice = "pass it to step_if after carry, and the body receives it after carry"
+    refuse_captured_variables(mode.tracer.root, "step_if", advice)
     share_constants(mode.tracer.root)
     new = [x.reshape(shape) for x, shape in zip(out[:at], shapes, strict=False)]
     return unflatten(c, packings[0].unpack(new)), unflatten(structure[0], y_packing[0].unpack(out[at:]))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ecrl.compile import cpu
 from ecrl.compile.jit import Jit
+from ecrl.errors import ConfigError
 from ecrl.kernels import loop
 from ecrl.kernels.scan_loop import step_if
 
@@ -131,3 +132,16 @@ def test_a_compiled_step_equals_eager(form, body, monkeypatch):
         expected, actual = form(body, carry, xs, weights, first), compiled(carry, xs, weights, first)
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10, equal_nan=True)
     assert all(map(torch.equal, copies, (*carry, xs, weights))), "the arguments keep their values"
+
+
+@needs_cpu_compiler
+def test_a_step_that_captures_a_tensor_from_outside_is_refused():
+    def captured(due, x, start):
+        y = 2.0 * x
+        return step_if(due, lambda carry: (carry + y, y.sum()), start)
+
+    advice = r"calls step_if whose body captures a float32 tensor \[3\] from outside; pass it to step_if after carry"
+    with pytest.raises(ConfigError, match=advice):
+        Jit(True)(captured)(torch.tensor(True), torch.ones(3), torch.zeros(3))
+    passed = Jit(True)(lambda due, x, start: step_if(due, lambda carry, y: (carry + y, y.sum()), start, 2.0 * x))
+    assert passed(torch.tensor(True), torch.ones(3), torch.zeros(3))[0].tolist() == [2.0] * 3
