@@ -208,8 +208,8 @@ def refuse_captured_variables(root: torch.nn.Module, call: str, advice: str) -> 
         advice: how to pass the tensor to the body instead.
     """
     count = 2 if call == "step_if" else 1
-    bodies = [cast(GraphModule, body) for body in [*root.children()][-count:]]
-    for body, node in ((body, node) for body in bodies for node in body.graph.find_nodes(op="get_attr")):
+    bodies = cast(list[GraphModule], [*root.children()][-count:])
+    for body, node in ((part, node) for part in bodies for node in part.graph.find_nodes(op="get_attr")):
         value = getattr(body, node.target)
         if isinstance(value, FakeTensor) and _affects_output(node):
             kind = str(value.dtype).removeprefix("torch.")
