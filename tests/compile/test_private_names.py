@@ -15,6 +15,7 @@ from support.without_a_name import owner_of
 PARTS = private_parts()
 DESIGN = Path(__file__).parents[2] / "docs/design.md"
 TORCH_NEEDS = {
+    "torch._ops.OpOverload": "torch.library.register_fake and register_vmap",
     "torch.autograd.forward_ad._current_level": "its module reads it; tests/test_tracing_state.py hides it from ecrl",
     "torch._ops.OpOverload._schema": "torch cannot register an operation without it",
 }
