@@ -98,8 +98,8 @@ def ema_init(params: TensorDict) -> TensorDict:
     >>> sorted(ema_init(TensorDict({"w": torch.zeros(2)}, [])).keys())
     ['mean', 'step']
     """
-    leaves: Any = params.values(include_nested=True, leaves_only=True)
-    step = torch.zeros((), dtype=torch.int64, device=next(iter(leaves)).device)
+    first, *_ = cast(Any, params.values(include_nested=True, leaves_only=True))
+    step = torch.zeros((), dtype=torch.int64, device=first.device)
     return TensorDict({"mean": params.apply(torch.zeros_like), "step": step}, [])
 
 

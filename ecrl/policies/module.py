@@ -146,7 +146,10 @@ def _check_forward(net: Pure, label: str, observation_space: Space, action_space
         out = net.forward(weights, example(observation_space))
     if not isinstance(out, tuple) or len(out) not in (2, 3):
         returned = f"{len(out)} values" if isinstance(out, tuple) else type(out).__name__
-        raise ConfigError(f"{forward_label} returns {returned}, expected (output, value) or (output, value, log_std)")
+        raise ConfigError(
+            f"{forward_label} returns {returned}, expected (output, value) or (output, value, log_std); without a "
+            "critic, return None as the value"
+        )
     _check_shape(f"{forward_label}: output", out[0], [2, width])
     if out[1] is not None:
         _check_shape(f"{forward_label}: value", out[1], [2])

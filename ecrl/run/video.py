@@ -68,6 +68,9 @@ def record(state: TensorDict, cfg: Config, path: str | Path, num_envs: int = 4, 
     camera of `trainer.events.train` takes the video. If the config has no camera, the video shows the whole scene. A
     Gymnasium environment is made with the render mode "rgb_array" in this process, and renders its own frames.
 
+    If an action is a chunk of actions, interval events of `trainer.events.eval` count environment steps during the
+    recording. In evaluations, these events count chunks.
+
     Args:
         state: state of a run.
         cfg: config of the run.
@@ -76,8 +79,7 @@ def record(state: TensorDict, cfg: Config, path: str | Path, num_envs: int = 4, 
         num_episodes: number of episodes of each environment. An environment that has finished its episodes continues
             until all environments have finished.
 
-    Returns: the number of frames. The video has one frame per step of the environment, even if an action is a chunk of
-        actions. Interval events of `trainer.events.eval` then count steps of the environment instead of chunks.
+    Returns: the number of frames. The video has one frame per environment step, also if an action is a chunk of actions.
     Raises: ConfigError if `num_envs` or `num_episodes` is below 1, or if the environment has no scene and cannot draw
         images; UserError if OpenGL or the extra `video` is missing, or if `state` is not the state of a run.
     """

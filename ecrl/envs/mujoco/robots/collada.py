@@ -26,7 +26,8 @@ def collada_mesh(path: Path, key: str) -> tuple[np.ndarray, np.ndarray]:
         path: path of the file.
         key: config key for error messages.
 
-    Returns: `(vertices, faces)`: vertices in m, float32 `[V, 3]`, and the three vertices of each face, int32 `[F, 3]`.
+    Returns: `(vertices, faces)`: the vertices in m, float32 `[V, 3]`, and the indices of the three vertices of each
+        face, int32 `[F, 3]`.
     Raises: ConfigError if the file cannot be read, has no triangles, or has an invalid unit, vertex or face.
     """
     try:
