@@ -83,7 +83,9 @@ def legend_label(group: Sequence[Curve]) -> str:
 
 
 def line_style(number: int) -> dict[str, str]:
-    """Return the colour and the dashes of a group, as keyword arguments for `plot` of matplotlib. `number` is the group's index.
+    """Return the colour and the dashes of a group, as keyword arguments for `plot` of matplotlib.
+
+    `number` is the index of the group.
 
     >>> line_style(0), line_style(11)
     ({'color': 'C0', 'linestyle': '-'}, {'color': 'C1', 'linestyle': '--'})

@@ -79,7 +79,8 @@ def record(state: TensorDict, cfg: Config, path: str | Path, num_envs: int = 4, 
         num_episodes: number of episodes of each environment. An environment that has finished its episodes continues
             until all environments have finished.
 
-    Returns: the number of frames. The video has one frame per environment step, also if an action is a chunk of actions.
+    Returns: the number of frames. The video has one frame per environment step, also if an action is a chunk of
+        actions.
     Raises: ConfigError if `num_envs` or `num_episodes` is below 1, or if the environment has no scene and cannot draw
         images; UserError if OpenGL or the extra `video` is missing, or if `state` is not the state of a run.
     """

@@ -210,7 +210,11 @@ REFUSED = {
         [{**HAND, "urdf_path": "x/BrainCo.urdf"}],
         r"no such file 'x/BrainCo.urdf', expected a file or one of ",
     ),
-    "two arms": ({}, [ARM, ARM], r"^robot.urdf_cfg.components: 2 components of the type arm, expected at most one; keep one"),
+    "two arms": (
+        {},
+        [ARM, ARM],
+        r"^robot.urdf_cfg.components: 2 components of the type arm, expected at most one; keep one",
+    ),
     "a moved arm": ({}, [{**ARM, "transform": MOVED}], r"\[0\].transform: is only for a hand; place the arm with"),
     "a model too": (
         {"model": "example:panda"},
