@@ -178,7 +178,7 @@ def expected_state(run: Run, cfg: Config, state: TensorDict) -> TensorDict:
     If the environments step in Python, the new state contains the environments of `state`, so the function opens no
     environments.
 
-    Raises: ConfigError if `state` lacks the environments of the config.
+    Raises: ConfigError if the config's environments step in Python, but `state` contains no such environments.
     """
     if not run.env.is_pure and "token" not in state["env"]:
         raise ConfigError(f"state: it has no environments of {cfg.env.label}; use the config of its run")

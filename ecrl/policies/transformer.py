@@ -175,7 +175,10 @@ def decode(
 
 
 def empty_cache(prefix: Sequence[KeysAndValues], size: int) -> KeysAndValues:
-    """Return an empty cache of all layers with room for `size` tokens, zeros `[layers, n, H, size, D]`."""
+    """Return an empty cache for all layers, with room for `size` tokens.
+
+    The keys and the values are zeros, each `[layers, n, H, size, D]`.
+    """
     n, heads, _, width = prefix[0].keys.shape
     keys, values = (prefix[0].keys.new_zeros(len(prefix), n, heads, size, width) for _ in range(2))
     return KeysAndValues(keys, values)

@@ -496,7 +496,8 @@ def test_vmapped_seeds_equal_single_ones_and_share_a_phase():
     many["replay", "cursor"] = cursors * torch.tensor([0, 1])
     assert phase_of(run, many) == "collect", "all seeds wait for the seed with the fewest steps"
     many["sample_step"], many["replay", "cursor"] = torch.tensor([0, 24]), torch.tensor([0, 24 // N])
-    with pytest.raises(ConfigError, match=r"^state: the seeds are in the phases \['collect', 'learn'\]; give all seeds the same sample_step"):
+    phases = r"^state: the seeds are in the phases \['collect', 'learn'\]; give all seeds the same sample_step"
+    with pytest.raises(ConfigError, match=phases):
         torch.func.vmap(iteration)(many)
 
 
