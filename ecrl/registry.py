@@ -40,13 +40,17 @@ The registry imports these packages before a user's first lookup or registration
 """
 
 RARELY_NEEDED = ("ecrl.envs.mujoco.tasks",)
-"""Further packages, which register built-in components of environments and take long to import.
+"""Packages that register further built-in components of environments. Their import takes long.
 
-The registry imports these packages when it does not find a name in `BUILTIN`, when all names of a kind that the
-packages register are asked for, and before a user's first registration.
+The registry imports these packages in three cases:
+
+- `lookup` finds no component with the name in `BUILTIN`.
+- `registered` lists the names of a kind outside `_ONLY_IN_BUILTIN`.
+- A user registers a component.
 """
 
 ALL_BUILTIN = (*BUILTIN, *RARELY_NEEDED)
+"""All packages that register built-in components."""
 
 PLUGINS = ("ecrl.plugins", "ecrl.vla_backends")
 """Entry-point groups of the plugins. The registry imports the plugins after the built-in packages."""

@@ -1,7 +1,7 @@
 """Implement the recursion of `ecrl.kernels.reverse_scan` in C++ for graphs on a CPU.
 
-With tensor operations, the recursion over 128 steps is about 300 operations of a graph, which take seconds to compile.
-In C++, the recursion is one loop over time. An inner loop computes all rows of a time step in float64.
+With tensor operations, the recursion over a long time axis adds hundreds of operations to the graph, which take long
+to compile. In C++, the recursion is one loop over time. An inner loop computes all rows of a time step in float64.
 """
 
 from collections.abc import Callable

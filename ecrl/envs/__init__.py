@@ -1,4 +1,7 @@
-"""Environments as records of pure functions. Import this package to register the built-in environments."""
+"""Environments as records of pure functions. Import this package to register the built-in environments without MuJoCo.
+
+The registry imports `ecrl.envs.mujoco.tasks`, which registers the MuJoCo tasks, when it looks up one of their names.
+"""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
