@@ -67,7 +67,7 @@ def philox4x32(key: Tensor, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> t
 
 @torch.library.custom_op("ecrl::philox", mutates_args=())
 def _philox_pair(key: Tensor, low: Tensor, high: Tensor, last: bool) -> Tensor:
-    return (philox_words(key, low, high) if is_available() else _philox_pairs(key, low, high))[last]
+    return (philox_words(key, low, high) if is_available("philox") else _philox_pairs(key, low, high))[last]
 
 
 @_philox_pair.register_fake
@@ -103,7 +103,7 @@ def _philox(key: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     if key.device.type == "cpu" and only_vmap_is_active() and not torch.compiler.is_exporting():
         if in_graph():
             return torch.ops.ecrl.philox(key, low, high, False), torch.ops.ecrl.philox(key, low, high, True)
-        if is_available():
+        if is_available("philox"):
             return philox_words(key, low, high)
     return _philox_pairs(key, low, high)
 

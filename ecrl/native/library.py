@@ -1,8 +1,8 @@
-"""Compile the C++ files of this folder into one shared library, once per machine, and load it.
+"""Compile each C++ file of this folder into a shared library, once per machine, and load it.
 
-The library is stored in `cache_folder()`, which other processes share. The name of the file contains a hash of the
-sources, the compiler, its flags and the CPU. The functions of the library take only addresses, sizes and flags, so the
-library does not depend on the version of Python or torch.
+A library is compiled when one of its functions is first needed, and stored in `cache_folder()`, which other processes
+share. The name of the stored file contains a hash of the source, the compiler, its flags and the CPU. The functions of
+a library take only addresses, sizes and flags, so a library does not depend on the version of Python or torch.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
+_FOLDER = Path(__file__).parent
 _FLAGS = (
     *("-O2", "-ftree-vectorize", "-std=c++17", "-fPIC", "-shared"),  # as fast as with -O3, compiles in half the time
     "-ffp-contract=off",  # round after each operation, so that all versions of a loop give equal bits
@@ -45,7 +45,7 @@ def cpu_identity(cpuinfo: str = "/proc/cpuinfo") -> str:
 
 
 def cache_folder() -> Path:
-    """Return the folder for the compiled library.
+    """Return the folder for the compiled libraries.
 
     The folder is `native` in `TORCHINDUCTOR_CACHE_DIR` if this variable is set, else `ecrl` in `XDG_CACHE_HOME`, else
     `~/.cache/ecrl`.
@@ -65,20 +65,21 @@ def find_compiler() -> tuple[str, ...] | None:
     return next(((path, *args) for name, *args in commands if (path := shutil.which(name))), None)
 
 
-def _file_name(compiler: Sequence[str]) -> str:
-    """Return a name that changes with the sources, the compiler, the flags and the CPU."""
+def _file_name(source: str, compiler: Sequence[str]) -> str:
+    """Return a name that changes with the text of the source, the compiler, the flags and the CPU."""
     path = Path(compiler[0]).resolve()
     about = f"{path} {path.stat().st_mtime_ns} {path.stat().st_size} {compiler[1:]} {_FLAGS} {cpu_identity()}"
-    return f"native_{sha256(about.encode() + b''.join(file.read_bytes() for file in SOURCES)).hexdigest()[:24]}.so"
+    text = (_FOLDER / f"{source}.cpp").read_bytes()
+    return f"{source}_{sha256(about.encode() + text).hexdigest()[:24]}.so"
 
 
-def _compile(compiler: Sequence[str], target: Path) -> None:
-    """Compile the library for this CPU. If the compiler reports an error, compile for a generic CPU.
+def _compile(source: str, compiler: Sequence[str], target: Path) -> None:
+    """Compile a library for this CPU. If the compiler reports an error, compile for a generic CPU.
 
     Raises: RuntimeError with the compiler's first error, or if the compiler exceeds the time limit.
     """
     for flags in ((*_FLAGS, *_FOR_THIS_CPU), _FLAGS):
-        command = [*compiler, *flags, "-o", str(target), *map(str, SOURCES)]
+        command = [*compiler, *flags, "-o", str(target), str(_FOLDER / f"{source}.cpp")]
         # Write the output to a file. If the compiler is killed, the processes that it started would keep a pipe open.
         with tempfile.TemporaryFile("w+", errors="replace") as output:
             try:
@@ -114,18 +115,18 @@ def _store(built: Path, target: Path) -> None:
             raise
 
 
-def _load(compiler: Sequence[str]) -> ctypes.CDLL:
+def _load(source: str, compiler: Sequence[str]) -> ctypes.CDLL:
     """Load the stored library. If no library is stored, or if loading fails, compile and store the library.
 
     If the library cannot be stored, each process compiles it.
     """
     path = None
     with suppress(OSError, RuntimeError):  # `Path.home` raises RuntimeError without a home folder
-        path = cache_folder() / _file_name(compiler)
+        path = cache_folder() / _file_name(source, compiler)
         return ctypes.CDLL(str(path))
     with tempfile.TemporaryDirectory(prefix="ecrl_native_") as folder:
-        built = Path(folder) / "native.so"
-        _compile(compiler, built)
+        built = Path(folder) / f"{source}.so"
+        _compile(source, compiler, built)
         if path is not None:
             with suppress(OSError):
                 _store(built, path)
@@ -134,11 +135,11 @@ def _load(compiler: Sequence[str]) -> ctypes.CDLL:
 
 
 @cache
-def library() -> ctypes.CDLL | None:
-    """Return the library, or None if it cannot be compiled. The first call may compile the library.
+def library(source: str) -> ctypes.CDLL | None:
+    """Return the library of `source`, the name of a C++ file of this folder without its suffix.
 
-    If `CXX` or the compiler does not work, the function warns once. If `CXX` is not set and no compiler is found, the
-    function returns None without a warning.
+    The first call may compile the library. If the library cannot be compiled, the function returns None and warns once.
+    If `CXX` is not set and no compiler is found, the function returns None without a warning.
     """
     compiler, given = find_compiler(), os.environ.get("CXX")
     if compiler is None and not given:
@@ -146,7 +147,7 @@ def library() -> ctypes.CDLL | None:
     try:
         if compiler is None:
             raise RuntimeError("there is no such program")
-        return _load(compiler)
+        return _load(source, compiler)
     except (OSError, RuntimeError) as error:
         warnings.warn(
             f"the C++ functions of ecrl cannot be compiled with {given or compiler[0]} ({error}), so kernels run as "  # pyright: ignore
@@ -158,17 +159,17 @@ def library() -> ctypes.CDLL | None:
 
 
 @torch.compiler.assume_constant_result
-def is_available() -> bool:
-    """Return True if the C++ functions can run here."""
-    return library() is not None
+def is_available(source: str) -> bool:
+    """Return True if the C++ functions of `source` can run here. The first call may compile them."""
+    return library(source) is not None
 
 
-def function(name: str, types: Sequence[Any]) -> Any:
-    """Return the C++ function `name`, which has arguments of the `ctypes` types in `types` and no return value.
+def function(source: str, name: str, types: Sequence[Any]) -> Any:
+    """Return the C++ function `name` of `source`, which has arguments of the `ctypes` types in `types`, and no result.
 
     Raises: RuntimeError if the library cannot be compiled.
     """
-    loaded = library()
+    loaded = library(source)
     if loaded is None:
         raise RuntimeError(
             f"the C++ function {name} is not available, because it cannot be compiled; set CXX to a working compiler"

@@ -34,7 +34,7 @@ def philox_words(key: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor
 
 @cache
 def _philox() -> Any:
-    return function("philox", [*[c_void_p] * 5, *[c_int64] * 2, _STRIDES])
+    return function("philox", "philox", [*[c_void_p] * 5, *[c_int64] * 2, _STRIDES])
 
 
 def _new(key: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:

@@ -48,7 +48,7 @@ def can_run(*tensors: Tensor) -> bool:
     if in_graph() and (tensors[0].numel() < LARGE or is_differentiated(*tensors)):
         return False
     supported = only_vmap_is_active() if torch.compiler.is_compiling() else not in_nested_forward_mode()
-    return supported and is_available()
+    return supported and is_available("recurrences")
 
 
 def is_differentiated(*values: Any) -> bool:
@@ -71,7 +71,7 @@ def _function(name: str, dtype: torch.dtype, num_tensors: int, *others: type) ->
     """Return a C++ function, and the ctypes type of its argument `strides`."""
     strides = c_int64 * (2 * num_tensors)
     types = [*[c_void_p] * num_tensors, *[c_int64] * 2, strides, *[c_bool] * 2, *others]
-    return function(f"{name}_{_NAMES[dtype]}", types), strides
+    return function("recurrences", f"{name}_{_NAMES[dtype]}", types), strides
 
 
 def _call(name: str, tensors: Sequence[Tensor], numbers: Sequence[int], *others: Any) -> None:

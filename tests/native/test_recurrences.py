@@ -19,7 +19,7 @@ from ecrl.native.recurrences import LARGE, can_run, gae, is_differentiated, line
 from ecrl.pytree import flatten
 from ecrl.tracing_state import tracing_graph
 
-pytestmark = pytest.mark.skipif(not is_available(), reason="needs a C++ compiler")
+pytestmark = pytest.mark.skipif(not is_available("recurrences"), reason="needs a C++ compiler")
 
 F32, F64 = torch.float32, torch.float64
 ORDERS = {
