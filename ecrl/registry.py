@@ -33,27 +33,70 @@ from warnings import warn
 
 from ecrl.errors import UserError
 
-BUILTIN = ("ecrl.envs", "ecrl.policies", "ecrl.algorithms")
-"""Packages that register the built-in components.
+BUILTIN = {
+    "algorithm": {
+        name: f"ecrl.algorithms.{name}"
+        for name in ("apg", "bc", "ddpg", "dqn", "fast_sac", "fast_td3", "grpo", "ppo", "pqn", "sac", "td3")
+    },
+    "env": {
+        "cartpole": "ecrl.envs.cartpole",
+        "gymnasium": "ecrl.envs.gymnasium.env",
+        "pendulum": "ecrl.envs.pendulum",
+        "point_mass": "ecrl.envs.point_mass",
+        "PointMassRL": "ecrl.envs.point_mass",
+        "repeat_previous": "ecrl.envs.memory_tasks",
+        "t_maze": "ecrl.envs.memory_tasks",
+        **{
+            f"minatar_{game}": f"ecrl.envs.minatar.{game}"
+            for game in ("asterix", "breakout", "freeway", "seaquest", "space_invaders")
+        },
+        **{f"probe_{name}": "ecrl.envs.probes" for name in ("action", "constant", "delay", "match", "observation")},
+        **{
+            f"{task}RL": "ecrl.envs.mujoco.tasks"
+            for task in ("CartPole", "OpenDrawer", "PickCube", "PushCube", "Reach", "ReachColor", "StackCube")
+        },
+    },
+    "expert": {
+        "cartpole": "ecrl.envs.cartpole",
+        **dict.fromkeys(("PushCubeRL", "ReachColorRL", "ReachRL"), "ecrl.envs.mujoco.tasks"),
+    },
+    "network": {
+        "cnn": "ecrl.policies.convolutions",
+        "fused": "ecrl.policies.fused",
+        "impala": "ecrl.policies.convolutions",
+        "keypoints": "ecrl.policies.convolutions",
+        "mlp": "ecrl.policies.mlp",
+    },
+    "policy": {
+        "actor_critic": "ecrl.policies.actor_critic",
+        "actor_only": "ecrl.policies.actor_critic",
+        "categorical_actor_critic": "ecrl.policies.twin_critic",
+        "deterministic_actor_critic": "ecrl.policies.twin_critic",
+        "q_network": "ecrl.policies.q_network",
+        "recurrent": "ecrl.policies.recurrent",
+        "squashed_actor_critic": "ecrl.policies.twin_critic",
+        "vla": "ecrl.policies.vla",
+    },
+    "robot": {},  # `ecrl.envs.mujoco.robots` has the built-in arm
+    "vla_backend": {
+        "builtin": "ecrl.policies.vla_builtin",
+        "openvla": "ecrl.policies.openvla",
+        "pi0": "ecrl.policies.pi0",
+    },
+}
+"""Maps each built-in component of these kinds to the module that registers the component.
 
-The registry imports these packages before a user's first lookup or registration.
+The registry imports the module when the component is first looked up. A run therefore imports only what it needs.
 """
 
-RARELY_NEEDED = ("ecrl.envs.mujoco.tasks",)
-"""Packages that register further built-in components of environments. Their import takes long.
+_EVENTS_AND_TERMS = ("ecrl.envs.events", "ecrl.envs.mujoco.tasks")
+"""Modules that register the built-in events, actions, observations and rewards.
 
-The registry imports these packages in three cases:
-
-- `lookup` finds no component with the name in `BUILTIN`.
-- `registered` lists the names of a kind outside `_ONLY_IN_BUILTIN`.
-- A user registers a component.
+The registry imports the modules in this order until it finds the name.
 """
-
-ALL_BUILTIN = (*BUILTIN, *RARELY_NEEDED)
-"""All packages that register built-in components."""
 
 PLUGINS = ("ecrl.plugins", "ecrl.vla_backends")
-"""Entry-point groups of the plugins. The registry imports the plugins after the built-in packages."""
+"""Entry-point groups of the plugins. The registry imports the plugins before the first lookup."""
 
 
 class Entry(NamedTuple):
@@ -100,8 +143,6 @@ _KINDS = ("env", "policy", "algorithm", "network", "event", "action", "observati
 _KINDS += ("expert", "vla_backend", "robot")
 _KINDS_WITH_NAME = ("policy", "algorithm")
 """The kinds of components that have a field `name`."""
-_ONLY_IN_BUILTIN = ("algorithm", "policy", "network", "vla_backend")
-"""The kinds of components that no package in `RARELY_NEEDED` registers."""
 _IN_POLICIES = ("network", "vla_backend", "policy")
 """The kinds of components that policies may contain. A policy may wrap another policy."""
 _IN_ENVS = ("event", "action", "observation", "reward", "robot", "env")
@@ -177,7 +218,7 @@ def _sharing_functions(make: Callable) -> Callable:
 def _register(kind: str, name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
     def decorate(make: Callable) -> Callable:
         if not str(getattr(make, "__module__", None)).startswith("ecrl."):
-            _import_parts(ALL_BUILTIN)  # prevents a user from taking the name of a built-in component
+            _import_builtin(kind, name)  # prevents a user from taking the name of a built-in component
         if name in _ENTRIES[kind] and not override:
             raise ValueError(f"{kind} {name!r} is already registered; pass override=True to replace it")
         first = next(iter(signature(make).parameters), None)
@@ -289,15 +330,25 @@ def register_robot(name: str, *, override: bool = False) -> Callable[[Callable],
     return _register("robot", name, override=override)
 
 
-@cache
-def _import_modules(modules: tuple[str, ...]) -> None:
-    for module in modules:
-        import_module(module)
+def _import_builtin(kind: str, name: str) -> None:
+    """Import the module that registers a built-in component. Do nothing if no built-in component has this name."""
+    if kind in BUILTIN:
+        if name in BUILTIN[kind]:
+            import_module(BUILTIN[kind][name])
+        return
+    for module in _EVENTS_AND_TERMS:
+        if name not in _ENTRIES.get(kind, ()):
+            import_module(module)
 
 
-def _import_parts(builtin: tuple[str, ...]) -> None:
-    """Import built-in components and, only once, the installed plugins. Warn if a plugin cannot be imported."""
-    _import_modules(builtin)
+def _import_all_builtin() -> None:
+    for modules in (*(tuple(modules.values()) for modules in BUILTIN.values()), _EVENTS_AND_TERMS):
+        for module in modules:
+            import_module(module)
+
+
+def _import_plugins() -> None:
+    """Import the installed plugins, only once. Warn if a plugin cannot be imported."""
     if _IMPORTED_GROUPS:
         return
     _IMPORTED_GROUPS.extend(PLUGINS)
@@ -351,8 +402,11 @@ def registered(kind: str) -> tuple[str, ...]:
     """
     if kind not in _ENTRIES:
         raise ValueError(f"unknown kind of component {kind!r}; {did_you_mean(kind, _ENTRIES)}")
-    _import_parts(BUILTIN if kind in _ONLY_IN_BUILTIN else ALL_BUILTIN)
-    return tuple(sorted(_ENTRIES[kind]))
+    _import_plugins()
+    if kind not in BUILTIN:
+        for module in _EVENTS_AND_TERMS:
+            import_module(module)
+    return tuple(sorted({*_ENTRIES[kind], *BUILTIN.get(kind, ())}))
 
 
 def first_names(names: Sequence[str]) -> str:
@@ -372,7 +426,7 @@ def add_advice(kind: str, advice: dict[str, str]) -> None:
 
 def advised(kind: str) -> dict[str, str]:
     """Return the advice for names that ecrl does not have, as a dict from name to advice."""
-    registered(kind)
+    _import_all_builtin()
     return dict(_ADVICE[kind])
 
 
@@ -383,8 +437,11 @@ def lookup(kind: str, name: str) -> Entry:
     Traceback (most recent call last):
     KeyError: "unknown env 'cartpol'; did you mean 'cartpole'? If the env is your own, import its module first: ..."
     """
-    _import_parts(BUILTIN)
-    if name not in _ENTRIES.get(kind, ()) and name not in (known := registered(kind)):
+    _import_plugins()
+    _import_builtin(kind, name)
+    if name not in _ENTRIES.get(kind, ()):
+        known = registered(kind)
+        _import_all_builtin()  # adds the advice for names of other libraries
         if name in _ADVICE[kind]:
             raise KeyError(f"ecrl has no {kind} {name!r}; {_ADVICE[kind][name]}")
         short_name = repr(name if len(name) <= 60 else f"{name[:60]}...")

@@ -195,27 +195,41 @@ def test_the_first_lookup_imports_the_builtin_parts():
     subprocess.run([sys.executable, "-W", "error::ImportWarning", "-c", code], check=True)
 
 
-def test_a_run_without_mujoco_does_not_import_its_tasks():
+def test_a_run_imports_only_the_components_that_it_needs():
     code = """
 import sys
-from ecrl import init_state, load_config, train
-from ecrl.registry import lookup, registered
+from ecrl import init_state, load_config, train_iter
+from ecrl.registry import _ENTRIES, lookup, registered
 
-cfg = load_config("cartpole_ppo", {"trainer.compile": "off", "trainer.iterations": 1, "trainer.num_envs": 2})
-train(init_state(cfg), cfg)
-for kind in ("algorithm", "policy", "network", "vla_backend"):
+cfg = load_config("cartpole_ppo", {"trainer.compile": "off", "trainer.num_envs": 2})
+next(train_iter(init_state(cfg), cfg))
+for kind in ("algorithm", "env", "policy", "network", "vla_backend"):
     registered(kind)
-before = "ecrl.envs.mujoco.tasks" in sys.modules
-import ecrl.envs
-from ecrl.registry import _ENTRIES, _ONLY_IN_BUILTIN
-
-names = {kind: set(_ENTRIES[kind]) for kind in _ONLY_IN_BUILTIN}
+print(*[name for kind in ("algorithm", "env", "policy", "network") for name in _ENTRIES[kind]])
+others = ("ecrl.envs.mujoco.tasks", "ecrl.envs.gymnasium", "ecrl.policies.vla", "ecrl.algorithms.sac")
+print(*[name in sys.modules for name in others])
 lookup("reward", "success_reward")
-after = "ecrl.envs.mujoco.tasks" in sys.modules
-print(before, after, names == {kind: set(_ENTRIES[kind]) for kind in _ONLY_IN_BUILTIN}, ecrl.envs.reach.__name__)
+print("ecrl.envs.mujoco.tasks" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1] == "False True True reach"
+    expected = ["ppo cartpole actor_only actor_critic mlp fused", "False False False False", "True"]
+    assert done.stdout.splitlines()[-3:] == expected
+
+
+def test_the_table_of_built_in_components_names_the_module_of_each():
+    code = """
+from ecrl import registry
+
+registry._import_all_builtin()
+for kind, modules in registry.BUILTIN.items():
+    homes = {name: entry.make.__module__ for name, entry in registry._ENTRIES[kind].items()}
+    assert homes.keys() == modules.keys(), (kind, homes.keys() ^ modules.keys())
+    for name, home in homes.items():
+        assert home == modules[name] or home.startswith(f"{modules[name]}."), (kind, name, home)
+assert not registry.BUILTIN.keys() & {"event", "action", "observation", "reward"}
+assert set(registry._KINDS) == registry.BUILTIN.keys() | {"event", "action", "observation", "reward"}
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_built_in_part_can_be_overridden_before_anything_was_looked_up():

@@ -1,9 +1,11 @@
-"""Algorithms as records of pure functions. Import this package to register the built-in algorithms."""
+"""Algorithms as records of pure functions. `make_algorithm` makes an algorithm from its name and its settings.
+
+Each built-in algorithm has a module of its own, such as `ecrl.algorithms.ppo`. The registry imports the module when the
+algorithm is first looked up.
+"""
 
 from typing import Any
 
-from ecrl.algorithms.apg import APGConfig, apg
-from ecrl.algorithms.bc import BCConfig, bc
 from ecrl.algorithms.core import (
     LEARNER_KINDS,
     REWARD_NORM_KINDS,
@@ -19,11 +21,6 @@ from ecrl.algorithms.core import (
     standardize_over_ranks,
     with_scaled_rewards,
 )
-from ecrl.algorithms.ddpg import DDPGConfig, ddpg
-from ecrl.algorithms.dqn import DQNConfig, dqn
-from ecrl.algorithms.fast_sac import FastSACConfig, fast_sac
-from ecrl.algorithms.fast_td3 import FastTD3Config, fast_td3
-from ecrl.algorithms.grpo import GRPOConfig, grpo
 from ecrl.algorithms.interleaved import (
     REPLAY_KINDS,
     Interleaved,
@@ -44,12 +41,8 @@ from ecrl.algorithms.minibatch_sgd import (
 )
 from ecrl.algorithms.optimizer import Group, GroupSettings, groups_of, learning_state
 from ecrl.algorithms.optimizer_config import LearningConfig
-from ecrl.algorithms.ppo import PPOConfig, ppo
-from ecrl.algorithms.pqn import PQNConfig, pqn
 from ecrl.algorithms.rows import check_log_prob, rows_of
-from ecrl.algorithms.sac import SACConfig, sac
 from ecrl.algorithms.state_kinds import Kind
-from ecrl.algorithms.td3 import TD3Config, td3
 from ecrl.config import AlgorithmChoice
 from ecrl.config.model import validate_section
 from ecrl.policies.contract import check_arguments
@@ -60,39 +53,21 @@ __all__ = [
     "REPLAY_KINDS",
     "REWARD_NORM_KINDS",
     "SGD",
-    "APGConfig",
     "Algorithm",
-    "BCConfig",
-    "DDPGConfig",
-    "DQNConfig",
-    "FastSACConfig",
-    "FastTD3Config",
-    "GRPOConfig",
     "Group",
     "GroupSettings",
     "Interleaved",
     "Kind",
     "LearningConfig",
     "MinibatchConfig",
-    "PPOConfig",
-    "PQNConfig",
     "Run",
-    "SACConfig",
     "Static",
-    "TD3Config",
-    "apg",
-    "bc",
     "check_log_prob",
     "collect",
     "collect_exploring",
-    "ddpg",
-    "dqn",
-    "fast_sac",
-    "fast_td3",
     "from_reset",
     "gradient_steps",
     "groups_of",
-    "grpo",
     "interleaved",
     "learn",
     "learning_state",
@@ -101,17 +76,13 @@ __all__ = [
     "minibatch_sgd",
     "new_replay",
     "on_policy",
-    "ppo",
-    "pqn",
     "reward_norm_init",
     "rows_of",
-    "sac",
     "sample_keys",
     "sgd_choices",
     "standardize_over_ranks",
     "store",
     "take_steps",
-    "td3",
     "with_scaled_rewards",
 ]
 

@@ -19,7 +19,8 @@ from ecrl import rng
 from ecrl.compile.user_line import is_outside
 from ecrl.config import EnvChoice
 from ecrl.config.model import validate_section
-from ecrl.envs import NEVER, Env, GymnasiumConfig, auto_reset, make_env
+from ecrl.envs import NEVER, Env, auto_reset, make_env
+from ecrl.envs.gymnasium import GymnasiumConfig
 from ecrl.envs.validate import check_fields
 from ecrl.errors import ConfigError, UserError
 from ecrl.kernels import scan

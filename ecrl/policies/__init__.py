@@ -1,13 +1,15 @@
-"""Policies as records of pure functions. Import this package to register the built-in policies."""
+"""Policies as records of pure functions. `make_policy` makes a policy from its name and its settings.
+
+Each built-in policy and network is defined in a module such as `ecrl.policies.actor_critic` or `ecrl.policies.mlp`. The
+registry imports the module when the policy or the network is first looked up.
+"""
 
 from dataclasses import replace
 
 from ecrl.config import PolicyConfig
 from ecrl.config.model import validate_section
-from ecrl.policies.actor_critic import ActorCriticConfig, ActorOnlyConfig, actor_critic, actor_only
 from ecrl.policies.checkpoint_folder import encode_instructions
 from ecrl.policies.contract import check_functions
-from ecrl.policies.convolutions import CNNConfig, ImpalaConfig, KeypointsConfig
 from ecrl.policies.core import (
     Policy,
     acting_params,
@@ -18,55 +20,19 @@ from ecrl.policies.core import (
     sum_tokens,
 )
 from ecrl.policies.frame_stack import stacked_space, with_frame_stack
-from ecrl.policies.fused import EncoderConfig, FusedConfig
-from ecrl.policies.low_rank import AdaptersConfig
-from ecrl.policies.mlp import MLPConfig, build_mlp
 from ecrl.policies.module import module_policy
 from ecrl.policies.networks import NetworkConfig, make_network
 from ecrl.policies.observation_norm import normalized
-from ecrl.policies.openvla import OpenVLAConfig, save_openvla
-from ecrl.policies.pi0 import Pi0Config, save_pi0
-from ecrl.policies.q_network import QNetworkConfig, q_network
-from ecrl.policies.recurrent import RecurrentConfig, recurrent
-from ecrl.policies.twin_critic import (
-    TwinCriticConfig,
-    categorical_actor_critic,
-    deterministic_actor_critic,
-    squashed_actor_critic,
-)
-from ecrl.policies.vla import vla
-from ecrl.policies.vla_builtin import BuiltinVLAConfig
-from ecrl.policies.vla_config import VLAConfig, VLAPolicyConfig
+from ecrl.policies.vla_config import VLAConfig
 from ecrl.registry import lookup
 from ecrl.spaces import Space
 
 __all__ = [
-    "ActorCriticConfig",
-    "ActorOnlyConfig",
-    "AdaptersConfig",
-    "BuiltinVLAConfig",
-    "CNNConfig",
-    "EncoderConfig",
-    "FusedConfig",
-    "ImpalaConfig",
-    "KeypointsConfig",
-    "MLPConfig",
     "NetworkConfig",
-    "OpenVLAConfig",
-    "Pi0Config",
     "Policy",
-    "QNetworkConfig",
-    "RecurrentConfig",
-    "TwinCriticConfig",
     "VLAConfig",
-    "VLAPolicyConfig",
     "acting_params",
-    "actor_critic",
-    "actor_only",
-    "build_mlp",
-    "categorical_actor_critic",
     "counted_tokens",
-    "deterministic_actor_critic",
     "encode_instructions",
     "fixed_params",
     "flatten",
@@ -75,14 +41,8 @@ __all__ = [
     "module_policy",
     "normalized",
     "policy_params",
-    "q_network",
-    "recurrent",
-    "save_openvla",
-    "save_pi0",
-    "squashed_actor_critic",
     "stacked_space",
     "sum_tokens",
-    "vla",
     "with_frame_stack",
 ]
 

@@ -16,7 +16,7 @@ from ecrl.errors import ConfigError
 from ecrl.kernels import transitions
 from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, make_iteration, train_iter
-from ecrl.policies import build_mlp
+from ecrl.policies.mlp import build_mlp
 from ecrl.run.checkpoint import load, save, snapshot, write
 from ecrl.run.resume import resume
 from ecrl.run.train import train

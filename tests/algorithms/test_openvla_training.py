@@ -13,7 +13,8 @@ import ecrl
 from ecrl.errors import ConfigError, UserError
 from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, make_iteration, train_iter
-from ecrl.policies import policy_params, save_openvla
+from ecrl.policies import policy_params
+from ecrl.policies.openvla import save_openvla
 from ecrl.run.export import export
 
 EMPTY = TensorDict({}, [])

@@ -17,7 +17,8 @@ from ecrl.algorithms.reference import reference_log_prob
 from ecrl.errors import ConfigError, UserError
 from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, make_iteration, train_iter
-from ecrl.policies import policy_params, save_pi0
+from ecrl.policies import policy_params
+from ecrl.policies.pi0 import save_pi0
 from ecrl.run.export import export
 
 EMPTY = TensorDict({}, [])

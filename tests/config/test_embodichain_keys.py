@@ -75,7 +75,7 @@ def test_names_in_any_case_in_a_whole_section():
 
 
 def test_the_name_of_a_users_component_keeps_its_case(restored_registry):
-    from ecrl.algorithms import PPOConfig
+    from ecrl.algorithms.ppo import PPOConfig
     from ecrl.registry import register_algorithm
 
     @register_algorithm("PPO")

@@ -11,7 +11,7 @@ from ecrl.config import Config, PolicyConfig, config_from_dict, load_config
 from ecrl.config.model import ConfigModel, Count
 from ecrl.envs.mujoco.task_config import ActionConfig
 from ecrl.errors import ConfigError
-from ecrl.policies import MLPConfig
+from ecrl.policies.mlp import MLPConfig
 
 CARTPOLE = load_config("cartpole_ppo")
 PUSH_CUBE = load_config("push_cube_ppo")

@@ -12,13 +12,19 @@ from support.fake_envs import LadderConfig  # noqa: F401  (registers stand-in pa
 from support.migration_page import ABCDRL, CONFIGS, PAGE, ROWS, SCRIPTS, SECTIONS, config_of, rows_with, spans
 from support.small_runs import NET, small
 
-from ecrl.algorithms import APGConfig, DQNConfig, GRPOConfig, PPOConfig, SACConfig, TD3Config
+from ecrl.algorithms.apg import APGConfig
+from ecrl.algorithms.dqn import DQNConfig
+from ecrl.algorithms.grpo import GRPOConfig
+from ecrl.algorithms.ppo import PPOConfig
+from ecrl.algorithms.sac import SACConfig
+from ecrl.algorithms.td3 import TD3Config
 from ecrl.config import Config
 from ecrl.config.abcdrl import FLAGS
 from ecrl.config.files import parse_overrides
 from ecrl.envs.mujoco.terms.embodichain_names import ABSENT
 from ecrl.loop.iteration import init_state
-from ecrl.policies import ActorCriticConfig, NetworkConfig
+from ecrl.policies import NetworkConfig
+from ecrl.policies.actor_critic import ActorCriticConfig
 from ecrl.policies.vla_builtin import BuiltinVLAConfig
 from ecrl.registry import registered
 from ecrl.run.train import train

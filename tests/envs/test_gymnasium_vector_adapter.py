@@ -24,7 +24,8 @@ from support.small_runs import small
 from tensordict import TensorDict
 
 from ecrl.config.model import ConfigModel
-from ecrl.envs import from_vector, make_env
+from ecrl.envs import make_env
+from ecrl.envs.gymnasium import from_vector
 from ecrl.envs.gymnasium import handles as live
 from ecrl.envs.gymnasium.vector_adapter import _final
 from ecrl.errors import ConfigError, UserError

@@ -9,8 +9,9 @@ from support.checks import assert_no_retrace, assert_pure, close
 from tensordict import TensorDict
 
 from ecrl import rng
-from ecrl.envs import PointMassConfig, auto_reset, make_env, point_mass
+from ecrl.envs import auto_reset, make_env
 from ecrl.envs.core import state_of
+from ecrl.envs.point_mass import PointMassConfig, point_mass
 from ecrl.errors import ConfigError
 
 FIELDS = ("position", "velocity", "goal", "last_action", "obstacles", "radii", "path_length", "collision_count")

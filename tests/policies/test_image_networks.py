@@ -12,7 +12,8 @@ from ecrl import rng
 from ecrl.config.model import validate_section
 from ecrl.errors import ConfigError
 from ecrl.loop.policy_check import check_policy
-from ecrl.policies import CNNConfig, NetworkConfig, flatten, make_network, make_policy, stacked_space
+from ecrl.policies import NetworkConfig, flatten, make_network, make_policy, stacked_space
+from ecrl.policies.convolutions import CNNConfig
 from ecrl.policies.images import channel_shape
 from ecrl.spaces import Discrete, box, dict_space
 

@@ -12,7 +12,8 @@ from tensordict import TensorDict
 from torch import nn
 
 from ecrl.errors import ConfigError
-from ecrl.policies import MLPConfig, NetworkConfig, build_mlp, make_network
+from ecrl.policies import NetworkConfig, make_network
+from ecrl.policies.mlp import MLPConfig, build_mlp
 from ecrl.policies.networks import pure, seeded
 from ecrl.spaces import box
 

@@ -19,7 +19,8 @@ from ecrl.envs import Env, state_of
 from ecrl.errors import UserError
 from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state
-from ecrl.policies import ActorCriticConfig, acting_params, actor_critic, module_policy
+from ecrl.policies import acting_params, module_policy
+from ecrl.policies.actor_critic import ActorCriticConfig, actor_critic
 from ecrl.registry import register_env, register_policy
 from ecrl.run.export import export
 from ecrl.spaces import Box, Discrete, MultiDiscrete, box, dict_space
