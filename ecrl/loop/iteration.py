@@ -173,7 +173,9 @@ def _frozen_params(policy: Policy, state: TensorDict) -> TensorDict:
 
 
 def expected_state(run: Run, cfg: Config, state: TensorDict) -> TensorDict:
-    """Create a new state from the config, for comparison with `state`. Large buffers of the new state use no memory.
+    """Create a new state from the config, for comparison with `state`.
+
+    The large buffers of the new state are zeros for which no memory is allocated.
 
     If the environments step in Python, the new state contains the environments of `state`, so the function opens no
     environments.

@@ -64,7 +64,8 @@ def in_loop(may_abandon: bool = True) -> Iterator[None]:
     """Mark the code inside this context as a loop that calls `asked` after every iteration.
 
     Args:
-        may_abandon: True if the loop may abandon an iteration, as in a run with a single process.
+        may_abandon: True if a signal may interrupt an iteration that takes longer than `GRACE` seconds. Set it to
+            False with several ranks, because the ranks cannot abandon an iteration at the same time.
     """
     _loops.append(may_abandon)
     try:

@@ -112,7 +112,7 @@ def _to_target(cfg: TargetConfig, sim: Simulation, state: TensorDict) -> Tensor:
 
 @register_reward("distance_between_objects")
 def distance_between_objects(cfg: DistanceBetweenObjectsConfig, sim: Simulation) -> Reward:
-    """Reward a small distance d between the centres of two objects after the step, `[*B]`.
+    """Return a reward `[*B]` for a small distance d between the centres of two objects after the step.
 
     reward = -d  or  exp(-d^2 / (2 sigma^2)),  d = |source - target|, m
     """
@@ -128,7 +128,7 @@ def distance_between_objects(cfg: DistanceBetweenObjectsConfig, sim: Simulation)
 
 @register_reward("distance_to_target")
 def distance_to_target(cfg: DistanceToTargetConfig, sim: Simulation) -> Reward:
-    """Reward a small distance d between the centre of an object and its target after the step, `[*B]`.
+    """Return a reward `[*B]` for a small distance d between the centre of an object and its target after the step.
 
         reward = -d  or  exp(-d^2 / (2 sigma^2)),  d = |source - target|, m
 
@@ -140,7 +140,7 @@ def distance_to_target(cfg: DistanceToTargetConfig, sim: Simulation) -> Reward:
 
 @register_reward("incremental_distance_to_target")
 def incremental_distance_to_target(cfg: IncrementalDistanceConfig, sim: Simulation) -> Reward:
-    """Reward a step that moves an object closer to its target, `[*B]`.
+    """Return a reward `[*B]` for a step that moves an object closer to its target.
 
         reward = w tanh(k (d_before - d_after)),  w = positive_weight if d decreased, else negative_weight
 
@@ -159,7 +159,7 @@ def incremental_distance_to_target(cfg: IncrementalDistanceConfig, sim: Simulati
 
 @register_reward("joint_velocity_penalty")
 def joint_velocity_penalty(cfg: JointsConfig, sim: Simulation) -> Reward:
-    """Penalise the speed of joints after the step with the reward -|dq/dt| (rad/s or m/s), `[*B]`."""
+    """Return the reward -|dq/dt| `[*B]`, which penalises the speed of joints (rad/s or m/s) after the step."""
     joints = joints_of(cfg, sim)
 
     def reward(before: TensorDict, after: TensorDict) -> Tensor:
@@ -170,7 +170,7 @@ def joint_velocity_penalty(cfg: JointsConfig, sim: Simulation) -> Reward:
 
 @register_reward("joint_limit_penalty")
 def joint_limit_penalty(cfg: JointLimitConfig, sim: Simulation) -> Reward:
-    """Penalise joints that are close to their limits after the step, `[*B]`.
+    """Return a penalty `[*B]` for joints that are close to their limits after the step.
 
         reward = -sum_j max(0, margin - min(t[j], 1 - t[j])),  t[j] = (q[j] - low[j]) / (high[j] - low[j])
 
