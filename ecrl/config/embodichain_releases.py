@@ -22,6 +22,7 @@ _NAMES: dict[Loc, str] = {
     ("policy", "name"): "policy",
     ("policy", "actor", "type"): "network",
     ("policy", "critic", "type"): "network",
+    ("policy", "encoder", "type"): "network",
     ("algorithm", "name"): "algorithm",
 }
 """Map the path of a name to the kind of component that it names."""

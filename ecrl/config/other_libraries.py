@@ -58,6 +58,8 @@ def suggestion(key: str, known: Iterable[str], in_algorithm: bool) -> str:
     'a key of grpo, not of this algorithm'
     """
     known = [*known]
+    if key == "total_timesteps" and "iterations" in known:  # only Config translates this key
+        return 'set iterations, or change the whole config: cfg.replace(**{"trainer.total_timesteps": ...})'
     if key.lower() in _TIME_LIMITS and (_TIME_LIMIT in known or "action_chunk" in known):  # env.cfg or env
         return f"set env.cfg.{_TIME_LIMIT}"
     target = KEYS.get(key.lower())

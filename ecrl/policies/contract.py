@@ -237,7 +237,20 @@ def check_fields(label: str, before: TensorDict, after: Any, what: str = "state"
             advice = f"return the fields that `{source}` returns"
             raise ConfigError(f"{label} {change} fields of the {what}: {listed}; {advice}")
     if old:  # the batch size of an empty tree does not matter
-        raise ConfigError(f"{label} changes the batch size of a TensorDict in the {what}; keep it")
+        sizes, sizes_after = _batch_sizes(before), _batch_sizes(after)
+        for path in sizes:
+            if sizes[path] != sizes_after.get(path, sizes[path]):
+                name = f"{'/'.join(path)} in the {what}" if path else f"the {what}"
+                change = f"from {sizes[path]} to {sizes_after[path]}"
+                raise ConfigError(f"{label} changes the batch size of {name} {change}; keep it")
+        raise ConfigError(f"{label} changes empty TensorDicts or values that are not tensors in the {what}; keep them")
+
+
+def _batch_sizes(tree: TensorDictBase) -> dict[tuple[str, ...], list[int]]:
+    """Return the batch size of a TensorDict and of all TensorDicts in it, by their path."""
+    inner = {name: part for name, part in tree.items() if isinstance(part, TensorDictBase)}
+    sizes = {(name, *path): size for name, part in inner.items() for path, size in _batch_sizes(part).items()}
+    return {(): list(tree.batch_size), **sizes}
 
 
 def _batch_of(obs: Any, space: Space) -> list[int]:

@@ -78,6 +78,14 @@ def test_names_in_any_case():
     assert CARTPOLE.policy.replace(name="Actor_Critic") == CARTPOLE.policy
     assert CARTPOLE.policy.replace(**{"actor.type": "MLP"}) == CARTPOLE.policy
     assert CARTPOLE.policy.actor.replace(type="MLP") == CARTPOLE.policy.actor
+    encoder = {"encoder.type": "Mlp", "encoder.network_cfg": {"hidden_sizes": [8]}}
+    assert CARTPOLE.policy.replace(**encoder).encoder.type == "mlp"
+
+
+def test_a_section_says_which_key_only_the_whole_config_translates():
+    with pytest.raises(ConfigError, match=r"total_timesteps: unknown key; set iterations, or change the whole config"):
+        CARTPOLE.trainer.replace(total_timesteps=1000)
+    assert CARTPOLE.replace(**{"trainer.total_timesteps": 1}).trainer.iterations == 1
 
 
 @pytest.mark.parametrize(

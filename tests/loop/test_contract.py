@@ -474,7 +474,11 @@ CARRIES = {
     ),
     "batch": (
         lambda carry: TensorDict({"h": carry["h"]}, []),
-        "changes the batch size of a TensorDict in the carry; keep it",
+        "changes the batch size of the carry from [16] to []; keep it",
+    ),
+    "empty": (
+        lambda carry: carry.copy().set("g", TensorDict({}, [16])),
+        "changes empty TensorDicts or values that are not tensors in the carry; keep them",
     ),
     "none": (lambda carry: None, "returns NoneType as the carry, expected a TensorDict; return one"),
 }
