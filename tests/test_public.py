@@ -63,12 +63,10 @@ truncated_normal_sample ema ema_debiased ema_init masked_variance
 
 
 ALGORITHMS = """
-APGConfig Algorithm BCConfig DDPGConfig DQNConfig GRPOConfig Group GroupSettings Interleaved Kind LEARNER_KINDS
-LearningConfig MinibatchConfig PPOConfig PQNConfig REPLAY_KINDS REWARD_NORM_KINDS Run SACConfig SGD Static TD3Config
-apg bc check_log_prob collect collect_exploring ddpg dqn from_reset gradient_steps groups_of grpo interleaved learn
-learning_state make_algorithm minibatch_epochs minibatch_sgd new_replay on_policy ppo pqn reward_norm_init rows_of sac
-sample_keys sgd_choices standardize_over_ranks store take_steps td3 with_scaled_rewards FastSACConfig FastTD3Config
-fast_sac fast_td3
+Algorithm Group GroupSettings Interleaved Kind LEARNER_KINDS LearningConfig MinibatchConfig REPLAY_KINDS
+REWARD_NORM_KINDS Run SGD Static check_log_prob collect collect_exploring from_reset gradient_steps groups_of
+interleaved learn learning_state make_algorithm minibatch_epochs minibatch_sgd new_replay on_policy reward_norm_init
+rows_of sample_keys sgd_choices standardize_over_ranks store take_steps with_scaled_rewards
 """
 
 
@@ -171,7 +169,7 @@ def test_the_files_a_user_expects_are_there():
 
 
 def test_dotted_names_need_no_import_of_their_own():
-    names = ["registry.lookup", "algorithms.apg", "envs.time_limit", "kernels.gae", "rng.key", "train", "loop.build"]
+    names = ["registry.lookup", "algorithms.learn", "envs.time_limit", "kernels.gae", "rng.key", "train", "loop.build"]
     code = f"import ecrl\nfor found in ({', '.join(f'ecrl.{name}' for name in names)}): print(type(found).__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     kinds = ["function", "function", "_lru_cache_wrapper", "function", "function", "function", "module"]

@@ -11,10 +11,11 @@ from support.checks import close
 
 from ecrl import rng
 from ecrl.config import load_config
-from ecrl.envs import PickCubeConfig, PushCubeConfig, ReachConfig, StackCubeConfig, make_env, make_expert
+from ecrl.envs import make_env, make_expert
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.scene.config import LENGTH, MASS, PER_LENGTH, ScalesWith
 from ecrl.envs.mujoco.task_scale import scaled
+from ecrl.envs.mujoco.tasks import PickCubeConfig, PushCubeConfig, ReachConfig, StackCubeConfig
 from ecrl.registry import lookup, registered
 
 TASKS = (PushCubeConfig, PickCubeConfig, StackCubeConfig, ReachConfig)
