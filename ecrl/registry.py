@@ -77,7 +77,7 @@ BUILTIN = {
         "squashed_actor_critic": "ecrl.policies.twin_critic",
         "vla": "ecrl.policies.vla",
     },
-    "robot": {},  # `ecrl.envs.mujoco.robots` has the built-in arm
+    "robot": {},  # built-in robots need no registration
     "vla_backend": {
         "builtin": "ecrl.policies.vla_builtin",
         "openvla": "ecrl.policies.openvla",
@@ -86,13 +86,14 @@ BUILTIN = {
 }
 """Maps each built-in component of these kinds to the module that registers the component.
 
-The registry imports the module when the component is first looked up. A run therefore imports only what it needs.
+The registry imports the module when a user first looks up the component, or registers a component of the same name. A
+run therefore imports only what it needs. Before an error for an unknown name, the registry imports all modules.
 """
 
 _EVENTS_AND_TERMS = ("ecrl.envs.events", "ecrl.envs.mujoco.tasks")
 """Modules that register the built-in events, actions, observations and rewards.
 
-The registry imports the modules in this order until it finds the name.
+To look up a name, the registry imports the modules in this order until it finds the name.
 """
 
 PLUGINS = ("ecrl.plugins", "ecrl.vla_backends")
@@ -217,7 +218,8 @@ def _sharing_functions(make: Callable) -> Callable:
 
 def _register(kind: str, name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
     def decorate(make: Callable) -> Callable:
-        if not str(getattr(make, "__module__", None)).startswith("ecrl."):
+        own = f"{getattr(make, '__module__', None)}."
+        if not own.startswith(f"{BUILTIN.get(kind, {}).get(name, 'ecrl')}."):
             _import_builtin(kind, name)  # prevents a user from taking the name of a built-in component
         if name in _ENTRIES[kind] and not override:
             raise ValueError(f"{kind} {name!r} is already registered; pass override=True to replace it")

@@ -216,6 +216,24 @@ print("ecrl.envs.mujoco.tasks" in sys.modules)
     assert done.stdout.splitlines()[-3:] == expected
 
 
+def test_a_built_in_function_can_take_the_name_of_another_component():
+    code = """
+from ecrl.algorithms.ppo import ppo
+from ecrl.registry import lookup, register_algorithm
+
+try:
+    register_algorithm("sac")(ppo)
+except ValueError as error:
+    print(error)
+register_algorithm("sac", override=True)(ppo)
+print(lookup("algorithm", "sac").config.__name__)
+"""
+    assert _python(code).stdout.splitlines() == [
+        "algorithm 'sac' is already registered; pass override=True to replace it",
+        "PPOConfig",
+    ]
+
+
 def test_the_table_of_built_in_components_names_the_module_of_each():
     code = """
 from ecrl import registry

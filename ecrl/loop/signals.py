@@ -64,8 +64,8 @@ def in_loop(may_abandon: bool = True) -> Iterator[None]:
     """Mark the code inside this context as a loop that calls `asked` after every iteration.
 
     Args:
-        may_abandon: True if a signal may interrupt an iteration that takes longer than `GRACE` seconds. Set it to
-            False with several ranks, because the ranks cannot abandon an iteration at the same time.
+        may_abandon: True if a signal may interrupt an iteration that takes longer than `GRACE` seconds. Pass False
+            with several ranks, because the ranks cannot abandon an iteration at the same time.
     """
     _loops.append(may_abandon)
     try:

@@ -138,8 +138,8 @@ def _load(source: str, compiler: Sequence[str]) -> ctypes.CDLL:
 def library(source: str) -> ctypes.CDLL | None:
     """Return the library of `source`, the name of a C++ file of this folder without its suffix.
 
-    The first call may compile the library. If the library cannot be compiled, the function returns None and warns once.
-    If `CXX` is not set and no compiler is found, the function returns None without a warning.
+    The first call may compile the library. If the library cannot be compiled, the function returns None. The function
+    then also warns once, except if `CXX` is not set and no compiler is found.
     """
     compiler, given = find_compiler(), os.environ.get("CXX")
     if compiler is None and not given:
@@ -150,8 +150,8 @@ def library(source: str) -> ctypes.CDLL | None:
         return _load(source, compiler)
     except (OSError, RuntimeError) as error:
         warnings.warn(
-            f"the C++ functions of ecrl cannot be compiled with {given or compiler[0]} ({error}), so kernels run as "  # pyright: ignore
-            "torch operations, which is slower; set CXX to a working compiler",
+            f"ecrl's {source}.cpp cannot be compiled with {given or compiler[0]} ({error}), so kernels that use it run "  # pyright: ignore
+            "as torch operations, which is slower; set CXX to a working compiler",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -165,7 +165,7 @@ def is_available(source: str) -> bool:
 
 
 def function(source: str, name: str, types: Sequence[Any]) -> Any:
-    """Return the C++ function `name` of `source`, which has arguments of the `ctypes` types in `types`, and no result.
+    """Return the C++ function `name` of `source`. It takes arguments of the `ctypes` types in `types`, returns nothing.
 
     Raises: RuntimeError if the library cannot be compiled.
     """

@@ -537,7 +537,7 @@ def pi0(cfg: Pi0Config, observation_space: Space, action_space: Box, policy_cfg:
 
     def act(params: TensorDict, carry: TensorDict, obs: Any, drawn: Any) -> tuple[TensorDict, TensorDict]:
         if torch.compiler.is_exporting():
-            raise ConfigError("backend pi0 has no graph; write a checkpoint with ecrl.policies.save_pi0")
+            raise ConfigError("backend pi0 has no graph; write a checkpoint with ecrl.policies.pi0.save_pi0")
         rows, batch = one_batch(obs, reader.inputs.space)
         weights, inputs, _ = read(params, rows)
         x, log_prob, fields = noise.sample(params, weights, inputs, None if drawn is None else drawn.reshape(-1))

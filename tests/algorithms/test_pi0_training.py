@@ -212,7 +212,7 @@ def test_an_existing_folder_and_another_policy_are_refused(tmp_path):
 def test_export_refers_to_save_pi0(tmp_path, capfd):
     cfg = flowing("grpo")
     message = r"^policy.pt2: policy 'vla' cannot be exported .*: backend pi0 has no graph; write a checkpoint with "
-    with pytest.raises(UserError, match=message + r"ecrl.policies.save_pi0$") as caught:
+    with pytest.raises(UserError, match=message + r"ecrl.policies.pi0.save_pi0$") as caught:
         export(init_state(cfg), cfg, tmp_path / "exported")
     assert "\n" not in str(caught.value) and capfd.readouterr().err == ""
 
