@@ -344,7 +344,7 @@ def _import_builtin(kind: str, name: str) -> None:
 
 
 def _import_all_builtin() -> None:
-    for modules in (*(tuple(modules.values()) for modules in BUILTIN.values()), _EVENTS_AND_TERMS):
+    for modules in (*(modules.values() for modules in BUILTIN.values()), _EVENTS_AND_TERMS):
         for module in modules:
             import_module(module)
 

@@ -165,7 +165,7 @@ def is_available(source: str) -> bool:
 
 
 def function(source: str, name: str, types: Sequence[Any]) -> Any:
-    """Return the C++ function `name` of `source`. It takes arguments of the `ctypes` types in `types`, returns nothing.
+    """Return the C++ function `name` of `source`. Its arguments have the `ctypes` types in `types`. It returns nothing.
 
     Raises: RuntimeError if the library cannot be compiled.
     """

@@ -165,8 +165,8 @@ def conditions(run: Run, cfg: Config) -> dict[str, Any]:
     device is the CPU, the result also reports if ecrl's C++ functions are available.
     """
     device = device_of(cfg).type
-    # A compiler that compiles philox.cpp, which every run needs, also compiles the other files. Else ecrl warns.
-    native = {"C++ functions": "used" if is_available("philox") else "missing"} if device == "cpu" else {}
+    # Random bits are the same without C++. Only the recurrences round differently.
+    native = {"C++ functions": "used" if is_available("recurrences") else "missing"} if device == "cpu" else {}
     about = {"torch": str(torch.__version__), "threads": torch.get_num_threads()}
     return about | {"form": form_in_use(run), "device": device} | native
 

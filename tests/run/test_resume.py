@@ -129,7 +129,7 @@ def test_other_threads_are_warned_of(tmp_path):
 
 def test_a_machine_without_a_compiler_is_warned_of(tmp_path, monkeypatch):
     run, _ = finished(tmp_path)
-    used = is_available("philox")
+    used = is_available("recurrences")
     monkeypatch.setattr("ecrl.run.checkpoint.is_available", lambda source: not used)
     words = ("used", "missing") if used else ("missing", "used")
     with pytest.warns(UserWarning, match=r"C\+\+ functions changed from {} to {}".format(*words)):

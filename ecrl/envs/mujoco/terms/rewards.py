@@ -170,7 +170,7 @@ def joint_velocity_penalty(cfg: JointsConfig, sim: Simulation) -> Reward:
 
 @register_reward("joint_limit_penalty")
 def joint_limit_penalty(cfg: JointLimitConfig, sim: Simulation) -> Reward:
-    """Return a penalty `[*B]` for joints that are close to their limits after the step.
+    """Return a reward `[*B]` that penalises joints that are close to their limits after the step.
 
         reward = -sum_j max(0, margin - min(t[j], 1 - t[j])),  t[j] = (q[j] - low[j]) / (high[j] - low[j])
 
