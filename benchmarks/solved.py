@@ -1,8 +1,8 @@
 """Measure the seconds until CartPole is solved and until the budget ends, with cold and with warm compile caches.
 
 CartPole is solved when the mean return of the last 100 training episodes is at least 475 at the end of an iteration.
-Both libraries use the settings of `configs/cartpole_ppo.json`. Each run is a whole process on one core, and the seconds
-count from the start of the process. A run with a cold cache fills the cache for the next run.
+Both libraries use the settings of `benchmarks/cartpole_speed.json`. Each run is a whole process on one core, and the
+seconds count from the start of the process. A run with a cold cache fills the cache for the next run.
 
 In a full run, the libraries take turns on one core, with five seeds. A quick run has one seed and no eager run. In a
 quick run with two cores, each library has its own core.

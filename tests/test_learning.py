@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.ecrl_runs import CONFIG
 from benchmarks.tasks import TASKS
 from ecrl.config import load_config, total_steps
 from ecrl.loop.build import build
@@ -93,7 +94,7 @@ def test_gymnasiums_own_environments_are_learnt_within_budget(config, budget):
 def curve(seed: int, form: str) -> list[float]:
     """Mean return of the last 100 episodes after each of 30 iterations."""
     keys = {"trainer.seed": seed, "trainer.compile": form, "trainer.iterations": 30}
-    cfg = load_config(CONFIGS / "cartpole_ppo.json").replace(**keys)
+    cfg = load_config(CONFIG).replace(**keys)
     records = train_iter(init_state(cfg), cfg)
     return [float(r["logs"]["episode_reward_avg_100"]) for r in records if r["log_type"] == "collect"]
 

@@ -1,4 +1,4 @@
-"""Time until rejax has solved CartPole with the settings of `configs/cartpole_ppo.json`.
+"""Time until rejax has solved CartPole with the settings of `benchmarks/cartpole_speed.json`.
 
 rejax does not report a running average. Therefore the last 100 episodes are stored with its state, as in ecrl.
 """

@@ -174,7 +174,7 @@ def test_every_run_of_solved_is_in_one_lane_with_cold_before_warm():
 
 
 def test_rejax_solves_the_same_task_as_the_config():
-    config = json.loads((ROOT / "configs/cartpole_ppo.json").read_text())
+    config = json.loads((ROOT / "benchmarks/cartpole_speed.json").read_text())
     trainer, numbers = config["trainer"], config["algorithm"]["cfg"]
     assert {
         "num_envs": trainer["num_envs"],

@@ -82,7 +82,7 @@ def test_a_seed_is_a_file_with_all_that_is_needed_to_repeat_it(small, tmp_path, 
     assert sorted(p.name for p in (tmp_path / "out/runs/cartpole_ppo/ecrl").iterdir()) == ["0.json", "1.json", "2.json"]
     record = json.loads((tmp_path / "out/runs/cartpole_ppo/ecrl/2.json").read_text())
     jsonschema.validate(record, SCHEMA)
-    assert record["settings"]["settings"]["trainer"] == {"num_envs": 32, "iterations": 120, "buffer_size": 128}
+    assert record["settings"]["settings"]["trainer"] == {"num_envs": 16, "iterations": 960, "buffer_size": 32}
     assert record["settings"]["scores"] == {"env": "gymnasium:CartPole-v1", "episodes": [20, 100], "points": 40}
     assert record["machine"]["cores"][0] in available() and record["wall_s"] > 0
     stdout = capsys.readouterr().out.splitlines()

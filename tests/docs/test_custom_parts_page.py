@@ -126,7 +126,7 @@ def test_algorithms(page):
     names = page(11)
     assert names["cfg"].algorithm.name == "my_algo" and _moved(names)
     assert names["history"][-1]["loss"] != 0.0
-    cfg = names["ecrl"].load_config("cartpole_ppo", {"algorithm.name": "my_algo", "trainer.iterations": 40})
+    cfg = names["ecrl"].load_config("cartpole_ppo", {"algorithm.name": "my_algo", "trainer.iterations": 320})
     state, _ = names["ecrl"].train(names["ecrl"].init_state(cfg), cfg, progress=False)
     assert names["ecrl"].evaluate(state, cfg, num_episodes=10)["eval/avg_reward"] > 60.0, (
         "it learns; chance gives 9 to 25"

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import ecrl
+from benchmarks.ecrl_runs import CONFIG
 
 
 class _Layouts:
@@ -68,7 +69,7 @@ def main(part: str, iterations: int) -> None:
     if part not in ("none", "eager"):
         leave_out(part)
     own = {"trainer.compile": "off" if part == "eager" else "on", "trainer.num_envs": 4, "trainer.enable_eval": False}
-    cfg = ecrl.load_config("cartpole_ppo", own | {"trainer.iterations": iterations})
+    cfg = ecrl.load_config(CONFIG, own | {"trainer.iterations": iterations})
     ends = [time.process_time() for one in ecrl.train_iter(ecrl.init_state(cfg), cfg) if one["log_type"] == "train"]
     usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     cpu = sum(one.ru_utime + one.ru_stime for one in usage)
