@@ -14,7 +14,7 @@ from ecrl.errors import MissingExtraError, UserError
 from ecrl.report.plots import write as write_picture
 
 SUBJECTS = {  # name: description; the file of that name has `rows(quick, cores)` and `figure(rows)`
-    "end_to_end": "env steps per second of PPO on CartPole against rejax, SB3, TorchRL and a CleanRL-style loop",
+    "end_to_end": "env steps per second of PPO on CartPole against rejax, SB3, TorchRL, LeanRL and CleanRL",
     "off_policy": "env steps per second of DQN, TD3, SAC, PQN, FastTD3 and FastSAC against rejax and SB3",
     "recurrent": "env steps per second of recurrent PPO against PureJaxRL's in JAX",
     "minatar": "env steps per second of PPO on games of MinAtar against rejax",

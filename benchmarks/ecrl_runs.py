@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks.learning import Report, Row, followed
-from benchmarks.other_libraries import SOLVED, STEPS, as_work
+from benchmarks.other_libraries import SOLVED, STEPS, as_work, iterations_per_call
 from benchmarks.pairs import ROOT
 from benchmarks.tasks import Task, task_of, with_arm, without_memory
 from ecrl import Config, evaluate, init_state, load_config, train_iter
@@ -20,7 +20,7 @@ CONFIG = ROOT / "benchmarks" / "cartpole_speed.json"
 
 
 def averages(cfg: Config) -> Iterator[float]:
-    """Train with a config. After each iteration, yield the mean return of the last 100 episodes."""
+    """Train with a config. After each record, yield the mean return of the last 100 episodes."""
     yield from _averages_of(build(cfg), cfg)
 
 
@@ -31,11 +31,14 @@ def _averages_of(run: Run, cfg: Config) -> Iterator[float]:
 
 
 def iterations(num_envs: int, **keys: Any) -> Iterator[float]:
-    """Train CartPole PPO for a million iterations of 128 steps and 4 minibatches, and yield the values of `averages`.
+    """Train CartPole PPO with 128 steps and 4 minibatches per iteration, and yield the values of `averages`.
 
-    `keys` are further config keys, with "__" instead of a dot.
+    Like rejax, ecrl runs `iterations_per_call` iterations in one call. `keys` are further config keys, with "__"
+    instead of a dot.
     """
-    sizes = {"trainer.num_envs": num_envs, "trainer.buffer_size": STEPS, "trainer.iterations": 10**6}
+    log_freq = iterations_per_call(num_envs)
+    sizes = {"trainer.num_envs": num_envs, "trainer.buffer_size": STEPS}
+    sizes |= {"trainer.log_freq": log_freq, "trainer.iterations": log_freq * 10**6}
     other_keys = {name.replace("__", "."): value for name, value in keys.items()}
     yield from averages(
         load_config(CONFIG).replace(**sizes, **{"algorithm.cfg.batch_size": num_envs * STEPS // 4, **other_keys})
@@ -43,8 +46,8 @@ def iterations(num_envs: int, **keys: Any) -> Iterator[float]:
 
 
 def make(num_envs: int, **keys: Any) -> Callable[[], int]:
-    """Return a function that runs one PPO iteration, and returns its number of environment steps."""
-    return as_work(iterations(num_envs, **keys), num_envs * STEPS)
+    """Return a function that runs `iterations_per_call` iterations, and returns their number of environment steps."""
+    return as_work(iterations(num_envs, **keys), iterations_per_call(num_envs) * num_envs * STEPS)
 
 
 def solve(seed: int, started: float, compile: str) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class LogData(TypedDict):
 
     If several ranks train, `files` maps the names of the other ranks' checkpoint files to their contents. Only records
     whose state may be saved have `files`. If a signal ends a run of several ranks, `stopping` is True in the last
-    record. If the environment reports `executed`, `taken` is the number of environment steps in the iteration.
+    record. `taken` is the number of environment steps since the previous record of the same type.
     """
 
     log_type: Literal["collect", "train", "evaluate"]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import rejax
 
-from benchmarks.other_libraries import STEPS
+from benchmarks.other_libraries import STEPS, iterations_per_call
 
 
 def ppo(num_envs: int, **changes: object) -> rejax.PPO:
@@ -29,7 +29,7 @@ def ppo(num_envs: int, **changes: object) -> rejax.PPO:
 
 def make(num_envs: int, seed: int = 0) -> Callable[[], int]:
     """Return a function that runs several iterations in one compiled call, which takes some tenths of a second."""
-    algorithm, times = ppo(num_envs), max(1, 200 // num_envs)
+    algorithm, times = ppo(num_envs), iterations_per_call(num_envs)
     iterate = jax.jit(lambda state: jax.lax.fori_loop(0, times, lambda _, s: algorithm.train_iteration(s), state))
     state = jax.block_until_ready(iterate(jax.jit(algorithm.init_state)(jax.random.PRNGKey(seed))))
 

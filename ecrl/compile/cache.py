@@ -1,26 +1,35 @@
-"""Store compiled code on disk, in a separate cache directory for each CPU.
+"""Store compiled code on disk, in a separate cache directory for each CPU, and limit the size of the stored code.
 
 Inductor's cache key is a hash of the graph, the layouts of its inputs, the torch version and inductor's settings. But
 compiled code also depends on the CPU and on the source files of this package. The name of the cache directory therefore
 contains the result of `cpu_identity`, and inductor's settings contain the result of `sources_hash`.
+
+Once a day, a process that compiles removes files that have not been used for the longest time, until the directories of
+all CPUs have at most `ECRL_CACHE_GB` gigabytes. A process that compiles or loads code holds a shared lock, so no other
+process removes files during this time.
 """
 
 import atexit
+import fcntl
 import os
 import shutil
 import tempfile
+import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
+from ecrl.errors import ConfigError
 from ecrl.native.library import cpu_identity
 
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+_SIZE_VARIABLE, _DEFAULT_GB = "ECRL_CACHE_GB", 10.0
+_DAY = 24 * 3600.0
 
 
 def sources_hash() -> str:
@@ -33,9 +42,11 @@ def sources_hash() -> str:
 def _folder(base: str) -> str:
     """Return this CPU's cache directory inside `base`.
 
-    If the cache directory is not writable, warn and return a temporary directory, which the process removes at its end.
+    If the cache directory is not writable, warn and return one inside a temporary directory, which the process removes
+    at its end.
     """
-    folder = os.path.join(base, f"cpu_{cpu_identity()}")
+    name = f"cpu_{cpu_identity()}"
+    folder = os.path.join(base, name)
     try:
         os.makedirs(folder, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -49,7 +60,8 @@ def _folder(base: str) -> str:
             RuntimeWarning,
             stacklevel=2,
         )
-        return temporary
+        os.mkdir(folder := os.path.join(temporary, name))
+        return folder
 
 
 def cache_path() -> str:
@@ -57,13 +69,92 @@ def cache_path() -> str:
     return _folder(os.path.abspath(os.environ.get(_VARIABLE) or default_cache_dir()))
 
 
+def max_bytes() -> float:
+    """Return the largest size of all cache directories together, in bytes. Zero means that there is no limit.
+
+    Raises: ConfigError if `ECRL_CACHE_GB` is not a number of at least 0.
+    """
+    text = os.environ.get(_SIZE_VARIABLE) or str(_DEFAULT_GB)
+    try:
+        size = float(text)
+    except ValueError:
+        size = -1.0
+    if not 0.0 <= size < float("inf"):
+        raise ConfigError(f"{_SIZE_VARIABLE}: {text!r}, expected a number of gigabytes, or 0 for no limit")
+    return size * 1e9
+
+
+def _last_use(status: os.stat_result) -> float:
+    """Return the time of a file's last use. Most file systems update the time of reading only once a day."""
+    return max(status.st_atime, status.st_mtime)
+
+
+def remove_unused(folders: Iterable[Path], most: float, now: float) -> None:
+    """Remove the files with the oldest use until the folders have at most `most` bytes.
+
+    Files that were used in the two days before the time `now` remain.
+    """
+    paths = [path for folder in folders for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
+    files = sorted((_last_use(status), status.st_size, path) for path in paths for status in [path.stat()])
+    total = sum(size for _, size, _ in files)
+    for used, size, path in files:
+        if total <= most or used > now - 2 * _DAY:
+            break
+        path.unlink()
+        total -= size
+
+
+def _remove_once_a_day(base: Path, most: float, lock: int) -> None:
+    """Call `remove_unused` for all cache directories inside `base`, unless a process did so in the last day.
+
+    If another process uses the cache now, do nothing.
+
+    Args:
+        base: folder of the cache directories.
+        most: largest size of the directories in bytes, or 0 for no limit.
+        lock: descriptor of the lock file, whose modification time is the time of the last removal.
+    """
+    now = time.time()
+    is_new = os.fstat(lock).st_size == 0
+    if most == 0 or (not is_new and now - os.fstat(lock).st_mtime < _DAY):
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        remove_unused(base.glob("cpu_*"), most, now)
+        os.pwrite(lock, b"The cache was checked for its size.\n", 0)
+    except OSError:  # another process holds the lock, or may remove files
+        return
+
+
+@contextmanager
+def _locked(base: Path) -> Iterator[None]:
+    """Hold a shared lock on the cache directories inside `base`, and afterwards limit their size.
+
+    If the file system has no locks, or if `base` is not writable, do nothing.
+    """
+    most = max_bytes()
+    try:
+        lock = os.open(base / ".ecrl_lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError:
+        yield
+        return
+    try:
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        yield
+        _remove_once_a_day(base, most, lock)
+    finally:
+        os.close(lock)
+
+
 @contextmanager
 def cache_folder() -> Iterator[None]:
     """Set `TORCHINDUCTOR_CACHE_DIR` to the cache directory of this CPU inside this context."""
-    before = os.environ.get(_VARIABLE)
-    os.environ[_VARIABLE] = cache_path()
+    before, path = os.environ.get(_VARIABLE), cache_path()
+    os.environ[_VARIABLE] = path
     try:
-        yield
+        with _locked(Path(path).parent):
+            yield
     finally:
         if before is None:
             os.environ.pop(_VARIABLE, None)

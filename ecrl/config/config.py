@@ -20,6 +20,7 @@ from pydantic import (
     Field,
     SerializeAsAny,
     ValidationError,
+    ValidationInfo,
     ValidatorFunctionWrapHandler,
     field_validator,
     model_validator,
@@ -180,6 +181,12 @@ class TrainerConfig(ConfigModel):
     )
     num_envs: Count = Field(64, description="number of environments in each process")
     iterations: Count = Field(250, description="training iterations; each collects a rollout and updates the policy")
+    log_freq: Count = Field(
+        1,
+        description="number of iterations between two records of the logs; must divide iterations. Checkpoints, "
+        "evaluations and progress use records, so they wait for the next record. A compiled run without buffers is "
+        "faster with a larger number, because one call runs all iterations of a record",
+    )
     buffer_size: Count = Field(
         2048, description="steps that each environment takes in an iteration; also called rollout_steps"
     )
@@ -244,6 +251,14 @@ class TrainerConfig(ConfigModel):
         ),
     )
     events: EventsConfig = Field(EventsConfig(), description="events that change the environments")
+
+    @field_validator("log_freq")
+    @classmethod
+    def _divides_iterations(cls, log_freq: int, info: ValidationInfo) -> int:
+        iterations = info.data.get("iterations", log_freq)  # absent if it is invalid
+        if iterations % log_freq:
+            raise ValueError(f"{log_freq} does not divide trainer.iterations, which is {iterations}; use a divisor")
+        return log_freq
 
     @field_validator("device")
     @classmethod

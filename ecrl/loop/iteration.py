@@ -33,7 +33,7 @@ from ecrl.compile.jit import compilations_of
 from ecrl.compile.vmap import host_values, vmapped
 from ecrl.config import Config, total_steps
 from ecrl.distributed import world_size
-from ecrl.errors import ConfigError
+from ecrl.errors import ConfigError, NotFiniteError
 from ecrl.kernels import episode_init, restarted
 from ecrl.loop.buffers import (
     ZerosWithoutMemory,
@@ -56,7 +56,7 @@ from ecrl.loop.finite_guard import FIELDS, KINDS, flags, restart_nonfinite, rest
 from ecrl.loop.initial_policy import initial_policy
 from ecrl.loop.metrics import WINDOW, collect_logs, counted_steps, over_ranks
 from ecrl.loop.nonfinite_report import Collected, NonfiniteAction, action_error, nonfinite_error, with_checked_actions
-from ecrl.loop.signals import interruptible
+from ecrl.loop.signals import Stopped, interruptible
 from ecrl.loop.state_argument import check_state_argument
 from ecrl.policies import Policy
 from ecrl.policies.contract import checking
@@ -337,9 +337,14 @@ def crossed(step: int, size: int, freq: int) -> bool:
     return freq > 0 and step // freq > (step - size) // freq
 
 
+def steps_per_record(cfg: Config) -> int:
+    """Return the number of environment steps between two records (see `steps_per_iteration`)."""
+    return cfg.trainer.log_freq * steps_per_iteration(cfg)
+
+
 def is_due(record: LogData, cfg: Config, freq: int) -> bool:
-    """Return True if the recorded iteration reached or passed a multiple of `freq` environment steps."""
-    return crossed(record["sample_step"], record.get("taken", steps_per_iteration(cfg)), freq)
+    """Return True if the recorded iterations reached or passed a multiple of `freq` environment steps."""
+    return crossed(record["sample_step"], record.get("taken", steps_per_record(cfg)), freq)
 
 
 def decisions_of(record: LogData) -> int:
@@ -347,7 +352,7 @@ def decisions_of(record: LogData) -> int:
 
     If each action is one environment step, this number is the `sample_step` of the record.
     """
-    return int(decisions(record["state"])) if "taken" in record else record["sample_step"]
+    return int(decisions(record["state"])) if "decision_step" in record["state"] else record["sample_step"]
 
 
 def _statistics(norm_update: Callable[..., TensorDict], norm: TensorDict, steps: TensorDict) -> TensorDict:
@@ -413,6 +418,50 @@ def _iteration_of_leaves(
     return after, copies[0], writes, copies[1], nonfinite
 
 
+COUNTS = ("skipped_steps", "skipped_updates")
+"""Logs that a record of several iterations sums. Of all other logs, the record has the values of the last iteration."""
+
+
+def _added(counts: Logs, logs: Logs) -> Logs:
+    """Add the logs in `COUNTS` of another iteration to `counts`."""
+    return {name: log + counts.get(name, 0) for name, log in logs.items() if name in COUNTS}
+
+
+def _iterations_of_leaves(
+    run: Run, guard: str, structure: Hashable, count: int, leaves: list[Tensor], borrowed: Borrowed
+) -> tuple[list[Tensor], TensorDict, TensorDict, dict[str, Logs], Tensor | None]:
+    """Run `count` iterations as one loop, and return the results of `_iteration_of_leaves`.
+
+    The logs are those of one record (see `COUNTS`). The flags of the finite guard tell if any iteration had NaN or
+    infinity.
+    """
+    if count == 1:
+        return _iteration_of_leaves(run, guard, structure, leaves, borrowed)
+
+    def body(leaves: list[Tensor], _: Tensor) -> tuple[list[Tensor], tuple[dict[str, Logs], Tensor | None]]:
+        after, _, _, logs, nonfinite = _iteration_of_leaves(run, guard, structure, leaves, borrowed)
+        return after, (logs, nonfinite)
+
+    leaves, (rows, nonfinite) = run.scan(body, leaves, torch.arange(count))
+    logs = {
+        kind: {name: row.sum() if name in COUNTS else row[-1].clone() for name, row in group.items()}
+        for kind, group in rows.items()
+    }
+    state = mapped(torch.clone, unflatten(structure, leaves))
+    return leaves, state, TensorDict({}, []), logs, None if nonfinite is None else nonfinite.any(0)
+
+
+def _iterations_per_call(run: Run, cfg: Config, borrowed: TensorDict) -> int:
+    """Return the largest number of iterations that one call runs.
+
+    Several iterations can be one call of a compiled run on a CPU, if an iteration is one graph, if all iterations have
+    the same graph, and if the state has no buffers.
+    """
+    compiled = run.jit is not partial and device_of(cfg).type == "cpu"
+    same_graph = _is_one_graph(run) and run.algorithm.phase is None
+    return cfg.trainer.log_freq if compiled and same_graph and borrowed.is_empty() else 1
+
+
 def phase_of(run: Run, state: TensorDict) -> Hashable:
     """Compute the phase of the next iteration (see `Algorithm.phase`).
 
@@ -445,14 +494,17 @@ def _uses_tf32(cfg: Config) -> bool:
     return cfg.trainer.tf32 and device_of(cfg).type == "cuda"
 
 
+def _is_one_graph(run: Run) -> bool:
+    """Return True if a whole iteration can be one graph, if the run is compiled."""
+    return run.algorithm.as_one and run.env.is_pure and run.static.world_size == 1
+
+
 def _bound(fn: Callable[..., Any], run: Run, tf32: bool, *static: Any) -> Callable[..., Any]:
     """Bind `run` and `static` to `fn`. In a run that allows one graph for a whole iteration, compile `fn` as one graph.
 
-    One graph needs an algorithm with `as_one`, a pure environment and a single rank. The first call checks the results
-    of the policy and the algorithm. In an eager run, all other calls skip the checks.
+    The first call checks the results of the policy and the algorithm. In an eager run, all other calls skip the checks.
     """
-    one_graph = run.algorithm.as_one and run.env.is_pure and run.static.world_size == 1
-    checked = (run.jit if one_graph else partial)(fn, with_contract(run), *static)
+    checked = (run.jit if _is_one_graph(run) else partial)(fn, with_contract(run), *static)
     bound = partial(fn, run, *static) if run.jit is partial else checked
     is_first = True
 
@@ -552,11 +604,14 @@ def warn_if_finished(state: TensorDict, cfg: Config) -> None:
 
 
 def train_iter(state: TensorDict, cfg: Config, watch: Watch = unwatched) -> Iterator[LogData]:
-    """Run iterations one at a time. After each iteration, yield a record of its collection and a record of its update.
+    """Run iterations. After each iteration, yield a record of its collection and a record of its update.
+
+    If `trainer.log_freq` is above 1, yield the two records only after every `log_freq` iterations. They have the logs
+    of the last iteration, but `skipped_updates` and `skipped_steps` count for all iterations since the previous record.
 
     The generator never prints, logs, evaluates or saves. You can stop with `break`, and continue with
     `train_iter(log_data["state"], cfg)`. The results then equal the results of an uninterrupted run, bit for bit. Both
-    records of an iteration contain the `sample_step` and the `state` after the iteration. A yielded state is a locked
+    records contain the `sample_step` and the `state` after the iteration. A yielded state is a locked
     copy that belongs to you. Only its buffers belong to the generator. The next iteration writes to the buffers in
     place, so using an older state with buffers then raises an error. To keep a state with buffers, call
     `state.clone()`. At the start, the generator copies the buffers of its argument `state`.
@@ -587,20 +642,42 @@ def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
     """
     state, guard = with_iterations_of(cfg, reopened(run, state)), cfg.trainer.finite_guard
     size, step, end = steps_per_iteration(cfg), int(decisions(state)), total_steps(cfg, run.static.world_size)
-    settled, phase, sample_step = step + 2 * size, None, int(state["sample_step"])
+    settled, graph, recorded = step, (None, 0), int(state["sample_step"])
+    per_record, sample_step, logs, counts = steps_per_record(cfg), recorded, {}, Logs()
     own, borrowed = borrowed_leaves(state, kinds_of(run))
     data = data_of(run, device_of(cfg))
-    given = Borrowed(replaced(borrowed, data))
+    given, per_call = Borrowed(replaced(borrowed, data)), _iterations_per_call(run, cfg, borrowed)
     leaves, structure = flatten(own.clone())  # passing a list of tensors is faster than passing a TensorDict
     tf32, compilations, warned = _uses_tf32(cfg), compilations_of(run.jit), False
-    bound = cache(lambda phase: _bound(_iteration_of_leaves, with_phase(run, phase), tf32, guard, structure))
+
+    @cache
+    def bound(phase: Hashable, count: int) -> Callable[..., Any]:
+        return _bound(_iterations_of_leaves, with_phase(run, phase), tf32, guard, structure, count)
+
+    def records() -> list[LogData]:
+        taken = sample_step - recorded
+        record = LogData(
+            log_type="collect", sample_step=sample_step, logs=logs["collect"], state=state.lock_(), taken=taken
+        )
+        return [record, {**record, "log_type": "train", "logs": logs["train"] | counts}]
+
     while step < end:
-        known, before = len(compilations), state
-        if (now := phase_of(run, state)) != phase:  # each phase has its own graph
-            phase, settled = now, step + 2 * size
-        with interruptible():
-            leaves, state, writes, logs, nonfinite = bound(phase)(leaves, given)
-            skipped = _is_skipped(with_phase(run, phase), guard, nonfinite, replaced(before, data))
+        known = len(compilations)
+        count = min(per_call, math.ceil(min(per_record - step % per_record, end - step) / size))
+        if (now := (phase_of(run, state), count)) != graph:  # each phase and each number of iterations has its graph
+            graph, settled = now, step + 2 * size * count
+        try:
+            with interruptible():
+                after, state_after, writes, logs_after, nonfinite = bound(*graph)(leaves, given)
+                if count > 1 and guard == "stop" and cast(Tensor, nonfinite)[1].any():
+                    per_call = 1  # repeat the iterations one at a time, to find the one with NaN or infinity
+                    continue
+                skipped = _is_skipped(with_phase(run, graph[0]), guard, nonfinite, replaced(state, data))
+        except (NotFiniteError, Stopped):
+            if sample_step > recorded and run.static.world_size == 1:  # keep the results of the iterations before
+                yield from records()
+            raise
+        leaves, state, logs = after, state_after, logs_after
         mark_written(run, borrowed, state)
         if not skipped:
             commit(borrowed, writes)
@@ -609,17 +686,15 @@ def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
         if guard == "skip" and not warned:
             warned = _warn_of_skip(nonfinite, logs["train"], sample_step)
         state = merge(state, borrowed)
-        step += size
+        step += size * count
         if len(compilations) > known and step > settled:
             again = "; ".join(one.text for one in compilations[known:])
             warnings.warn(f"compiled again at step {step}: {again}", RuntimeWarning, stacklevel=2)
-        taken, sample_step = sample_step, step if "decision_step" not in state else int(state["sample_step"])
-        state.lock_()
-        record = LogData(log_type="collect", sample_step=sample_step, logs=logs["collect"], state=state)
-        if "decision_step" in state:
-            record["taken"] = sample_step - taken
-        yield record
-        yield {**record, "log_type": "train", "logs": logs["train"]}
+        sample_step = step if "decision_step" not in state else int(state["sample_step"])
+        counts = _added(counts, logs["train"])
+        if step >= end or crossed(step, size * count, per_record):
+            yield from records()
+            recorded, counts = sample_step, {}
 
 
 def can_vmap(run: Run, state: TensorDict) -> bool:
@@ -639,7 +714,7 @@ def iterations_of_members(
 ) -> Iterator[list[list[LogData]]]:
     """Run the iterations of several runs. Each call of an iteration handles one run, or several runs under vmap.
 
-    After each iteration of all runs, yield the two records of `train_iter` for every member. If
+    After every `trainer.log_freq` iterations of all runs, yield the two records of `train_iter` for every member. If
     `trainer.finite_guard` is "stop", a member with NaN or infinity has no further records, and the other members
     continue.
 
@@ -655,7 +730,8 @@ def iterations_of_members(
     guard, size = cfg.trainer.finite_guard, steps_per_iteration(cfg)
     step = first = int(decisions(states[0]))
     end = total_steps(cfg, 1)
-    sample_steps, running, warned = [int(state["sample_step"]) for state in states], [True] * len(states), False
+    recorded, running, warned = [int(state["sample_step"]) for state in states], [True] * len(states), False
+    records, counts = [[] for _ in states], [Logs() for _ in states]  # since the last yield
     batches = _batches([with_iterations_of(cfg, state) for state in states], runs_per_call, threads)
     with _several_threads(threads) as call_each, ExitStack() as after_compiling:
         iterate = _batch_iteration(run, _uses_tf32(cfg), guard)
@@ -665,7 +741,6 @@ def iterations_of_members(
                 results = [iterate(batch) for batch in batches] if step == first else call_each(iterate, batches)
             batches = [batch for batch, *_ in results]
             step += size
-            records: list[list[LogData]] = [[] for _ in states]
             of_members = (one for result in results for one in _members_of(*result))
             for index, (state, own, nonfinite) in enumerate(islice(of_members, len(states))):
                 if guard == "stop" and running[index]:
@@ -674,14 +749,20 @@ def iterations_of_members(
                     continue
                 if guard == "skip" and not warned:
                     warned = _warn_of_skip(nonfinite, own["train"], step)
-                before, sample_steps[index] = sample_steps[index], int(state["sample_step"])
+                counts[index] = _added(counts[index], own["train"])
+                now = int(state["sample_step"])
                 record = LogData(
-                    log_type="collect", sample_step=sample_steps[index], logs=own["collect"], state=state.lock_()
+                    log_type="collect",
+                    sample_step=now,
+                    logs=own["collect"],
+                    state=state.lock_(),
+                    taken=now - recorded[index],
                 )
-                if "decision_step" in state:
-                    record["taken"] = sample_steps[index] - before
-                records[index] = [record, {**record, "log_type": "train", "logs": own["train"]}]
-            yield records
+                records[index] = [record, {**record, "log_type": "train", "logs": own["train"] | counts[index]}]
+            if step >= end or crossed(step, size, steps_per_record(cfg)) or not any(running):
+                yield records
+                recorded = [one[0]["sample_step"] if one else last for one, last in zip(records, recorded, strict=True)]
+                records, counts = [[] for _ in states], [Logs() for _ in states]
             if step == first + size:
                 after_compiling.enter_context(_without_scans_of_old_objects())
 

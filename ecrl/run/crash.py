@@ -108,7 +108,7 @@ def replay(folder: str | Path) -> Iterator[str]:
 def _error_of_iteration(run: Run, state: Any, cfg: Config) -> NotFiniteError | None:
     try:
         check_state(run, state, cfg)
-        next(iterations(run, state, cfg))
+        next(iterations(run, state, cfg.replace(**{"trainer.log_freq": 1})))
     except NotFiniteError as error:
         return error
     return None

@@ -13,7 +13,10 @@ from ecrl.types import LogData
 
 
 class History(Sequence):
-    """Sequence of dicts, one per iteration, with the iteration's logs and the number of env steps as `sample_step`."""
+    """Sequence of dicts, called rows, with the logs and the number of env steps as `sample_step`.
+
+    There is one row per iteration, or one row per `trainer.log_freq` iterations.
+    """
 
     def __init__(self) -> None:
         self._rows: list[dict[str, float]] = []
@@ -49,8 +52,8 @@ class History(Sequence):
 
     def __repr__(self) -> str:
         if not self._rows:
-            return "History of no iterations"
-        return f"History of {len(self):,} iterations, the last {self._rows[-1]}"
+            return "History of no rows"
+        return f"History of {len(self):,} rows, the last {self._rows[-1]}"
 
     def to_pandas(self) -> Any:
         """Return the history as a DataFrame with the index `sample_step`. The extra `plot` is required."""
@@ -61,15 +64,15 @@ class History(Sequence):
     def plot(self, name: str = "episode_reward_avg_100") -> Any:
         """Plot the log `name` against env steps, and return the matplotlib axes. The extra `plot` is required.
 
-        Raises: UserError if no iteration has logged `name`, or if `name` has no finite value yet.
+        Raises: UserError if no row has the log `name`, or if `name` has no finite value yet.
         """
         if not self._rows:
-            raise UserError("the history has no iterations to plot; train first")
+            raise UserError("the history has no rows to plot; train first")
         rows = [row for row in self._rows if name in row]
         if not rows:
             raise UserError(f"no log {name!r}; {did_you_mean(name, {key for row in self._rows for key in row})}")
         if not any(math.isfinite(row[name]) for row in rows):
-            raise UserError(f"{name!r} has no finite value in {len(rows)} iterations; train until an episode has ended")
+            raise UserError(f"{name!r} has no finite value in {len(rows)} rows; train until an episode has ended")
         with extra("plot"):
             import matplotlib.pyplot as plt
         _, axes = plt.subplots(figsize=(6.4, 3.2), layout="constrained")

@@ -17,7 +17,7 @@ from ecrl.distributed import rank
 from ecrl.errors import CheckpointError, ConfigError
 from ecrl.loop.buffers import mark_written
 from ecrl.loop.build import build, device_of
-from ecrl.loop.iteration import check_state, crossed, expected_state, first_state, steps_per_iteration
+from ecrl.loop.iteration import check_state, crossed, expected_state, first_state
 from ecrl.pytree import replaced
 from ecrl.run.checkpoint import (
     buffers_left_out,
@@ -199,14 +199,12 @@ def pending_evaluation(state: TensorDict, cfg: Config, run_dir: str | Path) -> L
         cfg: config of the run.
         run_dir: run folder.
     """
-    step, size, freq = int(state["sample_step"]), steps_per_iteration(cfg), cfg.trainer.eval_freq
-    metrics = Path(run_dir) / "metrics.jsonl"
+    step, metrics = int(state["sample_step"]), Path(run_dir) / "metrics.jsonl"
     if not metrics.is_file():
         return None
     lines = metrics.read_bytes().splitlines(keepends=True)
-    if "decision_step" in state:  # iterations may have different numbers of env steps
-        size = step - max((n for line in lines if (n := _row(line).get("sample_step", 0)) < step), default=0)
-    if not crossed(step, size, freq):
+    taken = step - max((n for line in lines if (n := _row(line).get("sample_step", 0)) < step), default=0)
+    if not crossed(step, taken, cfg.trainer.eval_freq):
         return None
     rows = {row["log_type"]: line for line in lines if (row := _row(line)).get("sample_step") == step}
     if "train" not in rows:
@@ -216,9 +214,7 @@ def pending_evaluation(state: TensorDict, cfg: Config, run_dir: str | Path) -> L
             return None
         replace_rows(metrics, [line for line in lines if line != rows["evaluate"]])
     shards = {p.name: p.read_bytes() for p in (Path(run_dir) / "checkpoints" / f"step_{step}").glob("rank_*")}
-    record = LogData(log_type="train", sample_step=step, logs={}, state=state)
-    if "decision_step" in state:
-        record["taken"] = size
+    record = LogData(log_type="train", sample_step=step, logs={}, state=state, taken=taken)
     return {**record, "files": shards} if shards else record
 
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch._inductor import codecache, config
 
 import ecrl.compile.cache as cache
+from ecrl.errors import ConfigError
 from ecrl.pytree import flatten
 
 AVX512 = "processor : 0\nmodel name : A\nflags : avx2 avx512f\n\nprocessor : 1\nmodel name : A\nflags : avx2 avx512f\n"
@@ -136,3 +138,78 @@ def test_products_compile_without_vector_instructions_and_without_a_cache(tmp_pa
     done = subprocess.run([sys.executable, "-c", PRODUCT, cache_is], capture_output=True, text=True, env=env)
     assert done.stdout == "equal\n", done.stderr[-3000:]
     assert ("cannot be stored in" in done.stderr) == (cache_is == "blocked")
+
+
+def _file(path, size, days):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"x" * size)
+    used = time.time() - days * 24 * 3600
+    os.utime(path, (used, used))
+    return path
+
+
+@pytest.fixture
+def filled(tmp_path, monkeypatch):
+    """A cache with files of several ages and CPUs, and files of the user's own compiled functions."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(cache, "cpu_identity", lambda: "a")
+    cache._folder.cache_clear()
+    names = {"cpu_a/x/1.so": 9, "cpu_b/y/2.so": 8, "cpu_a/x/3.so": 7, "cpu_a/x/4.so": 1, "aa/own.so": 99}
+    yield {name: _file(tmp_path / name, 1000, days) for name, days in names.items()}
+    cache._folder.cache_clear()
+
+
+def remaining(filled):
+    return [name for name, path in filled.items() if path.exists()]
+
+
+def test_the_files_with_the_oldest_use_are_removed_once_a_day(filled, tmp_path, monkeypatch):
+    monkeypatch.setenv("ECRL_CACHE_GB", "2e-6")
+    with cache.cache_folder():
+        assert len(remaining(filled)) == 5
+    assert remaining(filled) == ["cpu_a/x/3.so", "cpu_a/x/4.so", "aa/own.so"]
+    monkeypatch.setenv("ECRL_CACHE_GB", "1e-9")
+    with cache.cache_folder():
+        pass
+    assert len(remaining(filled)) == 3, "not again on the same day"
+    day = time.time() - 25 * 3600
+    os.utime(tmp_path / ".ecrl_lock", (day, day))
+    with cache.cache_folder():
+        pass
+    assert remaining(filled) == ["cpu_a/x/4.so", "aa/own.so"], "files of the last two days remain"
+
+
+@pytest.mark.parametrize("size", ["0", "1"])
+def test_files_within_the_limit_remain(size, filled, monkeypatch):
+    monkeypatch.setenv("ECRL_CACHE_GB", size)
+    with cache.cache_folder():
+        pass
+    assert len(remaining(filled)) == 5
+
+
+def test_no_file_is_removed_while_another_process_uses_the_cache(filled, tmp_path, monkeypatch):
+    monkeypatch.setenv("ECRL_CACHE_GB", "1e-9")
+    code = "from ecrl.compile.cache import cache_folder\nwith cache_folder(): print(1, flush=True); input()"
+    other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert other.stdout is not None and other.stdout.readline() == b"1\n"
+    with cache.cache_folder():
+        pass
+    assert len(remaining(filled)) == 5
+    other.communicate(b"\n")
+    assert remaining(filled) == ["cpu_a/x/4.so", "aa/own.so"], "the other process removes them at its end"
+
+
+def test_a_cache_without_a_lock_file_still_works(filled, tmp_path, monkeypatch):
+    (tmp_path / ".ecrl_lock").mkdir()
+    monkeypatch.setenv("ECRL_CACHE_GB", "1e-9")
+    with cache.cache_folder():
+        pass
+    assert len(remaining(filled)) == 5
+
+
+@pytest.mark.parametrize("size", ["many", "-1", "nan", "inf"])
+def test_a_wrong_limit_is_refused(size, filled, monkeypatch):
+    monkeypatch.setenv("ECRL_CACHE_GB", size)
+    expected = f"ECRL_CACHE_GB: '{size}', expected a number of gigabytes, or 0"
+    with pytest.raises(ConfigError, match=expected), cache.cache_folder():
+        pass

@@ -5,8 +5,8 @@ from support.published import rows_of, table
 
 PAGE = "docs/speed.md"
 RATIO = ("ratio", "minimum", "maximum")
-PEERS = ("rejax", "SB3", "TorchRL", "CleanRL-style")
-LIBRARIES = {"rejax": "rejax 0.1.3, jitted", "CleanRL-style": "CleanRL-style loop"}
+PEERS = ("rejax", "SB3", "TorchRL", "LeanRL-style", "CleanRL-style")
+LIBRARIES = {"rejax": "rejax 0.1.3, jitted", "LeanRL-style": "LeanRL-style loop", "CleanRL-style": "CleanRL-style loop"}
 ALGORITHMS = {"fast_td3": "FastTD3", "fast_sac": "FastSAC"}
 
 

@@ -136,6 +136,16 @@ def test_what_the_environment_gives_is_found_in_its_iteration(algorithm, form):
     assert error.report["met"][0] == "observation" and same(error.state, states[-1])
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_the_faulty_iteration_of_a_record_of_several_iterations_is_found(form):
+    cfg = run("ppo", "reward", form)
+    alone, states = met(cfg)
+    error, earlier = met(cfg.replace(**{"trainer.log_freq": 4}))
+    assert str(error) == str(alone) and same(error.state, alone.state)
+    assert error.report["sample_step"] == 16, "the second of four iterations"
+    assert len(earlier) == 2 and same(earlier[-1], states[-1]), "the record of the first iteration is not lost"
+
+
 def test_an_observation_at_a_time_limit_is_found_by_its_value():
     error, _ = met(run("ppo", "end"))
     entry = error.report["found"]

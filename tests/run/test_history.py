@@ -25,10 +25,10 @@ def test_history_has_a_row_per_iteration():
 
 def test_the_repr_of_a_history_is_one_line():
     history = History()
-    assert repr(history) == "History of no iterations"
+    assert repr(history) == "History of no rows"
     history.add(RECORDS[4])
     message = "{'sample_step': 20, 'policy_loss': 0.25, 'entropy': 1.0}"
-    assert repr(history) == f"History of 1 iterations, the last {message}"
+    assert repr(history) == f"History of 1 rows, the last {message}"
 
 
 def test_an_empty_history_is_an_empty_frame():
@@ -55,11 +55,11 @@ def test_history_to_pandas_and_plot(monkeypatch):
 
 def test_what_has_no_number_yet_is_no_empty_picture():
     history = History()
-    with pytest.raises(UserError, match="the history has no iterations to plot; train first"):
+    with pytest.raises(UserError, match="the history has no rows to plot; train first"):
         history.plot()
     history.add(RECORDS[0])
     assert math.isnan(history[0]["episode_reward_avg_100"])
-    with pytest.raises(UserError, match="'episode_reward_avg_100' has no finite value in 1 iterations; train until an"):
+    with pytest.raises(UserError, match="'episode_reward_avg_100' has no finite value in 1 rows; train until an"):
         history.plot()
 
 

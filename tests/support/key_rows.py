@@ -94,6 +94,7 @@ TRAINER = [
     Row("trainer.keep_checkpoints", 1, {"trainer.save_freq": 64, "trainer.keep_checkpoints": 2}, files),
     Row("trainer.init_from", str(start_path(7)), {}),
     Row("trainer.init_from", str(start_path(7)), {"trainer.init_from": str(start_path(8))}),
+    Row("trainer.log_freq", 2, {"trainer.iterations": 4, "trainer.save_freq": 1}, files),
     Row("trainer.save_replay", False, {}, saved_replay),
     Row("trainer.finite_guard", "off", APG | alg(learning_rate=3e38), refused("NaN or infinity in")),
     Row("trainer.use_wandb", True, {}, tracked),

@@ -1,0 +1,159 @@
+"""Several iterations per record (`trainer.log_freq`): equal bits, fewer records, and one call for all of them."""
+
+import json
+
+import pytest
+import torch
+from support.replay_agent import replaying
+from support.small_runs import last_state, same, small
+
+import ecrl
+from ecrl.compile.jit import compilations_of
+from ecrl.config import load_config
+from ecrl.errors import ConfigError
+from ecrl.loop import iteration
+from ecrl.loop.build import build
+from ecrl.loop.iteration import init_state, iterations, train_iter
+from ecrl.run.checkpoint import latest
+from ecrl.run.compile_ahead import compile_ahead
+from ecrl.run.train import train
+from ecrl.run.train_many import train_many
+
+SIX = {"trainer.iterations": 6}
+
+
+def records(cfg, state=None) -> list:
+    """The records, with clones of the states, because a later iteration writes to buffers."""
+    every = train_iter(init_state(cfg) if state is None else state, cfg)
+    return [{**record, "state": record["state"].clone()} for record in every]
+
+
+def assert_same_records(few: list, every: list, log_freq: int) -> None:
+    """Records of several iterations have the logs and the states of the last iteration."""
+    kept = [record for i, record in enumerate(every) if (i // 2 + 1) % log_freq == 0]
+    assert [r["log_type"] for r in few] == [r["log_type"] for r in kept]
+    assert [r["sample_step"] for r in few] == [r["sample_step"] for r in kept]
+    for one, other in zip(few, kept, strict=True):
+        assert same(one["state"], other["state"]) and one["taken"] == log_freq * other["taken"]
+        assert one["logs"].keys() == other["logs"].keys()
+        for name, log in one["logs"].items():
+            assert torch.equal(log.nan_to_num(-7.0), other["logs"][name].nan_to_num(-7.0)), name
+
+
+@pytest.mark.parametrize("log_freq", [2, 3, 6])
+@pytest.mark.parametrize(
+    "cfg",
+    [small(**SIX), small(**SIX, **{"trainer.finite_guard": "off"}), replaying(**SIX)],
+    ids=["ppo", "no guard", "replay buffer"],
+)
+def test_records_of_several_iterations_are_those_of_the_last_iteration(cfg, log_freq):
+    few = records(cfg.replace(**{"trainer.log_freq": log_freq}))
+    assert len(few) == 2 * 6 // log_freq
+    assert_same_records(few, records(cfg), log_freq)
+
+
+@pytest.mark.usefixtures("traced_or_compiled")
+@pytest.mark.parametrize("guard", ["stop", "skip", "off"])
+def test_a_compiled_run_has_one_call_for_all_iterations_of_a_record(guard):
+    cfg = small(**SIX, **{"trainer.compile": "on", "trainer.finite_guard": guard, "policy.normalize_obs": True})
+    grouped = cfg.replace(**{"trainer.log_freq": 3})
+    run = build(grouped)
+    few = [*iterations(run, init_state(grouped), grouped)]
+    assert [one.text for one in compilations_of(run.jit)] == ["_iterations_of_leaves: first call"]
+    assert_same_records(few, records(cfg), 3)
+
+
+@pytest.mark.usefixtures("traced_or_compiled")
+def test_the_calls_of_a_record_are_counted(monkeypatch):
+    counts, bound = [], iteration._bound
+
+    def counted(fn, run, tf32, guard, structure, count):
+        call = bound(fn, run, tf32, guard, structure, count)
+        return lambda *args: (counts.append(count), call(*args))[1]
+
+    monkeypatch.setattr(iteration, "_bound", counted)
+    last_state(small(**SIX, **{"trainer.compile": "on", "trainer.log_freq": 3}))
+    assert counts == [3, 3]
+    counts.clear()
+    last_state(small(**SIX, **{"trainer.compile": "off", "trainer.log_freq": 3}))
+    last_state(replaying(**SIX, **{"trainer.compile": "on", "trainer.log_freq": 3}))
+    assert counts == [1] * 12, "eager runs, and runs with buffers, have one call for each iteration"
+
+
+@pytest.mark.parametrize("make", [small, replaying])
+def test_a_state_between_two_records_first_trains_to_the_next_record(make):
+    cfg = make(**SIX)
+    middle = records(cfg)[1]["state"]  # after one iteration
+    few = records(cfg.replace(**{"trainer.log_freq": 3}), middle)
+    assert [r["taken"] * 6 // few[-1]["sample_step"] for r in few] == [2, 2, 3, 3]
+    assert same(few[-1]["state"], last_state(cfg))
+
+
+def test_skipped_steps_are_counted_over_all_iterations_of_a_record():
+    cfg = small(**SIX, **{"trainer.finite_guard": "skip", "algorithm.cfg.learning_rate": 3e38})
+    with pytest.warns(UserWarning, match="gradient steps are left out"):
+        every = [r["logs"]["skipped_steps"] for r in records(cfg) if r["log_type"] == "train"]
+    with pytest.warns(UserWarning, match="gradient steps are left out"):
+        few = records(cfg.replace(**{"trainer.log_freq": 3}))
+    assert [r["logs"]["skipped_steps"] for r in few if r["log_type"] == "train"] == [sum(every[:3]), sum(every[3:])]
+    assert sum(every[:3]) > max(every[:3])
+
+
+def test_evaluations_and_checkpoints_wait_for_the_next_record(tmp_path):
+    changes = {"trainer.enable_eval": True, "trainer.eval_freq": 64, "trainer.save_freq": 32, "trainer.log_freq": 3}
+    cfg = small(**SIX, **changes)
+    _, history = train(init_state(cfg), cfg, tmp_path / "run", progress=False)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    seen = [(row["log_type"], row["sample_step"]) for row in rows]
+    assert seen == [(kind, step) for step in (96, 192) for kind in ("collect", "train", "evaluate")]
+    assert [row["sample_step"] for row in history] == [96, 192]
+    assert sorted(p.name for p in (tmp_path / "run/checkpoints").glob("step_*")) == ["step_192", "step_96"]
+
+
+def test_an_interrupted_evaluation_is_due_once(tmp_path, monkeypatch):
+    changes = {"trainer.enable_eval": True, "trainer.eval_freq": 32, "trainer.log_freq": 2}
+    cfg = small(**{"trainer.iterations": 4}, **changes)
+    whole = train(init_state(cfg), cfg, tmp_path / "whole", progress=False)[0]
+    few = cfg.replace(**{"trainer.iterations": 2})
+    train(init_state(few), few, tmp_path / "run", progress=False)
+    state, _ = ecrl.train_from_config(resume_from=tmp_path / "run", overrides={"trainer.iterations": 4}, force=True)
+    assert same(state, whole)
+    first, second = (
+        [(row["log_type"], row["sample_step"]) for row in map(json.loads, path.read_text().splitlines())]
+        for path in (tmp_path / name / "metrics.jsonl" for name in ("whole", "run"))
+    )
+    assert first == second and latest(tmp_path / "run").name == "step_128"
+
+
+@pytest.mark.parametrize("cfg", [small(**SIX), small(**SIX, **{"trainer.finite_guard": "skip"})])
+def test_train_many_yields_the_records_of_train(cfg):
+    grouped = cfg.replace(**{"trainer.log_freq": 3})
+    few, every = (train_many(one, seeds=[0, 1], progress=False) for one in (grouped, cfg))
+    for one, other in zip(few, every, strict=True):
+        assert same(one.state, other.state)
+        assert [row["sample_step"] for row in one.history] == [96, 192]
+        assert [row["loss"] for row in one.history] == [row["loss"] for row in other.history][2::3]
+
+
+def test_a_run_of_train_many_that_stops_keeps_its_last_iterations():
+    sweep, rates = {"algorithm.cfg.learning_rate": [0.01, 1e38]}, {}
+    for log_freq in (1, 6):
+        cfg = small(**SIX, **{"trainer.log_freq": log_freq})
+        with pytest.warns(UserWarning, match="NaN or infinity in"):
+            rates[log_freq] = train_many(cfg, seeds=[0], sweep=sweep, progress=False)
+    for one, other in zip(rates[6], rates[1], strict=True):
+        assert same(one.state, other.state)
+
+
+@pytest.mark.usefixtures("traced_or_compiled")
+def test_the_graph_of_a_record_is_compiled_ahead():
+    cfg = small(**SIX, **{"trainer.compile": "on", "trainer.log_freq": 2})
+    assert [one.text for one in compile_ahead(cfg)] == ["_iterations_of_leaves: first call"]
+
+
+def test_the_number_of_iterations_must_be_a_multiple():
+    message = r"trainer\.log_freq: 4 does not divide trainer\.iterations, which is 6; use a divisor"
+    with pytest.raises(ConfigError, match=message):
+        small(**SIX, **{"trainer.log_freq": 4})
+    with pytest.raises(ConfigError, match="250; use a divisor"):
+        load_config({"env": {"id": "cartpole"}, "algorithm": {"name": "ppo"}, "trainer": {"log_freq": 7}})
