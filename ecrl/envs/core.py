@@ -96,6 +96,8 @@ class Env:
             the number counts the steps of the game. Use 1 if the gap is unknown, and `NEVER` if `step` never truncates.
             `time_limit` lowers the gap to `max_episode_steps`. The gap must hold for every state that events may
             produce. An event that allows earlier truncations declares its own gap.
+        scale: factor by which a MuJoCo task has multiplied the lengths of its config. `with_events` multiplies the
+            lengths of events by the same factor.
         frame_stack: number of latest observations that the networks of the policy see. The environment itself returns
             single observations.
     """
@@ -117,6 +119,7 @@ class Env:
     steps_per_action: int = 1
     scene: Any = None
     min_truncation_gap: int = 1
+    scale: float = 1.0
     frame_stack: int = 1
 
     def __post_init__(self):

@@ -22,6 +22,7 @@ from ecrl import rng
 from ecrl.config import EventConfig
 from ecrl.config.model import LIST, NUMBER, ConfigModel, by_kind, term_text
 from ecrl.envs.core import Env, last_obs
+from ecrl.envs.scaling import scale_lengths
 from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean, lookup, register_event
 
@@ -137,6 +138,8 @@ def with_events(env: Env, events: Mapping[str, EventConfig], where: str = "train
     returned environment is the smallest gap among `env` and the events, in actions. Events cannot shorten the limit of
     `time_limit`, because `elapsed` is hidden from events.
 
+    The lengths in the settings of the events are multiplied by `env.scale`.
+
     If `events` is empty, `env` itself is returned. Error messages begin with the config section `where` and the name of
     the event.
 
@@ -158,6 +161,7 @@ def with_events(env: Env, events: Mapping[str, EventConfig], where: str = "train
         if not env.is_pure:
             reason = "events change tensors, but part of the state of this environment is not in tensors"
             raise ConfigError(f"{label}: {reason}; remove the event or use a tensor environment")
+        event = event.model_copy(update={"params": scale_lengths(event.params, env.scale)})
         ready.append(_Event(label, event.mode, event.interval_step, position, make_event(event, env.scene, label)))
     if not events:
         return env

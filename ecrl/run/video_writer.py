@@ -25,6 +25,7 @@ from ecrl.config import Config, EventConfig
 from ecrl.config.model import term_text
 from ecrl.envs import make_env
 from ecrl.envs.mujoco.camera_config import CameraConfig, RecordCameraConfig
+from ecrl.envs.scaling import scale_lengths
 from ecrl.errors import ConfigError, extra
 from ecrl.run.loggers import tolerate_errors
 
@@ -50,9 +51,13 @@ class Camera(NamedTuple):
 
 
 def cameras(cfg: Config, use: Literal["train", "eval"]) -> list[Camera]:
-    """Return the cameras among the events of training or evaluation, sorted by name."""
-    events = sorted(getattr(cfg.trainer.events, use).items())
-    return [Camera(use, e, e.params) for _, e in events if isinstance(e.params, RecordCameraConfig)]
+    """Return the cameras among the events of training or evaluation, sorted by name.
+
+    The positions of the cameras are multiplied by the scale of the task.
+    """
+    events = [event for _, event in sorted(getattr(cfg.trainer.events, use).items())]
+    found = [(event, event.params) for event in events if isinstance(event.params, RecordCameraConfig)]
+    return [Camera(use, event, scale_lengths(params, make_env(cfg.env).scale)) for event, params in found]
 
 
 def check_cameras(cfg: Config) -> None:

@@ -13,10 +13,12 @@ from ecrl import rng
 from ecrl.config import load_config
 from ecrl.envs import make_env, make_expert
 from ecrl.envs.mujoco import world
-from ecrl.envs.mujoco.scene.config import LENGTH, MASS, PER_LENGTH, ScalesWith
 from ecrl.envs.mujoco.task_scale import scaled
 from ecrl.envs.mujoco.tasks import PickCubeConfig, PushCubeConfig, ReachConfig, StackCubeConfig
+from ecrl.envs.scaling import LENGTH, MASS, PER_LENGTH, ScalesWith
+from ecrl.loop.build import with_training_wrappers
 from ecrl.registry import lookup, registered
+from ecrl.run.video_writer import cameras
 
 TASKS = (PushCubeConfig, PickCubeConfig, StackCubeConfig, ReachConfig)
 KEPT = {  # lengths that stay: of the robot, of its search for a posture, and of single joints
@@ -94,6 +96,55 @@ def test_thresholds_and_places_of_a_scaled_environment():
     assert -1.6 <= cube[:, 0].min() < -1.55 and -1.05 < cube[:, 0].max() <= -1.0
     close(cube[:, 2], torch.full((2000,), 0.05))
     close(torch.tensor(env.scene.model.body("cube").mass), [1.6])
+
+
+GOAL = {
+    "func": "randomize_target_pose",
+    "mode": "reset",
+    "params": {"position_range": [[0.2, -0.4, 0.1], [0.2, -0.4, 0.1]], "store_key": "goal_pose"},
+}
+
+
+@pytest.mark.parametrize("use", ["train", "eval"])
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_events_of_the_trainer_scale_as_events_of_the_task_do(use, scale):
+    keys = rng.split(rng.key(0), 4)
+    cfg = load_config("push_cube_ppo").replace(**{"env.cfg.scale": scale})
+    of_task = make_env(cfg.replace(**{"env.cfg.events.randomize_goal": GOAL}).env).reset(keys)["targets", "goal_pose"]
+    cfg = cfg.replace(**{f"trainer.events.{use}": {"goal": GOAL}})
+    of_trainer = with_training_wrappers(make_env(cfg.env), cfg, use).reset(keys)["targets", "goal_pose"]
+    close(of_trainer, of_task)
+    close(of_trainer, torch.tensor([[0.2, -0.4, 0.1]] * 4) * scale)
+
+
+def test_cameras_of_the_trainer_scale_with_the_task():
+    camera = {"func": "record_camera_data", "mode": "interval", "params": {"eye": [1.0, 2.0, 3.0], "up": [0, 0, 1]}}
+    cfg = load_config("push_cube_ppo").replace(**{"env.cfg.scale": 0.5, "trainer.events.eval": {"camera": camera}})
+    (seen,) = cameras(cfg, "eval")
+    assert (seen.params.eye, seen.params.up) == ((0.5, 1.0, 1.5), (0.0, 0.0, 1.0))
+    assert seen.params.intrinsics == cfg.trainer.events.eval["camera"].params.intrinsics
+
+
+FALLING = {  # name of the task, and an object that falls
+    "PushCubeRL": "cube",
+    "PickCubeRL": "cube",
+    "StackCubeRL": "base",
+}
+
+
+@pytest.mark.parametrize("name", FALLING)
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_the_failure_height_scales_with_the_task(name, scale):
+    env = make_env({"name": name, "cfg": {"mjcf": "<mujoco><worldbody/></mujoco>", "scale": scale}})  # without a floor
+    keys = rng.split(rng.key(0), 2)
+    state = env.reset(keys)
+    for height, fails in ((-0.09, False), (-0.15, True)):
+        at = torch.tensor([-0.3, -0.3, height]) * scale
+        moved = world.with_body_pose(env.scene, state["world"], FALLING[name], at.expand(2, 3))
+        moved = world.with_body_at_rest(env.scene, moved, FALLING[name])
+        after = env.step(state.copy().set("world", moved), torch.zeros(2, *env.action_space.shape), env.draw(keys))
+        z = world.body_position(env.scene, after["world"], FALLING[name])[:, 2]
+        assert ((z < -0.1 * scale) == fails).all() and (after["info", "fail"] == fails).all()
 
 
 @pytest.mark.parametrize(("name", "reach"), [("panda", 0.855), ("so101", 0.42), ("ur10", 1.3)])

@@ -7,7 +7,8 @@ import numpy as np
 from pydantic import Field, field_validator, model_validator
 
 from ecrl.config.model import ConfigModel, Count, Positive
-from ecrl.envs.mujoco.scene.config import LENGTH, Real, Triple
+from ecrl.envs.mujoco.scene.config import Real, Triple
+from ecrl.envs.scaling import LENGTH
 
 _Pixels = Annotated[int, Field(ge=1, le=4096)]
 

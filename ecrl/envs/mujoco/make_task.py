@@ -227,6 +227,7 @@ def task_env(
     get_reward: Callable[[Simulation, TensorDict, TensorDict], Tensor] | None = None,
     acceptable: Check | None = None,
     own_observations: Mapping[str, Observe | IntegerTerm] | None = None,
+    scale: float = 1.0,
 ) -> Env:
     """Make the environment of a task from its config and from functions that define the task.
 
@@ -244,6 +245,8 @@ def task_env(
             of 256 episodes, and raises ConfigError if one of these episodes finds no acceptable start.
         own_observations: observation terms that the task itself defines, by the name of their entry. The terms of the
             config are applied after `own_observations`.
+        scale: factor by which the lengths of `cfg` have been multiplied. The lengths of events under `trainer.events`
+            are multiplied by the same factor.
 
     The state contains `success`, `fail`, `metrics` and `rewards` under `info`. For each reward term, `rewards` contains
     the unweighted value as `<name>` and the weighted value as `<name>_weighted`.
@@ -304,6 +307,7 @@ def task_env(
         observe=partial(observe, task),
         step_without_obs=True,
         scene=sim,
+        scale=scale,
         min_truncation_gap=lowered_gap(cfg.max_episode_steps if check_truncated is never else 1, cfg.events),
     )
     if has_images:

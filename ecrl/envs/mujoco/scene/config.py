@@ -4,26 +4,17 @@ The config keys are the same as in EmbodiChain. The attribute `inert` of a Confi
 use to the reason. An inert key is ignored with a warning.
 """
 
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from ecrl.config.model import LIST, NUMBER, OBJECT, ConfigModel, Fraction, NonNegative, Positive, by_kind
+from ecrl.envs.scaling import LENGTH, MASS
 
 Real = Annotated[float, Field(ge=-1e6, le=1e6)]
 Triple = Annotated[tuple[Real, Real, Real], Field(strict=False)]
 Shade = Annotated[tuple[Fraction, Fraction, Fraction], Field(strict=False)]
 Color = Annotated[tuple[Fraction, Fraction, Fraction, Fraction], Field(strict=False)]
-
-
-class ScalesWith(NamedTuple):
-    """Marker of a field that is multiplied by a power of the scale of a task; see `ecrl.envs.mujoco.task_scale`."""
-
-    power: int
-
-
-LENGTH, PER_LENGTH, MASS, FORCE = ScalesWith(1), ScalesWith(-1), ScalesWith(3), ScalesWith(4)
-"""Markers of lengths and velocities (m, m/s), inverse lengths (1/m), masses (kg) and forces (N)."""
 
 Steps = Annotated[int, Field(ge=1, le=10_000)]
 """Number of physics steps or solver iterations. The number is limited, because a running step cannot be interrupted."""

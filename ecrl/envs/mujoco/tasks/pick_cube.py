@@ -13,17 +13,18 @@ from ecrl.envs.core import Env
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.make_task import task_env
 from ecrl.envs.mujoco.physics.simulation import Simulation
-from ecrl.envs.mujoco.scene.config import LENGTH, RigidObjectConfig
+from ecrl.envs.mujoco.scene.config import RigidObjectConfig
 from ecrl.envs.mujoco.task_config import (
     ObservationConfig,
     RewardConfig,
     TaskEventConfig,
     parse_terms,
 )
-from ecrl.envs.mujoco.task_scale import ScalableTaskConfig, scaled
+from ecrl.envs.mujoco.task_scale import FALLEN_HEIGHT, ScalableTaskConfig, scale_of, scaled
 from ecrl.envs.mujoco.tasks.gripper_arm import ROBOT_OBSERVATIONS, GripperTaskConfig
 from ecrl.envs.mujoco.terms.grasping import check_graspable, is_grasped
 from ecrl.envs.mujoco.terms.term import target
+from ecrl.envs.scaling import LENGTH
 from ecrl.registry import register_env
 
 _CUBE, _GOAL = {"object_cfg": {"uid": "cube"}}, {"target_pose_key": "goal_pose"}
@@ -114,12 +115,12 @@ def pick_cube(cfg: PickCubeConfig) -> Env:
 
         d = |cube - goal|, m
         success: d < success_threshold, and the cube is grasped, and its speed is below rest_speed
-        failure: cube_z < -0.1 m
+        failure: cube_z < -0.1 scale, m
 
     Success or failure ends the episode. A state is an acceptable start if d >= start_distance. The metrics are
     `distance_to_goal`, which is d, and `grasped`, which is 1 while two fingers hold the cube, and 0 otherwise.
     """
-    cfg = scaled(cfg)
+    scale, cfg = scale_of(cfg), scaled(cfg)
     ext, uid, key = cfg.extensions, cfg.extensions.object_uid, cfg.extensions.target_pose_key
 
     def distance(sim: Simulation, state: TensorDict) -> Tensor:
@@ -130,10 +131,10 @@ def pick_cube(cfg: PickCubeConfig) -> Env:
         d, grasped = distance(sim, state), is_grasped(sim, state["world"], uid)
         speed = torch.linalg.vector_norm(world.body_velocity(sim, state["world"], uid)[0], dim=-1)
         success = (d < ext.success_threshold) & grasped & (speed < ext.rest_speed)
-        fallen = world.body_position(sim, state["world"], uid)[..., 2] < -0.1
+        fallen = world.body_position(sim, state["world"], uid)[..., 2] < FALLEN_HEIGHT * scale
         return success, fallen, {"distance_to_goal": d, "grasped": grasped.float()}
 
     def acceptable(sim: Simulation, state: TensorDict) -> Tensor:
         return distance(sim, state) >= ext.start_distance
 
-    return task_env(cfg, compute_task_state, acceptable=acceptable)
+    return task_env(cfg, compute_task_state, acceptable=acceptable, scale=scale)

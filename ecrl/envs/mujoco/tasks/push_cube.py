@@ -15,7 +15,7 @@ from ecrl.envs.core import Env, change_reset
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.make_task import task_env
 from ecrl.envs.mujoco.physics.simulation import Simulation, advance
-from ecrl.envs.mujoco.scene.config import LENGTH, RigidObjectConfig, RobotConfig
+from ecrl.envs.mujoco.scene.config import RigidObjectConfig, RobotConfig
 from ecrl.envs.mujoco.task_config import (
     ActionConfig,
     ObservationConfig,
@@ -23,8 +23,9 @@ from ecrl.envs.mujoco.task_config import (
     TaskEventConfig,
     parse_terms,
 )
-from ecrl.envs.mujoco.task_scale import ScalableTaskConfig, scaled
+from ecrl.envs.mujoco.task_scale import FALLEN_HEIGHT, ScalableTaskConfig, scale_of, scaled
 from ecrl.envs.mujoco.terms.term import target
+from ecrl.envs.scaling import LENGTH
 from ecrl.registry import register_env
 
 _CUBE, _GOAL = {"uid": "cube"}, {"target_pose_key": "goal_pose"}
@@ -162,7 +163,7 @@ def _with_hold_check(env: Env, distance: Distance, ext: PushCubeExtensions) -> E
 def push_cube(cfg: PushCubeConfig) -> Env:
     """Push a cube to a goal with a robot arm.
 
-        d = |cube_xy - goal_xy|, m;    success: d < success_threshold;    failure: cube_z < -0.1 m
+        d = |cube_xy - goal_xy|, m;    success: d < success_threshold;    failure: cube_z < -0.1 scale, m
 
     Success or failure ends the episode. A state is an acceptable start if d >= start_distance. Up to 12 random states
     are drawn, and the episode starts in the first acceptable state. If none of the 12 states is acceptable, the episode
@@ -172,7 +173,7 @@ def push_cube(cfg: PushCubeConfig) -> Env:
     if the cube is still at the goal `hold_time` seconds after a success, and 0 otherwise. In a step without a success,
     `still_inside` is NaN.
     """
-    cfg = scaled(cfg)
+    scale, cfg = scale_of(cfg), scaled(cfg)
     ext, uid, key = cfg.extensions, cfg.extensions.object_uid, cfg.extensions.target_pose_key
 
     def distance(sim: Simulation, state: TensorDict) -> Tensor:
@@ -181,11 +182,11 @@ def push_cube(cfg: PushCubeConfig) -> Env:
 
     def compute_task_state(sim: Simulation, state: TensorDict) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         d = distance(sim, state)
-        fallen, metrics = world.body_position(sim, state["world"], uid)[..., 2] < -0.1, {"distance_to_goal": d}
-        return d < ext.success_threshold, fallen, metrics
+        fallen = world.body_position(sim, state["world"], uid)[..., 2] < FALLEN_HEIGHT * scale
+        return d < ext.success_threshold, fallen, {"distance_to_goal": d}
 
     def acceptable(sim: Simulation, state: TensorDict) -> Tensor:
         return distance(sim, state) >= ext.start_distance
 
-    env = task_env(cfg, compute_task_state, acceptable=acceptable)
+    env = task_env(cfg, compute_task_state, acceptable=acceptable, scale=scale)
     return _with_hold_check(env, distance, ext) if ext.hold_time else env

@@ -13,7 +13,7 @@ from ecrl.envs.core import Env
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.make_task import task_env
 from ecrl.envs.mujoco.physics.simulation import Simulation
-from ecrl.envs.mujoco.scene.config import LENGTH, RobotConfig
+from ecrl.envs.mujoco.scene.config import RobotConfig
 from ecrl.envs.mujoco.task_config import (
     ActionConfig,
     ObservationConfig,
@@ -21,8 +21,9 @@ from ecrl.envs.mujoco.task_config import (
     TaskEventConfig,
     parse_terms,
 )
-from ecrl.envs.mujoco.task_scale import ScalableTaskConfig, scaled
+from ecrl.envs.mujoco.task_scale import ScalableTaskConfig, scale_of, scaled
 from ecrl.envs.mujoco.terms.term import target, tcp_of
+from ecrl.envs.scaling import LENGTH
 from ecrl.registry import register_env
 
 _TARGET = {"target_pose_key": "target_pose"}
@@ -89,7 +90,7 @@ def reach(cfg: ReachConfig) -> Env:
 
     Success ends the episode. The metric `distance_to_target` is d.
     """
-    cfg = scaled(cfg)
+    scale, cfg = scale_of(cfg), scaled(cfg)
 
     def distance(sim: Simulation, state: TensorDict) -> Tensor:
         position = world.site_pose(sim, state["world"], tcp_of(sim, cfg.extensions.part_name))[..., :3, 3]
@@ -103,4 +104,4 @@ def reach(cfg: ReachConfig) -> Env:
     def get_reward(sim: Simulation, before: TensorDict, after: TensorDict) -> Tensor:
         return -distance(sim, after)
 
-    return task_env(cfg, compute_task_state, get_reward=get_reward)
+    return task_env(cfg, compute_task_state, get_reward=get_reward, scale=scale)

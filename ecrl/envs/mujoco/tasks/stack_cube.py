@@ -13,16 +13,17 @@ from ecrl.envs.core import Env
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.make_task import task_env
 from ecrl.envs.mujoco.physics.simulation import Simulation
-from ecrl.envs.mujoco.scene.config import LENGTH, RigidObjectConfig, Triple
+from ecrl.envs.mujoco.scene.config import RigidObjectConfig, Triple
 from ecrl.envs.mujoco.task_config import (
     ObservationConfig,
     RewardConfig,
     TaskEventConfig,
     parse_terms,
 )
-from ecrl.envs.mujoco.task_scale import ScalableTaskConfig, scaled
+from ecrl.envs.mujoco.task_scale import FALLEN_HEIGHT, ScalableTaskConfig, scale_of, scaled
 from ecrl.envs.mujoco.tasks.gripper_arm import ROBOT_OBSERVATIONS, GripperTaskConfig
 from ecrl.envs.mujoco.terms.grasping import check_graspable, is_grasped, is_released
+from ecrl.envs.scaling import LENGTH
 from ecrl.registry import register_env
 
 _CUBE, _BASE = {"object_cfg": {"uid": "cube"}}, {"target_cfg": {"uid": "base"}, "offset": [0.0, 0.0, 0.055]}
@@ -127,12 +128,12 @@ def stack_cube(cfg: StackCubeConfig) -> Env:
         place = base + offset;    e = place - cube, m
         success: |e_xy| < horizontal_threshold, |e_z| < vertical_threshold, no finger touches the cube, and its speed
                  is below rest_speed
-        failure: cube_z < -0.1 m or base_z < -0.1 m
+        failure: cube_z < -0.1 scale or base_z < -0.1 scale, m
 
     Success or failure ends the episode. The metrics are `distance_to_place`, which is |e|, and `grasped`, which is 1
     while two fingers hold the cube, and 0 otherwise.
     """
-    cfg = scaled(cfg)
+    scale, cfg = scale_of(cfg), scaled(cfg)
     ext, uid, base = cfg.extensions, cfg.extensions.object_uid, cfg.extensions.base_uid
 
     def to_place(sim: Simulation, state: TensorDict) -> Tensor:
@@ -147,8 +148,9 @@ def stack_cube(cfg: StackCubeConfig) -> Env:
         speed = torch.linalg.vector_norm(world.body_velocity(sim, state["world"], uid)[0], dim=-1)
         released = is_released(sim, state["world"], uid)
         success = level & above & released & (speed < ext.rest_speed)
-        fallen = [world.body_position(sim, state["world"], name)[..., 2] < -0.1 for name in (uid, base)]
+        heights = [world.body_position(sim, state["world"], name)[..., 2] for name in (uid, base)]
+        fallen = torch.minimum(*heights) < FALLEN_HEIGHT * scale
         metrics = {"distance_to_place": torch.linalg.vector_norm(error, dim=-1), "grasped": grasped.float()}
-        return success, fallen[0] | fallen[1], metrics
+        return success, fallen, metrics
 
-    return task_env(cfg, compute_task_state)
+    return task_env(cfg, compute_task_state, scale=scale)

@@ -17,8 +17,9 @@ from ecrl.envs.mujoco.physics.simulation import Simulation, start
 from ecrl.envs.mujoco.robots import kinematics
 from ecrl.envs.mujoco.robots.inverse_kinematics import inverse_kinematics
 from ecrl.envs.mujoco.robots.robot import Drive
-from ecrl.envs.mujoco.scene.config import LENGTH, Real
+from ecrl.envs.mujoco.scene.config import Real
 from ecrl.envs.mujoco.terms.term import ActionTerm, JointsConfig, joints_of, named_joints, ranges_of, tcp_of
+from ecrl.envs.scaling import LENGTH
 from ecrl.errors import ConfigError
 from ecrl.registry import register_action
 

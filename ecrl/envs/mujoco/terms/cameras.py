@@ -23,9 +23,10 @@ from ecrl.envs.mujoco.camera import (
 from ecrl.envs.mujoco.camera_config import CameraConfig, Quality, RecordCameraAsyncConfig, RecordCameraConfig
 from ecrl.envs.mujoco.physics.simulation import Simulation
 from ecrl.envs.mujoco.render_op import camera_handle, image
-from ecrl.envs.mujoco.scene.config import LENGTH, LightConfig, Triple
+from ecrl.envs.mujoco.scene.config import LightConfig, Triple
 from ecrl.envs.mujoco.terms.ranges import Span
 from ecrl.envs.mujoco.terms.term import EntityConfig, Observe, new_entry
+from ecrl.envs.scaling import LENGTH
 from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean, register_event, register_observation
 

@@ -11,8 +11,8 @@ from ecrl.config.model import ConfigModel, Positive
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.physics.simulation import Simulation, start
 from ecrl.envs.mujoco.robots.inverse_kinematics import solve
-from ecrl.envs.mujoco.scene.config import LENGTH
 from ecrl.envs.mujoco.terms.term import ActionTerm, part_of, tcp_of
+from ecrl.envs.scaling import LENGTH
 from ecrl.registry import register_action
 
 _DAMPING = 1e-3  # damping of the least-squares problem, in m^2 and rad^2

@@ -11,7 +11,7 @@ from ecrl.config.model import ConfigModel, Count, NonNegative
 from ecrl.envs.events import Apply
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.physics.simulation import Simulation, start
-from ecrl.envs.mujoco.scene.config import LENGTH, Real
+from ecrl.envs.mujoco.scene.config import Real
 from ecrl.envs.mujoco.scene.models import id_of
 from ecrl.envs.mujoco.terms.ranges import (
     Box,
@@ -25,6 +25,7 @@ from ecrl.envs.mujoco.terms.ranges import (
     pose_of,
 )
 from ecrl.envs.mujoco.terms.term import Entities, EntityConfig, object_of, tcp_of
+from ecrl.envs.scaling import LENGTH
 from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean, register_event
 

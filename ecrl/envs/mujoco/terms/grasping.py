@@ -24,7 +24,7 @@ from torch import Tensor
 from ecrl.config.model import ConfigModel, Positive
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.physics.simulation import Simulation
-from ecrl.envs.mujoco.scene.config import LENGTH, PER_LENGTH, Real, Triple
+from ecrl.envs.mujoco.scene.config import Real, Triple
 from ecrl.envs.mujoco.scene.scene import contact_sensor
 from ecrl.envs.mujoco.terms.term import (
     ActionTerm,
@@ -37,6 +37,7 @@ from ecrl.envs.mujoco.terms.term import (
     target,
     tcp_of,
 )
+from ecrl.envs.scaling import LENGTH, PER_LENGTH
 from ecrl.errors import ConfigError
 from ecrl.registry import register_action, register_observation, register_reward
 

@@ -17,10 +17,10 @@ from ecrl.config.model import LIST, OBJECT, ConfigModel, by_kind
 from ecrl.envs.events import Apply
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.physics.simulation import Simulation
-from ecrl.envs.mujoco.scene.config import FORCE, LENGTH, MASS
 from ecrl.envs.mujoco.scene.models import GRAVITY, Varied, field_of, id_of, mujoco, rows_of
 from ecrl.envs.mujoco.terms.ranges import Box, Factors, NonNegativeSpan, Span, draw, look_up
 from ecrl.envs.mujoco.terms.term import Entities, EntityConfig, object_of
+from ecrl.envs.scaling import FORCE, LENGTH, MASS
 from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean, register_event
 

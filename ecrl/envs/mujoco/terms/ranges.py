@@ -15,9 +15,10 @@ from torch import Tensor
 
 from ecrl import rng
 from ecrl.config.model import LIST, NUMBER, ConfigModel, NonNegative, Positive, by_kind
-from ecrl.envs.mujoco.scene.config import LENGTH, Real, Triple
+from ecrl.envs.mujoco.scene.config import Real, Triple
 from ecrl.envs.mujoco.scene.models import mujoco
 from ecrl.envs.mujoco.terms.term import EntityConfig
+from ecrl.envs.scaling import LENGTH
 from ecrl.errors import ConfigError
 
 

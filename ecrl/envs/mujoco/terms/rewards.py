@@ -15,8 +15,9 @@ from torch import Tensor
 from ecrl.config.model import ConfigModel, Fraction, NonNegative, Positive
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.physics.simulation import Simulation
-from ecrl.envs.mujoco.scene.config import LENGTH, PER_LENGTH, Real
+from ecrl.envs.mujoco.scene.config import Real
 from ecrl.envs.mujoco.terms.term import EntityConfig, JointsConfig, Reward, joints_of, object_of, target, tcp_of
+from ecrl.envs.scaling import LENGTH, PER_LENGTH
 from ecrl.errors import ConfigError
 from ecrl.registry import register_reward
 
