@@ -195,6 +195,20 @@ def test_end_effectors_are_at_the_flange_and_at_links_of_the_hand():
     assert made.model.body(int(made.model.site("r/hand_tcp").bodyid[0])).name == "r/hand/base"
 
 
+@pytest.mark.usefixtures("files")
+def test_a_part_that_ends_before_the_flange_has_its_end_effector_at_its_own_last_joint():
+    arm = [link("base", BALL), link("upper", BALL), link("lower", BALL), link("flange")]
+    joints = [joint("turn", "base", "upper"), joint("bend", "upper", "lower", axis="0 1 0")]
+    joints.append(joint("fixed", "lower", "flange", "fixed", limit=""))
+    made = components(
+        *of_files(robot(arm, joints), "hand.urdf"),
+        control_parts={"all": ["turn", "bend"], "shoulder": ["turn"], "hand": ["grip_left"]},
+        solver_cfg={"all": {}, "shoulder": {}},
+    )
+    bodies = {part: made.model.body(int(made.model.site(site).bodyid[0])).name for part, site in made.robot.tcp.items()}
+    assert bodies == {"all": "r/flange", "shoulder": "r/upper"}
+
+
 MJCF = "<mujoco><worldbody><body><joint name='j'/><geom size='.1'/></body></worldbody>"
 MJCF += "<actuator><position joint='j' kp='1'/></actuator></mujoco>"
 MOVED = [[1.0, 0.0, 0.0, 0.1], *TCP[1:3], [0.0, 0.0, 0.0, 1.0]]
@@ -223,7 +237,21 @@ REFUSED = {
     ),
     "no flange": ({"robot_type": "CartPole"}, [HAND], r"the built-in CartPole has no flange for a hand; leave"),
     "an MJCF file": ({"model": MJCF}, [HAND], r"an MJCF file cannot get a hand; add the hand to the file of the arm$"),
-    "two ends": ({}, of_files("two_ends.urdf", "hand.urdf"), r"the arm has 2 links at its ends, left, right; name the"),
+    "two ends": (
+        {},
+        of_files("two_ends.urdf", "hand.urdf"),
+        r"the arm has 2 links at its ends, left, right, expected one, which holds the hand; name the ",
+    ),
+    "an unknown flange": (
+        {"solver_cfg": {"arm": {"end_link_name": "flang"}}},
+        of_files("two_ends.urdf", "hand.urdf"),
+        r"^robot.solver_cfg.arm.end_link_name: unknown 'flang', the link that holds the hand of robot.urdf_cfg.compon",
+    ),
+    "the world as flange": (
+        {"solver_cfg": {"arm": {"end_link_name": "world"}}},
+        of_files("arm.urdf", "hand.urdf"),
+        r"unknown 'world', the link that holds the hand of robot.urdf_cfg.components\[1\]; known: base, flange, upper$",
+    ),
     "one joint twice": ({}, WITH_JOINT, r"joint 'turn' is in the arm and in the hand; rename it"),
     "no joint": ({}, of_files("stiff.urdf"), r"^robot: the URDF file of the arm has no joint that moves; use another"),
     "no pose": (

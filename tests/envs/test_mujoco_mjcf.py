@@ -100,11 +100,16 @@ NAMELESS = {"model": BARE.replace('name="j2"', ""), "drive_pros": DRIVES | {"max
         ({"actuators": SPRUNG, "params": {"joint_ids": [0, 0]}}, r"\[0, 0\] names a joint twice; name each joint once"),
         (
             {"actuators": "", "robot": {"model": BARE, "drive_pros": DRIVES | {"max_effort": {"j1": 5.0}}}},
-            "robot.drive_pros.max_effort: no value for j2",
+            "robot.drive_pros.max_effort: has values for j1, but not for j2; give one for each joint",
+        ),
+        (
+            {"actuators": "", "func": "QvelTerm", "robot": {"model": FILE.format(POSITION[0] + SPRUNG)}},
+            "robot.drive_pros: is not set, but env.cfg.actions needs a velocity drive at joint 'j1', which the file "
+            "lacks; give stiffness, damping, max_effort",
         ),
         (
             {"actuators": "", "robot": NAMELESS},
-            "robot.model: a hinge or slide of the file has no name; name each joint",
+            "robot.model: a hinge or slide of body 'two' has no name; name each joint of the file",
         ),
     ],
 )

@@ -347,7 +347,7 @@ FAULTS = [
     ({"robot": {"drive_pros": {"max_effort": {"elbow_joint": 0.0}}}}, "max_effort: 0.0 of joint 'elbow_joint', expec"),
     (
         {"robot": {"model": LOOSE % MOTOR}},
-        "robot.model: a body of the file has a free joint, but the robot's base is fixed",
+        "robot.model: body '.*' has a free joint, but the robot's base is fixed",
     ),
     (
         {"robot": {"model": ARM % (MOTOR + HOLDER % "jointpos")}},
@@ -361,10 +361,13 @@ FAULTS = [
         {"robot": {"model": SITED % MOTOR, "solver_cfg": {"arm": {"tcp": TCP}}}},
         "robot.model: the file has a site 'arm_tcp', the name of the end effector; rename the site",
     ),
-    ({"robot": {"model": ARM % ""}}, "robot.model: the file has no actuators; give robot.drive_pros"),
+    (
+        {"robot": {"model": ARM % ""}},
+        "robot.model: the file has no actuators, and robot.drive_pros is not set; give stiffness, damping, max_effort",
+    ),
     (
         {"robot": {"model": ARM % MOTOR, "drive_pros": {"damping": 1.0}}},
-        "robot.drive_pros: give stiffness, damping and",
+        "robot.drive_pros: has damping, but no stiffness and no max_effort; give all three, or none to use",
     ),
     ({"rigid_object": [CUBE | {"color": [255.0, 0.0, 0.0, 1.0]}]}, r"rigid_object\[0\].color\[0\]: .* 255"),
     ({"light": {"color": [0.0, 0.0, 9.0]}}, r"light.color\[2\]: .* 9"),

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.checks import close
+from support.urdf_robot import ARM_JOINTS, ARM_LINKS, HAND_JOINTS, HAND_LINKS
 from support.urdf_robot import robot as urdf_robot
 
 from ecrl import registered, registry
@@ -108,6 +109,20 @@ def test_wrong_descriptions(robots, changes, message):
     two_links(**changes)
     with pytest.raises(ConfigError, match=message):
         scene(robot_type="two_links")
+
+
+def test_an_arm_without_the_link_of_its_description_gets_no_hand_at_another_link(robots):
+    @register_robot("bare")
+    def make(cfg: RobotConfig) -> RobotModel:
+        return RobotModel(urdf_robot(ARM_LINKS, ARM_JOINTS), end_links={"arm": "flang"}, reach=0.6)
+
+    hand = {"component_type": "hand", "urdf_path": urdf_robot(HAND_LINKS, HAND_JOINTS)}
+    parts = {"control_parts": {"main": ["turn"]}, "urdf_cfg": {"components": [hand]}}
+    message = (
+        r"^robot.solver_cfg.arm.end_link_name: unknown 'flang', the link that holds the hand .*did you mean 'flange'"
+    )
+    with pytest.raises(ConfigError, match=message):
+        scene(robot_type="bare", **parts)
 
 
 def test_a_function_that_returns_no_description_is_refused(robots):

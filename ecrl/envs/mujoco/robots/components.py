@@ -16,6 +16,7 @@ from ecrl.envs.mujoco.robots.arm import NO_OFFSET, Matrix
 from ecrl.envs.mujoco.scene.config import RobotConfig
 from ecrl.envs.mujoco.scene.models import mujoco
 from ecrl.errors import ConfigError
+from ecrl.registry import did_you_mean
 
 KEY = "robot.urdf_cfg.components"
 _ARMS = {"UR10": "URRobot", "cart_pole": "CartPole"}
@@ -158,13 +159,19 @@ def attach_hand(spec: Any, hand: Any, body: Any, position: tuple[float, ...], tr
 def flange_of(spec: Any, end_link: str | None, key: str) -> Any:
     """Return the link that holds the hand of an arm from a file: `end_link`, or the only link at the end of the arm.
 
-    Raises: ConfigError if the arm has several links at its ends, and `end_link` names no link.
+    A link is at an end of the arm if no other link is attached to it. An arm without branches has one end.
+
+    Raises: ConfigError if the arm has no link `end_link`, or if `end_link` is None and the arm has several ends.
     """
-    if end_link is not None and (body := spec.body(end_link)) is not None:
-        return body
-    ends = [body for body in spec.bodies[1:] if not list(body.bodies)]
+    links = {body.name: body for body in spec.bodies[1:]}
+    if end_link is not None:
+        if end_link not in links:
+            fault = f"unknown {end_link!r}, the link that holds the hand of {key}"
+            raise ConfigError(f"robot.solver_cfg.arm.end_link_name: {fault}; {did_you_mean(end_link, links)}")
+        return links[end_link]
+    ends = [body for body in links.values() if not list(body.bodies)]
     if len(ends) != 1:
         names = ", ".join(body.name for body in ends)
-        problem = f"the arm has {len(ends)} links at its ends, {names}"
-        raise ConfigError(f"{key}: {problem}; name the flange with robot.solver_cfg.arm.end_link_name")
+        fault = f"the arm has {len(ends)} links at its ends, {names}, expected one, which holds the hand"
+        raise ConfigError(f"{key}: {fault}; name the flange with robot.solver_cfg.arm.end_link_name")
     return ends[0]

@@ -230,21 +230,34 @@ def _end_link(cfg: RobotConfig, part: str) -> str | None:
     return model.end_links.get(part) if link is None and model is not None else link
 
 
+def _is_fixed_to(link: Any, body: Any) -> bool:
+    """Return True if a link is `body`, or if only fixed joints are between the link and `body`."""
+    while link.name != body.name and not list(link.joints) and link.name != "world":
+        link = link.parent
+    return link.name == body.name
+
+
 def _end_body(spec: Any, cfg: RobotConfig, part: str, joint: str, assembly: "_Assembly") -> Any:
-    """Return the body that holds the end effector of a part: `end_link_name`, the flange, or the body of `joint`."""
+    """Return the body that holds the end effector of a part: `end_link_name`, the flange, or the body of `joint`.
+
+    An arm with a hand ends at the flange. The same holds for a part with another name, if its last joint is also the
+    last joint before the flange.
+    """
     link, key = _end_link(cfg, part), f"robot.solver_cfg.{format_key(part)}.end_link_name"
-    is_of_hand = joint in assembly.hand_joints
+    is_of_hand, body, flange = joint in assembly.hand_joints, spec.joint(joint).parent, assembly.flange
     if link is None:
-        return spec.joint(joint).parent if is_of_hand or assembly.flange is None else assembly.flange
+        ends_at_flange = flange is not None and not is_of_hand and (part == "arm" or _is_fixed_to(flange, body))
+        return flange if ends_at_flange else body
     if assembly.kind == "built-in" and not is_of_hand:
         warnings.warn(
             f"{key}: has no meaning for a built-in robot, whose end effector is at its flange; remove it", stacklevel=2
         )
-        return spec.joint(joint).parent
-    if (body := spec.body(HAND + link if is_of_hand else link)) is None:
-        links = [body.name.removeprefix(HAND) for body in spec.bodies[1:] if is_of_hand == body.name.startswith(HAND)]
-        raise ConfigError(f"{key}: unknown {link!r}; {did_you_mean(link, links)}")
-    return body
+        return body
+    links = {one.name: one for one in spec.bodies[1:] if is_of_hand == one.name.startswith(HAND)}
+    if (name := HAND + link if is_of_hand else link) not in links:
+        known = [one.removeprefix(HAND) for one in links]
+        raise ConfigError(f"{key}: unknown {link!r}; {did_you_mean(link, known)}")
+    return links[name]
 
 
 def _add_tcp(spec: Any, part: str, body: Any, flange: tuple[float, float, float], tcp: Matrix) -> str:
@@ -388,28 +401,48 @@ def _with_hand(built: Builtin, hand: Builtin) -> Builtin:
     return built._replace(parts=built.parts | hand.parts, aliases=aliases, grip=built.grip | hand.grip, **joined)
 
 
+def _check_drive_settings(spec: Any, cfg: RobotConfig, drives: Mapping[str, Drive]) -> bool:
+    """Return True if `drive_pros` defines the drives of a robot from an MJCF file, and False if the file does.
+
+    Raises: ConfigError if only some of the three settings are given, or if nothing defines the drives.
+    """
+    given = [name for name in _NUMBERS if getattr(cfg.drive_pros, name) is not None]
+    missing = [name for name in _NUMBERS if name not in given]
+    file = "the file" if _is_text(cfg.model or "") else f"the file {format_value(cfg.model)}"
+    if given and missing:
+        fault = f"has {' and '.join(given)}, but no {' and no '.join(missing)}"
+        raise ConfigError(f"robot.drive_pros: {fault}; give all three, or none to use the actuators of robot.model")
+    if drives and not given:
+        joint, drive = next(iter(drives.items()))
+        fault = f"is not set, but env.cfg.actions needs a {drive} drive at joint {joint!r}, which {file} lacks"
+        raise ConfigError(f"robot.drive_pros: {fault}; give {', '.join(_NUMBERS)}")
+    if not given and not spec.actuators:
+        raise ConfigError(
+            f"robot.model: {file} has no actuators, and robot.drive_pros is not set; give {', '.join(_NUMBERS)} in it"
+        )
+    return bool(given)
+
+
 def _from_mjcf(spec: Any, cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Builtin]:
-    drive_cfg = cfg.drive_pros
-    settings = (drive_cfg.stiffness, drive_cfg.damping, drive_cfg.max_effort)
-    set_count = sum(value is not None for value in settings)
-    if 0 < set_count < 3 or (drives and not set_count):
-        raise ConfigError("robot.drive_pros: give stiffness, damping and max_effort for the robot of robot.model")
-    if not set_count and not spec.actuators:
-        raise ConfigError("robot.model: the file has no actuators; give robot.drive_pros")
+    """Return the MjSpec of an MJCF file, with the drives of the config or of the file, and its `Builtin`."""
+    has_settings = _check_drive_settings(spec, cfg, drives)
     # The scene has its own light, and drive_pros replaces the actuators of the file.
-    for element in (*spec.lights, *(spec.actuators if set_count else ())):
+    for element in (*spec.lights, *(spec.actuators if has_settings else ())):
         spec.delete(element)
     joints = hinges_and_slides(spec)
     if "" in joints:
-        raise ConfigError("robot.model: a hinge or slide of the file has no name; name each joint")
-    if any(joint.type == mujoco().mjtJoint.mjJNT_FREE for joint in spec.joints):
-        fault = "a body of the file has a free joint, but the robot's base is fixed at robot.init_pos"
+        others = (mujoco().mjtJoint.mjJNT_FREE, mujoco().mjtJoint.mjJNT_BALL)
+        body = next(joint.parent.name for joint in spec.joints if not joint.name and joint.type not in others)
+        raise ConfigError(f"robot.model: a hinge or slide of body {body!r} has no name; name each joint of the file")
+    if free := [joint for joint in spec.joints if joint.type == mujoco().mjtJoint.mjJNT_FREE]:
+        fault = f"body {free[0].parent.name!r} has a free joint, but the robot's base is fixed at robot.init_pos"
         remedy = "remove the joint, or use the file as the whole scene by giving its path as mjcf"
         raise ConfigError(f"robot.model: {fault}; {remedy}")
-    for name in ("stiffness", "damping", "max_effort"):
-        numbers = getattr(drive_cfg, name)
+    for name in _NUMBERS:
+        numbers = getattr(cfg.drive_pros, name)
         if isinstance(numbers, dict) and (missing := [joint for joint in joints if joint not in numbers]):
-            raise ConfigError(f"robot.drive_pros.{name}: no value for {', '.join(missing)}; give one for each joint")
+            fault = f"has values for {', '.join(numbers) or 'no joint'}, but not for {', '.join(missing)}"
+            raise ConfigError(f"robot.drive_pros.{name}: {fault}; give one for each joint")
     zeros = (0.0,) * len(joints)
     return spec, Builtin(_no_shapes, joints, {"arm": joints}, {}, {}, (), zeros, zeros, zeros)
 
