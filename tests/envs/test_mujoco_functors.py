@@ -167,11 +167,18 @@ def test_a_default_posture_with_offsets():
     )
     assert some.joints == ("ur/elbow_joint", "ur/shoulder_pan_joint") and some.low == (-3.0, -3.0)
     close(some.control(state_in(sim), action[:, :2]), [[1.2, -0.6]] * 3, 1e-6)
+    far = torch.tensor([[5.0, -5.0]] * 3)
+    close(some.control(state_in(sim), far), [[4.0, -7.0]] * 3, 1e-6)
+    free = term("action", "DefaultJointPositionTerm", sim, joint_names=names, offset=0.0)
+    assert free.high == (1.0, 1.0)
+    close(free.control(state_in(sim), far), far, 1e-6)
     for params, message in (
         ({"joint_names": ["elbow"]}, "params.joint_names: unknown joint 'elbow'; did you mean 'elbow_joint'"),
         ({"offset": [1.0]}, "params.offset: 1 values for 6 joints"),
         ({"joint_names": names, "joint_ids": [0]}, "both select joints; keep one"),
         ({"joint_names": names[:1] * 2}, "params.joint_names: names joint 'elbow_joint' twice; name each joint once"),
+        ({"clip": 0.0}, "params: clip: must be above 0.0, got 0.0"),
+        ({"clip": [1.0, 2.0]}, "params: clip: .*got a list"),
         ({"scale": 0.0}, "params: scale: 0 ignores the action of a joint; give another factor"),
         ({"scale": [1.0, 0.0]}, "params: scale: 0 ignores the action of a joint"),
     ):

@@ -366,5 +366,7 @@ def test_an_expert_that_does_not_fit_is_refused():
     with pytest.raises(ConfigError, match=r"^expert: noize: unknown key"):
         make_expert("ReachRL", {"noize": 0.1})
     absolute = _choice(actions={"a": {"func": "QposTerm"}})
-    with pytest.raises(ConfigError, match=r"^env\.cfg\.actions: the expert needs one term, DeltaQposTerm"):
+    with pytest.raises(
+        ConfigError, match=r"^env\.cfg\.actions: a \(QposTerm\), but the expert needs one term, DeltaQposTerm"
+    ):
         make_expert(absolute)

@@ -46,7 +46,11 @@ def _scale(cfg: TaskConfig) -> float:
     match list(cfg.actions.values()):
         case [ActionConfig(func="DeltaQposTerm", params=ScaledConfig(part_name=None, joint_ids=None, scale=scale))]:
             return scale
-    raise ConfigError("env.cfg.actions: the expert needs one term, DeltaQposTerm, that drives all joints")
+    given = ", ".join(f"{name} ({term.func})" for name, term in sorted(cfg.actions.items()))
+    fault = f"{given or 'no term'}, but the expert needs one term, DeltaQposTerm, without part_name and joint_ids"
+    raise ConfigError(
+        f"env.cfg.actions: {fault}; change the terms, or record a trained policy with ecrl demo --run-dir"
+    )
 
 
 def _action(motion: Tensor, scale: float, noise: float, keys: Tensor) -> Tensor:

@@ -106,7 +106,9 @@ class DefaultPositionConfig(JointsConfig):
         None, description="default posture, rad or m: one value, or one per joint; by default, the start posture"
     )
     scale: _Numbers = Field(1.0, description="factor from action to position, rad or m: one value, or one per joint")
-    clip: Positive = Field(1.0, le=1e6, description="largest magnitude of an action")
+    clip: Positive | None = Field(
+        None, le=1e6, description="actions are clamped to [-clip, clip]; if absent, the bound is 1, without clamping"
+    )
 
     @model_validator(mode="after")
     def _one_choice(self) -> "DefaultPositionConfig":
@@ -268,9 +270,11 @@ def _per_joint(values: Any, joints: tuple[str, ...], key: str) -> tuple[float, .
 
 @register_action("DefaultJointPositionTerm")
 def default_joint_position(cfg: DefaultPositionConfig, sim: Simulation) -> ActionTerm:
-    """Set the target positions of joints (rad or m) around a default posture: `target = offset + scale * a`.
+    """Set the target positions of joints (rad or m) around a default posture.
 
-    The action a is in [-clip, clip]. The setting `policy.clip_actions` clips actions to these bounds.
+        target = offset + scale * clamp(a, -clip, clip)
+
+    The action a is in [-clip, clip], or in [-1, 1] without `clip`. Without `clip`, the term does not clamp actions.
     """
     if cfg.joint_names is None:
         joints = _joints(cfg, sim)
@@ -279,9 +283,10 @@ def default_joint_position(cfg: DefaultPositionConfig, sim: Simulation) -> Actio
         world.actuators_of(sim, joints)
     home = tuple(world.joint_positions(sim, start(sim, ()), joints).tolist())
     offset = _per_joint(home if cfg.offset is None else cfg.offset, joints, "offset")
-    scale, bound = _per_joint(cfg.scale, joints, "scale"), (cfg.clip,) * len(joints)
+    scale, bound = _per_joint(cfg.scale, joints, "scale"), (cfg.clip or 1.0,) * len(joints)
 
     def control(state: TensorDict, action: Tensor) -> Tensor:
+        action = action if cfg.clip is None else action.clamp(-cfg.clip, cfg.clip)
         return action.new_tensor(offset) + action.new_tensor(scale) * action
 
     return ActionTerm(joints, "position", tuple(-x for x in bound), bound, control)
