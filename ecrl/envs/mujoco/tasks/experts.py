@@ -1,6 +1,6 @@
 """Scripted experts of MuJoCo tasks, for `ecrl.envs.make_expert`."""
 
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from pydantic import Field
@@ -12,13 +12,21 @@ from ecrl.config.model import ConfigModel, NonNegative
 from ecrl.envs.core import Env
 from ecrl.envs.experts import Expert
 from ecrl.envs.mujoco import world
+from ecrl.envs.mujoco.physics.simulation import Simulation
 from ecrl.envs.mujoco.scene.config import Real
+from ecrl.envs.mujoco.scene.models import id_of
 from ecrl.envs.mujoco.task_config import ActionConfig, TaskConfig
 from ecrl.envs.mujoco.task_scale import scale_of
+from ecrl.envs.mujoco.task_step import error_prefix
+from ecrl.envs.mujoco.tasks.open_drawer import OpenDrawerConfig
+from ecrl.envs.mujoco.tasks.pick_cube import PickCubeConfig
 from ecrl.envs.mujoco.tasks.push_cube import PushCubeConfig
 from ecrl.envs.mujoco.tasks.reach import ReachConfig
 from ecrl.envs.mujoco.tasks.reach_color import ReachColorConfig, block_offsets, is_goal
+from ecrl.envs.mujoco.tasks.stack_cube import StackCubeConfig
 from ecrl.envs.mujoco.terms.actions import ScaledConfig
+from ecrl.envs.mujoco.terms.eef_motion import DeltaEefPoseConfig
+from ecrl.envs.mujoco.terms.grasping import is_grasped
 from ecrl.envs.mujoco.terms.term import target, tcp_of
 from ecrl.errors import ConfigError
 from ecrl.registry import register_expert
@@ -30,6 +38,12 @@ _BEHIND, _BESIDE = 0.13, 0.05  # m, distance behind the cube at which a push beg
 _AHEAD = 0.1  # m, distance from the cube to the target of a push
 _HIGH, _LOW = 0.25, 0.06  # m, heights of the end effector on the way to the cube and during a push
 _TURN = 0.3  # m, weight of the tool's direction in the least-squares problem
+_ALIGNED, _ABOVE = 0.015, 0.1  # m, horizontal error below which a gripper descends to a cube, and its height until then
+_CLOSE = 0.02  # m, distance from the end effector to a cube at which the gripper closes
+_LEVEL, _DOWN, _LIFT = 0.012, 0.006, 0.06  # m, errors of a placed cube, and its height on the way to its place
+_BEHIND_HANDLE, _OVER_HANDLE = 0.03, 0.08  # m, distance to the gap behind a handle, and height on the way to the gap
+_IN_LINE, _ENTERED = 0.01, 0.02  # m, errors of the end effector below which it descends into the gap, and pulls
+_PULL = 0.03  # m, length of a motion that pulls
 
 
 class ExpertConfig(ConfigModel):
@@ -46,11 +60,14 @@ def _scale(cfg: TaskConfig) -> float:
     match list(cfg.actions.values()):
         case [ActionConfig(func="DeltaQposTerm", params=ScaledConfig(part_name=None, joint_ids=None, scale=scale))]:
             return scale
-    given = ", ".join(f"{name} ({term.func})" for name, term in sorted(cfg.actions.items()))
-    fault = f"{given or 'no term'}, but the expert needs one term, DeltaQposTerm, without part_name and joint_ids"
-    raise ConfigError(
-        f"env.cfg.actions: {fault}; change the terms, or record a trained policy with ecrl demo --run-dir"
-    )
+    raise _unsuitable(cfg, "one term, DeltaQposTerm, without part_name and joint_ids")
+
+
+def _unsuitable(cfg: TaskConfig, needed: str) -> ConfigError:
+    """Return the error for a task whose action terms an expert cannot use. `needed` describes suitable terms."""
+    given = ", ".join(f"{name} ({term.func})" for name, term in sorted(cfg.actions.items())) or "no term"
+    remedy = "change the terms, or record a trained policy with ecrl demo --run-dir"
+    return ConfigError(f"env.cfg.actions: {given}, but the expert needs {needed}; {remedy}")
 
 
 def _action(motion: Tensor, scale: float, noise: float, keys: Tensor) -> Tensor:
@@ -147,5 +164,145 @@ def reach_color_expert(cfg: ExpertConfig, env: Env, task: ReachColorConfig) -> E
         push = _AROUND * around + _AWAY * (_KEEP_AWAY - distance) * away
         motion = motion + torch.where((distance < _KEEP_AWAY) & ~goal, push, 0.0).sum(-2)
         return _action(motion, scale, cfg.noise, keys)
+
+    return act
+
+
+class _Gripper(NamedTuple):
+    """An arm with a gripper that `DeltaEefPoseTerm` and `GripperTerm` drive.
+
+    Attributes:
+        site: end effector of the arm.
+        step: motion of the end effector per unit of action, m.
+        is_first: True if the action of the gripper comes before the actions of the arm.
+    """
+
+    site: str
+    step: float
+    is_first: bool
+
+    def position(self, sim: Simulation, worlds: TensorDict) -> Tensor:
+        """Return the position of the end effector, `[*B, 3]` (m)."""
+        return world.site_pose(sim, worlds, self.site)[..., :3, 3]
+
+    def action(self, motion: Tensor, closes: Tensor, noise: float, keys: Tensor) -> Tensor:
+        """Return actions `[*B, 4]` that move the end effector by `motion` (m), plus noise.
+
+        The gripper closes if `closes`, bool `[*B, 1]`, is True, and otherwise opens.
+        """
+        arm = motion / self.step
+        arm, hand = arm / arm.abs().amax(-1, keepdim=True).clamp(min=1.0), torch.where(closes, -1.0, 1.0)
+        return _action(torch.cat((hand, arm) if self.is_first else (arm, hand), -1), 1.0, noise, keys)
+
+
+def _gripper(cfg: TaskConfig, sim: Simulation, scale: float) -> _Gripper:
+    """Return the gripper of a task whose lengths are multiplied by `scale`.
+
+    Raises: ConfigError if the action terms are not `DeltaEefPoseTerm` with `pose_dim` 3 and `GripperTerm`.
+    """
+    terms = [term for _, term in sorted(cfg.actions.items())]
+    arms = [term.params for term in terms if isinstance(term.params, DeltaEefPoseConfig) and term.params.pose_dim == 3]
+    if len(terms) != 2 or len(arms) != 1 or "GripperTerm" not in (term.func for term in terms):
+        raise _unsuitable(cfg, "two terms, DeltaEefPoseTerm with pose_dim 3 and GripperTerm")
+    return _Gripper(tcp_of(sim, arms[0].part_name), arms[0].scale * scale, terms[0].func == "GripperTerm")
+
+
+def _distance(offset: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(offset, dim=-1, keepdim=True)
+
+
+def _from_above(offset: Tensor, height: float, aligned: float) -> Tensor:
+    """Return `offset` (m), plus `height` upwards if the horizontal part of `offset` is above `aligned`."""
+    upwards = offset.new_tensor([0.0, 0.0, height])
+    return offset + torch.where(_distance(offset[..., :2]) > aligned, upwards, 0.0)
+
+
+def _grasp(offset: Tensor, is_held: Tensor, carry: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return the motion (m) that grasps a cube at `offset` from above, and then carries it by `carry`.
+
+    Also return the flag `closes`, bool `[*B, 1]`, for the gripper.
+    """
+    motion = torch.where(is_held, carry, _from_above(offset, _ABOVE * scale, _ALIGNED * scale))
+    return motion, is_held | (_distance(offset) < _CLOSE * scale)
+
+
+@register_expert("PickCubeRL")
+def pick_cube_expert(cfg: ExpertConfig, env: Env, task: PickCubeConfig) -> Expert:
+    """Grasp the cube from above, and move it straight to the goal.
+
+        offset = cube - p, for the end effector at p
+        motion = goal - cube          if the cube is grasped
+                 offset + (0, 0, 0.1) if |offset_xy| > 0.015 m
+                 offset               otherwise
+        closes = the cube is grasped or |offset| < 0.02 m
+
+    The lengths are multiplied by the scale of the task. `bias` shifts the cube along x in `offset`.
+    """
+    sim, ext, scale = env.scene, task.extensions, scale_of(task)
+    gripper = _gripper(task, sim, scale)
+
+    def act(state: TensorDict, keys: Tensor) -> Tensor:
+        worlds = cast(TensorDict, state["world"])
+        cube, held = world.body_position(sim, worlds, ext.object_uid), is_grasped(sim, worlds, ext.object_uid)
+        offset = cube + cube.new_tensor([cfg.bias, 0.0, 0.0]) - gripper.position(sim, worlds)
+        motion, closes = _grasp(offset, held.unsqueeze(-1), target(state, ext.target_pose_key) - cube, scale)
+        return gripper.action(motion, closes, cfg.noise, keys)
+
+    return act
+
+
+@register_expert("StackCubeRL")
+def stack_cube_expert(cfg: ExpertConfig, env: Env, task: StackCubeConfig) -> Expert:
+    """Grasp the cube from above as in PickCubeRL, carry it over the other cube, put it down, and let it go.
+
+        e      = base + offset - cube, from the cube to its place on the other cube
+        motion = e + (0, 0, 0.06)  if the cube is grasped and |e_xy| > 0.012 m
+                 e                 if the cube is grasped otherwise
+        placed = |e_xy| < 0.012 m and |e_z| < 0.006 m; the gripper then opens and stays where it is
+
+    The lengths are multiplied by the scale of the task. `bias` shifts the cube along x until the cube is grasped.
+    """
+    sim, ext, scale = env.scene, task.extensions, scale_of(task)
+    gripper, place = _gripper(task, sim, scale), [x * scale for x in ext.offset]
+
+    def act(state: TensorDict, keys: Tensor) -> Tensor:
+        worlds = cast(TensorDict, state["world"])
+        cube, base = (world.body_position(sim, worlds, uid) for uid in (ext.object_uid, ext.base_uid))
+        offset = cube + cube.new_tensor([cfg.bias, 0.0, 0.0]) - gripper.position(sim, worlds)
+        error, held = base + base.new_tensor(place) - cube, is_grasped(sim, worlds, ext.object_uid).unsqueeze(-1)
+        motion, closes = _grasp(offset, held, _from_above(error, _LIFT * scale, _LEVEL * scale), scale)
+        placed = (_distance(error[..., :2]) < _LEVEL * scale) & (error[..., 2:].abs() < _DOWN * scale)
+        return gripper.action(torch.where(placed, 0.0, motion), closes & ~placed, cfg.noise, keys)
+
+    return act
+
+
+@register_expert("OpenDrawerRL")
+def open_drawer_expert(cfg: ExpertConfig, env: Env, task: OpenDrawerConfig) -> Expert:
+    """Move the closed gripper from above into the gap behind the handle, and pull.
+
+        gap    = handle - 0.03 u, for the x axis u of the handle, which points out of the cabinet
+        offset = gap - p, for the end effector at p
+        motion = 0.03 u                if |offset_z| < 0.02 m
+                 offset + (0, 0, 0.08) if |offset_xy| > 0.01 m
+                 offset                otherwise
+
+    `bias` shifts the handle along x in these equations.
+
+    Raises: ConfigError if the scene has no body `handle`.
+    """
+    sim, gripper = env.scene, _gripper(task, env.scene, 1.0)
+    with error_prefix("env.cfg.mjcf"):
+        id_of(sim.model, "body", "handle")
+
+    def act(state: TensorDict, keys: Tensor) -> Tensor:
+        worlds = cast(TensorDict, state["world"])
+        pose = world.body_pose(sim, worlds, "handle")
+        outwards = pose[..., :3, 0]
+        gap = pose[..., :3, 3] + pose.new_tensor([cfg.bias, 0.0, 0.0]) - _BEHIND_HANDLE * outwards
+        offset = gap - gripper.position(sim, worlds)
+        pulls = offset[..., 2:].abs() < _ENTERED
+        motion = torch.where(pulls, _PULL * outwards, _from_above(offset, _OVER_HANDLE, _IN_LINE))
+        return gripper.action(motion, torch.ones_like(pulls), cfg.noise, keys)
 
     return act
