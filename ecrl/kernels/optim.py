@@ -33,25 +33,24 @@ def _zero_steps(params: TensorDict) -> Tensor:
     return torch.zeros((), dtype=torch.int64, device=_leaves(params)[0].device)
 
 
-def _map(fn: Callable[..., Tensor], first: TensorDict, *others: TensorDict) -> TensorDict:
+def _map(
+    fn: Callable[..., Tensor], first: TensorDict, *others: TensorDict, arguments: str = "params, grads and opt"
+) -> TensorDict:
     """Apply `fn` to the matching leaves of several TensorDicts. Raise ValueError if keys or shapes differ.
 
-    Results have the dtypes of `first`, with float32 in place of half precision.
+    Results have the dtypes of `first`, with float32 in place of half precision. `arguments` names the TensorDicts in
+    error messages.
     """
     shapes = {key: leaf.shape for key, leaf in first.items(True, True)}
     for other in others:
         unmatched = sorted(map(str, set(shapes) ^ set(other.keys(True, True))))
         if unmatched:
-            raise ValueError(
-                f"params, grads and opt must have the same leaves; some of them lack {', '.join(unmatched)}"
-            )
+            raise ValueError(f"{arguments} must have the same leaves; some of them lack {', '.join(unmatched)}")
         wrong = [
             f"{k} {list(shapes[k])} and {list(x.shape)}" for k, x in other.items(True, True) if x.shape != shapes[k]
         ]
         if wrong:
-            raise ValueError(
-                f"params, grads and opt must have leaves of the same shapes; these differ: {', '.join(wrong)}"
-            )
+            raise ValueError(f"{arguments} must have leaves of the same shapes; these differ: {', '.join(wrong)}")
 
     def apply(leaf: Tensor, *rest: Tensor) -> Tensor:
         return fn(*(x.to(computed_in(x.dtype)) for x in (leaf, *rest))).to(computed_in(leaf.dtype))
@@ -414,7 +413,8 @@ def l2_weight_decay(grads: TensorDict, params: TensorDict, *, weight_decay: Scal
     tensor([6.])
     """
     (weight_decay,) = scalars(weight_decay=weight_decay)
-    return _cast_as(grads, _map(lambda g, p: g + weight_decay * p, grads, params))
+    decayed = _map(lambda g, p: g + weight_decay * p, grads, params, arguments="grads and params")
+    return _cast_as(grads, decayed)
 
 
 def decoupled_weight_decay(params: TensorDict, *, learning_rate: Scalar, weight_decay: Scalar) -> TensorDict:

@@ -16,18 +16,32 @@ from ecrl.kernels.dtypes import computed_in, scalars
 from ecrl.types import Scalar
 
 
-def _combined(fn: Callable[[Tensor, Tensor], Tensor], params: TensorDict, target_params: TensorDict) -> TensorDict:
-    """Apply `fn` to the matching leaves of both TensorDicts. Raise ValueError if keys or shapes differ."""
-    shapes, target_shapes = ({k: list(x.shape) for k, x in tree.items(True, True)} for tree in (params, target_params))
-    unmatched = sorted(map(str, shapes.keys() ^ target_shapes.keys()))
+def _combined(fn: Callable[[Tensor, Tensor], Tensor], **named: TensorDict) -> TensorDict:
+    """Apply `fn(old, new)` to the matching leaves of a new and an old TensorDict, in this order.
+
+    Raises: ValueError, with the names of both arguments, if keys or shapes differ.
+    """
+    new, old = named.values()
+    shapes, old_shapes = ({k: list(x.shape) for k, x in tree.items(True, True)} for tree in (new, old))
+    unmatched = sorted(map(str, shapes.keys() ^ old_shapes.keys()))
     if unmatched:
-        raise ValueError(f"params and target_params must have the same leaves; only one has {', '.join(unmatched)}")
-    wrong = [f"{k} {shapes[k]} and {target_shapes[k]}" for k in shapes if shapes[k] != target_shapes[k]]
+        raise ValueError(f"{' and '.join(named)} must have the same leaves; only one has {', '.join(unmatched)}")
+    wrong = [f"{k} {shapes[k]} and {old_shapes[k]}" for k in shapes if shapes[k] != old_shapes[k]]
     if wrong:
-        raise ValueError(
-            f"params and target_params must have leaves of the same shapes; these differ: {', '.join(wrong)}"
-        )
-    return target_params.apply(fn, params)
+        raise ValueError(f"{' and '.join(named)} must have leaves of the same shapes; these differ: {', '.join(wrong)}")
+    return old.apply(fn, new)
+
+
+def _moved_by(tau: Scalar) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the function `(old, new) -> tau * new + (1 - tau) * old` of two leaves. Integer leaves become `new`."""
+
+    def step(old: Tensor, new: Tensor) -> Tensor:
+        if not old.is_floating_point():
+            return new.to(old.dtype)
+        dtype = computed_in(old.dtype)
+        return (tau * new.to(dtype) + (1.0 - tau) * old.to(dtype)).to(old.dtype)
+
+    return step
 
 
 def soft_update(params: TensorDict, target_params: TensorDict, *, tau: Scalar) -> TensorDict:
@@ -53,14 +67,7 @@ def soft_update(params: TensorDict, target_params: TensorDict, *, tau: Scalar) -
     tensor([1.])
     """
     (tau,) = scalars(tau=tau)
-
-    def step(old: Tensor, new: Tensor) -> Tensor:
-        if not old.is_floating_point():
-            return new.to(old.dtype)
-        dtype = computed_in(old.dtype)
-        return (tau * new.to(dtype) + (1.0 - tau) * old.to(dtype)).to(old.dtype)
-
-    return _combined(step, params, target_params)
+    return _combined(_moved_by(tau), params=params, target_params=target_params)
 
 
 def periodic_update(params: TensorDict, target_params: TensorDict, step: Tensor, *, period: int | Tensor) -> TensorDict:
@@ -89,7 +96,11 @@ def periodic_update(params: TensorDict, target_params: TensorDict, step: Tensor,
     if not isinstance(period, Tensor) and period < 1:
         raise ValueError(f"period is {period}, expected at least 1")
     copied = step % period == 0
-    return _combined(lambda old, new: torch.where(copied, new.to(old.dtype), old), params, target_params)
+
+    def choose(old: Tensor, new: Tensor) -> Tensor:
+        return torch.where(copied, new.to(old.dtype), old)
+
+    return _combined(choose, params=params, target_params=target_params)
 
 
 def ema_init(params: TensorDict) -> TensorDict:
@@ -127,7 +138,7 @@ def ema(params: TensorDict, average: TensorDict, *, decay: Scalar) -> TensorDict
     (tensor([1.]), 1)
     """
     (decay,) = scalars(decay=decay)
-    mean = soft_update(params, average["mean"], tau=1.0 - decay)
+    mean = _combined(_moved_by(1.0 - decay), params=params, average=average["mean"])
     return TensorDict({"mean": mean, "step": average["step"] + 1}, [])
 
 

@@ -164,8 +164,10 @@ def test_gradients_flow_through_averages():
 
 def test_leaves_and_numbers_of_averages_are_named():
     average = ema_init(tree([1.0, 2.0]))
-    with pytest.raises(ValueError, match=r"only one has \('net', 'w'\)"):
+    with pytest.raises(ValueError, match=r"^params and average must .* leaves; only one has \('net', 'w'\)$"):
         ema(tree([1.0, 2.0]).exclude(("net", "w")), average, decay=0.5)
+    with pytest.raises(ValueError, match=r"^params and average must .* these differ: .*'w'\) \[3\] and \[2\]$"):
+        ema(tree([1.0, 2.0, 3.0]), average, decay=0.5)
     for call in (
         lambda decay: ema(tree([1.0, 2.0]), average, decay=decay),
         lambda decay: ema_debiased(average, decay=decay),
