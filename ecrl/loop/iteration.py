@@ -59,7 +59,7 @@ from ecrl.loop.nonfinite_report import Collected, NonfiniteAction, action_error,
 from ecrl.loop.signals import Stopped, interruptible
 from ecrl.loop.state_argument import check_state_argument
 from ecrl.policies import Policy
-from ecrl.policies.contract import checking
+from ecrl.policies.contract import check_frozen_names, checking
 from ecrl.pytree import Borrowed, flatten, mapped, names, replaced, unflatten
 from ecrl.registry import did_you_mean
 from ecrl.types import LogData, Logs
@@ -164,11 +164,9 @@ def _fields_without_env(run: Run, cfg: Config, key: Tensor) -> TensorDict:
 
 
 def _frozen_params(policy: Policy, state: TensorDict) -> TensorDict:
-    """Create the policy's frozen parameters. Raise ConfigError if a trained and a frozen parameter share a name."""
+    """Create the policy's frozen parameters, and check their names."""
     frozen = cast(Any, policy.init_frozen)(state["key"].device).detach()
-    shared = ", ".join(sorted({*frozen.keys()} & {*cast(TensorDict, state["params"]).keys(), "norm"}))
-    if shared:
-        raise ConfigError(f"policy.name: init and init_frozen both return {shared}; give them different names")
+    check_frozen_names(policy, frozen, cast(TensorDict, state["params"]))
     return frozen
 
 

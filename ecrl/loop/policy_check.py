@@ -17,7 +17,7 @@ from ecrl.envs import make_env
 from ecrl.errors import ConfigError, UserError
 from ecrl.kernels.rollout import restarted_carry
 from ecrl.policies import Policy, make_policy, policy_params
-from ecrl.policies.contract import check_functions, checked_policy, checking, policy_label
+from ecrl.policies.contract import check_frozen_names, check_functions, checked_policy, checking, policy_label
 from ecrl.pytree import flatten, mapped, names, unflatten
 from ecrl.spaces import Box, Dict, Discrete, MultiDiscrete, Space
 from ecrl.tracing_state import version_of
@@ -169,7 +169,8 @@ def _params(policy: Policy, key: Tensor, obs: Any) -> tuple[TensorDict, TensorDi
         norm = cast(Any, policy.norm_update)(policy.norm_init(key.device), obs, counted)
         state["norm"] = TensorDict({"obs": norm}, [])
     if policy.init_frozen is not None:
-        state["frozen_params"] = policy.init_frozen(key.device)
+        state["frozen_params"] = frozen = policy.init_frozen(key.device)
+        check_frozen_names(policy, frozen, cast(TensorDict, params))
     return params, policy_params(state)
 
 

@@ -288,6 +288,22 @@ def _check_tree(label: str, args: tuple[Any, ...], out: Any, what: str) -> None:
         raise ConfigError(f"{label} returns {described(out)}, expected the {what} as a TensorDict; return one")
 
 
+def check_frozen_names(policy: Policy, frozen: TensorDict, params: TensorDict) -> None:
+    """Raise ConfigError if a frozen parameter has the name of a trained parameter or of the observation statistics.
+
+    Args:
+        policy: the policy, which error messages name.
+        frozen: the result of `init_frozen`.
+        params: the result of `init`.
+    """
+    label, shared = policy_label(policy), ", ".join(sorted(map(str, {*frozen.keys()} & {*params.keys()})))
+    if shared:
+        raise ConfigError(f"{label}: init and init_frozen both return {shared}; give them different names")
+    if "norm" in frozen:
+        problem = "init_frozen returns norm, which is reserved for observation statistics"
+        raise ConfigError(f"{label}: {problem}; give it another name")
+
+
 def _check_norm_update(label: str, args: tuple[Any, ...], out: Any) -> None:
     check_fields(label, args[0], out, "norm", "norm_init")
 

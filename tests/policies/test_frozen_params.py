@@ -1,11 +1,12 @@
 """Parameters that do not learn: in the state once, read where they are, and never touched."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.checks import close
 from support.frozen_agent import FEATURES, body_for, freezing
 from support.small_runs import last_state, same, small
-from tensordict import TensorDict
 from torch.func import vmap
 
 import ecrl
@@ -15,7 +16,6 @@ from ecrl.errors import ConfigError
 from ecrl.loop.buffers import kinds_of
 from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, make_iteration, train_iter
-from ecrl.policies import Policy
 
 GRPO = {
     "trainer.buffer_size": 40,
@@ -75,12 +75,21 @@ def test_seeds_under_vmap_share_them():
         close(both["params", "actor"][i], own_iteration(own)["params", "actor"].detach())
 
 
-def test_a_name_may_not_be_in_both():
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("actor", "init and init_frozen both return actor; give them different names"),
+        ("norm", "init_frozen returns norm, which is reserved for observation statistics; give it another name"),
+    ],
+)
+def test_names_of_frozen_parameters_are_not_taken(name, line):
     cfg = freezing()
     run = build(cfg)
-    policy = Policy(**{**vars(run.policy), "init_frozen": lambda device: TensorDict({"actor": torch.zeros(1)}, [])})
-    with pytest.raises(ConfigError, match=r"^policy.name: init and init_frozen both return actor; give them different"):
+    body = run.policy.init_frozen(torch.device("cpu"))
+    policy = replace(run.policy, init_frozen=lambda device: body.copy().set(name, torch.zeros(1)))
+    with pytest.raises(ConfigError, match=f"^policy frozen_body: {line}$"):
         ecrl.loop.iteration._state_without_env(run._replace(policy=policy), cfg, rng.key(0))
+    assert ecrl.check_policy(policy, run.env.observation_space, run.env.action_space).findings == [line]
 
 
 @pytest.mark.slow
