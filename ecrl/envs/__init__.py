@@ -5,6 +5,7 @@ imports the module when the environment is first looked up.
 """
 
 from dataclasses import replace
+from functools import cache
 
 from ecrl.config import EnvChoice
 from ecrl.config.model import validate_section
@@ -35,19 +36,25 @@ __all__ = [
 def make_env(choice: EnvChoice | dict | str, *, chunk_gamma: float = 1.0) -> Env:
     """Make an environment from its name or from the `env` section of a config.
 
-    If `frame_stack` is not set, calls with equal settings return the same object. If `action_chunk` is above 1, each
-    action is a chunk of `action_chunk` actions, one per step (see `chunked`). `chunk_gamma` is the discount per step of
-    the rewards inside a chunk.
+    Calls with equal settings return the same object. If `action_chunk` is above 1, each action is a chunk of
+    `action_chunk` actions, one per step (see `chunked`). `chunk_gamma` is the discount per step of the rewards inside a
+    chunk.
 
     >>> make_env("cartpole") is make_env({"id": "cartpole", "cfg": {"gravity": 9.8}})
     True
     """
     choice = validate_section(EnvChoice, choice, "env")
     env = lookup("env", choice.name).make(choice.cfg)
-    env = env if choice.frame_stack is None else replace(env, frame_stack=choice.frame_stack)
+    if choice.frame_stack is not None and choice.frame_stack != env.frame_stack:
+        env = _with_frame_stack(env, choice.frame_stack)
     if choice.action_chunk == 1:
         return env
     try:
         return chunked(env, choice.action_chunk, gamma=chunk_gamma)
     except ConfigError as error:
         raise ConfigError(f"env.action_chunk: {choice.action_chunk}, but {choice.name} {error}") from None
+
+
+@cache
+def _with_frame_stack(env: Env, frames: int) -> Env:
+    return replace(env, frame_stack=frames)

@@ -205,6 +205,9 @@ def test_default_noise_is_the_key():
 def test_equal_settings_give_the_same_object():
     assert make_env("cartpole") is make_env({"name": "cartpole", "cfg": {"gravity": 9.8}})
     assert make_env("cartpole") is not make_env({"name": "cartpole", "cfg": {"gravity": 9.7}})
+    assert make_env({"name": "cartpole", "frame_stack": 1}) is make_env("cartpole"), "one frame is no stack"
+    assert make_env({"name": "cartpole", "frame_stack": 3}) is make_env({"name": "cartpole", "frame_stack": 3})
+    assert make_env({"name": "cartpole", "frame_stack": 3}).frame_stack == 3
     assert auto_reset(make_env("pendulum")) is auto_reset(make_env("pendulum"))
     assert time_limit(COUNT, 3) is time_limit(COUNT, 3) and time_limit(COUNT, 3) is not time_limit(COUNT, 4)
 
