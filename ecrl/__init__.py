@@ -143,16 +143,16 @@ def _import(module: str) -> Any:
 
     After the import, the new objects count as old, so that frequent collections of young objects skip them.
     """
-    was_enabled, known = gc.isenabled(), len(sys.modules)
-    gc.disable()
-    try:
-        return import_module(f"ecrl.{module}")
-    finally:
-        if len(sys.modules) > known and not gc.get_freeze_count():  # objects that the user has frozen stay frozen
-            gc.freeze()
-            gc.unfreeze()  # moves all objects to the oldest generation
-        if was_enabled:
-            gc.enable()
+    from ecrl.memory import without_garbage_collection
+
+    known = len(sys.modules)
+    with without_garbage_collection():
+        try:
+            return import_module(f"ecrl.{module}")
+        finally:
+            if len(sys.modules) > known and not gc.get_freeze_count():  # objects that the user has frozen stay frozen
+                gc.freeze()
+                gc.unfreeze()  # moves all objects to the oldest generation
 
 
 def __getattr__(name: str) -> Any:

@@ -1,10 +1,11 @@
-"""Raise one-line errors for allocations that do not fit in memory, or that have failed.
+"""Raise one-line errors for allocations that do not fit in memory, or that have failed. Pause the garbage collector.
 
 Linux grants an allocation that exceeds the free memory, and later kills the process when the process uses the memory.
 `check_room` therefore checks the size of a large allocation in advance. This module imports torch only inside
 functions, because the command line must start fast.
 """
 
+import gc
 import os
 import re
 from collections.abc import Iterator
@@ -68,3 +69,20 @@ def enough_memory(label: str, advice: str) -> Iterator[None]:
             raise
         request = re.search(r"ried to allocate ([\d.]+ \w+)", str(error))
         raise UserError(f"{label}: not enough memory{f' for {request[1]}' if request else ''}; {advice}") from None
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Pause the garbage collector inside this context.
+
+    >>> with without_garbage_collection():
+    ...     gc.isenabled()
+    False
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

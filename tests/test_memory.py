@@ -3,6 +3,7 @@
 A run, its checkpoints and its resumption take one copy of the replay buffer.
 """
 
+import gc
 import json
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from ecrl import load_config
 from ecrl.errors import ConfigError, UserError
 from ecrl.loop.build import build, with_eval_events
 from ecrl.loop.iteration import init_state, run_summary
-from ecrl.memory import enough_memory
+from ecrl.memory import enough_memory, without_garbage_collection
 from ecrl.run.evaluation import check_evaluation
 from ecrl.run.train import train, train_from_config
 
@@ -93,6 +94,17 @@ def test_what_the_allocator_raises_is_one_line(error):
 def test_other_errors_pass():
     with pytest.raises(RuntimeError, match="of a kernel"), enough_memory("ecrl", "use less"):
         raise RuntimeError("of a kernel")
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_pause_leaves_the_garbage_collector_as_it_was(monkeypatch, enabled):
+    calls = []
+    monkeypatch.setattr(gc, "isenabled", lambda: enabled)
+    monkeypatch.setattr(gc, "disable", lambda: calls.append("disable"))
+    monkeypatch.setattr(gc, "enable", lambda: calls.append("enable"))
+    with pytest.raises(RuntimeError, match="of a kernel"), without_garbage_collection():
+        raise RuntimeError("of a kernel")
+    assert calls == ["disable", "enable"][: 1 + enabled]
 
 
 @pytest.mark.slow

@@ -36,7 +36,6 @@ state.
   function. Writes through a NumPy array of the same memory also have no effect.
 """
 
-import gc
 import os
 import re
 import shutil
@@ -45,8 +44,7 @@ import sysconfig
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
@@ -62,6 +60,7 @@ from ecrl.compile.vmap import outside_vmap, over_batch, records_gradients, vmapp
 from ecrl.errors import ConfigError, UserError
 from ecrl.kernels import scan
 from ecrl.kernels.scan_loop import Scan
+from ecrl.memory import without_garbage_collection
 from ecrl.pytree import exact, flatten, names, unflatten
 from ecrl.tracing_state import in_forward_mode, in_graph, knows_transforms, transforms, version_of
 
@@ -307,18 +306,6 @@ def _is_user_error(error: Exception) -> bool:
     return isinstance(error, UserError) or user_frames(frames)[-1:] == frames[-1:]
 
 
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Pause the garbage collector inside this context. The collector would repeatedly scan inductor's objects."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def _compile_at_call(jit: Callable[..., Callable[..., Any]], fn: Callable, static: tuple) -> Callable[..., Any]:
     """Return a function that compiles `fn` once for each key of its calls, and runs the compiled code.
 
@@ -338,7 +325,7 @@ def _compile_at_call(jit: Callable[..., Callable[..., Any]], fn: Callable, stati
         leaves = _with_own_storage([_without_overlap(leaf) for leaf in leaves])
         try:
             guard = _layout_guard(leaves)
-            with _without_garbage_collection():
+            with without_garbage_collection():  # the collector would scan inductor's objects again and again
                 run, out, captured = _compiler_for(leaves)(bound, structure, leaves)
         finally:
             record[position] = Compilation(text, time.perf_counter() - began)
