@@ -69,9 +69,8 @@ def resume_run(
     force: bool = False,
 ) -> tuple[Run, TensorDict, Config]:
     """Resume a run as `resume` does, and return the run, the state and the config."""
-    if any((Path(run_dir) / name).exists() for name in ("manifest.json", "state.safetensors")):
-        raise ConfigError(f"{run_dir}: is a checkpoint; to resume, pass the folder of its run")
-    path = latest(run_dir) if step_checkpoints(run_dir) or not (Path(run_dir) / "config.json").exists() else None
+    check_run_folder(run_dir)
+    path = latest(run_dir) if step_checkpoints(run_dir) else None
     own = load_config((Path(run_dir) if path is None else complete_folder(path)) / "config.json")
     if config is None:
         cfg = config_from_dict(own.model_dump(mode="json"), str(run_dir), overrides)
@@ -108,6 +107,29 @@ def resume_run(
             )
         drop_rows_after(Path(run_dir), int(state["sample_step"]))
     return run, state, cfg
+
+
+def check_run_folder(run_dir: str | Path) -> None:
+    """Check that a folder holds a run, without writing to the folder.
+
+    A run has a checkpoint with an undamaged manifest, or no checkpoints and a valid `config.json`. Other files are not
+    checked.
+
+    Raises: ConfigError if the folder is a checkpoint, or if its config is not valid. CheckpointError if the folder has
+        neither a checkpoint nor a config, or if the manifests of all checkpoints are damaged.
+    """
+    folder = Path(run_dir)
+    if any((folder / name).exists() for name in ("manifest.json", "state.safetensors")):
+        raise ConfigError(f"{run_dir}: is a checkpoint; to resume, pass the folder of its run")
+    checkpoints = step_checkpoints(folder)
+    for path in reversed(checkpoints):
+        with suppress(CheckpointError):
+            read_manifest(path)
+            return
+    if checkpoints or not (folder / "config.json").exists():
+        latest(run_dir)  # raises the error
+    else:
+        load_config(folder / "config.json")
 
 
 def _has_device(cfg: Config) -> bool:

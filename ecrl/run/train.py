@@ -36,7 +36,7 @@ from ecrl.run.loggers import with_host_logs, with_jsonl, with_progress
 from ecrl.run.own_consumers import Consumer, with_own_consumer
 from ecrl.run.profiler import Times, timed_records, with_profile, with_timers
 from ecrl.run.rank_shards import with_shards, with_shards_at_crash
-from ecrl.run.resume import continues_run, drop_rows_after, pending_evaluation, resume_run
+from ecrl.run.resume import check_run_folder, continues_run, drop_rows_after, pending_evaluation, resume_run
 from ecrl.run.trackers import check_wandb, with_tensorboard, with_wandb
 from ecrl.run.video import with_training_videos
 from ecrl.run.video_writer import cameras, check_cameras
@@ -322,6 +322,7 @@ def run_config(
         if resume_from is not None:
             folder = Path(resume_from)
             start(distributed or _was_distributed(folder, path, changed))
+            check_run_folder(folder)  # before the lock, which creates a file in the folder
             stack.enter_context(lock_run_folder(folder))
             run, state, cfg = resume_run(folder, path, changed, force)
         else:

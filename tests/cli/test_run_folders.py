@@ -93,7 +93,25 @@ def test_a_checkpoint_without_its_manifest_is_not_resumed_as_a_new_run(runs, mon
     (path / "manifest.json").unlink()
     (line,) = lines_of(monkeypatch, capsys, "resume", str(path))
     assert line == f"{path}: is a checkpoint; to resume, pass the folder of its run"
-    assert {file.name for file in path.iterdir()} <= {"config.json", "state.safetensors", ".lock"}
+    assert {file.name for file in path.iterdir()} <= {"config.json", "state.safetensors"}
+
+
+FOREIGN = {
+    "empty": [],
+    "another config": ["config.json"],
+    "other checkpoints": ["config.json", "checkpoints/step_8/weights.bin"],
+    "a checkpoint": ["manifest.json"],
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_resume_writes_nothing_to_a_folder_without_a_run(tmp_path, monkeypatch, capsys, kind):
+    for name in FOREIGN[kind]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text('{"layers": 3}')
+    before = sorted(tmp_path.rglob("*"))
+    lines_of(monkeypatch, capsys, "resume", str(tmp_path))
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize(
