@@ -464,16 +464,16 @@ def _environment_state(tensors: dict[str, Tensor]) -> TensorDict:
 
 
 def latest(run: str | Path) -> Path:
-    """Return the newest undamaged checkpoint of a run folder. If `run` is a checkpoint folder, return it unverified.
+    """Return the newest undamaged checkpoint of a run folder. If `run` is a checkpoint folder, return it.
 
     The newest checkpoint is the checkpoint with the most env steps. `latest` verifies all checksums of each checkpoint
-    that it tries. If a checkpoint is damaged, `latest` warns with the name of the damaged file and tries the next older
-    checkpoint.
+    that it tries in a run folder. If a checkpoint is damaged, `latest` warns with the name of the damaged file and
+    tries the next older checkpoint. A checkpoint folder `run` is not verified here, because `load` verifies it.
 
     Raises: CheckpointError if there is no checkpoint, or if all checkpoints are damaged.
     """
     run = Path(run)
-    if is_file(run / "manifest.json"):
+    if is_file(complete_folder(run) / "manifest.json"):
         return run
     folders, faults = step_checkpoints(run), []
     if not folders:

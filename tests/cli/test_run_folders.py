@@ -8,6 +8,7 @@ from support.command_line import called
 from support.small_runs import small
 
 import ecrl
+from ecrl.run.checkpoint import latest
 
 COMMANDS = {
     "eval": ("eval",),
@@ -86,6 +87,30 @@ def test_a_run_whose_checkpoints_are_damaged_has_a_line_for_each(runs, monkeypat
     assert [line[: len(f"run/checkpoints/step_32{fault}")] for line in faults] == [
         f"run/checkpoints/step_{step}{fault}" for step in (64, 32)
     ]
+
+
+@pytest.mark.parametrize("command", [name for name in FROM_CHECKPOINT if name != "resume"])
+def test_a_damaged_checkpoint_that_is_given_itself_is_refused(runs, monkeypatch, capsys, command):
+    path = Path("run/checkpoints/step_64")
+    (path / "state.safetensors").write_bytes(b"short")
+    (line,) = lines_of(monkeypatch, capsys, command, str(path))
+    assert line.startswith(f"{path}/state.safetensors: damaged: its checksum differs")
+
+
+def test_the_checkpoint_before_a_damaged_one_is_evaluated(runs, monkeypatch, capsys):
+    Path("run/checkpoints/step_64/state.safetensors").write_bytes(b"short")
+    with pytest.warns(
+        UserWarning, match="^run/checkpoints/step_64/state.safetensors: damaged.*; using step_32 instead"
+    ):
+        assert called(monkeypatch, "eval", "run", "--num-episodes", "4") == 0
+    assert capsys.readouterr().out.startswith("run/checkpoints/step_32 on cartpole, 4 episodes")
+
+
+def test_a_checkpoint_whose_replacement_was_interrupted_is_found(runs):
+    """A kill between the two renames of `write_folder` leaves only the old folder."""
+    Path("run/checkpoints/step_64").rename("run/checkpoints/.step_64.old")
+    state, _ = ecrl.load(latest("run/checkpoints/step_64"))
+    assert int(state["sample_step"]) == 64
 
 
 def test_a_checkpoint_without_its_manifest_is_not_resumed_as_a_new_run(runs, monkeypatch, capsys):
