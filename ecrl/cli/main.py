@@ -113,9 +113,9 @@ def evaluate(
     Args:
         run: run folder or checkpoint folder.
         env: "gymnasium:<id>" for an environment of Gymnasium; the run's environment if absent.
-        num_episodes: total number of episodes. Every environment runs the same number of episodes. More environments,
-            as with --trainer.num_eval_envs 50, take less time and more memory, and the episodes have other initial
-            states.
+        num_episodes: total number of episodes. Up to trainer.num_eval_envs environments, 4 by default, run in parallel,
+            and each runs the same number of episodes. More environments, as with --trainer.num_eval_envs 50, take less
+            time and more memory. The episodes then have other initial states, so the results differ.
         device: device, such as cuda; the config's trainer.device if absent.
     """
     from pathlib import Path
