@@ -433,8 +433,6 @@ def _iterations_of_leaves(
     The logs are those of one record (see `COUNTS`). The flags of the finite guard tell if any iteration had NaN or
     infinity.
     """
-    if count == 1:
-        return _iteration_of_leaves(run, guard, structure, leaves, borrowed)
 
     def body(leaves: list[Tensor], _: Tensor) -> tuple[list[Tensor], tuple[dict[str, Logs], Tensor | None]]:
         after, _, _, logs, nonfinite = _iteration_of_leaves(run, guard, structure, leaves, borrowed)
@@ -650,7 +648,8 @@ def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
 
     @cache
     def bound(phase: Hashable, count: int) -> Callable[..., Any]:
-        return _bound(_iterations_of_leaves, with_phase(run, phase), tf32, guard, structure, count)
+        fn, static = (_iteration_of_leaves, ()) if count == 1 else (_iterations_of_leaves, (count,))
+        return _bound(fn, with_phase(run, phase), tf32, guard, structure, *static)
 
     def records() -> list[LogData]:
         taken = sample_step - recorded
