@@ -64,7 +64,7 @@ def test_stable_baselines_learns_from_replay(tmp_path, config):
 def tiny(tmp_path, monkeypatch):
     """CartPole's config with 4 iterations of 2 environments, and few episodes."""
     data = json.loads((CONFIGS / "cartpole_ppo.json").read_text())
-    data["trainer"] |= {"num_envs": 2, "iterations": 4, "compile": "off"}
+    data["trainer"] |= {"num_envs": 2, "buffer_size": 128, "iterations": 4, "compile": "off"}
     data["algorithm"]["cfg"]["batch_size"] = 64
     path = tmp_path / "cartpole_ppo.json"
     path.write_text(json.dumps(data))

@@ -252,7 +252,7 @@ ACTIONS = [
     *at("EefSearchConfig", POSED, acting("EefPoseTerm"), bounds, reach=1.0),
     *at("EefSearchConfig", POSED, acting("EefPoseTerm"), position_tolerance=1e-12, rotation_tolerance=1e-12),
     *at("DefaultPositionConfig", POSED, acting("DefaultJointPositionTerm"), scale=0.5),
-    *at("DefaultPositionConfig", POSED, acting("DefaultJointPositionTerm"), bounds, clip=2.0),
+    *between("DefaultPositionConfig", POSED, acting("DefaultJointPositionTerm"), bounds, clip=(0.5, 2.0)),
     *between("DefaultPositionConfig", POSED, acting("DefaultJointPositionTerm"), offset=(0.1, 0.2)),
     *between("DefaultPositionConfig", POSED, DEFAULT_OF_TWO, joint_names=(JOINTS[:2], JOINTS[1::-1])),
     *at("GripperConfig", POSED, handling("JointPositionGripperTerm"), rejected("unknown part 'leg'"), part_name="leg"),
