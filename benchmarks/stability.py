@@ -1,0 +1,283 @@
+"""Measure how often PPO collapses on continuous tasks, in ecrl and in Stable-Baselines3 with the same settings.
+
+Start with `python -m benchmarks.stability`. The settings are those of `cartpole_speed.json`: a learning rate of 1e-3,
+and neither observations nor rewards are normalised. The episodes of the tasks end only at time limits. Each run has a
+process of its own and one core. The results of a finished run are in the file
+`results/runs/stability/<task>/<arm>/<seed>.json`. A run with such a file is not measured again.
+"""
+
+import hashlib
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from functools import partial
+from math import inf
+from pathlib import Path
+from queue import SimpleQueue
+from statistics import median
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+import tyro
+
+from benchmarks import separate_process
+from benchmarks.ecrl_runs import CONFIG
+from benchmarks.pairs import ROOT, Failure, available
+from benchmarks.report import machine, versions
+from ecrl.config import Config, load_config, total_steps
+from ecrl.errors import UserError
+from ecrl.report.curves import canonical_json, without_seeds_and_names
+from ecrl.storage.atomic_files import replace_file
+
+Row = dict[str, Any]
+Report = Callable[[int, Callable[[], Row]], None]
+"""Type of a function to call before the training and after every iteration.
+
+The arguments are the env steps so far, and a function that evaluates the policy. It returns `return` and `std`, the mean
+and the standard deviation of the returns of `EPISODES` episodes.
+"""
+
+OUT = ROOT / "benchmarks" / "results"
+TASKS = ("Pendulum-v1", "Reacher-v5", "Pusher-v5")
+"""Ids of Gymnasium's environments."""
+ITERATIONS = 50
+"""Iterations of a run. An iteration has 128 steps of 32 environments."""
+EVERY, EPISODES = 2, 20
+"""Iterations between two evaluations, and episodes of an evaluation. Actions are deterministic."""
+
+
+class Arm(NamedTuple):
+    """Library of the benchmark, with its label in the table and the changes to the config."""
+
+    label: str
+    library: Literal["ecrl", "sb3"]
+    changes: Mapping[str, Any] = MappingProxyType({})
+
+
+ARMS = {
+    "ecrl": Arm("ecrl", "ecrl"),
+    "ecrl_minibatch": Arm(
+        "ecrl, `normalize_advantage` minibatch", "ecrl", {"algorithm.cfg.normalize_advantage": "minibatch"}
+    ),
+    "ecrl_eps": Arm(
+        "ecrl, `eps` 1e-5",
+        "ecrl",
+        {
+            "algorithm.cfg.learning_rate": None,
+            "algorithm.cfg.optimizer": {"name": "adam", "learning_rate": 1e-3, "kwargs": {"eps": 1e-5}},
+        },
+    ),
+    "sb3": Arm("Stable-Baselines3", "sb3"),
+}
+COMPARED = ("ecrl", "sb3")
+"""The arms that a call without arms measures."""
+
+
+def config(task: str, arm: str, seed: int) -> Config:
+    """Return the config of a run."""
+    cfg = load_config(CONFIG).replace(env={"name": f"gymnasium:{task}"})
+    run = {"trainer.seed": seed, "trainer.iterations": ITERATIONS, "trainer.num_eval_envs": EPISODES}
+    return cfg.replace(**run, **{"trainer.compile": "off"}, **ARMS[arm].changes)
+
+
+def settings_hash(task: str, arm: str) -> str:
+    """Return the hash of everything that a record depends on, except the seed and the code."""
+    settings = without_seeds_and_names(config(task, arm, 0).model_dump(mode="json", exclude_defaults=True))
+    used = {"library": ARMS[arm].library, "settings": settings, "every": EVERY, "episodes": EPISODES}
+    return hashlib.sha256(canonical_json(used).encode()).hexdigest()
+
+
+def learn(task: str, arm: str, seed: int) -> Row:
+    """Train one run, and evaluate the policy before the training and after every `EVERY` iterations.
+
+    Returns: `curve` has a row per evaluation, with the env steps, and the mean and standard deviation of the returns. `wall_s` is the seconds of
+        training and evaluations.
+    """
+    cfg, curve, started = config(task, arm, seed), [], time.time()
+    between = EVERY * total_steps(cfg, 1) // ITERATIONS
+
+    def report(steps: int, evaluate: Callable[[], Row]) -> None:
+        if steps % between == 0:
+            curve.append({"steps": steps} | evaluate())
+
+    if ARMS[arm].library == "sb3":
+        from benchmarks.other_libraries.sb3_stability import train
+
+        train(cfg, report, EPISODES)
+    else:
+        _train(cfg, report)
+    return {"curve": curve, "wall_s": round(time.time() - started, 1)}
+
+
+def _train(cfg: Config, report: Report) -> None:
+    from ecrl import evaluate, init_state, train_iter
+
+    def scores(state: Any) -> Row:
+        logs = evaluate(state, cfg, EPISODES)
+        return {"return": logs["eval/avg_reward"], "std": logs["eval/std_reward"]}
+
+    state = init_state(cfg)
+    report(0, partial(scores, state))
+    for record in train_iter(state, cfg):
+        if record["log_type"] == "train":
+            report(record["sample_step"], partial(scores, record["state"]))
+
+
+def is_collapsed(curve: list[Row]) -> bool:
+    """Return True if a run lost more than half of its gain by its end, or ended worse than its untrained policy.
+
+        last < (untrained + best) / 2
+
+    `best` is the highest return of the run, including the return of the untrained policy in the first row. `best` is
+    therefore not below `untrained`, and a run that ends worse than its untrained policy fulfils the inequality.
+
+    >>> [is_collapsed([{"return": float(x)} for x in returns]) for returns in ([-9, -1, -4], [-9, -1, -6], [-5, -6])]
+    [False, True, True]
+    """
+    returns = [row["return"] for row in curve]
+    return returns[-1] < (returns[0] + max(returns)) / 2.0
+
+
+def is_far_below_best(curve: list[Row]) -> bool:
+    """Return True if a run collapsed, and its fall is larger than the spread of single episodes.
+
+        best - last > std of the returns of the untrained policy's episodes
+
+    A run that hardly learns collapses by a small random fall. This function leaves out such runs.
+
+    >>> curve = [{"return": -9.0, "std": 2.0}, {"return": -8.5}, {"return": -9.5}]
+    >>> is_collapsed(curve), is_far_below_best(curve), is_far_below_best([*curve, {"return": -11.0}])
+    (True, False, True)
+    """
+    returns = [row["return"] for row in curve]
+    return is_collapsed(curve) and max(returns) - returns[-1] > curve[0]["std"]
+
+
+def path_of(task: str, arm: str, seed: int, out: Path = OUT) -> Path:
+    """Return the path of the result file of a run."""
+    return out / "runs" / "stability" / task / arm / f"{seed}.json"
+
+
+def records(task: str, arm: str, out: Path = OUT) -> dict[int, Row]:
+    """Read the result files of an arm, by seed. Ignore files whose settings differ from the present settings."""
+    rows = {int(path.stem): json.loads(path.read_text()) for path in path_of(task, arm, 0, out).parent.glob("*.json")}
+    return {seed: rows[seed] for seed in sorted(rows) if rows[seed]["hash"] == settings_hash(task, arm)}
+
+
+def measure(task: str, arm: str, seed: int, core: int, out: Path) -> None:
+    """Train one run in a separate process on one core, and write the result file."""
+    known = versions()
+    args: Row = {"task": task, "arm": arm, "seed": seed}
+    function = "benchmarks.stability:learn"
+    about = {
+        **args,
+        "hash": settings_hash(task, arm),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", *separate_process.command(function, args, [core])]),
+        "commit": known.pop("ecrl"),
+        "machine": machine([core]),
+        "versions": known,
+    }
+    row = separate_process.run_in_process(function, args, [core])
+    path = path_of(task, arm, seed, out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, (json.dumps(about | row, indent=1) + "\n").encode())
+    end = f"return {row['curve'][-1]['return']:.4g}{', collapsed' if is_collapsed(row['curve']) else ''}"
+    print(f"{task}, {arm}, seed {seed}: {end}, {row['wall_s']:.0f} s", flush=True)
+
+
+def steps_to(curve: list[Row], threshold: float) -> float:
+    """Return the env steps of the first evaluation at or above a return, or infinity.
+
+    >>> steps_to([{"steps": 0, "return": -9.0}, {"steps": 8, "return": -3.0}], -3.0)
+    8
+    """
+    return next((row["steps"] for row in curve if row["return"] >= threshold), inf)
+
+
+def table(out: Path = OUT) -> str:
+    """Return a Markdown table with a row per task and arm that has result files.
+
+    The columns `untrained`, `best` and `last` are medians of the returns over the seeds. The last column is the median of the env steps until a run first
+    reaches the median of SB3's last returns. A run that never reaches this return counts as infinity.
+    """
+    lines = [
+        "| task | library | seeds | collapsed | far below best | untrained | best | last | env steps to SB3's return |",
+        f"|{'---|' * 9}",
+    ]
+    for task in TASKS:
+        sb3 = list(records(task, "sb3", out).values())
+        threshold = median(row["curve"][-1]["return"] for row in sb3) if sb3 else inf
+        for arm, about in ARMS.items():
+            curves = [row["curve"] for row in records(task, arm, out).values()]
+            if curves:
+                untrained, best, last = (
+                    median(number([row["return"] for row in curve]) for curve in curves)
+                    for number in (lambda x: x[0], max, lambda x: x[-1])
+                )
+                steps = median(steps_to(curve, threshold) for curve in curves)
+                counts = [sum(map(check, curves)) for check in (is_collapsed, is_far_below_best)]
+                cells = [f"`{task}`", about.label, str(len(curves)), *map(str, counts)]
+                cells += [f"{untrained:.1f}", f"{best:.1f}", f"{last:.1f}", f"{steps:,.0f}" if steps < inf else ""]
+                lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def run(
+    tasks: tuple[str, ...] = TASKS,
+    arms: tuple[str, ...] = COMPARED,
+    seeds: tuple[int, ...] = tuple(range(10)),
+    out: Path = OUT,
+) -> bool:
+    """Train every run that has no result file for the present settings, one run per core. Print the table.
+
+    Args:
+        tasks: ids of the tasks.
+        arms: names of the arms.
+        seeds: the seeds of each arm.
+        out: folder of the results.
+
+    Returns: True if no run failed.
+    """
+    for name, chosen, known in (("tasks", tasks, TASKS), ("arms", arms, tuple(ARMS))):
+        if unknown := [one for one in chosen if one not in known]:
+            raise UserError(f"--{name} {unknown[0]}: unknown; known: {', '.join(known)}")
+    cores: SimpleQueue[int] = SimpleQueue()
+    for core in available():
+        cores.put(core)
+
+    def one(job: tuple[str, str, int]) -> bool:
+        core = cores.get()
+        try:
+            measure(*job, core, out)
+            return True
+        except Failure as failure:
+            print(f"{job[0]}, {job[1]}, seed {job[2]}: {failure}", flush=True)
+            return False
+        finally:
+            cores.put(core)
+
+    jobs = [(task, arm, seed) for seed in seeds for task in tasks for arm in arms]
+    jobs = [job for job in jobs if job[2] not in records(job[0], job[1], out)]
+    with ThreadPoolExecutor(len(available())) as pool:
+        succeeded = all(list(pool.map(one, jobs)))
+    print(table(out))
+    return succeeded
+
+
+def main() -> None:
+    """Run the command line. The exit status is 1 if a run failed, and 2 for an error that the user can fix."""
+    try:
+        succeeded = tyro.cli(run, prog="python -m benchmarks.stability")
+    except UserError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    sys.exit(0 if succeeded else 1)
+
+
+if __name__ == "__main__":
+    main()
