@@ -37,8 +37,8 @@ Row = dict[str, Any]
 Report = Callable[[int, Callable[[], Row]], None]
 """Type of a function to call before the training and after every iteration.
 
-The arguments are the env steps so far, and a function that evaluates the policy. It returns `return` and `std`, the mean
-and the standard deviation of the returns of `EPISODES` episodes.
+The arguments are the env steps so far, and a function that evaluates the policy. The result of the evaluation has
+`return` and `std`, the mean and the standard deviation of the returns of `EPISODES` episodes.
 """
 
 OUT = ROOT / "benchmarks" / "results"
@@ -94,8 +94,8 @@ def settings_hash(task: str, arm: str) -> str:
 def learn(task: str, arm: str, seed: int) -> Row:
     """Train one run, and evaluate the policy before the training and after every `EVERY` iterations.
 
-    Returns: `curve` has a row per evaluation, with the env steps, and the mean and standard deviation of the returns. `wall_s` is the seconds of
-        training and evaluations.
+    Returns: `curve` has a row per evaluation, with the env steps, and the mean and standard deviation of the returns.
+        `wall_s` is the seconds of training and evaluations.
     """
     cfg, curve, started = config(task, arm, seed), [], time.time()
     between = EVERY * total_steps(cfg, 1) // ITERATIONS
@@ -202,8 +202,9 @@ def steps_to(curve: list[Row], threshold: float) -> float:
 def table(out: Path = OUT) -> str:
     """Return a Markdown table with a row per task and arm that has result files.
 
-    The columns `untrained`, `best` and `last` are medians of the returns over the seeds. The last column is the median of the env steps until a run first
-    reaches the median of SB3's last returns. A run that never reaches this return counts as infinity.
+    The columns `untrained`, `best` and `last` are medians of the returns over the seeds. The last column is the median
+    of the env steps until a run first reaches the median of SB3's last returns. A run that never reaches this return
+    counts as infinity.
     """
     lines = [
         "| task | library | seeds | collapsed | far below best | untrained | best | last | env steps to SB3's return |",

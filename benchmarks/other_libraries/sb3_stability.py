@@ -47,7 +47,7 @@ def train(cfg: Config, report: Callable[[int, Callable[[], Row]], None], episode
     """Train, and call `report` before the training and after every update.
 
     The arguments of `report` are the env steps so far, and a function that evaluates the policy with deterministic
-    actions. It returns `return` and `std`, the mean and the standard deviation of the returns of `episodes` episodes.
+    actions. The evaluation returns `return` and `std`, the mean and the standard deviation over `episodes` episodes.
     """
     model = make_model(cfg)
 
