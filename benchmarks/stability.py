@@ -22,6 +22,8 @@ from statistics import median
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+import gymnasium
+import numpy as np
 import tyro
 
 from benchmarks import separate_process
@@ -34,32 +36,38 @@ from ecrl.report.curves import canonical_json, without_seeds_and_names
 from ecrl.storage.atomic_files import replace_file
 
 Row = dict[str, Any]
-Report = Callable[[int, Callable[[], Row]], None]
-"""Type of a function to call before the training and after every iteration.
-
-The arguments are the env steps so far, and a function that evaluates the policy. The result of the evaluation has
-`return` and `std`, the mean and the standard deviation of the returns of `EPISODES` episodes.
-"""
+Act = Callable[[np.ndarray], np.ndarray]
+"""Type of a function that maps the observations of several environments to deterministic actions."""
+Report = Callable[[int, Act], None]
+"""Type of a function to call before the training and after every iteration, with the env steps and the policy."""
 
 OUT = ROOT / "benchmarks" / "results"
 TASKS = ("Pendulum-v1", "Reacher-v5", "Pusher-v5")
 """Ids of Gymnasium's environments."""
-ITERATIONS = 50
-"""Iterations of a run. An iteration has 128 steps of 32 environments."""
-EVERY, EPISODES = 2, 20
-"""Iterations between two evaluations, and episodes of an evaluation. Actions are deterministic."""
+POINTS, EPISODES = 25, 20
+"""Evaluations during a run, and episodes of an evaluation. Actions are deterministic."""
 
 
 class Arm(NamedTuple):
-    """Library of the benchmark, with its label in the table and the changes to the config."""
+    """Library and settings that the benchmark compares.
+
+    Attributes:
+        label: name in the table.
+        library: library that trains.
+        changes: changes to the config of `config`.
+        other: arm of Stable-Baselines3 whose returns are the threshold of this arm.
+    """
 
     label: str
     library: Literal["ecrl", "sb3"]
     changes: Mapping[str, Any] = MappingProxyType({})
+    other: str = "sb3"
 
 
+_FEW = {"trainer.num_envs": 8, "trainer.iterations": 100}
 ARMS = {
     "ecrl": Arm("ecrl", "ecrl"),
+    "sb3": Arm("SB3", "sb3"),
     "ecrl_minibatch": Arm(
         "ecrl, `normalize_advantage` minibatch", "ecrl", {"algorithm.cfg.normalize_advantage": "minibatch"}
     ),
@@ -71,7 +79,8 @@ ARMS = {
             "algorithm.cfg.optimizer": {"name": "adam", "learning_rate": 1e-3, "kwargs": {"eps": 1e-5}},
         },
     ),
-    "sb3": Arm("Stable-Baselines3", "sb3"),
+    "ecrl_8_envs": Arm("ecrl, 8 environments", "ecrl", _FEW, "sb3_8_envs"),
+    "sb3_8_envs": Arm("SB3, 8 environments", "sb3", _FEW, "sb3_8_envs"),
 }
 COMPARED = ("ecrl", "sb3")
 """The arms that a call without arms measures."""
@@ -80,51 +89,81 @@ COMPARED = ("ecrl", "sb3")
 def config(task: str, arm: str, seed: int) -> Config:
     """Return the config of a run."""
     cfg = load_config(CONFIG).replace(env={"name": f"gymnasium:{task}"})
-    run = {"trainer.seed": seed, "trainer.iterations": ITERATIONS, "trainer.num_eval_envs": EPISODES}
-    return cfg.replace(**run, **{"trainer.compile": "off"}, **ARMS[arm].changes)
+    run = {"trainer.seed": seed, "trainer.iterations": 50, "trainer.compile": "off"}
+    return cfg.replace(**run).replace(**ARMS[arm].changes)
 
 
 def settings_hash(task: str, arm: str) -> str:
     """Return the hash of everything that a record depends on, except the seed and the code."""
     settings = without_seeds_and_names(config(task, arm, 0).model_dump(mode="json", exclude_defaults=True))
-    used = {"library": ARMS[arm].library, "settings": settings, "every": EVERY, "episodes": EPISODES}
+    used = {"library": ARMS[arm].library, "settings": settings, "points": POINTS, "episodes": EPISODES}
     return hashlib.sha256(canonical_json(used).encode()).hexdigest()
 
 
+def evaluations(task: str, seed: int) -> Callable[[Act], Row]:
+    """Return a function that evaluates a policy on `EPISODES` episodes.
+
+    The initial states of the episodes depend only on the task and the seed of the run, not on the library. The result
+    has `return` and `std`, the mean and the standard deviation of the returns of the episodes.
+    """
+    envs = gymnasium.make_vec(task, EPISODES, vectorization_mode="sync")
+    seeds = [10_000 + EPISODES * seed + i for i in range(EPISODES)]
+
+    def evaluate(act: Act) -> Row:
+        obs, _ = envs.reset(seed=seeds)
+        returns, ended = np.zeros(EPISODES), np.zeros(EPISODES, bool)
+        while not ended.any():
+            obs, reward, _, ended, _ = envs.step(act(obs))
+            returns += reward
+        assert ended.all(), "the episodes of the tasks have equal lengths"
+        return {"return": float(returns.mean()), "std": float(returns.std())}
+
+    return evaluate
+
+
 def learn(task: str, arm: str, seed: int) -> Row:
-    """Train one run, and evaluate the policy before the training and after every `EVERY` iterations.
+    """Train one run, and evaluate the policy before the training and at `POINTS` points of the training.
 
     Returns: `curve` has a row per evaluation, with the env steps, and the mean and standard deviation of the returns.
         `wall_s` is the seconds of training and evaluations.
     """
-    cfg, curve, started = config(task, arm, seed), [], time.time()
-    between = EVERY * total_steps(cfg, 1) // ITERATIONS
+    cfg, started = config(task, arm, seed), time.time()
+    curve, evaluate = [], evaluations(task, seed)
+    between = total_steps(cfg, 1) // POINTS
 
-    def report(steps: int, evaluate: Callable[[], Row]) -> None:
+    def report(steps: int, act: Act) -> None:
         if steps % between == 0:
-            curve.append({"steps": steps} | evaluate())
+            curve.append({"steps": steps} | evaluate(act))
 
     if ARMS[arm].library == "sb3":
         from benchmarks.other_libraries.sb3_stability import train
 
-        train(cfg, report, EPISODES)
+        train(cfg, report)
     else:
         _train(cfg, report)
     return {"curve": curve, "wall_s": round(time.time() - started, 1)}
 
 
 def _train(cfg: Config, report: Report) -> None:
-    from ecrl import evaluate, init_state, train_iter
+    import torch
 
-    def scores(state: Any) -> Row:
-        logs = evaluate(state, cfg, EPISODES)
-        return {"return": logs["eval/avg_reward"], "std": logs["eval/std_reward"]}
+    from ecrl import init_state, train_iter
+    from ecrl.loop.build import build
+    from ecrl.policies import policy_params
 
-    state = init_state(cfg)
-    report(0, partial(scores, state))
+    run, state = build(cfg), init_state(cfg)
+    low, high = (np.array(bound, np.float32) for bound in (run.env.action_space.low, run.env.action_space.high))  # pyright: ignore
+
+    def act_with(state: Any, obs: np.ndarray) -> np.ndarray:
+        params = policy_params(state)
+        with torch.no_grad():
+            _, out = run.policy.act(params, run.policy.init_carry(params, len(obs)), torch.tensor(obs).float(), None)
+        return out["action"].numpy().clip(low, high)
+
+    report(0, partial(act_with, state))
     for record in train_iter(state, cfg):
         if record["log_type"] == "train":
-            report(record["sample_step"], partial(scores, record["state"]))
+            report(record["sample_step"], partial(act_with, record["state"]))
 
 
 def is_collapsed(curve: list[Row]) -> bool:
@@ -203,17 +242,17 @@ def table(out: Path = OUT) -> str:
     """Return a Markdown table with a row per task and arm that has result files.
 
     The columns `untrained`, `best` and `last` are medians of the returns over the seeds. The last column is the median
-    of the env steps until a run first reaches the median of SB3's last returns. A run that never reaches this return
-    counts as infinity.
+    of the env steps until a run first reaches the median of the last returns of `Arm.other`. A run that never reaches
+    this return counts as infinity.
     """
     lines = [
         "| task | library | seeds | collapsed | far below best | untrained | best | last | env steps to SB3's return |",
         f"|{'---|' * 9}",
     ]
     for task in TASKS:
-        sb3 = list(records(task, "sb3", out).values())
-        threshold = median(row["curve"][-1]["return"] for row in sb3) if sb3 else inf
         for arm, about in ARMS.items():
+            others = records(task, about.other, out).values()
+            threshold = median(row["curve"][-1]["return"] for row in others) if others else inf
             curves = [row["curve"] for row in records(task, arm, out).values()]
             if curves:
                 untrained, best, last = (

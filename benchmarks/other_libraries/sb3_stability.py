@@ -9,10 +9,8 @@ from typing import Any, cast
 
 from stable_baselines3 import PPO
 from stable_baselines3.common.env_util import make_vec_env
-from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.utils import LinearSchedule
 
-from benchmarks.learning import Row
 from benchmarks.other_libraries.sb3_zoo import Reporting
 from ecrl.config import Config, total_steps
 
@@ -43,20 +41,16 @@ def _id_of(cfg: Config) -> str:
     return cast(Any, cfg.env.cfg).id
 
 
-def train(cfg: Config, report: Callable[[int, Callable[[], Row]], None], episodes: int) -> None:
+def train(cfg: Config, report: Callable[[int, Callable[[Any], Any]], None]) -> None:
     """Train, and call `report` before the training and after every update.
 
-    The arguments of `report` are the env steps so far, and a function that evaluates the policy with deterministic
-    actions. The evaluation returns `return` and `std`, the mean and the standard deviation over `episodes` episodes.
+    The arguments of `report` are the env steps so far, and a function that maps observations to deterministic actions.
     """
     model = make_model(cfg)
 
-    def scores() -> Row:
-        envs = make_vec_env(_id_of(cfg), episodes, cfg.trainer.seed + 10_000)
-        mean, std = cast(tuple[float, float], evaluate_policy(model, envs, episodes, deterministic=True))
-        envs.close()
-        return {"return": float(mean), "std": float(std)}
+    def act(obs: Any) -> Any:
+        return model.predict(obs, deterministic=True)[0]
 
-    reporting = Reporting(lambda steps, _: report(steps, scores), _id_of(cfg), cfg.trainer.seed)
+    reporting = Reporting(lambda steps, _: report(steps, act), _id_of(cfg), cfg.trainer.seed)
     model.learn(total_steps(cfg, 1), callback=reporting)
     reporting.now()
