@@ -64,23 +64,24 @@ class Arm(NamedTuple):
     other: str = "sb3"
 
 
-_FEW = {"trainer.num_envs": 8, "trainer.iterations": 100}
+def _with_eps(eps: float) -> Row:
+    """Return the changes of the config that set Adam's `eps`."""
+    adam = {"name": "adam", "learning_rate": 1e-3, "kwargs": {"eps": eps}}
+    return {"algorithm.cfg.learning_rate": None, "algorithm.cfg.optimizer": adam}
+
+
+_FEW_ENVS = {"trainer.num_envs": 8, "trainer.iterations": 100}
 ARMS = {
     "ecrl": Arm("ecrl", "ecrl"),
     "sb3": Arm("SB3", "sb3"),
+    "ecrl_eps": Arm("ecrl, Adam's `eps` 1e-5 as in SB3", "ecrl", _with_eps(1e-5)),
+    "sb3_eps": Arm("SB3, Adam's `eps` 1e-8 as in ecrl", "sb3", _with_eps(1e-8)),
     "ecrl_minibatch": Arm(
         "ecrl, `normalize_advantage` minibatch", "ecrl", {"algorithm.cfg.normalize_advantage": "minibatch"}
     ),
-    "ecrl_eps": Arm(
-        "ecrl, `eps` 1e-5",
-        "ecrl",
-        {
-            "algorithm.cfg.learning_rate": None,
-            "algorithm.cfg.optimizer": {"name": "adam", "learning_rate": 1e-3, "kwargs": {"eps": 1e-5}},
-        },
-    ),
-    "ecrl_8_envs": Arm("ecrl, 8 environments", "ecrl", _FEW, "sb3_8_envs"),
-    "sb3_8_envs": Arm("SB3, 8 environments", "sb3", _FEW, "sb3_8_envs"),
+    "ecrl_critic_norm": Arm("ecrl, `critic_max_grad_norm` 0.5", "ecrl", {"algorithm.cfg.critic_max_grad_norm": 0.5}),
+    "ecrl_8_envs": Arm("ecrl, 8 environments", "ecrl", _FEW_ENVS, "sb3_8_envs"),
+    "sb3_8_envs": Arm("SB3, 8 environments", "sb3", _FEW_ENVS, "sb3_8_envs"),
 }
 COMPARED = ("ecrl", "sb3")
 """The arms that a call without arms measures."""
