@@ -11,7 +11,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from functools import partial
@@ -44,6 +44,7 @@ Report = Callable[[int, Act], None]
 OUT = ROOT / "benchmarks" / "results"
 TASKS = ("Pendulum-v1", "Reacher-v5", "Pusher-v5")
 """Ids of Gymnasium's environments."""
+SEEDS = tuple(range(10))
 POINTS, EPISODES = 25, 20
 """Evaluations during a run, and episodes of an evaluation. Actions are deterministic."""
 
@@ -197,6 +198,18 @@ def is_far_below_best(curve: list[Row]) -> bool:
     return is_collapsed(curve) and max(returns) - returns[-1] > curve[0]["std"]
 
 
+def falls_below_untrained(curve: list[Row]) -> bool:
+    """Return True if some evaluation is far below the untrained policy, even if the run recovers later.
+
+        lowest < untrained - std of the returns of the untrained policy's episodes
+
+    >>> curve = [{"return": -9.0, "std": 2.0}, {"return": -10.5}, {"return": -5.0}]
+    >>> falls_below_untrained(curve), falls_below_untrained([*curve, {"return": -11.5}, {"return": -5.0}])
+    (False, True)
+    """
+    return min(row["return"] for row in curve) < curve[0]["return"] - curve[0]["std"]
+
+
 def path_of(task: str, arm: str, seed: int, out: Path = OUT) -> Path:
     """Return the path of the result file of a run."""
     return out / "runs" / "stability" / task / arm / f"{seed}.json"
@@ -239,30 +252,36 @@ def steps_to(curve: list[Row], threshold: float) -> float:
     return next((row["steps"] for row in curve if row["return"] >= threshold), inf)
 
 
-def table(out: Path = OUT) -> str:
-    """Return a Markdown table with a row per task and arm that has result files.
+def table(
+    tasks: Sequence[str] = TASKS,
+    arms: Sequence[str] = COMPARED,
+    seeds: Sequence[int] = SEEDS,
+    out: Path = OUT,
+) -> str:
+    """Return a Markdown table with a row per task and arm that has result files for some of the seeds.
 
     The columns `untrained`, `best` and `last` are medians of the returns over the seeds. The last column is the median
-    of the env steps until a run first reaches the median of the last returns of `Arm.other`. A run that never reaches
-    this return counts as infinity.
+    of the env steps until a run first reaches the median of the last returns of all seeds of `Arm.other`. A run that
+    never reaches this return counts as infinity.
     """
     lines = [
-        "| task | library | seeds | collapsed | far below best | untrained | best | last | env steps to SB3's return |",
-        f"|{'---|' * 9}",
+        "| task | library | seeds | collapsed | far below best | fell below untrained "
+        "| untrained | best | last | env steps to SB3's return |",
+        f"|{'---|' * 10}",
     ]
-    for task in TASKS:
-        for arm, about in ARMS.items():
-            others = records(task, about.other, out).values()
+    for task in tasks:
+        for arm in arms:
+            others = records(task, ARMS[arm].other, out).values()
             threshold = median(row["curve"][-1]["return"] for row in others) if others else inf
-            curves = [row["curve"] for row in records(task, arm, out).values()]
+            curves = [row["curve"] for seed, row in records(task, arm, out).items() if seed in seeds]
             if curves:
+                checks = (is_collapsed, is_far_below_best, falls_below_untrained)
                 untrained, best, last = (
                     median(number([row["return"] for row in curve]) for curve in curves)
                     for number in (lambda x: x[0], max, lambda x: x[-1])
                 )
                 steps = median(steps_to(curve, threshold) for curve in curves)
-                counts = [sum(map(check, curves)) for check in (is_collapsed, is_far_below_best)]
-                cells = [f"`{task}`", about.label, str(len(curves)), *map(str, counts)]
+                cells = [f"`{task}`", ARMS[arm].label, str(len(curves)), *(str(sum(map(f, curves))) for f in checks)]
                 cells += [f"{untrained:.1f}", f"{best:.1f}", f"{last:.1f}", f"{steps:,.0f}" if steps < inf else ""]
                 lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -271,7 +290,7 @@ def table(out: Path = OUT) -> str:
 def run(
     tasks: tuple[str, ...] = TASKS,
     arms: tuple[str, ...] = COMPARED,
-    seeds: tuple[int, ...] = tuple(range(10)),
+    seeds: tuple[int, ...] = SEEDS,
     out: Path = OUT,
 ) -> bool:
     """Train every run that has no result file for the present settings, one run per core. Print the table.
@@ -306,7 +325,7 @@ def run(
     jobs = [job for job in jobs if job[2] not in records(job[0], job[1], out)]
     with ThreadPoolExecutor(len(available())) as pool:
         succeeded = all(list(pool.map(one, jobs)))
-    print(table(out))
+    print(table(tasks, arms, seeds, out))
     return succeeded
 
 

@@ -11,6 +11,7 @@ from benchmarks.stability import (
     COMPARED,
     TASKS,
     config,
+    falls_below_untrained,
     is_collapsed,
     is_far_below_best,
     path_of,
@@ -58,6 +59,11 @@ def test_a_small_fall_is_not_far_below_the_best_return():
     assert not is_far_below_best(curve(-100, -20, -50, std=1.0))  # a large fall, but not a collapse
 
 
+def test_a_fall_counts_even_if_the_run_recovers():
+    assert not falls_below_untrained(curve(-100, -105, -20, std=5.0))
+    assert falls_below_untrained(curve(-100, -106, -20, std=5.0))
+
+
 def test_steps_to_a_return_count_until_the_first_evaluation_that_reaches_it():
     assert [steps_to(curve(-9, -5, -7, -1), threshold) for threshold in (-9.0, -6.0, -2.0, 0.0)] == [
         0, 10, 30, float("inf"),
@@ -99,9 +105,13 @@ def test_the_table_has_medians_and_counts_of_the_files(tmp_path):
     written(tmp_path, "Reacher-v5", "ecrl", 1, -100, -25, -99)
     written(tmp_path, "Reacher-v5", "ecrl", 2, -100, -20, -10, hash="of other settings")
     assert list(records("Reacher-v5", "ecrl", tmp_path)) == [0, 1]
-    assert table(tmp_path).splitlines()[2:] == [
-        "| `Reacher-v5` | ecrl | 2 | 1 | 1 | -100.0 | -17.5 | -54.5 |  |",
-        "| `Reacher-v5` | SB3 | 3 | 0 | 0 | -100.0 | -20.0 | -20.0 | 10 |",
+    assert table(out=tmp_path).splitlines()[2:] == [
+        "| `Reacher-v5` | ecrl | 2 | 1 | 1 | 0 | -100.0 | -17.5 | -54.5 |  |",
+        "| `Reacher-v5` | SB3 | 3 | 0 | 0 | 0 | -100.0 | -20.0 | -20.0 | 10 |",
+    ]
+    # the threshold is the median over all seeds of SB3
+    assert table(arms=("sb3",), seeds=(0,), out=tmp_path).splitlines()[2:] == [
+        "| `Reacher-v5` | SB3 | 1 | 0 | 0 | 0 | -100.0 | -10.0 | -10.0 | 10 |"
     ]
 
 
@@ -129,6 +139,16 @@ def test_an_unknown_name_is_one_line(given):
     ((key, (name,)),) = given.items()
     with pytest.raises(stability.UserError, match=rf"^--{key} {name}: unknown; known: [^\n]*$"):
         stability.run(**given)
+
+
+def test_sb3_has_its_own_eps_unless_the_config_sets_it():
+    pytest.importorskip("stable_baselines3")
+    from benchmarks.other_libraries.sb3_stability import make_model
+
+    eps = {
+        arm: make_model(config("Pendulum-v1", arm, 0)).policy.optimizer.defaults["eps"] for arm in ("sb3", "sb3_eps")
+    }
+    assert eps == {"sb3": 1e-5, "sb3_eps": 1e-8}
 
 
 def test_the_episodes_of_an_evaluation_depend_only_on_the_task_and_the_seed():
