@@ -20,7 +20,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from statistics import median
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import gymnasium
 import numpy as np
@@ -86,6 +86,10 @@ ARMS = {
 }
 COMPARED = ("ecrl", "sb3")
 """The arms that a call without arms measures."""
+FEW_ENVS = ("ecrl_8_envs", "sb3_8_envs")
+"""The arms with 8 instead of 32 environments."""
+VARIANTS = tuple(arm for arm in ARMS if arm not in FEW_ENVS)
+"""The arms with 32 environments."""
 
 
 def config(task: str, arm: str, seed: int) -> Config:
@@ -108,7 +112,7 @@ def evaluations(task: str, seed: int) -> Callable[[Act], Row]:
     The initial states of the episodes depend only on the task and the seed of the run, not on the library. The result
     has `return` and `std`, the mean and the standard deviation of the returns of the episodes.
     """
-    envs = gymnasium.make_vec(task, EPISODES, vectorization_mode="sync")
+    envs: Any = gymnasium.make_vec(task, EPISODES, vectorization_mode="sync")
     seeds = [10_000 + EPISODES * seed + i for i in range(EPISODES)]
 
     def evaluate(act: Act) -> Row:
@@ -160,7 +164,7 @@ def _train(cfg: Config, report: Report) -> None:
         params = policy_params(state)
         with torch.no_grad():
             _, out = run.policy.act(params, run.policy.init_carry(params, len(obs)), torch.tensor(obs).float(), None)
-        return out["action"].numpy().clip(low, high)
+        return cast(torch.Tensor, out["action"]).numpy().clip(low, high)
 
     report(0, partial(act_with, state))
     for record in train_iter(state, cfg):
@@ -252,6 +256,21 @@ def steps_to(curve: list[Row], threshold: float) -> float:
     return next((row["steps"] for row in curve if row["return"] >= threshold), inf)
 
 
+def steps_to_stay(curve: list[Row], threshold: float) -> float:
+    """Return the env steps of the first evaluation after which no evaluation is below a return, or infinity.
+
+    >>> curve = [{"steps": steps, "return": x} for steps, x in ((0, -9.0), (8, -3.0), (16, -5.0), (24, -2.0))]
+    >>> steps_to_stay(curve, -5.0), steps_to_stay(curve, -4.0), steps_to_stay(curve, -1.0)
+    (8, 24, inf)
+    """
+    steps = inf
+    for row in reversed(curve):
+        if row["return"] < threshold:
+            break
+        steps = row["steps"]
+    return steps
+
+
 def table(
     tasks: Sequence[str] = TASKS,
     arms: Sequence[str] = COMPARED,
@@ -260,13 +279,13 @@ def table(
 ) -> str:
     """Return a Markdown table with a row per task and arm that has result files for some of the seeds.
 
-    The columns `untrained`, `best` and `last` are medians of the returns over the seeds. The last column is the median
-    of the env steps until a run first reaches the median of the last returns of all seeds of `Arm.other`. A run that
-    never reaches this return counts as infinity.
+    The columns `untrained` and `last` are medians of the returns over the seeds. The threshold of the last two columns
+    is the median of the last returns of all seeds of `Arm.other`. The columns are the medians of `steps_to` and
+    `steps_to_stay`. A run that does not reach the threshold counts as infinity.
     """
     lines = [
         "| task | library | seeds | collapsed | far below best | fell below untrained "
-        "| untrained | best | last | env steps to SB3's return |",
+        "| untrained | last | env steps to SB3's return | env steps until it stays |",
         f"|{'---|' * 10}",
     ]
     for task in tasks:
@@ -276,13 +295,10 @@ def table(
             curves = [row["curve"] for seed, row in records(task, arm, out).items() if seed in seeds]
             if curves:
                 checks = (is_collapsed, is_far_below_best, falls_below_untrained)
-                untrained, best, last = (
-                    median(number([row["return"] for row in curve]) for curve in curves)
-                    for number in (lambda x: x[0], max, lambda x: x[-1])
-                )
-                steps = median(steps_to(curve, threshold) for curve in curves)
+                untrained, last = (median(curve[i]["return"] for curve in curves) for i in (0, -1))
+                steps = [median(f(curve, threshold) for curve in curves) for f in (steps_to, steps_to_stay)]
                 cells = [f"`{task}`", ARMS[arm].label, str(len(curves)), *(str(sum(map(f, curves))) for f in checks)]
-                cells += [f"{untrained:.1f}", f"{best:.1f}", f"{last:.1f}", f"{steps:,.0f}" if steps < inf else ""]
+                cells += [f"{untrained:.1f}", f"{last:.1f}", *("" if x == inf else f"{x:,.0f}" for x in steps)]
                 lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

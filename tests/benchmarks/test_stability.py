@@ -4,12 +4,15 @@ import json
 
 import numpy as np
 import pytest
+from support.paths import ROOT
 
 from benchmarks import stability
 from benchmarks.stability import (
     ARMS,
     COMPARED,
+    FEW_ENVS,
     TASKS,
+    VARIANTS,
     config,
     falls_below_untrained,
     is_collapsed,
@@ -18,6 +21,7 @@ from benchmarks.stability import (
     records,
     settings_hash,
     steps_to,
+    steps_to_stay,
     table,
 )
 
@@ -70,6 +74,12 @@ def test_steps_to_a_return_count_until_the_first_evaluation_that_reaches_it():
     ]  # fmt: skip
 
 
+def test_steps_until_a_run_stays_leave_out_a_return_that_is_lost_again():
+    assert [steps_to_stay(curve(-9, -5, -7, -1), threshold) for threshold in (-9.0, -7.0, -6.0, 0.0)] == [
+        0, 10, 30, float("inf"),
+    ]  # fmt: skip
+
+
 def test_both_libraries_have_the_same_settings():
     cfg = config("Pusher-v5", "ecrl", 3)
     assert config("Pusher-v5", "sb3", 3) == cfg
@@ -106,12 +116,12 @@ def test_the_table_has_medians_and_counts_of_the_files(tmp_path):
     written(tmp_path, "Reacher-v5", "ecrl", 2, -100, -20, -10, hash="of other settings")
     assert list(records("Reacher-v5", "ecrl", tmp_path)) == [0, 1]
     assert table(out=tmp_path).splitlines()[2:] == [
-        "| `Reacher-v5` | ecrl | 2 | 1 | 1 | 0 | -100.0 | -17.5 | -54.5 |  |",
-        "| `Reacher-v5` | SB3 | 3 | 0 | 0 | 0 | -100.0 | -20.0 | -20.0 | 10 |",
+        "| `Reacher-v5` | ecrl | 2 | 1 | 1 | 0 | -100.0 | -54.5 |  |  |",
+        "| `Reacher-v5` | SB3 | 3 | 0 | 0 | 0 | -100.0 | -20.0 | 10 | 10 |",
     ]
     # the threshold is the median over all seeds of SB3
     assert table(arms=("sb3",), seeds=(0,), out=tmp_path).splitlines()[2:] == [
-        "| `Reacher-v5` | SB3 | 1 | 0 | 0 | 0 | -100.0 | -10.0 | -10.0 | 10 |"
+        "| `Reacher-v5` | SB3 | 1 | 0 | 0 | 0 | -100.0 | -10.0 | 10 | 10 |"
     ]
 
 
@@ -170,3 +180,9 @@ def test_a_run_has_an_evaluation_before_the_training_and_one_after_it(arm, monke
     row = stability.learn("Pendulum-v1", arm, 0)
     assert [point["steps"] for point in row["curve"]] == [0, 512]
     assert all(-2000.0 < point["return"] < 0.0 < point["std"] for point in row["curve"])
+
+
+@pytest.mark.parametrize("shown", [{}, {"tasks": ("Reacher-v5",), "arms": VARIANTS}, {"arms": FEW_ENVS}])
+def test_the_page_has_the_tables_of_the_files(shown):
+    page = (ROOT / "docs" / "results.md").read_text()
+    assert f"\n\n{table(**shown)}\n\n" in page, f"paste the table of {shown}"
