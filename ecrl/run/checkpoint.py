@@ -473,7 +473,7 @@ def latest(run: str | Path) -> Path:
     Raises: CheckpointError if there is no checkpoint, or if all checkpoints are damaged.
     """
     run = Path(run)
-    if is_file(complete_folder(run) / "manifest.json"):
+    if is_file(run / "manifest.json") or is_file(complete_folder(run) / "manifest.json"):
         return run
     folders, faults = step_checkpoints(run), []
     if not folders:
