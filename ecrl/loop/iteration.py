@@ -33,7 +33,7 @@ from ecrl.compile.jit import compilations_of
 from ecrl.compile.vmap import host_values, vmapped
 from ecrl.config import Config, total_steps
 from ecrl.distributed import world_size
-from ecrl.errors import ConfigError, NotFiniteError
+from ecrl.errors import ConfigError
 from ecrl.kernels import episode_init, restarted
 from ecrl.loop.buffers import (
     ZerosWithoutMemory,
@@ -56,7 +56,7 @@ from ecrl.loop.finite_guard import FIELDS, KINDS, flags, restart_nonfinite, rest
 from ecrl.loop.initial_policy import initial_policy
 from ecrl.loop.metrics import WINDOW, collect_logs, counted_steps, over_ranks
 from ecrl.loop.nonfinite_report import Collected, NonfiniteAction, action_error, nonfinite_error, with_checked_actions
-from ecrl.loop.signals import Stopped, interruptible
+from ecrl.loop.signals import interruptible
 from ecrl.loop.state_argument import check_state_argument
 from ecrl.policies import Policy
 from ecrl.policies.contract import check_frozen_names, checking
@@ -670,7 +670,7 @@ def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
                     per_call = 1  # repeat the iterations one at a time, to find the one with NaN or infinity
                     continue
                 skipped = _is_skipped(with_phase(run, graph[0]), guard, nonfinite, replaced(state, data))
-        except (NotFiniteError, Stopped):
+        except BaseException:  # NaN, an interruption, or an error of the environment
             if sample_step > recorded and run.static.world_size == 1:  # keep the results of the iterations before
                 yield from records()
             raise
@@ -733,9 +733,14 @@ def iterations_of_members(
     with _several_threads(threads) as call_each, ExitStack() as after_compiling:
         iterate = _batch_iteration(run, _uses_tf32(cfg), guard)
         while step < end and any(running):
-            with interruptible():
-                # the first iteration compiles, in the main thread, so that Ctrl-C can interrupt it
-                results = [iterate(batch) for batch in batches] if step == first else call_each(iterate, batches)
+            try:
+                with interruptible():
+                    # the first iteration compiles, in the main thread, so that Ctrl-C can interrupt it
+                    results = [iterate(batch) for batch in batches] if step == first else call_each(iterate, batches)
+            except BaseException:
+                if any(records):  # keep the results of the iterations before
+                    yield records
+                raise
             batches = [batch for batch, *_ in results]
             step += size
             of_members = (one for result in results for one in _members_of(*result))

@@ -1,6 +1,7 @@
 """Several iterations per record (`trainer.log_freq`): equal bits, fewer records, and one call for all of them."""
 
 import json
+from contextlib import suppress
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, iterations, train_iter
 from ecrl.run.checkpoint import latest
 from ecrl.run.compile_ahead import compile_ahead
+from ecrl.run.resume import resume
 from ecrl.run.train import train
 from ecrl.run.train_many import train_many
 
@@ -123,6 +125,44 @@ def test_an_interrupted_evaluation_is_due_once(tmp_path, monkeypatch):
         for path in (tmp_path / name / "metrics.jsonl" for name in ("whole", "run"))
     )
     assert first == second and latest(tmp_path / "run").name == "step_128"
+
+
+def interrupt_call(monkeypatch, number, error):
+    """Raise `error` in call `number` of an iteration, counted from 1."""
+    bound, calls = iteration._bound, []
+
+    def counted(*args):
+        call = bound(*args)
+
+        def interrupted(*leaves):
+            calls.append(1)
+            if len(calls) == number:
+                raise error
+            return call(*leaves)
+
+        return interrupted
+
+    monkeypatch.setattr(iteration, "_bound", counted)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError("the environment failed")])
+@pytest.mark.parametrize("make", [small, replaying])
+def test_an_error_between_two_records_loses_no_iteration(make, error, tmp_path, monkeypatch):
+    cfg = make(**SIX, **{"trainer.log_freq": 3})
+    with monkeypatch.context() as patch, suppress(RuntimeError):
+        interrupt_call(patch, 6, error)
+        train(init_state(cfg), cfg, tmp_path / "run", progress=False)
+    state, _ = resume(tmp_path / "run")
+    assert int(state["sample_step"]) == 5 * cfg.trainer.buffer_size * cfg.trainer.num_envs
+    assert same(train(state, cfg, tmp_path / "run", progress=False)[0], last_state(cfg))
+
+
+def test_an_interruption_of_train_many_loses_no_iteration(monkeypatch):
+    cfg = small(**SIX, **{"trainer.log_freq": 3})
+    with monkeypatch.context() as patch:
+        interrupt_call(patch, 6, KeyboardInterrupt)
+        runs = train_many(cfg, seeds=[0, 1], progress=False)
+    assert [[row["sample_step"] for row in run.history] for run in runs] == [[96, 160]] * 2
 
 
 @pytest.mark.parametrize("cfg", [small(**SIX), small(**SIX, **{"trainer.finite_guard": "skip"})])
