@@ -316,8 +316,9 @@ def _are_compatible(one: _Unfinished, other: _Unfinished) -> bool:
 def _signature(member: _Unfinished) -> tuple[Any, ...]:
     """Return everything that must be equal in runs that train in one call."""
     trainer, (leaves, structure) = member.cfg.trainer, flatten(member.state)
-    settings = (trainer.iterations, trainer.finite_guard, trainer.tf32, int(decisions(member.state)))
-    return member.run, settings, structure, [(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
+    settings = (trainer.iterations, trainer.log_freq, trainer.finite_guard, trainer.tf32)
+    shapes = [(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
+    return member.run, settings, int(decisions(member.state)), structure, shapes
 
 
 def _train_alone(member: _Unfinished, progress: bool) -> bool:

@@ -165,6 +165,11 @@ def test_an_interruption_of_train_many_loses_no_iteration(monkeypatch):
     assert [[row["sample_step"] for row in run.history] for run in runs] == [[96, 160]] * 2
 
 
+def test_runs_of_train_many_may_differ_in_the_number_of_iterations_per_record():
+    runs = train_many(small(**SIX), seeds=[0], sweep={"trainer.log_freq": [6, 3]}, progress=False)
+    assert [[row["sample_step"] for row in run.history] for run in runs] == [[192], [96, 192]]
+
+
 @pytest.mark.parametrize("cfg", [small(**SIX), small(**SIX, **{"trainer.finite_guard": "skip"})])
 def test_train_many_yields_the_records_of_train(cfg):
     grouped = cfg.replace(**{"trainer.log_freq": 3})
