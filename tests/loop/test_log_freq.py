@@ -15,6 +15,7 @@ from ecrl.errors import ConfigError
 from ecrl.loop import iteration
 from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, iterations, train_iter
+from ecrl.run import compile_ahead as compile_ahead_module
 from ecrl.run.checkpoint import latest
 from ecrl.run.compile_ahead import compile_ahead
 from ecrl.run.resume import resume
@@ -194,6 +195,20 @@ def test_a_run_of_train_many_that_stops_keeps_its_last_iterations():
 def test_the_graph_of_a_record_is_compiled_ahead():
     cfg = small(**SIX, **{"trainer.compile": "on", "trainer.log_freq": 2})
     assert [one.text for one in compile_ahead(cfg)] == ["_iterations_of_leaves: first call"]
+
+
+@pytest.mark.usefixtures("traced_or_compiled")
+def test_the_evaluation_after_the_last_phase_is_compiled_ahead(monkeypatch):
+    evaluated, before = [], compile_ahead_module.with_evaluation
+
+    def counted(records, cfg, videos, first, run):
+        evaluated.append(first["sample_step"])
+        return before(records, cfg, videos, first, run)
+
+    monkeypatch.setattr(compile_ahead_module, "with_evaluation", counted)
+    changes = {"trainer.compile": "on", "trainer.enable_eval": True, "algorithm.cfg.learning_starts": 24}
+    compile_ahead(replaying(**SIX, **changes, **{"trainer.log_freq": 6}))
+    assert evaluated == [36], "after the first iteration that learns"
 
 
 def test_the_number_of_iterations_must_be_a_multiple():
