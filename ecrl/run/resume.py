@@ -17,7 +17,7 @@ from ecrl.distributed import rank
 from ecrl.errors import CheckpointError, ConfigError
 from ecrl.loop.buffers import mark_written
 from ecrl.loop.build import build, device_of
-from ecrl.loop.iteration import check_state, crossed, expected_state, first_state
+from ecrl.loop.iteration import check_state, crossed, expected_state, first_state, steps_per_record
 from ecrl.pytree import replaced
 from ecrl.run.checkpoint import (
     buffers_left_out,
@@ -225,7 +225,9 @@ def pending_evaluation(state: TensorDict, cfg: Config, run_dir: str | Path) -> L
     if not metrics.is_file():
         return None
     lines = metrics.read_bytes().splitlines(keepends=True)
-    taken = step - max((n for line in lines if (n := _row(line).get("sample_step", 0)) < step), default=0)
+    # the first record of a folder has no row before it, and its run may have begun at a trained state
+    start = 0 if "decision_step" in state else max(0, step - steps_per_record(cfg))
+    taken = step - max((n for line in lines if (n := _row(line).get("sample_step", step)) < step), default=start)
     if not crossed(step, taken, cfg.trainer.eval_freq):
         return None
     rows = {row["log_type"]: line for line in lines if (row := _row(line)).get("sample_step") == step}

@@ -18,7 +18,7 @@ from ecrl.loop.iteration import init_state, iterations, train_iter
 from ecrl.run import compile_ahead as compile_ahead_module
 from ecrl.run.checkpoint import latest
 from ecrl.run.compile_ahead import compile_ahead
-from ecrl.run.resume import resume
+from ecrl.run.resume import pending_evaluation, resume
 from ecrl.run.train import train
 from ecrl.run.train_many import train_many
 
@@ -126,6 +126,14 @@ def test_an_interrupted_evaluation_is_due_once(tmp_path, monkeypatch):
         for path in (tmp_path / name / "metrics.jsonl" for name in ("whole", "run"))
     )
     assert first == second and latest(tmp_path / "run").name == "step_128"
+
+
+def test_the_first_record_of_a_run_that_begins_at_a_trained_state_has_no_pending_evaluation(tmp_path):
+    cfg = small(**SIX, **{"trainer.enable_eval": True, "trainer.eval_freq": 64})
+    begun = last_state(cfg.replace(**{"trainer.iterations": 2}))
+    few = cfg.replace(**{"trainer.iterations": 3})
+    state, _ = train(begun, few, tmp_path / "run", progress=False)  # 96 steps; the evaluation was due at 64
+    assert pending_evaluation(state, few, tmp_path / "run") is None
 
 
 def interrupt_call(monkeypatch, number, error):
