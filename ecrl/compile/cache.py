@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from stat import S_ISREG
 
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
@@ -92,16 +93,20 @@ def _last_use(status: os.stat_result) -> float:
 def remove_unused(folders: Iterable[Path], most: float, now: float) -> None:
     """Remove the files with the oldest use until the folders have at most `most` bytes.
 
-    Files that were used in the two days before the time `now` remain.
+    Files that were used in the two days before the time `now` remain. Files that this user may not remove also remain.
     """
-    paths = [path for folder in folders for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
-    files = sorted((_last_use(status), status.st_size, path) for path in paths for status in [path.stat()])
+    files = []
+    for path in (path for folder in folders for path in folder.rglob("*")):
+        with suppress(OSError):  # another process has removed the file, or the file belongs to another user
+            if S_ISREG((status := path.lstat()).st_mode):
+                files.append((_last_use(status), status.st_size, path))
     total = sum(size for _, size, _ in files)
-    for used, size, path in files:
+    for used, size, path in sorted(files):
         if total <= most or used > now - 2 * _DAY:
             break
-        path.unlink()
-        total -= size
+        with suppress(OSError):
+            path.unlink()
+            total -= size
 
 
 def _remove_once_a_day(base: Path, most: float, lock: int) -> None:
@@ -134,7 +139,7 @@ def _locked(base: Path) -> Iterator[None]:
     """
     most = max_bytes()
     try:
-        lock = os.open(base / ".ecrl_lock", os.O_RDWR | os.O_CREAT, 0o644)
+        lock = os.open(base / ".ecrl_lock", os.O_RDWR | os.O_CREAT, 0o666)  # the umask decides, as for all files here
     except OSError:
         yield
         return
@@ -144,6 +149,8 @@ def _locked(base: Path) -> Iterator[None]:
         yield
         _remove_once_a_day(base, most, lock)
     finally:
+        with suppress(OSError):  # a process that was forked meanwhile also has the descriptor, and would keep the lock
+            fcntl.flock(lock, fcntl.LOCK_UN)
         os.close(lock)
 
 

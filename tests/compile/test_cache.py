@@ -1,6 +1,8 @@
 """Compiled code on disk: one folder for each CPU, a key over all sources, and a temporary folder as a last resort."""
 
+import fcntl
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -197,6 +199,46 @@ def test_no_file_is_removed_while_another_process_uses_the_cache(filled, tmp_pat
     assert len(remaining(filled)) == 5
     other.communicate(b"\n")
     assert remaining(filled) == ["cpu_a/x/4.so", "aa/own.so"], "the other process removes them at its end"
+
+
+def test_a_process_that_was_forked_meanwhile_does_not_keep_the_lock(filled, tmp_path):
+    with cache.cache_folder():
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+    try:
+        with open(tmp_path / ".ecrl_lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_files_that_the_user_may_not_remove_are_passed_over(filled, tmp_path, monkeypatch):
+    unlink = Path.unlink
+
+    def refuse(path):
+        if path.name == "1.so":
+            raise PermissionError(1, "Operation not permitted")
+        unlink(path)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    monkeypatch.setenv("ECRL_CACHE_GB", "1e-9")
+    with cache.cache_folder():
+        pass
+    assert remaining(filled) == ["cpu_a/x/1.so", "cpu_a/x/4.so", "aa/own.so"]
+    assert (tmp_path / ".ecrl_lock").stat().st_size, "the cache is not checked again on the same day"
+
+
+def test_a_group_of_users_may_share_the_lock(filled, tmp_path):
+    before = os.umask(0o002)
+    try:
+        with cache.cache_folder():
+            pass
+    finally:
+        os.umask(before)
+    assert (tmp_path / ".ecrl_lock").stat().st_mode & 0o777 == 0o664
 
 
 def test_a_cache_without_a_lock_file_still_works(filled, tmp_path, monkeypatch):
