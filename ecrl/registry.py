@@ -60,7 +60,10 @@ BUILTIN = {
     },
     "expert": {
         "cartpole": "ecrl.envs.cartpole",
-        **dict.fromkeys(("PushCubeRL", "ReachColorRL", "ReachRL"), "ecrl.envs.mujoco.tasks"),
+        **{
+            f"{task}RL": "ecrl.envs.mujoco.tasks"
+            for task in ("OpenDrawer", "PickCube", "PushCube", "Reach", "ReachColor", "StackCube")
+        },
     },
     "network": {
         "cnn": "ecrl.policies.convolutions",
