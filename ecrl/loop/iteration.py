@@ -32,7 +32,7 @@ from ecrl.algorithms.state_kinds import merge
 from ecrl.compile.jit import compilations_of
 from ecrl.compile.vmap import host_values, vmapped
 from ecrl.config import Config, total_steps
-from ecrl.distributed import world_size
+from ecrl.distributed import any_rank, world_size
 from ecrl.errors import ConfigError
 from ecrl.kernels import episode_init, restarted
 from ecrl.loop.buffers import (
@@ -56,7 +56,7 @@ from ecrl.loop.finite_guard import FIELDS, KINDS, flags, restart_nonfinite, rest
 from ecrl.loop.initial_policy import initial_policy
 from ecrl.loop.metrics import WINDOW, collect_logs, counted_steps, over_ranks
 from ecrl.loop.nonfinite_report import Collected, NonfiniteAction, action_error, nonfinite_error, with_checked_actions
-from ecrl.loop.signals import interruptible
+from ecrl.loop.signals import asked, interruptible
 from ecrl.loop.state_argument import check_state_argument
 from ecrl.policies import Policy
 from ecrl.policies.contract import check_frozen_names, checking
@@ -602,8 +602,9 @@ def warn_if_finished(state: TensorDict, cfg: Config) -> None:
 def train_iter(state: TensorDict, cfg: Config, watch: Watch = unwatched) -> Iterator[LogData]:
     """Run iterations. After each iteration, yield a record of its collection and a record of its update.
 
-    If `trainer.log_freq` is above 1, yield the two records only after every `log_freq` iterations. They have the logs
-    of the last iteration, but `skipped_updates` and `skipped_steps` count for all iterations since the previous record.
+    If `trainer.log_freq` is above 1, yield the two records only after every `log_freq` iterations, and before the loop
+    ends because of a signal or an error. They have the logs of the last iteration, but `skipped_updates` and
+    `skipped_steps` count for all iterations since the previous record.
 
     The generator never prints, logs, evaluates or saves. You can stop with `break`, and continue with
     `train_iter(log_data["state"], cfg)`. The results then equal the results of an uninterrupted run, bit for bit. Both
@@ -689,7 +690,8 @@ def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
             warnings.warn(f"compiled again at step {step}: {again}", RuntimeWarning, stacklevel=2)
         sample_step = step if "decision_step" not in state else int(state["sample_step"])
         counts = _added(counts, logs["train"])
-        if step >= end or crossed(step, size * count, per_record):
+        stopping = per_record > size and any_rank(asked() is not None)
+        if step >= end or crossed(step, size * count, per_record) or stopping:
             yield from records()
             recorded, counts = sample_step, {}
 
@@ -761,7 +763,7 @@ def iterations_of_members(
                     taken=now - recorded[index],
                 )
                 records[index] = [record, {**record, "log_type": "train", "logs": own["train"] | counts[index]}]
-            if step >= end or crossed(step, size, steps_per_record(cfg)) or not any(running):
+            if step >= end or crossed(step, size, steps_per_record(cfg)) or asked() or not any(running):
                 yield records
                 recorded = [one[0]["sample_step"] if one else last for one, last in zip(records, recorded, strict=True)]
                 records, counts = [[] for _ in states], [Logs() for _ in states]

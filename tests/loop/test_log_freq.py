@@ -12,7 +12,7 @@ import ecrl
 from ecrl.compile.jit import compilations_of
 from ecrl.config import load_config
 from ecrl.errors import ConfigError
-from ecrl.loop import iteration
+from ecrl.loop import iteration, signals
 from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, iterations, train_iter
 from ecrl.run import compile_ahead as compile_ahead_module
@@ -164,6 +164,34 @@ def test_an_error_between_two_records_loses_no_iteration(make, error, tmp_path, 
     state, _ = resume(tmp_path / "run")
     assert int(state["sample_step"]) == 5 * cfg.trainer.buffer_size * cfg.trainer.num_envs
     assert same(train(state, cfg, tmp_path / "run", progress=False)[0], last_state(cfg))
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_a_run_that_is_asked_to_stop_does_not_wait_for_the_next_record(many, monkeypatch):
+    cfg = small(**SIX, **{"trainer.log_freq": 3})
+    with monkeypatch.context() as patch:
+        patch.setattr(signals, "_asked", [])
+        patch.setattr(signals.signal, "setitimer", lambda *args: None)
+        bound = iteration._bound
+
+        def signalled(*args):
+            call, calls = bound(*args), []
+
+            def counted(*leaves):
+                calls.append(1)
+                if len(calls) == 4:
+                    signals._asked.append(signals.signal.SIGTERM)
+                return call(*leaves)
+
+            return counted
+
+        patch.setattr(iteration, "_bound", signalled)
+        if many:
+            histories = [run.history for run in train_many(cfg, seeds=[0, 1], progress=False)]
+        else:
+            histories = [train(init_state(cfg), cfg, progress=False)[1]]
+    for history in histories:
+        assert [row["sample_step"] for row in history] == [96, 128]
 
 
 def test_an_interruption_of_train_many_loses_no_iteration(monkeypatch):
