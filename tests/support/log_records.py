@@ -1,12 +1,14 @@
-"""Records as the training loop yields them, with logs and without states."""
+"""Records as the training loop yields them, with logs and with empty states."""
 
 import torch
+from tensordict import TensorDict
 
 from ecrl.types import LogData
 
 
 def record(kind="train", step=10, **logs) -> LogData:
-    return LogData(log_type=kind, sample_step=step, logs={k: torch.tensor(v) for k, v in logs.items()}, state=None)
+    numbers = {k: torch.tensor(v) for k, v in logs.items()}
+    return LogData(log_type=kind, sample_step=step, logs=numbers, state=TensorDict({}, []))
 
 
 RECORDS = [
