@@ -408,7 +408,7 @@ def advice_for_names(package: str) -> Callable[[str], Any]:
     def __getattr__(name: str) -> Any:
         is_module = (folder / name).is_dir() or (folder / f"{name}.py").is_file()
         is_public = name.isidentifier() and not name.startswith("_")
-        files = {*folder.rglob("*.py")} - {folder / "__init__.py"} if is_public and not is_module else ()
+        files = [*folder.rglob("*.py")] if is_public and not is_module else []
         for path in sorted(files, key=lambda path: (len(path.parts), path)):
             text = path.read_text(encoding="utf-8")
             is_exported = path.name == "__init__.py" and f'"{name}"' in text
