@@ -21,7 +21,6 @@ packages that only register backends of the policy `vla`.
 """
 
 import json
-import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from difflib import get_close_matches
@@ -29,7 +28,6 @@ from functools import cache, wraps
 from importlib import import_module
 from importlib.metadata import entry_points
 from inspect import signature
-from pathlib import Path
 from typing import Any, NamedTuple, cast, get_type_hints
 from warnings import warn
 
@@ -395,30 +393,6 @@ def user_modules(config: str) -> list[str]:
     entries = [entry for part in _ENTRIES.values() for name, entry in part.items() if json.dumps(name) in config]
     modules = {str(entry.make.__module__) for entry in entries}
     return sorted(m for m in modules if m != "__main__" and m.partition(".")[0] != "ecrl")
-
-
-def advice_for_names(package: str) -> Callable[[str], Any]:
-    """Return the function `__getattr__` of a package whose modules are imported only when they are needed.
-
-    The function raises ImportError with the name of the module that defines a missing name, and AttributeError if no
-    module defines the name. Python discards the message of an AttributeError in `from package import name`.
-    """
-    folder = Path(__file__).parent / package.rpartition(".")[2]
-
-    def __getattr__(name: str) -> Any:
-        is_module = (folder / name).is_dir() or (folder / f"{name}.py").is_file()
-        is_public = name.isidentifier() and not name.startswith("_")
-        files = [*folder.rglob("*.py")] if is_public and not is_module else []
-        for path in sorted(files, key=lambda path: (len(path.parts), path)):
-            text = path.read_text(encoding="utf-8")
-            is_exported = path.name == "__init__.py" and f'"{name}"' in text
-            if is_exported or re.search(rf"^(class|def) {name}\b|^{name}(:| =)", text, re.MULTILINE):
-                parts = [*path.relative_to(folder).with_suffix("").parts]
-                module = ".".join([package, *parts]).removesuffix(".__init__")
-                raise ImportError(f"{name} is in {module}; import it from there", name=package)
-        raise AttributeError(f"module {package!r} has no attribute {name!r}")
-
-    return __getattr__
 
 
 def registered(kind: str) -> tuple[str, ...]:

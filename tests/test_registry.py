@@ -407,35 +407,3 @@ def test_a_policy_forgets_a_network_that_was_replaced():
     register_network("mine", override=True)(outputs(7))
     second, count = weights()
     assert count == 3 * 7 + 7 + 7 * 2 + 2 and second is not first
-
-
-@pytest.mark.parametrize(
-    ("package", "name", "module"),
-    [
-        ("algorithms", "PPOConfig", "ppo"),
-        ("envs", "CartPoleConfig", "cartpole"),
-        ("envs", "from_vector", "gymnasium"),
-        ("envs", "push_cube", "mujoco.tasks"),
-        ("policies", "MLPConfig", "mlp"),
-        ("policies", "save_pi0", "pi0"),
-    ],
-)
-def test_the_module_of_a_name_that_a_package_lacks_is_named(package, name, module):
-    package, module = f"ecrl.{package}", f"ecrl.{package}.{module}"
-    scope = {}
-    with pytest.raises(ImportError, match=f"^{name} is in {module}; import it from there$"):
-        exec(f"from {package} import {name}", scope)
-    exec(f"from {module} import {name}", scope)
-    assert callable(scope[name]) and name not in dir(sys.modules[package])
-
-
-@pytest.mark.parametrize("name", ["ppo2", "_private", "__wrapped__", "not a name"])
-def test_other_names_of_a_package_are_attribute_errors(name):
-    with pytest.raises(AttributeError, match=f"^module 'ecrl.algorithms' has no attribute {name!r}$"):
-        getattr(ecrl.algorithms, name)
-
-
-def test_a_module_is_still_imported_from_its_package():
-    code = "from ecrl.algorithms import ppo; from ecrl.envs import pendulum; print(ppo.__name__, pendulum.__name__)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["ecrl.algorithms.ppo", "ecrl.envs.pendulum"]

@@ -4,7 +4,7 @@ Each built-in algorithm has a module of its own, such as `ecrl.algorithms.ppo`. 
 algorithm is first looked up.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ecrl.algorithms.core import (
     LEARNER_KINDS,
@@ -46,7 +46,7 @@ from ecrl.algorithms.state_kinds import Kind
 from ecrl.config import AlgorithmChoice
 from ecrl.config.model import validate_section
 from ecrl.policies.contract import check_arguments
-from ecrl.registry import advice_for_names, lookup
+from ecrl.registry import lookup
 
 __all__ = [
     "LEARNER_KINDS",
@@ -85,9 +85,6 @@ __all__ = [
     "take_steps",
     "with_scaled_rewards",
 ]
-
-if not TYPE_CHECKING:  # type checkers would accept any name
-    __getattr__ = advice_for_names(__name__)
 
 
 def make_algorithm(choice: AlgorithmChoice | dict) -> Algorithm:

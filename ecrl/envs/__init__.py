@@ -6,7 +6,6 @@ imports the module when the environment is first looked up.
 
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING
 
 from ecrl.config import EnvChoice
 from ecrl.config.model import validate_section
@@ -15,7 +14,7 @@ from ecrl.envs.core import NEVER, Env, auto_reset, clip_action, state_of, time_l
 from ecrl.envs.events import RandomizeFieldConfig, randomize_field, restart, with_events
 from ecrl.envs.experts import make_expert
 from ecrl.errors import ConfigError
-from ecrl.registry import advice_for_names, lookup
+from ecrl.registry import lookup
 
 __all__ = [
     "NEVER",
@@ -32,9 +31,6 @@ __all__ = [
     "time_limit",
     "with_events",
 ]
-
-if not TYPE_CHECKING:  # type checkers would accept any name
-    __getattr__ = advice_for_names(__name__)
 
 
 def make_env(choice: EnvChoice | dict | str, *, chunk_gamma: float = 1.0) -> Env:

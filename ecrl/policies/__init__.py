@@ -5,7 +5,6 @@ registry imports the module when the policy or the network is first looked up.
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ecrl.config import PolicyConfig
 from ecrl.config.model import validate_section
@@ -25,7 +24,7 @@ from ecrl.policies.module import module_policy
 from ecrl.policies.networks import NetworkConfig, make_network
 from ecrl.policies.observation_norm import normalized
 from ecrl.policies.vla_config import VLAConfig
-from ecrl.registry import advice_for_names, lookup
+from ecrl.registry import lookup
 from ecrl.spaces import Space
 
 __all__ = [
@@ -46,9 +45,6 @@ __all__ = [
     "sum_tokens",
     "with_frame_stack",
 ]
-
-if not TYPE_CHECKING:  # type checkers would accept any name
-    __getattr__ = advice_for_names(__name__)
 
 
 def make_policy(
