@@ -46,7 +46,7 @@ def exploit_and_explore(
     Source: Jaderberg et al. 2017, arXiv:1711.09846.
 
     >>> from ecrl import init_state, load_config
-    >>> cfg = load_config("cartpole_ppo", {"trainer.num_envs": 4})
+    >>> cfg = load_config("cartpole_ppo", {"trainer.num_envs": 8})
     >>> states = torch.stack([init_state(cfg, rng.key(seed)) for seed in range(2)])
     >>> ranges = {"learning_rate": (1e-5, 1e-2)}
     >>> after, parent = exploit_and_explore(

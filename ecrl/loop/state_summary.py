@@ -23,9 +23,9 @@ def summary(state: TensorDict) -> str:
 
     >>> from ecrl import init_state, load_config
     >>> print(summary(init_state(load_config("configs/cartpole_ppo.json"))))
-    iteration 0 of 120, 0 env steps, on cpu
-    69 leaves, 113 kB
-    opt 73.2 kB, params 36.6 kB, env 2.11 kB, episode 1.16 kB, hyper 56 B
+    iteration 0 of 960, 0 env steps, on cpu
+    69 leaves, 112 kB
+    opt 73.2 kB, params 36.6 kB, env 1.06 kB, episode 1.03 kB, hyper 56 B
     """
     check_state_argument(state, "sample_step", "update_step", "iterations", "key")
     seeds, done, end = state["sample_step"].shape, _range(state["update_step"]), _range(state["iterations"])

@@ -157,7 +157,7 @@ def train_many(
     Raises: ConfigError if the config, the seeds or the sweep are not valid, or if a run folder holds another run.
 
     >>> from ecrl import load_config
-    >>> cfg = load_config("cartpole_ppo", {"trainer.iterations": 1, "trainer.num_envs": 4, "trainer.compile": "off"})
+    >>> cfg = load_config("cartpole_ppo", {"trainer.iterations": 1, "trainer.num_envs": 8, "trainer.compile": "off"})
     >>> sweep = {"algorithm.cfg.learning_rate": [1e-3, 3e-4]}
     >>> runs = train_many(cfg, seeds=[0], sweep=sweep, progress=False)
     >>> [run.name for run in runs]
