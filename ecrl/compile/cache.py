@@ -71,7 +71,7 @@ def cache_path() -> str:
 
 
 def max_bytes() -> float:
-    """Return the largest size of all cache directories together, in bytes. Zero means that there is no limit.
+    """Return the largest size of all cache directories together, in bytes. Zero allows any size.
 
     Raises: ConfigError if `ECRL_CACHE_GB` is not a number of at least 0.
     """

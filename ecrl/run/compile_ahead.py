@@ -34,7 +34,7 @@ def compile_ahead(cfg: Config) -> list[Compilation]:
     state = first_state(run, cfg)
     phase, size = run.algorithm.phase, steps_per_iteration(cfg)
     missing = {None} if phase is None else {phase(step) for step in range(0, total_steps(cfg, 1), size)}
-    if phase is not None:  # each call is one iteration, and its record tells which phase has run
+    if phase is not None:  # each call is one iteration, and its record has the phase that has run
         cfg = cfg.replace(**{"trainer.log_freq": 1})
     for record in iterations(run, with_own_buffers(state, kinds_of(run)), cfg):
         if record["log_type"] == "train":
