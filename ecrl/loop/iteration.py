@@ -417,12 +417,20 @@ def _iteration_of_leaves(
 
 
 COUNTS = ("skipped_steps", "skipped_updates")
-"""Logs that a record of several iterations sums. Of all other logs, the record has the values of the last iteration."""
+"""Logs that a record of several iterations sums.
+
+For a log in `Algorithm.delayed`, the record has the last value that is not NaN. Of all other logs, the record has the
+value of the last iteration.
+"""
 
 
-def _added(counts: Logs, logs: Logs) -> Logs:
-    """Add the logs in `COUNTS` of another iteration to `counts`."""
-    return {name: log + counts.get(name, 0) for name, log in logs.items() if name in COUNTS}
+def _over_iterations(earlier: Logs, logs: Logs, delayed: Sequence[str]) -> Logs:
+    """Combine the logs of an iteration with logs that this function returned for earlier iterations of the record.
+
+    Only the logs in `COUNTS` and `delayed` are returned.
+    """
+    sums = {name: log + earlier.get(name, 0) for name, log in logs.items() if name in COUNTS}
+    return sums | {n: torch.where(x.isnan(), earlier.get(n, x), x) for n, x in logs.items() if n in delayed}
 
 
 def _iterations_of_leaves(
@@ -439,10 +447,12 @@ def _iterations_of_leaves(
         return after, (logs, nonfinite)
 
     leaves, (rows, nonfinite) = run.scan(body, leaves, torch.arange(count))
-    logs = {
-        kind: {name: row.sum() if name in COUNTS else row[-1].clone() for name, row in group.items()}
-        for kind, group in rows.items()
-    }
+    logs = {kind: {name: row[-1].clone() for name, row in group.items()} for kind, group in rows.items()}
+    for name, row in rows["train"].items():
+        if name in COUNTS:
+            logs["train"][name] = row.sum()
+        elif name in run.algorithm.delayed:
+            logs["train"][name] = row[torch.where(row.isnan(), -1, torch.arange(count)).argmax()]
     state = mapped(torch.clone, unflatten(structure, leaves))
     return leaves, state, TensorDict({}, []), logs, None if nonfinite is None else nonfinite.any(0)
 
@@ -640,7 +650,7 @@ def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
     state, guard = with_iterations_of(cfg, reopened(run, state)), cfg.trainer.finite_guard
     size, step, end = steps_per_iteration(cfg), int(decisions(state)), total_steps(cfg, run.static.world_size)
     settled, graph, recorded = step, (None, 0), int(state["sample_step"])
-    per_record, sample_step, logs, counts = steps_per_record(cfg), recorded, {}, Logs()
+    per_record, sample_step, logs, combined = steps_per_record(cfg), recorded, {}, Logs()
     own, borrowed = borrowed_leaves(state, kinds_of(run))
     data = data_of(run, device_of(cfg))
     given, per_call = Borrowed(replaced(borrowed, data)), _iterations_per_call(run, cfg, borrowed)
@@ -657,7 +667,7 @@ def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
         record = LogData(
             log_type="collect", sample_step=sample_step, logs=logs["collect"], state=state.lock_(), taken=taken
         )
-        return [record, {**record, "log_type": "train", "logs": logs["train"] | counts}]
+        return [record, {**record, "log_type": "train", "logs": logs["train"] | combined}]
 
     while step < end:
         known = len(compilations)
@@ -689,11 +699,11 @@ def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
             again = "; ".join(one.text for one in compilations[known:])
             warnings.warn(f"compiled again at step {step}: {again}", RuntimeWarning, stacklevel=2)
         sample_step = step if "decision_step" not in state else int(state["sample_step"])
-        counts = _added(counts, logs["train"])
+        combined = _over_iterations(combined, logs["train"], run.algorithm.delayed)
         stopping = per_record > size and any_rank(asked() is not None)
         if step >= end or crossed(step, size * count, per_record) or stopping:
             yield from records()
-            recorded, counts = sample_step, {}
+            recorded, combined = sample_step, {}
 
 
 def can_vmap(run: Run, state: TensorDict) -> bool:
@@ -730,7 +740,7 @@ def iterations_of_members(
     step = first = int(decisions(states[0]))
     end = total_steps(cfg, 1)
     recorded, running, warned = [int(state["sample_step"]) for state in states], [True] * len(states), False
-    records, counts = [[] for _ in states], [Logs() for _ in states]  # since the last yield
+    records, combined = [[] for _ in states], [Logs() for _ in states]  # since the last yield
     batches = _batches([with_iterations_of(cfg, state) for state in states], runs_per_call, threads)
     with _several_threads(threads) as call_each, ExitStack() as after_compiling:
         iterate = _batch_iteration(run, _uses_tf32(cfg), guard)
@@ -753,7 +763,7 @@ def iterations_of_members(
                     continue
                 if guard == "skip" and not warned:
                     warned = _warn_of_skip(nonfinite, own["train"], step)
-                counts[index] = _added(counts[index], own["train"])
+                combined[index] = _over_iterations(combined[index], own["train"], run.algorithm.delayed)
                 now = int(state["sample_step"])
                 record = LogData(
                     log_type="collect",
@@ -762,11 +772,11 @@ def iterations_of_members(
                     state=state.lock_(),
                     taken=now - recorded[index],
                 )
-                records[index] = [record, {**record, "log_type": "train", "logs": own["train"] | counts[index]}]
+                records[index] = [record, {**record, "log_type": "train", "logs": own["train"] | combined[index]}]
             if step >= end or crossed(step, size, steps_per_record(cfg)) or asked() or not any(running):
                 yield records
                 recorded = [one[0]["sample_step"] if one else last for one, last in zip(records, recorded, strict=True)]
-                records, counts = [[] for _ in states], [Logs() for _ in states]
+                records, combined = [[] for _ in states], [Logs() for _ in states]
             if step == first + size:
                 after_compiling.enter_context(_without_scans_of_old_objects())
 

@@ -2,9 +2,11 @@
 
 import json
 from contextlib import suppress
+from math import isfinite
 
 import pytest
 import torch
+from support.continuous_agents import continuous
 from support.replay_agent import replaying
 from support.small_runs import last_state, same, small
 
@@ -100,6 +102,19 @@ def test_skipped_steps_are_counted_over_all_iterations_of_a_record():
         few = records(cfg.replace(**{"trainer.log_freq": 3}))
     assert [r["logs"]["skipped_steps"] for r in few if r["log_type"] == "train"] == [sum(every[:3]), sum(every[3:])]
     assert sum(every[:3]) > max(every[:3])
+
+
+def test_logs_of_a_delayed_actor_have_its_last_update():
+    cfg = continuous("td3", **{"algorithm.cfg.policy_delay": 2, "trainer.buffer_size": 1, "trainer.iterations": 24})
+
+    def learning(cfg, name):
+        logs = [r["logs"] for r in records(cfg) if r["log_type"] == "train"]
+        return [float(one[name]) for one in logs if name in one]
+
+    every, few = (learning(cfg.replace(**{"trainer.log_freq": n}), "policy_loss") for n in (1, 2))
+    assert sum(map(isfinite, every)) == len(every) / 2 == len(few), "every second iteration updates the actor"
+    assert few == [loss for loss in every if isfinite(loss)]
+    assert learning(cfg.replace(**{"trainer.log_freq": 2}), "q_loss") == learning(cfg, "q_loss")[1::2]
 
 
 def test_evaluations_and_checkpoints_wait_for_the_next_record(tmp_path):
