@@ -201,18 +201,28 @@ def test_no_file_is_removed_while_another_process_uses_the_cache(filled, tmp_pat
     assert remaining(filled) == ["cpu_a/x/4.so", "aa/own.so"], "the other process removes them at its end"
 
 
+FORK = """
+import os, time
+from ecrl.compile.cache import cache_folder
+with cache_folder():
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+print(child, flush=True)
+"""
+
+
 def test_a_process_that_was_forked_meanwhile_does_not_keep_the_lock(filled, tmp_path):
-    with cache.cache_folder():
-        child = os.fork()
-        if child == 0:
-            time.sleep(60)
-            os._exit(0)
-    try:
-        with open(tmp_path / ".ecrl_lock") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+    command = [sys.executable, "-c", FORK]  # in a process without other threads
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as forking:
+        assert forking.stdout is not None
+        child = int(forking.stdout.readline())
+        try:
+            with open(tmp_path / ".ecrl_lock") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            os.kill(child, signal.SIGKILL)
 
 
 def test_files_that_the_user_may_not_remove_are_passed_over(filled, tmp_path, monkeypatch):
