@@ -6,8 +6,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-import tyro
-
+from benchmarks.command_line import run_command
 from benchmarks.pairs import ROOT, available
 from benchmarks.report import report, show, write
 from ecrl.errors import MissingExtraError, UserError
@@ -71,16 +70,8 @@ def run(quick: bool = False, only: tuple[str, ...] = (), out: Path = ROOT / "ben
 
 
 def main() -> None:
-    """Run the command line. The exit status is 1 if a row has an error, and 2 for an error that the user can fix."""
-    try:
-        succeeded = tyro.cli(run, prog="python -m benchmarks", config=(tyro.conf.FlagCreatePairsOff,))
-    except UserError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
-    sys.exit(0 if succeeded else 1)
+    """Run the command line (see `run_command`)."""
+    run_command(run, "python -m benchmarks")
 
 
 if __name__ == "__main__":

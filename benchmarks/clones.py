@@ -10,7 +10,6 @@ import hashlib
 import json
 import shlex
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -21,9 +20,8 @@ from queue import SimpleQueue
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
-import tyro
-
 from benchmarks import separate_process
+from benchmarks.command_line import run_command
 from benchmarks.pairs import ROOT, Failure, available
 from benchmarks.report import machine, versions
 from benchmarks.tasks import CONFIGS
@@ -250,13 +248,8 @@ def _needs_clone(task: str, seed: int, arms: Sequence[str], out: Path) -> bool:
 
 
 def main() -> None:
-    """Run the command line. The exit status is 1 if a run failed, and 2 for an error that the user can fix."""
-    try:
-        succeeded = tyro.cli(run, prog="python -m benchmarks.clones")
-    except UserError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
-    sys.exit(0 if succeeded else 1)
+    """Run the command line (see `run_command`)."""
+    run_command(run, "python -m benchmarks.clones")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Measure how often PPO collapses on continuous tasks, in ecrl and in Stable-Baselines3 with the same settings.
 
-Start with `python -m benchmarks.stability`. The settings are those of `cartpole_speed.json`: a learning rate of 1e-3,
+Start with `python -m benchmarks.stability`. The settings come from `cartpole_speed.json`: a learning rate of 1e-3,
 and neither observations nor rewards are normalised. The episodes of the tasks end only at time limits. Each run has a
 process of its own and one core. The results of a finished run are in the file
 `results/runs/stability/<task>/<arm>/<seed>.json`. A run with such a file is not measured again.
@@ -9,7 +9,6 @@ process of its own and one core. The results of a finished run are in the file
 import hashlib
 import json
 import shlex
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,9 +23,9 @@ from typing import Any, Literal, NamedTuple, cast
 
 import gymnasium
 import numpy as np
-import tyro
 
 from benchmarks import separate_process
+from benchmarks.command_line import run_command
 from benchmarks.ecrl_runs import CONFIG
 from benchmarks.pairs import ROOT, Failure, available
 from benchmarks.report import machine, versions
@@ -346,13 +345,8 @@ def run(
 
 
 def main() -> None:
-    """Run the command line. The exit status is 1 if a run failed, and 2 for an error that the user can fix."""
-    try:
-        succeeded = tyro.cli(run, prog="python -m benchmarks.stability")
-    except UserError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
-    sys.exit(0 if succeeded else 1)
+    """Run the command line (see `run_command`)."""
+    run_command(run, "python -m benchmarks.stability")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""PPO as LeanRL structures it: the loop of CleanRL with a compiled policy, compiled GAE and a compiled update.
+"""PPO in the structure of LeanRL. The loop is CleanRL's, and the policy, GAE and the update are compiled.
 
-LeanRL (github.com/pytorch-labs/LeanRL) has no PPO for discrete actions. Its structure for continuous actions is used
-with a categorical policy: the steps are TensorDicts, acting uses a copy of the networks with detached parameters, and
-the loop of GAE is unrolled in one graph. On a CPU, LeanRL uses no CUDA graphs.
+LeanRL (github.com/pytorch-labs/LeanRL) has no PPO for small discrete tasks. This file has the structure of its PPO for
+continuous actions, with a categorical policy. The steps are TensorDicts, and acting uses a copy of the networks with
+detached parameters. The loop of GAE is unrolled in one graph. On a CPU, LeanRL uses no CUDA graphs.
 """
 
 from collections.abc import Callable, Iterator

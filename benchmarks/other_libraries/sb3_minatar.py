@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from benchmarks.learning import Report, Row, followed
 from benchmarks.minatar import SIZES
-from benchmarks.other_libraries.sb3_zoo import Reporting
+from benchmarks.other_libraries.sb3_zoo import Reporting, ppo_numbers
 from benchmarks.tasks import task_of
 from ecrl import Config, load_config
 from ecrl.algorithms.optimizer_config import OptimizerKwargs
@@ -63,15 +63,7 @@ def make_model(cfg: Config, seed: int) -> PPO:
         "MlpPolicy",
         make_vec_env(lambda: game(cfg), cfg.trainer.num_envs, seed),
         learning_rate=LinearSchedule(numbers.learning_rate, 0.0, 1.0),
-        n_steps=cfg.trainer.buffer_size,
-        batch_size=numbers.batch_size,
-        n_epochs=numbers.n_epochs,
-        gamma=numbers.gamma,
-        gae_lambda=numbers.gae_lambda,
-        clip_range=numbers.clip_coef,
-        ent_coef=numbers.ent_coef,
-        vf_coef=numbers.vf_coef,
-        max_grad_norm=numbers.max_grad_norm,
+        **ppo_numbers(cfg),
         policy_kwargs={
             "features_extractor_class": Convolution,
             "net_arch": [],

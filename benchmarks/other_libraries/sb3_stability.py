@@ -12,7 +12,7 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.utils import LinearSchedule
 
-from benchmarks.other_libraries.sb3_zoo import Reporting
+from benchmarks.other_libraries.sb3_zoo import Reporting, ppo_numbers
 from ecrl.algorithms.optimizer_config import optimizer_of
 from ecrl.config import Config, total_steps
 
@@ -25,15 +25,7 @@ def make_model(cfg: Config) -> PPO:
         "MlpPolicy",  # separate 64x64 tanh networks with orthogonal weights
         make_vec_env(_id_of(cfg), cfg.trainer.num_envs, cfg.trainer.seed),
         learning_rate=LinearSchedule(adam.learning_rate, 0.0, 1.0),
-        n_steps=cfg.trainer.buffer_size,
-        batch_size=numbers.batch_size,
-        n_epochs=numbers.n_epochs,
-        gamma=numbers.gamma,
-        gae_lambda=numbers.gae_lambda,
-        clip_range=numbers.clip_coef,
-        ent_coef=numbers.ent_coef,
-        vf_coef=numbers.vf_coef,
-        max_grad_norm=numbers.max_grad_norm,
+        **ppo_numbers(cfg),
         policy_kwargs={} if numbers.optimizer is None else {"optimizer_kwargs": {"eps": adam.kwargs.eps}},
         seed=cfg.trainer.seed,
         device="cpu",

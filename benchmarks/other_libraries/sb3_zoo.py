@@ -19,7 +19,7 @@ from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 from benchmarks.learning import Report, Row, followed
 from benchmarks.other_libraries.zoo import ZOO, ReplaySettings, Settings
 from benchmarks.tasks import task_of
-from ecrl.config import load_config, total_steps
+from ecrl.config import Config, load_config, total_steps
 
 MakeEnv = str | Callable[[], Env]
 """The id of an environment of Gymnasium, or a function that makes one."""
@@ -68,6 +68,22 @@ def evaluated(model: BaseAlgorithm, env: MakeEnv, seed: int, episodes: int) -> R
     mean, _ = cast(tuple[float, float], evaluate_policy(model, envs, episodes, deterministic=True))
     envs.close()
     return {"return": float(mean)}
+
+
+def ppo_numbers(cfg: Config) -> dict[str, Any]:
+    """Return the settings of a PPO config of ecrl as keyword arguments of SB3's `PPO`, without the learning rate."""
+    numbers: Any = cfg.algorithm.cfg
+    return {
+        "n_steps": cfg.trainer.buffer_size,
+        "batch_size": numbers.batch_size,
+        "n_epochs": numbers.n_epochs,
+        "gamma": numbers.gamma,
+        "gae_lambda": numbers.gae_lambda,
+        "clip_range": numbers.clip_coef,
+        "ent_coef": numbers.ent_coef,
+        "vf_coef": numbers.vf_coef,
+        "max_grad_norm": numbers.max_grad_norm,
+    }
 
 
 class Reporting(BaseCallback):

@@ -438,8 +438,8 @@ def _iterations_of_leaves(
 ) -> tuple[list[Tensor], TensorDict, TensorDict, dict[str, Logs], Tensor | None]:
     """Run `count` iterations as one loop, and return the results of `_iteration_of_leaves`.
 
-    The logs are those of one record (see `COUNTS`). The flags of the finite guard tell if any iteration had NaN or
-    infinity.
+    The logs are combined to the logs of one record (see `COUNTS`). A flag of the finite guard is True if it is True in
+    any iteration.
     """
 
     def body(leaves: list[Tensor], _: Tensor) -> tuple[list[Tensor], tuple[dict[str, Logs], Tensor | None]]:

@@ -3,20 +3,24 @@
 import json
 from contextlib import suppress
 from math import isfinite
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support.continuous_agents import continuous
 from support.replay_agent import replaying
 from support.small_runs import last_state, same, small
+from tensordict import TensorDict
 
 import ecrl
 from ecrl.compile.jit import compilations_of
 from ecrl.config import load_config
 from ecrl.errors import ConfigError
+from ecrl.kernels import scan
 from ecrl.loop import iteration, signals
 from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, iterations, train_iter
+from ecrl.pytree import flatten
 from ecrl.run import compile_ahead as compile_ahead_module
 from ecrl.run.checkpoint import latest
 from ecrl.run.compile_ahead import compile_ahead
@@ -115,6 +119,30 @@ def test_logs_of_a_delayed_actor_have_its_last_update():
     assert sum(map(isfinite, every)) == len(every) / 2 == len(few), "every second iteration updates the actor"
     assert few == [loss for loss in every if isfinite(loss)]
     assert learning(cfg.replace(**{"trainer.log_freq": 2}), "q_loss") == learning(cfg, "q_loss")[1::2]
+
+
+def test_one_loop_combines_the_logs_of_its_iterations(monkeypatch):
+    nan = torch.nan
+    values = {"loss": [1.0, 2.0, 3.0], "late": [4.0, 5.0, nan], "never": [nan, nan, nan], "skipped_steps": [1, 0, 2]}
+    values = {name: torch.tensor(x) for name, x in values.items()}
+
+    def one(run, guard, structure, leaves, borrowed):
+        index = leaves[0]
+        logs = {"train": {name: x[index] for name, x in values.items()}, "collect": {"return": index.float()}}
+        return [index + 1], None, None, logs, torch.stack([index == 1, index > 5])
+
+    monkeypatch.setattr(iteration, "_iteration_of_leaves", one)
+    run = SimpleNamespace(scan=scan, algorithm=SimpleNamespace(delayed=("late", "never")))
+    leaves, structure = flatten(TensorDict({"index": torch.tensor(0)}, []))
+    _, state, _, logs, nonfinite = iteration._iterations_of_leaves(run, "stop", structure, 3, leaves, None)
+    assert state["index"] == 3 and nonfinite.tolist() == [True, False] and logs["collect"] == {"return": 2.0}
+    train = {name: float(log) for name, log in logs["train"].items()}
+    assert not isfinite(train.pop("never")) and train == {"loss": 3.0, "late": 5.0, "skipped_steps": 3.0}
+    steps = [{name: x[i] for name, x in values.items()} for i in range(3)]
+    combined = {}
+    for step in steps:
+        combined = iteration._over_iterations(combined, step, ("late", "never"))
+    assert (combined["late"], combined["skipped_steps"]) == (5.0, 3) and combined["never"].isnan()
 
 
 def test_evaluations_and_checkpoints_wait_for_the_next_record(tmp_path):
