@@ -174,10 +174,10 @@ class TrainerConfig(ConfigModel):
     )
     seed: int = Field(1, ge=0, lt=2**62, description="seed of all randomness in the run")
     device: str = Field("cpu", description='"cpu", "cuda", "cuda:<index>" or "auto" (cuda if available)')
-    compile: Literal["auto", "on", "off"] = Field(
+    compile: Literal["auto", "on", "off", "background"] = Field(
         "auto",
         description="compile the rollout and the update; auto: only if compiling shortens the whole run and this "
-        "machine can compile",
+        "machine can compile; background: train eagerly until another process has compiled the run",
     )
     num_envs: Count = Field(64, description="number of environments in each process")
     iterations: Count = Field(250, description="training iterations; each collects a rollout and updates the policy")

@@ -11,6 +11,7 @@ from ecrl.algorithms import Algorithm, Run, Static, make_algorithm
 from ecrl.algorithms.core import OnPolicy, max_truncations
 from ecrl.algorithms.minibatch_sgd import MinibatchConfig
 from ecrl.algorithms.replay_learning import ReplayConfig
+from ecrl.compile.background import BackgroundJit, switch_of
 from ecrl.compile.jit import Form, choose_form, compilations_of
 from ecrl.config import Config, total_steps
 from ecrl.distributed import local_device, world_size
@@ -96,9 +97,15 @@ def form_of(cfg: Config) -> Form:
     return planned_form(cfg, policy, make_algorithm(cfg.algorithm), static_of(cfg, policy))
 
 
+def is_eager(run: Run) -> bool:
+    """Return True if the run is not compiled, or if another process is still compiling the run."""
+    switch = switch_of(run.jit)
+    return run.jit is partial or (switch is not None and switch.eager)
+
+
 def form_in_use(run: Run) -> str:
     """Return "compiled" if no function of the run is eager, "eager" if all functions are eager, else "partly eager"."""
-    if run.jit is partial:
+    if is_eager(run):
         return "eager"
     compilations = compilations_of(run.jit)
     faults = sum(one.fault is not None for one in compilations)
@@ -122,13 +129,28 @@ def planned_form(cfg: Config, policy: Policy, algorithm: Algorithm, static: Stat
         reason = f"compiling takes about {_COMPILING_S:.0f} s and would save about {saved:.0f} s of the whole run"
         form = Form("eager", reason, partial, scan)
     else:
-        form = choose_form(mode, device)
+        form = choose_form("auto" if mode == "background" else mode, device)
+    if mode == "background" and form.name == "compiled":
+        form = _in_background(form, device, static)
     if not cfg.trainer.tf32:
         return form
     if device != "cuda":
         warnings.warn(f"trainer.tf32 is for cuda; matrix products on {device} stay in float32", stacklevel=2)
         return form
     return form._replace(reason=f"{form.reason}, TF32 matrices")
+
+
+def _in_background(form: Form, device: str, static: Static) -> Form:
+    """Return the form of a run that is eager until another process has compiled the run.
+
+    Raises: ConfigError if the run has several processes or trains on a GPU.
+    """
+    advice = "only runs of one process on the CPU can be compiled in the background; use auto"
+    if static.world_size > 1:
+        raise ConfigError(f"trainer.compile: background, but the run has {static.world_size} processes; {advice}")
+    if device != "cpu":
+        raise ConfigError(f"trainer.compile: background, but trainer.device is {device}; {advice}")
+    return form._replace(reason=f"{form.reason}; eager until another process has compiled", jit=BackgroundJit())
 
 
 def build(cfg: Config) -> Run:

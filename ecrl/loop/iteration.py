@@ -35,6 +35,7 @@ from ecrl.config import Config, total_steps
 from ecrl.distributed import any_rank, world_size
 from ecrl.errors import ConfigError
 from ecrl.kernels import episode_init, restarted
+from ecrl.loop.background import compiling_in_background
 from ecrl.loop.buffers import (
     ZerosWithoutMemory,
     borrowed_leaves,
@@ -50,7 +51,7 @@ from ecrl.loop.buffers import (
     with_gap,
     with_own_buffers,
 )
-from ecrl.loop.build import build, check_envs, check_rollout, device_of, planned_form
+from ecrl.loop.build import build, check_envs, check_rollout, device_of, is_eager, planned_form
 from ecrl.loop.contract import with_contract
 from ecrl.loop.finite_guard import FIELDS, KINDS, flags, restart_nonfinite, restarted_exploration, undo_update
 from ecrl.loop.initial_policy import initial_policy
@@ -463,7 +464,7 @@ def _iterations_per_call(run: Run, cfg: Config, borrowed: TensorDict) -> int:
     Several iterations can be one call of a compiled run on a CPU, if an iteration is one graph, if all iterations have
     the same graph, and if the state has no buffers.
     """
-    compiled = run.jit is not partial and device_of(cfg).type == "cpu"
+    compiled = not is_eager(run) and device_of(cfg).type == "cpu"
     same_graph = _is_one_graph(run) and run.algorithm.phase is None
     return cfg.trainer.log_freq if compiled and same_graph and borrowed.is_empty() else 1
 
@@ -645,7 +646,8 @@ def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
     """Yield the records of `train_iter` for a run and a state that have already been checked.
 
     The iterations write to the buffers of `state` in place. The caller must own these buffers. After the first two
-    iterations of a phase, each compilation causes a warning.
+    iterations of a phase, each compilation causes a warning. If `trainer.compile` is "background", the first iterations
+    are eager, and the others are compiled.
     """
     state, guard = with_iterations_of(cfg, reopened(run, state)), cfg.trainer.finite_guard
     size, step, end = steps_per_iteration(cfg), int(decisions(state)), total_steps(cfg, run.static.world_size)
@@ -653,7 +655,7 @@ def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
     per_record, sample_step, logs, combined = steps_per_record(cfg), recorded, {}, Logs()
     own, borrowed = borrowed_leaves(state, kinds_of(run))
     data = data_of(run, device_of(cfg))
-    given, per_call = Borrowed(replaced(borrowed, data)), _iterations_per_call(run, cfg, borrowed)
+    given = Borrowed(replaced(borrowed, data))
     leaves, structure = flatten(own.clone())  # passing a list of tensors is faster than passing a TensorDict
     tf32, compilations, warned = _uses_tf32(cfg), compilations_of(run.jit), False
 
@@ -669,41 +671,46 @@ def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
         )
         return [record, {**record, "log_type": "train", "logs": logs["train"] | combined}]
 
-    while step < end:
-        known = len(compilations)
-        count = min(per_call, math.ceil(min(per_record - step % per_record, end - step) / size))
-        if (now := (phase_of(run, state), count)) != graph:  # each phase and each number of iterations has its graph
-            graph, settled = now, step + 2 * size * count
-        try:
-            with interruptible():
-                after, state_after, writes, logs_after, nonfinite = bound(*graph)(leaves, given)
-                if count > 1 and guard == "stop" and cast(Tensor, nonfinite)[1].any():
-                    per_call = 1  # repeat the iterations one at a time, to find the one with NaN or infinity
-                    continue
-                skipped = _is_skipped(with_phase(run, graph[0]), guard, nonfinite, replaced(state, data))
-        except BaseException:  # NaN, an interruption, or an error of the environment
-            if sample_step > recorded and run.static.world_size == 1:  # keep the results of the iterations before
+    with compiling_in_background(run, cfg, step // size) as switched:
+        per_call = _iterations_per_call(run, cfg, borrowed)
+        while step < end:
+            known = len(compilations)
+            if switched(step // size):  # the run was eager and is compiled now
+                graph, per_call = (None, 0), _iterations_per_call(run, cfg, borrowed)
+            count = min(per_call, math.ceil(min(per_record - step % per_record, end - step) / size))
+            # each phase and each number of iterations has its own graph
+            if (now := (phase_of(run, state), count)) != graph:
+                graph, settled = now, step + 2 * size * count
+            try:
+                with interruptible():
+                    after, state_after, writes, logs_after, nonfinite = bound(*graph)(leaves, given)
+                    if count > 1 and guard == "stop" and cast(Tensor, nonfinite)[1].any():
+                        per_call = 1  # repeat the iterations one at a time, to find the one with NaN or infinity
+                        continue
+                    skipped = _is_skipped(with_phase(run, graph[0]), guard, nonfinite, replaced(state, data))
+            except BaseException:  # NaN, an interruption, or an error of the environment
+                if sample_step > recorded and run.static.world_size == 1:  # keep the results of the iterations before
+                    yield from records()
+                raise
+            leaves, state, logs = after, state_after, logs_after
+            mark_written(run, borrowed, state)
+            if not skipped:
+                commit(borrowed, writes)
+            elif not borrowed.is_empty():
+                overwrite(borrowed, borrowed_leaves(with_gap(run, merge(state, borrowed)), kinds_of(run))[1])
+            if guard == "skip" and not warned:
+                warned = _warn_of_skip(nonfinite, logs["train"], sample_step)
+            state = merge(state, borrowed)
+            step += size * count
+            if len(compilations) > known and step > settled:
+                again = "; ".join(one.text for one in compilations[known:])
+                warnings.warn(f"compiled again at step {step}: {again}", RuntimeWarning, stacklevel=2)
+            sample_step = step if "decision_step" not in state else int(state["sample_step"])
+            combined = _over_iterations(combined, logs["train"], run.algorithm.delayed)
+            stopping = per_record > size and any_rank(asked() is not None)
+            if step >= end or crossed(step, size * count, per_record) or stopping:
                 yield from records()
-            raise
-        leaves, state, logs = after, state_after, logs_after
-        mark_written(run, borrowed, state)
-        if not skipped:
-            commit(borrowed, writes)
-        elif not borrowed.is_empty():
-            overwrite(borrowed, borrowed_leaves(with_gap(run, merge(state, borrowed)), kinds_of(run))[1])
-        if guard == "skip" and not warned:
-            warned = _warn_of_skip(nonfinite, logs["train"], sample_step)
-        state = merge(state, borrowed)
-        step += size * count
-        if len(compilations) > known and step > settled:
-            again = "; ".join(one.text for one in compilations[known:])
-            warnings.warn(f"compiled again at step {step}: {again}", RuntimeWarning, stacklevel=2)
-        sample_step = step if "decision_step" not in state else int(state["sample_step"])
-        combined = _over_iterations(combined, logs["train"], run.algorithm.delayed)
-        stopping = per_record > size and any_rank(asked() is not None)
-        if step >= end or crossed(step, size * count, per_record) or stopping:
-            yield from records()
-            recorded, combined = sample_step, {}
+                recorded, combined = sample_step, {}
 
 
 def can_vmap(run: Run, state: TensorDict) -> bool:

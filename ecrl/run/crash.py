@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ecrl.algorithms import Run
+from ecrl.compile.background import switch_of
 from ecrl.config import Config
 from ecrl.distributed import world_size
 from ecrl.errors import CheckpointError, NotFiniteError, UserError
@@ -94,6 +95,9 @@ def replay(folder: str | Path) -> Iterator[str]:
     report = _read(folder)
     yield f"reported: {report['message']}"
     run, state, cfg = load_run(folder)
+    if (switch := switch_of(run.jit)) is not None:  # repeat the iteration in the form that it had
+        switch.eager = report["form"] == "eager"
+        switch.compiled_from = cfg.trainer.iterations if switch.eager else 0
     if changes := changed_conditions(report, _replay_conditions(run, cfg)):
         yield f"results may differ by rounding: {'; '.join(changes)}"
     if not run.env.is_pure:

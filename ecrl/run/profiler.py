@@ -19,6 +19,7 @@ import torch
 
 from ecrl.algorithms import Interleaved, Run
 from ecrl.algorithms.core import OnPolicy, learn
+from ecrl.compile.background import switch_of
 from ecrl.compile.jit import compilations_of
 from ecrl.distributed import rank, world_size
 from ecrl.kernels import scan
@@ -111,6 +112,8 @@ def with_timers(times: Times, run: Run) -> Run:
     Rollouts call the functions of the policy and the environment in a plain loop. In a compiled run, each of these
     functions is compiled separately.
     """
+    if (switch := switch_of(run.jit)) is not None:
+        switch.eager = False  # these functions are compiled separately, so no other process can compile them
 
     def jit(fn: Callable[..., Any], *static: Any) -> Callable[..., Any]:
         return timed(times, fn.__name__.strip("_"), run.jit(fn, *static))

@@ -12,12 +12,20 @@ import torch
 from tensordict import TensorDict
 
 from ecrl.algorithms import Run
+from ecrl.algorithms.core import decisions
 from ecrl.config import Config, config_from_dict, diff, load_config
 from ecrl.distributed import rank
 from ecrl.errors import CheckpointError, ConfigError
 from ecrl.loop.buffers import mark_written
 from ecrl.loop.build import build, device_of
-from ecrl.loop.iteration import check_state, crossed, expected_state, first_state, steps_per_record
+from ecrl.loop.iteration import (
+    check_state,
+    crossed,
+    expected_state,
+    first_state,
+    steps_per_iteration,
+    steps_per_record,
+)
 from ecrl.pytree import replaced
 from ecrl.run.checkpoint import (
     buffers_left_out,
@@ -29,6 +37,7 @@ from ecrl.run.checkpoint import (
     same_weights,
     step_checkpoints,
 )
+from ecrl.run.compiled_from import restore_switch
 from ecrl.run.folder import replace_rows
 from ecrl.run.rank_shards import load_own_shard
 from ecrl.storage.atomic_files import complete_folder
@@ -97,6 +106,7 @@ def resume_run(
     state = load_own_shard(run, state, path)
     mark_written(run, state, state)
     check_state(run, state, cfg)
+    restore_switch(run, Path(run_dir), int(decisions(state)) // steps_per_iteration(cfg))
     if rank() == 0:
         _warn_of_other_conditions(path, run, cfg)
         if left_out := buffers_left_out(path):

@@ -22,11 +22,20 @@ from ecrl.distributed import rank, start, stop, value_of_rank_0, world_size
 from ecrl.errors import CheckpointError, ConfigError, NotSavedError, UserError
 from ecrl.loop.buffers import kinds_of, with_own_buffers
 from ecrl.loop.build import build, check_rollout, with_eval_events
-from ecrl.loop.iteration import STATE_FIELDS, check_state, first_state, iterations, run_summary, warn_if_finished
+from ecrl.loop.iteration import (
+    STATE_FIELDS,
+    check_state,
+    first_state,
+    iterations,
+    run_summary,
+    steps_per_iteration,
+    warn_if_finished,
+)
 from ecrl.loop.signals import asked, in_loop
 from ecrl.loop.state_argument import check_state_argument
 from ecrl.registry import first_names, registered
 from ecrl.run.checkpointing import with_best_checkpoint, with_checkpoints
+from ecrl.run.compiled_from import restore_switch, with_switch
 from ecrl.run.crash import with_crash
 from ecrl.run.evaluation import check_evaluation, with_evaluation
 from ecrl.run.folder import claim, claimed_before, lock_run_folder, new_run_dir
@@ -94,6 +103,7 @@ def consumers(
         records = timed("own consumers", with_own_consumer(records, consumer))
     if run_dir is not None:
         _write_config(cfg, run_dir)
+        records = with_switch(records, run, run_dir)
         records = with_jsonl(records, run_dir / "metrics.jsonl", first)
         records = with_tensorboard(records, cfg, run_dir / "logs", first)
         records = with_wandb(records, cfg, run_dir, first) if cfg.trainer.use_wandb else records
@@ -200,6 +210,8 @@ def train_run(
     with lock_run_folder(folder):
         check_state(run, state, cfg)
         times, first = Times(), int(state["sample_step"])
+        if folder is not None:
+            restore_switch(run, folder, int(decisions(state)) // steps_per_iteration(cfg))
         records = iterations(with_timers(times, run) if profile else run, state, cfg)
         stack = partial(timed_records, times) if profile else _untimed
         records = consumers(records, run, state, cfg, folder, first, progress, stack, own)

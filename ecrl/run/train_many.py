@@ -19,6 +19,7 @@ from tensordict import TensorDict
 
 from ecrl.algorithms import Run
 from ecrl.algorithms.core import decisions
+from ecrl.compile.background import switch_of
 from ecrl.compile.jit import compilations_of
 from ecrl.config import Config, diff, total_steps
 from ecrl.distributed import world_size
@@ -134,7 +135,7 @@ def train_many(
     - runs whose environments step in Python, such as Gymnasium's
     - runs with a replay buffer, frozen parameters or demonstrations
     - runs whose policy draws its own random numbers
-    - runs with `trainer.use_wandb`
+    - runs with `trainer.use_wandb`, or with `trainer.compile` set to "background"
 
     With `run_dir`, each run has its own run folder in `run_dir`, with its config, metrics and checkpoints. The commands
     for run folders, such as `ecrl eval`, work with each of these folders. A second call with the same arguments resumes
@@ -309,6 +310,8 @@ def fastest_calls(run: Run, cfg: Config) -> tuple[int | None, int]:
 def _are_compatible(one: _Unfinished, other: _Unfinished) -> bool:
     """Return True if two runs can train in one call. W&B logs only one run of a process at a time."""
     if not can_vmap(one.run, one.state) or one.cfg.trainer.use_wandb or other.cfg.trainer.use_wandb:
+        return False
+    if switch_of(one.run.jit) is not None:
         return False
     return _signature(one) == _signature(other)
 

@@ -94,7 +94,7 @@ FAULTS = [  # key, value, the one line without its source
     ),
     ("trainer.exp_name", "", "trainer.exp_name: not allowed, got '';"),
     ("trainer.exp_name", 3, "trainer.exp_name: expected a string, got 3;"),
-    ("trainer.compile", "yes", "trainer.compile: expected 'auto', 'on' or 'off', got 'yes';"),
+    ("trainer.compile", "yes", "trainer.compile: expected 'auto', 'on', 'off' or 'background', got 'yes';"),
     ("trainer.device", "tpu", "trainer.device: not a device: 'tpu'; expected cpu, cuda, cuda:<index> or auto"),
     ("trainer.device", "cuda:x", "trainer.device: not a device: 'cuda:x'; expected cpu, cuda, cuda:<index> or auto"),
     (

@@ -1,0 +1,90 @@
+"""Train eagerly while another process compiles the run (`trainer.compile: background`)."""
+
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from subprocess import DEVNULL, Popen
+
+import torch
+
+from ecrl.algorithms import Run
+from ecrl.compile.background import Switch, switch_of
+from ecrl.config import Config
+from ecrl.registry import user_modules
+
+
+@contextmanager
+def compiling_in_background(run: Run, cfg: Config, iteration: int) -> Iterator[Callable[[int], bool]]:
+    """Start to compile the run in another process, and return a function to call before each iteration.
+
+    The function takes the number of completed iterations. When the other process has ended, the function sets the
+    switch of the run to compiled, and returns True. The next iteration then loads the compiled code from disk. In all
+    other cases, the function returns False. If the other process fails, it warns once, and the run stays eager.
+
+    If `compiled_from` of the switch is known from an earlier part of the run, no process is started. The run then
+    becomes compiled after this number of iterations.
+
+    On exit, a process that is still compiling is stopped. For runs that are not compiled in the background, the context
+    does nothing.
+
+    Args:
+        run: run that will be trained.
+        cfg: config of the run.
+        iteration: number of iterations that the run has completed.
+    """
+    switch = switch_of(run.jit)
+    if switch is None:
+        yield lambda iteration: False
+        return
+    switch.eager = switch.compiled_from is None or iteration < switch.compiled_from
+    if switch.compiled_from is not None:
+        yield lambda iteration: _switched(switch, iteration >= switch.compiled_from, iteration)
+        return
+    with tempfile.TemporaryDirectory(prefix="ecrl-") as folder:
+        errors = Path(folder) / "errors.txt"
+        with errors.open("wb") as file:
+            process = Popen(_command(cfg, Path(folder)), env=_env(), stdout=DEVNULL, stderr=file)
+        has_warned = False
+
+        def switched(iteration: int) -> bool:
+            nonlocal has_warned
+            status = process.poll()
+            if status and not has_warned:
+                has_warned = True
+                lines = errors.read_text(errors="replace").strip().splitlines()
+                reason = lines[-1].removeprefix("error: ") if lines else f"the process ended with status {status}"
+                text = f"trainer.compile: background: running eager, slower per step: {reason}"
+                warnings.warn(text, RuntimeWarning, stacklevel=3)
+            return _switched(switch, status == 0, iteration)
+
+        try:
+            yield switched
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _switched(switch: Switch, ready: bool, iteration: int) -> bool:
+    """Set the switch to compiled if the compiled code is ready. Return True if the switch was eager before."""
+    if not (switch.eager and ready):
+        return False
+    switch.eager, switch.compiled_from = False, iteration
+    return True
+
+
+def _command(cfg: Config, folder: Path) -> list[str]:
+    """Write the config to the folder, and return the command that compiles a run with this config."""
+    path, text = folder / "config.json", cfg.model_dump_json()
+    path.write_text(text)
+    imports = [argument for module in user_modules(text) for argument in ("--import", module)]
+    return [sys.executable, "-m", "ecrl", "compile", str(path), "--trainer.compile", "on", *imports]
+
+
+def _env() -> dict[str, str]:
+    """Return environment variables with which the process imports the same modules and uses as many threads."""
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    return os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": str(torch.get_num_threads())}
