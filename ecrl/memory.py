@@ -1,15 +1,17 @@
-"""Raise one-line errors for allocations that do not fit in memory, or that have failed. Pause the garbage collector.
+"""Check allocations, pause the garbage collector, and let the C library keep freed memory.
 
 Linux grants an allocation that exceeds the free memory, and later kills the process when the process uses the memory.
 `check_room` therefore checks the size of a large allocation in advance. This module imports torch only inside
 functions, because the command line must start fast.
 """
 
+import ctypes
 import gc
 import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING
 
 from ecrl.errors import ConfigError, UserError
@@ -86,3 +88,24 @@ def without_garbage_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""Numbers of two settings of glibc's `mallopt`."""
+
+
+@cache
+def keep_freed_memory() -> bool:
+    """Let glibc keep up to 512 MiB of freed memory for later allocations. Return True if the setting has changed.
+
+    An iteration allocates and frees tensors of the same sizes as the iteration before. By default, glibc returns this
+    memory to the operating system, which must clear every page again in the next iteration. On one core, iterations of
+    PPO with 64 environments then take 10 to 20 % longer. The setting is for the whole process. It does not change if an
+    environment variable such as MALLOC_TRIM_THRESHOLD_ configures glibc, or if the C library is not glibc.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+    configured = any(name.startswith("MALLOC_") for name in os.environ)
+    if mallopt is None or configured or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+        return False
+    # setting one threshold fixes the other one, so set both: allocations of up to 32 MiB, glibc's limit, reuse memory
+    return bool(mallopt(_MMAP_THRESHOLD, 32 * 2**20) and mallopt(_TRIM_THRESHOLD, 512 * 2**20))

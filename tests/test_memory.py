@@ -5,6 +5,8 @@ A run, its checkpoints and its resumption take one copy of the replay buffer.
 
 import gc
 import json
+import os
+import platform
 import subprocess
 import sys
 
@@ -117,3 +119,43 @@ def test_a_run_and_its_checkpoints_take_one_copy_of_the_buffer(tmp_path, form):
     assert copied > 0.99 * steps, "a copy of the buffer is seen by this measurement"
     assert 0.99 * steps < run < 1.05 * steps and 0.99 * steps < resumed < 1.05 * steps
     assert saved < 2**20
+
+
+FAULTS = """
+import resource, sys
+import torch
+from ecrl.memory import keep_freed_memory
+changed = keep_freed_memory()
+def allocate():
+    tensors = [torch.ones(2**18) for _ in range(64)]
+    tensors.append(torch.ones(2**22))
+for _ in range(5):
+    allocate()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    allocate()
+print(changed, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults(**environment) -> tuple[str, int]:
+    """Return the result of `keep_freed_memory`, and the number of pages that the system gave to later allocations."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    command = [sys.executable, "-c", FAULTS]
+    done = subprocess.run(command, env=inherited | environment, capture_output=True, text=True, check=True)
+    changed, count = done.stdout.split()
+    return changed, int(count)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has this setting")
+def test_freed_memory_is_used_again_unless_the_user_configures_the_allocator():
+    changed, pages = faults()
+    assert changed == "True" and pages < 10_000, "10 times 80 MiB are 205,000 pages"
+    changed, pages = faults(MALLOC_TRIM_THRESHOLD_="131072")
+    assert changed == "False" and pages > 100_000
+    assert faults(GLIBC_TUNABLES="glibc.malloc.trim_threshold=131072")[0] == "False"
+
+
+def test_another_c_library_keeps_its_settings(monkeypatch):
+    monkeypatch.setattr(ecrl.memory.ctypes, "CDLL", lambda name: object())
+    assert ecrl.memory.keep_freed_memory.__wrapped__() is False

@@ -39,6 +39,7 @@ _OPTIONS: dict[str, Any] = {
     "epilogue_fusion": False,  # do not fuse operations into the kernels of `cpu_matmul.py`
     "inplace_buffers": False,  # inductor writes wrong C++ if it reuses the memory of a loop's stacked outputs
     "size_asserts": False,  # skip checks of sizes, because a compiled function's key contains every shape
+    "cpp.min_chunk_size": 2048,  # elements per thread; starting a thread for fewer elements takes longer than it saves
     "cpp.vec_isa_ok": True,  # trust the CPU's list of instruction sets, because testing each set takes seconds
     # Let inductor cache graphs with loops on disk. Inductor's cache key includes the bodies of the loops.
     "unsafe_marked_cacheable_functions": dict.fromkeys(_WITH_BODIES, f"{torch.__version__} {sources_hash()}"),

@@ -40,9 +40,10 @@ def compiling_in_background(run: Run, cfg: Config, iteration: int) -> Iterator[C
     if switch is None:
         yield lambda iteration: False
         return
-    switch.eager = switch.compiled_from is None or iteration < switch.compiled_from
-    if switch.compiled_from is not None:
-        yield lambda iteration: _switched(switch, iteration >= switch.compiled_from, iteration)
+    start = switch.compiled_from
+    switch.eager = start is None or iteration < start
+    if start is not None:
+        yield lambda iteration: _switched(switch, iteration >= start, iteration)
         return
     with tempfile.TemporaryDirectory(prefix="ecrl-") as folder:
         errors = Path(folder) / "errors.txt"

@@ -59,6 +59,7 @@ from ecrl.loop.metrics import WINDOW, collect_logs, counted_steps, over_ranks
 from ecrl.loop.nonfinite_report import Collected, NonfiniteAction, action_error, nonfinite_error, with_checked_actions
 from ecrl.loop.signals import asked, interruptible
 from ecrl.loop.state_argument import check_state_argument
+from ecrl.memory import keep_freed_memory
 from ecrl.policies import Policy
 from ecrl.policies.contract import check_frozen_names, checking
 from ecrl.pytree import Borrowed, flatten, mapped, names, replaced, unflatten
@@ -549,6 +550,7 @@ def make_iteration(cfg: Config, watch: Watch = unwatched) -> Iteration:
         names of the hyperparameters in its first call, and in each call with new names. UserError if the argument of
         the iteration is not the state of a run.
     """
+    keep_freed_memory()
     run, guard = build(cfg), "skip" if cfg.trainer.finite_guard == "skip" else "off"
     run, kinds, tf32 = watch(run), kinds_of(run), _uses_tf32(cfg)
     data = data_of(run, device_of(cfg))
@@ -649,6 +651,7 @@ def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
     iterations of a phase, each compilation causes a warning. If `trainer.compile` is "background", the first iterations
     are eager, and the others are compiled.
     """
+    keep_freed_memory()
     state, guard = with_iterations_of(cfg, reopened(run, state)), cfg.trainer.finite_guard
     size, step, end = steps_per_iteration(cfg), int(decisions(state)), total_steps(cfg, run.static.world_size)
     settled, graph, recorded = step, (None, 0), int(state["sample_step"])
@@ -743,6 +746,7 @@ def iterations_of_members(
         threads: number of calls that run at the same time. If there are several, torch uses one thread in each call,
             and also in the main thread until the iterator is closed.
     """
+    keep_freed_memory()
     guard, size = cfg.trainer.finite_guard, steps_per_iteration(cfg)
     step = first = int(decisions(states[0]))
     end = total_steps(cfg, 1)
