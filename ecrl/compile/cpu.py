@@ -48,6 +48,19 @@ _OPTIONS: dict[str, Any] = {
 COMPILE_LOCK = RLock()  # only one thread may compile at a time, because all threads share inductor's settings
 
 
+_FEW = 2**16
+"""If no tensor of a graph has more elements, one thread runs the graph, because several threads are not faster."""
+
+
+def _threads(graph: GraphModule) -> int:
+    """Return the number of threads for a graph: one if all tensors of the graph and its loops are small."""
+    graphs = [module.graph for module in graph.modules() if isinstance(module, GraphModule)]
+    results = [node.meta.get("val") for one in graphs for node in one.nodes]
+    tensors = [value for result in results for value in (result if isinstance(result, (list, tuple)) else (result,))]
+    largest = max((value.numel() for value in tensors if isinstance(value, Tensor)), default=0)
+    return 1 if largest <= _FEW else torch.get_num_threads()
+
+
 def _unexpected_aliases(tensors: Sequence[Tensor], storages: Sequence[int | None]) -> list[int]:
     """Return the indices of tensors that share memory with an earlier tensor, but have another storage in the graph."""
     owner: dict[int, int | None] = {}
@@ -86,7 +99,8 @@ def compiled(
     with COMPILE_LOCK, _use_lazy_graph_module(True):  # write a graph's Python code once, not after each change
         graph, out = traced(fn, structure, leaves)
         with ExitStack() as settings:
-            for setting in (torch.no_grad(), without_autocast(), config.patch(_OPTIONS), cache_folder()):
+            options = config.patch(_OPTIONS | {"cpp.threads": _threads(graph)})
+            for setting in (torch.no_grad(), without_autocast(), options, cache_folder()):
                 settings.enter_context(setting)
             settings.enter_context(writing_carries_in_place())
             for setting in (rewriting_loops(), skip_redundant_codegen(), parallel_builds()):

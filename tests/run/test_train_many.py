@@ -34,6 +34,9 @@ def assert_close(one, other):
         torch.testing.assert_close(one.flatten_keys("/")[name], expected, rtol=1e-4, atol=1e-5, msg=name)
 
 
+COMPILED = {"trainer.compile": "on", "trainer.iterations": 2}
+
+
 @pytest.fixture
 def calls(monkeypatch):
     """The names of the runs of each group that trains together."""
@@ -54,9 +57,10 @@ def calls(monkeypatch):
         small(**{"trainer.finite_guard": "skip"}),
         small(**{"trainer.finite_guard": "off", "policy.normalize_obs": True}),
         small(**{"algorithm": {"name": "grpo", "cfg": {"group_size": 2}}, "trainer.buffer_size": 64}),
-        small(**{"trainer.compile": "on", "trainer.iterations": 2}),
+        pytest.param(small(**COMPILED), marks=pytest.mark.traced),
+        pytest.param(small(**COMPILED), marks=pytest.mark.long),
     ],
-    ids=["ppo", "skip", "off, normalised", "grpo", "compiled"],
+    ids=["ppo", "skip", "off, normalised", "grpo", "traced", "compiled"],
 )
 def test_each_run_equals_the_run_alone(cfg, calls):
     runs = many(cfg, sweep=RATES, runs_per_call=4)
