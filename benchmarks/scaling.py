@@ -25,7 +25,7 @@ BASE = Size(64)
 BY = {
     "num_envs": [Size(n) for n in (4, 16, 64, 256, 1024, 4096)],
     "steps": [BASE._replace(steps=t) for t in (32, 128, 512, 1024)],
-    "width": [BASE._replace(width=w) for w in (64, 128, 256, 512)],
+    "width": [Size(n, width=w) for n in (64, 512) for w in (64, 128, 256, 512)],
 }
 QUICK = {"num_envs": [Size(64), Size(512)]}
 GPU = {"num_envs": [Size(n) for n in (512, 2048, 8192, 32_768, 65_536)]}
@@ -125,18 +125,22 @@ def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def figure(rows: list[dict[str, Any]]) -> Any:
-    """Plot steps per second of ecrl and rejax, a panel for each varying size."""
+    """Plot steps per second of ecrl and rejax. A panel has a varying size and, for widths, a number of environments."""
     from matplotlib.figure import Figure
 
+    def kind(row: dict[str, Any]) -> tuple[str, str, int]:
+        return row["by"], row["device"], row["num_envs"] if row["by"] == "width" else 0
+
     measured = [r for r in rows if r.get("ecrl_steps_per_s")]
-    kinds = sorted({(r["by"], r["device"]) for r in measured})
+    kinds = sorted({kind(r) for r in measured})
     panels = max(1, len(kinds))
     picture = Figure(figsize=(4 * panels, 3.5), layout="constrained")
     all_axes = picture.subplots(1, panels, squeeze=False)
-    for axes, (by, device) in zip(all_axes[0], kinds, strict=False):
+    for axes, (by, device, num_envs) in zip(all_axes[0], kinds, strict=False):
         for name in ("ecrl", "rejax"):
-            line = [r for r in measured if (r["by"], r["device"]) == (by, device) and r.get(f"{name}_steps_per_s")]
+            line = [r for r in measured if kind(r) == (by, device, num_envs) and r.get(f"{name}_steps_per_s")]
             axes.plot([r[by] for r in line], [r[f"{name}_steps_per_s"] for r in line], marker="o", label=name)
-        axes.set(xscale="log", yscale="log", xlabel=f"{by} ({device})", ylabel="env steps per second")
+        label = f"{by} ({device}, {num_envs} envs)" if num_envs else f"{by} ({device})"
+        axes.set(xscale="log", yscale="log", xlabel=label, ylabel="env steps per second")
         axes.legend()
     return picture

@@ -4,8 +4,9 @@ CartPole is solved when the mean return of the last 100 training episodes is at 
 Both libraries use the settings of `benchmarks/cartpole_speed.json`. Each run is a whole process on one core, and the
 seconds count from the start of the process. A run with a cold cache fills the cache for the next run.
 
-In a full run, the libraries take turns on one core, with five seeds. A quick run has one seed and no eager run. In a
-quick run with two cores, each library has its own core.
+In a full run, the libraries take turns on one core, with five seeds. If there are two cores, the libraries then take
+turns on both cores, with cold caches, and ecrl trains while another process compiles the run. A quick run has one seed,
+no eager run and no runs on both cores. In a quick run with two cores, each library has its own core.
 """
 
 import statistics
@@ -27,56 +28,60 @@ RUNS = {  # two lanes of runs, each in the order of the runs
     "rejax": ("rejax cold", "rejax warm", "ecrl off"),
 }
 EAGER = "ecrl off"
+ON_BOTH_CORES = ("ecrl background", "rejax both-cores")  # each with a cold cache
 ROWS = [  # end of the time span, run of ecrl, other run, required ratio (seconds of the other run / seconds of ecrl)
     ("solved", "ecrl cold", "rejax cold", 0.5),
     ("solved", "ecrl warm", "rejax warm", 1.0),
     ("solved", "ecrl off", "rejax cold", None),
     ("budget", "ecrl cold", "ecrl off", 1.0),  # `auto` chooses the form that finishes sooner
     ("budget", "ecrl warm", "ecrl off", 1.0),
+    ("solved", *ON_BOTH_CORES, None),
 ]
 RunResult = dict[str, Any]
 
 
-def run(name: str, seed: int, caches: Path, core: int) -> RunResult:
-    """Run one training, such as "ecrl cold", in a process on one core."""
-    library, cache = name.split()
-    env = caching_in(str(caches / f"{library}{seed}"))
-    more = {"compile": "off" if cache == "off" else "auto"} if library == "ecrl" else REJAX_NUMBERS
+def run(name: str, seed: int, caches: Path, cores: Sequence[int]) -> RunResult:
+    """Run one training, such as "ecrl cold", in a process on these cores."""
+    library, form = name.split()
+    folder = f"{name}{seed}" if name in ON_BOTH_CORES else f"{library}{seed}"
+    more = {"compile": form if form in ("off", "background") else "auto"} if library == "ecrl" else REJAX_NUMBERS
     args = {"seed": seed, "started": time.time(), **more}
     try:
-        return run_in_process(ECRL if library == "ecrl" else REJAX, args, [core], env)
+        return run_in_process(ECRL if library == "ecrl" else REJAX, args, cores, caching_in(str(caches / folder)))
     except Failure as failure:
         return {"error": str(failure)}
 
 
-def lane(names: Sequence[str], seeds: Sequence[int], caches: Path, core: int) -> dict[str, list[RunResult]]:
-    """Run the trainings `names` in sequence on one core with the first seed, then with the next seed, and so on."""
+def lane(names: Sequence[str], seeds: Sequence[int], caches: Path, cores: Sequence[int]) -> dict[str, list[RunResult]]:
+    """Run the trainings `names` in sequence on these cores with the first seed, then with the next seed, and so on."""
     runs_by_name: dict[str, list[RunResult]] = {name: [] for name in names}
     for seed in seeds:
         for name in names:
-            runs_by_name[name].append(run(name, seed, caches, core))
+            runs_by_name[name].append(run(name, seed, caches, cores))
     return runs_by_name
 
 
 def runs_in_order() -> list[str]:
-    """List the names of all runs for a single lane. The libraries take turns: first cold runs, then warm runs."""
+    """List the names of all runs on one core, for one lane. The libraries take turns: first cold runs, then warm."""
     return [
         name for cache in ("cold", "warm", "off") for lane in RUNS.values() for name in lane if name.endswith(cache)
     ]
 
 
 def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
-    """Return a row per entry of `ROWS`. A quick run leaves out the entries with an eager run."""
+    """Return a row per entry of `ROWS`. A quick run leaves out the entries with an eager run or with both cores."""
     with tempfile.TemporaryDirectory() as folder:
         caches = Path(folder)
         if not quick or len(cores) == 1:
             names = [name for name in runs_in_order() if not (quick and name == EAGER)]
-            runs_by_name = lane(names, range(1 if quick else 5), caches, cores[0])
+            runs_by_name = lane(names, range(1 if quick else 5), caches, cores[:1])
+            if not quick and len(cores) > 1:
+                runs_by_name |= lane(ON_BOTH_CORES, range(5), caches, cores[:2])
         else:
             with ThreadPoolExecutor(len(RUNS)) as pool:
                 lanes = zip(RUNS.values(), cores[: len(RUNS)], strict=True)
                 works = [
-                    pool.submit(lane, [x for x in names if x != EAGER], [0], caches, core) for names, core in lanes
+                    pool.submit(lane, [x for x in names if x != EAGER], [0], caches, [core]) for names, core in lanes
                 ]
                 runs_by_name = {name: runs for work in works for name, runs in work.result().items()}
     return [

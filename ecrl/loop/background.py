@@ -82,7 +82,7 @@ def _command(cfg: Config, folder: Path) -> list[str]:
     path, text = folder / "config.json", cfg.model_dump_json()
     path.write_text(text)
     imports = [argument for module in user_modules(text) for argument in ("--import", module)]
-    return [sys.executable, "-m", "ecrl", "compile", str(path), "--trainer.compile", "on", *imports]
+    return [sys.executable, "-P", "-m", "ecrl", "compile", str(path), "--trainer.compile", "on", *imports]
 
 
 def _env() -> dict[str, str]:

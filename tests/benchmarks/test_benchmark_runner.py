@@ -171,7 +171,7 @@ def test_every_run_of_solved_is_in_one_lane_with_cold_before_warm():
     names = [name for lane in solved.RUNS.values() for name in lane]
     assert solved.runs_in_order() == ["ecrl cold", "rejax cold", "ecrl warm", "rejax warm", "ecrl off"]
     assert sorted(names) == sorted(solved.runs_in_order())
-    assert {name for _, *pair, _ in solved.ROWS for name in pair} == set(names)
+    assert {name for _, *pair, _ in solved.ROWS for name in pair} == {*names, *solved.ON_BOTH_CORES}
 
 
 def test_rejax_solves_the_same_task_as_the_config():
@@ -322,12 +322,26 @@ def test_quick_runs_the_quick_subjects(monkeypatch, tmp_path):
     assert {path.stem for path in (tmp_path / "full").glob("*.json")} == set(names)
 
 
-def test_a_quick_run_leaves_the_eager_run_out(monkeypatch):
-    monkeypatch.setattr(solved, "run", lambda name, seed, caches, core: {**runs(1.0)[0], "form": name})
+def test_a_quick_run_leaves_out_the_eager_run_and_the_runs_on_both_cores(monkeypatch):
+    monkeypatch.setattr(solved, "run", lambda name, seed, caches, cores: {**runs(1.0)[0], "form": f"{name} {cores}"})
     for cores in ([0], [0, 1]):
         rows = solved.rows(True, cores)
         assert rows and all("ecrl off" not in (row["ours"], row["peer"]) for row in rows)
-    assert len(solved.rows(False, [0])) == len(solved.ROWS)
+        assert all(row["ours"] not in solved.ON_BOTH_CORES for row in rows)
+    assert len(solved.rows(False, [0])) == len(solved.ROWS) - 1, "no row of both cores"
+    both = solved.rows(False, [0, 1])
+    assert len(both) == len(solved.ROWS) and both[-1]["form"] == "ecrl background [0, 1]"
+
+
+def test_each_run_of_solved_has_its_form_and_an_empty_cache_unless_it_is_warm(monkeypatch, tmp_path):
+    calls = []
+    monkeypatch.setattr(solved, "run_in_process", lambda *call: calls.append(call) or {})
+    for name in (*solved.runs_in_order(), *solved.ON_BOTH_CORES):
+        solved.run(name, 3, tmp_path, [0])
+    forms = [args.get("compile") for _, args, _, _ in calls]
+    assert forms == ["auto", None, "auto", None, "off", "background", None]
+    caches = ["".join(sorted(env.values())) for *_, env in calls]
+    assert [caches.index(cache) for cache in caches] == [0, 1, 0, 1, 0, 5, 6]
 
 
 @pytest.mark.parametrize("name", command.SUBJECTS)

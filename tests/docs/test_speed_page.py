@@ -101,7 +101,7 @@ def memory():
 def width():
     for row in rows_of("scaling"):
         if row["by"] == "width":
-            yield [str(row["width"]), *ratios(row), faster(row, "rejax")]
+            yield [str(row["num_envs"]), str(row["width"]), *ratios(row), faster(row, "rejax")]
 
 
 def guard():
@@ -137,7 +137,7 @@ TABLES = {
     gae: ("`gae` of ecrl", "other library", "environments", "steps", *RATIO, "faster"),
     seeds: ("alternative", "cores", "environments per seed", "time ratio", "maximum", "faster"),
     memory: ("library", "environments", "bytes per environment step"),
-    width: ("units per layer", *RATIO, "faster"),
+    width: ("environments", "units per layer", *RATIO, "faster"),
     guard: ("task", "environments", "`finite_guard`", "time ratio", "95 % low", "95 % high"),
     physics: ("part", "time ratio", "minimum", "maximum"),
     gpu: ("kernel", "other library", *RATIO, "faster"),
