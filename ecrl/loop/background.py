@@ -69,6 +69,24 @@ def compiling_in_background(run: Run, cfg: Config, iteration: int) -> Iterator[C
             process.wait()
 
 
+@contextmanager
+def leaving_a_thread(run: Run) -> Iterator[None]:
+    """Let torch use one thread less during an eager iteration of a run that is compiled in the background.
+
+    The process that compiles needs a core. Otherwise each parallel operation waits for the thread that shares its core
+    with this process. A run without a process also leaves the thread, because the number of threads affects rounding.
+    """
+    switch, threads = switch_of(run.jit), torch.get_num_threads()
+    if switch is None or not switch.eager or threads == 1:
+        yield
+        return
+    torch.set_num_threads(threads - 1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def _switched(switch: Switch, ready: bool, iteration: int) -> bool:
     """Set the switch to compiled if the compiled code is ready. Return True if the switch was eager before."""
     if not (switch.eager and ready):

@@ -35,7 +35,7 @@ from ecrl.config import Config, total_steps
 from ecrl.distributed import any_rank, world_size
 from ecrl.errors import ConfigError
 from ecrl.kernels import episode_init, restarted
-from ecrl.loop.background import compiling_in_background
+from ecrl.loop.background import compiling_in_background, leaving_a_thread
 from ecrl.loop.buffers import (
     ZerosWithoutMemory,
     borrowed_leaves,
@@ -685,7 +685,7 @@ def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
             if (now := (phase_of(run, state), count)) != graph:
                 graph, settled = now, step + 2 * size * count
             try:
-                with interruptible():
+                with interruptible(), leaving_a_thread(run):
                     after, state_after, writes, logs_after, nonfinite = bound(*graph)(leaves, given)
                     if count > 1 and guard == "stop" and cast(Tensor, nonfinite)[1].any():
                         per_call = 1  # repeat the iterations one at a time, to find the one with NaN or infinity

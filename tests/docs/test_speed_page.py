@@ -63,6 +63,11 @@ def solved():
         yield [name, f"{row['ours_s']:.1f}", *other, f"{budget[key]:.1f}"]
 
 
+def solved_on_two_cores():
+    (row,) = [row for row in rows_of("solved") if row["ours"] == "ecrl background"]
+    yield ["ecrl compiled in the background", f"{row['ours_s']:.1f}", f"{row['peer_s']:.1f}", faster(row, "rejax")]
+
+
 def gae():
     forms = {
         "ecrl eager": "eager",
@@ -111,9 +116,19 @@ def guard():
 
 
 def physics():
-    names = {"environment": "environment without the policy", "iteration": "whole iteration"}
+    names = {
+        "environment": "environment without the policy",
+        "iteration": "whole iteration",
+        "meshes": "environment of a robot with meshes, without the policy",
+    }
     for row in rows_of("physics"):
         yield [names[row["what"]], *(f"{row[key]:.2f}" for key in ("times_bare", "times_min", "times_max"))]
+
+
+def cameras():
+    for row in rows_of("cameras"):
+        rates = [f"{row[key]:,.0f}" for key in ("fast_frames_per_s", "full_frames_per_s", "camera_steps_per_s")]
+        yield [f"`{row['task']}`", str(row["cores"]), *rates]
 
 
 def gpu():
@@ -134,12 +149,14 @@ TABLES = {
     off_policy: ("algorithm", "units per layer", "other library", *RATIO, "faster"),
     own_variants: ("setting", "compared with", *RATIO),
     solved: ("run", "ecrl, s", "rejax, s", "faster", "all steps of the config with ecrl, s"),
+    solved_on_two_cores: ("run on two cores", "ecrl, s", "rejax, s", "faster"),
     gae: ("`gae` of ecrl", "other library", "environments", "steps", *RATIO, "faster"),
     seeds: ("alternative", "cores", "environments per seed", "time ratio", "maximum", "faster"),
     memory: ("library", "environments", "bytes per environment step"),
     width: ("environments", "units per layer", *RATIO, "faster"),
     guard: ("task", "environments", "`finite_guard`", "time ratio", "95 % low", "95 % high"),
     physics: ("part", "time ratio", "minimum", "maximum"),
+    cameras: ("task", "cores", "frames/s, `fast`", "frames/s, `full`", "env steps/s with a fast camera"),
     gpu: ("kernel", "other library", *RATIO, "faster"),
 }
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.small_runs import last_state, same, small
 
-from ecrl.compile.background import switch_of
+from ecrl.compile.background import BackgroundJit, switch_of
 from ecrl.compile.jit import compilations_of
 from ecrl.errors import CheckpointError, ConfigError, NotFiniteError
 from ecrl.loop import background
@@ -95,6 +95,25 @@ def test_iterations_before_the_switch_have_the_bits_of_eager_ones_and_later_ones
     assert same(third, forms_and_states(small(**SIX))[2][1])
     assert same(last, last_state(small(**SIX, **{"trainer.compile": "on"}), third))
     assert not same(last, last_state(small(**SIX))), "compiled code rounds in another way"
+
+
+@pytest.mark.traced
+def test_eager_iterations_leave_a_thread_to_the_process(process, monkeypatch):
+    threads, before, jit_call = [], torch.get_num_threads(), BackgroundJit.__call__
+
+    def counting(self, fn, *static):
+        call = jit_call(self, fn, *static)
+        return lambda *args: threads.append(torch.get_num_threads()) or call(*args)
+
+    monkeypatch.setattr(BackgroundJit, "__call__", counting)
+    torch.set_num_threads(3)
+    try:
+        for record in train_iter(init_state(small(**SIX, **BACKGROUND)), small(**SIX, **BACKGROUND)):
+            assert torch.get_num_threads() == 3 and record
+    finally:
+        torch.set_num_threads(before)
+    eager = threads.index(3)
+    assert {*threads[:eager]} == {2} and {*threads[eager:]} == {3}, "two threads, and three from the switch on"
 
 
 def test_a_process_that_fails_causes_one_warning_and_an_eager_run(process):
