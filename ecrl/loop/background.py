@@ -16,6 +16,8 @@ from ecrl.compile.background import Switch, switch_of
 from ecrl.config import Config
 from ecrl.registry import user_modules
 
+CONFIG = "config.json"
+
 
 @contextmanager
 def compiling_in_background(run: Run, cfg: Config, iteration: int) -> Iterator[Callable[[int], bool]]:
@@ -57,7 +59,11 @@ def compiling_in_background(run: Run, cfg: Config, iteration: int) -> Iterator[C
             if status and not has_warned:
                 has_warned = True
                 lines = errors.read_text(errors="replace").strip().splitlines()
-                reason = lines[-1].removeprefix("error: ") if lines else f"the process ended with status {status}"
+                reason = (
+                    lines[-1].removeprefix(f"{Path(folder) / CONFIG}: ")
+                    if lines
+                    else f"the process ended with status {status}"
+                )
                 text = f"trainer.compile: background: running eager, slower per step: {reason}"
                 warnings.warn(text, RuntimeWarning, stacklevel=3)
             return _switched(switch, status == 0, iteration)
@@ -97,10 +103,11 @@ def _switched(switch: Switch, ready: bool, iteration: int) -> bool:
 
 def _command(cfg: Config, folder: Path) -> list[str]:
     """Write the config to the folder, and return the command that compiles a run with this config."""
-    path, text = folder / "config.json", cfg.model_dump_json()
+    path, text = folder / CONFIG, cfg.model_dump_json()
     path.write_text(text)
     imports = [argument for module in user_modules(text) for argument in ("--import", module)]
-    return [sys.executable, "-P", "-m", "ecrl", "compile", str(path), "--trainer.compile", "on", *imports]
+    keys = ["--trainer.compile", "on", "--trainer.log_freq", "1"]  # a call of the run has one iteration
+    return [sys.executable, "-P", "-m", "ecrl", "compile", str(path), *keys, *imports]
 
 
 def _env() -> dict[str, str]:

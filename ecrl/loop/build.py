@@ -97,15 +97,10 @@ def form_of(cfg: Config) -> Form:
     return planned_form(cfg, policy, make_algorithm(cfg.algorithm), static_of(cfg, policy))
 
 
-def is_eager(run: Run) -> bool:
-    """Return True if the run is not compiled, or if another process is still compiling the run."""
-    switch = switch_of(run.jit)
-    return run.jit is partial or (switch is not None and switch.eager)
-
-
 def form_in_use(run: Run) -> str:
     """Return "compiled" if no function of the run is eager, "eager" if all functions are eager, else "partly eager"."""
-    if is_eager(run):
+    switch = switch_of(run.jit)
+    if run.jit is partial or (switch is not None and switch.eager):
         return "eager"
     compilations = compilations_of(run.jit)
     faults = sum(one.fault is not None for one in compilations)

@@ -29,6 +29,7 @@ from ecrl.algorithms.core import (
     steps_taken,
 )
 from ecrl.algorithms.state_kinds import merge
+from ecrl.compile.background import switch_of
 from ecrl.compile.jit import compilations_of
 from ecrl.compile.vmap import host_values, vmapped
 from ecrl.config import Config, total_steps
@@ -51,7 +52,7 @@ from ecrl.loop.buffers import (
     with_gap,
     with_own_buffers,
 )
-from ecrl.loop.build import build, check_envs, check_rollout, device_of, is_eager, planned_form
+from ecrl.loop.build import build, check_envs, check_rollout, device_of, planned_form
 from ecrl.loop.contract import with_contract
 from ecrl.loop.finite_guard import FIELDS, KINDS, flags, restart_nonfinite, restarted_exploration, undo_update
 from ecrl.loop.initial_policy import initial_policy
@@ -463,9 +464,10 @@ def _iterations_per_call(run: Run, cfg: Config, borrowed: TensorDict) -> int:
     """Return the largest number of iterations that one call runs.
 
     Several iterations can be one call of a compiled run on a CPU, if an iteration is one graph, if all iterations have
-    the same graph, and if the state has no buffers.
+    the same graph, and if the state has no buffers. The run must be compiled from its first iteration on, so that all
+    calls run the same number of iterations.
     """
-    compiled = not is_eager(run) and device_of(cfg).type == "cpu"
+    compiled = run.jit is not partial and switch_of(run.jit) is None and device_of(cfg).type == "cpu"
     same_graph = _is_one_graph(run) and run.algorithm.phase is None
     return cfg.trainer.log_freq if compiled and same_graph and borrowed.is_empty() else 1
 
@@ -658,7 +660,7 @@ def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
     per_record, sample_step, logs, combined = steps_per_record(cfg), recorded, {}, Logs()
     own, borrowed = borrowed_leaves(state, kinds_of(run))
     data = data_of(run, device_of(cfg))
-    given = Borrowed(replaced(borrowed, data))
+    given, per_call = Borrowed(replaced(borrowed, data)), _iterations_per_call(run, cfg, borrowed)
     leaves, structure = flatten(own.clone())  # passing a list of tensors is faster than passing a TensorDict
     tf32, compilations, warned = _uses_tf32(cfg), compilations_of(run.jit), False
 
@@ -675,11 +677,10 @@ def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
         return [record, {**record, "log_type": "train", "logs": logs["train"] | combined}]
 
     with compiling_in_background(run, cfg, step // size) as switched:
-        per_call = _iterations_per_call(run, cfg, borrowed)
         while step < end:
             known = len(compilations)
-            if switched(step // size):  # the run was eager and is compiled now
-                graph, per_call = (None, 0), _iterations_per_call(run, cfg, borrowed)
+            if switched(step // size):
+                graph = (None, 0)  # the next iteration compiles, or loads the compiled code
             count = min(per_call, math.ceil(min(per_record - step % per_record, end - step) / size))
             # each phase and each number of iterations has its own graph
             if (now := (phase_of(run, state), count)) != graph:

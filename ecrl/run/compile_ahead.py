@@ -28,7 +28,7 @@ def compile_ahead(cfg: Config) -> list[Compilation]:
     if cfg.trainer.distributed or world_size() > 1:
         raise ConfigError("trainer.distributed: only runs of one process can be compiled ahead; set it to false")
     if cfg.trainer.compile == "background":
-        cfg = cfg.replace(**{"trainer.compile": "on"})
+        cfg = cfg.replace(**{"trainer.compile": "on", "trainer.log_freq": 1})  # as in `ecrl.loop.background`
     run = build(cfg)
     if run.jit is partial:
         raise ConfigError(f"trainer.compile: {cfg.trainer.compile}, but the run is eager: {form_of(cfg).reason}")

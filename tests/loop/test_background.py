@@ -40,7 +40,7 @@ class FakeProcess:
         type(self).started += 1
         self.command, self.asked, self.is_killed = command, 0, False
         if self.status:
-            stderr.write(b"Traceback\nerror: no module named my_envs\n")
+            stderr.write(f"Traceback\n{command[5]}: no module named my_envs\n".encode())
             stderr.flush()
 
     def poll(self):
