@@ -86,7 +86,7 @@ def test_the_key_of_compiled_code_depends_on_the_graph_versions_threads_settings
         patch.setattr(codecache, "torch_key", lambda: b"another version")
         others.append(key_of(add_one, x))
     with monkeypatch.context() as patch:
-        patch.setattr(codecache, "parallel_num_threads", lambda: torch.get_num_threads() + 1)
+        patch.setattr(cpu, "_threads", lambda graph: torch.get_num_threads() + 1)
         others.append(key_of(add_one, x))
     with monkeypatch.context() as patch:
         cacheable = cpu._OPTIONS["unsafe_marked_cacheable_functions"]
