@@ -111,6 +111,6 @@ def _command(cfg: Config, folder: Path) -> list[str]:
 
 
 def _env() -> dict[str, str]:
-    """Return environment variables with which the process imports the same modules and uses as many threads."""
+    """Return environment variables. The process then imports the same modules, and uses as many threads."""
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     return os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": str(torch.get_num_threads())}
