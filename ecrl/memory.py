@@ -99,9 +99,9 @@ def keep_freed_memory() -> bool:
     """Let glibc keep up to 512 MiB of freed memory for later allocations. Return True if the setting has changed.
 
     An iteration allocates and frees tensors of the same sizes as the iteration before. By default, glibc returns this
-    memory to the operating system, which must clear every page again in the next iteration. On one core, iterations of
-    PPO with 64 environments then take 10 to 20 % longer. The setting is for the whole process. It does not change if an
-    environment variable such as MALLOC_TRIM_THRESHOLD_ configures glibc, or if the C library is not glibc.
+    memory to the operating system, which must clear every page again in the next iteration. The setting is for the
+    whole process. It does not change if an environment variable such as MALLOC_TRIM_THRESHOLD_ configures glibc, or if
+    the C library is not glibc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
     configured = any(name.startswith("MALLOC_") for name in os.environ)
