@@ -318,10 +318,10 @@ def register_reward(name: str, *, override: bool = False) -> Callable[[Callable]
 def register_expert(name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
     """Return a decorator that registers the function `make` as the scripted expert of the environment `name`.
 
-    The result of `make(cfg, env)` is a pure function `(state, keys) -> action`. `state` is the state `[*B]` of `env`,
-    and `keys` has one random key `[*B]` per action. `cfg` sets the faults of the expert, such as its noise or its
-    bias. If `make` has three parameters, the third parameter takes the section `env.cfg`. `ecrl.envs.make_expert` makes
-    experts.
+    The result of `make(cfg, env)` is a pure function `(state, keys) -> action`. `state` is a batch of states of `env`,
+    `[*B]`, and `keys`, `[*B]`, has one random key for each state. `cfg` sets the faults of the expert, such as its
+    noise or its bias. If `make` has three parameters, the third parameter takes the section `env.cfg`.
+    `ecrl.envs.make_expert` makes experts.
     """
     return _register("expert", name, override=override)
 
@@ -446,7 +446,7 @@ def lookup(kind: str, name: str) -> Entry:
     _import_builtin(kind, name)
     if name not in _ENTRIES.get(kind, ()):
         known = registered(kind)
-        _import_all_builtin()  # adds the advice for names of other libraries
+        _import_all_builtin()  # these modules add advice for names that exist only in other libraries
         if name in _ADVICE[kind]:
             raise KeyError(f"ecrl has no {kind} {name!r}; {_ADVICE[kind][name]}")
         short_name = repr(name if len(name) <= 60 else f"{name[:60]}...")

@@ -47,7 +47,8 @@ def flow_interpolate(data: Tensor, noise: Tensor, t: Tensor) -> Tensor:
     Returns: a tensor of the shape of `data`.
     Gradient: flows through all three arguments.
     Raises: ValueError naming the arguments whose shapes do not match.
-    Source: Lipman et al. 2023, arXiv:2210.02747, with the direction of time of Black et al. 2024, arXiv:2410.24164.
+    Source: Lipman et al. 2023, arXiv:2210.02747. Time runs as in openpi, the code of pi0: data at
+        0, noise at 1. In the papers, noise is at 0.
 
     >>> flow_interpolate(torch.tensor([4.0]), torch.tensor([0.0]), torch.tensor(0.25))
     tensor([3.])
@@ -73,8 +74,8 @@ def flow_matching_loss(velocity: Tensor, data: Tensor, noise: Tensor) -> Tensor:
     Returns: a tensor of the shape of `velocity`.
     Gradient: flows through all three arguments.
     Raises: ValueError naming the arguments whose shapes do not match.
-    Source: Lipman et al. 2023, arXiv:2210.02747, eq. 23, with the direction of time of Black et al. 2024,
-        arXiv:2410.24164.
+    Source: Lipman et al. 2023, arXiv:2210.02747, eq. 23. Time runs as in openpi, the code of pi0: data at
+        0, noise at 1. In the papers, noise is at 0.
 
     >>> flow_matching_loss(torch.tensor([1.0]), torch.tensor([4.0]), torch.tensor([2.0]))
     tensor([9.])
@@ -97,7 +98,8 @@ def flow_ode_step(sample: Tensor, velocity: Tensor, delta: Tensor) -> Tensor:
     Returns: the sample at time t - delta, in the shape of `sample`.
     Gradient: flows through all three arguments.
     Raises: ValueError naming the arguments whose shapes do not match.
-    Source: Lipman et al. 2023, arXiv:2210.02747, with the direction of time of Black et al. 2024, arXiv:2410.24164.
+    Source: Lipman et al. 2023, arXiv:2210.02747. Time runs as in openpi, the code of pi0: data at
+        0, noise at 1. In the papers, noise is at 0.
 
     >>> flow_ode_step(torch.tensor([3.0]), torch.tensor([2.0]), torch.tensor(0.5))
     tensor([2.])

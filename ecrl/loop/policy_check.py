@@ -364,7 +364,10 @@ def _values_of_actions(policy: Policy, params: TensorDict, record: _Record) -> T
 
 
 def _requiring_gradients(params: TensorDict, record: _Record) -> tuple[TensorDict, list[Tensor]]:
-    """Return the record's parameters, with `params` requiring gradients, and a list of the leaves that require them."""
+    """Return the record's parameters, with the fields of `params` in place of the fields of the same names.
+
+    The float leaves of `params` require gradients. The second result is the list of these leaves.
+    """
     moving = mapped(lambda x: x.detach().requires_grad_(x.is_floating_point()), params)
     others = {name: x for name, x in cast(Any, record.params.items()) if name not in params}
     leaves = [x for x in flatten(moving)[0] if x.requires_grad]

@@ -100,7 +100,10 @@ def _rows(x: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _new(x: Tensor) -> Tensor:
-    """Return a new tensor in the shape and the memory order of `x`, whose rows can be viewed as `[rows, T]`."""
+    """Return an uninitialised tensor in the shape of `x` that can be viewed as `[rows, T]`.
+
+    If `x` can be viewed as `[rows, T]` too, the tensor has the memory order of `x`.
+    """
     return torch.empty_like(x) if x.ndim <= 2 else torch.empty_like(x.flatten(0, -2)).view(x.shape)
 
 
@@ -232,7 +235,7 @@ def linear_recurrence(x: Tensor, decay: Tensor, cut: Tensor, last: Tensor, rever
         last: `[*B, 1]` in the dtype of `x`.
         reverse: True to run backwards in time.
 
-    Returns: `[*B, T]` in the dtype and the memory order of `x`.
+    Returns: `[*B, T]` in the dtype of `x`.
     Gradient: flows through `x`, `decay` and `last`.
 
     >>> no = torch.tensor([False, False])
@@ -283,6 +286,6 @@ def gae(
         gamma: float64, 0-d or `[*B, T]`.
         decay: float64, 0-d or `[*B, T]`: gamma * gae_lambda.
 
-    Returns: two tensors `[*B, T]` in the dtype and the memory order of `reward`.
+    Returns: two tensors `[*B, T]` in the dtype of `reward`.
     """
     return torch.ops.ecrl.gae.default(reward, value, next_value, terminated, done, gamma, decay)

@@ -11,7 +11,8 @@ from ecrl.spaces import Box
 class ActionBins(NamedTuple):
     """Bins of equal width between the bounds of each dimension of an action.
 
-    An action of the space has k steps with A dimensions each. A space of shape `[A]` has one step.
+    An action is a chunk of k single actions, which the environment takes one after the other. Each single action has A
+    dimensions. If the shape of `space` is `[A]`, k is 1.
 
     Attributes:
         space: Box with finite bounds, of shape `[A]` or `[k, A]`.

@@ -82,8 +82,8 @@ def _generator_states() -> list[bytes]:
 def _refusing_draws(label: str, keys: str) -> Iterator[None]:
     """Raise ConfigError if the block draws from torch's global generators.
 
-    If a graph is traced, an operation that would draw also raises the error. Other threads may draw. Code inside the
-    block may draw if it restores the generator's state.
+    While a graph is traced, every operation that would draw also raises the error. Other threads may draw. Code inside
+    the block may draw if it restores the generator's state.
     """
     before = [] if in_graph() else _generator_states()
     with noting_draws() as noted:

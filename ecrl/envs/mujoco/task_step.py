@@ -69,8 +69,8 @@ class Task:
 
     `prepare_starts` sets these two attributes:
         spare_key: the key of an acceptable start. An episode uses this key if all its random starts are unacceptable.
-        startup_neutral: True if startup events change only model parameters, and do not affect which starts are
-            acceptable.
+        startup_neutral: True if startup events change only parameters of the MuJoCo model, such as masses, and do not
+            affect which starts `acceptable` accepts.
 
     `task_env` sets the attribute `parts`: True if the observation is a Dict, and False if it is one vector.
     """
@@ -178,9 +178,9 @@ def _start_episode(task: Task, state: TensorDict, keys: Tensor) -> TensorDict:
 
 
 def _is_startup_neutral(task: Task, keys: Tensor) -> bool:
-    """Return True if startup events change only model parameters, and do not affect which starts are acceptable.
+    """Return True if startup events change only parameters of the MuJoCo model, such as masses.
 
-    Only the episodes of `keys` are tested.
+    They must also not affect which starts `task.acceptable` accepts. Only the episodes of `keys` are tested.
     """
     one, reset_events = initial_state(task, keys), task.events_of("reset")
     life = cast(TensorDict, one["life"]).copy()

@@ -43,7 +43,7 @@ def _checked(cfg: SceneJointConfig, sim: Simulation) -> str:
 
 @register_observation("get_joint_opening")
 def get_joint_opening(cfg: SceneJointConfig, sim: Simulation) -> Observe:
-    """Observe the position of a joint as a fraction of its range, `[*B, 1]`, 0 to 1. Use this term in mode add.
+    """Observe the position of a joint as a fraction of its range, `[*B, 1]`, 0 to 1. Requires `mode: "add"`.
 
     opening = (q - low) / (high - low)
     """

@@ -107,7 +107,7 @@ def _joint_entry(state: TensorDict, value: Tensor | None, joints: tuple[str, ...
 
 @register_observation("normalize_robot_joint_data")
 def normalize_robot_joint_data(cfg: NormalizeJointsConfig, sim: Simulation) -> Observe:
-    """Scale an entry such as robot/qpos from the joint limits to `range`. Use this term in mode modify.
+    """Scale an entry such as robot/qpos from the joint limits to `range`. Requires `mode: "modify"`.
 
         value'[j] = a + (b - a) (value[j] - low[j]) / (high[j] - low[j]),  (a, b) = range
 
@@ -132,7 +132,7 @@ def normalize_robot_joint_data(cfg: NormalizeJointsConfig, sim: Simulation) -> O
 
 @register_observation("get_robot_qpos")
 def get_robot_qpos(cfg: RobotQposConfig, sim: Simulation) -> Observe:
-    """Observe the positions of joints, `[*B, J]`, in rad or m, or scaled to `range`. Use this term in mode add.
+    """Observe the positions of joints, `[*B, J]`, in rad or m, or scaled to `range`. Requires `mode: "add"`.
 
         value[j] = a + (b - a) (q[j] - low[j]) / (high[j] - low[j]),  (a, b) = range
 
@@ -153,7 +153,7 @@ def get_robot_qpos(cfg: RobotQposConfig, sim: Simulation) -> Observe:
 
 @register_observation("get_robot_eef_pose")
 def get_robot_eef_pose(cfg: RobotEefPoseConfig, sim: Simulation) -> Observe:
-    """Observe the pose `[*B, 4, 4]` or the position `[*B, 3]` (m) of an end effector. Use this term in mode add."""
+    """Observe the pose `[*B, 4, 4]` or the position `[*B, 3]` (m) of an end effector. Requires `mode: "add"`."""
     site, position_only = tcp_of(sim, cfg.part_name), cfg.position_only
 
     def observe(state: TensorDict, value: Tensor | None) -> Tensor:
@@ -166,7 +166,7 @@ def get_robot_eef_pose(cfg: RobotEefPoseConfig, sim: Simulation) -> Observe:
 @register_observation("get_object_pose")
 @register_observation("get_rigid_object_pose")
 def get_object_pose(cfg: ObjectPoseConfig, sim: Simulation) -> Observe:
-    """Observe the pose of an object, of the robot's base or of a link. Use this term in mode add.
+    """Observe the pose of an object, of the robot's base or of a link. Requires `mode: "add"`.
 
     The entry is a matrix `[*B, 4, 4]`. If `to_matrix` is false, the entry is the position (m) and the quaternion
     w x y z with w >= 0, `[*B, 7]`. If `position_only` is set, the entry is the position (m), `[*B, 3]`.
@@ -187,7 +187,7 @@ def get_object_pose(cfg: ObjectPoseConfig, sim: Simulation) -> Observe:
 def get_object_body_scale(cfg: ObjectConfig, sim: Simulation) -> Observe:
     """Observe the size of an object divided by its size in the scene, along x, y and z, `[*B, 3]`, without a unit.
 
-    The entry is 1 unless `randomize_rigid_object_scale` changes the size. Use this term in mode add.
+    The entry is 1 unless `randomize_rigid_object_scale` changes the size. Requires `mode: "add"`.
     """
     uid = object_of(sim, cfg.entity_cfg, "entity_cfg")
     look_up("entity_cfg.uid", lambda: world.body_scale(sim, start(sim, ()), uid))
@@ -200,7 +200,7 @@ def get_rigid_object_physics_attributes(cfg: ObjectConfig, sim: Simulation) -> O
 
         [damping rate of the velocity (1/s), coefficient of sliding friction, inertia x y z (kg m^2), mass (kg)]
 
-    The values include the changes by events such as `randomize_rigid_object_mass`. Use this term in mode add.
+    The values include the changes by events such as `randomize_rigid_object_mass`. Requires `mode: "add"`.
     """
     uid = object_of(sim, cfg.entity_cfg, "entity_cfg")
     look_up("entity_cfg.uid", lambda: world.push(sim, uid, torch.zeros(3)))
@@ -216,7 +216,7 @@ def get_rigid_object_physics_attributes(cfg: ObjectConfig, sim: Simulation) -> O
 
 @register_observation("target_position")
 def target_position(cfg: TargetPositionConfig, sim: Simulation) -> Observe:
-    """Observe a target position that an event stores, `[*B, 3]` (m). Use this term in mode add."""
+    """Observe a target position that an event stores, `[*B, 3]` (m). Requires `mode: "add"`."""
     return lambda state, value: new_entry(value, target(state, cfg.target_pose_key))
 
 
@@ -227,7 +227,7 @@ def get_rigid_object_velocity(cfg: ObjectConfig, sim: Simulation) -> Observe:
     The first three values are the linear velocity of the body's origin (m/s). The last three values are the angular
     velocity (rad/s).
 
-    Use this term in mode add.
+    Requires `mode: "add"`.
     """
     body = object_of(sim, cfg.entity_cfg, "entity_cfg")
     try:
@@ -243,7 +243,7 @@ def get_rigid_object_velocity(cfg: ObjectConfig, sim: Simulation) -> Observe:
 
 @register_observation("get_robot_eef_velocity")
 def get_robot_eef_velocity(cfg: EefConfig, sim: Simulation) -> Observe:
-    """Observe the linear and angular velocity of an end effector, `[*B, 6]` (m/s and rad/s). Use this term in mode add.
+    """Observe the linear and angular velocity of an end effector, `[*B, 6]` (m/s and rad/s). Requires `mode: "add"`.
 
     velocity = J(q) dq/dt
     """
