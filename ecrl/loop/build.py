@@ -16,7 +16,6 @@ from ecrl.compile.jit import Form, choose_form, compilations_of
 from ecrl.config import Config, total_steps
 from ecrl.distributed import local_device, world_size
 from ecrl.envs import Env, auto_reset, clip_action, make_env, with_events
-from ecrl.envs.mujoco.camera_config import RecordCameraConfig
 from ecrl.envs.validate import check_fields
 from ecrl.errors import ConfigError
 from ecrl.kernels import scan
@@ -193,6 +192,10 @@ def with_training_wrappers(env: Env, cfg: Config, events: Literal["train", "eval
     if events is None:
         return env
     named = getattr(cfg.trainer.events, events).items()
+    if not named:
+        return env
+    from ecrl.envs.mujoco.camera_config import RecordCameraConfig  # imports the configs of MuJoCo scenes
+
     happening = {name: event for name, event in named if not isinstance(event.params, RecordCameraConfig)}
     return with_events(env, happening, f"trainer.events.{events}")
 
