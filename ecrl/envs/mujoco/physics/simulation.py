@@ -23,13 +23,13 @@ from ecrl.envs.mujoco.scene.models import STATE, Backend, Varied, field_of, load
 from ecrl.envs.mujoco.scene.scene import build
 from ecrl.errors import ConfigError
 
-_SUBSTEPS = 4  # default number of substeps; with substeps of 0.01 s, an environment takes 25 steps per second
+_SUBSTEPS = 4  # default number of substeps; with substeps of 0.01 s, an environment takes 25 steps per simulated second
 _HUGE = 1e10  # value of MuJoCo's mjMAXVAL; MuJoCo treats values of larger magnitude as invalid
 
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """A scene that is ready to be simulated. The function `simulation` returns the same object for equal configs.
+    """A scene that is ready to be simulated. The function `simulation` returns the same object for equal arguments.
 
     Attributes:
         model: the `MjModel` of the scene.
@@ -92,12 +92,12 @@ def simulation(
     varied: Varied = (),
     has_movable_base: bool = False,
 ) -> Simulation:
-    """Return the simulation of a scene. Simulations are cached, so a process reads the files of a scene only once.
+    """Return the simulation of a scene. Simulations are cached, so calls with equal arguments read the files only once.
 
     Args:
         cfg: config of the scene.
-        drives: pairs of a joint's name and a kind of drive, for all joints without a position drive, such as
-            `(("elbow_joint", "velocity"),)`.
+        drives: pairs of a joint's name, without the robot's prefix, and a kind of drive, for all joints without a
+            position drive, such as `(("elbow_joint", "velocity"),)`.
         varied: pairs of a model field's name and an object's name, for all fields that differ between environments,
             such as `(("body_mass", "cube"), ("body_inertia", "cube"), ("geom_friction", "cube"))`.
         has_movable_base: True if events may move the base of the robot. The base is then a mocap body.
@@ -162,9 +162,9 @@ def advance(
         control: controls of the actuators, `[*B, nu]` float. The controls are constant during the step.
         force: forces (N or N m) along the degrees of freedom, `[*B, nv]` float; see `world.push`. None: no force.
 
-    Returns: the worlds after the step, and a mask of the failed steps, bool `[*B]`. A step fails if a control, a force
-        or an entry of the next state is not finite, or its magnitude reaches 1e10. A world whose step failed is
-        returned unchanged. The caller must end the episode of this world.
+    Returns: the worlds after the step, and a mask of the failed steps, bool `[*B]`. A step fails if the magnitude of a
+        control, of a force or of an entry of the next state reaches 1e10, or if one of them is NaN. A world whose step
+        failed is returned unchanged. The caller must end the episode of this world.
     Gradient: none. Raises ValueError if autograd would record the step.
     """
     before, inputs = world["physics"], _inputs(sim, world, control, force)

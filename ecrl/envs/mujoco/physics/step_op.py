@@ -2,8 +2,9 @@
 
 A state is a float64 vector in the layout of `mj_getState` for the components in `models.STATE`. The state, the control
 and the parameters determine the next state. `mujoco.batch` steps the simulations in parallel, on its own threads and
-without the GIL. Equal states, controls and parameters give bitwise equal results for any number of threads and in any
-batch. If a model is loaded for Warp, `ecrl.envs.mujoco.physics.warp_step` steps the model on the device of the state.
+without the GIL. With `mujoco.batch`, equal states, controls and parameters give bitwise equal results for any number of
+threads and in any batch. If a model is loaded for Warp, `ecrl.envs.mujoco.physics.warp_step` steps the model on the
+device of the state.
 """
 
 import os

@@ -71,8 +71,9 @@ def packages() -> Iterator[tuple[Any, Any]]:
 def make_warp_model(mjw: Any, model: Any, batch_sizes: dict[str, int]) -> Any:
     """Convert a MuJoCo model to a Warp model on Warp's current device.
 
-    `batch_sizes` maps each varied field to the number of its copies. The flag that disables automatic resets is
-    cleared, because Warp does not know this flag. Warp never resets a simulation automatically.
+    `batch_sizes` maps the name of each field that differs between simulations to the number of its copies. The flag
+    that disables automatic resets is cleared, because Warp does not know this flag. Warp never resets a simulation
+    automatically.
     """
     model = copy(model)
     model.opt.disableflags = int(model.opt.disableflags) & ~int(mujoco().mjtDisableBit.mjDSBL_AUTORESET)

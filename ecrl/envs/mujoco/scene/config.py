@@ -1,7 +1,7 @@
 """Config models of a scene: the robot, the objects, a floor or an MJCF file, and the physics step.
 
-The config keys are the same as in EmbodiChain. The attribute `inert` of a Config model maps each key that MuJoCo cannot
-use to the reason. An inert key is ignored with a warning.
+Most config keys have the same names as in EmbodiChain. The attribute `inert` of a Config model maps each key of
+EmbodiChain that ecrl does not use to the reason, or to a key to use instead. An inert key is ignored with a warning.
 """
 
 from typing import Annotated, ClassVar, Literal
@@ -24,7 +24,7 @@ PerJoint = Annotated[
     Annotated[NonNegative, NUMBER] | _List | Annotated[dict[str, NonNegative], OBJECT],
     by_kind("a number, a list of numbers, or an object with a number for each joint name"),
 ]
-"""One value for all joints, a list with one value per joint, or a dictionary that maps joint names to values."""
+"""One value for all joints, a list with one value per joint, or a dictionary from joint names or patterns to values."""
 
 _NAME = r"^[^\x00]+$"  # MuJoCo truncates a name at the first NUL character
 _OWN_SOLVER = "the action term EefPoseTerm has its own inverse kinematics, on the robot's joints"
@@ -114,9 +114,11 @@ class BackgroundConfig(RigidObjectConfig):
 class DriveConfig(ConfigModel):
     """Config of the drives that move the robot's joints.
 
-    A drive acts like a spring and a damper between a joint and the joint's target.
+    By default, a joint has a position drive, which acts like a spring and a damper between the joint and its target:
 
-    force = clamp(stiffness (target - position) - damping velocity, +-max_effort)
+        force = clamp(stiffness (target - position) - damping velocity, +-max_effort)
+
+    The action terms `QvelTerm` and `QfTerm` need drives of other kinds; see their descriptions.
     """
 
     inert: ClassVar = {
@@ -144,14 +146,15 @@ class SolverConfig(ConfigModel):
 
     tcp: Annotated[tuple[_Row, _Row, _Row, _Row], Field(strict=False)] = Field(
         default=((1.0, 0.0, 0.0, 0.0), (0.0, 1.0, 0.0, 0.0), (0.0, 0.0, 1.0, 0.0), (0.0, 0.0, 0.0, 1.0)),
-        description="pose of the end effector in the frame of the flange, as a 4x4 matrix, m",
+        description="pose of the end effector in the frame of the link end_link_name, or of the flange of a built-in "
+        "arm, as a 4x4 matrix, m",
     )
     end_link_name: str | None = Field(
         None,
         min_length=1,
         description=(
-            "link of robot.model that holds the end effector; by default, the link that the robot defines, or the link "
-            "of the part's last joint"
+            "link that holds the end effector, for a robot from a file; by default, the link that the robot defines, "
+            "or else the flange of an arm with a hand, or else the link that the part's last joint moves"
         ),
     )
 
@@ -161,7 +164,9 @@ class ComponentConfig(ConfigModel):
 
     component_type: Literal["arm", "hand"] = Field(description="arm, or hand at the flange of the arm")
     urdf_path: str = Field(
-        min_length=1, description="path of a URDF file, also looked up below $MENAGERIE_ROOT, or the text of the file"
+        min_length=1,
+        description="path of a URDF file, also looked up below $MENAGERIE_ROOT; or the text of the file; or "
+        "builtin:two_finger_gripper, for a hand",
     )
     transform: Annotated[tuple[_Row, _Row, _Row, _Row], Field(strict=False)] | None = Field(
         None, description="pose of a hand in the frame of the flange, as a 4x4 matrix, m; if absent, no offset"
@@ -292,7 +297,7 @@ class SceneConfig(ConfigModel):
     )
     physics: PhysicsConfig = Field(PhysicsConfig.model_construct(), description="time step, solver and backend")
     sim_steps_per_control: Steps | None = Field(
-        None, description="physics steps per environment step; 4 if target_control_frequency is also absent"
+        None, description="physics steps per environment step; by default 4, unless target_control_frequency is set"
     )
     target_control_frequency: Positive | None = Field(
         None, description="environment steps per second, Hz; an alternative to sim_steps_per_control"

@@ -68,7 +68,7 @@ def mujoco() -> Any:
 def load(model: Any, threads: int = 0, varied: Varied = (), backend: Backend = "mujoco") -> int:
     """Store a copy of a model for this process, and return an integer that identifies the copy.
 
-    The returned handle is a hash of the arguments, so equal models have the same handle in every process.
+    The returned handle is a hash of all arguments, so equal arguments give the same handle in every process.
 
     Args:
         model: a `mujoco.MjModel`.
