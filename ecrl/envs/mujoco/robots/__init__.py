@@ -1,1 +1,1 @@
-"""Robots of MuJoCo tasks: the built-in robots, their drives, and kinematics."""
+"""Robots of MuJoCo tasks: built-in robots, robots from files, their drives, and kinematics."""

@@ -33,13 +33,14 @@ Matrix = tuple[tuple[float, ...], ...]
 
 
 class Builtin(NamedTuple):
-    """A built-in robot: a function that builds the robot, the names of its joints, and its default settings.
+    """A robot: a function that builds the robot, the names of its joints, and its default settings.
 
-    `build(base, tcp, has_hand)` adds the robot to the body `base` of an MjSpec. `tcp` maps each part of the robot to
-    the pose of the part's end effector. If `has_hand` is True, the arm gets no tool. `flange` maps each part to the
-    position (m) of the part's tool in the frame of the last link. `stiffness`, `damping` and `max_effort` are the
-    default settings of the drives. `aliases` are EmbodiChain's names of the joints, in the order of `joints`. `grip`
-    maps each joint of a gripper to its positions in the open and in the closed gripper.
+    A robot from a file also has a `Builtin`, whose function `build` does nothing. `build(base, tcp, has_hand)` adds a
+    built-in robot to the body `base` of an MjSpec. `tcp` maps each part of the robot to the pose of the part's end
+    effector. If `has_hand` is True, the arm gets no tool. `flange` maps each part to the position (m) of the part's
+    flange in the frame of the last link. `stiffness`, `damping` and `max_effort` are the default settings of the
+    drives. `aliases` are EmbodiChain's names of the joints, in the order of `joints`. `grip` maps each joint of a
+    gripper to its positions in the open and in the closed gripper.
     """
 
     build: Callable[[Any, dict[str, Matrix], bool], None]
@@ -139,4 +140,4 @@ ROBOTS = {
         max_effort=(100_000.0, 100_000.0),
     ),
 }
-"""Built-in robots by name. The cart-pole has the same drives and home position as in EmbodiChain's CartPoleRL."""
+"""Built-in robots by name. The cart-pole has the same drives as in EmbodiChain's CartPoleRL."""

@@ -67,8 +67,8 @@ class Part(NamedTuple):
     """A component of a robot.
 
     Attributes:
-        source: path or text of a URDF file; None for a built-in robot.
-        builtin: name of the built-in robot, or None.
+        source: path or text of a URDF file; None for a built-in arm.
+        builtin: name of the built-in robot that is the arm; None for a component with a `source`.
         key: config key of the component, for error messages.
         transform: pose of a hand in the frame of the flange.
     """

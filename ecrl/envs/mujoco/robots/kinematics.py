@@ -37,8 +37,8 @@ class Joint(NamedTuple):
 class FreeRotation(NamedTuple):
     """A ball joint, free body or mocap body, with the fixed transforms before and after its rotation.
 
-    `position` and `quaternion` are the first columns of the position and of the quaternion in the argument `positions`
-    of `follow`. `position` is None for a ball joint.
+    `position` and `quaternion` are the indices of the first column of the position and of the quaternion in the
+    argument `positions` of `follow`. `position` is None for a ball joint.
     """
 
     position: int | None

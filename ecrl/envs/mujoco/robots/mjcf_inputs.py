@@ -18,7 +18,8 @@ _FOLDERS = ("meshdir", "texturedir", "assetdir")
 def check_mjcf_inputs(source: str, key: str) -> None:
     """Raise ConfigError, which names `key`, if an MJCF file reads a file outside $ECRL_INPUT_FOLDERS.
 
-    If this variable is not set, the function does nothing.
+    If this variable is not set, the function does nothing. If this variable is set, files that cannot be read, plugins
+    and XML namespaces also raise ConfigError, because the function cannot check them.
 
     Args:
         source: path or text of the MJCF file. Relative paths in the MJCF start at the folder of the file. If `source`

@@ -137,8 +137,9 @@ def _per_joint(values: PerJoint | None, defaults: tuple[float, ...], built: Buil
 def _matching(names: tuple[str, ...], built: Builtin, key: str) -> tuple[str, ...]:
     """Return the joints that `names` select, in the order of `names`.
 
-    Each of `names` is the name of a joint or a regular expression. The expression must fit the whole name of a joint,
-    or EmbodiChain's whole name of the joint. An expression that fits no joint is tried again, ignoring case.
+    Each of `names` is the name of a joint or a regular expression. An expression selects a joint if it matches the
+    joint's whole name or the joint's whole alias. The aliases (`built.aliases`) are EmbodiChain's names of the joints.
+    An expression that matches no joint is tried again, ignoring case.
 
     Raises: ConfigError, which names `key`, if a name fits no joint, or if a joint is selected twice.
     """
@@ -240,8 +241,8 @@ def _is_fixed_to(link: Any, body: Any) -> bool:
 def _end_body(spec: Any, cfg: RobotConfig, part: str, joint: str, assembly: "_Assembly") -> Any:
     """Return the body that holds the end effector of a part: `end_link_name`, the flange, or the body of `joint`.
 
-    An arm with a hand ends at the flange. The same holds for a part with another name, if its last joint is also the
-    last joint before the flange.
+    For a robot from a file, the end effector of the part `arm` is at the flange if the arm has a hand. The same holds
+    for a part with another name, if its last joint is also the last joint before the flange.
     """
     link, key = _end_link(cfg, part), f"robot.solver_cfg.{format_key(part)}.end_link_name"
     is_of_hand, body, flange = joint in assembly.hand_joints, spec.joint(joint).parent, assembly.flange
@@ -290,8 +291,8 @@ def _no_shapes(base: Any, tcp: dict[str, Matrix], has_hand: bool) -> None:
 def _from_file(cfg: RobotConfig, drives: Mapping[str, Drive], is_trusted: bool) -> tuple[Any, Builtin]:
     """Read a robot from a URDF or MJCF file. `is_trusted` is True for the file of a registered robot.
 
-    If the config has no drive settings, a robot from an MJCF file has the actuators of the file. A robot from a URDF
-    file gets drives that follow from the efforts of its joints.
+    If the config has no drive settings, a robot from an MJCF file has the actuators of the file. By default, the drives
+    of a robot from a URDF file follow from the efforts of its joints.
     """
     source, root = cfg.model or "", os.environ.get("MENAGERIE_ROOT", "")
     if source.startswith(PREFIX):
@@ -317,7 +318,7 @@ def _as_described(built: Builtin, model: RobotModel) -> Builtin:
 
 
 def _from_urdf(spec: Any, part: str = "arm") -> tuple[Any, Builtin]:
-    """Return the MjSpec of a URDF file and its `Builtin`. `joints` excludes joints that follow another joint."""
+    """Return the MjSpec of a URDF file and its `Builtin`, whose `joints` exclude joints that follow another joint."""
     following = {follower.name for follower in urdf.followers(spec)}
     joints = tuple(name for name in hinges_and_slides(spec) if name not in following)
     if not joints:

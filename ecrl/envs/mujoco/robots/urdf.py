@@ -168,9 +168,10 @@ def _limits(joint: ElementTree.Element, where: str) -> tuple[float, float, float
 def _balance_inertias(robot: ElementTree.Element, key: str) -> None:
     """Replace physically impossible moments of inertia, with one warning.
 
-    The principal moments of a body satisfy `A + B >= C`. MuJoCo refuses other moments. ecrl replaces them
-    by `(A + B + C) / 3` about all axes, as MuJoCo's option `balanceinertia` does. The moments of a plate satisfy
-    `A + B = C`. Due to rounding, MuJoCo refuses some plates, so A and B of a plate are multiplied by 1 + 2e-6.
+    The principal moments A <= B <= C of a body satisfy `A + B >= C`, and MuJoCo refuses other moments. If A > 0 and
+    `A + B < C`, ecrl replaces the moments by `(A + B + C) / 3` about all axes, as MuJoCo's option `balanceinertia`
+    does. The moments of a plate satisfy `A + B = C`. Due to rounding, MuJoCo refuses some plates, so A and B of a plate
+    are multiplied by 1 + 2e-6. If A is 0 or negative, the moments are not changed.
     """
     changed: list[str] = []
     for link in robot.findall("link"):
