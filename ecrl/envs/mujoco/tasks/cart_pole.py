@@ -47,7 +47,7 @@ class CartPoleExtensions(ConfigModel):
 
 
 class CartPoleRLConfig(TaskConfig):
-    """Config of CartPoleRL. The default scene and the default terms are the same as in EmbodiChain's config."""
+    """Config of CartPoleRL. The default settings of the robot and the terms are the same as in EmbodiChain's config."""
 
     robot: CartRobotConfig | None = Field(CartRobotConfig.model_construct(), description="the cart-pole")
     max_episode_steps: int = Field(500, ge=1, lt=2**31, description="time limit, steps")

@@ -212,7 +212,7 @@ def _distance(offset: Tensor) -> Tensor:
 
 
 def _from_above(offset: Tensor, height: float, aligned: float) -> Tensor:
-    """Return `offset` (m), plus `height` upwards if the horizontal part of `offset` is above `aligned`."""
+    """Return `offset` (m), plus `height` upwards if the horizontal part of `offset` is longer than `aligned`."""
     upwards = offset.new_tensor([0.0, 0.0, height])
     return offset + torch.where(_distance(offset[..., :2]) > aligned, upwards, 0.0)
 
@@ -257,7 +257,7 @@ def stack_cube_expert(cfg: ExpertConfig, env: Env, task: StackCubeConfig) -> Exp
 
         e      = base + offset - cube, from the cube to its place on the other cube
         motion = e + (0, 0, 0.06)  if the cube is grasped and |e_xy| > 0.012 m
-                 e                 if the cube is grasped otherwise
+                 e                 if the cube is grasped and |e_xy| <= 0.012 m
         placed = |e_xy| < 0.012 m and |e_z| < 0.006 m; the gripper then opens and stays where it is
 
     The lengths are multiplied by the scale of the task. `bias` shifts the cube along x until the cube is grasped.

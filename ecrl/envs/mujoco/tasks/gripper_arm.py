@@ -23,7 +23,9 @@ _ACTIONS: Any = {
     "arm": {"func": "DeltaEefPoseTerm", "params": {"scale": 0.03}},
     "gripper": {"func": "GripperTerm"},
 }
-"""Action terms: three actions move the end effector by up to 0.03 m per step, and one action moves the gripper."""
+"""Action terms: three actions move the end effector by up to 0.03 m per step along each axis, and one action moves the
+gripper.
+"""
 
 ROBOT_OBSERVATIONS: Any = {
     "robot_qpos": {"func": "normalize_robot_joint_data", "mode": "modify", "name": "robot/qpos"},
@@ -41,6 +43,6 @@ class GripperTaskConfig(TaskConfig):
     max_episode_steps: int = Field(100, ge=1, lt=2**31, description="time limit, steps")
     actions: dict[str, ActionConfig] = Field(
         default_factory=partial(parse_terms, ActionConfig, _ACTIONS),
-        description="action terms by name; by default three actions move the end effector by up to 0.03 m per step, "
-        "and one action opens and closes the gripper",
+        description="action terms by name; by default three actions move the end effector by up to 0.03 m per step "
+        "along each axis, and one action opens and closes the gripper",
     )

@@ -118,7 +118,8 @@ def pick_cube(cfg: PickCubeConfig) -> Env:
         failure: cube_z < -0.1 scale, m
 
     Success or failure ends the episode. A state is an acceptable start if d >= start_distance. The metrics are
-    `distance_to_goal`, which is d, and `grasped`, which is 1 while two fingers hold the cube, and 0 otherwise.
+    `distance_to_goal`, which is d, and `grasped`, which is 1 while two fingers press on the cube from opposite sides,
+    and 0 otherwise.
     """
     scale, cfg = scale_of(cfg), scaled(cfg)
     ext, uid, key = cfg.extensions, cfg.extensions.object_uid, cfg.extensions.target_pose_key

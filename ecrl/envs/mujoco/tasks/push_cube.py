@@ -1,4 +1,4 @@
-"""The task PushCubeRL: an arm pushes a cube to a goal on the floor. The constants are the same as in EmbodiChain."""
+"""The task PushCubeRL: an arm pushes a cube to a goal on the floor. The default cube and terms are EmbodiChain's."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -73,7 +73,7 @@ class PushCubeExtensions(ConfigModel):
         0.1, description="horizontal distance to the goal, m, below which the episode is a success"
     )
     start_distance: Annotated[NonNegative, LENGTH] = Field(
-        0.15, description="smallest distance from cube to goal at the start, m"
+        0.15, description="smallest horizontal distance from the cube to the goal at the start, m"
     )
     hold_time: NonNegative = Field(
         0.0,
@@ -87,7 +87,10 @@ class PushCubeExtensions(ConfigModel):
 
 
 class PushCubeConfig(ScalableTaskConfig):
-    """Config of PushCubeRL. The default scene and the default terms are the same as in EmbodiChain's config."""
+    """Config of PushCubeRL. The default cube and the default terms are the same as in EmbodiChain's config.
+
+    Unlike in EmbodiChain, the default arm has no gripper, and its drives have the settings of the built-in arm.
+    """
 
     robot: RobotConfig | None = Field(
         RobotConfig.model_construct(uid="Manipulator"), description="the arm, with its base at the origin"

@@ -117,7 +117,8 @@ class ReachColorConfig(TaskConfig):
         "position, scaled to [-1, 1]",
     )
     observe_joints: bool = Field(
-        False, description="observe robot/qpos, robot/qvel and robot/qf, the positions, velocities and forces of joints"
+        False,
+        description="observe robot/qpos, robot/qvel and robot/qf: joint positions, joint velocities and drive forces",
     )
     rewards: dict[str, RewardConfig] = Field(
         default_factory=partial(parse_terms, RewardConfig, _REWARDS),

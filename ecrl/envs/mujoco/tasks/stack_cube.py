@@ -78,11 +78,11 @@ class StackCubeExtensions(ConfigModel):
     )
     horizontal_threshold: Annotated[Positive, LENGTH] = Field(
         0.025,
-        description="horizontal distance to the place on the other object, m, below which the episode is a success",
+        description="largest horizontal distance of the object from its place on the other object at a success, m",
     )
     vertical_threshold: Annotated[Positive, LENGTH] = Field(
         0.01,
-        description="vertical distance to the place on the other object, m, below which the episode is a success",
+        description="largest vertical distance of the object from its place on the other object at a success, m",
     )
     rest_speed: Annotated[Positive, LENGTH] = Field(0.1, description="speed, m/s, below which the object is at rest")
 
@@ -131,7 +131,7 @@ def stack_cube(cfg: StackCubeConfig) -> Env:
         failure: cube_z < -0.1 scale or base_z < -0.1 scale, m
 
     Success or failure ends the episode. The metrics are `distance_to_place`, which is |e|, and `grasped`, which is 1
-    while two fingers hold the cube, and 0 otherwise.
+    while two fingers press on the cube from opposite sides, and 0 otherwise.
     """
     scale, cfg = scale_of(cfg), scaled(cfg)
     ext, uid, base = cfg.extensions, cfg.extensions.object_uid, cfg.extensions.base_uid
