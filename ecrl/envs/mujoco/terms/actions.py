@@ -107,7 +107,9 @@ class DefaultPositionConfig(JointsConfig):
     )
     scale: _Numbers = Field(1.0, description="factor from action to position, rad or m: one value, or one per joint")
     clip: Positive | None = Field(
-        None, le=1e6, description="actions are clamped to [-clip, clip]; if absent, the bound is 1, without clamping"
+        None,
+        le=1e6,
+        description="actions are clamped to [-clip, clip]; if absent, their range is [-1, 1], and they are not clamped",
     )
 
     @model_validator(mode="after")
@@ -141,7 +143,8 @@ def delta_qpos(cfg: ScaledConfig, sim: Simulation) -> ActionTerm:
 def qpos(cfg: ScaledConfig, sim: Simulation) -> ActionTerm:
     """Set the target positions of joints (rad or m) to `scale * a`.
 
-    The action a is in [lowest / scale, highest / scale], where lowest and highest are the joint limits.
+    The action a is in [lowest / scale, highest / scale], where lowest and highest are the joint limits. A hinge without
+    limits is treated as if its limits were -pi and pi.
     """
     joints = _joints(cfg, sim)
     low, high = (tuple(x / cfg.scale for x in limits) for limits in ranges_of(sim, joints))
@@ -170,7 +173,7 @@ def qpos_denormalized(cfg: DenormalizedConfig, sim: Simulation) -> ActionTerm:
 
 @register_action("QposNormalizedTerm")
 def qpos_normalized(cfg: NormalizedConfig, sim: Simulation) -> ActionTerm:
-    """Set the target positions of joints by normalised actions: 0 is a joint's lowest position and 1 the highest.
+    """Set the target positions of joints by mapping actions from `range`, by default [0, 1], to the joint limits.
 
     This term is `QposDenormalizedTerm` with a default `range` of [0, 1]. EmbodiChain's term of the same name computes
     the inverse map, from positions to `range`. A drive cannot use the result of this inverse map.
@@ -239,7 +242,8 @@ def joint_position_gripper(cfg: GripperConfig, sim: Simulation) -> ActionTerm:
 
         target[arm] = a[:-1], rad or m;  target[finger] = lowest + (a[-1] + 1) / 2 * (highest - lowest)
 
-    The actions of the arm are between the joint limits. The last action is in [-1, 1].
+    The actions of the arm are between the joint limits, or between -pi and pi for a hinge without limits. The last
+    action is in [-1, 1].
     """
     joints = _joints(JointsConfig(robot_uid=None, part_name=cfg.part_name, joint_ids=None), sim)
     arm = ActionTerm(joints, "position", *ranges_of(sim, joints), lambda state, action: action)

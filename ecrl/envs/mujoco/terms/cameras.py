@@ -50,21 +50,23 @@ def _refuse_in_task(cfg: RecordCameraConfig, sim: Simulation) -> Apply:
 
 @register_event("record_camera_data")
 def record_camera_data(cfg: RecordCameraConfig, sim: Simulation) -> Apply:
-    """Record an mp4 video of every evaluation, or of the rollout of every iteration, at 20 frames per second.
+    """Record an mp4 video of every evaluation or of rollouts, at 20 frames per second.
 
-    The video is written in the background. If writing is slower than training, training waits for the video. Recording
-    does not change the environments. The event's `interval_step` is the number of environment steps from one frame to
-    the next.
+    Under `trainer.events.eval`, the event records every evaluation. Under `trainer.events.train`, the event records the
+    rollout of every iteration, or of one iteration in `trainer.log_freq`. The video is written in the background. If
+    writing is slower than training, training waits for the video. Recording does not change the environments. The
+    event's `interval_step` is the number of environment steps from one frame to the next.
     """
     return _refuse_in_task(cfg, sim)
 
 
 @register_event("record_camera_data_async")
 def record_camera_data_async(cfg: RecordCameraAsyncConfig, sim: Simulation) -> Apply:
-    """Record an mp4 video like `record_camera_data`, but never make training wait for the video.
+    """Record an mp4 video like `record_camera_data`, but never make training wait for the video of a rollout.
 
-    By default, a video shows at most 4 environments. If an earlier video is still being drawn when the rollout of an
-    iteration ends, this iteration has no video.
+    By default, a video shows at most 4 environments. If an earlier video is still being recorded when the rollout of an
+    iteration ends, this iteration has no video. Videos of evaluations are recorded as by `record_camera_data`, so
+    training may wait for them.
     """
     return _refuse_in_task(cfg, sim)
 
@@ -87,7 +89,7 @@ def camera_image(cfg: CameraImageConfig, sim: Simulation) -> Observe:
     observation is then a Dict, because an image cannot be part of a float vector. The CPU draws the images, so use a
     small resolution.
 
-    Raises: ConfigError if the mode is modify. UserError if neither EGL nor OSMesa works.
+    Raises: ConfigError if the mode is modify. UserError if no OpenGL backend works.
     """
     handle = camera_handle(sim, cfg)
     return lambda state, value: new_entry(value, image(handle, state))

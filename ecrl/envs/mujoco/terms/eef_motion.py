@@ -52,10 +52,11 @@ def delta_eef_pose(cfg: DeltaEefPoseConfig, sim: Simulation) -> ActionTerm:
 
         pose_dim 3: e = (scale a, the rotation that turns the z axis to its direction at home)
         pose_dim 6: e = (scale a[0:3], the rotation vector rotation_scale a[3:6] in the world frame, rad)
-        target = q + J^T (J J^T + 0.001 I)^-1 e, scaled down so that no joint moves more than 0.5 rad or m
+        target = q + scaled(J^T (J J^T + 0.001 I)^-1 e)
 
-    J is the Jacobian of the end effector's pose at the current joint positions q. With pose_dim 3, the rotation
-    about the end effector's z axis is free, so the component of J about this axis is removed.
+    `scaled` scales the change down so that no joint moves by more than 0.5 rad or m. J is the Jacobian of the end
+    effector's pose at the current joint positions q. With pose_dim 3, the rotation about the end effector's z axis is
+    free, so the component of J about this axis is removed.
     """
     joints, site = part_of(sim, cfg.part_name), tcp_of(sim, cfg.part_name)
     world.actuators_of(sim, joints)

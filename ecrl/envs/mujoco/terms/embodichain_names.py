@@ -5,7 +5,7 @@ The error for such a name contains the advice. `docs/migration.md` lists all fun
 
 from ecrl.registry import add_advice
 
-_DEMONSTRATION = "it prepares scripted demonstrations, which no reinforcement learning uses; remove it"
+_DEMONSTRATION = "it prepares EmbodiChain's scripted demonstrations, which training in ecrl does not use; remove it"
 _GROUPS = "objects are listed one by one in rigid_object; name each of them in its own event"
 _AMBIENT = "images have one ambient color, light.ambient; use randomize_light to vary the direction and the color"
 _CAMERA_OFFSET = "observe the offset of randomize_camera_extrinsics by target_position with target_pose_key"

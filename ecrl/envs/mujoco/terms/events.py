@@ -70,10 +70,11 @@ class ScatterConfig(ConfigModel):
     entity_cfgs: Entities = Field(description="the objects, dynamic or kinematic")
     position_range: Annotated[Box, LENGTH] = Field(description="[lowest, highest] x y z, m")
     min_distance: Annotated[NonNegative, LENGTH] = Field(
-        0.0, description="smallest horizontal distance between two objects, m"
+        0.0, description="smallest horizontal distance between the centres of two objects, m"
     )
     min_tool_distance: Annotated[NonNegative, LENGTH] = Field(
-        0.0, description="smallest horizontal distance from an object to the end effector, m; 0 allows any distance"
+        0.0,
+        description="smallest horizontal distance from an object's centre to the end effector, m; 0: any distance",
     )
     part_name: str = Field("arm", description="part of the robot that has the end effector")
 
@@ -86,7 +87,7 @@ def scatter_rigid_objects(cfg: ScatterConfig, sim: Simulation) -> Apply:
     the positions is acceptable, the object gets the position that violates the distances the least. The velocities of
     dynamic objects become 0.
 
-    Raises: ConfigError if one of 256 tests finds no acceptable position for an object.
+    Raises: ConfigError if, in any of 256 test draws, an object finds no acceptable position.
     """
     uids = [object_of(sim, entity, "entity_cfgs") for entity in cfg.entity_cfgs]
     site = tcp_of(sim, cfg.part_name) if cfg.min_tool_distance else None

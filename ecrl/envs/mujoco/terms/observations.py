@@ -83,7 +83,7 @@ class ObjectPoseConfig(ObjectConfig):
 
     to_matrix: bool = Field(True, description="return a 4x4 matrix; false: x y z in m and the quaternion w x y z")
 
-    position_only: bool = Field(False, description="return only the position, x y z in m, instead of a 4x4 matrix")
+    position_only: bool = Field(False, description="return only the position, x y z in m; to_matrix then has no effect")
 
 
 class TargetPositionConfig(ConfigModel):
@@ -111,8 +111,8 @@ def normalize_robot_joint_data(cfg: NormalizeJointsConfig, sim: Simulation) -> O
 
         value'[j] = a + (b - a) (value[j] - low[j]) / (high[j] - low[j]),  (a, b) = range
 
-    The entry has one value per joint and no unit, `[*B, J]`. A hinge without limits is scaled as if its limits were -pi
-    and pi. The values of joints that are not selected are unchanged.
+    The entry has one value per joint, `[*B, J]`. Scaled values have no unit. A hinge without limits is scaled as if its
+    limits were -pi and pi. The values of joints that are not selected are unchanged.
     """
     known, chosen = sim.robot.joints, joints_of(cfg, sim)
     if others := [name for name in chosen if name not in known]:
@@ -187,7 +187,8 @@ def get_object_pose(cfg: ObjectPoseConfig, sim: Simulation) -> Observe:
 def get_object_body_scale(cfg: ObjectConfig, sim: Simulation) -> Observe:
     """Observe the size of an object divided by its size in the scene, along x, y and z, `[*B, 3]`, without a unit.
 
-    The entry is 1 unless `randomize_rigid_object_scale` changes the size. Requires `mode: "add"`.
+    The entry is 1 unless `randomize_rigid_object_scale` or `randomize_rigid_objects_scale` changes the size. Requires
+    `mode: "add"`.
     """
     uid = object_of(sim, cfg.entity_cfg, "entity_cfg")
     look_up("entity_cfg.uid", lambda: world.body_scale(sim, start(sim, ()), uid))

@@ -1,7 +1,8 @@
 """Random events that change masses, centres of mass, sizes, friction, gravity and velocities, or push objects.
 
 Masses, centres of mass, sizes, friction and gravity are fields of MuJoCo's model that differ between environments. Each
-environment keeps its values until the event happens again.
+environment keeps its values until the event happens again or the episode ends. A new episode starts with the values of
+the scene, to which the startup and reset events are then applied.
 """
 
 import re
@@ -88,7 +89,7 @@ class RandomizeRigidObjectMassConfig(ConfigModel):
 
 @register_event("randomize_rigid_object_mass")
 def randomize_rigid_object_mass(cfg: RandomizeRigidObjectMassConfig, sim: Simulation) -> Apply:
-    """Set the mass of an object to a random value. The object keeps its shape and a uniform density.
+    """Set the mass of an object to a random value. The inertia changes by the same factor as the mass.
 
         m' = draw, or m + draw, kg;  inertia' = inertia m' / m;  damping' = damping m' / m
 
@@ -214,7 +215,7 @@ def _fitting(pattern: str, links: dict[str, float]) -> list[str]:
 
 @register_event("randomize_articulation_mass")
 def randomize_articulation_mass(cfg: RandomizeArticulationMassConfig, sim: Simulation) -> Apply:
-    """Set the masses of links of the robot to random values. The links keep their shapes and a uniform density.
+    """Set the masses of links of the robot to random values. The inertia changes by the same factor as the mass.
 
         m' = draw, or m + draw, kg;  inertia' = inertia m' / m
 
@@ -398,8 +399,9 @@ def randomize_rigid_object_friction(cfg: RandomizeRigidObjectFrictionConfig, sim
 
         friction' = draw, tangential force per normal force
 
-    The coefficient applies to contacts with the floor, with the robot, and with fixed geoms of an MJCF file. If two
-    objects touch, the larger coefficient of the two objects applies.
+    The coefficient of an object in `rigid_object` or `background` applies to its contacts with the floor, with the
+    robot, and with geoms of an MJCF file whose `priority` is 0, the default. If two objects in `rigid_object` or
+    `background` touch, the larger coefficient applies.
     """
     uid = cfg.entity_cfg.uid
     scene_values(sim, "geom_friction", uid)
@@ -452,7 +454,8 @@ def push_rigid_object(cfg: PushRigidObjectConfig, sim: Simulation) -> Apply:
 
         force' = force + draw, N
 
-    A step of `dt` seconds changes the velocity of a free object of mass m by draw dt / m (m/s).
+    Without damping and contacts, a step of `dt` seconds changes the velocity of an object of mass m by draw dt / m
+    (m/s).
     """
     uid = _dynamic(sim, cfg.entity_cfg)
 

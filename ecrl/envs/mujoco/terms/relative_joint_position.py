@@ -33,7 +33,9 @@ class RelativeJointPositionConfig(ConfigModel):
         1.0, description="change of position per unit of action, in rad or m; a number, or a list with one per joint"
     )
     clip: Positive | None = Field(
-        None, le=1e6, description="actions are clamped to [-clip, clip]; if absent, the bound is 1, without clamping"
+        None,
+        le=1e6,
+        description="actions are clamped to [-clip, clip]; if absent, their range is [-1, 1], and they are not clamped",
     )
 
     @model_validator(mode="after")

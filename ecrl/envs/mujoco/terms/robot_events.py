@@ -138,9 +138,9 @@ def randomize_robot_eef_pose(cfg: RandomizeEefPoseConfig, sim: Simulation) -> Ap
         position' = position + draw, m        rotation' = rotation R(draw)
 
     `position` and `rotation` are the current pose in the world frame. `R(a) = Rx Ry Rz` is the rotation by the three
-    angles a in degrees, about the axes of the end effector. Without a range, the position or the rotation does not
-    change. If the remaining error is larger than `position_tolerance` or `rotation_tolerance`, the joints of the part
-    do not move.
+    angles a in degrees, about the axes of the end effector. Without `position_range`, the position does not change.
+    Without `rotation_range`, the rotation does not change. If the remaining error is larger than `position_tolerance`
+    or `rotation_tolerance`, the joints of the part do not move.
 
     The event does not change the targets of the drives; see `randomize_robot_qpos`.
     """
