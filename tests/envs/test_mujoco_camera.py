@@ -158,7 +158,7 @@ def test_the_first_opengl_that_works_is_taken(monkeypatch, set_to, works, tried)
         assert choose() == tried[-1]
     else:
         named = " and ".join(tried) + (", set by MUJOCO_GL" if set_to else "")
-        with pytest.raises(UserError, match=rf"neither EGL .* \(tried {named}\); install a backend, such as"):
+        with pytest.raises(UserError, match=rf"no OpenGL backend .* \(tried {named}\); install a backend, such as"):
             choose()
     assert tried_kinds == tried
 

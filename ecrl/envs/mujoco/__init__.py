@@ -1,1 +1,1 @@
-"""MuJoCo environments as pure functions. A torch operator steps the physics, and JSON configs describe the scenes."""
+"""MuJoCo environments as pure functions. A torch operator steps the physics, and configs describe the scenes."""

@@ -33,8 +33,8 @@ SETTINGS = (EYE, TARGET, UP, FOCAL, CENTER, DIRECTION, COLOR)
 COLOR_OF, SIZE_OF = "color/", "size/"
 """Prefixes of the names of targets that hold the color or the size of an object, such as `color/cube`.
 
-Targets with these prefixes, and the targets in `SETTINGS`, are not positions. A disc in the images marks each other
-target that has 3 elements.
+Targets with these prefixes, and the targets in `SETTINGS`, are not positions. Every other target with 3 elements is a
+position, which a disc marks in the images.
 """
 
 _GOAL = np.array([0.1, 0.75, 0.3, 0.5], np.float32)
@@ -66,7 +66,7 @@ def backend() -> str:
         if not subprocess.run(command, env=environment | {"MUJOCO_GL": name}, capture_output=True).returncode:
             return name
     tried = " and ".join(names) + (", set by MUJOCO_GL" if len(names) == 1 else "")
-    fault = f"cameras: neither EGL nor OSMesa works on this machine (tried {tried})"
+    fault = f"cameras: no OpenGL backend works on this machine (tried {tried})"
     raise UserError(
         f"{fault}; install a backend, such as: apt-get install libegl1 libgl1-mesa-dri, or remove the camera"
     )
@@ -99,8 +99,8 @@ def _drawn_model(model: Any, camera: CameraConfig) -> Any:
 def _canvas(model: Any, width: int, height: int) -> Iterator[Callable[[Any], np.ndarray]]:
     """Open an offscreen renderer, and yield a function that draws an `MjvScene` with this renderer.
 
-    All calls of the yielded function write to the same array and return it. Call the yielded function only in the
-    thread that entered the context manager.
+    All calls of the yielded function write to the same array and return a view of it. Call the yielded function only in
+    the thread that entered the context manager.
     """
     gl = mujoco()
     window, viewport = _context(width, height), gl.MjrRect(0, 0, width, height)
@@ -199,8 +199,8 @@ def scene_colors(sim: Simulation) -> dict[str, tuple[float, ...]]:
 def sizes_of(sim: Simulation, worlds: Any) -> dict[str, Any]:
     """Return a dictionary that maps names such as `size/cube` to MuJoCo's `geom_size` of the object, `[*B, 3]` (m).
 
-    The dictionary contains only the objects whose size differs between environments.
-    `worlds` has the field `parameters` if any model field varies.
+    The dictionary contains only the objects whose size differs between environments. `worlds` has the field
+    `parameters` if any model field varies.
     """
     uids = (uid for field, uid in sim.varied if field == "geom_size" and uid in named_shapes(sim))
     return {SIZE_OF + uid: world.parameter(sim, worlds, "geom_size", uid) for uid in uids}
@@ -235,7 +235,7 @@ def drawing(sim: Simulation, camera: CameraConfig) -> Iterator[Draw]:
     of `randomize_visual_material` change colors. An image depends only on its state and targets, and not on the images
     that were drawn before.
 
-    Raises: UserError if neither EGL nor OSMesa works.
+    Raises: UserError if no OpenGL backend works, see `backend`.
     """
     gl, model = mujoco(), _drawn_model(sim.model, camera)
     data, scene = gl.MjData(model), gl.MjvScene(model, 1000)

@@ -49,7 +49,7 @@ class CameraConfig(ConfigModel):
 class RecordCameraConfig(CameraConfig):
     """Settings of `record_camera_data`: a camera, and the videos that the camera records."""
 
-    name: str = Field("camera", pattern=r"^[\w-]+$", description="name of the videos")
+    name: str = Field("camera", pattern=r"^[\w-]+$", description="first part of the file names of the videos")
     max_env_num: Count = Field(16, description="maximum number of environments in a video, which shows them in a grid")
     save_path: Annotated[Path, Field(strict=False)] = Field(
         Path(), description="folder within videos/ of the run folder"

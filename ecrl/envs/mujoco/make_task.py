@@ -178,8 +178,8 @@ def _observation_space(task: Task, state: TensorDict, sizes: Mapping[str, tuple[
 
     `sizes` maps the name of each entry of integers to the number of possible values of each element.
 
-    Raises: ConfigError if there is no entry, if an entry has a wrong dtype, or if two entries have the same name in a
-        Dict. ConfigError is also raised if an image or integers would be part of a vector.
+    Raises: ConfigError if there is no entry, or if an image or integers would be part of a vector. If the observation
+        is a Dict, ConfigError is also raised if an entry has a wrong dtype, or if two entries have the same name.
     """
     entries, batch, form = observe_entries(task, state), len(state.batch_size), task.cfg.observation_form
     images = [name for name, entry in entries.items() if is_image(entry, batch)]
@@ -237,12 +237,13 @@ def task_env(
             success or fail is True.
         check_truncated: a function that maps (sim, state) to bool `[*B]`. The value True truncates an episode before
             the time limit. If `check_truncated` is given, the environment's `min_truncation_gap` is 1.
-        get_reward: a function that maps (sim, state before a step, state after the step) to a reward `[*B]`. The reward
-            terms are added to this reward, which is logged as `rewards/task`.
+        get_reward: a function that maps (sim, state before a step, state after the step) to a reward `[*B]`, which is
+            logged as `rewards/task`. The reward terms of mode `add` are added to this reward.
         acceptable: a function that maps (sim, state) to bool `[*B]`, True if an episode may start in the state. Each
             episode draws up to 12 random starts and uses the first acceptable start. If all 12 starts are unacceptable,
-            the episode uses an acceptable start that was found when the task was created. `task_env` tests the starts
-            of 256 episodes, and raises ConfigError if one of these episodes finds no acceptable start.
+            the episode uses a start that was acceptable when the task was created. If startup events affect which
+            starts are acceptable, this start may be unacceptable in other environments. `task_env` tests the starts of
+            256 episodes, and raises ConfigError if one of these episodes finds no acceptable start.
         own_observations: observation terms that the task itself defines, by the name of their entry. The terms of the
             config are applied after `own_observations`.
         scale: factor by which the lengths of `cfg` have been multiplied. The lengths of events under `trainer.events`
@@ -253,7 +254,8 @@ def task_env(
 
     The Config model of an event may define these attributes:
 
-    - The property `stores` maps the name of each target that the event sets to the target's initial value.
+    - The property `stores` maps the name of each target that the event sets to the target's initial value. For the
+      color of an object and for the light, the value in the scene replaces this initial value.
     - The method `varied(sim)` lists the model fields that the event changes per environment. The list has the same
       format as the argument `varied` of `simulation`.
     - The property `moved_bases` lists the robots whose bases the event moves.

@@ -65,7 +65,7 @@ def camera_handle(sim: Simulation, camera: CameraConfig) -> int:
 
     The returned handle is a hash of the model and of the camera's settings, so it is the same in every process.
 
-    Raises: UserError if neither EGL nor OSMesa works.
+    Raises: UserError if no OpenGL backend works, see `camera.backend`.
     """
     # Mesa's own threads cannot share the work on a small image, and would compete with the threads of this module
     os.environ.setdefault("LP_NUM_THREADS", "0")
@@ -210,7 +210,7 @@ def image(handle: int, state: TensorDict) -> Tensor:
 
     Returns: images `[*B, h, w, 3]`, uint8, with the top row of pixels first. The last axis is red, green and blue.
     Gradient: none.
-    Raises: ConfigError if the state is not on the CPU. UserError if neither EGL nor OSMesa works.
+    Raises: ConfigError if the state is not on the CPU. UserError if no OpenGL backend works.
     """
     sim, camera = _camera(handle)
     physics, (width, height) = cast(Tensor, state["world", "physics"]), camera.resolution

@@ -69,7 +69,10 @@ ObservationForm = Literal["auto", "vector", "parts"]
 
 
 class TaskConfig(SceneConfig):
-    """Config of a task: a scene and terms. Terms of one kind are applied in the order of their names."""
+    """Config of a task: a scene and terms.
+
+    Terms of the same kind and mode are applied in the order of their names.
+    """
 
     max_episode_steps: Count = Field(300, description="time limit, steps")
     control_parts: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = Field(
@@ -86,7 +89,8 @@ class TaskConfig(SceneConfig):
         "entry; auto: parts if an entry is an image or has integers, otherwise vector",
     )
     observe_joints: bool = Field(
-        True, description="observe robot/qpos, robot/qvel and robot/qf, the positions, velocities and forces of joints"
+        True,
+        description="observe robot/qpos, robot/qvel and robot/qf: joint positions, joint velocities and drive forces",
     )
     rewards: dict[str, RewardConfig] = Field(default_factory=dict, description="reward terms by name")
     events: dict[str, TaskEventConfig] = Field(

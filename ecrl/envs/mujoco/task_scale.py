@@ -26,9 +26,9 @@ class ScalableTaskConfig(TaskConfig):
     scale: Annotated[float, Field(ge=1e-3, le=1e3)] | None = Field(
         None,
         description=(
-            "factor for the lengths of objects, events, terms and thresholds; masses are multiplied by its third "
-            "power. If absent, the factor of registered arms, and of arms such as example:panda, is their reach "
-            "divided by 1.3 m, and otherwise 1"
+            "factor for the lengths of objects, events, terms and thresholds; masses are multiplied by the third "
+            "power of the factor. By default, the factor is the arm's reach divided by 1.3 m for a registered arm and "
+            "for an arm such as example:panda, and 1 for any other robot"
         ),
     )
 

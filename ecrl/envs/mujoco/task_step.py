@@ -3,7 +3,8 @@
 In addition to the fields that the state of every environment has, the state of a task has these fields:
     world       TensorDict that the functions of `ecrl.envs.mujoco.world` read and write
     targets     TensorDict of vectors `[*B, n]` that events store, such as goals (m); absent if no event stores a target
-    action      `[*B, A]` float32, the last finite action; 0 at the start of an episode
+    action      `[*B, A]` float32, the last action that was finite and whose physics step did not fail; 0 at the start
+                of an episode
     force       `[*B, nv]` float32, forces (N or N m) along the degrees of freedom during the next step
     elapsed     `[*B]` int64, number of steps since the episode started
     delay       TensorDict; absent if no event delays actions
@@ -41,9 +42,10 @@ _CHECKED_EPISODES = 256  # number of episodes whose starts are tested when a tas
 EVENT_FIELDS = ("world", "targets", "action", "force", "delay")  # fields of the state that events can read and change
 
 ComputeTaskState = Callable[[Simulation, TensorDict], tuple[Tensor, Tensor, dict[str, Tensor]]]
-"""Function that maps (sim, state after a step) to success and fail (bool `[*B]`) and a dictionary of metrics.
+"""Function that maps (sim, state) to success and fail (bool `[*B]`) and a dictionary of metrics.
 
-An episode terminates if success or fail is True.
+The state is the state after a step, or the state at the start of an episode. An episode terminates if success or fail
+is True after a step. At the start of an episode, only the metrics are used.
 """
 
 Check = Callable[[Simulation, TensorDict], Tensor]
@@ -178,9 +180,9 @@ def _start_episode(task: Task, state: TensorDict, keys: Tensor) -> TensorDict:
 
 
 def _is_startup_neutral(task: Task, keys: Tensor) -> bool:
-    """Return True if startup events change only parameters of the MuJoCo model, such as masses.
+    """Return True if startup events change only model parameters and do not affect which starts are acceptable.
 
-    They must also not affect which starts `task.acceptable` accepts. Only the episodes of `keys` are tested.
+    Model parameters are fields of the MuJoCo model, such as masses. Only the episodes of `keys` are tested.
     """
     one, reset_events = initial_state(task, keys), task.events_of("reset")
     life = cast(TensorDict, one["life"]).copy()
@@ -210,7 +212,7 @@ def prepare_starts(task: Task) -> Task:
 
 
 def reset_unobserved(task: Task, keys: Tensor) -> TensorDict:
-    """Return the state of every environment at the start of an episode, `[*B]`, without the field `obs`."""
+    """Return the state `[*B]` of all environments at the start of an episode, without the field `obs`."""
     state = _start_episode(task, initial_state(task, keys), keys)
     false = torch.zeros(keys.shape, dtype=torch.bool, device=keys.device)
     zero = torch.zeros(keys.shape, device=keys.device)
@@ -222,7 +224,7 @@ def reset_unobserved(task: Task, keys: Tensor) -> TensorDict:
 
 
 def reset(task: Task, keys: Tensor) -> TensorDict:
-    """Return the state of every environment at the start of an episode, `[*B]`."""
+    """Return the state `[*B]` of all environments at the start of an episode."""
     state = reset_unobserved(task, keys)
     outcome = state.select(*_OUTCOME)
     # keep the field order of `step`, because compiled code recompiles if the order changes
@@ -237,8 +239,9 @@ def _info(success: Tensor, fail: Tensor, metrics: dict[str, Tensor], rewards: di
 def carry_over(task: Task, new_start: TensorDict, ended: TensorDict) -> TensorDict:
     """Return the initial state of the next episode, with `life.count` and `life.key` (startup events) from `ended`.
 
-    The task chose `new_start` under different startup events. If startup events can affect which starts are acceptable,
-    `carry_over` chooses the start again.
+    If the task has startup events, `new_start` was chosen under different startup events. `carry_over` then applies the
+    startup events and the reset events again. Unless `task.startup_neutral` is True, the startup events may affect
+    which starts are acceptable, so `carry_over` also chooses the start again.
     """
     life = cast(TensorDict, new_start["life"])
     life = life.copy().update(cast(TensorDict, ended["life"]).select("count", "key"))
@@ -305,7 +308,7 @@ def check_per_env(name: str, result: Any, like: Tensor) -> None:
 def compute_reward(task: Task, before: TensorDict, after: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the total reward of a step, and a dictionary of its components.
 
-    The components are the task's own reward, and the unweighted and the weighted value of each term.
+    The components are the task's own reward, if it has one, and the unweighted and the weighted value of each term.
     """
     total, parts = torch.zeros_like(before["force"][..., 0]), {}
     if task.get_reward:

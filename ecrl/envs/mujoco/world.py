@@ -64,7 +64,10 @@ def _write(sim: Simulation, world: TensorDict, columns: Sequence[int], values: T
 
 
 def time(sim: Simulation, world: TensorDict) -> Tensor:
-    """Return the time in seconds since the start of the episode, `[*B]` float32."""
+    """Return the simulated time in seconds, `[*B]` float32.
+
+    The time is 0 at the start of an episode, unless the keyframe in the scene config sets another time.
+    """
     return _read(sim, world, "TIME")[..., 0]
 
 
