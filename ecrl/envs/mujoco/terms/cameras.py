@@ -55,7 +55,8 @@ def record_camera_data(cfg: RecordCameraConfig, sim: Simulation) -> Apply:
     Under `trainer.events.eval`, the event records every evaluation. Under `trainer.events.train`, the event records the
     rollout of every iteration, or of one iteration in `trainer.log_freq`. The video is written in the background. If
     writing is slower than training, training waits for the video. Recording does not change the environments. The
-    event's `interval_step` is the number of environment steps from one frame to the next.
+    event's `interval_step` is the number of environment steps from one frame to the next, or of chunks if actions are
+    chunks of steps.
     """
     return _refuse_in_task(cfg, sim)
 
