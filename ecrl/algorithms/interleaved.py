@@ -18,9 +18,10 @@ An algorithm defines a function `turn`, with the steps of the pseudocode in the 
 A turn does not depend on the length of an iteration. A turn receives a `run` and a `state` as if every iteration had
 one turn. In `run.static`, `buffer_size` is the number of steps per turn. In the state, `sample_step`, `update_step`,
 `iterations` and the cursor of the buffer count each turn as an iteration. After `store`, the same turn can sample its
-new steps. In a full buffer, new steps replace the oldest steps. Thus `trainer.buffer_size` does not change the result
-of learning, with three exceptions. The phase is chosen once per iteration, the finite guard skips whole iterations, and
-the lengths of learning-rate schedules are in iterations.
+new steps, except the newest `n_steps`, whose following steps are not known yet. In a full buffer, new steps replace the
+oldest steps. Thus `trainer.buffer_size` does not change the result of learning, with three exceptions. The phase is
+chosen once per iteration, the finite guard skips whole iterations, and the lengths of learning-rate schedules are in
+iterations.
 
 A buffer may have a sum tree, the field `tree` of `replay` in the state. A turn may change this tree (see
 `ecrl.algorithms.prioritized`). The loop stores the new tree together with the new steps.

@@ -115,14 +115,21 @@ def test_a_vector_refuses_images():
         _task("ReachRL", observation_form="vector")
 
 
-def test_entries_that_a_dict_cannot_hold_are_refused():
-    @register_observation("integers_probe", override=True)
-    def integers(cfg: JointsConfig, sim):
-        return lambda state, value: torch.zeros(*state.batch_size, 2, dtype=torch.int64)
+@pytest.mark.parametrize("form", ["parts", "vector", "auto"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.bool], ids=str)
+def test_entries_of_other_dtypes_are_refused(form, dtype):
+    @register_observation("dtype_probe", override=True)
+    def probe(cfg: JointsConfig, sim):
+        return lambda state, value: torch.zeros(*state.batch_size, 2, dtype=dtype)
 
-    terms = {"a": {"func": "integers_probe", "name": "count"}}
-    with pytest.raises(ConfigError, match=r"'count' is int64 \[2\], expected float32, or an image uint8 \[h, w, c\]"):
-        make_env({"name": "ReachRL", "cfg": {"observations": terms, "observation_form": "parts"}})
+    terms = {"a": {"func": "dtype_probe", "name": "count"}}
+    kind = str(dtype).removeprefix("torch.")
+    message = rf"'count' is {kind} \[2\], expected float32, or an image uint8 \[h, w, c\]"
+    with pytest.raises(ConfigError, match=message):
+        make_env({"name": "ReachRL", "cfg": {"observations": terms, "observation_form": form}})
+
+
+def test_entries_that_a_dict_cannot_hold_are_refused():
     same_name = {"a": TOOL, "b": TOOL | {"name": "robot_ee_pos"}}
     with pytest.raises(ConfigError, match=r"two entries have the name 'robot_ee_pos' in the observation; rename one"):
         make_env({"name": "ReachRL", "cfg": {"observations": same_name, "observation_form": "parts"}})

@@ -178,14 +178,20 @@ def _observation_space(task: Task, state: TensorDict, sizes: Mapping[str, tuple[
 
     `sizes` maps the name of each entry of integers to the number of possible values of each element.
 
-    Raises: ConfigError if there is no entry, or if an image or integers would be part of a vector. If the observation
-        is a Dict, ConfigError is also raised if an entry has a wrong dtype, or if two entries have the same name.
+    Raises: ConfigError if there is no entry, if an entry has a wrong dtype, or if an image or integers would be part of
+        a vector. If the observation is a Dict, ConfigError is also raised if two entries have the same name.
     """
     entries, batch, form = observe_entries(task, state), len(state.batch_size), task.cfg.observation_form
     images = [name for name, entry in entries.items() if is_image(entry, batch)]
     integers = [name for name in sizes if entries[name].dtype == torch.int64]
     if not entries:
         raise ConfigError("env.cfg.observations: nothing is observed; add a term, or set observe_joints to true")
+    for name, entry in entries.items():
+        if name not in [*images, *integers] and entry.dtype != torch.float32:
+            kind = f"{entry.dtype} {list(entry.shape[batch:])}".removeprefix("torch.")
+            raise ConfigError(
+                f"env.cfg.observations: {name!r} is {kind}, expected float32, or an image uint8 [h, w, c]"
+            )
     if form == "vector" and images:
         fault = f"'vector', but {images[0]!r} is an image, which cannot be part of a vector"
         raise ConfigError(f'env.cfg.observation_form: {fault}; use "parts", or remove the image')
@@ -196,11 +202,7 @@ def _observation_space(task: Task, state: TensorDict, sizes: Mapping[str, tuple[
         return box(-inf, inf, sum(entry.shape[batch:].numel() for entry in entries.values())), False
     spaces: dict[str, Space] = {}
     for name, entry in entries.items():
-        shape, kind = entry.shape[batch:], f"{entry.dtype} {list(entry.shape[batch:])}".removeprefix("torch.")
-        if name not in [*images, *integers] and entry.dtype != torch.float32:
-            raise ConfigError(
-                f"env.cfg.observations: {name!r} is {kind}, expected float32, or an image uint8 [h, w, c]"
-            )
+        shape = entry.shape[batch:]
         if (part := part_name(name)) in spaces:
             raise ConfigError(
                 f"env.cfg.observations: two entries have the name {part!r} in the observation; rename one"
