@@ -1,7 +1,7 @@
 """Run functions eagerly while another process compiles them, and switch to the compiled functions later.
 
-A run with `trainer.compile` set to "background" uses `BackgroundJit`. Its `Switch` decides at every call if functions
-run eagerly or compiled. `ecrl.loop.background` starts the other process and changes the switch.
+A run with `trainer.compile` set to "background" uses `BackgroundJit`. Its `Switch` decides at every call whether
+functions run eagerly or compiled. `ecrl.loop.background` starts the other process and changes the switch.
 """
 
 from collections.abc import Callable
@@ -27,10 +27,10 @@ class Switch:
 
 @dataclass(frozen=True)
 class BackgroundJit:
-    """Callable like `Jit`, whose functions run eagerly while `switch.eager` is True, and otherwise run compiled.
+    """Callable `jit(fn, *static)` like `Jit`. The returned function runs eagerly only while `switch.eager` is True.
 
-    The switch is initially compiled, so functions outside of a training loop are compiled at their first call. Two
-    instances are equal, and share compiled functions, even if their switches differ.
+    Initially, `switch.eager` is False, so functions outside of a training loop are compiled at their first call. Two
+    instances with equal `jit` are equal, and share compiled functions, even if their switches differ.
     """
 
     jit: Jit = field(default_factory=Jit)

@@ -5,8 +5,8 @@ compiled code also depends on the CPU and on the source files of this package. T
 contains the result of `cpu_identity`, and inductor's settings contain the result of `sources_hash`.
 
 Once a day, a process that compiles removes files that have not been used for the longest time, until the directories of
-all CPUs have at most `ECRL_CACHE_GB` gigabytes. A process that compiles or loads code holds a shared lock, so no other
-process removes files during this time.
+all CPUs have at most `ECRL_CACHE_GB` gigabytes. Files that were used in the last two days always remain. A process that
+compiles or loads code holds a shared lock, so no other process removes files during this time.
 """
 
 import atexit
@@ -86,7 +86,7 @@ def max_bytes() -> float:
 
 
 def _last_use(status: os.stat_result) -> float:
-    """Return the time of a file's last use. Most file systems update the time of reading only once a day."""
+    """Return the time of a file's last use. By default, Linux updates the time of reading once a day."""
     return max(status.st_atime, status.st_mtime)
 
 

@@ -33,8 +33,8 @@ _OPTIONS: dict[str, Any] = {
     "aot_inductor.enable_line_tables": False,
     # With -Og, loops and kernel calls run as fast as with -O1 and compile in half the time.
     "aot_inductor.compile_wrapper_opt_level": "Og",
-    # Precompiled headers save time only for six or more graphs, but a run has two graphs. Users can enable precompiled
-    # headers with inductor's environment variable.
+    # Precompiled headers save time only for six or more graphs, and most runs have fewer graphs. Users can enable
+    # precompiled headers with inductor's environment variable.
     "cpp_cache_precompile_headers": os.environ.get("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS") == "1",
     "epilogue_fusion": False,  # do not fuse operations into the kernels of `cpu_matmul.py`
     "inplace_buffers": False,  # inductor writes wrong C++ if it reuses the memory of a loop's stacked outputs

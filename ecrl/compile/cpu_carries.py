@@ -1,9 +1,10 @@
 """Let a compiled loop write a few entries of a large carry in place, instead of copying the carry in each iteration.
 
-A loop body that carries a sum tree returns `tree.index_put((node,), value)`. As a pure function, `index_put` copies the
-whole tree. This module moves each operation that reads the old tree to a place before the write, and replaces
-`index_put` by `index_put_`. The first carry is copied once, before the loop. If an operation needs both the old and the
-new tree, the loop body still copies the tree.
+A carry is a tensor that each iteration of a loop passes to the next. For example, the carry may be the sum tree of a
+prioritised replay buffer, and the loop body returns `tree.index_put((node,), value)`. As a pure function, `index_put`
+copies the whole tree. This module moves each operation that reads the old tree to a place before the write, and
+replaces `index_put` by `index_put_`. The first carry is copied once, before the loop. If an operation needs both the
+old and the new tree, the loop body still copies the tree.
 """
 
 from collections.abc import Iterator

@@ -5,11 +5,13 @@ perceptron, and their gradients, run at a tenth of the possible speed. This modu
 of matrix products:
 
 - A product with a dimension of at most 8 usually becomes a sum, which the compiler fuses with neighbouring operations.
-- Any other small product becomes C++ code of this module, which computes the result tile by tile in vector registers.
-  Libraries take up to three times as long as this code. For any number of threads, the code adds the terms of a sum in
-  the same order. The code can also add a bias and apply relu, or compute the gradient of relu.
-- A large product calls oneDNN, a library that generates code for the present CPU. In contrast, the library MKL has only
-  generic code for AMD's CPUs.
+- Any other small float32 product becomes C++ code of this module, which computes the result tile by tile in vector
+  registers. Libraries take up to three times as long as this code. For any number of threads, the code adds the terms
+  of a sum in the same order. The code can also add a bias and apply relu, or compute the gradient of relu.
+- A large float32 product of two matrices calls oneDNN, a library that generates code for the present CPU. In contrast,
+  the library MKL has only generic code for AMD's CPUs.
+
+Other products, such as large products in float64, do not change.
 """
 
 from collections.abc import Callable
@@ -164,7 +166,7 @@ def has_vector_instructions() -> bool:
     """Return True if inductor supports this CPU's vector instructions, which the C++ of this module needs."""
     faster = (
         skip_redundant_codegen() if torch.__version__ >= "2.13" else nullcontext()
-    )  # torch before 2.13 cannot compile loops for the CPU
+    )  # torch before 2.13 cannot compile loops for the CPU, so no run needs the faster check
     with config.patch({"cpp.vec_isa_ok": True}), faster:  # testing each instruction set takes seconds
         return bool(pick_vec_isa())
 
@@ -222,10 +224,9 @@ def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float =
 def bmm(a: Tensor, b: Tensor) -> Tensor:
     """Return `a @ b` for batches of matrices, or NotImplemented so that torch computes the product.
 
-    The function only handles float32 matrices that torch would multiply more slowly.
-    If only `a` is a transposed view, the result is also a transposed view. The gradient of a batch of weights
-    `[B, out, in]` is such a product. Autograd transposes this product again, so the gradient has the layout of the
-    weights.
+    The function only handles float32 matrices that torch would multiply more slowly. If only `a` is a transposed view,
+    and has more than 8 rows, the result is also a transposed view. The gradient of a batch of weights `[B, out, in]` is
+    such a product. Autograd transposes this product again, so the gradient has the layout of the weights.
     """
     m, n = a.shape[1], b.shape[2]
     _check_dtypes(a, b)

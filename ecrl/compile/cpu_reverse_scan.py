@@ -1,7 +1,8 @@
 """Implement the recursion of `ecrl.kernels.reverse_scan` in C++ for graphs on a CPU.
 
 With tensor operations, the recursion over a long time axis adds hundreds of operations to the graph, which take long
-to compile. In C++, the recursion is one loop over time. An inner loop computes all rows of a time step in float64.
+to compile. In C++, the recursion is one loop over time for each block of up to 1,024 rows. An inner loop computes the
+rows of a time step in float64.
 """
 
 from collections.abc import Callable
@@ -49,7 +50,7 @@ _operator = torch.ops.ecrl.cpu_reverse_scan
 
 @torch.library.impl("ecrl::cpu_reverse_scan", "cpu")
 def _(x: Tensor, decay: Tensor, cut: Tensor, last: Tensor) -> Tensor:
-    """Run a graph without a compiler."""
+    """Run the recursion if a traced graph runs without compilation."""
     one = decay.reshape(()) if decay.numel() == 1 else decay.expand(x.shape)
     return scan_time_major(x, one, cut, last)
 
@@ -94,7 +95,7 @@ register(_operator, _lower)
 
 
 def cpu_scan(x: Tensor, decay: Scalar, cut: Tensor, last: Tensor) -> Tensor:
-    """Run the recursion of `ecrl.kernels.scan_time_major` as one operation of a graph, without derivatives.
+    """Run `scan_time_major`, the recursion of `ecrl.kernels.reverse_scan`, as one operation without derivatives.
 
     Args:
         x: `[T, *B]` float32 or float64, on the CPU and not empty.

@@ -1,10 +1,11 @@
 """Compile functions or run them eagerly. This module is the entry point of the package `ecrl.compile`.
 
 A run executes its functions in one of two forms, compiled or eager. `choose_form` chooses the form from
-`trainer.compile`, the device and the installed versions. The result is a `Form` with two functions, `jit(fn, *static)`
-and `scan`. The function `jit` binds the static arguments of `fn`, which are functions and settings that determine the
-graph. In a compiled run, `jit` also compiles `fn` at the first call of the bound function. Calls of `jit` with equal
-`fn` and `static` share one compiled function. A new seed, run name or learning rate therefore needs no new compilation.
+`trainer.compile`, the device and the installed software. The result is a `Form` with two functions, `jit(fn, *static)`
+and `scan`. The static arguments of `fn` are functions and settings that determine the graph. The function `jit` binds
+the static arguments. In a compiled run, `jit` also compiles `fn` at the first call of the bound function. Calls of
+`jit` with equal `fn` and `static` share one compiled function. A new seed, run name or learning rate therefore needs no
+new compilation.
 
 A function is compiled in four steps:
 
@@ -14,9 +15,9 @@ A function is compiled in four steps:
    with step 2. Under `torch.func.vmap`, one call of a compiled function handles the whole batch (`vmap.py`).
 2. Trace the function (`trace.py`). The function runs once on tensors without data, and torch records the operations in
    a graph. A scan becomes a loop of the graph (`scan.py`), and the gradient of a scan becomes a second loop
-   (`scan_gradient.py`). An impure function raises a ConfigError (`user_code.py`) that names the line of the user's code
-   (`user_line.py`).
-3. Rewrite the graph. On a CPU, faster operations replace small matrix products (`cpu_matmul.py`). Duplicate operations
+   (`scan_gradient.py`). If the function is impure, the trace raises a ConfigError (`user_code.py`) that names the line
+   of the user's code (`user_line.py`).
+3. Rewrite the graph. On a CPU, faster operations replace many matrix products (`cpu_matmul.py`). Duplicate operations
    are merged (`trace.py`). On a GPU, the graph is split at its loops (`partition.py`).
 4. Generate code. On a CPU (`cpu.py`), inductor writes C++. This package makes the C++ code of random numbers
    (`cpu_philox.py`) and loops (`cpu_loops.py`) faster, and updates large carries of loops in place (`cpu_carries.py`).
@@ -28,7 +29,8 @@ A function is compiled in four steps:
 A compiled function must be pure: its results may depend only on its arguments, the default dtype and the autocast
 state.
 
-- An in-place write to an argument, or to a tensor from outside the function, raises a ConfigError that names the line.
+- An in-place write to an argument, or to a tensor from outside the function, is a fault. With `trainer.compile` set to
+  on, the compilation raises a ConfigError that names the line. With auto, the function runs eagerly after a warning.
 - Tensors that the function captures from outside are frozen at compile time. After an in-place write to a captured
   tensor, the next call compiles the function again, which takes seconds. Pass a tensor that changes as an argument.
 - A captured Python variable keeps its old value in a compiled function after the variable is assigned again.
@@ -229,7 +231,10 @@ def _compiler_for(leaves: list[Tensor]) -> Callable[..., tuple[Callable[..., Any
 
 @lru_cache(None)
 def _compiled(fn: Callable, *static: "_Static") -> Callable[..., Any]:
-    """Bind the static arguments of `fn`, and compile `fn` at the first call. If compiling fails, raise ConfigError."""
+    """Bind the static arguments of `fn`, and compile `fn` at the first call.
+
+    If compiling fails, raise ConfigError, or the error of the user's own code.
+    """
     return _compile_at_call(_compiled, fn, tuple(one.value for one in static))
 
 
@@ -449,8 +454,9 @@ def choose_form(mode: str, device: str) -> Form:
     """Choose the form (compiled or eager) of a run on `device` with `trainer.compile` set to `mode`.
 
     With "off", a run is eager. With "on", a run is compiled, and raises ConfigError if this machine cannot compile or
-    if a compilation fails. With "auto", a run is compiled, but warns and runs eagerly in these two cases. The `jit` of
-    a compiled form starts without recorded compilations.
+    if a compilation fails. With "auto", a run is compiled. If this machine cannot compile, the run warns and is eager.
+    If a compilation fails, only the affected function runs eagerly, after a warning. The mode "background" is not
+    handled here: the caller passes "auto" instead. The `jit` of a compiled form starts without recorded compilations.
     """
     form = _form_for(mode, device)
     return form if form.name == "eager" else form._replace(jit=Jit(mode == "on"))

@@ -92,7 +92,7 @@ def _step_through(
 def chunks_of(time: int, rows: int) -> tuple[int, int]:
     """Return the number of chunks and the number of tiles per chunk, where a tile has 16 time steps.
 
-    With fewer rows, there are more chunks, so enough programs run to fill a GPU. No chunk is empty.
+    With fewer rows, there are more chunks, up to 32, so more programs run in parallel. No chunk is empty.
     """
     tiles, programs_per_chunk = -(-time // _STEPS), -(-rows // _ROWS)
     tiles_per_chunk = -(-tiles // max(1, min(tiles, _CHUNKS, _PROGRAMS // programs_per_chunk)))

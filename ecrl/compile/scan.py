@@ -38,7 +38,8 @@ def graph_scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *const
 
     If no graph is being traced, or if the loop has a single iteration, run `ecrl.kernels.scan` itself.
 
-    Raises: ConfigError if the scan is differentiated in forward mode, or if `body` captures a tensor of the graph.
+    Raises: ConfigError if the scan is differentiated in forward mode, or if `body` reads a tensor that the graph
+        computes outside of the loop, and that is not an argument of `body`.
     """
     (carry_leaves, c), (x_leaves, x), (constant_leaves, k) = map(flatten, (carry, xs, constants))
     mode, length = get_proxy_mode(), length_of(x_leaves)
@@ -246,7 +247,7 @@ def share_constants(root: torch.nn.Module) -> None:
 
 
 def _in_graph(leaf: Tensor) -> Tensor:
-    """Copy a captured tensor into the graph, because the scan operator rejects it. Return other tensors unchanged."""
+    """Copy a tensor from outside into the graph, as torch's scan operator requires. Return others unchanged."""
     return leaf if isinstance(leaf, FakeTensor) else leaf.clone()
 
 

@@ -103,7 +103,7 @@ def refusal(line: str, derivatives: str) -> str:
     """Return the error message for a kind of derivative that a loop of a graph does not support."""
     return (
         f"trainer.compile: {line} calls a scan whose {derivatives} are taken, but a compiled loop does not support "
-        "them; call ecrl.kernels.scan instead, which compiles each iteration separately, or set trainer.compile to off"
+        "them; call ecrl.kernels.scan instead, which adds each iteration to the graph, or set trainer.compile to off"
     )
 
 

@@ -1,4 +1,4 @@
-"""Convert each `step_if` into a conditional operation of the graph that is being traced for the CPU."""
+"""Convert `ecrl.kernels.scan_loop.step_if` into a conditional operation of the graph that is traced for the CPU."""
 
 from collections.abc import Callable
 from typing import Any

@@ -20,8 +20,8 @@ _NOT_IN_CPU_LOOPS = ("_linalg_solve_ex", "linalg_inv_ex", "linalg_cholesky_ex", 
 class _WriteCheck:
     """Dispatcher for tensors without data that raises ConfigError for operations that cannot be compiled.
 
-    The dispatcher rejects in-place writes to protected tensors. In a loop on the CPU, the dispatcher also rejects the
-    operators in `_NOT_IN_CPU_LOOPS`.
+    The dispatcher rejects in-place writes to protected tensors, and to tensors that the function captures from outside.
+    In a loop on the CPU, the dispatcher also rejects the operators in `_NOT_IN_CPU_LOOPS`.
     """
 
     def __init__(self, mode: FakeTensorMode):
@@ -85,8 +85,8 @@ def _tensors_written(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
 def checking_writes(mode: FakeTensorMode) -> Iterator[_WriteCheck]:
     """Check each operation on tensors of the fake-tensor mode `mode` inside this context.
 
-    The function replaces the method `dispatch` of `mode`. A new class of mode would not work, because torch looks up
-    rules by the type of the mode.
+    The function replaces the method `dispatch` of `mode`. A subclass of `FakeTensorMode` would not work, because torch
+    looks up rules by the type of the mode.
     """
     check = mode.dispatch = _WriteCheck(mode)  # pyright: ignore
     try:

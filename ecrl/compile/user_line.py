@@ -38,7 +38,10 @@ def is_outside(frame: traceback.FrameSummary) -> bool:
 
 
 def user_frames(frames: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
-    """Return the stack frames of the user's code that precede the first frame of inductor."""
+    """Return the stack frames of the user's code that precede the first frame of inductor.
+
+    Frames of ecrl outside of `ecrl.compile`, such as frames of an algorithm, also count as the user's code.
+    """
     return [f for f in takewhile(lambda f: _INDUCTOR not in Path(f.filename).parents, frames) if is_outside(f)]
 
 

@@ -27,7 +27,9 @@ def vmapped() -> bool:
 
 
 def is_forward_mode(leaves: Sequence[Tensor]) -> bool:
-    """Return True if any leaf is being differentiated in forward mode (by `torch.func.jvp` or as a dual tensor).
+    """Return True if forward mode is active: inside `torch.func.jvp`, or at an open level of forward-mode autograd.
+
+    If torch does not report open levels, a tangent of any leaf counts as an open level.
 
     >>> is_forward_mode([torch.ones(1)])
     False
@@ -36,7 +38,9 @@ def is_forward_mode(leaves: Sequence[Tensor]) -> bool:
 
 
 def records_gradients(*leaves: Tensor) -> bool:
-    """Return True if operations on these leaves are being differentiated, in reverse or forward mode.
+    """Return True if operations on these leaves may be differentiated, in reverse or forward mode.
+
+    Inside `torch.func.grad` and in forward mode, the result is True for all leaves.
 
     >>> records_gradients(torch.ones(1)), records_gradients(torch.ones(1, requires_grad=True))
     (False, True)
@@ -106,6 +110,7 @@ def over_batch(fn: Callable, static: tuple, structure: Hashable, batched: tuple[
 
     The batch axis is the first axis of each leaf whose entry in `batched` is True. The batch axis is also the first
     axis of every tensor in the result. The `batch_size` of a TensorDict in the result does not include the batch axis.
+    If no leaf has a batch axis, the function calls `fn` once, and the result has no batch axis.
     """
     if not any(batched):
         return fn(*static, *unflatten(structure, leaves))
