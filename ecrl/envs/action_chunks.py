@@ -118,7 +118,8 @@ def chunked(env: Env, k: int, *, gamma: float) -> Env:
 
     Args:
         env: a pure environment whose actions are single steps.
-        k: number of actions in a chunk. The action space is `chunk_space(env.action_space, k)`, such as `[k, A]`.
+        k: number of actions in a chunk. The new action space is `chunk_space(env.action_space, k)`. For example, a Box
+            of shape `[A]` becomes a Box of shape `[k, A]`.
         gamma: discount per step inside a chunk. Use the discount of the algorithm, or 1 for plain sums.
 
     Gradient: flows through the executed steps.

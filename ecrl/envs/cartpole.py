@@ -1,6 +1,6 @@
 """CartPole: balance a pole on a cart by pushing the cart left (0) or right (1).
 
-The environment has the same dynamics, rewards and episode ends as Gymnasium's `CartPole-v1`.
+With the default settings, the environment has the dynamics, rewards and episode ends of Gymnasium's `CartPole-v1`.
 """
 
 from collections.abc import Callable

@@ -93,9 +93,9 @@ class Env:
         scene: the simulation of a MuJoCo task, which events may change, or None for other environments.
         min_truncation_gap: the earliest step of an episode that may truncate the episode, counted from 1. Two
             truncations of one copy are therefore at least this many steps apart. If the episodes are parts of a game,
-            the number counts the steps of the game. Use 1 if the gap is unknown, and `NEVER` if `step` never truncates.
-            `time_limit` lowers the gap to `max_episode_steps`. The gap must hold for every state that events may
-            produce. An event that allows earlier truncations declares its own gap.
+            the steps are counted from the start of the game. Use 1 if the gap is unknown, and `NEVER` if `step` never
+            truncates. `time_limit` lowers the gap to `max_episode_steps`. The gap must hold for every state that events
+            may produce. An event that allows earlier truncations declares its own gap.
         scale: factor by which a MuJoCo task has multiplied the lengths of its config. `with_events` multiplies the
             lengths of events by the same factor.
         frame_stack: number of latest observations that the networks of the policy see. The environment itself returns
@@ -164,7 +164,7 @@ def state_of(obs: Tensor | TensorDict, batch: torch.Size, **fields: Tensor) -> T
 
 
 def constant_fields(cfg: Any, names: tuple[str, ...], like: Tensor) -> dict[str, Tensor]:
-    """Return config settings as state fields with one value per environment, so that events can change them.
+    """Return config settings as state fields with one value per environment, so that events can change the values.
 
     Args:
         cfg: the config that has the settings.

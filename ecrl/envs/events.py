@@ -131,7 +131,8 @@ def with_events(env: Env, events: Mapping[str, EventConfig], where: str = "train
 
     The state gains a TensorDict `events` with two int64 fields of shape `[*B]`. `count` is the number of steps since
     `reset`, and `key` is the key of the startup events. Events cannot change the fields reward, terminated, truncated,
-    info, mask, executed, final_obs and elapsed. After an event, `env.observe` recomputes the observation.
+    info, mask, executed, final_obs and elapsed. After an event, `env.observe_where` or `env.observe` recomputes the
+    observation.
 
     An event may change a field so that the environment truncates episodes earlier. The config class of such an event
     needs a property `min_truncation_gap`, the first environment step that may truncate an episode. The gap of the
@@ -143,9 +144,10 @@ def with_events(env: Env, events: Mapping[str, EventConfig], where: str = "train
     If `events` is empty, `env` itself is returned. Error messages begin with the config section `where` and the name of
     the event.
 
-    Raises: ConfigError if there are events and `env` is not pure, or if an event needs a scene that `env` lacks. The
-        returned `reset` raises ConfigError if an event adds or removes a field, or changes a field's dtype or shape.
-        `reset` raises ValueError if `auto_reset` is missing.
+    Raises: ConfigError if there are events and `env` is not pure, if an event needs a scene that `env` lacks, or if the
+        settings of an event do not fit the scene. The returned `reset` raises ConfigError if an event adds or removes a
+        field, changes a field's dtype or shape, or does not fit the state. `reset` raises ValueError if `auto_reset` is
+        missing.
 
     >>> from ecrl.envs import auto_reset, make_env
     >>> push = EventConfig.model_validate({"func": "randomize_field", "mode": "reset", "params":

@@ -1,6 +1,6 @@
 """Pendulum: swing a rod up and hold it upright with a bounded torque.
 
-The environment has the same dynamics, rewards and episode ends as Gymnasium's `Pendulum-v1`.
+With the default settings, the environment has the dynamics, rewards and episode ends of Gymnasium's `Pendulum-v1`.
 """
 
 from math import pi

@@ -17,7 +17,7 @@ class AtariConfig(ConfigModel):
 
     noop_max: Natural = Field(30, description="a game begins with 1 to noop_max no-ops, drawn at random; 0 for none")
     frame_skip: Count = Field(
-        4, description="frames per step; an image is the pixelwise maximum of the last two frames"
+        4, description="frames per step; if above 1, an image is the pixelwise maximum of the last two frames"
     )
     screen_size: Count = Field(84, description="height and width of the images, pixels")
     grayscale_obs: bool = Field(True, description="images have one grey channel instead of three colors")
@@ -43,7 +43,7 @@ def check_kwargs(cfg: AtariConfig, kwargs: dict[str, Any]) -> None:
 
 
 def truncation_gap(spec: EnvSpec, kwargs: dict[str, Any], cfg: AtariConfig) -> int:
-    """Return the earliest step of a game that may truncate the game, or `NEVER`.
+    """Return the smallest number of the agent's steps after which a game may be truncated, or `NEVER`.
 
     A game is truncated at frame `max_num_frames_per_episode`, which is 108,000 in the registered games. If
     `max_episode_steps` is set, a game is also truncated at this step. The start of a game takes at most `noop_max`

@@ -129,8 +129,10 @@ def preprocess(
     """Wrap an Atari environment that does not skip frames.
 
     The wrappers are applied in the order of Stable-Baselines3's AtariWrapper: no-ops, frame skip, lives, FIRE, clipped
-    rewards. `info[score_key]` is the score of the game that ended since the last step, or NaN if no game ended.
-    `max_episode_steps` limits the steps of a game. `ecrl.envs.gymnasium.AtariConfig` describes the other arguments.
+    rewards. After a reset without a seed, `info[score_key]` is the score of the game that ended since the last reset,
+    or NaN if no game ended. After any other reset and after a step, `info[score_key]` is NaN. `max_episode_steps`
+    limits the steps of a game, including the actions that `_EpisodicLife` and `_FireReset` take.
+    `ecrl.envs.gymnasium.AtariConfig` describes the other arguments.
     """
     game = _Game(env)
     wrapped: gymnasium.Env = AtariPreprocessing(

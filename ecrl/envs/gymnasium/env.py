@@ -40,7 +40,7 @@ class GymnasiumConfig(ConfigModel):
     kwargs: dict[str, JsonValue] = Field(default_factory=dict, description="further arguments of gymnasium.make")
     max_episode_steps: Count | None = Field(None, description="time limit, steps; if absent, the registered limit")
     asynchronous: bool = Field(False, description="run the environments in worker processes, at most one per core")
-    timeout: Positive = Field(60.0, description="seconds that a worker may take for one step or reset")
+    timeout: Positive = Field(60.0, description="seconds that a worker may take to step or reset its envs once")
     atari: AtariConfig | None = Field(None, description="preprocessing of an Atari game; {} for the usual settings")
 
     @field_validator("id")
@@ -87,8 +87,8 @@ def gymnasium_env(cfg: GymnasiumConfig) -> Env:
     Action spaces may be Box, Discrete, MultiDiscrete and MultiBinary. The actions of an integer Box are floats, which
     are rounded before they are passed to Gymnasium.
 
-    An action mask in `info["action_mask"]` becomes `obs["action_mask"]`. With an action mask, an observation that is
-    not a Dict becomes `obs["observation"]`. Gymnasium's `info["success"]` or `info["is_success"]` becomes
+    If actions are discrete, an action mask in `info["action_mask"]` becomes `obs["action_mask"]`. An observation that
+    is not a Dict then becomes `obs["observation"]`. Gymnasium's `info["success"]` or `info["is_success"]` becomes
     `info.success`, which is NaN if the environment reports neither.
 
     With `atari`, the observation of an Atari game is the newest image, uint8 `[size, size, 1]`, or `[size, size, 3]` in
@@ -230,7 +230,7 @@ def _nvec(space: Space) -> tuple[int, ...]:
 def _check_unchanged(vector: Vector, first_spaces: tuple[Any, Any], label: str) -> Vector:
     """Return `vector`.
 
-    Raise ConfigError if its spaces differ from `first_spaces`, because the id was registered again.
+    Raise ConfigError if its spaces differ from `first_spaces`, for example because the id was registered again.
     """
     spaces = vector.observation_space, vector.action_space
     if spaces == first_spaces:

@@ -41,7 +41,10 @@ def _part(rows: Sequence[Any], name: Any, space: spaces.Space) -> list[Any]:
 
 
 def collate(space: spaces.Space, rows: Sequence[Any]) -> Any:
-    """Stack one observation per environment. Raise BadValue for the first observation with a wrong shape.
+    """Stack one observation per environment.
+
+    Raises: BadValue for the first observation without an entry of its space. If the observations have different shapes,
+        BadValue for the first observation with a wrong shape.
 
     >>> collate(spaces.Tuple((spaces.Discrete(3), spaces.Box(0, 1, (2,)))), [(1, [0.0, 1.0]), (2, [1.0, 0.0])])[0]
     array([1, 2])
@@ -67,7 +70,8 @@ def observation(space: spaces.Space, batch: Any) -> Any:
 
     The dtypes follow `ecrl.spaces.from_gymnasium`. NaN and infinity are copied unchanged.
 
-    Raises: BadValue for a wrong shape, a value that the Box's dtype cannot represent, or an integer outside its space.
+    Raises: BadValue for a wrong shape, for a value that the dtype of an integer Box cannot represent, or for an integer
+        outside its Discrete, MultiDiscrete or MultiBinary space. The bounds of a Box are not checked.
 
     >>> observation(spaces.Discrete(2, start=5), np.array([5, 6]))
     tensor([0, 1])
@@ -100,7 +104,7 @@ def _numbers(space: spaces.Box, batch: np.ndarray) -> Tensor:
 def action(space: spaces.Space, x: Tensor) -> np.ndarray:
     """Copy actions `[N, ...]` to an array `[N, *shape]` in the dtype of `space`. Actions of an integer Box are rounded.
 
-    Raises: BadValue for NaN or infinity if the values of the space are integers.
+    Raises: BadValue for NaN or infinity if the space is an integer Box.
 
     >>> action(spaces.MultiBinary((1, 2)), torch.tensor([[0, 1]]))
     array([[[0, 1]]], dtype=int8)

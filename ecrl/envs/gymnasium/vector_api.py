@@ -1,4 +1,4 @@
-"""Define `Vector`, an interface to N open Gymnasium environments, and open environments in this process (`serial`).
+"""Define `Vector`, an interface to N open Gymnasium environments. `serial` opens environments in this process.
 
 A `Vector` resets an environment in the step that ends its episode. In the outcome of such a step, `obs` is the first
 observation of the next episode, and `final` is the observation before the reset. If the outcomes have `counts`, the
@@ -103,7 +103,7 @@ def _outcome(space: gymnasium.Space, rows: Sequence[tuple]) -> Outcome:
 def vector_of(spaces: tuple, ask: Callable[[str, Any], Sequence[tuple]], close: Callable[[], None]) -> Vector:
     """Return a `Vector` that calls `ask("reset", seeds)` and `ask("step", actions)`.
 
-    `ask` returns one `worker.Row` per environment, or one tuple with the same values.
+    For each environment, `ask` returns a `worker.Row` or a tuple with the same values.
     """
 
     def answer(command: str) -> Callable[[Any], Outcome]:

@@ -136,7 +136,7 @@ def make(env_id: str, kwargs: dict[str, Any], atari: dict[str, Any] | None = Non
                 wrappers.check_is_atari(creator)
             limit = kwargs.get(
                 "max_episode_steps"
-            )  # the limit counts steps of the agent, so gymnasium.make must not count frames
+            )  # the limit counts steps of `frame_skip` frames, but gymnasium.make would count frames
             kwargs = {name: value for name, value in kwargs.items() if name != "max_episode_steps"}
             env = gymnasium.make(env_id, disable_env_checker=True, **kwargs)
             env = wrappers.preprocess(env, limit, _SCORE, **atari)

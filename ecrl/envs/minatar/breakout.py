@@ -99,8 +99,8 @@ def minatar_breakout(cfg: BreakoutConfig) -> Env:
     """Bounce a ball off a paddle at the bottom to break the bricks at the top.
 
     The ball moves by one cell per step along a diagonal. It bounces off the sides, the top, the bricks and the paddle.
-    If the ball comes from the cell directly above the paddle, only its vertical direction reverses. If the ball comes
-    from a neighbouring column, it flies back in the direction from which it came. The reward is 1 for a step that
+    If the ball comes from the cell directly above the paddle, its vertical direction reverses. If the ball comes from a
+    neighbouring column, it flies back in the direction from which it came. The reward is 1 for a step that
     breaks a brick, and 0 for any other step. Once all 30 bricks are broken, a new wall appears when the ball next
     reaches the bottom row. The episode ends when the ball misses the paddle and reaches the bottom row.
 

@@ -114,8 +114,8 @@ def minatar_freeway(cfg: FreewayConfig) -> Env:
     crossing, and 0 for any other step. After a crossing, or if a car hits the chicken, the chicken returns to the
     bottom row. A car of speed k moves by one cell every k + 1 steps, so speed 1 is the fastest. A car that leaves its
     lane enters at the other end. The direction and the speed (1 to 5) of each car are random, and are drawn again after
-    each crossing. Every episode terminates at step 2501, as in the package MinAtar, which ends an episode when its
-    counter exceeds 2500.
+    each crossing. Every episode terminates at step 2501, unless max_episode_steps truncates the episode earlier. The
+    package MinAtar also ends an episode at step 2501, when its counter exceeds 2500.
 
     The channels of the observation are 0 chicken, 1 cars, and 2 to 6 the cells behind cars of speed 1 to 5. The minimal
     actions are 0 no-op, 1 up and 2 down.
