@@ -1,10 +1,11 @@
 """Train reinforcement learning agents in PyTorch with pure functions and one short training loop.
 
 One TensorDict holds every value that changes during a run. A frozen config holds every setting that is fixed during a
-run. Pure functions compute the new values.
+run. Pure functions compute the new values. Only Gymnasium environments keep a part of their state outside of the
+TensorDict.
 
-`import ecrl` imports neither torch nor any other package. ecrl imports the module of a public name when the name is
-first used.
+`import ecrl` imports neither torch nor any other installed package. ecrl imports the module of a public name when the
+name is first used.
 """
 
 import gc
@@ -141,7 +142,8 @@ __all__ = [
 def _import(module: str) -> Any:
     """Import a module of ecrl. Pause garbage collection, which would scan the objects of torch again and again.
 
-    After the import, the new objects count as old, so that frequent collections of young objects skip them.
+    After the import, the new objects count as old, so that frequent collections of young objects skip them. If the user
+    has called `gc.freeze`, the new objects stay young.
     """
     from ecrl.memory import without_garbage_collection
 

@@ -74,7 +74,7 @@ def check_env(
 
 
 def compile_config(path: Annotated[str, tyro.conf.Positional], /, *, overrides: Overrides = ()) -> None:
-    """Compile the functions of a run and store them on disk, so that later runs with the config start faster.
+    """Compile the functions of a run and store the code on disk, so that later runs with the config start faster.
 
     Args:
         path: name of a shipped config, such as cartpole_ppo, or path of a JSON or YAML file.

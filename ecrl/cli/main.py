@@ -79,7 +79,7 @@ def _config_path(path: str | None, config: str | None, needed: bool = True) -> s
 def export(run: Annotated[str, tyro.conf.Positional], /, out: str | None = None) -> None:
     """Export the newest policy of a run to torch.export and ONNX files, which do not need ecrl.
 
-    The files include the observation normaliser.
+    If the policy normalises observations, the files include the normaliser.
 
     Args:
         run: run folder or checkpoint folder.
@@ -108,7 +108,7 @@ def evaluate(
     """Evaluate the newest checkpoint of a run with deterministic actions.
 
     You can set keys of env and trainer, as in --env.cfg.max_episode_steps 200. If the config has cameras for
-    evaluations, their videos are saved in videos/ in the run folder. With --env, no videos are recorded.
+    evaluations, their videos are saved in <run>/videos. With --env, no videos are recorded.
 
     Args:
         run: run folder or checkpoint folder.
@@ -257,7 +257,8 @@ def record(
 def replay(crash: Annotated[str, tyro.conf.Positional], /, distributed: bool = False) -> None:
     """Repeat an iteration that produced NaN or infinity, and print where the first such value occurs.
 
-    The iteration first runs compiled or eagerly, as in the original run, and then eagerly, step by step.
+    The iteration first runs compiled or eagerly, as in the original run. If NaN or infinity appears again, the
+    iteration also runs eagerly, step by step.
 
     Args:
         crash: crash folder of a run, such as RUN/crash.
@@ -372,7 +373,7 @@ _PATH_ERRORS: dict[int | None, str] = {
     errno.ENOTDIR: _ANOTHER_PLACE,
     errno.ENAMETOOLONG: _ANOTHER_PLACE,
 }
-"""Map the errno of each error that a wrong path can cause to the remedy."""
+"""Map the errno of an OSError that the user can fix to the remedy. Any other OSError ends with a traceback."""
 _FLAGS = (tyro.conf.FlagCreatePairsOff,)
 
 

@@ -1,7 +1,8 @@
 """Write files and folders atomically.
 
-After a crash, a kill or a full disk, each file or folder has either its complete old content or its complete new
-content. Each new file and its folder are synced to disk, so the file survives a power failure.
+After a crash, a kill or a full disk, each file or folder that `replace_file` or `write_folder` writes has either its
+complete old content or its complete new content. These functions sync each new file and its folder to disk, so the file
+survives a power failure. `append` does not sync.
 """
 
 import errno

@@ -1,6 +1,7 @@
 """Find checkpoints, and read their manifests.
 
-A checkpoint folder has a `manifest.json` with the SHA-256 of every file, and of the manifest itself.
+A checkpoint folder has a `manifest.json` with the SHA-256 of every other file of the checkpoint. The manifest also has
+the SHA-256 of its own other entries.
 """
 
 import hashlib

@@ -6,13 +6,14 @@ The rows of all tensors are the M steps, in the order of the episodes.
 |---|---|---|
 | `obs`, or `obs.<name>` for each entry of a Dict | `[M, ...]` | observation before the step, in its space's dtype |
 | `action` | `[M, ...]` | action that the environment received |
-| `reward` | `[M]` | reward of the step, float |
+| `reward` | `[M]` | reward of the step, float; for a chunk of actions, the undiscounted sum of rewards |
 | `done` | `[M]` | last step of an episode, bool |
-| `executed` | `[M]` | environment steps that the action took, int64; absent if this number is always 1 |
+| `executed` | `[M]` | environment steps that the action took, int64; absent if actions are single steps |
 
 The metadata of the file has one entry, `ecrl.demonstrations`. The entry is JSON with the version of the format, the
-environment, the number of episodes and steps, the mean return and the success rate. The entry also has the SHA-256 of
-each vocabulary, and the config.
+version of ecrl, the environment, the source of the actions (`expert`), the seed, the number of episodes and steps, the
+mean return and the success rate. The entry also has the SHA-256 of each vocabulary, and the config. `successes_only` is
+true if only successful episodes were kept.
 """
 
 import json
