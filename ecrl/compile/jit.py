@@ -14,9 +14,9 @@ A function is compiled in four steps:
    (`autocast.py`). A call with a known key runs the compiled function for this key. A call with a new key continues
    with step 2. Under `torch.func.vmap`, one call of a compiled function handles the whole batch (`vmap.py`).
 2. Trace the function (`trace.py`). The function runs once on tensors without data, and torch records the operations in
-   a graph. A scan becomes a loop of the graph (`scan.py`), and the gradient of a scan becomes a second loop
-   (`scan_gradient.py`). If the function is impure, the trace raises a ConfigError (`user_code.py`) that names the line
-   of the user's code (`user_line.py`).
+   a graph. A call of the form's `scan` becomes a loop of the graph (`scan.py`), and the gradient of a scan becomes a
+   second loop (`scan_gradient.py`). If the function is impure, the trace raises a ConfigError (`user_code.py`) that
+   names the line of the user's code (`user_line.py`).
 3. Rewrite the graph. On a CPU, faster operations replace many matrix products (`cpu_matmul.py`). Duplicate operations
    are merged (`trace.py`). On a GPU, the graph is split at its loops (`partition.py`).
 4. Generate code. On a CPU (`cpu.py`), inductor writes C++. This package makes the C++ code of random numbers
@@ -31,11 +31,12 @@ state.
 
 - An in-place write to an argument, or to a tensor from outside the function, is a fault. With `trainer.compile` set to
   on, the compilation raises a ConfigError that names the line. With auto, the function runs eagerly after a warning.
-- Tensors that the function captures from outside are frozen at compile time. After an in-place write to a captured
+- Tensors that the function captures from outside are constants of the graph. After an in-place write to a captured
   tensor, the next call compiles the function again, which takes seconds. Pass a tensor that changes as an argument.
 - A captured Python variable keeps its old value in a compiled function after the variable is assigned again.
-- A write that torch's version counter does not record, such as a write through `x.data`, has no effect on a compiled
-  function. Writes through a NumPy array of the same memory also have no effect.
+- Torch's version counter does not record writes through `x.data`, or through a NumPy array of the same memory. After
+  such a write to a captured tensor, the function is not compiled again. A loop of the graph still reads the old values,
+  but operations outside of loops may read the new values. Avoid such writes.
 """
 
 import os

@@ -1,4 +1,6 @@
-"""Convert each loop over time into a loop operation of the graph that is being traced.
+"""Convert each loop over time in `ecrl.kernels.loop` or in the function `scan` of a run into one loop operation.
+
+The loop operation belongs to the graph that is being traced.
 
 In an iteration of a loop, reading or writing a tensor takes more time than the arithmetic of a small network. Small
 tensors of the same dtype therefore share a buffer, which the loop reads and writes.

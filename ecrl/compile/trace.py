@@ -1,4 +1,7 @@
-"""Trace a function into one graph of tensor operations. Each loop over time becomes a loop operation of the graph.
+"""Trace a function into one graph of tensor operations.
+
+A loop over time in `ecrl.kernels.loop` or in the function `scan` of a run becomes one loop operation of the graph. A
+loop in `ecrl.kernels.scan` or in Python becomes separate operations for each iteration.
 
 During the trace, the function runs once on tensors without data, and torch records the operations. Tensors that the
 function captures from outside become constants of the graph.
