@@ -180,8 +180,8 @@ def demo(
     --run-dir, you can set keys of env and trainer.
 
     Args:
-        path: name of a shipped config, such as cartpole_ppo, or path of a JSON or YAML file. The scripted expert of its
-            environment acts.
+        path: name of a shipped config, such as cartpole_ppo, or path of a JSON or YAML file. The scripted expert of the
+            config's environment acts.
         run_dir: run folder or checkpoint folder, instead of a config. The run's newest policy acts in the run's
             environment.
         out: safetensors file for the demonstrations. The file must not exist yet.

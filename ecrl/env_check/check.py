@@ -333,7 +333,8 @@ def _check_repeatable(env: Env, keys: Tensor, trajectory: Trajectory) -> Iterato
         name, (step, row, *_) = mismatch
         yield (
             f"{name} differs {_place_text(step, row)} when the rollout is repeated; draw only from the key or the "
-            "noise, with ecrl.rng, and store everything that changes in the state"
+            "noise, with ecrl.rng, and store everything that changes in the state; in a Gymnasium environment, draw "
+            "only from self.np_random"
         )
 
 
