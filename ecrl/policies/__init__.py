@@ -71,4 +71,5 @@ def make_policy(
     if frame_stack == 1:
         return policy
     stacked = with_frame_stack(policy, observation_space, frame_stack)
-    return replace(stacked, init=policy.init, init_frozen=policy.init_frozen)  # equality ignores these two functions
+    # `with_frame_stack` is memoised, and the equality of policies ignores these two functions.
+    return replace(stacked, init=policy.init, init_frozen=policy.init_frozen)

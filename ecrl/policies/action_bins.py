@@ -33,11 +33,14 @@ class ActionBins(NamedTuple):
         return max(self.counts)
 
     def fixed(self) -> tuple[bool, ...]:
-        """Return k * A flags, True for each number of an action that has equal bounds and thus one possible value."""
+        """Return k * A flags, True for each entry of an action that has equal bounds, and thus one possible value."""
         return tuple(low == high for low, high in zip(self.space.low, self.space.high, strict=True))
 
     def legal(self, device: torch.device) -> Tensor:
-        """Return a bool mask of the bins that a token may choose, `[k * A, width]`. A fixed number has one bin."""
+        """Return a mask of the bins that a token may choose, bool `[k * A, width]`.
+
+        An entry of an action with equal bounds has one bin.
+        """
         counts = self.counts * self.shape[0]
         counts = tuple(1 if fixed else n for n, fixed in zip(counts, self.fixed(), strict=True))
         return torch.arange(self.width, device=device) < torch.tensor(counts, device=device).unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""Check the arguments and results of a policy's functions. Each error names the policy, the function and the field.
+"""Check the arguments and results of a policy's functions. An error names the policy, the function and the wrong value.
 
 `ecrl.loop` runs these checks in the first iteration of a run, before the iteration is compiled. The checks compare
 shapes and dtypes, and reject random numbers that are not drawn from a key.
@@ -213,7 +213,10 @@ def _check_leaf(label: str, what: str, name: str, before: Any, after: Any) -> No
 
 
 def check_fields(label: str, before: TensorDict, after: Any, what: str = "state", source: str = "init") -> None:
-    """Raise ConfigError if a function drops or adds leaves of a tree, or changes the shape or dtype of a leaf.
+    """Raise ConfigError if a function does not keep the structure of a tree, such as the memory of a policy.
+
+    The function must neither drop nor add leaves, and must keep the shape and dtype of each leaf, and the batch size of
+    each TensorDict.
 
     Args:
         label: name of the policy or algorithm, followed by the name of the function.
@@ -479,7 +482,7 @@ def checked_policy(policy: Policy, observation_space: Space, action_space: Space
     label, required = policy_label(policy), ("action",)
     required = required if policy.evaluate is None else (*required, "sample_log_prob")
     value = _check_sequence_value if policy.unit == "sequence" else _check_value
-    stacks = observation_space  # with frame stacking, `q` and `act` with an empty carry take stacks of observations
+    stacks = observation_space  # with frame stacking, `q` takes stacks, and so does `act` if its carry is empty
     if policy.frame_stack > 1:
         stacks = stacked_space(observation_space, policy.frame_stack)
     checks: dict[str, tuple[Any, ...]] = {
@@ -501,7 +504,7 @@ def checked_policy(policy: Policy, observation_space: Space, action_space: Space
         if getattr(policy, name) is not no_carry:
             checks[name] = (_check_first, (what,), "its params")
     functions = {name: getattr(policy, name) for name in checks if getattr(policy, name) is not None}
-    if policy.init_frozen is not None:  # draws weights that the pretrained weights then replace
+    if policy.init_frozen is not None:  # it draws weights, which the pretrained weights then replace
         functions["init_frozen"] = Unchecked(policy.init_frozen)
     checked = {name: Checked(f"{label}: {name}", fn, *checks[name]) for name, fn in functions.items()}
     return replace(policy, **checked)

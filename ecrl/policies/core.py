@@ -16,9 +16,9 @@ from ecrl.spaces import Box, Dict, Discrete, MultiDiscrete, Space, element_dtype
 class ReturnDistribution(NamedTuple):
     """Type and atoms of the return distributions that a Q-function predicts.
 
-    A categorical distribution, as in C51, consists of the logits of `atoms` fixed returns. The returns are evenly
-    spaced from `low` to `high`. A quantile distribution, as in QR-DQN, consists of the returns at the midpoints of
-    `atoms` intervals of equal probability.
+    A distribution is a vector of K = `atoms` numbers. In a categorical distribution, as in C51, these numbers are the
+    logits of K fixed returns, which are evenly spaced from `low` to `high`. In a quantile distribution, as in QR-DQN,
+    they are the returns at the midpoints of K intervals of equal probability, and `low` and `high` are not used.
     """
 
     name: Literal["categorical", "quantile"]
@@ -77,11 +77,12 @@ class Policy:
 
         value(params, carry, steps, final) -> (V [n, S], V_final [n, F])
 
-    `final`, of shape `[n, F]`, has two fields. `obs` holds the observations at time limits. `carry` holds the memory
-    after `act` and before the restart. If only V is needed, `final` and V_final are None.
+    `final`, of shape `[n, F]`, has one slot for each possible time limit of a sequence, and two fields. `obs` holds the
+    observation at the time limit, and `carry` holds the memory after the last `act` of the episode, before the restart.
+    If only V is needed, `final` and V_final are None.
 
-    Two policies are equal and share compiled functions if all their functions except `init` and `init_frozen` are the
-    same. `init` and `init_frozen` are never compiled.
+    Two policies are equal and share compiled functions if all their fields except `init`, `init_frozen`, `time_loops`
+    and `name` are equal. `init` and `init_frozen` are never compiled.
 
     Attributes:
         init: 0-d key -> params.
@@ -101,10 +102,10 @@ class Policy:
             or copied.
         explore: (params, exploration, out, noise) -> (exploration, out); changes the `out` of `act` while an algorithm
             that explores, such as DQN or PQN, collects steps. For example, `explore` takes a random action or adds
-            noise. `exploration` is a TensorDict `[*B]` with the state and the parameters of the exploration, such as
-            the last noise or epsilon. The algorithm creates `exploration` and changes its parameters. `noise` is the
-            noise passed to `act`. Evaluations do not explore. If `explore` is None, the collected steps take the
-            actions of `act`.
+            noise. `exploration` is a TensorDict of tensors `[*B, ...]`, the state and the parameters of the
+            exploration, such as the last noise or epsilon. The algorithm creates `exploration` and changes its
+            parameters. `noise` is the noise passed to `act`. Evaluations do not explore. If `explore` is None, the
+            collected steps take the actions of `act`.
         init_exploration: (params, num_envs) -> the fields of `exploration` at the start of an episode, a TensorDict
             `[num_envs]`. An example is the first noise of an Ornstein-Uhlenbeck process. The returned fields restart
             whenever an episode ends. Fields that `init_exploration` does not return, such as epsilon, do not restart.
@@ -127,7 +128,7 @@ class Policy:
         time_loops: number of loops over time in a loss, for a sequence policy. The number is used to estimate the time
             that compilation saves.
         frame_stack: number of latest observations that the policy sees. If `frame_stack` is above 1, `q` takes stacks
-            of observations. `act` also takes stacks if the carry is empty (see `ecrl.policies.frame_stack`).
+            of observations, and `act` takes stacks if the carry is empty (see `ecrl.policies.frame_stack`).
         name: registered name of the policy, for error messages.
     """
 

@@ -1,8 +1,8 @@
 """Wrap a policy so that it sees a stack of the latest observations.
 
-The rollout and the replay buffer store each observation once. While the policy acts, its memory holds the previous
-observations. A loss assembles the stacks of its minibatch from the sequences of a rollout or from the replay buffer
-(`ecrl.kernels.replay_stack`).
+The rollout and the replay buffer store each observation once. While the policy acts in an environment, its memory holds
+the previous observations. A loss assembles the stacks of its minibatch from the sequences of a rollout or from the
+replay buffer (`ecrl.kernels.replay_stack`).
 """
 
 from dataclasses import replace
@@ -30,7 +30,8 @@ def stacked_space(space: Space, frames: int) -> Space:
     >>> stacked.shape, stacked.frame_shape, stacked.is_image
     ((4, 84, 84, 1), (84, 84, 1), True)
 
-    Raises: ConfigError for an observation that is not a Box.
+    Raises: ConfigError for a Discrete or MultiDiscrete observation other than `action_mask`. ValueError if `frames` is
+        below 2.
     """
     if frames < 2:
         raise ValueError(f"frame_stack is {frames}, expected at least 2 frames")
@@ -95,8 +96,8 @@ def with_frame_stack(policy: Policy, observation_space: Space, frames: int) -> P
     fields. `frames` holds the previous observations. `started` is True after the first step of an episode. `memory` is
     the memory of `policy`, if any. The first observation of an episode fills the whole stack.
 
-    If the memory is empty, `act` expects stacks instead of single observations. Algorithms that learn from replay call
-    `act` with an empty memory.
+    If the memory is empty, `act` expects stacks instead of single observations. The losses and targets of algorithms
+    that learn from replay call `act` with an empty memory.
     """
     seen = without_mask(observation_space)
 

@@ -99,7 +99,7 @@ def squashed_head(space: Box) -> Head:
     action, so their results agree even if tanh saturates.
     """
     if not has_finite_bounds(space):
-        raise ConfigError("policy.squash: the action space has no finite bounds to squash into; leave it out")
+        raise ConfigError("policy.squash: not all bounds of the action space are finite; leave squash out")
 
     def log_prob(log_std: Tensor, mean: Tensor, action: Tensor) -> Tensor:
         return k.tanh_normal_log_prob(mean, bounded(log_std), k.tanh_normal_latent(to_unit(action, space)))
@@ -139,7 +139,7 @@ def _multi_discrete_head(space: MultiDiscrete) -> Head:
 def make_head(space: Space, squash: bool) -> Head:
     """Return the head of an action space.
 
-    Raises: ConfigError for an unsupported space, or if `squash` is set for a space without finite bounds.
+    Raises: ConfigError for an unsupported space, or if `squash` is True and the space is not a Box with finite bounds.
     """
     match space:
         case Box() if space.dtype != torch.float32:

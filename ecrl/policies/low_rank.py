@@ -67,7 +67,14 @@ def is_in(name: str, parts: Iterable[str]) -> bool:
 
 
 def check_names(key: str, parts: Iterable[str], names: Iterable[str], kind: str) -> None:
-    """Raise ConfigError for a part that no dotted name contains. `kind` is the word for these objects in the error."""
+    """Raise ConfigError for a part that no name in `names` contains.
+
+    Args:
+        key: config key of `parts`, for the error.
+        parts: names, or parts of dotted names.
+        names: dotted names of weights or layers of the model.
+        kind: what a name in `parts` stands for, such as "linear layer", for the error.
+    """
     known = list(names)
     for part in parts:
         if not any(is_in(name, [part]) for name in known):
@@ -81,7 +88,7 @@ def add_adapters(module: nn.Module, cfg: AdaptersConfig, key: str) -> None:
     `key` is the path of `cfg` in the config. The initial weights of the adapters are drawn from torch's global
     generator.
 
-    Raises: ConfigError for a name that no linear layer has.
+    Raises: ConfigError for an entry of `cfg.layers` that is not part of the name of any linear layer.
     """
     linears = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
     check_names(f"{key}.layers", cfg.layers, linears, "linear layer")

@@ -54,12 +54,15 @@ class MLPConfig(ConfigModel):
     )
     activation: Activation = Field("elu", description="activation after each hidden layer")
     last_activation: Activation | None = Field(None, description="activation after the output layer; none if absent")
-    use_layernorm: bool = Field(False, description="normalise each hidden layer before its activation")
+    use_layernorm: bool = Field(False, description="apply LayerNorm before the activation of each hidden layer")
     dropout_p: float = Field(0.0, description="must be 0, because dropout would make probability ratios random")
     orthogonal_init: Annotated[Positive | Annotated[tuple[Positive, ...], Field(strict=False)] | None, InitOnly()] = (
         Field(
             None,
-            description="gain of orthogonal initial weights, one number or one per layer; biases are then 0",
+            description=(
+                "gain of orthogonal initial weights, one number for all layers or a list of one per layer; biases are "
+                "then 0"
+            ),
         )
     )
 

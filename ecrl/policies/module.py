@@ -1,8 +1,8 @@
 """Build a policy from any `nn.Module` whose `forward` returns distribution parameters or whose methods choose actions.
 
 A module receives observations with one batch axis: `[B, *shape]` for a Box, int64 indices for Discrete and
-MultiDiscrete, and a TensorDict for a Dict. The weights of the module are stored in `params["module"]`, under their
-`state_dict` names.
+MultiDiscrete, and a TensorDict for a Dict. The trained weights of the module are stored in `params["module"]`, under
+their `state_dict` names. Buffers and weights that require no gradient are constants (see `pure`).
 """
 
 from collections.abc import Callable, Iterator
@@ -63,7 +63,7 @@ def module_policy(
 
     Args:
         make: function that builds the module with new weights.
-        cfg: the policy's config. `module_policy` reads only the settings `bf16` and `action_dim`.
+        cfg: the policy's config. `module_policy` reads only `bf16`, `action_dim` and, for error messages, `name`.
         observation_space: space of the module's observations.
         action_space: space of the module's actions.
         squash: if True, squash Box actions into their space by tanh. Modules that choose their own actions do not

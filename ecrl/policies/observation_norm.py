@@ -1,8 +1,8 @@
 """Wrap a policy so that it receives standardised observations.
 
-The statistics are part of the state. An on-policy algorithm updates the statistics once per iteration. An off-policy
-algorithm updates the statistics after each turn of collecting steps. Training, evaluation and export all use these
-statistics.
+The statistics are part of the state. On-policy algorithms and behaviour cloning update the statistics once per
+iteration. Off-policy algorithms update them after each turn (see `ecrl.algorithms.interleaved`). Training, evaluation
+and export all use these statistics.
 """
 
 from dataclasses import replace
@@ -60,7 +60,8 @@ def normalized(policy: Policy, observation_space: Space) -> Policy:
     Raises: ConfigError for observations without a float Box.
     """
     wrapped = _normalized(policy, observation_space)
-    return replace(wrapped, init=policy.init, init_frozen=policy.init_frozen)  # equality ignores these two functions
+    # `_normalized` is memoised, and the equality of policies ignores these two functions.
+    return replace(wrapped, init=policy.init, init_frozen=policy.init_frozen)
 
 
 @cache

@@ -13,9 +13,9 @@ Names = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 
 
 def visible_space(space: Space, names: tuple[str, ...] | None, key: str) -> Space:
-    """Return the observation space of a network. `key` is the config key that selects observations by name.
+    """Return the space of the observations that a network reads: those in `names`, or all if `names` is None.
 
-    A network never receives the `action_mask`.
+    `key` is the config key of `names`, for error messages. A network never receives the `action_mask`.
     """
     if names is None:
         return without_mask(space)

@@ -110,8 +110,8 @@ def test_squashing_holds_what_the_plain_policy_does_not():
 @pytest.mark.parametrize(
     ("space", "message"),
     [
-        (box(-inf, inf, 2), "policy.squash: the action space has no finite bounds to squash into; leave it out"),
-        (Box((-1.0, 0.0), (1.0, inf), (2,)), "policy.squash: the action space has no finite bounds"),
+        (box(-inf, inf, 2), "policy.squash: not all bounds of the action space are finite; leave squash out"),
+        (Box((-1.0, 0.0), (1.0, inf), (2,)), "policy.squash: not all bounds of the action space are finite"),
         (Discrete(3), "policy.squash: expected Box actions, got Discrete"),
         (MultiDiscrete((2, 2)), "policy.squash: expected Box actions, got MultiDiscrete"),
     ],
