@@ -36,7 +36,7 @@ _NUMBERS = ("gamma", "ent_coef")
 
 
 class APGConfig(LearningConfig):
-    """Hyperparameters of APG. Numeric hyperparameters are stored in the state and may change during a run."""
+    """Hyperparameters of APG. Float hyperparameters are stored in the state and may change during a run."""
 
     default_policy: ClassVar = {"name": "actor_only"}
 

@@ -1,7 +1,7 @@
 """Settings and functions that DDPG, TD3, soft actor-critic, FastTD3 and FastSAC share.
 
-These algorithms learn an actor and critics for continuous actions. The critics learn from temporal-difference targets,
-and the actor maximises the values that the critics predict.
+These algorithms learn an actor and critics for continuous actions, and soft actor-critic also for Discrete actions. The
+critics learn from temporal-difference targets, and the actor maximises the values that the critics predict.
 """
 
 import json
@@ -95,7 +95,8 @@ DELAYED = ("policy_loss", "grad_norm")
 def is_due(count: Tensor, period: int) -> Tensor | None:
     """Return True at every `period`-th gradient step, and False at other steps. Return None if the period is 1.
 
-    `count` is the number of earlier gradient steps, an int64 tensor.
+    `count`, an int64 tensor, numbers the gradient steps from 0 (see `each_minibatch`). Turns before learning starts
+    also count, as if they took gradient steps.
 
     >>> is_due(torch.arange(4), 2)
     tensor([False,  True, False,  True])

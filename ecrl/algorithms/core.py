@@ -67,9 +67,9 @@ class Static(NamedTuple):
         buffer_size: number of steps of each environment per iteration.
         world_size: number of ranks.
         skips_nonfinite: True if gradient steps with NaN or infinity are skipped (`trainer.finite_guard: skip`).
-        row_steps: number of steps in each row of a minibatch. For a policy of unit "step", `row_steps` is 1. For unit
-            "sequence", `row_steps` is the algorithm's `segment_length`, which is `buffer_size` by default. If the
-            algorithm needs whole episodes, `row_steps` is `buffer_size`.
+        row_steps: number of steps in each row of a minibatch. If the algorithm needs whole episodes, `row_steps` is
+            `buffer_size`. Otherwise, `row_steps` is 1 for a policy of unit "step". For unit "sequence", it is the
+            algorithm's `segment_length`, which is `buffer_size` by default.
         phase: phase of the iteration (`Algorithm.phase`), or None if the algorithm has no phases.
         turns: number of turns per iteration in the `run` that a turn receives (see `interleaved`), and 1 in other runs.
     """
@@ -141,8 +141,8 @@ class Algorithm:
         choices: hashable tuple of the settings that determine the compiled graph, without floats. Tuples are compared
             by value.
         init: (run, key) -> {name: TensorDict or Tensor}, the algorithm's fields of the state: `params`, `opt`, `hyper`,
-            and further fields such as `norm`. Only `init` reads the floats of the config, and stores them in `hyper`.
-            Bind the config with `partial(init, cfg)`.
+            and further fields such as `norm`. Only `init` reads the float hyperparameters of the config, and stores
+            them in `hyper`. Bind the config with `partial(init, cfg)`.
         iterate: (run, state, borrowed) -> (state, writes, logs); runs one iteration (see `on_policy` and
             `interleaved`). `borrowed` has the read-only leaves of kind buffer and frozen. `writes` may have `batch`,
             the batch of this iteration. The loop computes statistics and logs from the batch's `steps`, of shape
@@ -313,7 +313,8 @@ def counted_after(run: Run, state: TensorDict, executed: Tensor | None) -> dict[
         sample_step'   = sample_step + sum(executed)        over the environments of all ranks
         decision_step' = decision_step + num_envs * buffer_size * world_size
 
-    If the environment does not report `executed`, every action is one step, and the result has no `decision_step`.
+    If the environment does not report `executed`, every action is one step. `sample_step` then grows like
+    `decision_step` in the equation, and the result has no `decision_step`.
 
     Args:
         run: the run, whose `static` gives the numbers of steps, environments and ranks.
@@ -402,7 +403,11 @@ def with_episodes(state: TensorDict, steps: TensorDict) -> TensorDict:
 
 
 def with_compiled_policy(run: Run) -> Run:
-    """Return the run with its policy's functions compiled separately, for environments that step in Python."""
+    """Return the run for collecting in an environment that steps in Python.
+
+    The policy's functions `act`, `draw`, `value` and `explore` are compiled one by one, and the loop over time is not
+    compiled.
+    """
     policy, jit = run.policy, run.jit
     value = None if policy.value is None else jit(policy.value)
     explore = None if policy.explore is None else jit(policy.explore)

@@ -51,7 +51,7 @@ GROUPS = {"actor": (("actor",),), "critic": (("critic",),)}
 
 
 class DDPGConfig(ActorCriticConfig):
-    """Hyperparameters of DDPG. Numeric hyperparameters are stored in the state and may change during a run."""
+    """Hyperparameters of DDPG. Float hyperparameters are stored in the state and may change during a run."""
 
     default_policy: ClassVar = {"name": "deterministic_actor_critic"}
 

@@ -95,7 +95,7 @@ class Demonstrations:
         """Read the data set.
 
         Returns: a TensorDict with `train` and, if `holdout` is not 0, `holdout`. Each part has `steps` `[M]` and
-            `starts`, the index of the first step of each episode, int64 `[E]`.
+            `starts`, the index of the first step of each of its E episodes, int64 `[E]`.
         Raises: ConfigError if the file does not fit the run, or if an episode is too long for a policy with memory.
             Also raised for NaN, infinity, a value outside a discrete space, `executed` outside its limits, or a last
             episode without an end. Also raised if `holdout` leaves no episode to learn from, or none to hold out.
@@ -229,7 +229,7 @@ def drawn_batch(run: Run, state: TensorDict, part: TensorDict) -> TensorDict:
 
     A policy of unit "step" receives `num_envs * buffer_size` single steps, drawn with replacement. A policy of unit
     "sequence" receives `num_envs` sequences of `buffer_size` consecutive steps. Each sequence starts at the beginning
-    of an episode, and continues with the next episodes of the data set.
+    of an episode, and continues with the next episodes of the data set. The first episode follows the last one.
 
     The drawn steps depend on the run's key, the number of steps so far and the global index of the environment. Each
     rank therefore draws different steps.

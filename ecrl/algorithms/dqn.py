@@ -1,7 +1,7 @@
 """Deep Q-learning from a replay buffer.
 
 Double DQN, n-step targets and prioritised replay are settings of the algorithm. Dueling networks, distributions (C51
-and QR-DQN) and noisy networks are settings of the policy `q_network`. Rainbow combines all of these settings.
+and QR-DQN) and noisy networks are settings of the policy `q_network`. Rainbow combines all of these settings, with C51.
 
 Source: Mnih et al. 2015, "Human-level control through deep reinforcement learning"; van Hasselt et al. 2016,
 arXiv:1509.06461 (double); Schaul et al. 2016, arXiv:1511.05952 (prioritised replay); Bellemare et al. 2017,
@@ -69,7 +69,7 @@ _NUMBERS = ("gamma", "tau", "huber_delta", "initial_epsilon", "final_epsilon", "
 
 
 class DQNConfig(ReplayConfig):
-    """Hyperparameters of DQN. Numeric hyperparameters are stored in the state and may change during a run."""
+    """Hyperparameters of DQN. Float hyperparameters are stored in the state and may change during a run."""
 
     default_policy: ClassVar = {"name": "q_network"}
 

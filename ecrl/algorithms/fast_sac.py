@@ -61,14 +61,16 @@ GROUPS = {"actor": (("actor",),), "critic": (("critic",),), "temperature": (("lo
 
 
 class FastSACConfig(ActorCriticConfig):
-    """Hyperparameters of FastSAC. Numeric hyperparameters are stored in the state and may change during a run."""
+    """Hyperparameters of FastSAC. Float hyperparameters are stored in the state and may change during a run."""
 
     default_policy: ClassVar = {"name": "squashed_actor_critic", "distribution": "categorical"}
 
     gamma: Fraction = Field(default=0.97, description="discount per step")
     tau: Fraction = Field(default=0.125, description="weight of the trained critics in an update of the target critics")
-    capacity: Count = Field(default=1_048_576, description="steps in the replay buffer, of all environments together")
-    batch_size: Count = Field(default=8_192, description="transitions per gradient step")
+    capacity: Count = Field(
+        default=1_048_576, description="steps in the replay buffer of a rank, of all its environments together"
+    )
+    batch_size: Count = Field(default=8_192, description="transitions per gradient step, on each rank")
     learning_starts: Natural = Field(
         default=10_240, description="environment steps, over all environments, before the first gradient step"
     )

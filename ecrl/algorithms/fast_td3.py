@@ -64,13 +64,15 @@ _NUMBERS = (*SHARED_NUMBERS, "policy_noise", "noise_clip", "min_exploration_nois
 
 
 class FastTD3Config(ActorCriticConfig):
-    """Hyperparameters of FastTD3. Numeric hyperparameters are stored in the state and may change during a run."""
+    """Hyperparameters of FastTD3. Float hyperparameters are stored in the state and may change during a run."""
 
     default_policy: ClassVar = {"name": "deterministic_actor_critic", "distribution": "categorical"}
 
     tau: Fraction = Field(default=0.1, description="weight of the trained critics in an update of the target critics")
-    capacity: Count = Field(default=1_048_576, description="steps in the replay buffer, of all environments together")
-    batch_size: Count = Field(default=32_768, description="transitions per gradient step")
+    capacity: Count = Field(
+        default=1_048_576, description="steps in the replay buffer of a rank, of all its environments together"
+    )
+    batch_size: Count = Field(default=32_768, description="transitions per gradient step, on each rank")
     learning_starts: Natural = Field(
         default=10_240, description="environment steps, over all environments, before the first gradient step"
     )

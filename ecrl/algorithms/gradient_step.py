@@ -121,7 +121,7 @@ def _step_of_group(
 
 
 def each_minibatch(run: Run, state: TensorDict, batch: TensorDict, number: int, step: Step) -> tuple[TensorDict, Logs]:
-    """Split a batch into equal parts, and take one gradient step on each part, one after the other.
+    """Split a batch into equal parts, and call `step` on each part, one after the other.
 
     Args:
         run: the run.

@@ -49,7 +49,7 @@ _NEW_NUMBERS = ("clip_coef_high", "dual_clip", "min_group_score", "max_group_sco
 
 
 class GRPOConfig(ClippedConfig):
-    """Hyperparameters of GRPO. Numeric hyperparameters are stored in the state and may change during a run."""
+    """Hyperparameters of GRPO. Float hyperparameters are stored in the state and may change during a run."""
 
     default_policy: ClassVar = {"name": "actor_only"}
 
@@ -106,7 +106,7 @@ class GRPOConfig(ClippedConfig):
     )
     ref_update_freq: Count | None = Field(
         default=None,
-        description="number of iterations after which the reference becomes a copy of the policy; never if absent",
+        description="iterations between two refreshes of the reference, which copy the policy; none if absent",
     )
     group_size: int = Field(
         default=4,
@@ -149,7 +149,8 @@ class Choices(NamedTuple):
 
     Attributes:
         has_reference: True if the loss penalises the KL divergence from a reference policy.
-        truncate_at_first_done: True if the algorithm learns only from the first episode of each rollout.
+        truncate_at_first_done: True if the algorithm learns only from the first episode of each environment in a
+            rollout.
         advantages: `step_advantages`, or `variant_advantages`.
         scores_episodes: True if a group compares the returns of whole episodes.
         baseline: function that subtracts the baseline of a group, or None with `step_advantages`.

@@ -55,25 +55,29 @@ Weights = Callable[[Run, TensorDict, Tensor], Tensor]
 
 
 def token_weights(run: Run, steps: TensorDict, mask: Tensor) -> Tensor:
-    """Return `token_mean_weights` over the batches of all ranks, times the number of rows per unmasked step."""
+    """Return `token_mean_weights` over the batches of all ranks, scaled by `_per_row`."""
     count = token_counts(run, steps)
     return _per_row(run, mask, token_mean_weights(count.sum(-1), mask, total=all_sum))
 
 
 def episode_weights(run: Run, steps: TensorDict, mask: Tensor) -> Tensor:
-    """Return `sequence_mean_weights` over the batches of all ranks, times the number of rows per unmasked step."""
+    """Return `sequence_mean_weights` over the batches of all ranks, scaled by `_per_row`."""
     count = token_counts(run, steps)
     return _per_row(run, mask, sequence_mean_weights(count.sum(-1), mask, total=all_sum))
 
 
 def fixed_length_weights(run: Run, steps: TensorDict, mask: Tensor) -> Tensor:
-    """Return `fixed_length_mean_weights` over the batches of all ranks, times the number of rows per unmasked step."""
+    """Return `fixed_length_mean_weights` over the batches of all ranks, scaled by `_per_row`."""
     count = token_counts(run, steps)
     weight = fixed_length_mean_weights(count.sum(-1), mask, length=count[0].numel(), total=all_sum)
     return _per_row(run, mask, weight)
 
 
 def _per_row(run: Run, mask: Tensor, weight: Tensor) -> Tensor:
+    """Multiply weights for a mean over steps by `rows / steps`, for the mean over rows in `weighted_loss`.
+
+    `rows` is the number of rows with an unmasked step, and `steps` is the number of unmasked steps, on all ranks.
+    """
     rows = counted_rows(mask.reshape(-1, run.static.row_steps))
     return weight * (all_sum(rows) / all_sum(mask.sum()).clamp(min=1)).to(weight.dtype)
 

@@ -61,8 +61,8 @@ class MinibatchConfig(LearningConfig):
     batch_size: Count | None = Field(
         default=None,
         description=(
-            "transitions per gradient step, at most the size of the rollout; if num_minibatches is also absent, 64 or, "
-            "for a policy with longer sequences, the length of a sequence"
+            "transitions per gradient step on each rank, at most the size of the rollout; if num_minibatches is also "
+            "absent, 64 or, for a policy with longer sequences, the length of a sequence"
         ),
     )
     num_minibatches: Count | None = Field(default=None, description="gradient steps per pass, instead of batch_size")
@@ -183,7 +183,7 @@ def sizes_of(cfg: MinibatchConfig | SGD, rows: int, length: int = 1) -> list[int
 
 
 def gradient_steps(cfg: MinibatchConfig, static: Static) -> int:
-    """Return the number of gradient steps of an iteration."""
+    """Return the number of gradient steps of an iteration. With `drop_masked`, an iteration may take fewer."""
     rows = static.num_envs * static.buffer_size // static.row_steps
     return cfg.n_epochs * len(sizes_of(cfg, rows, static.row_steps))
 
@@ -403,10 +403,11 @@ def minibatch_sgd(
         limit: name of a hyperparameter in `hyper`. Once the distance in a step exceeds the value of this
             hyperparameter, this step and the remaining steps do not change the parameters.
 
-    Returns: the state with new `params`, `opt` and `learning_rate`, and the logs. The logs contain the logs of the loss
-        function, `loss`, gradient norms, learning rates and, if there is a limit, `skipped_frac`, the share of gradient
-        steps that the limit skipped. If `trainer.finite_guard` is "skip", a step whose gradients or new parameters hold
-        NaN or infinity changes nothing. The log `skipped_steps` counts such steps.
+    Returns: the state with new `params`, `opt` and, if the rate is adaptive, `learning_rate`, and the logs. The logs
+        contain the logs of the loss function, `loss`, gradient norms, learning rates and, if there is a limit,
+        `skipped_frac`, the share of gradient steps that the limit skipped. If `trainer.finite_guard` is "skip", a step
+        whose gradients or new parameters hold NaN or infinity changes nothing. The log `skipped_steps` counts such
+        steps.
     """
     hyper, params, opt = (cast(TensorDict, state[key]) for key in ("hyper", "params", "opt"))
     length = prod(rows["mask"].shape[1:]) if "mask" in rows else 1

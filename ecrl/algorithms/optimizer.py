@@ -4,7 +4,7 @@ Each group has its own optimiser, clipping norm, learning rate and schedule, and
 small parameters of a group are packed into one vector per dtype, because few large tensors are faster to update than
 many small tensors. Copying a large parameter would cost more than it saves, so each large parameter is a vector of its
 own. The hyperparameters of a group are stored in `state["hyper"]` under the prefix of the group, such as
-`critic_max_grad_norm`. Groups share hyperparameters that have no prefix.
+`critic_max_grad_norm`. A hyperparameter without a prefix is for all groups that have no value of their own.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -382,7 +382,8 @@ def learning_rates(state: TensorDict, groups: tuple[Group, ...], turns: int = 1)
     """Return the 0-d learning rate of each group at the start of an iteration, or of one of its `turns` turns.
 
     An adaptive rate is the value that the state stores. Other schedules read the state's `update_step`. A schedule
-    without a configured length also reads `iterations`. `update_step` and `iterations` count turns (see `interleaved`).
+    without a configured length also reads `iterations`. In the state of a turn, `update_step` and `iterations` count
+    turns instead of iterations (see `interleaved`).
     """
     hyper, rates = cast(TensorDict, state["hyper"]), {}
     for group in groups:

@@ -67,7 +67,11 @@ class OptimizerKwargs(ConfigModel):
 
 
 class SchedulerKwargs(ConfigModel):
-    """Hyperparameters of a schedule, named as in torch.optim.lr_scheduler. Lengths are in iterations."""
+    """Hyperparameters of a schedule. Lengths are in iterations.
+
+    For the schedules linear, cosine, step and exponential, the names are those of torch.optim.lr_scheduler. Some of the
+    defaults differ.
+    """
 
     start_factor: NonNegative = Field(default=1.0, description="factor of the learning rate at the start (linear)")
     end_factor: NonNegative = Field(
@@ -169,7 +173,7 @@ class SchedulerConfig(_Named):
     """Name and hyperparameters of a learning-rate schedule.
 
     An adaptive schedule changes the rate once per gradient step. Other schedules change the rate once per iteration or,
-    if the algorithm has a replay buffer, every `train_freq` steps. All lengths are in iterations.
+    if the algorithm has a replay buffer, every `train_freq` steps of each environment. All lengths are in iterations.
     """
 
     name: Annotated[
@@ -187,9 +191,7 @@ class SchedulerConfig(_Named):
     ] = Field(
         description="linear, cosine, step, exponential, warmup_constant, warmup_linear, warmup_cosine or adaptive"
     )
-    kwargs: SchedulerKwargs = Field(
-        default=SchedulerKwargs(), description="further hyperparameters, as in torch.optim.lr_scheduler"
-    )
+    kwargs: SchedulerKwargs = Field(default=SchedulerKwargs(), description="further hyperparameters of the schedule")
 
     @model_validator(mode="after")
     def _warmup_within_the_length(self) -> Self:
@@ -202,7 +204,7 @@ class SchedulerConfig(_Named):
 
 
 class LearningConfig(ConfigModel):
-    """Settings of optimiser, learning rate and clipping. Numbers are stored in the state and may change during a run.
+    """Settings of optimiser, learning rate and clipping. Floats are stored in the state and may change during a run.
 
     `default_policy` is the section `policy` that is used if the config has none.
     """

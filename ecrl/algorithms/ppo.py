@@ -48,7 +48,7 @@ _CRITIC_KEYS = ("critic_learning_rate", "critic_max_grad_norm")
 
 
 class PPOConfig(ClippedConfig):
-    """Hyperparameters of PPO. Numeric hyperparameters are stored in the state and may change during a run."""
+    """Hyperparameters of PPO. Float hyperparameters are stored in the state and may change during a run."""
 
     default_policy: ClassVar = {"name": "actor_critic"}
 

@@ -46,7 +46,7 @@ _NUMBERS = ("gamma", "q_lambda", "initial_epsilon", "final_epsilon", "exploratio
 
 
 class PQNConfig(MinibatchConfig):
-    """Hyperparameters of PQN. Numeric hyperparameters are stored in the state and may change during a run."""
+    """Hyperparameters of PQN. Float hyperparameters are stored in the state and may change during a run."""
 
     default_policy: ClassVar = {"name": "q_network"}
 

@@ -46,7 +46,7 @@ class PriorityConfig(ConfigModel):
     alpha: NonNegative = Field(default=0.6, description="exponent of the priority; 0 makes all priorities equal")
     beta: Fraction = Field(default=0.4, description="exponent of the importance weights at the start of the run")
     final_beta: Fraction = Field(default=1.0, description="exponent of the importance weights at the end of the run")
-    eps: Positive = Field(default=1e-6, description="number added to the absolute value of each error, in reward units")
+    eps: Positive = Field(default=1e-6, description="number added to the absolute value of each error, in its unit")
 
 
 def priority_numbers(cfg: PriorityConfig) -> dict[str, float]:

@@ -32,7 +32,10 @@ class ClippedConfig(MinibatchConfig):
     )
     dual_clip: Positive | None = Field(
         default=None,
-        description="largest ratio for negative advantages; must be above 1 + clip_coef_high; no limit if absent",
+        description=(
+            "largest ratio for negative advantages; must be above 1 + clip_coef_high, or above 1 + clip_coef if "
+            "clip_coef_high is absent; no limit if absent"
+        ),
     )
 
     @model_validator(mode="after")

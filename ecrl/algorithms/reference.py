@@ -44,9 +44,8 @@ def reference_log_prob(
 def refreshed_reference(state: TensorDict, freq: Tensor) -> TensorDict:
     """Refresh the reference policy every `freq` iterations (0-d int64), and return the state.
 
-    In a refresh, `ref_params` becomes a copy of the current parameters of the policy.
-
-    The reference also stores the current observation statistics, so new statistics do not change the reference policy.
+    In a refresh, `ref_params` becomes a copy of the current parameters of the policy and of the current observation
+    statistics. Later changes of the statistics therefore do not change the reference policy.
     """
     due = (state["update_step"] + 1) % freq == 0
     params, norm, reference = (cast(TensorDict, state[key]) for key in ("params", "norm", "ref_params"))

@@ -23,8 +23,10 @@ class ReplayConfig(LearningConfig):
 
     gamma: Fraction = Field(default=0.99, description="discount per step")
     n_step: Count = Field(default=1, description="number of rewards in the target of a transition (n-step returns)")
-    capacity: Count = Field(default=100_000, description="steps in the replay buffer, of all environments together")
-    batch_size: Count = Field(default=256, description="transitions per gradient step")
+    capacity: Count = Field(
+        default=100_000, description="steps in the replay buffer of a rank, of all its environments together"
+    )
+    batch_size: Count = Field(default=256, description="transitions per gradient step, on each rank")
     learning_starts: Natural = Field(
         default=1_000, description="environment steps, over all environments, before the first gradient step"
     )
@@ -99,7 +101,7 @@ def phase(cfg: ReplayConfig, sample_step: int) -> str:
 
 
 def gradient_steps(cfg: ReplayConfig, static: Static) -> int:
-    """Return the number of gradient steps of an iteration."""
+    """Return the number of gradient steps of an iteration in the phase "learn"."""
     return static.buffer_size // cfg.train_freq * cfg.gradient_steps
 
 

@@ -32,12 +32,13 @@ def rows_of(run: Run, batch: TensorDict, **fields: Tensor) -> TensorDict:
             `[N, T / L]`.
         fields: further fields of the rows, `[N, T]`, such as advantages.
 
-    Returns: `[N * T]` rows with obs, action, done and the other fields of the policy's `act`. If the environment
-        reports `executed`, the rows also have this field, because the tokens of steps that were not executed do not
-        count. A sequence has L = `run.static.row_steps` steps. For sequences, the result has `[N * T / L]` rows, whose
+    Returns: `[N * T]` rows with obs, action, done, the other fields of the policy's `act`, and `fields`. If the batch
+        has the critic's `value` at collection, or the mask of the environment, the rows also have it. If the
+        environment reports `executed`, the rows have this field, because the tokens of steps that were not executed do
+        not count. If a row is a sequence of L = `run.static.row_steps` steps, the result has `[N * T / L]` rows, whose
         fields have the shape `[N * T / L, L, ...]`. If the policy has memory, the result also has `carry`, of shape
-        `[N * T / L, ...]`. The segments of an environment are consecutive. `sample_log_prob` is summed over the tokens
-        of an action.
+        `[N * T / L, ...]`. The rows of an environment are consecutive. `sample_log_prob` is summed over the tokens of
+        an action.
     Raises: ConfigError if the shape of one of `fields` is not `[N, T, ...]`. Also raised if `act` returned one of
         `fields`, or a field that return estimators add.
     """

@@ -64,7 +64,7 @@ high entropy. The temperature then grows without bound, and the values also grow
 
 
 class SACConfig(ActorCriticConfig):
-    """Hyperparameters of soft actor-critic. Numbers are stored in the state and may change during a run."""
+    """Hyperparameters of soft actor-critic. Floats are stored in the state and may change during a run."""
 
     default_policy: ClassVar = {"name": "squashed_actor_critic"}
 

@@ -1,6 +1,6 @@
 """Kinds of the leaves in a run's state. A leaf's kind determines how the loop, the ranks and checkpoints handle it.
 
-| kind | examples | copied for records | across ranks | saved |
+| kind | examples | copied for each record | across ranks | saved |
 |---|---|---|---|---|
 | learned | params, opt, ref_params | yes | equal: gradients are averaged | once |
 | statistics | running moments | yes | equal: sums are over all ranks | once |
@@ -8,6 +8,9 @@
 | buffer | replay | no, it is borrowed | each rank has its own | per rank |
 | frozen | frozen_params | no, it is borrowed | equal | in one file for all checkpoints |
 | counter | key, sample_step, update_step, hyper | yes | equal | once |
+
+A record is what `ecrl.train_iter` yields after an iteration. The state of a record is a copy that belongs to the
+caller. An iteration only reads borrowed leaves, and the loop writes new steps to the buffers in place.
 
 Declare a kind for a field, or for a path inside a field. The declaration with the longest matching path applies.
 """

@@ -1,7 +1,8 @@
 """Twin delayed deep deterministic policy gradient.
 
 TD3 is DDPG with three changes. The target uses the smallest value of several critics. The action in the target has
-noise. Only every `policy_delay`-th gradient step updates the actor and the target networks.
+noise. Only every `policy_delay`-th gradient step updates the actor and the target networks. ecrl's `ddpg` also uses the
+smallest value, unless `policy.num_critics` is 1.
 
 Source: Fujimoto et al. 2018, arXiv:1802.09477, algorithm 1.
 """
@@ -41,7 +42,7 @@ from ecrl.types import Logs
 
 
 class TD3Config(DDPGConfig):
-    """Hyperparameters of TD3. Numeric hyperparameters are stored in the state and may change during a run."""
+    """Hyperparameters of TD3. Float hyperparameters are stored in the state and may change during a run."""
 
     policy_delay: Count = Field(default=2, description="gradient steps of the critics per gradient step of the actor")
     policy_noise: NonNegative = Field(

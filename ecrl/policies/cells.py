@@ -203,7 +203,13 @@ def unroll(cfg: CellConfig, weights: TensorDict, memory: Memory, obs: Tensor, is
 
 
 def _unroll_linear(h: Tensor, x: Tensor, first: Tensor) -> Tensor:
-    """Return h[t] = (1 - z[t]) * h[t - 1] + z[t] * n[t], of shape `[S, n, H]`, with the recursion of `reverse_scan`."""
+    """Run `mingru_step` over S steps with `reverse_scan`, and return the outputs `[S, n, H]`.
+
+        h[t] = (1 - z[t]) * (0 if first[t] else h[t - 1]) + z[t] * x_n[t]
+
+    `x` has the shape `[S, n, 2 H]`, `first` has the shape `[S, n]`, and `h`, of shape `[n, H]`, is the memory before
+    the first step.
+    """
     x_z, x_n = x.flip(0).chunk(2, -1)
     z = torch.sigmoid(x_z)
     cut = first.flip(0).unsqueeze(-1).expand_as(z)

@@ -39,9 +39,9 @@ Gains = Annotated[
 """Type of the config field `orthogonal_init`."""
 
 _HIDDEN = "width of each hidden layer after the convolutions"
-_ACTIVATION = "activation after each convolution and hidden layer"
+_ACTIVATION = "activation after each convolution (keypoints: except the last) and hidden layer"
 _LAST_ACTIVATION = "activation after the output layer; none if absent"
-_LAYERNORM = "normalise the output of each convolution and hidden layer before its activation"
+_LAYERNORM = "normalise the input of each activation, except of last_activation"
 _GAINS = "gain of orthogonal initial weights, with biases of 0; a second number is the gain of the output layer"
 
 
@@ -130,7 +130,7 @@ def cnn(cfg: CNNConfig, space: Space, outputs: int) -> nn.Module:
     The default settings give the network of Mnih et al. for 84x84 pixels. Images of 10x10 pixels need smaller kernels,
     such as `{"channels": [16], "kernel_sizes": [3], "strides": [1], "hidden_sizes": [128]}`.
 
-    Raises: SpaceError for an observation that is not an image. ConfigError for an image smaller than the kernels need.
+    Raises: SpaceError for an observation that is not an image. ConfigError for an image too small for the kernels.
     Source: Mnih et al. 2015, "Human-level control through deep reinforcement learning".
     """
     image = check_image(space)
@@ -275,16 +275,16 @@ class _KeypointsNetwork(nn.Module):
 def keypoints(cfg: KeypointsConfig, space: Space, outputs: int) -> nn.Module:
     """Build a network that finds keypoints in an image, or in the images of a Dict, with convolutions.
 
-        features        = (1 + scale(others)) * convolution(...) + shift(others)           in all layers but the last
-        z[c]            = (features[c] - mean(features[c])) / std(features[c])              over the pixels of channel c
+        features        = activation((1 + scale(others)) * convolution(features) + shift(others))       except the last
+        z[c]            = (x[c] - mean(x[c])) / std(x[c]),  x = convolution(features)       over the pixels of channel c
         weight[c, y, x] = softmax(temperature[c] * (1 + sharpen(others)[c]) * z[c, y, x])   over the pixels of channel c
         keypoint[c]     = sum(weight[c, y, x] * (x, y))                                     positions between -1 and 1
 
     `others` are the observations of a Dict that are not images. `others` scale and shift the output of each convolution
-    except the last (FiLM). Fully connected layers read the keypoints and `others`, and return the outputs of the
-    network. Every image has its own convolutions.
+    except the last (FiLM). x is the output of the last convolution. Fully connected layers read the keypoints and
+    `others`, and return the outputs of the network. Every image has its own convolutions.
 
-    The features are standardised before the softmax. Otherwise, an untrained network would have almost the same
+    x is standardised before the softmax. Otherwise, an untrained network would have almost the same
     keypoints for all images. `temperature` is learnt and begins at 1.
 
     Raises: SpaceError if no observation is an image, or if an image is inside a nested Dict.

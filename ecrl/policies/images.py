@@ -39,8 +39,7 @@ def is_image_like(space: Space) -> bool:
 def is_image_part(space: Space) -> bool:
     """Return True if a network for a Dict reads an observation of this space with convolutions by default.
 
-    A matrix of floats or of integers wider than 8 bits may not be an image, so the network reads this matrix as a
-    vector.
+    A matrix whose dtype is not uint8 may not be an image, so the network reads this matrix as a vector.
 
     >>> from ecrl.spaces import box
     >>> is_image_part(box(0, 255, 8, 8, dtype=torch.uint8)), is_image_part(box(0.0, 1.0, 3, 3))
@@ -90,7 +89,7 @@ def _has_channels_last(space: Box) -> bool:
 
 
 def channel_shape(space: Box) -> tuple[int, int, int]:
-    """Return the total number of channels of all frames of an image, the height and the width.
+    """Return `(channels, height, width)` of an image. For a stack, `channels` counts the channels of all frames.
 
     >>> from ecrl.spaces import box
     >>> channel_shape(box(0, 255, 64, 48, 3, dtype=torch.uint8)), channel_shape(box(0.0, 1.0, 64, 48))

@@ -25,7 +25,7 @@ class NoisyNetwork(NamedTuple):
 
     Attributes:
         mean: the network without noise.
-        draw: keys `[*B]` -> noise `[*B, K]`.
+        draw: keys `[*B]` -> noise `[*B, K]`. K is the number of inputs and outputs of all linear layers.
         forward: (weights, obs, noise) -> `[*B, outputs]`. The shape of the noise is `[*B, K]`, or `[K]` if all
             observations share the noise.
     """
@@ -93,8 +93,8 @@ def noisy_network(
     The weights of a layer are the means, `weight` and `bias`, and the scales of the noise, `weight_std` and `bias_std`.
     The means have the same initial values as in a network without noise. The scales start at `std / sqrt(inputs)`.
 
-    Raises: ConfigError if the module has no linear layer, or if the inputs of its linear layers do not have one row per
-        observation.
+    Raises: ConfigError if the module has no trained layer of type `nn.Linear`, or if the inputs of these layers do not
+        have one row per observation.
 
     >>> from ecrl.spaces import box
     >>> cfg = NetworkConfig(network_cfg={"hidden_sizes": [8]})

@@ -282,7 +282,7 @@ class Statistics(NamedTuple):
 
 
 def read_statistics(folder: Path, dataset: str | None, kind: str, size: int) -> Statistics:
-    """Return the 1 % and 99 % quantiles of the actions or of the robot's state in a data set.
+    """Return the 1 % and 99 % quantiles of the actions or of the robot's state in a data set, and which are scaled.
 
     The quantiles are in `dataset_statistics.json`, which fine-tuning writes, or in `norm_stats` of `config.json`.
 

@@ -24,8 +24,11 @@ Later denoising steps mix all steps of a chunk, so the noise of each number chan
 
 Behaviour cloning needs no log-probability. The loss of behaviour cloning is the flow matching loss:
 
-    t = scale * Beta(1.5, 1) + offset,    x[t] = (1 - t) action + t noise
+    t = scale * Beta(alpha, 1) + offset,    x[t] = (1 - t) action + t noise
     loss = mean((velocity(x[t], t, observation) - (noise - action))^2)
+
+`alpha`, `scale` and `offset` are settings of the checkpoint. The mean is over the numbers that the environment reads,
+without the steps of a chunk that the environment did not execute.
 
 Sources: Black et al. 2024 (pi0), arXiv:2410.24164. Chen et al. 2025 (pi_RL, Flow-SDE and Flow-Noise), arXiv:2510.25889.
 """
@@ -200,7 +203,8 @@ class _Flow(NamedTuple):
 class _Imitation(NamedTuple):
     """The flow matching loss, as in the pretraining of the model.
 
-    To sample from `Beta(alpha, 1)`, compute `uniform ** (1 / alpha)`.
+    The times are drawn from `scale * Beta(alpha, 1) + offset`. A sample of `Beta(alpha, 1)` is a uniform number from 0
+    to 1 to the power `1 / alpha`.
     """
 
     flow: _Flow
@@ -609,8 +613,8 @@ def save_pi0(folder: str | Path, state: TensorDict, cfg: Config) -> None:
         state: state of a run.
         cfg: config of the run, whose `policy.vla` has the backend `pi0`.
 
-    Raises: ConfigError if the folder exists or cannot be made, if the config has another policy, or if the original
-        checkpoint cannot be read.
+    Raises: ConfigError if the folder exists or cannot be made, or if the config has another policy. Also raised if the
+        original checkpoint cannot be read, or if its weights have other names than those of the run.
     """
     section = getattr(cfg.policy, "vla", None)
     if not isinstance(section, Pi0Config):

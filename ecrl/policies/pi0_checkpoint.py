@@ -118,8 +118,8 @@ def write_model(folder: Path, source: Path, weights: Mapping[str, Tensor]) -> No
     All files of the checkpoint `source` are copied, except weights and Python code. The folder appears complete or not
     at all.
 
-    Raises: ConfigError if the folder exists or cannot be made, or if names or shapes of the weights differ from
-        `source`.
+    Raises: ConfigError if the folder exists or cannot be made, if `source` cannot be read, or if its weights have other
+        names.
     """
     if os.path.lexists(folder):
         raise ConfigError(f"{str(folder)!r} exists; give the path of a new folder")

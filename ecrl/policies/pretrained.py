@@ -1,7 +1,8 @@
 """Parameters of a policy with a pretrained model, divided into trained and frozen parts.
 
-Each weight belongs to one of three parts. `model` is trained, `adapters` are trained changes of frozen linear layers,
-and `base` is frozen. Weights without an effect on actions and values belong to `base`.
+Each weight belongs to one of three parts. `model` is trained, `adapters` are trained changes of linear layers, and
+`base` is frozen. Weights without an effect on actions and values belong to `base`. The weights of a layer with an
+adapter also belong to `base`, unless the setting `trained` names the layer.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -33,7 +34,8 @@ class PretrainedConfig(VLAConfig):
     adapters: AdaptersConfig | None = Field(
         None,
         description=(
-            "low-rank adapters, which are trained instead of the weights of their linear layers; none if absent"
+            "low-rank adapters, which are trained instead of the weights of their linear layers, unless trained names "
+            "these layers too; none if absent"
         ),
     )
     critic: NetworkConfig | None = Field(

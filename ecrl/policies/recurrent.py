@@ -4,9 +4,10 @@ Actor and critic each have up to three parts: an encoder of the observation, a c
 
     features = encoder(obs)                 or `ecrl.policies.flatten(obs)` without an encoder
     memory'  = cell(memory, features)
-    output   = network(memory')             the action's distribution, or the value
+    output   = network(memory'["h"])        the action's distribution, or the value
 
-The setting `memory` chooses whether actor, critic or both have a cell. A network without a cell reads the features.
+`h` is the part of the memory that the cell returns as its output (see `ecrl.policies.cells`). The setting `memory`
+chooses whether actor, critic or both have a cell. A network without a cell reads the features.
 """
 
 from dataclasses import replace
@@ -37,8 +38,8 @@ class RecurrentConfig(ActorOnlyConfig):
     memory: Literal["shared", "separate", "actor", "critic"] = Field(
         "shared",
         description=(
-            "shared: actor and critic share an encoder and a cell; separate: each has its own encoder and cell; actor "
-            "or critic: each has its own encoder, but only actor or only critic has a cell"
+            "shared: actor and critic share an encoder and a cell; separate: each has its own encoder and cell; actor: "
+            "each has its own encoder, but only the actor has a cell; critic: the same, but only the critic has a cell"
         ),
     )
     encoder: NetworkConfig | None = Field(
@@ -128,7 +129,8 @@ def make_trunk(cfg: RecurrentConfig, observation_space: Space, side: str) -> Tru
     key = "critic_obs" if side == "critic" else "actor_obs"
     space = visible_space(observation_space, cfg.critic_obs if side == "critic" else cfg.actor_obs, key)
     if flat_dim(space) == 0:
-        raise ConfigError("policy recurrent: the observations have only an action_mask; use a policy without memory")
+        problem = "the observations have only an action_mask, which no network reads"
+        raise ConfigError(f"policy recurrent: {problem}; add another observation")
     size, encoder = cfg.cell.hidden_size, None
     if cfg.encoder is not None:
         encoder = make_network(cfg.encoder, space, size, cfg.bf16, "policy.encoder")
@@ -148,8 +150,8 @@ def recurrent(cfg: RecurrentConfig, observation_space: Space, action_space: Spac
     """Build a policy with memory.
 
     The params are `actor`, `critic` if the policy has a critic, and `log_std` of shape `[A]` for Box actions. If
-    `memory` is "shared", the params also have `shared`, the common trunk. Otherwise, `actor` and `critic` each have
-    their own trunk, under the name `trunk`.
+    `memory` is "shared", the params also have `shared`, whose field `trunk` is the common trunk. Otherwise, `actor` and
+    `critic` each have their own trunk in a field `trunk`.
     """
     head, width = make_head(action_space, cfg.squash), head_width(action_space, cfg.action_dim)
     has_mask = is_masked(observation_space, action_space)

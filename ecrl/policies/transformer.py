@@ -1,10 +1,11 @@
 """A small transformer as pure functions. A prefix is read once, and further tokens are decoded after the prefix.
 
 The prefix tokens attend to each other. `read_prefix` returns the keys and values of the prefix, the *cache* of each
-layer. Decoded tokens attend to the prefix and to each other. There are two ways to decode, with equal results:
+layer. Decoded tokens attend to the prefix and to each other. There are two ways to decode:
 
 - `decode` computes all tokens in one pass. A mask defines which tokens each token attends to.
-- `decode_one` computes one token, and stores its keys and values in a cache of a fixed size.
+- `decode_one` computes one token, and stores its keys and values in a cache of a fixed size. The token attends to the
+  earlier tokens. With a causal mask, `decode` gives the same results, up to rounding.
 
 A layer normalises its input before the attention and before the perceptron:
 

@@ -1,7 +1,8 @@
 """Policies with an actor and several critics. One batched matrix product per layer evaluates all critics.
 
 `deterministic_actor_critic` and `squashed_actor_critic` are for Box actions with finite bounds. A critic predicts the
-mean or the distribution of the return, from an observation and an action. The networks use actions scaled to [-1, 1]:
+mean or the distribution of the return, from an observation and an action. The networks use `unit_action`, the action
+scaled to [-1, 1]:
 
     action = centre + half_width * unit_action
 
@@ -169,10 +170,12 @@ def deterministic_actor_critic(cfg: TwinCriticConfig, observation_space: Space, 
         unit_action = tanh(actor(obs))
 
     `explore` adds Gaussian noise with the standard deviation `exploration["std"]`, float `[N]`, in units of half the
-    range of an action. If `exploration["random"]`, bool `[N]`, is True for an environment, the action of this
-    environment is uniformly random instead.
+    range of an action:
 
         unit_action = clip(unit_action + std * noise, -1, 1)
+
+    If `exploration["random"]`, bool `[N]`, is True for an environment, the action of this environment is uniformly
+    random instead.
 
     Source: Lillicrap et al. 2016, arXiv:1509.02971; Fujimoto et al. 2018, arXiv:1802.09477, algorithm 1.
     """

@@ -80,8 +80,9 @@ class ViTSizes(NamedTuple):
         possible = sizes.patches, sizes.patches + sum(count for _, count in tokens)
         if blocks < 2 or sizes.positions not in possible:
             problem = f"{blocks} blocks and {sizes.positions} positions"
+            counts = " or ".join(map(str, dict.fromkeys(possible)))
             raise ValueError(
-                f"the vision model {name!r} has {problem}, expected 2 blocks or more and {possible[0]} positions for "
+                f"the vision model {name!r} has {problem}, expected 2 blocks or more and {counts} positions for "
                 f"images of {image} pixels; copy the checkpoint again"
             )
         return sizes

@@ -23,7 +23,7 @@ def vla(cfg: VLAPolicyConfig, observation_space: Space, action_space: Space) -> 
         kind = f"{type(action_space).__name__} {list(getattr(action_space, 'shape', []))}"
         raise ConfigError(f"policy vla: expected Box actions [A] or chunks [k, A], got {kind}; use actor_critic")
     if not has_finite_bounds(action_space):
-        raise ConfigError("policy vla: the action space has no finite bounds; give each number finite bounds")
+        raise ConfigError("policy vla: not all bounds of the action space are finite; give each entry finite bounds")
     head_width(action_space, cfg.action_dim)
     is_masked(observation_space, action_space)
     k = action_space.shape[0] if len(action_space.shape) == 2 else 1

@@ -4,13 +4,13 @@ The network has three parts:
 
 - Convolutions compute the positions of keypoints in each image (`ecrl.policies.convolutions`). The words of the
   instruction scale and shift the features of the convolutions (FiLM).
-- A transformer (`ecrl.policies.transformer`) reads a prefix: tokens of the keypoints, the words, and one token of all
-  other observations.
+- A transformer (`ecrl.policies.transformer`) reads a prefix: the words, tokens of the keypoints, one token of all other
+  observations and, with a value network, one token of the critic.
 - Each number in a chunk of actions is a token. The values of a token are the bins of `ecrl.policies.action_bins`. With
   parallel decoding, the tokens are independent given the observation. With autoregressive decoding, each token also
   attends to the earlier tokens.
 
-The logits of a token are `logits / temperature`, both in `act` and in `evaluate`.
+Both `act` and `evaluate` divide the logits of a token by the setting `temperature`.
 """
 
 from dataclasses import replace
@@ -152,8 +152,8 @@ class _Network(NamedTuple):
 
         The initial weights of the head of the action tokens are near 0, so a new policy chooses all bins with similar
         probability. The word embeddings that condition the convolutions also start small, so the convolutions learn
-        features that all phrasings of an instruction share. With a standard deviation of 1, two of five cloned policies
-        did not learn to find the blocks of ReachColorRL.
+        features that all phrasings of an instruction share. With a standard deviation of 1, two of five policies that
+        behaviour cloning trained did not learn to find the blocks of ReachColorRL.
         """
         cfg, width, count = self.cfg, self.cfg.width, len(self.bins.space.low)
         keys = iter(rng.split(key, 8).unbind())
@@ -346,10 +346,11 @@ def builtin(cfg: BuiltinVLAConfig, observation_space: Space, action_space: Box, 
 
     `act` returns the bins of an action as `action_tokens`, int64 `[*B, k, A]`, and the action in the centres of these
     bins. `sample_log_prob` and the results of `evaluate` have the shape `[*B, k, A]`. `evaluate` reads `action_tokens`
-    or, if steps have none, the bins of `action`. If a dimension has equal bounds, its tokens do not count in the
-    log-probability, and `act` also returns a `token_mask`.
+    or, if steps have none, the bins of `action`. If an entry of an action has equal bounds, its token does not count
+    in the log-probability, and `act` also returns a `token_mask`.
 
-    The params are `images`, `words`, `others`, `layers`, `actions` and, with a value network, `critic`.
+    The params are `layers`, `actions` and, with a value network, `critic`. If the observations have images, an
+    instruction or other parts, the params also have `images`, `words` or `others`.
     """
     if not policy_cfg.clip_actions:
         raise ConfigError("policy.clip_actions: false, but bins are inside the action space; leave it out")

@@ -17,7 +17,7 @@ class VLAInputs(NamedTuple):
         space: space of the observations, without action masks.
         images: names and spaces of the images.
         words: name of the instruction, and the number of possible values of each word; None without an instruction.
-        others: the other observations.
+        others: space of the other observations.
     """
 
     space: Space
@@ -34,7 +34,7 @@ def vla_inputs(observation_space: Space, instruction: str | None) -> VLAInputs:
     """Sort the observations into images, an instruction and all other parts.
 
     Raises: ConfigError if there is neither an image nor a vector, or if an image is inside a nested Dict. Also raised
-        if the instruction is missing or does not consist of word ids.
+        if the observation `instruction` is missing, or if it is not a MultiDiscrete of word ids.
     """
     space = without_mask(observation_space)
     parts: dict[str, Space] = dict(space.items) if isinstance(space, Dict) else {"obs": space}

@@ -500,7 +500,7 @@ FITTING = {
     ),
     "no bounds": (
         {"actions": box(-math.inf, math.inf, 3, 2)},
-        r"^policy vla: the action space has no finite bounds; give each number finite bounds$",
+        r"^policy vla: not all bounds of the action space are finite; give each entry finite bounds$",
     ),
     "no such part": ({"trained": ["vision"]}, r"^policy.vla.trained: the model has no part 'vision'; "),
 }

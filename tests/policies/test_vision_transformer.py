@@ -126,7 +126,7 @@ WRONG = {
     "another size": (
         "vit_tiny",
         {"pos_embed": torch.zeros(1, 9, 24)},
-        r"^the vision model 'vit_tiny' has 3 blocks and 9 positions, expected 2 blocks or more and 4 positions for im",
+        r"^the vision model 'vit_tiny' has 3 blocks and 9 positions, expected 2 blocks or more and 4 or 7 positions",
     ),
 }
 

@@ -369,7 +369,7 @@ INFINITE = box(-torch.inf, torch.inf, 2)
 WRONG = {
     "discrete actions": ({"actions": Discrete(3)}, r"^policy vla: expected Box actions \[A\] or chunks \[k, A\], got"),
     "a number": ({"actions": box(-1.0, 1.0)}, r"^policy vla: expected Box actions .* got Box \[\]; use actor_critic$"),
-    "no bounds": ({"actions": INFINITE}, r"^policy vla: the action space has no finite bounds"),
+    "no bounds": ({"actions": INFINITE}, r"^policy vla: not all bounds of the action space are finite"),
     "integers": ({"actions": box(0, 3, 2, dtype=torch.int64)}, r"^policy vla: actions of a Box \[2\] of int64"),
     "another horizon": (
         {"action_horizon": 8},
