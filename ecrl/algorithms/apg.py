@@ -48,7 +48,9 @@ class APGConfig(LearningConfig):
     ent_coef: NonNegative = Field(default=0.0, description="weight of the entropy bonus")
     segment_length: Count | None = Field(
         default=None,
-        description="steps per segment through which gradients flow back; must divide trainer.buffer_size, the default",
+        description=(
+            "steps per segment through which gradients flow back; must divide trainer.buffer_size, which is the default"
+        ),
     )
     deterministic_actions: bool = Field(
         default=False, description="take the most likely action instead of a random action"

@@ -94,7 +94,11 @@ class Interleaved:
     def __call__(
         self, run: Run, state: TensorDict, borrowed: TensorDict
     ) -> tuple[TensorDict, TensorDict, dict[str, Tensor]]:
-        """Run the turns of one iteration as one loop, without copying the ring of the replay buffer."""
+        """Run the turns of one iteration as one loop.
+
+        The loop does not copy the ring, which holds the stored steps of the replay buffer. New steps are added to a
+        block, and `writes` contains this block.
+        """
         ring, tree = _ring(run, state, borrowed)
         fixed = replaced(state.select(*_FIXED, strict=False), borrowed.select("frozen_params", strict=False))
         moving, start = cast(TensorDict, state.exclude(*_FIXED)), cast(Tensor, state["replay", "cursor"])
@@ -150,7 +154,7 @@ class Interleaved:
 
 
 def _ring(run: Run, state: TensorDict, borrowed: TensorDict) -> tuple[TensorDict, dict[str, Tensor]]:
-    """Return the ring of the buffer, and its `tree`, if any, in a dict.
+    """Return the ring of the replay buffer, which holds the stored steps, and a dict with the field `tree`, if any.
 
     Raises: ConfigError if the ring is missing, too short, or lacks a field.
     """

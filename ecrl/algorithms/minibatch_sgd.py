@@ -68,7 +68,9 @@ class MinibatchConfig(LearningConfig):
     num_minibatches: Count | None = Field(default=None, description="gradient steps per pass, instead of batch_size")
     segment_length: Count | None = Field(
         default=None,
-        description="steps per sequence for a policy with memory; must divide trainer.buffer_size, the default",
+        description=(
+            "steps per sequence for a policy with memory; must divide trainer.buffer_size, which is the default"
+        ),
     )
 
     @model_validator(mode="after")

@@ -118,7 +118,9 @@ def collect(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
 
 
 def next_q(run: Run, state: TensorDict, steps: TensorDict) -> Tensor:
-    """Return the Q-values `[N, T, A]` of the observations after each step. Excluded actions have the value -inf.
+    """Return the Q-values `[N, T, A]` of the observations after each step.
+
+    Actions that the `action_mask` excludes have the value -inf.
 
     The values are computed in chunks, which saves memory.
     """

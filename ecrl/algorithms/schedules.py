@@ -87,8 +87,7 @@ def adapted_rate(rate: Tensor, distance: Tensor, numbers: TensorDict) -> Tensor:
         numbers: the parameters of the schedule: the desired distance (key `DESIRED_DISTANCE`, in the unit of
             `distance`), `factor`, `min_rate` and `max_rate`.
 
-    Source: Heess et al. 2017, arXiv:1707.02286, sec. 2, where the penalty coefficient is adapted instead of the
-        learning rate.
+    Source: Heess et al. 2017, arXiv:1707.02286, where the penalty coefficient is adapted instead of the learning rate.
     """
     desired, factor = numbers[DESIRED_DISTANCE], numbers["factor"]
     too_far, too_near = distance > 2.0 * desired, distance < desired / 2.0

@@ -96,7 +96,7 @@ def _head(cfg: ConvolutionsConfig, inputs: int, outputs: int) -> nn.Sequential:
 
 
 def _initialised(module: nn.Module, cfg: ConvolutionsConfig) -> nn.Module:
-    """Return the module. If the config sets `orthogonal_init`, first replace its weights in place.
+    """Return the module. If the config sets `orthogonal_init`, first give its layers orthogonal weights, in place.
 
     The last linear layer of the module must be the output layer.
     """

@@ -86,7 +86,7 @@ class Policy:
 
     Attributes:
         init: 0-d key -> params.
-        draw: keys `[*B]` -> noise `[*B, ...]` of an action.
+        draw: keys `[*B]` -> noise of an action, a tensor or a TensorDict `[*B, ...]`.
         act: (params, carry, obs, noise) -> (carry, out); `out` has `action`, and `sample_log_prob` if the policy
             has `evaluate`. If noise is None, the action is deterministic.
         evaluate: (params, carry, steps) -> (log_prob, entropy), in nats. None for a policy without probabilities, such

@@ -54,8 +54,8 @@ def normalized(policy: Policy, observation_space: Space) -> Policy:
 
         clip((obs - mean) / sqrt(variance + 1e-8), -10, 10)
 
-    The moments are stored in `params["norm"]`. Every float Box in a Dict has its own moments. Integer observations,
-    such as images, and `action_mask` stay unchanged.
+    The functions of the result read the moments from `params["norm"]`. Every float Box in a Dict has its own moments.
+    Integer observations, such as images, and `action_mask` stay unchanged.
 
     Raises: ConfigError for observations without a float Box.
     """

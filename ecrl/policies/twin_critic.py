@@ -35,7 +35,7 @@ from ecrl.spaces import Box, Dict, Discrete, Space, box, dict_space
 
 
 class CriticsConfig(PolicyConfig):
-    """Settings of the actor and of the critics. All critics have the same network, with their own weights."""
+    """Settings of the actor and of the critics. All critics have one architecture, but each has its own weights."""
 
     actor: NetworkConfig = Field(
         default_factory=default_network,
