@@ -32,8 +32,8 @@ def rows_of(run: Run, batch: TensorDict, **fields: Tensor) -> TensorDict:
             `[N, T / L]`.
         fields: further fields of the rows, `[N, T]`, such as advantages.
 
-    Returns: `[N * T]` rows with obs, action, done, the other fields of the policy's `act`, and `fields`. If the batch
-        has the critic's `value` at collection, or the mask of the environment, the rows also have it. If the
+    Returns: `[N * T]` rows with obs, action, done, the other fields of the policy's `act`, and `fields`. The rows
+        also have `value`, the critic's value at collection, and the environment's `mask`, if the batch has them. If the
         environment reports `executed`, the rows have this field, because the tokens of steps that were not executed do
         not count. If a row is a sequence of L = `run.static.row_steps` steps, the result has `[N * T / L]` rows, whose
         fields have the shape `[N * T / L, L, ...]`. If the policy has memory, the result also has `carry`, of shape

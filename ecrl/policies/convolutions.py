@@ -275,17 +275,18 @@ class _KeypointsNetwork(nn.Module):
 def keypoints(cfg: KeypointsConfig, space: Space, outputs: int) -> nn.Module:
     """Build a network that finds keypoints in an image, or in the images of a Dict, with convolutions.
 
-        features        = activation((1 + scale(others)) * convolution(features) + shift(others))       except the last
-        z[c]            = (x[c] - mean(x[c])) / std(x[c]),  x = convolution(features)       over the pixels of channel c
+        features        = activation((1 + scale(others)) * convolution(features) + shift(others))
+        z[c]            = (last[c] - mean(last[c])) / std(last[c])                          over the pixels of channel c
         weight[c, y, x] = softmax(temperature[c] * (1 + sharpen(others)[c]) * z[c, y, x])   over the pixels of channel c
         keypoint[c]     = sum(weight[c, y, x] * (x, y))                                     positions between -1 and 1
 
     `others` are the observations of a Dict that are not images. `others` scale and shift the output of each convolution
-    except the last (FiLM). x is the output of the last convolution. Fully connected layers read the keypoints and
-    `others`, and return the outputs of the network. Every image has its own convolutions.
+    except the last (FiLM). `last` is the output of the last convolution, which `others` and the activation do not
+    change. Fully connected layers read the keypoints and `others`, and return the outputs of the network. Every image
+    has its own convolutions.
 
-    x is standardised before the softmax. Otherwise, an untrained network would have almost the same
-    keypoints for all images. `temperature` is learnt and begins at 1.
+    `last` is standardised before the softmax. Otherwise, an untrained network would have almost the same keypoints for
+    all images. `temperature` is learnt and begins at 1.
 
     Raises: SpaceError if no observation is an image, or if an image is inside a nested Dict.
     Source: Levine et al. 2016, arXiv:1504.00702, sec. 5.1 (keypoints); Perez et al. 2018, arXiv:1709.07871 (FiLM).
