@@ -371,6 +371,7 @@ _PATH_ERRORS: dict[int | None, str] = {
     errno.EPERM: _ACCESS,
     errno.EISDIR: _ANOTHER_PLACE,
     errno.ENOTDIR: _ANOTHER_PLACE,
+    errno.EROFS: _ANOTHER_PLACE,
     errno.ENAMETOOLONG: _ANOTHER_PLACE,
 }
 """Map the errno of an OSError that the user can fix to the remedy. Any other OSError ends with a traceback."""

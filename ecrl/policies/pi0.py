@@ -614,7 +614,8 @@ def save_pi0(folder: str | Path, state: TensorDict, cfg: Config) -> None:
         cfg: config of the run, whose `policy.vla` has the backend `pi0`.
 
     Raises: ConfigError if the folder exists or cannot be made, or if the config has another policy. Also raised if the
-        original checkpoint cannot be read, or if its weights have other names than those of the run.
+        original checkpoint cannot be read, or if its weights have other names or shapes than those of
+        the run.
     """
     section = getattr(cfg.policy, "vla", None)
     if not isinstance(section, Pi0Config):

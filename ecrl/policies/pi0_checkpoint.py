@@ -119,7 +119,7 @@ def write_model(folder: Path, source: Path, weights: Mapping[str, Tensor]) -> No
     at all.
 
     Raises: ConfigError if the folder exists or cannot be made, if `source` cannot be read, or if its weights have other
-        names.
+        names or shapes.
     """
     if os.path.lexists(folder):
         raise ConfigError(f"{str(folder)!r} exists; give the path of a new folder")
@@ -136,6 +136,9 @@ def write_model(folder: Path, source: Path, weights: Mapping[str, Tensor]) -> No
         )
     with torch.no_grad():
         for name, weight in weights.items():
+            if own[name].shape != weight.shape:
+                shapes = f"{list(weight.shape)} in the run and {list(own[name].shape)} in {str(source)!r}"
+                raise ConfigError(f"{KEY}: {name} is {shapes}; restore the checkpoint that the run began with")
             own[name].copy_(weight)
     others = [p for p in source.iterdir() if p.is_file() and not p.name.endswith(_OTHER_WEIGHTS)]
     files: dict[str, Any] = {path.name: path.read_bytes() for path in others}

@@ -192,6 +192,14 @@ def _write_onnx(
         cast(Any, exported).save(path)
 
 
+def _make_folder(folder: Path) -> None:
+    """Create a folder if it is missing. Raise UserError if it cannot be created."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be created: {error.strerror}; choose another folder") from None
+
+
 def export(state: TensorDict, cfg: Config, folder: str | Path) -> list[Path]:
     """Export the deterministic policy of a run, with its observation normaliser, to files that work without ecrl.
 
@@ -215,8 +223,9 @@ def export(state: TensorDict, cfg: Config, folder: str | Path) -> list[Path]:
         folder: output folder, which is created if missing. Existing files are replaced.
 
     Returns: paths of the written files.
-    Raises: UserError if torch.export or torch.onnx cannot trace the policy, if the extra `export` is missing, or if
-        `state` is not the state of a run. If the extra is missing, policy.pt2 and policy.json are still written.
+    Raises: UserError if torch.export or torch.onnx cannot trace the policy, if the extra `export` is missing, if
+        `folder` cannot be created, or if `state` is not the state of a run. If the extra is missing, policy.pt2 and
+        policy.json are still written.
     """
     check_state_argument(state, "params", "norm", "env", "sample_step")
     env, folder = make_env(cfg.env), Path(folder)
@@ -243,7 +252,7 @@ def export(state: TensorDict, cfg: Config, folder: str | Path) -> list[Path]:
             *(_describe(name, x) for name, x in outputs.items()),
         ],
     }
-    folder.mkdir(parents=True, exist_ok=True)
+    _make_folder(folder)
     torch.export.save(program, folder / "policy.pt2")
     (folder / "policy.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     _write_onnx(program, example | memory, ["action", *outputs], cfg, folder / "policy.onnx")

@@ -1,6 +1,8 @@
 """PPO and GRPO fine-tune a tiny pi0, the result is a checkpoint of transformers, and nothing uses the network."""
 
+import re
 import socket
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, make_iteration, train_iter
 from ecrl.policies import policy_params
 from ecrl.policies.pi0 import save_pi0
+from ecrl.policies.pi0_checkpoint import write_model
 from ecrl.run.export import export
 
 EMPTY = TensorDict({}, [])
@@ -206,6 +209,17 @@ def test_an_existing_folder_and_another_policy_are_refused(tmp_path):
     other = ecrl.load_config("cartpole_ppo")
     with pytest.raises(ConfigError, match=r"^policy: save_pi0 needs the policy vla with the backend pi0; use"):
         save_pi0(tmp_path / "new", state, other)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (1, 1)])  # (1, 1) could be broadcast to the shape of the checkpoint
+def test_weights_of_another_shape_are_refused(tmp_path, shape):
+    weights = {name: x.detach() for name, x in reloaded(checkpoint()).named_parameters()}
+    name = "action_out_proj.weight"
+    weights[name], old = torch.ones(shape), list(weights[name].shape)
+    with pytest.raises(ConfigError, match=re.escape(f"{name} is {list(shape)} in the run and {old} in")) as error:
+        write_model(tmp_path / "new", Path(checkpoint()), weights)
+    assert str(error.value).endswith("; restore the checkpoint that the run began with")
     assert not (tmp_path / "new").exists()
 
 

@@ -517,6 +517,8 @@ def test_nan_passes_either_way_for_the_finite_guard_to_judge(asynchronous):
 
 def test_no_integer_is_nan():
     space = gymnasium.spaces.Box(0, 9, (1,), np.int64)
+    with pytest.raises(BadValue, match=r"^got NaN or infinity as an action, expected integers$"):
+        action(gymnasium.spaces.Discrete(9), torch.tensor([1.0, torch.inf]))
     with pytest.raises(BadValue, match=r"^got NaN or infinity as an action, expected integers$") as error:
         action(space, torch.tensor([[1.0], [torch.nan]]))
     assert error.value.env == 1 and action(space, torch.tensor([[1.4]])).tolist() == [[1]]

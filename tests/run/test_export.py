@@ -331,6 +331,17 @@ def test_a_policy_that_cannot_be_traced_is_refused_in_one_line(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_folder_that_cannot_be_created_is_refused_in_one_line(tmp_path):
+    cfg = small()
+    (tmp_path / "file").write_text("mine")
+    for folder, reason in (
+        (tmp_path / "file" / "out", "Not a directory"),
+        ("/proc/absent", "No such file or directory"),
+    ):
+        with pytest.raises(UserError, match=rf"^{folder}: cannot be created: {reason}; choose another folder$"):
+            export(init_state(cfg), cfg, folder)
+
+
 def test_a_recurrent_policy_takes_and_gives_its_memory(tmp_path):
     cfg = remembering(**{"trainer.iterations": 2})
     state = last_state(cfg)

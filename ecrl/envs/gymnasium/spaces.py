@@ -104,18 +104,17 @@ def _numbers(space: spaces.Box, batch: np.ndarray) -> Tensor:
 def action(space: spaces.Space, x: Tensor) -> np.ndarray:
     """Copy actions `[N, ...]` to an array `[N, *shape]` in the dtype of `space`. Actions of an integer Box are rounded.
 
-    Raises: BadValue for NaN or infinity if the space is an integer Box.
+    Raises: BadValue for NaN or infinity if the elements of the space are integers.
 
     >>> action(spaces.MultiBinary((1, 2)), torch.tensor([[0, 1]]))
     array([[[0, 1]]], dtype=int8)
     """
     shape: tuple[int, ...] = space.shape or ()
     array = x.detach().cpu().numpy().reshape(len(x), *shape)
+    if np.issubdtype(space.dtype, np.integer):
+        refuse(~np.isfinite(array), "got NaN or infinity as an action, expected integers")
     if isinstance(space, spaces.Box):
-        if np.issubdtype(space.dtype, np.integer):
-            refuse(~np.isfinite(array), "got NaN or infinity as an action, expected integers")
-            array = np.rint(array)
-        return np.array(array, space.dtype)
+        return np.array(np.rint(array) if np.issubdtype(space.dtype, np.integer) else array, space.dtype)
     return np.asarray(array + _range(space)[0], space.dtype)
 
 
