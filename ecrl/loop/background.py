@@ -23,9 +23,10 @@ CONFIG = "config.json"
 def compiling_in_background(run: Run, cfg: Config, iteration: int) -> Iterator[Callable[[int], bool]]:
     """Start to compile the run in another process, and return a function to call before each iteration.
 
-    The function takes the number of completed iterations. When the other process has ended, the function sets the
-    switch of the run to compiled, and returns True. The next iteration then loads the compiled code from disk. In all
-    other cases, the function returns False. If the other process fails, it warns once, and the run stays eager.
+    The function takes the number of completed iterations. At the first call after the other process has succeeded, the
+    function sets the `Switch` of the run to compiled, and returns True. The next iteration then loads the compiled code
+    from disk. In all other cases, the function returns False. If the other process fails, the function warns once, and
+    the run stays eager.
 
     If `compiled_from` of the switch is known from an earlier part of the run, no process is started. The run then
     becomes compiled after this number of iterations.
@@ -79,8 +80,9 @@ def compiling_in_background(run: Run, cfg: Config, iteration: int) -> Iterator[C
 def leaving_a_thread(run: Run) -> Iterator[None]:
     """Let torch use one thread less during an eager iteration of a run that is compiled in the background.
 
-    The process that compiles needs a core. Otherwise each parallel operation waits for the thread that shares its core
-    with this process. A run without a process also leaves the thread, because the number of threads affects rounding.
+    The process that compiles needs a core. If torch used all cores, each parallel operation would wait for the thread
+    that shares its core with this process. After the process has failed, and in a resumed run that starts no process,
+    eager iterations also use one thread less, because the number of threads affects rounding.
     """
     switch, threads = switch_of(run.jit), torch.get_num_threads()
     if switch is None or not switch.eager or threads == 1:
@@ -94,7 +96,7 @@ def leaving_a_thread(run: Run) -> Iterator[None]:
 
 
 def _switched(switch: Switch, ready: bool, iteration: int) -> bool:
-    """Set the switch to compiled if the compiled code is ready. Return True if the switch was eager before."""
+    """Set an eager switch to compiled if the compiled code is ready. Return True if this call changed the switch."""
     if not (switch.eager and ready):
         return False
     switch.eager, switch.compiled_from = False, iteration
@@ -111,6 +113,6 @@ def _command(cfg: Config, folder: Path) -> list[str]:
 
 
 def _env() -> dict[str, str]:
-    """Return environment variables. The process then imports the same modules, and uses as many threads."""
+    """Return the environment of the process that compiles: it imports from the same paths, with as many threads."""
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     return os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": str(torch.get_num_threads())}

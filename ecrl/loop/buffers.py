@@ -2,17 +2,18 @@
 
 Leaves of the kinds buffer and frozen are borrowed: an iteration only reads such leaves. An iteration returns the new
 entries of the buffers as `writes`. The loop writes the new entries into the buffers after the finite guard has checked
-the iteration. A failed iteration therefore leaves the buffers unchanged.
+the iteration. An iteration that raises an error therefore leaves the buffers unchanged.
 
     writes[buffer][part] = {"rows": [B, ...], "index": int64 [B]}        the loop sets buffer[part][index] = rows
     writes[buffer][part] = tensor                                        the loop sets buffer[part] = tensor
 
 A buffer is a field of the state, and its parts are preallocated tensors or TensorDicts. Each buffer has two counts,
-which are 0-d int64 tensors. An iteration increases the count `cursor` by the number of new entries. The count `cursor`
-has kind counter, so each state has a cursor of its own. The count `written` has kind buffer, so all states that borrow
-the buffer share one count. After each iteration, even if the finite guard skips the iteration, the loop sets `written`
-to the number of actions that each environment has taken (`steps_taken`). If `written` differs from the number of
-actions of a state, a later iteration has changed the buffer, and the state is out of date.
+which are 0-d int64 tensors. The count `cursor` is the number of steps of each environment that were added to the
+buffer, and an iteration increases it. `cursor` has kind counter, so each state has a cursor of its own. The count
+`written` has kind buffer, so all states that borrow the buffer share one count. After each iteration, even if the
+finite guard skips the iteration, and before it writes the new entries, the loop sets `written` to the number of actions
+that each environment has taken (`steps_taken`). If `written` differs from the number of actions of a state, a later
+iteration has changed the buffer, and the state is out of date.
 """
 
 from typing import Any, cast

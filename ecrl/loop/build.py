@@ -62,7 +62,10 @@ def _env_and_policy(cfg: Config) -> tuple[Env, Policy]:
 
 
 def check_envs(cfg: Config, env: Env, num_envs: int, key: str) -> None:
-    """Raise ConfigError for the key `key` if the observations of `num_envs` environments do not fit in memory."""
+    """Raise ConfigError if the observations of `num_envs` environments do not fit in memory.
+
+    The error message names `key`, the config key that sets `num_envs`.
+    """
     check_room(num_envs * element_bytes(env.observation_space), device_of(cfg), f"{key}: {num_envs:,} environments")
 
 
@@ -111,7 +114,10 @@ def form_in_use(run: Run) -> str:
 def planned_form(cfg: Config, policy: Policy, algorithm: Algorithm, static: Static) -> Form:
     """Choose the form (compiled or eager) of a run with this policy and algorithm, and explain the choice.
 
-    Raise ConfigError if the run cannot be compiled and `trainer.compile` is "on". Warn if `trainer.tf32` has no effect.
+    Warn if `trainer.tf32` has no effect.
+
+    Raises: ConfigError if `trainer.compile` is "on" and the run cannot be compiled, or if it is "background" and the
+        run has several processes or trains on a GPU.
     """
     device, mode = device_of(cfg).type, cfg.trainer.compile
     if not policy.compiles:
@@ -152,8 +158,10 @@ def build(cfg: Config) -> Run:
 
     Call this function once, and pass the run to other functions. A run does not contain the seed, the run name, file
     paths, the number of iterations, hyperparameters in `state["hyper"]`, or settings that only `init` reads. If two
-    configs differ only in these settings, their runs are equal and share compiled functions. A run has no camera
-    events, because `ecrl.run.video_writer` renders videos from the states.
+    configs differ only in these settings, their runs are equal and share compiled functions, with two exceptions. If
+    `trainer.compile` is "auto", a run with few iterations may be eager, and a run with more iterations compiled. If
+    `env.action_chunk` is above 1, the environment contains the hyperparameter `gamma`. A run has no camera events,
+    because `ecrl.run.video_writer` renders videos from the states.
 
     >>> from ecrl import load_config
     >>> cfg = load_config("configs/cartpole_ppo.json")

@@ -1,7 +1,7 @@
 """Check the results of the functions of an algorithm and a policy. Errors name the function, the field and the shape.
 
-The checks run when a state is created and in the first iteration. In compiled code, the checks run while the code is
-traced. Later iterations run without checks.
+The checks run when a state is created, and in the first iteration of each phase of the algorithm. In compiled code, the
+checks run while the code is traced. Later iterations run without checks.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ _SET_BY_LOOP = ("env", "episode", "carry", "key", "frozen_params")
 _SET_BY_LOOP += ("data", "data_sha256", "sample_step", "decision_step", "update_step", "iterations")
 _KEY = '`state["key"]`'
 _STEP_FIELDS = ("obs", "reward", "done")
-"""Fields that the steps of every batch and every turn have."""
+"""Fields that the steps of every batch have, and also the steps that the `turn` of an interleaved algorithm returns."""
 
 _ONE_PER_STEP, _FLAGS = ("reward", "done", "executed"), ("done", "mask")
 """Names of the fields with one number per step, and names of the bool fields."""
@@ -65,7 +65,7 @@ def _check_init(label: str, args: tuple[Any, ...], fields: Any) -> None:
 
 
 def check_batch(label: str, batch: Any, static: Static) -> None:
-    """Raise ConfigError unless a batch is a TensorDict with valid `steps`, `[num_envs, buffer_size + 1]`.
+    """Raise ConfigError unless a batch is a TensorDict with valid `steps` of shape `[num_envs, buffer_size + 1]`.
 
     Args:
         label: name of the algorithm, followed by the name of the function that returned the batch.
@@ -185,8 +185,8 @@ def _is_buffer(name: str, part: str, buffer: TensorDict, kinds: Kinds) -> bool:
 def _check_rows(label: str, name: str, part: Any, write: Any) -> None:
     """Raise ConfigError unless a write is valid.
 
-    A write is either a tensor of the part's shape and dtype, or an int64 `index` `[B]` with `rows` `[B]`. The rows have
-    the fields of the part.
+    A write is either a tensor of the part's shape and dtype, or a TensorDict with `index`, int64 of shape `[B]`, and
+    `rows`, whose first axis also has size B. The rows have the fields of the part.
     """
     if isinstance(write, Tensor) and isinstance(part, Tensor):
         if write.shape != part.shape or write.dtype != part.dtype:

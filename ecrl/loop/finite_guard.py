@@ -1,7 +1,8 @@
 """Detect NaN and infinity in the results of an iteration. This check is called the finite guard.
 
 The guard computes a few sums over the collected steps, the logs and the parameters. If the guard detects NaN or
-infinity, `ecrl.loop.nonfinite_report` finds the first value that is not finite.
+infinity and `trainer.finite_guard` is "stop", `ecrl.loop.nonfinite_report` searches for the first value that is not
+finite.
 """
 
 from typing import cast
@@ -68,7 +69,9 @@ def flags(steps: TensorDict, logs: Logs, params: TensorDict) -> Tensor:
 
 
 def restart_nonfinite(carry: TensorDict, first: TensorDict) -> TensorDict:
-    """Reset `carry`, `[N]`, to `first`, `[N]`, in each environment where a field of `carry` has NaN or infinity.
+    """Reset `carry` to `first` in each environment where a field of `carry` has NaN or infinity.
+
+    Both arguments have batch shape `[N]`.
 
     >>> carry, first = (TensorDict({"h": torch.tensor([[x], [2.0]])}, [2]) for x in (torch.nan, 0.0))
     >>> restart_nonfinite(carry, first)["h"].tolist()
@@ -102,7 +105,8 @@ def undo_update(nonfinite: Tensor, start: TensorDict, state: TensorDict, kinds: 
     Without the update, leaves of kind environment have their new values, because the environments have already stepped.
     All other leaves are restored to their values before the iteration, so schedules do not advance. If a reward is not
     finite, the statistics of finished episodes are also restored. The returns and lengths of running episodes then
-    restart at 0. Running discounted returns restart at 0 in each environment where they are NaN or infinity.
+    restart at 0. In every case, the running discounted returns in `norm` restart at 0 in each environment where they
+    are NaN or infinity.
 
     Args:
         nonfinite: the guard's flags for all ranks together, bool `[6]`.

@@ -1,8 +1,9 @@
 """Load the initial policy of a run from the checkpoint in the setting `trainer.init_from`.
 
 `initial_policy` returns the run's policy with new functions `init`, `norm_init` and `init_frozen`. These functions
-return the tensors of the checkpoint. An algorithm therefore also derives other parameters from the checkpoint, such as
-the reference policy of GRPO and the target networks of SAC. The state of the optimiser is new.
+return the tensors of the checkpoint, and random parameters for parts that the checkpoint lacks. An algorithm therefore
+also derives other parameters from the checkpoint, such as the reference policy of GRPO and the target networks of SAC.
+The state of the optimiser is new.
 """
 
 import json
@@ -32,7 +33,7 @@ from ecrl.storage.tensor_files import read_tensors
 
 _KEY = "trainer.init_from"
 _NOT_IN_NETWORKS = {"name", "action_dim", "action_horizon", "label_smoothing"}
-"""Policy settings that do not change the actions: names, checks and settings of the imitation loss."""
+"""Policy settings that do not change the networks: names, sizes that are only checked, and the imitation loss."""
 _OF_CRITICS = ("critic", "num_critics", "distribution", "num_atoms", "v_min", "v_max")
 """Prefixes of the names of critic settings."""
 _PARTS = {"params": "params", "norm": "norm/obs", "frozen_params": "frozen_params"}
@@ -81,8 +82,9 @@ def initial_policy(run: Run, cfg: Config, device: torch.device) -> Policy:
 def _warn_of_other_settings(folder: Path, own: PolicyConfig) -> None:
     """Warn if the policy section of the checkpoint's config differs from `own`, for example in an activation.
 
-    Differences in critic settings and in settings of the initial weights cause no warning. If this installation cannot
-    read the checkpoint's config, the function does not compare settings.
+    Differences in critic settings cause no warning, unless the critic is the only network. Differences in settings of
+    the initial weights never cause a warning. If this installation cannot read the checkpoint's config, the function
+    does not compare settings.
     """
     try:
         saved = PolicyConfig.model_validate(json.loads(read_bytes(complete_folder(folder) / "config.json"))["policy"])

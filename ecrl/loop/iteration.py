@@ -116,7 +116,7 @@ def first_state(run: Run, cfg: Config, key: Tensor | None = None) -> TensorDict:
 def check_start(run: Run, cfg: Config) -> None:
     """Raise ConfigError if the initial policy or the data set of a new run does not fit the config.
 
-    The function allocates no large tensors.
+    The function allocates no memory for large buffers.
     """
     key = rng.key(cfg.trainer.seed, device_of(cfg))
     start = run._replace(policy=initial_policy(run, cfg, key.device))
@@ -422,7 +422,7 @@ def _iteration_of_leaves(
 COUNTS = ("skipped_steps", "skipped_updates")
 """Logs that a record of several iterations sums.
 
-For a log in `Algorithm.delayed`, the record has the last value that is not NaN. Of all other logs, the record has the
+For a log in `Algorithm.delayed`, the record has the last value that is not NaN. For all other logs, the record has the
 value of the last iteration.
 """
 
@@ -439,7 +439,7 @@ def _over_iterations(earlier: Logs, logs: Logs, delayed: Sequence[str]) -> Logs:
 def _iterations_of_leaves(
     run: Run, guard: str, structure: Hashable, count: int, leaves: list[Tensor], borrowed: Borrowed
 ) -> tuple[list[Tensor], TensorDict, TensorDict, dict[str, Logs], Tensor | None]:
-    """Run `count` iterations as one loop, and return the results of `_iteration_of_leaves`.
+    """Run `count` iterations as one loop, and return a result like that of `_iteration_of_leaves`, without writes.
 
     The logs are combined to the logs of one record (see `COUNTS`). A flag of the finite guard is True if it is True in
     any iteration.
@@ -464,8 +464,8 @@ def _iterations_per_call(run: Run, cfg: Config, borrowed: TensorDict) -> int:
     """Return the largest number of iterations that one call runs.
 
     Several iterations can be one call of a compiled run on a CPU, if an iteration is one graph, if all iterations have
-    the same graph, and if the state has no buffers. The run must be compiled from its first iteration on, so that all
-    calls run the same number of iterations.
+    the same graph, and if the state has no buffers and no frozen parameters. The run must be compiled from its first
+    iteration on, so a run that is compiled in the background has one iteration per call.
     """
     compiled = run.jit is not partial and switch_of(run.jit) is None and device_of(cfg).type == "cpu"
     same_graph = _is_one_graph(run) and run.algorithm.phase is None
@@ -477,7 +477,7 @@ def phase_of(run: Run, state: TensorDict) -> Hashable:
 
     With a replay buffer, the phase depends only on the environment steps that were added to the buffer. A run therefore
     fills the buffer before it learns, even if the run resumes without its buffer, or if the finite guard skipped the
-    first iterations. If the state has several seeds, all seeds wait for the seed with the fewest steps.
+    first iterations. If the state has several seeds, all seeds wait for the seed with the fewest steps in its buffer.
 
     Raises: ConfigError if the seeds are in different phases.
     """
@@ -505,7 +505,7 @@ def _uses_tf32(cfg: Config) -> bool:
 
 
 def _is_one_graph(run: Run) -> bool:
-    """Return True if a whole iteration can be one graph, if the run is compiled."""
+    """Return True if a compiled run can compile a whole iteration as one graph."""
     return run.algorithm.as_one and run.env.is_pure and run.static.world_size == 1
 
 
@@ -542,6 +542,8 @@ def make_iteration(cfg: Config, watch: Watch = unwatched) -> Iteration:
     """Return one iteration as a pure function, which you can embed in other code or pass to `vmap`.
 
         (state) -> (state, {"collect": logs, "train": logs})
+
+    If the environments step in Python, as Gymnasium's do, the function is not pure, and `vmap` raises an error.
 
     The function `watch` may replace functions of the run. For example, `ecrl.run.profiler` replaces functions to
     measure their run time. If `trainer.finite_guard` is "skip", an iteration leaves out an update with NaN or infinity.
@@ -618,18 +620,19 @@ def train_iter(state: TensorDict, cfg: Config, watch: Watch = unwatched) -> Iter
     """Run iterations. After each iteration, yield a record of its collection and a record of its update.
 
     If `trainer.log_freq` is above 1, yield the two records only after every `log_freq` iterations, and before the loop
-    ends because of a signal or an error. They have the logs of the last iteration, but `skipped_updates` and
-    `skipped_steps` count for all iterations since the previous record.
+    ends because of a signal or an error. They have the logs of the last iteration, with two exceptions.
+    `skipped_updates` and `skipped_steps` count for all iterations since the previous record. Logs of optimiser groups
+    that the last iteration did not update, such as a delayed actor, have the values of their last update.
 
     The generator never prints, logs, evaluates or saves. You can stop with `break`, and continue with
-    `train_iter(log_data["state"], cfg)`. The results then equal the results of an uninterrupted run, bit for bit. Both
-    records contain the `sample_step` and the `state` after the iteration. A yielded state is a locked
-    copy that belongs to you. Only its buffers belong to the generator. The next iteration writes to the buffers in
-    place, so using an older state with buffers then raises an error. To keep a state with buffers, call
-    `state.clone()`. At the start, the generator copies the buffers of its argument `state`.
+    `train_iter(log_data["state"], cfg)`, where `log_data` is the last record. The results then equal the results of an
+    uninterrupted run, bit for bit. Both records contain the `sample_step` and the `state` after the iteration. A
+    yielded state is a locked copy that belongs to you. Only its buffers belong to the generator. The next iteration
+    writes to the buffers in place, so using an older state with buffers then raises an error. To keep a state with
+    buffers, call `state.clone()`. At the start, the generator copies the buffers of its argument `state`.
 
     The setting `trainer.finite_guard` determines the reaction to NaN or infinity. By default, the generator raises a
-    NotFiniteError that contains the state before the iteration.
+    NotFiniteError that contains the state before the iteration with NaN or infinity.
 
     An iteration reads hyperparameters from `state["hyper"]`. To change a hyperparameter during a run, edit a copy:
     `state = state.clone(); state["hyper", "learning_rate"] = torch.tensor(1e-4)`.
@@ -650,8 +653,8 @@ def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
     """Yield the records of `train_iter` for a run and a state that have already been checked.
 
     The iterations write to the buffers of `state` in place. The caller must own these buffers. After the first two
-    iterations of a phase, each compilation causes a warning. If `trainer.compile` is "background", the first iterations
-    are eager, and the others are compiled.
+    iterations of a phase, or the first two calls if a call runs several iterations, each compilation causes a warning.
+    If `trainer.compile` is "background", the first iterations are eager, and the others are compiled.
     """
     keep_freed_memory()
     state, guard = with_iterations_of(cfg, reopened(run, state)), cfg.trainer.finite_guard
@@ -734,9 +737,9 @@ def iterations_of_members(
 ) -> Iterator[list[list[LogData]]]:
     """Run the iterations of several runs. Each call of an iteration handles one run, or several runs under vmap.
 
-    After every `trainer.log_freq` iterations of all runs, yield the two records of `train_iter` for every member. If
-    `trainer.finite_guard` is "stop", a member with NaN or infinity has no further records, and the other members
-    continue.
+    A run is called a member. After every `trainer.log_freq` iterations of all members, yield the two records of
+    `train_iter` for every member. If `trainer.finite_guard` is "stop", a member with NaN or infinity has no further
+    records, and the other members continue.
 
     Args:
         run: run of every member (see `can_vmap`).
@@ -817,7 +820,8 @@ _Batch = TensorDict | tuple[TensorDict]
 def _batches(states: Sequence[TensorDict], most: int, threads: int) -> list[_Batch]:
     """Divide states into batches of equal size, of at most `most` states, for `threads` threads.
 
-    The last batch may end with copies of the last state, because another size would need another compilation.
+    The last batch may end with copies of the last state, because a batch of another size would need another
+    compilation.
     """
     count = threads * math.ceil(len(states) / most / threads)
     size = math.ceil(len(states) / count)

@@ -23,7 +23,7 @@ def _episode_logs(episode: TensorDict) -> Logs:
 
 
 def counted_steps(steps: TensorDict) -> Tensor:
-    """Return the mask of `steps` without padding, as bool `[N, T]`. If `steps` has no mask, every entry is True."""
+    """Return the mask of the steps as bool `[N, T]`, without the padding at index T. Without a mask, all are True."""
     return steps["mask"][:, :-1] if "mask" in steps else torch.ones_like(steps["done"][:, :-1])
 
 

@@ -74,7 +74,10 @@ def _as_numbers(x: Tensor) -> Any:
 
 
 def _nonfinite_steps(steps: TensorDict) -> dict[str, Tensor]:
-    """Map each field to a bool tensor `[N, T + 1]`, which is True at unmasked steps where the field is not finite."""
+    """Map each field to a bool tensor `[N, T + 1]`, which is True at unmasked steps where the field is not finite.
+
+    If the steps have no mask, the last entries of `obs` and `value` also count, because they are not padding.
+    """
     counted = torch.ones_like(steps["done"])
     counted[:, -1] = False
     counts = counted if "mask" not in steps else counted & steps["mask"]
@@ -338,7 +341,8 @@ def search(run: Run, start: TensorDict, in_steps: bool, collected: Collected | N
     Args:
         run: the run.
         start: the state before the iteration.
-        in_steps: if True, search only the collected steps, because some rank has NaN or infinity in these steps.
+        in_steps: if True, some rank has NaN or infinity in the collected steps. For an on-policy algorithm, the search
+            then covers only these steps.
         collected: the results of the iteration, or None to collect the steps again.
     """
     if collected is not None and not _can_repeat(run):

@@ -1,7 +1,8 @@
 """Define `ecrl.check_policy`, which checks that the functions of a policy agree with each other.
 
 The check lets the policy act on random observations and ends episodes at random steps. Then the check compares the
-results of `act` with the results of `evaluate` and `value` for the same steps.
+log-probabilities from `act` with the log-probabilities from `evaluate` for the same steps, and the values from `value`
+for many steps in one call with the values for single steps.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -495,7 +496,8 @@ def check_policy(
     - The function `value` returns the same values for many steps in one call as for each step alone.
     - The function `evaluate_and_value`, if any, returns the results of `evaluate` and `value`.
     - The function `imitation_loss`, if any, returns finite numbers.
-    - V_final, computed from the memory after `act`, equals the value of the next observation in the same episode.
+    - For a policy with memory, `value` also returns values V_final for the observations and memories in its argument
+      `final`. With the memory after `act`, V_final equals the value of the next observation in the same episode.
     - Gradients reach every parameter, and `evaluate_and_value` has the gradients of `evaluate` and `value`. Gradients
       are checked only if the policy has all other properties. For a policy with `q` and Box actions, the check includes
       the gradient of `q` with respect to the actions of `act`.

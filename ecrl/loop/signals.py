@@ -1,10 +1,13 @@
 """Stop a run after SIGINT or SIGTERM: finish the iteration, save the state and close the files.
 
+`listen` installs the handlers, and only the command `ecrl` calls it. In other programs, Ctrl-C raises Python's own
+KeyboardInterrupt at once, and SIGTERM ends the process.
+
 The first signal asks the run to end. If the current iteration or evaluation then takes more than `GRACE` seconds, the
 run abandons the iteration or evaluation, and saves the last state. No result is lost: `ecrl.run.resume` repeats the
-abandoned work, bit for bit. The run always finishes other work, such as saving. With several ranks, the run also
-finishes the iteration, because the ranks cannot abandon an iteration together. The second signal abandons any work at
-once, and the third signal kills the process.
+abandoned work. The run finishes other work, such as saving. With several ranks, the run also finishes the iteration,
+because the ranks cannot abandon an iteration together. The second signal abandons any work at once, and the third
+signal kills the process.
 """
 
 import signal

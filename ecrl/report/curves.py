@@ -1,8 +1,8 @@
 """Read learning curves from run folders and from result files of other libraries.
 
 A result file is a CSV file or a JSON file. Each row of a result file has the fields `steps`, `seconds`, and `return` or
-`success` (a success rate). A JSON file contains a list of rows, or an object with a `name`, a `seed` and the list of
-rows as `curve`. A CSV file with a column `seed` has one curve for each seed.
+`success` (a success rate). A JSON file contains a list of rows, or an object with the list of rows as `curve`, and
+optionally with a `name` and a `seed`. A CSV file with a column `seed` has one curve for each seed.
 """
 
 import csv
@@ -110,6 +110,8 @@ def _read_run(folder: Path) -> Source:
 
 def _run_label(folder: Path, config: Row) -> str:
     """Return the run's `trainer.exp_name`. If the run has only the default name, return its environment and algorithm.
+
+    If the config lacks its environment or algorithm, return the name of the folder instead of the default name.
 
     >>> _run_label(Path("a"), {"env": {"name": "gymnasium", "cfg": {"id": "Acrobot-v1"}}, "algorithm": {"name": "ppo"}})
     'gymnasium:Acrobot-v1 ppo'

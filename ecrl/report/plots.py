@@ -1,5 +1,7 @@
 """Plot learning curves over env steps and over minutes. Three or more seeds are drawn as a band, fewer seeds as lines.
 
+If the seeds of a group have no range of env steps in common, they are also drawn as lines.
+
 Seeds of the same config, or of the same result file of another library, are a group. All lines of a group have the same
 colour and dashes, and no other group has this pair of colour and dashes. A band shows the interquartile mean and its
 95 % bootstrap interval. A band ends at the last step that all seeds have reached. With three seeds, the interval is the
@@ -188,7 +190,11 @@ def threshold_point(one: Curve, threshold: float) -> tuple[float, float] | None:
 
 
 def summary(groups: Iterable[Sequence[Curve]], threshold: float | None) -> list[str]:
-    """Describe each curve in a line: its last point, its first NaN, and where it starts to stay above `threshold`."""
+    """Describe each curve in a line: its last point, its first NaN, and the point from which it reaches `threshold`.
+
+    A curve reaches the threshold at the first point after which no value is below the threshold (see
+    `threshold_point`). If `threshold` is None, the line does not mention a threshold.
+    """
     lines = []
     for one in (one for group in groups for one in group):
         line = f"{one.name}: {one.values[-1]:.4g} after {one.steps[-1]:,.0f} env steps, {one.minutes[-1]:.1f} minutes"

@@ -1,14 +1,16 @@
 """Save and load checkpoints.
 
-A checkpoint is a folder with `state.safetensors`, `config.json`, extra files, and a `manifest.json` that holds the
-files' checksums. ecrl writes a checkpoint folder under a temporary name, syncs it to disk and then renames it, so the
-folder is never incomplete. A checkpoint contains no pickled data.
+A checkpoint is a folder with `state.safetensors`, `config.json`, and a `manifest.json` that holds the files' checksums.
+A checkpoint may have extra files, such as the rank shards of `ecrl.run.rank_shards`. ecrl writes a checkpoint folder
+under a temporary name, syncs it to disk and then renames it, so the folder is never incomplete. A checkpoint contains
+no pickled data.
 
-Frozen parameters never change, so they are stored only once, in a file whose name contains the first 16 hex digits of
-its SHA-256. If another checkpoint of the run already has the file of frozen parameters, a new checkpoint hard-links
-that file. Each checkpoint folder can still be copied, moved or removed on its own. The file system frees the file's
-disk space when the last hard link is removed. Damage to a hard-linked file affects every checkpoint that links to it.
-If the file of frozen parameters is missing or damaged, `load` and `read_files` recreate it with `init_frozen`.
+The frozen parameters of a policy never change. They have their own file, whose name contains the first 16 hex digits of
+its SHA-256. If another checkpoint of the run already has an undamaged copy of this file, a new checkpoint hard-links
+the copy. If the file system does not support hard links, each checkpoint has its own copy. Each checkpoint folder can
+be copied, moved or removed on its own. The file system frees the file's disk space when the last hard link is removed.
+Damage to a hard-linked file affects every checkpoint that links to it. If the file of frozen parameters is missing or
+damaged, `load` and `read_files` call the policy's `init_frozen`, and use the result if it has the saved SHA-256.
 """
 
 import hashlib
@@ -98,7 +100,8 @@ def _frozen_leaves(leaves: dict[str, Tensor], previous: FrozenLeaves | None) -> 
 class Snapshot(NamedTuple):
     """Contents of a checkpoint, which a thread can write to disk while training continues.
 
-    The replay buffers are not copied. The next iteration may overwrite the buffers only after `read` is set.
+    The replay buffers and the frozen leaves are not copied. The next iteration may overwrite the buffers only after
+    `read` is set.
     """
 
     tensors: dict[str, Tensor]
@@ -108,8 +111,9 @@ class Snapshot(NamedTuple):
     files: dict[str, bytes]
     left_out: list[str]  # names of the buffers that are missing in `tensors`
     frozen: FrozenLeaves | None
-    buffers: dict[str, tuple[int, Tensor]]  # per buffer: its count `written` at the snapshot, and the live count
-    read: Event  # `write` sets this event when it no longer reads the tensors
+    # per buffer: its count `written` (see `ecrl.loop.buffers`) at the snapshot, and the tensor with the present count
+    buffers: dict[str, tuple[int, Tensor]]
+    read: Event  # `write` sets this event when it has read all tensors; after a failed write, the caller must set it
 
 
 def snapshot(
@@ -120,12 +124,13 @@ def snapshot(
     files: Mapping[str, bytes] | None = None,
     frozen: FrozenLeaves | None = None,
 ) -> Snapshot:
-    """Copy a state to host memory, except its replay buffers. `write` can write the snapshot in any thread.
+    """Copy a state to host memory, without its buffers and frozen leaves. `write` can run in any thread.
 
     Args:
         run: run built from `cfg`.
         state: state of the run, with or without its replay buffers. After this call, the caller may overwrite
-            everything except the buffers. `write` refuses a snapshot whose buffers were overwritten.
+            everything except the buffers and the frozen leaves. `write` refuses a snapshot whose buffers were
+            overwritten.
         cfg: config of the run.
         logs: scalar logs to store in the manifest, such as the results of the evaluation that selected this state.
         files: dict from the filename of each extra file to its content; the manifest records the checksums.
@@ -161,8 +166,8 @@ def snapshot(
 def conditions(run: Run, cfg: Config) -> dict[str, Any]:
     """Return the conditions that affect the exact results of a run.
 
-    They are the torch version, the number of threads, the form (compiled or eager) and the type of the device. If the
-    device is the CPU, the result also reports if ecrl's C++ functions are available.
+    They are the torch version, the number of threads, the form (compiled, eager or partly eager) and the type of the
+    device. If the device is the CPU, the result also reports if ecrl's C++ functions for recurrences are available.
     """
     device = device_of(cfg).type
     # Random bits are the same without C++. Only the recurrences round differently.
@@ -222,8 +227,9 @@ def save(
         logs: scalar logs to store in the manifest, such as the results of the evaluation that selected this state.
         files: dict from the filename of each extra file to its content; the manifest records the checksums.
 
-    Raises: CheckpointError if the checkpoint cannot be written, or if `path` exists and is not a checkpoint; UserError
-        if `state` is not the state of a run.
+    Raises: CheckpointError if the checkpoint cannot be written, or if `path` exists and is neither a checkpoint nor an
+        empty folder; UserError if `state` is not the state of a run, or if a later iteration has overwritten a buffer
+        in `state`; ValueError as in `snapshot`.
     """
     check_state_argument(state, *STATE_FIELDS)
     write(path, snapshot(build(cfg), state, cfg, logs, files))
@@ -280,12 +286,13 @@ def _may_be_replaced(path: Path) -> bool:
 
 
 def read_files(path: str | Path) -> dict[str, bytes]:
-    """Return the content of each file of a checkpoint, by filename.
+    """Return the content of each file of a checkpoint except `manifest.json`, by filename.
 
     If the file of frozen parameters is missing or damaged, the policy's `init_frozen` recreates its content.
     `init_frozen` must return the same parameters that the checkpoint saved.
 
-    Raises: CheckpointError if any other file is missing or damaged, or if `init_frozen` returns different parameters.
+    Raises: CheckpointError if any other file is missing or damaged, or if `init_frozen` fails or returns different
+        parameters.
     """
     path, remade = complete_folder(Path(path)), verify(path)
     return {
@@ -354,11 +361,12 @@ def _paths(structure: TensorDict) -> dict[str, tuple[str, ...]]:
 
 
 def _upgrade(tensors: dict[str, Tensor], expected: TensorDict) -> dict[str, Tensor]:
-    """Rename the tensors of an older checkpoint to the names that this version of ecrl uses.
+    """Convert the tensors of a checkpoint from an older version of ecrl to the names of this version.
 
-    Older checkpoints lack schedule hyperparameters and the number of iterations, so the function copies these values
-    from `expected`. Older checkpoints also have one optimiser state for all parameter groups, so the function moves it
-    to the groups. For example, `opt/mu/critic/w` becomes `opt/critic/mu/critic/w`.
+    Checkpoints of older versions may lack hyperparameters of schedules and the number of iterations. The function
+    copies missing values of these fields from `expected`. Checkpoints of older versions may also have one optimiser
+    state for all parameter groups, which the function divides among the groups. For example, `opt/mu/critic/w` becomes
+    `opt/critic/mu/critic/w`.
     """
     upgraded = dict(tensors)
     for name, place in _paths(expected).items():
@@ -400,12 +408,12 @@ def _fill_structure(structure: TensorDict, tensors: dict[str, Tensor], path: Pat
 def load(path: str | Path, device: str | None = None) -> tuple[TensorDict, Config]:
     """Load the state and the config of a checkpoint folder. If `device` is not None, it replaces `trainer.device`.
 
-    If the checkpoint has no replay buffers, as in `checkpoints/best`, the returned state has empty replay buffers. If
-    the file of frozen parameters is missing or damaged, `load` calls the policy's `init_frozen`. If `init_frozen`
-    returns the saved parameters, `load` uses them and warns.
+    If the algorithm has a replay buffer that the checkpoint does not contain, as in `checkpoints/best`, the buffer of
+    the returned state is empty. If the file of frozen parameters is missing or damaged, `load` calls the policy's
+    `init_frozen`. If `init_frozen` returns the saved parameters, `load` uses them and warns.
 
     Raises: CheckpointError if a file is missing or damaged, or if a tensor does not fit the config; ConfigError if the
-        config is invalid.
+        config is invalid, or if its device is not available.
     """
     return load_run(path, device)[1:]
 
@@ -450,8 +458,9 @@ def same_weights(path: str | Path, state: TensorDict) -> bool:
 def _environment_state(tensors: dict[str, Tensor]) -> TensorDict:
     """Extract the environment state from the tensors of a checkpoint.
 
-    Gymnasium environments keep their state outside of tensors, so a checkpoint does not contain their state. The value
-    0 of `env/token` marks a lost state.
+    Gymnasium environments keep their state outside of tensors, so a checkpoint does not contain their state. The field
+    `env/token` identifies the environments in the process that opened them. The function sets `env/token` to 0, which
+    means that these environments are lost.
     """
     if "env/token" in tensors:
         tensors["env/token"] = torch.zeros_like(tensors["env/token"])
@@ -466,9 +475,10 @@ def _environment_state(tensors: dict[str, Tensor]) -> TensorDict:
 def latest(run: str | Path) -> Path:
     """Return the newest undamaged checkpoint of a run folder. If `run` is a checkpoint folder, return it.
 
-    The newest checkpoint is the checkpoint with the most env steps. `latest` verifies all checksums of each checkpoint
-    that it tries in a run folder. If a checkpoint is damaged, `latest` warns with the name of the damaged file and
-    tries the next older checkpoint. A checkpoint folder `run` is not verified here, because `load` verifies it.
+    The newest checkpoint is the folder `checkpoints/step_<N>` with the most env steps N. `latest` does not return
+    `checkpoints/best`. `latest` verifies all checksums of each checkpoint that it tries in a run folder. If a
+    checkpoint is damaged, `latest` tries the next older checkpoint, and warns with the name of the damaged file. A
+    checkpoint folder `run` is not verified here, because `load` verifies it.
 
     Raises: CheckpointError if there is no checkpoint, or if all checkpoints are damaged.
     """

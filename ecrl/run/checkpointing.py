@@ -1,12 +1,13 @@
 """Save checkpoints during a run.
 
-One consumer saves the state at regular intervals, and another consumer saves the best state.
+One consumer (see `ecrl.run.loggers`) saves the state at regular intervals, and another consumer saves the best state.
 
-A consumer copies the state to host memory, and a thread writes the copy while training continues. Each save waits until
-the previous write has finished, so that host memory holds only one copy of the state. Replay buffers are not copied.
-Training waits until the thread has passed the buffers to the operating system, and continues while the operating system
-writes them to disk. If a write fails, ecrl warns once and tries again at the next save. A run waits for the last write
-before it ends. If the last write fails, the run raises an error.
+A consumer copies the state to host memory, and a thread writes the copy while training continues. Each save of a
+consumer waits until its previous write has finished, so that each consumer holds only one copy of the state. Replay
+buffers and frozen parameters are not copied. Training waits until the thread has passed the buffers to the operating
+system, and continues while the operating system writes them to disk. If a write fails, the consumer warns. The consumer
+of the best state repeats the write after the next evaluation. The other consumer writes again when the next checkpoint
+is due. A run waits for the last write before it ends. If the last write fails, the run raises an error.
 """
 
 import math
@@ -117,9 +118,10 @@ def with_checkpoints(
 ) -> Iterator[LogData]:
     """Save the state under `run_dir` every `trainer.save_freq` env steps, and at the end of the run.
 
-    Only the newest `trainer.keep_checkpoints` checkpoints are kept. If a signal or an error ends the run, the state of
-    the last train record is also saved. If an iteration has already overwritten a buffer of this state, the newest
-    state is saved instead. If the newest state cannot be saved either, the function warns.
+    If `trainer.keep_checkpoints` is set, the function removes older checkpoints, except `checkpoints/best`, until this
+    number remains. If a signal or an error ends the run, the state of the last train record is also saved. If an
+    iteration has already overwritten a buffer of this state, the newest state is saved instead. If the newest state
+    cannot be saved either, the function warns.
 
     Args:
         records: records of the run; the function yields each record again.

@@ -15,12 +15,13 @@ from ecrl.run.evaluation import with_evaluation
 def compile_ahead(cfg: Config) -> list[Compilation]:
     """Compile every function that a run with this config would compile. The compiled code is stored on disk.
 
-    A later run with the same config loads the code instead of compiling, if it has the same type of CPU and the same
-    number of threads. The seed, the hyperparameters in `state["hyper"]` and the number of iterations may differ.
+    A later run with the same config loads the code instead of compiling, if it has the same type of CPU, number of
+    threads, torch version and version of ecrl. The seed, the hyperparameters in `state["hyper"]` and the number of
+    iterations may differ.
 
-    The function trains until each phase of the algorithm has run for one iteration, and discards the results. An
-    algorithm with a replay buffer therefore first collects `learning_starts` steps. If `trainer.enable_eval` is true,
-    the function also evaluates the policy.
+    The function trains until each phase of the algorithm (see `ecrl.algorithms.Algorithm`) has run, and discards the
+    results. An algorithm with a replay buffer has a phase without learning, so the function first collects
+    `learning_starts` steps. If `trainer.enable_eval` is true, the function also evaluates the policy.
 
     Returns: a `Compilation` for each compilation, with its reason and its duration.
     Raises: ConfigError if the run is eager, if it has several processes, or if a function cannot be compiled.
@@ -36,7 +37,7 @@ def compile_ahead(cfg: Config) -> list[Compilation]:
     state = first_state(run, cfg)
     phase, size = run.algorithm.phase, steps_per_iteration(cfg)
     missing = {None} if phase is None else {phase(step) for step in range(0, total_steps(cfg, 1), size)}
-    if phase is not None:  # each call is one iteration, and its record has the phase that has run
+    if phase is not None:  # one record per iteration, so that the loop below sees each phase
         cfg = cfg.replace(**{"trainer.log_freq": 1})
     for record in iterations(run, with_own_buffers(state, kinds_of(run)), cfg):
         if record["log_type"] == "train":

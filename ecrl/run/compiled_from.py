@@ -1,6 +1,7 @@
-"""Store in the run folder after how many iterations a run became compiled (`trainer.compile: background`).
+"""Store the number of iterations before a run with `trainer.compile` set to "background" became compiled.
 
-A resumed run switches after the same number of iterations, so it has the same results as an uninterrupted run.
+The number is in the file `compiled_from.json` of the run folder. A resumed run becomes compiled after the same number
+of iterations, so it has the same results as an uninterrupted run.
 """
 
 import json
@@ -17,9 +18,16 @@ FILE = "compiled_from.json"
 
 
 def restore_switch(run: Run, folder: Path, iteration: int) -> None:
-    """Set the switch of a run that is compiled in the background to its value after `iteration` iterations.
+    """Set the form (eager or compiled) of a run that is compiled in the background, for its state after `iteration`.
 
-    Raises: CheckpointError if the file in the run folder is damaged.
+    For any other run, do nothing.
+
+    Args:
+        run: run, whose `jit` has the `Switch` to set.
+        folder: run folder.
+        iteration: number of iterations that the run has completed.
+
+    Raises: CheckpointError if the file `compiled_from.json` in the run folder is damaged.
     """
     if (switch := switch_of(run.jit)) is None:
         return
@@ -31,12 +39,14 @@ def restore_switch(run: Run, folder: Path, iteration: int) -> None:
             raise CheckpointError(
                 f"{path}: damaged; delete the file, and the run will be compiled in the background again"
             ) from None
-    # an evaluation of the state has the form of the iteration before
+    # an evaluation of the state runs in the form of the iteration that returned the state
     switch.eager = switch.compiled_from is None or iteration <= switch.compiled_from
 
 
 def with_switch(records: Iterator[LogData], run: Run, folder: Path) -> Iterator[LogData]:
-    """Write the file when the run becomes compiled, before the record of its first compiled iteration is yielded.
+    """Write `compiled_from.json` when the run becomes compiled, before the first record of a compiled iteration.
+
+    For a run that is not compiled in the background, yield the records unchanged.
 
     Raises: CheckpointError if the file cannot be written.
     """

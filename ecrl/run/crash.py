@@ -34,10 +34,11 @@ def _replay_command(folder: Path, ranks: int, cfg: Config) -> str:
 
 
 def with_crash(records: Iterator[LogData], run: Run, cfg: Config, run_dir: str | Path) -> Iterator[LogData]:
-    """Write a report and the state before the iteration to `crash/` in `run_dir` if the finite guard stops the run.
+    """If the finite guard stops the run, write a report and the state before the iteration to `crash/` in `run_dir`.
 
     Raises: NotFiniteError with the message of the original error and the command that repeats the iteration. If the
-        environments keep data outside of the state, the message names the crash folder instead of the command.
+        environments keep data outside of the state, the message names the crash folder instead of the command. If the
+        crash folder cannot be written, the message contains the reason.
     """
     folder = Path(run_dir) / "crash"
     try:
@@ -87,7 +88,9 @@ def replay(folder: str | Path) -> Iterator[str]:
 
     The iteration first runs compiled or eagerly, as in the original run. If NaN or infinity appears again, the
     iteration is repeated eagerly, step by step, to find the first NaN or infinite value. To repeat an iteration of a
-    run with several ranks, start the same number of ranks.
+    run with several ranks, start the same number of ranks. If the environments keep data outside of the state, as
+    Gymnasium environments do, the function only yields the message of the report, and says that it cannot repeat the
+    iteration.
 
     Raises: UserError if the folder is not a crash folder; CheckpointError if the crash folder is damaged.
     """

@@ -1,7 +1,7 @@
 """Record demonstrations of a scripted expert or a trained policy. The algorithm `bc` learns from such a data set.
 
-Episode i depends only on the seed and on i. Except for rounding, the number of parallel environments does not change
-the results.
+For a given environment and source of actions, episode i depends only on the seed and on i. Except for rounding, the
+number of parallel environments does not change the results.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -37,7 +37,7 @@ _MAX_STEPS = 1_000_000  # maximum length of an episode
 _TRIES = 100  # maximum number of recorded episodes per requested episode
 
 Act = Callable[[TensorDict, TensorDict, TensorDict, Tensor], tuple[TensorDict, Tensor]]
-"""Type of (params, carry, environment state, keys) -> (carry, action)."""
+"""Type of a function (params, carry, environment state, keys) -> (carry, action)."""
 
 
 class Actor(NamedTuple):
@@ -78,7 +78,8 @@ def record_demonstrations(
     """Record whole episodes of an expert or a policy, and write the data set atomically.
 
     Args:
-        cfg: config of the environment. If `state` is None, the policy and the algorithm of the config are not used.
+        cfg: config of the run. If `state` is None, the policy does not act, and `policy.clip_actions` is the only
+            setting of the policy that affects the data: it decides if the expert's actions are clipped.
         path: safetensors file, which must not exist yet (see `ecrl.storage.demonstrations`).
         num_episodes: number of episodes in the data set.
         state: state of a run, whose policy acts; if None, the scripted expert of the environment acts.
@@ -86,13 +87,14 @@ def record_demonstrations(
         sample: if True, the policy samples its actions; if False, its actions are deterministic.
         successes_only: if True, only episodes that end with success are part of the data set.
         seed: seed of the initial states, the environment noise, the expert's noise and the sampled actions.
-        num_envs: number of parallel environments.
+        num_envs: maximum number of parallel environments. There are never more environments than `num_episodes`.
 
     Returns: a summary of the data set. The success rate is the share of successes among all recorded episodes. With
         `successes_only`, these include episodes that are not part of the data set.
     Raises: ConfigError if an argument is invalid, if `path` exists, if the environment has no scripted expert, or if
         `successes_only` is set but the environment reports no success. UserError if `state` is not the state of a run,
-        if too few episodes succeed, or if an episode does not end. CheckpointError if the file cannot be written.
+        if an episode does not end, or if `successes_only` is set but fewer than 1 % of the episodes succeed.
+        CheckpointError if the file cannot be written.
     """
     if state is not None:
         check_state_argument(state, "params", "norm")
@@ -157,7 +159,9 @@ def _no_tensors() -> TensorDict:
 
 
 def _expert_of(run: Run, cfg: Config, settings: Mapping[str, Any], sample: bool) -> Actor:
-    """Return the environment's scripted expert as an actor. The expert plans all actions of a chunk at once.
+    """Return the environment's scripted expert as an actor.
+
+    If `env.action_chunk` is above 1, the expert plans all actions of a chunk at once (see `open_loop`).
 
     Raises: ConfigError if `sample` is True, because experts do not sample.
     """
@@ -183,7 +187,7 @@ def _act_as_expert(
 
 
 def _policy_of(run: Run, state: TensorDict, num_envs: int, settings: Mapping[str, Any] | None, sample: bool) -> Actor:
-    """Return the policy of a state as an actor. Raise ConfigError if `settings`, which only an expert has, is given."""
+    """Return the policy of a state as an actor. Raise ConfigError if `settings` are given: only an expert has any."""
     if settings:
         raise ConfigError(f"expert.{next(iter(settings))}: a trained policy has no such settings; leave it out")
     params = policy_params(state)

@@ -68,9 +68,9 @@ def _eval_step(
 ) -> tuple[tuple[TensorDict, TensorDict], tuple[Tensor, Any]]:
     """Take one step in every environment.
 
-    Returns: the tuple `((carry, environment state), (rows, view))`. The tensor `rows`, of shape `[K, N]`, stacks the
-        reward, `done`, the number of env steps to count and each outcome. `view` holds the fields that a camera needs,
-        from the state before the step.
+    Returns: the tuple `((carry, environment state), (rows, view))`. The tensor `rows` has shape `[K, N]`. Its K rows
+        are the reward, `done`, the number of env steps to count and each outcome. `view` holds the fields that a camera
+        needs for the first `filmed` environments, from the state before the step. If `filmed` is 0, `view` is `()`.
     """
     carry, env_state = carry_and_env
     before = view(env_state, filmed) if filmed else ()
@@ -174,20 +174,23 @@ def evaluate(
     """Evaluate the policy of a run with deterministic actions.
 
     Args:
-        state: state of a run; only `params`, `norm` and `frozen_params` are read.
+        state: state of a run; only `params`, `norm`, `frozen_params` and the device of `key` are read, and
+            `sample_step` for the names of videos.
         cfg: config of the run.
         num_episodes: number of episodes; if None, `trainer.num_eval_episodes` is used.
-        env: name of a Gymnasium environment, as `"gymnasium:<id>"`; if None, the run's environment is used.
+        env: name of a Gymnasium environment, as `"gymnasium:<id>"`, which has no events; if None, the run's environment
+            is used, with the events under `trainer.events.eval`.
         videos: folder for the videos of the cameras under `trainer.events.eval`; if None, no videos are recorded.
             Recording does not change the results.
 
-    Returns: a dict with the mean return `eval/avg_reward`, the standard deviation of the returns `eval/std_reward`, the
-        mean episode length `eval/avg_length`, the success rate `eval/success_rate`, and each metric as
-        `eval/metrics/<name>`. The success rate and the metrics are means over the episodes whose last step reports
-        them. If a reward is NaN or infinite, the mean return is also NaN or infinite, because the finite guard does not
-        check evaluations.
+    Returns: a dict with the mean return `eval/avg_reward`, the standard deviation of the returns `eval/std_reward` and
+        the mean episode length `eval/avg_length`. If the environment reports success or scalar metrics, the dict also
+        has the success rate `eval/success_rate` and each metric as `eval/metrics/<name>`. These are means over the
+        episodes whose last step reports them. The finite guard does not check evaluations. If a reward is NaN or
+        infinite, the mean return is therefore also NaN or infinite.
     Raises: ConfigError if an argument is invalid, if both `env` and `videos` are given, or if the spaces of `env`
-        differ from the run's spaces; UserError if `state` is not the state of a run, or if an episode does not end.
+        differ from the run's spaces (see `check_spaces`); UserError if `state` is not the state of a run, or if an
+        episode does not end.
     """
     check_state_argument(state, "params", "norm", "key")
     if env is not None and videos is not None:
@@ -246,9 +249,9 @@ def in_single_steps(run: Run, cfg: Config) -> Run:
 
 
 def check_spaces(trained: Env, env: Env, name: str) -> None:
-    """Raise ConfigError if the spaces of `env` differ from the spaces of `trained`. The bounds of Boxes may differ.
+    """Raise ConfigError if the spaces of `env` differ from the spaces of `trained`.
 
-    The error message refers to `env` by `name`.
+    The bounds of a Box may differ, unless the Box is part of a Dict. The error message refers to `env` by `name`.
     """
     for field in ("observation_space", "action_space"):
         own, other = getattr(trained, field), getattr(env, field)
@@ -263,9 +266,9 @@ def eval_steps(
 ) -> Generator[tuple[list[tuple], TensorDict | None], None, None]:
     """Step the environments until the caller closes the generator. An environment resets when its episode ends.
 
-    Each step yields a list and the view of the environments before the step. The list has a tuple (reward, done,
-    counts, *outcomes) for each environment. `counts` is the number of env steps that the action took, or 0 if the step
-    is masked.
+    Each step yields a list, and the view of the first `filmed` environments before the step. The list has a tuple
+    (reward, done, counts, *outcomes) for each environment. `counts` is the number of env steps that the action took, or
+    0 if the `mask` of the step is False.
 
     Args:
         run: run whose environment is the evaluation environment.
@@ -273,7 +276,7 @@ def eval_steps(
         cfg: config of the run.
         num_envs: number of environments.
         names: list to which the function appends the names of the outcomes.
-        filmed: number of environments in the view (`ecrl.run.video_writer.view`); if 0, the view is None.
+        filmed: number of environments in the view (see `ecrl.run.video_writer.view`); if 0, the view is None.
     """
     env, act = run.env, run.policy.act
     key = rng.fold_in(rng.key(_eval_seed(cfg), state["key"].device), rng.EVAL)
@@ -333,7 +336,8 @@ def with_evaluation(
 ) -> Iterator[LogData]:
     """Evaluate the policy every `trainer.eval_freq` env steps, and yield an `evaluate` record after the train record.
 
-    If a signal stops the run when an evaluation is due, the resumed run performs the evaluation.
+    If a signal stops the run while an evaluation is due, the run does not evaluate, and the resumed run performs the
+    evaluation.
 
     Args:
         records: records of the run; the function yields each record again.

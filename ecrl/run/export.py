@@ -84,10 +84,10 @@ def _observation(inputs: dict[str, Tensor], paths: dict[str, tuple]) -> Any:
 def _acting_module(
     state: TensorDict, cfg: Config, env: Env, paths: dict[str, tuple]
 ) -> tuple[_ActingModule, dict[str, Tensor]]:
-    """Return a module that computes actions in float32 on the CPU, and example inputs for the policy's memory.
+    """Return a module that computes actions in float32 on the CPU, and example inputs for `is_first` and the memory.
 
     The module clips actions to the action space if `policy.clip_actions` is set. If the policy has memory, the module
-    returns the action and the new memory.
+    returns the action and the new memory. If the policy has no memory, there are no example inputs.
     """
     policy = make_policy(
         cfg.policy.model_copy(update={"bf16": False}),
@@ -152,7 +152,7 @@ def _export_errors(cfg: Config, file: str) -> Iterator[None]:
 
 @contextmanager
 def _silence_warnings() -> Iterator[None]:
-    """Silence the warnings and logs of torch.onnx about its own packages and types."""
+    """Silence all warnings, and logs up to the level WARNING. torch.onnx warns about its own packages and types."""
     previous_level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -206,13 +206,13 @@ def export(state: TensorDict, cfg: Config, folder: str | Path) -> list[Path]:
     The input of the exported policy is named "obs". If the observation is a Dict, each leaf of the Dict is an input
     instead. For example, the leaf `joints` of `arm` is the input "arm_joints". The output of the exported policy is
     named "action". `torch.export.load("policy.pt2").module()(obs=obs)` returns the actions for a batch of observations
-    `[N, ...]`. `policy.onnx` has the same inputs and outputs as `policy.pt2`. `policy.json` lists the name, dtype,
-    shape and space of each input and output. Discrete observations and actions start at 0, as in
-    `ecrl.spaces.from_gymnasium`.
+    `[N, ...]`. `policy.onnx` has the same inputs and outputs as `policy.pt2`. `policy.json` lists the name, dtype and
+    shape of each input and output, and the spaces of the observations and of the action. Discrete observations and
+    actions start at 0, as in `ecrl.spaces.from_gymnasium`.
 
     A recurrent policy also has an input and an output for each tensor of its memory, such as "carry_h" and
-    "next_carry_h". Pass the memory outputs of one step as the memory inputs of the next step. The input "is_first", of
-    shape `[N]`, must be True at the first step of an episode. At the first step, the policy ignores the memory inputs.
+    "next_carry_h". Pass the memory outputs of one step as the memory inputs of the next step. The input "is_first" is
+    bool `[N]`, and must be True at the first step of an episode. At this step, the policy ignores the memory inputs.
 
     If `policy.bf16` is set, the policy is exported in float32, which is the dtype of its weights. The exported policy's
     actions differ from the run's bfloat16 actions by rounding.
@@ -223,9 +223,10 @@ def export(state: TensorDict, cfg: Config, folder: str | Path) -> list[Path]:
         folder: output folder, which is created if missing. Existing files are replaced.
 
     Returns: paths of the written files.
-    Raises: UserError if torch.export or torch.onnx cannot trace the policy, if the extra `export` is missing, if
-        `folder` cannot be created, or if `state` is not the state of a run. If the extra is missing, policy.pt2 and
-        policy.json are still written.
+    Raises: UserError if torch.export or torch.onnx cannot trace the policy, if the extra `export` is missing, if two
+        leaves of the observation have the same input name, if `folder` cannot be created, or if `state` is not the
+        state of a run. If the extra is missing, or if only torch.onnx fails, policy.pt2 and policy.json are still
+        written.
     """
     check_state_argument(state, "params", "norm", "env", "sample_step")
     env, folder = make_env(cfg.env), Path(folder)

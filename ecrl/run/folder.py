@@ -22,7 +22,7 @@ def _create(folder: Path, exist_ok: bool) -> None:
 
 
 def claim(folder: Path, new: bool) -> None:
-    """Create a run folder if it is missing, and claim it for a run.
+    """Create a run folder if it is missing, and claim it for a run, so that `claimed_before` recognises it later.
 
     Raises: ConfigError if the folder cannot be written or is a checkpoint, or if `new` is True and the folder already
         holds a run.
@@ -49,7 +49,10 @@ def replace_rows(metrics: Path, rows: Iterable[bytes]) -> None:
 
 @contextmanager
 def lock_run_folder(folder: Path | None) -> Iterator[None]:
-    """Keep other processes from training in a run folder. Only rank 0 takes the lock, because only rank 0 writes.
+    """Keep other processes from training in a run folder, inside this context.
+
+    Of several ranks, only rank 0 takes the lock, because only rank 0 writes logs and checkpoints. If `folder` is None
+    or does not exist, nothing is locked.
 
     Raises: ConfigError if another process holds the lock.
     """

@@ -26,7 +26,10 @@ class History(Sequence):
         self._add(record["sample_step"], scalars(record))
 
     def add_file(self, metrics: Path) -> None:
-        """Add the logs in the file `metrics.jsonl` of a run folder. A missing file has no logs."""
+        """Add the logs in the file `metrics.jsonl` of a run folder, except `seconds` and `charts/SPS`.
+
+        If the file is missing, add nothing. A null in the file becomes NaN.
+        """
         for line in metrics.read_bytes().splitlines() if metrics.is_file() else []:
             row = json.loads(line)
             kind, step = row.pop("log_type"), row.pop("sample_step")
@@ -64,7 +67,7 @@ class History(Sequence):
     def plot(self, name: str = "episode_reward_avg_100") -> Any:
         """Plot the log `name` against env steps, and return the matplotlib axes. The extra `plot` is required.
 
-        Raises: UserError if no row has the log `name`, or if `name` has no finite value yet.
+        Raises: UserError if there are no rows, if no row has the log `name`, or if `name` has no finite value yet.
         """
         if not self._rows:
             raise UserError("the history has no rows to plot; train first")

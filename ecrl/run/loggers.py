@@ -1,7 +1,7 @@
 """Define consumers: generators that take an iterator of training records and yield every record again.
 
-Only consumers copy logs to the host. `with_host_logs` copies the logs of a record once for all consumers that wrap it.
-You can also use a single consumer:
+The training loop leaves the logs on the device of the run, and consumers copy them to the host. `with_host_logs` copies
+the logs of a record once for all consumers that wrap it. You can also use a single consumer:
 
     for record in with_jsonl(train_iter(state, cfg), "metrics.jsonl"): ...
 
@@ -80,7 +80,7 @@ def scalar_name(log_type: str, name: str) -> str:
 def with_scalars(records: Iterator[LogData], start: int = 0) -> Iterator[tuple[LogData, dict[str, float]]]:
     """Yield each record together with a dict that maps the `scalar_name` of each log to its value as a float.
 
-    Train records also get `charts/SPS`, the number of env steps per second.
+    Train records also get `charts/SPS`, the mean number of env steps per second since the first call of `next`.
 
     Args:
         records: records of the run; the function yields each record again.
@@ -110,8 +110,8 @@ _MAX_PENDING_ROWS = 1000
 def tolerate_errors(label: str, *kinds: type[Exception]) -> Callable[..., bool]:
     """Return a function `guarded(fn, *args)` that calls `fn(*args)` and returns True, or False if `fn` raises OSError.
 
-    For example, a full disk does not end the run, because the run is more important than its logs. `guarded` warns when
-    its calls start to fail and when they succeed again.
+    For example, a full disk does not end the run, because the run is more important than its logs. `guarded` warns at
+    the first failure, and again when a call succeeds after failures.
 
     Args:
         label: beginning of each warning message, such as the name of the file.
@@ -281,10 +281,10 @@ def _in_cell(layout: Any) -> Iterator[None]:
 def with_progress(
     records: Iterator[LogData], start: int, end: int, compilations: Sequence[Compilation] = ()
 ) -> Iterator[LogData]:
-    """Show the live speed, time, return and losses in a terminal or Jupyter. Elsewhere, print ten lines during the run.
+    """Show the live speed, time, return and losses in a terminal or Jupyter. Elsewhere, print at most ten lines.
 
-    While the run compiles, the progress line shows "compiling". After compilation, the progress line shows the compile
-    time. The steps per second do not include the compile time.
+    While the run compiles before its first record, the progress line shows "compiling". Later, the progress line shows
+    the compile time, if it is at least half a second. The steps per second do not include the compile time.
 
     Args:
         records: records of the run; the function yields each record again.

@@ -16,9 +16,9 @@ Consumer = Callable[[Iterator[LogData]], Iterator[LogData]]
 def with_own_consumer(records: Iterator[LogData], consumer: Consumer) -> Iterator[LogData]:
     """Pass the records through a consumer of the caller.
 
-    The consumer may add logs to a record. The consumer may also end the run early, by returning. If the consumer has
-    taken a record and returns without yielding the record, the function yields the record unchanged. Otherwise, the
-    newest state would be lost.
+    The consumer may add logs to a record. In a run of one process, the consumer may also end the run early, by
+    returning. If the consumer has taken a record and returns without yielding the record, the function yields the
+    record unchanged. Otherwise, the newest state would be lost.
 
     Args:
         records: records of the run.

@@ -1,9 +1,9 @@
 """Profile a run: measure the time of each phase, such as the environment or the update, and trace a few iterations.
 
-Each phase has a path, such as loop/collect/env. The time of a phase includes the time of its inner phases. A compiled
-run usually compiles the policy and the environment together, but a profiled run compiles them separately. Separate
-compilation makes the policy and the environment slower, and changes the results by rounding. Profiling does not change
-the results of an eager run.
+Each phase has a path, such as loop/collect/env. The time of a phase includes the time of its inner phases. For an
+on-policy algorithm, a compiled run usually compiles the policy and the environment together, but a profiled run
+compiles them separately. Separate compilation makes the policy and the environment slower, and changes the results by
+rounding. Profiling does not change the results of an eager run.
 """
 
 import json
@@ -26,7 +26,7 @@ from ecrl.kernels import scan
 from ecrl.run.loggers import ending, tolerate_errors
 from ecrl.types import LogData
 
-_WAIT, _WARM_UP, _TRACED = 1, 1, 2  # numbers of iterations for compiling, for warming up the tracer and for tracing
+_WAIT, _WARM_UP, _TRACED = 1, 1, 2  # numbers of train records for compiling, for warming up the tracer, for tracing
 _OTHER = "other"
 
 
@@ -104,13 +104,12 @@ def timed_records(times: Times, name: str, records: Iterator[LogData]) -> Iterat
 
 
 def with_timers(times: Times, run: Run) -> Run:
-    """Return a copy of the run with timers around the environment, the policy, `iterate` and jitted functions.
+    """Return a copy of the run with timers around the algorithm's `iterate` and all functions that `run.jit` returns.
 
-    In an on-policy algorithm, `collect` and `update` are timed instead of `iterate`. In an interleaved algorithm,
-    `turn` is timed instead.
-
-    Rollouts call the functions of the policy and the environment in a plain loop. In a compiled run, each of these
-    functions is compiled separately.
+    In an on-policy algorithm, `collect` and `update` are timed instead of `iterate`. Inside `collect`, the functions of
+    the policy and the environment are timed, too. The rollout calls these functions in a plain Python loop, and a
+    compiled run compiles each of them separately. In an interleaved algorithm, `turn` is timed instead of `iterate`,
+    and the policy and the environment have no timers of their own.
     """
     if (switch := switch_of(run.jit)) is not None:
         switch.eager = False  # these functions are compiled separately, so no other process can compile them
@@ -149,7 +148,9 @@ def with_timers(times: Times, run: Run) -> Run:
 
 
 def report(times: Times) -> list[dict[str, Any]]:
-    """Return one row per phase, followed by rows for its inner phases and by a row `other` for the remaining time.
+    """Return one row per phase.
+
+    If a phase has inner phases, their rows follow, and then a row `other` for the remaining time.
 
     `first_seconds` is the time of the first call, which may include compilation. `later_ms` is the mean time of all
     calls after the first, in milliseconds, or None if there is only one call.
@@ -187,6 +188,8 @@ def table(rows: list[dict[str, Any]], total: float) -> str:
 
 def with_profile(records: Iterator[LogData], times: Times, run_dir: str | Path) -> Iterator[LogData]:
     """Trace iterations 3 and 4 of a run. When the run ends, write the time of each phase. Rank 0 also prints the times.
+
+    If `trainer.log_freq` is above 1, the trace has the iterations of the third and fourth train record.
 
     Each rank writes two files to `profile/` in the run folder: `rank_<r>.json`, with the rows of `report`, and
     `trace_rank_<r>.json`. You can open the trace in chrome://tracing or Perfetto. The trace contains the names of the

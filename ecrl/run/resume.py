@@ -1,4 +1,4 @@
-"""Resume a run from its newest checkpoint. The run continues as if it had never stopped."""
+"""Resume a run from its newest checkpoint. Under the same conditions, the run continues as if it had never stopped."""
 
 import json
 import math
@@ -54,19 +54,22 @@ def resume(
 
     A resumed run has exactly the same results as an uninterrupted run under the same conditions. The conditions are the
     device, the torch version, the number of threads, and compiled or eager execution. On the CPU, the use of ecrl's C++
-    functions is also a condition. A warning names each condition that has changed. Rows that were logged after the
-    checkpoint are removed from `metrics.jsonl`. If the newest checkpoint is damaged, ecrl warns and uses the previous
-    checkpoint. A run without a checkpoint starts from the beginning.
+    functions is also a condition. A warning names each condition that has changed. There are two exceptions, which also
+    cause warnings: Gymnasium environments restart their episodes, and without a saved replay buffer
+    (`trainer.save_replay` is false), the run first fills an empty one. Rows that were logged after the checkpoint are
+    removed from `metrics.jsonl`. If the newest checkpoint is damaged, ecrl warns and uses the previous checkpoint. A
+    run without a checkpoint starts from the beginning.
 
     Args:
         run_dir: run folder.
         config: path of a changed config; if None, the run's own config is used.
         overrides: dict from dotted key to a value that replaces the config's value.
-        force: if True, continue even if the config differs from the run's own config. The hyperparameters of the new
-            config then replace the hyperparameters in the state.
+        force: if True, continue even if the config differs from the run's own config. If it differs, the
+            hyperparameters of the new config replace the hyperparameters in the state.
 
-    Raises: ConfigError with a line for each key that differs, unless `force` is set. CheckpointError if the folder is
-        not a run, or if all its checkpoints are damaged.
+    Raises: ConfigError with a line for each key that differs, unless `force` is set. ConfigError also if the folder is
+        a checkpoint, or if a config is invalid. CheckpointError if the folder is not a run, or if all its checkpoints
+        are damaged.
     """
     return resume_run(run_dir, config, overrides, force)[1:]
 
@@ -235,7 +238,7 @@ def pending_evaluation(state: TensorDict, cfg: Config, run_dir: str | Path) -> L
     if not metrics.is_file():
         return None
     lines = metrics.read_bytes().splitlines(keepends=True)
-    # the first record of a folder has no row before it, and its run may have begun at a trained state
+    # the first record of a folder has no row before it, and the run in the folder may have begun at a trained state
     start = 0 if "decision_step" in state else max(0, step - steps_per_record(cfg))
     taken = step - max((n for line in lines if (n := _row(line).get("sample_step", step)) < step), default=start)
     if not crossed(step, taken, cfg.trainer.eval_freq):

@@ -132,20 +132,22 @@ def train(
     profile: bool = False,
     consumers: Sequence[Consumer] = (),
 ) -> tuple[TensorDict, History]:
-    """Train until the run has completed `trainer.iterations` iterations. If nothing is left to train, warn.
+    """Train until the run has completed `trainer.iterations` iterations.
+
+    If nothing is left to train, warn, unless `state` belongs to the run in `run_dir`.
 
     Args:
         state: state from `init_state`, from `load`, or from a record that `train_iter` yielded.
         cfg: config of the run.
-        run_dir: folder for the config, logs, metrics and checkpoints. The folder must be new, or be the folder of the
-            run that `state` belongs to. If None, nothing is written.
+        run_dir: folder for the config, logs, metrics and checkpoints. The folder must not hold a run yet, or must hold
+            the run that `state` belongs to. If None, nothing is written.
         progress: if True, show a live progress line.
         profile: if True, time the phases and trace two iterations. The results are written to `profile/` in `run_dir`.
         consumers: generator functions that take the records of the run and yield every record again, such as a logger
             of your own. The first function receives the records of the loop and of the evaluation, and each other
             function receives the records of the function before it. The history, the log files and the checkpoints get
             the records of the last function, so a function may add logs to a record. A function may return early to end
-            the run. If the run has several processes, only rank 0 calls the functions.
+            the run, if the run has one process. If the run has several processes, only rank 0 calls the functions.
 
     Returns: the last state and the history of logs. Ctrl-C ends the run early, and the function then returns the
         newest state.
@@ -296,10 +298,10 @@ def train_from_config(
     """Train a run that a config file describes, or resume a run.
 
     Args:
-        path: config file. With `resume_from`, this file contains a changed config, and None selects the run's own
-            config.
+        path: config file, or name of a shipped config. With `resume_from`, this is a changed config, and None selects
+            the run's own config.
         distributed: if not None, value that replaces `trainer.distributed`.
-        run_dir: new run folder; if None, the folder is `outputs/<exp_name>_<time>`.
+        run_dir: new run folder; if None, the folder is `outputs/<exp_name>_<time>`. Not used with `resume_from`.
         overrides: dict from dotted key to a value that replaces the config's value, such as `{"trainer.seed": 3}`.
         resume_from: folder of a run to resume; the run continues in this folder.
         force: if True, resume even if the config differs from the run's own config.
@@ -308,7 +310,7 @@ def train_from_config(
 
     Returns: the last state and the history of logs.
     Raises: ConfigError with one line per fault of the config, or if the folder cannot be written or already holds a
-        run.
+        run; CheckpointError if the last state cannot be saved, or if the run to resume is missing or damaged.
     """
     history = History()
     state = run_config(path, distributed, run_dir, overrides or {}, resume_from, force, profile, history.add)
@@ -364,9 +366,10 @@ def run_config(
 
 
 def _was_distributed(folder: Path, path: str | Path | None, changed: Mapping[str, Any]) -> bool:
-    """Return the value of `trainer.distributed` in the config at `path`, or in the run's own config if `path` is None.
+    """Return `trainer.distributed` of the config at `path`, or of the run's own config if `path` is None.
 
-    Return False if the run's own config is missing or invalid, because `resume_run` will raise the error.
+    The values in `changed` replace values of the config. If the run's own config is missing or invalid, return False,
+    because `resume_run` will raise the error.
     """
     try:
         return load_config(path or folder / "config.json", changed).trainer.distributed

@@ -42,7 +42,7 @@ _SEED = "trainer.seed"
 _MAX_NAME_BYTES = 255  # limit of most file systems
 _RECORD_TYPES = ("collect", "train", "evaluate")  # in the order of the records of an iteration
 _FEW_ENVS, _RUNS_OF_FEW_ENVS = 4, 16
-"""Compiled runs on a CPU share calls, at most 16 runs per call, if each run has at most 4 environments."""
+"""By default, compiled runs on a CPU share calls, at most 16 runs per call, if each has at most 4 environments."""
 
 
 class Member(NamedTuple):
@@ -125,13 +125,13 @@ def train_many(
     """Train one run for each combination of a seed and the swept settings.
 
     Runs that differ only in the seed and in hyperparameters of `state["hyper"]`, such as the learning rate, train
-    together. Several runs share a call of `torch.func.vmap` if this is faster. Compiled runs on a CPU, except MuJoCo
-    tasks, train in up to `torch.get_num_threads()` calls at the same time. Each of these calls uses one thread. Except
-    for rounding, each run has the results of a run that trains alone with the same number of threads.
+    together as a group. Several runs of a group share a call of `torch.func.vmap` if this is faster. Compiled runs on a
+    CPU, except MuJoCo tasks, train in up to `torch.get_num_threads()` calls at the same time. If there are several such
+    calls, each uses one thread. Except for rounding, each run has the results of a run that trains alone. If other
+    settings also differ, such as the sizes of networks, there are several groups, which train one after the other.
 
-    All other runs train one after the other:
+    These runs always train one by one:
 
-    - runs that differ in other settings
     - runs whose environments step in Python, such as Gymnasium's
     - runs with a replay buffer, frozen parameters or demonstrations
     - runs whose policy draws its own random numbers
@@ -149,9 +149,9 @@ def train_many(
         sweep: dict from a dotted key to a list of values, such as `{"algorithm.cfg.learning_rate": [1e-3, 3e-4]}`. The
             runs cover every combination of these values.
         run_dir: folder for the run folders; if None, nothing is written.
-        runs_per_call: largest number of runs in a call of `torch.func.vmap`. If None, all runs that train together
-            share a call, except compiled runs on a CPU. Up to 16 of these runs share a call if each has at most 4
-            environments, and runs with more environments share no call.
+        runs_per_call: largest number of runs in a call of `torch.func.vmap`. If None, all runs of a group share a call,
+            except compiled runs on a CPU. Up to 16 compiled runs on a CPU share a call if each has at most 4
+            environments. Compiled runs on a CPU with more environments share no call.
         progress: if True, show a live progress line.
 
     Returns: the states and histories of all runs. `print` shows them as a table.
@@ -378,7 +378,8 @@ def _train_together(together: _Group, progress: bool) -> bool:
 def _records_of_each(batches: Iterator[list[list[LogData]]], count: int) -> list[Iterator[LogData]]:
     """Return an iterator of the records of each run, which ends when the run has no more records.
 
-    A record is released as soon as its run has taken it. `itertools.tee` would keep the states of 57 iterations.
+    A record is released as soon as its run has taken it. `itertools.tee` stores items in blocks of 57, and would keep
+    the states of up to 57 iterations.
 
     >>> one, other = _records_of_each(iter([[["a", "b"], ["c", "d"]], [["e"], []]]), 2)
     >>> [*one], [*other]
@@ -413,12 +414,12 @@ def _closing(member: _Unfinished, stream: Iterator[LogData]) -> Iterator[None]:
 
 
 def _rounds(group: Sequence[_Unfinished], streams: Sequence[Iterator[LogData]]) -> Iterator[LogData]:
-    """Take one record from each run in turn. For each type of record, yield the mean of each log over these runs.
+    """Take one record from each run in turn. For each type of record, yield a record with the mean logs of these runs.
 
     If the last state of a run cannot be saved, warn.
 
-    If only some runs are evaluated after an iteration, the other runs wait. The records of an iteration that a run has
-    not taken yet stay in memory, so no run may lag behind.
+    If only some runs are evaluated after an iteration, the other runs wait. No run may lag behind, because the records
+    that a run has not taken yet stay in memory.
     """
     positions: dict[int, tuple[int, int]] = dict.fromkeys(range(len(group)), (-1, 0))
     while positions:

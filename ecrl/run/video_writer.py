@@ -1,8 +1,9 @@
-"""Render the states of MuJoCo tasks as videos, and encode the videos as mp4 files in background threads.
+"""Render the states of MuJoCo tasks as videos, and encode the videos as mp4 files.
 
-The run passes only views to the threads. A view consists of the physics state, the varied model fields and the targets
-of the first environments. A camera records one video at a time and queues at most `_QUEUE_SIZE` views. If the queue of
-a camera is full, the run waits instead of dropping frames.
+The videos of a run are rendered in background threads. During an evaluation, the run passes only views to the threads.
+A view consists of the physics state, the varied model fields and the targets of the first environments. A camera
+records one video at a time and queues at most `_QUEUE_SIZE` views. If the queue of a camera is full, the evaluation
+waits instead of dropping frames. `ecrl.run.video` records the rollouts of training.
 """
 
 import os
@@ -61,9 +62,10 @@ def cameras(cfg: Config, use: Literal["train", "eval"]) -> list[Camera]:
 
 
 def check_cameras(cfg: Config) -> None:
-    """Raise ConfigError if a camera has no scene to record, a mode other than "interval", or another camera's file.
+    """Check the cameras under `trainer.events`.
 
-    Raises: UserError if there are cameras, and OpenGL or the extra `video` is missing.
+    Raises: ConfigError if the environment has no scene to record, if the mode of a camera is not "interval", or if two
+        cameras would write the same file. UserError if there are cameras, and OpenGL or the extra `video` is missing.
     """
     for use in ("train", "eval"):
         names: dict[Path, str] = {}
@@ -125,7 +127,8 @@ def write_video(path: Path, images: Iterable[np.ndarray], fps: float) -> int:
             column of pixels is added.
         fps: frames per second.
 
-    Raises: OSError if the disk is full; MissingExtraError if the extra `video` is missing.
+    Raises: OSError if the encoder fails, for example because the disk is full; MissingExtraError if the extra `video`
+        is missing.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary, count, add = path.with_name(f".{path.stem}.part.mp4"), 0, None
@@ -190,8 +193,8 @@ def _lower_priority() -> None:
 def background_worker() -> Iterator[Callable[..., Future]]:
     """Yield a function that waits for its previous job, and then starts `job(*args)` in a background thread.
 
-    If a job raises OSError, for example because the disk is full, the worker warns once and continues. Any other error
-    of a job is raised by the next call or at the end of the block.
+    If a job raises OSError, for example because the disk is full, the worker warns and accepts further jobs (see
+    `tolerate_errors`). Any other error of a job is raised by the next call or at the end of the block.
     """
     guarded, last = tolerate_errors("videos"), []
     with ThreadPoolExecutor(1, "ecrl-video", _lower_priority) as thread:
