@@ -1,4 +1,4 @@
-"""Let functions in one process take turns, A B A B, to time kernels, whose calls are shorter than a process start."""
+"""Let functions in one process take turns, A B A B, to time calls that are much shorter than a process start."""
 
 import statistics
 import time

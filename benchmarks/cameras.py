@@ -1,8 +1,8 @@
 """Compare the frames per second of 64 x 64 camera images of MuJoCo tasks in the qualities "fast" and "full".
 
-Two contestants render the same 64 states of a task in each turn, as a step of 64 environments does. A third contestant
-steps 64 environments with a fast camera in their observations. The actions are random, so the episodes end at different
-times.
+Two contestants render the same 64 states of a task in each unit of work, as a step of 64 environments does. A third
+contestant steps 64 environments with a fast camera in their observations. The actions are random, so the episodes end
+at different times.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,9 +1,10 @@
 """Measure how far reinforcement learning improves a clone of demonstrations.
 
 Start with `python -m benchmarks.clones --task TASK`. For each seed, a scripted expert records demonstrations, and the
-arm `clone` learns from the demonstrations with `bc`. Each other arm continues from the clone. Each run has a process of
-its own, one core, and an empty compile cache. The results of a finished run are in the file
-`results/runs/<task>/<arm>/<seed>.json`. A run with such a file is not measured again.
+arm `clone` learns from the demonstrations with `bc`. Each other arm continues from the clone. Each run has its own
+process, one core, and an empty compile cache. The results of a finished run are in the file
+`results/runs/<task>/<arm>/<seed>.json`. A run with such a file is measured again only if its settings have changed. The
+arm `clone` also runs again if another arm needs the clone of a seed, but its run folder is missing.
 """
 
 import hashlib

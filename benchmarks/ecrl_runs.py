@@ -20,7 +20,7 @@ CONFIG = ROOT / "benchmarks" / "cartpole_speed.json"
 
 
 def averages(cfg: Config) -> Iterator[float]:
-    """Train with a config. After each record, yield the mean return of the last 100 episodes."""
+    """Train with a config. For each `collect` record, yield the mean return of the last 100 episodes."""
     yield from _averages_of(build(cfg), cfg)
 
 
@@ -31,7 +31,7 @@ def _averages_of(run: Run, cfg: Config) -> Iterator[float]:
 
 
 def iterations(num_envs: int, **keys: Any) -> Iterator[float]:
-    """Train CartPole PPO with 128 steps and 4 minibatches per iteration, and yield the values of `averages`.
+    """Train CartPole PPO with 128 steps per iteration and 4 minibatches per epoch, and yield the values of `averages`.
 
     Like rejax, ecrl runs `iterations_per_call` iterations in one call. `keys` are further config keys, with "__"
     instead of a dot.
@@ -53,8 +53,9 @@ def make(num_envs: int, **keys: Any) -> Callable[[], int]:
 def solve(seed: int, started: float, compile: str) -> dict[str, Any]:
     """Train CartPole PPO for the whole budget, and measure the time until the task is solved.
 
-    Returns: `solved_s` and `steps` are the seconds from `started` and the env steps until CartPole is solved, or None
-        and 0. `budget_s` is the seconds from `started` to the end of training. `form` is the result of `form_in_use`.
+    Returns: `solved_s` and `steps` are the seconds from `started` and the env steps until CartPole is solved. If the
+        run does not solve CartPole, they are None and 0. `budget_s` is the seconds from `started` to the end of
+        training. `form` is the result of `form_in_use`.
     """
     cfg = load_config(CONFIG).replace(**{"trainer.seed": seed, "trainer.compile": compile})
     run, solved, steps = build(cfg), None, 0

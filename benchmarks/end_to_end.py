@@ -1,9 +1,9 @@
 """Compare ecrl with other libraries by the environment steps per second of PPO on CartPole, collecting and learning.
 
-rejax is measured on one core, on two cores and on a GPU. SB3, TorchRL, and loops in the style of LeanRL and CleanRL are
-measured on one core. Each library has five rounds. A quick run measures SB3, TorchRL and the CleanRL-style loop for one
-round with 64 environments, and leaves out the LeanRL-style loop, which compiles for a minute. A quick run measures two
-cores only with 2048 environments.
+rejax is measured on one core, and on two cores and a GPU if available. SB3, TorchRL, and loops in the style of LeanRL
+and CleanRL are measured on one core. Each library has five rounds. A quick run measures SB3, TorchRL and the
+CleanRL-style loop for one round with 64 environments, and leaves out the LeanRL-style loop, which compiles for a
+minute. On two cores, a quick run measures only 2048 environments.
 """
 
 import math

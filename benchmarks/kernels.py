@@ -136,7 +136,10 @@ def row(
 
 
 def measure_all(quick: bool, device: str) -> list[dict[str, Any]]:
-    """Measure all cases in this process, and return their rows. A first compilation loads the compiler beforehand."""
+    """Measure all cases in this process, and return their rows.
+
+    The function first compiles a small function, so that the compile time of no case includes loading the compiler.
+    """
     import torch
 
     from benchmarks.implementations.common import compiled
@@ -147,7 +150,7 @@ def measure_all(quick: bool, device: str) -> list[dict[str, Any]]:
 
 
 def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the rows of the first core, then the rows of a GPU. Without a GPU, these are marked as not measured.
+    """Return the rows of the first core, then the rows of a GPU. Without a GPU, the latter are marked as not measured.
 
     Compile caches start empty.
     """

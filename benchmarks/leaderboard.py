@@ -1,7 +1,7 @@
 """Write the leaderboard and its pictures from the result files (`records`).
 
-A line without files shows *not measured*. A line that has only stale files, which come from other settings, also shows
-their number.
+A line without fresh files shows *not measured*, or *failed* if its seeds failed. A fresh file comes from the present
+settings. A line also shows the number of its stale files, which come from other settings.
 """
 
 from collections.abc import Sequence

@@ -67,7 +67,8 @@ def _measured(
 ) -> dict[str, Any]:
     """Measure one contestant at one size, and return its row.
 
-    If `warm`, another process first fills the compile cache, because compiling would increase the measured memory.
+    If `warm` is True, another process first fills the compile cache, because compiling would increase the measured
+    memory.
     """
     inner = args.get("args", args)
     row = {"contestant": name, "device": device, "num_envs": inner["num_envs"]}

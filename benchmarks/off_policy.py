@@ -1,12 +1,13 @@
 """Compare ecrl with rejax and Stable-Baselines3 by the environment steps per second of off-policy algorithms.
 
 DQN, TD3 and SAC have one environment, one gradient step per environment step, and minibatches of 256 transitions. DQN
-and PQN learn CartPole, TD3 and SAC learn Pendulum. rejax is measured unchanged, and with a sampler whose time does not
-depend on the capacity. ecrl and rejax use Double DQN, which Stable-Baselines3 does not have. With 256 units, DQN is
-compared only with Stable-Baselines3, so ecrl uses plain DQN. FastTD3 and FastSAC, with the settings of the shipped
-configs but on Pendulum, are compared with Stable-Baselines3's TD3 and SAC on Pendulum. The last rows compare ecrl with
-itself: a buffer of 1,000,000 steps with a buffer of 10,000 steps, and prioritised replay with uniform replay. All rows
-are measured on one core. A quick run has one round of SAC with 64 units.
+and PQN learn CartPole, TD3 and SAC learn Pendulum. rejax is measured unchanged. For DQN, TD3 and SAC, rejax is also
+measured with a sampler whose time does not depend on the capacity of the replay buffer. ecrl and rejax use Double DQN,
+which Stable-Baselines3 does not have. With 256 units, DQN is compared only with Stable-Baselines3, so ecrl uses plain
+DQN. FastTD3 and FastSAC, with the settings of the shipped configs but on Pendulum, are compared with
+Stable-Baselines3's TD3 and SAC on Pendulum. The last rows compare ecrl with itself: a buffer of 1,000,000 steps with a
+buffer of 10,000 steps, and prioritised replay with uniform replay. All rows are measured on one core. A quick run has
+one round of SAC with 64 units.
 """
 
 from collections.abc import Callable, Sequence

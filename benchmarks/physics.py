@@ -62,10 +62,10 @@ def recorded(robot: str | None = None) -> tuple[Any, Any, Any, int]:
 
 
 def replay(threads: int, robot: str | None = None) -> tuple[Callable[[], Any], Any, int]:
-    """Return a function that repeats all environments' steps in one call, the expected states, and the substeps.
+    """Return a function that repeats all environments' steps in one call, the recorded states, and the substeps.
 
     The function returns MuJoCo's full physics state after every substep, `[N, T * substeps, ...]`. The function never
-    resets an environment.
+    resets an environment, so its states agree with the recorded states `[T, N, nstate]` only until an episode ends.
     """
     import numpy as np
     from mujoco import rollout

@@ -2,7 +2,8 @@
 
 The command is `ecrl bench results`. Each seed runs in a separate process on one core with an empty compile cache, so
 that seeds do not influence each other. All cores run seeds at the same time. A finished seed has a file (`records`),
-and is not measured again. The tables and pictures are made only from these files (`leaderboard`).
+and is measured again only if its settings have changed. The tables and pictures are made only from these files
+(`leaderboard`).
 """
 
 import shlex

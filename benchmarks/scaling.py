@@ -100,7 +100,7 @@ def result_row(results: Sequence[Result]) -> dict[str, Any]:
 
 
 def on_gpu(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the rows of a GPU, with the share of time that it is busy, and the share inside CUDA graphs."""
+    """Return the rows of a GPU, with the share of time that the GPU is busy, and the share inside CUDA graphs."""
     if not has_gpu():
         return [not_measured(by=by, device="cuda", **size._asdict()) for by, sizes in GPU.items() for size in sizes]
     out = []
@@ -118,7 +118,7 @@ def on_gpu(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def rows(quick: bool, cores: Sequence[int]) -> list[dict[str, Any]]:
-    """Return a row per size on the first core, then the rows of a GPU. Without a GPU, these are not measured."""
+    """Return a row per size on the first core, then the rows of a GPU. Without a GPU, the latter are not measured."""
     sizes = QUICK if quick else BY
     out = [point(by, size, quick, "cpu", cores[:1]) for by, some in sizes.items() for size in some]
     return out + on_gpu(quick, cores)

@@ -69,7 +69,7 @@ def in_turn(num_envs: int, seeds: int) -> Callable[[], int]:
 
 
 def rejax(num_envs: int, seeds: int) -> Callable[[], int]:
-    """Return a function that runs one iteration of all seeds of rejax under a jitted `jax.vmap`."""
+    """Return a function that runs one iteration of all seeds of rejax in a jitted `jax.vmap`, and returns the steps."""
     import jax
 
     from benchmarks.other_libraries.rejax_ppo import ppo

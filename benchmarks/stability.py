@@ -1,9 +1,10 @@
 """Measure how often PPO collapses on continuous tasks, in ecrl and in Stable-Baselines3 with the same settings.
 
 Start with `python -m benchmarks.stability`. The settings come from `cartpole_speed.json`: a learning rate of 1e-3,
-and neither observations nor rewards are normalised. The episodes of the tasks end only at time limits. Each run has a
-process of its own and one core. The results of a finished run are in the file
-`results/runs/stability/<task>/<arm>/<seed>.json`. A run with such a file is not measured again.
+and neither observations nor rewards are normalised. The episodes of the tasks end only at time limits. Each run has its
+own process and one core. The results of a finished run are in the file
+`results/runs/stability/<task>/<arm>/<seed>.json`. A run with such a file is measured again only if its settings have
+changed.
 """
 
 import hashlib
@@ -278,9 +279,9 @@ def table(
 ) -> str:
     """Return a Markdown table with a row per task and arm that has result files for some of the seeds.
 
-    The columns `untrained` and `last` are medians of the returns over the seeds. The threshold of the last two columns
-    is the median of the last returns of all seeds of `Arm.other`. The columns are the medians of `steps_to` and
-    `steps_to_stay`. A run that does not reach the threshold counts as infinity.
+    The columns `untrained` and `last` are medians of the returns over the seeds. The last two columns are the medians
+    of `steps_to` and `steps_to_stay`. Their threshold is the median of the last returns of all seeds of `Arm.other`. A
+    run that does not reach the threshold counts as infinity.
     """
     lines = [
         "| task | library | seeds | collapsed | far below best | fell below untrained "

@@ -11,7 +11,7 @@ from ecrl.config import Config
 
 CONFIGS = ROOT / "configs"
 POINTS = 40
-"""Number of evaluations in a run, evenly spaced over its budget."""
+"""Maximum number of evaluations in a run, about evenly spaced over its budget."""
 EPISODES = {"return": (20, 100), "success": (100, 500)}
 """Number of episodes per evaluation for each score: during training, and after it. Actions are deterministic."""
 
