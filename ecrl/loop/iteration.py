@@ -510,7 +510,7 @@ def _is_one_graph(run: Run) -> bool:
 
 
 def _bound(fn: Callable[..., Any], run: Run, tf32: bool, *static: Any) -> Callable[..., Any]:
-    """Bind `run` and `static` to `fn`. In a run that allows one graph for a whole iteration, compile `fn` as one graph.
+    """Bind `run` and `static` to `fn`. In a compiled run whose whole iteration can be one graph, compile `fn`.
 
     The first call checks the results of the policy and the algorithm. In an eager run, all other calls skip the checks.
     """

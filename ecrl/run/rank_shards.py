@@ -65,7 +65,7 @@ def may_be_saved(record: LogData, cfg: Config) -> bool:
 
 
 def has_all_shards(record: LogData) -> bool:
-    """Return True if a record has the shards of all ranks, so that a run can resume from its checkpoint."""
+    """Return True if a run can resume from a checkpoint of this record. Several ranks need the shards of all ranks."""
     return world_size() == 1 or "files" in record
 
 
@@ -102,7 +102,9 @@ def with_shards_at_crash(records: Iterator[LogData], run: Run) -> Iterator[LogDa
 
 
 def load_own_shard(run: Run, state: TensorDict, path: Path) -> TensorDict:
-    """Return a checkpoint's state with the environments and replay buffers from this rank's shard.
+    """Return a checkpoint's state with the environments and replay buffers of this rank, which are in its shard.
+
+    On rank 0, return the state unchanged, because the checkpoint's state already has the environments of rank 0.
 
     Raises: CheckpointError if a different number of ranks saved the checkpoint, or if the shard does not fit the state.
     """

@@ -239,7 +239,8 @@ def _label(value: Any) -> str:
 def _start(name: str, values: dict[str, Any], cfg: Config, parent: Path | None, stack: ExitStack) -> _Unfinished:
     """Return a run at its first state, or at the last state that its folder holds. `stack` keeps the folder locked.
 
-    Raises: ConfigError if the folder holds a run with another config, or if its name is too long.
+    Raises: ConfigError if the folder holds a run with another config, or if the name of the run is too long for a
+        folder.
     """
     folder = None if parent is None else parent / name
     if folder is not None and (size := len(name.encode())) > _MAX_NAME_BYTES:
