@@ -33,7 +33,7 @@ from ecrl.storage.tensor_files import read_tensors
 
 _KEY = "trainer.init_from"
 _NOT_IN_NETWORKS = {"name", "action_dim", "action_horizon", "label_smoothing"}
-"""Policy settings that do not change the networks: names, sizes that are only checked, and the imitation loss."""
+"""Policy settings that do not change the networks: the name, sizes that are only checked, and label smoothing."""
 _OF_CRITICS = ("critic", "num_critics", "distribution", "num_atoms", "v_min", "v_max")
 """Prefixes of the names of critic settings."""
 _PARTS = {"params": "params", "norm": "norm/obs", "frozen_params": "frozen_params"}

@@ -18,7 +18,7 @@ FILE = "compiled_from.json"
 
 
 def restore_switch(run: Run, folder: Path, iteration: int) -> None:
-    """Set the form (eager or compiled) of a run that is compiled in the background, for its state after `iteration`.
+    """Set the form (eager or compiled) that a run compiled in the background has after `iteration` iterations.
 
     For any other run, do nothing.
 
