@@ -202,7 +202,7 @@ def summary(groups: Iterable[Sequence[Curve]], threshold: float | None) -> list[
             line += f"; not a number at {one.steps[np.isnan(one.values)][0]:,.0f} env steps"
         if threshold is not None:
             reached = threshold_point(one, threshold)
-            line += f"; stays above {threshold:g} " if reached else f"; does not stay above {threshold:g}"
+            line += f"; stays at or above {threshold:g} " if reached else f"; does not stay at or above {threshold:g}"
             line += f"from {reached[0]:,.0f} env steps, {reached[1]:.1f} minutes on" if reached else ""
         lines.append(line)
     return lines

@@ -10,7 +10,7 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from inspect import Parameter, Signature
@@ -53,6 +53,18 @@ def _input_name(path: tuple[str, ...]) -> str:
     """
     name = re.sub(r"\W", "_", "_".join(path)) or "obs"
     return name if name.isidentifier() and not iskeyword(name) else f"obs_{name}"
+
+
+def _paths_by_name(paths: Iterable[tuple[str, ...]], taken: Iterable[str] = ()) -> dict[str, tuple[str, ...]]:
+    """Map the input name of each leaf to the leaf's path. Raise UserError if the name is in `taken` or not unique."""
+    named: dict[str, tuple[str, ...]] = {}
+    for path in paths:
+        name = _input_name(path)
+        if name in named or name in taken:
+            other = ".".join(named[name]) if name in named else "the memory of the policy"
+            raise UserError(f"{'.'.join(path)} and {other} would both be the input {name!r}; rename one of them")
+        named[name] = path
+    return named
 
 
 class _ActingModule(nn.Module):
@@ -98,7 +110,8 @@ def _acting_module(
     space = env.action_space if cfg.policy.clip_actions else None
     params = policy_params(state).detach().cpu()
     first = policy.init_carry(params, 1).detach()
-    places = {_input_name(("carry", *path)): path for path in tree_paths(flatten(first)[1])}
+    names = _paths_by_name(("carry", *path) for path in tree_paths(flatten(first)[1]))
+    places = {name: path[1:] for name, path in names.items()}
 
     def act(params: TensorDict, inputs: dict[str, Tensor]) -> Any:
         memory = {path: _reset_memory(inputs[name], first[path], inputs["is_first"]) for name, path in places.items()}
@@ -231,9 +244,10 @@ def export(state: TensorDict, cfg: Config, folder: str | Path) -> list[Path]:
     check_state_argument(state, "params", "norm", "env", "sample_step")
     env, folder = make_env(cfg.env), Path(folder)
     spaces = _leaves(env.observation_space)
-    paths = {_input_name(path): path for path in spaces}
+    paths = _paths_by_name(spaces)
     example = {name: _zeros(state["env", "obs", *path]) for name, path in paths.items()}
     module, memory = _acting_module(state, cfg, env, paths)
+    _paths_by_name(spaces, taken=memory)
     with _export_errors(cfg, "policy.pt2"):
         program, out = _program(module, example | memory), module(**example, **memory)
     action, *carry = out if memory else (out,)

@@ -92,7 +92,8 @@ def resume_run(
     if changes and not force:
         lines = "\n".join(f"  {line}" for line in changes)
         raise ConfigError(
-            f"{run_dir}: the config differs from the run's own config; to resume with it, add --force:\n{lines}"
+            f"{run_dir}: the config differs from the run's own config; to resume with it, add --force (in Python, "
+            f"force=True):\n{lines}"
         )
     if path is None:
         if rank() == 0:

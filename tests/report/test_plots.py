@@ -58,7 +58,7 @@ def test_a_curve_that_becomes_nan_is_reported_and_does_not_stay_above(tmp_path):
     assert curve.steps.tolist() == [20.0, 30.0, 40.0], "what was before the first number is left out"
     assert np.isnan(curve.values).tolist() == [False, True, True]
     (line,) = summary([[curve]], 1.0)
-    assert line == "a: nan after 40 env steps, 4.0 minutes; not a number at 30 env steps; does not stay above 1"
+    assert line == "a: nan after 40 env steps, 4.0 minutes; not a number at 30 env steps; does not stay at or above 1"
 
 
 def test_an_unfinished_last_line_is_skipped_and_a_damaged_line_is_reported(tmp_path):
@@ -256,8 +256,8 @@ def test_where_a_curve_stays_above_a_threshold(tmp_path):
         None,
     )
     assert summary([[up], [down]], 3.0) == [
-        "up: 4 after 30 env steps, 3.0 minutes; stays above 3 from 20 env steps, 2.0 minutes on",
-        "down: 1 after 30 env steps, 3.0 minutes; does not stay above 3",
+        "up: 4 after 30 env steps, 3.0 minutes; stays at or above 3 from 20 env steps, 2.0 minutes on",
+        "down: 1 after 30 env steps, 3.0 minutes; does not stay at or above 3",
     ]
     assert summary([[up]], None) == ["up: 4 after 30 env steps, 3.0 minutes"]
 
@@ -270,10 +270,10 @@ def test_the_command_writes_both_pictures_and_prints_the_ends_of_the_curves(tmp_
     assert called(monkeypatch, "plot", "r0", "r1", "r2", "sb3.csv", "--threshold", "-2") == 0
     assert capsys.readouterr().out.splitlines() == [
         *(
-            f"r{s}: 3 after 30 env steps, 3.0 minutes; stays above -2 from 10 env steps, 1.0 minutes on"
+            f"r{s}: 3 after 30 env steps, 3.0 minutes; stays at or above -2 from 10 env steps, 1.0 minutes on"
             for s in range(3)
         ),
-        "sb3.csv: 2 after 30 env steps, 1.0 minutes; stays above -2 from 10 env steps, 0.5 minutes on",
+        "sb3.csv: 2 after 30 env steps, 1.0 minutes; stays at or above -2 from 10 env steps, 0.5 minutes on",
         "curves.png",
         "curves.svg",
     ]

@@ -331,6 +331,27 @@ def test_a_policy_that_cannot_be_traced_is_refused_in_one_line(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("name", ["inner_deep", "carry_h"])
+def test_leaves_with_the_same_input_name_are_refused(tmp_path, name):
+    space = dict_space({"inner": dict_space({"deep": box(-1.0, 1.0, 2)}), name: box(-1.0, 1.0, 2)})
+
+    @register_env("same_names", override=True)
+    def same_names(cfg: NoSettings) -> Env:
+        def reset(keys: Tensor) -> TensorDict:
+            deep = TensorDict({"deep": torch.zeros(*keys.shape, 2)}, keys.shape)
+            obs = TensorDict({"inner": deep, name: torch.zeros(*keys.shape, 2)}, keys.shape)
+            return state_of(torch.zeros(keys.shape), keys.shape).set("obs", obs)
+
+        return Env(reset, lambda s, a, noise: s, space, box(-1.0, 1.0, 1))
+
+    cfg = small(**{"env.name": "same_names", "policy": {"name": "recurrent", "actor": NET, "critic": NET}})
+    both = {"inner_deep": "inner_deep and inner.deep", "carry_h": "carry_h and the memory of the policy"}[name]
+    message = rf"^{both} would both be the input '{name}'; rename one of them$"
+    with pytest.raises(UserError, match=message):
+        export(init_state(cfg), cfg, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_folder_that_cannot_be_created_is_refused_in_one_line(tmp_path):
     cfg = small()
     (tmp_path / "file").write_text("mine")
