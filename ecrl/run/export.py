@@ -111,6 +111,7 @@ def _acting_module(
     params = policy_params(state).detach().cpu()
     first = policy.init_carry(params, 1).detach()
     names = _paths_by_name(("carry", *path) for path in tree_paths(flatten(first)[1]))
+    _paths_by_name(paths.values(), taken=["is_first", *names] if names else [])  # raises if a name is not unique
     places = {name: path[1:] for name, path in names.items()}
 
     def act(params: TensorDict, inputs: dict[str, Tensor]) -> Any:
@@ -247,7 +248,6 @@ def export(state: TensorDict, cfg: Config, folder: str | Path) -> list[Path]:
     paths = _paths_by_name(spaces)
     example = {name: _zeros(state["env", "obs", *path]) for name, path in paths.items()}
     module, memory = _acting_module(state, cfg, env, paths)
-    _paths_by_name(spaces, taken=memory)
     with _export_errors(cfg, "policy.pt2"):
         program, out = _program(module, example | memory), module(**example, **memory)
     action, *carry = out if memory else (out,)
