@@ -1,8 +1,8 @@
 """Train in several processes (ranks) that torchrun starts.
 
 All ranks have the same weights, and each rank has its own environments. Inside an iteration, ranks exchange data only
-through `all_sum` and `all_mean`. Both functions call the custom operator `ecrl::all_sum`, which a compiled graph can
-contain. Before `start` is called, the world size is 1, and `all_sum` returns its argument unchanged.
+through `all_sum`, `all_max` and `all_mean`. These functions call the custom operator `ecrl::all_sum`, which a compiled
+graph can contain. If there is only one rank, as before a call of `start`, they return their argument unchanged.
 """
 
 import atexit
@@ -228,7 +228,7 @@ def value_of_rank_0(name: str, make: Callable[[], str]) -> str:
     """Call `make` on rank 0, and return the resulting text on every rank.
 
     If a text is already stored under `name`, for example after a restart by torchrun, return this text without calling
-    `make`. If torchrun did not start this process, nothing is stored.
+    `make`. If torchrun did not start this process, call `make` in this process, and store nothing.
     """
     if _ranks.store is None:
         return make()

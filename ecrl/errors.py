@@ -24,9 +24,9 @@ class CheckpointError(UserError):
 
 
 class NotSavedError(CheckpointError):
-    """Error that `ecrl.train` raises if it cannot save the final state of a run.
+    """Error that `ecrl.train` raises if it cannot save a checkpoint, such as the final state of a run.
 
-    The attributes `state` and `history` hold the values that `ecrl.train` would have returned.
+    The attributes `state` and `history` hold the newest state and the history, which `ecrl.train` otherwise returns.
     """
 
     def __init__(self, message: str, state: Any, history: Any):

@@ -89,8 +89,8 @@ BUILTIN = {
 }
 """Maps each built-in component of these kinds to the module that registers the component.
 
-The registry imports the module when a user first looks up the component, or registers a component of the same name. A
-run therefore imports only what it needs. Before an error for an unknown name, the registry imports all modules.
+The registry imports the module when the component is first looked up, or when a user registers a component of the same
+name. A run therefore imports only what it needs. Before an error for an unknown name, the registry imports all modules.
 """
 
 _EVENTS_AND_TERMS = ("ecrl.envs.events", "ecrl.envs.mujoco.tasks")
@@ -111,10 +111,10 @@ class Entry(NamedTuple):
 
 
 class InitOnly:
-    """Marker for a config field that only affects the initial values of a policy's parameters.
+    """Marker for a config field that affects only the initial values of a policy's parameters.
 
-    Changing a marked field causes no recompilation. A module passed to `pure` or `module_policy` may also read a marked
-    field, if the module's `forward` does not depend on the field.
+    Changing a marked field causes no recompilation. A module passed to `ecrl.module_policy` or
+    `ecrl.policies.networks.pure` may also read a marked field, if its `forward` does not depend on the field.
 
     >>> from typing import Annotated
     >>> from pydantic import BaseModel
@@ -155,7 +155,7 @@ _ENTRIES: dict[str, dict[str, Entry]] = {kind: {} for kind in _KINDS}
 
 
 _ADVICE: dict[str, dict[str, str]] = {kind: {} for kind in _KINDS}
-"""For each kind, advice for names that other libraries have and ecrl does not have."""
+"""For each kind, a dict from names that other libraries have and ecrl does not have to advice."""
 IMPORT_FIRST = "import its module first: import MODULE in Python, --import MODULE in a shell"
 """Advice for a user whose own component is not registered yet."""
 _FIRST_NAMES = 3
@@ -250,7 +250,8 @@ def _register(kind: str, name: str, *, override: bool = False) -> Callable[[Call
 def register_env(name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
     """Return a decorator that registers the function `make(cfg) -> Env` under `name`.
 
-    The decorator raises ValueError if the name is already registered, unless `override` is True.
+    The decorator raises ValueError if the name is already registered, unless `override` is True. It raises TypeError
+    unless the annotation of `cfg` is a frozen Config model, such as a subclass of `ecrl.ConfigModel`.
     """
     return _register("env", name, override=override)
 
@@ -268,8 +269,9 @@ def register_algorithm(name: str, *, override: bool = False) -> Callable[[Callab
 def register_network(name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
     """Return a decorator that registers `make(cfg, space, outputs) -> nn.Module` for network configs of type `name`.
 
-    The module's `forward` receives a batch of observations in the same layout as a module of `module_policy`. The
-    result of `forward` has shape `[B, outputs]`. `ecrl.policies.flatten` converts observations to float features.
+    `space` is the space of the observations that the network reads. The module's `forward` receives a batch of these
+    observations in the same layout as a module of `ecrl.module_policy`. The result of `forward` has shape
+    `[B, outputs]`. `ecrl.policies.flatten` converts observations to float features.
     """
     return _register("network", name, override=override)
 
@@ -319,8 +321,8 @@ def register_expert(name: str, *, override: bool = False) -> Callable[[Callable]
     """Return a decorator that registers the function `make` as the scripted expert of the environment `name`.
 
     The result of `make(cfg, env)` is a pure function `(state, keys) -> action`. `state` is a batch of states of `env`,
-    `[*B]`, and `keys`, `[*B]`, has one random key for each state. `cfg` sets the faults of the expert, such as its
-    noise or its bias. If `make` has three parameters, the third parameter takes the section `env.cfg`.
+    `[*B]`, and `keys`, `[*B]`, has one random key for each state. `cfg` has the settings of the expert, such as the
+    noise that it adds to its actions. If `make` has three parameters, the third parameter takes the section `env.cfg`.
     `ecrl.envs.make_expert` makes experts.
     """
     return _register("expert", name, override=override)

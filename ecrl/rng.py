@@ -27,8 +27,8 @@ from ecrl.tracing_state import in_graph, only_vmap_is_active
 START, ENV, ACTION, UPDATE, INIT, EVAL, EVENT, DEMO = range(8)
 """Integers that identify the purpose of random numbers in calls of `stream`.
 
-The purposes are episode starts, environment noise, actions, minibatches, weights, evaluation, events and
-demonstrations.
+The purposes are, in this order, episode starts, environment noise, actions, minibatches, initial weights, evaluation,
+events and demonstrations.
 """
 
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
@@ -254,8 +254,8 @@ def randint(key: Tensor, shape: Sequence[int] = (), *, low: int | Tensor, high: 
     difference `high - low` must be between 1 and 2**31. A sample is `low + (word * (high - low) >> 32)` for a random
     32-bit word. The relative error of the probability of each value is therefore below (high - low) / 2**32.
 
-    Raises: ValueError if a bound is not an integer, or if a Python or NumPy bound does not fit in int64. The range of
-        `high - low` is checked only if both bounds are Python or NumPy integers.
+    Raises: ValueError if a bound is not an integer, if a Python or NumPy bound does not fit in int64, or if
+        `high - low` is out of range. This range is checked only if both bounds are Python or NumPy integers.
 
     >>> sorted(set(randint(key(0), (100,), low=-1, high=2).tolist()))
     [-1, 0, 1]

@@ -34,7 +34,7 @@ class Box:
     frames: int = 1
     """Number of frames in a stack, which is the size of the first axis of the shape; 1 for a space without stacks."""
     is_image: bool = field(init=False, compare=False)
-    """True if the dtype is uint8, a frame has three axes in any order, and all bounds are 0 and 255.
+    """True if the dtype is uint8, a frame has three axes, and all bounds are 0 and 255. The channels may be any axis.
 
     The constructor computes this field once, because an image has thousands of bounds.
     """
@@ -146,7 +146,7 @@ def dict_space(parts: Mapping[str, Space]) -> Dict:
 
 
 def without_mask(space: Space) -> Space:
-    """Remove all entries named `action_mask` from a Dict space. Return any other space unchanged.
+    """Remove all entries named `action_mask` from a Dict space and from the Dicts in it. Return other spaces unchanged.
 
     >>> without_mask(dict_space({"gear": Discrete(4), "action_mask": MultiDiscrete((2, 2))}))
     Dict(items=(('gear', Discrete(n=4)),))
@@ -157,7 +157,7 @@ def without_mask(space: Space) -> Space:
 
 
 def element_shape(space: Space) -> tuple[int, ...]:
-    """Return the shape of one element of a space, without batch axes.
+    """Return the shape, without batch axes, of one element of a space that is not a Dict.
 
     >>> element_shape(MultiDiscrete((2, 3))), element_shape(Discrete(4))
     ((2,), ())
@@ -187,7 +187,7 @@ def element_bytes(space: Space) -> int:
 
 
 def is_image(space: Space) -> bool:
-    """Return True if a space contains images or stacks of images (see `Box.is_image`).
+    """Return True if the elements of a space are images or stacks of images (see `Box.is_image`). A Dict gives False.
 
     >>> is_image(box(0, 255, 8, 8, 1, dtype=torch.uint8)), is_image(box(0, 1, 8, 8, 1, dtype=torch.uint8))
     (True, False)

@@ -170,6 +170,8 @@ def transforms() -> tuple[str, ...]:
 def only_vmap_is_active() -> bool:
     """Return True if no `torch.func` transform other than vmap is active.
 
+    If this version of torch does not report active transforms, return False.
+
     >>> only_vmap_is_active()
     True
     """
@@ -178,7 +180,7 @@ def only_vmap_is_active() -> bool:
 
 @torch.compiler.assume_constant_result
 def is_transformed() -> bool:
-    """Return True if a `torch.func` transform is active.
+    """Return True if a `torch.func` transform is active, or if this version of torch does not report transforms.
 
     >>> is_transformed()
     False
@@ -213,6 +215,9 @@ def in_forward_mode(leaves: Iterable[Tensor]) -> bool:
 
 def version_of(tensor: Tensor) -> int:
     """Return an integer that changes with every in-place write to a tensor. For an inference tensor, return 0.
+
+    If torch does not count writes, the integer is a hash of the tensor's bytes. A write of equal bytes then changes
+    nothing.
 
     >>> x = torch.ones(2)
     >>> before = version_of(x)

@@ -52,7 +52,8 @@ STATE_FIELDS = {
     "carry": "memory of the policy, one entry per environment; absent for feed-forward policies",
     "exploration": "state and parameters of exploration, one entry per environment; absent for policies without it",
     "data_sha256": "int64 [4], SHA-256 of the file that the algorithm learns from; absent without such a file",
-    "hyper": "each numeric hyperparameter that does not determine a shape, as a 0-d tensor",
+    "hyper": "hyperparameters that may change during a run, such as gamma, as 0-d tensors; without integers that "
+    "determine a shape or a number of steps, such as batch_size",
     "key": "int64, the source of all randomness in the run",
     "sample_step": "int64, number of environment steps so far, over all ranks",
     "decision_step": "int64, number of actions so far, over all ranks; only if the environment reports `executed`",
@@ -64,11 +65,12 @@ _PER_STEP_FIELDS = ("value", "reward", "terminated", "truncated", "done", "final
 
 
 class LogData(TypedDict):
-    """Record that the training loop yields: its `log_type`, the number of environment steps so far, logs and the state.
+    """Record of a run: its `log_type`, the number of environment steps so far (`sample_step`), logs and the state.
 
-    If several ranks train, `files` maps the names of the other ranks' checkpoint files to their contents. Only records
-    whose state may be saved have `files`. If a signal ends a run of several ranks, `stopping` is True in the last
-    record. `taken` is the number of environment steps since the previous record of the same type.
+    The training loop yields records of the types "collect" and "train", and `with_evaluation` adds records of the type
+    "evaluate". If several ranks train, `files` maps the names of the other ranks' checkpoint files to their contents.
+    Only records whose state may be saved have `files`. If a signal ends a run of several ranks, `stopping` is True in
+    the last record. `taken` is the number of environment steps since the previous record of the same type.
     """
 
     log_type: Literal["collect", "train", "evaluate"]
@@ -112,7 +114,7 @@ def same_shape(**tensors: Tensor) -> None:
 def check_axes(batch: Tensor, *, before: str = "", after: str = "", **tensors: Tensor) -> None:
     """Raise ValueError unless the shape of each tensor is `[*before, *batch.shape, *after]`.
 
-    Each letter of `before` and `after` names one axis. An axis must have the same size in all tensors.
+    Each letter of `before` and `after` names one axis. Axes with the same letter must have the same size.
 
     >>> check_axes(torch.zeros(3), before="C", after="A", q=torch.zeros(2, 3, 5))
     >>> check_axes(torch.zeros(3), after="A", q=torch.zeros(3, 2), probs=torch.zeros(3))
@@ -177,7 +179,8 @@ def check_steps(**tensors: Tensor) -> None:
 def check_rollout(rollout: TensorDict, *keys: str) -> None:
     """Raise ValueError unless `rollout` has batch shape `[N, T + 1]`, with T at least 1, and the fields in `keys`.
 
-    Per-step fields must have the batch shape, and flags must have dtype bool (see `ROLLOUT_FIELDS`).
+    Of the fields in `keys`, those with one number per step must have the batch shape, and flags must have dtype bool
+    (see `ROLLOUT_FIELDS`).
 
     >>> check_rollout(TensorDict({"reward": torch.zeros(2, 3)}, [2, 3]), "reward", "done")
     Traceback (most recent call last):

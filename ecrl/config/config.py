@@ -184,8 +184,8 @@ class TrainerConfig(ConfigModel):
     log_freq: Count = Field(
         1,
         description="number of iterations between two records of the logs; must divide iterations. Checkpoints, "
-        "evaluations and progress use records, so they wait for the next record. A compiled run without buffers is "
-        "faster with a larger number, because one call runs all iterations of a record",
+        "evaluations and progress use records, so they wait for the next record. On a CPU, a compiled run without "
+        "buffers is faster with a larger number, because one call runs all iterations of a record",
     )
     buffer_size: Count = Field(
         2048, description="steps that each environment takes in an iteration; also called rollout_steps"
@@ -221,8 +221,8 @@ class TrainerConfig(ConfigModel):
     finite_guard: Literal["stop", "skip", "off"] = Field(
         "stop",
         description=(
-            "reaction to NaN or infinity. stop: end the run before the update, and report the first such value; skip: "
-            "skip the update, and log the number of skipped updates; off: do not check"
+            "reaction to NaN or infinity. stop: end the run with the state before the iteration, and report the first "
+            "such value; skip: skip the update, and log the number of skipped updates; off: do not check"
         ),
     )
     keep_checkpoints: Count | None = Field(
@@ -429,7 +429,7 @@ def config_from_dict(
 ) -> Config:
     """Validate the four sections of a config. If the config has faults, raise a ConfigError with one line per fault.
 
-    The function removes EmbodiChain's keys that ecrl ignores (`ecrl.config.embodichain.INERT`), and abcdRL's flags that
+    The function removes EmbodiChain's keys that ecrl ignores (see `ecrl.config.embodichain`), and abcdRL's flags that
     have no meaning in ecrl. A UserWarning names each removed key.
 
     Args:
@@ -524,5 +524,5 @@ def diff(a: Config, b: Config) -> list[str]:
 
 
 def total_steps(cfg: Config, world_size: int) -> int:
-    """Return the number of environment steps of the whole run, over all ranks."""
+    """Return the number of environment steps of the whole run, over all ranks. Each chunk of actions counts once."""
     return cfg.trainer.iterations * cfg.trainer.buffer_size * cfg.trainer.num_envs * world_size

@@ -198,7 +198,7 @@ def _changed(data: Any, path: Loc, value: Any) -> dict:
 
 
 class ConfigModel(BaseModel):
-    """A section of the config: frozen, hashable and strict. If a key is unknown, the error suggests a similar key."""
+    """A section of the config: frozen, hashable and strict. The error for an unknown key suggests or lists keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
     other_names: ClassVar[dict[str, str]] = {}
@@ -317,7 +317,7 @@ Natural = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class ObjectPairs(dict):
-    """Dict made from a JSON object. The attribute `repeated` lists the keys that occur more than once in the object."""
+    """Dict made from a JSON object or a YAML mapping. `repeated` lists the keys that occur more than once in it."""
 
     def __init__(self, pairs: Iterable[tuple[Any, Any]]):
         pairs = list(pairs)

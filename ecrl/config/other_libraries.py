@@ -31,7 +31,10 @@ ABSENT = {
     "min_mass": "the lower end of mass_range is the smallest mass; remove it",
     "attrs": "the robot's URDF or MJCF file defines its masses, frictions and gravity; remove it",
 }
-"""Map each EmbodiChain key that ecrl does not have to the reason and a remedy. `docs/migration.md` lists these keys."""
+"""Map EmbodiChain's keys of terms and events that ecrl refuses to the reason and a remedy.
+
+`docs/migration.md` lists these keys.
+"""
 
 _TIME_LIMIT = "max_episode_steps"
 _TIME_LIMITS = ("max_steps", "max_length", "episode_length", "horizon", "time_limit", _TIME_LIMIT)
