@@ -85,7 +85,8 @@ Kernels are pure functions on tensors. You can import a single kernel, for examp
 `from ecrl.kernels import gae`.
 
 Shapes are in brackets. `*B` stands for any leading axes, `N` for the number of environments and `T` for the number of
-steps. Time is the last axis. `Scalar` is a float or a 0-d tensor.
+steps. Tensors with one number per step have the shape `[*B, T]`, with time as the last axis. Only the loops `scan` and
+`loop` run along the first axis. `Scalar` is a float or a 0-d tensor.
 
 A mask is optional. Without a mask, every entry counts. Flags and masks have dtype bool. If you pass a number or an
 array in place of a tensor, estimators and losses raise a TypeError that names the argument.

@@ -524,5 +524,5 @@ def diff(a: Config, b: Config) -> list[str]:
 
 
 def total_steps(cfg: Config, world_size: int) -> int:
-    """Return the number of environment steps of the whole run, over all ranks. Each chunk of actions counts once."""
+    """Return the number of environment steps of the whole run, over all ranks. A chunk of actions is one step."""
     return cfg.trainer.iterations * cfg.trainer.buffer_size * cfg.trainer.num_envs * world_size
