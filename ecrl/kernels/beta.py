@@ -85,6 +85,7 @@ def beta_mode(alpha: Tensor, beta: Tensor) -> Tensor:
         (alpha - 1) / (alpha + beta - 2)    if both concentrations are above 1
 
     Otherwise, the density is highest at an end of the interval: at 1 if alpha > beta, and at 0 if alpha < beta. If both
+    concentrations are below 1, the density is infinite at both ends, and grows faster towards this end. If both
     concentrations are equal and at most 1, both ends tie, or the density is constant. The result is then 1 / 2.
 
     Args:
@@ -116,8 +117,8 @@ def beta_log_prob(alpha: Tensor, beta: Tensor, action: Tensor) -> Tensor:
 
         sum_a((alpha - 1) log(x) + (beta - 1) log(1 - x) - log(B(alpha, beta))),    x = action
 
-    Here B is the beta function. The action is clipped to the open interval (0, 1). A rounded action may equal 0 or 1,
-    where the density may be 0 or infinite.
+    Here B is the beta function. The action is first clipped to the open interval (0, 1), because a rounded action may
+    equal 0 or 1, where the density may be 0 or infinite.
 
     Args:
         alpha: `[*B, A]` float, above 0. A larger value moves the density towards 1.
@@ -142,6 +143,8 @@ def beta_entropy(alpha: Tensor, beta: Tensor) -> Tensor:
 
         sum_a(log(B(a, b)) - (a - 1) digamma(a) - (b - 1) digamma(b) + (a + b - 2) digamma(a + b))
 
+    Here a is `alpha`, b is `beta` and B is the beta function.
+
     Args:
         alpha: `[*B, A]` float, above 0. A larger value moves the density towards 1.
         beta: `[*B, A]` float, above 0. A larger value moves the density towards 0.
@@ -165,7 +168,7 @@ def beta_kl(alpha: Tensor, beta: Tensor, other_alpha: Tensor, other_beta: Tensor
         sum_a(log(B(a', b')) - log(B(a, b)) + (a - a') digamma(a) + (b - b') digamma(b)
               - (a + b - a' - b') digamma(a + b))
 
-    Here a is `alpha`, b is `beta`, a' is `other_alpha` and b' is `other_beta`.
+    Here a is `alpha`, b is `beta`, a' is `other_alpha`, b' is `other_beta` and B is the beta function.
 
     Args:
         alpha: `[*B, A]` float, above 0. A larger value moves the density towards 1.

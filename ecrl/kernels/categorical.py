@@ -1,8 +1,10 @@
 """Functions for categorical and multi-discrete distributions with given logits: sample, mode, log_prob, entropy and kl.
 
-Samplers take standard Gumbel noise as an argument (see `ecrl.rng`). Logits have the shape `[*B, K]`. `mask_logits`
-applies an action mask to logits, so the other functions take no mask. Half-precision inputs are converted to float32,
-and results are converted back to half precision.
+Samplers take standard Gumbel noise as an argument (see `ecrl.rng`). The logits of a categorical distribution have the
+shape `[*B, K]`. A multi-discrete distribution has several independent categorical components. `nvec` lists the number
+of choices per component, and the logits of all components are on one axis, `[*B, sum(nvec)]`. `mask_logits` applies an
+action mask to logits, so the other functions take no mask. Half-precision inputs are converted to float32, and results
+are converted back to half precision.
 """
 
 import torch

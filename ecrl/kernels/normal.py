@@ -48,7 +48,10 @@ _QUADRATURE = tuple(zip(*((-x, w) for x, w in reversed(_POSITIVE_NODES)), *_POSI
 
 
 class Squashed(NamedTuple):
-    """A tanh-normal sample: the `action` in (-1, 1) and the `latent` before tanh, each of shape `[*B, A]`."""
+    """A tanh-normal sample: the `action` and the `latent` before tanh, each of shape `[*B, A]`.
+
+    The action is in [-1, 1]. Only rounding makes it equal to -1 or 1.
+    """
 
     action: Tensor
     latent: Tensor

@@ -29,7 +29,10 @@ class _Interval(NamedTuple):
 
 
 def _check(mean: Tensor, **tensors: Scalar) -> None:
-    """Raise ValueError if a tensor does not broadcast to `mean`, or if a number `low` is not below a number `high`."""
+    """Raise ValueError if an argument is neither a number nor a tensor that broadcasts to `mean`.
+
+    If `low` and `high` are numbers, also raise ValueError unless `low` is below `high`.
+    """
     for name, x in tensors.items():
         if isinstance(x, Tensor):
             pairs = zip(reversed(x.shape), reversed(mean.shape), strict=False)
@@ -137,7 +140,7 @@ def _quantile(log_p: Tensor) -> Tensor:
 
 
 def truncated_normal_sample(mean: Tensor, log_std: Tensor, low: Scalar, high: Scalar, noise: Tensor) -> Tensor:
-    """Return a reparametrised sample, whose cumulative probability is `noise`.
+    """Return a reparametrised sample: the point whose cumulative probability after the truncation is `noise`.
 
         mean + std * quantile((1 - noise) Phi(a) + noise Phi(b))
         a = (low - mean) / std;  b = (high - mean) / std
@@ -154,7 +157,8 @@ def truncated_normal_sample(mean: Tensor, log_std: Tensor, low: Scalar, high: Sc
 
     Returns: `[*B, A]`.
     Gradient: flows through `mean`, `log_std` and `noise` where the result is not clipped.
-    Raises: ValueError naming the arguments whose shapes do not match, or a number `low` that is not below `high`.
+    Raises: ValueError naming the arguments whose shapes do not match, or `low` if both bounds are numbers and `low` is
+        not below `high`.
     Source: Chopin 2011, arXiv:1201.6140, sec. 2.1 (inverse transform).
 
     >>> truncated_normal_sample(torch.tensor([0.0]), torch.tensor([0.0]), -1.0, 1.0, torch.tensor([0.5]))
@@ -185,7 +189,8 @@ def truncated_normal_mode(mean: Tensor, low: Scalar, high: Scalar) -> Tensor:
 
     Returns: `[*B, A]`.
     Gradient: flows through entries of `mean` that are not clipped.
-    Raises: ValueError naming a bound whose shape does not match, or a number `low` that is not below `high`.
+    Raises: ValueError naming a bound whose shape does not match, or `low` if both bounds are numbers and `low` is not
+        below `high`.
 
     >>> truncated_normal_mode(torch.tensor([-3.0, 0.5]), -1.0, 1.0)
     tensor([-1.0000,  0.5000])
@@ -212,7 +217,8 @@ def truncated_normal_log_prob(mean: Tensor, log_std: Tensor, low: Scalar, high: 
 
     Returns: `[*B]`.
     Gradient: flows through `mean`, `log_std` and entries of `action` that are not clipped.
-    Raises: ValueError naming the arguments whose shapes do not match, or a number `low` that is not below `high`.
+    Raises: ValueError naming the arguments whose shapes do not match, or `low` if both bounds are numbers and `low` is
+        not below `high`.
     Source: Johnson, Kotz and Balakrishnan 1994, "Continuous univariate distributions", vol. 1, sec. 13.10.1.
 
     >>> truncated_normal_log_prob(torch.zeros(1), torch.tensor([9.0]), -1.0, 1.0, torch.zeros(1))
@@ -241,7 +247,8 @@ def truncated_normal_entropy(mean: Tensor, log_std: Tensor, low: Scalar, high: S
 
     Returns: `[*B]`.
     Gradient: flows through `mean` and `log_std`.
-    Raises: ValueError naming the arguments whose shapes do not match, or a number `low` that is not below `high`.
+    Raises: ValueError naming the arguments whose shapes do not match, or `low` if both bounds are numbers and `low` is
+        not below `high`.
     Source: Johnson, Kotz and Balakrishnan 1994, "Continuous univariate distributions", vol. 1, sec. 13.10.1.
 
     >>> truncated_normal_entropy(torch.zeros(1), torch.tensor([9.0]), -1.0, 1.0)
@@ -275,7 +282,8 @@ def truncated_normal_kl(
 
     Returns: `[*B]`.
     Gradient: flows through the means and the log standard deviations.
-    Raises: ValueError naming the arguments whose shapes do not match, or a number `low` that is not below `high`.
+    Raises: ValueError naming the arguments whose shapes do not match, or `low` if both bounds are numbers and `low` is
+        not below `high`.
 
     >>> truncated_normal_kl(torch.zeros(1), torch.zeros(1), torch.zeros(1), torch.zeros(1), -1.0, 1.0)
     tensor(0.)
