@@ -302,7 +302,9 @@ def categorical_td_loss(
 
     Args:
         logits: `[C, *B, K]` float, logits of the return distributions that C critics predict for the actions taken.
-        target: `[*B, K]` float, probabilities, from `categorical_q_target`, `categorical_target` or `hl_gauss`.
+        target: `[*B, K]` float, probabilities that all critics share, for example from `categorical_q_target`,
+            `min_categorical_target` or `hl_gauss`. If each critic has its own target, as in `soft_categorical_target`,
+            call the function for each critic.
         weight: `[*B]` float, importance weights of prioritised replay, or ones for uniform replay.
         mask: `[*B]` bool, or None if every entry counts.
 
@@ -333,7 +335,7 @@ def quantile_midpoints(
 ) -> Tensor:
     """Return the quantile levels of QR-DQN: the midpoints of `num_quantiles` equal intervals of [0, 1].
 
-        (2 i + 1) / (2 num_quantiles)
+        (2 i + 1) / (2 num_quantiles),    i = 0 .. num_quantiles - 1
 
     Args:
         num_quantiles: the number K of quantiles.

@@ -71,7 +71,8 @@ def epsilon_greedy(q: Tensor, noise: Tensor, *, epsilon: Scalar) -> Tensor:
     action is the action with the largest Q-value, or the first such action if several tie.
 
     Args:
-        q: `[*B, A]` float, Q-values. An action whose Q-value is -inf is not taken, unless all Q-values are -inf.
+        q: `[*B, A]` float, Q-values. An action whose Q-value is -inf is not taken. If all Q-values of a row are -inf,
+            the first action is taken.
         noise: `[*B, A]` float, standard Gumbel noise.
         epsilon: probability of a random action, or a `[*B]` tensor with the probability for each row.
 
@@ -101,7 +102,7 @@ def gaussian_action(action: Tensor, noise: Tensor, low: Scalar, high: Scalar, *,
     Args:
         action: `[*B, D]` float, actions of a deterministic policy.
         noise: `[*B, D]` float, standard normal noise. To add correlated noise, pass the result of `ou_noise` or
-            `held_noise`.
+            the `noise` of `held_noise`.
         low: lower bound of the action, a number or a tensor that broadcasts to `action`.
         high: upper bound of the action, a number or a tensor that broadcasts to `action`.
         std: standard deviation of the noise in the units of `action`, or a `[*B]` tensor with one value per row.
@@ -122,7 +123,7 @@ def gaussian_action(action: Tensor, noise: Tensor, low: Scalar, high: Scalar, *,
 
 
 def ou_noise(state: Tensor, noise: Tensor, *, theta: Scalar, sigma: Scalar, dt: Scalar) -> Tensor:
-    """Run one step of an Ornstein-Uhlenbeck process, whose noise changes slowly and drifts back to 0.
+    """Run one step of an Ornstein-Uhlenbeck process: noise that changes slowly and drifts back to 0.
 
         state - theta * state * dt + sigma * sqrt(dt) * noise
 

@@ -17,8 +17,8 @@ def truncation_parents(fitness: Tensor, uniform: Tensor, *, count: int) -> Tenso
         parent[i] = member of rank M - 1 - floor(count * uniform[i]) if rank[i] < count, or else i
 
     Args:
-        fitness: `[*B, M]` float. Larger is better, and NaN is worse than every number. Among equal values, the smaller
-            index is worse.
+        fitness: `[*B, M]` float. Larger is better, and NaN counts as -infinity. Among equal values, the smaller index
+            is worse.
         uniform: `[*B, M]` float, random numbers in [0, 1).
         count: number of worst members that get a new parent, and of best members to choose from; at most M / 2.
 
@@ -42,13 +42,15 @@ def truncation_parents(fitness: Tensor, uniform: Tensor, *, count: int) -> Tenso
 
 
 def perturbed(x: Tensor, is_new: Tensor, uniform: Tensor, *, factor: Scalar, low: Scalar, high: Scalar) -> Tensor:
-    """Multiply or divide a hyperparameter of each new member by `factor`, with probability 1/2 each, and clip it.
+    """Multiply or divide a hyperparameter of each new member by `factor`, each with probability 1/2, and clip it.
+
+    The new members are the members that were replaced.
 
         y[i] = clip(x[i] * factor if uniform[i] < 0.5 else x[i] / factor, low, high)        if is_new[i], or else x[i]
 
     Args:
         x: `[*B]` float, a hyperparameter of each member.
-        is_new: `[*B]` bool, True for members that were replaced.
+        is_new: `[*B]` bool, True for new members.
         uniform: `[*B]` float, random numbers in [0, 1).
         factor: multiplier and divisor, above 0. The paper multiplies by 1.2 or by 0.8 instead.
         low: lower bound of the new values.

@@ -3,13 +3,13 @@
 A loss is a mean over the entries whose `mask` is True, or 0 if all entries are masked. Without a mask, every entry
 counts. Masked entries may hold any value, including NaN. Losses detach their targets. A function with logs returns
 `(loss, logs)`, where `loss` is 0-d and `logs` maps names to detached 0-d tensors. The log `count` is the number of
-unmasked entries, which weights the loss in an average over ranks.
+unmasked entries, which weights the loss in an average over the processes of a distributed run.
 
 The values of C critics have the shape `[C, *B]`.
 
 Half-precision inputs are converted to float32. A loss has the common dtype of its float inputs, as given by
 `torch.promote_types`. The dtype of `weight` does not affect the dtype of a loss, because `importance_weights` returns
-float64 for priorities from a sum tree. Logged values are float32 or wider.
+float64 for the probabilities from a sum tree. Logged values are float32 or wider.
 """
 
 import torch
@@ -60,7 +60,8 @@ def td_loss(
 
         sum_c(mean(weight * huber(q[c] - target, delta)))
 
-    An infinite `delta` gives half the squared error, the loss of DDPG, TD3 and soft actor-critic.
+    An infinite `delta` gives half the squared error, the loss of soft actor-critic. The papers on DDPG and TD3 omit the
+    factor of one half.
 
     Args:
         q: `[C, *B]` float, Q-values of the actions taken, from C critics.

@@ -1,6 +1,7 @@
 """One-step targets for action values, as in Q-learning, DQN, TD3 and soft actor-critic.
 
-All targets have the form below. The kernels differ in `next_value`, the value of the state that the action led to.
+All targets have the form below. The kernels differ in `next_value`, the value of the state that the action led to. In
+addition, `munchausen_target` adds a bonus to the reward.
 
     reward + gamma * next_value * not terminated
 
@@ -318,8 +319,8 @@ def smoothed_action(
         noise_clip: largest absolute value of the noise, in the units of `action`.
 
     Returns: `[*B, D]`.
-    Gradient: flows through `action`, where the result is inside the bounds. It also flows through `noise` there, unless
-        the noise is clipped.
+    Gradient: flows through `action`, where the result is inside the bounds. The gradient also flows through `noise`
+        there, unless the noise is clipped.
     Raises: ValueError naming the argument, if shapes do not match or a hyperparameter is not 0-d.
     Source: Fujimoto et al. 2018, arXiv:1802.09477, algorithm 1 (target policy smoothing).
 

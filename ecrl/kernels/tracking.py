@@ -17,7 +17,7 @@ from ecrl.types import Scalar
 
 
 def _combined(fn: Callable[[Tensor, Tensor], Tensor], **named: TensorDict) -> TensorDict:
-    """Apply `fn(old, new)` to the matching leaves of a new and an old TensorDict, in this order.
+    """Apply `fn(old, new)` to the matching leaves of two TensorDicts. Pass the new TensorDict first, then the old one.
 
     Raises: ValueError, with the names of both arguments, if keys or shapes differ.
     """
