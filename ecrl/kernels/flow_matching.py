@@ -4,8 +4,9 @@ A flow turns noise at time 1 into data at time 0. A sample at time t is a mixtur
 
     x[t] = (1 - t) x0 + t x1,    velocity = x1 - x0
 
-A step goes from time t to time t - delta. Times have a shape that broadcasts to the sample, such as `[*B, 1, 1]` for
-samples `[*B, k, A]`. Half-precision inputs are converted to float32, and results are converted back to half precision.
+A step goes from time t to time t - delta. Times have a shape that broadcasts to the sample. If a sample is a chunk of k
+actions, `[*B, k, A]`, times may have the shape `[*B, 1, 1]`. Half-precision inputs are converted to float32, and
+results are converted back to half precision.
 """
 
 from math import log, pi
@@ -47,8 +48,8 @@ def flow_interpolate(data: Tensor, noise: Tensor, t: Tensor) -> Tensor:
     Returns: a tensor of the shape of `data`.
     Gradient: flows through all three arguments.
     Raises: ValueError naming the arguments whose shapes do not match.
-    Source: Lipman et al. 2023, arXiv:2210.02747. Time runs as in openpi, the code of pi0: data at
-        0, noise at 1. In the papers, noise is at 0.
+    Source: Lipman et al. 2023, arXiv:2210.02747. In the paper, noise is at time 0 and data at time 1. Here, time runs
+        in the other direction, as in openpi, the code of pi0.
 
     >>> flow_interpolate(torch.tensor([4.0]), torch.tensor([0.0]), torch.tensor(0.25))
     tensor([3.])
@@ -74,8 +75,8 @@ def flow_matching_loss(velocity: Tensor, data: Tensor, noise: Tensor) -> Tensor:
     Returns: a tensor of the shape of `velocity`.
     Gradient: flows through all three arguments.
     Raises: ValueError naming the arguments whose shapes do not match.
-    Source: Lipman et al. 2023, arXiv:2210.02747, eq. 23. Time runs as in openpi, the code of pi0: data at
-        0, noise at 1. In the papers, noise is at 0.
+    Source: Lipman et al. 2023, arXiv:2210.02747, eq. 23. In the paper, noise is at time 0 and data at time 1. Here,
+        time runs in the other direction, as in openpi, the code of pi0.
 
     >>> flow_matching_loss(torch.tensor([1.0]), torch.tensor([4.0]), torch.tensor([2.0]))
     tensor([9.])
@@ -98,8 +99,8 @@ def flow_ode_step(sample: Tensor, velocity: Tensor, delta: Tensor) -> Tensor:
     Returns: the sample at time t - delta, in the shape of `sample`.
     Gradient: flows through all three arguments.
     Raises: ValueError naming the arguments whose shapes do not match.
-    Source: Lipman et al. 2023, arXiv:2210.02747. Time runs as in openpi, the code of pi0: data at
-        0, noise at 1. In the papers, noise is at 0.
+    Source: Lipman et al. 2023, arXiv:2210.02747. In the paper, noise is at time 0 and data at time 1. Here, time runs
+        in the other direction, as in openpi, the code of pi0.
 
     >>> flow_ode_step(torch.tensor([3.0]), torch.tensor([2.0]), torch.tensor(0.5))
     tensor([2.])
@@ -118,8 +119,9 @@ def flow_sde_step(sample: Tensor, velocity: Tensor, t: Tensor, delta: Tensor, *,
         mean  = (1 - t + delta) * x0 + (t - delta - sigma^2 * delta / (2 t)) * x1
         std   = sigma * sqrt(delta)
 
-    In the limit of short steps, samples have the same distribution at each time as samples of `flow_ode_step`. The
-    distributions also agree if only some elements get noise, and the others take the step of `flow_ode_step`.
+    With the exact velocity of the flow and in the limit of short steps, samples have the same distribution at each time
+    as samples of `flow_ode_step`. The distributions also agree if only some elements get noise, and the others take the
+    step of `flow_ode_step`.
 
     Args:
         sample: `[*B, ...]` float, the sample at time t.
@@ -128,7 +130,7 @@ def flow_sde_step(sample: Tensor, velocity: Tensor, t: Tensor, delta: Tensor, *,
         delta: length of the step in time, at most t, in a shape that broadcasts to `sample`.
         noise_level: scale of the noise, above 0, as a number or a 0-d tensor.
 
-    Returns: the `mean`, in the shape of `sample`, and the `std`, in the common shape of `t` and `delta`.
+    Returns: the `mean`, in the shape of `sample`, and the `std`, in the shape to which `t` and `delta` broadcast.
     Gradient: flows through all arguments.
     Raises: ValueError naming the argument, if shapes do not match or `noise_level` is not 0-d.
     Source: Liu et al. 2025 (Flow-GRPO), arXiv:2505.05470, eq. 9. Chen et al. 2025 (pi_RL), arXiv:2510.25889.

@@ -35,8 +35,8 @@ def group_advantages(score: Tensor, mask: Tensor | None = None, *, group_size: i
     Gradient: flows through `score`.
     Raises: ValueError if `group_size` is below 2 or does not divide N. ValueError naming the argument, if shapes
         differ, `mask` is not bool or `eps` is not 0-d.
-    Source: Shao et al. 2024, arXiv:2402.03300, sec. 4.1.2. The standard deviation divides by the count, as in numpy;
-        TRL divides by the count minus 1.
+    Source: Shao et al. 2024, arXiv:2402.03300, sec. 4.1.2. The variance is the sum of squared deviations divided by the
+        count, as in numpy. TRL divides by the count minus 1.
 
     >>> group_advantages(torch.tensor([1.0, 3.0]), torch.tensor([True, True]), group_size=2, eps=0.0).tolist()
     [-1.0, 1.0]
@@ -87,7 +87,7 @@ def leave_one_out(score: Tensor, mask: Tensor | None = None, *, group_size: int)
     Gradient: flows through `score`.
     Raises: ValueError if `group_size` is below 2 or does not divide N. ValueError naming the argument, if shapes differ
         or `mask` is not bool.
-    Source: Ahmadian et al. 2024 (RLOO), arXiv:2402.14740, sec. 3.2.
+    Source: Ahmadian et al. 2024 (RLOO), arXiv:2402.14740, sec. 2.3.
 
     >>> leave_one_out(torch.tensor([1.0, 3.0]), torch.tensor([True, True]), group_size=2).tolist()
     [-2.0, 2.0]

@@ -111,7 +111,7 @@ def random_shift(image: Tensor, shift: Tensor) -> Tensor:
         out[y, x] = image[clip(y + dy, 0, h - 1), clip(x + dx, 0, w - 1)]
 
     With shifts drawn uniformly from -4 to 4 pixels, the function is the augmentation of DrQ. Draw such shifts with
-    `ecrl.rng.randint(keys, low=-4, high=5)`.
+    `ecrl.rng.randint(keys, (2,), low=-4, high=5)` and one key for each image.
 
     Args:
         image: `[*B, h, w, c]` of any dtype. If the channels are on another axis, move them to the last axis first.
@@ -121,7 +121,7 @@ def random_shift(image: Tensor, shift: Tensor) -> Tensor:
     Returns: `[*B, h, w, c]` in the dtype of `image`.
     Gradient: flows through `image`.
     Raises: ValueError if `shift` is not int64, or if the shapes do not fit.
-    Source: Kostrikov et al. 2021, arXiv:2004.13649, sec. 3.1.
+    Source: Kostrikov et al. 2021, arXiv:2004.13649 (random shifts).
 
     >>> image = torch.tensor([[1, 2, 3], [4, 5, 6]]).unsqueeze(-1)
     >>> random_shift(image, torch.tensor([1, -1])).squeeze(-1).tolist()

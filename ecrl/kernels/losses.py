@@ -3,14 +3,17 @@
 A loss is a mean over the entries whose `mask` is True, or 0 if all entries are masked. Without a mask, every entry
 counts. Masked entries may hold any value, including NaN. Losses detach their targets. A function with logs returns
 `(loss, logs)`, where `loss` is 0-d and `logs` maps names to detached 0-d tensors. The log `count` is the number of
-unmasked entries, which weights the loss in an average over ranks. The log `clip_frac` is the share of unmasked entries
-whose ratio is outside the clipping range.
+unmasked entries, which weights the loss in an average over the processes of a distributed run. The log `clip_frac` is
+the share of unmasked entries whose probability ratio is outside the clipping range.
+
+If an action consists of tokens, as in a language model, each token has its own log-probability. The log-probabilities
+then have token axes after the axes `*B`.
 
 Losses with more than four tensors take them by keyword.
 
-Log-ratios are clamped to at most `bound`, so that losses and gradients stay finite. `bound` is half the logarithm of
-the dtype's largest finite value, 44.36 in float32 (`ecrl.kernels.dtypes.exponent_bound`). No gradient flows through a
-log-ratio above `bound`.
+Log-ratios, which are differences of log-probabilities, are clamped to at most `bound`, so that losses and gradients
+stay finite. `bound` is half the logarithm of the largest finite value in the dtype of the log-probabilities, 44.36 in
+float32 (`ecrl.kernels.dtypes.exponent_bound`). No gradient flows through a log-ratio above `bound`.
 
 Half-precision inputs are converted to float32. A loss has the common dtype of its float inputs, as given by
 `torch.promote_types`. Logged values are float32 or wider.
@@ -54,7 +57,7 @@ def clipped_surrogate(
         mask: bool, with the shape of `log_prob`, or None if every entry counts.
         clip_coef: largest distance of the clipped ratio from 1.
 
-    Returns: the 0-d loss, and the logs policy_loss, approx_kl (the estimate k3 of KL(old | new)) and clip_frac.
+    Returns: the 0-d loss, and the logs policy_loss, approx_kl (the estimate `kl_k3` of KL(old | new)) and clip_frac.
     Gradient: flows through `log_prob` only.
     Raises: ValueError naming the argument, if shapes differ, `mask` is not bool or a hyperparameter is not 0-d.
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7.

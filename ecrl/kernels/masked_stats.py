@@ -97,7 +97,8 @@ def standardize(
 ) -> Tensor:
     """Shift and scale `x` to mean 0 and standard deviation 1 over the unmasked entries. Masked entries become 0.
 
-        (x - mean) / max(std, eps)        std divides by max(count - 1, 1)
+        std = sqrt(sum((x - mean)^2 where mask) / max(1, count(mask) - 1))
+        (x - mean) / max(std, eps)
 
     If the unmasked entries differ only by rounding, all entries become 0. The entries differ only by rounding if their
     standard deviation is at most |mean| times the dtype's eps. All entries also become 0 if the standard deviation is
@@ -108,7 +109,7 @@ def standardize(
         mask: `[*B]` bool, or None if every entry counts.
         eps: lower bound of the divisor, in the units of `x`.
         total: a function that sums a tensor over all processes, such as `ecrl.distributed.all_sum`. Pass `total` if
-            each process holds a share of the batch. The function then uses the mean and the standard deviation of the
+            each process holds a share of the batch. `standardize` then uses the mean and the standard deviation of the
             whole batch. The axes in `axis` must include the axis along which the processes divide the batch.
         axis: the axes over which the mean and the standard deviation are taken, an integer or a tuple of integers. None
             takes all axes.

@@ -5,13 +5,13 @@ The last axis of `log_prob`, `old_log_prob` and `mask`, `[*B, L]`, runs over the
 
 A loss returns `(loss, logs)`, where `loss` has one value per token, `[*B, L]`. Pass `loss` to `token_mean`,
 `sequence_mean` or `fixed_length_mean` to get the 0-d loss. These means differ in the weight of long sequences. The
-papers use these means:
+usual means are those of the papers, and for VESPO that of TRL:
 
 - `sequence_mean`: GRPO, GSPO and SAPO
 - `token_mean`: DAPO, CISPO and VESPO
 - `fixed_length_mean`: Dr. GRPO
 
-`logs` maps names to detached 0-d tensors. The log approx_kl is the estimate k3 of KL(old | new), a mean over the
+`logs` maps names to detached 0-d tensors. The log approx_kl is the estimate `kl_k3` of KL(old | new), a mean over the
 unmasked tokens.
 
 Masked entries may hold any value, including NaN, and their loss is 0. You can add terms such as `kl_k3` to a loss per
@@ -245,7 +245,7 @@ def vespo_loss(
 ) -> tuple[Tensor, Logs]:
     """Return the policy-gradient loss per token, weighted with a smooth function of the ratio of whole sequences.
 
-        ratio  = exp(sum(log_prob - old_log_prob where mask))
+        ratio  = exp(min(sum(log_prob - old_log_prob where mask), bound))
         weight = ratio^k * exp(lambda * (1 - ratio))
         loss   = -stop(weight) * advantage * log_prob
 
@@ -293,8 +293,8 @@ def sequence_log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor | No
         stop(sum(log_prob - old_log_prob where mask) / max(1, count(mask))) + log_prob - stop(log_prob)
 
     For any function f, the mean of f(result) over the unmasked tokens has the same value and gradient as f(mean
-    log-ratio). To use the ratio of sequences in another loss, pass the result as `log_prob`, and zeros as
-    `old_log_prob`.
+    log-ratio). To use the ratio of sequences in `clipped_surrogate_asymmetric` or `sapo_loss`, pass the result as
+    `log_prob`, and zeros as `old_log_prob`.
 
     Args:
         log_prob: `[*B, L]` float, log-probability in nats under the policy being trained.
@@ -358,6 +358,6 @@ def _is_outside(ratio: Tensor, clip_low: Scalar, clip_high: Scalar) -> Tensor:
 
 
 def _approx_kl(log_ratio: Tensor, mask: Tensor) -> Tensor:
-    """Return the estimate k3 of KL(old | new), detached, as a mean over the unmasked tokens."""
+    """Return the estimate `kl_k3` of KL(old | new), detached, as a mean over the unmasked tokens."""
     log_ratio = log_ratio.detach()
     return masked_mean(torch.expm1(log_ratio) - log_ratio, mask)

@@ -100,7 +100,8 @@ def whiten(
 ) -> Tensor:
     """Shift and scale advantages to mean 0 and standard deviation 1 over the unmasked tokens of the batch.
 
-        (advantage - mean) / max(std, eps)        std divides by max(count - 1, 1)
+        std = sqrt(sum((advantage - mean)^2 where mask) / max(1, count(mask) - 1))
+        (advantage - mean) / max(std, eps)
 
     An advantage per sequence counts once for each unmasked token. REINFORCE++ whitens the scores. Its variant with a
     baseline whitens `group_centered(score)`.

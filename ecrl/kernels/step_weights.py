@@ -12,8 +12,8 @@ Compute the weights once per batch, for example with `token_mean_weights`. Over 
 parts of a minibatch, weighted with their shares of the unmasked steps, add up to the gradient of the minibatch.
 
 In the weight functions, `count`, float `[N, T]`, is the number of unmasked tokens of each step, and `mask` is bool
-`[N, T]`. `total` sums a tensor over all processes, if each process holds a share of the batch. No gradient flows
-through the weights.
+`[N, T]`. In their equations, `count(mask)` is the number of True entries of `mask`, which counts steps. `total`
+sums a tensor over all processes, if each process holds a share of the batch. No gradient flows through the weights.
 """
 
 from collections.abc import Callable
