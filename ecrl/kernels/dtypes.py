@@ -1,6 +1,6 @@
 """Dtype conversions, numerical limits and checks of hyperparameters, for kernels.
 
-Kernels convert half-precision inputs to float32, and convert the results back to half precision.
+Most kernels convert half-precision inputs to float32, and convert the results back to half precision.
 """
 
 from functools import reduce
@@ -82,8 +82,8 @@ def scalars(**named: Scalar) -> tuple[Scalar, ...]:
 def discounts(**named: Scalar) -> tuple[Scalar, ...]:
     """Return discount factors after checking that each is a scalar and converting tensors to float64.
 
-    A float32 discount has the same rounding error at every step, so the error of a product of discounts would grow
-    with the number of steps.
+    Products of discounts, such as `gamma * gae_lambda`, are then computed in float64. A float32 product would have the
+    same rounding error at every step, so its effect would grow with the number of steps.
 
     Raises: ValueError naming a hyperparameter that is neither a number nor a 0-d tensor.
 

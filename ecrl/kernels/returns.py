@@ -6,19 +6,20 @@ axis of each result back with `movedim(-1, 0)`. Moving an axis copies nothing.
 The `next_value` of a `terminated` step is not read and may be NaN, because no state follows. Steps after a `done` step
 belong to another episode, so they do not contribute to the returns of earlier steps. If a time limit truncates an
 episode, the estimators bootstrap from `next_value`, the value of the last state before the reset. The functions do not
-detach their inputs, so gradients also flow through hyperparameters that are tensors. `ecrl.kernels.reverse_scan` runs
-the recursion over time.
+detach their inputs, so gradients also flow through hyperparameters that are tensors. In most estimators,
+`ecrl.kernels.reverse_scan` runs the recursion over time.
 
 `gamma` is a number, a 0-d tensor, or a `[*B, T]` tensor with the discount `gamma[t]` of each step. If a step executes a
 chunk of k actions, pass `gamma ** k` as its discount.
 
 A term with weight 0 is left out, so the term may be infinite or NaN:
 
-- With a `gae_lambda` of 0, the returns of later steps are not read.
-- With a `gae_lambda` of 1, `td_lambda_returns` does not read values inside an episode.
-- With a `gamma` of 0, only rewards and `value` are read.
+- With a `gae_lambda` or `trace` of 0, the returns of later steps are not read. The `advantage` of `vtrace` always reads
+  the value target of the next step.
+- With a `gae_lambda` or `trace` of 1, `td_lambda_returns` and `q_lambda` do not read values inside an episode.
+- With a `gamma` of 0, the values and returns of later steps are not read.
 
-A term that is left out contributes no gradient to `gamma` and `gae_lambda`.
+A term that is left out contributes no gradient to `gamma`, `gae_lambda` and `trace`.
 
 Results have the dtype of `reward`. If `reward` is not float, results have the common dtype of the inputs, as given by
 `torch.promote_types`. Half-precision inputs are converted to float32 first.

@@ -2,7 +2,8 @@
 
 On a CPU, in eager code and in `torch.compile`, a C++ loop runs the recursion (`ecrl.native.recurrences`). A graph of
 `ecrl.compile` calls the C++ loop only for large tensors without derivatives. Otherwise, torch operations run the
-recursion (`scan_time_major`), for example on a GPU or without a C++ compiler.
+recursion (`scan_time_major`), for example in eager code on a GPU or without a C++ compiler. Graphs of `ecrl.compile`
+use faster code in place of these operations if no derivative is needed (`ecrl.compile.reverse_scan`).
 """
 
 from collections.abc import Callable
@@ -63,7 +64,8 @@ def scan_time_major(
     A long time axis is split into blocks of 8 steps, and the blocks are scanned in three passes:
 
     1. Scan all blocks in parallel, each with a `last` of 0.
-    2. Scan the results of the blocks to get the `y` that follows each block. The second pass is also split into blocks.
+    2. Scan the results of the blocks to get the `y` that follows each block. If there are many blocks, the second pass
+       is split into blocks too.
     3. Scan all blocks in parallel again, each from the `y` that follows the block.
 
     The scan takes about 16 operations in sequence for each factor of 8 in T, instead of T operations in sequence. The

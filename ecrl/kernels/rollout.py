@@ -42,7 +42,7 @@ def act_and_step(
     Args:
         act: the policy's function `(params, carry, obs, noise) -> (carry, out)`. `out` holds `action` and any other
             fields that the rollout should contain, such as tokens and their mask.
-        step: the environment's function `(env_state, action, noise) -> env_state`, wrapped by auto-reset.
+        step: the function `(env_state, action, noise) -> env_state` of an environment from `ecrl.envs.auto_reset`.
         params: the policy's parameters.
         carry: the policy's memory, empty for a feed-forward policy.
         env_state: environment states, a TensorDict `[N]` with `obs`.
@@ -310,7 +310,7 @@ def collect_rollout(
     Args:
         policy: record with `act`, `draw` and `value` (None for a policy without a critic). A policy with memory also
             has `init_carry`.
-        env: record with `step` (wrapped by auto-reset) and `draw`.
+        env: record with `step` and `draw`, from `ecrl.envs.auto_reset`.
         params: the policy's parameters.
         carry: the policy's memory before the first step, a TensorDict `[N]`. For a feed-forward policy, the memory is
             empty.
@@ -341,7 +341,8 @@ def collect_rollout(
         t. Slots without a time limit hold arbitrary values. `final` is absent if the policy has no critic, or if F is
         0. `place_at_truncations` moves values from slots to steps.
     Gradient: none, because the function runs under `no_grad`.
-    Raises: ValueError if the keys are not both `[T, N]` with T >= 1, or if `segment_length` does not divide T.
+    Raises: ValueError if the keys are not both `[T, N]` with T >= 1, if `segment_length` does not divide T, or if `act`
+        returns a field that the collector sets.
     Source: for the value at a time limit, Pardo et al. 2018, arXiv:1712.00378.
 
     >>> from ecrl.envs import auto_reset, make_env

@@ -164,7 +164,7 @@ def step_if(due: Tensor, body: Callable[..., tuple[Any, Any]], carry: Any, *cons
 
 
 def length_of(leaves: list[Tensor]) -> int:
-    """Return the length of the leaves' first axis. Raise ValueError if lengths differ or a leaf is empty."""
+    """Return the length of the leaves' first axis. Raise ValueError if there is no common length of at least 1."""
     lengths = {len(leaf) if leaf.ndim else 0 for leaf in leaves}
     if len(lengths) != 1 or 0 in lengths:
         raise ValueError(f"xs has tensors of lengths {sorted(lengths)}, expected one length of at least 1")
@@ -183,9 +183,10 @@ def row_bytes(rows: Any) -> int:
 def chunking(rows: int, device: torch.device, one_row: int, length: int = 1) -> tuple[int, int]:
     """Return the number of chunks and the rows per chunk, for a network that processes rows chunk by chunk.
 
-    On a CPU, chunks are small enough for the activations to stay in a core's cache. On a GPU, chunks limit the memory
-    use. On a CPU, a chunk has at most 2,048 rows and 4 MiB. On another device, a chunk has at most 65,536 rows and 128
-    MiB. Each chunk has at least one row. If each row is a sequence, the limits apply to steps instead of rows.
+    On a CPU, chunks are small enough for the activations of a small network to stay in a core's cache. On a GPU, chunks
+    limit the memory use. On a CPU, a chunk has at most 2,048 rows and 4 MiB. On another device, a chunk has at most
+    65,536 rows and 128 MiB. A chunk always has at least one row, even if the row exceeds a limit. If each row is a
+    sequence, the limit on rows applies to steps instead.
 
     Args:
         rows: number of rows.
