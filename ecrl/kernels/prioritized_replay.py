@@ -6,7 +6,7 @@
     tree, largest      = replay_set_priority(tree, largest, index, td_error, mask, alpha=alpha, eps=eps)
 
 The sum tree (`ecrl.kernels.sum_tree`) has one leaf for each row of the ring, at the row's index. A row that cannot be
-drawn has the priority 0. `largest` is the largest priority so far, and starts at 1.
+drawn has the priority 0. `largest` is the largest priority so far. Start with `tree_init(R * N)` and a `largest` of 1.
 
 Source: Schaul et al. 2016, arXiv:1511.05952.
 """
@@ -31,8 +31,8 @@ def replay_add_priority(replay: Replay, tree: Tensor, largest: Tensor, *, steps:
         priority[t] = 0          for now - n <= t < now
         priority[t] = 0          for now - R <= t < now - R + stack - 1, if now > R
 
-    `now` is `start + added`. The n newest steps cannot be drawn yet. Once the ring is full, the `stack - 1` oldest
-    steps can no longer be drawn.
+    `now` is `start + added`. The n newest steps cannot be drawn yet. As soon as new steps have replaced old steps, the
+    `stack - 1` oldest steps in the buffer can no longer be drawn.
 
     Args:
         replay: the buffer after `replay_add`.

@@ -19,16 +19,17 @@ which precedes the reset.
 
 The final observation of step t is stored in slot `(t // G) % F` of its environment. The number of slots F is
 `ceil(R / min_truncation_gap) + 1`. The width of a slot G, in steps, is `ceil(R / (F - 1))`. G is at most
-`min_truncation_gap`, so two truncations in the buffer never share a slot. If an environment truncates earlier than it
-declares, a final observation may be overwritten. The discount of the truncated step is then NaN.
+`min_truncation_gap`, so two truncations in the buffer never share a slot. If two truncations of an environment are
+closer together than `min_truncation_gap`, a final observation may be overwritten. The discount of the truncated step is
+then NaN.
 
-If the ring has the field `mask`, a step whose `mask` is False only stores an observation. Its action and its reward
-belong to no transition, and an n-step transition ends at its observation. Gymnasium environments report such a step
-after the end of an episode.
+If the ring has the field `mask`, a step whose `mask` is False only stores an observation. The action and the reward of
+such a step belong to no transition, and an n-step transition that reaches the step ends at its observation. Gymnasium
+environments report such a step after the end of an episode.
 
-A row can be drawn if the buffer has the n steps after the row and still has the `stack - 1` steps before the row. The n
-newest steps therefore cannot be drawn yet. Once the ring is full, the `stack - 1` oldest steps are only read as frames
-of later observations.
+A row can be drawn if the buffer has the n steps after the row, and if none of the `stack - 1` steps before the row has
+been replaced. The n newest steps therefore cannot be drawn yet. As soon as new steps have replaced old steps, the
+`stack - 1` oldest steps in the buffer are only read as frames of later observations.
 """
 
 from typing import Any, NamedTuple, cast
@@ -75,7 +76,7 @@ def replay_init(rows: TensorDict, *, steps: int, min_truncation_gap: int) -> Ten
 
     Returns: TensorDict with `steps` and `final`. `steps` has the fields of `rows`, in the shape `[R, N, ...]`. `final`,
         of shape `[F, N]`, has F = ceil(R / min_truncation_gap) + 1 slots for final observations of each environment. A
-        slot stores an `obs` and its `step`, which is -1 for an empty slot.
+        slot stores an `obs` and the number of the truncated step, `step`, which is -1 for an empty slot.
     Gradient: none.
     Raises: ValueError if `rows` lacks a field or is not `[N]`, if `terminated`, `truncated` or `mask` is not bool, or
         if `steps` or `min_truncation_gap` is too small.
@@ -236,15 +237,17 @@ def _with_final(replay: Replay, truncated: Tensor, final_obs: Any) -> TensorDict
 
 
 def replay_writes(replay: Replay) -> TensorDict:
-    """Return the rows of a full block and the indices of these rows in the ring.
+    """Return the contents of a full block and where to write them in the ring.
 
-    To store the rows, run `ring[part][field].index_copy_(0, index, rows[field])` for each part and each field.
+    To store them, run `ring[part][field].index_copy_(0, index, rows[field])` for each part and each field. `rows` and
+    `index` are the fields of the part in the result.
 
     Args:
         replay: the buffer after the last `replay_add` of the iteration.
 
-    Returns: TensorDict with the parts `steps` and `final`. Each part has the `rows` and the `index` of each row on the
-        first axis of the ring. A slot without a new final observation keeps its old row.
+    Returns: TensorDict with the parts `steps` and `final`. Each part has `rows` and `index`. The first axis of `rows`
+        runs over steps or slots, and `index` holds their positions on the first axis of the part in the ring. A slot
+        without a new final observation keeps its old contents.
     Gradient: flows through the rows of the block.
 
     >>> flag = torch.zeros(1, dtype=torch.bool)
@@ -348,8 +351,8 @@ def replay_index(replay: Replay, keys: Tensor, *, n: int, stack: int) -> Tensor:
     """Draw the indices of rows uniformly at random, with replacement.
 
     Args:
-        replay: the buffer. If no row can be drawn (see `replay_count`), the result is the index of the first row. If
-            the ring has the field `mask`, `replay_read` returns `mask` False for this row.
+        replay: the buffer. If no row can be drawn (see `replay_count`), the result is 0, the index of the first row. If
+            the ring has the field `mask`, `replay_read` then returns a `mask` of False for this row.
         keys: `[*B]` int64, one key of `ecrl.rng` for each draw.
         n: number of steps in a return, at least 1.
         stack: number of frames in an observation, 1 without frame stacking.

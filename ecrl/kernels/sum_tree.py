@@ -1,4 +1,4 @@
-"""Sum tree, which draws an index with a probability proportional to its priority, in logarithmic time.
+"""Sum tree, for draws of indices with probabilities proportional to their priorities, in logarithmic time.
 
 A tree with P leaves is a float64 tensor of shape `[2 * P]`, where P is a power of two. Node 1 is the root, and node 0
 is not used. The children of node i are the nodes 2 i and 2 i + 1. Leaf k is node P + k. Each inner node is the sum of
@@ -56,7 +56,7 @@ def tree_find(tree: Tensor, mass: Tensor) -> Tensor:
 
     The search begins at the root. If the mass is smaller than the value of the left child, the search continues at the
     left child. Otherwise, the value of the left child is subtracted from the mass, and the search continues at the
-    right child. The search never continues at a child whose value is 0, unless the tree is empty.
+    right child. The search never continues at a child whose value is 0, unless all priorities are 0.
 
     Args:
         tree: a sum tree.
