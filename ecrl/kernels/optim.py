@@ -1,11 +1,11 @@
 """Optimisers and learning-rate schedules as pure functions.
 
 An optimiser is a function `(params, grads, opt, *, learning_rate, ...) -> (params, opt)`. `params`, `grads` and the
-moments in `opt` are TensorDicts with the same structure. The results agree with `torch.optim`. Weight decay is a
-separate function: call `l2_weight_decay` or `decoupled_weight_decay` before the step. A schedule returns a factor for
-the learning rate. Bias corrections and schedules are computed in float64, because `1 - 0.999 ** t` has only five
-correct digits in float32 if t is small. Half-precision leaves are converted to float32, and results are converted back
-to half precision.
+moments in `opt` are TensorDicts with the same structure. The results agree with `torch.optim`. Only
+`adamw` includes weight decay. With another optimiser, call `l2_weight_decay` or `decoupled_weight_decay` before the
+step. A schedule returns a factor for the learning rate. Bias corrections and schedules are computed in float64, because
+`1 - 0.999 ** t` has only five correct digits in float32 if t is small. Half-precision leaves are converted to float32,
+and results are converted back to half precision.
 """
 
 from collections.abc import Callable
@@ -260,7 +260,8 @@ def sgd(
     Returns: the new params and opt. The inputs do not change.
     Gradient: flows through every input.
     Raises: ValueError naming the leaves whose keys or shapes do not match, or a hyperparameter that is not 0-d.
-    Source: Sutskever et al. 2013, "On the importance of initialization and momentum in deep learning", eq. 1 and 2.
+    Source: Sutskever et al. 2013, "On the importance of initialization and momentum in deep learning", eq. 1 and 2, in
+        the form of `torch.optim.SGD`.
 
     >>> p, g = TensorDict({"w": torch.tensor([1.0])}, []), TensorDict({"w": torch.tensor([5.0])}, [])
     >>> sgd(p, g, sgd_init(p), learning_rate=0.1, momentum=0.0)[0]["w"]
@@ -373,7 +374,7 @@ def centered_rmsprop(
         eps: constant added to the square root in the denominator, in the units of the gradients.
 
     Returns: the new params and opt. The inputs do not change.
-    Gradient: flows through every input. The gradient is not finite where `nu - mu^2` is not above 0.
+    Gradient: flows through every input. The gradient is not finite where the new `nu - mu^2` is 0.
     Raises: ValueError naming the leaves whose keys or shapes do not match, or a hyperparameter that is not 0-d.
     Source: Graves 2013, arXiv:1308.0850, eq. 38 to 41. `eps` is outside the root, as in `torch.optim.RMSprop`.
 
@@ -517,7 +518,8 @@ def linear_schedule(step: int | Tensor, *, start: Scalar, end: Scalar, horizon: 
     schedule is a warm-up followed by a constant factor.
 
     Gradient: flows through `start` and `end` if they are tensors, but not through an integer `step`.
-    Raises: ValueError naming an argument that is not a number or a tensor, or a number `horizon` below 1.
+    Raises: ValueError if `step` is neither a number nor a tensor, if another argument is not 0-d, or if `horizon` is a
+        number below 1.
     Source: `torch.optim.lr_scheduler.LinearLR`.
 
     >>> linear_schedule(5, start=1.0, end=0.0, horizon=10)
@@ -535,7 +537,8 @@ def cosine_schedule(step: int | Tensor, *, end: Scalar, horizon: int | Tensor) -
     `step` is an integer or a tensor of any shape, and the result has the shape of `step`.
 
     Gradient: flows through `end` if it is a tensor, but not through an integer `step`.
-    Raises: ValueError naming an argument that is not a number or a tensor, or a number `horizon` below 1.
+    Raises: ValueError if `step` is neither a number nor a tensor, if another argument is not 0-d, or if `horizon` is a
+        number below 1.
     Source: Loshchilov and Hutter 2017, arXiv:1608.03983, eq. 5.
 
     >>> cosine_schedule(5, end=0.0, horizon=10)
@@ -566,7 +569,8 @@ def warmup_linear_schedule(
 
     Returns: float64, in the shape of `step`.
     Gradient: flows through `start` and `end` if they are tensors, but not through an integer `step`.
-    Raises: ValueError naming an argument that is not a number or a tensor, or a number `warmup` or `horizon` below 1.
+    Raises: ValueError if `step` is neither a number nor a tensor, if another argument is not 0-d, or if `warmup` or
+        `horizon` is a number below 1.
     Source: Goyal et al. 2017, arXiv:1706.02677, sec. 2.2 (warm-up).
 
     >>> warmup_linear_schedule(torch.tensor([0, 2, 5, 8]), start=0.5, end=0.0, warmup=2, horizon=8)
@@ -597,7 +601,8 @@ def warmup_cosine_schedule(
 
     Returns: float64, in the shape of `step`.
     Gradient: flows through `start` and `end` if they are tensors, but not through an integer `step`.
-    Raises: ValueError naming an argument that is not a number or a tensor, or a number `warmup` or `horizon` below 1.
+    Raises: ValueError if `step` is neither a number nor a tensor, if another argument is not 0-d, or if `warmup` or
+        `horizon` is a number below 1.
     Source: Loshchilov and Hutter 2017, arXiv:1608.03983, eq. 5; Goyal et al. 2017, arXiv:1706.02677, sec. 2.2
         (warm-up).
 
@@ -623,7 +628,8 @@ def step_schedule(step: int | Tensor, *, every: int | Tensor, gamma: Scalar) -> 
     `step` is an integer or a tensor of any shape, and the result has the shape of `step`.
 
     Gradient: flows through `gamma` if it is a tensor, but not through an integer `step`.
-    Raises: ValueError naming an argument that is not a number or a tensor, or a number `every` below 1.
+    Raises: ValueError if `step` is neither a number nor a tensor, if another argument is not 0-d, or if `every` is a
+        number below 1.
     Source: `torch.optim.lr_scheduler.StepLR`.
 
     >>> step_schedule(5, every=2, gamma=0.5)
@@ -641,7 +647,7 @@ def exponential_schedule(step: int | Tensor, *, gamma: Scalar) -> Tensor:
     `step` is an integer or a tensor of any shape, and the result has the shape of `step`.
 
     Gradient: flows through `gamma` if it is a tensor, but not through an integer `step`.
-    Raises: ValueError naming an argument that is not a number or a tensor.
+    Raises: ValueError if `step` is neither a number nor a tensor, or if `gamma` is not 0-d.
     Source: `torch.optim.lr_scheduler.ExponentialLR`.
 
     >>> exponential_schedule(2, gamma=0.5)
