@@ -9,7 +9,8 @@ the share of unmasked entries whose probability ratio is outside the clipping ra
 If an action consists of tokens, as in a language model, each token has its own log-probability. The log-probabilities
 then have token axes after the axes `*B`.
 
-Losses with more than four tensors take them by keyword.
+Losses with more than four tensors take them by keyword. Where a docstring states through which arguments gradients
+flow, it leaves out the hyperparameters. Gradients also flow through hyperparameters that are tensors.
 
 Log-ratios, which are differences of log-probabilities, are clamped to at most `bound`, so that losses and gradients
 stay finite. `bound` is half the logarithm of the largest finite value in the dtype of the log-probabilities, 44.36 in

@@ -76,7 +76,7 @@ def moments_update(
             each process holds a share of the batch. Every process then gets the moments of the whole batch.
 
     Returns: new moments. The inputs do not change.
-    Gradient: none, because `x` is detached.
+    Gradient: flows through `moments`, but not through `x`, which is detached.
     Raises: ValueError if the shape of `x` does not match `mask` and `moments`, or if `mask` is not bool.
     Source: see `moments_merge`.
 

@@ -542,7 +542,7 @@ def episode_update(
     Returns: new statistics in the dtypes of `episode`. `finished_return` and `finished_length` hold the most recent
         episodes, oldest first. Episodes that end at the same step are ordered by environment. `finished` is False for
         slots without an episode. A nonfinite reward makes the return of its episode NaN. Sums are computed in float64.
-    Gradient: none.
+    Gradient: flows through `reward` and through the returns in `episode`.
     Raises: ValueError if `done` or `mask` is not bool.
 
     >>> e = episode_update(episode_init(1, 2), torch.tensor([[1.0, 2.0, 4.0]]), torch.tensor([[False, True, False]]))
@@ -583,7 +583,7 @@ def restarted(episode: TensorDict) -> TensorDict:
         episode: episode statistics from `episode_init` or `episode_update`.
 
     Returns: the new statistics.
-    Gradient: none.
+    Gradient: flows through the statistics of finished episodes.
 
     >>> restarted(episode_init(1, 2).set("running_return", torch.ones(1)))["running_return"]
     tensor([0.])

@@ -17,9 +17,9 @@ unmasked tokens.
 Masked entries may hold any value, including NaN, and their loss is 0. You can add terms such as `kl_k3` to a loss per
 token. These terms have no mask, so fill the masked entries of their arguments: `log_prob.masked_fill(~mask, 0.0)`.
 
-Losses detach `old_log_prob` and `advantage`. Log-ratios are clamped to at most `bound`, so that losses and gradients
-stay finite. `bound` is `ecrl.kernels.dtypes.exponent_bound(dtype)`, 44.36 in float32. No gradient flows through a
-log-ratio above `bound`.
+Losses detach `old_log_prob` and `advantage`, but not hyperparameters that are tensors. Log-ratios are clamped to at
+most `bound`, so that losses and gradients stay finite. `bound` is `ecrl.kernels.dtypes.exponent_bound(dtype)`, 44.36 in
+float32. No gradient flows through a log-ratio above `bound`.
 
 Half-precision inputs are converted to float32, and the loss is converted back. Logged values are float32 or wider.
 """
