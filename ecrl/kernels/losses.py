@@ -507,13 +507,14 @@ def adaptive_kl_coef(kl_coef: Tensor, kl: Tensor, *, target_kl: Scalar, toleranc
 
     Returns: 0-d, in the dtype of `kl_coef`.
     Gradient: none, because the result is detached.
-    Raises: ValueError naming an argument that is not 0-d.
+    Raises: TypeError if `kl_coef` or `kl` is not a tensor, ValueError naming an argument that is not 0-d.
     Source: Schulman et al. 2017, arXiv:1707.06347, sec. 4.
 
     >>> paper = {"target_kl": 0.01, "tolerance": 1.5, "factor": 2.0}
     >>> [float(adaptive_kl_coef(torch.tensor(1.0), torch.tensor(kl), **paper)) for kl in (0.001, 0.01, 0.1)]
     [0.5, 1.0, 2.0]
     """
+    check_tensors(kl_coef=kl_coef, kl=kl)
     scalars(kl_coef=kl_coef, kl=kl)
     target_kl, tolerance, factor = scalars(target_kl=target_kl, tolerance=tolerance, factor=factor)
     dtype, (kl_coef, kl) = common_dtype(kl_coef), widened(kl_coef.detach(), kl.detach())

@@ -39,16 +39,17 @@ def _check(mean: Tensor, **tensors: Scalar) -> None:
             if x.ndim > mean.ndim or any(size not in (1, expected) for size, expected in pairs):
                 expected = f"a shape that broadcasts to mean {list(mean.shape)}"
                 raise ValueError(f"{name} has shape {list(x.shape)}, expected {expected}")
-        elif not isinstance(x, int | float):
+        elif not isinstance(x, int | float) and not hasattr(x, "__float__"):  # NumPy numbers have `__float__`
             raise ValueError(f"{name} is {x!r}, expected a number or a tensor")
     low, high = tensors.get("low"), tensors.get("high")
-    if isinstance(low, int | float) and isinstance(high, int | float) and not low < high:
+    numbers = low is not None and high is not None and not isinstance(low, Tensor) and not isinstance(high, Tensor)
+    if numbers and not low < high:
         raise ValueError(f"low is {low}, expected a number below high {high}")
 
 
 def _bound(mean: Tensor, bound: Scalar) -> Tensor:
     """Return a bound as float64 in the shape of `mean`, with a large number in place of infinity."""
-    bound = bound.to(torch.float64) if isinstance(bound, Tensor) else torch.full_like(mean, bound)
+    bound = bound.to(torch.float64) if isinstance(bound, Tensor) else torch.full_like(mean, float(bound))
     return bound.clamp(-1e100, 1e100).expand_as(mean)
 
 

@@ -231,6 +231,13 @@ def test_adaptive_kl_coef_names_a_tensor_of_several_numbers(name):
         adaptive_kl_coef(**tensors, target_kl=0.01, tolerance=1.5, factor=2.0)
 
 
+@pytest.mark.parametrize("name", ["kl_coef", "kl"])
+def test_adaptive_kl_coef_names_a_float(name):
+    tensors = {"kl_coef": torch.tensor(1.0), "kl": torch.tensor(1.0)} | {name: 1.0}
+    with pytest.raises(TypeError, match=rf"^{name} is a float, expected a tensor"):
+        adaptive_kl_coef(**tensors, target_kl=0.01, tolerance=1.5, factor=2.0)
+
+
 CONSTANTS = [1e-3, 0.1, -1e6, 1e17]
 
 

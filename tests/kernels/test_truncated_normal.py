@@ -225,6 +225,12 @@ def test_wrong_shapes_are_named(fn, i, name):
             fn(*args)
 
 
+def test_bounds_may_be_numbers_of_numpy():
+    close(truncated_normal_mode(ROWS, np.float32(-0.5), np.float64(0.5)), truncated_normal_mode(ROWS, -0.5, 0.5))
+    with pytest.raises(ValueError, match=r"^low is 1.0, expected a number below high 1.0$"):
+        truncated_normal_mode(ROWS, np.float32(1.0), np.float32(1.0))
+
+
 def test_bounds_in_the_wrong_order_or_of_a_wrong_type_are_named():
     with pytest.raises(ValueError, match=r"^low is 1.0, expected a number below high 1.0$"):
         truncated_normal_entropy(ROWS, LOG_STD, 1.0, 1.0)
