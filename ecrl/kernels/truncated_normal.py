@@ -41,10 +41,10 @@ def _check(mean: Tensor, **tensors: Scalar) -> None:
                 raise ValueError(f"{name} has shape {list(x.shape)}, expected {expected}")
         elif not isinstance(x, int | float) and not hasattr(x, "__float__"):  # NumPy numbers have `__float__`
             raise ValueError(f"{name} is {x!r}, expected a number or a tensor")
-    low, high = tensors.get("low"), tensors.get("high")
-    numbers = low is not None and high is not None and not isinstance(low, Tensor) and not isinstance(high, Tensor)
-    if numbers and not low < high:
-        raise ValueError(f"low is {low}, expected a number below high {high}")
+    given = (tensors[name] for name in ("low", "high") if name in tensors)
+    bounds = [float(x) for x in given if not isinstance(x, Tensor)]
+    if len(bounds) == 2 and not bounds[0] < bounds[1]:
+        raise ValueError(f"low is {tensors['low']}, expected a number below high {tensors['high']}")
 
 
 def _bound(mean: Tensor, bound: Scalar) -> Tensor:
