@@ -298,9 +298,9 @@ def known_keys(model: type[BaseModel]) -> set[str]:
 
 
 def _check_float32(value: float) -> float:
-    """Return the number, or raise ValueError if it is above 0 and becomes 0 or infinity in float32."""
+    """Return the number, or raise ValueError if it is above 0 and outside the range of positive float32 numbers."""
     if value > 3.4e38 or 0.0 < value < 1.4e-45:
-        raise ValueError(f"must be between 1.4e-45 and 3.4e38, the range of float32, got {value}")
+        raise ValueError(f"is {value}, but positive float32 numbers are between 1.4e-45 and 3.4e38; use one of these")
     return value
 
 

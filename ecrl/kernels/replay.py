@@ -453,7 +453,7 @@ def _transitions(
         "next_obs": next_obs,
         "terminated": terminated,
     }
-    if also:  # without a row that can be drawn, `replay_index` returns the first row
+    if also:  # if no step can be drawn, `replay_index` returns 0, so the mask of this step must be False
         results["mask"] = batch["mask"] & (step + n < replay.start + replay.added)
     return batch.update(results), (step, last, env)
 
