@@ -1,4 +1,4 @@
-"""Register the components of runs under names, such as environments, policies, algorithms and networks.
+"""Register the components of runs, such as environments, policies, algorithms and networks, under names.
 
 Each name maps to a config class and a function `make`. A decorator registers `make`, and reads the config class from
 the annotation of the first parameter:

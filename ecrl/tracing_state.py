@@ -1,7 +1,7 @@
 """Query the state of torch: graph tracing, random draws, active transforms and in-place writes.
 
-Some queries need private names of torch, which this module looks up once, at import. If a private name is missing, runs
-return the same results, but are slower or have fewer checks. The table in `docs/design.md` lists the private names.
+Some queries need private names of torch, which this module looks up once, at import. The table in `docs/design.md`
+lists the private names, and what happens if one is missing: a run is slower, has fewer checks or cannot be compiled.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -63,7 +63,10 @@ class Choices(NamedTuple):
 
 
 def target(run: Run, state: TensorDict, batch: TensorDict, count: Tensor) -> Tensor:
-    """Return the target of each transition, `[B]`. Actions and noise are in units of half the action range.
+    """Return the target of each transition, `[B]`.
+
+    In the equations, actions are scaled to [-1, 1], so the noise is in units of half the action range. The critics
+    receive actions in the units of the environment.
 
     action = clip(actor_target(next_obs) + clip(policy_noise * noise, -noise_clip, noise_clip), -1, 1)
     target = reward + discount * min_c(Q_target_c(next_obs, action)) * not terminated

@@ -7,6 +7,8 @@
 
 The sum tree (`ecrl.kernels.sum_tree`) has one leaf for each row of the ring, at the row's index. A row that cannot be
 drawn has the priority 0. `largest` is the largest priority so far. Start with `tree_init(R * N)` and a `largest` of 1.
+The tree has the shape `[2 * P]`. P is the number of leaves: the smallest power of two that is at least 2 and at least
+R * N.
 
 Source: Schaul et al. 2016, arXiv:1511.05952.
 """
