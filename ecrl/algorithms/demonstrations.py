@@ -98,7 +98,8 @@ class Demonstrations:
             `starts`, the index of the first step of each of its E episodes, int64 `[E]`.
         Raises: ConfigError if the file does not fit the run, or if the policy has memory and an episode is longer than
             `trainer.buffer_size`. Also raised for NaN, infinity, a value outside a discrete space, `executed` outside
-            its limits, or a last episode without an end. Also raised if `holdout` leaves no episode to learn from, or none to hold out.
+            its limits, or a last episode without an end. Also raised if `holdout` leaves no episode to learn from, or
+            none to hold out.
         """
         self._fitting_about(run)
         tensors = _or_config_error(read_tensors, Path(self.path))
