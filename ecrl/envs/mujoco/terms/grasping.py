@@ -1,7 +1,8 @@
 """Terms of tasks with a gripper: an action, observations and rewards.
 
 The fingers of a gripper are the bodies moved by the joints of the robot part `hand`, and by the joints that follow
-these joints. If there is only one such body, its parent is the second finger. An object is grasped if two fingers press on it from opposite sides:
+these joints. If there is only one such body, its parent is the second finger. An object is grasped if two fingers press
+on it from opposite sides:
 
     grasped  = |f[i]| >= w  and  |f[j]| >= w  and  f[i] . f[j] < 0        for two fingers i, j
     released = |f[i]| = 0                                                 for all fingers i
