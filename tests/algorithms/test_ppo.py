@@ -397,7 +397,8 @@ def test_a_batch_above_the_rollout_is_clamped_with_one_warning():
         ({"optimizer": {"name": "adam", "kwargs": {"betas": [0.9, 1.0]}}}, r"kwargs.betas\[1\]: must be below 1.0"),
         (
             {"learning_rate": 1e300},
-            r"algorithm.cfg.learning_rate: is 1e\+300, but positive float32 numbers are between 1.4e-45 and 3.4e38; use one of these",
+            r"algorithm.cfg.learning_rate: is 1e\+300, but positive float32 numbers "
+            r"are between 1.4e-45 and 3.4e38; use one of these",
         ),
         (
             {"optimizer": {"name": "adam"}, "learning_rate": 0.1},
