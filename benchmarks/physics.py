@@ -184,5 +184,5 @@ def figure(rows: list[dict[str, Any]]) -> Any:
     axes = picture.subplots()
     axes.bar([row["what"] for row in measured], [row["times_bare"] for row in measured])
     axes.axhline(1.0, color="black", linewidth=1)
-    axes.set(ylabel="times mujoco.rollout", title="push_cube_ppo")
+    axes.set(ylabel="times mujoco.rollout", title="PushCube, 64 environments")
     return picture
