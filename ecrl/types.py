@@ -52,8 +52,7 @@ STATE_FIELDS = {
     "carry": "memory of the policy, one entry per environment; absent for feed-forward policies",
     "exploration": "state and parameters of exploration, one entry per environment; absent for policies without it",
     "data_sha256": "int64 [4], SHA-256 of the file that the algorithm learns from; absent without such a file",
-    "hyper": "hyperparameters that may change during a run, such as gamma, as 0-d tensors; without integers that "
-    "determine a shape or a number of steps, such as batch_size",
+    "hyper": "each hyperparameter that may change during a run, such as gamma, as a 0-d tensor",
     "key": "int64, the source of all randomness in the run",
     "sample_step": "int64, number of environment steps so far, over all ranks",
     "decision_step": "int64, number of actions so far, over all ranks; only if the environment reports `executed`",

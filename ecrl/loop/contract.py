@@ -55,7 +55,7 @@ def _check_init(label: str, args: tuple[Any, ...], fields: Any) -> None:
     names = ", ".join(sorted(map(str, fields.keys()))) or "no fields"
     for name in _NEEDED:
         if name not in fields:
-            meaning = f"a TensorDict of {STATE_FIELDS[name]}, which may be empty"
+            meaning = f"a TensorDict, possibly empty, of {STATE_FIELDS[name]}"
             raise ConfigError(f"{label} returns no {name}, only {names}; add it, {meaning}")
         if not isinstance(fields[name], Mapping | TensorDictBase):
             raise ConfigError(f"{label} returns {name} as {described(fields[name])}, expected a TensorDict; return one")

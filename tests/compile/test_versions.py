@@ -25,7 +25,7 @@ def test_the_pages_and_the_commands_name_the_supported_versions():
     workflow = read(".github/workflows/ci.yml")
     assert f'"torch=={oldest}.*"' in workflow and f'"torch>={newest},<' in workflow
     for page in ("README.md", "docs/getting_started.md"):
-        assert f" or {newest}," in re.search("For compiled runs: torch [^)]*", read(page))[0]
+        assert f" or {newest}," in re.search("For compiled runs[^:]*: torch [^)]*", read(page))[0]
 
 
 def test_the_compile_tests_of_the_command_exist():

@@ -301,4 +301,5 @@ def test_the_docstring_of_every_term_states_its_result():
     names = [name for name in vars(observations) if name in SETTINGS]
     assert sorted(names) == sorted(SETTINGS)
     for name in names:
-        assert "[*B, " in getattr(observations, name).__doc__ and "mode " in getattr(observations, name).__doc__
+        text = getattr(observations, name).__doc__
+        assert "[*B, " in text and "`mode: " in text

@@ -573,11 +573,11 @@ def _without(name):
 INITS = {
     "params": (
         _without("params"),
-        "returns no params, only hyper, opt; add it, a TensorDict of policy parameters, nested",
+        "returns no params, only hyper, opt; add it, a TensorDict, possibly empty, of policy parameters, nested",
     ),
     "hyper": (
         _without("hyper"),
-        "returns no hyper, only opt, params; add it, a TensorDict of each numeric hyperparameter",
+        "returns no hyper, only opt, params; add it, a TensorDict, possibly empty, of each hyperparameter",
     ),
     "key": (
         lambda made: replace(made, init=lambda run, key: {**made.init(run, key), "key": key}),
