@@ -12,8 +12,8 @@ The rows of all tensors are the M steps, in the order of the episodes.
 
 The metadata of the file has one entry, `ecrl.demonstrations`. The entry is JSON with the version of the format, the
 version of ecrl, the environment, the source of the actions (`expert`), the seed, the number of episodes and steps, the
-mean return and the success rate. The entry also has the SHA-256 of each vocabulary, and the config. `successes_only` is
-true if only successful episodes were kept.
+mean return, and the success rate if the environment reports successes. The entry also has the SHA-256 of each
+vocabulary, and the config. `successes_only` is true if only successful episodes were kept.
 """
 
 import json

@@ -1,5 +1,7 @@
 """The commands that need no run: the version, the presets, and options that are keys of the config."""
 
+import errno
+import os
 import re
 
 import pytest
@@ -20,6 +22,15 @@ def test_every_preset_has_a_line(monkeypatch, capsys):
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [row[0] for row in rows] == list(preset_names()) and all(len(row) == 3 for row in rows)
     assert ["cartpole_ppo", "ppo", "cartpole"] in rows and ["acrobot_dqn", "dqn", "gymnasium:Acrobot-v1"] in rows
+
+
+def test_a_file_system_without_writes_is_one_line(monkeypatch, capsys):
+    def read_only():
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), "/media/disc/run")
+
+    monkeypatch.setattr("ecrl.config.presets.preset_names", read_only)
+    assert called(monkeypatch, "presets") == 2
+    assert capsys.readouterr().err == "/media/disc/run: Read-only file system; choose another place\n"
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 Masses, centres of mass, sizes, friction and gravity are fields of MuJoCo's model that differ between environments. Each
 environment keeps its values until the event happens again or the episode ends. A new episode starts with the values of
-the scene, to which the startup and reset events are then applied.
+the scene. The startup events and the reset events then change these values.
 """
 
 import re
