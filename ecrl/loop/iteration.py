@@ -60,6 +60,7 @@ from ecrl.loop.metrics import WINDOW, collect_logs, counted_steps, over_ranks
 from ecrl.loop.nonfinite_report import Collected, NonfiniteAction, action_error, nonfinite_error, with_checked_actions
 from ecrl.loop.signals import asked, interruptible
 from ecrl.loop.state_argument import check_state_argument
+from ecrl.loop.state_summary import as_state
 from ecrl.memory import keep_freed_memory
 from ecrl.policies import Policy
 from ecrl.policies.contract import check_frozen_names, checking
@@ -110,7 +111,7 @@ def first_state(run: Run, cfg: Config, key: Tensor | None = None) -> TensorDict:
     if run.algorithm.data is not None:
         run.algorithm.data.check(run, cfg)
         state = replaced(state, {"data_sha256": run.algorithm.data.sha256().to(key.device)})
-    return _with_envs(run, state, _first_envs(run, cfg, key)).lock_()
+    return as_state(_with_envs(run, state, _first_envs(run, cfg, key))).lock_()
 
 
 def check_start(run: Run, cfg: Config) -> None:
@@ -575,13 +576,13 @@ def make_iteration(cfg: Config, watch: Watch = unwatched) -> Iteration:
         own = with_iterations_of(cfg, own)
         own, writes, logs, nonfinite = iterate(own, Borrowed(replaced(borrowed, data)))
         if borrowed.is_empty():
-            return own, logs
+            return as_state(own), logs
         skipped = torch.zeros_like(own["key"], dtype=torch.bool) if nonfinite is None else nonfinite[1].any()
         after = merge(own, committed(run, borrowed, writes, own, skipped))
         if guard == "skip":
             cut = with_gap(run, after)
             after = mapped(lambda x, y: torch.where(skipped, x, y) if x is not y else x, cut, after)
-        return after, logs
+        return as_state(after), logs
 
     return iteration
 
@@ -675,7 +676,7 @@ def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
     def records() -> list[LogData]:
         taken = sample_step - recorded
         record = LogData(
-            log_type="collect", sample_step=sample_step, logs=logs["collect"], state=state.lock_(), taken=taken
+            log_type="collect", sample_step=sample_step, logs=logs["collect"], state=as_state(state).lock_(), taken=taken
         )
         return [record, {**record, "log_type": "train", "logs": logs["train"] | combined}]
 
@@ -784,7 +785,7 @@ def iterations_of_members(
                     log_type="collect",
                     sample_step=now,
                     logs=own["collect"],
-                    state=state.lock_(),
+                    state=as_state(state).lock_(),
                     taken=now - recorded[index],
                 )
                 records[index] = [record, {**record, "log_type": "train", "logs": own["train"] | combined[index]}]

@@ -1,13 +1,17 @@
-"""Define `ecrl.summary`, which describes a state in a few lines. Printing a state lists each of its tensors."""
+"""Define `ecrl.summary`, which describes a state in a few lines, and `State`, whose text is this summary."""
 
 from math import prod
 from typing import Any, cast
 
 from tensordict import TensorDict, TensorDictBase
+from tensordict._pytree import _register_td_node
 from torch import Tensor
 
+from ecrl.errors import UserError
 from ecrl.loop.state_argument import check_state_argument
 from ecrl.pytree import flatten
+
+_SUMMARIZED = ("sample_step", "update_step", "iterations", "key")
 
 
 def summary(state: TensorDict) -> str:
@@ -27,7 +31,7 @@ def summary(state: TensorDict) -> str:
     69 leaves, 112 kB
     opt 73.2 kB, params 36.6 kB, env 1.06 kB, episode 1.03 kB, hyper 56 B
     """
-    check_state_argument(state, "sample_step", "update_step", "iterations", "key")
+    check_state_argument(state, *_SUMMARIZED)
     seeds, done, end = state["sample_step"].shape, _range(state["update_step"]), _range(state["iterations"])
     of_seeds = f"{prod(seeds)} seeds, " if seeds else ""
     progress = (
@@ -39,6 +43,42 @@ def summary(state: TensorDict) -> str:
     largest = sorted((name for name in sizes if sizes[name]), key=lambda name: -sizes[name])
     parts = ", ".join(f"{name} {_bytes_text(sizes[name])}" for name in largest)
     return "\n".join([progress, f"{len(leaves)} leaves, {_bytes_text(_bytes_of(leaves))}", parts])
+
+
+class State(TensorDict):
+    """State of a run: a TensorDict that prints as its `summary`.
+
+    `print(state["params"])` lists the tensors of a field with their shapes, and `print(state.to_tensordict())` lists
+    all tensors. A state without a summary prints its tensors too: one that lacks a field, such as the result of
+    `state.select("params")`, and one whose numbers cannot be read, such as an argument inside vmap.
+
+    >>> from ecrl import init_state, load_config
+    >>> init_state(load_config("configs/cartpole_ppo.json"))
+    State: iteration 0 of 960, 0 env steps, on cpu
+    69 leaves, 112 kB
+    opt 73.2 kB, params 36.6 kB, env 1.06 kB, episode 1.03 kB, hyper 56 B
+    """
+
+    def __repr__(self) -> str:
+        try:
+            return f"State: {summary(self)}"
+        except (UserError, RuntimeError):  # a field is missing, or vmap hides the numbers
+            return super().__repr__()
+
+    def _maybe_remove_batch_dim(self, *args: Any, **kwargs: Any) -> TensorDict:  # tensordict calls it at the end of vmap
+        return as_state(super()._maybe_remove_batch_dim(*args, **kwargs))
+
+
+_register_td_node(State)
+
+
+def as_state(tree: TensorDict) -> State:
+    """Return a `State` with the fields of `tree`. The two share all fields.
+
+    >>> type(as_state(TensorDict({"key": 0}, [])).clone()).__name__
+    'State'
+    """
+    return cast(State, State._new_unsafe(dict(tree.items()), tree.batch_size))
 
 
 def _bytes_of(leaves: list[Tensor]) -> int:

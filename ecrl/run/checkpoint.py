@@ -35,6 +35,7 @@ from ecrl.loop.buffers import buffer_names, check_current, kinds_of, mark_writte
 from ecrl.loop.build import build, device_of, form_in_use
 from ecrl.loop.iteration import STATE_FIELDS, expected_state, with_empty_buffers
 from ecrl.loop.state_argument import check_state_argument
+from ecrl.loop.state_summary import as_state
 from ecrl.native.library import is_available
 from ecrl.storage.atomic_files import complete_folder, write_folder
 from ecrl.storage.checkpoint_files import (
@@ -435,7 +436,8 @@ def load_run(path: str | Path, device: str | None = None) -> tuple[Run, TensorDi
     expected = expected_state(run, cfg, _environment_state(tensors)).exclude(*left_out)
     state = _fill_structure(cast(TensorDict, expected), tensors, path)
     if left_out:
-        state = with_empty_buffers(run, cfg, state, left_out).lock_()
+        state = with_empty_buffers(run, cfg, state, left_out)
+    state = as_state(state).lock_()
     mark_written(run, state, state)  # `written` had a different meaning in older versions of ecrl
     return run, state, cfg
 

@@ -4,6 +4,7 @@ import torch
 from support.small_runs import last_state, small
 
 import ecrl
+from ecrl.run.checkpoint import latest
 
 
 def test_a_state_in_three_lines():
@@ -27,3 +28,31 @@ def test_a_state_of_several_seeds():
     progress = ecrl.summary(torch.stack([state, last_state(cfg)])).split("\n")[0]
     end, steps = cfg.trainer.iterations, cfg.trainer.iterations * cfg.trainer.num_envs * cfg.trainer.buffer_size
     assert progress == f"2 seeds, iteration 0 to {end} of {end}, 0 to {steps:,} env steps, on cpu"
+
+
+def test_a_state_prints_as_its_summary(tmp_path):
+    cfg = small()
+    first, iteration = ecrl.init_state(cfg), ecrl.make_iteration(cfg)
+    trained = ecrl.train(first, cfg, run_dir=tmp_path / "run", progress=False)[0]
+    seeds = torch.stack([first, ecrl.init_state(cfg, ecrl.rng.key(1))])
+    loaded = ecrl.load(latest(tmp_path / "run"))[0]
+    record = next(iter(ecrl.train_iter(first, cfg)))["state"]
+    vmapped = torch.func.vmap(iteration)(seeds)[0]
+    for state in (first, trained, loaded, record, seeds, vmapped, first.clone(), iteration(first)[0]):
+        assert str(state) == repr(state) == f"State: {ecrl.summary(state)}" and str(state).count("\n") == 2
+
+
+def test_a_state_without_a_summary_prints_its_tensors():
+    state = ecrl.init_state(small())
+    assert "learning_rate: Tensor(shape=" in str(state["hyper"])
+    assert "learning_rate: Tensor(shape=" in str(state.select("hyper"))
+    assert "learning_rate: Tensor(shape=" in str(state.to_tensordict())
+    texts = []
+    torch.func.vmap(lambda inside: texts.append(str(inside)) or inside["key"])(torch.stack([state, state]))
+    assert "learning_rate: Tensor(shape=" in texts[0]
+
+
+def test_a_state_is_a_pytree():
+    state = ecrl.init_state(small())
+    doubled = torch.utils._pytree.tree_map(lambda leaf: torch.stack([leaf, leaf]), state)
+    assert str(doubled).startswith("State: 2 seeds") and torch.equal(doubled["key"], torch.stack([state["key"]] * 2))
