@@ -85,8 +85,9 @@ def beta_mode(alpha: Tensor, beta: Tensor) -> Tensor:
         (alpha - 1) / (alpha + beta - 2)    if both concentrations are above 1
 
     Otherwise, the density is highest at an end of the interval: at 1 if alpha > beta, and at 0 if alpha < beta. If both
-    concentrations are below 1, the density is infinite at both ends, and grows faster towards this end. If both
-    concentrations are equal and at most 1, both ends tie, or the density is constant. The result is then 1 / 2.
+    concentrations are below 1, the density is infinite at both ends. The same rule then gives the end towards which the
+    density grows faster. If both concentrations are equal and at most 1, both ends tie, or the density is constant. The
+    result is then 1 / 2.
 
     Args:
         alpha: `[*B, A]` float, above 0. A larger value moves the density towards 1.

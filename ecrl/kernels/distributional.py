@@ -168,7 +168,8 @@ def categorical_q_target(
     Returns: probabilities `[*B, K]`.
     Gradient: flows through `reward`, `next_logits` and `support`.
     Raises: ValueError naming the argument, if shapes do not match or `terminated` is not bool.
-    Source: Bellemare et al. 2017, arXiv:1707.06887, algorithm 1; Hessel et al. 2018, arXiv:1710.02298 (double).
+    Source: Bellemare et al. 2017, arXiv:1707.06887, algorithm 1; with Double DQN, Hessel et al. 2018,
+        arXiv:1710.02298.
 
     >>> support, logits = torch.tensor([0.0, 1.0]), torch.tensor([[[0.0, 0.0], [-99.0, 99.0]]])
     >>> categorical_q_target(torch.tensor([0.0]), logits, torch.tensor([[0.5, 1.0]]), torch.tensor([False]), support,
@@ -283,7 +284,9 @@ def _check_critics(reward: Tensor, next_logits: Tensor, terminated: Tensor, supp
 
 
 def _read_probs(next_logits: Tensor, discount: Tensor) -> Tensor:
-    """Return the softmax of `next_logits`, `[C, *B, K]`, and uniform probabilities where `discount`, `[*B]`, is 0.
+    """Return the softmax of `next_logits`, but uniform probabilities where `discount` is 0.
+
+    `next_logits` and the result have the shape `[C, *B, K]`, and `discount` has the shape `[*B]`.
 
     Logits whose `discount` is 0 may be NaN, because the target does not read them. A softmax of NaN would make
     gradients NaN.
@@ -298,7 +301,8 @@ def categorical_td_loss(
 
         sum_c(mean(weight * -sum_k(target[k] * log_softmax(logits[c])[k])))
 
-    To compute the priority of each transition from critic c, use `categorical_kl(target.log(), logits[c])`.
+    For prioritised replay, `categorical_kl(target.log(), logits[c])` gives the priority of each transition, as computed
+    from the predictions of critic c.
 
     Args:
         logits: `[C, *B, K]` float, logits of the return distributions that C critics predict for the actions taken.

@@ -83,7 +83,7 @@ def discounts(**named: Scalar) -> tuple[Scalar, ...]:
     """Return discount factors after checking that each is a scalar and converting tensors to float64.
 
     Products of discounts, such as `gamma * gae_lambda`, are then computed in float64. A float32 product would have the
-    same rounding error at every step, so its effect would grow with the number of steps.
+    same rounding error at every step, so the effect of this error would grow with the number of steps.
 
     Raises: ValueError naming a hyperparameter that is neither a number nor a 0-d tensor.
 

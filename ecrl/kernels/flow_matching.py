@@ -160,8 +160,8 @@ def flow_log_prob(mean: Tensor, std: Tensor, next_sample: Tensor) -> Tensor:
         std: standard deviation, above 0, in a shape that broadcasts to `mean`.
         next_sample: float of the shape of `mean`.
 
-    Returns: a tensor of the shape of `mean`. The elements are independent, so their sum is the log-density of the
-        sample.
+    Returns: a tensor of the shape of `mean`. The elements of a sample are independent, so their log-densities add up to
+        the log-density of the sample.
     Gradient: flows through all three arguments.
     Raises: ValueError naming the arguments whose shapes do not match.
 

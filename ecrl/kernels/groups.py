@@ -30,8 +30,9 @@ def group_advantages(score: Tensor, mask: Tensor | None = None, *, group_size: i
 
     Returns: `[N, *F]` in the dtype of `score`. Half-precision scores are converted to float32 first. Masked entries are
         0. The advantages of a group are 0 if fewer than two members are unmasked, or if the scores differ only by
-        rounding. Scores differ only by rounding if their standard deviation is at most the mean of |score| times
-        `ecrl.kernels.dtypes.rounding`: 9.5e-7 in float32, 1e-3 in float16 and 8e-3 in bfloat16.
+        rounding. Scores differ only by rounding if their standard deviation is at most `rounding` times the mean of
+        |score|. Here `rounding` is 9.5e-7 in float32, 1e-3 in float16 and 8e-3 in bfloat16
+        (`ecrl.kernels.dtypes.rounding`).
     Gradient: flows through `score`.
     Raises: ValueError if `group_size` is below 2 or does not divide N. ValueError naming the argument, if shapes
         differ, `mask` is not bool or `eps` is not 0-d.
@@ -145,7 +146,8 @@ class _Groups(NamedTuple):
 def _group_stats(score: Tensor, mask: Tensor | None, group_size: int) -> _Groups:
     mask = checked_mask(mask, score=score)
     if group_size < 2 or score.shape[0] % group_size:
-        raise ValueError(f"group_size={group_size} must be at least 2 and divide the {score.shape[0]} entries of score")
+        size = f"{score.shape[0]}, the size of the first axis of score"
+        raise ValueError(f"group_size={group_size} must be at least 2 and divide {size}")
     dtype, (score,) = common_dtype(score), widened(score)
     grouped = (-1, group_size, *score.shape[1:])
     counted = mask.reshape(grouped)
@@ -187,8 +189,9 @@ def grpo_advantages(rollout: TensorDict, *, gamma: Scalar, group_size: int, eps:
     """Apply `group_advantages` to the returns of a rollout. Return the advantages and the mask, each `[N, T]`.
 
     The rollout has the shape `[N, T + 1]` and the fields `reward`, `terminated`, `truncated` and `done`. The fields
-    `mask` and `executed` are optional; without a mask, every step counts. The padding in the last time slot is ignored.
-    The fields `value` and `final_value` are ignored too, so returns never bootstrap.
+    `mask` and `executed` are optional. Without `mask`, every step counts. `executed` is the number of environment steps
+    that each action took. If the rollout has this field, the discount of a step is `gamma ** executed`. The padding in
+    the last time slot is ignored. The fields `value` and `final_value` are ignored too, so returns never bootstrap.
 
     Raises: ValueError naming a field that is missing or has a wrong shape, and ValueError in the same cases as
         `group_advantages`.

@@ -15,8 +15,8 @@ def push_frame(frames: Any, started: Tensor, obs: Any) -> Any:
         stack[i] = frames[i]  if started else obs,  i = 0 .. k - 2
         stack[k - 1] = obs
 
-    Gymnasium's `FrameStackObservation` also fills the stack at the start of an episode, with its default settings. Pass
-    the newest k - 1 observations of the stack as `frames` of the next call.
+    With its default settings, Gymnasium's `FrameStackObservation` fills the stack in the same way at the start of an
+    episode. Pass the newest k - 1 observations of the stack as `frames` of the next call.
 
     Args:
         frames: tensor `[*B, k - 1, ...]` with the previous k - 1 observations, oldest first, or a tree of such tensors.
@@ -115,8 +115,8 @@ def random_shift(image: Tensor, shift: Tensor) -> Tensor:
 
     Args:
         image: `[*B, h, w, c]` of any dtype. If the channels are on another axis, move them to the last axis first.
-        shift: int64 `[*B, 2]`, pairs (dy, dx) in pixels. An axis of size 1 in `shift` gives several images the same
-            shift, such as the frames of a stack.
+        shift: int64 `[*B, 2]`, pairs (dy, dx) in pixels. If an axis of `shift` has size 1, all images along this axis
+            get the same shift. For example, all frames of a stack can get the same shift.
 
     Returns: `[*B, h, w, c]` in the dtype of `image`.
     Gradient: flows through `image`.

@@ -3,8 +3,8 @@
 A loss is a mean over the entries whose `mask` is True, or 0 if all entries are masked. Without a mask, every entry
 counts. Masked entries may hold any value, including NaN. Losses detach their targets. A function with logs returns
 `(loss, logs)`, where `loss` is 0-d and `logs` maps names to detached 0-d tensors. The log `count` is the number of
-unmasked entries, which weights the loss in an average over the processes of a distributed run. The log `clip_frac` is
-the share of unmasked entries whose probability ratio is outside the clipping range.
+unmasked entries. An average over the processes of a distributed run weights the loss of each process by this number.
+The log `clip_frac` is the share of unmasked entries whose probability ratio is outside the clipping range.
 
 If an action consists of tokens, as in a language model, each token has its own log-probability. The log-probabilities
 then have token axes after the axes `*B`.
@@ -12,9 +12,10 @@ then have token axes after the axes `*B`.
 Losses with more than four tensors take them by keyword. Where a docstring states through which arguments gradients
 flow, it leaves out the hyperparameters. Gradients also flow through hyperparameters that are tensors.
 
-Log-ratios, which are differences of log-probabilities, are clamped to at most `bound`, so that losses and gradients
-stay finite. `bound` is half the logarithm of the largest finite value in the dtype of the log-probabilities, 44.36 in
-float32 (`ecrl.kernels.dtypes.exponent_bound`). No gradient flows through a log-ratio above `bound`.
+A log-ratio is a difference of log-probabilities. Where a function computes the exponential of a log-ratio, it first
+clamps the log-ratio to at most `bound`, so that losses and gradients stay finite. `bound` is half the logarithm of the
+largest finite value in the dtype of the log-probabilities, 44.36 in float32 (`ecrl.kernels.dtypes.exponent_bound`). No
+gradient flows through a log-ratio above `bound`.
 
 Half-precision inputs are converted to float32. A loss has the common dtype of its float inputs, as given by
 `torch.promote_types`. Logged values are float32 or wider.
@@ -353,8 +354,8 @@ def ppo_loss(
         vf_coef: weight of the value loss.
         ent_coef: weight of the entropy bonus.
 
-    Returns: the 0-d loss, and the logs policy_loss, value_loss, entropy, approx_kl (k3), clip_frac, explained_variance
-        and count.
+    Returns: the 0-d loss, and the logs policy_loss, value_loss, entropy, approx_kl (the estimate `kl_k3` of
+        KL(old | new)), clip_frac, explained_variance and count.
     Gradient: flows through `log_prob`, `entropy` and `value` only.
     Raises: ValueError naming the argument, if shapes differ, `mask` is not bool or a hyperparameter is not 0-d.
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 9.
@@ -620,8 +621,8 @@ def grpo_loss(
         kl_coef: weight of the KL penalty.
         ent_coef: weight of the entropy bonus.
 
-    Returns: the 0-d loss, and the logs policy_loss, entropy, approx_kl (k3), clip_frac, kl_ref (the mean of
-        `kl_k3(log_prob, ref_log_prob)`) and count.
+    Returns: the 0-d loss, and the logs policy_loss, entropy, approx_kl (the estimate `kl_k3` of KL(old | new)),
+        clip_frac, kl_ref (the mean of `kl_k3(log_prob, ref_log_prob)`) and count.
     Gradient: flows through `log_prob` and `entropy` only.
     Raises: ValueError naming the argument, if shapes differ, `mask` is not bool or a hyperparameter is not 0-d.
     Source: Shao et al. 2024, arXiv:2402.03300, eq. 3 and 4.

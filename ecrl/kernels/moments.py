@@ -84,12 +84,12 @@ def moments_update(
     >>> float(m["mean"]), float(moments_variance(m))
     (2.0, 1.0)
     """
-    shape = moments["mean"].shape
+    shape, batch = moments["mean"].shape, "the batch" if mask is None else "mask"
     if mask is None:
         mask = x.new_ones(x.shape[: x.ndim - len(shape)], dtype=torch.bool)
     check_bool(mask=mask)
     if x.shape != (*mask.shape, *shape):
-        expected = f"{[*mask.shape, *shape]}: the shape of mask, then the shape of one sample"
+        expected = f"{[*mask.shape, *shape]}: the shape of {batch}, then the shape of one sample"
         raise ValueError(f"x has shape {list(x.shape)}, expected {expected}")
     counted = mask.reshape(-1, *[1] * len(shape))
     samples = x.detach().to(torch.float64).reshape(-1, *shape).masked_fill(~counted, 0.0)

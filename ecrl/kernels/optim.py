@@ -374,7 +374,7 @@ def centered_rmsprop(
         eps: constant added to the square root in the denominator, in the units of the gradients.
 
     Returns: the new params and opt. The inputs do not change.
-    Gradient: flows through every input. The gradient is not finite where the new `nu - mu^2` is 0.
+    Gradient: flows through every input. The gradient is not finite where the new `nu - mu^2` is 0 or below.
     Raises: ValueError naming the leaves whose keys or shapes do not match, or a hyperparameter that is not 0-d.
     Source: Graves 2013, arXiv:1308.0850, eq. 38 to 41. `eps` is outside the root, as in `torch.optim.RMSprop`.
 
@@ -402,7 +402,7 @@ def l2_weight_decay(grads: TensorDict, params: TensorDict, *, weight_decay: Scal
     Args:
         grads: TensorDict of gradients. Clip the gradients first, as with `torch.optim`.
         params: TensorDict of parameters, with the same structure as `grads`.
-        weight_decay: factor of the penalty, which is `weight_decay / 2 * sum(p^2)`.
+        weight_decay: factor in the penalty `weight_decay / 2 * sum(p^2)`.
 
     Returns: the new gradients, with the dtypes of `grads`. The inputs do not change.
     Gradient: flows through every input.
@@ -502,7 +502,7 @@ def _steps(step: int | Tensor) -> Tensor:
 
 
 def _length(name: str, length: int | Tensor) -> Any:
-    """Return a length in steps. Raise ValueError if it is not 0-d, or if it is an integer below 1."""
+    """Return `length`, a number of steps. Raise ValueError if `length` is not 0-d, or if it is a number below 1."""
     (length,) = scalars(**{name: length})  # pyright: ignore
     if not isinstance(length, Tensor) and length < 1:
         raise ValueError(f"{name} is {length}, expected at least 1")

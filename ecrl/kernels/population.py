@@ -1,4 +1,6 @@
-"""Population-based training: replace the worst members of a population, and perturb their hyperparameters.
+"""Population-based training: replace the worst members of a population by copies of the best members.
+
+The hyperparameters of the copies are perturbed.
 
 The trailing axis of `fitness` is the population, with M members.
 """
@@ -42,9 +44,9 @@ def truncation_parents(fitness: Tensor, uniform: Tensor, *, count: int) -> Tenso
 
 
 def perturbed(x: Tensor, is_new: Tensor, uniform: Tensor, *, factor: Scalar, low: Scalar, high: Scalar) -> Tensor:
-    """Multiply or divide a hyperparameter of each new member by `factor`, each with probability 1/2, and clip it.
+    """Multiply or divide a hyperparameter of each new member by `factor`, with probability 1/2 each, and clip it.
 
-    The new members are the members that were replaced.
+    A new member is a copy of its parent, and has replaced one of the worst members.
 
         y[i] = clip(x[i] * factor if uniform[i] < 0.5 else x[i] / factor, low, high)        if is_new[i], or else x[i]
 

@@ -5,9 +5,10 @@
     weight             = importance_weights(probability, beta=beta)                              # weights of the loss
     tree, largest      = replay_set_priority(tree, largest, index, td_error, mask, alpha=alpha, eps=eps)
 
-The sum tree (`ecrl.kernels.sum_tree`) has one leaf for each row of the ring, at the row's index. A row that cannot be
-drawn has the priority 0. `largest` is the largest priority so far. Start with `tree_init(R * N)` and a `largest` of 1.
-The tree has the shape `[2 * P]`. P is the number of leaves: the smallest power of two that is at least 2 and at least
+The replay buffer and its rows are described in `ecrl.kernels.replay`. The ring stores R steps of N environments. The
+sum tree (`ecrl.kernels.sum_tree`) has one leaf for each row of the ring, at the row's index. A row that cannot be drawn
+has the priority 0. `largest` is the largest priority so far. Start with `tree_init(R * N)` and a `largest` of 1. The
+tree has the shape `[2 * P]`. P is the number of leaves: the smallest power of two that is at least 2 and at least
 R * N.
 
 Source: Schaul et al. 2016, arXiv:1511.05952.
@@ -33,12 +34,13 @@ def replay_add_priority(replay: Replay, tree: Tensor, largest: Tensor, *, steps:
         priority[t] = 0          for now - n <= t < now
         priority[t] = 0          for now - R <= t < now - R + stack - 1, if now > R
 
-    `now` is `start + added`. The n newest steps cannot be drawn yet. As soon as new steps have replaced old steps, the
-    `stack - 1` oldest steps in the buffer can no longer be drawn.
+    Here `now` is `replay.start + replay.added`, the number of steps so far, and R is the number of steps that the ring
+    stores. The n newest steps cannot be drawn yet. As soon as new steps have replaced old steps, the `stack - 1` oldest
+    steps in the buffer can no longer be drawn.
 
     Args:
         replay: the buffer after `replay_add`.
-        tree: a sum tree with at least R * N leaves.
+        tree: a sum tree with at least R * N leaves, for N environments.
         largest: 0-d float64, the largest priority so far.
         steps: the number S of steps that the last `replay_add` added.
         n: number of steps in a return, at least 1.
@@ -169,8 +171,8 @@ def importance_weights(probability: Tensor, *, beta: Scalar) -> Tensor:
         weight[i] = (count * probability[i])^-beta / max over j of (count * probability[j])^-beta
                   = (min over j of probability[j] / probability[i])^beta
 
-    `count` is the number of rows that can be drawn, and has no effect on the result. To divide by the largest weight of
-    several ranks instead, multiply the result by
+    `count` is the number of rows that can be drawn, and has no effect on the result. In a distributed run, each rank
+    draws its own batch. To divide by the largest weight in the batches of all ranks instead, multiply the result by
     `(smallest probability of all ranks / smallest probability of this rank)^beta`.
 
     Args:

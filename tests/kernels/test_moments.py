@@ -219,6 +219,10 @@ def test_new_values_do_not_retrace():
             lambda: moments_update(moments_init((2,)), torch.zeros(4, 2), everything(5)),
             r"\[5, 2\]: the shape of mask, then the shape of one sample",
         ),
+        (
+            lambda: moments_update(moments_init((2,)), torch.zeros(4, 3)),
+            r"\[4, 2\]: the shape of the batch, then the shape of one sample",
+        ),
         (lambda: normalize(torch.zeros(4), moments_init((2,)), eps=0.0, clip=1.0), r"x has shape \[4\]"),
         (lambda: normalize(torch.zeros(4, 1), moments_init((2,)), eps=0.0, clip=1.0), r"x has shape \[4, 1\]"),
         (lambda: normalize(torch.zeros(3), moments_init((2, 3)), eps=0.0, clip=1.0), r"x has shape \[3\]"),
