@@ -2,7 +2,7 @@
 
 A library is compiled when one of its functions is first needed, and stored in `cache_folder()`, which other processes
 share. The name of the stored file contains a hash of the source, the compiler, its flags and the CPU. The functions of
-a library take only addresses, sizes and flags, so a library does not depend on the version of Python or torch.
+a library take only addresses, integers and bools, so a library does not depend on the version of Python or torch.
 """
 
 import ctypes
@@ -100,7 +100,7 @@ def _store(built: Path, target: Path) -> None:
 
     Other processes see the whole file or no file, even if this process is killed or the power fails.
 
-    Raises: OSError if the folder is full or not writable.
+    Raises: OSError if the disk is full or the folder is not writable.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as file:
@@ -138,8 +138,8 @@ def _load(source: str, compiler: Sequence[str]) -> ctypes.CDLL:
 def library(source: str) -> ctypes.CDLL | None:
     """Return the library of `source`, the name of a C++ file of this folder without its suffix.
 
-    The first call may compile the library. If the library cannot be compiled, the function returns None. The function
-    then also warns once, except if `CXX` is not set and no compiler is found.
+    The first call may compile the library. If the library cannot be compiled and loaded, the function returns None. The
+    function then also warns once, except if `CXX` is not set and no compiler is found.
     """
     compiler, given = find_compiler(), os.environ.get("CXX")
     if compiler is None and not given:
@@ -150,8 +150,8 @@ def library(source: str) -> ctypes.CDLL | None:
         return _load(source, compiler)
     except (OSError, RuntimeError) as error:
         warnings.warn(
-            f"ecrl's {source}.cpp cannot be compiled with {given or compiler[0]} ({error}), so kernels that use it run "  # pyright: ignore
-            "as torch operations, which is slower; set CXX to a working compiler",
+            f"ecrl's {source}.cpp cannot be compiled with {given or compiler[0]} and loaded ({error}), so kernels that "  # pyright: ignore
+            "use it run as torch operations, which is slower; set CXX to a working compiler",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -167,12 +167,13 @@ def is_available(source: str) -> bool:
 def function(source: str, name: str, types: Sequence[Any]) -> Any:
     """Return the C++ function `name` of `source`. Its arguments have the `ctypes` types in `types`. It returns nothing.
 
-    Raises: RuntimeError if the library cannot be compiled.
+    Raises: RuntimeError if the library cannot be compiled and loaded.
     """
     loaded = library(source)
     if loaded is None:
         raise RuntimeError(
-            f"the C++ function {name} is not available, because it cannot be compiled; set CXX to a working compiler"
+            f"the C++ function {name} is not available, because {source}.cpp cannot be compiled and loaded; "
+            "set CXX to a working compiler"
         )
     found = loaded[name]
     found.argtypes, found.restype = [*types], None

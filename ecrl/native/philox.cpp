@@ -31,7 +31,8 @@ void ten_rounds(const int64_t* keys, const int64_t* lows, const int64_t* highs, 
 
 }  // namespace
 
-// `strides` has two numbers for each of key, low and high: to the next row, and to the next column. Results are contiguous.
+// `strides` has two strides for each of key, low and high: the stride to the next row, and the stride to the next
+// column. Results are contiguous.
 extern "C" void philox(const int64_t* key, const int64_t* low, const int64_t* high, int64_t* first, int64_t* last,
                        int64_t rows, int64_t columns, const int64_t* strides) {
     int64_t keys[kLanes], lows[kLanes], highs[kLanes], ends[2][kLanes];

@@ -68,7 +68,7 @@ torch.library.register_vmap("ecrl::philox_words", _philox_batched)
 
 
 def batched(words: Sequence[Tensor], dims: Sequence[int | None]) -> list[Tensor]:
-    """Move the axis of vmap to the front of each tensor that has one. The other axes still broadcast."""
+    """Move the axis of vmap to the front of each tensor that has this axis. The other axes still broadcast."""
     rank = max(word.ndim - (dim is not None) for word, dim in zip(words, dims, strict=False))
 
     def aligned(word: Tensor, dim: int | None) -> Tensor:

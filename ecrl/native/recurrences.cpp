@@ -1,9 +1,10 @@
 // Linear recurrences over time, on the rows of strided tensors of shape [rows, steps].
 //
 // The value that a step passes on is float64, so that float32 results do not collect rounding errors over time.
-// `strides` has two numbers per tensor, in the order of the arguments: to the next row, and to the next step.
-// `adjacent` is true if the rows of all tensors are neighbours in memory, as in time-major tensors. `varies` is true if
-// a discount is a tensor with several values. Otherwise, each discount is one number for all rows and steps.
+// `strides` has two strides per tensor, in the order of the arguments: the stride to the next row, and the stride to
+// the next step. `adjacent` is true if the rows of all tensors are neighbours in memory, as in time-major tensors.
+// `varies` is true if a discount is a tensor with several values. Otherwise, each discount is one number for all rows
+// and steps.
 
 #include <algorithm>
 #include <cstdint>

@@ -1,9 +1,11 @@
 """Linear recurrences over time in C++, as operators of torch for float32 and float64 tensors on the CPU.
 
-The operators run in eager code, in `torch.compile`, and for large tensors in graphs of `ecrl.compile`. For small
-tensors, a graph of `ecrl.compile` has its own C++ code, because calling an operator takes longer than a short
-recurrence. `linear_recurrence` has derivatives of any order in forward and reverse mode, and works under every
-transform of `torch.func`, except a forward mode inside a forward mode. `gae` has no derivatives.
+The operators run in eager code and in `torch.compile`. If no derivative is needed, a graph of `ecrl.compile` calls an
+operator for large tensors, and has its own C++ code for small tensors, because calling an operator takes longer than a
+short recurrence. If a derivative is needed, such a graph runs torch operations.
+
+`linear_recurrence` has derivatives of any order in forward and reverse mode, and works under every transform of
+`torch.func`, except a forward mode inside a forward mode. `gae` has no derivatives.
 """
 
 from collections.abc import Sequence
@@ -100,9 +102,9 @@ def _rows(x: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _new(x: Tensor) -> Tensor:
-    """Return an uninitialised tensor in the shape of `x` that can be viewed as `[rows, T]`.
+    """Return an uninitialised tensor in the shape of `x`, `[*B, T]`. The result can be viewed as `[rows, T]`.
 
-    If `x` can be viewed as `[rows, T]` too, the tensor has the memory order of `x`.
+    If `x` can be viewed as `[rows, T]` too, the result has the memory order of `x`.
     """
     return torch.empty_like(x) if x.ndim <= 2 else torch.empty_like(x.flatten(0, -2)).view(x.shape)
 
@@ -159,8 +161,8 @@ def _before(y: Tensor, last: Tensor, reverse: bool) -> Tensor:
 def _transposed(grad: Tensor, decay: Tensor, cut: Tensor, reverse: bool) -> Tensor:
     """Return the gradient of `x` from the gradient of `y`: the recurrence in the opposite direction of time.
 
-    The decay and the cut of a step are shifted by one step, because they apply to the value that the next step
-    receives.
+    In the recurrence, `decay[t]` and `cut[t]` apply to the value that step t receives. In the opposite direction, they
+    apply to the value that step t passes on. Decays and cuts are therefore shifted by one step.
     """
     first = torch.ones_like(cut[..., :1])
     if reverse:
