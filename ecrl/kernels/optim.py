@@ -374,7 +374,7 @@ def centered_rmsprop(
         eps: constant added to the square root in the denominator, in the units of the gradients.
 
     Returns: the new params and opt. The inputs do not change.
-    Gradient: flows through every input. The gradient is not finite where the new `nu - mu^2` is 0 or below.
+    Gradient: flows through every input. The gradient is not finite where the new `nu - mu^2` is 0.
     Raises: ValueError naming the leaves whose keys or shapes do not match, or a hyperparameter that is not 0-d.
     Source: Graves 2013, arXiv:1308.0850, eq. 38 to 41. `eps` is outside the root, as in `torch.optim.RMSprop`.
 
