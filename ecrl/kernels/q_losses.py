@@ -3,13 +3,14 @@
 A loss is a mean over the entries whose `mask` is True, or 0 if all entries are masked. Without a mask, every entry
 counts. Masked entries may hold any value, including NaN. Losses detach their targets. A function with logs returns
 `(loss, logs)`, where `loss` is 0-d and `logs` maps names to detached 0-d tensors. The log `count` is the number of
-unmasked entries, which weights the loss in an average over the processes of a distributed run.
+unmasked entries. In an average over the processes of a distributed run, the loss of each process has the weight `count`
+of this process.
 
 The values of C critics have the shape `[C, *B]`.
 
 Half-precision inputs are converted to float32. A loss has the common dtype of its float inputs, as given by
-`torch.promote_types`. The dtype of `weight` does not affect the dtype of a loss, because `importance_weights` returns
-float64 for the probabilities from a sum tree. Logged values are float32 or wider.
+`torch.promote_types`. The dtype of `weight` does not affect the dtype of a loss. Otherwise, prioritised replay would
+give float64 losses, because its weights (`importance_weights`) are float64. Logged values are float32 or wider.
 """
 
 import torch
@@ -219,7 +220,7 @@ def temperature_loss(
     The temperature falls while the entropy is above `target_entropy`, and rises while the entropy is below.
 
     Args:
-        log_temperature: 0-d float, the logarithm of the temperature, which is learnt.
+        log_temperature: 0-d float, the logarithm of the temperature. This logarithm is the learnt parameter.
         log_prob: `[*B]` float, log-probability of actions drawn from the current policy, in nats. For discrete actions,
             pass the policy's entropy times -1, which is the mean log-probability.
         mask: `[*B]` bool, or None if every entry counts.

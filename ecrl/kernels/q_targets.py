@@ -12,8 +12,8 @@ limit ended the episode, pass False as `terminated`, and values of the state tha
 Where `terminated` is True or `gamma` is 0, the values of the next state are not read and may be infinite or NaN. The
 functions do not detach their inputs. The losses in `ecrl.kernels.q_losses` detach their targets.
 
-Results have the common dtype of the float arguments, as given by `torch.promote_types`. Half-precision inputs are
-converted to float32 first.
+Results have the common dtype of the float arguments, as given by `torch.promote_types`. Hyperparameters, the bounds of
+`smoothed_action` and `next_q_selector` do not affect this dtype. Half-precision inputs are converted to float32 first.
 """
 
 import torch
@@ -33,7 +33,7 @@ def _target(reward: Tensor, next_value: Tensor, terminated: Tensor, gamma: Scala
 
 
 def _fill_unread(x: Tensor, reward: Tensor, terminated: Tensor, gamma: Scalar) -> Tensor:
-    """Write 0 into the entries of `x` that the target does not read.
+    """Return a copy of `x` with 0 in the entries that the target does not read.
 
     `x` has the shape `[*B]`, `[*B, A]` or `[C, *B, A]`. A NaN in an entry that is not read would make gradients NaN.
     """
@@ -170,7 +170,7 @@ def munchausen_target(
         gamma: discount, or a `[*B]` tensor with the discount of each transition.
         temperature: temperature of the softmax, above 0, in reward units; `tau` in the paper.
         munchausen_coef: weight of the bonus; `alpha` in the paper.
-        clip_value_min: lower bound of the log-probability times `temperature`; `l_0` in the paper.
+        clip_value_min: lower bound of `temperature * log_pi[action]`, in reward units; `l_0` in the paper.
 
     Returns: `[*B]`.
     Gradient: flows through `reward`, `q`, `next_q` and `temperature`.

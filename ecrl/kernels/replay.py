@@ -7,10 +7,11 @@
         batch  = replay_read(replay, index, gamma=gamma, n=n)
     writes = replay_writes(replay)                           # rows, and where they go in the ring
 
-An iteration only reads the ring. In a compiled loop, the ring and `start` are constants, and the loop's carry holds the
-block and `added`. After the loop, one `index_copy_` per field writes the block into the ring. As soon as a new row
-replaces an old row, the old row can no longer be drawn, although the ring still stores it. The results therefore do not
-depend on the number of turns in an iteration.
+An iteration only reads the ring. `start` counts the steps of each environment before the iteration, and `added` counts
+the steps that the iteration has added. In a compiled loop, the ring and `start` are constants, and the loop's carry
+holds the block and `added`. After the loop, one `index_copy_` per field writes the block into the ring. An old row of
+the ring can no longer be drawn as soon as the block holds its replacement, although the ring still stores the old row.
+The results therefore do not depend on the number of turns in an iteration.
 
 All environments step together. A row is one step of one environment. The row of step t of environment e has the index
 `(t % R) * N + e`, whether the ring or the block stores it. Each observation is stored once, because the next
@@ -19,17 +20,18 @@ which precedes the reset.
 
 The final observation of step t is stored in slot `(t // G) % F` of its environment. The number of slots F is
 `ceil(R / min_truncation_gap) + 1`. The width of a slot G, in steps, is `ceil(R / (F - 1))`. G is at most
-`min_truncation_gap`, so two truncations in the buffer never share a slot. If two truncations of an environment are
-closer together than `min_truncation_gap`, a final observation may be overwritten. The discount of the truncated step is
-then NaN.
+`min_truncation_gap`. Two truncations of an environment that are at least `min_truncation_gap` steps apart therefore
+never share a slot while both are in the buffer. If two truncations are closer together, the final observation of the
+later step may overwrite the final observation of the earlier step. The discount of the earlier step is then NaN.
 
 If the ring has the field `mask`, a step whose `mask` is False only stores an observation. The action and the reward of
-such a step belong to no transition, and an n-step transition that reaches the step ends at its observation. Gymnasium
-environments report such a step after the end of an episode.
+such a step belong to no transition. An n-step transition that reaches such a step ends at the observation of this step.
+Gymnasium environments report such a step after the end of an episode.
 
-A row can be drawn if the buffer has the n steps after the row, and if none of the `stack - 1` steps before the row has
-been replaced. The n newest steps therefore cannot be drawn yet. As soon as new steps have replaced old steps, the
-`stack - 1` oldest steps in the buffer are only read as frames of later observations.
+In the functions that draw and read rows, n is the number of steps in a return, and `stack` is the number of frames in
+an observation. A row can be drawn if the buffer has the n steps after the row, and if none of the `stack - 1` steps
+before the row has been replaced. The n newest steps therefore cannot be drawn yet. As soon as new steps have replaced
+old steps, the `stack - 1` oldest steps in the buffer are only read as frames of later observations.
 """
 
 from typing import Any, NamedTuple, cast
@@ -281,14 +283,15 @@ def replay_cut(ring: TensorDict, start: Tensor) -> TensorDict:
 
     Call this function if the next step that is added will not follow the newest step, for example because the
     environments were restarted in between. The `mask` of the newest step of each environment becomes False, unless an
-    episode ended at this step. The `mask` of a truncated step also becomes False if the next step has the same slot for
-    final observations. A truncation soon after the restart could otherwise overwrite the final observation.
+    episode ended at this step. The `mask` of a truncated step also becomes False if the first new step will have the
+    same slot for final observations. Otherwise, a truncation soon after the restart could overwrite the final
+    observation of the truncated step.
 
     Args:
         ring: ring from `replay_init`, with the field `mask`. It may have fields other than `steps` and `final`.
         start: number of steps of each environment so far, 0-d int64.
 
-    Returns: a ring with a new tensor `mask`, which shares all other tensors with `ring`.
+    Returns: a ring with a new tensor `mask`. The new ring shares all other tensors with `ring`.
     Gradient: none.
     Raises: ValueError if the ring has no `mask`.
 

@@ -14,10 +14,12 @@ chunk of k actions, pass `gamma ** k` as its discount.
 
 A term with weight 0 is left out, so the term may be infinite or NaN:
 
-- With a `gae_lambda` or `trace` of 0, the returns of later steps are not read. The `advantage` of `vtrace` always reads
-  the value target of the next step.
+- With a `gae_lambda` or `trace` of 0, the returns of later steps are not read.
 - With a `gae_lambda` or `trace` of 1, `td_lambda_returns` and `q_lambda` do not read values inside an episode.
 - With a `gamma` of 0, the values and returns of later steps are not read.
+
+The `advantage` of `vtrace` is an exception: inside an episode, it reads the value target of the next step even if
+`gae_lambda` or `gamma` is 0.
 
 A term that is left out contributes no gradient to `gamma`, `gae_lambda` and `trace`.
 

@@ -1,9 +1,9 @@
 """Scan backwards over time, with the linear recursion that most estimators of returns share.
 
 On a CPU, in eager code and in `torch.compile`, a C++ loop runs the recursion (`ecrl.native.recurrences`). A graph of
-`ecrl.compile` calls the C++ loop only for large tensors without derivatives. Otherwise, torch operations run the
-recursion (`scan_time_major`), for example in eager code on a GPU or without a C++ compiler. Graphs of `ecrl.compile`
-use faster code in place of these operations if no derivative is needed (`ecrl.compile.reverse_scan`).
+`ecrl.compile` calls the C++ loop only if the tensors are large and no derivative is needed. Otherwise, torch operations
+run the recursion (`scan_time_major`), for example in eager code on a GPU or without a C++ compiler. Graphs of
+`ecrl.compile` use faster code in place of these operations if no derivative is needed (`ecrl.compile.reverse_scan`).
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ _STEPS = 8
 """Number of time steps per block in `scan_time_major`."""
 
 TimeMajorScan = Callable[[Tensor, Scalar, Tensor, Tensor], Tensor]
-"""Type of a function with the same arguments and result as `scan_time_major`."""
+"""Type of a function with the positional arguments and the result of `scan_time_major`."""
 
 
 def reverse_scan(x: Tensor, decay: Scalar, cut: Tensor, last: Tensor | None = None) -> Tensor:
@@ -111,7 +111,10 @@ _SCAN: list[TimeMajorScan] = [scan_time_major]
 
 
 def use_scan(scan: TimeMajorScan) -> TimeMajorScan:
-    """Make `reverse_scan` call the decorated function instead of `scan_time_major`. `ecrl.compile` uses this."""
+    """Make `reverse_scan` call the decorated function instead of `scan_time_major`.
+
+    `ecrl.compile` uses this decorator.
+    """
     _SCAN[:] = [scan]
     return scan
 

@@ -249,7 +249,8 @@ def place_at_truncations(value: Tensor, truncated: Tensor) -> Tensor:
 
         placed[t] = value[sum(truncated[:t])] if truncated[t] else 0
 
-    If F = T, each step has its own slot, and `value[t]` replaces `value[sum(truncated[:t])]`.
+    If the number of slots F is T, each step has its own slot. The equation then has `value[t]` in place of
+    `value[sum(truncated[:t])]`.
 
     Args:
         value: `[*B, F]` with 1 <= F <= T, the value of each slot in `final` of a batch (`collect_rollout`). Slots
@@ -308,8 +309,8 @@ def collect_rollout(
     when an episode ends.
 
     Args:
-        policy: record with `act`, `draw` and `value` (None for a policy without a critic). A policy with memory also
-            has `init_carry`.
+        policy: record with `act`, `draw` and `value`. `value` is None for a policy without a critic. A policy with
+            memory also has `unit` and `init_carry`.
         env: record with `step` and `draw`, from `ecrl.envs.auto_reset`.
         params: the policy's parameters.
         carry: the policy's memory before the first step, a TensorDict `[N]`. For a feed-forward policy, the memory is

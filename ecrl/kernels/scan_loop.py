@@ -21,8 +21,8 @@ With the CPU limit, the activations of a small network fit in a cache. A chunk w
 _CPU_BYTES, _GPU_BYTES = 2048 * _CPU_ROWS, 2048 * _GPU_ROWS
 """Largest number of bytes in a chunk: 4 MiB on a CPU and 128 MiB on a GPU.
 
-If a row is larger than 2 KiB, this limit applies before the limit on the number of rows. The activations of a
-convolutional network, for example, take several times as much memory as its images.
+If a row is larger than 2 KiB, this limit applies before the limit on the number of rows. This limit bounds the memory
+of a convolutional network, whose activations take several times as much memory as the images.
 """
 Scan = Callable[..., tuple[Any, Any]]
 """Type of a function with the same arguments and results as `scan`."""
@@ -132,7 +132,7 @@ def step_or_keep(due: Tensor, body: Callable[..., tuple[Any, Any]], carry: Any, 
             dtypes.
         constants: further arguments of `body`.
 
-    Returns: the new carry and `y`, whose tensors are floats.
+    Returns: the new carry, and `y`. All tensors of `y` must be floats.
     Gradient: flows through `body` if `due` is True, and from the old carry to the new one otherwise.
     Raises: ValueError if `body` changes the structure of the carry, or the shape or dtype of a tensor in the carry.
 
@@ -155,10 +155,10 @@ def use_step_if(fn: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, 
 
 
 def step_if(due: Tensor, body: Callable[..., tuple[Any, Any]], carry: Any, *constants: Any) -> tuple[Any, Any]:
-    """Use the results of `body` only if `due` is True. Otherwise, a compiled graph for the CPU does not compute them.
+    """Run `body`, and keep its results only if `due` is True. The arguments and results are those of `step_or_keep`.
 
-    The arguments and results are the same as for `step_or_keep`, which runs in eager code, on a GPU, under vmap, and
-    with gradients or several ranks.
+    A compiled graph for the CPU does not run `body` if `due` is False. In eager code, on a GPU, under vmap, while
+    gradients are recorded, and with several ranks, `step_if` calls `step_or_keep`, which always runs `body`.
     """
     return _STEP_IF[0](due, body, carry, *constants)
 

@@ -4,8 +4,8 @@ The last axis of `log_prob`, `old_log_prob` and `mask`, `[*B, L]`, runs over the
 `[*B]` belongs to a whole sequence, and an advantage `[*B, L]` to each token.
 
 A loss returns `(loss, logs)`, where `loss` has one value per token, `[*B, L]`. Pass `loss` to `token_mean`,
-`sequence_mean` or `fixed_length_mean` to get the 0-d loss. These means differ in the weight of long sequences. The
-usual means are those of the papers, and for VESPO that of TRL:
+`sequence_mean` or `fixed_length_mean` to get the 0-d loss. These means differ in the weight of long sequences. Each
+loss is usually used with the mean of its paper, and VESPO with the mean of the library TRL:
 
 - `sequence_mean`: GRPO, GSPO and SAPO
 - `token_mean`: DAPO, CISPO and VESPO
@@ -113,7 +113,8 @@ def gspo_loss(
 
     Returns: the loss `[*B, L]`, and the logs approx_kl and clip_frac, the share of sequences whose ratio is outside
         [1 - clip_low, 1 + clip_high].
-    Gradient: flows through `log_prob` only, to each token from its own loss, as in `sequence_log_ratio`.
+    Gradient: flows through `log_prob` only. The loss of a token has a gradient only with respect to the `log_prob` of
+        the same token, as in `sequence_log_ratio`.
     Raises: ValueError naming the argument, if shapes do not match, `mask` is not bool or a hyperparameter is not 0-d.
     Source: Zheng et al. 2025, arXiv:2507.18071, eq. 5, 7 and 14.
 
@@ -288,7 +289,7 @@ def vespo_loss(
 
 
 def sequence_log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the mean log-ratio of a sequence at each of its tokens, with a gradient only to the token itself.
+    """Return the mean log-ratio of each sequence, once per token. An entry has a gradient only to the same token.
 
         stop(sum(log_prob - old_log_prob where mask) / max(1, count(mask))) + log_prob - stop(log_prob)
 
@@ -302,7 +303,8 @@ def sequence_log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor | No
         mask: `[*B, L]` bool, or None if every token counts.
 
     Returns: `[*B, L]`, equal for all unmasked tokens of a sequence. Masked entries are 0.
-    Gradient: flows through `log_prob` only, from each entry to its own token, with a factor of 1.
+    Gradient: flows through `log_prob` only. The derivative of an unmasked entry with respect to the `log_prob` of the
+        same token is 1, and with respect to the `log_prob` of any other token 0.
     Raises: ValueError naming the argument, if shapes differ or `mask` is not bool.
     Source: Zheng et al. 2025 (GSPO), arXiv:2507.18071, eq. 14.
 

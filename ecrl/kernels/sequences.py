@@ -103,8 +103,8 @@ def whiten(
         std = sqrt(sum((advantage - mean)^2 where mask) / max(1, count(mask) - 1))
         (advantage - mean) / max(std, eps)
 
-    An advantage per sequence counts once for each unmasked token. REINFORCE++ whitens the scores. Its variant with a
-    baseline whitens `group_centered(score)`.
+    An advantage per sequence counts once for each unmasked token. To whiten as in REINFORCE++, pass the scores of the
+    sequences. As in the variant of REINFORCE++ with a baseline, you can also pass `group_centered(score)`.
 
     Args:
         advantage: float, `[*B]` or `[*B, L]`, in reward units.
@@ -131,7 +131,8 @@ def overlong_penalty(length: Tensor, *, max_length: Scalar, buffer_length: Scala
 
         clip((max_length - buffer_length - length) / buffer_length, -1, 0)
 
-    The penalty falls from 0 to -1 over the last `buffer_length` tokens. Add the penalty to the reward.
+    The penalty falls from 0 to -1 over the last `buffer_length` tokens before `max_length`. Add the penalty to the
+    reward.
 
     Args:
         length: `[*B]` int or float, number of tokens of each sequence.

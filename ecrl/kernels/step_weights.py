@@ -3,7 +3,7 @@
 A sequence, such as an episode, has T steps, and a step has K tokens. A minibatch holds steps of many sequences, but
 not all steps of each sequence. `sequence_mean` cannot be computed from such a minibatch, so use this mean instead:
 
-    weighted_step_mean = sum(weight[b] * x[b, k] where token_mask[b, k] and mask[b]) / count(mask[b])
+    weighted_step_mean = sum(weight[b] * x[b, k] where token_mask[b, k] and mask[b]) / max(1, count(mask))
 
 Compute the weights once per batch, for example with `token_mean_weights`. Over all steps of the batch,
 `weighted_step_mean` then equals `token_mean` of `ecrl.kernels.sequences`. With `sequence_mean_weights` it equals
@@ -11,9 +11,10 @@ Compute the weights once per batch, for example with `token_mean_weights`. Over 
 `weighted_step_mean` is an unbiased estimate if all minibatches have the same number of unmasked steps. Gradients of
 parts of a minibatch, weighted with their shares of the unmasked steps, add up to the gradient of the minibatch.
 
-In the weight functions, `count`, float `[N, T]`, is the number of unmasked tokens of each step, and `mask` is bool
-`[N, T]`. In their equations, `count(mask)` is the number of True entries of `mask`, which counts steps. `total`
-sums a tensor over all processes, if each process holds a share of the batch. No gradient flows through the weights.
+The weight functions take `count`, float `[N, T]`, the number of unmasked tokens of each step. `mask`, bool `[N, T]`, is
+True for the steps that count. In the equations, `count(mask)` is the number of steps whose `mask` is True. The function
+`total` sums a tensor over all processes, if each process holds a share of the batch. No gradient flows through the
+weights.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Sum tree, for draws of indices with probabilities proportional to their priorities, in logarithmic time.
+"""Sum tree, which draws an index with a probability proportional to the index's priority, in logarithmic time.
 
 A tree with P leaves is a float64 tensor of shape `[2 * P]`, where P is a power of two. Node 1 is the root, and node 0
 is not used. The children of node i are the nodes 2 i and 2 i + 1. Leaf k is node P + k. Each inner node is the sum of
@@ -134,5 +134,8 @@ _LAST_OF_EQUAL: list[Callable[[Tensor], Tensor]] = [last_of_equal]
 
 
 def use_functions(find: Callable[[Tensor, Tensor], Tensor], last: Callable[[Tensor], Tensor]) -> None:
-    """Make `tree_find` call `find`, and `tree_set` call `last`. `ecrl.compile` uses this for its own functions."""
+    """Make `tree_find` call `find` instead of `find_by_level`, and `tree_set` call `last` instead of `last_of_equal`.
+
+    `ecrl.compile` calls `use_functions` with faster functions for compiled graphs.
+    """
     _FIND[:], _LAST_OF_EQUAL[:] = [find], [last]

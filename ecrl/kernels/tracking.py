@@ -151,7 +151,7 @@ def ema_debiased(average: TensorDict, *, decay: Scalar) -> TensorDict:
     is zero. Integer leaves do not change.
 
     Args:
-        average: state from `ema`, whose steps all had the same `decay`.
+        average: state from `ema`. All calls of `ema` must have used the `decay` that is passed here.
         decay: weight of the old mean, 0 up to but not including 1.
 
     Returns: TensorDict with the structure and the dtypes of `average["mean"]`.

@@ -3,7 +3,10 @@
 The density is proportional to a normal density between `low` and `high`, and 0 outside. Means have the shape `[*B, A]`,
 and log_prob, entropy and kl are sums over the last axis. The sampler takes uniform noise as an argument (see
 `ecrl.rng`). All functions except `truncated_normal_mode` compute in float64 with logarithms of probabilities, because
-an interval many standard deviations from the mean has a tiny probability. The results have the dtype of the inputs.
+an interval many standard deviations from the mean has a tiny probability. The results have the common dtype of the
+inputs. The dtypes of `low` and `high` do not affect this dtype.
+
+In the equations, phi is the standard normal density, and Phi is the standard normal distribution function.
 """
 
 from math import log, pi, sqrt
@@ -77,12 +80,14 @@ def _log_cdf(x: Tensor) -> Tensor:
 
 
 def _is_near(a: Tensor, b: Tensor) -> Tensor:
-    """Return True for intervals that contain 0 or lie inside (-1, 1), so that a difference of `erf` is accurate."""
+    """Return True for intervals that contain 0 or lie inside (-1, 1). For these, a difference of `erf` is accurate."""
     return ((a <= 0.0) & (b >= 0.0)) | ((a.abs() < 1.0) & (b.abs() < 1.0))
 
 
 def _tail(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return c, `mass / phi(c)` and `phi(d) / phi(c)` of an interval in a tail, with bounds at distances c < d from 0.
+
+    `mass` is the probability of the interval.
 
     mass / phi(c) = sqrt(pi / 2) (erfcx(c / sqrt(2)) - exp((c^2 - d^2) / 2) erfcx(d / sqrt(2)))
     """
@@ -107,6 +112,8 @@ def _log_density(z: Tensor) -> Tensor:
 
 def _moments(x: _Interval) -> tuple[Tensor, Tensor]:
     """Return the expectations of z and z^2, where z is the signed distance from the mean in standard deviations.
+
+    a and b are the bounds of z, and mass is the probability of the interval from a to b before the truncation.
 
     E[z] = (phi(a) - phi(b)) / mass;  E[z^2] = 1 + (a phi(a) - b phi(b)) / mass
     """
@@ -146,7 +153,7 @@ def truncated_normal_sample(mean: Tensor, log_std: Tensor, low: Scalar, high: Sc
         mean + std * quantile((1 - noise) Phi(a) + noise Phi(b))
         a = (low - mean) / std;  b = (high - mean) / std
 
-    Here Phi is the cumulative distribution function of the standard normal distribution. The result is clipped to the
+    Phi is the standard normal distribution function, and quantile is the inverse of Phi. The result is clipped to the
     bounds, because rounding may move it beyond a bound.
 
     Args:
@@ -271,7 +278,8 @@ def truncated_normal_kl(
 
     The expectations are over the variable with `mean` and `log_std`. z is its distance from `mean` in units of
     `exp(log_std)`, and z' is its distance from `other_mean` in units of `exp(other_log_std)`. log_mass and log_mass'
-    are the logarithms of `Phi(b) - Phi(a)` of the two variables.
+    are the log-probabilities of the interval from `low` to `high` before the truncation, log_mass for `mean` and
+    `log_std`, and log_mass' for `other_mean` and `other_log_std`.
 
     Args:
         mean: `[*B, A]` float, mean before the truncation.
