@@ -2,7 +2,7 @@
 
 All ranks have the same weights, and each rank has its own environments. Inside an iteration, ranks exchange data only
 through `all_sum`, `all_max` and `all_mean`. These functions call the custom operator `ecrl::all_sum`, which a compiled
-graph can contain. If there is only one rank, as before a call of `start`, they return their argument unchanged.
+graph can contain. If there is only one rank, as before a call of `start`, all three functions return `x` unchanged.
 """
 
 import atexit
@@ -107,14 +107,14 @@ def all_max(x: Tensor) -> Tensor:
 
 
 def all_mean(x: T, *, weight: Tensor) -> T:
-    """Average every float tensor in `x` over all ranks, weighted by `weight`. If there is only one rank, return `x`.
+    """Average every tensor in `x` over all ranks, weighted by `weight`. If there is only one rank, return `x`.
 
         sum_ranks(weight * x) / sum_ranks(weight)        0 if all weights are 0
 
     On a rank with weight 0, the tensors may contain NaN or infinity. The ranks exchange all tensors in one message.
 
     Args:
-        x: a tree of tensors: nested TensorDicts, tuples, lists and dicts.
+        x: a tree of float tensors: nested TensorDicts, tuples, lists and dicts.
         weight: the weight of this rank, a 0-d tensor.
 
     >>> all_mean(torch.ones(2), weight=torch.tensor(3.0))
@@ -150,7 +150,7 @@ def local_device(name: str, environ: Mapping[str, str] = os.environ) -> str:
 
     The function returns the GPU if there are several ranks, GPUs are available, and `name` is `cuda` or `auto`.
 
-    Raises: ConfigError if LOCAL_RANK is missing, or if this machine has fewer GPUs than ranks.
+    Raises: ConfigError if LOCAL_RANK is missing or not a number, or if this machine has no GPU with this index.
     """
     if world_size() == 1 or name not in ("cuda", "auto") or not torch.cuda.is_available():
         return name
@@ -228,7 +228,7 @@ def value_of_rank_0(name: str, make: Callable[[], str]) -> str:
     """Call `make` on rank 0, and return the resulting text on every rank.
 
     If a text is already stored under `name`, for example after a restart by torchrun, return this text without calling
-    `make`. If torchrun did not start this process, call `make` in this process, and store nothing.
+    `make`. If this process is not connected to the store (see `start`), call `make` in this process, and store nothing.
     """
     if _ranks.store is None:
         return make()
@@ -241,7 +241,7 @@ def value_of_rank_0(name: str, make: Callable[[], str]) -> str:
 def set_flag(name: str) -> None:
     """Set the flag `name`, so that `has_flag` returns True after the next restart by torchrun.
 
-    If torchrun did not start this process, the function does nothing.
+    If this process is not connected to the store (see `start`), the function does nothing.
     """
     if _ranks.store is not None and not (store := PrefixStore("ecrl", _ranks.store)).check([name]):
         store.set(name, str(restarts()))

@@ -11,12 +11,15 @@ from typing import Any
 class UserError(ValueError):
     """Base class of errors that a user can fix.
 
-    Each line of an error message names the given value, the expected value and a remedy.
+    Each line of an error message says what is wrong and, in most cases, what to do.
     """
 
 
 class ConfigError(UserError):
-    """Error that reports the faults in a config, one line per fault: `source: path: what is wrong; what to do`."""
+    """Error for faults in a config or in the user's code, one line per fault: `place: what is wrong; what to do`.
+
+    The place of a fault in a config file is the file and the key, such as `my_run.json: trainer.seed`.
+    """
 
 
 class CheckpointError(UserError):
@@ -38,7 +41,8 @@ class NotFiniteError(UserError):
     """Error for an iteration that produced NaN or infinity.
 
     Attributes:
-        report: the kinds of values that are not finite (`met`), the first such value (`found`), and the step counts.
+        report: a dict with the kinds of values that are not finite (`met`), the first such value (`found`) and the step
+            counts. `found` is None if the search for this value finds none.
         state: the state before the iteration.
         files: the contents of the other ranks' checkpoint files for this state, by file name.
     """

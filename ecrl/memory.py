@@ -38,7 +38,8 @@ def check_room(need: int, device: "torch.device", label: str) -> None:
     Args:
         need: the size of the allocation, in bytes.
         device: the device on which to allocate.
-        label: the start of the error message: a config key, and a plural noun for the objects that need the memory.
+        label: the start of the error message, such as `trainer.num_envs: 8 environments`: the thing that the user can
+            make smaller, and the objects that need the memory, in the plural.
 
     >>> import torch
     >>> check_room(10**18, torch.device("cpu"), "trainer.num_envs: 10**15 environments")  # doctest: +ELLIPSIS

@@ -39,9 +39,9 @@ def _flatten(tree: Any, leaves: list[Tensor]) -> Hashable:
 
 
 def exact(value: Any) -> Hashable:
-    """Return a hashable key of a value. Equal values of different types or signs have different keys.
+    """Return a hashable key of a value. Equal values of different types, and 0.0 and -0.0, have different keys.
 
-    The key also distinguishes such values inside tuples and dataclasses.
+    The keys of tuples and dataclasses also distinguish such values inside them.
 
     >>> exact((1, 0.0)) == exact((1, 0.0)), exact((1, 0.0)) == exact((True, 0.0)), exact((1, 0.0)) == exact((1, -0.0))
     (True, False, False)

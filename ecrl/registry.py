@@ -10,8 +10,9 @@ Components made from equal configs have equal functions, so runs with equal conf
 
 - An algorithm consists of module-level functions and of settings that are compared by value. Each call of `make`
   builds a new algorithm.
-- The functions of an environment, an event, a term or an expert may read every field of their config. The registry
-  calls `make` once for each config, and returns the same object for equal configs.
+- The functions of an environment, an event, an expert or a term (an action, an observation or a reward of a MuJoCo
+  task) may read every field of their config. The registry calls `make` once for each config, and returns the same
+  object for equal configs.
 - The functions of a policy may read every config field except the fields marked with `InitOnly`. If two configs differ
   only in `InitOnly` fields, the two policies share all functions except `init` and `init_frozen`.
 
@@ -155,7 +156,7 @@ _ENTRIES: dict[str, dict[str, Entry]] = {kind: {} for kind in _KINDS}
 
 
 _ADVICE: dict[str, dict[str, str]] = {kind: {} for kind in _KINDS}
-"""For each kind, a dict from names that other libraries have and ecrl does not have to advice."""
+"""For each kind, a dict of advice. The keys are names that exist in other libraries but not in ecrl."""
 IMPORT_FIRST = "import its module first: import MODULE in Python, --import MODULE in a shell"
 """Advice for a user whose own component is not registered yet."""
 _FIRST_NAMES = 3
@@ -290,7 +291,8 @@ def register_event(name: str, *, override: bool = False) -> Callable[[Callable],
     """Return a decorator that registers the function `make` as an event for `trainer.events`.
 
     The result of `make(cfg)` is a function `(env state, keys) -> env state`. If `make` has two parameters, `make` takes
-    the config and the simulation of a MuJoCo task. The task's own config can then also contain the event in `events`.
+    the config and the simulation of a MuJoCo task, so the event works only with MuJoCo tasks. The config of a MuJoCo
+    task can also contain the event in its own `events`.
     """
     return _register("event", name, override=override)
 
@@ -303,8 +305,8 @@ def register_action(name: str, *, override: bool = False) -> Callable[[Callable]
 def register_observation(name: str, *, override: bool = False) -> Callable[[Callable], Callable]:
     """Return a decorator that registers the function `make` for the `observations` of a MuJoCo task.
 
-    The result of `make(cfg, sim)` is a function `(state, entry) -> entry` that computes a new entry of the observation.
-    In mode add, the argument `entry` is None.
+    The result of `make(cfg, sim)` is a function `(state, entry) -> entry` that computes an entry of the observation. If
+    the term's `mode` is "modify", the argument `entry` is the existing entry. If the `mode` is "add", `entry` is None.
     """
     return _register("observation", name, override=override)
 

@@ -34,7 +34,9 @@ class Box:
     frames: int = 1
     """Number of frames in a stack, which is the size of the first axis of the shape; 1 for a space without stacks."""
     is_image: bool = field(init=False, compare=False)
-    """True if the dtype is uint8, a frame has three axes, and all bounds are 0 and 255. The channels may be any axis.
+    """True if the dtype is uint8, a frame has three axes, all lower bounds are 0, and all upper bounds are 255.
+
+    Any of the three axes may be the axis of the channels.
 
     The constructor computes this field once, because an image has thousands of bounds.
     """
@@ -64,7 +66,10 @@ class Box:
         return f"Box(low={self.low}, high={self.high}, shape={self.shape}, dtype={self.dtype})"
 
     def __str__(self) -> str:
-        """Describe the space in a short line for messages. If the elements have different bounds, show their ranges.
+        """Describe the space in a short line for messages.
+
+        If the lower bounds differ between elements, show the smallest and the largest lower bound, such as -2.0 to
+        -1.0. The same holds for the upper bounds.
 
         >>> str(box(-1.0, 1.0, 53)), str(Box((-2.0, -1.0), (1.0, 1.0), (2,)))
         ('Box(-1.0, 1.0, (53,), float32)', 'Box(-2.0 to -1.0, 1.0, (2,), float32)')
@@ -93,7 +98,7 @@ class MultiDiscrete:
     nvec: tuple[int, ...]
 
     def __str__(self) -> str:
-        """Describe the space in a short line for messages. Equal sizes are shown once.
+        """Describe the space in a short line for messages. If all sizes are equal, show the size only once.
 
         >>> str(MultiDiscrete((20,) * 8)), str(MultiDiscrete((2, 3)))
         ('MultiDiscrete((20,) * 8)', 'MultiDiscrete(nvec=(2, 3))')

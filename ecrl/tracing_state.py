@@ -216,8 +216,8 @@ def in_forward_mode(leaves: Iterable[Tensor]) -> bool:
 def version_of(tensor: Tensor) -> int:
     """Return an integer that changes with every in-place write to a tensor. For an inference tensor, return 0.
 
-    If torch does not count writes, the integer is a hash of the tensor's bytes. A write of equal bytes then changes
-    nothing.
+    If torch does not count writes, the integer is a hash of the tensor's bytes. A write of equal bytes then does not
+    change the integer.
 
     >>> x = torch.ones(2)
     >>> before = version_of(x)

@@ -34,7 +34,7 @@ ROLLOUT_FIELDS = {
     "final_value": "[N, T+1] float, value of the last observation before auto-reset if truncated, else 0",
     "final_obs": "[N, T+1, ...] optional, observation that the step reached, before auto-reset",
     "mask": "[N, T+1, ...] bool, optional, True for steps that count",
-    "executed": "[N, T+1] int64, optional, number of environment steps that the action took, if it is a chunk",
+    "executed": "[N, T+1] int64, optional, number of environment steps that the action took, if the action is a chunk",
 }
 BATCH_FIELDS = {
     "steps": "[N, T+1, ...] a rollout, with one entry per step",
@@ -44,8 +44,8 @@ BATCH_FIELDS = {
 STATE_FIELDS = {
     "params": "policy parameters, nested under module names",
     "opt": "optimiser state",
-    "norm": "running moments of observations and rewards; fixed during an iteration, or a turn of "
-    "`Interleaved`; may be empty",
+    "norm": "running moments of observations and rewards; fixed during an iteration, or during a turn of an "
+    "algorithm that learns in turns (`ecrl.algorithms.interleaved`); may be empty",
     "env": "states of the environments, with the last observation",
     "episode": "returns and lengths of the running episodes and of the last finished episodes",
     "frozen_params": "parameters of the policy that are not trained; absent for policies without them",
@@ -56,7 +56,7 @@ STATE_FIELDS = {
     "key": "int64, the source of all randomness in the run",
     "sample_step": "int64, number of environment steps so far, over all ranks",
     "decision_step": "int64, number of actions so far, over all ranks; only if the environment reports `executed`",
-    "update_step": "int64, number of updates so far, without iterations that `trainer.finite_guard` skipped",
+    "update_step": "int64, number of updates so far, except updates that `trainer.finite_guard` skipped",
     "iterations": "int64, number of iterations of the run, used as the length of schedules; set from the config",
 }
 _BOOL_FIELDS = ("terminated", "truncated", "done", "mask")
@@ -178,8 +178,8 @@ def check_steps(**tensors: Tensor) -> None:
 def check_rollout(rollout: TensorDict, *keys: str) -> None:
     """Raise ValueError unless `rollout` has batch shape `[N, T + 1]`, with T at least 1, and the fields in `keys`.
 
-    Of the fields in `keys`, those with one number per step must have the batch shape, and flags must have dtype bool
-    (see `ROLLOUT_FIELDS`).
+    A field in `keys` that has one number per step must have the batch shape. A field of flags must have dtype bool (see
+    `ROLLOUT_FIELDS`).
 
     >>> check_rollout(TensorDict({"reward": torch.zeros(2, 3)}, [2, 3]), "reward", "done")
     Traceback (most recent call last):
