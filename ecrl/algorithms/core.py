@@ -55,7 +55,7 @@ REWARD_NORM_KINDS: Kinds = {("norm", "reward", "running"): Kind.ENVIRONMENT}
 COUNTERS = ("sample_step", "decision_step")
 """State fields that count environment steps and actions.
 
-`decision_step` exists only if the environment reports `executed`.
+`decision_step` exists only if the environment reports `executed`, the number of environment steps that an action took.
 """
 
 
@@ -71,7 +71,8 @@ class Static(NamedTuple):
             `buffer_size`. Otherwise, `row_steps` is 1 for a policy of unit "step". For unit "sequence", it is the
             algorithm's `segment_length`, which is `buffer_size` by default.
         phase: phase of the iteration (`Algorithm.phase`), or None if the algorithm has no phases.
-        turns: number of turns per iteration in the `run` that a turn receives (see `interleaved`), and 1 in other runs.
+        turns: in the `run` that a turn receives (see `interleaved`), the number of turns per iteration. In all other
+            runs, `turns` is 1.
     """
 
     num_envs: int
@@ -138,28 +139,31 @@ class Algorithm:
     """Functions and static settings of an algorithm.
 
     Attributes:
-        choices: hashable tuple of the settings that determine the compiled graph, without floats. Tuples are compared
-            by value.
+        choices: the settings that determine the compiled graph, as a hashable tuple. The tuple must not contain floats.
+            Tuples are compared by value.
         init: (run, key) -> {name: TensorDict or Tensor}, the algorithm's fields of the state: `params`, `opt`, `hyper`,
             and further fields such as `norm`. Only `init` reads the float hyperparameters of the config, and stores
             them in `hyper`. Bind the config with `partial(init, cfg)`.
         iterate: (run, state, borrowed) -> (state, writes, logs); runs one iteration (see `on_policy` and
             `interleaved`). `borrowed` has the read-only leaves of kind buffer and frozen. `writes` may have `batch`,
             the batch of this iteration. The loop computes statistics and logs from the batch's `steps`, of shape
-            `[N, T + 1]`. Every other field of `writes` has the name of a buffer. Such a field holds new `rows` `[B]`,
-            which have every field of the buffer. Such a field also holds `index`, int64 `[B]`, the positions of these
-            rows in the buffer. To record training videos, `iterate` needs an attribute `collect` (see `collect_of`).
+            `[N, T + 1]`. Every other field of `writes` has the name of a buffer, and holds the new contents of parts of
+            this buffer. The new content of a part is a tensor that replaces the whole part, or a TensorDict with `rows`
+            `[B]` and `index`, int64 `[B]`. The rows have every field of the part, and `index` holds the positions of
+            the rows in the part (see `ecrl.loop.buffers`). To record training videos, `iterate` needs an attribute
+            `collect` (see `collect_of`).
         kinds: kinds of the state fields that the algorithm adds (see `ecrl.algorithms.state_kinds`).
         group_size: number of consecutive environments that share their initial states and their environment noise.
         gradient_steps: function from `Static` to the number of gradient steps per iteration. `trainer.compile: auto`
-            uses this number to estimate whether compiling shortens the run. If `gradient_steps` is None, `auto` always
-            compiles.
+            uses this number to estimate whether compiling shortens the run. If `gradient_steps` is None, `auto`
+            compiles every run that can be compiled.
         as_one: True if the code of an iteration works only on tensors, and may be compiled as one graph.
         phase: function from sample_step to the phase of the next iteration, such as "collect" or "learn". The loop
-            calls `phase` in Python, with the number of environment steps so far over all ranks. Only steps that were
-            added to the replay buffer count. If a run resumes without its buffer, the earlier steps do not count.
-            `iterate` reads the result from `run.static.phase`, and may run different code in each phase. Each phase is
-            compiled once. Bind hyperparameters of the config, such as `learning_starts`, with `partial`.
+            calls `phase` in Python, with the number of environment steps so far over all ranks. If the algorithm has a
+            replay buffer, only steps that were added to the buffer count. If such a run resumes without its buffer, the
+            earlier steps do not count. `iterate` reads the result from `run.static.phase`, and may run different code
+            in each phase. Each phase is compiled once. Bind hyperparameters of the config, such as `learning_starts`,
+            with `partial`.
         delayed: names of the logs of optimiser groups that some gradient steps do not update. Such a log is a mean over
             the steps that update its group, first within each turn and then over the turns. The log is NaN in an
             iteration without such a step. The finite guard therefore ignores these logs, and checks only the parameters
@@ -319,7 +323,8 @@ def counted_after(run: Run, state: TensorDict, executed: Tensor | None) -> dict[
     Args:
         run: the run, whose `static` gives the numbers of steps, environments and ranks.
         state: state with the counters before the iteration.
-        executed: the field `executed` of this rank's steps, with 0 as padding.
+        executed: the field `executed` of this rank's steps, or None if the steps lack this field. Entries that are
+            padding must be 0.
 
     Raises: ConfigError if the environment reports `executed`, but the steps lack this field.
     """
@@ -455,8 +460,8 @@ def from_reset(collect: Collect) -> Collect:
 def over_steps(run: Run, logs: Logs) -> Logs:
     """Average logs `[S]` over the turns of an iteration or the gradient steps of a turn, but sum `skipped_steps`.
 
-    A log in `Algorithm.delayed` is NaN in a step that does not update its optimiser group, and the mean leaves out NaN.
-    If `trainer.finite_guard` is "skip", skipped steps log NaN, and all means leave out NaN.
+    A log in `Algorithm.delayed` is NaN in a step that does not update the optimiser group of the log. The mean leaves
+    out NaN. If `trainer.finite_guard` is "skip", skipped steps log NaN, and all means leave out NaN.
     """
     incomplete = logs.keys() if run.static.skips_nonfinite else run.algorithm.delayed
 
@@ -507,7 +512,9 @@ def scaled_rewards(state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Te
 
 
 def scaled_reward(reward: Tensor, norm: TensorDict) -> Tensor:
-    """Divide rewards by the standard deviation of discounted returns, and clip them. `norm` has the return statistics.
+    """Divide rewards by the standard deviation of discounted returns, and clip the results.
+
+    `norm` has the statistics of the discounted returns.
 
     clip(reward / sqrt(variance(return) + 1e-8), -10, 10)
     """

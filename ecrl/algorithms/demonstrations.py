@@ -276,7 +276,7 @@ def rows_to_learn(run: Run, params: TensorDict, batch: TensorDict) -> TensorDict
 
 
 def _learnable(run: Run, params: TensorDict, rows: TensorDict) -> Tensor:
-    """Return the mask of the steps whose actions can be learnt, of the shape of `rows["done"]`.
+    """Return a mask, of the shape of `rows["done"]`, that is True for steps whose actions can be learnt.
 
     The actions of a chunk after the end of an episode have no meaning. If log-probabilities have one entry per step of
     a chunk, `sum_tokens` leaves out these actions. Other log-probabilities describe the whole chunk. For such

@@ -68,7 +68,7 @@ class FastSACConfig(ActorCriticConfig):
     gamma: Fraction = Field(default=0.97, description="discount per step")
     tau: Fraction = Field(default=0.125, description="weight of the trained critics in an update of the target critics")
     capacity: Count = Field(
-        default=1_048_576, description="steps in the replay buffer of a rank, of all its environments together"
+        default=1_048_576, description="steps in the replay buffer of a rank, over all environments of the rank"
     )
     batch_size: Count = Field(default=8_192, description="transitions per gradient step, on each rank")
     learning_starts: Natural = Field(
@@ -158,7 +158,7 @@ def critic_loss(run: Run, params: TensorDict, batch: TensorDict, target: Tensor)
 
 
 def actor_loss(run: Run, params: TensorDict, batch: TensorDict, noise: Any, temperature: Tensor) -> tuple[Tensor, Logs]:
-    """Return the actor's loss, which is small for actions with large values and a large entropy.
+    """Return the actor's loss, which is small if the policy has a large entropy and its actions have large values.
 
     mean(temperature * log_prob(action) - mean_c(mean(Z_c(obs, action))))
     """

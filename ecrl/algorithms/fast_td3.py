@@ -7,7 +7,7 @@ no target actor. The actor maximises the smallest mean of the critics. The targe
 Each environment has its own scale of the exploration noise, and draws a new scale when an episode ends.
 
 The defaults are from the authors' code with 1,024 environments, except for the optimiser and the replay buffer. The
-authors use AdamW with a weight decay of 0.1 and standardised observations. To do the same, set
+authors use AdamW with a weight decay of 0.1, and standardise the observations. To do the same, set
 `algorithm.cfg.optimizer` and `policy.normalize_obs`. The authors' replay buffer has 10,240 steps of each environment,
 ten times the default of ecrl.
 
@@ -70,7 +70,7 @@ class FastTD3Config(ActorCriticConfig):
 
     tau: Fraction = Field(default=0.1, description="weight of the trained critics in an update of the target critics")
     capacity: Count = Field(
-        default=1_048_576, description="steps in the replay buffer of a rank, of all its environments together"
+        default=1_048_576, description="steps in the replay buffer of a rank, over all environments of the rank"
     )
     batch_size: Count = Field(default=32_768, description="transitions per gradient step, on each rank")
     learning_starts: Natural = Field(
@@ -140,7 +140,10 @@ def with_new_scales(run: Run, state: TensorDict, before: Tensor, done: Tensor) -
 
 
 def target(run: Run, state: TensorDict, batch: TensorDict, count: Tensor) -> Tensor:
-    """Return the target distribution of each transition, `[B, K]`. Actions are in units of half the action range.
+    """Return the target distribution of each transition, `[B, K]`.
+
+    In the equations, actions are scaled to [-1, 1], so the noise is in units of half the action range. The critics
+    receive actions in the units of the environment.
 
     action = clip(actor(next_obs) + clip(policy_noise * noise, -noise_clip, noise_clip), -1, 1)
     c*     = argmin_c(mean(Z_target_c(next_obs, action)))

@@ -63,8 +63,8 @@ def gradient_step(
             with this weight.
         args: further arguments of `loss`.
         moves: 0-d bool, or None for True. If False, the parameters and the optimiser state of the group do not change.
-            The logs are then NaN, except for the learning rate and `skipped_steps`. A compiled graph for the CPU does
-            not compute the loss.
+            The logs are then NaN, except for the learning rate and `skipped_steps`, and a compiled graph for the CPU
+            does not compute the loss.
 
     Returns: the state with new `params` and `opt`, and the logs of the loss with the gradient norm and the learning
         rate. If `count` is 0 on all ranks, nothing changes. If `trainer.finite_guard` is "skip", a step whose gradients

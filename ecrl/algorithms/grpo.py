@@ -3,12 +3,13 @@
 The members of a group have the same initial state and environment noise, and differ only in their actions. GRPO needs
 no critic.
 
-Settings of the config give the variants DAPO, Dr. GRPO, GSPO and RLOO:
+Settings of the config give the variants DAPO, Dr. GRPO, GSPO and RLOO. All variants minimise this loss:
 
     loss = mean(objective + kl_coef * kl_k3 - ent_coef * entropy)
 
-The objective is the clipped surrogate with one probability ratio per action, token or episode (`ratio`). `loss_mean`
-selects how the mean over tokens is taken. A token is a whole action if `ratio` is "action".
+The objective is the clipped surrogate with one probability ratio per action, token or episode (`ratio`). `kl_k3` is an
+estimate of the KL divergence from the reference policy. `loss_mean` selects how the mean over tokens is taken. A token
+is a whole action if `ratio` is "action".
 
 Source: Shao et al. 2024, arXiv:2402.03300, applied to environment steps instead of tokens.
 """
@@ -70,9 +71,9 @@ class GRPOConfig(ClippedConfig):
     loss_mean: Literal["token", "sequence", "fixed_length"] = Field(
         default="token",
         description=(
-            "mean of the loss: token, over all tokens (DAPO); sequence, over the means of the episodes (GRPO); "
-            "fixed_length, over the episodes' sums divided by the largest length (Dr. GRPO); an action is one token if "
-            "ratio is action"
+            "how the loss is averaged: token, over all tokens (DAPO); sequence, over the tokens of each episode, and "
+            "then over the episodes (GRPO); fixed_length, like sequence, but the sum over an episode is divided by the "
+            "largest possible length (Dr. GRPO); an action is one token if ratio is action"
         ),
     )
     advantage: Literal["return_to_go", "episode"] = Field(
@@ -106,7 +107,8 @@ class GRPOConfig(ClippedConfig):
     )
     ref_update_freq: Count | None = Field(
         default=None,
-        description="iterations between two refreshes of the reference, which copy the policy; none if absent",
+        description="iterations between two refreshes, which make the reference a copy of the policy; no refreshes if "
+        "absent",
     )
     group_size: int = Field(
         default=4,
@@ -233,8 +235,8 @@ def step_advantages(run: Run, hyper: TensorDict, steps: TensorDict) -> tuple[Ten
 def advantages(run: Run, state: TensorDict, batch: TensorDict) -> dict[str, Tensor]:
     """Return the advantages, the mask of steps to learn from and any reference log-probabilities, each `[N, T]`.
 
-    If the loss weights its tokens, the result also has `weight`, the weight of the tokens of each step. The
-    log-probabilities then have token axes, `[N, T, ...]`, unless each action has one ratio.
+    If the setting `ratio` is not "action", the reference log-probabilities have token axes, `[N, T, ...]`. If the loss
+    weights its tokens, the result also has `weight`, the weight of the tokens of each step.
     """
     choices, steps = run.algorithm.choices, cast(TensorDict, batch["steps"])
     advantage, mask = choices.advantages(run, cast(TensorDict, state["hyper"]), steps)

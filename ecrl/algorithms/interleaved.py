@@ -16,12 +16,12 @@ An algorithm defines a function `turn`, with the steps of the pseudocode in the 
 `interleaved(turn)` turns this function into the `iterate` of an algorithm.
 
 A turn does not depend on the length of an iteration. A turn receives a `run` and a `state` as if every iteration had
-one turn. In `run.static`, `buffer_size` is the number of steps per turn. In the state, `sample_step`, `update_step`,
-`iterations` and the cursor of the buffer count each turn as an iteration. After `store`, the same turn can sample its
-new steps, except the newest `n_steps`, whose following steps are not known yet. In a full buffer, new steps replace the
-oldest steps. Thus `trainer.buffer_size` does not change the result of learning, with three exceptions. The phase is
-chosen once per iteration, the finite guard skips whole iterations, and the lengths of learning-rate schedules are in
-iterations.
+one turn. In `run.static`, `buffer_size` is the number of steps per turn. In the state, `update_step` and `iterations`
+count turns. The counts of steps, such as `sample_step` and the cursor of the buffer, include the steps of earlier turns
+of the same iteration. After `store`, the same turn can sample its new steps, except the newest `n` steps, whose
+following steps are not known yet. In a full buffer, new steps replace the oldest steps. Thus `trainer.buffer_size` does
+not change the result of learning, with three exceptions. The phase is chosen once per iteration, the finite guard skips
+whole iterations, and the lengths of learning-rate schedules are in iterations.
 
 A buffer may have a sum tree, the field `tree` of `replay` in the state. A turn may change this tree (see
 `ecrl.algorithms.prioritized`). The loop stores the new tree together with the new steps.
@@ -433,7 +433,7 @@ def _stepping(run: Run) -> Callable[[TensorDict, tuple[Any, Any]], tuple[TensorD
 
 
 def collect_exploring(run: Run, state: TensorDict) -> tuple[TensorDict, TensorDict]:
-    """Take `buffer_size` steps in every environment with exploration. Pass this function to `on_policy` as `collect`.
+    """Explore for `buffer_size` steps in every environment. Pass this function to `on_policy` as `collect`.
 
     The steps are the same as from `take_steps`, with the exploration that the state describes.
 
@@ -537,7 +537,7 @@ def store(run: Run, replay: Replay, steps: TensorDict, **fields: Any) -> StoredR
 def sample_keys(run: Run, state: TensorDict, size: int) -> Tensor:
     """Return the keys `[size]` for drawing steps from the replay buffer in a turn.
 
-    The keys depend on the key of the run, the rank and the number of steps that each environment took before.
+    The keys depend on the key of the run, the rank and the number of steps that each environment took before the turn.
     """
     index = torch.arange(size, device=state["key"].device) + distributed.rank() * size
     return rng.stream(state["key"], rng.UPDATE, index, -1 - steps_taken(run, state))  # `minibatch_sgd` uses steps >= 0

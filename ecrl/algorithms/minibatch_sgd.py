@@ -61,8 +61,8 @@ class MinibatchConfig(LearningConfig):
     batch_size: Count | None = Field(
         default=None,
         description=(
-            "transitions per gradient step on each rank, at most the size of the rollout; if num_minibatches is also "
-            "absent, 64 or, for a policy with longer sequences, the length of a sequence"
+            "transitions per gradient step on each rank, at most the size of the rollout; if batch_size and "
+            "num_minibatches are both absent, 64, or the length of a sequence if sequences are longer"
         ),
     )
     num_minibatches: Count | None = Field(default=None, description="gradient steps per pass, instead of batch_size")
@@ -159,7 +159,8 @@ def check_batch_size(cfg: MinibatchConfig | SGD, length: int) -> None:
     if cfg.batch_size is not None and cfg.batch_size < length:
         raise ConfigError(
             f"algorithm.cfg.batch_size: {cfg.batch_size} is below {length}, the length of the sequences that a "
-            f"policy with memory learns from; use at least {length}, or a smaller algorithm.cfg.segment_length"
+            f"minibatch keeps whole; use at least {length}, or, for a policy with memory, a smaller "
+            "algorithm.cfg.segment_length"
         )
 
 

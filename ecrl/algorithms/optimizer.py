@@ -129,9 +129,9 @@ def groups_of(
 ) -> tuple[Group, ...]:
     """Return the optimiser groups of a config: one for all parameters, or one for each name in `paths`.
 
-    The first group has no prefix and uses the settings of the config. The prefix of every other group is its name. Such
-    a group uses the optimiser and schedule in `own`. By default, the group uses the optimiser and schedule of the
-    config. Also pass `own` to `learning_state`.
+    The first group has no prefix and uses the settings of the config. The prefix of every other group is the name of
+    the group and an underscore. Such a group uses the optimiser and schedule in `own`. By default, the group uses the
+    optimiser and schedule of the config. Also pass `own` to `learning_state`.
 
     >>> [(group.name, group.prefix) for group in groups_of(LearningConfig(), {"actor": None, "critic": (("critic",),)})]
     [('actor', ''), ('critic', 'critic_')]
@@ -399,7 +399,10 @@ def learning_rates(state: TensorDict, groups: tuple[Group, ...], turns: int = 1)
 
 
 def rate_logs(rates: dict[str, Tensor], groups: tuple[Group, ...], state: TensorDict) -> Logs:
-    """Return the log `learning_rate`, and the log `<prefix>learning_rate` for each group with its own rate."""
+    """Return one log for each learning rate.
+
+    The log `<prefix>learning_rate` is for a group with its own rate. The log `learning_rate` is for all other groups.
+    """
     logs = {}
     for group in groups:
         own = f"{group.prefix}learning_rate"

@@ -29,7 +29,7 @@ VARIANTS = {
     ("sgd", "nesterov"): "nesterov_sgd",
     ("rmsprop", "centered"): "centered_rmsprop",
 }
-"""The key in `OPTIMIZERS` for an optimiser whose keyword argument is true, by optimiser and argument."""
+"""Map an optimiser and a keyword argument to the key in `OPTIMIZERS` that is used if the argument is true."""
 
 ADAMW_WEIGHT_DECAY = 0.01
 """The weight decay of AdamW if the config has none, as in torch.optim."""
@@ -79,12 +79,12 @@ class SchedulerKwargs(ConfigModel):
     )
     total_iters: Count | None = Field(
         default=None,
-        description="length in iterations, with the warm-up; the whole run if absent (linear, warmup_linear)",
+        description="length in iterations, including any warm-up; the whole run if absent (linear, warmup_linear)",
     )
     eta_min: NonNegative = Field(default=0.0, description="learning rate at the end (cosine, warmup_cosine)")
     T_max: Count | None = Field(
         default=None,
-        description="length in iterations, with the warm-up; the whole run if absent (cosine, warmup_cosine)",
+        description="length in iterations, including any warm-up; the whole run if absent (cosine, warmup_cosine)",
     )
     warmup_factor: NonNegative = Field(
         default=0.1, description="factor at the start of the warm-up (warmup_constant, warmup_linear, warmup_cosine)"

@@ -46,7 +46,9 @@ class PriorityConfig(ConfigModel):
     alpha: NonNegative = Field(default=0.6, description="exponent of the priority; 0 makes all priorities equal")
     beta: Fraction = Field(default=0.4, description="exponent of the importance weights at the start of the run")
     final_beta: Fraction = Field(default=1.0, description="exponent of the importance weights at the end of the run")
-    eps: Positive = Field(default=1e-6, description="number added to the absolute value of each error, in its unit")
+    eps: Positive = Field(
+        default=1e-6, description="number added to the absolute value of each error, in the unit of the error"
+    )
 
 
 def priority_numbers(cfg: PriorityConfig) -> dict[str, float]:
@@ -106,7 +108,7 @@ def sample_by_priority(run: Run, state: TensorDict, replay: Replay, sampling: Sa
     weights = []
     for minibatch in probability.unbind():
         smallest = minibatch.amin()
-        share = -all_max(-smallest) / smallest  # weight of the transition with the smallest probability on all ranks
+        share = -all_max(-smallest) / smallest  # smallest probability on all ranks, divided by that on this rank
         weights.append(importance_weights(minibatch, beta=beta) * torch.pow(share, beta))
     batch = read(run, state, replay, index.flatten(), sampling)
     return replaced(batch, {"index": index.flatten(), "weight": torch.cat(weights)})

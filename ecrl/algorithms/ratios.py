@@ -34,7 +34,7 @@ class ClippedConfig(MinibatchConfig):
         default=None,
         description=(
             "largest ratio for negative advantages; must be above 1 + clip_coef_high, or above 1 + clip_coef if "
-            "clip_coef_high is absent; no limit if absent"
+            "clip_coef_high is absent; no limit if dual_clip is absent"
         ),
     )
 
@@ -126,7 +126,10 @@ RATIOS = {
 
 
 def token_counts(run: Run, steps: TensorDict) -> Tensor:
-    """Return 1 for each token that counts and 0 for all other tokens of steps `[N, T + 1]`, float `[N, T, K]`."""
+    """Return a float tensor `[N, T, K]` that is 1 for each token that counts, and 0 for all other tokens.
+
+    `steps` has the shape `[N, T + 1]`. The last step is padding.
+    """
     taken = cast(TensorDict, steps[:, :-1])
     log_prob = cast(Tensor, taken["sample_log_prob"])
     return run.algorithm.choices.ratio.token_mask(log_prob, taken).to(log_prob.dtype)

@@ -42,7 +42,7 @@ def reference_log_prob(
 
 
 def refreshed_reference(state: TensorDict, freq: Tensor) -> TensorDict:
-    """Refresh the reference policy every `freq` iterations (0-d int64), and return the state.
+    """Refresh the reference policy every `freq` iterations, and return the state. `freq` is a 0-d int64 tensor.
 
     In a refresh, `ref_params` becomes a copy of the current parameters of the policy and of the current observation
     statistics. Later changes of the statistics therefore do not change the reference policy.

@@ -24,7 +24,7 @@ class ReplayConfig(LearningConfig):
     gamma: Fraction = Field(default=0.99, description="discount per step")
     n_step: Count = Field(default=1, description="number of rewards in the target of a transition (n-step returns)")
     capacity: Count = Field(
-        default=100_000, description="steps in the replay buffer of a rank, of all its environments together"
+        default=100_000, description="steps in the replay buffer of a rank, over all environments of the rank"
     )
     batch_size: Count = Field(default=256, description="transitions per gradient step, on each rank")
     learning_starts: Natural = Field(
@@ -80,7 +80,10 @@ def check_steps(run: Run, cfg: ReplayConfig) -> None:
 
 
 def replay_fields(cfg: ReplayConfig, run: Run, device: torch.device) -> dict[str, TensorDict]:
-    """Return new state fields: `replay`, an empty buffer, and `norm`, the reward statistics if rewards are scaled."""
+    """Return a dict with the state field `replay`, an empty buffer.
+
+    If rewards are scaled, the dict also has the state field `norm`, with the reward statistics.
+    """
     fields = {"replay": new_replay(run, cfg.capacity, device)}
     return fields | ({"norm": reward_norm_init(run.static.num_envs, device)} if cfg.normalize_reward else {})
 

@@ -2,8 +2,8 @@
 
 For a policy of unit "step", a row is one step of a batch. For a policy of unit "sequence", a row has all steps of one
 environment in the iteration. If `segment_length` is set, a row has a segment of these steps. A sequence row also has
-the policy's memory before the first step. The policy starts its recurrence from this memory. If an algorithm compares
-whole episodes (`MinibatchConfig.needs_episodes`), a row has all steps of one environment for both units. The methods
+the policy's memory before the first step. The policy starts its recurrence from this memory. If the loss needs whole
+episodes (`MinibatchConfig.needs_episodes`), a row has all steps of one environment for both units. The methods
 `evaluate_rows`, `value_rows` and `evaluate_and_value_rows` of a policy take rows of every kind.
 """
 
@@ -29,7 +29,7 @@ def rows_of(run: Run, batch: TensorDict, **fields: Tensor) -> TensorDict:
     Args:
         run: the run, whose policy's `unit` and whose `static.row_steps` determine the rows.
         batch: batch `[N]` with `steps` of shape `[N, T + 1]` and, if the policy has memory, `carry` of shape
-            `[N, T / L]`.
+            `[N, T / L]`, where L is `run.static.row_steps`.
         fields: further fields of the rows, `[N, T]`, such as advantages.
 
     Returns: `[N * T]` rows with obs, action, done, the other fields of the policy's `act`, and `fields`. The rows

@@ -84,8 +84,8 @@ class SACConfig(ActorCriticConfig):
     )
     target_entropy: float | None = Field(
         default=None,
-        description="entropy towards which a learnt temperature drives the policy, in nats; "
-        f"-1 per dimension of Box actions or {ENTROPY_SHARE} * log(A) for a Discrete space of A actions if absent",
+        description="entropy towards which a learnt temperature drives the policy, in nats; if absent, -1 per "
+        f"dimension of Box actions, or {ENTROPY_SHARE} * log(A) for a Discrete space of A actions",
     )
     policy_delay: Count = Field(default=1, description="gradient steps of the critics per gradient step of the actor")
 
@@ -202,7 +202,7 @@ def target(run: Run, state: TensorDict, batch: TensorDict, noise: Any) -> Tensor
 
 
 def actor_loss(run: Run, params: TensorDict, batch: TensorDict, noise: Any, temperature: Tensor) -> tuple[Tensor, Logs]:
-    """Return the actor's loss, which is small for actions with large values and a large entropy.
+    """Return the actor's loss, which is small if the policy has a large entropy and its actions have large values.
 
     mean(temperature * log_prob(action) - min_c(Q_c(obs, action)))
 

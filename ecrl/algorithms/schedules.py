@@ -79,7 +79,9 @@ def scheduled_rate(
 def adapted_rate(rate: Tensor, distance: Tensor, numbers: TensorDict) -> Tensor:
     """Return the learning rate after a gradient step that moved the policy by `distance`.
 
-        rate / factor if distance > 2 desired, rate * factor if distance < desired / 2; within [min_rate, max_rate]
+        rate / factor if distance > 2 * desired, rate * factor if distance < desired / 2, otherwise rate
+
+    The result is clipped to [min_rate, max_rate].
 
     Args:
         rate: current learning rate, 0-d.
