@@ -110,7 +110,7 @@ Iterate = Callable[[Run, TensorDict, TensorDict], tuple[TensorDict, TensorDict, 
 
 
 class DataSet(Protocol):
-    """Data set in a file, from whose steps an algorithm learns.
+    """Data set in a file. An algorithm learns from the steps of the data set.
 
     The iteration receives the tensors in `borrowed["data"]`. The state does not include these tensors. Two data sets
     are equal if they have the same `path`.
@@ -142,8 +142,9 @@ class Algorithm:
         choices: the settings that determine the compiled graph, as a hashable tuple. The tuple must not contain floats.
             Tuples are compared by value.
         init: (run, key) -> {name: TensorDict or Tensor}, the algorithm's fields of the state: `params`, `opt`, `hyper`,
-            and further fields such as `norm`. Only `init` reads the float hyperparameters of the config, and stores
-            them in `hyper`. Bind the config with `partial(init, cfg)`.
+            and further fields such as `norm`. `init` stores the float hyperparameters of the config in `hyper`. The
+            other functions of the algorithm read the float hyperparameters from `hyper`. Bind the config with
+            `partial(init, cfg)`.
         iterate: (run, state, borrowed) -> (state, writes, logs); runs one iteration (see `on_policy` and
             `interleaved`). `borrowed` has the read-only leaves of kind buffer and frozen. `writes` may have `batch`,
             the batch of this iteration. The loop computes statistics and logs from the batch's `steps`, of shape

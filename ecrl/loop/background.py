@@ -28,8 +28,8 @@ def compiling_in_background(run: Run, cfg: Config, iteration: int) -> Iterator[C
     from disk. In all other cases, the function returns False. If the other process fails, the function warns once, and
     the run stays eager.
 
-    If `compiled_from` of the switch is known from an earlier part of the run, no process is started. The run then
-    becomes compiled after this number of iterations.
+    The field `compiled_from` of the switch is the number of iterations after which the run becomes compiled. If this
+    number is known from an earlier part of the run, no process is started.
 
     On exit, a process that is still compiling is stopped. For runs that are not compiled in the background, the context
     does nothing.
@@ -113,6 +113,9 @@ def _command(cfg: Config, folder: Path) -> list[str]:
 
 
 def _env() -> dict[str, str]:
-    """Return the environment of the process that compiles: it imports from the same paths, with as many threads."""
+    """Return the environment variables of the process that compiles.
+
+    That process imports from the same paths as this process, and uses the same number of threads.
+    """
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     return os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": str(torch.get_num_threads())}

@@ -156,12 +156,12 @@ def _in_background(form: Form, device: str, static: Static) -> Form:
 def build(cfg: Config) -> Run:
     """Build a run from its config. The run's environment has auto-reset and the training events of the config.
 
-    Call this function once, and pass the run to other functions. A run does not contain the seed, the run name, file
-    paths, the number of iterations, hyperparameters in `state["hyper"]`, or settings that only `init` reads. If two
-    configs differ only in these settings, their runs are equal and share compiled functions, with two exceptions. If
-    `trainer.compile` is "auto", a run with few iterations may be eager, and a run with more iterations compiled. If
-    `env.action_chunk` is above 1, the environment contains the hyperparameter `gamma`. A run has no camera events,
-    because `ecrl.run.video_writer` renders videos from the states.
+    Call this function once, and pass the run to other functions. A run does not contain the seed, the run name, the
+    path of the initial policy, the number of iterations, hyperparameters in `state["hyper"]`, or settings that only
+    `init` reads. If two configs differ only in these settings, their runs are equal and share compiled functions, with
+    two exceptions. If `trainer.compile` is "auto", a run with few iterations may be eager, and a run with more
+    iterations compiled. If `env.action_chunk` is above 1, the environment contains the hyperparameter `gamma`. A run
+    has no camera events, because `ecrl.run.video_writer` renders videos from the states.
 
     >>> from ecrl import load_config
     >>> cfg = load_config("configs/cartpole_ppo.json")
@@ -192,9 +192,10 @@ def with_eval_events(run: Run, cfg: Config) -> Run:
 
 
 def with_training_wrappers(env: Env, cfg: Config, events: Literal["train", "eval"] | None) -> Env:
-    """Wrap an environment with auto-reset, the config's action clipping and the config's events for `events`.
+    """Wrap an environment with auto-reset, with action clipping if the config sets it, and with events of the config.
 
-    If `events` is None, add no events. Camera events are never added.
+    If `events` is "train", add the training events, and if "eval", the evaluation events. If `events` is None, add no
+    events. Camera events are never added.
     """
     env = auto_reset(clip_action(env) if cfg.policy.clip_actions else env)
     if events is None:

@@ -34,7 +34,10 @@ _SET_BY_LOOP = ("env", "episode", "carry", "key", "frozen_params")
 _SET_BY_LOOP += ("data", "data_sha256", "sample_step", "decision_step", "update_step", "iterations")
 _KEY = '`state["key"]`'
 _STEP_FIELDS = ("obs", "reward", "done")
-"""Fields that the steps of every batch have, and also the steps that the `turn` of an interleaved algorithm returns."""
+"""Fields that the steps of every batch must have.
+
+The steps that the `turn` of an interleaved algorithm returns must have the same fields.
+"""
 
 _ONE_PER_STEP, _FLAGS = ("reward", "done", "executed"), ("done", "mask")
 """Names of the fields with one number per step, and names of the bool fields."""

@@ -45,12 +45,12 @@ def initial_policy(run: Run, cfg: Config, device: torch.device) -> Policy:
     A part is a first-level name of the parameters, such as `actor` or `critic`. If policy and checkpoint both have a
     part, its tensors must have equal names, shapes and dtypes. Parts that exist only in the policy keep their random
     initial values. Parts that exist only in the checkpoint are not used. A warning names the parts that exist only on
-    one side. Another warning names the first policy setting that differs between the two configs, even if the tensors
-    fit.
+    one side. Another warning names the first policy setting that differs between the config of the run and the config
+    of the checkpoint, even if the tensors fit.
 
-    Raises: ConfigError if there is no undamaged checkpoint, or if policy and checkpoint do not fit together. Policy and
-        checkpoint do not fit if they have no common part, if the tensors of a part differ, or if only one of them
-        standardises observations.
+    Raises: ConfigError if there is no checkpoint, if the checkpoint is damaged, or if policy and checkpoint do not fit
+        together. Policy and checkpoint do not fit if they have no common part, if the tensors of a part differ, or if
+        only one of them standardises observations.
     """
     if cfg.trainer.init_from is None:
         return run.policy

@@ -513,7 +513,7 @@ def _is_one_graph(run: Run) -> bool:
 def _bound(fn: Callable[..., Any], run: Run, tf32: bool, *static: Any) -> Callable[..., Any]:
     """Bind `run` and `static` to `fn`. In a compiled run whose whole iteration can be one graph, compile `fn`.
 
-    The first call checks the results of the policy and the algorithm. In an eager run, all other calls skip the checks.
+    Only the first call checks the results of the policy and the algorithm.
     """
     checked = (run.jit if _is_one_graph(run) else partial)(fn, with_contract(run), *static)
     bound = partial(fn, run, *static) if run.jit is partial else checked
@@ -621,9 +621,10 @@ def train_iter(state: TensorDict, cfg: Config, watch: Watch = unwatched) -> Iter
     """Run iterations. After each iteration, yield a record of its collection and a record of its update.
 
     If `trainer.log_freq` is above 1, yield the two records only after every `log_freq` iterations, and before the loop
-    ends because of a signal or an error. They have the logs of the last iteration, with two exceptions.
-    `skipped_updates` and `skipped_steps` count for all iterations since the previous record. Logs of optimiser groups
-    that the last iteration did not update, such as a delayed actor, have the values of their last update.
+    ends because of a signal or, on a single rank, an error. The records have the logs of the last iteration, with two
+    exceptions. `skipped_updates` and `skipped_steps` count for all iterations since the previous record. Logs of
+    optimiser groups that the last iteration did not update, such as a delayed actor, have the values of the last update
+    of the group.
 
     The generator never prints, logs, evaluates or saves. You can stop with `break`, and continue with
     `train_iter(log_data["state"], cfg)`, where `log_data` is the last record. The results then equal the results of an
@@ -799,7 +800,7 @@ def iterations_of_members(
 
 @contextmanager
 def _without_scans_of_old_objects() -> Iterator[None]:
-    """Let the garbage collector skip the objects that exist now, inside this context.
+    """Inside this context, let the garbage collector skip all objects that exist when the context begins.
 
     The states of many members make the collector scan all objects every few iterations. Most of these objects belong to
     torch's compiler and are never freed, so the scans only cost time.

@@ -23,7 +23,10 @@ def _episode_logs(episode: TensorDict) -> Logs:
 
 
 def counted_steps(steps: TensorDict) -> Tensor:
-    """Return the mask of the steps as bool `[N, T]`, without the padding at index T. Without a mask, all are True."""
+    """Return the mask of the steps as bool `[N, T]`, without the padding at index T.
+
+    If the steps have no mask, every entry of the result is True.
+    """
     return steps["mask"][:, :-1] if "mask" in steps else torch.ones_like(steps["done"][:, :-1])
 
 

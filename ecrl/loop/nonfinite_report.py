@@ -417,8 +417,9 @@ def explained(report: dict[str, Any]) -> str:
     first, guard = report["found"], 'or set trainer.finite_guard to "skip" to leave such updates out'
     if first is None:
         advice = _ADVICE.get(report["met"][0], _LEARNING)
-        result = "repeated eagerly, the iteration is" if report["repeated"] else "the results of the iteration are"
-        return f"{problem}; {result} finite on this rank; {advice}, {guard}"
+        repeated = "repeated eagerly, the iteration has only finite values"
+        result = repeated if report["repeated"] else "the results of the iteration are finite"
+        return f"{problem}; {result} on this rank; {advice}, {guard}"
     where = ", ".join(_PLACES[name].format(number) for name, number in first["place"].items())
     last = "no value before it" if first["before"] is None else f"last finite value {_shown(first['before'])}"
     advice = (_FINAL if first["key"] == "final_value" else "") + _ADVICE.get(first["what"], _LEARNING)

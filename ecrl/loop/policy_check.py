@@ -155,10 +155,11 @@ def _check_init(policy: Policy, key: Tensor) -> Iterator[str]:
 
 
 def _params(policy: Policy, key: Tensor, obs: Any) -> tuple[TensorDict, TensorDict]:
-    """Return initial parameters with noise, and a TensorDict that adds observation statistics and frozen parameters.
+    """Return initial parameters with noise, and the argument `params` of the policy's functions.
 
-    The noise ensures that a parameter with the initial value zero, such as a bias, affects the results. The function
-    computes the observation statistics from `obs`, `[N, T]`.
+    The argument `params` has these parameters, the observation statistics and the frozen parameters. The noise ensures
+    that a parameter with the initial value zero, such as a bias, affects the results. The function computes the
+    observation statistics from `obs`, `[N, T]`.
     """
     leaves, structure = flatten(policy.init(key))
     noise = [rng.normal(rng.fold_in(key, i), x.shape).to(x.device) for i, x in enumerate(leaves)]
@@ -250,7 +251,7 @@ def _advice(policy: Policy, record: _Record, place: list[int], otherwise: str) -
     if policy.unit == "step":
         return f"; {otherwise}"
     if record.steps["done"][env, :step].any():
-        return ", after the end of an episode; restart the memory after each step with `done`, as init_carry makes it"
+        return ", after the end of an episode; after each step with `done`, restart the memory from init_carry"
     return "; start from the given carry, and advance it as `act` does" if step else "; start from the given carry"
 
 
@@ -499,11 +500,12 @@ def check_policy(
     - For a policy with memory, `value` also returns values V_final for the observations and memories in its argument
       `final`. With the memory after `act`, V_final equals the value of the next observation in the same episode.
     - Gradients reach every parameter, and `evaluate_and_value` has the gradients of `evaluate` and `value`. Gradients
-      are checked only if the policy has all other properties. For a policy with `q` and Box actions, the check includes
-      the gradient of `q` with respect to the actions of `act`.
+      are not checked if a function other than `init` has a fault. For a policy with `q` and Box actions, the check
+      includes the gradient of `q` with respect to the actions of `act`.
 
     The policy acts in four environments on the CPU. The function adds noise to the parameters of `init`, because
-    parameters equal to zero may hide a fault. Errors raised by the policy's own code are not caught.
+    parameters equal to zero may hide a fault. Errors raised by the policy's own code are not caught, except ConfigError
+    and a KeyError of `explore`.
 
     Args:
         policy: a policy, a `Config`, or any other argument that `load_config` accepts.

@@ -17,8 +17,9 @@ _SUMMARIZED = ("sample_step", "update_step", "iterations", "key")
 def summary(state: TensorDict) -> str:
     """Describe a state in a few lines: its progress, its size, and the sizes of its TensorDicts, largest first.
 
-    The sizes in bytes count every leaf, even if leaves share memory. If the state has several seeds, of batch shape
-    `[S]`, the numbers of iterations and steps are ranges over the seeds.
+    The sizes in bytes count every leaf, even if leaves share memory. The state may have several seeds, and then has the
+    batch shape `[S]`. If the numbers of iterations or steps differ between the seeds, the text has the smallest and the
+    largest number.
 
     Args:
         state: state of a run, from `init_state`, `train`, `load` or a record of `train_iter`.

@@ -108,7 +108,7 @@ def with_first_memory(params, carry, steps, final):
 
 
 NUM = r"-?[\d.e-]+"
-RESTART = ", after the end of an episode; restart the memory after each step with `done`, as init_carry makes it"
+RESTART = ", after the end of an episode; after each step with `done`, restart the memory from init_carry"
 RECURRENCES = {
     "evaluate without restart": ("evaluate", without_restart, RESTART),
     "evaluate without carry": ("evaluate", without_carry, "; start from the given carry"),
