@@ -52,7 +52,7 @@ def make_env(choice: EnvChoice | dict | str, *, chunk_gamma: float = 1.0) -> Env
     try:
         return chunked(env, choice.action_chunk, gamma=chunk_gamma)
     except ConfigError as error:
-        raise ConfigError(f"env.action_chunk: {choice.action_chunk}, but {choice.name} {error}") from None
+        raise ConfigError(f"env.action_chunk: {choice.action_chunk} for {choice.name}, but {error}") from None
 
 
 @cache

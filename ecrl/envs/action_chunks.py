@@ -41,7 +41,9 @@ def chunk_space(space: Space, k: int) -> Space:
             return MultiDiscrete((space.n,) * k)
         case MultiDiscrete():
             return MultiDiscrete(space.nvec * k)
-    raise ConfigError(f"has actions of {space}, expected Box, Discrete or MultiDiscrete; leave out action_chunk")
+    raise ConfigError(
+        f"the environment has actions of {space}, expected Box, Discrete or MultiDiscrete; leave out action_chunk"
+    )
 
 
 def undiscounted_reward(steps: TensorDict) -> Tensor:
@@ -58,10 +60,12 @@ def _check(env: Env, k: int, gamma: float) -> None:
     if k < 1 or not 0.0 <= gamma <= 1.0:
         raise ValueError(f"chunked needs k >= 1 and gamma in [0, 1], got k = {k} and gamma = {gamma}")
     if not env.is_pure:
-        fault = "keeps part of its state outside tensors, so single copies of it cannot stop inside a chunk"
-        raise ConfigError(f"{fault}; leave out action_chunk, or use a tensor environment")
+        fault = "the environment keeps part of its state outside tensors"
+        advice = "leave out action_chunk, or use a tensor environment"
+        raise ConfigError(f"{fault}, so single copies of it cannot stop inside a chunk; {advice}")
     if isinstance(env.observation_space, Dict) and "action_mask" in dict(env.observation_space.items):
-        raise ConfigError("has action masks, which are unknown for later actions of a chunk; leave out action_chunk")
+        fault = "the environment has action masks, which are unknown for later actions of a chunk"
+        raise ConfigError(f"{fault}; leave out action_chunk")
 
 
 def _check_fields(before: TensorDict, after: TensorDict) -> None:

@@ -111,7 +111,10 @@ def cartpole(cfg: CartPoleConfig) -> Env:
 
 
 def _without_velocity(env: Env, bounds: tuple[float, ...]) -> Env:
-    """Return a CartPole whose observation is x and theta. `bounds` limit |x| and |theta| in its space."""
+    """Return a CartPole whose observation is x and theta.
+
+    `bounds` are the bounds of |x| and |theta| in the observation space.
+    """
 
     def observe(state: TensorDict) -> Tensor:
         return torch.stack((state["motion"][..., 0], state["motion"][..., 2]), -1)

@@ -90,12 +90,13 @@ class Env:
             `obs`. Set this flag if observations are slow to compute. `chunked` then computes one observation per chunk.
             A wrapper whose `step` reads `obs` must set the flag to False.
         steps_per_action: number of environment steps in a chunk if actions are chunks, otherwise 1.
-        scene: the simulation of a MuJoCo task, which events may change, or None for other environments.
+        scene: the `Simulation` of a MuJoCo task, or None for other environments. `with_events` passes the simulation to
+            the events that need it.
         min_truncation_gap: the earliest step of an episode that may truncate the episode, counted from 1. Two
             truncations of one copy are therefore at least this many steps apart. If the episodes are parts of a game,
             the steps are counted from the start of the game. Use 1 if the gap is unknown, and `NEVER` if `step` never
-            truncates. `time_limit` lowers the gap to `max_episode_steps`. The gap must hold for every state that events
-            may produce. An event that allows earlier truncations declares its own gap.
+            truncates. `time_limit` lowers the gap to `max_episode_steps`. The gap must also hold after an event
+            has changed the state, unless the event declares a gap of its own; see `with_events`.
         scale: factor by which a MuJoCo task has multiplied the lengths of its config. `with_events` multiplies the
             lengths of events by the same factor.
         frame_stack: number of latest observations that the networks of the policy see. The environment itself returns
@@ -151,7 +152,7 @@ def state_of(obs: Tensor | TensorDict, batch: torch.Size, **fields: Tensor) -> T
     """Return the state before the first step of an episode, with reward 0 and without termination or truncation.
 
     `fields` are the state fields of the dynamics. `obs` may be a TensorDict. The reward has the dtype of the first
-    float tensor in `obs`, or float32 if `obs` has only integers.
+    float tensor in `obs`, or float32 if `obs` has no float tensor.
 
     >>> state_of(torch.zeros(2, 8, 8, 1, dtype=torch.uint8), torch.Size([2]))["reward"]
     tensor([0., 0.])

@@ -82,9 +82,9 @@ def make_event(event: EventConfig, scene: Any, label: str) -> Apply:
 
 
 def check_event(label: str, apply: Apply, before: TensorDict, keys: Tensor) -> None:
-    """Raise ConfigError if an event changes the set of state fields, their dtypes or their shapes.
+    """Raise ConfigError unless an event returns a state with the same fields, dtypes and shapes as `before`.
 
-    The error message begins with `label`.
+    If `apply` raises ConfigError, `check_event` raises the error again. Every error message begins with `label`.
     """
     names = ", ".join(sorted(_fields(before)))
     try:
@@ -224,9 +224,9 @@ _Numbers = Annotated[Annotated[_Number, NUMBER] | _List, by_kind("a number or a 
 
 
 class RandomizeFieldConfig(ConfigModel):
-    """Settings of `randomize_field`: a state field and the range of its random draw.
+    """Settings of `randomize_field`: a state field, the range of a random draw, and what the draw does to the field.
 
-    Equal bounds give a fixed value.
+    If `low` equals `high`, every draw has this value.
     """
 
     field: str = Field(description='dotted name of a float field of the env state, such as "obs" or "angle"')

@@ -47,10 +47,10 @@ def make_expert(choice: EnvChoice | dict | str, settings: Mapping[str, Any] | No
 def open_loop(env: Env, expert: Expert, k: int) -> Expert:
     """Return an expert that plans `k` actions, such as `[*B, k, A]`, by simulating steps from the given state.
 
-    The noise of the simulated steps differs from the noise of the later steps. If neither the environment nor `expert`
-    draws noise, the plan equals the actions that `expert` would take step by step. Actions after the end of an episode
-    have no meaning.
-    If `env.step_without_obs` is set, planning computes no observations, and `expert` must not read any.
+    The noise of the simulated steps differs from the noise of the steps that later execute the plan. If neither the
+    environment nor `expert` draws noise, the plan equals the actions that `expert` would take step by step. Actions
+    after the end of an episode have no meaning. If `env.step_without_obs` is set, planning computes no observations,
+    and `expert` must not read any.
 
     Args:
         env: the environment of single steps, even if the states belong to `chunked(env, k)`.

@@ -1,6 +1,7 @@
 """Scale the lengths in the settings of tasks, terms and events.
 
-In a Config model, each field in units of length has a marker, such as `Annotated[Triple, LENGTH]`.
+In a Config model, the type of each field that scales with the lengths contains a marker, such as `LENGTH` in
+`Annotated[Triple, LENGTH]`.
 """
 
 from typing import Any, NamedTuple, TypeVar
@@ -9,7 +10,7 @@ from pydantic import BaseModel
 
 
 class ScalesWith(NamedTuple):
-    """Marker of a field that `scale_lengths` multiplies by a power of its factor."""
+    """Marker of a field that `scale_lengths` multiplies by `factor ** power`."""
 
     power: int
 

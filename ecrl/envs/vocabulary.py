@@ -88,7 +88,8 @@ def vocabulary_size(words: Mapping[str, int]) -> int:
 def encode(text: str, words: Mapping[str, int], length: int) -> tuple[int, ...]:
     """Convert a text to lower case, and return the ids of its words, padded with zeros to `length` ids.
 
-    Raises: ConfigError if a word is not in the vocabulary, or if the text has no words or more than `length` words.
+    Raises: ConfigError if a word is not in the vocabulary or is `<pad>`, or if the text has no words or more than
+        `length` words.
 
     >>> encode("Go to red", {"<pad>": 0, "go": 1, "to": 2, "red": 3}, 5)
     (1, 2, 3, 0, 0)
@@ -99,5 +100,6 @@ def encode(text: str, words: Mapping[str, int], length: int) -> tuple[int, ...]:
     for part in parts:
         if part not in words or part == PADDING:
             known = did_you_mean(part, set(words) - {PADDING})
-            raise ConfigError(f"instruction {text!r}: {part!r} is not in the vocabulary; {known}")
+            fault = "is the padding word" if part == PADDING else "is not in the vocabulary"
+            raise ConfigError(f"instruction {text!r}: {part!r} {fault}; {known}")
     return tuple(words[part] for part in parts) + (0,) * (length - len(parts))

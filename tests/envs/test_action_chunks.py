@@ -301,7 +301,8 @@ def test_spaces_of_chunks():
     low_high = replace(box(0.0, 0.0, 2), low=(-1.0, -2.0), high=(1.0, 2.0))
     assert chunk_space(low_high, 2).low == (-1.0, -2.0, -1.0, -2.0)
     assert chunk_space(MultiDiscrete((2, 3)), 2) == MultiDiscrete((2, 3, 2, 3))
-    with pytest.raises(ConfigError, match=r"^has actions of Dict.*, expected Box, Discrete or MultiDiscrete; leave"):
+    message = r"^the environment has actions of Dict.*, expected Box, Discrete or MultiDiscrete; leave"
+    with pytest.raises(ConfigError, match=message):
         chunk_space(dict_space({"a": Discrete(2)}), 2)
 
 

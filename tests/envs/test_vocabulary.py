@@ -58,7 +58,7 @@ def test_a_missing_file_is_refused(tmp_path):
     ("text", "fault"),
     [
         ("go to rad", r"^instruction 'go to rad': 'rad' is not in the vocabulary; did you mean 'red'\?$"),
-        ("go <pad> red", "'<pad>' is not in the vocabulary"),
+        ("go <pad> red", "'<pad>' is the padding word"),
         ("go to red red", r"^instruction 'go to red red' has 4 words, expected 1 to 3 \(max_words\)$"),
         ("  ", "has 0 words, expected 1 to 3"),
     ],

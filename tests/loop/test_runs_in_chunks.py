@@ -229,7 +229,7 @@ def test_algorithms_for_discrete_actions_refuse_chunks_of_them():
     reason = r"needs Discrete actions, got .*; use another policy \(env\.action_chunk 2 makes each action a chunk of"
     with pytest.raises(ConfigError, match=f"^policy.name: q_network {reason}"):
         build(cfg)
-    message = r"^env\.action_chunk: 2, but gymnasium keeps part of its state outside .*; leave out action_chunk"
+    message = r"^env\.action_chunk: 2 for gymnasium, but the environment keeps part of its state .*; leave out"
     with pytest.raises(ConfigError, match=message):
         build(small(**{"env": {"name": "gymnasium:CartPole-v1", "action_chunk": 2}}))
     with pytest.raises(ConfigError, match=r"env\.action_chunk: must be at least 1, got 0"):

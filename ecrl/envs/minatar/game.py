@@ -1,9 +1,10 @@
 """Shared parts of the MinAtar games: settings, sticky actions, and images from rows of bits.
 
 A board has 10 x 10 cells. Row 0 is at the top and column 0 is on the left. Most games store the objects on a row of the
-board as one int32. Bit x is set if an object is in column x. A bit shift then moves all objects of a row by one cell. A
-shift to the left also needs the mask `FULL_ROW`, which removes objects beyond the last column. Compiled code handles
-such rows several times faster than images of bool, because inductor's vector code for bool is slow.
+board as one int32. Bit x is set if an object is in column x. A bit shift then moves all objects of a row by one cell.
+The shift `<<` moves the objects to the right, towards higher columns. After this shift, the mask `FULL_ROW` removes the
+objects beyond the last column. Compiled code handles such rows several times faster than images of bool, because
+inductor's vector code for bool is slow.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -126,7 +127,7 @@ def make_game(cfg: MinAtarConfig, rules: Rules, lockstep: bool = False) -> Env:
 
 
 def no_draws(uniforms: Tensor) -> dict[str, Tensor]:
-    """Return no random draws, for games whose only random event is the repetition of an action."""
+    """Return an empty dictionary, for games in which a step draws only whether the previous action is repeated."""
     return {}
 
 

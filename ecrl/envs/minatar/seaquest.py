@@ -359,8 +359,8 @@ def minatar_seaquest(cfg: SeaquestConfig) -> Env:
     enemies. An object that has left the board has the place 0. `enemy_*`, `shot_*` and `diver_*` are slots of objects,
     the oldest first. A new object replaces the oldest object. There are enough slots for every game:
 
-    - 30 enemies: on the highest level, at most one enemy appears in each step, and leaves the board after 30 steps. On
-      lower levels, at most 30 enemies appear while the oldest enemy is on the board.
+    - 30 enemies: on the highest level, at most one enemy appears in each step, and each enemy leaves the board after 30
+      steps. On lower levels, at most 30 enemies appear while the oldest enemy is on the board.
     - 2 shots, because a shot is gone after 9 steps, and 2 divers, because a diver is gone after 60 steps.
 
     The order of the slots decides which enemy a shot hits: the oldest fish in its cell, or the oldest submarine if

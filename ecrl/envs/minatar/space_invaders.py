@@ -62,7 +62,10 @@ def _start(keys: Tensor) -> dict[str, Tensor]:
 
 
 def _nearest_column(columns: Tensor, x: Tensor) -> Tensor:
-    """Return the bit of `columns` that is nearest to bit x. If two bits have the same distance, return the left bit."""
+    """Return the bit of `columns` that is nearest to bit x.
+
+    If two bits have the same distance, return the lower bit, which is the column on the left.
+    """
     at_x = torch.ones_like(x) << x
     right = columns & -at_x & ~at_x
     right = right & -right  # the lowest bit
