@@ -77,8 +77,8 @@ class Env:
         is_pure: False if part of the state is outside the tensors, as in Gymnasium environments. An environment that is
             not pure resets itself, sets `final_obs`, and is released by `close`.
         close: releases the resources of a state that are not tensors, such as processes.
-        is_current: returns True if `step` can continue from a state. The result is False if the environments are closed
-            or have taken further steps.
+        is_current: returns True if `step` can continue from a state. The result is False if the environments are
+            closed, or have been stepped or reset since they returned the state.
         carry_over: maps (start of the next episode, last state of the ended episode) to the start state that is used.
             The result includes values that last longer than an episode, such as a mass that a startup event drew.
         reset_unobserved: like `reset`, but the state has no field `obs`. Set this function if observations, such as

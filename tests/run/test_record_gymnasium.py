@@ -118,7 +118,8 @@ def test_an_image_that_fails_in_mid_episode_names_the_environment(tmp_path, monk
     cfg = drawn()
     state, draw = init_state(cfg), fake_gymnasium_envs.Drawn.render
     monkeypatch.setattr(fake_gymnasium_envs.Drawn, "render", lambda env: draw(env) if env._since < 2 else None)
-    message = r"env 0 \(gymnasium:Drawn-v0\) drew NoneType, expected an image uint8 \[h, w, 3\], when it was drawn"
+    fault = r"env 0 \(gymnasium:Drawn-v0\) drew NoneType, expected an image uint8 \[h, w, 3\]"
+    message = f"while drawing an image: {fault}"
     with pytest.raises(UserError, match=message):
         record(state, cfg, tmp_path / "film.mp4", 2)
     assert list(tmp_path.iterdir()) == []

@@ -35,7 +35,7 @@ class GymnasiumConfig(ConfigModel):
 
     id: str = Field(
         min_length=1,
-        description='id for gymnasium.make, such as "LunarLander-v3"; "my_module:Mine-v0" if my_module is imported',
+        description='id for gymnasium.make: "LunarLander-v3", or "my_module:Mine-v0" for an env of an imported module',
     )
     kwargs: dict[str, JsonValue] = Field(default_factory=dict, description="further arguments of gymnasium.make")
     max_episode_steps: Count | None = Field(None, description="time limit, steps; if absent, the registered limit")
@@ -88,8 +88,8 @@ def gymnasium_env(cfg: GymnasiumConfig) -> Env:
     are rounded before they are passed to Gymnasium.
 
     If actions are discrete, an action mask in `info["action_mask"]` becomes `obs["action_mask"]`. An observation that
-    is not a Dict then becomes `obs["observation"]`. Gymnasium's `info["success"]` or `info["is_success"]` becomes
-    `info.success`, which is NaN if the environment reports neither.
+    is neither a Dict nor a Tuple then becomes `obs["observation"]`. Gymnasium's `info["success"]` or
+    `info["is_success"]` becomes `info.success`, which is NaN if the environment reports neither.
 
     With `atari`, the observation of an Atari game is the newest image, uint8 `[size, size, 1]`, or `[size, size, 3]` in
     color. `info.game_score` is the score of a game in the step that ends the game, and NaN in all other steps. The
@@ -183,7 +183,7 @@ def from_vector(make_vector: Callable[[int], VectorEnv], *, timeout: float) -> E
 
 
 def _env(make: Callable[[int], Vector], label: str) -> Env:
-    """Return an `Env` that opens N environments with `make(N)`. Error messages begin with `label`."""
+    """Return an `Env` that opens N environments with `make(N)`. Error messages contain `label`."""
     owner, (spaces, gymnasium_spaces) = object(), _probe_spaces(make, label)
 
     def reset(keys: Tensor, state: TensorDict | None = None) -> TensorDict:
@@ -193,7 +193,7 @@ def _env(make: Callable[[int], Vector], label: str) -> Env:
         try:
             live = live or Live(_check_unchanged(make(len(seeds)), gymnasium_spaces, label), owner, label)
         except Fault as error:
-            raise UserError(f"{fault_text(label, error)}, when the environment was made") from error.__cause__
+            raise UserError(f"while making the environments: {fault_text(label, error)}") from error.__cause__
         return live.ask(lambda: _state(live.vector.reset(seeds), spaces, keys), "reset")
 
     def step(state: TensorDict, actions: Tensor, noise: Any) -> TensorDict:

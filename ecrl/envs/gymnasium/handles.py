@@ -1,8 +1,8 @@
 """Table of the Gymnasium environments that are open in this process.
 
 A state consists of tensors, and cannot hold Gymnasium environments. Instead, the state's field `token` identifies the
-open environments, and its field `step` is their step count. Token 0 marks a state from a checkpoint, whose environments
-are no longer open.
+open environments. The state's field `step` is the number of steps and resets that these environments had taken since
+their first reset. Token 0 marks a state from a checkpoint, whose environments are no longer open.
 """
 
 import atexit
@@ -80,7 +80,7 @@ def to_list(x: Tensor) -> list[int]:
 def find_live(state: TensorDict, owner: object) -> Live | None:
     """Return the open environments of a state, or None if they are closed or belong to another owner.
 
-    The environments may have taken further steps after they returned the state.
+    The environments may have been stepped or reset since they returned the state.
     """
     live = _LIVE.get(to_list(state["token"])[0])
     return live if live is not None and live.owner is owner else None
@@ -97,24 +97,24 @@ def draw(state: TensorDict) -> list[np.ndarray]:
     try:
         return live.vector.render()
     except (Fault, BadValue) as error:
-        raise UserError(f"{fault_text(live.label, error)}, when it was drawn") from error.__cause__
+        raise UserError(f"while drawing an image: {fault_text(live.label, error)}") from error.__cause__
 
 
 def steps_behind(live: Live, state: TensorDict) -> int:
-    """Return the number of steps and resets of the environments after they returned the state."""
+    """Return the number of steps and resets that the environments have taken since they returned the state."""
     return live.steps - to_list(state["step"])[0]
 
 
 def require_live(state: TensorDict, owner: object, label: str) -> Live:
     """Return the open environments of a state.
 
-    Raises: UserError if the environments are closed, or have taken further steps after they returned the state.
+    Raises: UserError if the environments are closed, or have been stepped or reset since they returned the state.
     """
     live = find_live(state, owner)
     if live is None:
         reason = "the state was loaded or belongs to another process, or the envs were closed"
         raise UserError(f"{label}: the envs are not open in this process ({reason}); reset the envs")
     if steps := steps_behind(live, state):
-        reason = f"this state is {steps} steps behind its Gymnasium envs, which cannot go back"
+        reason = f"this state is {steps} steps or resets behind its Gymnasium envs, which cannot go back"
         raise UserError(f"{label}: {reason}; continue from the newest state, or reset the envs")
     return live

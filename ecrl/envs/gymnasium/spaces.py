@@ -43,8 +43,8 @@ def _part(rows: Sequence[Any], name: Any, space: spaces.Space) -> list[Any]:
 def collate(space: spaces.Space, rows: Sequence[Any]) -> Any:
     """Stack one observation per environment.
 
-    Raises: BadValue for the first observation without an entry of its space. If the observations have different shapes,
-        BadValue for the first observation with a wrong shape.
+    Raises: BadValue for the first observation that lacks an entry of its Dict or Tuple space. If the observations have
+        different shapes, BadValue for the first observation whose shape differs from the shape of the space.
 
     >>> collate(spaces.Tuple((spaces.Discrete(3), spaces.Box(0, 1, (2,)))), [(1, [0.0, 1.0]), (2, [1.0, 0.0])])[0]
     array([1, 2])
@@ -139,9 +139,9 @@ def allowed(masks: Any, nvec: tuple[int, ...]) -> Tensor:
 
 
 def check_allowed(mask: Tensor, nvec: tuple[int, ...]) -> None:
-    """Raise BadValue for the first environment whose mask allows no choice for one of the discrete actions."""
+    """Raise BadValue if the mask of an environment allows no choice for one of the discrete actions."""
     for part in mask.split(list(nvec), -1):
-        refuse(~part.any(-1).numpy(), "allows no action: its action_mask is all zero")
+        refuse(~part.any(-1).numpy(), "returned an action_mask that allows no choice for a discrete action")
 
 
 def _named(parts: dict[str, Any]) -> TensorDict:

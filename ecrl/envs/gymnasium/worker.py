@@ -38,7 +38,8 @@ class Row(NamedTuple):
     `final` is the observation before the reset if the step ended an episode, otherwise None. `success` is NaN if the
     environment reports no success, and an error message if the reported value is not a number.
 
-    `score` is the score of the Atari game that ended in the step, NaN if no game ended, or None for other environments.
+    `score` is the score of the Atari game that ended in the step, or NaN if no game ended. `score` is None for an
+    environment without the setting `atari`.
 
     A worker sends a plain tuple instead of a `Row`. In the worker, this class belongs to the module `__main__`, so the
     parent process could not unpickle a `Row`.
