@@ -378,7 +378,10 @@ FAULTS = [
         r"rigid_object\[0\].uid: not allowed, got 'a.x00b'; .*without NUL",
     ),
     ({"rigid_object": [CUBE, CUBE]}, "scene: .*repeated name 'cube'"),
-    ({"rigid_object": [CUBE | {"shape": {"shape_type": "Cube", "radius": 1.0}}]}, "a Cube needs size, got radius"),
+    (
+        {"rigid_object": [CUBE | {"shape": {"shape_type": "Cube", "radius": 1.0}}]},
+        "Cube needs exactly size, got radius",
+    ),
     ({"rigid_object": [CUBE | {"attrs": {"masss": 1.0}}]}, r"rigid_object\[0\].attrs.masss: unknown key; did you mean"),
 ]
 
@@ -397,7 +400,7 @@ def test_frequency_of_control_stands_for_steps_per_control():
     assert simulation(validate_section(SceneConfig, {"target_control_frequency": 50.0}, "x")).substeps == 2
     dt = {"physics": {"dt": 0.002}}
     assert simulation(validate_section(SceneConfig, {"target_control_frequency": 50.0} | dt, "x")).substeps == 10
-    with pytest.raises(ConfigError, match=r"target_control_frequency: 30.0 Hz is 3.33333 physics steps of 0.01 s"):
+    with pytest.raises(ConfigError, match=r"a step at 30.0 Hz takes 3.33333 physics steps of 0.01 s"):
         simulation(validate_section(SceneConfig, {"target_control_frequency": 30.0}, "x"))
     with pytest.raises(ConfigError, match="set the same quantity; keep one"):
         validate_section(SceneConfig, {"target_control_frequency": 50.0, "sim_steps_per_control": 2}, "x")

@@ -59,7 +59,7 @@ class RecordCameraConfig(CameraConfig):
     @classmethod
     def _within(cls, path: Path) -> Path:
         if path.is_absolute() or ".." in PurePosixPath(path).parts:
-            raise ValueError(f"{str(path)!r} is outside the run folder; give a path below videos/ of the run folder")
+            raise ValueError(f"{str(path)!r} is absolute or contains '..'; give a path below videos/ of the run folder")
         return path
 
 

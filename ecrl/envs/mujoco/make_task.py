@@ -244,8 +244,9 @@ def task_env(
         acceptable: a function that maps (sim, state) to bool `[*B]`, True if an episode may start in the state. Each
             episode draws up to 12 random starts and uses the first acceptable start. If all 12 starts are unacceptable,
             the episode uses a start that was acceptable when the task was created. If startup events affect which
-            starts are acceptable, this start may be unacceptable in other environments. `task_env` tests the starts of
-            256 episodes, and raises ConfigError if one of these episodes finds no acceptable start.
+            starts are acceptable, this start may be unacceptable in an environment whose startup events drew other
+            values. `task_env` tests the starts of 256 episodes, and raises ConfigError if one of these episodes finds
+            no acceptable start.
         own_observations: observation terms that the task itself defines, by the name of their entry. The terms of the
             config are applied after `own_observations`.
         scale: factor by which the lengths of `cfg` have been multiplied. The lengths of events under `trainer.events`

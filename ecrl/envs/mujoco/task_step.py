@@ -206,7 +206,8 @@ def prepare_starts(task: Task) -> Task:
     accepted = task.acceptable(task.sim, _apply(task.events_of("reset"), state, chosen))
     if failed := int((~accepted).sum()):
         fault = f"{failed} of {_CHECKED_EPISODES} episodes found no acceptable start in {_TRIES} draws each"
-        raise ConfigError(f"{fault}; widen the ranges of events of mode reset, or relax the conditions in extensions")
+        advice = "relax the condition for an acceptable start, such as extensions.start_distance"
+        raise ConfigError(f"{fault}; widen the ranges of events of mode reset, or {advice}")
     neutral = bool(task.events_of("startup")) and _is_startup_neutral(task, keys)
     return replace(task, spare_key=int(chosen[0]), startup_neutral=neutral)
 
@@ -237,11 +238,13 @@ def _info(success: Tensor, fail: Tensor, metrics: dict[str, Tensor], rewards: di
 
 
 def carry_over(task: Task, new_start: TensorDict, ended: TensorDict) -> TensorDict:
-    """Return the initial state of the next episode, with `life.count` and `life.key` (startup events) from `ended`.
+    """Return the initial state of the next episode, which continues the step count and the startup events of `ended`.
 
-    If the task has startup events, `new_start` was chosen under different startup events. `carry_over` then applies the
-    startup events and the reset events again. Unless `task.startup_neutral` is True, the startup events may affect
-    which starts are acceptable, so `carry_over` also chooses the start again.
+    The step count `life.count` and the random key of the startup events, `life.key`, are taken from `ended`.
+
+    If the task has startup events, `new_start` was drawn with another key of the startup events. `carry_over` therefore
+    applies the startup events and the reset events again. Unless `task.startup_neutral` is True, the startup events may
+    affect which starts are acceptable, so `carry_over` also chooses the start again.
     """
     life = cast(TensorDict, new_start["life"])
     life = life.copy().update(cast(TensorDict, ended["life"]).select("count", "key"))
@@ -278,7 +281,9 @@ def _control(task: Task, state: TensorDict, action: Tensor) -> Tensor:
 def _delayed(task: Task, state: TensorDict, control: Tensor) -> tuple[TensorDict, Tensor]:
     """Return the field `delay` after a step, and the control `[*B, nu]` that acts in the step.
 
-    acting[t] = control[t - steps]; controls before the episode hold the joints at their initial positions
+        acting[t] = control[t - steps]
+
+    For times t before the first step of the episode, `control[t]` is `hold_controls` of the initial state.
     """
     held = world.hold_controls(task.sim, cast(TensorDict, state["world"])).unsqueeze(-2)
     is_first = (state["elapsed"] == 0)[..., None, None]

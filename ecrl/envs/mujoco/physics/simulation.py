@@ -80,7 +80,7 @@ def _substeps(cfg: SceneConfig, dt: float) -> int:
         return cfg.sim_steps_per_control or _SUBSTEPS
     exact = 1.0 / max(cfg.target_control_frequency * dt, 1e-300)
     if not 0.5 < exact < 10_000.5 or abs(exact - round(exact)) > 1e-6 * exact:
-        actual = f"{cfg.target_control_frequency} Hz is {exact:.6g} physics steps of {dt} s"
+        actual = f"a step at {cfg.target_control_frequency} Hz takes {exact:.6g} physics steps of {dt} s"
         expected = "expected a whole number up to 10,000"
         raise ConfigError(f"target_control_frequency: {actual}, {expected}; change the frequency or physics.dt")
     return round(exact)

@@ -154,7 +154,7 @@ torch.library.register_vmap(_NAME, _vmap_step)
 def step(state: Tensor, control: Tensor, parameters: Tensor, *, handle: int, substeps: int) -> tuple[Tensor, Tensor]:
     """Step MuJoCo `substeps` times from each state, under a constant control.
 
-        state, sensors = mj_step(state, control) ** substeps
+        repeat substeps times:    state, sensors = mj_step(state, control)
 
     Args:
         state: states of the simulations in the layout of `models.STATE`, `[*B, nstate]` float64.

@@ -3,7 +3,7 @@
 States have the same layout as in `step_op`. Warp computes in float32. Torch tensors share the memory of Warp's arrays.
 Each call writes all inputs of a step to Warp's arrays, so earlier calls do not affect the results. A step never copies
 results from the GPU to the CPU. In a CUDA graph captured by torch, conditional nodes stop the solver once it has
-converged, if the CUDA driver supports them. On a GPU without such nodes, the solver always runs all its iterations.
+converged, if the CUDA driver supports such nodes. In every other step on a GPU, the solver runs all its iterations.
 """
 
 import math

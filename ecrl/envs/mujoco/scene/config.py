@@ -27,7 +27,7 @@ PerJoint = Annotated[
 """One value for all joints, a list with one value per joint, or a dictionary from joint names or patterns to values."""
 
 _NAME = r"^[^\x00]+$"  # MuJoCo truncates a name at the first NUL character
-_OWN_SOLVER = "the action term EefPoseTerm has its own inverse kinematics, on the robot's joints"
+_OWN_SOLVER = "the action term EefPoseTerm computes the inverse kinematics from the robot in the scene"
 _ONE_FRICTION = "MuJoCo has one sliding friction, static_friction"
 
 
@@ -48,7 +48,8 @@ class ShapeConfig(ConfigModel):
         needed = {"Cube": ("size",), "Sphere": ("radius",), "Cylinder": ("radius", "height")}[self.shape_type]
         present = tuple(name for name in ("size", "radius", "height") if getattr(self, name) is not None)
         if set(present) != set(needed):
-            raise ValueError(f"a {self.shape_type} needs {' and '.join(needed)}, got {', '.join(present) or 'none'}")
+            actual = ", ".join(present) or "none"
+            raise ValueError(f"a {self.shape_type} needs exactly {' and '.join(needed)}, got {actual}")
         return self
 
 

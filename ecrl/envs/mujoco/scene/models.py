@@ -17,7 +17,7 @@ CONTROL = ("CTRL", "QFRC_APPLIED")
 """Components of a step's input: the controls of the actuators, and the forces along the degrees of freedom."""
 
 Varied = tuple[tuple[str, str], ...]
-"""Pairs of the name of a model field that varies and the name of an object, such as `("body_mass", "cube")`."""
+"""Pairs of a varied model field's name and an object's name, such as `("body_mass", "cube")`."""
 
 Backend = Literal["mujoco", "warp"]
 """Library that steps a model: MuJoCo on the CPU, or MuJoCo Warp for GPUs."""

@@ -26,7 +26,7 @@ from ecrl.registry import did_you_mean
 _TOUCH = {"contype": 1, "conaffinity": 3, "condim": 4}  # objects collide with everything, including robots
 _ASIDE = np.array([1e-3, 1e-3, 1e-3])  # in m; an arbitrary offset from the origin
 _NET_FORCE = [2, 3, 1]  # settings of a contact sensor that reads the sum of all contact forces
-_SLACK = 1e-6  # rounding tolerance (rad or m) of joint limits that a config repeats from an MJCF file
+_SLACK = 1e-6  # tolerance (rad or m) for a start position that equals a joint limit except for rounding
 
 
 class Scene(NamedTuple):
