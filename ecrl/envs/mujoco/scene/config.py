@@ -147,8 +147,8 @@ class SolverConfig(ConfigModel):
 
     tcp: Annotated[tuple[_Row, _Row, _Row, _Row], Field(strict=False)] = Field(
         default=((1.0, 0.0, 0.0, 0.0), (0.0, 1.0, 0.0, 0.0), (0.0, 0.0, 1.0, 0.0), (0.0, 0.0, 0.0, 1.0)),
-        description="pose of the end effector in the frame of the link end_link_name, or of the flange of a built-in "
-        "arm, as a 4x4 matrix, m",
+        description="pose of the end effector as a 4x4 matrix, m, in the frame of the link in end_link_name "
+        "or, for a built-in arm, in the frame of the flange",
     )
     end_link_name: str | None = Field(
         None,
