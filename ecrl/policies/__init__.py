@@ -71,5 +71,6 @@ def make_policy(
     if frame_stack == 1:
         return policy
     stacked = with_frame_stack(policy, observation_space, frame_stack)
-    # `with_frame_stack` is memoised, and the equality of policies ignores these two functions.
+    # `with_frame_stack` is memoised, and the equality of policies ignores `init` and `init_frozen`. Thus these two
+    # functions of `stacked` may come from another policy.
     return replace(stacked, init=policy.init, init_frozen=policy.init_frozen)

@@ -1,7 +1,7 @@
 """Check the arguments and results of a policy's functions. An error names the policy, the function and the wrong value.
 
-`ecrl.loop` runs these checks in the first iteration of a run, before the iteration is compiled. The checks compare
-shapes and dtypes, and reject random numbers that are not drawn from a key.
+`ecrl.loop` runs these checks when it creates the state of a run, and in the first iteration, before the iteration is
+compiled. The checks compare shapes and dtypes, and reject random numbers that are not drawn from a key.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -80,10 +80,10 @@ def _generator_states() -> list[bytes]:
 
 @contextmanager
 def _refusing_draws(label: str, keys: str) -> Iterator[None]:
-    """Raise ConfigError if the block draws from torch's global generators.
+    """Raise ConfigError at the end of the block if the block drew from torch's global generators.
 
-    While a graph is traced, every operation that would draw also raises the error. Other threads may draw. Code inside
-    the block may draw if it restores the generator's state.
+    Eager code inside the block may draw if it restores the state of the generator. While a graph is traced, every draw
+    from a generator of torch causes the error. Draws inside `ignoring_draws` and draws of other threads are allowed.
     """
     before = [] if in_graph() else _generator_states()
     with noting_draws() as noted:
@@ -318,7 +318,9 @@ def _check_first(label: str, args: tuple[Any, ...], out: Any, what: str) -> None
 
 
 def check_restart(policy: Policy, exploration: TensorDict, initial: TensorDict) -> None:
-    """Raise ConfigError unless the exploration state has each field of `init_exploration` with its shape and dtype.
+    """Raise ConfigError unless the exploration state has each field that `init_exploration` returns.
+
+    The shape and dtype of each field must be the same in the exploration state and in the result of `init_exploration`.
 
     Args:
         policy: the policy, which error messages name.
@@ -371,7 +373,7 @@ def _check_act(
     carry, out = returned(label, result, "carry", "out")
     if not isinstance(out, TensorDictBase):
         raise ConfigError(f"{label} returns {type(out).__name__} as its output, expected a TensorDict; return one")
-    known = ", ".join(map(str, out.keys())) or "no fields"
+    known = ", ".join(map(str, out.keys())) or "an empty TensorDict"
     for name in required:
         if name not in out:
             raise ConfigError(f"{label} returns no {name}, only {known}; add the field")
@@ -446,9 +448,13 @@ def _check_sequence_value(label: str, args: tuple[Any, ...], out: Any, space: Sp
 
 
 def _check_explore(label: str, args: tuple[Any, ...], out: Any, action_space: Space) -> None:
-    """Raise ConfigError if `explore` drops an output of `act`, changes its shape or dtype, or adds a wrong field."""
+    """Raise ConfigError if `explore` drops a field that `act` returned, or changes the shape or dtype of such a field.
+
+    A field that `explore` adds must have one entry per environment, and its name must not be reserved. `explore` must
+    also keep the fields of the exploration state.
+    """
     exploration, after = returned(label, out, "exploration", "out")
-    check_fields(label, args[1], exploration, "exploration")
+    check_fields(label, args[1], exploration, "exploration", "algorithm.init")
     if not isinstance(after, TensorDictBase):
         raise ConfigError(f"{label} returns {type(after).__name__} as the output, expected a TensorDict; return one")
     old, new = named_leaves(args[2]), named_leaves(after)
@@ -462,9 +468,10 @@ def _check_explore(label: str, args: tuple[Any, ...], out: Any, action_space: Sp
 
 
 def _check_q(label: str, args: tuple[Any, ...], out: Any, space: Space, action_space: Space) -> None:
-    """Raise ConfigError unless Q is `[critics, *B]`, or `[critics, *B, actions]` without an action.
+    """Raise ConfigError if the result of `q` has a wrong shape or is not float.
 
-    A last axis of atoms may follow.
+    The expected shape is `[critics, *B]`, or `[critics, *B, actions]` if `action` is None. A last axis of atoms may
+    follow.
     """
     axes, more = _batch_of(args[1], space), 1
     if args[2] is None and isinstance(action_space, Discrete):
@@ -502,7 +509,7 @@ def checked_policy(policy: Policy, observation_space: Space, action_space: Space
     }
     for name, what in (("init_carry", "carry"), ("init_exploration", "exploration")):
         if getattr(policy, name) is not no_carry:
-            checks[name] = (_check_first, (what,), "its params")
+            checks[name] = (_check_first, (what,), "a fixed key")
     functions = {name: getattr(policy, name) for name in checks if getattr(policy, name) is not None}
     if policy.init_frozen is not None:  # it draws weights, which the pretrained weights then replace
         functions["init_frozen"] = Unchecked(policy.init_frozen)

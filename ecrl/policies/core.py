@@ -18,7 +18,8 @@ class ReturnDistribution(NamedTuple):
 
     A distribution is a vector of K = `atoms` numbers. In a categorical distribution, as in C51, these numbers are the
     logits of K fixed returns, which are evenly spaced from `low` to `high`. In a quantile distribution, as in QR-DQN,
-    they are the returns at the midpoints of K intervals of equal probability, and `low` and `high` are not used.
+    these numbers are the returns at the midpoints of K intervals of equal probability, and `low` and `high` are not
+    used.
     """
 
     name: Literal["categorical", "quantile"]
@@ -59,8 +60,8 @@ class Policy:
 
     `carry` is the policy's memory. Feed-forward policies have an empty TensorDict as memory. `steps` is a TensorDict
     with obs, action, done and every other field that `act` returned. If actions are chunks (`ecrl.envs.chunked`),
-    `steps` also has `executed`, the number of steps of each chunk that the environment executed. All values in `steps`
-    must be finite.
+    `steps` also has `executed`, which counts how many steps of each chunk the environment executed. All values in
+    `steps` must be finite.
 
     If an action has several tokens, `sample_log_prob` and the results of `evaluate` may have further axes, with one
     entry per token. The log-probability of an action is then the sum of the log-probabilities of its tokens. If only
@@ -93,13 +94,14 @@ class Policy:
             as a greedy policy.
         value: (params, carry, obs) -> V `[*B]`, or as above for a sequence policy; None for a policy without a critic.
         norm_init: device -> the initial observation statistics (see `normalized`); None if observations stay unchanged.
-        norm_update: (statistics, obs, mask) -> the statistics updated with a batch.
+        norm_update: (statistics, obs, mask) -> the statistics, updated with the observations for which the bool tensor
+            `mask` is True.
         compiles: False if the policy cannot be compiled. A module that draws its own random numbers cannot be compiled.
         init_carry: (params, num_envs) -> carry, a TensorDict `[num_envs]`, at the start of an episode.
         unit: unit of a minibatch, "step" or "sequence".
         init_frozen: device -> frozen parameters, such as a pretrained backbone; None for a policy without frozen
-            parameters. The other functions read these parameters from `params`. Frozen parameters are never optimised
-            or copied.
+            parameters. The other functions read these parameters from `params`. Frozen parameters are never optimised,
+            and all states of a run share them without a copy.
         explore: (params, exploration, out, noise) -> (exploration, out); changes the `out` of `act` while an algorithm
             that explores, such as DQN or PQN, collects steps. For example, `explore` takes a random action or adds
             noise. `exploration` is a TensorDict of tensors `[*B, ...]`, the state and the parameters of the
@@ -111,9 +113,10 @@ class Policy:
             whenever an episode ends. Fields that `init_exploration` does not return, such as epsilon, do not restart.
         q: (params, obs, action, noise) -> Q `[critics, *B]`, the values of actions. For Discrete actions, `action` may
             be None, and the result then has the values of all actions, `[critics, *B, actions]`. If `distribution` is
-            not None, the last axis has one entry per atom. `noise` is the result of `draw` for keys `[*B]`. If all
-            observations share the noise, `noise` is the result of `draw` for one 0-d key. `noise` is None for
-            deterministic values. Many policies ignore `noise`. `q` is None for a policy without a Q-function.
+            not None, the result has an additional last axis with one entry per atom. `noise` is the result of `draw`
+            for keys `[*B]`. If all observations share the noise, `noise` is the result of `draw` for one 0-d key.
+            `noise` is None for deterministic values. Many policies ignore `noise`. `q` is None for a policy without a
+            Q-function.
         distribution: type of the return distributions that `q` returns; None if `q` returns values.
         noisy: True if `q` learns the scales of its noise, as a noisy network does. A loss must then pass noise to `q`.
         evaluate_and_value: (params, carry, steps) -> (log_prob, entropy, V), the results of `evaluate` and of `value`
@@ -162,7 +165,7 @@ class Policy:
             raise ValueError("a policy with init_carry has memory; set its unit to 'sequence'")
 
     def q_mean(self, q: Tensor) -> Tensor:
-        """Return values from the result of `q`: the means of return distributions, or `q` itself if it has values."""
+        """Convert a result of the function `q` to values: the means of return distributions. Values stay unchanged."""
         return q if self.distribution is None else self.distribution.mean(q)
 
     def evaluate_tokens(self, params: TensorDict, rows: TensorDict) -> tuple[Tensor, Tensor]:
@@ -189,9 +192,10 @@ class Policy:
         return critic(params, carry, steps["obs"]) if self.unit == "step" else critic(params, carry, steps, None)[0]
 
     def evaluate_and_value_rows(self, params: TensorDict, rows: TensorDict) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the results of `evaluate_rows` and `value_rows`. Layers that actor and critic share are computed once.
+        """Return the results of `evaluate_rows` and `value_rows`.
 
-        The policy must have log-probabilities and a critic.
+        With `evaluate_and_value`, the layers that actor and critic share are computed once. The policy must have
+        log-probabilities and a critic.
         """
         log_prob, entropy, value = self.evaluate_and_value_tokens(params, rows)
         return sum_tokens(log_prob, rows), sum_tokens(entropy, rows), value
@@ -203,10 +207,10 @@ class Policy:
         return self.evaluate_and_value(params, *_carry_and_steps(self, rows))
 
     def imitation_rows(self, params: TensorDict, rows: TensorDict) -> Tensor:
-        """Return the loss of imitating the action of each step of a minibatch, of the shape of `rows["done"]`.
+        """Return the loss of imitating the action, for each step of a minibatch.
 
-        The policy must have `imitation_loss` or log-probabilities. If the policy has `draw_imitation`, the field
-        `imitation_noise` of the rows must hold the result of `draw_imitation`.
+        The result has the shape of `rows["done"]`. The policy must have `imitation_loss` or log-probabilities. If the
+        policy has `draw_imitation`, the field `imitation_noise` of the rows must hold the result of `draw_imitation`.
         """
         if self.imitation_loss is None:
             return -self.evaluate_rows(params, rows)[0]
@@ -224,12 +228,15 @@ def _carry_and_steps(policy: Policy, rows: TensorDict) -> tuple[TensorDict, Tens
 def counted_tokens(like: Tensor, rows: TensorDict) -> Tensor | None:
     """Return a bool mask of the tokens that count, of the shape of `like`, or None if all tokens count.
 
-        token_mask[..., i, :] and i < executed        the second condition only with two or more token axes
+        token_mask[..., i, :] and i < executed        for step i of a chunk
+
+    The condition `i < executed` applies only if there are two or more token axes. The first token axis is then the axis
+    of the steps of a chunk.
 
     Args:
         like: tensor with the shape of `rows["done"]`, followed by token axes.
         rows: TensorDict with `done`. Optional fields are `token_mask`, bool of the shape of `like`, and `executed`,
-            int64 of the shape of `done`. `executed` is the number of steps of each chunk that the environment executed.
+            int64 of the shape of `done`. `executed` counts how many steps of each chunk the environment executed.
 
     >>> rows = TensorDict({"done": torch.tensor([False]), "executed": torch.tensor([1])}, [1])
     >>> counted_tokens(torch.zeros(1, 2, 3), rows).tolist()

@@ -69,8 +69,8 @@ def module_policy(
         squash: if True, squash Box actions into their space by tanh. Modules that choose their own actions do not
             support `squash`.
 
-    Raises: ConfigError if a method does not write a field, or writes a field in the wrong shape. `module_policy` also
-        raises ConfigError if the output of a layer is random or depends on the rest of the batch. An example is
+    Raises: ConfigError if a method does not return or write a field, or if a field has a wrong shape. `module_policy`
+        also raises ConfigError if the output of a layer is random or depends on the rest of the batch. An example is
         BatchNorm in training mode.
 
     >>> from ecrl import rng, spaces
@@ -108,9 +108,11 @@ def _initial(net: Pure) -> Callable[[Tensor], TensorDict]:
 
 def _check_shape(label: str, value: Any, *expected: list[int]) -> None:
     """Raise ConfigError unless a module's output is a tensor of one of the expected shapes."""
-    shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-    if shape not in expected:
-        raise ConfigError(f"{label} has shape {shape}, expected {' or '.join(map(str, expected))}; use this shape")
+    shapes = " or ".join(map(str, expected))
+    if not isinstance(value, Tensor):
+        raise ConfigError(f"{label} is a {type(value).__name__}, expected a tensor of shape {shapes}; return a tensor")
+    if list(value.shape) not in expected:
+        raise ConfigError(f"{label} has shape {list(value.shape)}, expected {shapes}; use this shape")
 
 
 def _forward_policy(
@@ -174,9 +176,12 @@ def _read_fields(label: str, out: Any, fields: dict[str, list[int]]) -> list[Ten
 
     Raises: ConfigError if a field is missing or has a wrong shape.
     """
-    missing = [field for field in fields if not isinstance(out, TensorDictBase) or field not in out]
+    if not isinstance(out, TensorDictBase):
+        needed = " and ".join(map(repr, fields))
+        raise ConfigError(f"{label} returns a {type(out).__name__}, expected a TensorDict with {needed}; return one")
+    missing = [field for field in fields if field not in out]
     if missing:
-        wrote = ", ".join(sorted(map(str, out.keys()))) if isinstance(out, TensorDictBase) else type(out).__name__
+        wrote = ", ".join(sorted(map(str, out.keys())))
         raise ConfigError(f"{label}: did not write {' and '.join(map(repr, missing))}, only {wrote}; write all fields")
     for field, shape in fields.items():
         _check_shape(f"{label}: {field}", out[field], shape)

@@ -60,7 +60,8 @@ def normalized(policy: Policy, observation_space: Space) -> Policy:
     Raises: ConfigError for observations without a float Box.
     """
     wrapped = _normalized(policy, observation_space)
-    # `_normalized` is memoised, and the equality of policies ignores these two functions.
+    # `_normalized` is memoised, and the equality of policies ignores `init` and `init_frozen`. Thus these two functions
+    # of `wrapped` may come from another policy.
     return replace(wrapped, init=policy.init, init_frozen=policy.init_frozen)
 
 

@@ -253,7 +253,7 @@ FAULTS = [
     (_returning(lambda out, value: (out,)), CHOICE, f"{FORWARD} returns 1 values, expected"),
     (_returning(lambda o, v: (o[:, :3], v)), CHOICE, rf"{FORWARD}: output has shape \[2, 3\], expected \[2, 4\]"),
     (_returning(lambda o, v: (o, v[:, None])), CHOICE, rf"{FORWARD}: value has shape \[2, 1\], expected \[2\]"),
-    (_returning(lambda o, v: (o, 0.0)), CHOICE, rf"{FORWARD}: value has shape float, expected \[2\]"),
+    (_returning(lambda o, v: (o, 0.0)), CHOICE, rf"{FORWARD}: value is a float, expected a tensor of shape \[2\]"),
     (_returning(lambda o, v: (o, v, o)), CHOICE, f"{FORWARD}: log_std is for Box actions, not Discrete"),
     (_returning(lambda o, v: (o, v, v[:1])), BOX, rf"{FORWARD}: log_std has shape \[1\], expected \[2\] or \[2, 2\]"),
     (
@@ -264,7 +264,7 @@ FAULTS = [
     (
         _writing("evaluate_actions", lambda td: td["entropy"]),
         CHOICE,
-        "policy 'mine': Changed.evaluate_actions: did not write 'log_prob' and 'entropy', only Tensor",
+        "policy 'mine': Changed.evaluate_actions returns a Tensor, expected a TensorDict with 'log_prob' and 'entropy'",
     ),
     (
         _writing("evaluate_actions", lambda td: td.set("entropy", td["entropy"][:, None])),
