@@ -46,7 +46,7 @@ class ActionBins(NamedTuple):
         return torch.arange(self.width, device=device) < torch.tensor(counts, device=device).unsqueeze(-1)
 
     def _low_and_step(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the lower bounds and the widths of the bins, each `[k, A]`."""
+        """Return the lower bounds of the space, and the widths of the bins, each `[k, A]`."""
         bounds = zip(self.space.low, self.space.high, self.counts * self.shape[0], strict=True)
         steps = [(high - low) / n for low, high, n in bounds]
         low, step = like.new_tensor(self.space.low), like.new_tensor(steps)

@@ -1,8 +1,9 @@
-"""Low-rank adapters: linear layers of a pretrained module learn a small change. The pretrained weights stay frozen.
+"""Low-rank adapters: linear layers of a pretrained module learn a small change of their weights.
 
     y = x W^T + b + scale * (x D^T) U^T,    D: [rank, inputs],  U: [outputs, rank]
 
-U starts at 0, so a new adapter does not change the outputs of the pretrained module.
+U starts at 0, so a new adapter does not change the outputs of the pretrained module. By default, a policy trains only D
+and U, and W and b stay frozen (see `ecrl.policies.pretrained`).
 
 Source: Hu et al. 2021 (LoRA), arXiv:2106.09685.
 """
@@ -56,7 +57,7 @@ class AdaptedLinear(nn.Linear):
 
 
 def is_in(name: str, parts: Iterable[str]) -> bool:
-    """Return True if a dotted name contains one of the parts. A part may itself be a dotted name.
+    """Return True if a dotted name contains one of the parts. A part matches only whole names between dots.
 
     >>> is_in("dit.layers.0.q_proj.weight", ["q_proj"]), is_in("dit.layers.0.weight", ["dit.layers"])
     (True, True)
@@ -104,7 +105,7 @@ def is_adapter(name: str) -> bool:
 
 
 def merged(weights: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
-    """Add adapters to the weights of their layers, W + scale * U D, and return all weights without adapters.
+    """Add adapters to the weights of their layers, W + scale * U D. The result has no weights of adapters.
 
     >>> import torch
     >>> layer = {"q.weight": torch.zeros(2, 1), "q.adapter_down": torch.ones(1, 1), "q.adapter_up": torch.ones(2, 1)}

@@ -103,7 +103,7 @@ class ActionTokens(NamedTuple):
     def tokens(self, numbers: Tensor) -> Tensor:
         """Return the tokens of numbers, int64. Numbers are clipped to [-1, 1].
 
-            token = number of edges at or below the number, minus 1
+            edges = linspace(-1, 1, bins);    token = max(i such that edges[i] <= number)
 
         >>> ActionTokens(5).tokens(torch.tensor([-2.0, -0.3, 0.8, 1.0]))
         tensor([0, 1, 3, 4])

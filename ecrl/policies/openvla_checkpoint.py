@@ -282,9 +282,10 @@ class Statistics(NamedTuple):
 
 
 def read_statistics(folder: Path, dataset: str | None, kind: str, size: int) -> Statistics:
-    """Return the 1 % and 99 % quantiles of the actions or of the robot's state in a data set, and which are scaled.
+    """Return the 1 % and 99 % quantiles of the actions or of the robot's state in a data set.
 
-    The quantiles are in `dataset_statistics.json`, which fine-tuning writes, or in `norm_stats` of `config.json`.
+    The result also has flags, which are True for the numbers that the model scales. The quantiles are in
+    `dataset_statistics.json`, which fine-tuning writes, or in `norm_stats` of `config.json`.
 
     Args:
         folder: the checkpoint.
@@ -299,7 +300,8 @@ def read_statistics(folder: Path, dataset: str | None, kind: str, size: int) -> 
     all_sets = read_json(path)
     all_sets = all_sets if path == own else all_sets.get("norm_stats")
     if not isinstance(all_sets, dict) or not all_sets:
-        raise _fault(path, "no norm_stats, so that actions have no units; copy the file again")
+        absent = "data sets" if path == own else "norm_stats"
+        raise _fault(path, f"no {absent}, so the units of actions are not known; copy the file again")
     known = ", ".join(sorted(all_sets))
     if dataset is None and len(all_sets) > 1:
         raise ConfigError(f"policy.vla.dataset: absent, but the checkpoint has several data sets; choose one: {known}")
@@ -323,9 +325,10 @@ def read_statistics(folder: Path, dataset: str | None, kind: str, size: int) -> 
 
 
 def write_model(folder: Path, source: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write a checkpoint with new weights. All other weights and files at the top level are copied from `source`.
+    """Write a checkpoint with new weights. The other weights and files of the folder `source` are copied.
 
-    Each weight has the same dtype as in `source`. The folder appears complete or not at all.
+    Folders inside `source` are not copied. Each weight has the same dtype as in `source`. The new folder appears
+    complete or not at all.
 
     Raises: ConfigError if the folder exists or cannot be made, or if a weight is missing in `source` or has another
         shape there.

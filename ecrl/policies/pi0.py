@@ -203,8 +203,8 @@ class _Flow(NamedTuple):
 class _Imitation(NamedTuple):
     """The flow matching loss, as in the pretraining of the model.
 
-    The times are drawn from `scale * Beta(alpha, 1) + offset`. A sample of `Beta(alpha, 1)` is a uniform number from 0
-    to 1 to the power `1 / alpha`.
+    The times are drawn from `scale * Beta(alpha, 1) + offset`. If u is uniform between 0 and 1, then `u^(1 / alpha)` is
+    a sample of `Beta(alpha, 1)`.
     """
 
     flow: _Flow

@@ -1,8 +1,9 @@
 """Parameters of a policy with a pretrained model, divided into trained and frozen parts.
 
 Each weight belongs to one of three parts. `model` is trained, `adapters` are trained changes of linear layers, and
-`base` is frozen. Weights without an effect on actions and values belong to `base`. The weights of a layer with an
-adapter also belong to `base`, unless the setting `trained` names the layer.
+`base` is frozen. If the setting `trained` is given, the weights that it names belong to `model`, and the other weights
+of the pretrained model belong to `base`. If `trained` is absent, all weights of the pretrained model belong to `model`,
+or all belong to `base` if there are adapters. Weights without an effect on actions and values always belong to `base`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -34,8 +35,8 @@ class PretrainedConfig(VLAConfig):
     adapters: AdaptersConfig | None = Field(
         None,
         description=(
-            "low-rank adapters, which are trained instead of the weights of their linear layers, unless trained names "
-            "these layers too; none if absent"
+            "low-rank adapters, which are trained; the pretrained weights are then frozen, except the parts that "
+            "trained names; no adapters if absent"
         ),
     )
     critic: NetworkConfig | None = Field(
@@ -125,7 +126,7 @@ def _part(name: str, cfg: PretrainedConfig) -> str:
 def _check_effect(
     key: str, parts: Iterable[str], names: Iterable[str], is_unused: Callable[[str], bool], cfg: PretrainedConfig
 ) -> None:
-    """Raise ConfigError for a part without an effect, because no action and no value depends on its weights.
+    """Raise ConfigError for a part whose weights change neither the actions nor the values.
 
     `names` are the names of the weights that the config entry `key` chooses from.
     """

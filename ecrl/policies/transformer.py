@@ -1,6 +1,6 @@
 """A small transformer as pure functions. A prefix is read once, and further tokens are decoded after the prefix.
 
-The prefix tokens attend to each other. `read_prefix` returns the keys and values of the prefix, the *cache* of each
+The prefix tokens attend to each other. `read_prefix` returns the cache: the keys and values of the prefix in each
 layer. Decoded tokens attend to the prefix and to each other. There are two ways to decode:
 
 - `decode` computes all tokens in one pass. A mask defines which tokens each token attends to.

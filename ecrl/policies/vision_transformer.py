@@ -1,7 +1,9 @@
 """A vision transformer, whose weights have the same names as in the package timm and in OpenVLA's checkpoints.
 
-    x = patches W^T + b + position                      before the first block, with any registers and class token
+    x = patches W^T + b + position                                               before the first block
     x = x + scale1 * attention(norm(x));    x = x + scale2 * mlp(norm(x))        in each block
+
+If the model has a class token or registers, these learnt tokens are placed before the tokens of the patches.
 
 The output consists of the patch tokens after the second to last block, without a final norm.
 

@@ -16,8 +16,8 @@ from ecrl.spaces import Box, Space
 def vla(cfg: VLAPolicyConfig, observation_space: Space, action_space: Space) -> Policy:
     """Build the policy of the backend that the config names.
 
-    Raises: ConfigError if the actions are not a Box of shape `[A]` or `[k, A]` with finite bounds, or if k is not
-        `action_horizon`.
+    Raises: ConfigError if the actions are not a Box of shape `[A]` or `[k, A]` with finite bounds, or if
+        `action_horizon` is set and is not k. For the shape `[A]`, k is 1.
     """
     if not isinstance(action_space, Box) or len(action_space.shape) not in (1, 2) or 0 in action_space.shape:
         kind = f"{type(action_space).__name__} {list(getattr(action_space, 'shape', []))}"

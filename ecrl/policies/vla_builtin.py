@@ -62,7 +62,7 @@ _Small = Annotated[int, Field(ge=1, le=256)]
 class BuiltinVLAConfig(VLAConfig):
     """Settings of the backend `builtin`. With the defaults, its network has about 0.3 million weights."""
 
-    inert: ClassVar = {"gaussian_sigma": "actions are sampled as tokens, by policy.vla.temperature"}
+    inert: ClassVar = {"gaussian_sigma": "actions are sampled as tokens; policy.vla.temperature sets their randomness"}
 
     decoding: Literal["parallel", "autoregressive"] = Field(
         "parallel",
@@ -136,8 +136,8 @@ class _Network(NamedTuple):
     Attributes:
         cfg: settings.
         inputs: the parts of an observation.
-        images: functions of each image (`_ImageTokens`).
-        critic: functions of the value network, or None.
+        images: pure functions of the networks that read the images (`_ImageTokens`), by the name of the image.
+        critic: pure functions of the value network, or None.
         bins: the bins of an action.
     """
 
@@ -302,8 +302,10 @@ def _chosen(logits: Tensor, noise: Tensor | None) -> Tensor:
 def _smoothed(tokens: Tensor, legal: Tensor, width: float, like: Tensor) -> Tensor:
     """Return the target of imitation, probabilities `[*B, bins]` for bins `[*B]`.
 
-    target[j] = exp(-(j - token)^2 / (2 width^2)) / sum        over the legal bins
-    target[j] = 1 if j is the token, otherwise 0               if width is 0
+        target[j] = exp(-(j - token)^2 / (2 width^2)) / sum        over the legal bins
+        target[j] = 1 if j is the token, otherwise 0               if width is 0
+
+    `width` is a standard deviation in bins. The bool tensor `legal` is True for the bins that a token may choose.
     """
     distance = (torch.arange(legal.shape[-1], device=tokens.device) - tokens.unsqueeze(-1)).to(like.dtype)
     if width == 0.0:

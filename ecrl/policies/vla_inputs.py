@@ -34,7 +34,8 @@ def vla_inputs(observation_space: Space, instruction: str | None) -> VLAInputs:
     """Sort the observations into images, an instruction and all other parts.
 
     Raises: ConfigError if there is neither an image nor a vector, or if an image is inside a nested Dict. Also raised
-        if the observation `instruction` is missing, or if it is not a MultiDiscrete of word ids.
+        if the argument `instruction` names an observation that is missing or not a MultiDiscrete of word ids. If the
+        argument is None, also raised if an observation named "instruction" is a Box of integers.
     """
     space = without_mask(observation_space)
     parts: dict[str, Space] = dict(space.items) if isinstance(space, Dict) else {"obs": space}

@@ -132,7 +132,7 @@ def _vla(section, **more):
 def test_the_width_of_gaussian_actions_has_no_meaning_for_tokens():
     config, messages = with_warnings(config_from_dict, _vla({"backend": "builtin", "gaussian_sigma": 0.1}))
     assert config == config_from_dict(_vla(None))
-    reason = "actions are sampled as tokens, by policy.vla.temperature"
+    reason = "actions are sampled as tokens; policy.vla.temperature sets their randomness"
     assert messages == [f"policy.vla.gaussian_sigma has no meaning here ({reason}); ignored"]
 
 

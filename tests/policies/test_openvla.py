@@ -435,7 +435,7 @@ DAMAGED = {
         lambda p: _edit(p, timm_model_ids=["vit_tiny"]),
         r"timm_model_ids has 1 entries, expected 2; copy the JSON files again$",
     ),
-    "no statistics": (lambda p: _edit(p, norm_stats=None), r"config.json': no norm_stats, so that actions have no un"),
+    "no statistics": (lambda p: _edit(p, norm_stats=None), r"config.json': no norm_stats, so the units of actions"),
     "short statistics": (
         lambda p: _edit(p, norm_stats={"dots": {"action": {"q01": [0.0], "q99": [1.0]}}}),
         r"action.q01 has 1 numbers, but the environment has 2; use an environment with as many numbers",
