@@ -72,8 +72,8 @@ class ActorCriticConfig(ActorOnlyConfig):
     critic_obs: Names | None = Field(
         default=None,
         description=(
-            "names of the observations in a Dict that the critic reads; if absent, all, or the actor's observations if "
-            "both share an encoder"
+            "names of the observations in a Dict that the critic reads; if absent, the critic reads all observations "
+            "or, with a shared encoder, the observations of the actor"
         ),
     )
     encoder: EncoderConfig | None = Field(

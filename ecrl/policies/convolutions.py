@@ -39,9 +39,9 @@ Gains = Annotated[
 """Type of the config field `orthogonal_init`."""
 
 _HIDDEN = "width of each hidden layer after the convolutions"
-_ACTIVATION = "activation after each convolution (keypoints: except the last) and hidden layer"
+_ACTIVATION = "activation of the convolutions and of the hidden layers"
 _LAST_ACTIVATION = "activation after the output layer; none if absent"
-_LAYERNORM = "normalise the input of each activation, except of last_activation"
+_LAYERNORM = "normalise before each activation, but not before last_activation"
 _GAINS = "gain of orthogonal initial weights, with biases of 0; a second number is the gain of the output layer"
 
 
@@ -96,7 +96,7 @@ def _head(cfg: ConvolutionsConfig, inputs: int, outputs: int) -> nn.Sequential:
 
 
 def _initialised(module: nn.Module, cfg: ConvolutionsConfig) -> nn.Module:
-    """Return the module. If the config sets `orthogonal_init`, first give its layers orthogonal weights, in place.
+    """Return the module. If the config sets `orthogonal_init`, first give the layers of the module orthogonal weights.
 
     The last linear layer of the module must be the output layer.
     """

@@ -1,4 +1,7 @@
-"""The network `fused`, for a Dict of observations: one encoder per observation, and fully connected layers on top."""
+"""The network `fused`, for a Dict of observations. Encoders read single observations, such as images.
+
+Fully connected layers then read the features of all encoders, and the observations without an encoder.
+"""
 
 from collections import OrderedDict
 from typing import Annotated, Any
@@ -26,7 +29,7 @@ class EncoderConfig(NetworkConfig):
 
 
 class FusedConfig(MLPConfig):
-    """Encoders of the observations, and the fully connected layers that read the features of all encoders."""
+    """Settings of the encoders, and of the fully connected layers that read the features of all encoders."""
 
     encoders: dict[str, EncoderConfig] = Field(
         default_factory=dict,

@@ -39,7 +39,7 @@ def is_image_like(space: Space) -> bool:
 def is_image_part(space: Space) -> bool:
     """Return True if a network for a Dict reads an observation of this space with convolutions by default.
 
-    A matrix whose dtype is not uint8 may not be an image, so the network reads this matrix as a vector.
+    A matrix whose dtype is not uint8 is often not an image, so the network reads such a matrix as a vector.
 
     >>> from ecrl.spaces import box
     >>> is_image_part(box(0, 255, 8, 8, dtype=torch.uint8)), is_image_part(box(0.0, 1.0, 3, 3))

@@ -60,8 +60,8 @@ class MLPConfig(ConfigModel):
         Field(
             None,
             description=(
-                "gain of orthogonal initial weights, one number for all layers or a list of one per layer; biases are "
-                "then 0"
+                "gain of orthogonal initial weights, one number for all layers or a list with one number per layer; "
+                "biases are then 0"
             ),
         )
     )

@@ -223,8 +223,8 @@ def make_network(
     """Build a configured network as pure functions. `forward` maps observations of a space to `[*B, outputs]`.
 
     The module receives observations with one batch axis, in the dtypes of the space, and must return `[B, outputs]`.
-    `key` is the path of the network in the config, for error messages. `change`, if given, replaces layers of the
-    module.
+    `key` is the path of the network in the config, for error messages. `change`, if given, takes the configured module
+    and returns the module to use, for example with other layers.
 
     Raises: ConfigError if the module returns another shape for two all-zero observations.
 

@@ -25,7 +25,7 @@ class NoisyNetwork(NamedTuple):
 
     Attributes:
         mean: the network without noise.
-        draw: keys `[*B]` -> noise `[*B, K]`. K is the number of inputs and outputs of all linear layers.
+        draw: keys `[*B]` -> noise `[*B, K]`. K is the total number of inputs and outputs of all noisy layers.
         forward: (weights, obs, noise) -> `[*B, outputs]`. The shape of the noise is `[*B, K]`, or `[K]` if all
             observations share the noise.
     """
@@ -107,7 +107,8 @@ def noisy_network(
     layers = {name: layer for name, layer in mean.module.named_modules() if isinstance(layer, _NoisyLinear)}
     label = f"{key} ({cfg.type})"
     if not layers:
-        raise ConfigError(f"{label}: a noisy network needs layers of type nn.Linear, but it has none; leave noisy out")
+        problem = "a noisy network needs layers of type nn.Linear, but this network has none with trained weights"
+        raise ConfigError(f"{label}: {problem}; leave noisy out")
     names = [f"{name}.{end}".removeprefix(".") for name in layers for end in ("noise_in", "noise_out")]
     sizes = [size for layer in layers.values() for size in reversed(layer.weight.shape)]
     width = sum(sizes)

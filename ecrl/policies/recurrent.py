@@ -51,8 +51,8 @@ class RecurrentConfig(ActorOnlyConfig):
     critic_obs: Names | None = Field(
         None,
         description=(
-            "names of the observations in a Dict that the critic reads; if absent, all, or the actor's observations if "
-            "both share a cell"
+            "names of the observations in a Dict that the critic reads; if absent, the critic reads all observations "
+            "or, with a shared cell, the observations of the actor"
         ),
     )
 
@@ -150,8 +150,9 @@ def recurrent(cfg: RecurrentConfig, observation_space: Space, action_space: Spac
     """Build a policy with memory.
 
     The params are `actor`, `critic` if the policy has a critic, and `log_std` of shape `[A]` for Box actions. If
-    `memory` is "shared", the params also have `shared`, whose field `trunk` is the common trunk. Otherwise, `actor` and
-    `critic` each have their own trunk in a field `trunk`.
+    `memory` is "shared", the params also have `shared`, whose field `trunk` has the weights of the shared encoder and
+    cell. Otherwise, `actor` and `critic` each have a field `trunk` with the weights of their own encoder and cell, if
+    any.
     """
     head, width = make_head(action_space, cfg.squash), head_width(action_space, cfg.action_dim)
     has_mask = is_masked(observation_space, action_space)

@@ -14,7 +14,10 @@ class ReturnDistributionConfig(PolicyConfig):
 
     distribution: Literal["categorical", "quantile"] | None = Field(
         default=None,
-        description="predict the return's distribution: categorical (C51) or quantile (QR-DQN); its mean if absent",
+        description=(
+            "kind of return distribution to predict: categorical (C51) or quantile (QR-DQN); if absent, predict the "
+            "mean return"
+        ),
     )
     num_atoms: Count | None = Field(
         default=None,

@@ -35,7 +35,7 @@ from ecrl.spaces import Box, Dict, Discrete, Space, box, dict_space
 
 
 class CriticsConfig(PolicyConfig):
-    """Settings of the actor and of the critics. All critics have one architecture, but each has its own weights."""
+    """Settings of the actor and of the critics. All critics have the same architecture, but different weights."""
 
     actor: NetworkConfig = Field(
         default_factory=default_network,
@@ -58,7 +58,8 @@ class TwinCriticConfig(CriticsConfig, ReturnDistributionConfig):
     """Settings of the policies for Box actions."""
 
     distribution: Literal["categorical"] | None = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
-        default=None, description="predict the return's distribution: categorical (C51); its mean if absent"
+        default=None,
+        description="kind of return distribution to predict: categorical (C51); if absent, predict the mean return",
     )
 
 
@@ -70,7 +71,8 @@ class Networks(NamedTuple):
         actions: number A of action dimensions.
         init: 0-d key -> params.
         actor: (params, obs) -> output of the actor network, `[*B, outputs]`.
-        q: (params, obs, action, noise) -> Q `[C, *B]`, or logits `[C, *B, K]` of return distributions.
+        q: (params, obs, action, noise) -> Q `[C, *B]` of C critics, or logits `[C, *B, K]` of return distributions
+            with K atoms.
         distribution: form of the return distributions; None if the critics predict values.
     """
 
@@ -96,13 +98,13 @@ def _critic_inputs(space: Space, actions: int) -> Dict:
     parts = dict(space.items) if isinstance(space, Dict) else {"obs": space}
     if "action" in parts:
         raise ConfigError(
-            "policy.critic_obs: a critic adds the entry 'action' to the observations; rename the observation"
+            "policy.critic_obs: a critic adds the entry 'action' to the observations; rename the observation 'action'"
         )
     return dict_space({**parts, "action": box(-1.0, 1.0, actions)})
 
 
 def _init(actor: Pure, critic: Pure, num_critics: int, key: Tensor) -> TensorDict:
-    """Return the weights of the actor and of the critics. The weights of the critics have a first axis `[C]`."""
+    """Return the weights of the actor and of the critics. Weights of critics have one entry per critic on axis 0."""
     with seeded(key):
         actor_weights = actor.init()
     weights = []
@@ -165,7 +167,9 @@ def _uniform(noise: Tensor) -> Tensor:
 
 @register_policy("deterministic_actor_critic")
 def deterministic_actor_critic(cfg: TwinCriticConfig, observation_space: Space, action_space: Space) -> Policy:
-    """Build the policy of DDPG and TD3. The parameters are `actor`, and `critic` with a first axis `[C]`.
+    """Build the policy of DDPG and TD3. The parameters are `actor` and `critic`.
+
+    The first axis of each tensor in `critic` has one entry per critic.
 
         unit_action = tanh(actor(obs))
 
@@ -200,7 +204,9 @@ def deterministic_actor_critic(cfg: TwinCriticConfig, observation_space: Space, 
 
 @register_policy("squashed_actor_critic")
 def squashed_actor_critic(cfg: TwinCriticConfig, observation_space: Space, action_space: Space) -> Policy:
-    """Build the policy of soft actor-critic. The parameters are `actor`, and `critic` with a first axis `[C]`.
+    """Build the policy of soft actor-critic. The parameters are `actor` and `critic`.
+
+    The first axis of each tensor in `critic` has one entry per critic.
 
         mean, log_std = actor(obs)
         latent        = mean + exp(log_std) * noise        or `mean` without noise
@@ -255,7 +261,7 @@ def squashed_actor_critic(cfg: TwinCriticConfig, observation_space: Space, actio
 def categorical_actor_critic(cfg: CriticsConfig, observation_space: Space, action_space: Space) -> Policy:
     """Build the policy of soft actor-critic for Discrete actions.
 
-    The parameters are `actor`, and `critic` with a first axis `[C]`.
+    The parameters are `actor` and `critic`. The first axis of each tensor in `critic` has one entry per critic.
 
         logits = actor(obs)
         action = argmax_a(logits[a] + noise[a])        or argmax_a(logits[a]) without noise
