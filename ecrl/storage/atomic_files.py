@@ -73,8 +73,8 @@ def replace_file(path: Path, data: Content) -> None:
 def write_folder(path: Path, files: Mapping[str, Content], on_read: Callable[[], None] = lambda: None) -> None:
     """Replace the folder `path` by a new folder that contains `files`, or raise OSError and keep the old folder.
 
-    The old folder is renamed, the new folder is moved to `path`, and then the old folder is removed. If the process is
-    killed between the two renames, `complete_folder` still finds the old folder.
+    The old folder is renamed, the new folder is renamed to `path`, and then the old folder is removed. If the process
+    is killed between the two renames, `complete_folder` still finds the old folder.
 
     Args:
         path: the folder.

@@ -11,9 +11,10 @@ The rows of all tensors are the M steps, in the order of the episodes.
 | `executed` | `[M]` | environment steps that the action took, int64; absent if actions are single steps |
 
 The metadata of the file has one entry, `ecrl.demonstrations`. The entry is JSON with the version of the format, the
-version of ecrl, the environment, the source of the actions (`expert`), the seed, the number of episodes and steps, the
-mean return, and the success rate if the environment reports successes. The entry also has the SHA-256 of each
-vocabulary, and the config. `successes_only` is true if only successful episodes were kept.
+version of ecrl, the environment, the seed, the numbers of episodes and steps, the mean return, and the success rate if
+the environment reports successes. The key `expert` names the expert or the policy that chose the actions. The entry
+also has the SHA-256 of each vocabulary of instructions, and the config. The key `successes_only` is true if only
+successful episodes were kept.
 """
 
 import json
@@ -39,8 +40,8 @@ def write_demonstrations(path: Path, steps: Mapping[str, Tensor], about: Mapping
 
     Args:
         path: path of the file. An existing file is replaced.
-        steps: the tensors of the table above.
-        about: further entries of the metadata, as JSON values.
+        steps: the tensors of the data set, by name (see the table of this module).
+        about: values of the JSON entry `ecrl.demonstrations`, by key. The version of the format is added.
 
     Raises: OSError if the file cannot be written.
     """

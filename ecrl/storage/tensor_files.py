@@ -49,14 +49,14 @@ _PART = 2**26
 
 
 def _bytes_of(x: Tensor) -> Tensor:
-    """Return the bytes of a tensor as a 1-d uint8 tensor, which shares the memory of a contiguous tensor."""
+    """Return the bytes of a tensor as a 1-d uint8 tensor. If `x` is contiguous, the result shares the memory of `x`."""
     x = x.detach().contiguous()
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)  # a single element may have any stride
 
 
 @dataclass(frozen=True, eq=False)
 class TensorFile:
-    """Content of a safetensors file, as parts that share the memory of the tensors.
+    """Content of a safetensors file, as an iterable of parts. The parts share the memory of contiguous CPU tensors.
 
     >>> content = b"".join(TensorFile({"x": torch.tensor([1, 2], dtype=torch.uint8)}))
     >>> int.from_bytes(content[:8], "little"), content[8:-2].rstrip(), list(content[-2:])
