@@ -1,8 +1,9 @@
 """Write files and folders atomically.
 
 After a crash, a kill or a full disk, each file or folder that `replace_file` or `write_folder` writes has either its
-complete old content or its complete new content. These functions sync each new file and its folder to disk, so the file
-survives a power failure. `append` does not sync.
+complete old content or its complete new content. If a kill interrupts `write_folder`, the folder may have another name,
+which `complete_folder` returns. `replace_file` and `write_folder` sync each new file and its folder to disk, so the
+file survives a power failure. `append` does not sync.
 """
 
 import errno
@@ -14,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 Content = bytes | Path | Iterable[bytes | memoryview]
-"""Content of a new file: its bytes, the path of an existing file to hard-link, or the parts of its bytes."""
+"""Content of a new file: its bytes, its bytes in parts, or the path of an existing file, which is then hard-linked."""
 
 
 def _write(path: Path, data: Content) -> None:
@@ -58,7 +59,10 @@ def append(path: Path, data: bytes) -> None:
 
 
 def replace_file(path: Path, data: Content) -> None:
-    """Replace a file atomically, or raise OSError and keep the old file."""
+    """Replace a file atomically, or raise OSError and keep the old file.
+
+    If only the sync of the folder fails, OSError is raised, but the new file is in place.
+    """
     temporary = path.with_name(f".{path.name}.new")
     try:
         _write(temporary, data)
@@ -74,7 +78,8 @@ def write_folder(path: Path, files: Mapping[str, Content], on_read: Callable[[],
     """Replace the folder `path` by a new folder that contains `files`, or raise OSError and keep the old folder.
 
     The old folder is renamed, the new folder is renamed to `path`, and then the old folder is removed. If the process
-    is killed between the two renames, `complete_folder` still finds the old folder.
+    is killed between the two renames, `complete_folder` still finds the old folder. If only the final sync of the
+    parent folder fails, OSError is raised, but the new folder is in place.
 
     Args:
         path: the folder.

@@ -7,7 +7,7 @@ The rows of all tensors are the M steps, in the order of the episodes.
 | `obs`, or `obs.<name>` for each entry of a Dict | `[M, ...]` | observation before the step, in its space's dtype |
 | `action` | `[M, ...]` | action that the environment received |
 | `reward` | `[M]` | reward of the step, float; for a chunk of actions, the undiscounted sum of rewards |
-| `done` | `[M]` | last step of an episode, bool |
+| `done` | `[M]` | True for the last step of an episode, bool |
 | `executed` | `[M]` | environment steps that the action took, int64; absent if actions are single steps |
 
 The metadata of the file has one entry, `ecrl.demonstrations`. The entry is JSON with the version of the format, the
