@@ -31,7 +31,8 @@ class ActorOnlyConfig(PolicyConfig):
         description='actor network, such as {"type": "mlp", "network_cfg": {...}}; two layers of 64 units if absent',
     )
     actor_obs: Names | None = Field(
-        default=None, description="names of the observations in a Dict that the actor reads; all if absent"
+        default=None,
+        description="names of the observations that the actor reads, if the observation space is a Dict; all if absent",
     )
     initial_log_std: Annotated[float, InitOnly()] = Field(
         default=0.0,
@@ -72,8 +73,8 @@ class ActorCriticConfig(ActorOnlyConfig):
     critic_obs: Names | None = Field(
         default=None,
         description=(
-            "names of the observations in a Dict that the critic reads; if absent, the critic reads all observations "
-            "or, with a shared encoder, the observations of the actor"
+            "names of the observations that the critic reads, if the observation space is a Dict; by default, all "
+            "observations or, with a shared encoder, the observations of the actor"
         ),
     )
     encoder: EncoderConfig | None = Field(

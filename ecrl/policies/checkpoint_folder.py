@@ -81,8 +81,8 @@ def check_folder(model_path: str | None, kind: str) -> Path:
 def model_type(model_path: str, advice: str) -> Any:
     """Return the `model_type` in the `config.json` of a folder.
 
-    Raises: ConfigError if the folder or the file is missing, with `advice` at the end. ConfigError if the file is
-        damaged.
+    Raises: ConfigError if the folder or the file is missing. The error message then ends with `advice`. Also raised if
+        the file is damaged.
     """
     folder = Path(model_path)
     check_inputs_in(folder, KEY)

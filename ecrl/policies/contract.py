@@ -121,7 +121,7 @@ class Checked:
         fn: the function.
         check: `check(label, args, out, *options)` raises ConfigError if `out` is not a valid result for `args`.
         options: further arguments of `check`.
-        keys: description of the keys for the function's random numbers, for error messages.
+        keys: name of the keys that the function should draw its random numbers from, for error messages.
     """
 
     label: str

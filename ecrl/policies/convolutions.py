@@ -281,9 +281,9 @@ def keypoints(cfg: KeypointsConfig, space: Space, outputs: int) -> nn.Module:
         keypoint[c]     = sum(weight[c, y, x] * (x, y))                                     positions between -1 and 1
 
     `others` are the observations of a Dict that are not images. `others` scale and shift the output of each convolution
-    except the last (FiLM). `last` is the output of the last convolution, which `others` and the activation do not
-    change. Fully connected layers read the keypoints and `others`, and return the outputs of the network. Every image
-    has its own convolutions.
+    except the last (FiLM). `scale`, `shift` and `sharpen` are learnt linear layers. `last` is the output of the last
+    convolution, without FiLM and activation. Fully connected layers read the keypoints and `others`, and return the
+    outputs of the network. Every image has its own convolutions.
 
     `last` is standardised before the softmax. Otherwise, an untrained network would have almost the same keypoints for
     all images. `temperature` is learnt and begins at 1.

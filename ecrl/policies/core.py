@@ -63,12 +63,12 @@ class Policy:
     `steps` also has `executed`, which counts how many steps of each chunk the environment executed. All values in
     `steps` must be finite.
 
-    If an action has several tokens, `sample_log_prob` and the results of `evaluate` may have further axes, with one
-    entry per token. The log-probability of an action is then the sum of the log-probabilities of its tokens. If only
-    some tokens count, `act` also returns a bool field `token_mask` of the same shape, True for the tokens that count.
-    If there are two or more token axes, the first one is the axis of the steps of a chunk. The tokens of steps that
-    were not executed do not count. If the steps of a chunk depend on each other's noise, use one token axis, so that
-    all tokens count.
+    If an action consists of several tokens, such as one token per number, `sample_log_prob` and the results of
+    `evaluate` may have further axes, with one entry per token. The log-probability of an action is then the sum of the
+    log-probabilities of its tokens. If only some tokens count, `act` also returns a bool field `token_mask` of the same
+    shape, True for the tokens that count. If there are two or more token axes, the first one is the axis of the steps
+    of a chunk. The tokens of steps that were not executed do not count. If the steps of a chunk depend on each other's
+    noise, use one token axis, so that all tokens count.
 
     Most policies have the unit "step": `evaluate` and `value` process every step independently and accept any leading
     axes. A policy with memory has the unit "sequence". The `steps` of a sequence policy have shape `[n, S]`, with time
@@ -201,7 +201,7 @@ class Policy:
         return sum_tokens(log_prob, rows), sum_tokens(entropy, rows), value
 
     def evaluate_and_value_tokens(self, params: TensorDict, rows: TensorDict) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the results of `evaluate_and_value_rows` with the token axes of log-probabilities and entropies."""
+        """Return the results of `evaluate_and_value_rows`, but without the sums over the tokens of an action."""
         if self.evaluate_and_value is None:
             return (*self.evaluate_tokens(params, rows), self.value_rows(params, rows))
         return self.evaluate_and_value(params, *_carry_and_steps(self, rows))

@@ -41,7 +41,7 @@ def stacked_space(space: Space, frames: int) -> Space:
         case Dict():
             parts = {name: part if name == _MASK else stacked_space(part, frames) for name, part in space.items}
             return dict_space(parts)
-    raise ConfigError(f"env.frame_stack: only Box observations can be stacked, got {space}; leave it out")
+    raise ConfigError(f"env.frame_stack: only Box observations can be stacked, got {space}; leave frame_stack out")
 
 
 def _frames_of(obs: Any, space: Space) -> Any:

@@ -147,7 +147,7 @@ def make_head(space: Space, squash: bool) -> Head:
         case Box():
             return squashed_head(space) if squash else normal_head(space)
         case Discrete() | MultiDiscrete() if squash:
-            raise ConfigError(f"policy.squash: expected Box actions, got {space}; leave it out")
+            raise ConfigError(f"policy.squash: expected Box actions, got {space}; leave squash out")
         case Discrete():
             return _categorical_head(space)
         case MultiDiscrete():
@@ -156,7 +156,7 @@ def make_head(space: Space, squash: bool) -> Head:
 
 
 def is_masked(observation_space: Space, action_space: Space) -> bool:
-    """Return True if observations have an `action_mask`. Raise ConfigError if the mask belongs to Box actions."""
+    """Return True if observations have an `action_mask`. Raise ConfigError for a mask of Box actions."""
     masked = isinstance(observation_space, Dict) and "action_mask" in dict(observation_space.items)
     if masked and isinstance(action_space, Box):
         raise ConfigError("policy: obs['action_mask'] needs Discrete or MultiDiscrete actions, got Box; leave it out")

@@ -6,8 +6,8 @@ number in a chunk of actions:
     tokens = language_model([bos, projector(vision(images)), state, instruction, action tokens])
     number = centre of the token's bin between low and high
 
-An action token is one of the last tokens of the vocabulary. The bins have equal widths between the 1 % and the 99 %
-quantiles of the data that the model was trained on. There are two ways to decode:
+An action token is one of the last tokens of the vocabulary. `low` and `high` are the 1 % and 99 % quantiles of the data
+that the model was trained on. The bins between `low` and `high` have equal widths. There are two ways to decode:
 
 - parallel (OpenVLA-OFT): all tokens in one pass. The inputs of these tokens are zeros, and each token attends to all
   other tokens.

@@ -75,7 +75,7 @@ Cache = list[tuple[Tensor, Tensor]]
 class Pi0Config(PretrainedConfig):
     """Settings of the backend `pi0`. The checkpoint at `model_path` sets the sizes of the network."""
 
-    inert: ClassVar = {"gaussian_sigma": "the noise of a denoising step is set by policy.vla.noise_level"}
+    inert: ClassVar = {"gaussian_sigma": "policy.vla.noise_level or noise_head sets the noise of a denoising step"}
 
     denoising_steps: Annotated[int, Field(ge=1, le=1000)] | None = Field(
         None, description="number of denoising steps of an action; the checkpoint's number if absent"
@@ -102,7 +102,7 @@ class Pi0Config(PretrainedConfig):
         if self.noise_head is not None and self.noise_level is not None:
             raise ValueError("noise_level is for Flow-SDE, but noise_head chooses Flow-Noise; leave one of them out")
         if self.noise_head is None and self.noise_range is not None:
-            raise ValueError("noise_range limits the output of noise_head, which is absent; leave it out")
+            raise ValueError("noise_range limits the output of noise_head, which is absent; leave noise_range out")
         return self
 
 

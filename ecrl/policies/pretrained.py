@@ -40,13 +40,13 @@ class PretrainedConfig(VLAConfig):
         ),
     )
     critic: NetworkConfig | None = Field(
-        None, description="value network on features of the images and the instruction; no critic if absent"
+        None, description="value network on features that the language model computes; no critic if absent"
     )
     instruction: str | None = Field(
         None,
         description=(
-            'name of the observation with the token ids of the instruction; if absent, "instruction" if this '
-            "observation exists"
+            'name of the observation with the token ids of the instruction; by default, the observation "instruction", '
+            "if any"
         ),
     )
 

@@ -34,7 +34,10 @@ class QNetworkConfig(ReturnDistributionConfig):
         description='Q-network, such as {"type": "mlp", "network_cfg": {...}}; two layers of 64 units if absent',
     )
     critic_obs: Names | None = Field(
-        default=None, description="names of the observations in a Dict that the Q-network reads; all if absent"
+        default=None,
+        description=(
+            "names of the observations that the Q-network reads, if the observation space is a Dict; all if absent"
+        ),
     )
     dueling: bool = Field(
         default=False,

@@ -51,8 +51,8 @@ class RecurrentConfig(ActorOnlyConfig):
     critic_obs: Names | None = Field(
         None,
         description=(
-            "names of the observations in a Dict that the critic reads; if absent, the critic reads all observations "
-            "or, with a shared cell, the observations of the actor"
+            "names of the observations that the critic reads, if the observation space is a Dict; by default, all "
+            "observations or, with a shared cell, the observations of the actor"
         ),
     )
 

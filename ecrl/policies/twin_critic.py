@@ -46,10 +46,14 @@ class CriticsConfig(PolicyConfig):
         description='critic network, such as {"type": "mlp", "network_cfg": {...}}; two layers of 64 units if absent',
     )
     actor_obs: Names | None = Field(
-        default=None, description="names of the observations in a Dict that the actor reads; all if absent"
+        default=None,
+        description="names of the observations that the actor reads, if the observation space is a Dict; all if absent",
     )
     critic_obs: Names | None = Field(
-        default=None, description="names of the observations in a Dict that the critics read; all if absent"
+        default=None,
+        description=(
+            "names of the observations that the critics read, if the observation space is a Dict; all if absent"
+        ),
     )
     num_critics: Count = Field(default=2, description="number of critics")
 

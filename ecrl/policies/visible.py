@@ -1,4 +1,4 @@
-"""Select the observations of a Dict that a network reads."""
+"""Select the entries of a Dict of observations for a network."""
 
 from typing import Annotated
 
@@ -20,7 +20,8 @@ def visible_space(space: Space, names: tuple[str, ...] | None, key: str) -> Spac
     if names is None:
         return without_mask(space)
     if not isinstance(space, Dict):
-        raise ConfigError(f"policy.{key}: expected a Dict observation space, got {type(space).__name__}; leave it out")
+        found = type(space).__name__
+        raise ConfigError(f"policy.{key}: expected a Dict observation space, got {found}; leave {key} out")
     parts = {name: part for name, part in space.items if name != "action_mask"}
     for name in names:
         if name not in parts:

@@ -230,7 +230,7 @@ WRONG = {
     "dtype": (box(0, 3, 1, dtype=torch.int64), {}, "needs float32 Box actions with finite bounds, got Box"),
     "dim": (SPACE, {"action_dim": 3}, "policy.action_dim: 3 does not match the environment's 2"),
     "quantile": (SPACE, {"distribution": "quantile"}, "policy: distribution: expected 'categorical', got 'quantile'"),
-    "obs": (SPACE, {"critic_obs": ["a"]}, "policy.critic_obs: expected a Dict observation space, got Box; leave it"),
+    "obs": (SPACE, {"critic_obs": ["a"]}, "policy.critic_obs: expected a Dict observation space, got Box; leave c"),
 }
 
 
