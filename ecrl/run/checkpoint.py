@@ -85,9 +85,9 @@ class FrozenLeaves:
 
 
 def _frozen_leaves(leaves: dict[str, Tensor], previous: FrozenLeaves | None) -> FrozenLeaves | None:
-    """Return the frozen leaves, or None if there are none. If the tensors are unchanged, return `previous`.
+    """Return `leaves` as FrozenLeaves, or None if `leaves` is empty.
 
-    `previous` caches the checksum of the frozen leaves.
+    If the tensors have not changed since `previous` was made, return `previous`, which caches the checksum.
     """
     if not leaves:
         return None
@@ -112,7 +112,7 @@ class Snapshot(NamedTuple):
     files: dict[str, bytes]
     left_out: list[str]  # names of the buffers that are missing in `tensors`
     frozen: FrozenLeaves | None
-    # per buffer: its count `written` (see `ecrl.loop.buffers`) at the snapshot, and the tensor with the present count
+    # per buffer: the value of its count `written` (see `ecrl.loop.buffers`) at the snapshot, and the count itself
     buffers: dict[str, tuple[int, Tensor]]
     read: Event  # `write` sets this event when it has read all tensors; after a failed write, the caller must set it
 
@@ -125,7 +125,7 @@ def snapshot(
     files: Mapping[str, bytes] | None = None,
     frozen: FrozenLeaves | None = None,
 ) -> Snapshot:
-    """Copy a state to host memory, without its buffers and frozen leaves. `write` can run in any thread.
+    """Copy a state, except its buffers and frozen leaves, to host memory. Any thread can then `write` the snapshot.
 
     Args:
         run: run built from `cfg`.
@@ -479,8 +479,8 @@ def latest(run: str | Path) -> Path:
 
     The newest checkpoint is the folder `checkpoints/step_<N>` with the most env steps N. `latest` does not return
     `checkpoints/best`. `latest` verifies all checksums of each checkpoint that it tries in a run folder. If a
-    checkpoint is damaged, `latest` tries the next older checkpoint, and warns with the name of the damaged file. A
-    checkpoint folder `run` is not verified here, because `load` verifies it.
+    checkpoint is damaged, `latest` tries the next older checkpoint, and warns with the name of the damaged file. If
+    `run` is a checkpoint folder, `latest` does not verify it, because `load` does.
 
     Raises: CheckpointError if there is no checkpoint, or if all checkpoints are damaged.
     """

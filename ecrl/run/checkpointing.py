@@ -2,12 +2,13 @@
 
 One consumer (see `ecrl.run.loggers`) saves the state at regular intervals, and another consumer saves the best state.
 
-A consumer copies the state to host memory, and a thread writes the copy while training continues. Each save of a
-consumer waits until its previous write has finished, so that each consumer holds only one copy of the state. Replay
-buffers and frozen parameters are not copied. Training waits until the thread has passed the buffers to the operating
-system, and continues while the operating system writes them to disk. If a write fails, the consumer warns. The consumer
-of the best state repeats the write after the next evaluation. The other consumer writes again when the next checkpoint
-is due. A run waits for the last write before it ends. If the last write fails, the run raises an error.
+A consumer copies the state to host memory, and a thread writes the copy while training continues. Before a consumer
+copies the next state, it waits until this write has finished. Each consumer therefore holds only one copy of a state.
+Replay buffers and frozen parameters are not copied. Training waits until the thread has passed the buffers to the
+operating system, and continues while the operating system writes them to disk. If a write fails, the consumer warns.
+The consumer of the best state repeats the failed write after the next evaluation. The other consumer writes again when
+the next checkpoint is due. A run waits for the last write before it ends. If the last write fails, the run raises an
+error.
 """
 
 import math
@@ -33,7 +34,7 @@ from ecrl.storage.atomic_files import complete_folder, remove_folder, remove_lef
 from ecrl.types import LogData
 
 _INCOMPLETE = "the state after {} env steps is not saved: the other ranks did not send their environments"
-_OVERWRITTEN = "the state after {} env steps is not saved: a write to its {} was interrupted"
+_OVERWRITTEN = "the state after {} env steps is not saved: a write to its buffer {} was interrupted"
 
 
 class Saver(NamedTuple):

@@ -1,7 +1,7 @@
-"""Store the number of iterations before a run with `trainer.compile` set to "background" became compiled.
+"""Store after how many iterations a run with `trainer.compile` set to "background" became compiled.
 
-The number is in the file `compiled_from.json` of the run folder. A resumed run becomes compiled after the same number
-of iterations, so it has the same results as an uninterrupted run.
+The number of iterations is in the file `compiled_from.json` of the run folder. A resumed run becomes compiled after the
+same number of iterations, so it has the same results as an uninterrupted run.
 """
 
 import json

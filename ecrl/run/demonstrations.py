@@ -1,4 +1,4 @@
-"""Record demonstrations of a scripted expert or a trained policy. The algorithm `bc` learns from such a data set.
+"""Record demonstrations of a scripted expert or a trained policy, as a data set for the algorithm `bc`.
 
 For a given environment and source of actions, episode i depends only on the seed and on i. Except for rounding, the
 number of parallel environments does not change the results.
@@ -32,7 +32,7 @@ from ecrl.pytree import flatten, mapped, names
 from ecrl.spaces import Box, Space, element_shape
 from ecrl.storage.demonstrations import write_demonstrations
 
-_CHUNK = 8  # number of steps between two checks if all episodes have ended
+_CHUNK = 8  # number of steps after which the loop checks again whether all episodes have ended
 _MAX_STEPS = 1_000_000  # maximum length of an episode
 _TRIES = 100  # maximum number of recorded episodes per requested episode
 
@@ -50,9 +50,10 @@ class Actor(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """Summary of a data set. `success_rate` is the share of successes among all recorded episodes.
+    """Summary of a data set.
 
-    If the environment reports no success, `success_rate` is None.
+    `success_rate` is the share of successes among all recorded episodes, including the episodes that `successes_only`
+    leaves out of the data set. If the environment reports no success, `success_rate` is None.
     """
 
     path: Path
@@ -124,7 +125,7 @@ def record_demonstrations(
             if tried >= _TRIES * num_episodes:
                 raise UserError(
                     f"{path}: only {len(chosen)} of {tried:,} episodes of {actor.name} succeeded, expected "
-                    f"{num_episodes}; use a better expert, or ask for fewer"
+                    f"{num_episodes}; use a better expert or policy, or leave out successes_only"
                 )
     rate = succeeded / tried if "success" in chosen[0] else None
     steps = cast(TensorDict, torch.cat([episode.exclude("success") for episode in chosen]))

@@ -41,7 +41,7 @@ from ecrl.run.video_writer import filming, view, with_film
 from ecrl.spaces import Box
 from ecrl.types import LogData
 
-_CHUNK = 128  # number of steps between two checks if all episodes have ended; each check copies data to the host
+_CHUNK = 128  # number of steps after which the loop checks again whether all episodes have ended
 _MAX_STEPS = 1_000_000  # maximum length of an episode; a longer episode raises an error
 _GYMNASIUM = "gymnasium:"
 _ALWAYS_LOGGED = ("eval/avg_reward", "eval/std_reward", "eval/avg_length")
@@ -174,12 +174,12 @@ def evaluate(
     """Evaluate the policy of a run with deterministic actions.
 
     Args:
-        state: state of a run; only `params`, `norm`, `frozen_params` and the device of `key` are read, and
-            `sample_step` for the names of videos.
+        state: state of a run; only `params`, `norm`, `frozen_params` and the device of `key` are read. If videos are
+            recorded, `sample_step` is also read, for the names of the videos.
         cfg: config of the run.
         num_episodes: number of episodes; if None, `trainer.num_eval_episodes` is used.
-        env: name of a Gymnasium environment, as `"gymnasium:<id>"`, which has no events; if None, the run's environment
-            is used, with the events under `trainer.events.eval`.
+        env: name of a Gymnasium environment, as `"gymnasium:<id>"`, in which no events happen; if None, the run's
+            environment is used, with the events under `trainer.events.eval`.
         videos: folder for the videos of the cameras under `trainer.events.eval`; if None, no videos are recorded.
             Recording does not change the results.
 
@@ -238,8 +238,8 @@ def single_step_env(cfg: Config) -> Env:
 def in_single_steps(run: Run, cfg: Config) -> Run:
     """Return a run whose evaluation environment takes single actions instead of action chunks.
 
-    The policy still chooses a chunk, but returns its actions one at a time. If `env.action_chunk` is 1, the run is
-    unchanged.
+    The policy still chooses a chunk, but returns the actions of the chunk one at a time. If `env.action_chunk` is 1,
+    the run is unchanged.
     """
     if cfg.env.action_chunk == 1:
         return run

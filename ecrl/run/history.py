@@ -15,7 +15,7 @@ from ecrl.types import LogData
 class History(Sequence):
     """Sequence of dicts, called rows, with the logs and the number of env steps as `sample_step`.
 
-    There is one row per iteration, or one row per `trainer.log_freq` iterations.
+    There is one row for every `trainer.log_freq` iterations. By default, this is one row per iteration.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class History(Sequence):
         if not rows:
             raise UserError(f"no log {name!r}; {did_you_mean(name, {key for row in self._rows for key in row})}")
         if not any(math.isfinite(row[name]) for row in rows):
-            raise UserError(f"{name!r} has no finite value in {len(rows)} rows; train until an episode has ended")
+            raise UserError(f"{name!r} has no finite value in {len(rows)} rows; train for longer")
         with extra("plot"):
             import matplotlib.pyplot as plt
         _, axes = plt.subplots(figsize=(6.4, 3.2), layout="constrained")

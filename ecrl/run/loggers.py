@@ -177,10 +177,11 @@ def _last_seconds(path: Path) -> float:
 
 
 def with_jsonl(records: Iterator[LogData], path: str | Path, start: int = 0) -> Iterator[LogData]:
-    """Append one JSON row per record to a file, with log_type, sample_step, seconds since the start and all logs.
+    """Append each record to a file as one JSON row.
 
-    NaN and infinite values are written as null. If the file already has rows, as in a resumed run, `seconds` continues
-    from the last row.
+    A row has the keys log_type, sample_step and seconds, and one key for each log. `seconds` is the time since the
+    start of the run. If the file already has rows, as in a resumed run, `seconds` continues from the last row. NaN and
+    infinite values are written as null.
 
     Args:
         records: records of the run; the function yields each record again.

@@ -226,5 +226,6 @@ def with_profile(records: Iterator[LogData], times: Times, run_dir: str | Path) 
         guarded((folder / f"rank_{rank()}.json").write_text, json.dumps(about, indent=2) + "\n", "utf-8")
         if rank() == 0:
             print(table(rows, total))
-            missing_trace = "" if trace.exists() else f"; a run of {_WAIT + _WARM_UP} iterations or fewer has no trace"
+            reason = f"tracing starts after {_WAIT + _WARM_UP} train records"
+            missing_trace = "" if trace.exists() else f"; there is no trace ({reason})"
             print(f"profile  {folder}{missing_trace}")

@@ -1,4 +1,4 @@
-"""Save and load rank shards: files in a checkpoint with the environments and replay buffers of one rank.
+"""Save and load rank shards. A rank shard is a file of a checkpoint with the environments and buffers of one rank.
 
 Every rank other than rank 0 has a shard. Weights, statistics and counters are equal on all ranks, so only rank 0 saves
 them. Before rank 0 saves a state, the other ranks send their shards to rank 0. The shard of rank i is saved as the file
@@ -65,7 +65,7 @@ def may_be_saved(record: LogData, cfg: Config) -> bool:
 
 
 def has_all_shards(record: LogData) -> bool:
-    """Return True if a run can resume from a checkpoint of this record. Several ranks need the shards of all ranks."""
+    """Return True if a run can resume from a checkpoint of this record. A run of several ranks needs all shards."""
     return world_size() == 1 or "files" in record
 
 
@@ -102,7 +102,7 @@ def with_shards_at_crash(records: Iterator[LogData], run: Run) -> Iterator[LogDa
 
 
 def load_own_shard(run: Run, state: TensorDict, path: Path) -> TensorDict:
-    """Return a checkpoint's state with the environments and replay buffers of this rank, which are in its shard.
+    """Return a checkpoint's state with the environments and replay buffers from the shard of this rank.
 
     On rank 0, return the state unchanged, because the checkpoint's state already has the environments of rank 0.
 

@@ -55,10 +55,10 @@ def resume(
     A resumed run has exactly the same results as an uninterrupted run under the same conditions. The conditions are the
     device, the torch version, the number of threads, and compiled or eager execution. On the CPU, the use of ecrl's C++
     functions is also a condition. A warning names each condition that has changed. There are two exceptions, which also
-    cause warnings: Gymnasium environments restart their episodes, and without a saved replay buffer
-    (`trainer.save_replay` is false), the run first fills an empty one. Rows that were logged after the checkpoint are
-    removed from `metrics.jsonl`. If the newest checkpoint is damaged, ecrl warns and uses the previous checkpoint. A
-    run without a checkpoint starts from the beginning.
+    cause warnings: Gymnasium environments restart their episodes, and if `trainer.save_replay` is false, the run first
+    fills an empty replay buffer. Rows that were logged after the checkpoint are removed from `metrics.jsonl`. If the
+    newest checkpoint is damaged, ecrl warns and uses the previous checkpoint. A run without a checkpoint starts from
+    the beginning.
 
     Args:
         run_dir: run folder.
@@ -173,10 +173,11 @@ def continues_run(run_dir: str | Path, state: TensorDict, cfg: Config) -> bool:
 
 
 def _apply_changes(state: TensorDict, own: tuple[Run, Config], changed: tuple[Run, Config]) -> TensorDict:
-    """Replace the hyperparameters, learning rates and seed in a state by the values of a changed config.
+    """Replace the hyperparameters, learning rates and random key in a state by the values of a changed config.
 
-    Learning rates and the random key are replaced only if the config changes them. If an adaptive schedule changes a
-    learning rate, the state stores the rate in a field whose name ends in `learning_rate`.
+    A learning rate is replaced only if the config changes it. The random key is replaced only if the config changes the
+    seed. If an adaptive schedule changes a learning rate, the state stores the rate in a field whose name ends in
+    `learning_rate`.
 
     Args:
         state: state of the run.

@@ -159,7 +159,7 @@ def _wandb_run(cfg: Config, folder: Path) -> Any:
         problem = "no API key is configured (wandb login)"
     except wandb.Error as error:
         problem = str(error).splitlines()[0]
-    upload = f"upload it later with: wandb sync {folder}/wandb/offline-run-*"
+    upload = f"upload the run later with: wandb sync {folder}/wandb/offline-run-*"
     warnings.warn(f"W&B: {problem}; tracking offline, {upload}", stacklevel=3)
     return init_run("offline")
 

@@ -249,7 +249,7 @@ def check_run(run: Run, cfg: Config, folder: Path | None) -> None:
 
 
 def _without_effect(cfg: Config, folder: Path | None) -> Iterator[str]:
-    """Describe each setting of a run that has no effect, as one line for a warning."""
+    """Yield the texts of warnings that name the settings without an effect in this run."""
     if cfg.trainer.events.eval and not cfg.trainer.enable_eval:
         yield "trainer.events.eval: there are no evaluations; set trainer.enable_eval to true"
     if folder is None:
@@ -271,7 +271,7 @@ def _announce(run: Run, cfg: Config, folder: Path) -> None:
 
 
 def _new_run(cfg: Config, path: str) -> tuple[Run, TensorDict]:
-    """Check the config, and return the run and its initial state. Error messages start with `path`."""
+    """Check the config, and return the run and its initial state. The messages of ConfigErrors start with `path`."""
     try:
         run = build(cfg)
         check_rollout(cfg, run)

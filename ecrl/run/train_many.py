@@ -42,7 +42,10 @@ _SEED = "trainer.seed"
 _MAX_NAME_BYTES = 255  # limit of most file systems
 _RECORD_TYPES = ("collect", "train", "evaluate")  # in the order of the records of an iteration
 _FEW_ENVS, _RUNS_OF_FEW_ENVS = 4, 16
-"""By default, compiled runs on a CPU share calls, at most 16 runs per call, if each has at most 4 environments."""
+"""By default, compiled runs on a CPU share calls only if each run has at most 4 environments.
+
+At most 16 runs then share a call.
+"""
 
 
 class Member(NamedTuple):
@@ -154,7 +157,7 @@ def train_many(
             environments. Compiled runs on a CPU with more environments share no call.
         progress: if True, show a live progress line.
 
-    Returns: the states and histories of all runs. `print` shows them as a table.
+    Returns: the states and histories of all runs. `print` shows a table with one row per run.
     Raises: ConfigError if the config, the seeds or the sweep are not valid, or if a run folder holds another run.
 
     >>> from ecrl import load_config
@@ -245,7 +248,8 @@ def _start(name: str, values: dict[str, Any], cfg: Config, parent: Path | None, 
     folder = None if parent is None else parent / name
     if folder is not None and (size := len(name.encode())) > _MAX_NAME_BYTES:
         limit = f"{size} bytes; the name of a folder has at most {_MAX_NAME_BYTES}"
-        raise ConfigError(f"sweep: the name {name[:60]}... has {limit}; sweep fewer or shorter values, or omit run_dir")
+        advice = "sweep fewer keys or shorter values, or omit run_dir"
+        raise ConfigError(f"sweep: the name {name[:60]}... has {limit}; {advice}")
     member = _Unfinished(name, values, cfg, folder)
     if folder is None or not (folder / "config.json").exists():
         member.run = build(cfg)
@@ -299,8 +303,8 @@ def fastest_calls(run: Run, cfg: Config) -> tuple[int | None, int]:
     Eager runs and runs on a GPU spend most of their time in launching operations, which the runs of a call share.
     Compiled runs on a CPU gain from sharing a call only if they have few environments. However, their calls can run at
     the same time, because compiled C++ code releases Python's global interpreter lock. `python -m benchmarks --only
-    seeds` measures both. MuJoCo tasks and runs under autocast make one call at a time. The physics of MuJoCo already
-    uses all threads, and autocast applies only to the thread that enabled it.
+    seeds` measures both effects. MuJoCo tasks and runs under autocast make one call at a time. The physics of MuJoCo
+    already uses all threads, and autocast applies only to the thread that enabled it.
     """
     if run.jit is partial or device_of(cfg).type != "cpu":
         return None, 1
@@ -361,7 +365,7 @@ def _train_together(together: _Group, progress: bool) -> bool:
         rounds = with_progress(rounds, int(decisions(group[0].state)), total_steps(cfg, 1), compilations_of(run.jit))
     try:
         with in_loop(), ExitStack() as stack:
-            if threads > 1:  # evaluations then also use one thread, and checkpoints record it
+            if threads > 1:  # evaluations then also use one thread, and checkpoints record this number of threads
                 stack.enter_context(one_torch_thread())
             stack.enter_context(closing(cast(Generator, batches)))
             for member, stream in zip(group, streams, strict=True):
@@ -377,7 +381,7 @@ def _train_together(together: _Group, progress: bool) -> bool:
 
 
 def _records_of_each(batches: Iterator[list[list[LogData]]], count: int) -> list[Iterator[LogData]]:
-    """Return an iterator of the records of each run, which ends when the run has no more records.
+    """Return one iterator for each run. The iterator yields the records of the run, and ends after the last record.
 
     A record is released as soon as its run has taken it. `itertools.tee` stores items in blocks of 57, and would keep
     the states of up to 57 iterations.
@@ -415,7 +419,7 @@ def _closing(member: _Unfinished, stream: Iterator[LogData]) -> Iterator[None]:
 
 
 def _rounds(group: Sequence[_Unfinished], streams: Sequence[Iterator[LogData]]) -> Iterator[LogData]:
-    """Take one record from each run in turn. For each type of record, yield a record with the mean logs of these runs.
+    """Take one record from each run in turn. For each record type, yield one record with the means of the logs.
 
     If the last state of a run cannot be saved, warn.
 

@@ -64,9 +64,10 @@ def _views_until(steps: Iterable[tuple[list[tuple], TensorDict | None]], num_epi
 def record(state: TensorDict, cfg: Config, path: str | Path, num_envs: int = 4, num_episodes: int = 1) -> int:
     """Record a real-time video of the policy. The policy's actions are deterministic, as in evaluations.
 
-    In a MuJoCo task, the first camera of `trainer.events.eval`, by name, takes the video. If there is no such camera,
-    the first camera of `trainer.events.train` takes the video. If the config has no camera, the video shows the whole
-    scene. A Gymnasium environment is made with the render mode "rgb_array" in this process, and renders its own frames.
+    In a MuJoCo task, the first camera of `trainer.events.eval`, in alphabetical order of the names, takes the video. If
+    there is no such camera, the first camera of `trainer.events.train` takes the video. If the config has no camera,
+    the video shows the whole scene. A Gymnasium environment is made with the render mode "rgb_array" in this process,
+    and renders its own frames.
 
     If an action is a chunk of actions, events of `trainer.events.eval` with mode "interval" count environment steps
     during the recording. In evaluations, these events count chunks.

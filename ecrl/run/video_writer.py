@@ -1,9 +1,9 @@
 """Render the states of MuJoCo tasks as videos, and encode the videos as mp4 files.
 
 The videos of a run are rendered in background threads. During an evaluation, the run passes only views to the threads.
-A view consists of the physics state, the varied model fields and the targets of the first environments. A camera
-records one video at a time and queues at most `_QUEUE_SIZE` views. If the queue of a camera is full, the evaluation
-waits instead of dropping frames. `ecrl.run.video` records the rollouts of training.
+A view consists of the physics state, the model fields that events change, and the targets, each for the first
+environments. A camera records one video at a time and queues at most `_QUEUE_SIZE` views. If the queue of a camera is
+full, the evaluation waits instead of dropping frames. `ecrl.run.video` records the rollouts of training.
 """
 
 import os
@@ -191,7 +191,9 @@ def _lower_priority() -> None:
 
 @contextmanager
 def background_worker() -> Iterator[Callable[..., Future]]:
-    """Yield a function that waits for its previous job, and then starts `job(*args)` in a background thread.
+    """Yield a function `start(job, *args)` that calls `job(*args)` in a background thread and returns a Future.
+
+    `start` first waits until the previous job has ended.
 
     If a job raises OSError, for example because the disk is full, the worker warns and accepts further jobs (see
     `tolerate_errors`). Any other error of a job is raised by the next call or at the end of the block.
@@ -276,10 +278,11 @@ def filming(cfg: Config, folder: Path | None) -> Iterator[Callable[[TensorDict, 
 
 
 def with_film(steps: Iterator[tuple[list[tuple], TensorDict | None]], film: Film) -> Generator[list[tuple], None, None]:
-    """Yield the values of each evaluation step, and add the view before each step to the videos.
+    """Yield the values of each evaluation step.
 
-    A video ends when all environments that it shows have finished their first episode. Environments that finish before
-    the others show their next episode in the video.
+    Every `interval_step` steps of a camera, the function adds the view before the step to the camera's video. A video
+    ends when all environments that it shows have finished their first episode. Environments that finish before the
+    others show their next episode in the video.
     """
     running = set(range(film.num_envs))
     for step, (row, before) in enumerate(steps):

@@ -336,7 +336,7 @@ def test_an_interrupt_while_rows_are_written_leaves_no_state_that_counts_as_curr
 
     monkeypatch.setattr(torch.Tensor, "index_copy_", interrupted)
     states = []
-    message = f"^the state after {3 * N * T} env steps is not saved: a write to its replay was interrupted$"
+    message = f"^the state after {3 * N * T} env steps is not saved: a write to its buffer replay was interrupted$"
     with pytest.warns(UserWarning, match=message), pytest.raises(KeyboardInterrupt):
         for record in with_checkpoints(train_iter(init_state(cfg), cfg), cfg, tmp_path):
             states.append(record["state"])

@@ -59,7 +59,7 @@ def test_what_has_no_number_yet_is_no_empty_picture():
         history.plot()
     history.add(RECORDS[0])
     assert math.isnan(history[0]["episode_reward_avg_100"])
-    with pytest.raises(UserError, match="'episode_reward_avg_100' has no finite value in 1 rows; train until an"):
+    with pytest.raises(UserError, match="'episode_reward_avg_100' has no finite value in 1 rows; train for longer"):
         history.plot()
 
 

@@ -161,7 +161,7 @@ def test_a_run_that_is_stopped_or_fails_is_reported_too(ending, tmp_path, capsys
             next(made)
     assert json.loads((tmp_path / "profile" / "rank_0.json").read_text())["total_seconds"] > 0
     assert not (tmp_path / "profile" / "trace_rank_0.json").exists()
-    assert "a run of 2 iterations or fewer has no trace" in capsys.readouterr().out
+    assert "; there is no trace (tracing starts after 2 train records)" in capsys.readouterr().out
 
 
 @pytest.mark.slow
