@@ -122,16 +122,17 @@ def plot(
 ) -> None:
     """Plot learning curves over env steps and over minutes, as PNG and SVG files.
 
-    Three or more seeds of a config are drawn as one line, their interquartile mean, in a band for its 95 % bootstrap
-    interval. To add results of another library, pass a .csv or .json file with rows of steps, seconds, and return or
-    success.
+    For three or more seeds of a config, the plot shows the interquartile mean as a line, and the 95 % bootstrap
+    interval of this mean as a band. To add results of another library, pass a .csv or .json file with rows of steps,
+    seconds, and return or success.
 
     Args:
         runs: run folders, and files with results of other libraries.
         out: path of the picture. If the path has no suffix, a .png and a .svg file are written.
         metric: name of a metric in metrics.jsonl. The default is the first of these metrics that all runs and files
             have: eval/success_rate, eval/avg_reward, charts/episode_reward_avg_100.
-        threshold: draw a line at this value, and print the env steps and minutes after which each curve stays above it.
+        threshold: draw a line at this value, and print the env steps and minutes from which each curve stays at or
+            above this value.
     """
     if not runs:
         raise UserError("ecrl plot needs run folders, such as: ecrl plot outputs/cartpole_ppo_*")
@@ -154,15 +155,15 @@ def bench(
     """Compare ecrl with other libraries. The command needs a checkout of the source and the extra `bench`.
 
     Args:
-        what: name of the comparison. speed measures how fast ecrl is, and results measures how well the shipped configs
-            learn. results stores each seed in a file, and measures only seeds whose file is missing or out of date.
+        what: "speed" measures how fast ecrl is, and "results" measures how well the shipped configs learn. With
+            "results", each seed has a file, and the command measures only seeds whose file is missing or out of date.
         quick: measure speed in fewer and shorter rounds. Without --only, run only end_to_end, solved and kernels.
-        only: names of speed benchmarks, such as end_to_end, or of configs for results, such as cartpole_ppo; all if
-            absent.
-        seeds: number of seeds per config for results. The default is ten for configs that train in less than ten
+        only: with "speed", names of benchmarks, such as end_to_end; with "results", names of configs, such as
+            cartpole_ppo; all if absent.
+        seeds: with "results", number of seeds per config. The default is ten for configs that train in less than ten
             minutes, and three for the others.
-        minutes: number of minutes after which results starts no new run; no limit if absent. With 0 minutes, the
-            command only regenerates the tables and pictures.
+        minutes: with "results", number of minutes after which no new run starts; no limit if absent. With 0 minutes,
+            the command only regenerates the tables and pictures.
         out: folder for the results; benchmarks/results if absent.
     """
     root = Path(__file__).resolve().parents[2]

@@ -148,15 +148,17 @@ def _changed_config(cfg: "Config", run: str, changes: dict[str, Any]) -> "Config
         raise UserError("--trainer.device: use --device to set the device")
     for key in changes:
         if not key.startswith(("env.", "trainer.")) or key in FLAGS:
-            near = None if key in FLAGS else nearest(key.partition(".")[0], ("env", "trainer"))
+            near = nearest(key.partition(".")[0], ("env", "trainer"))
             advice = "remove it" if near is None else f"did you mean {near!r}?"
+            if key in FLAGS:
+                advice = "this is a flag of abcdRL; remove it"
             if key.startswith("evaluater."):  # flags of abcdRL's example_eval_model.py
                 advice = f"use an option instead (see {PAGE}#abcdrl-benchmarks-sweeps-and-saved-models)"
             raise UserError(f"--{key}: with a trained policy, you can only set keys of env and trainer; {advice}")
     if not changes:
         return cfg
     other = config_from_dict(cfg.model_dump(mode="json"), run, changes)
-    check_spaces(make_env(cfg.env), make_env(other.env), "with these keys")
+    check_spaces(make_env(cfg.env), make_env(other.env), "the environment with these keys")
     return other
 
 

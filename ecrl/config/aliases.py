@@ -44,10 +44,16 @@ COUNT_KEYS = {
 """
 
 SKIP_KEY, GUARD_KEY = "algorithm.cfg.skip_nonfinite_updates", "trainer.finite_guard"
-"""EmbodiChain's key for skipping non-finite updates of apg, and ecrl's key. `true` becomes "skip", `false` "stop"."""
+"""EmbodiChain's key for skipping non-finite updates of apg, and ecrl's key.
+
+`true` becomes "skip", and `false` becomes "stop".
+"""
 
 VLA_KEY = "policy.vla_config"
-"""EmbodiChain's section for a pretrained vision-language-action model. Its path becomes `policy.vla.model_path`."""
+"""EmbodiChain's section for a pretrained vision-language-action model.
+
+The key `model_path` of this section becomes `policy.vla.model_path`.
+"""
 
 MISSING = object()
 """Result of `get_path` if a path has no value."""

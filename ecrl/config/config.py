@@ -145,7 +145,10 @@ class EventConfig(ConfigModel):
         "interval",
         description="startup: once per environment; reset: at every episode start; interval: every interval_step steps",
     )
-    interval_step: Count = Field(1, description="number of environment steps between two events in mode interval")
+    interval_step: Count = Field(
+        1,
+        description="number of steps between two events in mode interval, or of chunks if env.action_chunk is above 1",
+    )
     params: SerializeAsAny[BaseModel] = Field(description="settings of the event")
 
     @model_validator(mode="wrap")
@@ -188,7 +191,9 @@ class TrainerConfig(ConfigModel):
         "buffers is faster with a larger number, because one call runs all iterations of a record",
     )
     buffer_size: Count = Field(
-        2048, description="steps that each environment takes in an iteration; also called rollout_steps"
+        2048,
+        description="number of steps that each environment takes in an iteration, or of chunks if env.action_chunk is "
+        "above 1; also called rollout_steps",
     )
     distributed: bool = Field(
         False, description="train with several processes, one for each device; torchrun starts the processes"

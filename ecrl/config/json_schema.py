@@ -39,7 +39,7 @@ def _part_models(models: list[type[BaseModel]]) -> dict[type[BaseModel], str]:
 
 
 def _whole_parts(models: list[type[BaseModel]]) -> dict[type[BaseModel], tuple[str, str]]:
-    """Find each config model in the fields of `models` that is replaced by the config model of a component.
+    """Find the config models in the fields of `models` whose sections the config model of a component validates.
 
     The result maps each such model to the component's kind and to the key whose value names the component.
     """

@@ -127,7 +127,8 @@ def fault_at(path: Loc, message: str) -> InitErrorDetails:
 def faults_from_error(model: type[BaseModel], error: ValidationError) -> list[Fault]:
     """Convert pydantic's errors to faults.
 
-    Each message contains the expected value, the actual value and the description of the key.
+    For the error types in `_MESSAGES` and for `_KIND`, a message contains the expected value, the actual value unless
+    the key is missing, and the description of the key. The messages of validators stay unchanged.
     """
     faults = []
     for fault in error.errors(include_url=False):

@@ -27,11 +27,11 @@ KEYS = {
 
 ABSENT = {
     "physics_update_step": "an event does not step the physics; remove the key, and place objects at rest by init_pos",
-    "recompute_inertia": "the inertia always follows from the mass; remove it",
-    "min_mass": "the lower end of mass_range is the smallest mass; remove it",
-    "attrs": "the robot's URDF or MJCF file defines its masses, frictions and gravity; remove it",
+    "recompute_inertia": "the inertia always follows from the mass; remove the key",
+    "min_mass": "the lower end of mass_range is the smallest mass; remove the key",
+    "attrs": "the robot's URDF or MJCF file defines its masses, frictions and gravity; remove the key",
 }
-"""Map EmbodiChain's keys of terms and events that ecrl refuses to the reason and a remedy.
+"""Map keys that ecrl refuses to the reason and a remedy. They are keys of EmbodiChain's terms, events and robots.
 
 `docs/migration.md` lists these keys.
 """
@@ -56,7 +56,7 @@ def suggestion(key: str, known: Iterable[str], in_algorithm: bool) -> str:
     >>> suggestion("lr", ["seed"], in_algorithm=False), suggestion("sede", ["seed"], in_algorithm=False)
     ('set algorithm.cfg.learning_rate', "did you mean 'seed'?")
     >>> suggestion("min_mass", ["mass_range"], in_algorithm=False)
-    'the lower end of mass_range is the smallest mass; remove it'
+    'the lower end of mass_range is the smallest mass; remove the key'
     >>> suggestion("kl_coef", ["clip_coef"], in_algorithm=True)
     'a key of grpo, not of this algorithm'
     """

@@ -111,7 +111,7 @@ def _read_run(folder: Path) -> Source:
 def _run_label(folder: Path, config: Row) -> str:
     """Return the run's `trainer.exp_name`. If the run has only the default name, return its environment and algorithm.
 
-    If the config lacks its environment or algorithm, return the name of the folder instead of the default name.
+    If the config of a run with the default name lacks the environment or the algorithm, return the folder's name.
 
     >>> _run_label(Path("a"), {"env": {"name": "gymnasium", "cfg": {"id": "Acrobot-v1"}}, "algorithm": {"name": "ppo"}})
     'gymnasium:Acrobot-v1 ppo'
@@ -213,7 +213,7 @@ def choose_metric(sources: Sequence[Source]) -> str:
 def curve(source: Source, metric: str) -> Curve:
     """Return the curve of a metric from its first finite value on. Null values after the first finite value become NaN.
 
-    Raises: UserError if the source has no value of the metric, or if steps or seconds decrease from row to row.
+    Raises: UserError if the source has no finite value of the metric, or if steps or seconds decrease from row to row.
     """
     logged = [row for row in source.rows if metric in row]
     rows = list(dropwhile(lambda row: not _is_number(row[metric]), logged))

@@ -1,12 +1,12 @@
 """Plot learning curves over env steps and over minutes. Three or more seeds are drawn as a band, fewer seeds as lines.
 
-If the seeds of a group have no range of env steps in common, they are also drawn as lines.
+Seeds of the same config, or of the same result file of another library, are a group. If the seeds of a group have no
+range of env steps in common, they are also drawn as lines. All lines of a group have the same colour and dashes, and no
+other group has this pair of colour and dashes.
 
-Seeds of the same config, or of the same result file of another library, are a group. All lines of a group have the same
-colour and dashes, and no other group has this pair of colour and dashes. A band shows the interquartile mean and its
-95 % bootstrap interval. A band ends at the last step that all seeds have reached. With three seeds, the interval is the
-range of their values. In the plot over minutes, each point of a band is placed at the median of the seeds' times. This
-module needs the extra `plot`.
+A band shows the interquartile mean and its 95 % bootstrap interval. A band ends at the last step that all seeds have
+reached. With three seeds, the interval is the range of their values. In the plot over minutes, each point of a band is
+placed at the median of the seeds' times. This module needs the extra `plot`.
 """
 
 import math
@@ -178,7 +178,9 @@ def write(picture: Any, out: Path) -> list[Path]:
 
 
 def threshold_point(one: Curve, threshold: float) -> tuple[float, float] | None:
-    """Return the env steps and minutes of the first point after a curve's last value below `threshold`, or None.
+    """Return the env steps and minutes of the first point from which on no value of a curve is below `threshold`.
+
+    If the last value is below `threshold`, return None.
 
     >>> x = np.array([1.0, 2.0, 3.0, 4.0])
     >>> threshold_point(Curve("", "", "", 10 * x, x, np.array([0.5, 0.96, 0.9, 0.97])), 0.95)
@@ -192,7 +194,7 @@ def threshold_point(one: Curve, threshold: float) -> tuple[float, float] | None:
 def summary(groups: Iterable[Sequence[Curve]], threshold: float | None) -> list[str]:
     """Describe each curve in a line: its last point, its first NaN, and the point from which it reaches `threshold`.
 
-    A curve reaches the threshold at the first point after which no value is below the threshold (see
+    A curve reaches the threshold at the first point from which on no value is below the threshold (see
     `threshold_point`). If `threshold` is None, the line does not mention a threshold.
     """
     lines = []

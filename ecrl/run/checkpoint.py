@@ -112,7 +112,7 @@ class Snapshot(NamedTuple):
     files: dict[str, bytes]
     left_out: list[str]  # names of the buffers that are missing in `tensors`
     frozen: FrozenLeaves | None
-    # per buffer: the value of its count `written` (see `ecrl.loop.buffers`) at the snapshot, and the count itself
+    # per buffer: the value of its count `written` (see `ecrl.loop.buffers`) at the snapshot, and the count's tensor
     buffers: dict[str, tuple[int, Tensor]]
     read: Event  # `write` sets this event when it has read all tensors; after a failed write, the caller must set it
 

@@ -277,8 +277,8 @@ def test_gravity_and_inertia_of_an_object():
             {"entity_cfg": {"uid": "cube"}},
             "an event does not step the physics; remove the key, and",
         ),
-        ("recompute_inertia", {"entity_cfg": {"uid": "cube"}}, "the inertia always follows from the mass; remove it"),
-        ("min_mass", {"entity_cfg": {"uid": "cube"}}, "the lower end of mass_range is the smallest mass; remove it"),
+        ("recompute_inertia", {"entity_cfg": {"uid": "cube"}}, "the inertia always follows from the mass; remove the"),
+        ("min_mass", {"entity_cfg": {"uid": "cube"}}, "the lower end of mass_range is the smallest mass; remove the"),
     ],
 )
 def test_params_of_events_that_ecrl_does_not_have(key, params, reason):
@@ -296,7 +296,7 @@ def test_params_of_events_that_ecrl_does_not_have(key, params, reason):
 def test_attrs_of_a_robot():
     data = _cubes({})
     data["env"]["cfg"]["robot"] = {"attrs": {"has_gravity": False}}
-    reason = "the robot's URDF or MJCF file defines its masses, frictions and gravity; remove it"
+    reason = "the robot's URDF or MJCF file defines its masses, frictions and gravity; remove the key"
     with pytest.raises(ConfigError, match=rf"^config: env.cfg.robot.attrs: unknown key; {reason}$"):
         config_from_dict(data)
 

@@ -388,10 +388,10 @@ def test_eval_under_other_keys_of_the_environment(config_file, monkeypatch, caps
     assert evaluated("--evaluater.seed", "1").err.endswith(f"; use an option instead (see {page})\n")
     misspelt = evaluated("--trianer.seed", "1").err
     assert misspelt.endswith("you can only set keys of env and trainer; did you mean 'trainer'?\n")
-    assert "can only set keys of env and trainer" in evaluated("--trainer.tau", "0.5").err  # a flag of abcdRL
+    assert evaluated("--trainer.tau", "0.5").err.endswith("; this is a flag of abcdRL; remove it\n")
     assert "trainer.num_eval_envs: " in evaluated("--trainer.num_eval_envs", "0").err
     assert called(monkeypatch, "eval", "run", "--env.name", "pendulum") == 2
-    assert "with these keys has observation_space" in capsys.readouterr().err
+    assert "env: the environment with these keys has observation_space" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
