@@ -72,7 +72,7 @@ def drop_simulator_name(raw: RawConfig) -> RawConfig:
     """Remove `physics` if it is the name of a simulator, "default" or "newton", and add it to `raw.inert`."""
     path, entry = (*_CFG, "physics"), _env_entry(raw)
     field = None if entry is None else entry.config.model_fields.get("physics")
-    if field is not None and not list(sections_in(field.annotation)):  # the setting of a user's environment
+    if field is not None and not list(sections_in(field.annotation)):  # `physics` is a setting of a user's environment
         return raw
     if get_path(raw.data, path) not in ("default", "newton"):
         return raw
@@ -124,7 +124,7 @@ def flatten_attrs(raw: RawConfig) -> RawConfig:
 
 
 def lower_names(data: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a config with component names in the case of the registered names.
+    """Return a copy of a config in which component names have the same case as the registered names.
 
     EmbodiChain accepts names of policies, algorithms and networks in upper and lower case. The function changes an
     unregistered name to lower case if the result is registered.

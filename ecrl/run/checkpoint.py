@@ -168,7 +168,8 @@ def conditions(run: Run, cfg: Config) -> dict[str, Any]:
     """Return the conditions that affect the exact results of a run.
 
     They are the torch version, the number of threads, the form (compiled, eager or partly eager) and the type of the
-    device. If the device is the CPU, the result also reports if ecrl's C++ functions for recurrences are available.
+    device. If the device is the CPU, the result also reports whether ecrl's C++ functions for recurrences are
+    available.
     """
     device = device_of(cfg).type
     # Random bits are the same without C++. Only the recurrences round differently.

@@ -15,9 +15,9 @@ from ecrl.run.evaluation import with_evaluation
 def compile_ahead(cfg: Config) -> list[Compilation]:
     """Compile every function that a run with this config would compile. The compiled code is stored on disk.
 
-    A later run with the same config loads the code instead of compiling, if it has the same type of CPU, number of
-    threads, torch version and version of ecrl. The seed, the hyperparameters in `state["hyper"]` and the number of
-    iterations may differ.
+    A later run with the same config loads the code instead of compiling, if the type of CPU, the number of threads, the
+    torch version and the version of ecrl are also the same. The seed, the hyperparameters in `state["hyper"]` and the
+    number of iterations may differ.
 
     The function trains until each phase of the algorithm (see `ecrl.algorithms.Algorithm`) has run, and discards the
     results. An algorithm with a replay buffer has a phase without learning, so the function first collects

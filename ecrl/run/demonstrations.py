@@ -80,7 +80,7 @@ def record_demonstrations(
 
     Args:
         cfg: config of the run. If `state` is None, the policy does not act, and `policy.clip_actions` is the only
-            setting of the policy that affects the data: it decides if the expert's actions are clipped.
+            setting of the policy that affects the data: it decides whether the expert's actions are clipped.
         path: safetensors file, which must not exist yet (see `ecrl.storage.demonstrations`).
         num_episodes: number of episodes in the data set.
         state: state of a run, whose policy acts; if None, the scripted expert of the environment acts.

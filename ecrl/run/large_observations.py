@@ -29,7 +29,7 @@ def with_warning_of_large_observations(records: Iterator[LogData], cfg: Config) 
     """Yield the records. Warn once if an update is too large and the policy reads large observations unscaled.
 
     An update is too large if its `approx_kl` is above 0.1. An observation is large if the magnitude of a float entry is
-    above 20, as joint torques in N m may be. `policy.normalize_obs` standardises observations.
+    above 20. Joint torques in N m, for example, may be large. `policy.normalize_obs` standardises observations.
     """
     warned = bool(cfg.policy.normalize_obs)
     for record in records:

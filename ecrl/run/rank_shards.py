@@ -29,7 +29,7 @@ from ecrl.types import LogData
 
 
 def _per_rank_tensors(state: TensorDict, kinds: Kinds) -> dict[str, Tensor]:
-    """Return the tensors that differ between ranks (environments and replay buffers) by name."""
+    """Return the tensors of the environments and replay buffers, which differ between ranks, by name."""
     paths = [path for path, kind in leaf_kinds(state, kinds).items() if kind in PER_RANK]
     return {"/".join(path): cast(Tensor, state[path]) for path in paths}
 

@@ -81,8 +81,8 @@ def consumers(
         run_dir: run folder; if None, nothing is written.
         first: number of env steps before the first record.
         progress: if True, show a live progress line.
-        timed: function that takes the name of a phase and its records, and returns the records with a timer, such as
-            `ecrl.run.profiler.timed_records`.
+        timed: function `timed(phase, records)` that yields the records again, and may time the wait for each record as
+            the phase of this name (see `ecrl.run.profiler.timed_records`).
         own: consumers of the caller. They receive the records after the evaluation, and before the loggers and the
             checkpoints.
     """

@@ -125,7 +125,7 @@ def train_many(
     runs_per_call: int | None = None,
     progress: bool = True,
 ) -> Members:
-    """Train one run for each combination of a seed and the swept settings.
+    """Train one run for each combination of a seed and values of the swept settings.
 
     Runs that differ only in the seed and in hyperparameters of `state["hyper"]`, such as the learning rate, train
     together as a group. Several runs of a group share a call of `torch.func.vmap` if this is faster. Compiled runs on a
