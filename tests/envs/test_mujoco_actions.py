@@ -490,7 +490,7 @@ def test_robots_that_do_not_fit_are_refused():
     with pytest.raises(ConfigError, match="joint 'robot/slack' has no actuator"):
         term("DeltaQposTerm", simulated)
     assert len(term("DeltaQposTerm", simulated, joint_ids=[0, 1]).low) == 2
-    with pytest.raises(ConfigError, match="joint 'robot/rail' has no limits, which this term needs for scaling"):
+    with pytest.raises(ConfigError, match="joint 'robot/rail' has no limits, which this term needs; give the joint a"):
         term("QposTerm", simulated, joint_ids=[0])
     assert term("QposTerm", simulated, joint_ids=[1]).high == (pi,)
     with pytest.raises(ConfigError, match="drives joint 'robot/elbow_joint', which 'a' also drives"):

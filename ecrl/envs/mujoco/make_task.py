@@ -61,8 +61,7 @@ def _limit_to_control_parts(cfg: TaskConfig, sim: Simulation) -> Simulation:
     """Return the simulation with its robot restricted to the joints of `control_parts`, if this key is set."""
     if cfg.control_parts is None:
         return sim
-    with error_prefix("env.cfg.control_parts"):
-        chosen = {joint for part in cfg.control_parts for joint in part_of(sim, part)}
+    chosen = {joint for part in cfg.control_parts for joint in part_of(sim, part, "env.cfg.control_parts")}
     joints = tuple(joint for joint in sim.robot.joints if joint in chosen)
     return replace(sim, robot=sim.robot._replace(joints=joints))
 

@@ -18,7 +18,7 @@ from ecrl.envs.mujoco.robots import kinematics
 from ecrl.envs.mujoco.robots.inverse_kinematics import inverse_kinematics
 from ecrl.envs.mujoco.robots.robot import Drive
 from ecrl.envs.mujoco.scene.config import Real
-from ecrl.envs.mujoco.terms.term import ActionTerm, JointsConfig, joints_of, named_joints, ranges_of, tcp_of
+from ecrl.envs.mujoco.terms.term import ActionTerm, JointsConfig, joints_of, named_joints, part_of, ranges_of, tcp_of
 from ecrl.envs.scaling import LENGTH
 from ecrl.errors import ConfigError
 from ecrl.registry import register_action
@@ -66,10 +66,10 @@ class EefSearchConfig(ConfigModel):
     )
     iterations: Count = Field(15, le=1000, description="steps of the inverse kinematics")
     position_tolerance: Positive = Field(
-        1e-3, description="largest position error, m; if the error is larger, the robot does not move"
+        1e-3, description="largest position error, m; if the error is larger, the joints of the part do not move"
     )
     rotation_tolerance: Positive = Field(
-        1e-2, description="largest rotation error, rad; if the error is larger, the robot does not move"
+        1e-2, description="largest rotation error, rad; if the error is larger, the joints of the part do not move"
     )
 
 
@@ -115,7 +115,8 @@ class DefaultPositionConfig(JointsConfig):
     @model_validator(mode="after")
     def _one_choice(self) -> "DefaultPositionConfig":
         if self.joint_names is not None and (self.part_name is not None or self.joint_ids is not None):
-            raise ValueError("joint_names and joint_ids or part_name both select joints; keep one")
+            other = "joint_ids" if self.part_name is None else "part_name"
+            raise ValueError(f"joint_names and {other} both select joints; keep one")
         if 0.0 in (self.scale if isinstance(self.scale, tuple) else (self.scale,)):
             raise ValueError("scale: 0 ignores the action of a joint; give another factor, or leave the joint out")
         return self
@@ -192,9 +193,12 @@ def _quaternion(angles: Tensor) -> Tensor:
 def eef_pose(cfg: EefPoseConfig, sim: Simulation) -> ActionTerm:
     """Set target positions of joints that move an end effector to a pose in the world frame, by inverse kinematics.
 
-        x y z = scale * a[0:3], m                                          a in [-reach / scale, reach / scale]
-        pose_dim 6: rotation by scale * a[3:6], rad, about x, rotated y, rotated z    [-pi / scale, pi / scale]
-        pose_dim 7: rotation by the quaternion a[3:7], w x y z, normalised      [-1, 1]
+        x y z = scale * a[0:3], m
+        pose_dim 6: rotation by the angles scale * a[3:6], rad, about x, the rotated y and the rotated z
+        pose_dim 7: rotation by the quaternion a[3:7], w x y z, which the term normalises
+
+    The actions a[0:3] are in [-reach / scale, reach / scale], angles a[3:6] are in [-pi / scale, pi / scale], and the
+    components of a quaternion a[3:7] are in [-1, 1].
 
     `inverse_kinematics` searches for the joint positions, starting from the current positions. The search fails if the
     remaining error is larger than `position_tolerance` or `rotation_tolerance`, or if the length of the quaternion is
@@ -225,7 +229,8 @@ def _eef_pose(cfg: EefSearchConfig, sim: Simulation, pose_dim: int) -> ActionTer
 
 def _with_gripper(arm: ActionTerm, hand_name: str, sim: Simulation) -> ActionTerm:
     """Add an action in [-1, 1] to the term of an arm. The action moves all fingers between their limits."""
-    fingers = _joints(JointsConfig(robot_uid=None, part_name=hand_name, joint_ids=None), sim)
+    fingers = part_of(sim, hand_name, "params.hand_name")
+    world.actuators_of(sim, fingers)
     limits, count = ranges_of(sim, fingers), len(arm.low)
 
     def control(state: TensorDict, action: Tensor) -> Tensor:
@@ -307,9 +312,9 @@ def qvel(cfg: ScaledConfig, sim: Simulation) -> ActionTerm:
     """Set the target velocities of joints (rad/s or m/s) to `scale * a`, where the action a is in [-1, 1].
 
     The drive applies the force damping * (target - qvel), limited to max_effort. The drive does not hold a position.
-    While max_effort limits the force, MuJoCo integrates the force explicitly. If damping * time step also exceeds the
-    inertia at the joint, the velocity oscillates around targets that are more than max_effort / damping away. Reduce
-    the damping if the velocity oscillates.
+    The limit acts while the velocity differs from the target by more than max_effort / damping. MuJoCo then integrates
+    the force explicitly. If damping * time step exceeds the inertia at the joint, the velocity can therefore overshoot
+    the target in each step, and oscillate around the target. Reduce the damping if the velocity oscillates.
     """
     return _proportional(cfg, sim, "velocity")
 

@@ -53,10 +53,10 @@ def record_camera_data(cfg: RecordCameraConfig, sim: Simulation) -> Apply:
     """Record an mp4 video of every evaluation or of rollouts, at 20 frames per second.
 
     Under `trainer.events.eval`, the event records every evaluation. Under `trainer.events.train`, the event records the
-    rollout of every iteration, or of one iteration in `trainer.log_freq`. The video is written in the background. If
-    writing is slower than training, training waits for the video. Recording does not change the environments. The
-    event's `interval_step` is the number of environment steps from one frame to the next, or of chunks if actions are
-    chunks of steps.
+    rollout of every iteration. If `trainer.log_freq` is n, the event records the rollout of only one in n iterations.
+    The video is written in the background. If writing is slower than training, training waits for the video. Recording
+    does not change the environments. The event's `interval_step` is the number of environment steps from one frame to
+    the next. If actions are chunks of steps, `interval_step` is a number of chunks.
     """
     return _refuse_in_task(cfg, sim)
 
@@ -258,8 +258,10 @@ def randomize_visual_material(cfg: RandomizeMaterialConfig, sim: Simulation) -> 
 
 @register_event("randomize_light")
 def randomize_light(cfg: RandomizeLightConfig, sim: Simulation) -> Apply:
-    """Set the direction and the color of the light in images to random values. The physics does not change.
+    """Set the direction or the color of the light in images, or both, to random values. The physics does not change.
 
-    direction = draw, of any length;  color = draw;    draw uniform between lowest and highest
+        direction = draw, of any length;  color = draw;    draw uniform between lowest and highest
+
+    Without `direction_range`, the direction does not change. Without `color_range`, the color does not change.
     """
     return _draw_targets(cfg)

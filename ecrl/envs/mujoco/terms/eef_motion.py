@@ -50,10 +50,12 @@ def _tilt(axis: Tensor, wanted: Tensor) -> Tensor:
 def delta_eef_pose(cfg: DeltaEefPoseConfig, sim: Simulation) -> ActionTerm:
     """Move an end effector by a small step. The actions a are in [-1, 1].
 
-        pose_dim 3: e = (scale a, the rotation that turns the z axis to its direction at home)
-        pose_dim 6: e = (scale a[0:3], the rotation vector rotation_scale a[3:6] in the world frame, rad)
+        pose_dim 3: e = (scale a, turn)
+        pose_dim 6: e = (scale a[0:3], rotation_scale a[3:6])
         target = q + scaled(J^T (J J^T + 0.001 I)^-1 e)
 
+    The first part of e is a translation (m), and the second part is a rotation vector (rad), both in the world frame.
+    `turn` turns the z axis of the end effector to the direction that this axis has in the scene's initial state.
     `scaled` scales the change down so that no joint moves by more than 0.5 rad or m. J is the Jacobian of the end
     effector's pose at the current joint positions q. With pose_dim 3, the rotation about the end effector's z axis is
     free, so the component of J about this axis is removed.

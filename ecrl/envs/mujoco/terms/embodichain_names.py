@@ -6,8 +6,10 @@ The error for such a name contains the advice. `docs/migration.md` lists all fun
 from ecrl.registry import add_advice
 
 _DEMONSTRATION = "it prepares EmbodiChain's scripted demonstrations, which training in ecrl does not use; remove it"
-_GROUPS = "objects are listed one by one in rigid_object; name each of them in its own event"
-_AMBIENT = "images have one ambient color, light.ambient; use randomize_light to vary the direction and the color"
+_AMBIENT = (
+    "images have one ambient color, light.ambient, which no event varies; use randomize_light to vary the direction "
+    "and the color of the directional light"
+)
 _CAMERA_OFFSET = "observe the offset of randomize_camera_extrinsics by target_position with target_pose_key"
 
 ABSENT = {
@@ -51,7 +53,8 @@ ABSENT = {
         "register_info_to_env": _DEMONSTRATION,
         "workspace_sampler": "it samples poses for scripted grasps; use scatter_rigid_objects or "
         "planner_grid_cell_sampler",
-        "drop_rigid_object_group_sequentially": _GROUPS + ", such as scatter_rigid_objects",
+        "drop_rigid_object_group_sequentially": "objects are listed one by one in rigid_object; place them by an event "
+        "such as scatter_rigid_objects",
         "wait_for_dynamic_objects_to_settle": "an event does not step the physics; place the objects at rest by "
         "init_pos and the ranges of randomize_rigid_object_pose",
         "set_detached_uids_for_env_reset": "every episode starts from the scene; use mode startup for an event whose "

@@ -146,8 +146,9 @@ class GridConfig(ConfigModel):
 def planner_grid_cell_sampler(cfg: GridConfig, sim: Simulation) -> Apply:
     """Move objects to the centres of random cells of a grid, at most one object in a cell.
 
-        position' = lowest + (cell + 1/2) (highest - lowest) / grid_size, m;  height' = reference_height
+        x', y' = lowest + (cell + 1/2) (highest - lowest) / grid_size;    z' = reference_height
 
+    Positions are in m. `cell` consists of the index of the cell along x and the index along y, from 0 to grid_size - 1.
     The velocities of dynamic objects become 0.
     """
     uids, (columns, rows) = cfg.object_uid_list, cfg.grid_size
@@ -201,10 +202,12 @@ class AnchorHeightConfig(ConfigModel):
 def randomize_anchor_height(cfg: AnchorHeightConfig, sim: Simulation) -> Apply:
     """Move an object (the anchor), such as a table, to a random height. Move all other objects by the same distance.
 
-        z' = home z + draw, m, of the anchor;  z' = z + (change of the anchor's z), m, of the others
+        anchor: z' = home z + draw
+        others: z' = z + (change of the anchor's z)
 
-    `home z` is the height in the scene config. The other objects are all dynamic and kinematic objects except the
-    objects in `exclude_uids`. The robot does not move. The velocities of the moved dynamic objects become 0.
+    All heights are in m. `home z` is the height of the anchor in the scene config. The other objects are all dynamic
+    and kinematic objects except the objects in `exclude_uids`. The robot does not move. The velocities of the moved
+    dynamic objects become 0.
     """
     anchor, initial = cfg.anchor_uid, start(sim, ())
     look_up("anchor_uid", lambda: world.with_body_pose(sim, initial, anchor))
@@ -255,7 +258,7 @@ class RandomizeTargetPoseConfig(ConfigModel):
 
 @register_event("randomize_target_pose")
 def randomize_target_pose(cfg: RandomizeTargetPoseConfig, sim: Simulation) -> Apply:
-    """Draw a random target position and store it in the state, `[*B, 3]` (m).
+    """Draw a random target position `[*B, 3]` (m), and store the position in the state.
 
     target' = draw, or draw + the current position of the reference object
     """

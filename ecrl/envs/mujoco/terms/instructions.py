@@ -35,7 +35,7 @@ class RandomizeInstructionConfig(ConfigModel):
 
 @register_event("randomize_instruction")
 def randomize_instruction(cfg: RandomizeInstructionConfig, sim: Simulation) -> Apply:
-    """Draw a goal and a phrasing, and store the two draws in the state, `[*B, 2]`.
+    """Draw a goal and a phrasing, and store the two draws, `[*B, 2]`, in the state.
 
         draws = u, v;  goal = floor(u n);  phrasing = floor(v m);    u, v uniform in [0, 1)
 
@@ -97,7 +97,7 @@ def instruction_table(cfg: InstructionConfig) -> tuple[tuple[tuple[int, ...], ..
     If there are no goals, the second axis has size 1.
 
     Raises: ConfigError if a word is unknown, or if an instruction is too long. ConfigError is also raised if there are
-        goals but a phrasing lacks `GOAL`, or the reverse.
+        goals but a phrasing lacks `GOAL`, or if a phrasing contains `GOAL` but there are no goals.
     """
     words = read_vocabulary(cfg.tokenizer)
     for phrasing in cfg.phrasings:

@@ -43,9 +43,11 @@ def _checked(cfg: SceneJointConfig, sim: Simulation) -> str:
 
 @register_observation("get_joint_opening")
 def get_joint_opening(cfg: SceneJointConfig, sim: Simulation) -> Observe:
-    """Observe the position of a joint as a fraction of its range, `[*B, 1]`, 0 to 1. Requires `mode: "add"`.
+    """Observe the position of a joint as a fraction of the joint's range, `[*B, 1]`. Requires `mode: "add"`.
 
-    opening = (q - low) / (high - low)
+        opening = (q - low) / (high - low)
+
+    The opening is 0 at the lower limit and 1 at the upper limit.
     """
     joint = _checked(cfg, sim)
     return lambda state, value: new_entry(value, opening_of(sim, state["world"], joint).unsqueeze(-1))
@@ -53,9 +55,11 @@ def get_joint_opening(cfg: SceneJointConfig, sim: Simulation) -> Observe:
 
 @register_reward("joint_opening_progress")
 def joint_opening_progress(cfg: SceneJointConfig, sim: Simulation) -> Reward:
-    """Reward a step that moves a joint of the scene towards its upper limit, `[*B]`, -1 to 1.
+    """Reward a step that moves a joint of the scene towards the joint's upper limit.
 
-    reward = opening_after - opening_before,  opening = (q - low) / (high - low)
+        reward = opening_after - opening_before,  opening = (q - low) / (high - low)
+
+    The reward is `[*B]`. The opening is 0 at the lower limit and 1 at the upper limit.
     """
     joint = _checked(cfg, sim)
 

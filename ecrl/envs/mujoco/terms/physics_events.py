@@ -162,14 +162,16 @@ class RandomizeArticulationMassConfig(ConfigModel):
         description="[lowest, highest] for all links, or an object that maps names of links to [lowest, highest], kg"
     )
     link_names: Annotated[tuple[str, ...], BeforeValidator(_listed), Field(strict=False, min_length=1)] | None = Field(
-        None, description="regular expressions that choose the links by name; by default, all links that have a mass"
+        None,
+        description="regular expressions that choose the links by name; by default, the links that mass_range names, "
+        "or all links that have a mass if mass_range names none",
     )
     relative: bool = Field(False, description="add the draw to the mass of each link in the scene")
 
     @model_validator(mode="after")
     def _one_choice(self) -> "RandomizeArticulationMassConfig":
         if self.link_names is not None and isinstance(self.mass_range, dict):
-            raise ValueError("link_names and an object mass_range both choose links; keep one")
+            raise ValueError("link_names and the names in mass_range both choose links; keep one")
         return self
 
     def spans(self, sim: Simulation) -> dict[str, tuple[float, float]]:
@@ -454,8 +456,8 @@ def push_rigid_object(cfg: PushRigidObjectConfig, sim: Simulation) -> Apply:
 
         force' = force + draw, N
 
-    Without damping and contacts, a step of `dt` seconds changes the velocity of an object of mass m by draw dt / m
-    (m/s).
+    Without damping and contacts, the draw changes the velocity of an object of mass m by draw dt / m (m/s) during the
+    step, which takes `dt` seconds.
     """
     uid = _dynamic(sim, cfg.entity_cfg)
 

@@ -57,7 +57,7 @@ Rectangle = Annotated[tuple[_Pair, _Pair], Field(strict=False), AfterValidator(_
 Box = Annotated[tuple[Triple, Triple], Field(strict=False), AfterValidator(_ordered)]
 """Range of a vector: [lowest x y z, highest x y z]."""
 Rows = Annotated[tuple[_Row, _Row], Field(strict=False), AfterValidator(_ordered)]
-"""Range of a list of numbers: [lowest, highest], each one number or a list."""
+"""Range of a list of numbers: [lowest, highest]. Each of the two bounds is a number or a list of numbers."""
 Factors = Annotated[tuple[_Factors, _Factors], Field(strict=False), AfterValidator(_ordered)]
 """Range of one factor or of three factors: [lowest, highest], each a list of one or three positive numbers."""
 NonNegativeSpan = Annotated[tuple[NonNegative, NonNegative], Field(strict=False), AfterValidator(_ordered)]
@@ -85,13 +85,13 @@ class PoseRangeConfig(ConfigModel):
 class ScenePoseConfig(PoseRangeConfig):
     """Settings of an event that moves an object or a robot to a random pose."""
 
-    entity_cfg: EntityConfig = Field(description="the object, dynamic or kinematic, or the robot")
+    entity_cfg: EntityConfig = Field(description="a dynamic or kinematic object, or the robot")
     relative_position: bool = Field(True, description="add the draw to the position in the scene config")
     relative_rotation: bool = Field(False, description="combine the draw with the rotation in the scene config")
 
 
 def draw(keys: Tensor, bounds: tuple[Any, Any], count: int, *rows: int) -> Tensor:
-    """Draw values uniformly between two bounds, float32 `[*B, *rows, count]`.
+    """Draw values, float32 `[*B, *rows, count]`, uniformly between two bounds.
 
     Each bound has one value or `count` values.
     """

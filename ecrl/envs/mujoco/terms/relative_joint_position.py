@@ -27,7 +27,8 @@ class RelativeJointPositionConfig(ConfigModel):
         None, description="names of the driven joints; an alternative to part_name"
     )
     preserve_order: bool = Field(
-        False, description="true: actions in the order of joint_names; false: in the order of the robot's joints"
+        False,
+        description="order of the actions with joint_names; true: as in joint_names; false: as the robot's joints",
     )
     scale: Annotated[Annotated[Scale, NUMBER] | _Scales, by_kind("a number or a list of numbers")] = Field(
         1.0, description="change of position per unit of action, in rad or m; a number, or a list with one per joint"
@@ -59,8 +60,8 @@ def relative_joint_position(cfg: RelativeJointPositionConfig, sim: Simulation) -
 
     The action a is in [-clip, clip], or in [-1, 1] without `clip`. Without `clip`, the term does not clamp actions.
 
-    Raises: ConfigError if a joint or a part is unknown, if a joint has no actuator, or if there is not one scale per
-        joint.
+    Raises: ConfigError if a joint or a part is unknown, if a joint has no actuator, or if `scale` is a list that does
+        not have one number per joint.
     """
     joints = _selected_joints(cfg, sim)
     world.actuators_of(sim, joints)

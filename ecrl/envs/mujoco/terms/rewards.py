@@ -113,7 +113,7 @@ def _to_target(cfg: TargetConfig, sim: Simulation, state: TensorDict) -> Tensor:
 
 @register_reward("distance_between_objects")
 def distance_between_objects(cfg: DistanceBetweenObjectsConfig, sim: Simulation) -> Reward:
-    """Return a reward `[*B]` that grows as the distance d between the centres of two objects after the step shrinks.
+    """Return a reward `[*B]` that grows as the centres of two objects get closer, measured after the step.
 
     reward = -d  or  exp(-d^2 / (2 sigma^2)),  d = |source - target|, m
     """
@@ -129,7 +129,7 @@ def distance_between_objects(cfg: DistanceBetweenObjectsConfig, sim: Simulation)
 
 @register_reward("distance_to_target")
 def distance_to_target(cfg: DistanceToTargetConfig, sim: Simulation) -> Reward:
-    """Return a reward `[*B]` that grows as the distance d from an object's centre to its target after the step shrinks.
+    """Return a reward `[*B]` that grows as the centre of an object nears its target, measured after the step.
 
         reward = -d  or  exp(-d^2 / (2 sigma^2)),  d = |source - target|, m
 

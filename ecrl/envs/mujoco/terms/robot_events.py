@@ -21,7 +21,6 @@ from ecrl.envs.mujoco.terms.ranges import (
     ScenePoseConfig,
     draw,
     draw_scene_pose,
-    look_up,
     numbers,
     pose_of,
     quaternion_of_angles,
@@ -55,7 +54,10 @@ def _check_counts(bounds: tuple[Any, Any], joints: tuple[str, ...], key: str) ->
 
 
 class RandomizeRobotQposConfig(RobotJointsConfig):
-    """Settings of `randomize_robot_qpos`: joints of the robot, and the range of their random positions."""
+    """Settings of `randomize_robot_qpos`: joints of the robot, and the range of the draw.
+
+    The draw is added to the current positions of the joints, or replaces these positions.
+    """
 
     qpos_range: Rows = Field(description="[lowest, highest], rad or m: one value for all joints, or one per joint")
     relative_qpos: bool = Field(True, description="add the draw to the current positions")
@@ -65,7 +67,7 @@ class RandomizeRobotQposConfig(RobotJointsConfig):
 def randomize_robot_qpos(cfg: RandomizeRobotQposConfig, sim: Simulation) -> Apply:
     """Move joints of the robot to random positions, and set the velocities of the joints to 0.
 
-        q' = clamp(q + draw, or draw, limits),  rad or m;  velocities become 0
+        q' = clamp(q + draw, limits),  or clamp(draw, limits) if relative_qpos is false;    rad or m
 
     The event does not change the targets of the drives. The next action sets new targets for all joints that the action
     drives. All other joints return to their home positions.
@@ -85,7 +87,10 @@ def randomize_robot_qpos(cfg: RandomizeRobotQposConfig, sim: Simulation) -> Appl
 
 
 class RandomizeRobotQvelConfig(RobotJointsConfig):
-    """Settings of `randomize_robot_qvel`: joints of the robot, and the range of their random velocities."""
+    """Settings of `randomize_robot_qvel`: joints of the robot, and the range of the draw.
+
+    The draw is added to the current velocities of the joints, or replaces these velocities.
+    """
 
     qvel_range: Rows = Field(description="[lowest, highest], rad/s or m/s: one value for all joints, or one per joint")
     relative_qvel: bool = Field(True, description="add the draw to the current velocities")
@@ -93,9 +98,9 @@ class RandomizeRobotQvelConfig(RobotJointsConfig):
 
 @register_event("randomize_robot_qvel")
 def randomize_robot_qvel(cfg: RandomizeRobotQvelConfig, sim: Simulation) -> Apply:
-    """Set the velocities of joints of the robot to random values, as after a collision.
+    """Change the velocities of joints of the robot at random, as a collision does.
 
-    dq/dt' = dq/dt + draw, or draw,  rad/s or m/s
+    dq/dt' = dq/dt + draw,  or draw if relative_qvel is false;    rad/s or m/s
     """
     joints = _robot_joints(cfg, sim)
     _check_counts(cfg.qvel_range, joints, "qvel_range")
@@ -124,32 +129,33 @@ class RandomizeEefPoseConfig(PoseRangeConfig):
     entity_cfg: RobotPartsConfig = Field(description="the robot and its parts")
     iterations: Count = Field(15, le=1000, description="steps of the inverse kinematics")
     position_tolerance: Positive = Field(
-        1e-3, description="largest position error, m; if the error is larger, the robot does not move"
+        1e-3, description="largest position error, m; if the error is larger, the joints of the part do not move"
     )
     rotation_tolerance: Positive = Field(
-        1e-2, description="largest rotation error, rad; if the error is larger, the robot does not move"
+        1e-2, description="largest rotation error, rad; if the error is larger, the joints of the part do not move"
     )
 
 
 @register_event("randomize_robot_eef_pose")
 def randomize_robot_eef_pose(cfg: RandomizeEefPoseConfig, sim: Simulation) -> Apply:
-    """Change the poses of end effectors at random, with inverse kinematics. The joint velocities become 0.
+    """Change the poses of end effectors at random, with inverse kinematics.
 
         position' = position + draw, m        rotation' = rotation R(draw)
 
     `position` and `rotation` are the current pose in the world frame. `R(a) = Rx Ry Rz` is the rotation by the three
     angles a in degrees, about the axes of the end effector. Without `position_range`, the position does not change.
     Without `rotation_range`, the rotation does not change. If the remaining error is larger than `position_tolerance`
-    or `rotation_tolerance`, the joints of the part do not move.
+    or `rotation_tolerance`, the joints of the part do not move. In all cases, the velocities of the joints of the part
+    become 0.
 
     The event does not change the targets of the drives; see `randomize_robot_qpos`.
     """
     uid, rows = cfg.entity_cfg.uid, []
     for part in cfg.entity_cfg.control_parts:
-        joints = look_up("entity_cfg.control_parts", lambda part=part: part_of(sim, part))
+        joints = part_of(sim, part, "params.entity_cfg.control_parts")
         if not joints[0].startswith(f"{uid}/"):
             raise ConfigError(f"params.entity_cfg.uid: no robot {uid!r}; known joints: {', '.join(joints)}")
-        rows.append((look_up("entity_cfg.control_parts", lambda part=part: tcp_of(sim, part)), joints))
+        rows.append((tcp_of(sim, part, "params.entity_cfg.control_parts"), joints))
 
     def moved(worlds: Any, keys: Tensor, site: str, joints: tuple[str, ...]) -> Any:
         pose = world.site_pose(sim, worlds, site)
@@ -225,8 +231,8 @@ def push_robot(cfg: PushRobotConfig, sim: Simulation) -> Apply:
 
         force' = force + J^T draw
 
-    `draw` is the force in N, and J is the Jacobian of the end effector's position. The forces along the degrees of
-    freedom are in N or N m, and constant during the step.
+    `force` contains the forces along the degrees of freedom (N or N m), which are constant during the step. `draw` is
+    the random force (N), and J is the Jacobian of the end effector's position.
     """
     site = tcp_of(sim, cfg.part_name)
 
@@ -268,7 +274,7 @@ class RandomizeDelayConfig(ConfigModel):
 def randomize_action_delay(cfg: RandomizeDelayConfig, sim: Simulation) -> Apply:
     """Delay the effect of actions by a random number of steps of the environment.
 
-        control[t] = target[t - d],    d = low + floor((high - low + 1) u),  steps
+        control[t] = target[t - d],    d = low + floor((high - low + 1) u) steps,    u uniform in [0, 1)
 
     `target[t]` is the control that follows from the action and the state of step t. In the first d steps of an episode,
     the position drives hold the joints at their initial positions. Rewards and observations still use the policy's

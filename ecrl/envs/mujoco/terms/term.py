@@ -1,8 +1,8 @@
 """Types of the terms of a task, and settings that several terms share.
 
 To define a term, register a function `make(cfg, sim)`, where `cfg` holds the term's settings and `sim` is a
-`Simulation`. `make` returns a pure function of the task's state. The module `ecrl.envs.mujoco.task_step` describes this
-state.
+`Simulation`. `make` returns a pure function of the task's state, or an `ActionTerm` or `IntegerTerm` that contains such
+a function. The module `ecrl.envs.mujoco.task_step` describes the state.
 """
 
 from collections.abc import Callable
@@ -76,12 +76,17 @@ Entities = Annotated[tuple[EntityConfig, ...], Field(strict=False, min_length=1)
 
 
 class JointsConfig(ConfigModel):
-    """Settings that select joints of the robot. By default, all joints are selected."""
+    """Settings that select joints of the robot.
+
+    By default, all joints of the robot are selected, or all joints of `env.cfg.control_parts` if this key is set.
+    """
 
     robot_uid: str | None = Field(None, description="name of the robot")
     part_name: str | None = Field(None, description="part of the robot whose joints are used")
     joint_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, min_length=1)] | None = Field(
-        None, description="indices, from 0, of joints of the robot, or of env.cfg.control_parts if it is set"
+        None,
+        description="indices of joints, from 0, among all joints of the robot, or among the joints of the parts in "
+        "env.cfg.control_parts if this key is set",
     )
 
     @model_validator(mode="after")
@@ -103,23 +108,29 @@ def new_entry(value: Tensor | None, entry: Tensor) -> Tensor:
     return entry
 
 
-def part_of(sim: Simulation, name: str) -> tuple[str, ...]:
-    """Return the names of the joints in a part of the robot."""
+def part_of(sim: Simulation, name: str, setting: str = "params.part_name") -> tuple[str, ...]:
+    """Return the names of the joints in a part of the robot.
+
+    Raises: ConfigError that names `setting` if the robot does not have the part.
+    """
     if name not in sim.robot.parts:
-        raise ConfigError(f"params.part_name: unknown part {name!r}; {did_you_mean(name, sim.robot.parts)}")
+        raise ConfigError(f"{setting}: unknown part {name!r}; {did_you_mean(name, sim.robot.parts)}")
     return sim.robot.parts[name]
 
 
-def tcp_of(sim: Simulation, part: str) -> str:
-    """Return the name of the site at the end effector of a part of the robot."""
+def tcp_of(sim: Simulation, part: str, setting: str = "params.part_name") -> str:
+    """Return the name of the site at the end effector of a part of the robot.
+
+    Raises: ConfigError that names `setting` if the part has no end effector.
+    """
     if part not in sim.robot.tcp:
         fault = f"no end effector of {part!r}; {did_you_mean(part, sim.robot.tcp)}"
-        raise ConfigError(f"params.part_name: {fault}; robot.solver_cfg adds end effectors")
+        raise ConfigError(f"{setting}: {fault}; robot.solver_cfg adds end effectors")
     return sim.robot.tcp[part]
 
 
 def object_of(sim: Simulation, entity: EntityConfig, key: str) -> str:
-    """Return the name of an object's body. Raise ConfigError with the setting `key` if the object does not exist."""
+    """Return `entity.uid`. Raise ConfigError that names the setting `key` if no body of the scene has this name."""
     known = [sim.model.body(i).name for i in range(1, sim.model.nbody)]
     if entity.uid not in known:
         raise ConfigError(f"params.{key}.uid: unknown object {entity.uid!r}; {did_you_mean(entity.uid, known)}")
@@ -142,7 +153,10 @@ def joints_of(cfg: JointsConfig, sim: Simulation) -> tuple[str, ...]:
 
 
 def named_joints(sim: Simulation, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the robot's joints with the given names, in the order of `names`. The names have no robot prefix.
+    """Return the full names of the joints `names`, in the same order.
+
+    The full name of a joint of a robot from the config begins with the name of the robot, as in `robot/elbow_joint`.
+    `names` are given without this prefix.
 
     Raises: ConfigError that names the setting `joint_names` if a joint is unknown or named twice.
     """
@@ -164,21 +178,21 @@ def ranges_of(sim: Simulation, joints: tuple[str, ...]) -> tuple[tuple[float, ..
     slide = int(mujoco().mjtJoint.mjJNT_SLIDE)
     for name, bound in zip(joints, high, strict=True):
         if bound == inf and sim.model.joint(name).type[0] == slide:
-            raise ConfigError(f"joint {name!r} has no limits, which this term needs for scaling; give it a range")
+            raise ConfigError(f"joint {name!r} has no limits, which this term needs; give the joint a range")
     return tuple(max(x, -pi) if x == -inf else x for x in low), tuple(pi if x == inf else x for x in high)
 
 
-def target(state: TensorDict, key: str) -> Tensor:
-    """Return the position `[*B, 3]` (m) of a target that an event stored.
+def target(state: TensorDict, key: str, setting: str = "params.target_pose_key") -> Tensor:
+    """Return the position `[*B, 3]` (m) of the target with the name `key`, which an event stored.
 
-    Raises: ConfigError if no target has the name `key`, or if the target does not have 3 elements.
+    Raises: ConfigError that names `setting` if no target has this name, or if the target does not have 3 elements.
     """
     known = [str(name) for name, _ in cast(TensorDict, state["targets"]).items()] if "targets" in state else []
     if key not in known:
         fault = f"no target {key!r}; an event such as randomize_target_pose stores one by its store_key"
-        raise ConfigError(f"params.target_pose_key: {fault}; {did_you_mean(key, known)}")
+        raise ConfigError(f"{setting}: {fault}; {did_you_mean(key, known)}")
     position = state["targets", key]
     if (size := position.shape[-1]) != 3:
         fault = f"target {key!r} has {size} elements, expected 3, the x, y and z of a position in m"
-        raise ConfigError(f"params.target_pose_key: {fault}; name another target, or let its event store a position")
+        raise ConfigError(f"{setting}: {fault}; name another target, or let its event store a position")
     return position
