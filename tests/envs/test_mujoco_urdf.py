@@ -404,7 +404,7 @@ REFUSED = {
     "no effort": (
         robot(joints=[WEAK, *JOINTS[1:]]),
         {},
-        r"joint 'turn' has no effort in the file; give robot.drive_pros",
+        r"joint 'turn' has no effort above 0; give one in robot.drive_pros",
     ),
     "no such link": (robot(), {"solver_cfg": {"arm": {"end_link_name": "tol"}}}, r"unknown 'tol'; did you mean 'tool'"),
     "no such joints": (

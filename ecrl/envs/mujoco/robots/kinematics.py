@@ -89,12 +89,11 @@ def pose(position: Tensor | None, quaternion: Tensor) -> Tensor:
 
 
 def quaternion_of(pose: Tensor) -> Tensor:
-    """Return the quaternion of a pose `[*B, 4, 4]` in the order w, x, y, z, `[*B, 4]`. The first component is >= 0.
+    """Return the quaternion `[*B, 4]` (w, x, y, z) of a pose `[*B, 4, 4]`. The first component is >= 0.
 
         4 w^2 = 1 + R00 + R11 + R22,  4 w x = R21 - R12, and so on
 
-    Row i of `rows` is the quaternion times 4 times its component i. The row of the largest component is the most
-    precise.
+    Row i of `rows` is 4 q[i] q, where q is the quaternion. The row of the largest component of q is the most precise.
 
     >>> quaternion_of(torch.tensor([[0.0, -1.0, 0.0, 7.0], [1.0, 0.0, 0.0, 8.0], [0.0, 0.0, 1.0, 9.0], [0.0] * 4]))
     tensor([0.7071, 0.0000, 0.0000, 0.7071])

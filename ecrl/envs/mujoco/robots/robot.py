@@ -335,7 +335,7 @@ def _with_rotors(spec: Any, cfg: RobotConfig, built: Builtin, joints: tuple[str,
     key = "robot.drive_pros.max_effort"
     efforts = dict(zip(built.joints, _per_joint(cfg.drive_pros.max_effort, built.max_effort, built, key), strict=True))
     if weak := [name for name in joints if efforts[name] <= 0.0]:
-        raise ConfigError(f"{key}: joint {weak[0]!r} has no effort in the file; give robot.drive_pros.max_effort")
+        raise ConfigError(f"{key}: joint {weak[0]!r} has no effort above 0; give one in robot.drive_pros.max_effort")
     urdf.add_rotors(spec, joints, tuple(efforts[name] for name in joints))
     stiffness, damping = urdf.default_gains(tuple(efforts.values()))
     gains = dict(zip(built.joints, zip(stiffness, damping, strict=True), strict=True))
@@ -419,7 +419,8 @@ def _check_drive_settings(spec: Any, cfg: RobotConfig, drives: Mapping[str, Driv
         raise ConfigError(f"robot.drive_pros: {fault}; give {', '.join(_NUMBERS)}")
     if not given and not spec.actuators:
         raise ConfigError(
-            f"robot.model: {file} has no actuators, and robot.drive_pros is not set; give {', '.join(_NUMBERS)} in it"
+            f"robot.model: {file} has no actuators, and robot.drive_pros is not set; "
+            f"give {', '.join(_NUMBERS)} in robot.drive_pros"
         )
     return bool(given)
 

@@ -342,7 +342,7 @@ def add_rotors(spec: Any, joints: tuple[str, ...], efforts: tuple[float, ...]) -
 
 
 def start_of(spec: Any, joints: tuple[str, ...]) -> tuple[float, ...]:
-    """Return the position of each joint that is nearest to 0 within its limits (m or rad)."""
+    """Return, for each joint, the position within the joint's limits that is nearest to 0 (m or rad)."""
     positions = []
     for name in joints:
         joint = spec.joint(name)
