@@ -79,7 +79,7 @@ def cart_pole(cfg: CartPoleRLConfig) -> Env:
     """
 
     def pole(sim: Simulation, state: TensorDict) -> tuple[Tensor, Tensor]:
-        joint = part_of(sim, "hand")
+        joint = part_of(sim, "hand", "robot.control_parts")
         angle = world.joint_positions(sim, state["world"], joint)[..., 0].abs()
         velocity = world.joint_velocities(sim, state["world"], joint)[..., 0].abs()
         return angle, velocity

@@ -34,15 +34,19 @@ from ecrl.registry import register_expert
 _KEEP_AWAY = 0.14  # m, distance at which the finger begins to go around a block
 _AROUND, _AWAY = 0.12, 2.0  # strength of the motion around a block, m, and factor of the motion away from a block
 _DAMPING = 1e-3  # damping of the least-squares problem, m^2
-_BEHIND, _BESIDE = 0.13, 0.05  # m, distance behind the cube at which a push begins, and its largest sideways error
+_BEHIND, _BESIDE = 0.13, 0.05  # m, distance behind the cube where a push begins, and largest sideways error of a push
 _AHEAD = 0.1  # m, distance from the cube to the target of a push
 _HIGH, _LOW = 0.25, 0.06  # m, heights of the end effector on the way to the cube and during a push
 _TURN = 0.3  # m, weight of the tool's direction in the least-squares problem
-_ALIGNED, _ABOVE = 0.015, 0.1  # m, horizontal error below which a gripper descends to a cube, and its height until then
+_ALIGNED = 0.015  # m, horizontal error below which a gripper descends to a cube
+_ABOVE = 0.1  # m, height of the gripper above the cube before the gripper descends
 _CLOSE = 0.02  # m, distance from the end effector to a cube at which the gripper closes
-_LEVEL, _DOWN, _LIFT = 0.012, 0.006, 0.06  # m, errors of a placed cube, and its height on the way to its place
-_BEHIND_HANDLE, _OVER_HANDLE = 0.03, 0.08  # m, distance to the gap behind a handle, and height on the way to the gap
-_IN_LINE, _ENTERED = 0.01, 0.02  # m, errors of the end effector below which it descends into the gap, and pulls
+_LEVEL, _DOWN = 0.012, 0.006  # m, largest horizontal and largest vertical error of a placed cube
+_LIFT = 0.06  # m, height of a carried cube above its place until the horizontal error is small
+_BEHIND_HANDLE = 0.03  # m, distance from a handle to the gap behind the handle
+_OVER_HANDLE = 0.08  # m, height of the end effector above the gap before the end effector descends
+_IN_LINE = 0.01  # m, horizontal error below which the end effector descends into the gap
+_ENTERED = 0.02  # m, vertical error below which the end effector pulls
 _PULL = 0.03  # m, length of a motion that pulls
 
 
@@ -115,7 +119,7 @@ def push_cube_expert(cfg: ExpertConfig, env: Env, task: PushCubeConfig) -> Exper
     The lengths are multiplied by the scale of the task. Damped least squares compute the joint motion that moves the
     end effector to (place, z), and points the tool down. `bias` shifts the cube along x in these equations.
     """
-    sim, scale, ext, site = env.scene, _scale(task), task.extensions, tcp_of(env.scene, "arm")
+    sim, scale, ext, site = env.scene, _scale(task), task.extensions, tcp_of(env.scene, "arm", "env.cfg.robot")
     behind, beside, in_front, high, low = (scale_of(task) * x for x in (_BEHIND, _BESIDE, _AHEAD, _HIGH, _LOW))
 
     def act(state: TensorDict, keys: Tensor) -> Tensor:
@@ -218,9 +222,10 @@ def _from_above(offset: Tensor, height: float, aligned: float) -> Tensor:
 
 
 def _grasp(offset: Tensor, is_held: Tensor, carry: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return the motion (m) that grasps a cube at `offset` from above, and then carries it by `carry`.
+    """Return the motion (m) of a gripper that grasps a cube from above, and then carries the cube by `carry` (m).
 
-    Also return the flag `closes`, bool `[*B, 1]`, for the gripper.
+    `offset` is the vector from the end effector to the cube (m). The second result is the flag `closes` of the gripper,
+    bool `[*B, 1]`.
     """
     motion = torch.where(is_held, carry, _from_above(offset, _ABOVE * scale, _ALIGNED * scale))
     return motion, is_held | (_distance(offset) < _CLOSE * scale)
@@ -255,7 +260,7 @@ def pick_cube_expert(cfg: ExpertConfig, env: Env, task: PickCubeConfig) -> Exper
 def stack_cube_expert(cfg: ExpertConfig, env: Env, task: StackCubeConfig) -> Expert:
     """Grasp the cube from above as in PickCubeRL, carry it over the other cube, put it down, and let it go.
 
-        e      = base + offset - cube, from the cube to its place on the other cube
+        e      = base + extensions.offset - cube, from the cube to its place on the other cube
         motion = e + (0, 0, 0.06)  if the cube is grasped and |e_xy| > 0.012 m
                  e                 if the cube is grasped and |e_xy| <= 0.012 m
         placed = |e_xy| < 0.012 m and |e_z| < 0.006 m; the gripper then opens and stays where it is

@@ -117,15 +117,16 @@ def pick_cube(cfg: PickCubeConfig) -> Env:
         success: d < success_threshold, and the cube is grasped, and its speed is below rest_speed
         failure: cube_z < -0.1 scale, m
 
-    Success or failure ends the episode. A state is an acceptable start if d >= start_distance. The metrics are
-    `distance_to_goal`, which is d, and `grasped`, which is 1 while two fingers press on the cube from opposite sides,
-    and 0 otherwise.
+    Success or failure ends the episode. Each episode starts in a state with d >= start_distance, which is drawn as in
+    PushCubeRL. The metrics are `distance_to_goal`, which is d, and `grasped`, which is 1 while two fingers press on the
+    cube from opposite sides, and 0 otherwise.
     """
     scale, cfg = scale_of(cfg), scaled(cfg)
     ext, uid, key = cfg.extensions, cfg.extensions.object_uid, cfg.extensions.target_pose_key
 
     def distance(sim: Simulation, state: TensorDict) -> Tensor:
-        return torch.linalg.vector_norm(world.body_position(sim, state["world"], uid) - target(state, key), dim=-1)
+        goal = target(state, key, "extensions.target_pose_key")
+        return torch.linalg.vector_norm(world.body_position(sim, state["world"], uid) - goal, dim=-1)
 
     def compute_task_state(sim: Simulation, state: TensorDict) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         check_graspable(sim, uid, "extensions.object_uid")

@@ -78,8 +78,9 @@ class PushCubeExtensions(ConfigModel):
     hold_time: NonNegative = Field(
         0.0,
         description=(
-            "time for which the arm is held still after a success, s; the metric still_inside then reports if the cube "
-            "is still at the goal. 0: no check. The check simulates this time in every step, which is slow"
+            "duration of the check after a success, s; 0: no check. The check simulates how the scene continues for "
+            "this time while the arm is held still. The metric still_inside reports if the cube is then still at the "
+            "goal. The check runs in every step, which is slow"
         ),
     )
     object_uid: str = Field("cube", description="uid of the object to push")
@@ -93,7 +94,7 @@ class PushCubeConfig(ScalableTaskConfig):
     """
 
     robot: RobotConfig | None = Field(
-        RobotConfig.model_construct(uid="Manipulator"), description="the arm, with its base at the origin"
+        RobotConfig.model_construct(uid="Manipulator"), description="the arm; by default, its base is at the origin"
     )
     rigid_object: tuple[RigidObjectConfig, ...] = Field(
         default_factory=lambda: (RigidObjectConfig.model_validate(_OBJECT),),
@@ -127,9 +128,10 @@ Distance = Callable[[Simulation, TensorDict], Tensor]
 
 
 def _inside_later(sim: Simulation, state: TensorDict, distance: Distance, ext: PushCubeExtensions) -> Tensor:
-    """Hold the arm still for `hold_time` seconds, and return True if the cube is at the goal afterwards, bool `[*B]`.
+    """Return True, bool `[*B]`, if the cube is at the goal after the arm is held still for `hold_time` seconds.
 
-    The result is False for an environment whose simulation fails.
+    This time is simulated from `state`, which does not change. The result is False for an environment whose simulation
+    fails.
     """
     steps = max(1, round(ext.hold_time / sim.model.opt.timestep))
     later, failed = advance(replace(sim, substeps=steps), state["world"], world.hold_controls(sim, state["world"]))
@@ -172,16 +174,17 @@ def push_cube(cfg: PushCubeConfig) -> Env:
     are drawn, and the episode starts in the first acceptable state. If none of the 12 states is acceptable, the episode
     starts in an acceptable state that was found when the task was created.
 
-    The metric `distance_to_goal` is d. If `hold_time` is set, the task has the metric `still_inside`. The metric is 1
-    if the cube is still at the goal `hold_time` seconds after a success, and 0 otherwise. In a step without a success,
-    `still_inside` is NaN.
+    The metric `distance_to_goal` is d. If `hold_time` is above 0, the task has the metric `still_inside`. In each step,
+    the task simulates how the scene continues for `hold_time` seconds while the arm is held still. In a step with a
+    success, `still_inside` is 1 if the cube is at the goal after this time, and 0 otherwise. In a step without a
+    success, `still_inside` is NaN.
     """
     scale, cfg = scale_of(cfg), scaled(cfg)
     ext, uid, key = cfg.extensions, cfg.extensions.object_uid, cfg.extensions.target_pose_key
 
     def distance(sim: Simulation, state: TensorDict) -> Tensor:
         position = world.body_position(sim, state["world"], uid)[..., :2]
-        return torch.linalg.vector_norm(position - target(state, key)[..., :2], dim=-1)
+        return torch.linalg.vector_norm(position - target(state, key, "extensions.target_pose_key")[..., :2], dim=-1)
 
     def compute_task_state(sim: Simulation, state: TensorDict) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         d = distance(sim, state)

@@ -93,8 +93,10 @@ def reach(cfg: ReachConfig) -> Env:
     scale, cfg = scale_of(cfg), scaled(cfg)
 
     def distance(sim: Simulation, state: TensorDict) -> Tensor:
-        position = world.site_pose(sim, state["world"], tcp_of(sim, cfg.extensions.part_name))[..., :3, 3]
-        return torch.linalg.vector_norm(position - target(state, cfg.extensions.target_pose_key), dim=-1)
+        site = tcp_of(sim, cfg.extensions.part_name, "extensions.part_name")
+        position = world.site_pose(sim, state["world"], site)[..., :3, 3]
+        goal = target(state, cfg.extensions.target_pose_key, "extensions.target_pose_key")
+        return torch.linalg.vector_norm(position - goal, dim=-1)
 
     def compute_task_state(sim: Simulation, state: TensorDict) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         d = distance(sim, state)

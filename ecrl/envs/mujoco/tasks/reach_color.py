@@ -138,7 +138,8 @@ class ReachColorConfig(TaskConfig):
 
 def block_offsets(cfg: ReachColorConfig, sim: Simulation, state: TensorDict) -> Tensor:
     """Return the horizontal vectors from the end effector to each block, `[*B, n, 2]` (m)."""
-    tool = world.site_pose(sim, state["world"], tcp_of(sim, cfg.extensions.part_name))[..., :2, 3]
+    site = tcp_of(sim, cfg.extensions.part_name, "extensions.part_name")
+    tool = world.site_pose(sim, state["world"], site)[..., :2, 3]
     blocks = [world.body_position(sim, state["world"], uid)[..., :2] for uid in cfg.extensions.blocks]
     return torch.stack(blocks, -2) - tool.unsqueeze(-2)
 
