@@ -4,7 +4,8 @@ Inductor computes tanh as `2 / (1 + exp(-2 x)) - 1`. For small `x`, this formula
 result loses precision: for `x = 1e-9`, the result is 0. Inductor's functions expm1 and atanh, and torch's vectorised
 erf in float32, have the same problem. This module computes tanh and erf in float32 as `x` times a ratio of polynomials
 in `x**2`. Evaluating the ratio takes as much time as the formula with `exp`. Because `x` is a factor of the result, the
-relative error is below 5e-7 for every `x`. For expm1, atanh and other dtypes, this module calls torch's vector library.
+relative error is below 5e-7 for every `x`. For tanh and erf in other dtypes, and for expm1 and atanh, this module calls
+torch's vector library.
 """
 
 from typing import Any

@@ -224,9 +224,10 @@ def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float =
 def bmm(a: Tensor, b: Tensor) -> Tensor:
     """Return `a @ b` for batches of matrices, or NotImplemented so that torch computes the product.
 
-    The function only handles float32 matrices that torch would multiply more slowly. If only `a` is a transposed view,
-    and has more than 8 rows, the result is also a transposed view. The gradient of a batch of weights `[B, out, in]` is
-    such a product. Autograd transposes this product again, so the gradient has the layout of the weights.
+    The function only handles float32 matrices that torch would multiply more slowly. Suppose that `a` is a transposed
+    view with more than 8 rows. If `b` is not a transposed view, or has at most 8 columns, the result is also a
+    transposed view. The gradient of a batch of weights `[B, out, in]` is such a product. Autograd transposes this
+    product again, so the gradient has the layout of the weights.
     """
     m, n = a.shape[1], b.shape[2]
     _check_dtypes(a, b)

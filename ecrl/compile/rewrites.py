@@ -1,6 +1,7 @@
 """Replace operations of a traced graph by cheaper operations with the same results.
 
-A rewrite may move an operation or copy a part of a tensor, so it never changes tensors that the graph writes in place.
+A rewrite may move an operation or copy a part of a tensor. The rewrites therefore leave out operations on tensors that
+the graph writes in place.
 """
 
 from collections.abc import Iterator
@@ -19,10 +20,11 @@ _VIEWS = {_aten.view.default, torch.ops.aten._unsafe_view.default, _aten.squeeze
 
 
 def stack_only_parts(graph: GraphModule) -> None:
-    """If only slices of stacked tensors are read, stack the tensors of each slice instead.
+    """If a graph stacks tensors and reads only slices of the stack, replace each slice by a smaller stack.
 
-    Inductor computes all tensors of a stack, even if no slice reads them. For example, the gradient with respect to the
-    inputs of a critic is a stack with one row per input. The gradient of an action is a slice of this stack.
+    The smaller stack has only the tensors in the slice. Inductor computes all tensors of a stack, even if no slice
+    contains them. For example, the gradient with respect to the inputs of a critic is a stack with one row per input.
+    The gradient of an action is a slice of this stack.
     """
     fixed = written_storages(graph) | {storage_of(n) for n in graph.graph.nodes if n.target is _aten.as_strided.default}
     for stack in graph.graph.find_nodes(op="call_function", target=_aten.stack.default):
@@ -38,7 +40,10 @@ def stack_only_parts(graph: GraphModule) -> None:
 
 
 def _readers(tensor: Node, transposed: bool) -> Iterator[tuple[Node, bool]]:
-    """Yield each operation other than `t` that reads a tensor, and True if the operation reads the transpose."""
+    """Yield each operation that reads a tensor or its transpose, with True if the operation reads the transpose.
+
+    The transpositions themselves are not yielded.
+    """
     for user in tensor.users:
         if user.target is _aten.t.default:
             yield from _readers(user, not transposed)
@@ -47,9 +52,9 @@ def _readers(tensor: Node, transposed: bool) -> Iterator[tuple[Node, bool]]:
 
 
 def _slice_of(node: Node, parts: list[Node], transposed: bool) -> list[Node]:
-    """Return the stacked tensors that a slice along the stacked axis reads.
+    """Return the stacked tensors that a slice along the stacked axis contains.
 
-    Return an empty list for any other node, and for a slice along another axis or with a step other than 1.
+    If `node` is no such slice, or if the slice has a step other than 1, return an empty list.
     """
     if node.target is not _aten.slice.Tensor:
         return []

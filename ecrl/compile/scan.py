@@ -1,4 +1,4 @@
-"""Convert each loop over time in `ecrl.kernels.loop` or in the function `scan` of a run into one loop operation.
+"""Convert each call of `ecrl.kernels.loop`, or of the function `run.scan` of an algorithm, into one loop operation.
 
 The loop operation belongs to the graph that is being traced.
 

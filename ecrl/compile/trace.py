@@ -1,7 +1,7 @@
 """Trace a function into one graph of tensor operations.
 
-A loop over time in `ecrl.kernels.loop` or in the function `scan` of a run becomes one loop operation of the graph. A
-loop in `ecrl.kernels.scan` or in Python becomes separate operations for each iteration.
+A call of `ecrl.kernels.loop`, or of the function `run.scan` that an algorithm gets, becomes one loop operation of the
+graph. A call of `ecrl.kernels.scan`, or a loop in Python, becomes separate operations for each iteration.
 
 During the trace, the function runs once on tensors without data, and torch records the operations. Tensors that the
 function captures from outside become constants of the graph.
@@ -121,9 +121,10 @@ def _merge_duplicates(graph: GraphModule) -> None:
 
 
 def _store_numbers(graph: GraphModule) -> None:
-    """Make the compiler store each small tensor that many elements of other tensors depend on, such as a step size.
+    """Make the compiler store small tensors in memory if many elements of other tensors depend on them.
 
-    Without this rewrite, the compiler computes the values of such a tensor again for each element that reads it.
+    An example of such a tensor is a step size. Without this rewrite, the compiler computes the step size again for each
+    element that depends on it.
     """
     for node in list(graph.graph.nodes):
         if not _is_pointwise(node):
@@ -140,10 +141,10 @@ def _store_numbers(graph: GraphModule) -> None:
 
 
 def _store_parts(body: GraphModule) -> None:
-    """Make the compiler store each result of a loop body that is a part of a larger tensor.
+    """If a result of a loop body is a view of a part of a larger tensor, store the result in a tensor of its own.
 
-    The compiler replaces a clone of such a part by a view. Code after the loop then adds the view's offset twice, or
-    declares the C++ variable of the larger tensor twice.
+    A clone is not enough, because the compiler replaces a clone of such a part by a view. Code after the loop then adds
+    the view's offset twice, or declares the C++ variable of the larger tensor twice.
     """
     output = body.graph.output_node()
     for node in dict.fromkeys(cast(Any, output.args[0])):
@@ -179,7 +180,7 @@ def _is_pointwise(node: Node) -> bool:
 
 
 def _elements(node: Node) -> int:
-    """Return the number of elements of an operation's result. For a loop or several results, return 0."""
+    """Return the number of elements of an operation's result, or 0 if the operation has several results."""
     value = node.meta.get("val")
     return value.numel() if isinstance(value, Tensor) and node.target is not scan_op else 0
 
