@@ -197,11 +197,6 @@ def init(cfg: GRPOConfig, run: Run, key: Tensor) -> dict[str, Any]:
     """
     check_groups(run, cfg)
     check_log_prob(run.policy, "grpo")
-    if cfg.needs_episodes and cfg.batch_size is not None and cfg.batch_size < run.static.buffer_size:
-        raise ConfigError(
-            f"algorithm.cfg.batch_size: {cfg.batch_size} is below trainer.buffer_size {run.static.buffer_size}, the "
-            f"steps of an episode that ratio sequence keeps together; use at least {run.static.buffer_size}"
-        )
     check_batch_size(cfg, run.static.row_steps)
     params = run.policy.init(rng.fold_in(key, rng.INIT))
     numbers = {name: getattr(cfg, name) for name in (*_NUMBERS, *_NEW_NUMBERS)} | {"kl_coef": cfg.kl_coef or None}

@@ -159,8 +159,8 @@ def check_batch_size(cfg: MinibatchConfig | SGD, length: int) -> None:
     if cfg.batch_size is not None and cfg.batch_size < length:
         raise ConfigError(
             f"algorithm.cfg.batch_size: {cfg.batch_size} is below {length}, the length of the sequences that a "
-            f"minibatch keeps whole; use at least {length}, or, for a policy with memory, a smaller "
-            "algorithm.cfg.segment_length"
+            f"minibatch keeps whole; use at least {length}, or shorter sequences: the sequences of a policy with "
+            "memory have algorithm.cfg.segment_length steps, and those of ratio sequence trainer.buffer_size steps"
         )
 
 

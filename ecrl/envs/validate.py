@@ -38,32 +38,28 @@ def _field_types(state: Any, batch: torch.Size, call: str) -> dict[str, str]:
     return {".".join(k) if isinstance(k, tuple) else k: _type_text(x.dtype, x.shape) for k, x in leaves}
 
 
-def _obs_types(space: Space, name: str, batch: torch.Size) -> dict[str, tuple[str, ...]]:
-    """Map the dotted name of each observation tensor to its allowed dtypes and shapes.
-
-    An action mask may also be bool.
-    """
+def _obs_types(space: Space, name: str, batch: torch.Size) -> dict[str, str]:
+    """Map the dotted name of each observation tensor to its dtype and shape. An action mask is bool in any space."""
     if isinstance(space, Dict):
         parts = (_obs_types(part, f"{name}.{key}", batch) for key, part in space.items)
-        return {key: types for part in parts for key, types in part.items()}
-    dtypes = (torch.bool,) if name.endswith(".action_mask") else ()
-    dtypes = (*dtypes, element_dtype(space))
-    return {name: tuple(_type_text(dtype, (*batch, *element_shape(space))) for dtype in dtypes)}
+        return {key: text for part in parts for key, text in part.items()}
+    dtype = torch.bool if name.endswith(".action_mask") else element_dtype(space)
+    return {name: _type_text(dtype, (*batch, *element_shape(space)))}
 
 
 def _check_required(env: Env, types: dict[str, str], batch: torch.Size, call: str) -> None:
     """Raise ConfigError if a required field is absent or has a wrong dtype or shape."""
     required = _obs_types(env.observation_space, "obs", batch)
-    required |= {"reward": (_type_text(torch.float32, batch),)}
-    required |= {flag: (_type_text(torch.bool, batch),) for flag in _FLAGS}
-    required |= {"executed": (_type_text(torch.int64, batch),)} if "executed" in types else {}
-    for name, allowed in required.items():
+    required |= {"reward": _type_text(torch.float32, batch)}
+    required |= {flag: _type_text(torch.bool, batch) for flag in _FLAGS}
+    required |= {"executed": _type_text(torch.int64, batch)} if "executed" in types else {}
+    for name, expected in required.items():
         nested = any(key.startswith(f"{name}.") for key in types)
         actual = "a TensorDict" if nested else types.get(name, "")
-        if actual not in allowed:
+        if actual != expected:
             reason = " (see observation_space)" if name.startswith("obs") else ""
             returned = f"field {name!r} as {actual}" if actual else f"no field {name!r}"
-            raise ConfigError(f"{call} returns {returned}, expected {' or '.join(allowed)}{reason}")
+            raise ConfigError(f"{call} returns {returned}, expected {expected}{reason}")
 
 
 def _check_same(before: dict[str, str], after: dict[str, str], label: str) -> None:

@@ -19,7 +19,7 @@ A term with weight 0 is left out, so the term may be infinite or NaN:
 - With a `gamma` of 0, the values and returns of later steps are not read.
 
 The `advantage` of `vtrace` is an exception: inside an episode, it reads the value target of the next step even if
-`gae_lambda` or `gamma` is 0.
+`gae_lambda` is 0.
 
 A term that is left out contributes no gradient to `gamma`, `gae_lambda` and `trace`.
 
@@ -326,6 +326,7 @@ def vtrace(
     delta = rho * (reward + discount * reached - value)
     value_target = value + reverse_scan(delta, gamma * c.double(), done)
     target_next = torch.cat((value_target[..., 1:], reached[..., -1:]), -1)
+    target_next = _zero_where(or_zero(done, gamma), target_next)
     td_error = reward + discount * torch.where(done, reached, target_next) - value
     advantage = ratio.clamp(max=clip_pg_rho) * td_error
     return VTrace(advantage.to(dtype), value_target.to(dtype))

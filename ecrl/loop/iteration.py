@@ -677,7 +677,11 @@ def iterations(run: Run, state: TensorDict, cfg: Config) -> Iterator[LogData]:
     def records() -> list[LogData]:
         taken = sample_step - recorded
         record = LogData(
-            log_type="collect", sample_step=sample_step, logs=logs["collect"], state=as_state(state).lock_(), taken=taken
+            log_type="collect",
+            sample_step=sample_step,
+            logs=logs["collect"],
+            state=as_state(state).lock_(),
+            taken=taken,
         )
         return [record, {**record, "log_type": "train", "logs": logs["train"] | combined}]
 

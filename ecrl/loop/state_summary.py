@@ -66,7 +66,8 @@ class State(TensorDict):
         except (UserError, RuntimeError):  # a field is missing, or vmap hides the numbers
             return super().__repr__()
 
-    def _maybe_remove_batch_dim(self, *args: Any, **kwargs: Any) -> TensorDict:  # tensordict calls it at the end of vmap
+    def _maybe_remove_batch_dim(self, *args: Any, **kwargs: Any) -> TensorDict:
+        # tensordict calls this method at the end of vmap
         return as_state(super()._maybe_remove_batch_dim(*args, **kwargs))
 
 

@@ -134,5 +134,6 @@ def _check_effect(
     for part in parts:
         if all(is_unused(name) for name in known if is_in(name, [part])):
             problem = "no weights that change the actions" + (" or the values" if cfg.critic is not None else "")
-            advice = "name another part" + (", or set policy.vla.critic" if cfg.critic is None else "")
+            advice = "name another part"
+            advice += ", or, if only a critic reads this part, set policy.vla.critic" if cfg.critic is None else ""
             raise ConfigError(f"{key}: {part!r} has {problem}; {advice}")

@@ -46,7 +46,7 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}/manifest.json: damaged ({error})") from None
     if checksum != sha256_of(json_bytes(manifest)) or canonical != data:
-        raise CheckpointError(f"{path}/manifest.json: damaged: its checksum does not match")
+        raise CheckpointError(f"{path}/manifest.json: damaged: its checksum or its layout is not as saved")
     if manifest["format"] != FORMAT:
         raise CheckpointError(
             f"{path}: has format {manifest['format']}, but this version of ecrl reads format {FORMAT}; use the version "

@@ -365,7 +365,7 @@ def test_token_ratios_need_tokens_and_episodes_need_large_minibatches():
     message = "algorithm.cfg.ratio: token, but policy actor_only has one log-probability per action; use action"
     with pytest.raises(ConfigError, match=f"^{message}$"):
         last_state(cfg)
-    message = "algorithm.cfg.batch_size: 3 is below trainer.buffer_size 4, the steps of an episode that ratio sequence"
+    message = "algorithm.cfg.batch_size: 3 is below 4, the length of the sequences that a minibatch keeps whole"
     with pytest.raises(ConfigError, match=f"^{message}"):
         init_state(spelling(ratio="sequence", batch_size=3))
     last_state(spelling(ratio="sequence").replace(policy=plain))

@@ -447,6 +447,13 @@ def test_an_observation_that_lacks_a_part_is_named(space, rows, missing):
     assert error.value.env == 1
 
 
+@pytest.mark.parametrize("wrong", [[0.0, [1.0, 2.0]], [0.0]], ids=["ragged", "short"])
+def test_an_observation_of_a_wrong_shape_is_named(wrong):
+    with pytest.raises(BadValue, match=r"^returned .*, expected a value of Box\(0.0, 1.0, \(2,\), float32\)$") as error:
+        collate(spaces.Box(0, 1, (2,)), [[0.0, 1.0], wrong])
+    assert error.value.env == 1
+
+
 def test_a_failing_reset_is_reported_with_its_step():
     env, state = count(fault="raise in reset"), None
     with pytest.raises(

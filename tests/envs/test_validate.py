@@ -1,6 +1,7 @@
 """Checks of a user's environment before the first step: each fault is one line with the field."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -186,12 +187,15 @@ def test_nested_observations_and_masks_pass(restored_registry):
     assert check_fields(two, "two_parts") is None
     space = dict_space({"arm": box(-1.0, 1.0, 3), "gear": Discrete(3), "action_mask": MultiDiscrete((2, 2))})
 
-    def reset(keys):
-        mask = torch.ones(*keys.shape, 2, dtype=torch.bool)
+    def reset(keys, dtype=torch.bool):
+        mask = torch.ones(*keys.shape, 2, dtype=dtype)
         parts = {"arm": rng.uniform(keys, (3,)), "gear": torch.zeros_like(keys), "action_mask": mask}
         return state_of(torch.zeros(keys.shape), keys.shape).set("obs", TensorDict(parts, keys.shape))
 
     assert check_fields(Env(reset, lambda s, a, noise: s, space, Discrete(2)), "masked") is None
+    integers = Env(partial(reset, dtype=torch.int64), lambda s, a, noise: s, space, Discrete(2))
+    with pytest.raises(ConfigError, match=r"field 'obs\.action_mask' as int64 \[.*, 2\], expected bool \["):
+        check_fields(integers, "masked")
 
 
 class WeightsConfig(ConfigModel):

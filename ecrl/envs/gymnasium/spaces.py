@@ -44,7 +44,8 @@ def collate(space: spaces.Space, rows: Sequence[Any]) -> Any:
     """Stack one observation per environment.
 
     Raises: BadValue for the first observation that lacks an entry of its Dict or Tuple space. If the observations have
-        different shapes, BadValue for the first observation whose shape differs from the shape of the space.
+        different shapes, BadValue for the first observation whose shape differs from the shape of the space, or that is
+        a list with parts of unequal shapes.
 
     >>> collate(spaces.Tuple((spaces.Discrete(3), spaces.Box(0, 1, (2,)))), [(1, [0.0, 1.0]), (2, [1.0, 0.0])])[0]
     array([1, 2])
@@ -57,8 +58,16 @@ def collate(space: spaces.Space, rows: Sequence[Any]) -> Any:
     try:
         return np.array(rows)
     except ValueError:
-        wrong = next(i for i, row in enumerate(rows) if np.shape(row) != space.shape)
-        raise BadValue(_shape_text(np.shape(rows[wrong]), space), wrong) from None
+        for i, row in enumerate(rows):
+            try:
+                shape = np.shape(row)
+            except ValueError:
+                raise BadValue(
+                    f"returned a list with parts of unequal shapes, expected a value of {space}", i
+                ) from None
+            if shape != space.shape:
+                raise BadValue(_shape_text(shape, space), i) from None
+        raise
 
 
 def _shape_text(shape: tuple[int, ...], space: spaces.Space) -> str:

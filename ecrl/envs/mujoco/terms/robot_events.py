@@ -39,8 +39,6 @@ class RobotJointsConfig(JointsConfig):
 def _robot_joints(cfg: RobotJointsConfig, sim: Simulation) -> tuple[str, ...]:
     """Return the joints that an event selects. Raise ConfigError if the scene has no robot of this name."""
     joints = joints_of(cfg, sim)
-    if not joints:
-        raise ConfigError("params: there is no robot in the scene; add a robot")
     if cfg.entity_cfg is not None and not joints[0].startswith(f"{cfg.entity_cfg.uid}/"):
         raise ConfigError(f"params.entity_cfg.uid: no robot {cfg.entity_cfg.uid!r}; known joints: {', '.join(joints)}")
     return joints
