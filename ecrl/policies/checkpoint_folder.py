@@ -74,8 +74,12 @@ def check_folder(model_path: str | None, kind: str) -> Path:
         raise ConfigError(f"{KEY}: absent, but backend {kind} reads a checkpoint; {advice}")
     found = model_type(model_path, advice)
     if found != kind:
-        raise ConfigError(f"{KEY}: {model_path!r} is a checkpoint of {found!r}, expected {kind!r}; {advice}")
+        raise ConfigError(f"{KEY}: {model_path!r} {_is_of(found)}, expected {kind!r}; {advice}")
     return Path(model_path)
+
+
+def _is_of(kind: Any) -> str:
+    return 'has no "model_type" in its config.json' if kind is None else f"is a checkpoint of {kind!r}"
 
 
 def model_type(model_path: str, advice: str) -> Any:
@@ -131,7 +135,7 @@ def encode_instructions(model_path: str, texts: Sequence[str]) -> tuple[Tensor, 
         raise ConfigError("encode_instructions: texts is empty; give the instructions of the environment")
     kind = model_type(model_path, advice := "give the folder of a pi0 or OpenVLA checkpoint")
     if kind not in _ROWS:
-        raise ConfigError(f"{KEY}: {model_path!r} is a checkpoint of {kind!r}; {advice}")
+        raise ConfigError(f"{KEY}: {model_path!r} {_is_of(kind)}; {advice}")
     with extra("vla"):
         from transformers import AutoTokenizer
     try:

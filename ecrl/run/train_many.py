@@ -375,7 +375,9 @@ def _train_together(together: _Group, progress: bool) -> bool:
                 if record["log_type"] == "train" and asked():
                     raise KeyboardInterrupt
     except KeyboardInterrupt:
-        print(f"interrupted at {int(group[0].state['sample_step']):,} env steps of {len(group)} runs")
+        steps = sorted({int(member.state["sample_step"]) for member in group})
+        reached = f"{steps[0]:,}" if len(steps) == 1 else f"{steps[0]:,} to {steps[-1]:,}"
+        print(f"interrupted at {reached} env steps of {len(group)} runs")
         return False
     return True
 

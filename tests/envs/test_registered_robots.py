@@ -70,6 +70,13 @@ def test_a_registered_robot_can_have_an_mjcf_file(robots):
 
     sim = scene(robot_type="one_link", uid="r")
     assert sim.robot.joints == ("r/turn",)
+
+    @register_robot("no_motor")
+    def make_without_actuators(cfg: RobotConfig) -> RobotModel:
+        return RobotModel(MJCF[: MJCF.index("<actuator>")] + "</mujoco>", end_links={"arm": "tip"}, home=(1.0,))
+
+    with pytest.raises(ConfigError, match=r"^robot.robot_type: the file has no actuators, and robot.drive_pros is not"):
+        scene(robot_type="no_motor", uid="r")
     tip = world.site_pose(sim, start(sim, ()), sim.robot.tcp["arm"])[:3, 3]
     close(tip, [0.3 * torch.cos(torch.tensor(1.0)), 0.3 * torch.sin(torch.tensor(1.0)), 0.2])
 
@@ -118,9 +125,7 @@ def test_an_arm_without_the_link_of_its_description_gets_no_hand_at_another_link
 
     hand = {"component_type": "hand", "urdf_path": urdf_robot(HAND_LINKS, HAND_JOINTS)}
     parts = {"control_parts": {"main": ["turn"]}, "urdf_cfg": {"components": [hand]}}
-    message = (
-        r"^robot.solver_cfg.arm.end_link_name: unknown 'flang', the link that holds the hand .*did you mean 'flange'"
-    )
+    message = r"^robot.robot_type 'bare', end_links: unknown 'flang', the link that holds the hand .*mean 'flange'"
     with pytest.raises(ConfigError, match=message):
         scene(robot_type="bare", **parts)
 

@@ -375,6 +375,10 @@ def _drop(path, name, **changes):
 HEAD = "language_model.lm_head.weight"
 DAMAGED = {
     "another model": (lambda p: _edit(p, model_type="pi0"), r"is a checkpoint of 'pi0', expected 'openvla'; give the "),
+    "no model": (
+        lambda p: _edit(p, model_type=None),
+        r'has no "model_type" in its config.json, expected \'openvla\'; g',
+    ),
     "no weights": (lambda p: [x.unlink() for x in p.glob("*.safetensors")], r"no file \*.safetensors; copy the check"),
     "a cut file": (lambda p: (p / "model-00001-of-00002.safetensors").write_bytes(b"12345678"), r"; copy it again$"),
     "a missing weight": (lambda p: _drop(p, HEAD), r"lacks the weight 'language_model.lm_head.weight'; copy the check"),

@@ -156,8 +156,10 @@ def attach_hand(spec: Any, hand: Any, body: Any, position: tuple[float, ...], tr
         equality.name2 = names.get(equality.name2, equality.name2)
 
 
-def flange_of(spec: Any, end_link: str | None, key: str) -> Any:
+def flange_of(spec: Any, end_link: str | None, link_key: str, key: str) -> Any:
     """Return the link that holds the hand of an arm from a file: `end_link`, or the only link at the end of the arm.
+
+    For error messages, `link_key` names the setting that gives `end_link`, and `key` the component of the hand.
 
     A link is at an end of the arm if no other link is attached to it. An arm without branches has one end.
 
@@ -167,7 +169,7 @@ def flange_of(spec: Any, end_link: str | None, key: str) -> Any:
     if end_link is not None:
         if end_link not in links:
             fault = f"unknown {end_link!r}, the link that holds the hand of {key}"
-            raise ConfigError(f"robot.solver_cfg.arm.end_link_name: {fault}; {did_you_mean(end_link, links)}")
+            raise ConfigError(f"{link_key}: {fault}; {did_you_mean(end_link, links)}")
         return links[end_link]
     ends = [body for body in links.values() if not list(body.bodies)]
     if len(ends) != 1:

@@ -295,12 +295,13 @@ def _from_file(cfg: RobotConfig, drives: Mapping[str, Drive], is_trusted: bool) 
     of a robot from a URDF file follow from the efforts of its joints.
     """
     source, root = cfg.model or "", os.environ.get("MENAGERIE_ROOT", "")
+    key = "robot.robot_type" if is_trusted else "robot.model"
     if source.startswith(PREFIX):
         path = example_file(source.removeprefix(PREFIX), "robot.model")
         return _from_urdf(urdf.urdf_spec(path.read_text(), path.parent, "robot.model", is_trusted=True))
     if urdf.is_urdf(source):
-        return _from_urdf(_urdf_of(source, "robot.model", root, is_trusted))
-    return _from_mjcf(spec_of(source, "robot.model", root, is_trusted), cfg, drives)
+        return _from_urdf(_urdf_of(source, key, root, is_trusted))
+    return _from_mjcf(spec_of(source, key, root, is_trusted), cfg, drives, key)
 
 
 def _as_described(built: Builtin, model: RobotModel) -> Builtin:
@@ -390,7 +391,9 @@ def _attach(spec: Any, cfg: RobotConfig, built: Builtin, hand: Part, hand_spec: 
         joint, position = _mount(built, "arm", built.parts["arm"])
         attach_hand(spec, hand_spec, spec.joint(joint).parent, position, hand.transform, hand.key)
         return assembly
-    flange = flange_of(spec, _end_link(cfg, "arm"), hand.key)
+    has_name = "arm" in cfg.solver_cfg and cfg.solver_cfg["arm"].end_link_name is not None
+    link_key = "robot.solver_cfg.arm.end_link_name" if has_name else f"robot.robot_type {cfg.robot_type!r}, end_links"
+    flange = flange_of(spec, _end_link(cfg, "arm"), link_key, hand.key)
     attach_hand(spec, hand_spec, flange, (0.0, 0.0, 0.0), hand.transform, hand.key)
     return assembly._replace(flange=flange)
 
@@ -402,7 +405,7 @@ def _with_hand(built: Builtin, hand: Builtin) -> Builtin:
     return built._replace(parts=built.parts | hand.parts, aliases=aliases, grip=built.grip | hand.grip, **joined)
 
 
-def _check_drive_settings(spec: Any, cfg: RobotConfig, drives: Mapping[str, Drive]) -> bool:
+def _check_drive_settings(spec: Any, cfg: RobotConfig, drives: Mapping[str, Drive], key: str) -> bool:
     """Return True if `drive_pros` defines the drives of a robot from an MJCF file, and False if the file does.
 
     Raises: ConfigError if only some of the three settings are given, or if nothing defines the drives.
@@ -412,22 +415,25 @@ def _check_drive_settings(spec: Any, cfg: RobotConfig, drives: Mapping[str, Driv
     file = "the file" if _is_text(cfg.model or "") else f"the file {format_value(cfg.model)}"
     if given and missing:
         fault = f"has {' and '.join(given)}, but no {' and no '.join(missing)}"
-        raise ConfigError(f"robot.drive_pros: {fault}; give all three, or none to use the actuators of robot.model")
+        raise ConfigError(f"robot.drive_pros: {fault}; give all three, or none to use the actuators of {key}")
     if drives and not given:
         joint, drive = next(iter(drives.items()))
         fault = f"is not set, but env.cfg.actions needs a {drive} drive at joint {joint!r}, which {file} lacks"
         raise ConfigError(f"robot.drive_pros: {fault}; give {', '.join(_NUMBERS)}")
     if not given and not spec.actuators:
         raise ConfigError(
-            f"robot.model: {file} has no actuators, and robot.drive_pros is not set; "
+            f"{key}: {file} has no actuators, and robot.drive_pros is not set; "
             f"give {', '.join(_NUMBERS)} in robot.drive_pros"
         )
     return bool(given)
 
 
-def _from_mjcf(spec: Any, cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Builtin]:
-    """Return the MjSpec of an MJCF file, with the drives of the config or of the file, and its `Builtin`."""
-    has_settings = _check_drive_settings(spec, cfg, drives)
+def _from_mjcf(spec: Any, cfg: RobotConfig, drives: Mapping[str, Drive], key: str) -> tuple[Any, Builtin]:
+    """Return the MjSpec of an MJCF file, with the drives of the config or of the file, and its `Builtin`.
+
+    `key` is the config key that names the file, for error messages.
+    """
+    has_settings = _check_drive_settings(spec, cfg, drives, key)
     # The scene has its own light, and drive_pros replaces the actuators of the file.
     for element in (*spec.lights, *(spec.actuators if has_settings else ())):
         spec.delete(element)
@@ -435,11 +441,11 @@ def _from_mjcf(spec: Any, cfg: RobotConfig, drives: Mapping[str, Drive]) -> tupl
     if "" in joints:
         others = (mujoco().mjtJoint.mjJNT_FREE, mujoco().mjtJoint.mjJNT_BALL)
         body = next(joint.parent.name for joint in spec.joints if not joint.name and joint.type not in others)
-        raise ConfigError(f"robot.model: a hinge or slide of body {body!r} has no name; name each joint of the file")
+        raise ConfigError(f"{key}: a hinge or slide of body {body!r} has no name; name each joint of the file")
     if free := [joint for joint in spec.joints if joint.type == mujoco().mjtJoint.mjJNT_FREE]:
         fault = f"body {free[0].parent.name!r} has a free joint, but the robot's base is fixed at robot.init_pos"
         remedy = "remove the joint, or use the file as the whole scene by giving its path as mjcf"
-        raise ConfigError(f"robot.model: {fault}; {remedy}")
+        raise ConfigError(f"{key}: {fault}; {remedy}")
     for name in _NUMBERS:
         numbers = getattr(cfg.drive_pros, name)
         if isinstance(numbers, dict) and (missing := [joint for joint in joints if joint not in numbers]):
