@@ -7,9 +7,9 @@ Settings of the config give the variants DAPO, Dr. GRPO, GSPO and RLOO. All vari
 
     loss = mean(objective + kl_coef * kl_k3 - ent_coef * entropy)
 
-The objective is the clipped surrogate with one probability ratio per action, token or episode (`ratio`). `kl_k3` is an
-estimate of the KL divergence from the reference policy. `loss_mean` selects how the mean over tokens is taken. A token
-is a whole action if `ratio` is "action".
+The objective is the negated clipped surrogate, with one probability ratio per action, token or episode (`ratio`).
+`kl_k3` is an estimate of the KL divergence from the reference policy. `loss_mean` selects how the mean over tokens is
+taken. A token is a whole action if `ratio` is "action".
 
 Source: Shao et al. 2024, arXiv:2402.03300, applied to environment steps instead of tokens.
 """

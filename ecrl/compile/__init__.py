@@ -1,4 +1,5 @@
 """Compile the functions of a run.
 
-This package contains all code that depends on torch.compile, inductor, Triton or CUDA graphs.
+This package contains all code that calls torch.compile, or that uses inductor, Triton or CUDA graphs, except the CUDA
+graph of MuJoCo Warp in `ecrl.envs`. Some other modules ask whether torch.compile is tracing them.
 """

@@ -289,7 +289,7 @@ def vespo_loss(
 
 
 def sequence_log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the mean log-ratio of each sequence, once per token. An entry has a gradient only to the same token.
+    """Return the mean log-ratio of each sequence, once per token.
 
         stop(sum(log_prob - old_log_prob where mask) / max(1, count(mask))) + log_prob - stop(log_prob)
 

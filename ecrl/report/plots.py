@@ -47,7 +47,8 @@ class Band(NamedTuple):
 def band_positions(lines: Sequence[np.ndarray]) -> np.ndarray:
     """Return the x positions of a band, in the range that all lines cover.
 
-    The positions are the points of all lines, or 200 evenly spaced positions if the lines have more than 200 points.
+    The positions are the distinct x values of all lines in this range, or 200 evenly spaced positions if there are more
+    than 200 such values.
 
     >>> band_positions([np.array([1.0, 2.0, 3.0]), np.array([1.0, 2.0])]).tolist()
     [1.0, 2.0]

@@ -130,7 +130,7 @@ def tcp_of(sim: Simulation, part: str, setting: str = "params.part_name") -> str
 
 
 def object_of(sim: Simulation, entity: EntityConfig, key: str) -> str:
-    """Return `entity.uid`. Raise ConfigError that names the setting `key` if no body of the scene has this name."""
+    """Return `entity.uid`. If the scene has no body of this name, raise a ConfigError that names the setting `key`."""
     known = [sim.model.body(i).name for i in range(1, sim.model.nbody)]
     if entity.uid not in known:
         raise ConfigError(f"params.{key}.uid: unknown object {entity.uid!r}; {did_you_mean(entity.uid, known)}")
