@@ -85,7 +85,7 @@ def point_mass(cfg: PointMassConfig) -> Env:
     """Push a point to a goal in the plane, around two obstacles.
 
         a  = clamp(action, -1, 1)
-        v' = v (1 - linear_damping dt) + a force_scale / mass dt;    x' = clamp(x + v' dt, +-workspace_half)
+        v' = v (1 - linear_damping dt) + a dt force_scale / mass;    x' = clamp(x + v' dt, +-workspace_half)
         d  = |x' - goal|;    penetration = sum_obstacles(max(0, radius - |x' - centre|)^2)
         reward = -d + 0.5 exp(-d^2 / (2 0.05^2)) - 2 penetration - 0.01 |v'|^2 - 0.001 |a - a_before|^2
                  + success_bonus [d < success_threshold]

@@ -81,10 +81,10 @@ def check_fields(env: Env, name: str) -> None:
     The check resets and steps two copies of the environment on the CPU. Each `env` is checked only once. `reset` and
     `step` must return TensorDicts of batch size `[*B]` with the same fields, shapes and dtypes. The required fields are
     `obs`, `reward` (float32 `[*B]`), `terminated` and `truncated` (both bool `[*B]`). `obs` must have the shape and the
-    dtype of the observation space. The dtype of a Discrete or MultiDiscrete space is int64. An action mask may also be
-    bool. The field `executed` (int64 `[*B]`) is optional. The check also calls `reset` with keys `[T, N]`, as
-    `auto_reset` does. If `reset_unobserved` is set, it must return the fields of `reset` without `obs`. An environment
-    that is not pure is not checked. Errors raised by the environment's own code are not caught.
+    dtype of the observation space. The dtype of a Discrete or MultiDiscrete space is int64, but an entry `action_mask`
+    of a Dict space must be bool. The field `executed` (int64 `[*B]`) is optional. The check also calls `reset` with
+    keys `[T, N]`, as `auto_reset` does. If `reset_unobserved` is set, it must return the fields of `reset` without
+    `obs`. An environment that is not pure is not checked. Errors raised by the environment's own code are not caught.
 
     Args:
         env: the registered environment, before a run wraps it.

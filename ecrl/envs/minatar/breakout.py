@@ -100,14 +100,15 @@ def minatar_breakout(cfg: BreakoutConfig) -> Env:
 
     The ball moves by one cell per step along a diagonal. It bounces off the sides, the top, the bricks and the paddle.
     If the ball comes from the cell directly above the paddle, its vertical direction reverses. If the ball comes from a
-    neighbouring column, it flies back in the direction from which it came. The reward is 1 for a step that
-    breaks a brick, and 0 for any other step. Once all 30 bricks are broken, a new wall appears when the ball next
+    neighbouring column, it flies back in the direction from which it came. The reward is 1 for a step that breaks a
+    brick, and 0 for any other step. Once all 30 bricks are broken, a new wall appears when the ball next
     reaches the bottom row. The episode ends when the ball misses the paddle and reaches the bottom row.
 
     The channels of the observation are 0 paddle, 1 ball, 2 the ball's previous cell and 3 bricks. The minimal actions
     are 0 no-op, 1 left and 2 right.
 
-    The state stores the bricks in the field `bricks`, int32 `[*B]`. Bit 10 (y - 1) + x is for row y and column x.
+    The state stores the bricks in the field `bricks`, int32 `[*B]`. The bit with the number `10 * (y - 1) + x` is 1 if
+    the cell in row y and column x has a brick.
 
     Source: Young and Tian 2019, "MinAtar: An Atari-inspired testbed for thorough and reproducible reinforcement
         learning experiments", arXiv:1903.03176; the package MinAtar 1.0.15.
