@@ -266,7 +266,8 @@ def loss_and_logs(run: Run, out: Any) -> tuple[Tensor, Logs]:
     label = f"algorithm {run.algorithm.name}: loss"
     loss, logs = returned(label, out, "loss", "logs")
     if not isinstance(loss, Tensor) or loss.ndim:
-        raise ConfigError(f"{label} returns the loss as {described(loss)}, expected a 0-d tensor; return its mean")
+        advice = "return its mean" if isinstance(loss, Tensor) else "return one"
+        raise ConfigError(f"{label} returns the loss as {described(loss)}, expected a 0-d tensor; {advice}")
     if not isinstance(logs, Mapping):
         raise ConfigError(f"{label} returns {described(logs)} as logs, expected a dict of 0-d tensors; return one")
     for name, log in logs.items():

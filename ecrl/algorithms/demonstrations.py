@@ -109,7 +109,9 @@ class Demonstrations:
         steps = TensorDict({tuple(name.split(".")): x for name, x in fields.items()}, [rows])
         ends = fields["done"].nonzero().flatten() + 1
         if not len(ends) or int(ends[-1]) != rows:
-            raise ConfigError(f"{_KEY}: {self.path}: the last step has done false; write whole episodes")
+            raise ConfigError(
+                f"{_KEY}: {self.path}: the file does not end with the last step of an episode; write whole episodes"
+            )
         starts = torch.cat((torch.zeros_like(ends[:1]), ends[:-1]))
         if run.policy.unit == "sequence" and (longest := int((ends - starts).max())) > run.static.buffer_size:
             raise ConfigError(
@@ -237,8 +239,7 @@ def drawn_batch(run: Run, state: TensorDict, part: TensorDict) -> TensorDict:
 
     Args:
         run: the run.
-        state: state of the run. The function reads only the key, the counters and, for a policy with memory, the
-            parameters.
+        state: state of the run. The function reads only the key and the counters.
         part: `train` or `holdout` of the data set.
 
     Returns: a batch `[N]` whose `steps` have shape `[N, T + 1]`. The last step is padding. If the policy has

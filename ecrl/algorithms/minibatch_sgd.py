@@ -159,8 +159,8 @@ def check_batch_size(cfg: MinibatchConfig | SGD, length: int) -> None:
     if cfg.batch_size is not None and cfg.batch_size < length:
         raise ConfigError(
             f"algorithm.cfg.batch_size: {cfg.batch_size} is below {length}, the length of the sequences that a "
-            f"minibatch keeps whole; use at least {length}, or shorter sequences: the sequences of a policy with "
-            "memory have algorithm.cfg.segment_length steps, and those of ratio sequence trainer.buffer_size steps"
+            f"minibatch keeps whole; use at least {length}, or shorter sequences: set algorithm.cfg.segment_length for "
+            "a policy with memory, or lower trainer.buffer_size if algorithm.cfg.ratio is sequence"
         )
 
 
@@ -396,7 +396,7 @@ def minibatch_sgd(
             True. `params` include the observation statistics and the frozen parameters. If a mean is over a different
             number of elements, return this number as the log `count`.
         sgd: number and size of the minibatches, and the optimiser groups. If `sgd.drop_masked` is True, `rows` must
-            have a `mask`. Each pass then draws its minibatches only from rows with an unmasked step, and takes fewer
+            have a `mask`. Each pass then draws its minibatches only from rows with an unmasked step, and may take fewer
             gradient steps. The last minibatch of a pass may be smaller. The shapes of tensors do not depend on the
             `mask`. A compiled graph for the CPU does not compute the gradient steps that are left out.
         whole: dict from the name of a field to a function `fn(field, mask)` that returns the new field of the chosen

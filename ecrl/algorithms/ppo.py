@@ -98,7 +98,7 @@ class Choices(NamedTuple):
         normalize_advantage: steps over which advantages are standardised: rollout, minibatch or none.
         ppo_loss: the kernel `ppo_loss`, or `ppo_loss_clipped_value`.
         critic_fields: pairs of an argument of `ppo_loss` and the field of the minibatch for this argument. The
-            arguments are the value target and, if the kernel clips, the value at collection.
+            arguments are the value target and, for `ppo_loss_clipped_value`, the value at collection.
         ratio: functions of the probability ratio.
         weights: function that weights the tokens of each step, or None if the loss needs no weights.
         loss: `loss`, or `token_loss`.
@@ -121,7 +121,7 @@ def init(cfg: PPOConfig, run: Run, key: Tensor) -> dict[str, Any]:
     """
     if run.policy.value is None:
         raise ConfigError(
-            "policy.name: this policy has no critic, which ppo needs; use actor_critic, or give recurrent a critic"
+            "policy.name: this policy has no critic, which ppo needs; use actor_critic, or recurrent with a critic"
         )
     check_log_prob(run.policy, "ppo")
     check_batch_size(cfg, run.static.row_steps)
@@ -162,7 +162,7 @@ def advantages(run: Run, hyper: TensorDict, steps: TensorDict) -> dict[str, Tens
 def loss(run: Run, params: TensorDict, minibatch: TensorDict, mask: Tensor, hyper: TensorDict) -> tuple[Tensor, Logs]:
     """Return the loss and the logs of a minibatch.
 
-    The loss is the clipped surrogate plus the value loss minus the entropy bonus.
+    The loss is the negated clipped surrogate plus the value loss minus the entropy bonus.
     """
     choices = run.algorithm.choices
     log_prob, entropy, value = run.policy.evaluate_and_value_rows(params, minibatch)

@@ -176,7 +176,7 @@ def logits_of(run: Run, out: TensorDict) -> Tensor:
     """Return the logits `[B, A]` in the output of `act`. Raise ConfigError if the output has no logits."""
     if "logits" not in out:
         fault = f"the act of policy {run.policy.name} returns no logits, only {', '.join(map(str, out.keys()))}"
-        raise ConfigError(f"policy.name: sac needs the logits of Discrete actions, but {fault}; return them")
+        raise ConfigError(f"policy.name: sac needs the logits of Discrete actions, but {fault}; return the logits")
     return out["logits"]
 
 

@@ -195,6 +195,6 @@ def test_a_policy_that_returns_no_logits_is_refused():
         return replace(policy, act=act, explore=None)
 
     cfg = small(**{"policy.name": "without_logits", "algorithm.cfg.learning_starts": 0})
-    line = "the act of policy without_logits returns no logits, only action, sample_log_prob; return them"
+    line = "the act of policy without_logits returns no logits, only action, sample_log_prob; return the logits"
     with pytest.raises(ConfigError, match=f"^policy.name: sac needs the logits of Discrete actions, but {line}$"):
         last_state(cfg)

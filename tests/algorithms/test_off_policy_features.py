@@ -57,6 +57,7 @@ WRONG_LOSSES = {  # what the loss returns, and the line
     "logs of None": ((ONE, None), "returns NoneType None as logs, expected a dict of 0-d tensors; return one"),
     "a number": ((ONE, {"x": 0.5}), "returns the log x as float 0.5, expected a 0-d tensor; return one"),
     "rows": ((torch.ones(2), {}), "returns the loss as float32 [2], expected a 0-d tensor; return its mean"),
+    "a number as the loss": ((0.5, {}), "returns the loss as float 0.5, expected a 0-d tensor; return one"),
 }
 
 

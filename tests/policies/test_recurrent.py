@@ -308,8 +308,8 @@ def test_minibatches_keep_sequences_whole():
 def test_a_minibatch_shorter_than_a_sequence_is_refused(algorithm):
     message = (
         "algorithm.cfg.batch_size: 5 is below 8, the length of the sequences that a minibatch "
-        "keeps whole; use at least 8, or shorter sequences: the sequences of a policy with memory have "
-        "algorithm.cfg.segment_length steps, and those of ratio sequence trainer.buffer_size steps"
+        "keeps whole; use at least 8, or shorter sequences: set algorithm.cfg.segment_length for a policy with "
+        "memory, or lower trainer.buffer_size if algorithm.cfg.ratio is sequence"
     )
     with pytest.raises(ConfigError) as error:
         init_state(remembering(**algorithm).replace(**{"algorithm.cfg.batch_size": 5}))

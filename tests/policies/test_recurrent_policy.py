@@ -244,7 +244,7 @@ def test_acting_leaves_out_a_critic_without_memory():
 
 
 def test_ppo_needs_a_critic():
-    with pytest.raises(ConfigError, match="no critic, which ppo needs; use actor_critic, or give recurrent a critic"):
+    with pytest.raises(ConfigError, match="no critic, which ppo needs; use actor_critic, or recurrent with a critic"):
         init_state(agent(policy=recurrent))
 
 
