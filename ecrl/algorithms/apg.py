@@ -49,7 +49,8 @@ class APGConfig(LearningConfig):
     segment_length: Count | None = Field(
         default=None,
         description=(
-            "steps per segment through which gradients flow back; must divide trainer.buffer_size, which is the default"
+            "steps per segment; gradients flow back only to the first step of a segment; must divide "
+            "trainer.buffer_size, which is the default"
         ),
     )
     deterministic_actions: bool = Field(
@@ -154,7 +155,8 @@ def _loss(params: TensorDict, run: Run, state: TensorDict) -> tuple[Tensor, tupl
 def optimize(run: Run, state: TensorDict, grads: TensorDict) -> tuple[TensorDict, Logs]:
     """Clip the gradients to the norm `max_grad_norm`, and take one optimiser step.
 
-    Returns: the new `params` and `opt`, and the logs `grad_norm`, the norm before clipping, and `learning_rate`.
+    Returns: the new `params` and `opt`, and the logs `learning_rate` and `grad_norm`. `grad_norm` is the norm before
+        clipping.
     """
     params, opt, hyper = (cast(TensorDict, state[key]) for key in ("params", "opt", "hyper"))
     group = run.algorithm.choices.group

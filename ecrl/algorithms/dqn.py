@@ -147,7 +147,10 @@ def with_epsilon(state: TensorDict) -> TensorDict:
 
 
 def next_values(run: Run, params: TensorDict, obs: Any, noise: Any) -> Tensor:
-    """Return the values `[B, A]` for choosing the next action. Actions that the mask excludes have the value -inf."""
+    """Return the values `[B, A]` for choosing the next action.
+
+    Actions that the `action_mask` of the observations excludes have the value -inf.
+    """
     values = run.policy.q_mean(cast(Any, run.policy.q)(params, obs, None, noise)[0])
     if isinstance(obs, TensorDict) and "action_mask" in obs:
         values = values.masked_fill(~obs["action_mask"], -torch.inf)

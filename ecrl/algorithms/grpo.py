@@ -78,7 +78,9 @@ class GRPOConfig(ClippedConfig):
     )
     advantage: Literal["return_to_go", "episode"] = Field(
         default="return_to_go",
-        description="returns that a group compares: return_to_go, from each step on; episode, of whole episodes",
+        description=(
+            "what a group compares: return_to_go, the returns from each step on; episode, the returns of whole episodes"
+        ),
     )
     baseline: Literal["standardized", "centered", "leave_one_out"] = Field(
         default="standardized",
@@ -246,7 +248,7 @@ def advantages(run: Run, state: TensorDict, batch: TensorDict) -> dict[str, Tens
 def loss(run: Run, params: TensorDict, minibatch: TensorDict, mask: Tensor, hyper: TensorDict) -> tuple[Tensor, Logs]:
     """Return the loss and the logs of a minibatch, with one ratio per action and a mean over actions.
 
-    The loss is the clipped surrogate plus the KL penalty minus the entropy bonus.
+    The loss is the negated clipped surrogate plus the KL penalty minus the entropy bonus.
     """
     log_prob, entropy = run.policy.evaluate_rows(params, minibatch)
     ref_log_prob = minibatch["ref_log_prob"] if "ref_log_prob" in minibatch else log_prob.detach()

@@ -74,9 +74,10 @@ def fixed_length_weights(run: Run, steps: TensorDict, mask: Tensor) -> Tensor:
 
 
 def _per_row(run: Run, mask: Tensor, weight: Tensor) -> Tensor:
-    """Multiply weights for a mean over steps by `rows / steps`, for the mean over rows in `weighted_loss`.
+    """Multiply the weights by `rows / steps`.
 
-    `rows` is the number of rows with an unmasked step, and `steps` is the number of unmasked steps, on all ranks.
+    The weights are for a mean over steps, but `weighted_loss` takes a mean over rows. `rows` is the number of rows with
+    an unmasked step, and `steps` is the number of unmasked steps, on all ranks.
     """
     rows = counted_rows(mask.reshape(-1, run.static.row_steps))
     return weight * (all_sum(rows) / all_sum(mask.sum()).clamp(min=1)).to(weight.dtype)

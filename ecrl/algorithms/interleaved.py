@@ -18,10 +18,10 @@ An algorithm defines a function `turn`, with the steps of the pseudocode in the 
 A turn does not depend on the length of an iteration. A turn receives a `run` and a `state` as if every iteration had
 one turn. In `run.static`, `buffer_size` is the number of steps per turn. In the state, `update_step` and `iterations`
 count turns. The counts of steps, such as `sample_step` and the cursor of the buffer, include the steps of earlier turns
-of the same iteration. After `store`, the same turn can sample its new steps, except the newest `n` steps, whose
-following steps are not known yet. In a full buffer, new steps replace the oldest steps. Thus `trainer.buffer_size` does
-not change the result of learning, with three exceptions. The phase is chosen once per iteration, the finite guard skips
-whole iterations, and the lengths of learning-rate schedules are in iterations.
+of the same iteration. After `store`, the same turn can sample its new steps. With n-step targets, the newest `n` steps
+cannot be sampled, because the steps after them are not known yet. In a full buffer, new steps replace the oldest steps.
+Thus `trainer.buffer_size` does not change the result of learning, with three exceptions. The phase is chosen once per
+iteration, the finite guard skips whole iterations, and the lengths of learning-rate schedules are in iterations.
 
 A buffer may have a sum tree, the field `tree` of `replay` in the state. A turn may change this tree (see
 `ecrl.algorithms.prioritized`). The loop stores the new tree together with the new steps.
@@ -191,8 +191,8 @@ def interleaved(turn: Turn, steps: int = 1) -> Interleaved:
             All fields of the state may change except `key`, `hyper`, `episode`, `sample_step`, `decision_step`,
             `update_step`, `iterations` and `frozen_params`.
         steps: number of steps of each environment per turn. `turn` may take any number of gradient steps after these
-            steps. For example, 4 steps and 1 gradient step give a quarter of a gradient step for each step of an
-            environment.
+            steps. For example, with `steps=4` and one gradient step in `turn`, the algorithm takes one gradient step
+            after every 4 steps of each environment.
 
     The state needs a replay buffer in the field `replay` (see `new_replay`). Declare the kinds of the buffer's fields
     with `REPLAY_KINDS`. After each turn, the statistics in the field `norm` are updated with the steps of the turn.
@@ -410,8 +410,8 @@ def take_steps(run: Run, state: TensorDict, noise: tuple[Any, Any]) -> tuple[Ten
 
     Args:
         run: the run that was passed to the turn.
-        state: state of the turn, with a field `exploration` `[N]` if `explore` has a state or reads parameters, such as
-            epsilon.
+        state: state of the turn. If the policy's `explore` keeps a state or reads numbers such as epsilon, the state of
+            the turn has the field `exploration` `[N]`.
         noise: the noise that was passed to the turn.
 
     Returns: the state with new `env`, `exploration` and `carry`, and the steps `[S, N]`. The steps have `obs`, the

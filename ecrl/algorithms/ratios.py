@@ -50,13 +50,14 @@ class Ratio(NamedTuple):
     """Functions for one kind of probability ratio: per action, token or episode.
 
     Attributes:
-        evaluate: `Policy.evaluate_rows`, which sums over tokens, for ratios of whole actions, and otherwise
+        evaluate: for ratios of whole actions, `Policy.evaluate_rows`, which sums over tokens. For other ratios,
             `Policy.evaluate_tokens`.
         rows_of: same arguments and result as `ecrl.algorithms.rows.rows_of`, with `sample_log_prob` per action or per
             token.
-        per_token: (x, rows) -> `[*B, K]`, from the log-probabilities or entropies of `Policy.evaluate_tokens`.
+        per_token: (x, rows) -> `[*B, K]`, where `x` is a result of `Policy.evaluate_tokens`: log-probabilities or
+            entropies.
         token_mask: (x, rows) -> bool `[*B, K]`, True for the tokens that count.
-        objective: the loss per token and the logs, with the arguments of `clipped_objective`.
+        objective: function with the arguments of `clipped_objective` that returns the loss per token and the logs.
     """
 
     evaluate: Callable[[Policy, TensorDict, TensorDict], tuple[Tensor, Tensor]]
