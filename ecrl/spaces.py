@@ -179,6 +179,15 @@ def element_dtype(space: Space) -> torch.dtype:
     return space.dtype if isinstance(space, Box) else torch.int64
 
 
+def observation_dtype(name: str, space: Space) -> torch.dtype:
+    """Return the dtype of the observation tensor `name`, a dotted name. An action mask is bool, whatever its space is.
+
+    >>> observation_dtype("obs.action_mask", MultiDiscrete((2, 2))), observation_dtype("obs.gear", Discrete(4))
+    (torch.bool, torch.int64)
+    """
+    return torch.bool if name.endswith(".action_mask") else element_dtype(space)
+
+
 def element_bytes(space: Space) -> int:
     """Return the number of bytes that one element of a space takes in a state or rollout.
 

@@ -23,7 +23,7 @@ from ecrl.envs.vocabulary import vocabulary_checksums
 from ecrl.errors import CheckpointError, ConfigError
 from ecrl.kernels.rollout import restarted_carry
 from ecrl.pytree import mapped
-from ecrl.spaces import Box, Dict, Discrete, MultiDiscrete, Space, element_dtype, element_shape
+from ecrl.spaces import Box, Dict, Discrete, MultiDiscrete, Space, element_shape, observation_dtype
 from ecrl.storage.checkpoint_files import sha256_of_file
 from ecrl.storage.demonstrations import read_about
 from ecrl.storage.tensor_files import read_tensors
@@ -67,7 +67,7 @@ class Demonstrations:
         tensors, about = _or_config_error(read_about, Path(self.path))
         env, chunk = run.env, _at(about, "config", "env", "action_chunk")
         spaces = _leaves("obs", env.observation_space) | {"action": env.action_space}
-        expected = {name: (element_dtype(space), element_shape(space)) for name, space in spaces.items()}
+        expected = {name: (observation_dtype(name, space), element_shape(space)) for name, space in spaces.items()}
         expected["done"] = torch.bool, ()
         if has_executed := _reports_executed(env):
             expected["executed"] = torch.int64, ()
@@ -78,7 +78,9 @@ class Demonstrations:
             if name not in tensors:
                 raise ConfigError(f"{_KEY}: {self.path}: the file has no {name}; {hint}")
             own, size = tensors[name]
-            if (own, size[1:]) != (dtype, shape) or not size:
+            if not size:
+                raise ConfigError(f"{_KEY}: {self.path}: {name} is a 0-d tensor, expected one row per action; {hint}")
+            if (own, size[1:]) != (dtype, shape):
                 problem = f"{name} is {_described(own, size[1:])} per step, but {_described(dtype, shape)} in this"
                 raise ConfigError(f"{_KEY}: {self.path}: {problem} environment; {hint}")
         if "executed" in tensors and not has_executed:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ecrl import rng
 from ecrl.envs.core import Env, checked_state
 from ecrl.errors import ConfigError
-from ecrl.spaces import Box, Dict, Space, element_dtype, element_shape
+from ecrl.spaces import Box, Dict, Space, element_shape, observation_dtype
 
 _SAME_FIELDS = "both must return the same fields"
 _FLAGS = ("terminated", "truncated")
@@ -43,8 +43,7 @@ def _obs_types(space: Space, name: str, batch: torch.Size) -> dict[str, str]:
     if isinstance(space, Dict):
         parts = (_obs_types(part, f"{name}.{key}", batch) for key, part in space.items)
         return {key: text for part in parts for key, text in part.items()}
-    dtype = torch.bool if name.endswith(".action_mask") else element_dtype(space)
-    return {name: _type_text(dtype, (*batch, *element_shape(space)))}
+    return {name: _type_text(observation_dtype(name, space), (*batch, *element_shape(space)))}
 
 
 def _check_required(env: Env, types: dict[str, str], batch: torch.Size, call: str) -> None:

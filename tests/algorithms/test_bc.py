@@ -391,6 +391,12 @@ def test_fields_with_other_numbers_of_rows_are_refused(tmp_path):
     )
 
 
+def test_a_field_without_rows_is_refused(tmp_path):
+    path = edited(balancing().path, tmp_path / "x", done=torch.tensor(True))
+    with pytest.raises(ConfigError, match=f"{path}: done is a 0-d tensor, expected one row per action; use demonstra"):
+        init_state(cloning(path))
+
+
 def test_demonstrations_of_an_environment_with_another_name_warn_in_one_line(tmp_path):
     path = edited(balancing().path, tmp_path / "x", about={"env": "other"})
     with pytest.warns(UserWarning) as told:

@@ -11,6 +11,7 @@ from support.small_runs import small
 import ecrl
 from ecrl.algorithms import collect
 from ecrl.loop.build import build
+from ecrl.run.demonstrations import record_demonstrations
 
 
 @pytest.fixture
@@ -71,6 +72,16 @@ def test_random_actions_without_the_mask_do_hit_walls(world):
     keys = ecrl.rng.split(ecrl.rng.key(0), 500)
     after = env.step(env.reset(keys), ecrl.rng.randint(keys, low=0, high=4), None)
     assert 0.3 < after["info", "metrics", "masked"].mean() < 0.7
+
+
+def test_a_clone_learns_from_demonstrations_with_masks(world, tmp_path):
+    _, data = world
+    cfg, path = eager(data), tmp_path / "demos.safetensors"
+    record_demonstrations(cfg, path, 4, state=ecrl.init_state(cfg), sample=True)
+    clone = ecrl.load_config(data | {"algorithm": {"name": "bc", "cfg": {"demos": str(path), "batch_size": 8}}})
+    clone = clone.replace(**{"trainer.compile": "off", "trainer.iterations": 2})
+    _, history = ecrl.train(ecrl.init_state(clone), clone, progress=False)
+    assert len(list(history)) == 2 and all(torch.isfinite(torch.tensor(row["loss"])) for row in history)
 
 
 @pytest.mark.parametrize("name", ["ppo", "dqn", "pqn", "discrete sac"])
