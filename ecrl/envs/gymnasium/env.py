@@ -101,8 +101,8 @@ def gymnasium_env(cfg: GymnasiumConfig) -> Env:
 
     Raises: ConfigError if the environment cannot be created or has an unsupported space. `reset` and `step` raise
         UserError if an environment raises, dies, hangs in its worker or returns a value that does not fit its space.
-        The error names the environment and the step. NaN and infinity raise no error, because `trainer.finite_guard`
-        handles non-finite values in a run.
+        The error names the environment and the step. Values outside the bounds of a Box raise no error. NaN and
+        infinity in floats raise no error, because `trainer.finite_guard` handles non-finite values in a run.
     """
     label = f"gymnasium:{cfg.id}"
     try:
@@ -136,9 +136,9 @@ add_advice("env", {name: f"Gymnasium has it: use 'gymnasium:{name}'" for name in
 
 
 def _truncation_gap(cfg: GymnasiumConfig) -> int:
-    """Return the gap that follows from the time limits, or `NEVER` without a limit.
+    """Return the `min_truncation_gap` that follows from the time limits, or `NEVER` without a limit.
 
-    If the environment's own code may truncate at any step, the gap is 1.
+    If the environment's own code may truncate at any step, the result is 1.
     """
     worker.register_atari(cfg.id, cfg.atari is not None)
     spec, kwargs = registry.get(cfg.id.rpartition(":")[2]), _make_kwargs(cfg)

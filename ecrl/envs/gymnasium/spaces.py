@@ -43,9 +43,9 @@ def _part(rows: Sequence[Any], name: Any, space: spaces.Space) -> list[Any]:
 def collate(space: spaces.Space, rows: Sequence[Any]) -> Any:
     """Stack one observation per environment.
 
-    Raises: BadValue for the first observation that lacks an entry of its Dict or Tuple space. If the observations have
-        different shapes, BadValue for the first observation whose shape differs from the shape of the space, or that is
-        a list with parts of unequal shapes.
+    Raises: BadValue for the first observation that lacks an entry of its Dict or Tuple space. If the observations
+        cannot be stacked, BadValue for the first observation whose shape differs from the shape of the space, or that
+        is a list with parts of unequal shapes.
 
     >>> collate(spaces.Tuple((spaces.Discrete(3), spaces.Box(0, 1, (2,)))), [(1, [0.0, 1.0]), (2, [1.0, 0.0])])[0]
     array([1, 2])

@@ -32,9 +32,9 @@ class Outcome(NamedTuple):
     """Result of a step or reset of N environments.
 
     `counts` is False for an environment that the step only reset. `counts` is None if a reset never takes a step of its
-    own. `success` is NaN for an environment that does not report success. `masks` holds the action mask of each
-    environment, or None for an environment without a mask. `scores` holds the score of the Atari game that ended in the
-    step, or NaN if no game ended. `scores` is None for environments without the setting `atari`.
+    own. `success` is NaN for an environment whose `info` has no value for success. `masks` holds the action mask of
+    each environment, or None for an environment without a mask. `scores` holds the score of the Atari game that ended
+    in the step, or NaN if no game ended. `scores` is None for environments without the setting `atari`.
     """
 
     obs: Any

@@ -35,8 +35,8 @@ The key must differ from every key that an environment uses.
 class Row(NamedTuple):
     """Result of one environment's step or reset.
 
-    `final` is the observation before the reset if the step ended an episode, otherwise None. `success` is NaN if the
-    environment reports no success, and an error message if the reported value is not a number.
+    `final` is the observation before the reset if the step ended an episode, otherwise None. `success` is NaN if `info`
+    has no value for success, and an error message if this value is not a number.
 
     `score` is the score of the Atari game that ended in the step, or NaN if no game ended. `score` is None for an
     environment without the setting `atari`.
@@ -123,7 +123,7 @@ def find_creator(env_id: str) -> Any:
 def make(env_id: str, kwargs: dict[str, Any], atari: dict[str, Any] | None = None) -> gymnasium.Env:
     """Call `gymnasium.make` without Gymnasium's checker, which checks only the first steps. ecrl checks every step.
 
-    For an Atari game, `atari` holds the settings of `atari_wrappers.preprocess`. Otherwise, `atari` is None.
+    `atari` holds the settings of `atari_wrappers.preprocess`. If `atari` is None, the environment is not preprocessed.
     """
     register_atari(env_id, atari is not None)
     creator = find_creator(env_id)
