@@ -96,8 +96,8 @@ def simulation(
 
     Args:
         cfg: config of the scene.
-        drives: pairs of a joint's name, without the robot's prefix, and a kind of drive, for all joints without a
-            position drive, such as `(("elbow_joint", "velocity"),)`.
+        drives: a pair for each joint whose drive is not a position drive, such as `(("elbow_joint", "velocity"),)`. A
+            pair consists of the joint's name, without the robot's prefix, and the kind of drive.
         varied: pairs of a model field's name and an object's name, for all fields that differ between environments,
             such as `(("body_mass", "cube"), ("body_inertia", "cube"), ("geom_friction", "cube"))`.
         has_movable_base: True if events may move the base of the robot. The base is then a mocap body.

@@ -28,7 +28,7 @@ PerJoint = Annotated[
 
 _NAME = r"^[^\x00]+$"  # MuJoCo truncates a name at the first NUL character
 _OWN_SOLVER = "the action term EefPoseTerm computes the inverse kinematics from the robot in the scene"
-_ONE_FRICTION = "MuJoCo has one sliding friction, static_friction"
+_ONE_FRICTION = "MuJoCo has one coefficient for friction at rest and in motion; see static_friction"
 
 
 class ShapeConfig(ConfigModel):
@@ -147,8 +147,8 @@ class SolverConfig(ConfigModel):
 
     tcp: Annotated[tuple[_Row, _Row, _Row, _Row], Field(strict=False)] = Field(
         default=((1.0, 0.0, 0.0, 0.0), (0.0, 1.0, 0.0, 0.0), (0.0, 0.0, 1.0, 0.0), (0.0, 0.0, 0.0, 1.0)),
-        description="pose of the end effector as a 4x4 matrix, m, in the frame of the link in end_link_name "
-        "or, for a built-in arm, in the frame of the flange",
+        description="pose of the end effector as a 4x4 matrix (position in m), in the frame of the link in "
+        "end_link_name or, for a built-in arm, in the frame of the flange",
     )
     end_link_name: str | None = Field(
         None,
@@ -170,7 +170,8 @@ class ComponentConfig(ConfigModel):
         "builtin:two_finger_gripper, for a hand",
     )
     transform: Annotated[tuple[_Row, _Row, _Row, _Row], Field(strict=False)] | None = Field(
-        None, description="pose of a hand in the frame of the flange, as a 4x4 matrix, m; if absent, no offset"
+        None,
+        description="pose of a hand in the frame of the flange, as a 4x4 matrix (position in m); if absent, no offset",
     )
 
 
@@ -223,10 +224,10 @@ class RobotConfig(ConfigModel):
     drive_pros: DriveConfig = Field(DriveConfig.model_construct(), description="drives of the joints")
     control_parts: dict[str, Annotated[tuple[str, ...], Field(strict=False, min_length=1)]] = Field(
         {},
-        description="joint names by part of the robot, or patterns such as joint[1-6]; by default, the parts that the "
-        "robot defines",
+        description="for each part of the robot, a list of joint names or of patterns such as joint[1-6]; by default, "
+        "the parts that the robot defines",
     )
-    solver_cfg: dict[str, SolverConfig] = Field({}, description="end effectors by part of the robot")
+    solver_cfg: dict[str, SolverConfig] = Field({}, description="the end effector of each part, by the part's name")
 
 
 class LightConfig(ConfigModel):
@@ -287,7 +288,7 @@ class SceneConfig(ConfigModel):
             "path of an MJCF file with the scene, or the text of the file; if absent, the scene is an empty floor"
         ),
     )
-    keyframe: str | None = Field(None, description="keyframe of the MJCF file from which episodes start")
+    keyframe: str | None = Field(None, description="keyframe of the MJCF file; episodes start from this keyframe")
     robot: RobotConfig | None = Field(None, description="the robot; if absent, no robot is added")
     rigid_object: Annotated[tuple[RigidObjectConfig, ...], Field(strict=False)] = Field((), description="objects")
     background: Annotated[tuple[BackgroundConfig, ...], Field(strict=False)] = Field(

@@ -65,8 +65,9 @@ def _add_object(spec: Any, cfg: RigidObjectConfig) -> None:
 def _add_contact_sensors(spec: Any, fingers: tuple[str, ...], objects: list[RigidObjectConfig]) -> None:
     """Add sensors for the forces of fingers on dynamic objects, in the world frame (N).
 
-    The sensor of a finger counts the contacts of all bodies that move with it, such as the pads of its tip. If one of
-    these bodies is also a finger, the sensor counts only the contacts of the finger's own body.
+    The sensor of a finger counts the contacts of the finger's body and of all bodies attached to this body, such as the
+    pads of the fingertip. If another finger is attached to the finger's body, the sensor counts only the contacts of
+    the finger's body.
     """
     kinds, sensor = mujoco().mjtObj, mujoco().mjtSensor.mjSENS_CONTACT
     for finger in fingers:
@@ -238,7 +239,7 @@ def _start(model: Any, cfg: SceneConfig, robot: Robot, home: tuple[float, ...]) 
         data.joint(name).qpos[0] = position
     _set_followers(model, data, robot)
     has_robot = cfg.robot is not None
-    # the keyframe sets the controls of actuators that do not drive the robot
+    # with a keyframe, hold only the joints of a robot from the config; the keyframe sets all other controls
     actuators = [i for i in range(model.nu) if cfg.keyframe is None or (has_robot and _drives_robot(model, i, robot))]
     _hold_positions(model, data, actuators)
     return data
