@@ -30,12 +30,15 @@ _MIN_LENGTH = 1e-6  # a shorter quaternion does not define a rotation
 class ScaledConfig(JointsConfig):
     """Settings of a term that scales its actions: the joints, and the scale."""
 
-    scale: Scale = Field(1.0, description="factor from action to control, in rad or m, rad/s or m/s, N m or N")
+    scale: Scale = Field(
+        1.0, description="factor from action to position (rad or m), velocity (rad/s or m/s) or force (N m or N)"
+    )
 
 
 class DenormalizedConfig(ScaledConfig):
     """Settings of `QposDenormalizedTerm`: the joints, and the actions at the joint limits."""
 
+    scale: Scale = Field(1.0, description="factor from action to a value of range")
     range: Annotated[tuple[Real, Real], Field(strict=False)] = Field(
         (-1.0, 1.0), description="scale * action at a joint's lowest and highest position"
     )

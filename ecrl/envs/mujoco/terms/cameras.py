@@ -125,13 +125,13 @@ class RandomizeCameraConfig(ConfigModel):
 
     @property
     def ranges(self) -> _Ranges:
-        """Dictionary that maps the name of each target to the range of the target's random offset."""
+        """Dictionary that maps the name of each offset in the state's `targets` to the range of the offset."""
         ranges = {EYE: self.eye_range, TARGET: self.target_range, UP: self.up_range}
         return {name: box for name, box in ranges.items() if box is not None}
 
     @property
     def stores(self) -> dict[str, tuple[float, ...]]:
-        """Dictionary that maps the name of each target to its initial value 0, which does not move the cameras."""
+        """Dictionary that maps the name of each offset to the initial value 0, which does not move the cameras."""
         return _zeros(self.ranges)
 
 
@@ -145,7 +145,7 @@ class RandomizeIntrinsicsConfig(ConfigModel):
 
     @property
     def ranges(self) -> _Ranges:
-        """Dictionary that maps the name of each target to the range of the target's random offset."""
+        """Dictionary that maps the name of each offset in the state's `targets` to the range of the offset."""
         focal = zip(self.focal_x_range, self.focal_y_range, (0.0, 0.0), strict=True)
         center = zip(self.cx_range, self.cy_range, (0.0, 0.0), strict=True)
         (low, high), (low_center, high_center) = focal, center
@@ -153,7 +153,7 @@ class RandomizeIntrinsicsConfig(ConfigModel):
 
     @property
     def stores(self) -> dict[str, tuple[float, ...]]:
-        """Dictionary that maps the name of each target to its initial value 0, which changes nothing."""
+        """Dictionary that maps the name of each offset to the initial value 0, which changes nothing."""
         return _zeros(self.ranges)
 
 

@@ -33,6 +33,8 @@ from ecrl.registry import did_you_mean, register_event
 class RandomizeRigidObjectPoseConfig(ScenePoseConfig):
     """Settings of `randomize_rigid_object_pose`: an object, and the ranges of its random pose."""
 
+    entity_cfg: EntityConfig = Field(description="the object, which must be dynamic or kinematic")
+
 
 def _has_velocity(sim: Simulation, uid: str) -> bool:
     return int(sim.model.body_mocapid[id_of(sim.model, "body", uid)]) < 0
@@ -42,10 +44,12 @@ def _has_velocity(sim: Simulation, uid: str) -> bool:
 def randomize_rigid_object_pose(cfg: RandomizeRigidObjectPoseConfig, sim: Simulation) -> Apply:
     """Move an object to a random pose, and set the velocities of the object to 0.
 
-        position' = draw, or home + draw        rotation' = R(draw), or home R(draw)
+        position' = home + draw,  or draw if relative_position is false
+        rotation' = R(draw),  or home R(draw) if relative_rotation is true
 
     `home` is the object's pose in the scene config, with the position in m. `R(a) = Rx Ry Rz` is the rotation by the
-    three angles a in degrees.
+    three angles a in degrees. Without `position_range`, the position does not change. Without `rotation_range`, the
+    rotation does not change.
     """
     uid, initial = cfg.entity_cfg.uid, start(sim, ())
     look_up("entity_cfg.uid", lambda: world.with_body_pose(sim, initial, uid))
@@ -260,7 +264,7 @@ class RandomizeTargetPoseConfig(ConfigModel):
 def randomize_target_pose(cfg: RandomizeTargetPoseConfig, sim: Simulation) -> Apply:
     """Draw a random target position `[*B, 3]` (m), and store the position in the state.
 
-    target' = draw, or draw + the current position of the reference object
+    target' = draw,  or draw + the current position of the reference object if relative_position is true
     """
     entity = cfg.reference_entity_cfg
     if entity is not None:

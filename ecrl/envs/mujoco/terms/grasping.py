@@ -9,8 +9,10 @@ on it from opposite sides:
 
 The force f[i] of finger i on the object (N) is the sum of all contact forces in the last physics step. The weight w of
 the object (N) follows from its mass in the scene config. Forces below w do not count as a grasp. With friction 1, two
-forces below w / 2 cannot lift the object. A reward for such forces would teach a policy only to touch the object. At
-the start of an episode, no object is grasped.
+forces below w / 2 cannot lift the object. A reward for such forces would teach a policy only to touch the object.
+
+Before the first step of an episode, f[i] is the force in the scene's initial state, even if an event has moved the
+object.
 """
 
 from collections.abc import Callable

@@ -91,10 +91,11 @@ class RandomizeRigidObjectMassConfig(ConfigModel):
 def randomize_rigid_object_mass(cfg: RandomizeRigidObjectMassConfig, sim: Simulation) -> Apply:
     """Set the mass of an object to a random value. The inertia changes by the same factor as the mass.
 
-        m' = draw, or m + draw, kg;  inertia' = inertia m' / m;  damping' = damping m' / m
+        m' = draw,  or m + draw if relative is true
+        inertia' = inertia m' / m;  damping' = damping m' / m
 
-    `m` is the object's mass in the scene config. The damping changes with the mass, so that velocities still decay at
-    the same rate.
+    `m` is the object's mass in the scene config (kg). The damping changes with the mass, so that velocities still decay
+    at the same rate.
     """
     uid = _dynamic(sim, cfg.entity_cfg)
     ((mass,), *_) = (scene_values(sim, field, uid) for field in _MASS_FIELDS)
@@ -126,12 +127,12 @@ class RandomizeCenterOfMassConfig(ConfigModel):
 def randomize_rigid_object_center_of_mass(cfg: RandomizeCenterOfMassConfig, sim: Simulation) -> Apply:
     """Move the centre of mass of an object by a random offset. The inertia about the centre of mass does not change.
 
-        com' = com + draw, m, in the frame of the object
+        com' = com + draw
 
-    `com` is the centre of mass in the scene config. An object tips over if its centre of mass is not above its support.
-    A force of `push_rigid_object` still acts at the object's origin, and then also turns the object. The damping of the
-    linear velocity also turns the object, like the drag of air: a falling object starts to spin. Set
-    `attrs.linear_damping` of the object to 0 to prevent this.
+    `com` is the centre of mass in the scene config. All vectors are in m and in the frame of the object. An object tips
+    over if its centre of mass is not above its support. A force of `push_rigid_object` still acts at the object's
+    origin, and then also turns the object. The damping of the linear velocity also turns the object, like the drag of
+    air: a falling object starts to spin. Set `attrs.linear_damping` of the object to 0 to prevent this.
     """
     uid = _dynamic(sim, cfg.entity_cfg)
     home = scene_values(sim, "body_ipos", uid)
@@ -159,7 +160,7 @@ class RandomizeArticulationMassConfig(ConfigModel):
 
     entity_cfg: EntityConfig = Field(description="the robot")
     mass_range: _Masses = Field(
-        description="[lowest, highest] for all links, or an object that maps names of links to [lowest, highest], kg"
+        description="[lowest, highest] for all chosen links, or an object that maps link names to [lowest, highest], kg"
     )
     link_names: Annotated[tuple[str, ...], BeforeValidator(_listed), Field(strict=False, min_length=1)] | None = Field(
         None,
@@ -219,9 +220,10 @@ def _fitting(pattern: str, links: dict[str, float]) -> list[str]:
 def randomize_articulation_mass(cfg: RandomizeArticulationMassConfig, sim: Simulation) -> Apply:
     """Set the masses of links of the robot to random values. The inertia changes by the same factor as the mass.
 
-        m' = draw, or m + draw, kg;  inertia' = inertia m' / m
+        m' = draw,  or m + draw if relative is true
+        inertia' = inertia m' / m
 
-    `m` is the link's mass in the scene. The mass of each link is drawn independently. If the gravity of a link is
+    `m` is the link's mass in the scene (kg). The mass of each link is drawn independently. If the gravity of a link is
     compensated, as in the built-in arm, the compensation follows the new mass.
     """
     spans, rows = cfg.spans(sim), []
@@ -454,10 +456,11 @@ class PushRigidObjectConfig(ConfigModel):
 def push_rigid_object(cfg: PushRigidObjectConfig, sim: Simulation) -> Apply:
     """Apply a random force to the origin of an object during the next step.
 
-        force' = force + draw, N
+        force' = force + draw
 
-    Without damping and contacts, the draw changes the velocity of an object of mass m by draw dt / m (m/s) during the
-    step, which takes `dt` seconds.
+    `force` is the sum of the forces (N) that earlier events apply to the object during the same step. Without damping
+    and contacts, the draw changes the velocity of an object of mass m by draw dt / m (m/s) during the step, which takes
+    `dt` seconds.
     """
     uid = _dynamic(sim, cfg.entity_cfg)
 
@@ -485,7 +488,10 @@ class RandomizeVelocityConfig(ConfigModel):
 def randomize_rigid_object_velocity(cfg: RandomizeVelocityConfig, sim: Simulation) -> Apply:
     """Set the linear and the angular velocity of an object to random values in the world frame.
 
-    v' = draw, or v + draw, m/s;  omega' = draw, or omega + draw, rad/s
+        v' = draw,  or v + draw if relative is true
+        omega' = draw,  or omega + draw if relative is true
+
+    `v` (m/s) and `omega` (rad/s) are the current velocities.
     """
     uid = _dynamic(sim, cfg.entity_cfg)
 

@@ -85,7 +85,7 @@ class PoseRangeConfig(ConfigModel):
 class ScenePoseConfig(PoseRangeConfig):
     """Settings of an event that moves an object or a robot to a random pose."""
 
-    entity_cfg: EntityConfig = Field(description="a dynamic or kinematic object, or the robot")
+    entity_cfg: EntityConfig = Field(description="the object or the robot")
     relative_position: bool = Field(True, description="add the draw to the position in the scene config")
     relative_rotation: bool = Field(False, description="combine the draw with the rotation in the scene config")
 

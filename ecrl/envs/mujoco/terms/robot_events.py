@@ -37,7 +37,10 @@ class RobotJointsConfig(JointsConfig):
 
 
 def _robot_joints(cfg: RobotJointsConfig, sim: Simulation) -> tuple[str, ...]:
-    """Return the joints that an event selects. Raise ConfigError if the scene has no robot of this name."""
+    """Return the joints that an event selects.
+
+    Raises: ConfigError if `entity_cfg` is given, but the scene has no robot of the name in `entity_cfg`.
+    """
     joints = joints_of(cfg, sim)
     if cfg.entity_cfg is not None and not joints[0].startswith(f"{cfg.entity_cfg.uid}/"):
         raise ConfigError(f"params.entity_cfg.uid: no robot {cfg.entity_cfg.uid!r}; known joints: {', '.join(joints)}")
@@ -68,7 +71,8 @@ def randomize_robot_qpos(cfg: RandomizeRobotQposConfig, sim: Simulation) -> Appl
         q' = clamp(q + draw, limits),  or clamp(draw, limits) if relative_qpos is false;    rad or m
 
     The event does not change the targets of the drives. The next action sets new targets for all joints that the action
-    drives. All other joints return to their home positions.
+    drives. The drives of all other joints move these joints back to their home positions. Joints without a drive do not
+    return.
     """
     joints = _robot_joints(cfg, sim)
     _check_counts(cfg.qpos_range, joints, "qpos_range")
@@ -186,6 +190,8 @@ def randomize_robot_eef_pose(cfg: RandomizeEefPoseConfig, sim: Simulation) -> Ap
 class RandomizeRootPoseConfig(ScenePoseConfig):
     """Settings of `randomize_articulation_root_pose`: the robot, and the ranges of the random pose of its base."""
 
+    entity_cfg: EntityConfig = Field(description="the robot")
+
     @property
     def moved_bases(self) -> tuple[str, ...]:
         """Names of the robots whose bases the event moves."""
@@ -196,10 +202,12 @@ class RandomizeRootPoseConfig(ScenePoseConfig):
 def randomize_articulation_root_pose(cfg: RandomizeRootPoseConfig, sim: Simulation) -> Apply:
     """Move the base of the robot to a random pose, and set the velocities of all joints of the robot to 0.
 
-        position' = draw, or home + draw        rotation' = R(draw), or home R(draw)
+        position' = home + draw,  or draw if relative_position is false
+        rotation' = R(draw),  or home R(draw) if relative_rotation is true
 
     `home` is the pose of the base in the scene config, with the position in m. `R(a) = Rx Ry Rz` is the rotation by the
-    three angles a in degrees. Between two events, the base is fixed.
+    three angles a in degrees. Without `position_range`, the position does not change. Without `rotation_range`, the
+    rotation does not change. Between two events, the base is fixed.
     """
     uid = cfg.entity_cfg.uid
     robots = {name.split("/")[0] for name in sim.robot.joints if "/" in name}
@@ -272,11 +280,11 @@ class RandomizeDelayConfig(ConfigModel):
 def randomize_action_delay(cfg: RandomizeDelayConfig, sim: Simulation) -> Apply:
     """Delay the effect of actions by a random number of steps of the environment.
 
-        control[t] = target[t - d],    d = low + floor((high - low + 1) u) steps,    u uniform in [0, 1)
+        applied[t] = control[t - d],    d = low + floor((high - low + 1) u) steps,    u uniform in [0, 1)
 
-    `target[t]` is the control that follows from the action and the state of step t. In the first d steps of an episode,
-    the position drives hold the joints at their initial positions. Rewards and observations still use the policy's
-    undelayed action.
+    `control[t]` follows from the action and the state of step t. `applied[t]` is the control that the drives receive in
+    step t. In the first d steps of an episode, the position drives hold the joints at their initial positions. Rewards
+    and observations still use the policy's undelayed action.
     """
     low, high = cfg.delay_range
 

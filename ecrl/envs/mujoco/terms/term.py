@@ -58,9 +58,9 @@ class ActionTerm(NamedTuple):
 
 
 class EntityConfig(ConfigModel):
-    """Config that names an object of the scene."""
+    """Config that names an object or a robot of the scene."""
 
-    uid: str = Field(min_length=1, description="name of the object")
+    uid: str = Field(min_length=1, description="name of the object or robot")
 
 
 def _distinct(entities: tuple[EntityConfig, ...]) -> tuple[EntityConfig, ...]:
@@ -189,7 +189,7 @@ def target(state: TensorDict, key: str, setting: str = "params.target_pose_key")
     """
     known = [str(name) for name, _ in cast(TensorDict, state["targets"]).items()] if "targets" in state else []
     if key not in known:
-        fault = f"no target {key!r}; an event such as randomize_target_pose stores one by its store_key"
+        fault = f"no target {key!r}; an event such as randomize_target_pose stores a target under its store_key"
         raise ConfigError(f"{setting}: {fault}; {did_you_mean(key, known)}")
     position = state["targets", key]
     if (size := position.shape[-1]) != 3:
