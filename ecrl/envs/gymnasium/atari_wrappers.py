@@ -1,4 +1,4 @@
-"""Wrap Atari environments as in the DQN paper, with Gymnasium's AtariPreprocessing and OpenAI Baselines' wrappers.
+"""Wrap Atari environments as in the DQN paper, with Gymnasium's AtariPreprocessing and wrappers as in OpenAI Baselines.
 
 A worker process loads this file without its package, so the file does not import ecrl.
 

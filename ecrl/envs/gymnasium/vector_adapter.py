@@ -39,8 +39,8 @@ def _entries(info: dict, key: str, n: int) -> list[Any]:
 def _success(info: dict, n: int) -> torch.Tensor:
     """Return the success of each environment in this step, in shape `[N]`.
 
-    The success of an environment that reports none is NaN. If the vector env resets in the same step, `info` describes
-    the reset, and `final_info` overrides `info`.
+    The success is NaN for an environment without a value for success. If the vector env resets in the same step, `info`
+    describes the reset, and `final_info` overrides `info`.
     """
     values: list[float | str] = [math.nan] * n
     for source in (info, info.get("final_info", {})):

@@ -326,7 +326,8 @@ def _scaled_fields(sim: Simulation, entity: EntityConfig, parameter: str) -> Var
 def _scaling(cfg: ScaleConfig, sim: Simulation, uid: str, parameter: str) -> Any:
     """Return a function that scales an object in worlds by factors `[*B, 3]`.
 
-    Raises: ConfigError if the object cannot be scaled, or if its axes cannot have separate factors.
+    Raises: ConfigError if the object cannot be scaled, or if `same_scale_all_axes` is false but the object is not a
+        box.
     """
     _scaled_fields(sim, EntityConfig(uid=uid), parameter)
     home, kinds = scene_values(sim, "geom_size", uid), mujoco().mjtGeom

@@ -28,7 +28,8 @@ class RelativeJointPositionConfig(ConfigModel):
     )
     preserve_order: bool = Field(
         False,
-        description="order of the actions with joint_names; true: as in joint_names; false: as the robot's joints",
+        description="true: the actions have the order of joint_names; false: the actions have the order of the robot's "
+        "joints; no effect with part_name",
     )
     scale: Annotated[Annotated[Scale, NUMBER] | _Scales, by_kind("a number or a list of numbers")] = Field(
         1.0, description="change of position per unit of action, in rad or m; a number, or a list with one per joint"

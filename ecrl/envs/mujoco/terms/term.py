@@ -24,8 +24,9 @@ from ecrl.registry import did_you_mean
 Observe = Callable[[TensorDict, Tensor | None], Tensor]
 """Function that maps (state, entry) to a new entry. In mode add, the argument `entry` is None.
 
-The new entry is float32 `[*B, ...]`, or a uint8 image `[*B, h, w, c]`. The state may have a bool field `needed`,
-`[*B]`. The new entry is then used only where `needed` is True, so a slow term may skip all other environments.
+The new entry is float32 `[*B, ...]`, a uint8 image `[*B, h, w, c]`, or, in an `IntegerTerm`, int64 `[*B, n]`. The state
+may have a bool field `needed`, `[*B]`. The new entry is then used only where `needed` is True, so a slow term may skip
+all other environments.
 """
 
 Reward = Callable[[TensorDict, TensorDict], Tensor]
