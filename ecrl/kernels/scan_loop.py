@@ -1,6 +1,6 @@
 """Loops over time, which run in Python or in a compiled graph.
 
-The argument `scan` of `collect_rollout` selects the loop.
+The argument `scan` of `collect_rollout` is the function that runs the loop over the steps of a rollout.
 """
 
 from collections.abc import Callable
@@ -68,7 +68,7 @@ def check_carry(before: tuple[list[Tensor], Any], after: tuple[list[Tensor], Any
     ValueError: carry field 'x' was float32 [4], but body returned int64 [4]
     """
     if after[1] != before[1]:
-        raise ValueError(f"the carry of a scan changed its structure from {before[1]} to {after[1]}; body must keep it")
+        raise ValueError(f"the carry changed its structure from {before[1]} to {after[1]}; body must keep it")
     for number, (old, new) in enumerate(zip(before[0], after[0], strict=True)):
         if old.shape != new.shape or old.dtype != new.dtype:
             name = names(before[1])[number]
@@ -110,7 +110,7 @@ def loop(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *constants: 
         gradient backwards in time, so the carry of every step is kept in memory. A compiled graph does not support
         second derivatives.
     Raises: ValueError in the same cases as `scan`. A compiled graph raises ConfigError if `body` uses a tensor of the
-        graph that is not one of its arguments. A compiled graph also raises ConfigError if second or forward-mode
+        graph that is not an argument of `body`. A compiled graph also raises ConfigError if second or forward-mode
         derivatives are taken.
 
     >>> loop(lambda x, _: (0.5 * (x + 2.0 / x), None), torch.tensor(1.0), torch.zeros(4))[0]  # Heron's root of 2

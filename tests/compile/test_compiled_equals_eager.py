@@ -507,7 +507,7 @@ CARRY = {"x": torch.zeros(4), "env": {"n": torch.full((4,), 0.75)}}
     [
         (_grows, CARRY, r"carry field 'env.n' was float32 \[4\], but body returned int64 \[4\]"),
         (_widens, torch.zeros(4), r"the carry was float32 \[4\], but body returned float32 \[1, 4\]"),
-        (_more, CARRY, "the carry of a scan changed its structure"),
+        (_more, CARRY, "the carry changed its structure"),
     ],
 )
 def test_a_carry_that_changes_is_refused_compiled_and_eager(body, carry, message):

@@ -346,7 +346,7 @@ def test_a_carry_that_changes_its_structure_is_refused():
     def more(carry, x):
         return carry | {"new": x}, x
 
-    with pytest.raises(ValueError, match="the carry of a scan changed its structure"):
+    with pytest.raises(ValueError, match="the carry changed its structure"):
         traced(lambda x: graph_scan(more, {"a": x[0]}, x), *_flat(torch.ones(3)))
 
 

@@ -65,7 +65,7 @@ def test_a_loop_under_two_vmaps():
 
 
 def test_a_carry_that_changes_its_structure_under_vmap_is_refused():
-    with pytest.raises(ValueError, match="the carry of a scan changed its structure"):
+    with pytest.raises(ValueError, match="the carry changed its structure"):
         graph_of(vmap(lambda x: graph_scan(lambda c, x: (c | {"new": x}, x), {"a": x[0]}, x)[1]), torch.ones(2, 3))
 
 
