@@ -13,8 +13,8 @@ The rows of all tensors are the M steps, in the order of the episodes.
 The metadata of the file has one entry, `ecrl.demonstrations`. The entry is JSON with the version of the format, the
 version of ecrl, the environment, the seed, the numbers of episodes and steps, the mean return, and the success rate if
 the environment reports successes. The key `expert` names the expert or the policy that chose the actions. The entry
-also has the SHA-256 of each vocabulary of instructions, and the config. The key `successes_only` is true if only
-successful episodes were kept.
+also has the whole config, and the SHA-256 of the vocabulary of each setting `tokenizer` of the environment. The key
+`successes_only` is true if only successful episodes were kept.
 """
 
 import json
@@ -63,7 +63,8 @@ def read_about(path: Path) -> tuple[dict[str, tuple[Any, tuple[int, ...]]], dict
         version = about["format"]
     except (KeyError, TypeError, ValueError):
         raise CheckpointError(
-            f"{path}: no demonstrations: it has no metadata {_KEY}; use a file that ecrl demo wrote"
+            f"{path}: not a data set of demonstrations: it has no valid metadata {_KEY}; use a file that ecrl demo "
+            "wrote"
         ) from None
     if version != FORMAT:
         raise CheckpointError(

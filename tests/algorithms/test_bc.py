@@ -482,7 +482,7 @@ def test_tokens_that_were_taken_are_learnt_in_chunks_that_are_cut(tmp_path):
 def test_a_file_that_is_no_data_set_is_refused(tmp_path):
     ecrl.save(tmp_path / "run", init_state(recording()), recording())
     path = tmp_path / "run" / "state.safetensors"
-    with pytest.raises(ConfigError, match=rf"^algorithm.cfg.demos: {path}: no demonstrations: it has no metadata"):
+    with pytest.raises(ConfigError, match=rf"^algorithm.cfg.demos: {path}: not a data set of demonstrations: it has"):
         init_state(cloning(path))
     (tmp_path / "text").write_text("text")
     with pytest.raises(ConfigError, match=r"^algorithm.cfg.demos: .*text: damaged"):
