@@ -76,7 +76,8 @@ def _file_name(source: str, compiler: Sequence[str]) -> str:
 def _compile(source: str, compiler: Sequence[str], target: Path) -> None:
     """Compile a library for this CPU. If the compiler reports an error, compile for a generic CPU.
 
-    Raises: RuntimeError with the compiler's first error, or if the compiler exceeds the time limit.
+    Raises: RuntimeError with the compiler's first error message, if the compiler reports an error for a generic CPU
+        too. RuntimeError if the compiler exceeds the time limit.
     """
     for flags in ((*_FLAGS, *_FOR_THIS_CPU), _FLAGS):
         command = [*compiler, *flags, "-o", str(target), str(_FOLDER / f"{source}.cpp")]

@@ -1,7 +1,7 @@
 """Find checkpoints, and read their manifests.
 
-A checkpoint folder has a `manifest.json` with the SHA-256 of every other file of the checkpoint. The manifest also has
-the SHA-256 of its own other entries.
+A checkpoint folder has a `manifest.json` with the SHA-256 of every other file of the checkpoint. The entry
+`manifest_sha256` of the manifest is the SHA-256 of all other entries of the manifest.
 """
 
 import hashlib

@@ -4,8 +4,9 @@ The functions of the library `safetensors` first copy all tensors to one bytes o
 may not fit in memory.
 
 A file begins with the length of its header in 8 bytes. The header is JSON with the dtype, the shape and the position of
-each tensor. The bytes of the tensors follow. As in files that the library writes, the tensors with the largest elements
-come first. Files of this module and of the library therefore have equal checksums.
+each tensor. The bytes of the tensors follow. As in files that the library writes, the tensors whose dtypes have the
+most bytes per element come first. A file of this module therefore has the same checksum as a file of the library with
+the same content.
 """
 
 import json
