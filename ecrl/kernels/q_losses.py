@@ -3,8 +3,7 @@
 A loss is a mean over the entries whose `mask` is True, or 0 if all entries are masked. Without a mask, every entry
 counts. Masked entries may hold any value, including NaN. Losses detach their targets. A function with logs returns
 `(loss, logs)`, where `loss` is 0-d and `logs` maps names to detached 0-d tensors. The log `count` is the number of
-unmasked entries. In an average over the processes of a distributed run, the loss of each process has the weight `count`
-of this process.
+unmasked entries. An average over the processes of a distributed run weights the loss of each process by this number.
 
 The values of C critics have the shape `[C, *B]`.
 
@@ -40,7 +39,7 @@ def huber(x: Tensor, *, delta: Scalar) -> Tensor:
         delta: size of the error above which the loss is linear, in the units of `x`.
 
     Returns: `[*B]`.
-    Gradient: flows through `x`. The gradient equals `clip(x, -delta, delta)`.
+    Gradient: flows through `x` and `delta`. The gradient with respect to `x` is `clip(x, -delta, delta)`.
     Raises: ValueError if `delta` is not 0-d.
     Source: Huber 1964, "Robust estimation of a location parameter".
 
@@ -73,7 +72,7 @@ def td_loss(
 
     Returns: the 0-d loss, and the logs q_loss (the loss), q_value (mean of `q`), td_error (mean of `|q - target|`) and
         count.
-    Gradient: flows through `q` only.
+    Gradient: flows through `q` and `delta`, but not through `target` and `weight`.
     Raises: ValueError naming the argument, if shapes do not match, `mask` is not bool or a hyperparameter is not 0-d.
     Source: Mnih et al. 2013, arXiv:1312.5602, eq. 2; clipped errors as in Mnih et al. 2015, "Human-level control
         through deep reinforcement learning"; weights as in Schaul et al. 2016, arXiv:1511.05952, algorithm 1.

@@ -12,8 +12,9 @@ limit ended the episode, pass False as `terminated`, and values of the state tha
 Where `terminated` is True or `gamma` is 0, the values of the next state are not read and may be infinite or NaN. The
 functions do not detach their inputs. The losses in `ecrl.kernels.q_losses` detach their targets.
 
-Results have the common dtype of the float arguments, as given by `torch.promote_types`. Hyperparameters, the bounds of
-`smoothed_action` and `next_q_selector` do not affect this dtype. Half-precision inputs are converted to float32 first.
+Results have the common dtype of the float arguments, as given by `torch.promote_types`. Hyperparameters,
+`next_q_selector` and the bounds of `smoothed_action` do not affect this dtype. Half-precision inputs are converted to
+float32 first.
 """
 
 import torch

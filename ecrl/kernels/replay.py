@@ -11,18 +11,19 @@ An iteration only reads the ring. `start` counts the steps of each environment b
 the steps that the iteration has added. In a compiled loop, the ring and `start` are constants, and the loop's carry
 holds the block and `added`. After the loop, one `index_copy_` per field writes the block into the ring. An old row of
 the ring can no longer be drawn as soon as the block holds its replacement, although the ring still stores the old row.
-The results therefore do not depend on the number of turns in an iteration.
+The rows that a turn draws therefore do not depend on how the turns are divided into iterations.
 
 All environments step together. A row is one step of one environment. The row of step t of environment e has the index
 `(t % R) * N + e`, whether the ring or the block stores it. Each observation is stored once, because the next
 observation of a step is the observation of the following step. Only a truncated step also needs its final observation,
 which precedes the reset.
 
-The final observation of step t is stored in slot `(t // G) % F` of its environment. The number of slots F is
-`ceil(R / min_truncation_gap) + 1`. The width of a slot G, in steps, is `ceil(R / (F - 1))`. G is at most
-`min_truncation_gap`. Two truncations of an environment that are at least `min_truncation_gap` steps apart therefore
-never share a slot while both are in the buffer. If two truncations are closer together, the final observation of the
-later step may overwrite the final observation of the earlier step. The discount of the earlier step is then NaN.
+The final observation of step t is stored in slot `(t // G) % F` of its environment. F is the number of slots,
+`ceil(R / min_truncation_gap) + 1`. G is the number of consecutive steps that share a slot, `ceil(R / (F - 1))`. G is at
+most `min_truncation_gap`. Two truncations of an environment that are at least `min_truncation_gap` steps apart
+therefore never share a slot while both are in the buffer. If two truncations are closer together, the final observation
+of the later step may overwrite the final observation of the earlier step. `replay_read` then returns a discount of NaN
+for transitions that end at the earlier step.
 
 If the ring has the field `mask`, a step whose `mask` is False only stores an observation. The action and the reward of
 such a step belong to no transition. An n-step transition that reaches such a step ends at the observation of this step.
@@ -284,7 +285,7 @@ def replay_cut(ring: TensorDict, start: Tensor) -> TensorDict:
     Call this function if the next step that is added will not follow the newest step, for example because the
     environments were restarted in between. The `mask` of the newest step of each environment becomes False, unless an
     episode ended at this step. The `mask` of a truncated step also becomes False if the first new step will have the
-    same slot for final observations. Otherwise, a truncation soon after the restart could overwrite the final
+    same slot for final observations, because a truncation soon after the restart could then overwrite the final
     observation of the truncated step.
 
     Args:
@@ -378,7 +379,7 @@ def replay_index(replay: Replay, keys: Tensor, *, n: int, stack: int) -> Tensor:
 
 
 def _step_and_env(replay: Replay, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the step and the environment of each index. If several steps have this index, return the newest step."""
+    """Return the step and the environment of each index. If several steps share an index, return the newest one."""
     if index.dtype != torch.int64:
         raise ValueError(f"index has dtype {index.dtype}, expected torch.int64")
     capacity, num_envs = replay.ring["steps"].shape
@@ -456,7 +457,7 @@ def _transitions(
         "next_obs": next_obs,
         "terminated": terminated,
     }
-    if also:  # if no step can be drawn, `replay_index` returns 0, so the mask of this step must be False
+    if also:  # if no step can be drawn, `replay_index` returns 0, and the mask of this row must be False
         results["mask"] = batch["mask"] & (step + n < replay.start + replay.added)
     return batch.update(results), (step, last, env)
 
@@ -475,14 +476,14 @@ def replay_read(replay: Replay, index: Tensor, *, gamma: Scalar, n: int) -> Tens
     Args:
         replay: the buffer.
         index: int64 `[*B]`, from `replay_index` or `replay_prioritized_index`.
-        gamma: discount per step.
+        gamma: discount per environment step.
         n: largest number of rewards in a sum, at least 1.
 
     Returns: TensorDict `[*B]` with `reward` (reward units), `discount`, `next_obs`, and `terminated` of the last step.
         The other fields of the ring, such as `obs` and `action`, belong to step t. `truncated` and `executed` are left
         out. `obs` and `next_obs` keep their dtype. `discount` has the dtype of `reward`. If `mask` is False, step t
         stores no transition, or cannot be drawn yet. If `terminated` is True, `next_obs` is an arbitrary observation.
-        If the final observation of a truncated step was overwritten, `discount` is NaN.
+        If the last step was truncated and its final observation was overwritten, `discount` is NaN.
     Gradient: flows through the rows and `gamma`.
     Raises: ValueError if `n` is not between 1 and R - 1, if `gamma` is not 0-d, or if `index` is not int64.
     Source: Sutton and Barto 2018, eq. 7.1; time limits as in Pardo et al. 2018, arXiv:1712.00378.
@@ -511,7 +512,7 @@ def replay_stack(replay: Replay, index: Tensor, *, gamma: Scalar, n: int, stack:
     Args:
         replay: the buffer, which stores single frames.
         index: int64 `[*B]`, drawn with the same `stack`.
-        gamma: discount per step.
+        gamma: discount per environment step.
         n: largest number of rewards in a sum, at least 1.
         stack: number of frames, at least 1.
 

@@ -196,7 +196,7 @@ def gae(
     gamma: Scalar,
     gae_lambda: Scalar,
 ) -> GAE:
-    """Compute the generalised advantage estimate in one backward pass over the last axis.
+    """Compute the generalised advantage estimates and their value targets, from the last step to the first.
 
         delta[t]     = reward[t] + gamma[t] * next_value[t] * not terminated[t] - value[t]
         advantage[t] = delta[t] + gamma[t] * gae_lambda * advantage[t + 1] * not done[t]
@@ -288,7 +288,7 @@ def vtrace(
         terminated: `[*B, T]` bool.
         done: `[*B, T]` bool, `terminated | truncated`.
         gamma: discount, or a `[*B, T]` tensor with the discount of each step.
-        gae_lambda: additional decay of `c`. The paper uses 1.
+        gae_lambda: the parameter lambda, a factor of `c`. The paper uses 1.
         clip_rho: upper bound of the ratio in `rho`.
         clip_c: upper bound of the ratio in `c`.
         clip_pg_rho: upper bound of the ratio in the advantage. The paper uses `clip_rho`.

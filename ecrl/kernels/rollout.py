@@ -41,7 +41,7 @@ def act_and_step(
 
     Args:
         act: the policy's function `(params, carry, obs, noise) -> (carry, out)`. `out` holds `action` and any other
-            fields that the rollout should contain, such as tokens and their mask.
+            fields that the rollout should contain, such as tokens and `token_mask`.
         step: the function `(env_state, action, noise) -> env_state` of an environment from `ecrl.envs.auto_reset`.
         params: the policy's parameters.
         carry: the policy's memory, empty for a feed-forward policy.

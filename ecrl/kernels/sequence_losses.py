@@ -17,8 +17,9 @@ unmasked tokens.
 Masked entries may hold any value, including NaN, and their loss is 0. You can add terms such as `kl_k3` to a loss per
 token. These terms have no mask, so fill the masked entries of their arguments: `log_prob.masked_fill(~mask, 0.0)`.
 
-Losses detach `old_log_prob` and `advantage`, but not hyperparameters that are tensors. Log-ratios are clamped to at
-most `bound`, so that losses and gradients stay finite. `bound` is `ecrl.kernels.dtypes.exponent_bound(dtype)`, 44.36 in
+Losses detach `old_log_prob` and `advantage`. Where a docstring states through which arguments gradients flow, it leaves
+out the hyperparameters. Gradients also flow through hyperparameters that are tensors. Log-ratios are clamped to at most
+`bound`, so that losses and gradients stay finite. `bound` is `ecrl.kernels.dtypes.exponent_bound(dtype)`, 44.36 in
 float32. No gradient flows through a log-ratio above `bound`.
 
 Half-precision inputs are converted to float32, and the loss is converted back. Logged values are float32 or wider.
@@ -152,8 +153,9 @@ def cispo_loss(
         ratio = exp(min(log_prob - old_log_prob, bound))
         loss  = -stop(clip(ratio, 1 - clip_low, 1 + clip_high)) * advantage * log_prob
 
-    A token with a clipped ratio still has a gradient. verl clips on both sides. TRL only caps the ratio. For a cap c,
-    pass `clip_low=1` and `clip_high=c - 1`.
+    A token with a clipped ratio still has a gradient. The library verl clips the ratio from below and from above. TRL
+    clips the ratio only from above. To clip as in TRL, at a largest ratio of c, pass `clip_low=1` and
+    `clip_high=c - 1`.
 
     Args:
         log_prob: `[*B, L]` float, log-probability in nats under the policy being trained.
@@ -168,7 +170,7 @@ def cispo_loss(
     Gradient: flows through `log_prob` only, and not through the ratio. A token of probability 0 has loss 0 and no
         gradient.
     Raises: ValueError naming the argument, if shapes do not match, `mask` is not bool or a hyperparameter is not 0-d.
-    Source: MiniMax 2025, arXiv:2506.13585, eq. 4 and 5. Khatri et al. 2025, arXiv:2510.13786, cap the ratio.
+    Source: MiniMax 2025, arXiv:2506.13585, eq. 4 and 5. Khatri et al. 2025, arXiv:2510.13786, clip only from above.
 
     >>> log_prob, yes = torch.tensor([[-1.0, -2.0]]), torch.tensor([[True, True]])
     >>> cispo_loss(log_prob, log_prob - 9, torch.tensor([1.0]), yes, clip_low=1.0, clip_high=4.0)[0].tolist()
@@ -293,9 +295,9 @@ def sequence_log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor | No
 
         stop(sum(log_prob - old_log_prob where mask) / max(1, count(mask))) + log_prob - stop(log_prob)
 
-    For any function f, the mean of f(result) over the unmasked tokens has the same value and gradient as f(mean
-    log-ratio). To use the ratio of sequences in `clipped_surrogate_asymmetric` or `sapo_loss`, pass the result as
-    `log_prob`, and zeros as `old_log_prob`.
+    For any function f, the mean of f(result) over the unmasked tokens of a sequence has the same value and gradient as
+    f(mean log-ratio). To use the ratio of sequences in `clipped_surrogate_asymmetric` or `sapo_loss`, pass the result
+    as `log_prob`, and zeros as `old_log_prob`.
 
     Args:
         log_prob: `[*B, L]` float, log-probability in nats under the policy being trained.
@@ -303,8 +305,8 @@ def sequence_log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor | No
         mask: `[*B, L]` bool, or None if every token counts.
 
     Returns: `[*B, L]`, equal for all unmasked tokens of a sequence. Masked entries are 0.
-    Gradient: flows through `log_prob` only. The derivative of an unmasked entry with respect to the `log_prob` of the
-        same token is 1, and with respect to the `log_prob` of any other token 0.
+    Gradient: flows through `log_prob` only. The derivative of an unmasked entry is 1 with respect to the `log_prob`
+        of the same token, and 0 with respect to the `log_prob` of any other token.
     Raises: ValueError naming the argument, if shapes differ or `mask` is not bool.
     Source: Zheng et al. 2025 (GSPO), arXiv:2507.18071, eq. 14.
 

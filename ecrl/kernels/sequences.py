@@ -103,8 +103,8 @@ def whiten(
         std = sqrt(sum((advantage - mean)^2 where mask) / max(1, count(mask) - 1))
         (advantage - mean) / max(std, eps)
 
-    An advantage per sequence counts once for each unmasked token. To whiten as in REINFORCE++, pass the scores of the
-    sequences. As in the variant of REINFORCE++ with a baseline, you can also pass `group_centered(score)`.
+    An advantage per sequence counts once for each unmasked token. To whiten as in REINFORCE++, pass the score of each
+    sequence as `advantage`. For the variant of REINFORCE++ with a baseline, pass `group_centered(score)`.
 
     Args:
         advantage: float, `[*B]` or `[*B, L]`, in reward units.

@@ -8,8 +8,9 @@ not all steps of each sequence. `sequence_mean` cannot be computed from such a m
 Compute the weights once per batch, for example with `token_mean_weights`. Over all steps of the batch,
 `weighted_step_mean` then equals `token_mean` of `ecrl.kernels.sequences`. With `sequence_mean_weights` it equals
 `sequence_mean`, and with `fixed_length_mean_weights` it equals `fixed_length_mean`. Over a random minibatch,
-`weighted_step_mean` is an unbiased estimate if all minibatches have the same number of unmasked steps. Gradients of
-parts of a minibatch, weighted with their shares of the unmasked steps, add up to the gradient of the minibatch.
+`weighted_step_mean` is an unbiased estimate if all minibatches have the same number of unmasked steps. If a minibatch
+is processed in parts, weight the gradient of each part with the part's share of the minibatch's unmasked steps. The sum
+of the weighted gradients is the gradient of the minibatch.
 
 The weight functions take `count`, float `[N, T]`, the number of unmasked tokens of each step. `mask`, bool `[N, T]`, is
 True for the steps that count. In the equations, `count(mask)` is the number of steps whose `mask` is True. The function
@@ -91,6 +92,8 @@ def fixed_length_mean_weights(count: Tensor, mask: Tensor, *, length: Scalar, to
     """Return weights `[N, T]` that make `weighted_step_mean` over all steps equal to `fixed_length_mean`.
 
         weight = count(mask) / (sequences * length)
+
+    `length` is the constant by which `fixed_length_mean` divides the sum of each sequence.
 
     Source: Liu et al. 2025 (Dr. GRPO), arXiv:2503.20783, sec. 3.2.
 

@@ -1,8 +1,8 @@
 """Target networks and exponential moving averages, which follow the trained parameters.
 
-Parameters are TensorDicts with the same structure. Target parameters follow the trained parameters slowly or at fixed
-intervals. Compute value targets with the target parameters, so that the value targets change slowly. The average of
-`ema` starts from zeros, and `ema_debiased` corrects the resulting bias.
+Trained and target parameters are TensorDicts with the same structure. Target parameters follow the trained parameters
+slowly or at fixed intervals. Compute value targets with the target parameters, so that the value targets change slowly.
+The average of `ema` starts from zeros, and `ema_debiased` corrects the resulting bias.
 """
 
 from collections.abc import Callable
@@ -124,7 +124,7 @@ def ema(params: TensorDict, average: TensorDict, *, decay: Scalar) -> TensorDict
 
     Args:
         params: TensorDict, the new value.
-        average: state from `ema_init` or from the previous step.
+        average: state from `ema_init` or from the previous call of `ema`.
         decay: weight of the old mean, 0 to 1.
 
     Returns: the new state. The inputs do not change. `mean` keeps its dtypes.

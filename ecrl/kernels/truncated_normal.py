@@ -151,7 +151,7 @@ def truncated_normal_sample(mean: Tensor, log_std: Tensor, low: Scalar, high: Sc
     """Return a reparametrised sample: the point whose cumulative probability after the truncation is `noise`.
 
         mean + std * quantile((1 - noise) Phi(a) + noise Phi(b))
-        a = (low - mean) / std;  b = (high - mean) / std
+        std = exp(log_std);  a = (low - mean) / std;  b = (high - mean) / std
 
     Phi is the standard normal distribution function, and quantile is the inverse of Phi. The result is clipped to the
     bounds, because rounding may move it beyond a bound.
@@ -211,8 +211,8 @@ def truncated_normal_mode(mean: Tensor, low: Scalar, high: Scalar) -> Tensor:
 def truncated_normal_log_prob(mean: Tensor, log_std: Tensor, low: Scalar, high: Scalar, action: Tensor) -> Tensor:
     """Return the log-density of `action` in nats, summed over the last axis.
 
-        sum_a(-z^2 / 2 - log_std - log(2 pi) / 2 - log(Phi(b) - Phi(a))),    z = (action - mean) / exp(log_std)
-        a = (low - mean) / std;  b = (high - mean) / std
+        sum(-z^2 / 2 - log_std - log(2 pi) / 2 - log(Phi(b) - Phi(a)))
+        std = exp(log_std);  z = (action - mean) / std;  a = (low - mean) / std;  b = (high - mean) / std
 
     The action is clipped to the bounds first, because rounding may move an action beyond a bound.
 
@@ -244,8 +244,9 @@ def truncated_normal_log_prob(mean: Tensor, log_std: Tensor, low: Scalar, high: 
 def truncated_normal_entropy(mean: Tensor, log_std: Tensor, low: Scalar, high: Scalar) -> Tensor:
     """Return the differential entropy of the truncated variables in nats, summed over the last axis.
 
-        sum_a(log_std + log(2 pi) / 2 + log(Phi(b) - Phi(a)) + E[z^2] / 2)
-        E[z^2] = 1 + (a phi(a) - b phi(b)) / (Phi(b) - Phi(a));  a = (low - mean) / std;  b = (high - mean) / std
+        sum(log_std + log(2 pi) / 2 + log(Phi(b) - Phi(a)) + E[z^2] / 2)
+        E[z^2] = 1 + (a phi(a) - b phi(b)) / (Phi(b) - Phi(a))
+        std = exp(log_std);  a = (low - mean) / std;  b = (high - mean) / std
 
     Args:
         mean: `[*B, A]` float, mean before the truncation.
@@ -274,7 +275,7 @@ def truncated_normal_kl(
 ) -> Tensor:
     """Return the KL divergence of two variables with the same bounds, in nats, summed over the last axis.
 
-        sum_a(other_log_std - log_std + log_mass' - log_mass + (E[z'^2] - E[z^2]) / 2)
+        sum(other_log_std - log_std + log_mass' - log_mass + (E[z'^2] - E[z^2]) / 2)
 
     The expectations are over the variable with `mean` and `log_std`. z is its distance from `mean` in units of
     `exp(log_std)`, and z' is its distance from `other_mean` in units of `exp(other_log_std)`. log_mass and log_mass'
