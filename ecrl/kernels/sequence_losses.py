@@ -61,8 +61,8 @@ def clipped_surrogate_asymmetric(
         clip_high: largest distance of the clipped ratio above 1.
         dual_clip: largest ratio for negative advantages, above 1 + clip_high. Pass `math.inf` for no dual clip.
 
-    Returns: the loss `[*B, L]`, and the logs approx_kl and clip_frac, the share of unmasked tokens whose ratio is
-        outside [1 - clip_low, 1 + clip_high].
+    Returns: the loss `[*B, L]`, and the logs approx_kl and clip_frac. clip_frac is the share of unmasked tokens whose
+        ratio is outside [1 - clip_low, 1 + clip_high].
     Gradient: flows through `log_prob` only.
     Raises: ValueError naming the argument, if shapes do not match, `mask` is not bool or a hyperparameter is not 0-d.
     Source: Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 10. The dual clip is from Ye et al. 2020, arXiv:1912.09729.
@@ -112,8 +112,8 @@ def gspo_loss(
         clip_low: largest distance of the clipped ratio below 1. The paper uses 3e-4.
         clip_high: largest distance of the clipped ratio above 1. The paper uses 4e-4.
 
-    Returns: the loss `[*B, L]`, and the logs approx_kl and clip_frac, the share of sequences whose ratio is outside
-        [1 - clip_low, 1 + clip_high].
+    Returns: the loss `[*B, L]`, and the logs approx_kl and clip_frac. clip_frac is the share of sequences whose ratio
+        is outside [1 - clip_low, 1 + clip_high].
     Gradient: flows through `log_prob` only. The loss of a token has a gradient only with respect to the `log_prob` of
         the same token, as in `sequence_log_ratio`.
     Raises: ValueError naming the argument, if shapes do not match, `mask` is not bool or a hyperparameter is not 0-d.
@@ -165,8 +165,8 @@ def cispo_loss(
         clip_low: largest distance of the clipped ratio below 1.
         clip_high: largest distance of the clipped ratio above 1.
 
-    Returns: the loss `[*B, L]`, and the logs approx_kl and clip_frac, the share of unmasked tokens whose ratio is
-        outside [1 - clip_low, 1 + clip_high].
+    Returns: the loss `[*B, L]`, and the logs approx_kl and clip_frac. clip_frac is the share of unmasked tokens whose
+        ratio is outside [1 - clip_low, 1 + clip_high].
     Gradient: flows through `log_prob` only, and not through the ratio. A token of probability 0 has loss 0 and no
         gradient.
     Raises: ValueError naming the argument, if shapes do not match, `mask` is not bool or a hyperparameter is not 0-d.
