@@ -70,7 +70,9 @@ class ActionBins(NamedTuple):
     def tokens(self, action: Tensor) -> Tensor:
         """Return the bins `[*B, k, A]`, int64, of actions `[*B, *space.shape]`. Actions are clipped to the space.
 
-            floor((action - low) / (high - low) * bins)
+            min(floor((action - low) / (high - low) * bins), bins - 1)
+
+        If the bounds of an entry are equal, its bin is 0.
 
         >>> from ecrl.spaces import box
         >>> ActionBins(box(-1.0, 1.0, 2), (4, 2)).tokens(torch.tensor([[-0.75, 3.0]]))

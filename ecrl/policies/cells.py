@@ -30,7 +30,7 @@ from ecrl.policies.mlp import Width
 Memory = dict[str, Tensor]
 """Type of a cell's memory: tensors `[*B, H]`."""
 _Step = tuple[Tensor, Tensor]
-"""Input of a step, and the flag of an episode's first step."""
+"""Input of a step, and a flag that is True for the first step of an episode."""
 _Stepped = tuple[Memory, Tensor]
 """Memory and output after a step."""
 
@@ -56,7 +56,7 @@ def gru_step(weights: TensorDict, memory: Memory, x: Tensor) -> Memory:
         x: `[*B, 3 H]`, the concatenation of x_r, x_z and x_n.
 
     Gradient: flows through all arguments.
-    Source: Cho et al. 2014, arXiv:1406.1078, with the reset gate after the product, as in `torch.nn.GRUCell`.
+    Source: Cho et al. 2014, arXiv:1406.1078. As in `torch.nn.GRUCell`, r multiplies h U_n + c, not h.
     """
     h = memory["h"]
     x_r, x_z, x_n = x.chunk(3, -1)
@@ -113,7 +113,7 @@ class Cell(NamedTuple):
         step: `step(weights, memory, x)` returns the memory after a step. `x` is the result of `cell_inputs`.
         memory: names of the tensors in the memory.
         gates: number of vectors `[H]` in `x`.
-        recurrent: number of matrices `[H, H]` that read the memory.
+        recurrent: number of weight matrices `[H, H]` that multiply the memory.
         linear: True if the step is that of `mingru_step`, a linear function of the memory. `unroll` then needs no
             sequential loop.
     """

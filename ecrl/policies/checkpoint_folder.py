@@ -24,7 +24,7 @@ _ADVICE = {
     "pi0": "give the folder that save_pretrained of a pi0 model wrote",
     "openvla": "give the folder of an OpenVLA or OpenVLA-OFT model with action tokens",
 }
-"""Advice at the end of errors, for each `model_type` of `config.json` that ecrl reads."""
+"""Advice at the end of errors, for each supported `model_type` in a checkpoint's `config.json`."""
 
 
 @contextmanager
@@ -49,7 +49,10 @@ def one_line(error: Exception) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file of a checkpoint. Raise ConfigError if the file is damaged or has no object."""
+    """Return the JSON object in a file of a checkpoint.
+
+    Raises: ConfigError if the file cannot be read, or if its content is not a JSON object.
+    """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -68,7 +71,11 @@ def is_finite(x: Any) -> bool:
 
 
 def check_folder(model_path: str | None, kind: str) -> Path:
-    """Return the folder of a checkpoint. Raise ConfigError if it is missing or its `model_type` is not `kind`."""
+    """Return the folder of a checkpoint.
+
+    Raises: ConfigError if `model_path` is None, if the folder or its `config.json` is missing or damaged, or if the
+        `model_type` of the checkpoint is not `kind`.
+    """
     advice = _ADVICE[kind]
     if model_path is None:
         raise ConfigError(f"{KEY}: absent, but backend {kind} reads a checkpoint; {advice}")

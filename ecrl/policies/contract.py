@@ -1,7 +1,8 @@
 """Check the arguments and results of a policy's functions. An error names the policy, the function and the wrong value.
 
-`ecrl.loop` runs these checks when it creates the state of a run, and in the first iteration, before the iteration is
-compiled. The checks compare shapes and dtypes, and reject random numbers that are not drawn from a key.
+`ecrl.loop` runs these checks when it creates the state of a run, and in the first iteration of each phase of the
+algorithm. In compiled code, the checks run while the code is traced. The checks compare shapes and dtypes, and reject
+random numbers that are not drawn from a key.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -30,7 +30,7 @@ from ecrl.registry import InitOnly, register_network
 from ecrl.spaces import Box, Dict, Space, dict_space, flat_dim
 
 Sizes = Annotated[tuple[Count, ...], Field(strict=False, min_length=1)]
-"""Type of a config field with one number per convolution."""
+"""Type of a config field with one number per convolution, or per stage of `impala`."""
 
 Gains = Annotated[
     Positive | Annotated[tuple[Positive, Positive], Field(strict=False)] | None,
@@ -42,7 +42,10 @@ _HIDDEN = "width of each hidden layer after the convolutions"
 _ACTIVATION = "activation of the convolutions and of the hidden layers"
 _LAST_ACTIVATION = "activation after the output layer; none if absent"
 _LAYERNORM = "normalise before each activation, but not before last_activation"
-_GAINS = "gain of orthogonal initial weights, with biases of 0; a second number is the gain of the output layer"
+_GAINS = (
+    "gain of orthogonal initial weights, one number for all layers or a list of two numbers, the second for the output "
+    "layer; biases are then 0"
+)
 
 
 class ConvolutionsConfig(ConfigModel):
@@ -60,7 +63,8 @@ class ConvolutionsConfig(ConfigModel):
         try:
             return handler(data)
         except ValidationError:
-            raise ValueError("expected a number above 0, or two: the second for the output layer") from None
+            expected = "a number above 0, or a list of two such numbers, the second for the output layer"
+            raise ValueError(f"expected {expected}") from None
 
 
 class CNNConfig(ConvolutionsConfig):
@@ -187,11 +191,11 @@ def impala(cfg: ImpalaConfig, space: Space, outputs: int) -> nn.Module:
 
 
 class KeypointsConfig(ConvolutionsConfig):
-    """Settings of the convolutions before the spatial softmax. A channel of the last convolution is a keypoint."""
+    """Settings of the convolutions before the spatial softmax. The last convolution has one channel per keypoint."""
 
     channels: Sizes = Field(
         (32, 48, 48),
-        description="output channels of each convolution; each channel of the last convolution is a keypoint",
+        description="output channels of each convolution; the last convolution has one channel per keypoint",
     )
     kernel_sizes: Sizes = Field((5, 3, 3), description="size of the kernel of each convolution, pixels; must be odd")
     strides: Sizes = Field((2, 2, 1), description="stride of each convolution, pixels")
@@ -248,7 +252,10 @@ class ImageKeypoints(nn.Module):
 
 
 class _KeypointsNetwork(nn.Module):
-    """Network that finds keypoints in each image, with fully connected layers for keypoints and other observations."""
+    """Network that finds keypoints in each image.
+
+    Fully connected layers read the keypoints and the observations that are not images.
+    """
 
     def __init__(self, parts: dict[str, Space], is_dict: bool, cfg: KeypointsConfig, outputs: int):
         super().__init__()

@@ -165,7 +165,11 @@ class Policy:
             raise ValueError("a policy with init_carry has memory; set its unit to 'sequence'")
 
     def q_mean(self, q: Tensor) -> Tensor:
-        """Convert a result of the function `q` to values: the means of return distributions. Values stay unchanged."""
+        """Convert a result of the function `q` to values.
+
+        If the policy has a `distribution`, the values are the means of the return distributions. Otherwise, the result
+        stays unchanged.
+        """
         return q if self.distribution is None else self.distribution.mean(q)
 
     def evaluate_tokens(self, params: TensorDict, rows: TensorDict) -> tuple[Tensor, Tensor]:

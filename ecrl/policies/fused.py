@@ -78,8 +78,8 @@ def fused(cfg: FusedConfig, space: Space, outputs: int) -> nn.Module:
         features = concatenate(encoder[name](obs[name]) for each name)        in order of the names
         output   = mlp(features)
 
-    If the config names no encoder for an observation, an image has the encoder `cnn`. Any other observation is only
-    flattened (see `ecrl.policies.flatten`).
+    An image for which the config names no encoder has the encoder `cnn`. Any other observation for which the config
+    names no encoder is only flattened (see `ecrl.policies.flatten`).
 
     Raises: SpaceError for an observation that is not a Dict. ConfigError for an encoder of an unknown observation, and
         for a nested Dict with images but without an encoder.

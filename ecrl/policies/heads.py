@@ -175,7 +175,7 @@ def head_width(space: Space, action_dim: int | None) -> int:
 
 
 def initial_log_std(space: Space, value: float) -> dict[str, Tensor]:
-    """Return a dict with `log_std`, a tensor `[A]` filled with `value`, for Box actions, or otherwise an empty dict."""
+    """For Box actions, return a dict with `log_std`, a tensor `[A]` filled with `value`. Else return an empty dict."""
     return {"log_std": torch.full((flat_dim(space),), value)} if isinstance(space, Box) else {}
 
 

@@ -41,7 +41,7 @@ class AdaptersConfig(ConfigModel):
 
 
 class AdaptedLinear(nn.Linear):
-    """A linear layer with an adapter. The layer shares its own weights with the layer that it replaces."""
+    """A linear layer with an adapter. Its `weight` and `bias` are the tensors of the linear layer that it replaces."""
 
     def __init__(self, layer: nn.Linear, rank: int, scale: float):
         nn.Module.__init__(self)
@@ -84,7 +84,7 @@ def check_names(key: str, parts: Iterable[str], names: Iterable[str], kind: str)
 
 
 def add_adapters(module: nn.Module, cfg: AdaptersConfig, key: str) -> None:
-    """Replace the linear layers that `cfg.layers` names by layers with adapters, in place.
+    """Give an adapter to each linear layer of `module` that `cfg.layers` selects. `module` is changed in place.
 
     `key` is the path of `cfg` in the config. The initial weights of the adapters are drawn from torch's global
     generator.

@@ -251,7 +251,7 @@ def _acting_policy(net: Pure, label: str, observation_space: Space, action_space
 
 
 def _check_methods(policy: Policy, label: str, obs: Any, is_box: bool) -> None:
-    """Call each method of a module once, so that an error names the faulty method and field."""
+    """Call each method of a module on example observations, so that an error names the faulty method and field."""
     params, empty = policy.init(rng.key(0)), TensorDict({}, [])
     with torch.no_grad():
         for noise in (None, policy.draw(torch.arange(2))):

@@ -261,7 +261,7 @@ def test_initial_weights_are_orthogonal(name):
 def test_wrong_gains_are_refused_in_one_line(name, gains):
     with pytest.raises(ConfigError) as error:
         validate_section(NetworkConfig, block(name, orthogonal_init=gains), "actor")
-    expected = "expected a number above 0, or two: the second for the output layer"
+    expected = "expected a number above 0, or a list of two such numbers, the second for the output layer"
     assert str(error.value) == f"actor: network_cfg.orthogonal_init: {expected}"
 
 
