@@ -94,7 +94,7 @@ def _saved_s(policy: Policy, algorithm: Algorithm, static: Static, iterations: i
 
 
 def form_of(cfg: Config) -> Form:
-    """Choose the initial form (compiled or eager) of a run with this config, and explain the choice."""
+    """Choose the form (compiled or eager) of a run with this config, and explain the choice (see `planned_form`)."""
     policy = _env_and_policy(cfg)[1]
     return planned_form(cfg, policy, make_algorithm(cfg.algorithm), static_of(cfg, policy))
 
@@ -116,8 +116,8 @@ def planned_form(cfg: Config, policy: Policy, algorithm: Algorithm, static: Stat
 
     Warn if `trainer.tf32` has no effect.
 
-    Raises: ConfigError if `trainer.compile` is "on" and the run cannot be compiled, or if it is "background" and the
-        run has several processes or trains on a GPU.
+    Raises: ConfigError if `trainer.compile` is "on" and the run cannot be compiled, or if `trainer.compile` is
+        "background" and the run has several processes or trains on a GPU.
     """
     device, mode = device_of(cfg).type, cfg.trainer.compile
     if not policy.compiles:
@@ -231,5 +231,6 @@ def _row_steps(cfg: Config, policy: Policy) -> int:
     if steps % length:
         raise ConfigError(f"{key}: {length} does not divide trainer.buffer_size {steps}; use a divisor")
     if whole and length < steps:
-        raise ConfigError(f"{key}: {length}, but the ratio of whole episodes needs rows of {steps} steps; leave it out")
+        problem = f"the probability ratio of whole episodes needs sequences of {steps} steps"
+        raise ConfigError(f"{key}: {length}, but {problem}; leave it out")
     return length

@@ -381,10 +381,11 @@ def search(run: Run, start: TensorDict, in_steps: bool, collected: Collected | N
 _ADVICE = {
     "observation": "mend the environment",
     "reward": "mend the environment",
-    "action": "the policy chose this action: lower the learning rate",
+    "action": "actions and their log-probabilities come from the policy: lower the learning rate",
 }
 _FINAL = (
-    "it is the value of the observation at a time limit: mend the environment if the observation is not finite, else "
+    "final_value is the value of the observation at a time limit: mend the environment if the observation is not "
+    "finite, else "
 )
 _LEARNING = "lower the learning rate or max_grad_norm"
 

@@ -1,8 +1,8 @@
 """Define `ecrl.check_policy`, which checks that the functions of a policy agree with each other.
 
-The check lets the policy act on random observations and ends episodes at random steps. Then the check compares the
-log-probabilities from `act` with the log-probabilities from `evaluate` for the same steps, and the values from `value`
-for many steps in one call with the values for single steps.
+The check lets the policy act on random observations and ends episodes at random steps. For these steps, the check
+compares the log-probabilities from `act` with the log-probabilities from `evaluate`. The check also calls `value` once
+for all steps and once for each step alone, and compares the results.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -61,8 +61,9 @@ def random_observations(space: Space, keys: Tensor, others: tuple[int, ...] = ()
     """Draw one observation per key from the uniform distribution on a space.
 
     If the bounds of a float Box are infinite or far apart, the observation has standard normal values, clamped to the
-    bounds. An `action_mask` allows at least one choice in every group of choices. The argument `others` contains the
-    sizes of these groups. A mask in a nested Dict does not mask actions, and is drawn like any other observation.
+    bounds. An `action_mask` has one group of entries for each number of a discrete action, and allows at least one
+    entry of every group. The argument `others` contains the sizes of these groups, such as `nvec` of a MultiDiscrete
+    action space. A mask in a nested Dict does not mask actions, and is drawn like any other observation.
 
     >>> random_observations(Discrete(3), rng.key(0).expand(2)).shape
     torch.Size([2])
@@ -212,8 +213,8 @@ def _act(findings: list[str], policy: Policy, params: TensorDict, obs: Any, keys
 def _explore(findings: list[str], notes: list[str], policy: Policy, record: _Record) -> None:
     """Check `init_exploration` and `explore` on the first step of the record.
 
-    Fields of the exploration state that no episode resets come from the algorithm, so they are missing here. If
-    `explore` reads such a field, the function records the KeyError as a note.
+    The exploration state here has only the fields that `init_exploration` returns. All other fields come from the
+    algorithm. If `explore` reads such a field, the function records the KeyError as a note.
     """
     if policy.explore is None:
         return
@@ -223,7 +224,7 @@ def _explore(findings: list[str], notes: list[str], policy: Policy, record: _Rec
         _called(findings, "explore", policy.explore, record.params, first, out, _step(record.noise, 0))
     except KeyError as error:
         notes.append(
-            f"explore is not checked, because it raised {error!r:.80} for an exploration state with the fields "
+            f"explore is not checked, because it raised {error!r:.80} for an exploration state with only the fields "
             "of init_exploration; the algorithm adds the other fields"
         )
 
@@ -251,7 +252,8 @@ def _advice(policy: Policy, record: _Record, place: list[int], otherwise: str) -
     if policy.unit == "step":
         return f"; {otherwise}"
     if record.steps["done"][env, :step].any():
-        return ", after the end of an episode; after each step with `done`, restart the memory from init_carry"
+        advice = "restart the memory from init_carry after each step with `done`"
+        return f"; this step comes after the end of an episode: {advice}"
     return "; start from the given carry, and advance it as `act` does" if step else "; start from the given carry"
 
 
@@ -289,8 +291,8 @@ def _check_value(findings: list[str], policy: Policy, record: _Record, tolerance
         parts = [(_step(record.before, t), _at(steps, slice(None), slice(t, t + 1))) for t in every]
         single = [value(params, carry, part, None)[0][:, 0] for carry, part in parts]
     if (place := _first_difference(values, torch.stack(single, 1), tolerance)) is not None:
-        given = f"{values[tuple(place)]:.6g} {_place(place)} of steps {list(values.shape)}"
-        by_itself = f"but {single[place[1]][place[0]]:.6g} for that step by itself"
+        given = f"{values[tuple(place)]:.6g} {_place(place)} if called with steps of shape {list(values.shape)}"
+        by_itself = f"but {single[place[1]][place[0]]:.6g} if called with that step alone"
         advice = _advice(policy, record, place, "compute each row independently")
         findings.append(f"value returns {given}, {by_itself}{advice}")
     elif policy.unit == "sequence":
@@ -503,9 +505,9 @@ def check_policy(
       are not checked if a function other than `init` has a fault. For a policy with `q` and Box actions, the check
       includes the gradient of `q` with respect to the actions of `act`.
 
-    The policy acts in four environments on the CPU. The function adds noise to the parameters of `init`, because
-    parameters equal to zero may hide a fault. Errors raised by the policy's own code are not caught, except ConfigError
-    and a KeyError of `explore`.
+    The policy acts in four environments on the CPU. `check_policy` adds noise to the parameters that `init` returns,
+    because parameters equal to zero may hide a fault. Errors raised by the policy's own code are not caught, except
+    ConfigError and a KeyError of `explore`.
 
     Args:
         policy: a policy, a `Config`, or any other argument that `load_config` accepts.

@@ -156,8 +156,8 @@ def test_an_observation_at_a_time_limit_is_found_by_its_value():
     )
     assert "final_value = nan in env 2, step 1 of the rollout, step 5 of that env, no value before it; " in str(error)
     assert (
-        "it is the value of the observation at a time limit: mend the environment if the observation is not finite"
-        in str(error)
+        "final_value is the value of the observation at a time limit: mend the environment if the observation is not "
+        "finite" in str(error)
     )
 
 

@@ -108,7 +108,9 @@ def with_first_memory(params, carry, steps, final):
 
 
 NUM = r"-?[\d.e-]+"
-RESTART = ", after the end of an episode; after each step with `done`, restart the memory from init_carry"
+RESTART = (
+    "; this step comes after the end of an episode: restart the memory from init_carry after each step with `done`"
+)
 RECURRENCES = {
     "evaluate without restart": ("evaluate", without_restart, RESTART),
     "evaluate without carry": ("evaluate", without_carry, "; start from the given carry"),
@@ -130,7 +132,8 @@ def test_a_recurrence_that_differs_from_acting(case):
     place = rf"{NUM} in env \d at step \d+"
     expected = {
         "evaluate": rf"evaluate returns log_prob {place}, but act returned {NUM}",
-        "value": rf"value returns {place} of steps \[4, 14\], but {NUM} for that step by itself",
+        "value": rf"value returns {place} if called with steps of shape \[4, 14\], but {NUM} if called with that step "
+        "alone",
         "V_final": rf"value returns V_final {NUM}, but V {NUM}, for the observation in env \d at step \d+",
     }[case if case == "V_final" else name]
     assert re.fullmatch(expected + re.escape(advice), lines[0]), lines
@@ -416,7 +419,8 @@ def test_an_entropy_of_nan():
 
 def test_a_value_of_several_rows_that_depends_on_the_others():
     lines = findings("feed-forward", value=lambda *args: (v := PLAIN.value(*args)) - v.mean())
-    by_itself = rf"value returns {NUM} in env \d at step \d of steps \[4, 14\], but {NUM} for that step by itself"
+    together = rf"value returns {NUM} in env \d at step \d if called with steps of shape \[4, 14\]"
+    by_itself = rf"{together}, but {NUM} if called with that step alone"
     assert re.fullmatch(by_itself + "; compute each row independently", lines[0])
 
 
