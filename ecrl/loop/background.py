@@ -23,13 +23,14 @@ CONFIG = "config.json"
 def compiling_in_background(run: Run, cfg: Config, iteration: int) -> Iterator[Callable[[int], bool]]:
     """Start to compile the run in another process, and return a function to call before each iteration.
 
-    The function takes the number of completed iterations. At the first call after the other process has succeeded, the
-    function sets the `Switch` of the run to compiled, and returns True. The next iteration then loads the compiled code
-    from disk. In all other cases, the function returns False. If the other process fails, the function warns once, and
-    the run stays eager.
+    The function takes the number of completed iterations. The first call after the other process has succeeded sets the
+    `Switch` of the run to compiled, and returns True. The next iteration then loads the compiled code from disk. All
+    other calls return False. If the other process fails, the function warns once, and the run stays eager.
 
     The field `compiled_from` of the switch is the number of iterations after which the run becomes compiled. If this
-    number is known from an earlier part of the run, no process is started.
+    number is known from an earlier part of the run, no process is started. In this case, the first call after this
+    number of iterations sets the switch to compiled, and returns True. If the run has already completed this number of
+    iterations, the switch is set to compiled at once.
 
     On exit, a process that is still compiling is stopped. For runs that are not compiled in the background, the context
     does nothing.
@@ -81,8 +82,8 @@ def leaving_a_thread(run: Run) -> Iterator[None]:
     """Let torch use one thread less during an eager iteration of a run that is compiled in the background.
 
     The process that compiles needs a core. If torch used all cores, each parallel operation would wait for the thread
-    that shares its core with this process. After the process has failed, and in a resumed run that starts no process,
-    eager iterations also use one thread less, because the number of threads affects rounding.
+    whose core the compiling process also uses. After the compiling process has failed, and in a resumed run that starts
+    no process, eager iterations also use one thread less, because the number of threads affects rounding.
     """
     switch, threads = switch_of(run.jit), torch.get_num_threads()
     if switch is None or not switch.eager or threads == 1:

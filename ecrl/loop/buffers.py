@@ -253,7 +253,10 @@ def with_gap(run: Run, state: TensorDict) -> TensorDict:
 
 
 def overwrite(borrowed: TensorDict, new: TensorDict) -> None:
-    """Copy the tensors of `new` that are not the same objects as in `borrowed` into `borrowed`, in place."""
+    """Copy the tensors of `new` into the tensors of `borrowed`, in place.
+
+    A tensor that is the same object in both is not copied.
+    """
     for old, value in zip(flatten(borrowed)[0], flatten(new)[0], strict=True):
         if old is not value:
             old.copy_(value)

@@ -407,7 +407,10 @@ def _iteration(
 def _iteration_of_leaves(
     run: Run, guard: str, structure: Hashable, leaves: list[Tensor], borrowed: Borrowed
 ) -> tuple[list[Tensor], TensorDict, TensorDict, dict[str, Logs], Tensor | None]:
-    """Run `_iteration` on a state given as a list of tensors. Also return copies of the new state and the logs.
+    """Run `_iteration` on a state given as a list of tensors.
+
+    Return the list of tensors of the new state, a copy of the new state, the new buffer entries, a copy of the logs,
+    and the finite guard's flags.
 
     Raises: ValueError if the iteration changes the names or batch sizes of the state's fields.
     """

@@ -62,7 +62,7 @@ def _info_logs(steps: TensorDict) -> Logs:
 
 
 def collect_logs(episode: TensorDict, steps: TensorDict) -> Logs:
-    """Return the mean return and length of the last finished episodes, and the means of `info` over the steps."""
+    """Return the mean return and length of the last finished episodes, and the means of the values in `info`."""
     return _episode_logs(episode) | _info_logs(steps)
 
 

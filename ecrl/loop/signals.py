@@ -81,10 +81,12 @@ def in_loop(may_abandon: bool = True) -> Iterator[None]:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Mark the code inside this context as interruptible. The loop must be able to repeat the code from its state.
+    """Mark the code inside this context as interruptible.
 
-    A compiled graph that calls Python, such as MuJoCo's step, reports an interruption as a RuntimeError. After a
-    signal, this context therefore raises Stopped for a RuntimeError.
+    The caller must be able to repeat the interrupted code, starting from the last state of the run.
+
+    If a signal interrupts Python code that a compiled graph calls, for example to step MuJoCo, the graph raises a
+    RuntimeError. After a signal, this context therefore replaces a RuntimeError with Stopped.
     """
     _interruptible_parts.append(True)
     try:

@@ -50,8 +50,8 @@ class State(TensorDict):
     """State of a run: a TensorDict that prints as its `summary`.
 
     `print(state["params"])` lists the tensors of a field with their shapes, and `print(state.to_tensordict())` lists
-    all tensors. A state without a summary prints its tensors too: one that lacks a field, such as the result of
-    `state.select("params")`, and one whose numbers cannot be read, such as an argument inside vmap.
+    all tensors. If a state has no summary, `print(state)` lists all tensors instead. A state has no summary if it lacks
+    a field that the summary reads, as `state.select("params")` does, or if its numbers cannot be read, as inside vmap.
 
     >>> from ecrl import init_state, load_config
     >>> init_state(load_config("configs/cartpole_ppo.json"))
