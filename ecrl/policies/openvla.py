@@ -73,7 +73,8 @@ class OpenVLAConfig(PretrainedConfig):
     dataset: str | None = Field(
         None,
         description=(
-            "name of the data set whose action bounds are used; required if the checkpoint has several data sets"
+            "name of the data set whose bounds of actions and states are used; required if the checkpoint has several "
+            "data sets"
         ),
     )
 
@@ -81,7 +82,8 @@ class OpenVLAConfig(PretrainedConfig):
 class ActionTokens(NamedTuple):
     """Conversion between actions and the indices of action tokens.
 
-    Indices count back from the end of the vocabulary: index i is the token `vocabulary - 1 - i`.
+    In the methods, a token is given by its index, not by its id. Indices count back from the end of the vocabulary: the
+    token with the index i has the id `vocabulary - 1 - i`.
 
     Attributes:
         bins: number of action tokens. There are only `bins - 1` centres, because the last two tokens share a centre.
@@ -181,7 +183,10 @@ class _Model(nn.Module):
         return self._scores(torch.cat((first.unsqueeze(1), rest), 1)), first
 
     def features(self, images: Tensor, ids: Tensor, state: Tensor | None, count: int) -> Tensor:
-        """Return the features `[n, width]` for a critic. With parallel decoding, the features depend on `count`."""
+        """Return the features `[n, width]` for a critic.
+
+        `count` is the number of tokens of an action. With parallel decoding, the features depend on this number.
+        """
         if self.is_parallel:
             return self.logits(images, ids, state, ids.new_zeros(len(ids), count))[1]
         prefix, mask = self._prefix(images, ids, state)
@@ -295,12 +300,13 @@ def _make_model(folder: Path, shape: Shape, cfg: OpenVLAConfig) -> nn.Module:
 def openvla(cfg: OpenVLAConfig, observation_space: Space, action_space: Box, policy_cfg: PolicyConfig) -> Policy:
     """Build the policy of an OpenVLA checkpoint.
 
-    `act` returns the tokens of an action as `action_tokens`, int64 `[*B, k, A]`, and the action in units of the
-    environment. `sample_log_prob` and the results of `evaluate` have the shape `[*B, k, A]`. `evaluate` reads
-    `action_tokens` or, if steps have none, the tokens of `action`.
+    An action is a chunk of k steps with A numbers each. `act` returns the tokens of an action as `action_tokens`, int64
+    `[*B, k, A]`, and the action in units of the environment. `sample_log_prob` and the results of `evaluate` have the
+    shape `[*B, k, A]`. `evaluate` reads `action_tokens` or, if steps have none, the tokens of `action`.
 
-    The params are `model`, `adapters` and `critic`. Empty parts are left out. The frozen parameters are `base`, the
-    weights that are not trained, and `statistics`, the bounds of actions and states.
+    The params are `model`, `adapters` and `critic`. Empty parts are left out. The frozen parameters are `base` and
+    `statistics`. `base` has the weights that are not trained. `statistics` has the bounds of the actions and, if the
+    model reads a state, the bounds of the state.
 
     Raises: ConfigError if the checkpoint cannot be read, or if it does not fit the environment. MissingExtraError if
         transformers is not installed.
@@ -408,7 +414,8 @@ def save_openvla(folder: str | Path, state: TensorDict, cfg: Config) -> None:
     for kind, bounds in cast(Any, params["statistics"]).items():
         found = read_statistics(source, section.dataset, kind, len(bounds["low"]))
         if any(bounds[name].tolist() != torch.tensor(x).tolist() for name, x in found._asdict().items()):
-            raise ConfigError(f"{str(source)!r}: its bounds of {kind} changed since the run began; restore the file")
+            problem = f"{str(source)!r}: the bounds of {kind} differ from those of the run"
+            raise ConfigError(f"{problem}; use the checkpoint that the run began with")
     weights = {name.removeprefix(_PREFIX): weight.detach().cpu() for name, weight in weights_of(params).items()}
     scale = 1.0 if section.adapters is None else section.adapters.scale
     write_model(Path(folder), source, merged(weights, scale))

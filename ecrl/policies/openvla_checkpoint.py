@@ -38,7 +38,7 @@ class Shape(NamedTuple):
 
     Attributes:
         vision: sizes of each vision model.
-        means, stds: mean and standard deviation of the pixels of each vision model, for red, green and blue.
+        means, stds: mean and standard deviation of red, green and blue, for each vision model.
         text: settings of the language model.
         bins: number of action tokens, the last tokens of the vocabulary.
         vocabulary: size of the vocabulary, without the padding rows of the embedding table.
@@ -81,7 +81,7 @@ def _opened(folder: Path) -> Iterator[Any]:
 
 
 class _ConfigFile(BaseModel):
-    """The entries of `config.json` that ecrl reads, without `norm_stats`."""
+    """The entries of `config.json` that `read_shape` reads. `read_statistics` reads the entry `norm_stats`."""
 
     model_config = ConfigDict(strict=True)
 
@@ -100,7 +100,10 @@ _Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 
 
 class _PixelsFile(BaseModel):
-    """The entries of `preprocessor_config.json` that ecrl reads: mean and standard deviation of red, green and blue."""
+    """The entries of `preprocessor_config.json` that ecrl reads.
+
+    For each vision model, these are the means and the standard deviations of red, green and blue.
+    """
 
     model_config = ConfigDict(strict=True)
 
@@ -221,7 +224,10 @@ class OpenVLAModel(nn.Module):
         self.language_model = LlamaForCausalLM(LlamaConfig(**settings))
 
     def see(self, images: Tensor) -> Tensor:
-        """Map images `[n, cameras, 3, size, size]` from 0 to 1 to tokens `[n, cameras * patches, width]`."""
+        """Map images to tokens `[n, cameras * patches, width]`.
+
+        The images have the shape `[n, cameras, 3, size, size]` and values in [0, 1].
+        """
         pixels, found = images.flatten(0, 1), []
         for name, mean, std in zip(BACKBONES, self.shape.means, self.shape.stds, strict=False):
             shift, scale = (pixels.new_tensor(x).reshape(-1, 1, 1) for x in (mean, std))
@@ -291,7 +297,7 @@ def read_statistics(folder: Path, dataset: str | None, kind: str, size: int) -> 
         folder: the checkpoint.
         dataset: name of the data set, or None if there is only one.
         kind: "action" or "proprio".
-        size: expected number of quantiles.
+        size: size of one step of an action, or of the state.
     Raises: ConfigError if the data set is unknown, if several exist and none is named, or if the quantiles are missing
         or invalid.
     """

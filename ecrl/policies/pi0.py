@@ -107,16 +107,17 @@ class Pi0Config(PretrainedConfig):
 
 
 class _Model(nn.Module):
-    """The two parts of a pi0 model that a policy calls: reading the observation, and one denoising step."""
+    """The two functions of a pi0 model that a policy calls: `read` for observations, `velocity` for denoising steps."""
 
     def __init__(self, pi0: Any):
         super().__init__()
         self.pi0 = pi0
 
     def read(self, pixels: Tensor, ids: Tensor) -> tuple[Cache, Tensor, Tensor]:
-        """Return the cache, a mask `[n, P]` and the mean features `[n, H]` of images and instructions.
+        """Read images and instructions. Return the cache, a mask `[n, P]` and the mean features `[n, H]`.
 
-        `pixels` are `[n, cameras, 3, size, size]` from -1 to 1, and `ids` are `[n, L]`, with zeros at the end.
+        The mask has one entry for each of the P tokens, which is 0 for padding and otherwise 1. `pixels` are images
+        `[n, cameras, 3, size, size]` with values from -1 to 1. `ids` `[n, L]` are the instructions, padded with zeros.
         """
         config = self.pi0.config.vlm_config
         tokens = pixels.shape[1] * (config.vision_config.image_size // config.vision_config.patch_size) ** 2
@@ -165,9 +166,10 @@ class _Flow(NamedTuple):
     Attributes:
         net: the model `_Model`.
         steps: number of denoising steps.
-        chunk: number C of steps in a chunk of the model.
-        width: size M of a step of the model.
-        taken: number k of steps, and size A of a step, that the environment reads.
+        chunk: number C of steps in a chunk of actions of the model.
+        width: size M of each step of this chunk.
+        taken: the tuple (k, A). The environment reads the first k steps of this chunk, and the first A numbers of each
+            step.
     """
 
     net: Pure
@@ -222,8 +224,8 @@ class _Imitation(NamedTuple):
     def loss(self, weights: TensorDict, read: _Read, actions: Tensor, t: Tensor, start: Tensor) -> Tensor:
         """Return the squared errors of the velocity, `[n, k, A]`, for the numbers that the environment reads.
 
-        `actions`, of shape `[n, k, A]`, are scaled like the model's numbers. The model's other numbers are 0, as in
-        pretraining, and have no loss.
+        `actions`, of shape `[n, k, A]`, are scaled like the model's numbers. To get a chunk of the model, the function
+        adds the model's other numbers as zeros, as in pretraining. The errors of the added numbers are left out.
         """
         flow = self.flow
         data = flow.with_corner(torch.zeros_like(start), actions)
@@ -498,7 +500,7 @@ def pi0(cfg: Pi0Config, observation_space: Space, action_space: Box, policy_cfg:
     `evaluate` also reads the fields of the denoising steps that `act` returns, whose names begin with `flow_`.
 
     The params are `model`, `adapters`, `noise_head` and `critic`. Empty parts are left out. The frozen parameters are
-    `base`, the weights that are not trained, and `statistics`, if the checkpoint has any.
+    `base` and, if the checkpoint has statistics, `statistics`. `base` has the weights that are not trained.
 
     Raises: ConfigError if the checkpoint cannot be read, or if it does not fit the environment. MissingExtraError if
         transformers is not installed.
@@ -605,8 +607,8 @@ def save_pi0(folder: str | Path, state: TensorDict, cfg: Config) -> None:
     """Write the policy of a run as a checkpoint that `PI0ForConditionalGeneration.from_pretrained` loads.
 
     Adapters are added to the weights of their layers. The critic and the noise head are left out, because the model in
-    transformers has no place for them. All other files of the original checkpoint, such as the files of the tokenizer,
-    are copied, except Python code.
+    transformers has no place for them. All files of the original checkpoint except weights and Python code are copied,
+    such as the files of the tokenizer.
 
     Args:
         folder: path of a new folder, which appears complete or not at all.

@@ -77,7 +77,7 @@ class Statistics(NamedTuple):
 
 
 def read_statistics(folder: Path, state: int, actions: int) -> Statistics:
-    """Return the statistics in `processor_config.json` of a checkpoint, if it has this file.
+    """Return the statistics in `processor_config.json` of a checkpoint. Without this file, all fields are None.
 
     Raises: ConfigError if a list of statistics has another length than `state` or `actions`, or a number that is not
         finite. Also raised if a standard deviation is not above 0, or if only the mean or only the standard deviation

@@ -35,8 +35,8 @@ class PretrainedConfig(VLAConfig):
     adapters: AdaptersConfig | None = Field(
         None,
         description=(
-            "low-rank adapters, which are trained; the pretrained weights are then frozen, except the parts that "
-            "trained names; no adapters if absent"
+            "low-rank adapters, which are trained; the pretrained weights are then frozen, except the parts listed in "
+            "policy.vla.trained; no adapters if absent"
         ),
     )
     critic: NetworkConfig | None = Field(

@@ -126,7 +126,7 @@ def test_an_existing_folder_and_another_policy_are_refused(tmp_path):
     statistics = tiny_openvla.STATISTICS | {"action": {"q01": [0.0, 0.0], "q99": [2.0, 2.0]}}
     path = write_checkpoint(tmp_path / "changed", norm_stats={"dots": statistics})
     other = choosing("grpo", **{"policy.vla.model_path": str(path)})
-    with pytest.raises(ConfigError, match=r"changed': its bounds of action changed since the run began; restore the f"):
+    with pytest.raises(ConfigError, match=r"changed': the bounds of action differ from those of the run; use the ch"):
         save_openvla(tmp_path / "new", state, other)
     assert not (tmp_path / "new").exists()
 
