@@ -69,7 +69,7 @@ def seeded(key: Tensor) -> Iterator[None]:
     """
     cuda = [key.device] if key.device.type == "cuda" else []
     with _GENERATORS_LOCK, ignoring_draws(), torch.random.fork_rng(devices=cuda):
-        seed = int(key)  # modules draw only from the global generators
+        seed = int(key)  # the global generators, from which modules draw, take an int as their seed
         torch.default_generator.manual_seed(seed)  # `fork_rng` restores the caller's state
         for device in cuda:
             torch.cuda.default_generators[device.index or 0].manual_seed(seed)  # `fork_rng` also restores this state
@@ -82,7 +82,7 @@ _DROPOUTS = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 
 
 def _varies(layer: nn.Module) -> bool:
-    """Return True if the layer, in its current mode, is random or mixes the observations of a batch."""
+    """Return True if the layer, in its current mode, is random, mixes the rows of a batch or updates statistics."""
     if isinstance(layer, _BATCH_NORMS):
         return layer.training or layer.running_mean is None
     if isinstance(layer, _INSTANCE_NORMS):
@@ -164,9 +164,9 @@ def pure(make: Callable[[], nn.Module], name: str, bf16: bool) -> Pure:
     constants, first = _constants(module, trained), {}
     tied = {n: first.setdefault(id(w), n) for n, w in module.named_parameters(remove_duplicate=False)}
     tied = {name: shared for name, shared in tied.items() if name != shared}
-    module = deepcopy(module).to(
-        "meta"
-    )  # a copy, because the caller of `make` may hold a reference to the module; calls pass the weights as arguments
+    # Copy the module, because the caller of `make` may hold a reference to it. The copy needs no values on a device,
+    # because each call passes the weights as arguments.
+    module = deepcopy(module).to("meta")
     caller, lock = _MethodCaller(module), RLock()
 
     def init() -> TensorDict:

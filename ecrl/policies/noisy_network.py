@@ -70,7 +70,10 @@ def _of_rows(noise: Tensor, x: Tensor) -> Tensor:
 
 
 def _with_noise(module: nn.Module, std: float) -> nn.Module:
-    """Replace the trained linear layers of a module by noisy layers. A layer that is used twice is replaced once."""
+    """Replace the trained linear layers of a module by noisy layers.
+
+    If the module uses a layer in several places, one noisy layer replaces it in all of them.
+    """
     noisy: dict[nn.Module, nn.Module] = {}
 
     def replaced(layer: nn.Module) -> nn.Module:

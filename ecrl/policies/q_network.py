@@ -66,8 +66,8 @@ def q_network(cfg: QNetworkConfig, observation_space: Space, action_space: Space
         Q(obs, a) = V(obs) + advantage(obs, a) - mean_b(advantage(obs, b))        if `dueling`
 
     `explore` replaces the action of an environment by a random action with the probability `exploration["epsilon"]`.
-    The output of `act` has the field `q`, the values of the actions, which `explore` reads. Actions that the
-    `action_mask` excludes have the value -inf.
+    The output of `act` has the field `q`, the values of the actions, which `explore` reads. In this field, actions that
+    the `action_mask` excludes have the value -inf.
 
     If `noisy` is True, the linear layers of the network have noise. The policy explores through this noise, so set
     epsilon to 0, as in the paper. `act` gives each environment its own noise in each step. Without noise, `act` and `q`

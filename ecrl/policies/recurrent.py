@@ -39,7 +39,8 @@ class RecurrentConfig(ActorOnlyConfig):
         "shared",
         description=(
             "shared: actor and critic share an encoder and a cell; separate: each has its own encoder and cell; actor: "
-            "each has its own encoder, but only the actor has a cell; critic: the same, but only the critic has a cell"
+            "each has its own encoder, but only the actor has a cell; critic: each has its own encoder, but only the "
+            "critic has a cell"
         ),
     )
     encoder: NetworkConfig | None = Field(
@@ -129,7 +130,7 @@ def make_trunk(cfg: RecurrentConfig, observation_space: Space, side: str) -> Tru
     key = "critic_obs" if side == "critic" else "actor_obs"
     space = visible_space(observation_space, cfg.critic_obs if side == "critic" else cfg.actor_obs, key)
     if flat_dim(space) == 0:
-        problem = "the observations have only an action_mask, which no network reads"
+        problem = "the observations have nothing that a network reads"
         raise ConfigError(f"policy recurrent: {problem}; add another observation")
     size, encoder = cfg.cell.hidden_size, None
     if cfg.encoder is not None:

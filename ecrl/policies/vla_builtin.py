@@ -1,14 +1,14 @@
 """The backend `builtin` of the policy `vla`: a small network that learns from scratch to follow instructions.
 
-The network has three parts:
+The network computes the distribution of an action in three steps:
 
 - Convolutions compute the positions of keypoints in each image (`ecrl.policies.convolutions`). The words of the
   instruction scale and shift the features of the convolutions (FiLM).
 - A transformer (`ecrl.policies.transformer`) reads a prefix: the words, tokens of the keypoints, one token of all other
   observations and, with a value network, one token of the critic.
-- Each number in a chunk of actions is a token. The values of a token are the bins of `ecrl.policies.action_bins`. With
-  parallel decoding, the tokens are independent given the observation. With autoregressive decoding, each token also
-  attends to the earlier tokens.
+- The transformer decodes one token for each number in a chunk of actions. The values of a token are the bins of
+  `ecrl.policies.action_bins`. With parallel decoding, the tokens are independent given the observation. With
+  autoregressive decoding, each token depends on the values of the earlier tokens.
 
 Both `act` and `evaluate` divide the logits of a token by the setting `temperature`.
 """
@@ -346,13 +346,14 @@ def _network(cfg: BuiltinVLAConfig, observation_space: Space, action_space: Box,
 def builtin(cfg: BuiltinVLAConfig, observation_space: Space, action_space: Box, policy_cfg: PolicyConfig) -> Policy:
     """Build the policy of the backend `builtin`.
 
-    `act` returns the bins of an action as `action_tokens`, int64 `[*B, k, A]`, and the action in the centres of these
-    bins. `sample_log_prob` and the results of `evaluate` have the shape `[*B, k, A]`. `evaluate` reads `action_tokens`
-    or, if steps have none, the bins of `action`. If an entry of an action has equal bounds, its token does not count
-    in the log-probability, and `act` also returns a `token_mask`.
+    An action is a chunk of k steps with A numbers each. `act` returns the bins of these numbers as `action_tokens`,
+    int64 `[*B, k, A]`, and the action, whose numbers are the centres of these bins. `sample_log_prob` and the results
+    of `evaluate` have the shape `[*B, k, A]`. `evaluate` reads `action_tokens` or, if steps have none, the bins of
+    `action`. If an entry of an action has equal bounds, its token does not count in the log-probability, and `act` also
+    returns a `token_mask`.
 
     The params are `layers`, `actions` and, with a value network, `critic`. If the observations have images, an
-    instruction or other parts, the params also have `images`, `words` or `others`.
+    instruction or other parts, the params also have `images`, `words` or `others`, respectively.
     """
     if not policy_cfg.clip_actions:
         raise ConfigError("policy.clip_actions: false, but bins are inside the action space; leave it out")

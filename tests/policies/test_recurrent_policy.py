@@ -228,7 +228,7 @@ def test_settings_that_do_not_fit_are_refused(settings, message):
 @pytest.mark.parametrize("memory", MEMORIES)
 def test_observations_without_features_are_refused(memory):
     space = spaces.dict_space({"action_mask": spaces.box(0, 1, 4)})
-    with pytest.raises(ConfigError, match="the observations have only an action_mask, which no network reads; add"):
+    with pytest.raises(ConfigError, match="the observations have nothing that a network reads; add"):
         make_policy(with_critic(memory=memory), space, CHOICE)
 
 
