@@ -38,8 +38,8 @@ def check_room(need: int, device: "torch.device", label: str) -> None:
     Args:
         need: the size of the allocation, in bytes.
         device: the device on which to allocate.
-        label: the start of the error message, such as `trainer.num_envs: 8 environments`: the thing that the user can
-            make smaller, and the objects that need the memory, in the plural.
+        label: the start of the error message, such as `trainer.num_envs: 8 environments`. The label names the setting
+            that the user can make smaller, and then the objects that need the memory, in the plural.
 
     >>> import torch
     >>> check_room(10**18, torch.device("cpu"), "trainer.num_envs: 10**15 environments")  # doctest: +ELLIPSIS
@@ -108,5 +108,6 @@ def keep_freed_memory() -> bool:
     configured = any(name.startswith("MALLOC_") for name in os.environ)
     if mallopt is None or configured or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False
-    # setting one threshold fixes the other one, so set both: allocations of up to 32 MiB, glibc's limit, reuse memory
+    # If one threshold is set, glibc no longer adapts the other one, so set both. The limit of the mmap
+    # threshold is 32 MiB, so larger allocations do not reuse memory.
     return bool(mallopt(_MMAP_THRESHOLD, 32 * 2**20) and mallopt(_TRIM_THRESHOLD, 512 * 2**20))

@@ -340,7 +340,10 @@ def register_robot(name: str, *, override: bool = False) -> Callable[[Callable],
 
 
 def _import_builtin(kind: str, name: str) -> None:
-    """Import the module that registers a built-in component. Do nothing if no built-in component has this name."""
+    """Import the module that registers the built-in component `name`, if there is one.
+
+    For an event or a term, import the modules of `_EVENTS_AND_TERMS` in order until one of them registers the name.
+    """
     if kind in BUILTIN:
         if name in BUILTIN[kind]:
             import_module(BUILTIN[kind][name])

@@ -2,9 +2,9 @@
 
 A tensor of shape `[*B]` contains a batch of independent keys. A draw appends the requested shape to `[*B]`, so
 `uniform(keys, (3,))` has shape `[*B, 3]`. Use each key only once, and derive new keys with `split` or `fold_in`. The
-values of a short draw are the first values of a longer draw from the same key. Integers, uniform samples and
-permutations have the same bits in eager and compiled code, under vmap and on every device. Normal samples agree within
-1e-6.
+values of a short draw are the first values of a longer draw from the same key, except in `permutation`. Integers,
+uniform samples and permutations have the same bits in eager and compiled code, under vmap and on every device. Normal
+samples agree within 1e-6.
 
 Philox4x32-10 computes the random bits from a key and a counter (Salmon et al. 2011, "Parallel random numbers: as easy
 as 1, 2, 3"). Philox multiplies unsigned 32-bit words, and needs the high 32 bits of each product. PyTorch has no

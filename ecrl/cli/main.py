@@ -235,8 +235,9 @@ def record(
 ) -> None:
     """Record a real-time video of the newest policy of a run, with deterministic actions.
 
-    In a MuJoCo task, the first evaluation camera of the config takes the video, or else its first training camera.
-    Without a camera, the video shows the whole scene. A Gymnasium environment renders its own frames.
+    In a MuJoCo task, the first evaluation camera of the config takes the video. If the config has no evaluation camera,
+    the first training camera takes the video. If the config has no camera, the video shows the whole scene. A Gymnasium
+    environment renders its own frames.
 
     Args:
         run: run folder or checkpoint folder.

@@ -66,7 +66,7 @@ def canonical_json(data: Any) -> str:
 
 
 def without_seeds_and_names(config: Row) -> Row:
-    """Return a run's config without its seeds and names.
+    """Return a run's config without the seeds and names in its section `trainer`.
 
     >>> without_seeds_and_names({"trainer": {"seed": 3, "exp_name": "a", "num_envs": 4}, "env": {"name": "cartpole"}})
     {'trainer': {'num_envs': 4}, 'env': {'name': 'cartpole'}}
@@ -218,7 +218,7 @@ def curve(source: Source, metric: str) -> Curve:
     logged = [row for row in source.rows if metric in row]
     rows = list(dropwhile(lambda row: not _is_number(row[metric]), logged))
     if not rows:
-        raise UserError(f"{source.path}: no metric {metric!r}; {did_you_mean(metric, metrics(source))}")
+        raise UserError(f"{source.path}: no finite value of {metric!r}; {did_you_mean(metric, metrics(source))}")
     steps, seconds, values = (np.array([row[name] for row in rows], float) for name in ("steps", "seconds", metric))
     for name, x in (("steps", steps), ("seconds", seconds)):
         if (np.diff(x) < 0).any():
