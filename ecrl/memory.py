@@ -38,8 +38,9 @@ def check_room(need: int, device: "torch.device", label: str) -> None:
     Args:
         need: the size of the allocation, in bytes.
         device: the device on which to allocate.
-        label: the start of the error message, such as `trainer.num_envs: 8 environments`. The label names the setting
-            that the user can make smaller, and then the objects that need the memory, in the plural.
+        label: the start of the error message, such as `trainer.num_envs: 8 environments`. The label first names
+            the setting or the buffer that the user can make smaller, and then the objects that need the memory. This
+            second name must be in the plural.
 
     >>> import torch
     >>> check_room(10**18, torch.device("cpu"), "trainer.num_envs: 10**15 environments")  # doctest: +ELLIPSIS

@@ -114,8 +114,8 @@ class Entry(NamedTuple):
 class InitOnly:
     """Marker for a config field that affects only the initial values of a policy's parameters.
 
-    Changing a marked field causes no recompilation. A module passed to `ecrl.module_policy` or
-    `ecrl.policies.networks.pure` may also read a marked field, if its `forward` does not depend on the field.
+    Changing a marked field causes no recompilation. A module that `ecrl.module_policy` or `ecrl.policies.networks.pure`
+    builds may also read a marked field, if the `forward` of the module does not depend on the field.
 
     >>> from typing import Annotated
     >>> from pydantic import BaseModel
@@ -162,7 +162,7 @@ IMPORT_FIRST = "import its module first: import MODULE in Python, --import MODUL
 _FIRST_NAMES = 3
 
 _FAILED_PLUGINS: list[str] = []  # error messages of plugins that failed to import
-_IMPORTED_GROUPS: list[str] = []  # filled before the plugins are imported, because plugins register components
+_IMPORTED_GROUPS: list[str] = []  # filled before the import, so that a lookup by a plugin does not repeat it
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:

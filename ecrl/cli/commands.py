@@ -157,7 +157,8 @@ def bench(
     Args:
         what: "speed" measures how fast ecrl is, and "results" measures how well the shipped configs learn. With
             "results", each seed has a file, and the command measures only seeds whose file is missing or out of date.
-        quick: measure speed in fewer and shorter rounds. Without --only, run only end_to_end, solved and kernels.
+        quick: measure speed in fewer and shorter rounds. If --only is absent, --quick runs only end_to_end,
+            solved and kernels.
         only: with "speed", names of benchmarks, such as end_to_end; with "results", names of configs, such as
             cartpole_ppo; all if absent.
         seeds: with "results", number of seeds per config. The default is ten for configs that train in less than ten

@@ -345,7 +345,7 @@ def openvla(cfg: OpenVLAConfig, observation_space: Space, action_space: Box, pol
     def act(params: TensorDict, carry: TensorDict, obs: Any, drawn: Any) -> tuple[TensorDict, TensorDict]:
         if torch.compiler.is_exporting():
             advice = "write a checkpoint with ecrl.policies.openvla.save_openvla"
-            raise ConfigError(f"backend openvla has no graph; {advice}")
+            raise ConfigError(f"backend openvla does not support export; {advice}")
         rows, batch = one_batch(obs, reader.inputs.space)
         noise = None if drawn is None else drawn.reshape(batch.numel(), count, shape.bins)
         chosen, log_prob = (x.reshape(*batch, *chunk) for x in sample(params, reader.read(params, rows), noise))

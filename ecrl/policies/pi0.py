@@ -543,7 +543,7 @@ def pi0(cfg: Pi0Config, observation_space: Space, action_space: Box, policy_cfg:
 
     def act(params: TensorDict, carry: TensorDict, obs: Any, drawn: Any) -> tuple[TensorDict, TensorDict]:
         if torch.compiler.is_exporting():
-            raise ConfigError("backend pi0 has no graph; write a checkpoint with ecrl.policies.pi0.save_pi0")
+            raise ConfigError("backend pi0 does not support export; write a checkpoint with ecrl.policies.pi0.save_pi0")
         rows, batch = one_batch(obs, reader.inputs.space)
         weights, inputs, _ = read(params, rows)
         x, log_prob, fields = noise.sample(params, weights, inputs, None if drawn is None else drawn.reshape(-1))
@@ -607,8 +607,8 @@ def save_pi0(folder: str | Path, state: TensorDict, cfg: Config) -> None:
     """Write the policy of a run as a checkpoint that `PI0ForConditionalGeneration.from_pretrained` loads.
 
     Adapters are added to the weights of their layers. The critic and the noise head are left out, because the model in
-    transformers has no place for them. All files of the original checkpoint except weights and Python code are copied,
-    such as the files of the tokenizer.
+    transformers has no place for them. Files of the original checkpoint, such as those of the tokenizer, are copied.
+    Weights in other formats and Python code are not copied.
 
     Args:
         folder: path of a new folder, which appears complete or not at all.

@@ -100,7 +100,7 @@ def draw_group(axes: Any, group: Sequence[Curve], by: str, style: dict[str, str]
     """Draw a group of curves on matplotlib axes.
 
     The x-axis is `by`, which is "steps" or "minutes". The group is drawn as a band if it has at least `MIN_BAND_SEEDS`
-    seeds that share a range of steps, and otherwise as lines.
+    seeds and all of its seeds share a range of steps, and otherwise as lines.
     """
     steps = [one.steps for one in group]
     if len(group) < MIN_BAND_SEEDS or not len(band_positions(steps)):  # the seeds are too few or share no range

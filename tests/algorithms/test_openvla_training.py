@@ -133,9 +133,8 @@ def test_an_existing_folder_and_another_policy_are_refused(tmp_path):
 
 def test_export_refers_to_save_openvla(tmp_path):
     cfg = choosing("grpo", **{"policy.vla.model_path": checkpoint()})
-    with pytest.raises(
-        UserError, match=r": backend openvla has no graph; write a checkpoint with ecrl.policies.openvla.save_openvla$"
-    ):
+    advice = r"write a checkpoint with ecrl.policies.openvla.save_openvla$"
+    with pytest.raises(UserError, match=r": backend openvla does not support export; " + advice):
         export(init_state(cfg), cfg, tmp_path / "exported")
 
 

@@ -225,8 +225,8 @@ def test_weights_of_another_shape_are_refused(tmp_path, shape):
 
 def test_export_refers_to_save_pi0(tmp_path, capfd):
     cfg = flowing("grpo")
-    message = r"^policy.pt2: policy 'vla' cannot be exported .*: backend pi0 has no graph; write a checkpoint with "
-    with pytest.raises(UserError, match=message + r"ecrl.policies.pi0.save_pi0$") as caught:
+    message = r"^policy.pt2: policy 'vla' cannot be exported .*: backend pi0 does not support export; write a "
+    with pytest.raises(UserError, match=message + r"checkpoint with ecrl.policies.pi0.save_pi0$") as caught:
         export(init_state(cfg), cfg, tmp_path / "exported")
     assert "\n" not in str(caught.value) and capfd.readouterr().err == ""
 
