@@ -207,7 +207,7 @@ class _Projector(nn.Module):
 
 
 class OpenVLAModel(nn.Module):
-    """The parts of an OpenVLA model, under the names of its checkpoints."""
+    """The parts of an OpenVLA model. Each weight has the same name as in a checkpoint."""
 
     def __init__(self, shape: Shape):
         from transformers import LlamaConfig, LlamaForCausalLM

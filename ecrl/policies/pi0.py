@@ -390,7 +390,7 @@ class _Reader(NamedTuple):
     state: int
 
     def pixels(self, obs: Any) -> Tensor:
-        """Return all images as `[n, cameras, 3, size, size]` from -1 to 1."""
+        """Return all images as `[n, cameras, 3, size, size]`, with values from -1 to 1."""
         images = [to_channels(self.inputs.part(obs, name), space) for name, space in self.inputs.images.items()]
         return 2.0 * torch.stack(images, 1) - 1.0
 
@@ -430,7 +430,7 @@ def _statistics(params: TensorDict, name: str) -> dict[str, Tensor] | None:
 
 
 def _statistics_params(statistics: Statistics) -> dict[str, TensorDict]:
-    """Return the statistics as frozen parameters, with the entries `state` and `actions` if present."""
+    """Return frozen parameters with the statistics `state` and `actions`, without those that the checkpoint lacks."""
     found = {name: pair for name, pair in statistics._asdict().items() if pair is not None}
     return {
         name: TensorDict({"mean": torch.tensor(mean), "std": torch.tensor(std)}, [])
@@ -497,7 +497,8 @@ def pi0(cfg: Pi0Config, observation_space: Space, action_space: Box, policy_cfg:
     """Build the policy of a pi0 checkpoint.
 
     `sample_log_prob` and the results of `evaluate` have the shape `[*B, k * A]`, and all numbers of a chunk count.
-    `evaluate` also reads the fields of the denoising steps that `act` returns, whose names begin with `flow_`.
+    `act` also returns fields about the denoising steps, which `evaluate` reads. The names of these fields begin with
+    `flow_`.
 
     The params are `model`, `adapters`, `noise_head` and `critic`. Empty parts are left out. The frozen parameters are
     `base` and, if the checkpoint has statistics, `statistics`. `base` has the weights that are not trained.

@@ -111,7 +111,11 @@ class BuiltinVLAConfig(VLAConfig):
 
 
 class _ImageTokens(nn.Module):
-    """Network that returns the tokens `[B, tokens, width]` of an image, given conditions `[B, condition]`."""
+    """Network that returns the tokens `[B, tokens, width]` of an image.
+
+    The features of the convolutions depend on the argument `condition` of `forward`. This tensor, `[B, size]`, is the
+    sum of the embeddings of the words in the instruction.
+    """
 
     def __init__(self, space: Box, condition: int, cfg: BuiltinVLAConfig):
         super().__init__()
@@ -221,7 +225,7 @@ class _Network(NamedTuple):
         return x, torch.cat((*seen, padding), -1)
 
     def read(self, params: TensorDict, obs: Any, has_output: bool) -> tuple[list[KeysAndValues], Tensor, Tensor | None]:
-        """Return the cache of the observations, their mask and, if `has_output`, the output of the critic's token."""
+        """Return the cache and the mask of the prefix and, if `has_output`, the output of the critic's token."""
         x, seen = self.prefix(params, obs)
         cache, out = read_prefix(params["layers"], self.cfg.heads, x, seen, has_output=has_output)
         return cache, seen, None if out is None else out[:, -1]
@@ -300,7 +304,7 @@ def _chosen(logits: Tensor, noise: Tensor | None) -> Tensor:
 
 
 def _smoothed(tokens: Tensor, legal: Tensor, width: float, like: Tensor) -> Tensor:
-    """Return the target of imitation, probabilities `[*B, bins]` for bins `[*B]`.
+    """Return the target of imitation: probabilities `[*B, bins]`, given the demonstrated bins `tokens`, `[*B]`.
 
         target[j] = exp(-(j - token)^2 / (2 width^2)) / sum        over the legal bins
         target[j] = 1 if j is the token, otherwise 0               if width is 0
