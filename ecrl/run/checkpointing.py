@@ -52,7 +52,7 @@ class Saver(NamedTuple):
 def _write_and_prune(path: Path, saved: Snapshot, keep: int | None, remove_guarded: Callable[..., bool]) -> None:
     """Write a checkpoint. If `keep` is not None, remove older checkpoints until `keep` remain, including this one.
 
-    Checkpoints with more env steps are neither counted nor removed.
+    Checkpoints with more env steps than this one are neither counted nor removed.
     """
     write(path, saved)
     step = int(saved.tensors["sample_step"])

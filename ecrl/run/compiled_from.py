@@ -1,4 +1,4 @@
-"""Store after how many iterations a run with `trainer.compile` set to "background" became compiled.
+"""Store the number of iterations after which a run with `trainer.compile` set to "background" became compiled.
 
 The number of iterations is in the file `compiled_from.json` of the run folder. A resumed run becomes compiled after the
 same number of iterations, so it has the same results as an uninterrupted run.
@@ -18,7 +18,7 @@ FILE = "compiled_from.json"
 
 
 def restore_switch(run: Run, folder: Path, iteration: int) -> None:
-    """Set the form (eager or compiled) that a run compiled in the background has after `iteration` iterations.
+    """Set a run that is compiled in the background to its form after `iteration` iterations: eager or compiled.
 
     For any other run, do nothing.
 

@@ -188,7 +188,7 @@ def _act_as_expert(
 
 
 def _policy_of(run: Run, state: TensorDict, num_envs: int, settings: Mapping[str, Any] | None, sample: bool) -> Actor:
-    """Return the policy of a state as an actor. Raise ConfigError if `settings` are given: only an expert has any."""
+    """Return the policy of a state as an actor. Raise ConfigError if `settings` are given, which only an expert has."""
     if settings:
         raise ConfigError(f"expert.{next(iter(settings))}: a trained policy has no such settings; leave it out")
     params = policy_params(state)

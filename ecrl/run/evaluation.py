@@ -185,9 +185,9 @@ def evaluate(
 
     Returns: a dict with the mean return `eval/avg_reward`, the standard deviation of the returns `eval/std_reward` and
         the mean episode length `eval/avg_length`. If the environment reports success or scalar metrics, the dict also
-        has the success rate `eval/success_rate` and each metric as `eval/metrics/<name>`. These are means over the
-        episodes whose last step reports them. The finite guard does not check evaluations. If a reward is NaN or
-        infinite, the mean return is therefore also NaN or infinite.
+        has the success rate `eval/success_rate` and each metric as `eval/metrics/<name>`. The success rate and each
+        metric are means over the episodes whose last step reports them. The finite guard does not check evaluations. If
+        a reward is NaN or infinite, the mean return is therefore also NaN or infinite.
     Raises: ConfigError if an argument is invalid, if both `env` and `videos` are given, or if the spaces of `env`
         differ from the run's spaces (see `check_spaces`); UserError if `state` is not the state of a run, or if an
         episode does not end.
@@ -316,7 +316,9 @@ def check_evaluation(run: Run, cfg: Config) -> None:
     """
     name = cfg.trainer.best_eval_metric
     if getattr(cfg.env.cfg, "max_episode_steps", None) == NO_LIMIT:
-        fault = "episodes have no time limit, so an evaluation does not end if the policy never ends an episode"
+        fault = (
+            f"episodes have no time limit, so an evaluation fails if an episode does not end in {_MAX_STEPS:,} steps"
+        )
         warnings.warn(f"env.cfg.max_episode_steps: {fault}; set a limit", stacklevel=2)
     check_envs(cfg, run.env, min(cfg.trainer.num_eval_envs, cfg.trainer.num_eval_episodes), "trainer.num_eval_envs")
     known = [*_ALWAYS_LOGGED, "eval/success_rate"]
@@ -345,7 +347,7 @@ def with_evaluation(
         videos: folder for the videos of the cameras under `trainer.events.eval`; if None, no videos are recorded.
             Videos are rendered while training continues. An evaluation waits until the videos of the previous
             evaluation are complete.
-        first: train record that an interrupted run did not evaluate (`ecrl.run.resume.pending_evaluation`). The
+        first: train record that an interrupted run did not evaluate (see `ecrl.run.resume.pending_evaluation`). The
             function evaluates this record first.
         run: run whose environment is the evaluation environment; if None, the function builds the run from `cfg`.
     """

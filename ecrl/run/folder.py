@@ -22,7 +22,9 @@ def _create(folder: Path, exist_ok: bool) -> None:
 
 
 def claim(folder: Path, new: bool) -> None:
-    """Create a run folder if it is missing, and claim it for a run, so that `claimed_before` recognises it later.
+    """Create a run folder if it is missing, and claim the folder for a run.
+
+    If torchrun restarts the job, `claimed_before` then returns True for the folder.
 
     Raises: ConfigError if the folder cannot be written or is a checkpoint, or if `new` is True and the folder already
         holds a run.
@@ -49,7 +51,7 @@ def replace_rows(metrics: Path, rows: Iterable[bytes]) -> None:
 
 @contextmanager
 def lock_run_folder(folder: Path | None) -> Iterator[None]:
-    """Keep other processes from training in a run folder, inside this context.
+    """Return a context that keeps other processes from training in a run folder.
 
     Of several ranks, only rank 0 takes the lock, because only rank 0 writes logs and checkpoints. If `folder` is None
     or does not exist, nothing is locked.

@@ -290,8 +290,9 @@ def with_progress(
     Args:
         records: records of the run; the function yields each record again.
         start: number of env steps before the first record; if an action may take several env steps, the number of
-            actions.
-        end: number of env steps in the whole run; if an action may take several env steps, the number of actions.
+            actions before the first record.
+        end: number of env steps in the whole run; if an action may take several env steps, the number of actions in the
+            whole run.
         compilations: compilations of the run's `jit`; the list grows during the run.
     """
     from rich.console import Console

@@ -92,8 +92,8 @@ def resume_run(
     if changes and not force:
         lines = "\n".join(f"  {line}" for line in changes)
         raise ConfigError(
-            f"{run_dir}: the config differs from the run's own config; to resume with it, add --force (in Python, "
-            f"force=True):\n{lines}"
+            f"{run_dir}: the config differs from the run's own config; to accept the changes, add --force (in "
+            f"Python, force=True):\n{lines}"
         )
     if path is None:
         if rank() == 0:
@@ -181,8 +181,8 @@ def _apply_changes(state: TensorDict, own: tuple[Run, Config], changed: tuple[Ru
 
     Args:
         state: state of the run.
-        own: run and config of the state.
-        changed: run and config with which the run continues.
+        own: the `Run` and the config to which the state belongs.
+        changed: the `Run` and the config with which training continues.
     """
     before, after = (expected_state(run, cfg, state) for run, cfg in (own, changed))
     rates = [str(name) for name in state.keys() if str(name).endswith("learning_rate")]  # noqa: SIM118
@@ -227,9 +227,9 @@ def pending_evaluation(state: TensorDict, cfg: Config, run_dir: str | Path) -> L
     """Return the train record of `state` if the run stopped before the evaluation of `state`, else None.
 
     A complete evaluation has a row in `metrics.jsonl`. If a complete evaluation is the best so far, its state is also
-    saved in `checkpoints/best`. If the row exists without this checkpoint, the function removes the row, because the
-    evaluation will run again and log a new row. In a run of several ranks, the record also contains the other ranks'
-    shards from the checkpoint.
+    saved in `checkpoints/best`. If the evaluation has a row and is the best so far, but its state is not saved there,
+    the function removes the row, because the evaluation will run again and log a new row. In a run of several ranks,
+    the record also contains the other ranks' shards from the checkpoint of `state`.
 
     Args:
         state: state with which the run continues.

@@ -224,7 +224,9 @@ def _combinations(seeds: Sequence[int], sweep: Mapping[str, Sequence[Any]]) -> l
         chosen = sorted(zip(sweep, choices, strict=True), key=lambda item: item[0])  # names do not depend on the order
         name = "_".join((*(f"{labels[key]}_{_label(choice)}" for key, choice in chosen), f"seed_{seed}"))
         if name in combinations:
-            raise ConfigError(f"sweep: two runs would have the name {name}; give each key different values")
+            raise ConfigError(
+                f"sweep: two runs would have the name {name}; use values that differ in letters, digits or _.+-"
+            )
         combinations[name] = dict(zip(sweep, choices, strict=True)) | {_SEED: seed}
     return [*combinations.items()]
 

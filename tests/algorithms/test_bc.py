@@ -201,7 +201,7 @@ def test_a_changed_file_is_refused_in_one_line_and_another_path_needs_force(tmp_
     with pytest.raises(ConfigError, match=rf"^algorithm.cfg.demos: {path}: cannot be read: No such file"):
         resume(tmp_path / "run")
     changes = {"algorithm.cfg.demos": str(other), "trainer.iterations": 5}
-    with pytest.raises(ConfigError, match="to resume with it, add --force"):
+    with pytest.raises(ConfigError, match="to accept the changes, add --force"):
         resume(tmp_path / "run", overrides=changes)
     state, own = resume(tmp_path / "run", overrides=changes, force=True)
     assert sha256_text(state["data_sha256"]) == balancing(seed=1).sha256
