@@ -4,7 +4,7 @@
 - A flag without a meaning in ecrl is *inert*: ecrl removes the flag with a warning.
 - A flag whose meaning differs from every key of ecrl is a fault, because the run would have different results.
 
-Each fault and each warning ends with a reference to the flag's row in `docs/migration.md`.
+Each warning, and each fault of a known flag, ends with a reference to the flag's row in `docs/migration.md`.
 
 The sections of the flags are `trainer`, `logger`, `evaluator` and `saver`. The name `trainer.buffer_size` is ambiguous.
 In ecrl, this key is the number of steps per iteration. In abcdRL, this flag is the capacity of the replay buffer. If

@@ -54,8 +54,8 @@ class Found(NamedTuple):
     """Config model of the component that a section names.
 
     Attributes:
-        config: the Config model. For an unknown name, the model of the most similar name. None if no name is similar,
-            or if the registry has advice on the unknown name.
+        config: the Config model. For an unknown name, the model of the most similar name. None if the name is not a
+            string, if no name is similar, or if the registry has advice on the unknown name.
         faults: the fault of the name, or an empty list.
         note: text for the end of the messages about other faults of the section. For an unknown name, the text names
             the component of `config`. For a known name, the text is empty.
@@ -136,7 +136,7 @@ def validate_as_named(kind: str, section: dict, key: str, cls: type, handler: Va
 
 
 class EventConfig(ConfigModel):
-    """Name, mode and settings of a registered event, which changes the environments."""
+    """Name, mode and settings of a registered event. An event changes the environments, or records videos of them."""
 
     part_kind: ClassVar = "event"
 
@@ -187,8 +187,8 @@ class TrainerConfig(ConfigModel):
     log_freq: Count = Field(
         1,
         description="number of iterations between two records of the logs; must divide iterations. Checkpoints, "
-        "evaluations and progress use records, so they wait for the next record. On a CPU, a compiled run without "
-        "buffers is faster with a larger number, because one call runs all iterations of a record",
+        "evaluations and progress use records, so they wait for the next record. On a CPU, a larger number speeds up "
+        "compiled runs without replay buffers and frozen parameters, because one call runs all iterations of a record",
     )
     buffer_size: Count = Field(
         2048,
@@ -255,7 +255,9 @@ class TrainerConfig(ConfigModel):
             "statistics; random parameters if absent"
         ),
     )
-    events: EventsConfig = Field(EventsConfig(), description="events that change the environments")
+    events: EventsConfig = Field(
+        EventsConfig(), description="events that change the environments or record videos of them"
+    )
 
     @field_validator("log_freq")
     @classmethod
@@ -441,7 +443,7 @@ def config_from_dict(
         data: dict with the four sections.
         source: origin of the data, such as a filename. Each line of an error message starts with this origin.
         overrides: dict from dotted key to a value that replaces the value in `data`, such as `{"trainer.seed": 3}`.
-        folder: folder that is searched for a relative `trainer.gym_config` after the working directory.
+        folder: folder in which ecrl looks for a relative `trainer.gym_config` that is not in the working directory.
     """
     if not isinstance(data, dict):
         return validate_section(Config, data, source)

@@ -128,7 +128,10 @@ def _inert_vla_keys(data: dict[str, Any]) -> list[Fault]:
 
 
 def _inert_settings(kind: str, data: dict[str, Any]) -> list[Fault]:
-    """List the inert keys in `env.cfg` or `algorithm.cfg`, from its Config model and from `INERT`."""
+    """List the inert keys in `env.cfg` or `algorithm.cfg`, depending on `kind`.
+
+    The section's Config model and `INERT` determine which keys are inert.
+    """
     entry, cfg = part_entry(kind, data.get(kind)), get_path(data, (kind, "cfg"))
     if entry is None or not isinstance(cfg, dict):
         return []
@@ -215,9 +218,10 @@ def merge_gym_config(raw: RawConfig, folder: Path) -> RawConfig:
 
 
 def _merge(file_value: Any, inline_value: Any, path: Loc, text: str, origins: dict[Loc, str]) -> Any:
-    """Merge an inline value with the file's value key by key, and prefer the inline value.
+    """Merge a value in the config itself (inline) with a value in the `gym_config` file key by key.
 
-    For each value from the file, record its origin in `origins`. `text` describes the position in the file.
+    The inline value takes precedence. For each value from the file, record its origin in `origins`. `text` describes
+    the position in the file.
     """
     if inline_value is MISSING:
         origins[path] = text
@@ -233,7 +237,7 @@ def _merge(file_value: Any, inline_value: Any, path: Loc, text: str, origins: di
 
 
 def _merge_settings(raw: RawConfig, gym: dict, inline: dict, path: str) -> RawConfig:
-    """Merge the settings of a `gym_config` file into the inline settings.
+    """Merge the settings of a `gym_config` file into the settings in the config itself (inline).
 
     An inline value overrides the file's value.
     """
@@ -266,7 +270,7 @@ def translate_config(
     Args:
         data: config before translation, which the function does not change.
         overrides: dict from dotted key to a value that replaces the config's value.
-        folder: folder that is searched for a relative `trainer.gym_config` after the working directory.
+        folder: folder in which ecrl looks for a relative `trainer.gym_config` that is not in the working directory.
         defaults: dict with the default values of `buffer_size` and `num_envs` in the trainer section.
     """
     raw = apply_aliases(RawConfig(lower_names(data), {}, repeated_keys(data), []))

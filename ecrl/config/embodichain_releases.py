@@ -140,7 +140,7 @@ def lower_names(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def lower_name(key: str, value: Any) -> Any:
-    """Return the value of a key with names changed as by `lower_names`. The value may also be a whole section."""
+    """Return the value of a key after `lower_names` has changed the names in it. The value may be a whole section."""
     nested = value
     for part in reversed(key.split(".")):
         nested = {part: nested}

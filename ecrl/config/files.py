@@ -120,7 +120,9 @@ def read(path: Path) -> Any:
             return json.loads(text, object_pairs_hook=ObjectPairs)
         data = yaml.load(text, _YamlLoader)
         if _count_values(data, {}) > _MAX_VALUES:
-            raise ConfigError(f"{path}: not a config: its aliases expand to more than {_MAX_VALUES:,} values")
+            raise ConfigError(
+                f"{path}: not a config: more than {_MAX_VALUES:,} values, with each alias counted as a copy"
+            )
         return data
     except FileNotFoundError:
         raise _missing_file_error(path) from None

@@ -39,9 +39,10 @@ def _part_models(models: list[type[BaseModel]]) -> dict[type[BaseModel], str]:
 
 
 def _whole_parts(models: list[type[BaseModel]]) -> dict[type[BaseModel], tuple[str, str]]:
-    """Find the config models in the fields of `models` whose sections the config model of a component validates.
+    """Find the config models with an attribute `whole_part` in the fields of `models`.
 
-    The result maps each such model to the component's kind and to the key whose value names the component.
+    A section of such a config model names a component, and the component's own config model validates the whole
+    section. The result maps each such model to the component's kind and to the key whose value names the component.
     """
     annotations = [field.annotation for model in models for field in model.model_fields.values()]
     fields = (section for annotation in annotations for section in sections_in(annotation))
@@ -51,7 +52,7 @@ def _whole_parts(models: list[type[BaseModel]]) -> dict[type[BaseModel], tuple[s
 def _split_by_component(defs: dict[str, Any], ref: str, key: str, default: Any, refs: dict[str, str]) -> None:
     """Split the schema of a section into one alternative per component. The section's `key` names the component.
 
-    `ref` refers to the section in `defs`, and `refs` maps each component's name to a reference to its own schema.
+    `ref` refers to the section in `defs`, and `refs` maps the name of each component to a reference to its schema.
     """
     place = ref.rpartition("/")[2]
     section, plain = defs[place], f"{place}-plain"

@@ -51,7 +51,7 @@ NUMBER, LIST, OBJECT = Tag("<number>"), Tag("<list>"), Tag("<object>")
 
 
 def format_value(value: Any) -> str:
-    """Format a value for an error message: short, on one line, and written as in JSON.
+    """Format a value for an error message: short, on one line, and with JSON's words for null, true and false.
 
     >>> [format_value(x) for x in (None, True, 1.5, "a", [[1]], {})]
     ['null', 'true', '1.5', "'a'", 'a list', 'an object']

@@ -26,12 +26,12 @@ KEYS = {
 """Map the name of a setting in other libraries to ecrl's dotted key of the same setting."""
 
 ABSENT = {
-    "physics_update_step": "an event does not step the physics; remove the key, and place objects at rest by init_pos",
+    "physics_update_step": "an event does not step the physics; remove the key, and set init_pos to a position of rest",
     "recompute_inertia": "the inertia always follows from the mass; remove the key",
     "min_mass": "the lower end of mass_range is the smallest mass; remove the key",
     "attrs": "the robot's URDF or MJCF file defines its masses, frictions and gravity; remove the key",
 }
-"""Map keys that ecrl refuses to the reason and a remedy. They are keys of EmbodiChain's terms, events and robots.
+"""Reason and remedy for each key of EmbodiChain's terms, events and robots that ecrl refuses.
 
 `docs/migration.md` lists these keys.
 """

@@ -38,7 +38,7 @@ def translate_config(
     Args:
         data: config before translation, which the function does not change.
         overrides: dict from dotted key to a value that replaces the config's value.
-        folder: folder that is searched for a relative `trainer.gym_config` after the working directory.
+        folder: folder in which ecrl looks for a relative `trainer.gym_config` that is not in the working directory.
         defaults: dict with the default values of `buffer_size` and `num_envs` in the trainer section.
     """
     written, changed = flags_in_config(data), flags_in_overrides(overrides)
