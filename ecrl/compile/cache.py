@@ -91,7 +91,7 @@ def _last_use(status: os.stat_result) -> float:
 
 
 def remove_unused(folders: Iterable[Path], most: float, now: float) -> None:
-    """Remove the files with the oldest use until the folders have at most `most` bytes.
+    """Remove the files that have not been used for the longest time, until the folders have at most `most` bytes.
 
     Files that were used in the two days before the time `now` remain. Files that this user may not remove also remain.
     """

@@ -3,7 +3,7 @@
 A carry is a tensor that each iteration of a loop passes to the next. For example, the carry may be the sum tree of a
 prioritised replay buffer, and the loop body returns `tree.index_put((node,), value)`. As a pure function, `index_put`
 copies the whole tree. This module moves each operation that reads the old tree to a place before the write, and
-replaces `index_put` by `index_put_`. The first carry is copied once, before the loop. If an operation needs both the
+replaces `index_put` by `index_put_`. The initial carry is copied once, before the loop. If an operation needs both the
 old and the new tree, the loop body still copies the tree.
 """
 
@@ -89,7 +89,7 @@ def _writes_of(carry: Node, result: Node) -> list[Node]:
 
 
 def _readers(carry: Node, writes: list[Node]) -> dict[Node, set[Node]]:
-    """For each write, return the operations that read the tensor before the write, either directly or through views."""
+    """For each write, return the operations that read the tensor's old values, either directly or through views."""
     readers_by_write = {}
     for old, write in zip((carry, *writes[:-1]), writes, strict=True):
         readers, todo = set[Node](), [old]

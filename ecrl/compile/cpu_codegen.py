@@ -1,4 +1,4 @@
-"""Skip steps of inductor that do not change the generated code, to shorten a first compilation by a tenth."""
+"""Skip steps of inductor that do not change the generated code. This shortens a first compilation by a tenth."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -3,7 +3,7 @@
 The module also fixes a bug of inductor: a loop may free the handle of a view in each iteration. The loop then uses the
 tensor's memory after the memory is freed. See `_free_handles_once`.
 
-With small tensors, an iteration spends most of its time on allocations, tensor views, tensor handles and the loop's end
+With small tensors, an iteration spends much of its time on allocations, tensor views, tensor handles and the loop's end
 condition. With four environments, these operations take more than a third of the time of a rollout. This module
 rewrites only loops that match the regular expressions below. If a version of inductor generates different C++, this
 module leaves the loops unchanged.

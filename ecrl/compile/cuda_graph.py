@@ -27,7 +27,8 @@ from ecrl.pytree import is_borrowed
 Capture = Callable[[Run, list[Tensor]], tuple[Callable[[], None], Sequence[Tensor]]]
 """Type of a function that captures one call of another function on tensors.
 
-Such a function returns a second function, which repeats the call in the same memory, and the call's result tensors.
+The capturing function returns a function that repeats the captured call in the same memory, and the result tensors of
+the captured call.
 """
 
 

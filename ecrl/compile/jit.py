@@ -32,7 +32,7 @@ state.
 - An in-place write to an argument, or to a tensor from outside the function, is a fault. With `trainer.compile` set to
   on, the compilation raises a ConfigError that names the line. With auto, the function runs eagerly after a warning.
 - Tensors that the function captures from outside are constants of the graph. After an in-place write to a captured
-  tensor, the next call compiles the function again, which takes seconds. Pass a tensor that changes as an argument.
+  tensor, the next call compiles the function again, which takes seconds. If a tensor changes, pass it as an argument.
 - A captured Python variable keeps its old value in a compiled function after the variable is assigned again.
 - Torch's version counter does not record writes through `x.data`, or through a NumPy array of the same memory. After
   such a write to a captured tensor, the function is not compiled again. A loop of the graph still reads the old values,

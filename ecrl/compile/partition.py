@@ -58,7 +58,7 @@ def _outputs(graph: GraphModule) -> list[Node]:
 def _constant(graph: GraphModule, node: Node, inputs: list[Node]) -> Any:
     """Copy a constant to the device of the inputs once, so that calls need not copy the constant from the host.
 
-    For the body of a loop, return None.
+    If `node` refers to the body of a loop instead of a tensor, return None.
     """
     constant = getattr(graph, cast(str, node.target))
     return constant.detach().to(inputs[0].meta["val"].device) if isinstance(constant, Tensor) else None

@@ -249,7 +249,7 @@ def share_constants(root: torch.nn.Module) -> None:
 
 
 def _in_graph(leaf: Tensor) -> Tensor:
-    """Copy a tensor from outside into the graph, as torch's scan operator requires. Return others unchanged."""
+    """Copy a tensor from outside into the graph, as torch's scan operator requires. Return other tensors unchanged."""
     return leaf if isinstance(leaf, FakeTensor) else leaf.clone()
 
 

@@ -101,8 +101,8 @@ def _merge_duplicates(graph: GraphModule) -> None:
     """Merge operations of a graph that compute the same value from the same arguments.
 
     The function does not merge operations that draw random numbers. Three kinds of tensors must not become aliases:
-    tensors written in place, tensors that a loop reads or returns, and tensors that the graph returns. The function
-    therefore does not merge an operation whose result or argument shares memory with such a tensor.
+    tensors written in place, tensors that a loop or a condition reads or returns, and tensors that the graph returns.
+    The function therefore does not merge an operation whose result or argument shares memory with such a tensor.
     """
     nodes = graph.graph.nodes
     separate = [n for n in nodes if n.op == "output" or n.target in WITH_BODIES or writes(n)]
@@ -212,7 +212,8 @@ def _lift_constants(graph: GraphModule) -> GraphModule:
     """Convert the constants of loop bodies and branches to inputs, because bodies and branches must not have constants.
 
     The function also applies `stack_only_parts`, `fuse_relu`, `_merge_duplicates` and `_store_numbers` to the graph and
-    to each body. To bodies, the function also applies `_store_parts`. The function returns the graph.
+    to each body and branch. To bodies and branches, the function also applies `_store_parts`. The function returns the
+    graph.
     """
     stack_only_parts(graph)
     fuse_relu(graph)

@@ -18,7 +18,7 @@ _NOT_IN_CPU_LOOPS = ("_linalg_solve_ex", "linalg_inv_ex", "linalg_cholesky_ex", 
 
 
 class _WriteCheck:
-    """Dispatcher for tensors without data that raises ConfigError for operations that cannot be compiled.
+    """Dispatcher for tensors without data. It raises ConfigError for operations that cannot be compiled.
 
     The dispatcher rejects in-place writes to protected tensors, and to tensors that the function captures from outside.
     In a loop on the CPU, the dispatcher also rejects the operators in `_NOT_IN_CPU_LOOPS`.

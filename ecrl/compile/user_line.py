@@ -66,13 +66,14 @@ def call_pure(fn: Callable[..., Any], build_args: Callable[[], Sequence[Any]]) -
     after, structure_after = flatten(args)
     if structure_after != structure or any(map(is_not, after, leaves)):
         change = f"{_line_of_new_key(fn, build_args())} sets or removes a key of a TensorDict or dictionary"
+        advice = "change a copy, such as x = x.copy(), and return it"
     elif any(leaf.untyped_storage() is not old for leaf, old in zip(leaves, memory, strict=False)):
-        change = f"{_line_of(fn)} replaces the data of a tensor"
+        change, advice = f"{_line_of(fn)} replaces the data of a tensor", "return a new tensor"
     else:
         return out
     raise ConfigError(
-        f"trainer.compile: {change} that is an argument; compiled functions must be pure: change a copy, "
-        "such as x = x.copy(), and return it, or set trainer.compile to off"
+        f"trainer.compile: {change} that is an argument; compiled functions must be pure: {advice}, or set "
+        "trainer.compile to off"
     )
 
 
