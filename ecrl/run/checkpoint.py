@@ -57,7 +57,12 @@ _RESERVED_FILES = ("state.safetensors", "config.json", "manifest.json")
 
 @dataclass(frozen=True, eq=False)
 class FrozenLeaves:
-    """Frozen leaves of a state, by name. Because frozen leaves never change, a snapshot contains no copy of them."""
+    """Frozen leaves: the tensors of a state that training never changes. A snapshot contains no copy of these tensors.
+
+    Attributes:
+        leaves: dict from the name of each tensor to the tensor.
+        versions: version counter of each tensor, which counts in-place writes.
+    """
 
     leaves: dict[str, Tensor]
     versions: list[int]

@@ -34,7 +34,9 @@ def _replay_command(folder: Path, ranks: int, cfg: Config) -> str:
 
 
 def with_crash(records: Iterator[LogData], run: Run, cfg: Config, run_dir: str | Path) -> Iterator[LogData]:
-    """If the finite guard stops the run, write a report and the state before the iteration to `crash/` in `run_dir`.
+    """If the finite guard stops the run, write the crash folder `crash/` in `run_dir`.
+
+    The crash folder contains a report, and the state before the iteration in which NaN or infinity appeared.
 
     Raises: NotFiniteError with the message of the original error and the command that repeats the iteration. If the
         environments keep data outside of the state, the message names the crash folder instead of the command. If the

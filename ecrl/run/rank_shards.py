@@ -1,7 +1,8 @@
-"""Save and load rank shards. A rank shard is a file of a checkpoint with the environments and buffers of one rank.
+"""Save and load rank shards.
 
-Every rank other than rank 0 has a shard. Weights, statistics and counters are equal on all ranks, so only rank 0 saves
-them. Before rank 0 saves a state, the other ranks send their shards to rank 0. The shard of rank i is saved as the file
+A rank shard is a file in a checkpoint folder, and contains the environments and replay buffers of one rank. Every rank
+other than rank 0 has a shard. Weights, statistics and counters are equal on all ranks, so only rank 0 saves them.
+Before rank 0 saves a state, the other ranks send their shards to rank 0. The shard of rank i is saved as the file
 `rank_<i>.safetensors`.
 """
 

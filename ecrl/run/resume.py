@@ -156,9 +156,9 @@ def _has_device(cfg: Config) -> bool:
 def continues_run(run_dir: str | Path, state: TensorDict, cfg: Config) -> bool:
     """Return True if `state` belongs to the run in the folder `run_dir`.
 
-    If the folder has a checkpoint with the same number of env steps, the checkpoint and the state must have equal
-    weights. Otherwise, `cfg` must equal the config in the folder. An initial state belongs only to a run that has not
-    logged or saved anything.
+    If the folder has a checkpoint with the same number of env steps as `state`, the checkpoint and `state` must have
+    equal weights. Otherwise, `cfg` must equal the config in the folder. An initial state belongs only to a run that has
+    not logged or saved anything.
     """
     folder, step, metrics = Path(run_dir), int(state["sample_step"]), Path(run_dir) / "metrics.jsonl"
     if step == 0 and (step_checkpoints(folder) or (metrics.is_file() and metrics.stat().st_size)):

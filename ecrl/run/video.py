@@ -196,9 +196,9 @@ def with_training_videos(
 ) -> Iterator[LogData]:
     """Record rollouts in the background with the cameras under `trainer.events.train`.
 
-    A video shows the first environments during one iteration, with one frame every `interval_step` steps. If
-    `trainer.log_freq` is above 1, this iteration is the first after a record. The event `record_camera_data` records
-    every such iteration, and training waits until the previous video is complete. The event
+    A video shows the first `max_env_num` environments during one iteration, with one frame every `interval_step`
+    steps. If `trainer.log_freq` is above 1, this iteration is the first after a record. The event `record_camera_data`
+    records every such iteration, and training waits until the previous video is complete. The event
     `record_camera_data_async` does not make training wait. Instead, `record_camera_data_async` skips iterations while
     the video of an earlier iteration is still being recorded.
 

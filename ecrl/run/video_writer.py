@@ -1,9 +1,10 @@
 """Render the states of MuJoCo tasks as videos, and encode the videos as mp4 files.
 
 The videos of a run are rendered in background threads. During an evaluation, the run passes only views to the threads.
-A view consists of the physics state, the model fields that events change, and the targets, each for the first
-environments. A camera records one video at a time and queues at most `_QUEUE_SIZE` views. If the queue of a camera is
-full, the evaluation waits instead of dropping frames. `ecrl.run.video` records the rollouts of training.
+A view consists of the physics state, the model fields that events change, and the targets, each for the
+environments that the videos show. A camera records one video at a time and queues at most `_QUEUE_SIZE` views. If the
+queue of a camera is full, the evaluation waits instead of dropping frames. `ecrl.run.video` records the rollouts of
+training.
 """
 
 import os
