@@ -86,7 +86,11 @@ def max_bytes() -> float:
 
 
 def _last_use(status: os.stat_result) -> float:
-    """Return the time of a file's last use. By default, Linux updates the time of reading once a day."""
+    """Return the time of a file's last recorded use.
+
+    By default, Linux records a read only if the previous recorded read is more than a day old, or if the file has
+    changed since then.
+    """
     return max(status.st_atime, status.st_mtime)
 
 
@@ -139,7 +143,7 @@ def _locked(base: Path) -> Iterator[None]:
     """
     most = max_bytes()
     try:
-        lock = os.open(base / ".ecrl_lock", os.O_RDWR | os.O_CREAT, 0o666)  # the umask decides, as for all files here
+        lock = os.open(base / ".ecrl_lock", os.O_RDWR | os.O_CREAT, 0o666)  # the umask limits the mode
     except OSError:
         yield
         return

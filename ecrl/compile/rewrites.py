@@ -78,7 +78,8 @@ def _replace_slice(node: Node, parts: list[Node], transposed: bool) -> None:
 def fuse_relu(graph: GraphModule) -> None:
     """Replace `relu(a @ b + bias)`, and the gradient of a relu whose incoming gradient is `a @ b`, by fused operations.
 
-    A fused product writes its final result directly. Otherwise, separate loops would read and write the product again.
+    A fused product writes its final result directly. Without the fusion, separate loops would read and write the
+    product again.
     """
     written = written_storages(graph)
     for relu in graph.graph.find_nodes(op="call_function", target=_aten.relu.default):

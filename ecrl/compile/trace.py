@@ -85,7 +85,8 @@ WITH_BODIES = cond_op, scan_op
 _STORE_LIMIT = 64
 """Maximum number of elements of a tensor that `_store_numbers` stores.
 
-The result of an operation that reads such a tensor must have at least this number of elements per stored element.
+An operation reads the stored tensor only if the operation's result has at least this number of elements for each
+element of the stored tensor.
 """
 _CONVERSION = "aten::_to_copy"
 """Name of the operation that converts dtypes. This pointwise operation lacks torch's tag `pointwise`."""

@@ -218,7 +218,7 @@ def merge_gym_config(raw: RawConfig, folder: Path) -> RawConfig:
 
 
 def _merge(file_value: Any, inline_value: Any, path: Loc, text: str, origins: dict[Loc, str]) -> Any:
-    """Merge a value in the config itself (inline) with a value in the `gym_config` file key by key.
+    """Merge two values key by key: a value in the config itself (inline), and a value in the `gym_config` file.
 
     The inline value takes precedence. For each value from the file, record its origin in `origins`. `text` describes
     the position in the file.

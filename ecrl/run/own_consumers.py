@@ -18,7 +18,7 @@ def with_own_consumer(records: Iterator[LogData], consumer: Consumer) -> Iterato
 
     The consumer may add logs to a record. In a run of one process, the consumer may also end the run early, by
     returning. If the consumer has taken a record and returns without yielding the record, the function yields the
-    record unchanged. Otherwise, the newest state would be lost.
+    record unchanged, because otherwise the newest state would be lost.
 
     Args:
         records: records of the run.
