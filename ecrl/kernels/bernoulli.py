@@ -18,7 +18,7 @@ def bernoulli_sample(logits: Tensor, noise: Tensor) -> Tensor:
 
         1 if 1 - noise <= sigmoid(logits) else 0
 
-    The uniform noise is below 1, so the left side is above 0. With a probability of 0, the sample is therefore never 1.
+    `noise` is below 1, so `1 - noise` is above 0. If sigmoid(logits) is 0, the sample is therefore never 1.
 
     Args:
         logits: `[*B, A]` float.

@@ -25,7 +25,7 @@ from ecrl.types import Logs, Scalar, check_axes, check_bool, check_tensors, chec
 
 
 def categorical_project(probs: Tensor, atoms: Tensor, support: Tensor) -> Tensor:
-    """Project the distribution with probabilities `probs` and returns `atoms` onto the returns `support`.
+    """Project a categorical distribution from the returns in `atoms` onto the returns in `support`.
 
         x       = clip(atoms[k], support[0], support[M - 1])
         w[j, k] = max(0, 1 - |x - support[j]| / gap)
@@ -39,7 +39,7 @@ def categorical_project(probs: Tensor, atoms: Tensor, support: Tensor) -> Tensor
     results of shape `[*B, M, K]` take memory and time. A compiled graph does not store these intermediate results.
 
     Args:
-        probs: `[*B, K]` float, probabilities.
+        probs: `[*B, K]` float, probabilities of the returns in `atoms`.
         atoms: `[*B, K]` float, returns in any order. An infinite return is clipped to the first or last point of
             `support`.
         support: `[M]` float, returns in ascending order, with equal or unequal spacing.
@@ -405,7 +405,7 @@ def quantile_huber_loss(quantiles: Tensor, taus: Tensor, target: Tensor, *, delt
         quantiles: `[*B, K]` float, predicted quantiles.
         taus: quantile levels in [0, 1], of shape `[K]` or `[*B, K]`.
         target: `[*B, M]` float, equally probable target returns.
-        delta: error above which the loss is linear, in reward units; `kappa` in the paper.
+        delta: size of the error above which the loss is linear, in reward units; `kappa` in the paper.
 
     Returns: `[*B]`.
     Gradient: flows through `quantiles` only.

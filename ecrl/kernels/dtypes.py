@@ -96,6 +96,8 @@ def discounts(**named: Scalar) -> tuple[Scalar, ...]:
 def step_discounts(gamma: Scalar, reward: Tensor) -> Scalar:
     """Convert a tensor `gamma` to float64, after checking that it is 0-d or has the shape of `reward`.
 
+    A number is returned unchanged.
+
     Raises: ValueError if `gamma` is neither a number nor a tensor, or if it is a tensor of another shape.
 
     >>> step_discounts(0.9, torch.zeros(2))

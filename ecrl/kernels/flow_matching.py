@@ -115,9 +115,11 @@ def flow_sde_step(sample: Tensor, velocity: Tensor, t: Tensor, delta: Tensor, *,
     """Return the distribution of the sample after one denoising step with noise.
 
         x0    = sample - t * velocity,    x1 = sample + (1 - t) * velocity
-        sigma = noise_level * sqrt(t / (1 - t))        at t = 1, 1 - t is replaced by delta
+        sigma = noise_level * sqrt(t / (1 - t))
         mean  = (1 - t + delta) * x0 + (t - delta - sigma^2 * delta / (2 t)) * x1
         std   = sigma * sqrt(delta)
+
+    If t is 1, the divisor `1 - t` in sigma is replaced by delta.
 
     With the exact velocity of the flow and in the limit of short steps, samples have the same distribution at each time
     as samples of `flow_ode_step`. The distributions also agree if only some elements get noise, and the others take the

@@ -1,9 +1,9 @@
 """Group-relative advantages, which compare each environment with the other environments of its group.
 
-Group-relative advantages need no critic. A group consists of `group_size` consecutive environments. Each index of the
-trailing axes has its own groups, so a return is compared only with other returns of the same time step. The advantages
-of a group are 0 if fewer than two members are unmasked, or if the scores of the unmasked members differ only by
-rounding.
+Group-relative advantages need no critic. Scores have the shape `[N, *F]`, with N environments, and with axes `*F` such
+as time. A group consists of `group_size` consecutive environments. The entries at each index of the axes `*F` form
+their own groups, so a return is compared only with returns of the same time step. The advantages of a group are 0 if
+fewer than two members are unmasked, or if the scores of the unmasked members differ only by rounding.
 """
 
 from typing import NamedTuple
@@ -76,7 +76,7 @@ def leave_one_out(score: Tensor, mask: Tensor | None = None, *, group_size: int)
     """Subtract from each entry the mean of the other members of its group, for each index of the trailing axes `*F`.
 
         advantage = score - mean of the other unmasked members
-                  = (score - mean_g(score)) * n / (n - 1)              n unmasked members
+                  = (score - mean_g(score)) * n / (n - 1),    n = number of unmasked members
 
     Args:
         score: `[N, *F]` float, in reward units. Masked entries may hold any value, including NaN.
@@ -104,8 +104,8 @@ def informative_groups(
 
         low < mean_g(score) < high        mean over unmasked members
 
-    With scores 0 and 1, the bounds 0 and 1 keep the groups with both successes and failures. In the other
-    groups, all advantages are 0.
+    If each score is 0 for a failure or 1 for a success, the bounds 0 and 1 keep the groups that have both failures and
+    successes. In all other groups, all advantages are 0.
 
     Args:
         score: `[N, *F]` float, in reward units. Masked entries may hold any value, including NaN.

@@ -31,7 +31,7 @@ from ecrl.types import Logs, Scalar, check_tensors, checked_mask, same_shape
 
 
 def expand_to_tokens(advantage: Tensor, like: Tensor, name: str = "log_prob") -> Tensor:
-    """Expand `advantage` along the trailing token axes of `like`. Error messages refer to `like` as `name`.
+    """Expand `advantage` along the trailing token axes of `like`. `name` is what error messages call `like`.
 
     >>> expand_to_tokens(torch.tensor([1.0, 2.0]), torch.zeros(2, 2)).tolist()
     [[1.0, 1.0], [2.0, 2.0]]
@@ -189,7 +189,9 @@ def huber_value_loss(value: Tensor, value_target: Tensor, mask: Tensor | None = 
 def clipped_value_loss(
     value: Tensor, old_value: Tensor, value_target: Tensor, mask: Tensor | None = None, *, clip_coef: Scalar
 ) -> Tensor:
-    """Return the clipped value loss of PPO: the mean of the larger squared error of `value` and the clipped value.
+    """Return the clipped value loss of PPO: the mean of the larger of two squared errors.
+
+    One error is that of `value`. The other error is that of `value` clipped to a range around `old_value`.
 
         clipped = old_value + clip(value - old_value, -clip_coef, clip_coef)
         mean(max((value - value_target)^2, (clipped - value_target)^2))

@@ -127,7 +127,7 @@ def normalize(x: Tensor, moments: TensorDict, *, eps: Scalar, clip: Scalar) -> T
     Returns: `[*B, *shape]` in the dtype of `x`, or in torch's default float dtype if `x` holds integers. Half-precision
         values are converted to float32 first.
     Gradient: flows through `x`.
-    Raises: ValueError if `x` does not end in one sample's shape, or if `eps` or `clip` is not 0-d.
+    Raises: ValueError if the shape of `x` does not end in one sample's shape, or if `eps` or `clip` is not 0-d.
 
     >>> normalize(torch.tensor([5.0]), moments_init(()), eps=0.0, clip=3.0)
     tensor([3.])
@@ -155,7 +155,7 @@ def scale(x: Tensor, moments: TensorDict, *, eps: Scalar, clip: Scalar) -> Tenso
     Returns: `[*B, *shape]` in the dtype of `x`, or in torch's default float dtype if `x` holds integers. Half-precision
         values are converted to float32 first.
     Gradient: flows through `x`.
-    Raises: ValueError if `x` does not end in one sample's shape, or if `eps` or `clip` is not 0-d.
+    Raises: ValueError if the shape of `x` does not end in one sample's shape, or if `eps` or `clip` is not 0-d.
     Source: Engstrom et al. 2020, arXiv:2005.12729, sec. 3 (reward scaling).
 
     >>> scale(torch.tensor([5.0, -0.5]), moments_init(()), eps=0.0, clip=3.0)

@@ -400,7 +400,8 @@ def l2_weight_decay(grads: TensorDict, params: TensorDict, *, weight_decay: Scal
         g + weight_decay * p
 
     Args:
-        grads: TensorDict of gradients. Clip the gradients first, as with `torch.optim`.
+        grads: TensorDict of gradients. If you clip the gradients, clip them before this call, because optimisers of
+            `torch.optim` also add the gradients of the penalty to clipped gradients.
         params: TensorDict of parameters, with the same structure as `grads`.
         weight_decay: factor in the penalty `weight_decay / 2 * sum(p^2)`.
 

@@ -22,7 +22,8 @@ def truncation_parents(fitness: Tensor, uniform: Tensor, *, count: int) -> Tenso
         fitness: `[*B, M]` float. Larger is better, and NaN counts as -infinity. Among equal values, the smaller index
             is worse.
         uniform: `[*B, M]` float, random numbers in [0, 1).
-        count: number of worst members that get a new parent, and of best members to choose from; at most M / 2.
+        count: number of worst members that get a new parent, and number of best members among which the parents are
+            chosen; at most M / 2.
 
     Returns: `[*B, M]` int64, the index of each member's parent.
     Gradient: none.
@@ -44,9 +45,10 @@ def truncation_parents(fitness: Tensor, uniform: Tensor, *, count: int) -> Tenso
 
 
 def perturbed(x: Tensor, is_new: Tensor, uniform: Tensor, *, factor: Scalar, low: Scalar, high: Scalar) -> Tensor:
-    """Multiply or divide a hyperparameter of each new member by `factor`, with probability 1/2 each, and clip it.
+    """Multiply or divide a hyperparameter of each new member by `factor`, and clip the result.
 
-    A new member is a copy of its parent, and has replaced one of the worst members.
+    Multiplication and division each have the probability 1/2. A new member is a copy of its parent, and has replaced
+    one of the worst members.
 
         y[i] = clip(x[i] * factor if uniform[i] < 0.5 else x[i] / factor, low, high)        if is_new[i], or else x[i]
 

@@ -86,11 +86,12 @@ def replay_prioritized_index(tree: Tensor, keys: Tensor) -> tuple[Tensor, Tensor
     """Draw rows with replacement, each row with a probability proportional to its priority.
 
         mass[i]        = (i + uniform[i]) / B * sum of all priorities
+        index[i]       = tree_find(tree, mass[i])
         probability[i] = priority[index[i]] / sum of all priorities
 
-    The interval from 0 to the sum of all priorities is divided into B equal parts, and one mass is drawn from each
-    part. The expected number of draws of a row in the batch is B times the row's probability. The variance of this
-    number is smaller than with independent draws.
+    The interval from 0 to the sum of all priorities is divided into B equal parts, and one number, `mass[i]`, is drawn
+    from each part. The expected number of draws of a row in the batch is B times the row's probability. The variance of
+    this number is smaller than with independent draws.
 
     Args:
         tree: a sum tree with at least one priority above 0.
