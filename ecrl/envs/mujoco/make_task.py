@@ -256,8 +256,9 @@ def task_env(
 
     The Config model of an event may define these attributes:
 
-    - The property `stores` maps the name of each target that the event sets to the target's initial value. For the
-      color of an object and for the light, the value in the scene replaces this initial value.
+    - The property `stores` is a dictionary. Its keys are the names of the targets that the event sets, and its values
+      are the initial values of these targets. For the color of an object and for the light, the value in the scene
+      replaces this initial value.
     - The method `varied(sim)` lists the model fields that the event changes per environment. The list has the same
       format as the argument `varied` of `simulation`.
     - The property `moved_bases` lists the robots whose bases the event moves.

@@ -51,8 +51,8 @@ class RewardConfig(_Term):
     func: str = Field(description='registered name of the term, such as "distance_to_target"')
     mode: Literal["add", "replace"] = Field(
         "add",
-        description="add: add to the other terms; replace: discard the sum of all other terms and the task's "
-        "own reward",
+        description="add: add to the other terms; replace: replace the sum of the task's own reward and all other "
+        "terms",
     )
     weight: Real = Field(1.0, description="factor that multiplies the term's value")
     params: SerializeAsAny[BaseModel] = Field(description="settings of the term")

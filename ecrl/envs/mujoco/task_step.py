@@ -11,7 +11,7 @@ In addition to the fields that the state of every environment has, the state of 
     delay.steps `[*B]` int64, number of steps until an action acts
     delay.controls  `[*B, d, nu]` float32, controls of the last d steps, the newest first; d is the longest delay
     life        TensorDict of int64 tensors `[*B]`; absent if no event has mode startup or interval
-    life.count  number of steps since `reset`
+    life.count  number of steps since the start of the first episode
     life.key    random key of the startup events, whose effects outlast episodes
     life.start  random key of the start of the current episode
 """

@@ -327,7 +327,8 @@ def with_body_pose(
     """Return worlds with a dynamic or kinematic object moved to a new pose.
 
     `position` is `[*B, 3]` (m) and `quaternion` is `[*B, 4]`. If `position` is None, the object keeps its position. If
-    `quaternion` is None, the object keeps its rotation. The velocities of the object do not change.
+    `quaternion` is None, the object keeps its rotation. The linear velocity of the object does not change. Its angular
+    velocity turns with the object, because MuJoCo stores the angular velocity in the frame of the object.
 
     Raises: ConfigError if the body is neither dynamic nor kinematic.
     """

@@ -13,7 +13,7 @@ SUFFIX = ".dae"
 
 
 def can_read_collada() -> bool:
-    """Return True if the package `pycollada` is installed, which the extra `robots` contains."""
+    """Return True if the package `pycollada` is installed. The extra `robots` of ecrl installs this package."""
     return find_spec("collada") is not None
 
 

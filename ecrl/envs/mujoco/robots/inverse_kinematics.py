@@ -124,7 +124,7 @@ def inverse_kinematics(
 
     Returns: the joint positions and the remaining error, as a `Reached`. If a target is not finite, the results are not
         finite.
-    Gradient: flows to `target` and to the joint positions in `worlds`, except where a joint limit clamps a position.
+    Gradient: flows through `target` and the joint positions in `worlds`, except where a joint limit clamps a position.
     Source: damped least squares by Wampler 1986, "Manipulator inverse kinematic solutions based on vector formulations
         and damped least-squares methods", and Nakamura and Hanafusa 1986, "Inverse kinematic solutions with singularity
         robustness for robot manipulator control"; damping by the error as in Sugihara 2011, "Solvability-unconcerned

@@ -1,8 +1,9 @@
 """Forward kinematics: compute exact, differentiable poses and Jacobians from joint positions with tensor functions.
 
 The tensor functions do not call MuJoCo, so they also work for a state that MuJoCo has not stepped yet. A pose is a
-homogeneous 4x4 matrix whose position is in m. The local pose of a joint includes the fixed transform before the joint.
-The local pose of a joint depends on the joint's displacement q and on constant matrices A, B and C:
+homogeneous 4x4 matrix whose position is in m. The local pose of a joint is its pose in the frame of the preceding
+joint, including the fixed transform between the two joints. The local pose depends on the joint's displacement q and on
+constant matrices A, B and C:
 
     hinge  A + sin(q) B + (1 - cos(q)) C        slide  A + q B
 

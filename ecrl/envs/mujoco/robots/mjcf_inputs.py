@@ -1,8 +1,8 @@
 """Check the access to files that an MJCF file includes or reads, such as meshes and textures.
 
-MuJoCo searches for files in the folder of the main file, and in the folders of all `<compiler>` elements, even in
-included files. The check therefore tries every name in each of these folders. The check refuses an include that only
-MuJoCo recognises, such as an include in an XML namespace.
+MuJoCo searches for files in the folder of the main file, and in the folders that `<compiler>` elements name. These
+elements may also be in included files. The check therefore tries every file name in each of these folders. MuJoCo
+recognises an include in an XML namespace, but the check does not. The check therefore refuses XML namespaces.
 """
 
 from pathlib import Path

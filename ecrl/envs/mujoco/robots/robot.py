@@ -262,7 +262,7 @@ def _end_body(spec: Any, cfg: RobotConfig, part: str, joint: str, assembly: "_As
 
 
 def _add_tcp(spec: Any, part: str, body: Any, flange: tuple[float, float, float], tcp: Matrix) -> str:
-    """Add a site at the end effector of a part to a body, and return the name of the site."""
+    """Add a site to a body, at the end effector of a part of the robot, and return the name of the site."""
     quaternion = quaternion_of(tcp, f"robot.solver_cfg.{format_key(part)}.tcp")
     position, name = [a + row[3] for a, row in zip(flange, tcp[:3], strict=True)], f"{part}_tcp"
     if spec.site(name) is not None:
@@ -434,7 +434,7 @@ def _from_mjcf(spec: Any, cfg: RobotConfig, drives: Mapping[str, Drive], key: st
     `key` is the config key that names the file, for error messages.
     """
     has_settings = _check_drive_settings(spec, cfg, drives, key)
-    # The scene has its own light, and drive_pros replaces the actuators of the file.
+    # The scene has its own light. If drive_pros is set, it replaces the actuators of the file.
     for element in (*spec.lights, *(spec.actuators if has_settings else ())):
         spec.delete(element)
     joints = hinges_and_slides(spec)

@@ -39,7 +39,10 @@ _ERROR = 0.02
 _RATE = 20.0
 """Stiffness / damping of a drive, 1/s: the rate at which the position error decays."""
 _ACCELERATION = 300.0
-"""Acceleration (rad/s^2 or m/s^2) of a motor without load at its largest force, which sets the inertia of its rotor."""
+"""Acceleration (rad/s^2 or m/s^2) of a motor without load at its largest force.
+
+The inertia of the rotor is the largest force divided by this acceleration.
+"""
 
 
 def is_urdf(source: str) -> bool:

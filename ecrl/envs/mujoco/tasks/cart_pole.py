@@ -53,7 +53,8 @@ class CartPoleRLConfig(TaskConfig):
     max_episode_steps: int = Field(500, ge=1, lt=2**31, description="time limit, steps")
     actions: dict[str, ActionConfig] = Field(
         default_factory=partial(parse_terms, ActionConfig, _ACTIONS),
-        description="action terms by name; by default 0.1 rad or m * action is added to joint positions",
+        description="action terms by name; by default 0.1 * action is added to joint positions, in m for the cart and "
+        "in rad for the pole",
     )
     observations: dict[str, ObservationConfig] = Field(
         default_factory=partial(parse_terms, ObservationConfig, _OBSERVATIONS),

@@ -109,12 +109,13 @@ def _least_squares(jacobian: Tensor, offset: Tensor) -> Tensor:
 def push_cube_expert(cfg: ExpertConfig, env: Env, task: PushCubeConfig) -> Expert:
     """Move the end effector to the side of the cube opposite to the goal, lower the end effector, and push.
 
-        u     = horizontal unit vector from the cube to the goal;    start = cube - 0.13 u
-        back  = (cube - p) . u;    side = |cube - p - back u|        horizontally, for the end effector at p
-        place = cube + 0.1 u    if p is below 0.12 m, back > 0 and side < 0.05 m, so that the end effector pushes
-                start           otherwise
-        z     = 0.06 m          if the end effector pushes, or is horizontally within 0.05 m of start
-                0.25 m          otherwise
+        u      = horizontal unit vector from the cube to the goal;    start = cube - 0.13 u
+        back   = (cube - p) . u;    side = |cube - p - back u|        horizontally, for the end effector at p
+        pushes = p_z < 0.12 m and back > 0 and side < 0.05 m
+        place  = cube + 0.1 u    if pushes
+                 start           otherwise
+        z      = 0.06 m          if pushes, or if p is horizontally within 0.05 m of start
+                 0.25 m          otherwise
 
     The lengths are multiplied by the scale of the task. Damped least squares compute the joint motion that moves the
     end effector to (place, z), and points the tool down. `bias` shifts the cube along x in these equations.
@@ -150,10 +151,11 @@ def push_cube_expert(cfg: ExpertConfig, env: Env, task: PushCubeConfig) -> Exper
 def reach_color_expert(cfg: ExpertConfig, env: Env, task: ReachColorConfig) -> Expert:
     """Move the finger to the goal, and go around every other block that is nearer than 0.14 m.
 
-        motion = (goal - p + bias) + sum_i (0.12 t[i] + 2 (0.14 - d[i]) u[i])        over other blocks with d[i] < 0.14
+        motion = goal - p + sum_i (0.12 t[i] + 2 (0.14 - d[i]) u[i])        over other blocks with d[i] < 0.14
 
-    The finger is at p, and d[i] is its distance to block i. The unit vector u[i] points away from block i. The unit
-    vector t[i] is perpendicular to u[i], and points towards the goal.
+    All lengths are in m. The finger is at p, and d[i] is its distance to block i. `bias` shifts the goal along x. The
+    unit vector u[i] points away from block i. The unit vector t[i] is perpendicular to u[i], and points towards the
+    goal.
     """
     sim, scale = env.scene, _scale(task)
 

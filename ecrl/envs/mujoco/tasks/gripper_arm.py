@@ -14,7 +14,7 @@ GRIPPER_ARM: Any = {
     "urdf_cfg": {"components": [{"component_type": "hand", "urdf_path": BUILTIN_HAND}]},
     # the end effector is between the fingers, 0.02 m above their tips
     "solver_cfg": {"arm": {"tcp": [[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 0.14], [0, 0, 0, 1.0]]}},
-    # soft enough that the drives of both fingers share the force on an object between them
+    # soft drives, so that both fingers press on a grasped object
     "drive_pros": {"stiffness": {"gripper.*": 1000.0}, "damping": {"gripper.*": 50.0}},
 }
 """Settings of the robot: the built-in arm with the built-in gripper."""

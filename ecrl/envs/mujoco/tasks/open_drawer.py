@@ -143,7 +143,8 @@ def open_drawer(cfg: OpenDrawerConfig) -> Env:
 
     Success ends the episode. The metric `opening` is 0 if the drawer is closed, and 1 if it is fully open.
 
-    Raises: ConfigError if the scene is the default cabinet, the arm is at the origin, and its known reach is below 1 m.
+    Raises: ConfigError if the scene is the default cabinet, the arm is at the origin, and the `RobotModel` of the arm
+        gives a reach below 1 m.
     """
     with error_prefix("env.cfg"):
         model = None if cfg.robot is None else described(cfg.robot)

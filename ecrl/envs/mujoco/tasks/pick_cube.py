@@ -113,13 +113,14 @@ class PickCubeConfig(GripperTaskConfig, ScalableTaskConfig):
 def pick_cube(cfg: PickCubeConfig) -> Env:
     """Grasp a cube and lift it to a goal.
 
-        d = |cube - goal|, m
+        d = |cube - goal|
         success: d < success_threshold, and the cube is grasped, and its speed is below rest_speed
-        failure: cube_z < -0.1 scale, m
+        failure: cube_z < -0.1 * scale
 
-    Success or failure ends the episode. Each episode starts in a state with d >= start_distance, which is drawn as in
-    PushCubeRL. The metrics are `distance_to_goal`, which is d, and `grasped`, which is 1 while two fingers press on the
-    cube from opposite sides, and 0 otherwise.
+    All lengths are in m, and `scale` is the factor for the lengths of the task. Success or failure ends the episode.
+    Each episode starts in a state with d >= start_distance, which is drawn as in PushCubeRL. The metrics are
+    `distance_to_goal`, which is d, and `grasped`, which is 1 while two fingers press on the cube from opposite sides,
+    and 0 otherwise.
     """
     scale, cfg = scale_of(cfg), scaled(cfg)
     ext, uid, key = cfg.extensions, cfg.extensions.object_uid, cfg.extensions.target_pose_key

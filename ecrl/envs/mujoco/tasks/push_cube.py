@@ -168,11 +168,14 @@ def _with_hold_check(env: Env, distance: Distance, ext: PushCubeExtensions) -> E
 def push_cube(cfg: PushCubeConfig) -> Env:
     """Push a cube to a goal with a robot arm.
 
-        d = |cube_xy - goal_xy|, m;    success: d < success_threshold;    failure: cube_z < -0.1 scale, m
+        d = |cube_xy - goal_xy|
+        success: d < success_threshold
+        failure: cube_z < -0.1 * scale
 
-    Success or failure ends the episode. A state is an acceptable start if d >= start_distance. Up to 12 random states
-    are drawn, and the episode starts in the first acceptable state. If none of the 12 states is acceptable, the episode
-    starts in an acceptable state that was found when the task was created.
+    All lengths are in m, and `scale` is the factor for the lengths of the task. Success or failure ends the episode. A
+    state is an acceptable start if d >= start_distance. Up to 12 random states are drawn, and the episode starts in the
+    first acceptable state. If none of the 12 states is acceptable, the episode starts in an acceptable state that was
+    found when the task was created.
 
     The metric `distance_to_goal` is d. If `hold_time` is above 0, the task has the metric `still_inside`. In each step,
     the task simulates how the scene continues for `hold_time` seconds while the arm is held still. In a step with a

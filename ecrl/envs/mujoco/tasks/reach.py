@@ -86,9 +86,11 @@ class ReachConfig(ScalableTaskConfig):
 def reach(cfg: ReachConfig) -> Env:
     """Move the end effector of an arm to a target.
 
-        d = |end effector - target|, m;    reward = -d + the reward terms;    success: d < success_threshold
+        d = |end effector - target|
+        reward = -d + the reward terms
+        success: d < success_threshold
 
-    Success ends the episode. The metric `distance_to_target` is d.
+    Lengths are in m. Success ends the episode. The metric `distance_to_target` is d.
     """
     scale, cfg = scale_of(cfg), scaled(cfg)
 

@@ -125,13 +125,14 @@ class StackCubeConfig(GripperTaskConfig, ScalableTaskConfig):
 def stack_cube(cfg: StackCubeConfig) -> Env:
     """Put a cube on another cube and let go of it.
 
-        place = base + offset;    e = place - cube, m
+        place = base + offset;    e = place - cube
         success: |e_xy| < horizontal_threshold, |e_z| < vertical_threshold, no finger touches the cube, and its speed
                  is below rest_speed
-        failure: cube_z < -0.1 scale or base_z < -0.1 scale, m
+        failure: cube_z < -0.1 * scale or base_z < -0.1 * scale
 
-    Success or failure ends the episode. The metrics are `distance_to_place`, which is |e|, and `grasped`, which is 1
-    while two fingers press on the cube from opposite sides, and 0 otherwise.
+    All lengths are in m, and `scale` is the factor for the lengths of the task. Success or failure ends the episode.
+    The metrics are `distance_to_place`, which is |e|, and `grasped`, which is 1 while two fingers press on the cube
+    from opposite sides, and 0 otherwise.
     """
     scale, cfg = scale_of(cfg), scaled(cfg)
     ext, uid, base = cfg.extensions, cfg.extensions.object_uid, cfg.extensions.base_uid
