@@ -224,7 +224,10 @@ def _bounds(space: Space) -> tuple[Tensor, Tensor]:
 
 
 def _out_of_space(space: Space, name: str, history: dict[str, Tensor]) -> Iterator[str]:
-    """Report the first value of the observation `name` outside its space, for each entry of a Dict space."""
+    """Report the first value of the observation `name` that is outside its space.
+
+    For a Dict space, the first such value of each entry is reported.
+    """
     if isinstance(space, Dict):
         for key, part in space.items:
             yield from _out_of_space(part, f"{name}.{key}", history)
@@ -276,9 +279,10 @@ def _executed_faults(history: dict[str, Tensor]) -> Iterator[str]:
 
 
 def _early_truncations(history: dict[str, Tensor], gap: int) -> Iterator[str]:
-    """Report the first truncation before step `gap` of an episode. For a game with lives, count from the game's start.
+    """Report the first truncation before step `gap` of an episode.
 
-    A run could lose the final observation of such an episode.
+    In a game with lives, an episode is one life, and the steps are counted from the start of the game. A run could lose
+    the final observation of such an episode.
     """
     elapsed = torch.zeros_like(history["reward"][0], dtype=torch.int64)
     ended = history["terminated"] | history["truncated"]
@@ -445,9 +449,9 @@ def check_env(env: Env | EnvChoice | dict | str, *, num_steps: int = 256, seed: 
     - A step can be compiled, and the compiled step gives the same values.
     - A batch of 256 environments takes at least twice as many steps per second as one environment.
 
-    An environment that is not pure, such as a Gymnasium environment, need not pass all checks. The checks of dtypes,
-    inputs, independence, endless episodes, `step`'s reward and `terminated`, compilation and speed are for pure
-    environments. The speed of MuJoCo tasks is only noted.
+    An environment that is not pure, such as a Gymnasium environment, need not pass all checks. The checks of fields,
+    shapes, dtypes, modified inputs, independence, endless episodes, `step`'s reward and `terminated`, compilation and
+    speed are only for pure environments. The speed of MuJoCo tasks is noted, but not checked.
 
     If `env` names a Gymnasium environment, Gymnasium's own checker also runs. Apart from the measurement of speed, the
     random actions are taken in four environments on the CPU. An error that the environment's own code raises is a
