@@ -1,6 +1,6 @@
 """Render images of a scene from the `physics` state of its simulation.
 
-EGL or OSMesa renders the images, so no display is needed.
+On Linux, EGL or OSMesa renders the images, so no display is needed.
 
 The camera is a pinhole camera. Take a point x metres to the right of the camera, y metres below it and z metres in
 front of it. The point appears at these pixel coordinates, measured from the upper left corner of the image:
