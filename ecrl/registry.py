@@ -381,12 +381,14 @@ def import_user_module(module: str) -> None:
 
     Raises: UserError if the name is empty or the module does not exist. Errors inside the module are raised unchanged.
     """
+    if not module:
+        raise UserError("--import (nothing): the name is empty; expected the name of a module to import")
     try:
         import_module(module)
-    except (ModuleNotFoundError, ValueError) as error:
-        if isinstance(error, ModuleNotFoundError) and error.name and not f"{module}.".startswith(f"{error.name}."):
+    except ModuleNotFoundError as error:
+        if error.name and not f"{module}.".startswith(f"{error.name}."):
             raise
-        raise UserError(f"--import {module or '(nothing)'}: {error}; expected the name of a module to import") from None
+        raise UserError(f"--import {module}: {error}; expected the name of a module to import") from None
 
 
 def user_modules(config: str) -> list[str]:

@@ -8,6 +8,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 import ecrl
+from ecrl import registry
 from ecrl.config.model import ConfigModel
 from ecrl.registry import (
     did_you_mean,
@@ -188,6 +189,15 @@ def test_did_you_mean():
     assert did_you_mean("zzz", ["b", "a"]) == "known: a, b"
     assert did_you_mean("zzz", []) == "known: none"
     assert did_you_mean(3, ["a"]) == "known: a"  # keys of a dict made in Python need not be strings
+
+
+def test_errors_of_a_user_module_are_raised_unchanged(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "has_a_wrong_number.py").write_text("int('x')")
+    with pytest.raises(ValueError, match="invalid literal"):
+        registry.import_user_module("has_a_wrong_number")
+    with pytest.raises(ecrl.errors.UserError, match=r"^--import \(nothing\): the name is empty; expected the name"):
+        registry.import_user_module("")
 
 
 def test_the_first_lookup_imports_the_builtin_parts():

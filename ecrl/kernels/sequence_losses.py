@@ -18,9 +18,9 @@ Masked entries may hold any value, including NaN, and their loss is 0. You can a
 token. These terms have no mask, so fill the masked entries of their arguments: `log_prob.masked_fill(~mask, 0.0)`.
 
 Losses detach `old_log_prob` and `advantage`. Where a docstring states through which arguments gradients flow, it leaves
-out the hyperparameters. Gradients also flow through hyperparameters that are tensors. Log-ratios are clamped to at most
-`bound`, so that losses and gradients stay finite. `bound` is `ecrl.kernels.dtypes.exponent_bound(dtype)`, 44.36 in
-float32. No gradient flows through a log-ratio above `bound`.
+out the hyperparameters. Gradients also flow through hyperparameters that are tensors, but not out of a `stop` in an
+equation. Log-ratios are clamped to at most `bound`, so that losses and gradients stay finite. `bound` is
+`ecrl.kernels.dtypes.exponent_bound(dtype)`, 44.36 in float32. No gradient flows through a log-ratio above `bound`.
 
 Half-precision inputs are converted to float32, and the loss is converted back. Logged values are float32 or wider.
 """
@@ -182,7 +182,7 @@ def cispo_loss(
     log_prob, log_ratio, advantage = _bounded_log_ratio(log_prob, old_log_prob, advantage, mask)
     clip_low, clip_high = scalars(clip_low=clip_low, clip_high=clip_high)
     ratio = torch.exp(log_ratio.detach())
-    clipped = torch.clamp(ratio, 1.0 - clip_low, 1.0 + clip_high)  # pyright: ignore
+    clipped = ratio.clamp(min=1.0 - clip_low).clamp(max=1.0 + clip_high).detach()
     logs = {
         "approx_kl": _approx_kl(log_ratio, mask),
         "clip_frac": masked_mean(_is_outside(ratio, clip_low, clip_high), mask),
@@ -284,7 +284,7 @@ def vespo_loss(
     k = _choose(advantage < 0.0, k_negative, k_positive, advantage)
     decay = _choose(advantage < 0.0, lambda_negative, lambda_positive, advantage)
     total = log_ratio.detach().sum(-1, keepdim=True).clamp(max=bound)
-    weight = torch.exp(k * total - decay * torch.expm1(total))
+    weight = torch.exp(k * total - decay * torch.expm1(total)).detach()
     return (-weight * advantage * _finite(log_prob)).to(dtype), {
         "approx_kl": _approx_kl(log_ratio.clamp(max=bound), mask)
     }
@@ -352,7 +352,7 @@ def _choose(condition: Tensor, x: Scalar, other: Scalar, like: Tensor) -> Tensor
 
 
 def _clipped_objective(ratio: Tensor, advantage: Tensor, clip_low: Scalar, clip_high: Scalar) -> Tensor:
-    clipped = torch.clamp(ratio, 1.0 - clip_low, 1.0 + clip_high)  # pyright: ignore
+    clipped = ratio.clamp(min=1.0 - clip_low).clamp(max=1.0 + clip_high)
     return torch.minimum(ratio * advantage, clipped * advantage)
 
 

@@ -124,8 +124,8 @@ def planned_form(cfg: Config, policy: Policy, algorithm: Algorithm, static: Stat
         reason = f"policy {cfg.policy.name} draws its own random numbers, which cannot be compiled"
         if mode == "on":
             raise ConfigError(f"trainer.compile: on, but {reason}; use auto")
-        return Form("eager", reason, partial, scan)
-    if mode == "auto" and (saved := _saved_s(policy, algorithm, static, cfg.trainer.iterations)) < _COMPILING_S:
+        form = Form("eager", reason, partial, scan)
+    elif mode == "auto" and (saved := _saved_s(policy, algorithm, static, cfg.trainer.iterations)) < _COMPILING_S:
         reason = f"compiling takes about {_COMPILING_S:.0f} s and would save about {saved:.0f} s of the whole run"
         form = Form("eager", reason, partial, scan)
     else:

@@ -627,7 +627,7 @@ def train_iter(state: TensorDict, cfg: Config, watch: Watch = unwatched) -> Iter
     ends because of a signal or, on a single rank, an error. The records have the logs of the last iteration, with two
     exceptions. `skipped_updates` and `skipped_steps` count for all iterations since the previous record. Logs of
     optimiser groups that the last iteration did not update, such as a delayed actor, have the values of the last update
-    of the group.
+    of the group since the previous record, or NaN if there was none.
 
     The generator never prints, logs, evaluates or saves. You can stop with `break`, and continue with
     `train_iter(log_data["state"], cfg)`, where `log_data` is the last record. The results then equal the results of an

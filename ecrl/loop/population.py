@@ -57,6 +57,9 @@ def exploit_and_explore(
     if not isinstance(states, TensorDictBase) or "hyper" not in states:
         given = type(states).__name__
         raise UserError(f"states: got {given}, expected the stacked states of the runs; stack them with torch.stack")
+    if fitness.shape != states.batch_size or fitness.ndim != 1:
+        shapes = f"{list(fitness.shape)}, but states have the batch shape {list(states.batch_size)}"
+        raise ValueError(f"fitness has shape {shapes}; pass one number for each of the stacked states")
     known = [str(name) for name, value in cast(TensorDict, states["hyper"]).items() if isinstance(value, Tensor)]
     for name in ranges:
         if name not in known:

@@ -26,4 +26,4 @@ def visible_space(space: Space, names: tuple[str, ...] | None, key: str) -> Spac
     for name in names:
         if name not in parts:
             raise ConfigError(f"policy.{key}: the observations have no {name!r}; {did_you_mean(name, parts)}")
-    return dict_space({name: parts[name] for name in names})
+    return dict_space({name: without_mask(parts[name]) for name in names})

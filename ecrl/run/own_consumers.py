@@ -68,7 +68,7 @@ def with_own_consumer(records: Iterator[LogData], consumer: Consumer) -> Iterato
                 raise UserError(f"consumers: {name} yielded a record twice; yield every record once")
             yield {**record, "logs": {log: value.detach().cpu() for log, value in record["logs"].items()}}
         if not ended and world_size() > 1:
-            problem = f"consumers: {name} ended the records early, but {world_size() - 1} other processes train on"
+            problem = f"consumers: {name} ended the records early, but the other processes train on"
             raise UserError(f"{problem}; in a run of several processes, yield all records")
         if taken > yielded:
             yield newest[0]

@@ -125,6 +125,8 @@ def _opened(path: Path) -> Iterator[tuple[Any, int, dict[str, Any], dict[str, st
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
+            if length > os.fstat(file.fileno()).st_size - 8:  # a file of another format may give a huge length
+                raise ValueError("its header is longer than the file")
             header: dict[str, Any] = json.loads(file.read(length))
             metadata = header.pop("__metadata__", {})
             yield file, 8 + length, header, metadata

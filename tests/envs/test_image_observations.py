@@ -18,6 +18,7 @@ from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, make_iteration
 from ecrl.policies import NetworkConfig, make_network, make_policy
 from ecrl.policies.core import example, flatten, one_batch
+from ecrl.policies.visible import visible_space
 from ecrl.registry import register_network
 from ecrl.run.export import export
 from ecrl.spaces import Discrete, Space, box, dict_space
@@ -187,6 +188,8 @@ def test_a_network_does_not_get_the_action_mask(monkeypatch):
     masked = dict_space(dict(PARTS.items) | {"action_mask": box(0, 1, 4, dtype=torch.uint8)})
     policy = make_policy({"name": "actor_only", "actor": {"type": "mask_probe"}}, masked, Discrete(4))
     assert {*spaces} == {PARTS}
+    nested = dict_space({"parts": masked, "x": box(0.0, 1.0, 1)})
+    assert visible_space(nested, ("parts",), "actor_obs") == dict_space({"parts": PARTS})
     obs = example(PARTS).set("action_mask", torch.tensor([[True, False, False, False]] * 2))
     action = policy.act(policy.init(rng.key(0)), TensorDict({}, []), obs, None)[1]["action"]
     assert action.tolist() == [0, 0]

@@ -203,6 +203,16 @@ def test_gradient_reaches_log_prob_only(kernel):
     assert [grad is not None and bool(grad.any()) for grad in grads] == [T, F, F]
 
 
+@each_clip
+def test_one_bound_may_be_a_number_and_the_other_a_tensor_with_a_gradient(kernel):
+    log_prob, old, advantage, mask = random_batch(1, 4, 5)
+    batch, high = (log_prob, old, advantage.abs(), mask), torch.tensor(0.28, dtype=F64, requires_grad=True)
+    mixed = kernel(*batch, clip_low=0.2, clip_high=high)[0]
+    assert torch.equal(mixed.detach(), kernel(*batch, clip_low=0.2, clip_high=0.28)[0])
+    if kernel is not cispo_loss:  # its equation has stop(clip(ratio))
+        assert torch.autograd.grad(mixed.sum(), high)[0].abs() > 0.0
+
+
 @pytest.mark.parametrize("kernel", [clipped_surrogate_asymmetric, sapo_loss], ids=lambda k: k.__name__)
 def test_gradcheck(kernel):
     log_prob, *rest = random_batch(2, 3, 4, per_token=True)

@@ -88,6 +88,7 @@ FAULTS = {
     "no JSON": b"\5\0\0\0\0\0\0\0{{{{{",
     "a list": b"\2\0\0\0\0\0\0\0[]",
     "a length beyond memory": b"\xff" * 8 + b"{}",
+    "a text, whose first bytes give a huge length": b"# A text\n" * 9,
     "too short": save({"x": torch.ones(3)})[:-1],
     "another dtype": with_header(lambda header: header["x"].update(dtype="X9")),
     "another shape": with_header(lambda header: header["x"].update(shape=[2**40])),

@@ -9,6 +9,7 @@ An image does not depend on the thread that draws it, so the images are bitwise 
 
 import atexit
 import os
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -69,7 +70,8 @@ def camera_handle(sim: Simulation, camera: CameraConfig) -> int:
     """
     # Mesa's own threads cannot share the work on a small image, and would compete with the threads of this module
     os.environ.setdefault("LP_NUM_THREADS", "0")
-    backend()
+    if sys.platform == "linux":  # elsewhere, MuJoCo's default OpenGL context draws the images
+        backend()
     content = sha256(f"{sim.handle} {camera.model_dump_json()}".encode()).digest()
     handle = int.from_bytes(content[:7])
     _CAMERAS[handle] = sim, camera
