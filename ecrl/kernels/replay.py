@@ -410,7 +410,10 @@ def _read_steps(replay: Replay, fields: Any, step: Tensor, env: Tensor) -> Tenso
 
 
 def _read_final(replay: Replay, step: Tensor, env: Tensor) -> TensorDict:
-    """Read the final observations of the given truncated steps and environments, each of shape `[*B]`."""
+    """Read the slots of final observations for the steps `step` of the environments `env`, int64 `[*B]` each.
+
+    A slot belongs to a step only if its field `step` equals the step.
+    """
     old, new, width = replay.ring["final"], replay.block["final"], _slot_width(replay.ring)
     slot = step // width
     return _gather(old, new, step >= replay.start, slot % len(old), slot - replay.start // width, env)

@@ -67,8 +67,8 @@ def in_loop(may_abandon: bool = True) -> Iterator[None]:
     """Mark the code inside this context as a loop that calls `asked` after every iteration.
 
     Args:
-        may_abandon: True if a signal may interrupt an iteration that takes longer than `GRACE` seconds. Pass False
-            with several ranks, because the ranks cannot abandon an iteration at the same time.
+        may_abandon: True if the run may abandon an iteration that has not ended `GRACE` seconds after the first signal.
+            Pass False with several ranks, because the ranks cannot abandon an iteration at the same time.
     """
     _loops.append(may_abandon)
     try:
