@@ -125,7 +125,10 @@ def _whole_steps(value: int, num_envs: int) -> int:
 
 
 def _target_network_frequency(value: Any, context: Context) -> Changes:
-    """Set the period of target updates in environment steps. Raise Refused if the algorithm has no equal period."""
+    """Set the period of target updates in environment steps.
+
+    Raises: Refused if the algorithm cannot update its targets with this period.
+    """
     if not (_is_count(value) and _is_count(context.num_envs)) or "target_update_freq" in context.keys:
         rounded = _whole_steps(value, context.num_envs) if _is_count(value) and _is_count(context.num_envs) else value
         return {f"{_CFG}target_update_freq": rounded}

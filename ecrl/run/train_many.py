@@ -273,7 +273,13 @@ def _start(name: str, values: dict[str, Any], cfg: Config, parent: Path | None, 
 
 
 class _Group(NamedTuple):
-    """Runs that train together, the largest number of runs in a call, and the number of calls at the same time."""
+    """Runs that train together.
+
+    Attributes:
+        members: the runs.
+        runs_per_call: largest number of runs in one call of an iteration, under vmap.
+        threads: number of calls that run at the same time, each in its own thread.
+    """
 
     members: list[_Unfinished]
     runs_per_call: int

@@ -164,8 +164,9 @@ def _collect(run: Run) -> Collect:
 
 
 def rollout_views(run: Run, state: TensorDict, cfg: Config, count: int) -> Generator[TensorDict, None, None]:
-    """Repeat the rollout of the iteration that begins at `state`, and yield views of the first `count` environments.
+    """Repeat the rollout of the iteration that begins at `state`. For each step, yield what a camera needs.
 
+    The yielded TensorDict has the state fields that `video_writer.view` selects, for the first `count` environments.
     Random numbers depend only on the seed, the stream, the environment and the step. The repeated episodes therefore
     equal the run's episodes, except for rounding, which depends on the number of environments. The policy does not
     learn during the repetition. For an interleaved algorithm, the episodes are therefore equal only up to the first
