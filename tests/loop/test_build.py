@@ -7,7 +7,7 @@ import pytest
 import ecrl.loop.build
 from ecrl import load_config
 from ecrl.config import Config
-from ecrl.loop.build import form_of
+from ecrl.loop.build import build, form_of, planned_form
 
 
 def form_after(cfg: Config, iterations: int, mode: str = "auto") -> str:
@@ -58,3 +58,11 @@ def test_tf32_on_a_cpu_warns_in_every_compile_mode(mode):
     cfg = load_config("configs/cartpole_grpo.json").replace(**{"trainer.tf32": True, "trainer.compile": mode})
     with pytest.warns(UserWarning, match="tf32 is for cuda"):
         form_of(cfg)
+
+
+def test_tf32_on_a_cpu_warns_for_a_policy_that_cannot_be_compiled():
+    cfg = load_config("configs/cartpole_ppo.json").replace(**{"trainer.tf32": True})
+    run = build(cfg.replace(**{"trainer.tf32": False}))
+    with pytest.warns(UserWarning, match="tf32 is for cuda"):
+        form = planned_form(cfg, replace(run.policy, compiles=False), run.algorithm, run.static)
+    assert form.name == "eager" and "cannot be compiled" in form.reason
