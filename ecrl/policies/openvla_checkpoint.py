@@ -322,7 +322,7 @@ def read_statistics(folder: Path, dataset: str | None, kind: str, size: int) -> 
             what = "true and false" if is_valid is _is_flag else "finite numbers"
             raise _fault(path, f"{where} is not a list of {what}; correct the file")
         if len(numbers) != size:
-            problem = f"{where} has {len(numbers)} numbers, but the environment has {size}"
+            problem = f"{where} has {len(numbers)} entries, but the environment has {size}"
             raise _fault(path, f"{problem}; use an environment with as many numbers, or another dataset")
     low, high = (tuple(map(float, found[name])) for name in ("q01", "q99"))
     if any(x > y for x, y, is_scaled in zip(low, high, found["mask"], strict=True) if is_scaled):

@@ -107,7 +107,9 @@ _MAX_PENDING_ROWS = 1000
 """Maximum number of rows to keep in memory while a disk is full or unavailable. Older rows are dropped."""
 
 
-def tolerate_errors(label: str, *kinds: type[Exception]) -> Callable[..., bool]:
+def tolerate_errors(
+    label: str, *kinds: type[Exception], then: str = "the run goes on and tries again"
+) -> Callable[..., bool]:
     """Return a function `guarded(fn, *args)` that calls `fn(*args)` and returns True, or False if `fn` raises OSError.
 
     For example, a full disk does not end the run, because the run is more important than its logs. `guarded` warns at
@@ -116,6 +118,7 @@ def tolerate_errors(label: str, *kinds: type[Exception]) -> Callable[..., bool]:
     Args:
         label: beginning of each warning message, such as the name of the file.
         kinds: further exception types to handle like OSError.
+        then: what happens after a failure, the end of its warning.
 
     >>> with warnings.catch_warnings(record=True, action="always") as caught:
     ...     guarded = tolerate_errors("the log")
@@ -140,7 +143,7 @@ def tolerate_errors(label: str, *kinds: type[Exception]) -> Callable[..., bool]:
                 outage_note = (
                     f" (outage {outages})" if outages > 1 else ""
                 )  # Python shows equal warnings only once, so number the outages
-                warnings.warn(f"{label}: {error}; the run goes on and tries again{outage_note}", stacklevel=2)
+                warnings.warn(f"{label}: {error}; {then}{outage_note}", stacklevel=2)
             return False
         if failures:
             warnings.warn(f"{label}: works again, after {failures} failure{'s' * (failures > 1)}", stacklevel=2)

@@ -208,22 +208,25 @@ def with_profile(records: Iterator[LogData], times: Times, run_dir: str | Path) 
     folder = Path(run_dir) / "profile"
     folder.mkdir(parents=True, exist_ok=True)
     plan = torch.profiler.schedule(wait=_WAIT, warmup=_WARM_UP, active=_TRACED, repeat=1)
-    trace, guarded = folder / f"trace_rank_{rank()}.json", tolerate_errors("profile", RuntimeError)
+    trace, times_file = folder / f"trace_rank_{rank()}.json", folder / f"rank_{rank()}.json"
+    steps, then = 0, "the run goes on without this file"
 
     def export(profile: torch.profiler.profile) -> None:
-        guarded(profile.export_chrome_trace, str(trace))
+        if steps > _WAIT + _WARM_UP:  # otherwise, the trace contains no iteration
+            tolerate_errors(str(trace), RuntimeError, then=then)(profile.export_chrome_trace, str(trace))
 
     try:
         with torch.profiler.profile(schedule=plan, on_trace_ready=export) as tracer, ending(records):
             for record in records:
                 yield record
                 if record["log_type"] == "train":
+                    steps += 1
                     tracer.step()
     finally:
         total = sum(sum(calls) for path, calls in times.seconds.items() if len(path) == 1)
         rows = report(times)
         about = {"rank": rank(), "world_size": world_size(), "total_seconds": total, "phases": rows}
-        guarded((folder / f"rank_{rank()}.json").write_text, json.dumps(about, indent=2) + "\n", "utf-8")
+        tolerate_errors(str(times_file), then=then)(times_file.write_text, json.dumps(about, indent=2) + "\n", "utf-8")
         if rank() == 0:
             print(table(rows, total))
             reason = f"tracing starts after {_WAIT + _WARM_UP} train records"

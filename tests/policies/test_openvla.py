@@ -442,7 +442,7 @@ DAMAGED = {
     "no statistics": (lambda p: _edit(p, norm_stats=None), r"config.json': no norm_stats, so the units of actions"),
     "short statistics": (
         lambda p: _edit(p, norm_stats={"dots": {"action": {"q01": [0.0], "q99": [1.0]}}}),
-        r"action.q01 has 1 numbers, but the environment has 2; use an environment with as many numbers",
+        r"action.q01 has 1 entries, but the environment has 2; use an environment with as many numbers",
     ),
     "a huge number": (
         lambda p: _edit(p, norm_stats={"dots": {"action": {"q01": [10**400, 0], "q99": [1.0, 1.0]}}}),
@@ -500,7 +500,7 @@ FITTING = {
     ),
     "a wide action": (
         {"actions": box(-1.0, 1.0, 3, 4)},
-        r"action.q01 has 2 numbers, but the environment has 4; use an environment with as many numbers",
+        r"action.q01 has 2 entries, but the environment has 4; use an environment with as many numbers",
     ),
     "no bounds": (
         {"actions": box(-math.inf, math.inf, 3, 2)},

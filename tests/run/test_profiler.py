@@ -3,6 +3,7 @@
 import itertools
 import json
 import time
+import warnings
 from functools import partial
 
 import pytest
@@ -162,6 +163,31 @@ def test_a_run_that_is_stopped_or_fails_is_reported_too(ending, tmp_path, capsys
     assert json.loads((tmp_path / "profile" / "rank_0.json").read_text())["total_seconds"] > 0
     assert not (tmp_path / "profile" / "trace_rank_0.json").exists()
     assert "; there is no trace (tracing starts after 2 train records)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("iterations", [2, 3])
+def test_a_trace_has_at_least_one_iteration(iterations, tmp_path, capsys):
+    cfg, times = small(**{"trainer.iterations": iterations}), Times()
+    records = timed_records(times, "loop", train_iter(init_state(cfg), cfg, partial(with_timers, times)))
+    for _ in with_profile(records, times, tmp_path):
+        pass
+    assert (tmp_path / "profile" / "trace_rank_0.json").exists() == (iterations == 3)
+    assert ("there is no trace" in capsys.readouterr().out) == (iterations == 2)
+
+
+def test_a_trace_that_cannot_be_written_is_reported_once(tmp_path, monkeypatch):
+    def fail(self, path):
+        raise RuntimeError("no room for the trace")
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", fail)
+    cfg, times = small(**{"trainer.iterations": 4}), Times()
+    records = timed_records(times, "loop", train_iter(init_state(cfg), cfg, partial(with_timers, times)))
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        for _ in with_profile(records, times, tmp_path):
+            pass
+    texts = [str(w.message) for w in caught if "trace" in str(w.message)]
+    assert texts == [f"{tmp_path}/profile/trace_rank_0.json: no room for the trace; the run goes on without this file"]
+    assert json.loads((tmp_path / "profile" / "rank_0.json").read_text())["total_seconds"] > 0
 
 
 @pytest.mark.slow

@@ -237,7 +237,7 @@ def _check_unchanged(vector: Vector, first_spaces: tuple[Any, Any], label: str) 
         return vector
     vector.close()
     now, before = (" ".join(f"{obs} and {act}".split()) for obs, act in (spaces, first_spaces))
-    advice = "start a new process, or register it under another id"
+    advice = "spaces must not depend on the number of environments; for a changed id, start a new process"
     raise ConfigError(f"env: {label}: has spaces {now}, but had {before} when this process first made it; {advice}")
 
 
