@@ -1,4 +1,4 @@
-"""Discretise actions into bins. A policy then chooses an action as a sequence of tokens."""
+"""Discretise actions into bins. A policy then chooses an action as a sequence of tokens, which are indices of bins."""
 
 from typing import NamedTuple
 
@@ -33,13 +33,13 @@ class ActionBins(NamedTuple):
         return max(self.counts)
 
     def fixed(self) -> tuple[bool, ...]:
-        """Return k * A flags, True for each entry of an action that has equal bounds, and thus one possible value."""
+        """Return k * A flags, one per entry of an action: True if the entry's lower and upper bound are equal."""
         return tuple(low == high for low, high in zip(self.space.low, self.space.high, strict=True))
 
     def legal(self, device: torch.device) -> Tensor:
-        """Return a mask of the bins that a token may choose, bool `[k * A, width]`.
+        """Return a bool mask `[k * A, width]`, True for the bins that each token of an action may select.
 
-        An entry of an action with equal bounds has one bin.
+        If the bounds of an entry of the action are equal, the token of this entry may select only bin 0.
         """
         counts = self.counts * self.shape[0]
         counts = tuple(1 if fixed else n for n, fixed in zip(counts, self.fixed(), strict=True))
@@ -53,9 +53,9 @@ class ActionBins(NamedTuple):
         return low.reshape(self.shape), step.reshape(self.shape)
 
     def centres(self, tokens: Tensor, like: Tensor) -> Tensor:
-        """Return the actions `[*B, *space.shape]` in the centres of bins `[*B, k, A]`.
+        """Return the actions `[*B, *space.shape]` at the centres of the bins with the indices `tokens`, `[*B, k, A]`.
 
-            low + (token + 1/2) * (high - low) / bins
+            low + (token + 1/2) * (high - low) / count
 
         The result has the dtype of `like`.
 
@@ -68,11 +68,11 @@ class ActionBins(NamedTuple):
         return action.reshape(*tokens.shape[:-2], *self.space.shape)
 
     def tokens(self, action: Tensor) -> Tensor:
-        """Return the bins `[*B, k, A]`, int64, of actions `[*B, *space.shape]`. Actions are clipped to the space.
+        """Return the bin indices `[*B, k, A]`, int64, of actions `[*B, *space.shape]`.
 
-            min(floor((action - low) / (high - low) * bins), bins - 1)
+            clip(floor((action - low) / (high - low) * count), 0, count - 1)
 
-        If the bounds of an entry are equal, its bin is 0.
+        If the bounds of an entry of the action are equal, the index is 0.
 
         >>> from ecrl.spaces import box
         >>> ActionBins(box(-1.0, 1.0, 2), (4, 2)).tokens(torch.tensor([[-0.75, 3.0]]))

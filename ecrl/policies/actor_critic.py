@@ -89,7 +89,7 @@ class ActorCriticConfig(ActorOnlyConfig):
     def _shared_observations(self) -> Self:
         differs = self.critic_obs is not None and {*self.critic_obs} != {*(self.actor_obs or ())}
         if self.encoder is not None and differs:
-            problem = "actor and critic share an encoder, so both read the observations of actor_obs"
+            problem = "actor and critic share an encoder, so both read the observations of the actor"
             raise ValueError(f"critic_obs: {problem}; leave critic_obs out, or leave encoder out")
         return self
 

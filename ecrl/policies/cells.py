@@ -1,7 +1,7 @@
 """Recurrent cells as pure functions: `gru`, `lstm` and `mingru`.
 
-A cell has a memory, which is a dict of tensors `[*B, H]`. The entry `h` of the memory is the output of the cell. A step
-of a cell has two parts:
+A cell has a memory, which is a dict of tensors `[*B, H]`, where H is `hidden_size`. The entry `h` of the memory is the
+output of the cell. A step of a cell has two parts:
 
     x       = obs W + b                     `cell_inputs`, for all steps at once, without the memory
     memory' = step(weights, memory, x)      `Cell.step`
@@ -114,8 +114,8 @@ class Cell(NamedTuple):
         memory: names of the tensors in the memory.
         gates: number of vectors `[H]` in `x`.
         recurrent: number of weight matrices `[H, H]` that multiply the memory.
-        linear: True if the step is that of `mingru_step`, a linear function of the memory. `unroll` then needs no
-            sequential loop.
+        linear: True if `step` is `mingru_step`, which is a linear function of the memory. `unroll` then calls
+            `reverse_scan` once instead of calling `step` for each step.
     """
 
     step: Callable[[TensorDict, Memory, Tensor], Memory]
@@ -175,7 +175,7 @@ def unroll(cfg: CellConfig, weights: TensorDict, memory: Memory, obs: Tensor, is
 
         memory[t] = step(weights, 0 if is_first[t] else memory[t - 1], obs[t] W + b)
 
-    For a linear cell, such as `mingru`, `reverse_scan` computes all steps without a sequential loop.
+    For a linear cell, such as `mingru`, one call of `reverse_scan` computes all steps.
 
     Args:
         cfg: settings of the cell.

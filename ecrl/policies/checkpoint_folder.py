@@ -1,4 +1,4 @@
-"""Pretrained checkpoints in local folders: their JSON files and their tokenizers.
+"""Read the JSON files and load the tokenizers of pretrained checkpoints in local folders.
 
 ecrl runs no code from a folder, loads no pickle and downloads nothing. Tokenizers require the extra `vla`.
 """

@@ -1,8 +1,10 @@
-"""Check the arguments and results of a policy's functions. An error names the policy, the function and the wrong value.
+"""Check which arguments the functions of a policy take, and check the results of these functions.
 
-`ecrl.loop` runs these checks when it creates the state of a run, and in the first iteration of each phase of the
-algorithm. In compiled code, the checks run while the code is traced. The checks compare shapes and dtypes, and reject
-random numbers that are not drawn from a key.
+An error message names the policy, the function and the wrong value.
+
+`make_policy` checks the arguments. `ecrl.loop` checks the results when it creates the state of a run, and in the first
+iteration of each phase of the algorithm (see `Algorithm.phase`). In compiled code, the checks of results run while the
+code is traced. These checks compare shapes and dtypes, and reject random numbers that are not drawn from a key.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -64,7 +66,7 @@ def described(x: Any) -> str:
 
 @contextmanager
 def checking() -> Iterator[None]:
-    """Enable the checks of every `Checked` function inside the block. Outside the block, nothing is checked."""
+    """Inside the block, enable the checks of every `Checked` function. Outside the block, nothing is checked."""
     token = _CHECKING.set(True)
     try:
         yield
@@ -84,7 +86,8 @@ def _refusing_draws(label: str, keys: str) -> Iterator[None]:
     """Raise ConfigError at the end of the block if the block drew from torch's global generators.
 
     Eager code inside the block may draw if it restores the state of the generator. While a graph is traced, every draw
-    from a generator of torch causes the error. Draws inside `ignoring_draws` and draws of other threads are allowed.
+    causes the error, even a draw from a generator that is not global. Draws inside `ignoring_draws` and draws of other
+    threads are allowed.
     """
     before = [] if in_graph() else _generator_states()
     with noting_draws() as noted:
@@ -252,14 +255,14 @@ def check_fields(label: str, before: TensorDict, after: Any, what: str = "state"
 
 
 def _batch_sizes(tree: TensorDictBase) -> dict[tuple[str, ...], list[int]]:
-    """Return the batch size of a TensorDict and of all TensorDicts in it, by their path."""
+    """Return a dict from the path of each TensorDict in `tree` to its batch size. The path of `tree` itself is `()`."""
     inner = {name: part for name, part in tree.items() if isinstance(part, TensorDictBase)}
     sizes = {(name, *path): size for name, part in inner.items() for path, size in _batch_sizes(part).items()}
     return {(): list(tree.batch_size), **sizes}
 
 
 def _batch_of(obs: Any, space: Space) -> list[int]:
-    """Return the sizes of the batch axes of observations, which precede the axes of the observation space."""
+    """Return the sizes of the batch axes of observations or actions. These axes come before the axes of `space`."""
     while isinstance(space, Dict):
         name, space = space.items[0]
         obs = obs[name]

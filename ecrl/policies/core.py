@@ -1,4 +1,4 @@
-"""Define `Policy`, a frozen record of pure functions that take the parameters as a TensorDict."""
+"""Define `Policy`, a frozen record of pure functions. The parameters of a policy are in a TensorDict."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,8 +18,8 @@ class ReturnDistribution(NamedTuple):
 
     A distribution is a vector of K = `atoms` numbers. In a categorical distribution, as in C51, these numbers are the
     logits of K fixed returns, which are evenly spaced from `low` to `high`. In a quantile distribution, as in QR-DQN,
-    these numbers are the returns at the midpoints of K intervals of equal probability, and `low` and `high` are not
-    used.
+    number k is the quantile of the return for the probability (k + 1/2) / K, where k counts from 0, and `low` and
+    `high` are not used.
     """
 
     name: Literal["categorical", "quantile"]
@@ -59,16 +59,18 @@ class Policy:
     """Record of the pure functions of a policy.
 
     `carry` is the policy's memory. Feed-forward policies have an empty TensorDict as memory. `steps` is a TensorDict
-    with obs, action, done and every other field that `act` returned. If actions are chunks (`ecrl.envs.chunked`),
-    `steps` also has `executed`, which counts how many steps of each chunk the environment executed. All values in
-    `steps` must be finite.
+    with obs, action, done and every other field that `act` returned. The steps of demonstrations lack these other
+    fields. If actions are chunks (`ecrl.envs.chunked`), `steps` also has `executed`, which counts how many steps of
+    each chunk the environment executed. All values in `steps` must be finite.
 
     If an action consists of several tokens, such as one token per number, `sample_log_prob` and the results of
     `evaluate` may have further axes, with one entry per token. The log-probability of an action is then the sum of the
-    log-probabilities of its tokens. If only some tokens count, `act` also returns a bool field `token_mask` of the same
-    shape, True for the tokens that count. If there are two or more token axes, the first one is the axis of the steps
-    of a chunk. The tokens of steps that were not executed do not count. If the steps of a chunk depend on each other's
-    noise, use one token axis, so that all tokens count.
+    log-probabilities of its tokens. If only some tokens count in this sum, `act` also returns the bool field
+    `token_mask`, which has the shape of `sample_log_prob` and is True for the tokens that count.
+
+    If actions are chunks and there are two or more token axes, the first token axis is the axis of the steps of a
+    chunk. The tokens of steps that were not executed then do not count. If the steps of a chunk depend on each other's
+    noise, use one token axis, so that the tokens of all steps count.
 
     Most policies have the unit "step": `evaluate` and `value` process every step independently and accept any leading
     axes. A policy with memory has the unit "sequence". The `steps` of a sequence policy have shape `[n, S]`, with time
@@ -78,9 +80,10 @@ class Policy:
 
         value(params, carry, steps, final) -> (V [n, S], V_final [n, F])
 
-    `final`, of shape `[n, F]`, has one slot for each possible time limit of a sequence, and two fields. `obs` holds the
-    observation at the time limit, and `carry` holds the memory after the last `act` of the episode, before the restart.
-    If only V is needed, `final` and V_final are None.
+    V_final has the values of the states in which episodes were truncated. These states are the entries of `final`, a
+    TensorDict of shape `[n, F]`, where F is an upper bound of the number of truncations in a sequence. `final` has two
+    fields. `obs` holds the observation at the truncation, and `carry` holds the memory after the last `act` of the
+    episode, before the restart. Unused entries may have any values. If only V is needed, `final` and V_final are None.
 
     Two policies are equal and share compiled functions if all their fields except `init`, `init_frozen`, `time_loops`
     and `name` are equal. `init` and `init_frozen` are never compiled.
@@ -230,12 +233,13 @@ def _carry_and_steps(policy: Policy, rows: TensorDict) -> tuple[TensorDict, Tens
 
 
 def counted_tokens(like: Tensor, rows: TensorDict) -> Tensor | None:
-    """Return a bool mask of the tokens that count, of the shape of `like`, or None if all tokens count.
+    """Return a bool mask of the shape of `like`, True for the tokens that count.
 
         token_mask[..., i, :] and i < executed        for step i of a chunk
 
-    The condition `i < executed` applies only if there are two or more token axes. The first token axis is then the axis
-    of the steps of a chunk.
+    The condition `i < executed` applies only if `rows` has `executed` and there are two or more token axes. The first
+    token axis is then the axis of the steps of a chunk. If this condition does not apply and `rows` has no
+    `token_mask`, all tokens count, and the result is None.
 
     Args:
         like: tensor with the shape of `rows["done"]`, followed by token axes.

@@ -22,10 +22,10 @@ LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
 
 
 class Head(NamedTuple):
-    """Functions of an action distribution. All functions except `noise` begin with the arguments `(log_std, output)`.
+    """Functions of an action distribution. All functions except `noise` take `log_std` and `output` as first arguments.
 
-    `output`, of shape `[*B, A]`, is the mean of Box actions or the logits of discrete actions. For logits, `log_std` is
-    None.
+    For Box actions, `output`, of shape `[*B, A]`, is the mean of the Gaussian, before tanh if the actions are squashed.
+    For discrete actions, `output` holds the logits, and `log_std` is None.
     """
 
     noise: Callable[[Tensor], Tensor]

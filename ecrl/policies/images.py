@@ -69,9 +69,9 @@ def describe(space: Space) -> str:
 
 
 def check_image(space: Space) -> Box:
-    """Return the space of an image, or of the only observation in a Dict if it is an image.
+    """Return the space of an image: the argument `space` or, if `space` is a Dict with one entry, the entry's space.
 
-    Raises: SpaceError if convolutions cannot read this space.
+    Raises: SpaceError if convolutions cannot read the space of the image.
     """
     image = space.items[0][1] if isinstance(space, Dict) and len(space.items) == 1 else space
     if is_image_like(image):
@@ -120,7 +120,7 @@ def to_channels(image: Tensor, space: Box) -> Tensor:
 
 
 def layer_name(name: str) -> str:
-    """Return the name of the module's layer that reads the observation `name`. Dots are escaped.
+    """Return the name of the module's layer that reads the observation `name`. Dots and percent signs are escaped.
 
     >>> layer_name("camera"), layer_name("arm.camera")
     ('of_camera', 'of_arm%2Ecamera')

@@ -2,8 +2,8 @@
 
     y = x W^T + b + scale * (x D^T) U^T,    D: [rank, inputs],  U: [outputs, rank]
 
-U starts at 0, so a new adapter does not change the outputs of the pretrained module. By default, a policy trains only D
-and U, and W and b stay frozen (see `ecrl.policies.pretrained`).
+U starts at 0, so a new adapter does not change the outputs of the pretrained module. By default, D and U are trained,
+and W and b stay frozen (see `ecrl.policies.pretrained`).
 
 Source: Hu et al. 2021 (LoRA), arXiv:2106.09685.
 """
@@ -105,7 +105,7 @@ def is_adapter(name: str) -> bool:
 
 
 def merged(weights: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
-    """Add adapters to the weights of their layers, W + scale * U D. The result has no weights of adapters.
+    """Merge each adapter into the weight of its layer: W becomes W + scale * U D. The result has no adapter weights.
 
     >>> import torch
     >>> layer = {"q.weight": torch.zeros(2, 1), "q.adapter_down": torch.ones(1, 1), "q.adapter_up": torch.ones(2, 1)}

@@ -41,7 +41,8 @@ def module_policy(
 
     A module that defines only `forward(obs)` returns `(output, value)` or `(output, value, log_std)`:
 
-    - `output`, of shape `[B, A]`: the mean of Box actions, flattened, or the concatenated logits of discrete actions;
+    - `output`, of shape `[B, A]`: for Box actions, the mean of the Gaussian, flattened (with `squash`, the mean before
+      tanh); for discrete actions, the concatenated logits;
     - `value`, of shape `[B]`, or None for a module without a critic;
     - `log_std`, of shape `[A]` or `[B, A]`, for Box actions, clamped to [-5, 2]. A module parameter named `log_std` may
       be used instead.
