@@ -34,7 +34,7 @@ _IDENTITY = ("vendor_id", "cpu family", "model", "model name", "flags", "Feature
 
 
 def cpu_identity(cpuinfo: str = "/proc/cpuinfo") -> str:
-    """Return a hash of this CPU's model and instruction set, because code for one CPU may not run on another."""
+    """Return a hash of this CPU's model and instruction set. Code compiled for one CPU may not run on another CPU."""
     try:
         first = Path(cpuinfo).read_text().split("\n\n")[0]
     except OSError:
@@ -166,7 +166,7 @@ def is_available(source: str) -> bool:
 
 
 def function(source: str, name: str, types: Sequence[Any]) -> Any:
-    """Return the C++ function `name` of `source`. Its arguments have the `ctypes` types in `types`. It returns nothing.
+    """Return the C++ function `name` of `source`. `types` are the `ctypes` types of its arguments. It returns nothing.
 
     Raises: RuntimeError if the library cannot be compiled and loaded.
     """

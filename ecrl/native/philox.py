@@ -1,4 +1,4 @@
-"""Philox4x32-10 in C++, as an operator of torch for int64 tensors on the CPU."""
+"""The random number generator Philox4x32-10 in C++, as an operator of torch for int64 tensors on the CPU."""
 
 from collections.abc import Sequence
 from ctypes import c_int64, c_void_p
@@ -17,7 +17,7 @@ torch.library.define("ecrl::philox_words", "(Tensor key, Tensor low, Tensor high
 
 
 def philox_words(key: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first and the last 64 bits of the 128-bit Philox result for a key and a counter.
+    """Return the 128-bit Philox result for a key and a counter, as the low 64 bits and the high 64 bits.
 
     Args:
         key, low, high: int64 tensors that broadcast: the key, and the low and the high 64 bits of the counter.

@@ -2,9 +2,9 @@
 //
 // The value that a step passes on is float64, so that float32 results do not collect rounding errors over time.
 // `strides` has two strides per tensor, in the order of the arguments: the stride to the next row, and the stride to
-// the next step. `adjacent` is true if the rows of all tensors are neighbours in memory, as in time-major tensors.
-// `varies` is true if a discount is a tensor with several values. Otherwise, each discount is one number for all rows
-// and steps.
+// the next step. `varies` is true if a discount is a tensor with several values. Otherwise, each discount is one number
+// for all rows and steps. `adjacent` is true if the stride to the next row is 1 in all tensors, as in time-major
+// tensors. If `varies` is false, both strides of each discount are 0, and `adjacent` does not depend on them.
 
 #include <algorithm>
 #include <cstdint>

@@ -32,12 +32,12 @@ _NAMES = {torch.float32: "float", torch.float64: "double"}
 
 
 def can_run(*tensors: Tensor) -> bool:
-    """Return True if the operators can run on the float `tensors`, which must be on the CPU and share one dtype.
+    """Return True if the operators can run on the float tensors `tensors`.
 
-    The dtype must be float32 or float64, and the C++ functions must be available. A graph of `ecrl.compile` uses the
-    operators for at least `LARGE` elements, if no derivative is needed. While `torch.compile` traces, vmap is the only
-    supported transform. In eager mode, forward mode inside forward mode is not supported. `torch.export` is never
-    supported.
+    The tensors must be on the CPU and share one dtype, float32 or float64. The C++ functions must be available. While
+    `ecrl.compile` traces a graph, the first tensor must have at least `LARGE` elements, and no derivative may be
+    needed. While `torch.compile` traces, vmap is the only supported transform. In eager mode, forward mode inside
+    forward mode is not supported. `torch.export` is never supported.
 
     >>> can_run(torch.ones(2, dtype=torch.bfloat16))
     False
@@ -83,7 +83,7 @@ def _call(name: str, tensors: Sequence[Tensor], numbers: Sequence[int], *others:
         name: name of the function, without its dtype.
         tensors: the inputs and the results. Each has the shape of the first tensor, `[*B, T]`, or broadcasts to this
             shape. A result is a new tensor from `_new`.
-        numbers: indices of the discounts in `tensors`. A discount may be 0-d.
+        numbers: the indices in `tensors` of the discounts, such as `gamma` and `decay`, which may be 0-d.
         others: further arguments of the function, all bool.
     """
     shape = tensors[0].shape
@@ -110,7 +110,7 @@ def _new(x: Tensor) -> Tensor:
 
 
 def _batched(info: Any, in_dims: Sequence[int | None], args: Sequence[Any]) -> list[Any]:
-    """Return the arguments with the batch of vmap as first axis, and with as many axes as the first argument."""
+    """Move the batch axis of vmap to the front of each tensor, and give all tensors as many axes as the first one."""
     rank = args[0].ndim - (in_dims[0] is not None)
 
     def batched(x: Any, dim: int | None) -> Any:
@@ -154,7 +154,7 @@ def _zero_where(mask: Tensor, x: Tensor) -> Tensor:
 
 
 def _before(y: Tensor, last: Tensor, reverse: bool) -> Tensor:
-    """Return the value that each step multiplies by its decay."""
+    """Return the values that the steps multiply by their decays: `y[t + 1]` if `reverse` is True, else `y[t - 1]`."""
     return torch.cat((y[..., 1:], last) if reverse else (last, y[..., :-1]), -1)
 
 
@@ -228,7 +228,7 @@ def linear_recurrence(x: Tensor, decay: Tensor, cut: Tensor, last: Tensor, rever
         y[t] = x[t] + decay[t] * y[t + 1] * not cut[t],    y[T] = last         if reverse
         y[t] = x[t] + decay[t] * y[t - 1] * not cut[t],    y[-1] = last        otherwise
 
-    A `decay[t]` of 0 acts like `cut[t]` = True, and has no gradient. Sums are computed in float64.
+    A `decay[t]` of 0 acts like a `cut[t]` of True, and its gradient is 0. Sums are computed in float64.
 
     Args:
         x: `[*B, T]` float32 or float64.
