@@ -1,4 +1,4 @@
-"""Check that an environment fulfils the contract of `Env`, as `ecrl check-env ENV` and `ecrl.check_env` do.
+"""Check that an environment fulfils the contract of `Env`. `ecrl check-env ENV` and `ecrl.check_env` run these checks.
 
 The first functions in this file take random actions in the environment. The functions in the middle of the file find
 faults in the trajectory of these actions. The last functions in this file run all checks.
@@ -70,8 +70,8 @@ class Trajectory(NamedTuple):
 def random_actions(space: Space, keys: Tensor, obs: Any) -> Tensor:
     """Draw one random action per key, uniform over the space.
 
-    An element of a Box without two finite bounds is drawn from a standard normal distribution, and clamped to its
-    finite bound, if any.
+    If a bound of an element of a Box is infinite, the element is drawn from a standard normal distribution instead, and
+    clamped to the other bound if that bound is finite.
 
     If `obs` contains an action mask, only actions that the mask allows are drawn.
 
@@ -176,7 +176,7 @@ def _undeclared(space: Space, history: dict[str, Tensor]) -> Iterator[str]:
 
 
 def _empty_masks(space: Space, history: dict[str, Tensor]) -> Iterator[str]:
-    """Report the first action mask that allows no choice for one of the discrete actions."""
+    """Report the first mask that allows no value of a Discrete action, or of one entry of a MultiDiscrete action."""
     mask = history.get(f"obs.{_MASK}")
     if mask is None:
         return
@@ -184,7 +184,7 @@ def _empty_masks(space: Space, history: dict[str, Tensor]) -> Iterator[str]:
     empty = torch.stack([(part == 0).all(-1) for part in mask.split([*choices], -1)], -1).any(-1)
     if empty.any():
         place = _place_text(*_first_index(empty))
-        yield f"obs.{_MASK} allows no action {place}; allow at least one action of each choice"
+        yield f"obs.{_MASK} allows no action {place}; allow at least one action, or one value per MultiDiscrete entry"
 
 
 def _ends(env: Env, state: TensorDict, keys: Tensor) -> bool:
@@ -281,19 +281,19 @@ def _executed_faults(history: dict[str, Tensor]) -> Iterator[str]:
 def _early_truncations(history: dict[str, Tensor], gap: int) -> Iterator[str]:
     """Report the first truncation before step `gap` of an episode.
 
-    In a game with lives, an episode is one life, and the steps are counted from the start of the game. A run could lose
-    the final observation of such an episode.
+    A run could lose the final observation of an episode that is truncated too early. In a game with lives, an episode
+    is one life, and the steps are counted from the start of the game.
     """
     elapsed = torch.zeros_like(history["reward"][0], dtype=torch.int64)
-    ended = history["terminated"] | history["truncated"]
+    ended, whole = history["terminated"] | history["truncated"], "episode"
     if "info.game_score" in history:
-        ended = ~history["info.game_score"].isnan()
+        ended, whole = ~history["info.game_score"].isnan(), "game"
     for step, truncated in enumerate(history["truncated"]):
         early = truncated & (elapsed < gap)
         if step and early.any():
             (env,) = _first_index(early)
             declared = "no truncation" if gap == NEVER else f"no truncation before step {gap}"
-            place = f"{_place_text(step, env)}, at step {elapsed[env]} of the episode"
+            place = f"{_place_text(step, env)}, at step {elapsed[env]} of the {whole}"
             yield f"truncated is true {place}, but min_truncation_gap declares {declared}; lower this gap"
             return
         elapsed = elapsed.masked_fill(ended[step], 0) + 1

@@ -294,14 +294,18 @@ def test_masks_and_parts_of_observations_are_honoured_and_checked():
         mask = torch.where((after["elapsed"] == 2).unsqueeze(-1), no, after["obs", "action_mask"])
         return after.set(("obs", "action_mask"), mask)
 
-    message = "obs.action_mask allows no action in env 0 after step 2; allow at least one action of each choice"
+    message = (
+        "obs.action_mask allows no action in env 0 after step 2; "
+        "allow at least one action, or one value per MultiDiscrete entry"
+    )
     assert message in check_env(replace(env, step=closed), num_steps=8).findings
 
 
 def test_a_mask_must_allow_an_action_of_each_choice():
     history = {"obs.action_mask": torch.tensor([[[1, 0, 1, 0]], [[1, 1, 0, 0]]])}
     assert [*check._empty_masks(MultiDiscrete((2, 2)), history)] == [
-        "obs.action_mask allows no action in env 0 after step 1; allow at least one action of each choice"
+        "obs.action_mask allows no action in env 0 after step 1; "
+        "allow at least one action, or one value per MultiDiscrete entry"
     ]
     assert [*check._empty_masks(Discrete(4), history)] == []
 
