@@ -62,9 +62,10 @@ _GENERATORS_LOCK = RLock()
 
 @contextmanager
 def seeded(key: Tensor) -> Iterator[None]:
-    """Seed torch's global generators from a 0-d key inside the block, and restore them afterwards.
+    """Seed torch's global generators from a 0-d key at the start of a `with` block, and restore them at its end.
 
-    Module initialisation draws from these generators, and so do modules that sample their own actions. All threads
+    The generators are the generator of the CPU and, for a key on a GPU, the generator of this GPU. Module
+    initialisation draws from these generators, and so do modules that sample their own actions. All threads
     share the generators, so only one thread at a time can be inside a `seeded` block.
     """
     cuda = [key.device] if key.device.type == "cuda" else []
@@ -98,7 +99,7 @@ def check_module(module: nn.Module, name: str) -> None:
     for path, layer in module.named_modules():
         if _varies(layer):
             how = "is in training mode" if layer.training else "keeps no running statistics"
-            advice = "call .eval() on it, or use LayerNorm" if layer.training else "use LayerNorm"
+            advice = "call .eval() on it, or replace it" if layer.training else "use LayerNorm"
             raise ConfigError(
                 f"{name}: layer {path or 'itself'} ({type(layer).__name__}) {how}: the same observation "
                 f"would give another output in another batch or at another time; {advice}"
@@ -131,7 +132,7 @@ class Pure(NamedTuple):
     Attributes:
         init: `init()` returns new weights under the names of `state_dict`. Call `init` inside `seeded`.
         forward: `forward(weights, *inputs)` calls the module.
-        call: `call(weights, method, *inputs, **named)` calls the named method of the module.
+        call: `call(weights, method, *inputs, **named)` calls the method of the module whose name is `method`.
         module: the structure of the module, without weights.
     """
 
@@ -153,7 +154,8 @@ def pure(make: Callable[[], nn.Module], name: str, bf16: bool) -> Pure:
     these constants come from a call of `make` with seed 0. With `bf16`, the module runs in bfloat16 under autocast, and
     its outputs are cast to the dtype of the weights.
 
-    Raises: ConfigError if a layer's output is random or depends on the rest of the batch, or if no weight is trainable.
+    Raises: ConfigError if a layer gives unequal outputs for equal inputs (see `check_module`), or if the module has no
+        parameters to train.
     """
     with seeded(torch.zeros((), dtype=torch.int64)):
         module = make()
@@ -164,8 +166,8 @@ def pure(make: Callable[[], nn.Module], name: str, bf16: bool) -> Pure:
     constants, first = _constants(module, trained), {}
     tied = {n: first.setdefault(id(w), n) for n, w in module.named_parameters(remove_duplicate=False)}
     tied = {name: shared for name, shared in tied.items() if name != shared}
-    # Copy the module, because the caller of `make` may hold a reference to it. The copy needs no values on a device,
-    # because each call passes the weights as arguments.
+    # Copy the module, because `make` may keep a reference to it. The copy needs no values, because each call passes the
+    # values of all weights and constants.
     module = deepcopy(module).to("meta")
     caller, lock = _MethodCaller(module), RLock()
 

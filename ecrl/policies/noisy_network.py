@@ -38,7 +38,8 @@ class NoisyNetwork(NamedTuple):
 class _NoisyLinear(nn.Module):
     """A linear layer with noise in its weights. The weights of the replaced layer are the means of the noisy weights.
 
-    The caller passes `noise_in` and `noise_out` like weights. For a call without noise, the caller passes neither.
+    `noise_in` and `noise_out` are not arguments of `forward`. The caller passes them to `functional_call` together with
+    the weights. In a call without noise, both are None.
     """
 
     noise_in: Tensor | None
@@ -63,7 +64,10 @@ class _NoisyLinear(nn.Module):
 
 
 def _of_rows(noise: Tensor, x: Tensor) -> Tensor:
-    """Expand noise `[B, K]` of observations to `[B, ..., K]`, for the inputs `x` `[B, ..., I]` of a layer."""
+    """Expand the noise `[B, K]` of B observations to `[B, ..., K]`, for a layer with inputs `x` of shape `[B, ..., I]`.
+
+    Noise `[K]`, which all observations share, stays unchanged.
+    """
     if noise.ndim == 1:
         return noise
     return noise.reshape(len(noise), *[1] * (x.ndim - 2), -1).expand(*x.shape[:-1], -1)
@@ -93,8 +97,9 @@ def noisy_network(
 ) -> NoisyNetwork:
     """Build a configured network whose linear layers have noise. Other layers, such as convolutions, have no noise.
 
-    The weights of a layer are the means, `weight` and `bias`, and the scales of the noise, `weight_std` and `bias_std`.
-    The means have the same initial values as in a network without noise. The scales start at `std / sqrt(inputs)`.
+    A noisy layer has four weights. `weight` and `bias` are the means, and `weight_std` and `bias_std` are the scales of
+    the noise. The means have the same initial values as in a network without noise. The scales start at
+    `std / sqrt(inputs)`.
 
     Raises: ConfigError if the module has no trained layer of type `nn.Linear`, or if the inputs of these layers do not
         have one row per observation.

@@ -1,8 +1,8 @@
 """Wrap a policy so that it receives standardised observations.
 
-The statistics are part of the state. On-policy algorithms and behaviour cloning update the statistics once per
-iteration. Off-policy algorithms update them after each turn (see `ecrl.algorithms.interleaved`). Training, evaluation
-and export all use these statistics.
+The statistics are part of the state. Algorithms that learn in turns, such as DQN and SAC, update the statistics after
+each turn (see `ecrl.algorithms.interleaved`). All other algorithms update the statistics once per iteration. Training,
+evaluation and export all use these statistics.
 """
 
 from dataclasses import replace

@@ -7,7 +7,8 @@ number in a chunk of actions:
     number = centre of the token's bin between low and high
 
 An action token is one of the last tokens of the vocabulary. `low` and `high` are the 1 % and 99 % quantiles of the data
-that the model was trained on. The bins between `low` and `high` have equal widths. There are two ways to decode:
+that the model was trained on. The bins between `low` and `high` have equal widths. For a number that the checkpoint
+does not scale, such as the opening of a gripper, the bins are between -1 and 1. There are two ways to decode:
 
 - parallel (OpenVLA-OFT): all tokens in one pass. The inputs of these tokens are zeros, and each token attends to all
   other tokens.
@@ -125,7 +126,7 @@ class _Model(nn.Module):
         return cast(Any, self.openvla.language_model).model.embed_tokens(ids)
 
     def _prefix(self, images: Tensor, ids: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the tokens `[n, P, width]` of an observation, and a bool mask that is False for padding."""
+        """Return the tokens `[n, P, width]` of n observations, and a bool mask `[n, P]` that is False for padding."""
         words, found = self._embed(ids), [self.openvla.see(images)]
         if state is not None:
             found.append(self.openvla.proprio_projector(state).unsqueeze(1))
@@ -134,9 +135,11 @@ class _Model(nn.Module):
         return x, torch.cat((before, ids[:, 1:] != 0), 1)
 
     def _read(self, x: Tensor, mask: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
-        """Return the outputs of the language model at tokens `[n, S, width]`, and its cache.
+        """Return the outputs of the language model at the S new tokens `x`, `[n, S, width]`, and the argument `cache`.
 
-        `mask` `[n, P + S]` is False for padding. The mask covers the P tokens of the cache and the S new tokens.
+        If `cache` is not None, the language model adds the keys and values of the new tokens to it. `mask` `[n, P + S]`
+        is False for padding. The mask covers the P earlier tokens in the cache and the S new tokens. Without a cache, P
+        is 0.
         """
         position = (mask.to(torch.int64).cumsum(-1) - 1).clamp(min=0)
         own = position[:, -x.shape[1] :]
@@ -240,13 +243,13 @@ class _Reader(NamedTuple):
 
 
 def _normalized(params: TensorDict, kind: str, x: Tensor) -> Tensor:
-    """Scale numbers from [low, high] to [-1, 1] if `is_scaled` is True. `kind` is "action" or "proprio"."""
+    """Scale each number whose flag `is_scaled` is True from [low, high] to [-1, 1]. `kind` is "action" or "proprio"."""
     low, high, is_scaled = _bounds(params, kind)
     return torch.where(is_scaled, 2.0 * (x - low) / (high - low + 1e-8) - 1.0, x)
 
 
 def _in_units(params: TensorDict, kind: str, x: Tensor) -> Tensor:
-    """Scale numbers from [-1, 1] to [low, high], which undoes `_normalized`."""
+    """Undo `_normalized`: scale each number whose flag `is_scaled` is True from [-1, 1] to [low, high]."""
     low, high, is_scaled = _bounds(params, kind)
     return torch.where(is_scaled, 0.5 * (x + 1.0) * (high - low + 1e-8) + low, x)
 

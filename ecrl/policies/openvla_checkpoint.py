@@ -27,7 +27,11 @@ BACKBONES = "featurizer", "fused_featurizer"
 
 _EMBEDDINGS = "language_model.model.embed_tokens.weight"
 _OTHER_PARTS = "action_head", "noise_predictor", "noisy_action_projector", "proprio_projector", "vision_backbone"
-"""Parts of the names of weight files that OpenVLA-OFT writes for a continuous action head, or for FiLM."""
+"""Parts of the names of files `*.pt` with weights that ecrl does not read.
+
+OpenVLA-OFT writes these files for a head for continuous actions, for FiLM, and for a projector of the state that is not
+part of the safetensors files.
+"""
 
 _UNUSED = "norm", "attn_pool", "fc_norm", "head"
 """Parts of a vision model after its last block. OpenVLA does not use these parts."""
@@ -124,11 +128,11 @@ def _read(path: Path, model: type[_File]) -> _File:
 
 
 def _refuse_other_heads(folder: Path) -> None:
-    """Raise ConfigError if the folder has weights of a head for continuous actions, or of FiLM."""
+    """Raise ConfigError if the folder has a weight file `*.pt` that ecrl does not read (see `_OTHER_PARTS`)."""
     for part in _OTHER_PARTS:
         if found := sorted(folder.glob(f"*{part}*.pt")):
-            problem = f"{found[0].name} belongs to a model with FiLM, or to a model whose actions are not tokens"
-            raise _fault(folder, f"{problem}; give a model that was trained with action tokens")
+            advice = "give a model whose actions are tokens and whose weights are all in safetensors files"
+            raise _fault(folder, f"{found[0].name} has weights that ecrl does not read; {advice}")
 
 
 def read_shape(folder: Path) -> Shape:
@@ -290,8 +294,9 @@ class Statistics(NamedTuple):
 def read_statistics(folder: Path, dataset: str | None, kind: str, size: int) -> Statistics:
     """Return the 1 % and 99 % quantiles of the actions or of the robot's state in a data set.
 
-    The result also has flags, which are True for the numbers that the model scales. The quantiles are in
-    `dataset_statistics.json`, which fine-tuning writes, or in `norm_stats` of `config.json`.
+    The result also has flags, which are True for the numbers that the model scales. The function reads the quantiles
+    from `dataset_statistics.json`, which fine-tuning writes. If the checkpoint does not have this file, the function
+    reads the entry `norm_stats` of `config.json`.
 
     Args:
         folder: the checkpoint.

@@ -425,7 +425,7 @@ DAMAGED = {
     ),
     "another head": (
         lambda p: (p / "action_head--10_checkpoint.pt").write_bytes(b"x"),
-        r"action_head--10_checkpoint.pt belongs to a model with FiLM, or to a model whose actions are not tokens; give",
+        r"action_head--10_checkpoint.pt has weights that ecrl does not read; give a model whose actions are tokens and ",
     ),
     "another activation": (
         lambda p: _edit(p, timm_override_act_layers=["quick_gelu", None]),
