@@ -8,15 +8,15 @@ chunk of actions:
 A policy gradient needs the log-probability of the sampled action. There are two ways to sample:
 
 - Flow-SDE: one denoising step, chosen at random for each action, gets noise (`ecrl.kernels.flow_sde_step`). The size of
-  the noise depends only on the time and on `noise_level`. The other steps get no noise. `sample_log_prob` is the
-  log-density of the noisy step.
+  the noise depends only on the time, on `noise_level` and on the number of denoising steps. The other steps get no
+  noise. `sample_log_prob` is the log-density of the noisy step.
 - Flow-Noise: each denoising step gets noise. A network computes the standard deviation of the noise.
   `sample_log_prob` is the mean of the log-densities of the steps.
 
 The model's chunks may be longer and wider than the environment's actions. The environment reads the first k steps of a
-chunk and the first A numbers of each step. Only these numbers get noise. The other numbers after a denoising step are
-deterministic functions of the sample before the step. The log-density of the numbers with noise is therefore the
-log-density of the whole step. For a deterministic action, denoising always starts from the same sample, and no step
+chunk and the first A numbers of each step. A denoising step adds noise only to these numbers. The step computes the
+other numbers from the sample before the step, without noise. The log-density of the numbers that get noise is therefore
+the log-density of the whole step. For a deterministic action, denoising always starts from the same sample, and no step
 adds noise.
 
 Later denoising steps mix all steps of a chunk, so the noise of each number changes all numbers of the chunk.
@@ -166,7 +166,7 @@ class _Flow(NamedTuple):
     Attributes:
         net: the model `_Model`.
         steps: number of denoising steps.
-        chunk: number C of steps in a chunk of actions of the model.
+        chunk: number C of action steps in one chunk of the model.
         width: size M of each step of this chunk.
         taken: the tuple (k, A). The environment reads the first k steps of this chunk, and the first A numbers of each
             step.
@@ -191,12 +191,12 @@ class _Flow(NamedTuple):
         return self.net.call(weights, "velocity", read.cache, read.mask, read.state, x, t)
 
     def corner(self, x: Tensor) -> Tensor:
-        """Return the numbers `[..., k, A]` of samples `[..., C, M]` that the environment reads."""
+        """Return the numbers that the environment reads, `[..., k, A]`, from samples `[..., C, M]`."""
         rows, columns = self.taken
         return x[..., :rows, :columns]
 
     def with_corner(self, x: Tensor, corner: Tensor) -> Tensor:
-        """Return samples `[..., C, M]`, but with `corner` as the numbers that the environment reads."""
+        """Return the samples `x`, `[..., C, M]`, with the numbers that the environment reads replaced by `corner`."""
         rows, columns = self.taken
         top = torch.cat((corner, x[..., :rows, columns:]), -1)
         return torch.cat((top, x[..., rows:, :]), -2)
@@ -257,7 +257,7 @@ def _start(flow: _Flow, read: _Read, noise: TensorDict | None) -> Tensor:
 class _FlowSDE(NamedTuple):
     """Sample with noise in one denoising step, chosen at random for each action.
 
-    The standard deviation of the noise depends only on the time and on `noise_level`.
+    The standard deviation of the noise depends only on the time, on `noise_level` and on the number of steps.
 
     The rollout has three more fields. `flow_step` `[*B]` is the index of the noisy step. `flow_sample` `[*B, C, M]` is
     the sample before this step. `flow_next` `[*B, k, A]` has the numbers with noise after this step.
@@ -379,7 +379,7 @@ class _FlowNoise(NamedTuple):
 
 
 class _Reader(NamedTuple):
-    """Conversion of observations to the inputs of the model, and of actions from and to numbers of the model.
+    """Convert observations to the inputs of the model, and convert between actions and numbers of the model.
 
     Attributes:
         inputs: the parts of an observation.
@@ -496,7 +496,8 @@ def _is_unused(config: Any, cfg: Pi0Config, name: str) -> bool:
 def pi0(cfg: Pi0Config, observation_space: Space, action_space: Box, policy_cfg: PolicyConfig) -> Policy:
     """Build the policy of a pi0 checkpoint.
 
-    `sample_log_prob` and the results of `evaluate` have the shape `[*B, k * A]`, and all numbers of a chunk count.
+    An action is a chunk of k steps with A numbers each. `sample_log_prob` and the results of `evaluate` have the shape
+    `[*B, k * A]`, and all numbers of a chunk count.
     `act` also returns fields about the denoising steps, which `evaluate` reads. The names of these fields begin with
     `flow_`.
 
@@ -537,7 +538,7 @@ def pi0(cfg: Pi0Config, observation_space: Space, action_space: Box, policy_cfg:
         return model.init_frozen(_statistics_params(statistics), device)
 
     def read(params: TensorDict, obs: Any) -> tuple[TensorDict, _Read, Tensor]:
-        """Return the model's weights, its inputs from observations `[n, ...]`, and the features for a critic."""
+        """Return the model's weights, a `_Read` of the observations `[n, ...]`, and the features for a critic."""
         weights, pixels = weights_of(params), reader.pixels(obs)
         cache, mask, features = net.call(weights, "read", pixels, reader.ids(obs, pixels))
         return weights, _Read(cache, mask, reader.states(params, obs, pixels)), features
@@ -554,7 +555,7 @@ def pi0(cfg: Pi0Config, observation_space: Space, action_space: Box, policy_cfg:
         return carry, TensorDict(cast(Any, fields), batch)
 
     def rows_of(steps: TensorDict) -> tuple[Any, dict[str, Tensor], torch.Size]:
-        """Return the observations and the fields of the denoising steps, with one batch axis."""
+        """Return the observations and the `flow_` fields with one batch axis, and the original batch shape."""
         absent = [name for name in noise.fields() if name not in steps]
         if absent:
             advice = "learn from rollouts of this policy, with ppo or grpo"

@@ -79,9 +79,14 @@ class Statistics(NamedTuple):
 def read_statistics(folder: Path, state: int, actions: int) -> Statistics:
     """Return the statistics in `processor_config.json` of a checkpoint. Without this file, all fields are None.
 
-    Raises: ConfigError if a list of statistics has another length than `state` or `actions`, or a number that is not
-        finite. Also raised if a standard deviation is not above 0, or if only the mean or only the standard deviation
-        exists.
+    Args:
+        folder: the checkpoint.
+        state: size of the state in the environment.
+        actions: size of one step of an action in the environment.
+
+    Raises: ConfigError if statistics are not a list of finite numbers, or if the length of a list differs from the size
+        in the environment. Also raised if a standard deviation is not above 0, or if only the mean or only the standard
+        deviation exists.
     """
     path = folder / "processor_config.json"
     data = read_json(path) if path.is_file() else {}

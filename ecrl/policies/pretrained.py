@@ -104,7 +104,8 @@ def pretrained_model(
         is_unused: function that returns True for the name of a weight that has no effect on actions and values.
         networks: networks that are not pretrained.
 
-    Raises: ConfigError for a part that the model does not have, or whose weights have no effect.
+    Raises: ConfigError if an entry of `trained` or of `adapters.layers` selects no weights of the model, or only
+        weights without an effect on actions and values.
     """
     names = [name for name, _ in net.module.named_parameters()]
     if cfg.trained is not None:

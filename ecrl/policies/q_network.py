@@ -65,9 +65,9 @@ def q_network(cfg: QNetworkConfig, observation_space: Space, action_space: Space
         action = argmax_a(Q(obs, a))
         Q(obs, a) = V(obs) + advantage(obs, a) - mean_b(advantage(obs, b))        if `dueling`
 
-    `explore` replaces the action of an environment by a random action with the probability `exploration["epsilon"]`.
-    The output of `act` has the field `q`, the values of the actions, which `explore` reads. In this field, actions that
-    the `action_mask` excludes have the value -inf.
+    With the probability `exploration["epsilon"]`, `explore` replaces the action of an environment by a uniformly random
+    action. The output of `act` has the field `q`, the values of the actions, which `explore` reads. In this field,
+    actions that the `action_mask` excludes have the value -inf, so `explore` does not take these actions.
 
     If `noisy` is True, the linear layers of the network have noise. The policy explores through this noise, so set
     epsilon to 0, as in the paper. `act` gives each environment its own noise in each step. Without noise, `act` and `q`

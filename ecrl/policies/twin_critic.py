@@ -1,4 +1,4 @@
-"""Policies with an actor and several critics. One batched matrix product per layer evaluates all critics.
+"""Policies with an actor and one or several critics. One batched matrix product per layer evaluates all critics.
 
 `deterministic_actor_critic` and `squashed_actor_critic` are for Box actions with finite bounds. A critic predicts the
 mean or the distribution of the return, from an observation and an action. The networks use `unit_action`, the action
@@ -270,8 +270,8 @@ def categorical_actor_critic(cfg: CriticsConfig, observation_space: Space, actio
         logits = actor(obs)
         action = argmax_a(logits[a] + noise[a])        or argmax_a(logits[a]) without noise
 
-    The output of `act` has the `logits` `[*B, A]`. The logits of actions that an `action_mask` excludes are set to the
-    lowest finite value, so their probability is 0.
+    The output of `act` has the field `logits`, `[*B, A]`. The logits of actions that an `action_mask` excludes are set
+    to the lowest finite value, so these actions have the probability 0.
 
     If `exploration["random"]`, bool `[N]`, is True for an environment, `explore` takes a uniformly random allowed
     action.

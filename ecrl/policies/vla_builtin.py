@@ -111,10 +111,11 @@ class BuiltinVLAConfig(VLAConfig):
 
 
 class _ImageTokens(nn.Module):
-    """Network that returns the tokens `[B, tokens, width]` of an image.
+    """Network that returns the tokens `[B, tokens, width]` of B images.
 
     The features of the convolutions depend on the argument `condition` of `forward`. This tensor, `[B, size]`, is the
-    sum of the embeddings of the words in the instruction.
+    sum of the embeddings of the words in the instruction. If the observations have no instruction, `forward` ignores
+    `condition`.
     """
 
     def __init__(self, space: Box, condition: int, cfg: BuiltinVLAConfig):
@@ -156,8 +157,9 @@ class _Network(NamedTuple):
 
         The initial weights of the head of the action tokens are near 0, so a new policy chooses all bins with similar
         probability. The word embeddings that condition the convolutions also start small, so the convolutions learn
-        features that all phrasings of an instruction share. With a standard deviation of 1 instead of 0.2, two of five
-        policies that behaviour cloning trained did not learn to find the blocks of ReachColorRL.
+        features that all phrasings of an instruction share. With a standard deviation of 1 instead of 0.2 for these
+        embeddings, two of five policies that behaviour cloning trained did not learn to find the blocks of
+        ReachColorRL.
         """
         cfg, width, count = self.cfg, self.cfg.width, len(self.bins.space.low)
         keys = iter(rng.split(key, 8).unbind())

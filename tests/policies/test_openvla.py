@@ -425,7 +425,7 @@ DAMAGED = {
     ),
     "another head": (
         lambda p: (p / "action_head--10_checkpoint.pt").write_bytes(b"x"),
-        r"action_head--10_checkpoint.pt has weights that ecrl does not read; give a model whose actions are tokens and ",
+        r"action_head--10_checkpoint.pt has weights that ecrl does not read; give a model whose actions are tokens ",
     ),
     "another activation": (
         lambda p: _edit(p, timm_override_act_layers=["quick_gelu", None]),
