@@ -29,7 +29,13 @@ The timeout can be long, because torchrun stops all ranks as soon as one rank di
 
 
 class _Ranks(NamedTuple):
-    """Rank of this process, number of ranks, and a key-value store that survives restarts by torchrun."""
+    """The place of this process among the ranks.
+
+    Attributes:
+        rank: rank of this process.
+        size: number of ranks.
+        store: key-value store that survives restarts by torchrun, or None if this process is not connected to a store.
+    """
 
     rank: int
     size: int

@@ -23,7 +23,11 @@ class ConfigError(UserError):
 
 
 class CheckpointError(UserError):
-    """Error for a checkpoint that is missing, is damaged or does not match its config. The message names the file."""
+    """Error for a checkpoint, or another file of a run, that cannot be read, used or written.
+
+    For example, a checkpoint may be damaged or may not match its config. The error is also raised for files of
+    demonstrations. The message names the file, the folder or the tensor.
+    """
 
 
 class NotSavedError(CheckpointError):

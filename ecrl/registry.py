@@ -6,7 +6,7 @@ the annotation of the first parameter:
     @register_env("my_task")
     def my_task(cfg: MyTaskConfig) -> Env: ...
 
-Components made from equal configs have equal functions, so runs with equal configs share compiled functions:
+Runs with equal configs share compiled functions, because the components of these runs have equal functions:
 
 - An algorithm consists of module-level functions and of settings that are compared by value. Each call of `make`
   builds a new algorithm.
@@ -114,8 +114,9 @@ class Entry(NamedTuple):
 class InitOnly:
     """Marker for a config field that affects only the initial values of a policy's parameters.
 
-    Changing a marked field causes no recompilation. A module that `ecrl.module_policy` or `ecrl.policies.networks.pure`
-    builds may also read a marked field, if the `forward` of the module does not depend on the field.
+    Changing a marked field causes no recompilation. The `make` that a policy passes to `ecrl.module_policy` or
+    `ecrl.policies.networks.pure` may also read a marked field, if the `forward` of the module does not depend on the
+    field.
 
     >>> from typing import Annotated
     >>> from pydantic import BaseModel
@@ -156,7 +157,7 @@ _ENTRIES: dict[str, dict[str, Entry]] = {kind: {} for kind in _KINDS}
 
 
 _ADVICE: dict[str, dict[str, str]] = {kind: {} for kind in _KINDS}
-"""For each kind, a dict of advice. The keys are names that exist in other libraries but not in ecrl."""
+"""For each kind, a dict from names that exist in other libraries, but not in ecrl, to advice."""
 IMPORT_FIRST = "import its module first: import MODULE in Python, --import MODULE in a shell"
 """Advice for a user whose own component is not registered yet."""
 _FIRST_NAMES = 3

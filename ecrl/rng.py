@@ -9,8 +9,8 @@ samples agree within 1e-6.
 Philox4x32-10 computes the random bits from a key and a counter (Salmon et al. 2011, "Parallel random numbers: as easy
 as 1, 2, 3"). Philox multiplies unsigned 32-bit words, and needs the high 32 bits of each product. PyTorch has no
 operation for these bits, so one round of Philox takes about twenty operations on int64 tensors. On a CPU, C++ code is
-faster. Eager code calls the C++ code of `ecrl.native.philox`, if it is available. A compiled graph of `ecrl.compile`
-has the operator `ecrl::philox`, which computes two words at once in C++ (`ecrl.compile.cpu_philox`).
+faster. Eager code calls the C++ code of `ecrl.native.philox`, if it is available. A graph that `ecrl.compile` compiles
+for a CPU has the operator `ecrl::philox`, which computes two words at once in C++ (`ecrl.compile.cpu_philox`).
 """
 
 from collections.abc import Sequence
@@ -305,8 +305,9 @@ def permutation(key: Tensor, n: int) -> Tensor:
     """Draw a random permutation of 0 to n - 1 for each key, as int64 `[*B, n]`.
 
     For each key, the function sorts n random 62-bit integers, and returns their order. One sort handles the integers of
-    all keys, because torch sorts one long row of integers several times faster than many rows, by radix sort. To
-    separate the keys, each integer starts with the bits of its key's index, and drops the same number of its last bits.
+    all keys, because torch sorts one long row of integers by radix sort, which is several times faster than its sort of
+    many rows. To separate the keys, each integer starts with the bits of its key's index, and drops the same number of
+    its last bits.
 
     >>> sorted(permutation(key(0), 5).tolist())
     [0, 1, 2, 3, 4]

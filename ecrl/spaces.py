@@ -21,7 +21,7 @@ class Box:
     """Space of arrays with the shape `shape` and the dtype `dtype`.
 
     The bounds `low` and `high` have one entry per element of an array, in C order. States and rollouts store
-    observations in the dtype of their space. Networks convert observations to float. Images have dtype uint8.
+    observations in the dtype of their space. Networks convert observations to float.
 
     Raises: ValueError unless the dtype is float16, float32, float64, uint8 or a signed integer, and `frames` matches
         the shape.
@@ -36,7 +36,8 @@ class Box:
     is_image: bool = field(init=False, compare=False)
     """True if the dtype is uint8, a frame has three axes, all lower bounds are 0, and all upper bounds are 255.
 
-    Any of the three axes may be the axis of the channels.
+    The field is False for float images, although convolutions can read them. The order of the three axes is not
+    checked.
 
     The constructor computes this field once, because an image has thousands of bounds.
     """
@@ -269,7 +270,8 @@ def from_gymnasium(space: Any) -> Space:
       the other dtypes, so bool becomes uint8, uint16 becomes int32, and wider unsigned integers become int64.
     - Discrete and MultiDiscrete: the smallest value becomes 0. An array of sizes is flattened in C order.
     - MultiBinary: the space becomes a MultiDiscrete with two values per entry.
-    - Tuple: the space becomes a Dict with the names "0", "1" and so on.
+    - Dict: each part is converted.
+    - Tuple: the space becomes a Dict with the names "0", "1" and so on, and each part is converted.
 
     The module `ecrl.envs.gymnasium.spaces` converts the elements of the spaces.
 

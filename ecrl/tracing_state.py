@@ -191,7 +191,8 @@ def is_transformed() -> bool:
 def in_nested_forward_mode() -> bool:
     """Return True if two forward-mode transforms of `torch.func` may be active.
 
-    In this case, torch computes wrong derivatives of an `autograd.Function` (pytorch issue 197867).
+    While two are active, torch computes wrong derivatives of an `autograd.Function` (pytorch issue 197867). If this
+    version of torch does not report active transforms, return True.
 
     >>> in_nested_forward_mode()
     False

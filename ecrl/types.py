@@ -39,7 +39,8 @@ ROLLOUT_FIELDS = {
 BATCH_FIELDS = {
     "steps": "[N, T+1, ...] a rollout, with one entry per step",
     "carry": "[N, S, ...] policy memory before each of S segments of the steps; absent without memory",
-    "final": "[N, F, ...] obs, carry and value of the states at time limits; absent without a critic or time limits",
+    "final": "[N, F, ...] obs, carry and value of the states at time limits; absent without a critic or without time "
+    "limits",
 }
 STATE_FIELDS = {
     "params": "policy parameters, nested under module names",
@@ -66,10 +67,13 @@ _PER_STEP_FIELDS = ("value", "reward", "terminated", "truncated", "done", "final
 class LogData(TypedDict):
     """Record of a run: its `log_type`, the number of environment steps so far (`sample_step`), logs and the state.
 
-    The training loop yields records of the types "collect" and "train", and `with_evaluation` adds records of the type
-    "evaluate". If several ranks train, `files` maps the names of the other ranks' checkpoint files to their contents.
-    Only records whose state may be saved have `files`. If a signal ends a run of several ranks, `stopping` is True in
-    the last record. `taken` is the number of environment steps since the previous record of the same type.
+    The training loop yields records of the types "collect" and "train". `ecrl.run.evaluation.with_evaluation` adds
+    records of the type "evaluate".
+
+    If several ranks train, `files` on rank 0 maps the names of the other ranks' checkpoint files to the contents of
+    these files. On the other ranks, `files` is empty. Only records whose state may be saved have `files`. If a signal
+    ends a run of several ranks, `stopping` is True in the last record. `taken` is the number of environment steps since
+    the previous record of the same type.
     """
 
     log_type: Literal["collect", "train", "evaluate"]
@@ -178,8 +182,8 @@ def check_steps(**tensors: Tensor) -> None:
 def check_rollout(rollout: TensorDict, *keys: str) -> None:
     """Raise ValueError unless `rollout` has batch shape `[N, T + 1]`, with T at least 1, and the fields in `keys`.
 
-    A field in `keys` that has one number per step must have the batch shape. A field of flags must have dtype bool (see
-    `ROLLOUT_FIELDS`).
+    A field in `keys` with one value per step, such as `reward` or `done`, must have the batch shape. The fields
+    `terminated`, `truncated`, `done` and `mask` must have dtype bool if they are in `keys`.
 
     >>> check_rollout(TensorDict({"reward": torch.zeros(2, 3)}, [2, 3]), "reward", "done")
     Traceback (most recent call last):
@@ -209,8 +213,9 @@ def transitions(rollout: TensorDict) -> TensorDict:
 
         next_value[t] = final_value[t] if truncated[t] else value[t + 1]
 
-    If the rollout has no `final_value`, a time limit counts as a termination, so `next_value` is 0 at truncated steps.
-    All fields except `next_value` are views of the rollout's fields.
+    If the rollout has no `final_value`, `next_value` is 0 at truncated steps, so a time limit counts as a termination.
+    At terminated steps, `next_value` has no meaning, and the estimators do not read it. All fields except `next_value`
+    are views of the rollout's fields.
 
     Args:
         rollout: a rollout with batch shape `[N, T + 1]`.

@@ -4,17 +4,19 @@ The rows of all tensors are the M steps, in the order of the episodes.
 
 | tensor | shape | content |
 |---|---|---|
-| `obs`, or `obs.<name>` for each entry of a Dict | `[M, ...]` | observation before the step, in its space's dtype |
+| `obs`, or `obs.<name>` for each entry of a Dict | `[M, ...]` | observation before the step (see below for dtypes) |
 | `action` | `[M, ...]` | action that the environment received |
 | `reward` | `[M]` | reward of the step, float; for a chunk of actions, the undiscounted sum of rewards |
 | `done` | `[M]` | True for the last step of an episode, bool |
 | `executed` | `[M]` | environment steps that the action took, int64; absent if actions are single steps |
 
+An observation has the dtype of its space, except an `action_mask`, which is bool.
+
 The metadata of the file has one entry, `ecrl.demonstrations`. The entry is JSON with the version of the format, the
 version of ecrl, the environment, the seed, the numbers of episodes and steps, the mean return, and the success rate if
 the environment reports successes. The key `expert` names the expert or the policy that chose the actions. The entry
-also has the whole config, and the SHA-256 of the vocabulary of each setting `tokenizer` of the environment. The key
-`successes_only` is true if only successful episodes were kept.
+also has the whole config. If the environment has settings `tokenizer`, the entry has the SHA-256 of the vocabulary that
+each of these settings selects. The key `successes_only` is true if only successful episodes were kept.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Write and read safetensors files without a second copy of the tensors.
 
-The functions of the library `safetensors` first copy all tensors to one bytes object. For a replay buffer, this copy
-may not fit in memory.
+The functions `save` and `load` of the library `safetensors` hold the content of a whole file in one bytes object. For a
+replay buffer, this second copy of the tensors may not fit in memory.
 
 A file begins with the length of its header in 8 bytes. The header is JSON with the dtype, the shape and the position of
 each tensor. The bytes of the tensors follow. As in files that the library writes, the tensors whose dtypes have the
