@@ -31,14 +31,16 @@ class ScaledConfig(JointsConfig):
     """Settings of a term that scales its actions: the joints, and the scale."""
 
     scale: Scale = Field(
-        1.0, description="factor from action to position (rad or m), velocity (rad/s or m/s) or force (N m or N)"
+        1.0,
+        description="factor from action to position or change of position (rad or m), velocity (rad/s or m/s) or force "
+        "(N m or N)",
     )
 
 
 class DenormalizedConfig(ScaledConfig):
     """Settings of `QposDenormalizedTerm`: the joints, and the actions at the joint limits."""
 
-    scale: Scale = Field(1.0, description="factor from action to a value of range")
+    scale: Scale = Field(1.0, description="factor from action to a value between the two values of range")
     range: Annotated[tuple[Real, Real], Field(strict=False)] = Field(
         (-1.0, 1.0), description="scale * action at a joint's lowest and highest position"
     )
@@ -85,14 +87,14 @@ class EefPoseConfig(EefSearchConfig):
 class EefPoseGripperConfig(EefSearchConfig):
     """Settings of `EefPoseGripperTerm`: an arm, the search for joint positions, and a hand."""
 
-    hand_name: str = Field("hand", description="part of the robot whose joints are the fingers")
+    hand_name: str = Field("hand", description="part of the robot whose joints move the fingers")
 
 
 class GripperConfig(ConfigModel):
     """Settings of `JointPositionGripperTerm`: an arm and a hand."""
 
     part_name: str = Field("arm", description="part of the robot that is the arm, with one action per joint")
-    hand_name: str = Field("hand", description="part of the robot whose joints are the fingers")
+    hand_name: str = Field("hand", description="part of the robot whose joints move the fingers")
 
 
 _List = Annotated[tuple[Real, ...], Field(strict=False, min_length=1), LIST]
@@ -108,7 +110,9 @@ class DefaultPositionConfig(JointsConfig):
     offset: _Numbers | None = Field(
         None, description="default posture, rad or m: one value, or one per joint; by default, the start posture"
     )
-    scale: _Numbers = Field(1.0, description="factor from action to position, rad or m: one value, or one per joint")
+    scale: _Numbers = Field(
+        1.0, description="change of the target position per unit of action, rad or m: one value, or one per joint"
+    )
     clip: Positive | None = Field(
         None,
         le=1e6,
@@ -126,7 +130,7 @@ class DefaultPositionConfig(JointsConfig):
 
 
 def _joints(cfg: JointsConfig, sim: Simulation) -> tuple[str, ...]:
-    """Return the joints of a term. Raise ConfigError if a joint has no actuator."""
+    """Return the joints of a term. Raise ConfigError if a joint does not have exactly one actuator."""
     joints = joints_of(cfg, sim)
     world.actuators_of(sim, joints)
     return joints
@@ -134,7 +138,10 @@ def _joints(cfg: JointsConfig, sim: Simulation) -> tuple[str, ...]:
 
 @register_action("DeltaQposTerm")
 def delta_qpos(cfg: ScaledConfig, sim: Simulation) -> ActionTerm:
-    """Set the target positions of joints (rad or m) to `qpos + scale * a`, where the action a is in [-1, 1]."""
+    """Set the target positions of joints (rad or m) to `qpos + scale * a`, where the action a is in [-1, 1].
+
+    `qpos` contains the current positions of the joints.
+    """
     joints = _joints(cfg, sim)
 
     def control(state: TensorDict, action: Tensor) -> Tensor:

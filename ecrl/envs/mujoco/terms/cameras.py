@@ -1,4 +1,4 @@
-"""Camera terms: events that record videos, events that vary the camera or the light, and an image observation."""
+"""Events that record videos, events that vary cameras, colors or the light, and an observation term for images."""
 
 from typing import Annotated, cast
 
@@ -100,7 +100,7 @@ _Ranges = dict[str, tuple[tuple[float, ...], tuple[float, ...]]]
 
 
 def _zeros(ranges: _Ranges) -> dict[str, tuple[float, ...]]:
-    """Return a dictionary that maps each name in `ranges` to three zeros, the initial value of the target."""
+    """Return a dictionary that maps the name of each target in `ranges` to three zeros, the target's initial value."""
     return dict.fromkeys(ranges, (0.0, 0.0, 0.0))
 
 
@@ -160,7 +160,7 @@ class RandomizeIntrinsicsConfig(ConfigModel):
 class RandomizeMaterialConfig(ConfigModel):
     """Settings of `randomize_visual_material`: an object, and the range of its random color."""
 
-    entity_cfg: EntityConfig = Field(description="name of the object, or floor")
+    entity_cfg: EntityConfig = Field(description="the object; the uid floor selects the floor")
     base_color_range: _Colors = Field(
         ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)), description="[lowest, highest] red, green, blue, 0 to 1"
     )

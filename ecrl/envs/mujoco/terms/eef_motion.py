@@ -26,8 +26,8 @@ class DeltaEefPoseConfig(ConfigModel):
     pose_dim: Literal[3, 6] = Field(
         3,
         description=(
-            "3: actions only move the end effector, and its z axis keeps its direction; 6: actions also rotate the end "
-            "effector"
+            "3: actions only move the end effector, and the term holds the z axis of the end effector in its initial "
+            "direction; 6: actions also rotate the end effector"
         ),
     )
     scale: Annotated[Positive, LENGTH] = Field(0.03, le=1e6, description="motion per unit of action, m")
@@ -36,6 +36,8 @@ class DeltaEefPoseConfig(ConfigModel):
 
 def _tilt(axis: Tensor, wanted: Tensor) -> Tensor:
     """Return the rotation vector `[*B, 3]` (rad) that turns the unit vector `axis` to the unit vector `wanted`.
+
+    If the vectors are opposite, the result is 0.
 
     >>> _tilt(torch.tensor([0.0, 0.0, 1.0]), torch.tensor([0.0, 1.0, 0.0]))  # a quarter turn about -x
     tensor([-1.5708,  0.0000,  0.0000])

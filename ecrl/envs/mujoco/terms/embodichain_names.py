@@ -5,7 +5,9 @@ The error for such a name contains the advice. `docs/migration.md` lists all fun
 
 from ecrl.registry import add_advice
 
-_DEMONSTRATION = "it prepares EmbodiChain's scripted demonstrations, which training in ecrl does not use; remove it"
+_DEMONSTRATION = (
+    "the functor prepares EmbodiChain's scripted demonstrations, which training in ecrl does not use; remove the term"
+)
 _AMBIENT = (
     "images have one ambient color, light.ambient, which no event varies; use randomize_light to vary the direction "
     "and the color of the directional light"
@@ -23,15 +25,15 @@ ABSENT = {
         "ParallelGripperAction": "use JointPositionGripperTerm or EefPoseGripperTerm, which drive the arm and the hand",
     },
     "observation": {
-        "get_object_uid": "it observes identifiers of a renderer, which are constant; remove it",
+        "get_object_uid": "the functor observes identifiers of a renderer, which are constant; remove the term",
         "get_sensor_intrinsics": "observe the offset of randomize_camera_intrinsics by target_position, with "
         "target_pose_key camera_focal_offset or camera_center_offset",
         "get_sensor_pose_in_robot_frame": f"{_CAMERA_OFFSET} camera_eye_offset or camera_target_offset",
         "compute_semantic_mask": "images have no segmentation; use camera_image, or get_object_pose",
-        "compute_exteroception": "it projects the points of one environment; use camera_image, get_robot_eef_pose or "
-        "get_object_pose",
+        "compute_exteroception": "EmbodiChain's functor works in one environment only; use camera_image, "
+        "get_robot_eef_pose or get_object_pose",
         "get_articulation_joint_drive": "the drives are the same in all environments, so the entry would be constant; "
-        "remove it",
+        "remove the term",
     },
     "reward": {
         "orientation_alignment_reward": "use orientation_alignment",
@@ -51,7 +53,7 @@ ABSENT = {
         "register_entity_attrs": _DEMONSTRATION,
         "register_entity_pose": _DEMONSTRATION,
         "register_info_to_env": _DEMONSTRATION,
-        "workspace_sampler": "it samples poses for scripted grasps; use scatter_rigid_objects or "
+        "workspace_sampler": "the functor samples poses for scripted grasps; use scatter_rigid_objects or "
         "planner_grid_cell_sampler",
         "drop_rigid_object_group_sequentially": "objects are listed one by one in rigid_object; place them by an event "
         "such as scatter_rigid_objects",

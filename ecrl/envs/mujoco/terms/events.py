@@ -87,9 +87,10 @@ class ScatterConfig(ConfigModel):
 def scatter_rigid_objects(cfg: ScatterConfig, sim: Simulation) -> Apply:
     """Move objects to random positions that are apart from each other and from the end effector.
 
-    The objects are placed one after the other. Each object gets the first acceptable of 32 random positions. If none of
-    the positions is acceptable, the object gets the position that violates the distances the least. The velocities of
-    dynamic objects become 0.
+    The objects are placed one after the other. A position is acceptable if it is at least `min_distance` from the
+    objects that are already placed, and at least `min_tool_distance` from the end effector. Only horizontal distances
+    count. Each object gets the first acceptable of 32 random positions. If none of the positions is acceptable, the
+    object gets the position that violates these distances the least. The velocities of dynamic objects become 0.
 
     Raises: ConfigError if, in any of 256 test draws, an object finds no acceptable position.
     """
@@ -100,7 +101,10 @@ def scatter_rigid_objects(cfg: ScatterConfig, sim: Simulation) -> Apply:
     has_velocity = {uid: _has_velocity(sim, uid) for uid in uids}
 
     def place(worlds: Any, keys: Tensor) -> tuple[Any, Tensor]:
-        """Return the worlds with the objects placed, and the smallest min(0, actual - required distance), m."""
+        """Return the worlds with the objects placed, and the smallest min(0, actual - required distance), m, `[*B]`.
+
+        The smallest value is taken over all distances between placed objects, and from objects to the end effector.
+        """
         tool = [] if site is None else [(world.site_pose(sim, worlds, site)[..., :2, 3], cfg.min_tool_distance)]
         obstacles, slacks = tool, []  # an obstacle is a position [*B, 2] and the smallest distance to it
         for i, uid in enumerate(uids):
@@ -184,11 +188,15 @@ class AnchorHeightConfig(ConfigModel):
 
     anchor_uid: str = Field(min_length=1, description="name of the object, kinematic or dynamic")
     height_delta_range: Annotated[Rows | None, LENGTH] = Field(
-        None, description="[lowest, highest] change of the height, m"
+        None, description="[lowest, highest] difference between the random height and the height in the scene config, m"
     )
     height_delta_candidates: Annotated[
         Annotated[tuple[Real, ...], Field(strict=False, min_length=1)] | None, LENGTH
-    ] = Field(None, description="changes of the height to choose from, m; an alternative to height_delta_range")
+    ] = Field(
+        None,
+        description="list of differences, m; each draw is one of these differences; an alternative to "
+        "height_delta_range",
+    )
     exclude_uids: Annotated[tuple[str, ...], Field(strict=False)] = Field(
         (), description="objects that do not move together with the anchor"
     )

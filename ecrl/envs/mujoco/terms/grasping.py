@@ -53,10 +53,10 @@ class OpenCloseConfig(ConfigModel):
 
     part_name: str = Field("hand", description="part of the robot that is the gripper")
     open_qpos: _Positions | None = Field(
-        None, description="joint positions of the open gripper, m or rad; by default, the robot's own positions"
+        None, description="joint positions of the open gripper, m or rad; by default, as the robot defines"
     )
     closed_qpos: _Positions | None = Field(
-        None, description="joint positions of the closed gripper, m or rad; by default, the robot's own positions"
+        None, description="joint positions of the closed gripper, m or rad; by default, as the robot defines"
     )
 
     @model_validator(mode="after")
@@ -194,7 +194,7 @@ def _ends(
 
 @register_action("GripperTerm")
 def gripper(cfg: OpenCloseConfig, sim: Simulation) -> ActionTerm:
-    """Open or close a gripper with one action a in [-1, 1], which sets the targets of all its joints (m or rad).
+    """Open or close a gripper with one action a in [-1, 1], which sets the targets of all gripper joints (m or rad).
 
     target = closed + (1 + a) / 2 (open - closed)
     """

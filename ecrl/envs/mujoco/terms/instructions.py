@@ -72,7 +72,10 @@ class InstructionConfig(ConfigModel):
 
 
 def _drawn(state: TensorDict, key: str, position: int, count: int) -> Tensor:
-    """Return the index, from 0 to count - 1, that belongs to a draw of `randomize_instruction`, int64 `[*B]`."""
+    """Convert a draw of `randomize_instruction` to an index from 0 to count - 1, int64 `[*B]`.
+
+    `position` selects the draw: 0 for the draw of the goal, 1 for the draw of the phrasing.
+    """
     if "targets" not in state or key not in cast(TensorDict, state["targets"]):
         raise ConfigError(f"no instruction {key!r}; add an event randomize_instruction with this store_key")
     draws = cast(Tensor, state["targets", key])
@@ -132,8 +135,8 @@ def instruction_term(cfg: InstructionConfig) -> IntegerTerm:
 def instruction(cfg: InstructionConfig, sim: Simulation) -> IntegerTerm:
     """Observe the instruction as the ids of its words, int64 `[*B, max_words]`. Use this term in mode add.
 
-    An event `randomize_instruction` draws the goal and the phrasing of each episode. The observation is then a Dict,
-    because ids cannot be part of a float vector.
+    An event `randomize_instruction` draws the goal and the phrasing of each episode. With this term, the observation of
+    the environment is a Dict, because ids cannot be part of a float vector.
 
     Raises: ConfigError if a word is not in the vocabulary, or if no event draws the instruction.
     """

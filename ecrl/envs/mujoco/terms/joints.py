@@ -1,4 +1,4 @@
-"""Terms about a joint of the scene that is not a joint of the robot, such as the slide of a drawer."""
+"""Terms about one joint of the scene, such as the slide of a drawer."""
 
 from math import isinf
 

@@ -1,7 +1,7 @@
-"""Observation terms: poses and velocities of the robot and of objects, targets, and normalised joint positions.
+"""Observation terms for joint positions, for target positions, and for poses, velocities and properties of bodies.
 
-Observations are float32. Poses, positions and velocities are in the world frame. A pose is a homogeneous 4x4 matrix
-whose position is in m.
+Observations are float32. Poses, velocities and target positions are in the world frame. A pose is a homogeneous 4x4
+matrix whose position is in m.
 """
 
 from typing import Annotated
@@ -246,7 +246,9 @@ def get_rigid_object_velocity(cfg: ObjectConfig, sim: Simulation) -> Observe:
 def get_robot_eef_velocity(cfg: EefConfig, sim: Simulation) -> Observe:
     """Observe the linear and angular velocity of an end effector, `[*B, 6]` (m/s and rad/s). Requires `mode: "add"`.
 
-    velocity = J(q) dq/dt
+        velocity = J(q) dq/dt
+
+    J(q) is the Jacobian of the end effector's pose at the current joint positions q.
     """
     site = tcp_of(sim, cfg.part_name)
     joints = world.joints_to(sim, site)

@@ -31,7 +31,7 @@ _MASS_FIELDS = ("body_mass", "body_inertia", "dof_damping")
 def scene_values(sim: Simulation, field: str, uid: str) -> list[float]:
     """Return the values of a model field for one object, as in the scene config.
 
-    Raises: ConfigError if the field cannot differ between environments.
+    Raises: ConfigError if the field or the object does not exist, or if all environments share the values.
     """
     rows = look_up("entity_cfg.uid", lambda: rows_of(sim.model, field, uid))
     if (field, uid) not in sim.varied:
@@ -54,7 +54,8 @@ def _with_inertia(sim: Simulation, worlds: Any, uid: str) -> Any:
 
         E'[i] = E[i] (m' / m) s[i]^2,   inertia'[i] = sum_{j != i} E'[j],   E[i] = sum_j inertia[j] / 2 - inertia[i]
 
-    s[i] is the factor of the size along axis i. E[i] is the second moment of the mass along axis i, kg m^2.
+    m (kg) and inertia (kg m^2) are the object's values in the scene config, and m' is the current mass. s[i] is the
+    factor of the size along axis i. E[i] is the second moment of the mass along axis i, kg m^2.
     """
     model, body = sim.model, id_of(sim.model, "body", uid)
     scales = ("geom_size", uid) in sim.varied
@@ -176,7 +177,7 @@ class RandomizeArticulationMassConfig(ConfigModel):
         return self
 
     def spans(self, sim: Simulation) -> dict[str, tuple[float, float]]:
-        """Return a dictionary that maps the name of each chosen body to the range of its mass.
+        """Return a dictionary that maps the name of each chosen body to the lowest and the highest draw for the body.
 
         Raises: ConfigError if there is no such robot or link, or if a link has no mass.
         """

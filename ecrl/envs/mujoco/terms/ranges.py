@@ -68,11 +68,12 @@ class PoseRangeConfig(ConfigModel):
     """Ranges of a random pose."""
 
     position_range: Annotated[Box | None, LENGTH] = Field(
-        None, description="[lowest, highest] x y z, m; position unchanged if absent"
+        None, description="[lowest, highest] x y z, m; if absent, the position does not change"
     )
     rotation_range: Box | None = Field(
         None,
-        description="[lowest, highest] angles about x, rotated y, rotated z, degrees; rotation unchanged if absent",
+        description="[lowest, highest] angles about x, the rotated y and the rotated z, degrees; if absent, the "
+        "rotation does not change",
     )
 
     @model_validator(mode="after")
@@ -117,7 +118,8 @@ def pose_of(matrix: Tensor) -> Pose:
 def draw_scene_pose(cfg: ScenePoseConfig, keys: Tensor, home: Pose) -> tuple[Tensor | None, Tensor | None]:
     """Draw a position `[*B, 3]` (m) and a quaternion `[*B, 4]`, as the settings of an event describe.
 
-    `home` is the pose in the scene config. The position or the quaternion is None if it has no range.
+    `home` is the pose in the scene config. Without `position_range`, the position is None. Without `rotation_range`,
+    the quaternion is None.
     """
     position, quaternion = None, None
     if cfg.position_range is not None:
@@ -131,7 +133,7 @@ def draw_scene_pose(cfg: ScenePoseConfig, keys: Tensor, home: Pose) -> tuple[Ten
 
 
 def look_up(parameter: str, find: Callable[[], Any]) -> Any:
-    """Call `find` and return its result. Prefix the message of a ConfigError with the name of the parameter."""
+    """Call `find` and return its result. If `find` raises ConfigError, prefix the message with `params.{parameter}`."""
     try:
         return find()
     except ConfigError as error:

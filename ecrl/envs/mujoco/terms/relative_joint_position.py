@@ -1,4 +1,4 @@
-"""Action term `RelativeJointPositionAction`, which selects joints by name or by their part of the robot."""
+"""Action term `RelativeJointPositionAction`, which selects joints by name, or selects all joints of a robot part."""
 
 from typing import Annotated, Self
 
@@ -59,10 +59,11 @@ def _selected_joints(cfg: RelativeJointPositionConfig, sim: Simulation) -> tuple
 def relative_joint_position(cfg: RelativeJointPositionConfig, sim: Simulation) -> ActionTerm:
     """Set the target positions of joints (rad or m) to `qpos + scale * clamp(a, -clip, clip)`.
 
-    The action a is in [-clip, clip], or in [-1, 1] without `clip`. Without `clip`, the term does not clamp actions.
+    `qpos` contains the current positions of the joints. The action a is in [-clip, clip], or in [-1, 1] without `clip`.
+    Without `clip`, the term does not clamp actions.
 
-    Raises: ConfigError if a joint or a part is unknown, if a joint has no actuator, or if `scale` is a list that does
-        not have one number per joint.
+    Raises: ConfigError if a joint or a part is unknown, if a joint is named twice, if a joint does not have exactly one
+        actuator, or if `scale` is a list that does not have one number per joint.
     """
     joints = _selected_joints(cfg, sim)
     world.actuators_of(sim, joints)

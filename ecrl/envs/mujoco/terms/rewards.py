@@ -36,7 +36,9 @@ class ObjectsConfig(ConfigModel):
 class DistanceBetweenObjectsConfig(ObjectsConfig):
     """Settings of `distance_between_objects`: two objects, and the shape of the reward."""
 
-    exponential: bool = Field(False, description="reward exp(-d^2 / (2 sigma^2)) instead of -d")
+    exponential: bool = Field(
+        False, description="reward exp(-d^2 / (2 sigma^2)) instead of -d, where d is the distance in m"
+    )
     sigma: Annotated[float, LENGTH] = Field(1.0, ge=1e-6, le=1e6, description="width of the exponential, m")
 
 
@@ -51,7 +53,9 @@ class TargetConfig(ConfigModel):
 class DistanceToTargetConfig(TargetConfig):
     """Settings of `distance_to_target`: an object, its target, and the shape of the reward."""
 
-    exponential: bool = Field(False, description="reward exp(-d^2 / (2 sigma^2)) instead of -d")
+    exponential: bool = Field(
+        False, description="reward exp(-d^2 / (2 sigma^2)) instead of -d, where d is the distance in m"
+    )
     sigma: Annotated[float, LENGTH] = Field(1.0, ge=1e-6, le=1e6, description="width of the exponential, m")
 
 
@@ -77,7 +81,7 @@ class ReachingBehindConfig(ConfigModel):
     object_cfg: EntityConfig = Field(description="the object to push")
     target_pose_key: str = Field("goal_pose", min_length=1, description="store_key of the event that sets the target")
     behind_offset: Annotated[NonNegative, LENGTH] = Field(
-        0.015, description="distance of the point behind the object's centre, m"
+        0.015, description="horizontal distance from the object's centre to the point behind the object, m"
     )
     height_offset: Annotated[Real, LENGTH] = Field(
         0.015, description="height of the point above the object's centre, m"
@@ -115,7 +119,7 @@ def _to_target(cfg: TargetConfig, sim: Simulation, state: TensorDict) -> Tensor:
 def distance_between_objects(cfg: DistanceBetweenObjectsConfig, sim: Simulation) -> Reward:
     """Return a reward `[*B]` that grows as the centres of two objects get closer, measured after the step.
 
-    reward = -d  or  exp(-d^2 / (2 sigma^2)),  d = |source - target|, m
+    reward = -d,  or exp(-d^2 / (2 sigma^2)) if exponential is true;  d = |source - target|, m
     """
     source = object_of(sim, cfg.source_entity_cfg, "source_entity_cfg")
     other = object_of(sim, cfg.target_entity_cfg, "target_entity_cfg")
@@ -131,7 +135,7 @@ def distance_between_objects(cfg: DistanceBetweenObjectsConfig, sim: Simulation)
 def distance_to_target(cfg: DistanceToTargetConfig, sim: Simulation) -> Reward:
     """Return a reward `[*B]` that grows as the centre of an object nears its target, measured after the step.
 
-        reward = -d  or  exp(-d^2 / (2 sigma^2)),  d = |source - target|, m
+        reward = -d,  or exp(-d^2 / (2 sigma^2)) if exponential is true;  d = |source - target|, m
 
     If `use_xy_only` is set, d is the horizontal distance.
     """

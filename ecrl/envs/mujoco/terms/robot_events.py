@@ -71,8 +71,8 @@ def randomize_robot_qpos(cfg: RandomizeRobotQposConfig, sim: Simulation) -> Appl
         q' = clamp(q + draw, limits),  or clamp(draw, limits) if relative_qpos is false;    rad or m
 
     The event does not change the targets of the drives. The next action sets new targets for all joints that the action
-    drives. The drives of all other joints move these joints back to their home positions. Joints without a drive do not
-    return.
+    drives. The position drives of all other joints move these joints back to their home positions. Joints without a
+    position drive do not return.
     """
     joints = _robot_joints(cfg, sim)
     _check_counts(cfg.qpos_range, joints, "qpos_range")

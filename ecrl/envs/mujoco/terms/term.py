@@ -195,5 +195,5 @@ def target(state: TensorDict, key: str, setting: str = "params.target_pose_key")
     position = state["targets", key]
     if (size := position.shape[-1]) != 3:
         fault = f"target {key!r} has {size} elements, expected 3, the x, y and z of a position in m"
-        raise ConfigError(f"{setting}: {fault}; name another target, or let its event store a position")
+        raise ConfigError(f"{setting}: {fault}; name another target, or store a position as {key!r}")
     return position
