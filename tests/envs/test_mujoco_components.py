@@ -245,12 +245,12 @@ REFUSED = {
     "an unknown flange": (
         {"solver_cfg": {"arm": {"end_link_name": "flang"}}},
         of_files("two_ends.urdf", "hand.urdf"),
-        r"^robot.solver_cfg.arm.end_link_name: unknown 'flang', the link that holds the hand of robot.urdf_cfg.compon",
+        r"^robot.solver_cfg.arm.end_link_name: unknown link 'flang', which should hold the hand robot.urdf_cfg.compon",
     ),
     "the world as flange": (
         {"solver_cfg": {"arm": {"end_link_name": "world"}}},
         of_files("arm.urdf", "hand.urdf"),
-        r"unknown 'world', the link that holds the hand of robot.urdf_cfg.components\[1\]; known: base, flange, upper$",
+        r"unknown link 'world', which should hold the hand robot.urdf_cfg.components\[1\]; known: base, flange, upper$",
     ),
     "one joint twice": ({}, WITH_JOINT, r"joint 'turn' is in the arm and in the hand; rename it"),
     "no joint": ({}, of_files("stiff.urdf"), r"^robot: the URDF file of the arm has no joint that moves; use another"),

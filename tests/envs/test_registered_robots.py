@@ -125,7 +125,7 @@ def test_an_arm_without_the_link_of_its_description_gets_no_hand_at_another_link
 
     hand = {"component_type": "hand", "urdf_path": urdf_robot(HAND_LINKS, HAND_JOINTS)}
     parts = {"control_parts": {"main": ["turn"]}, "urdf_cfg": {"components": [hand]}}
-    message = r"^robot.robot_type 'bare', end_links: unknown 'flang', the link that holds the hand .*mean 'flange'"
+    message = r"^robot.robot_type 'bare', end_links: unknown link 'flang', which should hold the hand .*mean 'flange'"
     with pytest.raises(ConfigError, match=message):
         scene(robot_type="bare", **parts)
 

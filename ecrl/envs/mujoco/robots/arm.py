@@ -36,11 +36,12 @@ class Builtin(NamedTuple):
     """A robot: a function that builds the robot, the names of its joints, and its default settings.
 
     A robot from a file also has a `Builtin`, whose function `build` does nothing. `build(base, tcp, has_hand)` adds a
-    built-in robot to the body `base` of an MjSpec. `tcp` maps each part of the robot to the pose of the part's end
-    effector. If `has_hand` is True, the arm gets no tool. `flange` maps each part to the position (m) of the part's
-    flange in the frame of the last link. `stiffness`, `damping` and `max_effort` are the default settings of the
-    drives. `aliases` are EmbodiChain's names of the joints, in the order of `joints`. `grip` maps each joint of a
-    gripper to its positions in the open and in the closed gripper.
+    built-in robot to the body `base` of an MjSpec. `tcp` maps each part that has an end effector to the pose of the end
+    effector. The pose is in the frame of the flange or, for a robot from a file, in the frame of the link that holds
+    the end effector. If `has_hand` is True, the arm gets no tool. `flange` maps each part that has a flange to the
+    position (m) of the flange in the frame of the part's last link. `stiffness`, `damping` and `max_effort` are the
+    default settings of the drives. `aliases` are EmbodiChain's names of the joints, in the order of `joints`. `grip`
+    maps each joint of a gripper to the joint's positions in the open and in the closed gripper.
     """
 
     build: Callable[[Any, dict[str, Matrix], bool], None]

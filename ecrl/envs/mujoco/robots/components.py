@@ -1,7 +1,8 @@
 """Components of a robot in `robot.urdf_cfg`: an arm, and a hand at the flange of the arm.
 
-EmbodiChain downloads the files of its robots. If such a file is missing on this machine, a built-in arm or gripper of
-the same size replaces it, with one warning. Any other missing file is an error.
+EmbodiChain downloads the files of its robots. If the file of its UR10, its cart-pole or its gripper DH_PGI_140_80 is
+missing on this machine, a built-in robot or gripper of the same size replaces the file, with one warning. Any other
+missing file is an error.
 """
 
 import os
@@ -159,7 +160,7 @@ def attach_hand(spec: Any, hand: Any, body: Any, position: tuple[float, ...], tr
 def flange_of(spec: Any, end_link: str | None, link_key: str, key: str) -> Any:
     """Return the link that holds the hand of an arm from a file: `end_link`, or the only link at the end of the arm.
 
-    For error messages, `link_key` names the setting that gives `end_link`, and `key` the component of the hand.
+    For error messages, `link_key` names the setting that gives `end_link`, and `key` names the component of the hand.
 
     A link is at an end of the arm if no other link is attached to it. An arm without branches has one end.
 
@@ -168,7 +169,7 @@ def flange_of(spec: Any, end_link: str | None, link_key: str, key: str) -> Any:
     links = {body.name: body for body in spec.bodies[1:]}
     if end_link is not None:
         if end_link not in links:
-            fault = f"unknown {end_link!r}, the link that holds the hand of {key}"
+            fault = f"unknown link {end_link!r}, which should hold the hand {key}"
             raise ConfigError(f"{link_key}: {fault}; {did_you_mean(end_link, links)}")
         return links[end_link]
     ends = [body for body in links.values() if not list(body.bodies)]

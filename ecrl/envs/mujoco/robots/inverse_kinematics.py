@@ -1,7 +1,7 @@
 """Inverse kinematics by damped least squares, for a batch of poses at once.
 
-Each step adds dq to the joint positions, which reduces the pose error e. J is the Jacobian of the pose. The damping
-lambda keeps dq bounded if J loses rank:
+Each step adds a change dq to the joint positions, to reduce the pose error e that `pose_error` returns. J is the
+Jacobian of the pose. The damping lambda keeps dq bounded if J loses rank:
 
     dq = J^T (J J^T + lambda I)^-1 e = (J^T J + lambda I)^-1 J^T e,        lambda = 0.05 e.e + 1e-4
 
@@ -116,7 +116,8 @@ def inverse_kinematics(
 
     Args:
         sim: the simulation.
-        worlds: worlds `[*B]` with the current joint positions. Joints that are not in `joints` keep their positions.
+        worlds: worlds `[*B]` with the current joint positions. Joints that are not in `joints` keep these positions,
+            unless they follow one of `joints`.
         site: name of the site, such as `sim.robot.tcp["arm"]`.
         joints: names of the hinge and slide joints to move.
         target: target pose in the world frame, `[*B, 4, 4]` float32, with the position in m.

@@ -10,14 +10,14 @@ class RobotModel(NamedTuple):
         source: path or text of a URDF or MJCF file.
         parts: joints of each part, as names or patterns. By default, all joints are the part `arm`.
         end_links: map from a part to the link that holds the end effector of the part.
-        home: positions of the joints at the start (m or rad), in the order of the joints in the file. By default, an
-            MJCF file defines the positions, and joints of a URDF file start at the position nearest to 0 within their
-            limits.
+        home: positions of the joints at the start (m or rad), in the order of the joints in the file, without joints
+            that follow another joint (`mimic` in a URDF file). By default, an MJCF file defines the positions, and
+            joints of a URDF file start at the position nearest to 0 within their limits.
         reach: largest horizontal distance from the base to the end effector, m. Tasks scale their lengths with the
             reach; see the key `env.cfg.scale`. By default, the reach of the built-in arm.
         init_rot: default rotation of the base (degrees). The config key `robot.init_rot` overrides this rotation. Tasks
             expect an arm that faces the direction -x.
-        grip: positions of each joint of the gripper when it is open and when it is closed (m or rad).
+        grip: map from each joint of the gripper to its positions in the open and in the closed gripper (m or rad).
     """
 
     source: str

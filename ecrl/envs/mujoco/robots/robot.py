@@ -239,7 +239,7 @@ def _is_fixed_to(link: Any, body: Any) -> bool:
 
 
 def _end_body(spec: Any, cfg: RobotConfig, part: str, joint: str, assembly: "_Assembly") -> Any:
-    """Return the body that holds the end effector of a part: `end_link_name`, the flange, or the body of `joint`.
+    """Return the body that holds the end effector of a part: the link of `_end_link`, the flange, or `joint`'s body.
 
     For a robot from a file, the end effector of the part `arm` is at the flange if the arm has a hand. The same holds
     for a part with another name, if its last joint is also the last joint before the flange.
@@ -408,7 +408,8 @@ def _with_hand(built: Builtin, hand: Builtin) -> Builtin:
 def _check_drive_settings(spec: Any, cfg: RobotConfig, drives: Mapping[str, Drive], key: str) -> bool:
     """Return True if `drive_pros` defines the drives of a robot from an MJCF file, and False if the file does.
 
-    Raises: ConfigError if only some of the three settings are given, or if nothing defines the drives.
+    Raises: ConfigError if only some of the three settings are given, or if nothing defines the drives. ConfigError is
+        also raised if action terms need the `drives`, but no setting is given.
     """
     given = [name for name in _NUMBERS if getattr(cfg.drive_pros, name) is not None]
     missing = [name for name in _NUMBERS if name not in given]
@@ -499,8 +500,9 @@ def _mount(built: Builtin, part: str, joints: tuple[str, ...]) -> tuple[str, tup
 def _tool_poses(built: Builtin, poses: dict[str, Matrix], mounts: Mapping[str, tuple[str, Any]]) -> dict[str, Matrix]:
     """Return a dictionary that maps the name of each built-in part with a tool to the pose of the tool.
 
-    A tool gets the pose of the configured part that ends at the tool's joint. If several parts end at the tool's joint,
-    the part with the name of the built-in part is used.
+    `poses` maps parts to the poses of their end effectors, and `mounts` maps the same parts to results of `_mount`. A
+    tool gets the pose of the end effector of the part that ends at the tool's joint. If several parts end at this
+    joint, the part with the name of the built-in part is used, or else the last of these parts.
     """
     ends = {built.parts[name][-1]: name for name in built.flange}
     by_joint = {ends[joint]: poses[part] for part, (joint, _) in mounts.items() if joint in ends}

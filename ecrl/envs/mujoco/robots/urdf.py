@@ -1,9 +1,9 @@
-"""Read a robot from a URDF file: find its meshes, leave out unreadable meshes, and set its drives.
+"""Read a robot from a URDF file: find its meshes, leave out unreadable visual meshes, and compute drive settings.
 
 MuJoCo reads the links, joints, limits, mimic joints and meshes of a URDF file, and uses the convex hulls of the meshes
 for collisions. ecrl converts Collada meshes for MuJoCo if the package `pycollada` is installed. A URDF file has no
-drives, so the robot gets position drives. The strength of a drive follows from the effort of its joint. The motors
-compensate gravity, as the controllers of most arms do.
+drives, so the robot gets position drives by default. The strength of a drive follows from the effort of its joint. The
+gravity of all links is compensated, as by the controllers of most arms.
 """
 
 import os
@@ -104,7 +104,7 @@ def _parsed(text: str, key: str) -> ElementTree.Element:
 
 
 def _check_tree(robot: ElementTree.Element, key: str) -> None:
-    """Raise ConfigError if a name is missing or not unique, or if the links do not form a tree."""
+    """Raise ConfigError for a missing, duplicate or unknown name, a link with two parents, or a loop of links."""
     for tag in ("link", "joint"):
         names = [part.get("name") for part in robot.findall(tag)]
         for i, name in enumerate(names):
@@ -127,7 +127,8 @@ def _check_tree(robot: ElementTree.Element, key: str) -> None:
         while (link := parents.get(link)) is not None:
             steps += 1
             if steps > len(links):
-                raise ConfigError(f"{key}: link {format_value(start)} is in a loop; remove a joint of the loop")
+                fault = f"the parents of link {format_value(start)} form a loop"
+                raise ConfigError(f"{key}: {fault}; remove a joint of the loop")
 
 
 def _check_joints(robot: ElementTree.Element, key: str) -> None:
@@ -193,7 +194,8 @@ def _balance_inertias(robot: ElementTree.Element, key: str) -> None:
             inertia.set(f"i{name}", f"{moments[i, j]:.17g}")
     if changed:
         many = f"{len(changed)} links such as {format_value(changed[0])} have moments of inertia that no body has"
-        warnings.warn(f"{key}: {many} (A + B < C), so the mean of the moments replaces them", stacklevel=2)
+        many += " (principal moments with A + B < C)"
+        warnings.warn(f"{key}: {many}, so the mean of the moments replaces them", stacklevel=2)
 
 
 def _moments(inertia: ElementTree.Element) -> np.ndarray | None:
@@ -229,7 +231,10 @@ def _add_collada_meshes(spec: Any, meshes: Meshes) -> None:
 
 
 def _shapes(robot: ElementTree.Element, tag: str) -> Iterator[tuple[ElementTree.Element, ElementTree.Element, Any]]:
-    """Yield, for each `visual` or `collision` element, the link, the element, and the mesh of the element or None."""
+    """Yield the link, the element and the mesh of each shape of the kind `tag`, which is `visual` or `collision`.
+
+    The mesh is None if the shape has no mesh.
+    """
     for link in robot.findall("link"):
         for shape in link.findall(tag):
             yield link, shape, shape.find("geometry/mesh")
