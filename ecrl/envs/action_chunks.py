@@ -56,7 +56,10 @@ def undiscounted_reward(steps: TensorDict) -> Tensor:
 
 
 def _check(env: Env, k: int, gamma: float) -> None:
-    """Raise ConfigError if the environment cannot take chunks of actions, and ValueError for a wrong `k` or `gamma`."""
+    """Raise ConfigError if the environment is not pure or has action masks.
+
+    Raise ValueError if `k` or `gamma` is out of range.
+    """
     if k < 1 or not 0.0 <= gamma <= 1.0:
         raise ValueError(f"chunked needs k >= 1 and gamma in [0, 1], got k = {k} and gamma = {gamma}")
     if not env.is_pure:
@@ -86,8 +89,9 @@ def _advance(
 ) -> tuple[tuple[TensorDict, dict[str, Tensor]], None]:
     """Take one step in the environments whose episode has not ended in this chunk. The others do not change.
 
-    The other environments also take a step, but from `first`, the state before the chunk, and the result is discarded.
-    A step after the end of an episode could produce NaN in the gradient, which `where` would not remove.
+    `env.step` steps the whole batch. For the other environments, `env.step` gets the state `first` from before the
+    chunk, and the result is discarded. A step after the end of an episode could produce NaN in the gradient, which
+    `where` would not remove.
     """
     (state, sums), (action, noise, discount) = carry, x
     running = sums["running"]

@@ -239,9 +239,9 @@ def auto_reset(env: Env) -> Env:
     """Reset each copy of an environment in the step that ends its episode.
 
     In the state after such a step, `obs` and the fields of the dynamics belong to the first state of the next episode.
-    `reward`, `terminated`, `truncated`, `info`, `mask` and `executed` still describe the step itself. In every state,
-    `final_obs` is the observation before any reset. The next call of `env.step` gets a state in which `terminated`
-    and `truncated` are False.
+    `reward`, `terminated`, `truncated`, `info`, `mask` and `executed` still describe the step itself. `final_obs` is
+    the last observation of the ended episode. In all other states, `final_obs` equals `obs`. The next call of
+    `env.step` gets a state in which `terminated` and `truncated` are False.
 
     The argument `noise` of `step` also contains a first state for the next episode. This first state is drawn from the
     key of the step and the stream `rng.START`, so it does not depend on the ended episode. If the environment has

@@ -132,7 +132,7 @@ def with_events(env: Env, events: Mapping[str, EventConfig], where: str = "train
     The state gains a TensorDict `events` with two int64 fields of shape `[*B]`. `count` is the number of steps since
     `reset`, and `key` is the key of the startup events. Events cannot change the fields reward, terminated, truncated,
     info, mask, executed, final_obs and elapsed. After an event, `env.observe_where` or `env.observe` recomputes the
-    observation.
+    observation. Events can change the field obs only if `env.observe` is the default, which returns this field.
 
     An event may change a field so that the environment truncates episodes earlier. The config class of such an event
     needs a property `min_truncation_gap`, the first environment step that may truncate an episode. The gap of the

@@ -29,7 +29,7 @@ def _times(value: Any, factor: float) -> Any:
 
 
 def scale_lengths(settings: Settings, factor: float) -> Settings:
-    """Return a Config model with its lengths multiplied by `factor`, and also the lengths of all models in it.
+    """Return a Config model with scaled lengths, masses and forces. The models inside this model are scaled, too.
 
         length' = factor length,    mass' = factor^3 mass,    force' = factor^4 force
         1 / length' = 1 / (factor length)

@@ -1,4 +1,7 @@
-"""Check the states of an environment before a run starts. Error messages name the field that is wrong."""
+"""Check the states of an environment before a run starts.
+
+An error message names the function that returned an invalid state, and says what is wrong.
+"""
 
 from functools import cache
 from typing import Any
@@ -89,7 +92,8 @@ def check_fields(env: Env, name: str) -> None:
         env: the registered environment, before a run wraps it.
         name: the name of the environment for error messages.
 
-    Raises: ConfigError that names the environment and the field, with its actual and its expected dtype and shape.
+    Raises: ConfigError that names the environment and says what is wrong. If a field of `reset` or `step` is wrong, the
+        message gives the actual and the expected dtype and shape of the field.
 
     >>> from ecrl.envs import make_env
     >>> check_fields(make_env("cartpole"), "cartpole")
