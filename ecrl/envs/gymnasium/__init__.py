@@ -1,4 +1,4 @@
-"""Make Gymnasium environments from an id, such as `"gymnasium:LunarLander-v3"`, or from a vector env."""
+"""Make Gymnasium environments from a name, such as `"gymnasium:LunarLander-v3"`, or from a vector env."""
 
 from ecrl.envs.gymnasium.atari import AtariConfig
 from ecrl.envs.gymnasium.env import GymnasiumConfig, from_vector, gymnasium_env

@@ -62,7 +62,7 @@ class GymnasiumConfig(ConfigModel):
 def open_envs(cfg: GymnasiumConfig, num_envs: int) -> Vector:
     """Open `num_envs` environments, in worker processes if `asynchronous` is set.
 
-    Raise Fault if one cannot be opened.
+    Raise Fault if an environment cannot be opened.
     """
     kwargs, atari = _make_kwargs(cfg), None if cfg.atari is None else cfg.atari.model_dump()
     if cfg.asynchronous:
@@ -256,7 +256,7 @@ def _probe_spaces(make: Callable[[int], Vector], label: str) -> tuple[tuple[Spac
 def _spaces(vector: Vector) -> tuple[Space, Space]:
     """Return ecrl's observation and action space.
 
-    If `reset` returns an action mask, the observation space includes the mask.
+    If the actions are discrete and `reset` returns an action mask, the observation space includes the mask.
     """
     obs_space, action_space = from_gymnasium(vector.observation_space), from_gymnasium(vector.action_space)
     if isinstance(action_space, Dict):

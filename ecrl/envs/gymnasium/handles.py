@@ -25,7 +25,10 @@ _TOKENS = itertools.count(time.time_ns())  # start at the current time, so that 
 
 
 class Live:
-    """Open environments, with the `Env` that owns them and a counter of steps and resets since the first reset."""
+    """Open environments, with a counter of their steps and resets since the first reset.
+
+    `owner` is an object that identifies the `Env` to which the environments belong.
+    """
 
     def __init__(self, vector: Vector, owner: object, label: str):
         self.vector, self.owner, self.label, self.steps, self.token = vector, owner, label, -1, next(_TOKENS)

@@ -60,9 +60,9 @@ def _rows(batch: Any, envs: list[int]) -> Any:
 
 
 def _final(obs: Any, ended: list[int], space: gymnasium.Space, info: dict) -> Any:
-    """Return the observations before any reset, for the mode SAME_STEP.
+    """Return a copy of `obs` with the last observation of the ended episode for each environment in `ended`.
 
-    `ended` lists the environments whose episodes ended.
+    Only the mode SAME_STEP uses this function. `ended` lists the environments whose episodes ended in this step.
     """
     if not ended:
         return obs.clone()

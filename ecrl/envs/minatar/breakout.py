@@ -63,7 +63,8 @@ def _play(state: TensorDict, action: Tensor, noise: TensorDict) -> tuple[dict[st
     place = SIZE * (next_y.clamp(_TOP_ROW, _BOTTOM_ROW) - _TOP_ROW) + next_x
     brick = torch.where(in_rows, torch.ones_like(place) << place, 0) & bricks
     in_brick = brick != 0
-    breaks = in_brick & ~state["in_brick"]  # a ball that broke a brick passes through the next brick
+    # after breaking a brick, the ball passes through bricks until it enters a cell without a brick
+    breaks = in_brick & ~state["in_brick"]
     bricks = torch.where(breaks, bricks ^ brick, bricks)
     bricks = torch.where(at_bottom & (bricks == 0), _ALL_BRICKS, bricks)
 

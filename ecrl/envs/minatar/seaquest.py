@@ -61,7 +61,7 @@ def _column(x: Tensor) -> Tensor:
 def _shift(place: Tensor, right: Tensor) -> Tensor:
     """Move places by one column, to the right where `right` is 1, else to the left.
 
-    A place beyond the board becomes 0.
+    The place of column x is 4**x. A place beyond the board becomes 0.
     """
     return torch.where(right == 1, (place << 2) & _EVERYWHERE, place >> 2)
 
@@ -364,9 +364,10 @@ def minatar_seaquest(cfg: SeaquestConfig) -> Env:
     - 2 shots, because a shot is gone after 9 steps, and 2 divers, because a diver is gone after 60 steps.
 
     The order of the slots decides which enemy a shot hits: the oldest fish in its cell, or the oldest submarine if
-    there is no fish. An older enemy is always ahead of a younger enemy in the same row, so two enemies never move into
-    one cell in the same step. Torpedoes with the same cell and direction stay together, so torpedoes need no slots.
-    They are stored by row, in `torpedoes_right` and `torpedoes_left`, int32 `[*B, 8]`.
+    there is no fish. All enemies in a row move in the same direction, and a younger enemy never passes an older enemy.
+    Enemies in the same cell move at different steps. Two enemies therefore never move into one cell in the same step.
+    Torpedoes with the same cell and direction stay together, so torpedoes need no slots. They are stored by row, in
+    `torpedoes_right` and `torpedoes_left`, int32 `[*B, 8]`.
 
     Source: Young and Tian 2019, "MinAtar: An Atari-inspired testbed for thorough and reproducible reinforcement
         learning experiments", arXiv:1903.03176; the package MinAtar 1.0.15.
