@@ -207,7 +207,10 @@ def sizes_of(sim: Simulation, worlds: Any) -> dict[str, Any]:
 
 
 def _set_shapes(model: Any, scene_model: Any, targets: Mapping[str, np.ndarray]) -> None:
-    """Copy the colors and the sizes from `targets` to the geoms of `model`, and all other values from `scene_model`."""
+    """Set the colors and the sizes of the geoms of `model` to the values in `targets`.
+
+    Colors and sizes that are not in `targets` are copied from `scene_model`.
+    """
     model.geom_rgba[:], model.geom_size[:] = scene_model.geom_rgba, scene_model.geom_size
     for name, values in targets.items():
         if name.startswith(COLOR_OF):

@@ -178,7 +178,8 @@ def _observation_space(task: Task, state: TensorDict, sizes: Mapping[str, tuple[
     `sizes` maps the name of each entry of integers to the number of possible values of each element.
 
     Raises: ConfigError if there is no entry, if an entry has a wrong dtype, or if an image or integers would be part of
-        a vector. If the observation is a Dict, ConfigError is also raised if two entries have the same name.
+        a vector. If the observation is a Dict, ConfigError is also raised if two entries get the same name in the Dict,
+        such as `a/b` and `a_b`.
     """
     entries, batch, form = observe_entries(task, state), len(state.batch_size), task.cfg.observation_form
     images = [name for name, entry in entries.items() if is_image(entry, batch)]

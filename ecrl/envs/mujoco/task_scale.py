@@ -36,7 +36,8 @@ class ScalableTaskConfig(TaskConfig):
 def scale_of(cfg: ScalableTaskConfig) -> float:
     """Return the factor for the lengths of a task: `cfg.scale`, or by default the robot's reach divided by 1.3 m.
 
-    Without `cfg.scale`, the factor is 1 if the robot has no `RobotModel`, which defines the reach.
+    Without `cfg.scale`, the factor is 1 if there is no robot, or if the robot has no `RobotModel`, which defines the
+    reach.
     """
     with error_prefix("env.cfg"):
         model = None if cfg.robot is None else described(cfg.robot)

@@ -200,7 +200,8 @@ class RobotConfig(ConfigModel):
     uid: str = Field("robot", min_length=1, pattern=_NAME, description="name of the robot, without NUL characters")
     robot_type: str = Field(
         "URRobot",
-        description="URRobot, CartPole or Finger, which are built in, or a registered robot; not used if model is set",
+        description="URRobot, CartPole or Finger, which are built in, or a registered robot; an arm in model or "
+        "urdf_cfg replaces this robot",
     )
     model: str | None = Field(
         None,

@@ -198,8 +198,9 @@ def build(
         offset: names of the bodies whose centres of mass may move later.
         has_movable_base: True if the base of the robot may move later. The base is then a mocap body.
 
-    Raises: ConfigError that names the invalid config key. Possible causes are a missing or invalid file, a list of the
-    wrong length, a duplicate name, or an unknown robot, joint, part or keyframe.
+    Raises: ConfigError if the scene cannot be built. Possible causes are a missing or invalid file, a list of the wrong
+        length, a duplicate name, a start position beyond a joint limit, or an unknown robot, joint, part or keyframe.
+        The message begins with the invalid config key, or with `scene` if MuJoCo finds the fault.
     """
     spec = spec_of(cfg.mjcf, "mjcf") if cfg.mjcf is not None else _floor()
     _set_options(spec, cfg)

@@ -120,7 +120,7 @@ def pick_cube(cfg: PickCubeConfig) -> Env:
     All lengths are in m, and `scale` is the factor for the lengths of the task. Success or failure ends the episode.
     Each episode starts in a state with d >= start_distance, which is drawn as in PushCubeRL. The metrics are
     `distance_to_goal`, which is d, and `grasped`, which is 1 while two fingers press on the cube from opposite sides,
-    and 0 otherwise.
+    each with a force of at least the cube's weight, and 0 otherwise.
     """
     scale, cfg = scale_of(cfg), scaled(cfg)
     ext, uid, key = cfg.extensions, cfg.extensions.object_uid, cfg.extensions.target_pose_key

@@ -78,9 +78,9 @@ class PushCubeExtensions(ConfigModel):
     hold_time: NonNegative = Field(
         0.0,
         description=(
-            "duration of the check after a success, s; 0: no check. The check simulates how the scene continues for "
-            "this time while the arm is held still. The metric still_inside reports if the cube is then still at the "
-            "goal. The check runs in every step, which is slow"
+            "simulated time of a check after a success, s; 0: no check. The check simulates how the scene continues "
+            "for this time while the arm is held still. The metric still_inside reports if the cube is then still at "
+            "the goal. The simulation runs after every step, even without a success, which is slow"
         ),
     )
     object_uid: str = Field("cube", description="uid of the object to push")

@@ -74,7 +74,7 @@ class StackCubeExtensions(ConfigModel):
     object_uid: str = Field("cube", description="uid of the object to put on the other object")
     base_uid: str = Field("base", description="uid of the object on which the other object is put")
     offset: Annotated[Triple, LENGTH] = Field(
-        (0.0, 0.0, 0.05), description="x y z from the centre of the object below to the centre of the object on it, m"
+        (0.0, 0.0, 0.05), description="x, y, z of the vector from the lower object's centre to the upper object's, m"
     )
     horizontal_threshold: Annotated[Positive, LENGTH] = Field(
         0.025,
@@ -132,7 +132,7 @@ def stack_cube(cfg: StackCubeConfig) -> Env:
 
     All lengths are in m, and `scale` is the factor for the lengths of the task. Success or failure ends the episode.
     The metrics are `distance_to_place`, which is |e|, and `grasped`, which is 1 while two fingers press on the cube
-    from opposite sides, and 0 otherwise.
+    from opposite sides, each with a force of at least the cube's weight, and 0 otherwise.
     """
     scale, cfg = scale_of(cfg), scaled(cfg)
     ext, uid, base = cfg.extensions, cfg.extensions.object_uid, cfg.extensions.base_uid
