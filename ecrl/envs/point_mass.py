@@ -27,7 +27,7 @@ class PointMassConfig(ConfigModel):
     """Settings of the point mass: physical constants in SI units, the workspace, success, obstacles and time limit."""
 
     max_episode_steps: Count = Field(100, description="time limit, steps")
-    workspace_half: Positive = Field(1.0, description="bound of |x| and |y|, m, to which positions are clamped")
+    workspace_half: Positive = Field(1.0, description="positions are clamped to this bound of |x| and |y|, m")
     mass: Positive = Field(1.0, description="mass of the point, kg")
     force_scale: Positive = Field(5.0, description="force for an action of 1, N")
     linear_damping: NonNegative = Field(5.0, description="damping rate of the velocity, 1/s")

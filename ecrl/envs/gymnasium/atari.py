@@ -48,7 +48,7 @@ def truncation_gap(spec: EnvSpec, kwargs: dict[str, Any], cfg: AtariConfig) -> i
     A game is truncated at frame `max_num_frames_per_episode`, which is 108,000 in the registered games. If
     `max_episode_steps` is set, a game is also truncated at this step. The start of a game takes at most `noop_max`
     frames. An episode that continues the game begins with a no-op. FIRE adds up to four steps to an episode: FIRE, the
-    action after FIRE, and one no-op for each of these two actions in which a life is lost. The agent chooses none of
+    action after FIRE, and a no-op after each of these two actions if the action loses a life. The agent chooses none of
     these steps.
     """
     fire = 4 * cfg.fire_on_reset

@@ -44,8 +44,8 @@ def collate(space: spaces.Space, rows: Sequence[Any]) -> Any:
     """Stack one observation per environment.
 
     Raises: BadValue for the first observation that lacks an entry of its Dict or Tuple space. If the observations
-        cannot be stacked, BadValue for the first observation whose shape differs from the shape of the space, or that
-        is a list with parts of unequal shapes.
+        cannot be stacked, BadValue is raised for the first observation that is a list with parts of unequal shapes, or
+        whose shape differs from the shape of the space.
 
     >>> collate(spaces.Tuple((spaces.Discrete(3), spaces.Box(0, 1, (2,)))), [(1, [0.0, 1.0]), (2, [1.0, 0.0])])[0]
     array([1, 2])
