@@ -2,7 +2,7 @@
 
 A beta variable lies in [0, 1] and has two concentrations `alpha` and `beta` above 0, of shape `[*B, A]`. log_prob,
 entropy and kl are sums over the last axis. All functions compute in float64, because the log-gamma terms of large
-concentrations nearly cancel. The results have the dtype of the inputs.
+concentrations nearly cancel. The results have the common dtype of the inputs.
 """
 
 import torch

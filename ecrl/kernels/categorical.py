@@ -209,7 +209,7 @@ def multi_discrete_mode(logits: Tensor, *, nvec: tuple[int, ...]) -> Tensor:
 def multi_discrete_log_prob(logits: Tensor, action: Tensor, *, nvec: tuple[int, ...]) -> Tensor:
     """Return the joint log-probability of one index per component, in nats. The components are independent.
 
-        sum_i(log_softmax(logits_i)[action[i]])
+        sum_i(log_softmax(logits_i)[action[i]]),    logits_i = the logits of component i
 
     Args:
         logits: `[*B, sum(nvec)]` float.

@@ -8,7 +8,7 @@ Where `terminated` is True or `gamma` is 0, the distributions of the next state 
 that compute targets do not detach their inputs. The losses detach their targets.
 
 Half-precision inputs are converted to float32. Results have the common dtype of the float inputs, as given by
-`torch.promote_types`. The dtype of a loss does not depend on its `weight`.
+`torch.promote_types`. Hyperparameters, `next_q_selector` and `weight` do not affect this dtype.
 """
 
 from math import sqrt
@@ -76,9 +76,9 @@ def _project(probs: Tensor, atoms: Tensor, support: Tensor) -> Tensor:
 
 
 def _select(x: Tensor, selector: Tensor) -> Tensor:
-    """Return the entry of `x`, of shape `[*B, A, K]`, for the action with the largest `selector`.
+    """Return the entry of `x` for the action with the largest `selector`.
 
-    `selector` has the shape `[*B, A]`, and the result has the shape `[*B, K]`.
+    `x` has the shape `[*B, A, K]`, `selector` has the shape `[*B, A]`, and the result has the shape `[*B, K]`.
     """
     action = selector.argmax(-1)[..., None, None]
     return x.gather(-2, action.expand(*action.shape[:-1], x.shape[-1])).squeeze(-2)
@@ -153,7 +153,7 @@ def categorical_q_target(
     """Return the target distribution of C51 for the next action with the largest `next_q_selector`.
 
         a* = argmax_a(next_q_selector[a])
-        categorical_target(reward, softmax(next_logits[a*]), terminated, support)
+        categorical_target(reward, softmax(next_logits[a*]), terminated, support, gamma=gamma)
 
     Args:
         reward: `[*B]` float, in reward units.
@@ -194,7 +194,7 @@ def min_categorical_target(
     """Return the target distribution of FastTD3, from the critic that predicts the smallest mean return.
 
         c* = argmin_c(sum_k(softmax(next_logits[c])[k] * support[k]))
-        categorical_target(reward, softmax(next_logits[c*]), terminated, support)
+        categorical_target(reward, softmax(next_logits[c*]), terminated, support, gamma=gamma)
 
     With a single critic (C = 1), the result is the target of D4PG.
 

@@ -130,7 +130,11 @@ def informative_groups(
 
 
 class _Groups(NamedTuple):
-    """Statistics of groups, `[N / group_size, group_size, *F]`. Statistics of a whole group have size 1 on axis 1."""
+    """Statistics of groups.
+
+    A statistic with one value per member has the shape `[N / group_size, group_size, *F]`. A statistic with one value
+    per group has the shape `[N / group_size, 1, *F]`.
+    """
 
     counted: Tensor
     """True for unmasked members."""
@@ -208,7 +212,7 @@ def grpo_advantages(rollout: TensorDict, *, gamma: Scalar, group_size: int, eps:
 
 
 def returns_to_go(rollout: TensorDict, *, gamma: Scalar) -> tuple[Tensor, Tensor]:
-    """Return the returns of a rollout without bootstrapping, and the mask, each `[N, T]`.
+    """Return the returns of a rollout, computed without bootstrapping, and the mask, each `[N, T]`.
 
     See `grpo_advantages` for the fields of the rollout. Half-precision rewards are converted to float32.
     """

@@ -295,7 +295,7 @@ def kl_k3_with_k2_gradient(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
 
         k2 - stop(k2) + stop(k3)
 
-    The estimate and its gradient are both unbiased.
+    Here `stop(x)` is x without a gradient. The estimate and its gradient are both unbiased.
 
     Args:
         log_prob: `[*B]` float, log-probability in nats under the policy that drew the samples.
@@ -504,12 +504,12 @@ def adaptive_kl_coef(kl_coef: Tensor, kl: Tensor, *, target_kl: Scalar, toleranc
         kl_coef: 0-d float, the weight during the last update; `beta` in the paper.
         kl: 0-d float, mean of KL(old | new) after the update, in nats. If `kl` is NaN, the weight does not change.
         target_kl: desired KL(old | new), in nats.
-        tolerance: largest factor between `kl` and `target_kl`, in either direction, that leaves the weight unchanged.
-            At least 1. The paper uses 1.5.
+        tolerance: at least 1. The weight changes only if `kl` is above `target_kl * tolerance` or below
+            `target_kl / tolerance`. The paper uses 1.5.
         factor: factor by which the weight grows or shrinks, above 1. The paper uses 2.
 
     Returns: 0-d, in the dtype of `kl_coef`.
-    Gradient: none, because the result is detached.
+    Gradient: none, because `kl_coef` and `kl` are detached.
     Raises: TypeError if `kl_coef` or `kl` is not a tensor, ValueError naming an argument that is not 0-d.
     Source: Schulman et al. 2017, arXiv:1707.06347, sec. 4.
 
@@ -609,8 +609,8 @@ def grpo_loss(
         loss = clipped_surrogate + kl_coef * mean(kl_k3(log_prob, ref_log_prob)) - ent_coef * mean(entropy)
 
     Each mean is over all unmasked entries of the batch, as in `token_mean`. The paper's eq. 3 first takes the mean of
-    each sequence. To follow eq. 3, pass the per-token losses of `clipped_surrogate_asymmetric` and `kl_k3` to
-    `sequence_mean`.
+    each sequence. To follow eq. 3, add `kl_coef * kl_k3(log_prob, ref_log_prob)` to the loss per token of
+    `clipped_surrogate_asymmetric`, and pass the sum to `sequence_mean`.
 
     Args:
         log_prob: `[*B]` float, log-probability in nats under the policy being trained; may have trailing token axes.

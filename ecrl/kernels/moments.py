@@ -38,6 +38,8 @@ def moments_merge(moments: TensorDict, other: TensorDict) -> TensorDict:
         mean  = mean_a + d * count_b / count
         m2    = m2_a + m2_b + d^2 * count_a * count_b / count
 
+    The suffix `_a` marks the fields of `moments`, and the suffix `_b` marks the fields of `other`.
+
     Args:
         moments: moments of one stream, from `moments_init`, `moments_update` or `moments_merge`.
         other: moments of the other stream, with the same sample shape.
