@@ -6,6 +6,8 @@ moments in `opt` are TensorDicts with the same structure. The results agree with
 step. A schedule returns a factor for the learning rate. Bias corrections and schedules are computed in float64, because
 `1 - 0.999 ** t` has only five correct digits in float32 if t is small. Half-precision leaves are converted to float32,
 and results are converted back to half precision.
+
+In the equations, p is a parameter, g is its gradient, and t is the number of steps so far, including the current step.
 """
 
 from collections.abc import Callable
@@ -205,7 +207,8 @@ def amsgrad(
         mu = beta1 mu + (1 - beta1) g;  nu = beta2 nu + (1 - beta2) g^2;  max_nu = max(max_nu, nu)
         p  = p - learning_rate * (mu / (1 - beta1^t)) / (sqrt(max_nu / (1 - beta2^t)) + eps)
 
-    Apart from the bias corrections, the effective learning rate of a parameter then never grows.
+    If `learning_rate` is constant, the effective learning rate of a parameter never grows, apart from the effect of the
+    bias corrections.
 
     Args:
         params: TensorDict of parameters.

@@ -90,8 +90,8 @@ def replay_prioritized_index(tree: Tensor, keys: Tensor) -> tuple[Tensor, Tensor
         probability[i] = priority[index[i]] / sum of all priorities
 
     The interval from 0 to the sum of all priorities is divided into B equal parts, and one number, `mass[i]`, is drawn
-    from each part. The expected number of draws of a row in the batch is B times the row's probability. The variance of
-    this number is smaller than with independent draws.
+    from each part. The number of times that a row occurs in the batch has a mean of B times the row's probability. The
+    variance of this number is at most as large as with independent draws.
 
     Args:
         tree: a sum tree with at least one priority above 0.
@@ -139,10 +139,10 @@ def replay_set_priority(
         td_error: `[*B]` float, temporal-difference errors in reward units. A row whose error is NaN or infinite gets
             the priority `largest`.
         mask: `[*B]` bool, from `replay_read`, or None if every row counts. A row whose `mask` is False stores no
-            transition, and is not drawn again.
+            transition, so it is not drawn again until a new step replaces it.
         alpha: exponent of the priority. An exponent of 0 makes all priorities equal.
-        eps: constant added to |td_error|, in reward units. Use a value above 0. Otherwise, a row whose error is 0 is
-            never drawn again.
+        eps: constant added to |td_error|, in reward units. Use a value above 0. If `eps` is 0 and `alpha` is above 0, a
+            row whose error is 0 is not drawn again until a new step replaces it.
 
     Returns: the new tree, float64 `[2 * P]`, and the new `largest`.
     Gradient: none, because the arguments are detached.

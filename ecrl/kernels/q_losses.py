@@ -104,7 +104,7 @@ def dpg_loss(q: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Logs]:
         -mean(q)
 
     Compute `q` at `action = policy(obs)`, and differentiate with respect to the policy's parameters only. The gradient
-    is then the deterministic policy gradient. For TD3, pass the Q-values of the first critic.
+    of the loss is then the negated deterministic policy gradient. For TD3, pass the Q-values of the first critic.
 
     Args:
         q: `[*B]` float, Q-values of the policy's actions.
