@@ -103,12 +103,12 @@ def discounted_returns(
 def n_step_returns(
     reward: Tensor, next_value: Tensor, terminated: Tensor, done: Tensor, *, gamma: Scalar, n: int
 ) -> Tensor:
-    """Return n-step returns: discounted sums of up to `n` rewards plus a bootstrap value.
+    """Return the n-step returns `Gn`: discounted sums of up to `n` rewards plus a bootstrap value.
 
-    A sum has fewer than `n` rewards if it reaches a `done` step or the last step.
+    A sum ends at a `done` step and at the last step, even if it has fewer than `n` rewards there.
 
         G1[t] = reward[t] + gamma[t] * next_value[t] * not terminated[t]
-        Gk[t] = G1[t] if done[t] or t = T - 1 else reward[t] + gamma[t] * G(k-1)[t + 1]
+        Gk[t] = G1[t] if done[t] or t = T - 1 else reward[t] + gamma[t] * G(k-1)[t + 1],    k = 2 .. n
 
     For tensors with time first, `[T, *B]`, pass `x.movedim(0, -1)`, and apply `movedim(-1, 0)` to the result.
 
@@ -341,8 +341,8 @@ def upgo_returns(
         G[t] = reward[t] + gamma[t] * G[t + 1]      if one_step[t + 1] >= value[t + 1]
         G[t] = one_step[t]                          otherwise, and where done[t] or t = T - 1
 
-    The action of step t + 1 does badly if its one-step target is below the value of its state.
-    The advantage of the paper is `upgo_returns(...) - value`, weighted as in `vtrace` if the data are off-policy.
+    The action of step t + 1 does badly if `one_step[t + 1]` is below `value[t + 1]`. The advantage of the paper is
+    `upgo_returns(...) - value`. If the data are off-policy, the paper weights the advantage as in `vtrace`.
 
     For tensors with time first, `[T, *B]`, pass `x.movedim(0, -1)`, and apply `movedim(-1, 0)` to the result.
 

@@ -1,9 +1,10 @@
 """Scan backwards over time, with the linear recursion that most estimators of returns share.
 
-On a CPU, in eager code and in `torch.compile`, a C++ loop runs the recursion (`ecrl.native.recurrences`). A graph of
-`ecrl.compile` calls the C++ loop only if the tensors are large and no derivative is needed. In all other cases, torch
-operations run the recursion (`scan_time_major`), for example in eager code on a GPU or without a C++ compiler. Graphs
-of `ecrl.compile` use faster code in place of these operations if no derivative is needed (`ecrl.compile.reverse_scan`).
+On a CPU, eager code and graphs of `torch.compile` call a C++ loop for the recursion (`ecrl.native.recurrences`), if a
+C++ compiler is available. A graph of `ecrl.compile` calls the C++ loop only if the tensors are large and no derivative
+is needed. In all other cases, such as in eager code on a GPU, torch operations run the recursion (`scan_time_major`).
+Graphs of `ecrl.compile` use faster code in place of these operations if no derivative is needed
+(`ecrl.compile.reverse_scan`).
 """
 
 from collections.abc import Callable

@@ -158,7 +158,10 @@ def _sparse_transition(
     params: TensorDict,
     initial: TensorDict,
 ) -> tuple[tuple[tuple[TensorDict, TensorDict], _Slots | None], TensorDict]:
-    """Run `_transition`, but move the final states of truncated environments from the transition into slots."""
+    """Run `_transition`, but move the final states of truncated environments from the transition into slots.
+
+    `state` holds the carry, the environment state and the slots. If the slots are None, the final states are dropped.
+    """
     carry_and_env, slots = state
     carry_and_env, row = _transition(policy, env, carry_and_env, noise, params, initial)
     obs, carry = row.pop("final_obs"), cast(TensorDict, row.pop("final_carry", initial))
@@ -388,7 +391,7 @@ def collect_rollout(
 
 
 def _final(states: dict[str, Any], size: list[int]) -> TensorDict:
-    """Return the final states `[N, F]` of the loop as a TensorDict, without an empty `carry`."""
+    """Return the final states `[N, F]` of the loop as a TensorDict. If `carry` is empty, leave it out."""
     return TensorDict({name: part for name, part in states.items() if flatten(part)[0]}, size)
 
 

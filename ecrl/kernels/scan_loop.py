@@ -13,7 +13,7 @@ from torch import Tensor
 from ecrl.pytree import flatten, mapped, names, unflatten
 
 _CPU_ROWS, _GPU_ROWS = 2048, 65_536
-"""Largest number of rows in a chunk, or largest number of steps in a chunk if each row is a sequence.
+"""Largest number of rows in a chunk (see `chunking`), or largest number of steps if each row is a sequence.
 
 With the CPU limit, the activations of a small network fit in a cache. A chunk with the GPU limit keeps a GPU busy.
 """
@@ -206,9 +206,10 @@ def chunking(rows: int, device: torch.device, one_row: int, length: int = 1) -> 
 
 
 def in_chunks(rows: Any, length: int = 1) -> Any:
-    """Reshape rows `[M, ...]` to chunks `[K, C, ...]` for a scan. Copies of the last row fill the last chunk.
+    """Reshape rows `[M, ...]` to chunks `[K, C, ...]` for a scan.
 
-    `length` is the number of steps in a row, if a row is a sequence.
+    All chunks have C rows. Copies of the last row fill the places after row M. `length` is the number of steps in a
+    row, if a row is a sequence.
 
     >>> in_chunks(torch.zeros(5000, 3)).shape, in_chunks(torch.zeros(50, 1000, 3), length=1000).shape
     (torch.Size([3, 1667, 3]), torch.Size([25, 2, 1000, 3]))

@@ -17,10 +17,11 @@ unmasked tokens.
 Masked entries may hold any value, including NaN, and their loss is 0. You can add terms such as `kl_k3` to a loss per
 token. These terms have no mask, so fill the masked entries of their arguments: `log_prob.masked_fill(~mask, 0.0)`.
 
-Losses detach `old_log_prob` and `advantage`. Where a docstring states through which arguments gradients flow, it leaves
-out the hyperparameters. Gradients also flow through hyperparameters that are tensors, but not out of a `stop` in an
-equation. Log-ratios are clamped to at most `bound`, so that losses and gradients stay finite. `bound` is
-`ecrl.kernels.dtypes.exponent_bound(dtype)`, 44.36 in float32. No gradient flows through a log-ratio above `bound`.
+Losses detach `old_log_prob` and `advantage`. In the equations, `stop(x)` is x without a gradient. Where a docstring
+states through which arguments gradients flow, it leaves out the hyperparameters. Gradients also flow through
+hyperparameters that are tensors, except inside `stop`. Log-ratios are clamped to at most `bound`, so that losses and
+gradients stay finite. `bound` is `ecrl.kernels.dtypes.exponent_bound(dtype)`, 44.36 in float32. No gradient flows
+through a log-ratio above `bound`.
 
 Half-precision inputs are converted to float32, and the loss is converted back. Logged values are float32 or wider.
 """

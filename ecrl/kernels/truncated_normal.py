@@ -273,14 +273,14 @@ def truncated_normal_entropy(mean: Tensor, log_std: Tensor, low: Scalar, high: S
 def truncated_normal_kl(
     mean: Tensor, log_std: Tensor, other_mean: Tensor, other_log_std: Tensor, low: Scalar, high: Scalar
 ) -> Tensor:
-    """Return the KL divergence of two variables with the same bounds, in nats, summed over the last axis.
+    """Return the KL divergence KL(p | q) of two variables with the same bounds, in nats, summed over the last axis.
 
         sum(other_log_std - log_std + log_mass' - log_mass + (E[z'^2] - E[z^2]) / 2)
 
-    The expectations are over the variable with `mean` and `log_std`. z is its distance from `mean` in units of
-    `exp(log_std)`, and z' is its distance from `other_mean` in units of `exp(other_log_std)`. log_mass and log_mass'
-    are the log-probabilities of the interval from `low` to `high` before the truncation, log_mass for `mean` and
-    `log_std`, and log_mass' for `other_mean` and `other_log_std`.
+    p has the parameters `mean` and `log_std`, and q has the parameters `other_mean` and `other_log_std`. The
+    expectations are over samples of p. z is the distance of a sample from `mean` in units of `exp(log_std)`, and z' is
+    the distance of the sample from `other_mean` in units of `exp(other_log_std)`. log_mass and log_mass' are the
+    logarithms of the probabilities that p and q give to the interval from `low` to `high` before the truncation.
 
     Args:
         mean: `[*B, A]` float, mean before the truncation.
