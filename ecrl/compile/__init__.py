@@ -1,5 +1,5 @@
 """Compile the functions of a run.
 
-This package contains all code that calls torch.compile, or that uses inductor, Triton or CUDA graphs, except the CUDA
-graph of MuJoCo Warp in `ecrl.envs`. Some other modules ask whether torch.compile is tracing them.
+This package contains all code that uses inductor, Triton or CUDA graphs, except the CUDA graph of MuJoCo Warp in
+`ecrl.envs`. No module of ecrl calls torch.compile, but some modules ask whether torch.compile is tracing them.
 """

@@ -1,12 +1,14 @@
-"""Store compiled code on disk, in a separate cache directory for each CPU, and limit the size of the stored code.
+"""Store compiled code on disk, in one cache directory per type of CPU, and limit the size of the stored code.
 
 Inductor's cache key is a hash of the graph, the layouts of its inputs, the torch version and inductor's settings. But
-compiled code also depends on the CPU and on the source files of this package. The name of the cache directory therefore
-contains the result of `cpu_identity`, and inductor's settings contain the result of `sources_hash`.
+code for a CPU also depends on the type of the CPU and on the source files of this package. The name of the cache
+directory therefore contains the result of `cpu_identity`. When a graph for a CPU is compiled, inductor's settings
+contain the result of `sources_hash`.
 
 Once a day, a process that compiles removes files that have not been used for the longest time, until the directories of
-all CPUs have at most `ECRL_CACHE_GB` gigabytes. Files that were used in the last two days always remain. A process that
-compiles or loads code holds a shared lock, so no other process removes files during this time.
+all CPUs have at most `ECRL_CACHE_GB` gigabytes. Files always remain if their last recorded use (see `_last_use`) is
+less than two days old. A process that compiles or loads code holds a shared lock, so no other process removes files
+during this time.
 """
 
 import atexit
@@ -71,9 +73,9 @@ def cache_path() -> str:
 
 
 def max_bytes() -> float:
-    """Return the largest size of all cache directories together, in bytes. Zero allows any size.
+    """Return the allowed size of all cache directories together, in bytes, or zero if any size is allowed.
 
-    Raises: ConfigError if `ECRL_CACHE_GB` is not a number of at least 0.
+    Raises: ConfigError if `ECRL_CACHE_GB` is not a finite number of at least 0.
     """
     text = os.environ.get(_SIZE_VARIABLE) or str(_DEFAULT_GB)
     try:
@@ -97,7 +99,8 @@ def _last_use(status: os.stat_result) -> float:
 def remove_unused(folders: Iterable[Path], most: float, now: float) -> None:
     """Remove the files that have not been used for the longest time, until the folders have at most `most` bytes.
 
-    Files that were used in the two days before the time `now` remain. Files that this user may not remove also remain.
+    Files whose last recorded use is less than two days before the time `now` remain. Files that the user of this
+    process may not remove also remain.
     """
     files = []
     for path in (path for folder in folders for path in folder.rglob("*")):
@@ -120,7 +123,7 @@ def _remove_once_a_day(base: Path, most: float, lock: int) -> None:
 
     Args:
         base: folder of the cache directories.
-        most: largest size of the directories in bytes, or 0 for no limit.
+        most: allowed size of all directories together, in bytes, or 0 for no limit.
         lock: descriptor of the lock file, whose modification time is the time of the last removal.
     """
     now = time.time()

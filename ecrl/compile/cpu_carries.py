@@ -89,7 +89,10 @@ def _writes_of(carry: Node, result: Node) -> list[Node]:
 
 
 def _readers(carry: Node, writes: list[Node]) -> dict[Node, set[Node]]:
-    """For each write, return the operations that read the tensor's old values, either directly or through views."""
+    """For each write, return the operations that read the carry as it was before this write.
+
+    Operations that read the carry through views are included.
+    """
     readers_by_write = {}
     for old, write in zip((carry, *writes[:-1]), writes, strict=True):
         readers, todo = set[Node](), [old]

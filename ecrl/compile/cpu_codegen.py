@@ -15,7 +15,9 @@ Inductor compiles a test program only on CPUs that have the tested instructions.
 
 
 def is_sum(index: sympy.Basic) -> bool:
-    """Return True if inductor cannot simplify an index, because it is a sum of integers and multiples of variables.
+    """Return True if an index is a sum of integers and integer multiples of variables.
+
+    Inductor cannot simplify such an index.
 
     >>> x, y = sympy.symbols("x y", integer=True)
     >>> is_sum(4 * x + y + 3), is_sum(4 * x * y), is_sum(x % 4), is_sum(x + sympy.floor(y / 4))

@@ -1,7 +1,7 @@
 """Rewrite the loops in inductor's C++: each loop then allocates its memory once instead of in each iteration.
 
-The module also fixes a bug of inductor: a loop may free the handle of a view in each iteration. The loop then uses the
-tensor's memory after the memory is freed. See `_free_handles_once`.
+The module also fixes a bug of inductor: a loop may free the handle of a view in each iteration. Later iterations then
+use memory that is already freed. See `_free_handles_once`.
 
 With small tensors, an iteration spends much of its time on allocations, tensor views, tensor handles and the loop's end
 condition. With four environments, these operations take more than a third of the time of a rollout. This module

@@ -29,6 +29,7 @@ from torch._inductor.utils import parallel_num_threads
 from ecrl.compile.cpu_codegen import skip_redundant_codegen
 from ecrl.compile.cpu_source import NAME, call, pointers, register, stored
 
+# In the comments on these limits, `a` and `b` are the factors of a product `a @ b`.
 _LARGE = 2**18  # if `b` has more elements, `b` does not fit in the cache, and a library is faster
 _THIN = 8  # a product becomes a sum only if one of its dimensions is at most this number
 _MIN_OUTER = 16  # the minimum number of rows of `b` for `_rows`, which is not faster for fewer rows
@@ -46,7 +47,8 @@ constexpr int WIDTH = Lane::size(), LANES = WIDTH == 8 ? 2 : 4, COLUMNS = WIDTH 
 constexpr int64_t ROWS = {N} > WIDTH ? 6 : 12, TILES = {M} / ROWS, REST = {M} % ROWS;
 constexpr int64_t TERMS = {K} < {terms} ? {K} : {terms};
 // Add products of `terms` columns of `a` and rows of `b` to a tile of `y`, which starts at zero if `starts`. If `ends`,
-// store the value of `{finish}` instead of the sum, where `third` is the third factor at the place of `y`.
+// store the value of `{finish}` instead of the sum. `third` is the address of the elements of the operator's third
+// argument that belong to the tile. Without a third argument, `third` is not read.
 template <int ROWS, int LANES, bool PART>
 static inline void tile(const float* a, int64_t a_m, int64_t a_k, const float* b, int64_t b_k, const float* third,
                         float* y, int64_t terms, bool starts, bool ends, int64_t part) {{
@@ -302,7 +304,10 @@ _FINISH = {
     "bmm_relu": "at::vec::clamp_min(sum + other, Lane(0.0f))",
     "bmm_relu_gradient": "Lane::blendv(sum, Lane(0.0f), other <= Lane(0.0f))",
 }
-"""C++ code for the elements of the result of each operator, given the sum of products and the third factor."""
+"""C++ expression for the elements of each operator's result.
+
+In the expression, `sum` has the elements of `a @ b`, and `other` has the elements of the operator's third argument.
+"""
 
 
 def _tiles_code(operator: str, declare: Callable[..., str], factors: list[Any], product: Any) -> str:

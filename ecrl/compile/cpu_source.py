@@ -22,8 +22,8 @@ def register(operator: Any, lower: Callable[..., Any]) -> None:
 def stored(x: Any) -> Any:
     """Store a tensor of inductor in memory at a constant offset, and return the stored tensor.
 
-    In a loop over time, each iteration reads a different row of the tensors to loop over. A tensor in such a row has no
-    constant offset, so this function copies the tensor.
+    In a loop over time, each iteration reads a different row of the tensors to loop over. A view of such a row, or of a
+    part of such a row, has no constant offset, so this function copies the view.
     """
     x = ir.ExternKernel.realize_input(x)
     _, layout = ir.as_storage_and_layout(x, freeze=True)

@@ -30,7 +30,8 @@ A compiled function must be pure: its results may depend only on its arguments, 
 state.
 
 - An in-place write to an argument, or to a tensor from outside the function, is a fault. With `trainer.compile` set to
-  on, the compilation raises a ConfigError that names the line. With auto, the function runs eagerly after a warning.
+  on, the compilation raises a ConfigError that names the line. With auto, the function runs eagerly, and a warning
+  names the line.
 - Tensors that the function captures from outside are constants of the graph. After an in-place write to a captured
   tensor, the next call compiles the function again, which takes seconds. If a tensor changes, pass it as an argument.
 - A captured Python variable keeps its old value in a compiled function after the variable is assigned again.
@@ -95,7 +96,10 @@ class _CompiledFunction(NamedTuple):
 
 
 def _layout_guard(leaves: list[Tensor]) -> Any:
-    """Return a guard whose `check` compares all shapes, strides, dtypes and devices, ten times as fast as Python."""
+    """Return a guard whose `check` compares tensors with `leaves`, ten times as fast as Python code.
+
+    The guard compares the shapes, strides, dtypes and devices.
+    """
     from torch._C._dynamo.guards import TensorGuards  # eager runs must work without private names of torch
 
     sizes: Any = [list(leaf.shape) for leaf in leaves]
@@ -249,7 +253,8 @@ def _compiled_or_eager(fn: Callable, *static: "_Static") -> Callable[..., Any]:
 class _Fault:
     """Reason why a function could not be compiled.
 
-    Two faults are equal if both have the same line of the user's code, or if neither fault has a line. For equal
+    The field `users_line` is the line of the user's code, or None if no such line is known. For a ConfigError, which
+    names the line itself, the field is the text of the error. Two faults with equal `users_line` are equal. For equal
     faults, `_warn_eager` warns only once.
     """
 
@@ -456,7 +461,7 @@ def choose_form(mode: str, device: str) -> Form:
 
     With "off", a run is eager. With "on", a run is compiled, and raises ConfigError if this machine cannot compile or
     if a compilation fails. With "auto", a run is compiled. If this machine cannot compile, the run warns and is eager.
-    If a compilation fails, only the affected function runs eagerly, after a warning. The mode "background" is not
+    If a compilation fails, the run warns, and only the affected function runs eagerly. The mode "background" is not
     handled here: the caller passes "auto" instead. The `jit` of a compiled form starts without recorded compilations.
     """
     form = _form_for(mode, device)

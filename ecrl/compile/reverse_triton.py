@@ -14,7 +14,8 @@ import triton.language as tl  # pyright: ignore
 from torch import Tensor
 
 _STEPS, _ROWS = 16, 32  # steps that a thread loads at once; rows per program, one for each of the 32 threads of a warp
-_PROGRAMS, _CHUNKS = 2048, 32  # maxima; 2048 programs fill a large GPU, and more chunks slow down the second kernel
+_PROGRAMS = 2048  # this number of programs fills a large GPU, so more chunks would not speed up the kernels
+_CHUNKS = 32  # the maximum number of chunks, because more chunks slow down the second kernel
 
 
 @triton.jit
@@ -54,9 +55,10 @@ def _load_chunks(a_in, b_in, first, end, row, rows, STEPS: tl.constexpr):
 def _compose_chunks(
     x, decay, cut, a_out, b_out, time, rows, tiles, VARIES: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Compose the steps of each chunk into one step, and store its `a` and `b`, each of shape `[chunks, rows]`.
+    """Compose all steps of each chunk into one step.
 
-    Chunk 0 is the last chunk in time.
+    Store `a` of the composed steps in `a_out`, and `b` in `b_out`. Both have the shape `[chunks, rows]`. Chunk 0 is the
+    last chunk in time.
     """
     chunk, row = tl.program_id(1), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     a_all, b_all = tl.full((ROWS,), 1.0, tl.float64), tl.full((ROWS,), 0.0, tl.float64)

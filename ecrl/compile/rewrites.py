@@ -24,7 +24,7 @@ def stack_only_parts(graph: GraphModule) -> None:
 
     The smaller stack has only the tensors in the slice. Inductor computes all tensors of a stack, even if no slice
     contains them. For example, the gradient with respect to the inputs of a critic is a stack with one row per input.
-    The gradient of an action is a slice of this stack.
+    The gradient with respect to the action is a slice of this stack.
     """
     fixed = written_storages(graph) | {storage_of(n) for n in graph.graph.nodes if n.target is _aten.as_strided.default}
     for stack in graph.graph.find_nodes(op="call_function", target=_aten.stack.default):

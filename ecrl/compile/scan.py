@@ -40,8 +40,8 @@ def graph_scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *const
 
     If no graph is being traced, or if the loop has a single iteration, run `ecrl.kernels.scan` itself.
 
-    Raises: ConfigError if the scan is differentiated in forward mode, or if `body` reads a tensor that the graph
-        computes outside of the loop, and that is not an argument of `body`.
+    Raises: ConfigError if the scan is differentiated in forward mode. ConfigError also if `body` captures a tensor that
+        the graph computes outside of the loop, instead of taking this tensor as an argument.
     """
     (carry_leaves, c), (x_leaves, x), (constant_leaves, k) = map(flatten, (carry, xs, constants))
     mode, length = get_proxy_mode(), length_of(x_leaves)
@@ -100,7 +100,7 @@ def _packed_scan(
 
 
 def _flatten_body(body: Callable[..., tuple[Any, Any]], structures: Sequence[Hashable], y_structure: list) -> Callable:
-    """Convert `body` to a function of lists of tensors, which stores the structure of its output in `y_structure`."""
+    """Convert `body` to a function of lists of tensors. The function stores the structure of `y` in `y_structure`."""
     c, x, k = structures
 
     def flat_body(
@@ -269,7 +269,7 @@ def with_stride(leaf: Tensor, strides: tuple[int, ...]) -> Tensor:
 def without_aliases(tensors: list[Tensor], inputs: tuple[Tensor, ...]) -> list[Tensor]:
     """Copy each tensor that shares memory with an input or with an earlier tensor. Return all tensors.
 
-    The copies are needed because a loop operation of a graph must not return aliases.
+    The copies are needed because neither the inputs nor the results of a loop or condition in a graph may be aliases.
     """
     seen, out = {leaf.untyped_storage()._cdata for leaf in inputs}, []
     for leaf in tensors:

@@ -63,8 +63,8 @@ class _Backward:
     def forward(self, *leaves: Tensor) -> tuple[Tensor, ...]:
         """Compute the needed gradients with respect to the initial carry, `xs` and the constants.
 
-        The argument `leaves` contains the carry before each step, `xs`, the constants, and the gradients of the final
-        carry and of `y`.
+        The argument `leaves` contains the carry before each step, `xs`, the constants, and those gradients of the final
+        carry and of `y` that are not None.
         """
         step, at, to = self.loop.step, self.loop.carried, self.loop.carried + self.loop.rows
         start, rows, fixed = self.needed[:at], self.needed[at:to], self.needed[to:]

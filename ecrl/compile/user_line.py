@@ -54,8 +54,8 @@ def user_line(frames: Sequence[traceback.FrameSummary]) -> str:
 def call_pure(fn: Callable[..., Any], build_args: Callable[[], Sequence[Any]]) -> Any:
     """Call `fn` with the arguments that `build_args` returns.
 
-    Raises: ConfigError during a trace, if `fn` sets or removes a key of an argument, or replaces the data of an
-        argument. Compiled code would not make these changes to the caller's arguments.
+    Raises: ConfigError during a trace, if `fn` sets or removes an entry of a container among the arguments, or replaces
+        the data of a tensor. Compiled code would not make these changes to the caller's arguments.
     """
     args = build_args()
     if not in_graph():
@@ -65,7 +65,7 @@ def call_pure(fn: Callable[..., Any], build_args: Callable[[], Sequence[Any]]) -
     out = fn(*args)
     after, structure_after = flatten(args)
     if structure_after != structure or any(map(is_not, after, leaves)):
-        change = f"{_line_of_new_key(fn, build_args())} sets or removes a key of a TensorDict or dictionary"
+        change = f"{_line_of_new_key(fn, build_args())} sets or removes an entry of a TensorDict, dictionary or list"
         advice = "change a copy, such as x = x.copy(), and return it"
     elif any(leaf.untyped_storage() is not old for leaf, old in zip(leaves, memory, strict=False)):
         change, advice = f"{_line_of(fn)} replaces the data of a tensor", "return a new tensor"

@@ -40,7 +40,7 @@ def is_forward_mode(leaves: Sequence[Tensor]) -> bool:
 def records_gradients(*leaves: Tensor) -> bool:
     """Return True if operations on these leaves may be differentiated, in reverse or forward mode.
 
-    Inside `torch.func.grad` and in forward mode, the result is True for all leaves.
+    In forward mode, and if `torch.func.grad` is the innermost active transform, the result is True for any leaves.
 
     >>> records_gradients(torch.ones(1)), records_gradients(torch.ones(1, requires_grad=True))
     (False, True)

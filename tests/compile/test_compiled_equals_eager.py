@@ -287,7 +287,8 @@ KEYED = TensorDict({"x": torch.zeros(2, 3), "inner": {"y": torch.ones(2)}}, [2])
 @pytest.mark.parametrize("of", ["TensorDict", "dict"])
 def test_a_new_key_of_an_argument_is_refused_with_its_line(fn, in_loop, of):
     line = fn.__code__.co_firstlineno + (of == "TensorDict" and fn is not _set_data)  # otherwise the function's
-    what = "replaces the data of a tensor" if fn is _set_data else "sets or removes a key of a TensorDict or dictionary"
+    change = "sets or removes an entry of a TensorDict, dictionary or list"
+    what = "replaces the data of a tensor" if fn is _set_data else change
     inputs = KEYED.clone() if of == "TensorDict" else KEYED.to_dict()
 
     def body(n, row):
