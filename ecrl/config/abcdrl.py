@@ -4,7 +4,8 @@
 - A flag without a meaning in ecrl is *inert*: ecrl removes the flag with a warning.
 - A flag whose meaning differs from every key of ecrl is a fault, because the run would have different results.
 
-Each warning, and each fault of a known flag, ends with a reference to the flag's row in `docs/migration.md`.
+Each warning about a flag, and each fault that this module finds in a known flag, refers to the flag's row in
+`docs/migration.md`.
 
 The sections of the flags are `trainer`, `logger`, `evaluator` and `saver`. The name `trainer.buffer_size` is ambiguous.
 In ecrl, this key is the number of steps per iteration. In abcdRL, this flag is the capacity of the replay buffer. If
@@ -143,7 +144,8 @@ def _target_network_frequency(value: Any, context: Context) -> Changes:
 def _policy_frequency(value: Any, context: Context) -> Changes:
     """Set the period of the actor's updates, in gradient steps. abcdRL counts environment steps.
 
-    Raises: Refused if the algorithm or the config has no equivalent period.
+    Raises: Refused for a period longer than one step of all environments, if the algorithm cannot update its actor with
+        this period or if the algorithm's `train_freq` is not 1.
     """
     if not (_is_count(value) and _is_count(context.num_envs)):
         return {f"{_CFG}policy_delay": value}
@@ -284,9 +286,12 @@ def switch(key: str) -> tuple[str, bool] | None:
 
 
 class Taken(NamedTuple):
-    """Flags of a config or of its overrides, as a dict from name to value, and the remaining data.
+    """Result of separating abcdRL's flags from the other keys of a config, or from the other overrides.
 
-    `faults` lists unknown flags in sections that ecrl does not have, and misspelt names of these sections.
+    Attributes:
+        flags: dict from the name of each flag to its value.
+        rest: the config or the overrides without the flags.
+        faults: unknown flags in the sections `SECTIONS`, and misspelt names of these sections.
     """
 
     flags: dict[str, Any]
@@ -356,7 +361,14 @@ def context_of(raw: RawConfig, flags: Mapping[str, Any], defaults: Mapping[str, 
 
 
 class Translated(NamedTuple):
-    """Result of `translate_flags`: values by ecrl's dotted keys, the flag that set each key, faults and inert flags."""
+    """Result of `translate_flags`.
+
+    Attributes:
+        values: dict from ecrl's dotted key to the value that a flag sets.
+        names: dict from the dotted key to the name of the flag that sets the key.
+        faults: flags that ecrl refuses, each with a message.
+        inert: flags without a meaning in ecrl, each with the reason.
+    """
 
     values: dict[str, Any]
     names: dict[str, str]

@@ -206,7 +206,8 @@ def apply_overrides(raw: RawConfig, overrides: Mapping[str, Any]) -> RawConfig:
 def _convert_count(count: Any, unit: str, sizes: list[Any]) -> Any:
     """Convert a count to the unit of the trainer's key `unit`, which is `iterations` or `save_freq`.
 
-    For `iterations`, convert env steps to iterations. For `save_freq`, convert updates to env steps.
+    For `iterations`, convert env steps to iterations. For `save_freq`, convert updates to env steps. `sizes` contains
+    the buffer size and the number of environments.
 
     If the count or a size is not a positive integer, return the count unchanged. Validation reports such a value,
     except a `save_freq` of 0, which is valid.

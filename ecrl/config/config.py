@@ -188,7 +188,8 @@ class TrainerConfig(ConfigModel):
         1,
         description="number of iterations between two records of the logs; must divide iterations. Checkpoints, "
         "evaluations and progress use records, so they wait for the next record. On a CPU, a larger number speeds up "
-        "compiled runs without replay buffers and frozen parameters, because one call runs all iterations of a record",
+        "compiled runs that have neither replay buffers nor frozen parameters, because one call runs all iterations of "
+        "a record",
     )
     buffer_size: Count = Field(
         2048,

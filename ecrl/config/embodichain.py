@@ -2,10 +2,10 @@
 
 - Some keys have a different name in ecrl (`ecrl.config.aliases`).
 - `trainer.gym_config` is the path of a second file, which has the name and the settings of the environment.
-- *Inert* keys describe EmbodiChain's simulator (window, renderer, scene) or its data sets, and ecrl ignores them. Inert
-  keys are removed, and a warning names each removed key. A key of `env.cfg` or `algorithm.cfg` is inert only if the
-  Config of the environment or algorithm does not have this key. An event in `INERT_EVENTS` is inert only if the
-  environment has no scene and no user has registered an event of that name.
+- *Inert* keys are keys that ecrl ignores. Most inert keys describe EmbodiChain's simulator (window, renderer, scene) or
+  its data sets. Inert keys are removed, and a warning names each removed key. A key of `env.cfg` or `algorithm.cfg` is
+  inert only if the Config of the environment or algorithm does not have this key. An event in `INERT_EVENTS` is inert
+  only if the environment has no scene and no user has registered an event of that name.
 """
 
 import os
@@ -171,8 +171,8 @@ def _gym_faults(gym: Any) -> list[Fault]:
 def _add_file_fault(raw: RawConfig, text: str) -> RawConfig:
     """Add a fault of the file that `trainer.gym_config` names.
 
-    Without the file, validation would also report a missing `env`. That fault gets the path `trainer.gym_config` too,
-    because ecrl reports only the first fault of each path.
+    Without the file, `env` may be missing, which validation finds later. This function makes the path of that later
+    fault `trainer.gym_config` too. ecrl reports only the first fault of each path, so it reports only `text`.
     """
     absent = ("env", "name") if isinstance(raw.data.get("env"), dict) else ("env",)
     origins = dict(raw.origins)

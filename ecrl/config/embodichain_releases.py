@@ -15,7 +15,7 @@ from ecrl.registry import Entry, registered
 _CFG: Loc = ("env", "cfg")
 _OLD_KEYS = ("episode_length", "obs_mode", "action_type", "action_scale", "joint_limits")
 _TOO_OLD = (
-    "a key of EmbodiChain before v0.1.2, but ecrl reads only files of v0.1.2 and later; set env.actions and "
+    "a key of EmbodiChain before v0.1.2, but ecrl reads only files of v0.1.2 and later; set the keys actions and "
     "max_episode_steps instead"
 )
 _NAMES: dict[Loc, str] = {

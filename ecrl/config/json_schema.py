@@ -39,7 +39,7 @@ def _part_models(models: list[type[BaseModel]]) -> dict[type[BaseModel], str]:
 
 
 def _whole_parts(models: list[type[BaseModel]]) -> dict[type[BaseModel], tuple[str, str]]:
-    """Find the config models with an attribute `whole_part` in the fields of `models`.
+    """Find the config models that the fields of `models` contain and that have the class attribute `whole_part`.
 
     A section of such a config model names a component, and the component's own config model validates the whole
     section. The result maps each such model to the component's kind and to the key whose value names the component.

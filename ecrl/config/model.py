@@ -127,8 +127,9 @@ def fault_at(path: Loc, message: str) -> InitErrorDetails:
 def faults_from_error(model: type[BaseModel], error: ValidationError) -> list[Fault]:
     """Convert pydantic's errors to faults.
 
-    For the error types in `_MESSAGES` and for `_KIND`, a message contains the expected value, the actual value unless
-    the key is missing, and the description of the key. The messages of validators stay unchanged.
+    For the error types in `_MESSAGES` and for `_KIND`, a message says what is wrong, and contains the actual value
+    unless the key is missing. If the key is a field of `model`, the message also contains the field's description. The
+    messages of validators stay unchanged.
     """
     faults = []
     for fault in error.errors(include_url=False):

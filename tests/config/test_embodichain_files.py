@@ -195,5 +195,5 @@ def test_files_before_v0_1_2_are_refused_in_one_line(tmp_path, monkeypatch, trai
         load_config(path.name)
     assert str(error.value) == (
         f"{path.name}: {at}.episode_length: a key of EmbodiChain before v0.1.2, but ecrl reads only files of v0.1.2 "
-        "and later; set env.actions and max_episode_steps instead"
+        "and later; set the keys actions and max_episode_steps instead"
     )

@@ -342,7 +342,7 @@ def test_keys_of_older_releases(path, cfg):
         config_from_dict({**CART_POLE, "env": {"id": "PushCubeRL", "cfg": cfg}})
     assert str(error.value) == (
         f"config: env.cfg.{path}: a key of EmbodiChain before v0.1.2, but ecrl reads only files of v0.1.2 and later; "
-        "set env.actions and max_episode_steps instead"
+        "set the keys actions and max_episode_steps instead"
     )
 
 
