@@ -123,8 +123,8 @@ def plot(
     """Plot learning curves over env steps and over minutes, as PNG and SVG files.
 
     For three or more seeds of a config, the plot shows the interquartile mean as a line, and the 95 % bootstrap
-    interval of this mean as a band. To add results of another library, pass a .csv or .json file with rows of steps,
-    seconds, and return or success.
+    interval of this mean as a band. To add results of another library, pass a .csv or .json file. Each row of the file
+    has the fields steps and seconds, and the field return or success.
 
     Args:
         runs: run folders, and files with results of other libraries.
