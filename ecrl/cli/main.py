@@ -48,8 +48,8 @@ def train(
         distributed: join the processes that torchrun started, even if the config's trainer.distributed is false.
         no_distributed: do not join the processes that torchrun started, even if trainer.distributed is true.
         run_dir: run folder; outputs/<exp_name>_<time> if absent.
-        profile: time each phase of the run, such as the update, and trace two iterations. The results go to profile/ in
-            the run folder.
+        profile: time each phase of the run, such as the update, and trace two iterations. With trainer.log_freq above
+            1, trace the iterations of two records instead. The results go to profile/ in the run folder.
     """
     listen()
     path = _config_path(path, config, needed=resume is None)
