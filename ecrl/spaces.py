@@ -197,7 +197,7 @@ def element_bytes(space: Space) -> int:
     212
     """
     if isinstance(space, Dict):
-        return sum(element_bytes(part) for _, part in space.items)
+        return sum(prod(element_shape(p)) if n == "action_mask" else element_bytes(p) for n, p in space.items)
     return prod(element_shape(space)) * element_dtype(space).itemsize
 
 

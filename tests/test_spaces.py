@@ -124,6 +124,7 @@ def test_boxes_of_different_dtypes_differ():
     assert image != floats and image == box(0.0, 255.0, 2, 1, dtype=torch.uint8)
     assert hash(image) == hash(box(0.0, 255.0, 2, 1, dtype=torch.uint8))
     assert floats == Box((0.0, 0.0), (255.0, 255.0), (2, 1)) == box(0.0, 255.0, 2, 1, dtype=torch.float32)
+    assert element_bytes(dict_space({"action_mask": MultiDiscrete((2, 2)), "x": box(0.0, 1.0, 1)})) == 6
     assert element_bytes(image) == 2 and element_bytes(floats) == 8 and element_bytes(Discrete(3)) == 8
     assert [is_image(space) for space in (image, box(0, 255, 2, 1, 1, dtype=torch.uint8))] == [False, True]
     assert not is_image(box(0, 1, 2, 1, 1, dtype=torch.uint8))  # flags, which are not divided by 255

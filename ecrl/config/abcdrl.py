@@ -189,7 +189,8 @@ def _beta(value: Any, context: Context) -> Changes:
 
 def _q_lr(value: Any, context: Context) -> Changes:
     """Set the learning rates of the critics and of any learnt temperature."""
-    own = {f"{_CFG}temperature_learning_rate": value} if _has_learnt_temperature(context) else {}
+    has_rate = "temperature_learning_rate" in context.keys and _has_learnt_temperature(context)
+    own = {f"{_CFG}temperature_learning_rate": value} if has_rate else {}
     return {f"{_CFG}critic_learning_rate": value} | own
 
 

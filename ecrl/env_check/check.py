@@ -488,7 +488,9 @@ def check_env(env: Env | EnvChoice | dict | str, *, num_steps: int = 256, seed: 
 
 
 def _wrong_spaces(env: Env) -> list[str]:
-    """Report each observation or action space that is not a space of `ecrl.spaces`."""
+    """Report each observation or action space that is not a space of `ecrl.spaces`, and actions that are a Dict."""
+    if isinstance(env.action_space, Dict):
+        return ["action_space is a Dict, expected a Box, Discrete or MultiDiscrete; join its parts into one action"]
     spaces = {"observation_space": env.observation_space, "action_space": env.action_space}
     return [
         f"{name} is {type(space).__module__}.{type(space).__name__}, expected a space of ecrl.spaces; "

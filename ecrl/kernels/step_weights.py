@@ -23,7 +23,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from ecrl.kernels.masked_stats import identity
-from ecrl.types import Scalar, check_bool, same_shape
+from ecrl.types import Scalar, check_axes, check_bool, same_shape
 
 Total = Callable[[Tensor], Tensor]
 
@@ -51,6 +51,7 @@ def weighted_step_mean(x: Tensor, token_mask: Tensor, mask: Tensor, weight: Tens
     same_shape(x=x, token_mask=token_mask)
     same_shape(mask=mask, weight=weight)
     check_bool(token_mask=token_mask, mask=mask)
+    check_axes(mask, after="K", token_mask=token_mask)
     total = x.masked_fill(~(token_mask & mask.unsqueeze(-1)), 0.0).sum(-1) * weight.detach().masked_fill(~mask, 0.0)
     return total.sum() / mask.sum().clamp(min=1)
 

@@ -69,12 +69,15 @@ def to_unit(action: Tensor, space: Box) -> Tensor:
 
         (action - centre) / half_width
 
+    An entry whose bounds are equal becomes 0.
+
     >>> from ecrl.spaces import box
     >>> to_unit(torch.tensor([[0.0], [4.0]]), box(0.0, 4.0, 1)).tolist()
     [[-1.0], [1.0]]
     """
     low, high = action.new_tensor(space.low), action.new_tensor(space.high)
-    return (_to_flat(action, space) - (high + low) / 2.0) / ((high - low) / 2.0)
+    half_width = (high - low) / 2.0
+    return (_to_flat(action, space) - (high + low) / 2.0) / half_width.where(half_width > 0.0, 1.0)
 
 
 def from_unit(unit: Tensor, space: Box) -> Tensor:

@@ -65,7 +65,7 @@ class RecurrentConfig(ActorOnlyConfig):
             raise ValueError("critic_obs is given, but critic is not; leave critic_obs out")
         differs = self.critic_obs is not None and {*self.critic_obs} != {*(self.actor_obs or ())}
         if self.memory == "shared" and differs:
-            problem = "actor and critic share a cell, so both read the observations of actor_obs"
+            problem = "actor and critic share a cell, so both read the observations of the actor"
             raise ValueError(f'critic_obs: {problem}; leave critic_obs out, or use memory="separate"')
         return self
 

@@ -142,7 +142,8 @@ def train(
         run_dir: folder for the config, logs, metrics and checkpoints. The folder must not hold a run yet, or must hold
             the run that `state` belongs to. If None, nothing is written.
         progress: if True, show a live progress line.
-        profile: if True, time the phases and trace two iterations. The results are written to `profile/` in `run_dir`.
+        profile: if True, time the phases and trace the iterations of two records. The results are written to
+            `profile/` in `run_dir`.
         consumers: generator functions that take the records of the run and yield every record again, such as a logger
             of your own. The first function receives the records of the loop and of the evaluation, and each other
             function receives the records of the function before it. The history, the log files and the checkpoints get
@@ -305,8 +306,8 @@ def train_from_config(
         overrides: dict from dotted key to a value that replaces the config's value, such as `{"trainer.seed": 3}`.
         resume_from: folder of a run to resume; the run continues in this folder.
         force: if True, resume even if the config differs from the run's own config.
-        profile: if True, time the phases and trace two iterations. The results are written to `profile/` in the run
-            folder.
+        profile: if True, time the phases and trace the iterations of two records. The results are written to
+            `profile/` in the run folder.
 
     Returns: the last state and the history of logs.
     Raises: ConfigError with one line per fault of the config, or if the folder cannot be written or already holds a

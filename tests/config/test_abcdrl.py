@@ -236,6 +236,7 @@ def test_flags_of_sac_depend_on_each_other():
     cfg = config_from_dict(_data("sac", {"autotune": False, "alpha": 0.3, "q_lr": 0.1})).algorithm.cfg
     assert (cfg.temperature, cfg.learn_temperature, cfg.temperature_learning_rate) == (0.3, False, None)
     assert cfg.critic_learning_rate == 0.1
+    assert config_from_dict(_data("td3", {"q_lr": 0.1})).algorithm.cfg.critic_learning_rate == 0.1
     cfg = config_from_dict(_data("sac", {"alpha": 0.3}, {"learn_temperature": False})).algorithm.cfg
     assert cfg.temperature == 0.3
 

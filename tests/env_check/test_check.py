@@ -212,6 +212,12 @@ def test_episodes_that_never_end_are_found(monkeypatch):
     assert len(check_env(late, num_steps=12).findings) == 1
 
 
+def test_actions_that_are_a_dict_are_a_finding():
+    report = check_env(replace(GOOD, action_space=dict_space({"a": Discrete(2)})))
+    expected = "action_space is a Dict, expected a Box, Discrete or MultiDiscrete; join its parts into one action"
+    assert report.findings == [expected]
+
+
 def test_a_sound_environment_has_no_findings():
     report = check_env(GOOD, num_steps=12)
     assert report.findings == []

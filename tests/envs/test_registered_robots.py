@@ -12,6 +12,7 @@ from ecrl.envs import make_env
 from ecrl.envs.mujoco import world
 from ecrl.envs.mujoco.physics.simulation import simulation, start
 from ecrl.envs.mujoco.robots.model import RobotModel
+from ecrl.envs.mujoco.robots.robot import described, robot_function
 from ecrl.envs.mujoco.scene.config import RobotConfig, SceneConfig
 from ecrl.errors import ConfigError
 from ecrl.registry import register_robot, user_modules
@@ -63,6 +64,16 @@ def test_a_new_function_for_a_name_makes_new_environments(robots):
     close(torch.cat(starts), [0.3, 0.4])
 
 
+def test_an_arm_of_urdf_cfg_replaces_the_registered_arm(robots):
+    two_links(reach=0.2)
+    arm = {"component_type": "arm", "urdf_path": urdf_robot(ARM_LINKS, ARM_JOINTS)}
+    replaced = {"robot_type": "two_links", "urdf_cfg": {"components": [arm]}}
+    cfg = validate_section(SceneConfig, {"robot": replaced}, "scene").robot
+    assert described(cfg) is None and robot_function(cfg) is None
+    plain = validate_section(SceneConfig, {"robot": {"robot_type": "two_links"}}, "scene").robot
+    assert described(plain).reach == 0.2 and robot_function(plain) is not None
+
+
 def test_a_registered_robot_can_have_an_mjcf_file(robots):
     @register_robot("one_link")
     def make(cfg: RobotConfig) -> RobotModel:
@@ -75,7 +86,7 @@ def test_a_registered_robot_can_have_an_mjcf_file(robots):
     def make_without_actuators(cfg: RobotConfig) -> RobotModel:
         return RobotModel(MJCF[: MJCF.index("<actuator>")] + "</mujoco>", end_links={"arm": "tip"}, home=(1.0,))
 
-    with pytest.raises(ConfigError, match=r"^robot.robot_type: the file has no actuators, and robot.drive_pros is not"):
+    with pytest.raises(ConfigError, match=r"^robot.robot_type 'no_motor': the file has no actuators, and"):
         scene(robot_type="no_motor", uid="r")
     tip = world.site_pose(sim, start(sim, ()), sim.robot.tcp["arm"])[:3, 3]
     close(tip, [0.3 * torch.cos(torch.tensor(1.0)), 0.3 * torch.sin(torch.tensor(1.0)), 0.2])
@@ -101,7 +112,7 @@ def test_the_maker_reads_the_config(robots):
     [
         ({"home": (0.0,)}, "robot: home has 1 values for 3 joints: turn, bend, grip_left"),
         ({"parts": {"arm": ("spin",)}}, "robot: unknown joint 'spin'"),
-        ({"end_links": {"arm": "foot"}}, "unknown 'foot'"),
+        ({"end_links": {"arm": "foot"}}, "^robot.robot_type 'two_links', end_links: unknown 'foot'"),
         ({"source": "absent.urdf"}, "no such file 'absent.urdf'"),
         ({"source": 3}, "has a source of type int, expected a str"),
         ({"reach": 0.0}, "has the reach 0.0, expected a number above 0, in m"),

@@ -91,6 +91,13 @@ def test_shapes_and_dtypes_are_checked(weights):
     with pytest.raises(ValueError, match="mask"):
         weights(torch.ones(2, 3), torch.ones(2, 3))
     yes, x = torch.ones(2, 3).bool(), torch.ones(2, 3)
-    for args in ((x, yes[:1], yes[:, 0], x[:, 0]), (x, yes, yes[:, 0], x), (x, yes, x[:, 0], x[:, 0])):
+    wide, narrow = torch.ones(2, 3, 4), torch.ones(3)  # they would broadcast
+    for args in (
+        (x, yes[:1], yes[:, 0], x[:, 0]),
+        (x, yes, yes[:, 0], x),
+        (x, yes, x[:, 0], x[:, 0]),
+        (wide, wide.bool(), narrow.bool(), narrow),
+        (x, yes, narrow.bool(), narrow),
+    ):
         with pytest.raises(ValueError, match="mask"):
             weighted_step_mean(*args)

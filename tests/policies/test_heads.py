@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from ecrl import rng
 from ecrl.errors import ConfigError
 from ecrl.policies import make_policy
-from ecrl.policies.heads import make_head
+from ecrl.policies.heads import make_head, to_unit
 from ecrl.spaces import Box, Discrete, MultiDiscrete, box
 
 EMPTY = TensorDict({}, [])
@@ -119,3 +119,8 @@ def test_squashing_holds_what_the_plain_policy_does_not():
 def test_what_cannot_be_squashed_is_refused(space, message):
     with pytest.raises(ConfigError, match=f"^{message}"):
         make_head(space, True)
+
+
+def test_an_entry_with_equal_bounds_is_zero_in_units_of_half_the_range():
+    space = Box((0.0, -1.0), (0.0, 1.0), (2,))
+    assert to_unit(torch.tensor([[0.0, 0.5]]), space).tolist() == [[0.0, 0.5]]

@@ -181,8 +181,16 @@ def _add_drives(spec: Any, cfg: DriveConfig, built: Builtin, drives: Mapping[str
                 actuator.set_to_motor()
 
 
+def _arm_is_component(cfg: RobotConfig) -> bool:
+    """Return True if the arm is from a file that `robot.urdf_cfg` names, in place of the arm of `robot_type`."""
+    arm = component(cfg, "arm")
+    return arm is not None and arm.source is not None
+
+
 def described(cfg: RobotConfig) -> RobotModel | None:
     """Return the `RobotModel` of a registered robot or of a robot in `EXAMPLES`, or None for any other robot.
+
+    The result is also None if `robot.urdf_cfg` replaces the arm of the registered robot.
 
     Raises: ConfigError if `robot_type` is neither a built-in nor a registered robot, or if a `RobotModel` is invalid.
     """
@@ -196,12 +204,14 @@ def described(cfg: RobotConfig) -> RobotModel | None:
     known = (*ROBOTS, *own)
     if cfg.robot_type not in known:
         raise ConfigError(f"robot.robot_type: unknown {cfg.robot_type!r}; {did_you_mean(cfg.robot_type, known)}")
-    return _checked(lookup("robot", cfg.robot_type).make(cfg), cfg.robot_type)
+    return None if _arm_is_component(cfg) else _checked(lookup("robot", cfg.robot_type).make(cfg), cfg.robot_type)
 
 
 def robot_function(cfg: RobotConfig) -> Callable | None:
     """Return the registered function that describes the robot, or None if the robot is not registered."""
     if cfg.model is not None or cfg.robot_type in ROBOTS or cfg.robot_type not in registered("robot"):
+        return None
+    if _arm_is_component(cfg):
         return None
     return lookup("robot", cfg.robot_type).make
 
@@ -224,11 +234,26 @@ def _checked(model: Any, name: str) -> RobotModel:
     return model
 
 
-def _end_link(cfg: RobotConfig, part: str) -> str | None:
-    """Return the link that holds a part's end effector: `end_link_name`, or the link in the `RobotModel`, or None."""
-    link = cfg.solver_cfg[part].end_link_name if part in cfg.solver_cfg else None
+def _end_link(cfg: RobotConfig, part: str) -> tuple[str | None, str]:
+    """Return the link that holds a part's end effector, and the config key that names the link, for error messages.
+
+    The link is `end_link_name`, or the link in the `RobotModel`, or None.
+    """
+    link, key = None, f"robot.solver_cfg.{format_key(part)}.end_link_name"
+    if part in cfg.solver_cfg:
+        link = cfg.solver_cfg[part].end_link_name
     model = described(cfg)
-    return model.end_links.get(part) if link is None and model is not None else link
+    if link is None and model is not None and part in model.end_links:
+        return model.end_links[part], f"{_file_key(cfg)}, end_links"
+    return link, key
+
+
+def _file_key(cfg: RobotConfig) -> str:
+    """Return the config key that names the robot, for error messages about its file."""
+    arm = component(cfg, "arm")
+    if arm is not None and arm.source is not None:
+        return f"{arm.key}.urdf_path"
+    return "robot.model" if cfg.model is not None else f"robot.robot_type {cfg.robot_type!r}"
 
 
 def _is_fixed_to(link: Any, body: Any) -> bool:
@@ -244,7 +269,7 @@ def _end_body(spec: Any, cfg: RobotConfig, part: str, joint: str, assembly: "_As
     For a robot from a file, the end effector of the part `arm` is at the flange if the arm has a hand. The same holds
     for a part with another name, if its last joint is also the last joint before the flange.
     """
-    link, key = _end_link(cfg, part), f"robot.solver_cfg.{format_key(part)}.end_link_name"
+    link, key = _end_link(cfg, part)
     is_of_hand, body, flange = joint in assembly.hand_joints, spec.joint(joint).parent, assembly.flange
     if link is None:
         ends_at_flange = flange is not None and not is_of_hand and (part == "arm" or _is_fixed_to(flange, body))
@@ -261,12 +286,12 @@ def _end_body(spec: Any, cfg: RobotConfig, part: str, joint: str, assembly: "_As
     return links[name]
 
 
-def _add_tcp(spec: Any, part: str, body: Any, flange: tuple[float, float, float], tcp: Matrix) -> str:
+def _add_tcp(spec: Any, part: str, body: Any, flange: tuple[float, float, float], tcp: Matrix, key: str) -> str:
     """Add a site to a body, at the end effector of a part of the robot, and return the name of the site."""
     quaternion = quaternion_of(tcp, f"robot.solver_cfg.{format_key(part)}.tcp")
     position, name = [a + row[3] for a, row in zip(flange, tcp[:3], strict=True)], f"{part}_tcp"
     if spec.site(name) is not None:
-        raise ConfigError(f"robot.model: the file has a site {name!r}, the name of the end effector; rename the site")
+        raise ConfigError(f"{key}: the file has a site {name!r}, the name of the end effector; rename the site")
     body.add_site(name=name, pos=position, quat=quaternion, size=[0.01, 0.01, 0.01])
     return name
 
@@ -288,14 +313,15 @@ def _no_shapes(base: Any, tcp: dict[str, Matrix], has_hand: bool) -> None:
     """Do nothing, because the file already has the shapes of the robot."""
 
 
-def _from_file(cfg: RobotConfig, drives: Mapping[str, Drive], is_trusted: bool) -> tuple[Any, Builtin]:
+def _from_file(cfg: RobotConfig, drives: Mapping[str, Drive], is_trusted: bool, key: str) -> tuple[Any, Builtin]:
     """Read a robot from a URDF or MJCF file. `is_trusted` is True for the file of a registered robot.
+
+    `key` is the config key that names the file, for error messages.
 
     If the config has no drive settings, a robot from an MJCF file has the actuators of the file. By default, the drives
     of a robot from a URDF file follow from the efforts of its joints.
     """
     source, root = cfg.model or "", os.environ.get("MENAGERIE_ROOT", "")
-    key = "robot.robot_type" if is_trusted else "robot.model"
     if source.startswith(PREFIX):
         path = example_file(source.removeprefix(PREFIX), "robot.model")
         return _from_urdf(urdf.urdf_spec(path.read_text(), path.parent, "robot.model", is_trusted=True))
@@ -366,11 +392,11 @@ def _arm(cfg: RobotConfig, drives: Mapping[str, Drive], arm: Part | None) -> tup
     model = described(cfg)
     if cfg.model is None and model is None:
         return *_builtin(cfg), _Assembly("built-in")
-    is_registered = cfg.model is None
+    is_registered, key = cfg.model is None, _file_key(cfg)
     if is_registered and model is not None:
         cfg = cfg.model_copy(update={"model": model.source})
     source = cfg.model or ""
-    spec, built = _from_file(cfg, drives, is_trusted=is_registered)
+    spec, built = _from_file(cfg, drives, is_registered, key)
     kind = "URDF" if source.startswith(PREFIX) or urdf.is_urdf(source) else "MJCF"
     return spec, built if model is None else _as_described(built, model), _Assembly(kind)
 
@@ -391,9 +417,7 @@ def _attach(spec: Any, cfg: RobotConfig, built: Builtin, hand: Part, hand_spec: 
         joint, position = _mount(built, "arm", built.parts["arm"])
         attach_hand(spec, hand_spec, spec.joint(joint).parent, position, hand.transform, hand.key)
         return assembly
-    has_name = "arm" in cfg.solver_cfg and cfg.solver_cfg["arm"].end_link_name is not None
-    link_key = "robot.solver_cfg.arm.end_link_name" if has_name else f"robot.robot_type {cfg.robot_type!r}, end_links"
-    flange = flange_of(spec, _end_link(cfg, "arm"), link_key, hand.key)
+    flange = flange_of(spec, *_end_link(cfg, "arm"), hand.key)
     attach_hand(spec, hand_spec, flange, (0.0, 0.0, 0.0), hand.transform, hand.key)
     return assembly._replace(flange=flange)
 
@@ -537,9 +561,10 @@ def robot_spec(cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Robo
         built = _with_rotors(spec, cfg, built, of_files)
     if not spec.actuators:
         _add_drives(spec, cfg.drive_pros, built, drives)
-    add_force_sensors(spec, built.joints, "robot.model")
+    add_force_sensors(spec, built.joints, _file_key(cfg))
     ends = {part: _end_body(spec, cfg, part, joint, assembly) for part, (joint, _) in mounts.items()}
-    tcp = {part: _add_tcp(spec, part, ends[part], mounts[part][1], pose) for part, pose in poses.items()}
+    flanges = {part: position for part, (_, position) in mounts.items()}
+    tcp = {part: _add_tcp(spec, part, ends[part], flanges[part], poses[part], _file_key(cfg)) for part in poses}
     home = built.home if cfg.init_qpos is None else cfg.init_qpos
     if cfg.init_qpos is not None and len(home) != len(built.joints):
         names = ", ".join(built.joints)
