@@ -1,8 +1,8 @@
 """Frozen records that describe a run and its algorithm, and functions that collect batches.
 
-`ecrl.loop.build.build` builds a `Run` once, and other functions take the `Run` as an argument. Equal runs share
-compiled functions. Seed, name and learning rate are not part of a `Run`, so runs that differ only in these settings are
-equal.
+`ecrl.loop.build.build` builds a `Run` from a config, and other functions take the `Run` as an argument. Equal runs
+share compiled functions. The seed, the name of the run and the learning rate are not part of a `Run`, so runs that
+differ only in these settings are equal.
 """
 
 from collections.abc import Callable, Hashable, Mapping
@@ -46,7 +46,7 @@ SKIPPED_STEPS = "skipped_steps"
 """Name of the log that counts the gradient steps that were skipped because of NaN or infinity."""
 
 LEARNER_KINDS: Kinds = {"params": Kind.LEARNED, "opt": Kind.LEARNED, "hyper": Kind.COUNTER}
-"""Kinds of the fields that the `init` of every algorithm returns."""
+"""Kinds of the fields `params`, `opt` and `hyper`, which the `init` of every built-in algorithm returns."""
 
 REWARD_NORM_KINDS: Kinds = {("norm", "reward", "running"): Kind.ENVIRONMENT}
 """Kind of the running returns in `norm["reward"]`. All other leaves of `norm` are statistics."""
@@ -68,8 +68,8 @@ class Static(NamedTuple):
         world_size: number of ranks.
         skips_nonfinite: True if gradient steps with NaN or infinity are skipped (`trainer.finite_guard: skip`).
         row_steps: number of steps in each row of a minibatch. If the algorithm needs whole episodes, `row_steps` is
-            `buffer_size`. Otherwise, `row_steps` is 1 for a policy of unit "step". For unit "sequence", it is the
-            algorithm's `segment_length`, which is `buffer_size` by default.
+            `buffer_size`. Otherwise, `row_steps` is 1 for a policy of unit "step". For unit "sequence", `row_steps` is
+            the setting `segment_length` of a `MinibatchConfig`, or `buffer_size` if there is no such setting.
         phase: phase of the iteration (`Algorithm.phase`), or None if the algorithm has no phases.
         turns: in the `run` that a turn receives (see `interleaved`), the number of turns per iteration. In all other
             runs, `turns` is 1.
@@ -167,10 +167,10 @@ class Algorithm:
             with `partial`.
         delayed: names of the logs of optimiser groups that some gradient steps do not update. Such a log is a mean over
             the steps that update its group, first within each turn and then over the turns. The log is NaN in an
-            iteration without such a step. The finite guard therefore ignores these logs, and checks only the parameters
-            of the group.
+            iteration without such a step. The finite guard therefore ignores these logs, but checks the parameters of
+            these groups.
         data: data set in a file, or None. If there is a data set, `borrowed["data"]` has the tensors of the file, and
-            the state's field `data_sha256` has its SHA-256 checksum.
+            the state's field `data_sha256` has the SHA-256 checksum of the file.
         name: name under which the algorithm is registered, for error messages.
     """
 
@@ -239,7 +239,7 @@ def batch_of(steps: TensorDict) -> TensorDict:
 
 
 def learn(update: Update, run: Run, state: TensorDict, batch: TensorDict) -> tuple[TensorDict, Logs]:
-    """Call `update(run, state, batch)`, compiled as one function if the algorithm sets `as_one`."""
+    """Call `update(run, state, batch)`. In a compiled run, compile the call as one function if `as_one` is set."""
     if not run.algorithm.as_one:
         return _updated(update, run, state, batch)
     changed, logs = run.jit(_learn, update, run)(state, batch)
@@ -277,7 +277,7 @@ def loss_and_logs(run: Run, out: Any) -> tuple[Tensor, Logs]:
 
 
 def changed_fields(after: TensorDict, before: TensorDict) -> TensorDict:
-    """Return the fields of `after` whose tensor objects differ from `before`."""
+    """Return the fields of `after` whose tensors are not the same objects as in `before`."""
     return TensorDict({k: v for k, v in cast(Any, after.items()) if not _are_same(v, before.get(k, None))}, [])
 
 
@@ -316,7 +316,7 @@ def decisions(state: TensorDict) -> Tensor:
 def counted_after(run: Run, state: TensorDict, executed: Tensor | None) -> dict[str, Tensor]:
     """Return the counters of environment steps and actions after an iteration.
 
-        sample_step'   = sample_step + sum(executed)        over the environments of all ranks
+        sample_step'   = sample_step + sum(executed)        over the steps of all environments on all ranks
         decision_step' = decision_step + num_envs * buffer_size * world_size
 
     If the environment does not report `executed`, every action is one step. `sample_step` then grows like
@@ -343,8 +343,9 @@ def counted_after(run: Run, state: TensorDict, executed: Tensor | None) -> dict[
 def step_keys(run: Run, state: TensorDict) -> tuple[Tensor, Tensor]:
     """Return the environment keys and the action keys of the next T = `buffer_size` steps, each `[T, N]`.
 
-    A key depends on the run's key, the stream, the environment's global index and the number of steps taken so far. The
-    environments of a group share their environment keys, but not their action keys.
+    A key depends on the run's key, the environment's global index and the number of earlier steps. The environment key
+    and the action key of the same step differ. The environments of a group share their environment keys, but not their
+    action keys.
     """
     key, index = state["key"], env_index(run.static.num_envs, state["key"].device)
     steps = (steps_taken(run, state) + torch.arange(run.static.buffer_size, device=key.device)).unsqueeze(1)
@@ -412,8 +413,8 @@ def with_episodes(state: TensorDict, steps: TensorDict) -> TensorDict:
 def with_compiled_policy(run: Run) -> Run:
     """Return the run for collecting in an environment that steps in Python.
 
-    The policy's functions `act`, `draw`, `value` and `explore` are compiled one by one, and the loop over time is not
-    compiled.
+    In a compiled run, the policy's functions `act`, `draw`, `value` and `explore` are compiled one by one. The loop
+    over time is not compiled.
     """
     policy, jit = run.policy, run.jit
     value = None if policy.value is None else jit(policy.value)
@@ -452,9 +453,10 @@ class _FromReset:
 
 
 def from_reset(collect: Collect) -> Collect:
-    """Return a `collect` that first resets every environment, its episode statistics and the policy's memory.
+    """Return a `collect` that first resets every environment and the policy's memory.
 
-    All environments of a group then have the same initial state.
+    The returns and lengths of the running episodes restart at 0. The statistics of finished episodes are kept. After
+    the reset, all environments of a group have the same initial state.
     """
     return _FromReset(collect)
 
@@ -462,8 +464,8 @@ def from_reset(collect: Collect) -> Collect:
 def over_steps(run: Run, logs: Logs) -> Logs:
     """Average logs `[S]` over the turns of an iteration or the gradient steps of a turn, but sum `skipped_steps`.
 
-    A log in `Algorithm.delayed` is NaN in a step that does not update the optimiser group of the log. The mean leaves
-    out NaN. If `trainer.finite_guard` is "skip", skipped steps log NaN, and all means leave out NaN.
+    A log in `Algorithm.delayed` is NaN in a step that does not update the optimiser group of the log. The mean of such
+    a log leaves out NaN. If `trainer.finite_guard` is "skip", skipped steps log NaN, and all means leave out NaN.
     """
     incomplete = logs.keys() if run.static.skips_nonfinite else run.algorithm.delayed
 

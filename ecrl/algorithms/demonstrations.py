@@ -187,7 +187,10 @@ def _reports_executed(env: Env) -> bool:
 
 
 def _outside(x: Tensor, space: Space) -> str | None:
-    """Describe the first value that is not finite or is outside a Discrete or MultiDiscrete space, if any."""
+    """Describe a fault of the values: NaN or infinity in a Box, or the first value outside a discrete space.
+
+    If there is no fault, return None.
+    """
     match space:
         case Box():
             if not x.is_floating_point() or x.isfinite().all():
@@ -230,7 +233,7 @@ def _leaves(name: str, space: Space) -> dict[str, Space]:
 
 
 def drawn_batch(run: Run, state: TensorDict, part: TensorDict) -> TensorDict:
-    """Draw a batch of demonstrated steps, which replaces the rollout of other algorithms.
+    """Draw a batch of demonstrated steps. Behaviour cloning learns from this batch instead of a rollout.
 
     A policy of unit "step" receives `num_envs * buffer_size` single steps, drawn with replacement. A policy of unit
     "sequence" receives `num_envs` sequences of `buffer_size` consecutive steps. Each sequence starts at the beginning
@@ -283,10 +286,11 @@ def _learnable(run: Run, params: TensorDict, rows: TensorDict) -> Tensor:
 
     The actions of a chunk after the end of an episode have no meaning. If log-probabilities have one entry per step of
     a chunk, `sum_tokens` leaves out these actions. Other log-probabilities describe the whole chunk. For such
-    log-probabilities, the mask is True only for chunks whose steps were all executed. A policy with its own
-    `imitation_loss` must mask the actions itself.
+    log-probabilities, the mask is True only for chunks whose steps were all executed:
 
         mask = executed == steps_per_action
+
+    A policy with its own `imitation_loss` must mask the actions itself.
     """
     chunk, mask = run.env.steps_per_action, cast(Tensor, rows["mask"])
     if "executed" not in rows or chunk == 1 or run.policy.imitation_loss is not None:
@@ -319,7 +323,7 @@ def _memories(run: Run, params: TensorDict, steps: TensorDict) -> dict[str, Tens
 def _remember(
     run: Run, carry: TensorDict, row: dict[str, Any], params: TensorDict, first: TensorDict
 ) -> tuple[TensorDict, TensorDict]:
-    """Return the memory after a step and before the step. After the end of an episode, the memory is `first`."""
+    """Return the memory after a step and before the step. If the step ends an episode, the first result is `first`."""
     after, _ = run.policy.act(params, carry, row["obs"], None)
     ended = TensorDict({"terminated": row["done"], "truncated": torch.zeros_like(row["done"])}, row["done"].shape)
     return restarted_carry(after, first, ended), mapped(torch.clone, carry)

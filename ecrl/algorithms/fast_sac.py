@@ -7,7 +7,8 @@ instead of the smallest value. Every gradient step also updates the temperature,
 The defaults are from the authors' code, except for the optimiser and the networks. The authors use AdamW with betas of
 0.9 and 0.95 and a weight decay of 0.001, standardised observations, and networks with LayerNorm. To do the same, set
 `algorithm.cfg.optimizer`, `policy.normalize_obs`, and `use_layernorm` of both networks. The largest log standard
-deviation is 0 in the authors' code, and 2 in ecrl. Entropies refer to actions scaled to [-1, 1].
+deviation is 0 in the authors' code, and 2 in ecrl. In ecrl, `target_entropy` and all other entropies refer to actions
+scaled to [-1, 1].
 
 Source: Seo et al. 2025, arXiv:2512.01996.
 """

@@ -128,6 +128,7 @@ def weighted_loss(
 
         loss = sum(weight * (objective + kl_coef * kl_k3 - ent_coef * entropy)) / rows
 
+    The sum is over the unmasked tokens, and the `objective` of a token is its negated clipped surrogate.
     `rows` is the number of rows with an unmasked step. A row has `static.row_steps` steps. Except for `policy_loss`,
     the logs are means over the tokens of the minibatch.
     """

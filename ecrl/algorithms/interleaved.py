@@ -18,10 +18,11 @@ An algorithm defines a function `turn`, with the steps of the pseudocode in the 
 A turn does not depend on the length of an iteration. A turn receives a `run` and a `state` as if every iteration had
 one turn. In `run.static`, `buffer_size` is the number of steps per turn. In the state, `update_step` and `iterations`
 count turns. The counts of steps, such as `sample_step` and the cursor of the buffer, include the steps of earlier turns
-of the same iteration. After `store`, the same turn can sample its new steps. With n-step targets, the newest `n` steps
-cannot be sampled, because the steps after them are not known yet. In a full buffer, new steps replace the oldest steps.
-Thus `trainer.buffer_size` does not change the result of learning, with three exceptions. The phase is chosen once per
-iteration, the finite guard skips whole iterations, and the lengths of learning-rate schedules are in iterations.
+of the same iteration. A step can be sampled as soon as the buffer has the `n` steps after it, where `n` is the number
+of rewards in a target. After `store`, the same turn can therefore sample its new steps, except the newest `n` steps. In
+a full buffer, new steps replace the oldest steps. Thus `trainer.buffer_size` does not change the result of learning,
+with three exceptions. The phase is chosen once per iteration, the finite guard skips whole iterations, and the lengths
+of learning-rate schedules are in iterations.
 
 A buffer may have a sum tree, the field `tree` of `replay` in the state. A turn may change this tree (see
 `ecrl.algorithms.prioritized`). The loop stores the new tree together with the new steps.
@@ -268,7 +269,7 @@ class _StepsTaken(NamedTuple):
 
 
 class _StepsNeeded(BaseException):
-    """Exception that stops a turn at `take_steps`. The exception has the arguments `run` and `state`.
+    """Exception that stops a turn at `take_steps`, and holds the arguments `run` and `state` of `take_steps`.
 
     The class is not a subclass of Exception, so code that handles the errors of an environment does not catch it.
     """
@@ -325,7 +326,7 @@ def _rest_of_turn(
     ring: Borrowed,
     start: Tensor,
 ) -> tuple[_Carry, tuple[TensorDict, Logs]]:
-    """Run one turn with given environment steps. Of the moving fields, return only the fields that changed."""
+    """Run one turn with given environment steps. Of the state's fields in the carry, return only the changed fields."""
     (moving, block, executed), out = _turn(turn, run, own, carry, x, fixed, ring.fields, start)
     if differing := {*moving.keys()} ^ {*carry[0].keys()}:
         raise ValueError(
@@ -458,8 +459,9 @@ def new_replay(run: Run, capacity: int, device: torch.device, **fields: Any) -> 
             R = capacity // num_envs steps of each environment.
         device: device of the buffer.
         fields: further fields of a step, such as `sample_log_prob`. Pass a tensor or a TensorDict `[N, ...]`, whose
-            values are not used. Pass fields of the same names to `store` in each turn. The loop adds `executed` if an
-            action of the environment takes several steps.
+            values are not used. In each turn, pass fields of the same names to `store`, except fields that the steps
+            from `take_steps` already have. The loop adds `executed` if an action of the environment takes several
+            steps.
 
     Returns: TensorDict with the ring of `ecrl.kernels.replay_init`, and two counts of steps of each environment, 0-d
         int64: `cursor`, the steps that were added to the buffer, and `written` (see `ecrl.loop.buffers`).

@@ -1,4 +1,4 @@
-"""Log the largest difference between the log-probabilities of acting and learning, before an update's first step."""
+"""Log the largest difference between the log-probabilities from `act` and from `evaluate`, before an update."""
 
 from typing import Any
 

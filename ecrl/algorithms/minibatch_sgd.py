@@ -61,8 +61,8 @@ class MinibatchConfig(LearningConfig):
     batch_size: Count | None = Field(
         default=None,
         description=(
-            "transitions per gradient step on each rank, at most the size of the rollout; if batch_size and "
-            "num_minibatches are both absent, 64, or the length of a sequence if sequences are longer"
+            "transitions per gradient step on each rank, at most the size of the rollout; if neither batch_size nor "
+            "num_minibatches is given, 64, or the length of a sequence if a sequence has more than 64 steps"
         ),
     )
     num_minibatches: Count | None = Field(default=None, description="gradient steps per pass, instead of batch_size")
@@ -88,7 +88,7 @@ class MinibatchConfig(LearningConfig):
 class SGD(NamedTuple):
     """Config values and optimiser groups of `minibatch_sgd`, which determine the compiled graph.
 
-    If `drop_masked` is True, minibatches hold no masked rows (see `minibatch_sgd`).
+    If `drop_masked` is True, minibatches are drawn only from rows with an unmasked step (see `minibatch_sgd`).
     """
 
     n_epochs: int
@@ -218,7 +218,7 @@ def _chunk_gradients(
     rows: TensorDict,
     hyper: TensorDict,
 ) -> tuple[Packed, tuple[Tensor, Logs]]:
-    """Return the gradients of the mean loss over the unmasked chosen rows, and the count and logs of `_loss`."""
+    """Return the gradients of the mean loss over the unmasked rows of a chunk, and the count and logs of `_loss`."""
     index, real, replaced_fields = rows_of_chunk
     minibatch = cast(TensorDict, rows[index]).update(replaced_fields)
     mask = counted(minibatch["mask"], real) if "mask" in minibatch else real
@@ -314,7 +314,8 @@ def _gradient_step_if_due(
 ) -> tuple[_Carry, tuple[Tensor, Tensor, Logs]]:
     """Take a gradient step only if `due`, a 0-d bool, is True. Otherwise, change nothing, and return count 0.
 
-    A compiled graph for the CPU does not compute steps that are not due. `stopped` and the logs of such steps are NaN.
+    A compiled graph for the CPU does not compute steps that are not due. The output `stopped` and the logs of such
+    steps are NaN.
     """
     index, real, due = chosen
     carry, (count, stopped, logs) = step_if(due, partial(_gradient_step, of), carry, (index, real), fixed, rows, hyper)
@@ -357,12 +358,14 @@ def minibatch_epochs(
         run: the run.
         state: same as for `minibatch_sgd`.
         batch: the batch that `collect` returned. A policy of unit "sequence" learns from all steps of an environment,
-            or from segments of these steps. Other policies learn from single steps.
+            or from segments of these steps. Other policies learn from single steps, or from all steps of an environment
+            if the loss needs whole episodes (`MinibatchConfig.needs_episodes`).
         fields: fields `[N, T]` that the algorithm adds to the steps, such as advantages. A bool field `mask` is True
             for the steps to learn from. The policy's `act` may not return fields of the same names.
-        loss: (run, params, minibatch, mask, hyper) -> loss and logs. `minibatch` has rows from `rows_of`, which include
+        loss: (run, params, minibatch, mask, hyper) -> loss and logs. `minibatch` has rows from `to_rows`, which include
             `fields`. Pass the minibatch to `run.policy.evaluate_and_value_rows`, or to `evaluate_rows` if the loss
-            needs no values. The minibatch's `sample_log_prob` is summed over the tokens of an action.
+            needs no values. With the default `to_rows`, the minibatch's `sample_log_prob` is summed over the tokens of
+            an action.
         sgd, whole, distance, limit: same as for `minibatch_sgd`.
         to_rows: `rows_of`, or `token_rows_of` if `sample_log_prob` must keep its token axes.
 
@@ -390,17 +393,19 @@ def minibatch_sgd(
         run: the run.
         state: state with `params`, `opt`, `hyper`, `norm`, `key`, `update_step` and `iterations`, with `learning_rate`
             if the rate is adaptive, and optionally with `frozen_params`.
-        rows: TensorDict `[M]`. If some rows must be ignored, `rows` has a bool `mask` that is False for these rows. The
-            rows of a policy of unit "sequence" have a `mask` of shape `[M, T]`, and a minibatch never splits a row.
+        rows: TensorDict `[M]`. If some rows must be ignored, `rows` has a bool `mask` that is False for these rows. If
+            each row is a sequence of T steps, `rows` must have a `mask`, of shape `[M, T]`. A minibatch never splits a
+            row.
         loss: (run, params, minibatch, mask, hyper) -> 0-d loss and logs, all means over the elements whose `mask` is
-            True. `params` include the observation statistics and the frozen parameters. If a mean is over a different
+            True. `params` include the observation statistics and the frozen parameters. If the means are over another
             number of elements, return this number as the log `count`.
         sgd: number and size of the minibatches, and the optimiser groups. If `sgd.drop_masked` is True, `rows` must
             have a `mask`. Each pass then draws its minibatches only from rows with an unmasked step, and may take fewer
             gradient steps. The last minibatch of a pass may be smaller. The shapes of tensors do not depend on the
             `mask`. A compiled graph for the CPU does not compute the gradient steps that are left out.
-        whole: dict from the name of a field to a function `fn(field, mask)` that returns the new field of the chosen
-            rows. The function receives a whole minibatch, while `loss` may receive a minibatch in several chunks.
+        whole: dict from the name of a field to a function `fn(field, mask)` that replaces this field of a minibatch.
+            The function receives the field of a whole minibatch, while `loss` may receive a minibatch in several
+            chunks.
         distance: name of the log that measures how far the policy moved from the policy that collected the rows.
             Adaptive rates need this log.
         limit: name of a hyperparameter in `hyper`. Once the distance in a step exceeds the value of this

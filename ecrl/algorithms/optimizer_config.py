@@ -91,7 +91,7 @@ class SchedulerKwargs(ConfigModel):
     )
     warmup_iters: Count = Field(
         default=10,
-        description="length of the warm-up in iterations, after which the factor is 1 "
+        description="length of the warm-up in iterations, at the end of which the factor is 1 "
         "(warmup_constant, warmup_linear, warmup_cosine)",
     )
     step_size: Count = Field(default=1, description="iterations between two reductions (step)")

@@ -77,7 +77,7 @@ class PPOConfig(ClippedConfig):
     )
     critic_max_grad_norm: Positive | None = Field(
         default=None,
-        description="largest norm of the critic's gradients; max_grad_norm then clips only the other gradients",
+        description="largest norm of the critic's gradients; if given, max_grad_norm clips only the other gradients",
     )
     normalize_advantage: Literal["rollout", "minibatch", "none"] = Field(
         default="rollout", description="steps over which advantages are standardised: rollout, minibatch or none"

@@ -25,8 +25,9 @@ def token_loss(
 
         loss = mean over tokens(objective - ent_coef * entropy) + vf_coef * mean over actions(value loss)
 
-    If the setting `ratio` is "action", a whole action is one token. Advantages and values belong to whole actions. The
-    logs approx_kl and clip_frac are means over the tokens of the minibatch.
+    The `objective` of a token is its negated clipped surrogate. If the setting `ratio` is "action", a whole action is
+    one token. Advantages and values belong to whole actions. The logs approx_kl and clip_frac are means over the tokens
+    of the minibatch.
     """
     choices = run.algorithm.choices
     log_prob, entropy, value = run.policy.evaluate_and_value_tokens(params, minibatch)

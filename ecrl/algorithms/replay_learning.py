@@ -94,7 +94,7 @@ def noise_keys(state: TensorDict, size: int, count: Tensor) -> Tensor:
     The keys depend on the key of the run, the rank and `count`, which differs for each gradient step of the run.
     """
     index = torch.arange(size, device=state["key"].device) + distributed.rank() * size
-    # `sample_keys` draws from keys with steps < 0. `fold_in` derives other keys from them.
+    # `sample_keys` also calls `rng.stream` with negative steps, so `fold_in` makes the keys of the noise differ.
     return rng.fold_in(rng.stream(state["key"], rng.UPDATE, index, -1 - count), 1)
 
 

@@ -1,10 +1,10 @@
 """Convert batches to rows. Minibatches are drawn from these rows.
 
 For a policy of unit "step", a row is one step of a batch. For a policy of unit "sequence", a row has all steps of one
-environment in the iteration. If `segment_length` is set, a row has a segment of these steps. A sequence row also has
-the policy's memory before the first step. The policy starts its recurrence from this memory. If the loss needs whole
-episodes (`MinibatchConfig.needs_episodes`), a row has all steps of one environment for both units. The methods
-`evaluate_rows`, `value_rows` and `evaluate_and_value_rows` of a policy take rows of every kind.
+environment in the iteration. If `segment_length` is set, a row has a segment of these steps. If the policy has memory,
+a row also has the memory before the first step of the row. The policy starts its recurrence from this memory. If the
+loss needs whole episodes (`MinibatchConfig.needs_episodes`), a row has all steps of one environment for both units. The
+methods `evaluate_rows`, `value_rows` and `evaluate_and_value_rows` of a policy take rows of every kind.
 """
 
 from typing import cast
@@ -39,8 +39,8 @@ def rows_of(run: Run, batch: TensorDict, **fields: Tensor) -> TensorDict:
         fields have the shape `[N * T / L, L, ...]`. If the policy has memory, the result also has `carry`, of shape
         `[N * T / L, ...]`. The rows of an environment are consecutive. `sample_log_prob` is summed over the tokens of
         an action.
-    Raises: ConfigError if the shape of one of `fields` is not `[N, T, ...]`. Also raised if `act` returned one of
-        `fields`, or a field that return estimators add.
+    Raises: ConfigError if the shape of one of `fields` is not `[N, T, ...]`. Also raised if `act` returned a field with
+        the name of one of `fields`, or a field `next_value`, which `ecrl.types.transitions` adds.
     """
     rows = token_rows_of(run, batch, **fields)
     if "sample_log_prob" in rows:
@@ -80,7 +80,9 @@ def check_log_prob(policy: Policy, algorithm: str) -> None:
 
 
 def counted(mask: Tensor, real: Tensor) -> Tensor:
-    """Return a mask that is True for each step whose `mask` is True and whose row is not a repeated row.
+    """Return a mask that is True for each step whose `mask` is True and whose row has `real` True.
+
+    `real` is False for the rows that only fill up a minibatch (see `ecrl.algorithms.minibatch_sgd.shuffled`).
 
     >>> import torch
     >>> counted(torch.ones(2, 3).bool(), torch.tensor([True, False])).tolist()

@@ -1,7 +1,8 @@
 """Learning-rate schedules, which the config block `lr_scheduler` selects by name.
 
 The compiled graph depends only on the name of a schedule. The schedule's parameters are stored in
-`state["hyper"]["schedule"]`. A schedule without a configured length lasts for the whole run of `state["iterations"]`
+`state["hyper"]["schedule"]`, or in `state["hyper"]["adaptive"]` for an adaptive schedule. If a schedule has the setting
+`total_iters` or `T_max`, but the config does not set it, the schedule lasts for the whole run of `state["iterations"]`
 iterations.
 """
 
@@ -77,15 +78,16 @@ def scheduled_rate(
 
 
 def adapted_rate(rate: Tensor, distance: Tensor, numbers: TensorDict) -> Tensor:
-    """Return the learning rate after a gradient step that moved the policy by `distance`.
+    """Return the learning rate of a gradient step, given the distance that the policy moved before this step.
 
         rate / factor if distance > 2 * desired, rate * factor if distance < desired / 2, otherwise rate
 
     The result is clipped to [min_rate, max_rate].
 
     Args:
-        rate: current learning rate, 0-d.
-        distance: distance by which the policy moved, as measured by the algorithm, 0-d.
+        rate: learning rate of the previous gradient step, 0-d.
+        distance: distance between the policy that collected the rollout and the policy before the gradient step, as
+            measured by the algorithm, 0-d.
         numbers: the parameters of the schedule: the desired distance (key `DESIRED_DISTANCE`, in the unit of
             `distance`), `factor`, `min_rate` and `max_rate`.
 
