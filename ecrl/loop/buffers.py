@@ -12,8 +12,8 @@ which are 0-d int64 tensors. The count `cursor` is the number of steps of each e
 buffer, and an iteration increases it. `cursor` has kind counter, so each state has a cursor of its own. The count
 `written` has kind buffer, so all states that borrow the buffer share one count. After each iteration, the loop first
 sets `written` to the number of actions that each environment has taken (`steps_taken`), and then writes the new
-entries. The loop sets `written` even if the finite guard skips the iteration. If `written` differs from the number of
-actions of a state, a later iteration has changed the buffer, and the state is out of date.
+entries. The loop sets `written` even if the finite guard skips the iteration. If `written` differs from `steps_taken`
+of a state, another iteration has changed the buffer since, and the state is out of date.
 """
 
 from typing import Any, cast

@@ -26,8 +26,8 @@ from ecrl.spaces import element_bytes
 _COMPILING_S, _VECTOR_STEP_S, _GRADIENT_STEP_S, _SEQUENCE_STEP_S = 30.0, 0.35e-3, 4.5e-3, 1e-3
 """Estimates in seconds: the time to compile with an empty cache, and the times that compiling saves.
 
-Compiling saves time in each vectorised step and in each gradient step. If a gradient step contains a loop over
-sequences, compiling also saves time in each step of this loop after the first.
+Compiling saves time in each vectorised step and in each gradient step. If a gradient step contains a loop over the
+steps of sequences, compiling also saves time in each step of this loop after the first.
 """
 
 

@@ -89,10 +89,10 @@ def _names(tree: TensorDictBase) -> str:
 
 
 def _check_steps(label: str, steps: Any, axes: list[int], meaning: str, also: tuple[str, ...] = ()) -> None:
-    """Raise ConfigError unless `steps` is a TensorDict that has all fields that the loop reads.
+    """Raise ConfigError unless `steps` is a TensorDict with the fields in `_STEP_FIELDS` and in `also`.
 
-    The shape of each field must begin with the sizes in `axes`. `meaning` names these axes in the error. `also` has the
-    names of further fields that the loop needs.
+    The shape of each field must begin with the sizes in `axes`, and the fields in `_FLAGS` must be bool. `meaning`
+    names these axes in the error.
     """
     if not isinstance(steps, TensorDictBase):
         raise ConfigError(f"{label} returns {described(steps)} as the steps, expected a TensorDict; return one")

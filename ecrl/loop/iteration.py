@@ -605,7 +605,8 @@ def _warn_of_skip(nonfinite: Tensor | None, logs: Logs, step: int) -> bool:
     if kinds:
         text = f"NaN or infinity in {', '.join(kinds)}: the update is left out; counted as skipped_updates"
     elif "skipped_steps" in logs and (steps := int(logs["skipped_steps"])):
-        text = f"NaN or infinity in gradients: {steps} gradient steps are left out; counted as skipped_steps"
+        problem = "NaN or infinity in gradients or in new parameters"
+        text = f"{problem}: {steps} gradient steps are left out; counted as skipped_steps"
     else:
         return False
     warnings.warn(f"after {step} env steps: {text} (this warning appears once)", stacklevel=3)
@@ -623,11 +624,11 @@ def warn_if_finished(state: TensorDict, cfg: Config) -> None:
 def train_iter(state: TensorDict, cfg: Config, watch: Watch = unwatched) -> Iterator[LogData]:
     """Run iterations. After each iteration, yield a record of its collection and a record of its update.
 
-    If `trainer.log_freq` is above 1, yield the two records only after every `log_freq` iterations, and before the loop
-    ends because of a signal or, on a single rank, an error. The records have the logs of the last iteration, with two
-    exceptions. `skipped_updates` and `skipped_steps` count for all iterations since the previous record. Logs of
-    optimiser groups that the last iteration did not update, such as a delayed actor, have the values of the last update
-    of the group since the previous record, or NaN if there was none.
+    If `trainer.log_freq` is above 1, yield the two records only after every `log_freq` iterations, after the last
+    iteration of the run, and before the loop ends because of a signal or, on a single rank, an error. The records have
+    the logs of the last iteration, with two exceptions. `skipped_updates` and `skipped_steps` count for all iterations
+    since the previous record. Logs of optimiser groups that the last iteration did not update, such as a delayed actor,
+    have the values of the last update of the group since the previous record, or NaN if there was none.
 
     The generator never prints, logs, evaluates or saves. You can stop with `break`, and continue with
     `train_iter(log_data["state"], cfg)`, where `log_data` is the last record. The results then equal the results of an
@@ -746,8 +747,8 @@ def iterations_of_members(
 ) -> Iterator[list[list[LogData]]]:
     """Run the iterations of several runs. Each call of an iteration handles one run, or several runs under vmap.
 
-    A run is called a member. After every `trainer.log_freq` iterations of all members, yield the two records of
-    `train_iter` for every member. If `trainer.finite_guard` is "stop", a member with NaN or infinity has no further
+    A run is called a member. The iterator yields the two records of `train_iter` for every member, after the same
+    iterations as `train_iter`. If `trainer.finite_guard` is "stop", a member with NaN or infinity has no further
     records, and the other members continue.
 
     Args:
@@ -876,7 +877,11 @@ def _members_of(
 
 @contextmanager
 def _several_threads(threads: int) -> Iterator[Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]]:
-    """Return a function that calls a function with each argument, in several Python threads at the same time."""
+    """Return a function `call_each(fn, args)`, which returns the list of `fn(arg)` for each `arg` in `args`.
+
+    The calls of `fn` run in `threads` Python threads at the same time. If there are several, torch uses one thread in
+    each of them, and also in the current thread inside this context.
+    """
     if threads == 1:
         yield lambda fn, args: [fn(arg) for arg in args]
         return

@@ -54,7 +54,15 @@ class Collected(NamedTuple):
 
 
 class FirstNonfinite(NamedTuple):
-    """First value that is not finite, with its kind in `KINDS`, name, position and previous value."""
+    """First value of an iteration that is not finite.
+
+    Attributes:
+        what: kind of the value, one of `KINDS`.
+        key: name of the value, such as `obs` or `params.actor`.
+        place: position of the value, such as the environment and the step.
+        value: the value, as a number or as a list of at most eight numbers.
+        before: the previous value of the same name, in the form of `value`, or None if it is not known.
+    """
 
     what: str
     key: str
@@ -312,7 +320,7 @@ def _can_repeat(run: Run) -> bool:
 
 
 def _in_results(run: Run, start: TensorDict, collected: Collected) -> FirstNonfinite | None:
-    """Return the first value that is not finite in the results of an iteration, or None. Do not repeat the iteration.
+    """Return the first value that is not finite in the results of an iteration, or None if all values are finite.
 
     The function checks the steps, then the losses and the gradient norms in the logs, then the parameters.
     """

@@ -1,8 +1,8 @@
 """Define `ecrl.check_policy`, which checks that the functions of a policy agree with each other.
 
-The check lets the policy act on random observations and ends episodes at random steps. For these steps, the check
-compares the log-probabilities from `act` with the log-probabilities from `evaluate`. The check also calls `value` once
-for all steps and once for each step alone, and compares the results.
+The check lets the policy act on random observations and ends episodes at random steps. The check then compares the
+log-probabilities that `act` and `evaluate` return for the same actions. The check also calls `value` once for all steps
+and once for each step alone, and compares the results.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -37,7 +37,8 @@ def exploit_and_explore(
         fitness: `[M]` float, such as the mean return of each run. Larger is better, and NaN is the worst.
         key: random key, 0-d int64. Use a new key in each call.
         count: number of runs that are replaced, at most M / 2.
-        factor: each hyperparameter in `ranges` of a copy is multiplied or divided by this factor, at random.
+        factor: number above 0. In a copy, each hyperparameter in `ranges` is multiplied or divided by `factor`, at
+            random.
         ranges: lower and upper bounds of each hyperparameter that changes, by its name in `state["hyper"]`.
 
     Returns: the new states, and the index of each run's parent, int64 `[M]`.

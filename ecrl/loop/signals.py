@@ -3,7 +3,7 @@
 `listen` installs the handlers, and only the command `ecrl` calls it. In other programs, Ctrl-C raises Python's own
 KeyboardInterrupt at once, and SIGTERM ends the process.
 
-The first signal asks the run to end. If the current iteration or evaluation then takes more than `GRACE` seconds, the
+The first signal asks the run to end. If the current iteration or evaluation has not ended `GRACE` seconds later, the
 run abandons the iteration or evaluation, and saves the last state. No result is lost: `ecrl.run.resume` repeats the
 abandoned work. The run finishes other work, such as saving. With several ranks, the run also finishes the iteration,
 because the ranks cannot abandon an iteration together. The second signal abandons any work at once, and the third
@@ -15,7 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 GRACE = 3.0
-"""The seconds that an iteration may continue after the first signal, and the seconds between repeated interruptions."""
+"""The seconds from the first signal to the first interruption, and from each interruption to the next one.
+
+An interruption has no effect outside of `interruptible`.
+"""
 
 _asked: list[int] = []
 _loops: list[bool] = []  # for each running loop, True if the loop may abandon an iteration
