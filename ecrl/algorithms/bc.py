@@ -75,7 +75,7 @@ def init(cfg: BCConfig, run: Run, key: Tensor) -> dict[str, Any]:
 def loss(run: Run, params: TensorDict, minibatch: TensorDict, mask: Tensor, hyper: TensorDict) -> tuple[Tensor, Logs]:
     """Return the mean imitation loss over the unmasked actions of a minibatch (see `rows_to_learn`).
 
-    loss = the policy's imitation_loss(action), or by default -log_prob(action), in nats
+    loss = mean(imitation_loss(action)) if the policy has `imitation_loss`, else mean(-log_prob(action)), in nats
     """
     return masked_mean(run.policy.imitation_rows(params, minibatch), mask), {}
 

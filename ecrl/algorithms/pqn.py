@@ -144,7 +144,8 @@ def targets(run: Run, state: TensorDict, steps: TensorDict) -> Tensor:
     G[t] = reward[t] + gamma * ((1 - q_lambda) * max_a(Q(next_obs[t], a)) + q_lambda * G[t + 1])
 
     At a time limit and at the last step of the rollout, the target is reward[t] + gamma * max_a(Q(next_obs[t], a)). If
-    the episode terminated, the target is reward[t].
+    the episode terminated, the target is reward[t]. If the environment reports `executed`, `gamma ** executed[t]`
+    replaces `gamma`.
     """
     taken, hyper = cast(TensorDict, steps[:, :-1]), cast(TensorDict, state["hyper"])
     return q_lambda(

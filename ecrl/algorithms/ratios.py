@@ -1,7 +1,8 @@
 """Probability ratios per action, per token or per episode, and the clipped objectives that PPO and GRPO share.
 
-In this module, fields have the shape `[*B, K]`. `[*B]` is the shape of `rows["done"]`, and the last axis runs over the
-K tokens of a step. A step has one token if each action has one ratio.
+The objectives take log-probabilities and masks of shape `[*B, K]`, and advantages of shape `[*B]`. `[*B]` is the shape
+of `rows["done"]`, and the last axis runs over the K tokens of a step. A step has one token if each action has one
+ratio.
 """
 
 from collections.abc import Callable
