@@ -57,7 +57,7 @@ _RESERVED_FILES = ("state.safetensors", "config.json", "manifest.json")
 
 @dataclass(frozen=True, eq=False)
 class FrozenLeaves:
-    """Frozen leaves: the tensors of a state that training never changes. A snapshot contains no copy of these tensors.
+    """Frozen leaves of a state. Training never changes these tensors, so a snapshot contains no copy of them.
 
     Attributes:
         leaves: dict from the name of each tensor to the tensor.

@@ -63,7 +63,10 @@ def _write_and_prune(path: Path, saved: Snapshot, keep: int | None, remove_guard
 
 @contextmanager
 def _open_saver(keep: int | None = None) -> Iterator[Saver]:
-    """Yield a Saver. When the block ends, wait for the last write, and raise CheckpointError if the write failed."""
+    """Yield a Saver. When the block ends, wait for the last write, and raise CheckpointError if the write failed.
+
+    If the block itself raises an Exception, a failed write only causes a warning.
+    """
     guarded, remove_guarded = tolerate_errors("checkpoints", CheckpointError), tolerate_errors("older checkpoints")
     last: list[tuple[Path, Snapshot]] = []  # the last checkpoint while it is not yet on disk
     in_progress: list[Future] = []

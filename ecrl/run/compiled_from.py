@@ -18,9 +18,9 @@ FILE = "compiled_from.json"
 
 
 def restore_switch(run: Run, folder: Path, iteration: int) -> None:
-    """Set a run that is compiled in the background to its form after `iteration` iterations: eager or compiled.
+    """Set a run that is compiled in the background to the form of its last completed iteration: eager or compiled.
 
-    For any other run, do nothing.
+    If no iteration is completed, the form is eager. For any other run, do nothing.
 
     Args:
         run: run, whose `jit` has the `Switch` to set.

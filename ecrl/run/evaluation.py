@@ -266,9 +266,9 @@ def eval_steps(
 ) -> Generator[tuple[list[tuple], TensorDict | None], None, None]:
     """Step the environments until the caller closes the generator. An environment resets when its episode ends.
 
-    Each step yields a list, and the view of the first `filmed` environments before the step. The list has a tuple
-    (reward, done, counts, *outcomes) for each environment. `counts` is the number of env steps that the action took, or
-    0 if the `mask` of the step is False.
+    For each step, the generator yields a list, and the view of the first `filmed` environments before the step. The
+    list has a tuple (reward, done, counts, *outcomes) for each environment. `counts` is the number of env steps that
+    the action took, or 0 if the `mask` of the step is False.
 
     Args:
         run: run whose environment is the evaluation environment.
@@ -303,7 +303,7 @@ def eval_steps(
 
 
 def check_evaluation(run: Run, cfg: Config) -> None:
-    """Check the evaluations of a run, and warn if the episodes have no time limit.
+    """Check the evaluations of a run, and warn if the config switches off the time limit of episodes.
 
     `train` calls this function before the run starts.
 
@@ -311,8 +311,8 @@ def check_evaluation(run: Run, cfg: Config) -> None:
         run: run whose environment is the evaluation environment.
         cfg: config of the run.
 
-    Raises: ConfigError if the evaluation environments do not fit in memory, or if no evaluation logs
-        `trainer.best_eval_metric`.
+    Raises: ConfigError if the evaluation environments do not fit in memory, or if `trainer.best_eval_metric` is not a
+        log of the evaluations.
     """
     name = cfg.trainer.best_eval_metric
     if getattr(cfg.env.cfg, "max_episode_steps", None) == NO_LIMIT:

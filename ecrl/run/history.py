@@ -13,7 +13,7 @@ from ecrl.types import LogData
 
 
 class History(Sequence):
-    """Sequence of dicts, called rows, with the logs and the number of env steps as `sample_step`.
+    """Sequence of rows. A row is a dict of logs, and its entry `sample_step` is the number of env steps.
 
     There is one row for every `trainer.log_freq` iterations. By default, this is one row per iteration.
     """

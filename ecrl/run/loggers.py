@@ -1,7 +1,7 @@
 """Define consumers: generators that take an iterator of training records and yield every record again.
 
 The training loop leaves the logs on the device of the run, and consumers copy them to the host. `with_host_logs` copies
-the logs of a record once for all consumers that wrap it. You can also use a single consumer:
+the logs of each record once, for all later consumers. You can also use a single consumer:
 
     for record in with_jsonl(train_iter(state, cfg), "metrics.jsonl"): ...
 
@@ -227,7 +227,7 @@ def _format_logs(logs: dict[str, float]) -> str:
 
 @dataclass
 class _Speed:
-    """Training speed as text: "starting" or "compiling" before the first step, then steps per second.
+    """Training speed as text: "starting" or "compiling" before the first record, then steps per second.
 
     The steps per second do not include the compile time.
     """

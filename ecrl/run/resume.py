@@ -52,19 +52,19 @@ def resume(
 ) -> tuple[TensorDict, Config]:
     """Load the newest saved state and the config of a run, as arguments for `train(state, cfg, run_dir)`.
 
-    A resumed run has exactly the same results as an uninterrupted run under the same conditions. The conditions are the
-    device, the torch version, the number of threads, and compiled or eager execution. On the CPU, the use of ecrl's C++
-    functions is also a condition. A warning names each condition that has changed. There are two exceptions, which also
-    cause warnings: Gymnasium environments restart their episodes, and if `trainer.save_replay` is false, the run first
-    fills an empty replay buffer. Rows that were logged after the checkpoint are removed from `metrics.jsonl`. If the
-    newest checkpoint is damaged, ecrl warns and uses the previous checkpoint. A run without a checkpoint starts from
-    the beginning.
+    A resumed run has exactly the same results as an uninterrupted run under the same conditions. The conditions
+    are the device, the torch version, the number of threads, and compiled or eager execution. On the CPU, the use
+    of ecrl's C++ functions is also a condition. A warning names each condition that has changed. In two cases, the
+    results differ even under the same conditions, and ecrl warns: Gymnasium environments restart their episodes, and
+    if `trainer.save_replay` is false, a run with a replay buffer first fills an empty buffer. Rows that were logged
+    after the checkpoint are removed from `metrics.jsonl`. If the newest checkpoint is damaged, ecrl warns and uses the
+    previous checkpoint. A run without a checkpoint starts from the beginning.
 
     Args:
         run_dir: run folder.
         config: path of a changed config; if None, the run's own config is used.
         overrides: dict from dotted key to a value that replaces the config's value.
-        force: if True, continue even if the config differs from the run's own config. If it differs, the
+        force: if True, continue even if the config differs from the run's own config. If the configs differ, the
             hyperparameters of the new config replace the hyperparameters in the state.
 
     Raises: ConfigError with a line for each key that differs, unless `force` is set. ConfigError also if the folder is

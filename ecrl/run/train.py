@@ -1,4 +1,4 @@
-"""Train a run and pass its records through all consumers.
+"""Train a run, and pass its records through consumers, such as loggers (see `ecrl.run.loggers`).
 
 Notebooks call `train`, scripts call `train_from_config`, and the command `ecrl train` calls `run_config`.
 """
@@ -71,7 +71,7 @@ def consumers(
     timed: Timed = _untimed,
     own: Sequence[Consumer] = (),
 ) -> Iterator[LogData]:
-    """Wrap the records of the training loop in all consumers that the config requests.
+    """Wrap the records of the training loop in the consumers that the arguments request.
 
     Args:
         records: records of the training loop.
@@ -81,8 +81,8 @@ def consumers(
         run_dir: run folder; if None, nothing is written.
         first: number of env steps before the first record.
         progress: if True, show a live progress line.
-        timed: function `timed(phase, records)` that yields the records again, and may time the wait for each record as
-            the phase of this name (see `ecrl.run.profiler.timed_records`).
+        timed: function `timed(phase, records)` that yields the records again. The function may time the wait for each
+            record, as the phase with the name `phase` (see `ecrl.run.profiler.timed_records`).
         own: consumers of the caller. They receive the records after the evaluation, and before the loggers and the
             checkpoints.
     """
@@ -137,13 +137,13 @@ def train(
     If nothing is left to train, warn, unless `state` belongs to the run in `run_dir`.
 
     Args:
-        state: state from `init_state`, from `load`, or from a record that `train_iter` yielded.
+        state: state from `init_state`, `load` or `resume`, or from a record that `train_iter` yielded.
         cfg: config of the run.
         run_dir: folder for the config, logs, metrics and checkpoints. The folder must not hold a run yet, or must hold
             the run that `state` belongs to. If None, nothing is written.
         progress: if True, show a live progress line.
-        profile: if True, time the phases and trace the iterations of two records. The results are written to
-            `profile/` in `run_dir`.
+        profile: if True, time the phases of the run (see `ecrl.run.profiler`) and trace the iterations
+            of two records. The results are written to `profile/` in `run_dir`.
         consumers: generator functions that take the records of the run and yield every record again, such as a logger
             of your own. The first function receives the records of the loop and of the evaluation, and each other
             function receives the records of the function before it. The history, the log files and the checkpoints get
@@ -154,8 +154,8 @@ def train(
         newest state.
     Raises: ConfigError if `run_dir` cannot be written, holds another run or is in use by another process, or if
         `profile` is set without `run_dir`; `ecrl.errors.NotSavedError`, with the state and the history, if the last
-        state could not be saved; UserError if `state` is not the state of a run, or if a function of `consumers` does
-        not yield every record, or yields a log that is not a 0-d tensor.
+        state could not be saved; UserError if `state` is not the state of a run, or if a function of `consumers` skips
+        a record, yields a record twice, or yields a log that is not a 0-d tensor.
     """
     if callable(consumers):
         raise UserError(
@@ -192,7 +192,7 @@ def train_run(
 ) -> TensorDict:
     """Check the config, claim the folder, run the loop with its consumers, and return the last state.
 
-    If a signal ends the run early, print the number of env steps.
+    If a signal ends a run of one process early, print the number of env steps.
 
     Args:
         run: run built from `cfg`.
@@ -201,7 +201,7 @@ def train_run(
         folder: run folder; if None, nothing is written.
         new: if True, raise an error if the folder already holds a run.
         progress: if True, show a live progress line.
-        profile: if True, time the phases.
+        profile: if True, time the phases of the run, and trace two iterations.
         on_record: function that is called with each record.
         own: consumers of the caller.
     """
@@ -299,19 +299,20 @@ def train_from_config(
     """Train a run that a config file describes, or resume a run.
 
     Args:
-        path: config file, or name of a shipped config. With `resume_from`, this is a changed config, and None selects
-            the run's own config.
+        path: config file, or name of a shipped config. With `resume_from`, the run continues with this config, or with
+            its own config if `path` is None.
         distributed: if not None, value that replaces `trainer.distributed`.
         run_dir: new run folder; if None, the folder is `outputs/<exp_name>_<time>`. Not used with `resume_from`.
         overrides: dict from dotted key to a value that replaces the config's value, such as `{"trainer.seed": 3}`.
         resume_from: folder of a run to resume; the run continues in this folder.
         force: if True, resume even if the config differs from the run's own config.
-        profile: if True, time the phases and trace the iterations of two records. The results are written to
-            `profile/` in the run folder.
+        profile: if True, time the phases of the run (see `ecrl.run.profiler`) and trace the iterations
+            of two records. The results are written to `profile/` in the run folder.
 
     Returns: the last state and the history of logs.
-    Raises: ConfigError with one line per fault of the config, or if the folder cannot be written or already holds a
-        run; CheckpointError if the last state cannot be saved, or if the run to resume is missing or damaged.
+    Raises: ConfigError if the config is invalid, with one line per fault. ConfigError also if the run folder cannot be
+        written, if a new run folder already holds a run, or if the config of a resumed run differs and `force` is
+        False. CheckpointError if the last state cannot be saved, or if the run to resume is missing or damaged.
     """
     history = History()
     state = run_config(path, distributed, run_dir, overrides or {}, resume_from, force, profile, history.add)

@@ -42,7 +42,7 @@ _SEED = "trainer.seed"
 _MAX_NAME_BYTES = 255  # limit of most file systems
 _RECORD_TYPES = ("collect", "train", "evaluate")  # in the order of the records of an iteration
 _FEW_ENVS, _RUNS_OF_FEW_ENVS = 4, 16
-"""By default, compiled runs on a CPU share calls only if each run has at most 4 environments.
+"""By default, compiled runs on a CPU share calls of `torch.func.vmap` only if each run has at most 4 environments.
 
 At most 16 runs then share a call.
 """
@@ -128,10 +128,11 @@ def train_many(
     """Train one run for each combination of a seed and values of the swept settings.
 
     Runs that differ only in the seed and in hyperparameters of `state["hyper"]`, such as the learning rate, train
-    together as a group. Several runs of a group share a call of `torch.func.vmap` if this is faster. Compiled runs on a
-    CPU, except MuJoCo tasks, train in up to `torch.get_num_threads()` calls at the same time. If there are several such
-    calls, each uses one thread. Except for rounding, each run has the results of a run that trains alone. If other
-    settings also differ, such as the sizes of networks, there are several groups, which train one after the other.
+    together as a group. By default, several runs of a group share a call of `torch.func.vmap` if this is faster.
+    Compiled runs on a CPU, except MuJoCo tasks, train in up to `torch.get_num_threads()` calls at the same time. If
+    there are several such calls, each uses one thread. Except for rounding, each run has the results of a run that
+    trains alone. If other settings also differ, such as the sizes of networks, there are several groups, which train
+    one after the other.
 
     These runs always train one by one:
 
@@ -188,7 +189,7 @@ def train_many(
 
 
 class _Unfinished:
-    """Mutable data of a run of `train_many`. `add` updates its history and state with each record."""
+    """Mutable data of a run of `train_many`. `add` updates the run's history and state with each record."""
 
     def __init__(self, name: str, values: dict[str, Any], cfg: Config, folder: Path | None) -> None:
         self.name, self.values, self.cfg, self.folder = name, values, cfg, folder
@@ -306,7 +307,9 @@ def _groups(members: Sequence[_Unfinished], runs_per_call: int | None) -> Iterat
 
 
 def fastest_calls(run: Run, cfg: Config) -> tuple[int | None, int]:
-    """Return the fastest number of runs in a call (None for all runs), and the number of calls at the same time.
+    """Return the number of runs per call that trains fastest, and the number of calls to run at the same time.
+
+    If all runs of a group should share a call, the number of runs per call is None.
 
     Eager runs and runs on a GPU spend most of their time in launching operations, which the runs of a call share.
     Compiled runs on a CPU gain from sharing a call only if they have few environments. However, their calls can run at
@@ -321,7 +324,10 @@ def fastest_calls(run: Run, cfg: Config) -> tuple[int | None, int]:
 
 
 def _are_compatible(one: _Unfinished, other: _Unfinished) -> bool:
-    """Return True if two runs can train in one call. W&B logs only one run of a process at a time."""
+    """Return True if two runs can train in one call.
+
+    Runs with `trainer.use_wandb` cannot, because W&B logs only one run of a process at a time.
+    """
     if not can_vmap(one.run, one.state) or one.cfg.trainer.use_wandb or other.cfg.trainer.use_wandb:
         return False
     if switch_of(one.run.jit) is not None:

@@ -227,7 +227,10 @@ class Film(NamedTuple):
 
 
 def _put(queue: Queue, job: Future, item: TensorDict | None) -> None:
-    """Wait until the queue has room, and add an item. If the job that reads the queue has failed, raise its error."""
+    """Wait until the queue has room, and add an item.
+
+    If the job that reads the queue has ended, drop the item. If the job has raised an error, raise this error.
+    """
     while not job.done():
         try:
             return queue.put(item, timeout=0.2)
