@@ -33,7 +33,11 @@ Row = dict[str, Any]
 
 
 class Source(NamedTuple):
-    """Rows of one run, or of one seed in a result file. Seeds of the same config or file share a `group`."""
+    """Rows of one run, or of one seed in a result file.
+
+    Seeds share a `group` if their runs have the same config, if they are in the same CSV file, or if their JSON files
+    have the same `name` and the same `hash`.
+    """
 
     path: Path
     label: str

@@ -1,8 +1,8 @@
 """Plot learning curves over env steps and over minutes. Three or more seeds are drawn as a band, fewer seeds as lines.
 
-Seeds of the same config, or of the same result file of another library, are a group. If the seeds of a group have no
-range of env steps in common, they are also drawn as lines. All lines of a group have the same colour and dashes, and no
-other group has this pair of colour and dashes.
+Seeds of the same config, or of the same result file of another library, are a group (see `ecrl.report.curves.Source`).
+If the seeds of a group have no range of env steps in common, they are also drawn as lines. All lines of a group have
+the same colour and dashes, and no other group has this pair of colour and dashes.
 
 A band shows the interquartile mean and its 95 % bootstrap interval. A band ends at the last step that all seeds have
 reached. With three seeds, the interval is the range of their values. In the plot over minutes, each point of a band is
