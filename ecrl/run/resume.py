@@ -62,14 +62,15 @@ def resume(
 
     Args:
         run_dir: run folder.
-        config: path of a changed config; if None, the run's own config is used.
+        config: config file, or name of a shipped config, with which the run continues; if None, the run's own config is
+            used.
         overrides: dict from dotted key to a value that replaces the config's value.
         force: if True, continue even if the config differs from the run's own config. If the configs differ, the
             hyperparameters of the new config replace the hyperparameters in the state.
 
-    Raises: ConfigError with a line for each key that differs, unless `force` is set. ConfigError also if the folder is
-        a checkpoint, or if a config is invalid. CheckpointError if the folder is not a run, or if all its checkpoints
-        are damaged.
+    Raises: ConfigError if the config differs from the run's own config and `force` is False, with a line for each key
+        that differs. ConfigError also if the folder is a checkpoint, or if a config is invalid. CheckpointError if the
+        folder is not a run, or if all its checkpoints are damaged.
     """
     return resume_run(run_dir, config, overrides, force)[1:]
 
