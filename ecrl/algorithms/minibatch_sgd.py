@@ -417,6 +417,8 @@ def minibatch_sgd(
         whose gradients or new parameters hold NaN or infinity changes nothing. The log `skipped_steps` counts such
         steps.
     """
+    if distance is None and any(group.schedule == "adaptive" for group in sgd.groups):
+        raise ConfigError("minibatch_sgd: a learning rate is adaptive, but `distance` is None; name the log of the KL")
     hyper, params, opt = (cast(TensorDict, state[key]) for key in ("hyper", "params", "opt"))
     length = prod(rows["mask"].shape[1:]) if "mask" in rows else 1
     sizes, layout = sizes_of(sgd, len(rows), length), layout_of(params, sgd.groups)

@@ -451,7 +451,8 @@ def _findings(
     yield from _check_init(policy, key)
     keys = rng.split(rng.fold_in(key, 2), _NUM_ENVS * num_steps).reshape(_NUM_ENVS, num_steps)
     space, action_space = spaces
-    choices = action_space.nvec if isinstance(action_space, MultiDiscrete) else (getattr(action_space, "n", 0),)
+    choices = action_space.nvec if isinstance(action_space, MultiDiscrete) else ()
+    choices = (action_space.n,) if isinstance(action_space, Discrete) else choices
     obs = random_observations(space, rng.fold_in(keys, 0), choices)
     params, whole = _params(policy, key, obs)
     lines: list[str] = []

@@ -56,7 +56,9 @@ def with_own_consumer(records: Iterator[LogData], consumer: Consumer) -> Iterato
             problem = f"consumers: {name} returned {type(iterator).__name__}, expected an iterator of records"
             raise UserError(f"{problem}; write a generator function that yields every record")
         for record in iterator:
-            if not newest or not isinstance(record, dict) or not newest[0].keys() <= record.keys():
+            if not newest:
+                raise UserError(f"consumers: {name} yielded before it took a record; yield every record that it takes")
+            if not isinstance(record, dict) or not newest[0].keys() <= record.keys():
                 problem = f"consumers: {name} yielded {type(record).__name__}, which is not a record"
                 raise UserError(f"{problem}; yield every record, or a copy with more logs")
             for log, value in record["logs"].items():

@@ -142,8 +142,8 @@ def train(
         run_dir: folder for the config, logs, metrics and checkpoints. The folder must not hold a run yet, or must hold
             the run that `state` belongs to. If None, nothing is written.
         progress: if True, show a live progress line.
-        profile: if True, time the phases of the run (see `ecrl.run.profiler`) and trace the iterations
-            of two records. The results are written to `profile/` in `run_dir`.
+        profile: if True, time the phases of the run (see `ecrl.run.profiler`) and trace the iterations of two records.
+            The results are written to `profile/` in `run_dir`.
         consumers: generator functions that take the records of the run and yield every record again, such as a logger
             of your own. The first function receives the records of the loop and of the evaluation, and each other
             function receives the records of the function before it. The history, the log files and the checkpoints get
@@ -201,7 +201,7 @@ def train_run(
         folder: run folder; if None, nothing is written.
         new: if True, raise an error if the folder already holds a run.
         progress: if True, show a live progress line.
-        profile: if True, time the phases of the run, and trace two iterations.
+        profile: if True, time the phases of the run, and trace the iterations of two records.
         on_record: function that is called with each record.
         own: consumers of the caller.
     """
@@ -306,8 +306,8 @@ def train_from_config(
         overrides: dict from dotted key to a value that replaces the config's value, such as `{"trainer.seed": 3}`.
         resume_from: folder of a run to resume; the run continues in this folder.
         force: if True, resume even if the config differs from the run's own config.
-        profile: if True, time the phases of the run (see `ecrl.run.profiler`) and trace the iterations
-            of two records. The results are written to `profile/` in the run folder.
+        profile: if True, time the phases of the run (see `ecrl.run.profiler`) and trace the iterations of two records.
+            The results are written to `profile/` in the run folder.
 
     Returns: the last state and the history of logs.
     Raises: ConfigError if the config is invalid, with one line per fault. ConfigError also if the run folder cannot be

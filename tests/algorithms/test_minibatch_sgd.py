@@ -400,6 +400,13 @@ def test_logs_need_no_names():
     assert set(logs) == {"loss", "grad_norm", "learning_rate"}
 
 
+def test_an_adaptive_rate_needs_a_distance():
+    run, state, rows = setup(rows=4, batch_size=4)
+    groups = tuple(group._replace(schedule="adaptive") for group in run.algorithm.choices.sgd.groups)
+    with pytest.raises(ConfigError, match="^minibatch_sgd: a learning rate is adaptive, but `distance` is None; name"):
+        minibatch_sgd(run, state, rows, lambda *args: (args, {}), run.algorithm.choices.sgd._replace(groups=groups))
+
+
 @pytest.mark.parametrize("key", ["critic_max_grad_norm", "critic_learning_rate"])
 def test_settings_of_a_critic_need_a_critic(key):
     cfg = PPOConfig(**{key: 1.0})

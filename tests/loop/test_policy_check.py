@@ -266,6 +266,12 @@ def test_nothing_is_found_in_a_policy_with_an_action_mask(case):
     assert check_policy(policy, space, action_space).findings == []
 
 
+def test_a_mask_beside_continuous_actions_is_another_observation():
+    space = dict_space({"angle": box(-1.0, 1.0, 3), "action_mask": MultiDiscrete((2, 2))})
+    policy = make_policy(small().policy, dict_space({"angle": box(-1.0, 1.0, 3)}), TORQUE)
+    assert check_policy(policy, space, TORQUE).findings == []
+
+
 SPACE, TORQUE = box(-1.0, 1.0, 3), box(-1.0, 1.0, 2)
 
 

@@ -145,7 +145,7 @@ def before_any_record(records):
     [
         (without_a_value, "without_a_value yielded NoneType, which is not a record; yield every record, or a copy"),
         (logs_only, "logs_only yielded dict, which is not a record; yield every record, or a copy with more logs"),
-        (before_any_record, "before_any_record yielded dict, which is not a record; yield every record, or a copy"),
+        (before_any_record, "before_any_record yielded before it took a record; yield every record that it takes"),
         (None, "None is not a function; write a generator function that takes records"),
         (each_twice, "each_twice yielded a record twice; yield every record once"),
         (only_train_records, "only_train_records asked for the next record, but did not yield the last record"),
