@@ -403,7 +403,7 @@ def test_logs_need_no_names():
 def test_an_adaptive_rate_needs_a_distance():
     run, state, rows = setup(rows=4, batch_size=4)
     groups = tuple(group._replace(schedule="adaptive") for group in run.algorithm.choices.sgd.groups)
-    with pytest.raises(ConfigError, match="^minibatch_sgd: a learning rate is adaptive, but `distance` is None; name"):
+    with pytest.raises(ConfigError, match=r"^minibatch_sgd: a learning rate is adaptive, but `distance` is None; name"):
         minibatch_sgd(run, state, rows, lambda *args: (args, {}), run.algorithm.choices.sgd._replace(groups=groups))
 
 
