@@ -93,8 +93,7 @@ def _refusing_draws(label: str, keys: str) -> Iterator[None]:
     with noting_draws() as noted:
         yield
     if noted.traced or (noted.run and before != _generator_states()):
-        generator = "a generator of torch" if noted.traced else "torch's global generator"
-        problem = f"{label} draws random numbers from {generator}, so equal states give unequal results"
+        problem = f"{label} draws random numbers from a generator of torch, so equal states give unequal results"
         raise ConfigError(f"{problem}; draw them from {keys} with ecrl.rng")
 
 

@@ -61,7 +61,8 @@ def _paths_by_name(paths: Iterable[tuple[str, ...]], taken: Iterable[str] = ()) 
     for path in paths:
         name = _input_name(path)
         if name in named or name in taken:
-            other = ".".join(named[name]) if name in named else "another input of the policy"
+            other = ".".join(named[name]) if name in named else "the memory of the policy"
+            other = 'the flag "is_first" of the policy' if name == "is_first" and name in taken else other
             raise UserError(f"{'.'.join(path)} and {other} would both be the input {name!r}; rename one of them")
         named[name] = path
     return named

@@ -344,7 +344,7 @@ FIRSTS = {
     ),
     "draws": (  # the fault under test: a draw from the global generator
         lambda params, num_envs: TensorDict({"epsilon": torch.rand(num_envs)}, [num_envs]),
-        "draws random numbers from torch's global generator, so equal states give unequal results; draw them from",
+        "draws random numbers from a generator of torch, so equal states give unequal results; draw them from",
     ),
 }
 

@@ -771,7 +771,7 @@ def drawing(fn):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["draw", "act", "value", "evaluate"])
 def test_a_policy_that_draws_from_the_global_generator(name, form, monkeypatch):
-    problem = f"policy actor_critic: {name} draws random numbers from torch's global generator, so equal states give"
+    problem = f"policy actor_critic: {name} draws random numbers from a generator of torch, so equal states give"
     message = f"{problem} unequal results; draw them from {'its keys' if name == 'draw' else 'the keys of `draw`'} with"
     cfg = small(**{"trainer.compile": form})
     change = lambda made: replace(made, **{name: drawing(getattr(made, name))})  # noqa: E731
@@ -784,13 +784,13 @@ def test_an_algorithm_that_draws_from_the_global_generator(name, form, monkeypat
     def change(made):
         return replace(made, iterate=replace(made.iterate, **{name: drawing(getattr(made.iterate, name))}))
 
-    problem = f"algorithm ppo: {name} draws random numbers from torch's global generator, so equal states give unequal"
+    problem = f"algorithm ppo: {name} draws random numbers from a generator of torch, so equal states give unequal"
     message = f'{problem} results; draw them from `state["key"]` with ecrl.rng'
     assert_refused(small(**{"trainer.compile": form}), monkeypatch, message, change)
 
 
 def test_an_init_that_draws_from_the_global_generator(monkeypatch):
-    problem = "init draws random numbers from torch's global generator, so equal states give unequal results"
+    problem = "init draws random numbers from a generator of torch, so equal states give unequal results"
     for kind, name in (("policy", "policy actor_critic"), ("algorithm", "algorithm ppo")):
         message = f"{name}: {problem}; draw them from its key with ecrl.rng"
         with monkeypatch.context() as patch:

@@ -355,7 +355,7 @@ EXPLORES = {
     "sound": ({}, []),
     "explore draws": (
         {"explore": lambda params, exploration, out, noise: (exploration, out.apply(torch.rand_like))},
-        ["explore draws random numbers from torch's global generator, so equal states give unequal results; draw"],
+        ["explore draws random numbers from a generator of torch, so equal states give unequal results; draw"],
     ),
     "explore writes": (
         {"explore": lambda *args: (args[1], args[2].copy().set("action", args[2]["action"].mul_(2.0)))},
@@ -363,7 +363,7 @@ EXPLORES = {
     ),
     "the first exploration draws": (
         {"init_exploration": lambda params, num_envs: first_drift(params, num_envs).apply(torch.rand_like)},
-        ["init_exploration draws random numbers from torch's global generator, so equal states give unequal results"],
+        ["init_exploration draws random numbers from a generator of torch, so equal states give unequal results"],
     ),
     "rows": (
         {"init_exploration": lambda params, num_envs: first_drift(params, 1)},
@@ -450,7 +450,7 @@ CONTRACT = {  # the changed functions, the line
     ),
     "global generator": (
         {"act": writing(PLAIN.act, lambda *args: torch.rand(1))},
-        "act draws random numbers from torch's global generator, so equal states give unequal results; draw them from",
+        "act draws random numbers from a generator of torch, so equal states give unequal results; draw them from",
     ),
 }
 
@@ -464,7 +464,7 @@ def test_a_function_that_breaks_the_contract(case):
 
 NORMALIZED: Any = make_policy(small(**{"policy.normalize_obs": True}).policy, *spaces_of(small()))
 FROZEN: Any = make_policy(freezing().policy, *spaces_of(freezing()))
-DRAWS = "draws random numbers from torch's global generator, so equal states give unequal results; draw them from a"
+DRAWS = "draws random numbers from a generator of torch, so equal states give unequal results; draw them from a"
 
 
 def updated(change):

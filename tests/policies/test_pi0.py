@@ -436,8 +436,8 @@ FITTING = {
     ),
     "a part that trains nothing": (
         {"trained": ["dit", "language_model.norm"]},
-        r"^policy.vla.trained: 'language_model.norm' has no weights that change the actions; name another part, or set "
-        r"policy.vla.critic$",
+        r"^policy.vla.trained: 'language_model.norm' has no weights that change the actions; name another part, or, "
+        r"if only a critic reads this part, set policy.vla.critic$",
     ),
     "a part that trains nothing with a critic": (
         {"trained": ["dit.embed_tokens"], "critic": "mlp"},

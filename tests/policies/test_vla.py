@@ -486,7 +486,7 @@ def test_the_imitation_loss_is_checked():
             lambda keys: rng.uniform(keys)[:1],
             "draw_imitation returns noise float32 [1, 14], expected [4, 14, ...]; return",
         ),
-        (lambda keys: torch.rand(keys.shape), "draw_imitation draws random numbers from torch's global generator, so"),
+        (lambda keys: torch.rand(keys.shape), "draw_imitation draws random numbers from a generator of torch, so"),
         (lambda: None, "draw_imitation takes (), expected (keys); take these arguments by position"),
     ],
 )

@@ -16,6 +16,7 @@ from ecrl.envs.mujoco.robots.components import (
     GRIPPER,
     GRIPPER_GRIP,
     HAND,
+    KEY,
     Part,
     attach_hand,
     component,
@@ -181,10 +182,11 @@ def _add_drives(spec: Any, cfg: DriveConfig, built: Builtin, drives: Mapping[str
                 actuator.set_to_motor()
 
 
-def _arm_is_component(cfg: RobotConfig) -> bool:
-    """Return True if the arm is from a file that `robot.urdf_cfg` names, in place of the arm of `robot_type`."""
-    arm = component(cfg, "arm")
-    return arm is not None and arm.source is not None
+def _arm_key(cfg: RobotConfig) -> str | None:
+    """Return the config key of an arm in `robot.urdf_cfg`, which replaces the arm of `robot_type`, or None."""
+    listed = () if cfg.urdf_cfg is None else cfg.urdf_cfg.components
+    arms = (i for i, part in enumerate(listed) if part.component_type == "arm")
+    return next((f"{KEY}[{i}].urdf_path" for i in arms), None)
 
 
 def described(cfg: RobotConfig) -> RobotModel | None:
@@ -204,14 +206,14 @@ def described(cfg: RobotConfig) -> RobotModel | None:
     known = (*ROBOTS, *own)
     if cfg.robot_type not in known:
         raise ConfigError(f"robot.robot_type: unknown {cfg.robot_type!r}; {did_you_mean(cfg.robot_type, known)}")
-    return None if _arm_is_component(cfg) else _checked(lookup("robot", cfg.robot_type).make(cfg), cfg.robot_type)
+    return None if _arm_key(cfg) is not None else _checked(lookup("robot", cfg.robot_type).make(cfg), cfg.robot_type)
 
 
 def robot_function(cfg: RobotConfig) -> Callable | None:
     """Return the registered function that describes the robot, or None if the robot is not registered."""
     if cfg.model is not None or cfg.robot_type in ROBOTS or cfg.robot_type not in registered("robot"):
         return None
-    if _arm_is_component(cfg):
+    if _arm_key(cfg) is not None:
         return None
     return lookup("robot", cfg.robot_type).make
 
@@ -250,10 +252,8 @@ def _end_link(cfg: RobotConfig, part: str) -> tuple[str | None, str]:
 
 def _file_key(cfg: RobotConfig) -> str:
     """Return the config key that names the robot, for error messages about its file."""
-    arm = component(cfg, "arm")
-    if arm is not None and arm.source is not None:
-        return f"{arm.key}.urdf_path"
-    return "robot.model" if cfg.model is not None else f"robot.robot_type {cfg.robot_type!r}"
+    own = "robot.model" if cfg.model is not None else f"robot.robot_type {cfg.robot_type!r}"
+    return _arm_key(cfg) or own
 
 
 def _is_fixed_to(link: Any, body: Any) -> bool:
