@@ -18,7 +18,7 @@ from ecrl.registry import register_env
 from ecrl.spaces import box
 
 _GOAL, _START, _OBSTACLE = 0.7, 0.6, 0.8  # largest random coordinates in units of workspace_half
-_TRIES = 8  # candidate positions per obstacle; by default, 92 % of the candidates are far enough from the goal
+_TRIES = 8  # candidate positions per obstacle; by default, 93 % of the candidates are far enough from the goal
 _WEIGHTS = {"distance": 1.0, "near": 0.5, "penetration": -2.0, "speed": -0.01, "change": -0.001}
 _NEAR = 0.05  # standard deviation of the Gaussian bonus around the goal, in m
 

@@ -275,7 +275,10 @@ def named_leaves(tree: Any) -> dict[str, Any]:
 
 
 def _check_rows(label: str, what: str, leaves: dict[str, Any], batch: Sequence[int]) -> None:
-    """Raise ConfigError for a leaf whose leading axes differ from `batch`. `what` names a leaf without a path."""
+    """Raise ConfigError for a leaf whose leading axes differ from `batch`.
+
+    If the tree is a single tensor, the name of its leaf is empty, and the error calls it `what`.
+    """
     for name, leaf in leaves.items():
         if list(leaf.shape[: len(batch)]) != [*batch]:
             expected = f"[{', '.join(map(str, batch))}, ...]"

@@ -30,7 +30,8 @@ class ViTSizes(NamedTuple):
         width: size of a token.
         hidden: number of hidden units of each MLP.
         heads: number of attention heads.
-        blocks: number of blocks that the output depends on, all except the last.
+        blocks: number of blocks that are computed: one fewer than in the checkpoint, because the output is taken before
+            the last block.
         patch: height and width of a patch, pixels.
         image: height and width of an image, pixels.
         tokens: names (`cls_token` or `reg_token`) and numbers of the tokens before the patches.
