@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.graphs import needs_cpu_compiler
 
 from ecrl.compile import cpu
 from ecrl.compile.scan import graph_scan
@@ -37,6 +38,7 @@ def test_the_tensors_of_a_loop_count(two_threads):
 
 
 @pytest.mark.slow
+@needs_cpu_compiler
 def test_the_generated_code_has_the_threads_of_its_graph(two_threads, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     for size, has_threads in ((2**12, False), (2**17, True)):
