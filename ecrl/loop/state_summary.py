@@ -11,8 +11,6 @@ from ecrl.errors import UserError
 from ecrl.loop.state_argument import check_state_argument
 from ecrl.pytree import flatten
 
-_SUMMARIZED = ("sample_step", "update_step", "iterations", "key")
-
 
 def summary(state: TensorDict) -> str:
     """Describe a state in a few lines: its progress, its size, and the sizes of its TensorDicts, largest first.
@@ -32,7 +30,7 @@ def summary(state: TensorDict) -> str:
     69 leaves, 112 kB
     opt 73.2 kB, params 36.6 kB, env 1.06 kB, episode 1.03 kB, hyper 56 B
     """
-    check_state_argument(state, *_SUMMARIZED)
+    check_state_argument(state, "sample_step", "update_step", "iterations", "key")
     seeds, done, end = state["sample_step"].shape, _range(state["update_step"]), _range(state["iterations"])
     of_seeds = f"{prod(seeds)} seeds, " if seeds else ""
     progress = (

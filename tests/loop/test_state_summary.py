@@ -44,12 +44,10 @@ def test_a_state_prints_as_its_summary(tmp_path):
 
 def test_a_state_without_a_summary_prints_its_tensors():
     state = ecrl.init_state(small())
-    assert "learning_rate: Tensor(shape=" in str(state["hyper"])
-    assert "learning_rate: Tensor(shape=" in str(state.select("hyper"))
-    assert "learning_rate: Tensor(shape=" in str(state.to_tensordict())
-    texts = []
+    texts = [str(state["hyper"]), str(state.select("hyper")), str(state.to_tensordict())]
     torch.func.vmap(lambda inside: texts.append(str(inside)) or inside["key"])(torch.stack([state, state]))
-    assert "learning_rate: Tensor(shape=" in texts[0]
+    # the rest of the text depends on the version of tensordict
+    assert len(texts) == 4 and all("learning_rate: " in text and "State: " not in text for text in texts)
 
 
 def test_a_state_is_a_pytree():

@@ -331,7 +331,7 @@ def test_a_policy_that_cannot_be_traced_is_refused_in_one_line(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", ["inner_deep", "carry_shared_h"])
+@pytest.mark.parametrize("name", ["inner_deep", "carry_shared_h", "is_first"])
 def test_leaves_with_the_same_input_name_are_refused(tmp_path, name):
     space = dict_space({"inner": dict_space({"deep": box(-1.0, 1.0, 2)}), name: box(-1.0, 1.0, 2)})
 
@@ -345,10 +345,12 @@ def test_leaves_with_the_same_input_name_are_refused(tmp_path, name):
         return Env(reset, lambda s, a, noise: s, space, box(-1.0, 1.0, 1))
 
     cfg = small(**{"env.name": "same_names", "policy": {"name": "recurrent", "actor": NET, "critic": NET}})
-    both = {"inner_deep": "inner_deep and inner.deep", "carry_shared_h": "carry_shared_h and the memory of the policy"}[
-        name
-    ]
-    message = rf"^{both} would both be the input '{name}'; rename one of them$"
+    other = {
+        "inner_deep": "inner.deep",
+        "carry_shared_h": "the memory of the policy",
+        "is_first": 'the flag "is_first" of the policy',
+    }[name]
+    message = rf"^{name} and {other} would both be the input '{name}'; rename one of them$"
     with pytest.raises(UserError, match=message):
         export(init_state(cfg), cfg, tmp_path / "out")
     assert not (tmp_path / "out").exists()

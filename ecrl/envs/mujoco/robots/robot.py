@@ -241,13 +241,10 @@ def _end_link(cfg: RobotConfig, part: str) -> tuple[str | None, str]:
 
     The link is `end_link_name`, or the link in the `RobotModel`, or None.
     """
-    link, key = None, f"robot.solver_cfg.{format_key(part)}.end_link_name"
-    if part in cfg.solver_cfg:
-        link = cfg.solver_cfg[part].end_link_name
-    model = described(cfg)
+    link, model = cfg.solver_cfg[part].end_link_name if part in cfg.solver_cfg else None, described(cfg)
     if link is None and model is not None and part in model.end_links:
         return model.end_links[part], f"{_file_key(cfg)}, end_links"
-    return link, key
+    return link, f"robot.solver_cfg.{format_key(part)}.end_link_name"
 
 
 def _file_key(cfg: RobotConfig) -> str:
