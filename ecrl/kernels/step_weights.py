@@ -3,7 +3,7 @@
 A sequence, such as an episode, has T steps, and a step has K tokens. A minibatch holds steps of many sequences, but
 not all steps of each sequence. `sequence_mean` cannot be computed from such a minibatch, so use this mean instead:
 
-    weighted_step_mean = sum(weight[b] * x[b, k] where token_mask[b, k] and mask[b]) / max(1, count(mask))
+    weighted_step_mean = sum(weight[b] * x[b, k] where token_mask[b, k] and mask[b]) / max(1, sum(mask))
 
 Compute the weights once per batch, for example with `token_mean_weights`. Over all steps of the batch,
 `weighted_step_mean` then equals `token_mean` of `ecrl.kernels.sequences`. With `sequence_mean_weights` it equals
@@ -13,9 +13,8 @@ is processed in parts, weight the gradient of each part with the part's share of
 of the weighted gradients is the gradient of the minibatch.
 
 The weight functions take `count`, float `[N, T]`, the number of unmasked tokens of each step. `mask`, bool `[N, T]`, is
-True for the steps that count. In the equations, `count(mask)` is the number of steps whose `mask` is True. The function
-`total` sums a tensor over all processes, if each process holds a share of the batch. No gradient flows through the
-weights.
+True for the steps that count. The function `total` sums a tensor over all processes, if each process holds a share of
+the batch. No gradient flows through the weights.
 """
 
 from collections.abc import Callable
@@ -31,7 +30,7 @@ Total = Callable[[Tensor], Tensor]
 def weighted_step_mean(x: Tensor, token_mask: Tensor, mask: Tensor, weight: Tensor) -> Tensor:
     """Return the mean over the unmasked steps of the weighted sum over each step's tokens.
 
-        sum(weight[b] * x[b, k] where token_mask[b, k] and mask[b]) / max(1, count(mask))
+        sum(weight[b] * x[b, k] where token_mask[b, k] and mask[b]) / max(1, sum(mask))
 
     Args:
         x: `[*B, K]` float. Masked entries may hold any value.
@@ -59,7 +58,7 @@ def weighted_step_mean(x: Tensor, token_mask: Tensor, mask: Tensor, weight: Tens
 def token_mean_weights(count: Tensor, mask: Tensor, *, total: Total = identity) -> Tensor:
     """Return weights `[N, T]` that make `weighted_step_mean` over all steps equal to `token_mean`.
 
-        weight = count(mask) / sum(count where mask)
+        weight = sum(mask) / sum(count where mask)
 
     Source: Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 8.
 
@@ -74,7 +73,7 @@ def token_mean_weights(count: Tensor, mask: Tensor, *, total: Total = identity) 
 def sequence_mean_weights(count: Tensor, mask: Tensor, *, total: Total = identity) -> Tensor:
     """Return weights `[N, T]` that make `weighted_step_mean` over all steps equal to `sequence_mean`.
 
-        weight[n] = count(mask) / (sequences * sum(count[n] where mask[n]))
+        weight[n] = sum(mask) / (sequences * sum(count[n] where mask[n]))
 
     Here and in `fixed_length_mean_weights`, `sequences` is the number of sequences with an unmasked token.
 
@@ -92,7 +91,7 @@ def sequence_mean_weights(count: Tensor, mask: Tensor, *, total: Total = identit
 def fixed_length_mean_weights(count: Tensor, mask: Tensor, *, length: Scalar, total: Total = identity) -> Tensor:
     """Return weights `[N, T]` that make `weighted_step_mean` over all steps equal to `fixed_length_mean`.
 
-        weight = count(mask) / (sequences * length)
+        weight = sum(mask) / (sequences * length)
 
     `length` is the constant by which `fixed_length_mean` divides the sum of each sequence.
 

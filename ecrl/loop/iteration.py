@@ -752,7 +752,7 @@ def iterations_of_members(
     records, and the other members continue.
 
     Args:
-        run: run of every member (see `can_vmap`).
+        run: the `Run` that all members share. With several members in one call, `can_vmap` must be True for it.
         states: states with equal numbers of environment steps, but any random keys and hyperparameters.
         cfg: config of one of the members.
         members: names of the members, for warnings.
