@@ -32,7 +32,7 @@ def total_memory(device: "torch.device") -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def check_room(need: int, device: "torch.device", label: str) -> None:
+def check_room(need: int, device: "torch.device", label: str, advice: str = "make it smaller") -> None:
     """Raise ConfigError if an allocation needs more memory than the device has in total.
 
     Args:
@@ -41,6 +41,7 @@ def check_room(need: int, device: "torch.device", label: str) -> None:
         label: the start of the error message, such as `trainer.num_envs: 8 environments`. The label first names
             the setting or the buffer that the user can make smaller, and then the objects that need the memory. This
             second name must be in the plural.
+        advice: the end of the error message.
 
     >>> import torch
     >>> check_room(10**18, torch.device("cpu"), "trainer.num_envs: 10**15 environments")  # doctest: +ELLIPSIS
@@ -49,7 +50,7 @@ def check_room(need: int, device: "torch.device", label: str) -> None:
     """
     if need > (available := total_memory(device)):
         raise ConfigError(
-            f"{label} take at least {need / 1e9:,.0f} GB, {device} has {available / 1e9:,.0f} GB; make it smaller"
+            f"{label} take at least {need / 1e9:,.0f} GB, {device} has {available / 1e9:,.0f} GB; {advice}"
         )
 
 

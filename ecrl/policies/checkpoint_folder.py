@@ -6,16 +6,18 @@ ecrl runs no code from a folder, loads no pickle and downloads nothing. Tokenize
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from math import isfinite
+from contextlib import contextmanager, suppress
+from math import isfinite, prod
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ecrl.config.input_files import check_inputs_in
 from ecrl.errors import ConfigError, extra
+from ecrl.memory import check_room
 from ecrl.spaces import MultiDiscrete
 
 KEY = "policy.vla.model_path"
@@ -102,6 +104,20 @@ def model_type(model_path: str, advice: str) -> Any:
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{KEY}: {model_path!r} has no config.json; {advice}")
     return read_json(folder / "config.json").get("model_type")
+
+
+def check_weights_fit(folder: Path) -> None:
+    """Raise ConfigError if the weights of a checkpoint, converted to float32, need more memory than the machine has.
+
+    The function reads only the shapes in the safetensors files. It skips files that cannot be read, because the
+    functions that load the weights report them.
+    """
+    weights = 0
+    for path in folder.glob("*.safetensors"):
+        with suppress(SafetensorError, OSError), safe_open(path, "pt") as file:
+            weights += sum(prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    label = f"{KEY}: the {weights:,} weights of {str(folder)!r}"
+    check_room(4 * weights, torch.device("cpu"), label, "give a smaller checkpoint")
 
 
 def _pi0_row(tokenizer: Any, text: str) -> list[int]:

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ecrl.errors import ConfigError, extra
-from ecrl.policies.checkpoint_folder import KEY, is_finite, one_line, quiet, read_json
+from ecrl.policies.checkpoint_folder import KEY, check_weights_fit, is_finite, one_line, quiet, read_json
 from ecrl.policies.vision_transformer import VisionTransformer, ViTSizes
 from ecrl.storage.atomic_files import write_folder
 
@@ -242,11 +242,12 @@ class OpenVLAModel(nn.Module):
 def read_model(folder: Path, shape: Shape) -> OpenVLAModel:
     """Return the model of a checkpoint in float32 and in evaluation mode.
 
-    Raises: ConfigError if a weight is missing, unknown or of another shape, or if a file is damaged. MissingExtraError
-        if transformers is not installed.
+    Raises: ConfigError if the weights need more memory than the machine has, if a weight is missing, unknown or of
+        another shape, or if a file is damaged. MissingExtraError if transformers is not installed.
     """
     with extra("vla"):
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+    check_weights_fit(folder)
     weights = {
         name: file.get_tensor(name).float()
         for file in _opened(folder)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ecrl.errors import ConfigError, extra
-from ecrl.policies.checkpoint_folder import KEY, is_finite, one_line, quiet, read_json
+from ecrl.policies.checkpoint_folder import KEY, check_weights_fit, is_finite, one_line, quiet, read_json
 from ecrl.storage.atomic_files import write_folder
 
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".safetensors", ".index.json", ".msgpack", ".h5", ".py")
@@ -23,11 +23,12 @@ _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".safetensors", ".index.json",
 def read_model(folder: Path) -> Any:
     """Return the model of a checkpoint, a `PI0ForConditionalGeneration` in float32 and in evaluation mode.
 
-    Raises: ConfigError if a weight is missing, unknown or of another shape, or if a file is damaged. MissingExtraError
-        if transformers is not installed.
+    Raises: ConfigError if the weights need more memory than the machine has, if a weight is missing, unknown or of
+        another shape, or if a file is damaged. MissingExtraError if transformers is not installed.
     """
     with extra("vla"):
         from transformers import PI0ForConditionalGeneration
+    check_weights_fit(folder)
     read: Any = PI0ForConditionalGeneration.from_pretrained
     try:
         with quiet():

@@ -31,6 +31,7 @@ from support.tiny_openvla import (
     write_checkpoint,
 )
 
+import ecrl.memory
 from ecrl import rng
 from ecrl.errors import ConfigError
 from ecrl.loop.policy_check import check_policy
@@ -466,6 +467,16 @@ def test_damaged_checkpoints_are_refused_in_one_line(case, tmp_path):
     with pytest.raises(ConfigError, match=r"^policy.vla.model_path: .*" + message) as caught:
         params_of(tiny(path=str(path)))
     assert "\n" not in str(caught.value)
+
+
+def test_weights_that_exceed_the_memory_are_refused_before_they_are_read(tmp_path, monkeypatch):
+    weights = sum(x.numel() for x in raw().values())
+    monkeypatch.setattr(ecrl.memory, "total_memory", lambda device: 4 * weights)
+    params_of(tiny())
+    monkeypatch.setattr(ecrl.memory, "total_memory", lambda device: 4 * weights - 1)
+    message = rf"^policy.vla.model_path: the {weights:,} weights of '.*' take at least .* give a smaller checkpoint$"
+    with pytest.raises(ConfigError, match=message):
+        params_of(tiny(path=str(_copy(tmp_path))))
 
 
 FITTING = {

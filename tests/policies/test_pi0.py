@@ -16,6 +16,7 @@ from support.pretrained import ACTIONS, EMPTY, params_of, policy_of
 from support.pretrained import acted as acted_on
 from support.tiny_pi0 import CHUNK, NUMBERS, SIZE, STATE, checkpoint, write_checkpoint, write_statistics
 
+import ecrl.memory
 from ecrl import rng
 from ecrl.errors import ConfigError, MissingExtraError
 from ecrl.loop.policy_check import check_policy
@@ -543,6 +544,16 @@ def test_a_wrong_checkpoint_is_refused_in_one_line(fault, tmp_path, capfd):
     assert "\n" not in str(caught.value)
     assert capfd.readouterr() == ("", "")
     assert settings == (logging.get_verbosity(), logging.is_progress_bar_enabled())
+
+
+def test_weights_that_exceed_the_memory_are_refused_before_they_are_read(tmp_path, monkeypatch):
+    weights = sum(x.numel() for x in load_file(Path(checkpoint()) / "model.safetensors").values())
+    monkeypatch.setattr(ecrl.memory, "total_memory", lambda device: 4 * weights)
+    params_of(tiny())
+    monkeypatch.setattr(ecrl.memory, "total_memory", lambda device: 4 * weights - 1)
+    message = rf"^policy.vla.model_path: the {weights:,} weights of '.*' take at least .* give a smaller checkpoint$"
+    with pytest.raises(ConfigError, match=message):
+        params_of(tiny(path=str(_copy(tmp_path))))
 
 
 def test_a_path_is_needed():

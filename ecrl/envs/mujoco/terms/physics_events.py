@@ -31,8 +31,8 @@ _MASS_FIELDS = ("body_mass", "body_inertia", "dof_damping")
 def scene_values(sim: Simulation, field: str, uid: str) -> list[float]:
     """Return the values of a model field for one object, as in the scene config.
 
-    Raises: ConfigError if the field or the object does not exist, or if the simulation has one copy of the field for all
-        environments, so that no event can vary it.
+    Raises: ConfigError if the field or the object does not exist, or if the simulation has one copy of the field for
+        all environments, so that no event can vary it.
     """
     rows = look_up("entity_cfg.uid", lambda: rows_of(sim.model, field, uid))
     if (field, uid) not in sim.varied:
