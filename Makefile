@@ -13,10 +13,10 @@ train: $(VENV)/installed
 	$(BIN)/ecrl eval outputs/make_train --env gymnasium:CartPole-v1 --num-episodes 100
 
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -n 2 -m "not long" --durations=60
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not long" --durations=60
 
 test-default: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -n 2 -m "not slow and not long"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not long"
 
 test-long: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m long
@@ -32,7 +32,7 @@ test-torch-oldest test-torch-newest: test-torch-%:
 	$(PYTHON) -m venv --clear build/torch-$*
 	build/torch-$*/bin/python -m pip install --quiet --editable . hypothesis pytest pytest-xdist "$(TORCH)"
 	build/torch-$*/bin/python -m pip install --quiet --upgrade "$(TORCH)"
-	build/torch-$*/bin/python -m pytest -n 2 $(COMPILE_TESTS) -m "not long"
+	build/torch-$*/bin/python -m pytest -n 2 --dist loadfile $(COMPILE_TESTS) -m "not long"
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

@@ -8,6 +8,7 @@ import torch
 from support.paths import ROOT
 from tensordict import TensorDict
 
+from ecrl import registry
 from ecrl.config import presets
 from ecrl.kernels import compute_gae
 from ecrl.registry import registered
@@ -34,27 +35,27 @@ ENV_AS_PRINTED_UPSTREAM = """
 """
 
 
-@pytest.fixture
-def page(restored_registry, tmp_path, monkeypatch):
-    """Runs blocks of the page, one after another in one namespace, where the files it names are; all of it eager."""
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """Run the page once, eager and on small configs. Return a function that returns the names after `count` blocks."""
     data = json.loads((ROOT / "configs" / "cartpole_ppo.json").read_text())
     task = json.loads(TASK)
     for section in (data, task):
         section["trainer"] |= {"compile": "off", "num_envs": 8, "buffer_size": 32}
         section["algorithm"] |= {"cfg": section["algorithm"].get("cfg", {}) | {"batch_size": 64}}
-    (tmp_path / "configs").mkdir()
-    (tmp_path / "configs" / "cartpole_ppo.json").write_text(json.dumps(data))
-    (tmp_path / "my_task.json").write_text(json.dumps(task))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(presets, "preset_folder", lambda: tmp_path / "configs")
-    names: dict = {}
-
-    def run(count):
-        for block in BLOCKS[:count]:
+    folder = tmp_path_factory.mktemp("custom_parts")
+    (folder / "configs").mkdir()
+    (folder / "configs" / "cartpole_ppo.json").write_text(json.dumps(data))
+    (folder / "my_task.json").write_text(json.dumps(task))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "_ENTRIES", {kind: dict(parts) for kind, parts in registry._ENTRIES.items()})
+        patch.setattr(presets, "preset_folder", lambda: folder / "configs")
+        patch.chdir(folder)
+        names, after = {}, [{}]
+        for block in BLOCKS:
             exec(block, names)  # text of this repository's own page
-        return names
-
-    return run
+            after.append(dict(names))
+        yield lambda count: dict(after[count])
 
 
 def _moved(names):
@@ -118,7 +119,7 @@ def test_policies(page):
     assert names["cfg"].policy.name == "my_policy" and _moved(names)
     module = names["MyPolicy"](4, 2, names["cfg"].policy)
     module.load_state_dict(dict(names["state"]["params", "module"].items()))
-    exec(BLOCKS[7], names)
+    names = page(8)
     assert names["cfg"].policy.name == "my_network" and names["cfg"].env.name == "MyTaskRL" and _moved(names)
 
 
@@ -126,24 +127,26 @@ def test_algorithms(page):
     names = page(11)
     assert names["cfg"].algorithm.name == "my_algo" and _moved(names)
     assert names["history"][-1]["loss"] != 0.0
-    cfg = names["ecrl"].load_config("cartpole_ppo", {"algorithm.name": "my_algo", "trainer.iterations": 320})
+    size = {"trainer.num_envs": 64, "trainer.iterations": 80}
+    cfg = names["ecrl"].load_config("cartpole_ppo", {"algorithm.name": "my_algo", **size})
     state, _ = names["ecrl"].train(names["ecrl"].init_state(cfg), cfg, progress=False)
     assert names["ecrl"].evaluate(state, cfg, num_episodes=10)["eval/avg_reward"] > 60.0, (
         "it learns; chance gives 9 to 25"
     )
-    exec(BLOCKS[11], names)
+    names = page(12)
     batch, policy = names["batch"], names["run"].policy
     params = names["ecrl"].init_state(names["cfg"])["params"]
     own, others = (names["advantages_of"](policy, p, batch, 0.99, 0.95) for p in (params, names["other_params"]))
     torch.testing.assert_close(own, compute_gae(batch["steps"], 0.99, 0.95).advantage)
     assert own.shape == others.shape and not torch.allclose(own, others)
-    exec(BLOCKS[12], names)
+    names = page(13)
     assert len(BLOCKS) == 13 and names["cfg"].policy.name == "my_q" and _moved(names)
 
 
 def test_running_the_page_again_is_fine_and_its_parts_are_those_it_names(page):
-    page(len(BLOCKS))
-    page(len(BLOCKS))
+    names = page(len(BLOCKS))
+    for block in BLOCKS:
+        exec(block, names)
     assert {"my_algo", "my_q_learning"} <= {*registered("algorithm")} and "bump" in registered("event")
     assert {"my_policy", "my_network", "my_cell"} <= {*registered("policy")}
     assert {"centered_cartpole", "MyTaskRL"} <= {*registered("env")}

@@ -48,8 +48,6 @@ def test_a_run_compiles_nothing_that_was_compiled_ahead(tmp_path):
     assert files
     run("train", cfg.replace(**{"trainer.seed": 7, "algorithm.cfg.learning_rate": 0.01, "trainer.iterations": 5}))
     assert stored(tmp_path) == files
-    run("train", small(**{"trainer.compile": "on"}))
-    assert stored(tmp_path) > files, "another algorithm is compiled by the run itself"
 
 
 def test_a_run_that_cannot_be_compiled_ahead_is_one_line(monkeypatch, capsys):

@@ -92,8 +92,9 @@ def write(block: Block) -> None:
 
 
 def ecrl(line: str) -> None:
-    """Run `ecrl ...` in this process with few episodes, and check that it succeeds."""
+    """Run `ecrl ...` in this process with few episodes and iterations, and check that it succeeds."""
     words, _, target = line.partition(" > ")
+    words = re.sub(r"--trainer.iterations \d+", "--trainer.iterations 4", words)
     words = re.sub(r"--num-episodes \d+", "--num-episodes 8" if " demo " in words else "--num-episodes 4", words)
     if words.startswith("ecrl eval ") and "--num-episodes" not in words:
         words += " --num-episodes 4"
