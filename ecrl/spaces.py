@@ -73,11 +73,13 @@ class Box:
         -1.0. The same holds for the upper bounds.
 
         >>> str(box(-1.0, 1.0, 53)), str(Box((-2.0, -1.0), (1.0, 1.0), (2,)))
-        ('Box(-1.0, 1.0, (53,), float32)', 'Box(-2.0 to -1.0, 1.0, (2,), float32)')
+        ('Box(-1.0, 1.0, (53,), float32)', 'Box(low -2.0 to -1.0, high 1.0, (2,), float32)')
         """
         frames = f", {self.frames} frames" if self.frames > 1 else ""
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"Box({_range(self.low)}, {_range(self.high)}, {self.shape}, {dtype}{frames})"
+        low, high = _range(self.low), _range(self.high)
+        bounds = f"low {low}, high {high}" if " to " in low + high else f"{low}, {high}"
+        return f"Box({bounds}, {self.shape}, {dtype}{frames})"
 
     @property
     def frame_shape(self) -> tuple[int, ...]:

@@ -165,7 +165,7 @@ def test_records_are_frozen():
 def test_a_space_in_one_short_line():
     """Messages and the summary of a run show spaces by `str`, and `repr` is the expression that makes the space."""
     many = Box((-1.0,) * 100, tuple(map(float, range(100))), (100,))
-    assert str(many) == "Box(-1.0, 0.0 to 99.0, (100,), float32)"
+    assert str(many) == "Box(low -1.0, high 0.0 to 99.0, (100,), float32)"
     assert str(Box((), (), (0,))) == "Box(none, none, (0,), float32)"
     stack = box(0, 255, 4, 84, 84, 1, dtype=torch.uint8)
     assert str(replace(stack, frames=4)) == "Box(0, 255, (4, 84, 84, 1), uint8, 4 frames)"

@@ -342,7 +342,8 @@ def ppo_loss(
 ) -> tuple[Tensor, Logs]:
     """Return the PPO loss: the clipped surrogate, plus the value loss, minus the entropy bonus.
 
-        loss = clipped_surrogate + vf_coef * value_loss - ent_coef * mean(entropy)
+        loss       = clipped_surrogate + vf_coef * value_loss - ent_coef * mean(entropy)
+        value_loss = mean((value - value_target)^2)
 
     Args:
         log_prob: `[*B]` float, log-probability in nats under the policy being trained.
@@ -353,7 +354,8 @@ def ppo_loss(
         value_target: `[*B]` float.
         mask: `[*B]` bool, or None if every entry counts.
         clip_coef: largest distance of the clipped ratio from 1.
-        vf_coef: weight of the value loss.
+        vf_coef: weight of the value loss. The value loss of CleanRL has a factor of one half, so pass half of CleanRL's
+            `vf_coef`.
         ent_coef: weight of the entropy bonus.
 
     Returns: the 0-d loss, and the logs policy_loss, value_loss, entropy, approx_kl (the estimate `kl_k3` of

@@ -202,7 +202,8 @@ def gae(
         advantage[t] = delta[t] + gamma[t] * gae_lambda * advantage[t + 1] * not done[t]
 
     For tensors with time first, `[T, *B]`, as in CleanRL and Stable-Baselines3, pass `x.movedim(0, -1)`, and apply
-    `movedim(-1, 0)` to each result.
+    `movedim(-1, 0)` to each result. The flag `dones[t]` of CleanRL, and `episode_starts[t]` of Stable-Baselines3, marks
+    an end before step t, so shift the flags by one step: `done[t] = dones[t + 1]`.
 
     Args:
         reward: `[*B, T]` float, in reward units.

@@ -156,7 +156,8 @@ def train_many(
         runs_per_call: largest number of runs in a call of `torch.func.vmap`. If None, all runs of a group share a call,
             except compiled runs on a CPU. Up to 16 compiled runs on a CPU share a call if each has at most 4
             environments. Compiled runs on a CPU with more environments share no call.
-        progress: if True, show a live progress line.
+        progress: if True, show a live progress line for each group. For runs that train one by one, print the name of
+            the run, and show a progress line for each run.
 
     Returns: the states and histories of all runs. `print` shows a table with one row per run.
     Raises: ConfigError if the config, the seeds or the sweep are not valid, or if a run folder holds another run.
@@ -349,6 +350,8 @@ def _train_alone(member: _Unfinished, progress: bool) -> bool:
     If the run stops at NaN or infinity, or if its last state cannot be saved, warn.
     """
     state = with_own_buffers(member.state, kinds_of(member.run))
+    if progress:
+        print(member.name)
     new = member.folder is not None and not (member.folder / "config.json").exists()
     try:
         member.state = train_run(member.run, state, member.cfg, member.folder, new, progress, False, member.add)

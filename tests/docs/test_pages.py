@@ -48,9 +48,22 @@ def _after_python(names: dict[str, Any]) -> None:
     assert names["states"].batch_size == (8,) == names["logs"]["train"]["policy_loss"].shape
 
 
+def _after_readme(names: dict[str, Any]) -> None:
+    assert len(names["history"]) == 2 and names["cfg"].trainer.seed == 3
+    assert int(names["after"]["update_step"]) == 3 and set(names["logs"]) == {"collect", "train"}
+    assert [run.cfg.trainer.seed for run in names["runs"]] == [*range(8)]
+
+
 def _after_kernels(names: dict[str, Any]) -> None:
     torch.testing.assert_close(names["out"].advantage, names["advantages"])
     torch.testing.assert_close(names["out"].value_target, names["returns"])
+    following, advantage = torch.cat([names["values"][1:], names["next_value"][None]]), torch.zeros(4)
+    dones = torch.cat([names["dones"], names["next_done"][None]])
+    for t in reversed(range(128)):  # as in CleanRL's ppo.py
+        delta = names["rewards"][t] + 0.99 * following[t] * (1 - dones[t + 1]) - names["values"][t]
+        advantage = delta + 0.99 * 0.95 * (1 - dones[t + 1]) * advantage
+        torch.testing.assert_close(names["advantage"][t], advantage)
+    assert 0 < dones.sum() < dones.numel()
 
 
 def _after_migration(names: dict[str, Any]) -> None:
@@ -100,7 +113,7 @@ def _after_gymnasium(names: dict[str, Any]) -> None:
 AFTER = {
     "docs/callbacks.md": _after_callbacks,
     "docs/gymnasium.md": _after_gymnasium,
-    "README.md": _after_python,
+    "README.md": _after_readme,
     "docs/python.md": _after_python,
     "docs/kernels.md": _after_kernels,
     "docs/migration.md": _after_migration,

@@ -471,6 +471,12 @@ def test_a_failed_save_warns_and_loses_nothing(tmp_path, monkeypatch):
     assert [int(run.state["sample_step"]) for run in runs] == [128, 128]
 
 
+def test_progress_of_runs_that_train_one_by_one_names_them(capsys):
+    train_many(small(**{"env": "gymnasium:CartPole-v1", "trainer.iterations": 1}), seeds=[3, 5])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("seed_")] == ["seed_3", "seed_5"] and len(lines) == 4
+
+
 def test_progress_shows_means(capsys):
     train_many(small(), seeds=[0, 1])
     out = capsys.readouterr().out
