@@ -198,7 +198,10 @@ def loss(
         error = categorical_kl(target.log(), q[0].detach())
     else:
         taus = quantile_midpoints(q.shape[-1], dtype=q.dtype, device=q.device)
-        value = masked_mean(weight * quantile_huber_loss(q[0], taus, target, delta=hyper["huber_delta"]), mask)
+        # A row that stores no transition may have a NaN as its weight or target, and `0 * nan` is NaN in the gradient.
+        wanted = target.masked_fill(~mask.unsqueeze(-1), 0.0)
+        of_rows = quantile_huber_loss(q[0], taus, wanted, delta=hyper["huber_delta"])
+        value = masked_mean(weight.masked_fill(~mask, 0.0) * of_rows, mask)
         logs = {"q_loss": value.detach(), "count": mask.sum().to(q.dtype)}
         error = target.mean(-1) - mean
     logs |= {"q_value": masked_mean(mean, mask)}

@@ -399,7 +399,8 @@ def quantile_huber_loss(quantiles: Tensor, taus: Tensor, target: Tensor, *, delt
         sum_i(mean_j(|taus[i] - (u[i, j] < 0)| * huber(u[i, j], delta)))
 
     The loss of a batch is `masked_mean(weight * quantile_huber_loss(...), mask)`, with `weight` in the dtype of the
-    result. The result of `quantile_huber_loss` also serves as the priority of each transition.
+    result. If masked entries of `weight` or `target` may hold NaN, fill these entries first, because the gradient would
+    be NaN. The result of `quantile_huber_loss` also serves as the priority of each transition.
 
     Args:
         quantiles: `[*B, K]` float, predicted quantiles.

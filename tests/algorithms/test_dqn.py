@@ -203,6 +203,21 @@ def test_weights_scale_the_loss_and_errors_are_reported(kind):
     close(logs["row_error"].double(), torch.tensor(errors_of(kind, online, slow, batch)).double(), tol=1e-5)
 
 
+@pytest.mark.parametrize("kind", DISTRIBUTIONS)
+def test_nan_in_a_row_without_a_transition_has_no_effect(kind):
+    """If no row can be drawn yet, the weights are NaN. An overwritten final observation makes a discount NaN."""
+    cfg = small_dqn(DISTRIBUTIONS[kind], **PRIORITIZED)
+    run, state, batch = build(cfg), init_state(cfg), transitions(9)
+    batch["weight"] = torch.ones(9, dtype=torch.float64)
+    expected, _ = learn(update, run, state, batch)
+    broken = batch.clone()
+    for name in ("weight", "reward", "discount"):
+        broken[name][-1] = torch.nan
+    after, logs = learn(update, run, state, broken)
+    assert logs["q_loss"].isfinite() and logs["grad_norm"].isfinite()
+    assert same(after["params"], expected["params"])
+
+
 def test_a_turn_sets_the_priorities_of_the_transitions_that_it_drew():
     changes = {"trainer.buffer_size": 1, "trainer.iterations": 40, "trainer.num_envs": 1, "algorithm.cfg.capacity": 30}
     cfg = small_dqn(**PRIORITIZED, **changes)
