@@ -218,8 +218,9 @@ def squashed_actor_critic(cfg: TwinCriticConfig, observation_space: Space, actio
 
     `log_std` is clamped to [-5, 2]. The gradient of `act` flows through the action and `sample_log_prob`.
     `sample_log_prob` is the log-density of `unit_action`, in nats. `act` and `evaluate` compute this log-density from
-    the latent, which is a field of the steps. Near the bounds, the latent cannot be recovered from a float32 action.
-    The entropy is the entropy of `unit_action`.
+    the latent, which is a field of the steps. Demonstrations have no latent, so `evaluate` then recovers the latent
+    from the action. Near the bounds, a latent recovered from a float32 action is not exact. The entropy is the entropy
+    of `unit_action`.
 
     If `exploration["random"]`, bool `[N]`, is True for an environment, `explore` takes a uniformly random action.
 
@@ -244,7 +245,8 @@ def squashed_actor_critic(cfg: TwinCriticConfig, observation_space: Space, actio
 
     def evaluate(params: TensorDict, carry: TensorDict, steps: TensorDict) -> tuple[Tensor, Tensor]:
         mean, log_std = latents(params, steps["obs"])
-        return k.tanh_normal_log_prob(mean, log_std, steps["latent"]), k.tanh_normal_entropy(mean, log_std)
+        latent = steps["latent"] if "latent" in steps else k.tanh_normal_latent(to_unit(steps["action"], net.space))
+        return k.tanh_normal_log_prob(mean, log_std, latent), k.tanh_normal_entropy(mean, log_std)
 
     def explore(
         params: TensorDict, exploration: TensorDict, out: TensorDict, noise: Tensor

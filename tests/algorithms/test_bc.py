@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from support import catch, chunks  # noqa: F401  they register environments
 from support.checks import assert_pure, close
-from support.demos import balancing, cloning, of_policy, recording, remembering_clone
+from support.demos import NET, balancing, cloning, of_policy, recording, remembering_clone
 from support.dots import reaching
 from support.small_runs import last_state, same
 from tensordict import TensorDict
@@ -100,6 +100,22 @@ def test_the_loss_is_the_mean_negative_log_probability():
     log_prob = run.policy.evaluate_rows(policy_params(state), rows)[0]
     logs = make_iteration(cfg)(state)[1]["train"]
     close(logs["loss"], -log_prob.mean())
+
+
+def test_a_policy_of_soft_actor_critic_learns_demonstrations_which_have_no_latent():
+    policy = {"name": "squashed_actor_critic", "actor": NET, "critic": NET}
+    demos = of_policy("pendulum", **{"env.cfg.max_episode_steps": 10, "policy.squash": True})
+    cfg = cloning(demos, env={"name": "pendulum"}, policy=policy, **{"algorithm.cfg.batch_size": 128})
+    run, state, batch = drawn(cfg)
+    rows = rows_to_learn(run, policy_params(state), batch)
+    assert "latent" not in rows and (rows["action"].abs() < 2.0).all()
+    weights = state["params", "actor"].double()
+    hidden = torch.tanh(rows["obs"].double() @ weights["0.weight"].T + weights["0.bias"])
+    mean, log_std = (hidden @ weights["2.weight"].T + weights["2.bias"]).chunk(2, -1)
+    normal = torch.distributions.Normal(mean, log_std.clamp(-5.0, 2.0).exp())
+    squashed = torch.distributions.TransformedDistribution(normal, torch.distributions.TanhTransform())
+    logs = make_iteration(cfg)(state)[1]["train"]
+    close(logs["loss"].double(), -squashed.log_prob(rows["action"].double() / 2.0).sum(-1).mean(), tol=1e-5)
 
 
 @pytest.mark.parametrize("env", ["pendulum", "cartpole"])
