@@ -21,7 +21,8 @@ def logprob_gap(run: Run, state: TensorDict, batch: TensorDict) -> Logs:
 
     `sample_log_prob` is from `act`, and `log_prob` is from `evaluate` with the same parameters. Except for rounding,
     the two must be equal. The maximum is over at most 128 steps or, if a row has more steps, over one row. The rows are
-    spread evenly over the batch. The maximum is also over all ranks.
+    spread evenly over the batch. Steps whose `mask` is False are left out, because the memory of a policy restarts
+    after them. The maximum is also over all ranks.
 
     Args:
         run: the run.
@@ -38,5 +39,9 @@ def logprob_gap(run: Run, state: TensorDict, batch: TensorDict) -> Logs:
     chosen: Any = rows[torch.arange(count, device=stored.device) * len(rows) // count]
     with torch.no_grad():
         log_prob, _ = run.policy.evaluate_tokens(policy_params(state), chosen)
-    gap, mask = (log_prob - chosen["token_log_prob"]).abs(), counted_tokens(log_prob, chosen)
-    return {"logprob_gap": all_max((gap if mask is None else gap.masked_fill(~mask, 0.0)).amax())}
+    gap, counts = (log_prob - chosen["token_log_prob"]).abs(), counted_tokens(log_prob, chosen)
+    gap = gap if counts is None else gap.masked_fill(~counts, 0.0)
+    if "mask" in chosen:
+        mask = chosen["mask"]
+        gap = gap.masked_fill(~mask.reshape(*mask.shape, *[1] * (gap.ndim - mask.ndim)), 0.0)
+    return {"logprob_gap": all_max(gap.amax())}

@@ -111,6 +111,17 @@ def test_the_gap_is_the_largest_difference_of_a_token_that_counts():
         close(logprob_gap(run, state, other)["logprob_gap"], expected, tol=1e-6)
 
 
+def test_the_gap_leaves_out_the_steps_after_the_first_episode():
+    vla = {"layers": 1, "width": 8, "heads": 2}
+    data = {
+        "trainer": {"num_envs": 4, "buffer_size": 8, "iterations": 1, "compile": "off"},
+        "env": {"name": "pendulum", "action_chunk": 2, "frame_stack": 3, "cfg": {"max_episode_steps": 8}},
+        "policy": {"name": "vla", "vla": vla},
+        "algorithm": {"name": "grpo", "cfg": {"group_size": 4, "n_epochs": 1, "batch_size": 32}},
+    }
+    assert float(logs_of(load_config(data))[0]["logprob_gap"]) < 1e-5
+
+
 def test_policies_without_token_axes_log_no_gap():
     cfg = load_config("cartpole_ppo", {"trainer.num_envs": 32, "trainer.buffer_size": 8, "trainer.iterations": 1})
     assert "logprob_gap" not in logs_of(cfg.replace(**{"trainer.compile": "off"}))[0]
