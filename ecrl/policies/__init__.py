@@ -4,8 +4,6 @@ Each built-in policy and network is defined in a module such as `ecrl.policies.a
 registry imports the module when the policy or the network is first looked up.
 """
 
-from dataclasses import replace
-
 from ecrl.config import PolicyConfig
 from ecrl.config.model import validate_section
 from ecrl.policies.checkpoint_folder import encode_instructions
@@ -68,9 +66,4 @@ def make_policy(
     policy = lookup("policy", cfg.name).make(cfg, seen, action_space)
     check_functions(policy)
     policy = normalized(policy, observation_space) if cfg.normalize_obs else policy
-    if frame_stack == 1:
-        return policy
-    stacked = with_frame_stack(policy, observation_space, frame_stack)
-    # `with_frame_stack` is memoised, and the equality of policies ignores `init` and `init_frozen`. Thus these two
-    # functions of `stacked` may come from another policy.
-    return replace(stacked, init=policy.init, init_frozen=policy.init_frozen)
+    return policy if frame_stack == 1 else with_frame_stack(policy, observation_space, frame_stack)

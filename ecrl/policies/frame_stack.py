@@ -88,7 +88,6 @@ def _older(space: Space, num_envs: int, stack: int, device: torch.device) -> Any
     return torch.zeros(num_envs, stack, *box.shape, dtype=dtype, device=device)
 
 
-@cache
 def with_frame_stack(policy: Policy, observation_space: Space, frames: int) -> Policy:
     """Return a policy whose networks see the latest `frames` observations of the episode, oldest first.
 
@@ -99,6 +98,14 @@ def with_frame_stack(policy: Policy, observation_space: Space, frames: int) -> P
     If the memory is empty, `act` expects stacks instead of single observations. The losses and targets of algorithms
     that learn from replay call `act` with an empty memory.
     """
+    stacked = _with_frame_stack(policy, observation_space, frames)
+    # `_with_frame_stack` is memoised, and the equality of policies ignores `init` and `init_frozen`. Thus these two
+    # functions of `stacked` may come from another policy.
+    return replace(stacked, init=policy.init, init_frozen=policy.init_frozen)
+
+
+@cache
+def _with_frame_stack(policy: Policy, observation_space: Space, frames: int) -> Policy:
     seen = without_mask(observation_space)
 
     def init_carry(params: TensorDict, num_envs: int) -> TensorDict:

@@ -11,7 +11,7 @@ from tensordict import TensorDict
 
 from ecrl import rng
 from ecrl.errors import ConfigError
-from ecrl.policies import flatten, make_policy
+from ecrl.policies import flatten, make_policy, stacked_space, with_frame_stack
 from ecrl.policies.core import example, one_batch
 from ecrl.policies.heads import LOG_STD_MAX, LOG_STD_MIN
 from ecrl.spaces import Discrete, MultiDiscrete, box, dict_space, flat_dim
@@ -371,3 +371,12 @@ def test_a_mask_of_the_wrong_width_is_named():
     policy = _policy(Discrete(4), MASKED)
     with pytest.raises(ValueError, match="action_mask has shape"):
         policy.act(policy.init(rng.key(0)), EMPTY, _masked_obs(torch.ones(6, 5).bool()), None)
+
+
+def test_equal_policies_keep_their_own_initial_weights_with_a_frame_stack():
+    space = box(-1.0, 1.0, 2)
+    for std in (0.0, -2.0):
+        cfg = {"name": "actor_only", "initial_log_std": std}
+        policy = with_frame_stack(make_policy(cfg, stacked_space(space, 2), box(-1.0, 1.0, 1)), space, 2)
+        assert policy == make_policy(cfg, space, box(-1.0, 1.0, 1), 2)
+        close(policy.init(rng.key(0))["log_std"], [std])
