@@ -50,7 +50,7 @@ from ecrl.policies.openvla_checkpoint import (
     write_model,
 )
 from ecrl.policies.pretrained import PretrainedConfig, pretrained_model, weights_of
-from ecrl.policies.vla_inputs import VLAInputs, vla_inputs
+from ecrl.policies.vla_inputs import VLAInputs, check_unscaled_images, vla_inputs
 from ecrl.registry import register_vla_backend
 from ecrl.spaces import Box, Space, box, flat_dim
 
@@ -321,6 +321,7 @@ def openvla(cfg: OpenVLAConfig, observation_space: Space, action_space: Box, pol
     reader = _reader(folder, shape, cfg, observation_space)
     if policy_cfg.normalize_obs and reader.has_state:
         raise ConfigError("policy.normalize_obs: true, but the checkpoint has bounds of the state; set it to false")
+    check_unscaled_images(reader.inputs, policy_cfg.normalize_obs)
     chunk = action_space.shape[0] if len(action_space.shape) == 2 else 1, action_space.shape[-1]
     count, tokens = chunk[0] * chunk[1], ActionTokens(shape.bins)
     statistics = {"action": read_statistics(folder, cfg.dataset, "action", chunk[1])}

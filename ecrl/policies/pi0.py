@@ -58,7 +58,7 @@ from ecrl.policies.low_rank import add_adapters, is_in, merged
 from ecrl.policies.networks import NetworkConfig, Pure, make_network, pure
 from ecrl.policies.pi0_checkpoint import Statistics, read_model, read_statistics, write_model
 from ecrl.policies.pretrained import PretrainedConfig, pretrained_model, weights_of
-from ecrl.policies.vla_inputs import VLAInputs, vla_inputs
+from ecrl.policies.vla_inputs import VLAInputs, check_unscaled_images, vla_inputs
 from ecrl.registry import register_vla_backend
 from ecrl.spaces import Box, Space, box, flat_dim
 
@@ -516,6 +516,7 @@ def pi0(cfg: Pi0Config, observation_space: Space, action_space: Box, policy_cfg:
     if policy_cfg.normalize_obs and statistics.state is not None:
         problem = "true, but processor_config.json of the checkpoint already standardises the state"
         raise ConfigError(f"policy.normalize_obs: {problem}; set it to false")
+    check_unscaled_images(reader.inputs, policy_cfg.normalize_obs)
     numbers = action_space.shape[-1]
     taken = action_space.shape[0] if len(action_space.shape) == 2 else 1, numbers
     tokens = taken[0] * numbers

@@ -65,3 +65,14 @@ def vla_inputs(observation_space: Space, instruction: str | None) -> VLAInputs:
     if not images and flat_dim(others) == 0:
         raise ConfigError("policy vla: the observations have neither an image nor a vector; add one of them")
     return VLAInputs(space, images, words, others)
+
+
+def check_unscaled_images(inputs: VLAInputs, normalize_obs: bool) -> None:
+    """Raise ConfigError if `normalize_obs` would standardise an image that a pretrained model reads.
+
+    A pretrained model expects images with values from 0 to 1, which standardised images do not have.
+    """
+    for name, space in inputs.images.items():
+        if normalize_obs and space.dtype.is_floating_point:
+            problem = f"true, which would standardise the float image {name!r}, but the checkpoint reads numbers"
+            raise ConfigError(f"policy.normalize_obs: {problem} from 0 to 1; set it to false, or use uint8")

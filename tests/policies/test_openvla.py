@@ -274,6 +274,15 @@ def test_images_with_the_channels_first(tmp_path):
     assert torch.equal(*actions)
 
 
+def test_float_images_are_not_standardised(tmp_path):
+    path = str(write_checkpoint(tmp_path / "model", state=0))
+    space = dict_space({"camera": box(0.0, 1.0, SIZE, SIZE, 3), "instruction": MultiDiscrete((6,) * 3)})
+    tiny(space, path=path)
+    message = r"^policy.normalize_obs: true, which would standardise the float image 'camera', but the checkpoint "
+    with pytest.raises(ConfigError, match=message):
+        tiny(space, path=path, section={"normalize_obs": True})
+
+
 def test_bounds_of_fine_tuning_replace_those_of_the_pretrained_model(tmp_path):
     path = write_checkpoint(tmp_path / "model")
     tuned = {"mine": STATISTICS | {"action": {"q01": [0.0, 0.0], "q99": [3.0, 3.0]}}}

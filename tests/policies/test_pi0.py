@@ -448,6 +448,10 @@ FITTING = {
         {"adapters": {"layers": ["language_model.layers.1.mlp"]}},
         r"^policy.vla.adapters.layers: 'language_model.layers.1.mlp' has no weights that change the actions; name",
     ),
+    "a standardised image": (
+        {"observations": dict_space({"camera": box(0.0, 1.0, SIZE, SIZE, 3)}), "section": {"normalize_obs": True}},
+        r"^policy.normalize_obs: true, which would standardise the float image 'camera', but the checkpoint ",
+    ),
     "no such instruction": (
         {"instruction": "text"},
         r"^policy.vla.instruction: the observations have no 'text'",
