@@ -174,7 +174,8 @@ def train(
     try:
         run = build(cfg)
         state = with_own_buffers(state, kinds_of(run))
-        return train_run(run, state, cfg, folder, new, progress, profile, on_record, consumers), history
+        state, _ = train_run(run, state, cfg, folder, new, progress, profile, on_record, consumers)
+        return state, history
     except CheckpointError as error:
         raise NotSavedError(str(error), last[0], history) from None
 
@@ -189,8 +190,8 @@ def train_run(
     profile: bool,
     on_record: Callable[[LogData], Any],
     own: Sequence[Consumer] = (),
-) -> TensorDict:
-    """Check the config, claim the folder, run the loop with its consumers, and return the last state.
+) -> tuple[TensorDict, bool]:
+    """Check the config, claim the folder, and run the loop with its consumers.
 
     If a signal ends a run of one process early, print the number of env steps.
 
@@ -204,7 +205,11 @@ def train_run(
         profile: if True, time the phases of the run, and trace the iterations of two records.
         on_record: function that is called with each record.
         own: consumers of the caller.
+
+    Returns: the last state, and True if a signal ended the run early. The signal may have interrupted an evaluation of
+        the last state.
     """
+    interrupted = False
     if profile and folder is None:
         raise ConfigError("profile: times and traces are written to the run folder; also pass run_dir")
     check_run(run, cfg, folder)
@@ -227,10 +232,11 @@ def train_run(
                     if record["log_type"] != "collect" and asked() and world_size() == 1:
                         raise KeyboardInterrupt
         except KeyboardInterrupt:
+            interrupted = True
             advice = "the run's checkpoint is in" if int(state["sample_step"]) else "start it again with --resume"
             advice = "returning the last state" if folder is None else f"{advice} {folder}"
             print(f"interrupted at {int(state['sample_step']):,} env steps; {advice}")
-    return state
+    return state, interrupted
 
 
 def check_run(run: Run, cfg: Config, folder: Path | None) -> None:
@@ -361,7 +367,7 @@ def run_config(
             _announce(run, cfg, folder)
             if int(decisions(state)) >= total_steps(cfg, world_size()):
                 print("the run has finished; to train for longer, add --trainer.iterations N --force")
-        state = train_run(run, state, cfg, folder, False, True, profile, on_record)
+        state, _ = train_run(run, state, cfg, folder, False, True, profile, on_record)
         run.env.close(cast(TensorDict, state["env"]))
         stop()
         return state

@@ -33,7 +33,7 @@ from ecrl.registry import did_you_mean
 from ecrl.run.folder import claim, lock_run_folder
 from ecrl.run.history import History
 from ecrl.run.loggers import with_progress
-from ecrl.run.resume import resume_run
+from ecrl.run.resume import pending_evaluation, resume_run
 from ecrl.run.train import check_run, consumers, train_run
 from ecrl.storage.atomic_files import replace_file
 from ecrl.types import LogData
@@ -190,11 +190,15 @@ def train_many(
 
 
 class _Unfinished:
-    """Mutable data of a run of `train_many`. `add` updates the run's history and state with each record."""
+    """Mutable data of a run of `train_many`. `add` updates the run's history and state with each record.
+
+    `has_pending_evaluation` is True if an earlier call stopped before the evaluation of `state`.
+    """
 
     def __init__(self, name: str, values: dict[str, Any], cfg: Config, folder: Path | None) -> None:
         self.name, self.values, self.cfg, self.folder = name, values, cfg, folder
         self.history = History()
+        self.has_pending_evaluation = False
         self.run: Run
         self.state: TensorDict
 
@@ -268,7 +272,9 @@ def _start(name: str, values: dict[str, Any], cfg: Config, parent: Path | None, 
     if changes := diff(saved, cfg):
         lines = "\n".join(f"  {line}" for line in changes)
         raise ConfigError(f"{folder}: holds a run with another config; choose another run_dir:\n{lines}")
-    if not member.has_finished:
+    if cfg.trainer.enable_eval:
+        member.has_pending_evaluation = pending_evaluation(member.state, cfg, folder) is not None
+    if not member.has_finished or member.has_pending_evaluation:
         check_run(member.run, cfg, folder)
     member.history.add_file(folder / "metrics.jsonl")
     return member
@@ -289,10 +295,13 @@ class _Group(NamedTuple):
 
 
 def _groups(members: Sequence[_Unfinished], runs_per_call: int | None) -> Iterator[_Group]:
-    """Yield groups of unfinished runs that can train together. A large group is split into about equal parts."""
+    """Yield groups of runs that can train together and have iterations or an evaluation left.
+
+    A large group is split into about equal parts.
+    """
     groups: list[list[_Unfinished]] = []
     for member in members:
-        if member.has_finished:
+        if member.has_finished and not member.has_pending_evaluation:
             continue
         group = next((group for group in groups if _are_compatible(group[0], member)), None)
         if group is None:
@@ -352,9 +361,11 @@ def _train_alone(member: _Unfinished, progress: bool) -> bool:
     state = with_own_buffers(member.state, kinds_of(member.run))
     if progress:
         print(member.name)
-    new = member.folder is not None and not (member.folder / "config.json").exists()
+    new, interrupted = member.folder is not None and not (member.folder / "config.json").exists(), False
     try:
-        member.state = train_run(member.run, state, member.cfg, member.folder, new, progress, False, member.add)
+        member.state, interrupted = train_run(
+            member.run, state, member.cfg, member.folder, new, progress, False, member.add
+        )
     except NotFiniteError as error:
         warnings.warn(f"{member.name}: {error}; this run stops, and the others continue", stacklevel=3)
         return True
@@ -362,7 +373,7 @@ def _train_alone(member: _Unfinished, progress: bool) -> bool:
         warnings.warn(f"{member.name}: {error}", stacklevel=3)
     finally:
         member.run.env.close(cast(TensorDict, member.state["env"]))
-    return member.has_finished
+    return member.has_finished and not interrupted
 
 
 def _train_together(together: _Group, progress: bool) -> bool:

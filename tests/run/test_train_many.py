@@ -368,6 +368,27 @@ def test_an_interrupted_call_resumes_with_equal_bits(tmp_path, monkeypatch, caps
     assert repr(finished) == repr(whole)
 
 
+@pytest.mark.parametrize("runs_per_call", [1, None], ids=["alone", "together"])
+def test_an_interrupted_last_evaluation_ends_the_call_and_runs_in_the_next_call(tmp_path, monkeypatch, runs_per_call):
+    cfg = small(**{"trainer.eval_freq": 128, "trainer.enable_eval": True, "trainer.num_eval_episodes": 2})
+    options = {"seeds": [0] if runs_per_call else [0, 1], "sweep": {"algorithm.cfg.n_epochs": [1, 2]}}
+    whole = many(cfg, **options)
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ecrl.run.evaluation._evaluate_run", interrupted)
+        part = many(cfg, **options, run_dir=tmp_path)
+    assert [int(run.state["sample_step"]) for run in part][:: len(options["seeds"])] == [128, 0]
+    for _ in range(2):
+        again = many(cfg, **options, run_dir=tmp_path)
+        assert repr(again) == repr(whole)
+        rows = (tmp_path / again[0].name / "metrics.jsonl").read_text()
+        assert rows.count('"evaluate"') == 1, "once, although each call looks for it"
+        assert (tmp_path / again[0].name / "checkpoints" / "best").exists()
+
+
 def test_more_seeds_join_runs_that_have_finished(tmp_path, calls):
     many(small(), seeds=[0], run_dir=tmp_path)
     runs = many(small(), seeds=[0, 1], run_dir=tmp_path)
