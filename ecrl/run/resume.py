@@ -36,6 +36,7 @@ from ecrl.run.checkpoint import (
     read_manifest,
     same_weights,
     step_checkpoints,
+    verify,
 )
 from ecrl.run.compiled_from import restore_switch
 from ecrl.run.folder import replace_rows
@@ -159,10 +160,13 @@ def continues_run(run_dir: str | Path, state: TensorDict, cfg: Config) -> bool:
 
     If the folder has a checkpoint with the same number of env steps as `state`, the checkpoint and `state` must have
     equal weights. Otherwise, `cfg` must equal the config in the folder. An initial state belongs only to a run that has
-    not logged or saved anything.
+    not logged or saved anything. If the folder has a newer undamaged checkpoint than `state`, return False, because a
+    later `resume` would continue from this checkpoint instead.
     """
     folder, step, metrics = Path(run_dir), int(state["sample_step"]), Path(run_dir) / "metrics.jsonl"
     if step == 0 and (step_checkpoints(folder) or (metrics.is_file() and metrics.stat().st_size)):
+        return False
+    if any(_is_newer(path, step) for path in step_checkpoints(folder)):
         return False
     for path in (folder / "checkpoints" / f"step_{step}", folder / "checkpoints" / "best"):
         with suppress(CheckpointError):
@@ -170,6 +174,15 @@ def continues_run(run_dir: str | Path, state: TensorDict, cfg: Config) -> bool:
                 return same_weights(path, state)
     with suppress(ConfigError):
         return not diff(load_config(folder / "config.json"), cfg)
+    return False
+
+
+def _is_newer(path: Path, step: int) -> bool:
+    """Return True if an undamaged checkpoint has more than `step` env steps."""
+    with suppress(CheckpointError):
+        if read_manifest(path)["sample_step"] > step:
+            verify(path)
+            return True
     return False
 
 

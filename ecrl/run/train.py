@@ -140,7 +140,8 @@ def train(
         state: state from `init_state`, `load` or `resume`, or from a record that `train_iter` yielded.
         cfg: config of the run.
         run_dir: folder for the config, logs, metrics and checkpoints. The folder must not hold a run yet, or must hold
-            the run that `state` belongs to. If None, nothing is written.
+            the run that `state` belongs to, without a newer checkpoint. In the second case, rows of `metrics.jsonl`
+            after the env steps of `state` are removed. If None, nothing is written.
         progress: if True, show a live progress line.
         profile: if True, time the phases of the run (see `ecrl.run.profiler`) and trace the iterations of two records.
             The results are written to `profile/` in `run_dir`.
@@ -193,7 +194,8 @@ def train_run(
 ) -> tuple[TensorDict, bool]:
     """Check the config, claim the folder, and run the loop with its consumers.
 
-    If a signal ends a run of one process early, print the number of env steps.
+    If a signal ends a run of one process early, print the number of env steps. Rows of `metrics.jsonl` after the env
+    steps of `state` are removed, because the run logs these steps again.
 
     Args:
         run: run built from `cfg`.
@@ -218,6 +220,8 @@ def train_run(
     with lock_run_folder(folder):
         check_state(run, state, cfg)
         times, first = Times(), int(state["sample_step"])
+        if folder is not None and rank() == 0:
+            drop_rows_after(folder, first)
         if folder is not None:
             restore_switch(run, folder, int(decisions(state)) // steps_per_iteration(cfg))
         records = iterations(with_timers(times, run) if profile else run, state, cfg)

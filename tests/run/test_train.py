@@ -129,13 +129,16 @@ def test_a_folder_that_holds_a_run_is_refused(config_file, tmp_path, existing):
 def test_a_run_goes_on_in_its_own_folder(tmp_path):
     cfg = small()
     half = [r["state"] for r in ecrl.train_iter(ecrl.init_state(cfg), cfg)][3]
-    for _ in range(2):  # from a state that was not saved there
+    train(half, cfg, tmp_path / "run", progress=False)  # from a state that was not saved there
+    with pytest.raises(ConfigError, match="already holds a run"):  # `resume` would continue from the newer checkpoint
         train(half, cfg, tmp_path / "run", progress=False)
-    assert _steps_logged(tmp_path / "run") == 2 * [96, 96, 128, 128]
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    train(half, cfg, tmp_path / "run", progress=False)
+    assert _steps_logged(tmp_path / "run") == [96, 96, 128, 128], "each step is logged once"
     state, _ = load(latest(tmp_path / "run"))
     more = cfg.replace(**{"trainer.iterations": 6})  # another config, with the weights of the checkpoint
     train(state, more, tmp_path / "run", progress=False)
-    assert _steps_logged(tmp_path / "run") == 2 * [96, 96, 128, 128] + [160, 160, 192, 192]
+    assert _steps_logged(tmp_path / "run") == [96, 96, 128, 128, 160, 160, 192, 192]
 
 
 def test_a_run_goes_on_from_its_best_in_its_own_folder(tmp_path):
@@ -147,6 +150,18 @@ def test_a_run_goes_on_from_its_best_in_its_own_folder(tmp_path):
     more = cfg.replace(**{"trainer.iterations": step // 32 + 1})
     _, history = train(state, more, tmp_path, progress=False)
     assert [row["sample_step"] for row in history] == [step + 32]
+
+
+def test_a_run_does_not_go_on_from_before_its_newest_checkpoint_unless_that_is_damaged(tmp_path):
+    cfg = small(**{"trainer.save_freq": 64})
+    train(ecrl.init_state(cfg), cfg, tmp_path, progress=False)
+    state, _ = load(tmp_path / "checkpoints" / "step_64")
+    with pytest.raises(ConfigError, match="already holds a run"):
+        train(state, cfg, tmp_path, progress=False)
+    (tmp_path / "checkpoints" / "step_128" / "state.safetensors").write_bytes(b"")
+    train(state, cfg, tmp_path, progress=False)
+    assert _steps_logged(tmp_path) == [32, 32, 64, 64, 96, 96, 128, 128]
+    assert latest(tmp_path).name == "step_128"
 
 
 def test_a_run_that_was_stopped_before_it_logged_anything_begins_again_in_its_folder(tmp_path):
