@@ -59,7 +59,8 @@ def resume(
     results differ even under the same conditions, and ecrl warns: Gymnasium environments restart their episodes, and
     if `trainer.save_replay` is false, a run with a replay buffer first fills an empty buffer. Rows that were logged
     after the checkpoint are removed from `metrics.jsonl`. If the newest checkpoint is damaged, ecrl warns and uses the
-    previous checkpoint. A run without a checkpoint starts from the beginning.
+    previous checkpoint. If the run was last resumed with a changed config, but stopped before it saved a checkpoint,
+    the run continues without the change, and ecrl warns. A run without a checkpoint starts from the beginning.
 
     Args:
         run_dir: run folder.
@@ -115,6 +116,8 @@ def resume_run(
     restore_switch(run, Path(run_dir), int(decisions(state)) // steps_per_iteration(cfg))
     if rank() == 0:
         _warn_of_other_conditions(path, run, cfg)
+        if not changes:
+            _warn_of_unsaved_config(path, Path(run_dir) / "config.json", cfg)
         if left_out := buffers_left_out(path):
             warnings.warn(
                 f"{path}: has no {', '.join(left_out)}, because trainer.save_replay is false; the run fills an empty "
@@ -213,6 +216,24 @@ def _warn_of_other_conditions(path: Path, run: Run, cfg: Config) -> None:
             f"{path}: the resumed run may differ by rounding from an uninterrupted run: {'; '.join(other)}",
             stacklevel=3,
         )
+
+
+def _warn_of_unsaved_config(path: Path, last: Path, cfg: Config) -> None:
+    """Warn if the run last trained with another config than `cfg`, but saved no checkpoint with that config.
+
+    Args:
+        path: checkpoint from which the run resumes.
+        last: file with the config with which the run last trained.
+        cfg: config of the checkpoint, with which the run continues.
+    """
+    with suppress(ConfigError):
+        if lost := diff(cfg, load_config(last)):
+            problem = f"{path} was saved before the last change of the config, and the run continues without the change"
+            warnings.warn(
+                f"{problem}: {', '.join(lost)}; to train with the change, also pass the keys and --force (in Python, "
+                "overrides and force=True)",
+                stacklevel=3,
+            )
 
 
 def _step_of(row: bytes) -> float:

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -90,6 +91,27 @@ def test_a_config_that_differs_is_shown_and_refused_unless_forced(tmp_path):
     assert float(state["hyper", "clip_coef"]) == pytest.approx(0.3), "the number of the new config, not the state's"
     state, history = train(state, forced, run, progress=False)
     assert int(state["update_step"]) == 4 and [row["sample_step"] for row in history] == [96, 128]
+
+
+def test_a_forced_config_that_was_not_saved_is_warned_of(tmp_path, monkeypatch):
+    run, cfg = finished(tmp_path)
+    changes = {"trainer.iterations": 4, "algorithm.cfg.clip_coef": 0.3}
+    state, forced = resume(run, overrides=changes, force=True)
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ecrl.loop.iteration._iteration", interrupted)  # before the first iteration with the change ends
+        train(state, forced, run, progress=False)
+    with pytest.warns(UserWarning, match=r"without the change: trainer\.iterations: 2 -> 4, .*clip_coef: 0\.2 -> 0\.3"):
+        assert resume(run)[1] == cfg
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state, again = resume(run, overrides=changes, force=True)
+        assert again == forced
+        train(state, again, run, progress=False)
+        assert resume(run)[1] == forced
 
 
 def test_a_config_file_may_be_given_too(tmp_path):
