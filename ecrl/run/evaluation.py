@@ -88,12 +88,15 @@ def _counted(env_state: TensorDict) -> tuple[Tensor, Tensor]:
     """Return the rewards and the done flags that an evaluation counts, each of shape `[N]`.
 
     If the environment reports the score of whole games, a game counts as one episode whose only reward is the score.
+    Otherwise, the reward of a step whose `mask` is False counts as 0, as in training.
     """
     info = env_state.get("info", TensorDict({}, []))
     if "game_score" in info:
         score, over = info["game_score"], ~info["game_score"].isnan()
         return score.where(over, 0.0), over
-    return undiscounted_reward(env_state), env_state["terminated"] | env_state["truncated"]
+    reward = undiscounted_reward(env_state)
+    reward = reward.masked_fill(~env_state["mask"], 0.0) if "mask" in env_state else reward
+    return reward, env_state["terminated"] | env_state["truncated"]
 
 
 def _eval_steps(

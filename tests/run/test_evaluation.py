@@ -35,6 +35,14 @@ def test_every_env_contributes_the_same_number_of_episodes():
     assert evaluate(init_state(cfg), cfg, num_episodes=4)["eval/avg_length"] == 2.5
 
 
+def test_steps_that_do_not_count_add_neither_reward_nor_length():
+    cfg = small(**{"env": {"name": "pausing"}, "trainer.iterations": 1})
+    state, history = train(init_state(cfg), cfg, progress=False)
+    logs = evaluate(state, cfg, num_episodes=4)
+    assert (logs["eval/avg_reward"], logs["eval/avg_length"]) == (3.0, 3.0)
+    assert history[-1]["episode_reward_avg_100"] == history[-1]["episode_length_avg_100"] == 3.0
+
+
 def test_metrics_are_matched_by_name_in_any_order():
     cfg = small(env={"name": "telling"})
     logs = evaluate(init_state(cfg), cfg, num_episodes=4)
