@@ -313,6 +313,26 @@ def test_a_mask_of_several_actions_is_their_concatenation():
         assert row == [True, True, not b, True, b]
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_last_observation_of_a_truncated_episode_has_its_own_mask(asynchronous):
+    env = make_env({"name": "gymnasium:OneAllowed-v0", "cfg": {"asynchronous": asynchronous}})
+    state = env.reset(KEYS)
+    for at in range(3):
+        state = env.step(state, choice(at, at, at, at), None)
+    assert state["truncated"].all()
+    assert state["obs", "action_mask"].int().tolist() == [[1, 0, 0, 0]] * 4
+    assert state["final_obs", "observation"].tolist() == [[3.0]] * 4
+    assert state["final_obs", "action_mask"].int().tolist() == [[0, 0, 0, 1]] * 4
+
+
+def test_a_truncated_episode_without_a_last_mask_is_refused():
+    env = make_env({"name": "gymnasium:OneAllowed-v0", "cfg": {"kwargs": {"has_last_mask": False}}})
+    state = env.reset(KEYS)
+    with pytest.raises(UserError, match="returned no action_mask in its info, expected 4 entries, in step 3"):
+        for at in range(3):
+            state = env.step(state, choice(at, at, at, at), None)
+
+
 def test_only_the_loop_clips_actions():
     env = make_env("gymnasium:Pendulum-v1")
     assert isinstance(env.action_space, Box) and auto_reset(env) is env and not env.is_pure

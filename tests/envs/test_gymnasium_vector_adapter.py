@@ -2,6 +2,7 @@
 
 import os
 import signal
+from functools import partial
 from types import SimpleNamespace
 
 import gymnasium
@@ -101,6 +102,22 @@ def test_all_three_modes_give_one_rollout(kind):
         torch.testing.assert_close(
             counted(apart.flatten_keys("/")[name][:, :-1], mask, 12), leaf, rtol=0, atol=0, equal_nan=True
         )
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", [SyncVectorEnv, AsyncVectorEnv])
+def test_the_last_observation_of_a_truncated_episode_has_its_own_mask(mode, kind):
+    one = partial(fake_gymnasium_envs.OneAllowed, shared=False)
+    env = from_vector(lambda num_envs: kind([one] * num_envs, autoreset_mode=mode), timeout=600.0)
+    state = env.reset(KEYS)
+    for at in range(3):
+        state = env.step(state, torch.full((4,), at), None)
+    assert state["truncated"].all()
+    assert state["final_obs", "observation"].tolist() == [[3.0]] * 4
+    assert state["final_obs", "action_mask"].int().tolist() == [[0, 0, 0, 1]] * 4
+    first = [0, 0, 0, 1] if mode == "NextStep" else [1, 0, 0, 0]
+    assert state["obs", "action_mask"].int().tolist() == [first] * 4
+    env.close(state)
 
 
 def test_masked_rows_do_not_leak_into_advantages():

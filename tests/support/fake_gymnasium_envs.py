@@ -134,6 +134,32 @@ class Count(gymnasium.Env):
         self.closed = True
 
 
+class OneAllowed(gymnasium.Env):
+    """Observes its steps, allows only the action of the same number, and truncates at 3.
+
+    With `shared`, the mask is in the same memory at every step.
+    """
+
+    observation_space, action_space = spaces.Box(0.0, 3.0, (1,)), spaces.Discrete(4)
+
+    def __init__(self, has_last_mask=True, shared=True):
+        self._mask, self._has_last_mask, self._shared = np.zeros(4, np.int8), has_last_mask, shared
+
+    def _result(self, at):
+        self._at, self._mask[:] = at, np.arange(4) == at
+        mask = self._mask if self._shared else self._mask.copy()
+        info = {"action_mask": mask} if self._has_last_mask or at < 3 else {}
+        return np.array([at], np.float32), info
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self._result(0)
+
+    def step(self, action):
+        obs, info = self._result(self._at + 1)
+        return obs, 1.0, False, self._at == 3, info
+
+
 class Drift(gymnasium.Env):
     """Environment that observes its steps and truncates at 4. Larger actions earn less. Odd seeds fail once at step 3.
 
@@ -201,6 +227,7 @@ gymnasium.register("Unseen-v0", Unseen)
 gymnasium.register("Bandit-v0", Bandit)
 gymnasium.register("Count-v0", Count)
 gymnasium.register("Drift-v0", Drift)
+gymnasium.register("OneAllowed-v0", OneAllowed)
 
 
 class Text(Count):

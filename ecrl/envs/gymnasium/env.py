@@ -274,8 +274,10 @@ def _state(outcome: Outcome, spaces: tuple[Space, Space], like: Tensor) -> Tenso
     n, obs, final, nvec = len(like), outcome.obs, outcome.final, _nvec(spaces[1])
     if isinstance(spaces[0], Dict) and MASK in dict(spaces[0].items) and nvec:
         if not isinstance(obs, TensorDict) or MASK not in obs:
-            mask = {MASK: allowed(outcome.masks, nvec)}
-            obs, final = (_parts(x, n).update(mask) for x in (obs, final))
+            masks, final_masks = (allowed(x, nvec) for x in (outcome.masks, outcome.final_masks))
+            if outcome.counts is None:
+                check_allowed(final_masks, nvec)
+            obs, final = _parts(obs, n).update({MASK: masks}), _parts(final, n).update({MASK: final_masks})
         # If `counts` is set, the step after the end of an episode ignores the action and the mask.
         done = outcome.terminated | outcome.truncated
         check_allowed(obs[MASK] | done.unsqueeze(-1) if outcome.counts is not None else obs[MASK], nvec)

@@ -20,7 +20,7 @@ import torch
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 from ecrl.envs.gymnasium.spaces import observation
-from ecrl.envs.gymnasium.vector_api import Fault, Outcome, Vector, check_success, replace_rows
+from ecrl.envs.gymnasium.vector_api import Fault, Outcome, Vector, check_success, masks_of_final, replace_rows
 from ecrl.envs.gymnasium.worker import error_text, success_of
 
 
@@ -165,30 +165,37 @@ def as_vector(venv: VectorEnv, timeout: float) -> Vector:
             setattr(base, name, _with_timeout(base, getattr(base, name), timeout))
     resetting = np.zeros(n, bool)  # in mode NEXT_STEP, True for environments that the next step resets
 
-    def outcome(obs: Any, final: Any, reward: Any, flags: tuple, success: torch.Tensor, masks: list[Any]) -> Outcome:
+    def outcome(
+        obs: Any, final: Any, reward: Any, flags: tuple, success: torch.Tensor, masks: list[Any], last_masks: list[Any]
+    ) -> Outcome:
         counts = torch.from_numpy(~resetting) if mode is AutoresetMode.NEXT_STEP else None
         terminated, truncated = (torch.from_numpy(np.array(flag, bool)) for flag in flags)
         resetting[:] = (terminated | truncated).numpy()
         rewards = torch.from_numpy(np.array(reward, np.float32).reshape(n))
-        return Outcome(obs, final, rewards, terminated, truncated, success, masks, counts)
+        final_masks = masks_of_final(masks, last_masks, terminated, truncated)
+        return Outcome(obs, final, rewards, terminated, truncated, success, masks, final_masks, counts)
 
     def reset(seeds: list[int]) -> Outcome:
         raw, info = _call(base, _reset_with_seeds, venv, seeds)
         resetting[:] = False
         first, flags = observation(space, raw), (np.zeros(n, bool), np.zeros(n, bool))
-        success = torch.full((n,), math.nan)
-        return outcome(first, first.clone(), np.zeros(n), flags, success, _entries(info, "action_mask", n))
+        success, masks = torch.full((n,), math.nan), _entries(info, "action_mask", n)
+        return outcome(first, first.clone(), np.zeros(n), flags, success, masks, masks)
 
     def step(actions: np.ndarray) -> Outcome:
         raw, reward, terminated, truncated, info = _call(base, venv.step, actions)
         done = np.asarray(terminated, bool) | np.asarray(truncated, bool)
         ended, obs, masks = done.nonzero()[0].tolist(), observation(space, raw), _entries(info, "action_mask", n)
-        final = _final(obs, ended, space, info) if mode is AutoresetMode.SAME_STEP else obs.clone()
+        last_masks = masks
+        if mode is AutoresetMode.SAME_STEP:
+            final, last_masks = _final(obs, ended, space, info), _entries(info.get("final_info", {}), "action_mask", n)
+        else:
+            final = obs.clone()
         if mode is AutoresetMode.DISABLED and ended:
             raw, reset_info = _call(base, venv.reset, options={"reset_mask": done})
             obs[ended] = observation(space, raw)[ended]
             new = _entries(reset_info, "action_mask", n)
             masks = [new[i] if done[i] else mask for i, mask in enumerate(masks)]
-        return outcome(obs, final, reward, (terminated, truncated), _success(info, n), masks)
+        return outcome(obs, final, reward, (terminated, truncated), _success(info, n), masks, last_masks)
 
     return Vector(space, venv.single_action_space, reset, step, lambda: _close(venv))

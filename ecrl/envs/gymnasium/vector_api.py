@@ -33,8 +33,9 @@ class Outcome(NamedTuple):
 
     `counts` is False for an environment that the step only reset. `counts` is None if a reset never takes a step of its
     own. `success` is NaN for an environment whose `info` has no value for success. `masks` holds the action mask of
-    each environment, or None for an environment without a mask. `scores` holds the score of the Atari game that ended
-    in the step, or NaN if no game ended. `scores` is None for environments without the setting `atari`.
+    each environment, or None for an environment without a mask. `final_masks` holds the action masks that belong to
+    `final`, or the masks of `obs` for environments whose episode terminated. `scores` holds the score of the Atari game
+    that ended in the step, or NaN if no game ended. `scores` is None for environments without the setting `atari`.
     """
 
     obs: Any
@@ -44,6 +45,7 @@ class Outcome(NamedTuple):
     truncated: Tensor
     success: Tensor
     masks: Sequence[Any]
+    final_masks: Sequence[Any]
     counts: Tensor | None = None
     scores: Tensor | None = None
 
@@ -88,15 +90,28 @@ def check_success(values: Sequence[float | str]) -> None:
             raise BadValue(value, i)
 
 
+def masks_of_final(
+    masks: Sequence[Any], last_masks: Sequence[Any], terminated: Tensor, truncated: Tensor
+) -> Sequence[Any]:
+    """Return `masks`, with the entries of `last_masks` for environments whose episode was truncated, not terminated.
+
+    >>> masks_of_final([1, 2, 3], [4, 5, 6], torch.tensor([True, False, False]), torch.tensor([True, True, False]))
+    [1, 5, 3]
+    """
+    cut = (truncated & ~terminated).tolist()
+    return [last if is_cut else mask for mask, last, is_cut in zip(masks, last_masks, cut, strict=True)]
+
+
 def _outcome(space: gymnasium.Space, rows: Sequence[tuple]) -> Outcome:
-    obs, masks, reward, terminated, truncated, success, finals, scores = zip(*rows, strict=True)
+    obs, masks, reward, terminated, truncated, success, finals, scores, last_masks = zip(*rows, strict=True)
     tensor = observation(space, collate(space, obs))
     check_success(success)
     ended = [i for i, final in enumerate(finals) if final is not None]
     final = replace_rows(tensor, ended, space, [finals[i] for i in ended])
     rewards = torch.from_numpy(np.array(reward, np.float32).reshape(len(rows)))
     terminations, truncations = (torch.from_numpy(np.array(flag, bool)) for flag in (terminated, truncated))
-    outcome = Outcome(tensor, final, rewards, terminations, truncations, torch.tensor(success), masks)
+    final_masks = masks_of_final(masks, last_masks, terminations, truncations)
+    outcome = Outcome(tensor, final, rewards, terminations, truncations, torch.tensor(success), masks, final_masks)
     return outcome if scores[0] is None else outcome._replace(scores=torch.tensor(scores))
 
 

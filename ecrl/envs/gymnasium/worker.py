@@ -38,6 +38,8 @@ class Row(NamedTuple):
     `final` is the observation before the reset if the step ended an episode, otherwise None. `success` is NaN if `info`
     has no value for success, and an error message if this value is not a number.
 
+    `final_mask` is the action mask before the reset if the step ended an episode, otherwise None.
+
     `score` is the score of the Atari game that ended in the step, or NaN if no game ended. `score` is None for an
     environment without the setting `atari`.
 
@@ -53,6 +55,7 @@ class Row(NamedTuple):
     success: float | str = math.nan
     final: Any = None
     score: float | None = None
+    final_mask: Any = None
 
 
 def _no_log_file() -> None:
@@ -154,11 +157,13 @@ def reset(env: gymnasium.Env, seed: int) -> Row:
 def step(env: gymnasium.Env, action: Any) -> Row:
     """Take one step. If the step ends the episode, start the next episode."""
     obs, reward, terminated, truncated, info = env.step(action)
-    success, final = success_of(info), None
+    success, final, final_mask = success_of(info), None, None
     if terminated or truncated:
-        final = deepcopy(obs)  # the environment may write the next observation into the same memory
+        # copy, because the environment may write the next observation and mask into the same memory
+        final, final_mask = deepcopy(obs), deepcopy(info.get("action_mask"))
         obs, info = env.reset()
-    return Row(obs, info.get("action_mask"), reward, terminated, truncated, success, final, info.get(_SCORE))
+    mask, score = info.get("action_mask"), info.get(_SCORE)
+    return Row(obs, mask, reward, terminated, truncated, success, final, score, final_mask)
 
 
 def render(env: gymnasium.Env) -> Any:
