@@ -421,10 +421,10 @@ def _gymnasium_checker(cfg: GymnasiumConfig) -> tuple[list[str], list[str]]:
     import gymnasium
     from gymnasium.utils.env_checker import check_env as gymnasium_check
 
-    kwargs, findings = cast(dict[str, Any], cfg.kwargs), []
+    findings: list[str] = []
     with warnings.catch_warnings(record=True) as captured:
         warnings.simplefilter("always")
-        env = gymnasium.make(cfg.id, max_episode_steps=cfg.max_episode_steps, **kwargs)
+        env = gymnasium.make(cfg.id, **cast(dict[str, Any], cfg.kwargs))
         try:
             gymnasium_check(env.unwrapped, skip_render_check=True)
         except Exception as error:  # the checker or the environment may raise any error

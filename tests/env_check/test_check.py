@@ -337,6 +337,7 @@ def test_gymnasium_environments_go_through_its_own_checker_too(recwarn):
         in report.notes
     )
     assert not [w for w in recwarn if "Box observation" in str(w.message)]
+    assert not check_env({"name": "gymnasium:CartPole-v1", "cfg": {"kwargs": {"max_episode_steps": 9}}}).findings
     broken = {"name": "gymnasium", "cfg": {"id": "Count-v0", "kwargs": {"fault": "nan"}}}
     findings = check_env(broken).findings
     assert len(findings) >= 1 and any("obs is nan in env 0 after step" in line for line in findings), findings
