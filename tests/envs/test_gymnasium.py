@@ -333,6 +333,13 @@ def test_a_truncated_episode_without_a_last_mask_is_refused():
             state = env.step(state, choice(at, at, at, at), None)
 
 
+def test_rewards_and_flags_may_be_arrays_with_one_element():
+    arrays, numbers = count(fault="arrays"), count()
+    states = [env.step(env.reset(KEYS), choice(0, 0, 0, 0), None) for env in (arrays, numbers)]
+    for name in ("reward", "terminated", "truncated"):
+        assert torch.equal(*(state[name] for state in states)) and states[0][name].shape == (4,)
+
+
 def test_only_the_loop_clips_actions():
     env = make_env("gymnasium:Pendulum-v1")
     assert isinstance(env.action_space, Box) and auto_reset(env) is env and not env.is_pure
@@ -437,6 +444,8 @@ def test_vmap_is_refused():
     [
         ("raise in step", "raised KeyError: 'step.nfailed', in step 3"),
         ("shape", r"returned an observation of shape \[1\], expected a value of Box.*, in step 3"),
+        ("words", "returned no numbers, expected Box.*, in step 3"),
+        ("two rewards", r"returned the reward array\(\[1., 2.\]\), expected one number, in step 3"),
         ("no mask", "returned no action_mask in its info, .*in step 3"),
         ("dead mask", "returned an action_mask that allows no choice for a discrete action, in step 3"),
     ],

@@ -127,8 +127,13 @@ class Count(gymnasium.Env):
             info["action_mask"] = np.zeros(2, np.int8) if dead else np.ones(2, np.int8)
         obs = self._obs()
         if self._steps == 3 and self._odd:
-            obs = {"nan": obs * np.nan, "shape": obs[:1]}.get(self._fault, obs)
-        return obs, float(self._at), self._at % 5 == 0, self._since == 3, info
+            obs = {"nan": obs * np.nan, "shape": obs[:1], "words": ["a", "b"]}.get(self._fault, obs)
+        reward, terminated = float(self._at), self._at % 5 == 0
+        if self._fault == "arrays":
+            reward, terminated = np.array([reward]), np.array([terminated])
+        if self._fails("two rewards") and self._steps == 3:
+            reward = np.array([1.0, 2.0])
+        return obs, reward, terminated, self._since == 3, info
 
     def close(self):
         self.closed = True

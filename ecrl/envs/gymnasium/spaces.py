@@ -100,11 +100,23 @@ def observation(space: spaces.Space, batch: Any) -> Any:
     return torch.from_numpy(integers if isinstance(space, spaces.Discrete) else integers.reshape(len(integers), -1))
 
 
+def _converts(array: np.ndarray, dtype: str) -> bool:
+    """Return True if the elements of an array can be converted to numbers."""
+    try:
+        array.astype(dtype)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
 def _numbers(space: spaces.Box, batch: np.ndarray) -> Tensor:
     """Copy a batch `[N, *shape]` of Box observations to a tensor."""
     dtype = box_dtype(space.dtype)
+    name = str(dtype).removeprefix("torch.")
+    if batch.dtype.kind not in "biuf":
+        refuse(np.array([not _converts(row, name) for row in batch]), f"returned no numbers, expected {space}")
     with np.errstate(invalid="ignore"):  # `refuse` below raises if NaN is cast to an integer
-        numbers = batch.astype(str(dtype).removeprefix("torch."))
+        numbers = batch.astype(name)
     if not dtype.is_floating_point and batch.dtype != numbers.dtype:
         refuse(numbers != batch, f"returned a {batch.dtype} that the dtype of its Box, {space.dtype}, cannot represent")
     return torch.from_numpy(numbers)
