@@ -193,8 +193,9 @@ def time_limit(env: Env, max_episode_steps: int) -> Env:
 
         elapsed' = elapsed + 1;  truncated' = truncated or elapsed' >= max_episode_steps
 
-    The wrapper adds the field `elapsed` (int64) to the state, the number of steps since the start of the episode. The
-    wrapper also lowers `min_truncation_gap` to `max_episode_steps` if the gap is larger.
+    The wrapper adds the field `elapsed` (int64) to the state, the number of steps since the start of the episode. If
+    the actions of `env` are chunks, the field is named `elapsed_chunks` instead, because `elapsed` may count the steps
+    inside the chunks. The wrapper also lowers `min_truncation_gap` to `max_episode_steps` if the gap is larger.
 
     >>> from ecrl.envs import make_env
     >>> time_limit(make_env("cartpole"), 20).min_truncation_gap  # CartPole's own limit is 500
@@ -203,14 +204,16 @@ def time_limit(env: Env, max_episode_steps: int) -> Env:
     if max_episode_steps < 1:
         raise ValueError(f"time_limit needs max_episode_steps >= 1, got {max_episode_steps}")
 
+    name = "elapsed" if env.steps_per_action == 1 else "elapsed_chunks"
+
     def counted(reset: Callable[[Tensor], TensorDict]) -> Callable[[Tensor], TensorDict]:
-        return lambda keys: checked_state(reset(keys), "reset").set("elapsed", torch.zeros_like(keys))
+        return lambda keys: checked_state(reset(keys), "reset").set(name, torch.zeros_like(keys))
 
     def step(state: TensorDict, action: Tensor, noise: Any) -> TensorDict:
-        elapsed = state["elapsed"] + 1
+        elapsed = state[name] + 1
         after = checked_state(env.step(state, action, noise), "step")
         truncated = after["truncated"] | (elapsed >= max_episode_steps)
-        return after.copy().update({"elapsed": elapsed, "truncated": truncated})
+        return after.copy().update({name: elapsed, "truncated": truncated})
 
     gap = min(env.min_truncation_gap, max_episode_steps)
     return replace(change_reset(env, counted), step=step, min_truncation_gap=gap)

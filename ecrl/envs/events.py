@@ -28,8 +28,9 @@ from ecrl.registry import did_you_mean, lookup, register_event
 
 Apply = Callable[[TensorDict, Tensor], TensorDict]
 
-_HIDDEN = ("reward", "terminated", "truncated", "info", "mask", "executed", "final_obs", "elapsed")
-"""State fields that events cannot read: the outcome of the last step, and the step counter of `time_limit`."""
+_COUNTERS = ("elapsed", "elapsed_chunks")
+_HIDDEN = ("reward", "terminated", "truncated", "info", "mask", "executed", "final_obs", *_COUNTERS)
+"""State fields that events cannot read: the outcome of the last step, and the step counters of `time_limit`."""
 
 
 class _Event(NamedTuple):
@@ -131,13 +132,14 @@ def with_events(env: Env, events: Mapping[str, EventConfig], where: str = "train
 
     The state gains a TensorDict `events` with two int64 fields of shape `[*B]`. `count` is the number of steps since
     `reset`, and `key` is the key of the startup events. Events cannot change the fields reward, terminated, truncated,
-    info, mask, executed, final_obs and elapsed. After an event, `env.observe_where` or `env.observe` recomputes the
-    observation. Events can change the field obs only if `env.observe` is the default, which returns this field.
+    info, mask, executed, final_obs, elapsed and elapsed_chunks. After an event, `env.observe_where` or `env.observe`
+    recomputes the observation. Events can change the field obs only if `env.observe` is the default, which returns this
+    field.
 
     An event may change a field so that the environment truncates episodes earlier. The config class of such an event
     needs a property `min_truncation_gap`, the first environment step that may truncate an episode. The gap of the
     returned environment is the smallest gap among `env` and the events, in actions. Events cannot shorten the limit of
-    `time_limit`, because `elapsed` is hidden from events.
+    `time_limit`, because its counters are hidden from events.
 
     The lengths in the settings of the events are multiplied by `env.scale`.
 

@@ -344,3 +344,17 @@ def test_environments_without_chunks_are_refused():
 def test_check_env_finds_no_faults(name):
     assert check_env({"name": name, "action_chunk": 3}, num_steps=40).findings == []
     assert check_env(chunked(make_env(name), 2, gamma=0.9), num_steps=40).findings == []
+
+
+@pytest.mark.parametrize(("limit", "executed"), [(5, [4, 4, 2, 4, 4, 2]), (2, [4, 4, 4, 4, 4, 4])])
+def test_a_limit_of_chunks_keeps_the_limit_of_steps(limit, executed):
+    one = make_env({"name": "pendulum", "cfg": {"max_episode_steps": 10}})
+    env = auto_reset(time_limit(chunked(one, 4, gamma=1.0), limit))
+    keys = rng.split(rng.key(0), 2)
+    state, found, ends = env.reset(keys), [], []
+    for i in range(6):
+        state = env.step(state, torch.zeros(2, 4, 1), env.draw(rng.fold_in(keys, i)))
+        found.append(int(state["executed"][0]))
+        ends.append(bool(state["truncated"][0]))
+    assert found == executed
+    assert ends == ([F, F, T] * 2 if limit == 5 else [F, T] * 3)
