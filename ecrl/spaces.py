@@ -277,11 +277,13 @@ def from_gymnasium(space: Any) -> Space:
 
     The module `ecrl.envs.gymnasium.spaces` converts the elements of the spaces.
 
-    Raises: TypeError for any other kind of space.
+    Raises: TypeError for any other kind of space, and for a Dict or Tuple without parts.
     """
     from gymnasium import spaces
 
     match space:
+        case spaces.Dict() | spaces.Tuple() if not len(space):
+            raise TypeError(f"space {space} has no parts, expected at least one; add one, or leave the space out")
         case spaces.Box():
             dtype = box_dtype(space.dtype)
             if dtype.is_floating_point:

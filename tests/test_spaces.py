@@ -112,6 +112,12 @@ def test_kinds_that_only_gymnasium_has(gym_space, space):
         assert flat_dim(space) == gym.utils.flatdim(gym_space)
 
 
+@pytest.mark.parametrize("space", [gym.Dict({}), gym.Tuple(()), gym.Dict({"a": gym.Tuple(())})])
+def test_a_space_without_parts_is_refused(space):
+    with pytest.raises(TypeError, match="has no parts, expected at least one"):
+        from_gymnasium(space)
+
+
 @pytest.mark.parametrize("space", [gym.Text(3), gym.Sequence(gym.Discrete(2)), gym.Dict({"a": gym.Text(3)})])
 def test_other_kinds_are_refused_by_name(space):
     kind = type(space["a"] if isinstance(space, gym.Dict) else space).__name__
