@@ -152,13 +152,21 @@ def test_the_page_on_images_has_the_scores_on_minatar():
     page, lines = (ROOT / "docs" / "images.md").read_text(), lines_by_entry()
     for config in MINATAR_PPO:
         found = [lines.get((config, library), {}) for library in ("ecrl", "rejax", "sb3_minatar")]
-        row = f"| `{config}` | {' | '.join(score_with_interval(line) for line in found)} |"
+        row = f"| `{config}` | {' | '.join(score_with_interval_or_seeds(line) for line in found)} |"
         assert f"\n{row}\n" in page, f"docs/images.md has no line {row}"
 
 
 def score_with_interval(line):
     score, interval = line.get("interquartile mean", ""), line.get("95 % interval", "")
     return f"{score} ({interval})" if interval else score
+
+
+def score_with_interval_or_seeds(line):
+    seeds = line.get("seeds", "").split(" ")[0]
+    with_interval = score_with_interval(line)
+    if not with_interval or line["95 % interval"]:
+        return with_interval
+    return f"{with_interval} ({seeds} {'seed' if seeds == '1' else 'seeds'})"
 
 
 def test_the_hash_is_of_what_is_learnt_and_how_it_is_scored(monkeypatch):
