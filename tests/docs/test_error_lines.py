@@ -119,7 +119,7 @@ CASES = {
     "docs/gymnasium.md": [
         lambda: start(env={"name": "gymnasium:Text-v0"}),
         lambda: start(env={"name": "gymnasium:DictAction-v0"}),
-        lambda: start(env={"name": "gymnasium:Nothing-v0"}),
+        lambda: start(env={"name": "gymnasium:Warehouse-v0"}),
         lambda: start(env={"name": "gymnasium:my_halls:Hall-v0"}),
         lambda: start(env=environment("unbounded", actions=UNBOUNDED), algorithm={"name": "sac"}),
         lambda: start(env={"name": "gymnasium:Pendulum-v1"}, algorithm={"name": "apg"}),

@@ -99,7 +99,7 @@ def test_a_run_folder_has_everything(config_file, capsys):
     assert "128 env steps, 4 iterations" in out
     envs, *_ = (line for line in out.splitlines() if line.startswith("known    envs "))
     assert re.fullmatch(r"known    envs \S+, \S+, \S+ and \d+ more; algorithms .* more; policies .* more", envs)
-    assert "spaces   observations Box(-inf, inf, (4,), float32)" in out or "spaces   observations Box(-" in out
+    assert "spaces   observations Box(low -inf to -0.41888, high 0.41888 to inf, (4,), float32)" in out
 
 
 def test_exp_name_names_the_folder(config_file):

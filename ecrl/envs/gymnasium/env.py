@@ -127,8 +127,9 @@ def _unregistered(env_id: str) -> str | None:
         return None
     if versions:
         return f"not registered in Gymnasium, which has {', '.join(versions)}; use one of them"
-    near = nearest(name, registry)
-    hint = "no registered id is similar." if near is None else f"did you mean 'gymnasium:{near}'?"
+    ids = {_without_version(one): one for one in sorted(registry)}  # the newest version of each environment
+    near = nearest(_without_version(name), ids)
+    hint = "no registered id is similar." if near is None else f"did you mean 'gymnasium:{ids[near]}'?"
     return f"not registered in Gymnasium; {hint} If the env is your own, {IMPORT_FIRST}"
 
 
