@@ -4,7 +4,7 @@ gymnax's games never repeat an action at random, so scores on them would not be 
 loop calls ecrl's game on the host in every step. rejax has the budget, the sizes of the networks and the settings of
 the config, whose learning rate was chosen with ecrl. rejax differs in these points:
 
-- Actor and critic share no layers, and each has its own optimiser. Initial weights are not orthogonal.
+- Actor and critic have one optimiser each. Initial weights are not orthogonal.
 - Each element of a gradient is clipped instead of the global norm.
 - The change of the critic's values is clipped, and the critic's loss has a factor of one half.
 - Advantages are standardised over each minibatch, instead of over each rollout.

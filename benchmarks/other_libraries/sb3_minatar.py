@@ -1,7 +1,7 @@
 """Stable-Baselines3's PPO on a game of the package MinAtar, with the settings of a shipped config.
 
-Both libraries have the same layers and initial weights, share the convolution between actor and critic, and compute
-the critic's value at a time limit. Stable-Baselines3 standardises the advantages over each minibatch, and ecrl's config
+Both libraries have the same layers and initial weights, separate networks for actor and critic, and compute the
+critic's value at a time limit. Stable-Baselines3 standardises the advantages over each minibatch, and ecrl's config
 over each rollout.
 """
 
@@ -66,6 +66,7 @@ def make_model(cfg: Config, seed: int) -> PPO:
         **ppo_numbers(cfg),
         policy_kwargs={
             "features_extractor_class": Convolution,
+            "share_features_extractor": False,
             "net_arch": [],
             "activation_fn": nn.ReLU,
             "optimizer_kwargs": {"eps": OptimizerKwargs().eps},

@@ -161,7 +161,7 @@ from benchmarks.other_libraries import sb3_minatar as m
 from ecrl import init_state, load_config
 cfg = load_config({str(path)!r})
 policy = m.make_model(cfg, 0).policy
-assert policy.pi_features_extractor is policy.vf_features_extractor
+assert policy.pi_features_extractor is not policy.vf_features_extractor
 changed = {{"max_episode_steps": 7, "sticky_action_prob": 0.0}}
 other = cfg.replace(**{{"env.name": "minatar_breakout", "env.cfg": changed}})
 games = [m.game(cfg), m.game(other)]
@@ -180,14 +180,11 @@ print(json.dumps([m.learn({str(path)!r}, 3), about, spaces, sizes]))
 
 def test_rejaxs_networks_have_the_sizes_of_the_configs():
     for name in MINATAR_PPO:
-        encoder = json.loads((CONFIGS / f"{name}.json").read_text())["policy"]["encoder"]
-        layers = encoder["network_cfg"]
-        assert (layers["channels"], layers["kernel_sizes"], layers["strides"]) == (
-            [SIZES.channels],
-            [SIZES.kernel],
-            [1],
-        )
-        assert (layers["hidden_sizes"], encoder["features"]) == ([], SIZES.features)
+        policy = json.loads((CONFIGS / f"{name}.json").read_text())["policy"]
+        for part in ("actor", "critic"):
+            layers = policy[part]["network_cfg"]
+            assert (layers["channels"], layers["kernel_sizes"]) == ([SIZES.channels], [SIZES.kernel])
+            assert (layers["strides"], layers["hidden_sizes"]) == ([1], [SIZES.features])
 
 
 def learnt_apart(code):
