@@ -47,6 +47,11 @@ def _own_settings(config: Path) -> Row:
     return _settings(load_config(config))
 
 
+def _settings_without_policy(config: Path) -> Row:
+    """Return the settings for rejax, whose networks are those of `rejax_minatar`."""
+    return {section: value for section, value in _own_settings(config).items() if section != "policy"}
+
+
 def _settings_without_memory(config: Path) -> Row:
     return _settings(without_memory(load_config(config)))
 
@@ -75,7 +80,7 @@ LIBRARIES = {
         for arm in ARMS
     },
     "rejax": Library(
-        "rejax", "benchmarks.other_libraries.rejax_learning:learn", _own_settings, MINATAR_PPO, ("rejax",)
+        "rejax", "benchmarks.other_libraries.rejax_learning:learn", _settings_without_policy, MINATAR_PPO, ("rejax",)
     ),
     "sb3_minatar": Library(
         "Stable-Baselines3, same settings",

@@ -40,6 +40,8 @@ VAGUE = {"utils", "util", "helpers", "base", "common", "misc"}
 RANDOM = {"Generator", "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal"}
 RANDOM |= {"bernoulli", "multinomial", "poisson", "seed", "random", "default_generator"}  # of the module torch
 RANDOM_METHODS = {"manual_seed", "manual_seed_all", "random_", "uniform_", "normal_", "bernoulli_", "exponential_"}
+nodes = cache(lambda source: list(ast.walk(ast.parse(source))))
+"""All nodes of the syntax tree of a source text."""
 FILES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in sorted(ROOT.rglob("*.py"))}
 
 
@@ -57,10 +59,9 @@ def imported_names(file, source, left_out=()):
     `left_out` has tests of nodes, such as of functions, whose imports do not count.
     """
     package = ["ecrl", *file.split("/")[:-1]]
-    tree = ast.parse(source)
-    nodes = [node for node in ast.walk(tree) if any(is_left_out(node) for is_left_out in left_out)]
-    ignored = {id(inner) for node in nodes for inner in ast.walk(node)}
-    for node in ast.walk(tree):
+    late = [node for node in nodes(source) if any(is_left_out(node) for is_left_out in left_out)]
+    ignored = {id(inner) for node in late for inner in ast.walk(node)}
+    for node in nodes(source):
         if id(node) in ignored:
             continue
         if isinstance(node, ast.Import):
@@ -79,8 +80,10 @@ def attribute_chain(node):
     return ".".join([node.id, *reversed(names)]) if isinstance(node, ast.Name) else ""
 
 
+@cache
 def used_names(file, source):
-    chains = {attribute_chain(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
+    """Dotted names of everything that a file imports, and of every chain of attributes."""
+    chains = {attribute_chain(node) for node in nodes(source) if isinstance(node, ast.Attribute)}
     return chains | set(imported_names(file, source))
 
 
@@ -114,7 +117,7 @@ def draws(file, source):
     """Uses of torch's own generators; `ecrl.rng` has functions of the same names, so only torch's are looked for."""
     from_torch = {name for name in used_names(file, source) if name.startswith("torch.")}
     from_torch = {name for name in from_torch if name.split(".")[1] in RANDOM}
-    attributes = {node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
+    attributes = {node.attr for node in nodes(source) if isinstance(node, ast.Attribute)}
     return sorted(from_torch | attributes & RANDOM_METHODS)
 
 
@@ -135,8 +138,7 @@ def forms(file, source):
     """Uses of graph detection and of writes in place in a kernel; they belong to `ecrl/compile`."""
     if room_of(file) != "kernels":
         return []
-    tree = ast.parse(source)
-    called = {node.func.attr for node in ast.walk(tree) if isinstance(node, ast.Call) and hasattr(node.func, "attr")}
+    called = {node.func.attr for node in nodes(source) if isinstance(node, ast.Call) and hasattr(node.func, "attr")}
     detected = {name for name in used_names(file, source) if name.startswith(("torch.compiler", "ecrl.tracing_state"))}
     return sorted(detected | {name for name in called if is_inplace(name)})
 
@@ -232,7 +234,7 @@ def test_a_circle_of_imports_is_found(source):
 
 def test_only_the_registry_imports_by_name():
     words = {
-        file: {getattr(node, "id", getattr(node, "attr", "")) for node in ast.walk(ast.parse(source))}
+        file: {getattr(node, "id", getattr(node, "attr", "")) for node in nodes(source)}
         for file, source in FILES.items()
     }
     assert {file for file in FILES if {"import_module", "__import__"} & words[file]} == {"registry.py", "__init__.py"}

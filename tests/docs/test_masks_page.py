@@ -50,7 +50,14 @@ def test_the_environment_has_no_faults_and_notices_masked_actions(world):
     assert not (start["obs", "cell"] == start["obs", "goal"]).all(-1).any()
 
 
-@pytest.mark.slow
+def test_a_short_run_takes_no_masked_action(world):
+    _, data = world
+    cfg = eager(data, **{"trainer.iterations": 3})
+    _, history = ecrl.train(ecrl.init_state(cfg), cfg, progress=False)
+    assert [row["metrics/masked"] for row in history] == [0.0] * 3
+
+
+@pytest.mark.long
 def test_the_policy_learns_and_takes_no_masked_action(world):
     _, data = world
     cfg = eager(data)

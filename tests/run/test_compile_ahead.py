@@ -13,7 +13,7 @@ from ecrl.compile.jit import compiler_fault
 from ecrl.errors import ConfigError
 from ecrl.run.compile_ahead import compile_ahead
 
-LEARNER = {"algorithm": {"name": "dqn", "cfg": {"capacity": 256, "batch_size": 8, "learning_starts": 64}}}
+DQN = {"name": "dqn", "cfg": {"capacity": 256, "batch_size": 8, "learning_starts": 64}}
 EVALUATION = {"trainer.enable_eval": True, "trainer.eval_freq": 64, "trainer.num_eval_episodes": 2}
 RUN = """
 import json, sys
@@ -33,17 +33,28 @@ def stored(folder: Path) -> set[str]:
     return {str(path) for path in folder.rglob("*") if path.suffix in (".so", ".cpp") or "fxgraph" in path.parts}
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "graphs"),
+    [
+        pytest.param({}, 2, marks=pytest.mark.slow, id="ppo: iteration and evaluation"),
+        pytest.param(
+            {"algorithm": DQN, "policy": {"name": "q_network"}},
+            3,
+            marks=pytest.mark.long,
+            id="dqn: before learning, learning and evaluation",
+        ),
+    ],
+)
 @pytest.mark.skipif(compiler_fault() is not None, reason="needs a C++ compiler")
-def test_a_run_compiles_nothing_that_was_compiled_ahead(tmp_path):
-    cfg = small(**LEARNER, **EVALUATION, **{"policy": {"name": "q_network"}, "trainer.compile": "on"})
+def test_a_run_compiles_nothing_that_was_compiled_ahead(changes, graphs, tmp_path):
+    cfg = small(**changes, **EVALUATION, **{"trainer.compile": "on"})
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
 
     def run(task, cfg):
         command = [sys.executable, "-c", RUN, task, cfg.model_dump_json()]
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
 
-    assert int(run("compile", cfg)) >= 3, "before learning, learning, and evaluation"
+    assert int(run("compile", cfg)) >= graphs
     files = stored(tmp_path)
     assert files
     run("train", cfg.replace(**{"trainer.seed": 7, "algorithm.cfg.learning_rate": 0.01, "trainer.iterations": 5}))
