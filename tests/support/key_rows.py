@@ -53,6 +53,7 @@ Q: Changes = {"name": "q_network", "critic": NET}
 DQN: Changes = {
     "policy": Q,
     "algorithm": {"name": "dqn", "cfg": {"batch_size": 16, "capacity": 256, "learning_starts": 0}},
+    "trainer.buffer_size": 4,
 }
 PQN: Changes = {"policy": Q, "algorithm": {"name": "pqn", "cfg": {"batch_size": 32}}}
 BC: Changes = {"algorithm": {"name": "bc", "cfg": {"demos": str(balancing_path()), "batch_size": 32}}}
@@ -442,8 +443,8 @@ def replay(name: str, base: Changes) -> list[Row]:
     return [
         *learning(name, base),
         *not_adaptive(name, base | alg(learning_rate=1e-3), *REPLAY_HAS_NO_KL),
-        *rows(part, base, gamma=0.5, n_step=3, capacity=64, batch_size=8, learning_starts=64),
-        *rows(part, base, train_freq=8, gradient_steps=2, normalize_reward=True),
+        *rows(part, base, gamma=0.5, n_step=3, capacity=32, batch_size=8, learning_starts=32),
+        *rows(part, base, train_freq=2, gradient_steps=2, normalize_reward=True),
     ]
 
 
@@ -517,9 +518,10 @@ ALGORITHMS = [
 
 def continuous(name: str, policy: str, **cfg: Any) -> Changes:
     """A run of an algorithm with a replay buffer for continuous actions, with four updates."""
-    sizes = {"capacity": 96, "batch_size": 16, "learning_starts": 0, "train_freq": 4}
+    sizes = {"capacity": 48, "batch_size": 16, "learning_starts": 0, "train_freq": 4}
     networks = {"name": f"{policy}_actor_critic", "actor": NET, "critic": NET}
-    return {**PENDULUM, "policy": networks, "algorithm": {"name": name, "cfg": {**sizes, **cfg}}}
+    algorithm = {"name": name, "cfg": {**sizes, **cfg}}
+    return {**PENDULUM, "policy": networks, "algorithm": algorithm, "trainer.buffer_size": 4}
 
 
 CATEGORICAL: Changes = {"name": "categorical_actor_critic", "actor": NET, "critic": NET}
@@ -584,7 +586,7 @@ CONTINUOUS = [
     *actor_and_critics("sac", SAC),
     *actor_and_critics("fast_td3", FAST_TD3),
     *actor_and_critics("fast_sac", FAST_SAC),
-    *rows("algorithm.ddpg", DDPG | alg(learning_starts=64), exploration_noise=0.5),
+    *rows("algorithm.ddpg", DDPG | alg(learning_starts=32), exploration_noise=0.5),
     *rows("algorithm.td3", TD3, exploration_noise=0.5, policy_delay=2, policy_noise=0.5),
     *rows("algorithm.td3", TD3 | alg(policy_noise=5.0), noise_clip=0.1),
     *rows("algorithm.sac", SAC, temperature=0.1, learn_temperature=False, target_entropy=-9.0, policy_delay=2),
