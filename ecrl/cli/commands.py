@@ -139,8 +139,8 @@ def plot(
     from ecrl.report.plots import plot as plot_runs
     from ecrl.report.plots import summary
 
-    files, groups = plot_runs([Path(run) for run in runs], Path(out), metric, threshold)
-    print("\n".join([*summary(groups, threshold), *map(str, files)]))
+    files, groups, metric = plot_runs([Path(run) for run in runs], Path(out), metric, threshold)
+    print("\n".join([metric, *(f"  {line}" for line in summary(groups, threshold)), *map(str, files)]))
 
 
 def bench(

@@ -231,7 +231,7 @@ def _with_unique_labels(sources: Sequence[Source]) -> list[Source]:
 
 def plot(
     paths: Sequence[Path], out: Path, metric: str | None = None, threshold: float | None = None
-) -> tuple[list[Path], list[list[Curve]]]:
+) -> tuple[list[Path], list[list[Curve]], str]:
     """Plot the learning curves of runs and of result files of other libraries.
 
     Args:
@@ -240,7 +240,7 @@ def plot(
         metric: name of the metric in metrics.jsonl; if None, `ecrl.report.curves.choose_metric` chooses the metric.
         threshold: value at which to draw a horizontal line; if None, no line is drawn.
 
-    Returns: the paths of the pictures, and the groups of curves.
+    Returns: the paths of the pictures, the groups of curves, and the name of the metric.
     Raises: UserError if an argument or a file is invalid, if a metric or the extra `plot` is missing, if there are too
         many groups, or if a picture cannot be written.
     """
@@ -251,4 +251,4 @@ def plot(
     _warn_of_duplicates(sources)
     metric = metric or choose_metric(sources)
     groups = group_curves(curve(source, metric) for source in sources)
-    return write(figure(groups, metric, threshold), out), groups
+    return write(figure(groups, metric, threshold), out), groups, metric

@@ -80,7 +80,7 @@ def test_runs_that_differ_only_in_seed_and_name_are_one_group(tmp_path):
 
 def test_groups_with_the_same_name_are_labelled_with_their_folders(tmp_path):
     runs = [run(tmp_path / f"r{gamma}_{seed}", seed, gamma=gamma) for gamma in (0.9, 0.8) for seed in range(2)]
-    _, groups = plot(runs, tmp_path / "p.png")
+    _, groups, _ = plot(runs, tmp_path / "p.png")
     assert [legend_label(group) for group in groups] == ["ppo, r0.9_0 (2 seeds)", "ppo, r0.8_0 (2 seeds)"]
 
 
@@ -89,7 +89,7 @@ def test_files_of_one_name_and_results_of_other_settings_are_groups_of_their_own
     paths = [tmp_path / "a" / "sb3.csv", tmp_path / "b" / "sb3.csv"]
     for path in paths:
         path.write_text("steps,seconds,return\n10,30,1\n30,60,2\n")
-    _, groups = plot(paths, tmp_path / "p.svg")
+    _, groups, _ = plot(paths, tmp_path / "p.svg")
     assert [legend_label(group) for group in groups] == [f"sb3, {path}" for path in paths]
     results = [tmp_path / f"{seed}.json" for seed in range(2)]
     for seed, path in enumerate(results):
@@ -269,11 +269,12 @@ def test_the_command_writes_both_pictures_and_prints_the_ends_of_the_curves(tmp_
     (tmp_path / "sb3.csv").write_text("steps,seconds,return\n10,30,1\n30,60,2\n")
     assert called(monkeypatch, "plot", "r0", "r1", "r2", "sb3.csv", "--threshold", "-2") == 0
     assert capsys.readouterr().out.splitlines() == [
+        "eval/avg_reward",
         *(
-            f"r{s}: 3 after 30 env steps, 3.0 minutes; stays at or above -2 from 10 env steps, 1.0 minutes on"
+            f"  r{s}: 3 after 30 env steps, 3.0 minutes; stays at or above -2 from 10 env steps, 1.0 minutes on"
             for s in range(3)
         ),
-        "sb3.csv: 2 after 30 env steps, 1.0 minutes; stays at or above -2 from 10 env steps, 0.5 minutes on",
+        "  sb3.csv: 2 after 30 env steps, 1.0 minutes; stays at or above -2 from 10 env steps, 0.5 minutes on",
         "curves.png",
         "curves.svg",
     ]
