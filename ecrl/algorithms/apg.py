@@ -68,7 +68,7 @@ class APGConfig(LearningConfig):
 
 _READ = ("key", *COUNTERS, "update_step", "iterations", "norm", "hyper", "frozen_params")
 _FIELDS = (*_READ, "params", "opt", "env", "episode", "carry")  # `_iterate` may change the fields after _READ
-_STORED = ("obs", "action", "reward", "done", "info", "executed")
+_STORED = ("obs", "action", "reward", "done", "info", "mask", "executed")
 _World = tuple[TensorDict, TensorDict]
 """Pair of the policy's memory before a step and the state of the environments, each of shape `[N]`."""
 
@@ -148,7 +148,9 @@ def _loss(params: TensorDict, run: Run, state: TensorDict) -> tuple[Tensor, tupl
     world, (rows, entropy) = run.scan(partial(_step, run), start, noise, acting, initial)
     flags = cast(TensorDict, rows.select("done", "executed", strict=False).transpose(0, 1))
     disc = episode_discounts(flags["done"], gamma=decision_discounts(flags, hyper["gamma"]))
-    objective, entropy = ((disc * x.t()).sum(1).mean() for x in (rows["reward"], entropy))
+    mask = rows["mask"] if "mask" in rows else torch.ones_like(rows["done"])
+    counted = (x.masked_fill(~mask, 0.0) for x in (rows["reward"], entropy))
+    objective, entropy = ((disc * x.t()).sum(1).mean() for x in counted)
     return -objective - hyper["ent_coef"] * entropy, (world, rows, {"objective": objective, "entropy": entropy})
 
 

@@ -117,6 +117,10 @@ def init(cfg: DQNConfig, run: Run, key: Tensor) -> dict[str, Any]:
     if policy.q is None or policy.evaluate is not None or not isinstance(run.env.action_space, Discrete):
         needed = "a policy with a Q-function for Discrete actions, such as q_network"
         raise ConfigError(f"policy.name: dqn needs {needed}; the environment has {run.env.action_space}")
+    if policy.distribution is not None and policy.distribution.name == "categorical" and cfg.huber_delta != 1.0:
+        raise ConfigError(
+            "algorithm.cfg.huber_delta: the loss of categorical distributions has no Huber loss; leave it out"
+        )
     check_steps(run, cfg)
     priorities = {} if cfg.prioritized is None else priority_numbers(cfg.prioritized)
     fields = replay_fields(cfg, run, key.device)

@@ -188,9 +188,15 @@ def _act_as_expert(
 
 
 def _policy_of(run: Run, state: TensorDict, num_envs: int, settings: Mapping[str, Any] | None, sample: bool) -> Actor:
-    """Return the policy of a state as an actor. Raise ConfigError if `settings` are given, which only an expert has."""
+    """Return the policy of a state as an actor.
+
+    Raises: ConfigError if `settings` are given, which only an expert has, or if `sample` is True and the policy has no
+        random actions outside of training.
+    """
     if settings:
         raise ConfigError(f"expert.{next(iter(settings))}: a trained policy has no such settings; leave it out")
+    if sample and run.policy.explore is not None and not run.policy.noisy:
+        raise ConfigError(f"sample: the policy {run.policy.name} explores only in training; leave it out")
     params = policy_params(state)
     act = partial(_act_as_policy, run.policy.act, run.policy.draw if sample else None)
     return Actor(f"policy {run.policy.name}", act, params, run.policy.init_carry(params, num_envs))
@@ -228,8 +234,9 @@ def _step(
     carry = restarted_carry(carry, initial, env_state)
     row = {"obs": obs, "action": action, "done": env_state["terminated"] | env_state["truncated"]}
     row["reward"] = undiscounted_reward(env_state).clone()
-    if "executed" in env_state:
-        row["executed"] = env_state["executed"].clone()
+    for name in ("executed", "mask"):
+        if name in env_state:
+            row[name] = env_state[name].clone()
     if "success" in env_state.get("info", _no_tensors()):
         row["success"] = env_state["info", "success"].clone()
     return (carry, env_state), row
@@ -290,5 +297,8 @@ def _episodes(run: Run, actor: Actor, cfg: Config, seed: int, num_envs: int) -> 
 
 
 def _episode(fields: dict[str, Any], n: int, length: int) -> TensorDict:
-    """Return the first `length` steps of environment n, from fields of shape `[T, N]`."""
-    return TensorDict(mapped(lambda x: x[:length, n].clone(), fields, batch=lambda size: (length, *size[2:])), [length])
+    """Return the first `length` steps of environment n, without masked steps, from fields of shape `[T, N]`."""
+    counted = torch.arange(length) if "mask" not in fields else fields["mask"][:length, n].nonzero()[:, 0]
+    one = {name: field for name, field in fields.items() if name != "mask"}
+    taken = mapped(lambda x: x[counted, n].clone(), one, batch=lambda size: (len(counted), *size[2:]))
+    return TensorDict(taken, [len(counted)])

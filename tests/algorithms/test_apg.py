@@ -33,6 +33,7 @@ class LineConfig(ConfigModel):
 
     max_episode_steps: Count = Field(1000, description="time limit, steps")
     fault: Literal["none", "loss", "gradient"] = Field("none", description="what is not finite at steps 4 to 7")
+    outside: Literal["", "unpaid", "masked"] = Field("", description="steps 4 to 7 pay 0, or pay 1000 and do not count")
 
 
 @register_env("line")
@@ -40,7 +41,9 @@ def line(cfg: LineConfig) -> Env:
     """x' = x + a; reward = -x'^2 - a^2 / 2: linear dynamics, quadratic cost."""
 
     def reset(keys):
-        return state_of(rng.uniform(keys, (1,)), keys.shape, age=torch.zeros_like(keys))
+        start = state_of(rng.uniform(keys, (1,)), keys.shape, age=torch.zeros_like(keys))
+        yes = torch.ones(keys.shape, dtype=torch.bool)
+        return start.set("mask", yes) if cfg.outside == "masked" else start
 
     def step(state, action, noise):
         x = state["obs"] + action
@@ -50,6 +53,9 @@ def line(cfg: LineConfig) -> Env:
             reward = torch.where(faulty, torch.nan, reward)
         if cfg.fault == "gradient":  # its value is 0, its derivative is not finite
             reward = reward + torch.sqrt(torch.where(faulty, 0.0, 1.0) * x[..., 0].square()) * 0.0
+        if cfg.outside:
+            reward = torch.where(faulty, 1000.0 * x[..., 0] if cfg.outside == "masked" else 0.0, reward)
+            state = state.copy().set("mask", ~faulty) if cfg.outside == "masked" else state
         no = torch.zeros_like(state["terminated"])
         after = {"obs": x, "reward": reward, "terminated": no, "truncated": no.clone(), "age": state["age"] + 1}
         return state.copy().update(after)
@@ -196,6 +202,18 @@ def test_the_discount_starts_again_with_every_episode_and_not_with_a_segment():
     weights = torch.tensor([1.0, 0.9, 0.81, 1.0, 0.9, 0.81])
     close(logs["objective"], (reward * weights).sum(1).mean())
     assert batch["done"][0].tolist() == [False, False, True, False, False, True, False]
+
+
+def test_masked_steps_do_not_count():
+    changes = {"trainer.buffer_size": 12, **apg_cfg(**PLAIN)}
+    masked, unpaid = (run(**changes, **{"env.cfg.outside": name}) for name in ("masked", "unpaid"))
+    (grads, logs), (expected, expected_logs) = (gradient(cfg, init_state(cfg)) for cfg in (masked, unpaid))
+    assert same(grads, expected) and torch.equal(logs["objective"], expected_logs["objective"])
+    with_bonus = masked.replace(**{"algorithm.cfg.ent_coef": 1.0})
+    entropy = gradient(with_bonus, init_state(with_bonus))[1]["entropy"]
+    all_steps = gradient(unpaid, init_state(unpaid))[1]["entropy"]
+    weights = 0.9 ** torch.arange(12)
+    close(entropy / all_steps, (weights.sum() - weights[4:8].sum()) / weights.sum())
 
 
 def test_gradients_do_not_cross_a_reset():

@@ -419,6 +419,15 @@ def test_an_update_with_nan_is_left_out_and_counted():
             "needs 21; make it larger",
         ),
         ({"env": {"name": "pendulum"}}, "q_network needs Discrete actions, got Box"),
+        (
+            {
+                "policy.distribution": "categorical",
+                "policy.v_min": -1.0,
+                "policy.v_max": 9.0,
+                "algorithm.cfg.huber_delta": 2.0,
+            },
+            "algorithm.cfg.huber_delta: the loss of categorical distributions has no Huber loss; leave it out",
+        ),
         ({"algorithm.cfg.lr_scheduler": {"name": "adaptive"}}, "lr_scheduler adaptive needs the KL to the policy"),
     ],
 )

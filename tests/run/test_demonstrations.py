@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors import safe_open
-from support import catch  # noqa: F401  it registers an environment
+from support import catch, fake_envs  # noqa: F401  they register environments
 from support.command_line import called
 from support.demos import NET, balancing, cloning, recording
 from support.recurrent_agent import remembering
@@ -176,6 +176,23 @@ def test_the_command_records_an_expert_and_a_run(tmp_path, capsys, monkeypatch):
     assert read_about(tmp_path / "of_run")[1]["config"]["env"]["cfg"]["max_episode_steps"] == 3
     assert called(monkeypatch, "demo", "--run-dir", tmp_path / "none", "--out", tmp_path / "x") == 2
     assert "no checkpoint" in capsys.readouterr().err
+
+
+def test_steps_that_do_not_count_are_left_out(tmp_path):
+    """Each episode of `pausing` begins with a step that pays 1000 and is masked."""
+    cfg = recording("pausing")
+    done = record_demonstrations(cfg, tmp_path / "demos", 3, state=init_state(cfg))
+    tensors = read_tensors(tmp_path / "demos")
+    assert done.steps == 9 and tensors["obs"][:, 0].tolist() == [1.0, 2.0, 3.0] * 3 and "mask" not in tensors
+    assert tensors["reward"].tolist() == [1.0] * 9 and tensors["done"].tolist() == [False, False, True] * 3
+
+
+def test_sampling_without_random_actions_is_refused(tmp_path):
+    actor = {"name": "deterministic_actor_critic", "actor": NET, "critic": NET}
+    cfg = recording("pendulum", policy=actor, algorithm={"name": "td3", "cfg": {"learning_starts": 0}})
+    message = "^sample: the policy deterministic_actor_critic explores only in training; leave it out$"
+    with pytest.raises(ConfigError, match=message):
+        record_demonstrations(cfg, tmp_path / "demos", 2, state=init_state(cfg), sample=True)
 
 
 def test_an_expert_plans_chunks_of_actions(tmp_path):
