@@ -79,7 +79,8 @@ def _config_path(path: str | None, config: str | None, needed: bool = True) -> s
 def export(run: Annotated[str, tyro.conf.Positional], /, out: str | None = None) -> None:
     """Export the newest policy of a run to torch.export and ONNX files, which do not need ecrl.
 
-    If the policy normalises observations, the files include the normaliser.
+    If the policy normalises observations, the files include the normaliser. The policies pi0 and openvla are written as
+    a checkpoint in the format of the checkpoint that the run began with.
 
     Args:
         run: run folder or checkpoint folder.

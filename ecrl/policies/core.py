@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from ecrl.config import Config
 from ecrl.errors import ConfigError
 from ecrl.pytree import replaced
 from ecrl.spaces import Box, Dict, Discrete, MultiDiscrete, Space, element_dtype, element_shape, flat_dim, is_image
@@ -135,6 +137,8 @@ class Policy:
             that compilation saves.
         frame_stack: number of latest observations that the policy sees. If `frame_stack` is above 1, `q` takes stacks
             of observations, and `act` takes stacks if the carry is empty (see `ecrl.policies.frame_stack`).
+        export: (folder, state, cfg) -> None; writes the policy to the new folder in a format of its own. For example,
+            the backend `pi0` writes a checkpoint for transformers. None for a policy that torch.export can trace.
         name: registered name of the policy, for error messages.
     """
 
@@ -159,6 +163,7 @@ class Policy:
     draw_imitation: Callable[[Tensor], Tensor | TensorDict] | None = None
     time_loops: int = field(default=1, compare=False)
     frame_stack: int = 1
+    export: Callable[[Path, TensorDict, Config], None] | None = field(default=None, compare=False)
     name: str = field(default="", compare=False)
 
     def __post_init__(self):

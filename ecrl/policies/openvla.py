@@ -347,9 +347,6 @@ def openvla(cfg: OpenVLAConfig, observation_space: Space, action_space: Box, pol
         return chosen, k.categorical_log_prob(logits, chosen)
 
     def act(params: TensorDict, carry: TensorDict, obs: Any, drawn: Any) -> tuple[TensorDict, TensorDict]:
-        if torch.compiler.is_exporting():
-            advice = "write a checkpoint with ecrl.policies.openvla.save_openvla"
-            raise ConfigError(f"backend openvla does not support export; {advice}")
         rows, batch = one_batch(obs, reader.inputs.space)
         noise = None if drawn is None else drawn.reshape(batch.numel(), count, shape.bins)
         chosen, log_prob = (x.reshape(*batch, *chunk) for x in sample(params, reader.read(params, rows), noise))
@@ -377,7 +374,7 @@ def openvla(cfg: OpenVLAConfig, observation_space: Space, action_space: Box, pol
         return densities(logits, chosen, batch)
 
     init_frozen = partial(model.init_frozen, _statistics_params(statistics))
-    policy = Policy(model.init, draw, act, evaluate, None, init_frozen=init_frozen)
+    policy = Policy(model.init, draw, act, evaluate, None, init_frozen=init_frozen, export=save_openvla)
     if cfg.critic is None:
         return policy
     critic = networks["critic"]

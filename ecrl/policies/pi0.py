@@ -545,8 +545,6 @@ def pi0(cfg: Pi0Config, observation_space: Space, action_space: Box, policy_cfg:
         return weights, _Read(cache, mask, reader.states(params, obs, pixels)), features
 
     def act(params: TensorDict, carry: TensorDict, obs: Any, drawn: Any) -> tuple[TensorDict, TensorDict]:
-        if torch.compiler.is_exporting():
-            raise ConfigError("backend pi0 does not support export; write a checkpoint with ecrl.policies.pi0.save_pi0")
         rows, batch = one_batch(obs, reader.inputs.space)
         weights, inputs, _ = read(params, rows)
         x, log_prob, fields = noise.sample(params, weights, inputs, None if drawn is None else drawn.reshape(-1))
@@ -586,8 +584,8 @@ def pi0(cfg: Pi0Config, observation_space: Space, action_space: Box, policy_cfg:
         counts = torch.arange(taken[0], device=mean.device) < executed
         return (mean.masked_fill(~counts, 0.0).sum(-1) / executed.squeeze(-1).clamp(min=1)).reshape(batch)
 
-    losses: dict[str, Any] = {"imitation_loss": imitation_loss, "draw_imitation": imitation.draw}
-    policy = Policy(model.init, cast(Any, noise.draw), act, evaluate, None, init_frozen=init_frozen, **losses)
+    options: dict[str, Any] = {"imitation_loss": imitation_loss, "draw_imitation": imitation.draw, "export": save_pi0}
+    policy = Policy(model.init, cast(Any, noise.draw), act, evaluate, None, init_frozen=init_frozen, **options)
     if cfg.critic is None:
         return policy
     critic = networks["critic"]

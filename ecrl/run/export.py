@@ -4,6 +4,8 @@ The exported function maps raw observations to the actions that the environment 
 function is deterministic, and includes the observation normaliser's statistics. If `policy.clip_actions` is set, the
 function clips Box actions to the action space. The first axis of every input is the batch axis, which can have any
 size. The memory of a recurrent policy is both an input and an output.
+
+A policy with a format of its own, such as a pretrained checkpoint, is written in that format instead.
 """
 
 import json
@@ -229,6 +231,9 @@ def export(state: TensorDict, cfg: Config, folder: str | Path) -> list[Path]:
     "next_carry_h". Pass the memory outputs of one step as the memory inputs of the next step. The input "is_first" is
     bool `[N]`, and must be True at the first step of an episode. At this step, the policy ignores the memory inputs.
 
+    A policy with the field `export` is written in a format of its own instead. For example, the backends `pi0` and
+    `openvla` write a checkpoint in the format of the checkpoint that the run began with. `folder` must then be new.
+
     If `policy.bf16` is set, the policy is exported in float32, which is the dtype of its weights. The exported policy's
     actions differ from the run's bfloat16 actions by rounding.
 
@@ -240,11 +245,16 @@ def export(state: TensorDict, cfg: Config, folder: str | Path) -> list[Path]:
     Returns: paths of the written files.
     Raises: UserError if torch.export or torch.onnx cannot trace the policy, if the extra `export` is missing, if two
         leaves of the observation have the same input name, if `folder` cannot be created, or if `state` is not the
-        state of a run. If the extra is missing, or if only torch.onnx fails, policy.pt2 and policy.json are still
-        written.
+        state of a run. ConfigError if the policy has a format of its own, and `folder` exists, or the original
+        checkpoint does not match the run. If the extra is missing, or if only torch.onnx fails, policy.pt2 and
+        policy.json are still written.
     """
     check_state_argument(state, "params", "norm", "env", "sample_step")
     env, folder = make_env(cfg.env), Path(folder)
+    policy = make_policy(cfg.policy, env.observation_space, env.action_space, env.frame_stack)
+    if policy.export is not None:
+        policy.export(folder, state, cfg)
+        return sorted(path for path in folder.rglob("*") if path.is_file())
     spaces = _leaves(env.observation_space)
     paths = _paths_by_name(spaces)
     example = {name: _zeros(state["env", "obs", *path]) for name, path in paths.items()}

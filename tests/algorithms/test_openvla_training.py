@@ -1,5 +1,7 @@
 """PPO, GRPO and cloning fine-tune a tiny OpenVLA, and the result is a checkpoint in the same format."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -10,7 +12,7 @@ from support.tiny_openvla import checkpoint, choosing, write_checkpoint
 from tensordict import TensorDict
 
 import ecrl
-from ecrl.errors import ConfigError, UserError
+from ecrl.errors import ConfigError
 from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, make_iteration, train_iter
 from ecrl.policies import policy_params
@@ -131,11 +133,12 @@ def test_an_existing_folder_and_another_policy_are_refused(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_export_refers_to_save_openvla(tmp_path):
+def test_the_export_is_a_checkpoint(tmp_path):
     cfg = choosing("grpo", **{"policy.vla.model_path": checkpoint()})
-    advice = r"write a checkpoint with ecrl.policies.openvla.save_openvla$"
-    with pytest.raises(UserError, match=r": backend openvla does not support export; " + advice):
-        export(init_state(cfg), cfg, tmp_path / "exported")
+    files = export(init_state(cfg), cfg, tmp_path / "exported")
+    assert files == sorted((tmp_path / "exported").iterdir())
+    theirs, first = weights_in(tmp_path / "exported"), weights_in(Path(checkpoint()))
+    assert theirs.keys() == first.keys() and all(torch.equal(x, first[name]) for name, x in theirs.items())
 
 
 @pytest.mark.long

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.checks import close
+from support.command_line import called
 from support.small_runs import last_state, same
 from support.tiny_pi0 import CHUNK, NUMBERS, checkpoint, flowing, write_checkpoint, write_statistics
 from tensordict import TensorDict
@@ -16,13 +17,12 @@ from ecrl import rng
 from ecrl.algorithms.core import collect
 from ecrl.algorithms.demonstrations import drawn_batch
 from ecrl.algorithms.reference import reference_log_prob
-from ecrl.errors import ConfigError, UserError
+from ecrl.errors import ConfigError
 from ecrl.loop.build import build
 from ecrl.loop.iteration import init_state, make_iteration, train_iter
 from ecrl.policies import policy_params
 from ecrl.policies.pi0 import save_pi0
 from ecrl.policies.pi0_checkpoint import write_model
-from ecrl.run.export import export
 
 EMPTY = TensorDict({}, [])
 HEAD = {"policy.vla.noise_head": {"type": "mlp", "network_cfg": {"hidden_sizes": [8]}}}
@@ -223,12 +223,15 @@ def test_weights_of_another_shape_are_refused(tmp_path, shape):
     assert not (tmp_path / "new").exists()
 
 
-def test_export_refers_to_save_pi0(tmp_path, capfd):
+def test_the_command_exports_a_checkpoint(tmp_path, monkeypatch, capsys):
     cfg = flowing("grpo")
-    message = r"^policy.pt2: policy 'vla' cannot be exported .*: backend pi0 does not support export; write a "
-    with pytest.raises(UserError, match=message + r"checkpoint with ecrl.policies.pi0.save_pi0$") as caught:
-        export(init_state(cfg), cfg, tmp_path / "exported")
-    assert "\n" not in str(caught.value) and capfd.readouterr().err == ""
+    ecrl.save(tmp_path / "run", init_state(cfg), cfg)
+    assert called(monkeypatch, "export", tmp_path / "run", "--out", tmp_path / "tuned") == 0
+    assert str(tmp_path / "tuned" / "model.safetensors") in capsys.readouterr().out.splitlines()
+    theirs, first = (dict(reloaded(path).named_parameters()) for path in (tmp_path / "tuned", checkpoint()))
+    assert theirs.keys() == first.keys() and all(torch.equal(x, first[name]) for name, x in theirs.items())
+    assert called(monkeypatch, "export", tmp_path / "run", "--out", tmp_path / "tuned") == 2
+    assert capsys.readouterr().err.endswith("tuned' exists; give the path of a new folder\n")
 
 
 def test_evaluations_act_without_noise():
