@@ -169,6 +169,13 @@ class OptimizerConfig(_Named):
         return variants[0] if variants else self.name
 
 
+def _not_constant(value: Any) -> Any:
+    """Return the name of a schedule. Raise ValueError for a constant rate, which has no schedule."""
+    if isinstance(value, str) and value.lower() in ("constant", "none"):
+        raise ValueError("for a constant learning rate, set lr_scheduler to null or leave it out")
+    return value
+
+
 class SchedulerConfig(_Named):
     """Name and hyperparameters of a learning-rate schedule.
 
@@ -187,6 +194,7 @@ class SchedulerConfig(_Named):
             "warmup_cosine",
             "adaptive",
         ],
+        BeforeValidator(_not_constant),
         BeforeValidator(lower_case),
     ] = Field(
         description="linear, cosine, step, exponential, warmup_constant, warmup_linear, warmup_cosine or adaptive"

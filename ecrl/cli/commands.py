@@ -127,7 +127,7 @@ def plot(
     has the fields steps and seconds, and the field return or success.
 
     Args:
-        runs: run folders, and files with results of other libraries.
+        runs: run folders, folders of run folders, and files with results of other libraries.
         out: path of the picture. If the path has no suffix, a .png and a .svg file are written.
         metric: name of a metric in metrics.jsonl. The default is the first of these metrics that all runs and files
             have: eval/success_rate, eval/avg_reward, charts/episode_reward_avg_100.

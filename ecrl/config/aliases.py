@@ -192,6 +192,11 @@ def apply_overrides(raw: RawConfig, overrides: Mapping[str, Any]) -> RawConfig:
         if path in values:
             faults.append((split_path(key), f"another name of {path!r}, which is also given; keep one"))
         values[path] = key, value
+    for old, new in COUNT_KEYS.items():
+        if old in values and new in values:
+            own_name = new.removeprefix("trainer.")
+            problem = f"sets {own_name!r} in another unit, and {own_name!r} is also given; keep one"
+            faults.append((split_path(values[old][0]), problem))
     for path in sorted(values, key=lambda path: (path.count("."), path.rpartition(".")[2] not in SETTINGS)):
         (key, value), loc = values[path], split_path(path)
         value = _expand_env_name({path: value})[path]

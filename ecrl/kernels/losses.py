@@ -408,7 +408,8 @@ def ppo_loss_clipped_value(
         mask: `[*B]` bool, or None if every entry counts.
         clip_coef: largest distance of the clipped ratio from 1, and of the clipped value from `old_value` in reward
             units.
-        vf_coef: weight of the value loss.
+        vf_coef: weight of the value loss. The value loss of CleanRL has a factor of one half, so pass half of CleanRL's
+            `vf_coef`.
         ent_coef: weight of the entropy bonus.
 
     Returns: the 0-d loss, and logs with the same names as in `ppo_loss`.

@@ -27,6 +27,7 @@ from ecrl.algorithms import Interleaved, Run
 from ecrl.algorithms.core import steps_taken
 from ecrl.algorithms.state_kinds import BORROWED, Kind, Kinds, kind_of, leaf_kinds, split
 from ecrl.errors import ConfigError, UserError
+from ecrl.loop.state_summary import as_state
 from ecrl.pytree import flatten, replaced, unflatten
 
 LOOP_KINDS: Kinds = {
@@ -155,7 +156,9 @@ def with_own_buffers(state: TensorDict, kinds: Kinds) -> TensorDict:
             return TensorDict(inner, value.batch_size)
         return value.clone() if kind_of(path, kinds) is Kind.BUFFER else value
 
-    return replaced(state, {name: copied((name,), state[name]) for name in buffer_names(kinds) if name in state})
+    return as_state(
+        replaced(state, {name: copied((name,), state[name]) for name in buffer_names(kinds) if name in state})
+    )
 
 
 def buffer_names(kinds: Kinds) -> list[str]:

@@ -82,9 +82,13 @@ def without_seeds_and_names(config: Row) -> Row:
 
 
 def read_sources(path: Path) -> list[Source]:
-    """Read the curve of a run folder or the curves of a result file. Raise UserError for any other path."""
+    """Read the curve of a run folder, the curves of a folder of run folders, or the curves of a result file.
+
+    Raise UserError for any other path.
+    """
     if path.is_dir():
-        return [_read_run(path)]
+        runs = sorted(file.parent for file in path.glob("*/metrics.jsonl"))
+        return [_read_run(run) for run in ([] if (path / "metrics.jsonl").exists() else runs) or [path]]
     if not path.exists():
         raise UserError(f"{path}: does not exist; {_EXPECTED_FILES}")
     readers = {".json": _read_json_results, ".csv": _read_csv_results}

@@ -224,7 +224,7 @@ def _with_unique_labels(sources: Sequence[Source]) -> list[Source]:
     for source in sources:
         first = {s.group: s.path for s in reversed(sources) if s.label == source.label}
         path, names = first[source.group], [path.name for path in first.values()]
-        suffix = str(path) if len(set(names)) < len(names) else path.name
+        suffix = str(path) if len(set(names)) < len(names) else path.name.partition("_seed_")[0]
         labelled.append(source._replace(label=f"{source.label}, {suffix}") if len(first) > 1 else source)
     return labelled
 

@@ -35,7 +35,8 @@ def claim(folder: Path, new: bool) -> None:
     taken = [name for name in ("config.json", "metrics.jsonl", "checkpoints") if (folder / name).exists()]
     if new and taken:
         problem = f"run_dir: {folder} already holds a run ({taken[0]})"
-        raise ConfigError(f"{problem}; choose another folder, or resume that run")
+        started = " from its beginning, because it has no checkpoint yet" if taken == ["config.json"] else ""
+        raise ConfigError(f"{problem}; choose another folder, or resume that run{started}")
     if not os.access(folder, os.W_OK):
         raise ConfigError(f"run_dir: {folder}: not writable; choose another folder")
     set_flag(_claim_flag(folder))

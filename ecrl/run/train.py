@@ -132,7 +132,7 @@ def train(
     profile: bool = False,
     consumers: Sequence[Consumer] = (),
 ) -> tuple[TensorDict, History]:
-    """Train until the run has completed `trainer.iterations` iterations.
+    """Train until the run has taken the environment steps of `trainer.iterations` iterations.
 
     If nothing is left to train, warn, unless `state` belongs to the run in `run_dir`.
 

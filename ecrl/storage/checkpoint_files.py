@@ -37,7 +37,9 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
     """
     path = complete_folder(Path(path))
     if not is_file(path / "manifest.json"):
-        raise CheckpointError(f"{path}: not a checkpoint: it has no manifest.json")
+        is_run = (path / "checkpoints").is_dir()
+        problem = "it is a run folder; load a folder in its checkpoints/" if is_run else "it has no manifest.json"
+        raise CheckpointError(f"{path}: not a checkpoint: {problem}")
     data = read_bytes(path / "manifest.json")
     try:
         manifest = dict(json.loads(data))

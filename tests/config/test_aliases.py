@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import warnings
 
 import pytest
@@ -102,6 +103,13 @@ def test_total_timesteps(total, iterations):
     assert _config(trainer, env="scene").trainer.iterations == iterations
     elsewhere = {"rollout_steps": 5, "total_timesteps": total}
     assert _config(elsewhere, env={"name": "scene", "cfg": {"num_envs": 7}}).trainer.iterations == iterations
+
+
+def test_overrides_in_two_units_are_refused():
+    message = "trainer.total_timesteps: sets 'iterations' in another unit, and 'iterations' is also given; keep one"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config("cartpole_ppo", {"trainer.total_timesteps": 10_000, "trainer.iterations": 5})
+    assert load_config("cartpole_ppo", {"trainer.total_timesteps": 10_240}).trainer.iterations == 20
 
 
 def test_defaults_count_too():

@@ -570,3 +570,12 @@ def test_a_list_for_a_strict_tuple_names_the_declaration_that_accepts_it():
 
     with pytest.raises(ValidationError, match=r"a strict tuple accepts no list; declare the field as Annotated"):
         Strict.model_validate({"sizes": [1, 2]})
+
+
+@pytest.mark.parametrize("name", ["constant", "Constant", "none"])
+def test_a_constant_rate_has_no_schedule(name):
+    message = "lr_scheduler.*: for a constant learning rate, set lr_scheduler to null or leave it out$"
+    with pytest.raises(ConfigError, match=message) as error:
+        load_config("cartpole_ppo", {"algorithm.cfg.lr_scheduler": {"name": name}})
+    assert "\n" not in str(error.value)
+    assert load_config("cartpole_ppo", {"algorithm.cfg.lr_scheduler": None}).algorithm.cfg.lr_scheduler is None

@@ -50,14 +50,14 @@ def _after_python(names: dict[str, Any]) -> None:
 
 def _after_readme(names: dict[str, Any]) -> None:
     assert len(names["history"]) == 2 and names["cfg"].trainer.seed == 3
-    assert int(names["after"]["update_step"]) == 3 and set(names["logs"]) == {"collect", "train"}
+    assert int(names["after"]["update_step"]) == 1 and set(names["logs"]) == {"collect", "train"}
     assert [run.cfg.trainer.seed for run in names["runs"]] == [*range(8)]
 
 
 def _after_kernels(names: dict[str, Any]) -> None:
     torch.testing.assert_close(names["out"].advantage, names["advantages"])
     torch.testing.assert_close(names["out"].value_target, names["returns"])
-    following, advantage = torch.cat([names["values"][1:], names["next_value"][None]]), torch.zeros(4)
+    following, advantage = torch.cat([names["values"][1:], names["next_value"]]), torch.zeros(4)
     dones = torch.cat([names["dones"], names["next_done"][None]])
     for t in reversed(range(128)):  # as in CleanRL's ppo.py
         delta = names["rewards"][t] + 0.99 * following[t] * (1 - dones[t + 1]) - names["values"][t]

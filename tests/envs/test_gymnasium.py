@@ -442,7 +442,7 @@ def test_vmap_is_refused():
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("raise in step", "raised KeyError: 'step.nfailed', in step 3"),
+        ("raise in step", r"raised KeyError: 'step.nfailed' \(fake_gymnasium_envs.py:\d+\), in step 3"),
         ("shape", r"returned an observation of shape \[1\], expected a value of Box.*, in step 3"),
         ("words", "returned no numbers, expected Box.*, in step 3"),
         ("two rewards", r"returned the reward array\(\[1., 2.\]\), expected one number, in step 3"),

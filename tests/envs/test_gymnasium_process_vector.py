@@ -65,8 +65,14 @@ def fails(env, message):
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("raise in step", r"env 2 \(gymnasium:Count-v0\) raised KeyError: 'step.nfailed', in step 3"),
-        ("raise in reset", r"env 2 \(gymnasium:Count-v0\) raised KeyError: 'reset.nfailed', in step 1"),
+        (
+            "raise in step",
+            r"env 2 \(gymnasium:Count-v0\) raised KeyError: 'step.nfailed' \(fake_gymnasium_envs.py:\d+\), in step 3",
+        ),
+        (
+            "raise in reset",
+            r"env 2 \(gymnasium:Count-v0\) raised KeyError: 'reset.nfailed' \(fake_gymnasium_envs.py:\d+\), in step 1",
+        ),
         (
             "die in step",
             r"env 2 .* lost its worker \(process \d+ of envs \d to \d\), which ended with status 3, in",

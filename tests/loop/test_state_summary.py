@@ -38,7 +38,8 @@ def test_a_state_prints_as_its_summary(tmp_path):
     loaded = ecrl.load(latest(tmp_path / "run"))[0]
     record = next(iter(ecrl.train_iter(first, cfg)))["state"]
     vmapped = torch.func.vmap(iteration)(seeds)[0]
-    for state in (first, trained, loaded, record, seeds, vmapped, first.clone(), iteration(first)[0]):
+    again = ecrl.train(trained, cfg, run_dir=tmp_path / "run", progress=False)[0]  # nothing is left to train
+    for state in (first, trained, again, loaded, record, seeds, vmapped, first.clone(), iteration(first)[0]):
         assert str(state) == repr(state) == f"State: {ecrl.summary(state)}" and str(state).count("\n") == 2
 
 

@@ -248,6 +248,17 @@ def test_the_metric_is_the_first_usual_one_that_all_have(tmp_path):
         choose_metric([sources[plain], sources[both]])
 
 
+def test_a_folder_of_runs_and_the_label_of_their_seeds(tmp_path):
+    (tmp_path / "sweep").mkdir()
+    for rate in (0.1, 0.2):
+        for seed in (0, 1):
+            run(tmp_path / "sweep" / f"learning_rate_{rate}_seed_{seed}", seed, learning_rate=rate)
+    (tmp_path / "sweep" / "summary.csv").write_text("name,mean\na,1\n")
+    _, groups, _ = plot([tmp_path / "sweep"], tmp_path / "p.svg")
+    assert [len(group) for group in groups] == [2, 2]
+    assert [legend_label(group) for group in groups] == [f"ppo, learning_rate_{rate} (2 seeds)" for rate in (0.1, 0.2)]
+
+
 def test_where_a_curve_stays_above_a_threshold(tmp_path):
     up, down = (curves(run(tmp_path / n, name=n, values=v))[0] for n, v in (("up", (1, 3, 4)), ("down", (3, 4, 1))))
     assert (threshold_point(up, 3.0), threshold_point(up, 0.0), threshold_point(down, 3.0)) == (

@@ -188,6 +188,9 @@ def test_latest_returns_the_newest_or_names_what_it_expected(run, saved, tmp_pat
         latest(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="not a checkpoint"):
         load(tmp_path / "nowhere")
+    message = "not a checkpoint: it is a run folder; load a folder in its checkpoints/$"
+    with pytest.raises(CheckpointError, match=message):
+        load(run)
 
 
 def test_an_older_checkpoint_is_loaded(tmp_path):

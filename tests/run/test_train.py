@@ -120,7 +120,9 @@ def test_a_folder_that_holds_a_run_is_refused(config_file, tmp_path, existing):
     run = tmp_path / "run"
     run.mkdir()
     (run / existing).write_text("")  # as a killed run leaves it
-    with pytest.raises(ConfigError, match=rf"already holds a run \({existing}\)"):
+    advice = "choose another folder, or resume that run"
+    advice += " from its beginning, because it has no checkpoint yet" * (existing == "config.json")
+    with pytest.raises(ConfigError, match=rf"already holds a run \({existing}\); {advice}$"):
         train_from_config(config_file, run_dir=run)
     with pytest.raises(ConfigError, match="already holds a run"):
         train(ecrl.init_state(small()), small(), run)

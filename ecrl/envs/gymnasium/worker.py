@@ -9,6 +9,7 @@ import math
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from copy import deepcopy
 from multiprocessing.connection import Connection
@@ -190,8 +191,27 @@ def success_of(info: dict[str, Any]) -> float | str:
 
 
 def error_text(error: BaseException) -> str:
-    """Return the type and message of an exception in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
+    """Return the type and message of an exception in one line, with the line of the environment's code.
+
+    >>> error_text(KeyError("b"))
+    "KeyError: 'b'"
+    """
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
+    frame = _user_frame(error)
+    return text if frame is None else f"{text} ({Path(frame.filename).name}:{frame.lineno})"
+
+
+def _user_frame(error: BaseException) -> traceback.FrameSummary | None:
+    """Return the innermost stack frame of an environment's code, or None if no frame belongs to an environment.
+
+    A frame of an installed package counts only if no other frame is outside of Gymnasium, ecrl and Python's library.
+    """
+    inside, python = {Path(str(gymnasium.__file__)).parent, Path(__file__).parents[2]}, Path(os.__file__).parent
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
+    frames = [frame for frame in frames if not inside & {*Path(frame.filename).parents}]
+    own = [frame for frame in frames if python not in Path(frame.filename).parents]
+    installed = [frame for frame in frames if "site-packages" in Path(frame.filename).parts]
+    return (own or installed or [None])[-1]
 
 
 def _open(env_id: str, kwargs: dict[str, Any], atari: dict[str, Any] | None, spec: bytes | None) -> gymnasium.Env:
