@@ -48,7 +48,7 @@ def _own_settings(config: Path) -> Row:
 
 
 def _settings_without_policy(config: Path) -> Row:
-    """Return the settings for rejax, whose networks are those of `rejax_minatar`."""
+    """Return the settings for rejax, which has the networks of `rejax_minatar` in place of the policy's networks."""
     return {section: value for section, value in _own_settings(config).items() if section != "policy"}
 
 

@@ -218,13 +218,22 @@ def _warn_of_duplicates(sources: Sequence[Source]) -> None:
             warnings.warn(f"{a.path} and {b.path} have the same config and seed; both are counted", stacklevel=3)
 
 
+def _without_seed(path: Path) -> str:
+    """Return the name of a run folder without the seed, which `train_many` appends.
+
+    >>> _without_seed(Path("outputs/learning_rate_0.001_seed_0")), _without_seed(Path("seed_0"))
+    ('learning_rate_0.001', 'seed_0')
+    """
+    return path.name.partition("_seed_")[0]
+
+
 def _with_unique_labels(sources: Sequence[Source]) -> list[Source]:
     """Make the labels of groups unique by appending the file or folder name, or the whole path if names are equal."""
     labelled = []
     for source in sources:
         first = {s.group: s.path for s in reversed(sources) if s.label == source.label}
-        path, names = first[source.group], [path.name for path in first.values()]
-        suffix = str(path) if len(set(names)) < len(names) else path.name.partition("_seed_")[0]
+        path, names = first[source.group], [_without_seed(path) for path in first.values()]
+        suffix = str(path) if len(set(names)) < len(names) else _without_seed(path)
         labelled.append(source._replace(label=f"{source.label}, {suffix}") if len(first) > 1 else source)
     return labelled
 

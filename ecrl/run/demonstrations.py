@@ -300,5 +300,10 @@ def _episode(fields: dict[str, Any], n: int, length: int) -> TensorDict:
     """Return the first `length` steps of environment n, without masked steps, from fields of shape `[T, N]`."""
     counted = torch.arange(length) if "mask" not in fields else fields["mask"][:length, n].nonzero()[:, 0]
     one = {name: field for name, field in fields.items() if name != "mask"}
+    if not len(counted):
+        raise UserError(
+            f"env {n}: the mask is False in all {length} steps of an episode, so there is nothing to record"
+        )
     taken = mapped(lambda x: x[counted, n].clone(), one, batch=lambda size: (len(counted), *size[2:]))
+    taken["done"][-1] = True  # also if the last step of the episode is masked
     return TensorDict(taken, [len(counted)])
