@@ -179,6 +179,10 @@ def _drop_invalidated(data: dict, path: str, value: Any) -> dict:
     return data
 
 
+def _in_two_units(name: str) -> str:
+    return f"sets {name!r} in another unit, and {name!r} is also given; keep one"
+
+
 def apply_overrides(raw: RawConfig, overrides: Mapping[str, Any]) -> RawConfig:
     """Apply overrides to the config.
 
@@ -194,9 +198,7 @@ def apply_overrides(raw: RawConfig, overrides: Mapping[str, Any]) -> RawConfig:
         values[path] = key, value
     for old, new in COUNT_KEYS.items():
         if old in values and new in values:
-            own_name = new.removeprefix("trainer.")
-            problem = f"sets {own_name!r} in another unit, and {own_name!r} is also given; keep one"
-            faults.append((split_path(values[old][0]), problem))
+            faults.append((split_path(values[old][0]), _in_two_units(new.removeprefix("trainer."))))
     for path in sorted(values, key=lambda path: (path.count("."), path.rpartition(".")[2] not in SETTINGS)):
         (key, value), loc = values[path], split_path(path)
         value = _expand_env_name({path: value})[path]
@@ -244,9 +246,7 @@ def convert_counts(raw: RawConfig, defaults: Mapping[str, Any]) -> RawConfig:
             continue
         count = trainer.pop(name)
         if own_name in trainer:
-            faults.append(
-                (split_path(old), f"sets {own_name!r} in another unit, and {own_name!r} is also given; keep one")
-            )
+            faults.append((split_path(old), _in_two_units(own_name)))
         elif trainer.get("distributed") is True:
             faults.append((split_path(old), f"is only for runs of one process; in a distributed run, set {own_name!r}"))
         else:

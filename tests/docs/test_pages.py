@@ -21,6 +21,7 @@ from tensordict import TensorDict
 
 import ecrl
 from ecrl.config import config_from_dict, presets
+from ecrl.kernels import ppo_loss_clipped_value, standardize
 
 SKIPPED = {
     r"git clone ": "there is no network",
@@ -64,6 +65,26 @@ def _after_kernels(names: dict[str, Any]) -> None:
         advantage = delta + 0.99 * 0.95 * (1 - dones[t + 1]) * advantage
         torch.testing.assert_close(names["advantage"][t], advantage)
     assert 0 < dones.sum() < dones.numel()
+    draws = torch.randn(6, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    log_prob, old, raw, value, old_value, target = 0.3 * draws
+    advantage = (raw - raw.mean()) / (raw.std() + 1e-8)  # this and the next lines are those of ppo.py
+    ratio = (log_prob - old).exp()
+    policy_loss = torch.max(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2)).mean()
+    clipped = old_value + (value - old_value).clamp(-0.2, 0.2)
+    value_loss = 0.5 * torch.max((value - target) ** 2, (clipped - target) ** 2).mean()
+    loss, _ = ppo_loss_clipped_value(
+        log_prob=log_prob,
+        old_log_prob=old,
+        advantage=standardize(raw, eps=1e-8),
+        entropy=torch.zeros_like(value),
+        value=value,
+        old_value=old_value,
+        value_target=target,
+        clip_coef=0.2,
+        vf_coef=0.5 * 0.5,
+        ent_coef=0.0,
+    )
+    torch.testing.assert_close(loss, policy_loss + 0.5 * value_loss)
 
 
 def _after_migration(names: dict[str, Any]) -> None:
