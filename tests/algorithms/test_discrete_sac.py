@@ -137,6 +137,7 @@ def test_the_length_of_an_iteration_changes_no_bit():
     assert_same_for_lengths(small(**LEARNING, **changes), (1, 8))
 
 
+@pytest.mark.long
 def test_traced_graphs_equal_the_eager_run():
     traced, eager = assert_traced_equals_eager(small(**LEARNING))
     assert torch.equal(traced["replay", "steps", "action"], eager["replay", "steps", "action"])

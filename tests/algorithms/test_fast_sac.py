@@ -103,6 +103,7 @@ def test_the_length_of_an_iteration_changes_no_bit(changes, sizes):
     assert_same_for_lengths(continuous("fast_sac", **LEARNING, **changes), sizes)
 
 
+@pytest.mark.long
 def test_traced_graphs_equal_the_eager_run():
     assert_traced_equals_eager(
         continuous("fast_sac", **LEARNING, **{"algorithm.cfg.gradient_steps": 2, "algorithm.cfg.policy_delay": 2})

@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.catch import NETWORK, catching
 from support.checks import close
+from support.long_cases import long_except
 from support.small_runs import last_state, same
 from torch.func import vmap
 
@@ -57,7 +58,7 @@ def agent(name: str, **changes: Any) -> ecrl.Config:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["image", "dict", pytest.param("dqn stack", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", long_except(["dict"], ["image", "dict", "dqn stack"]))
 def test_an_agent_learns_to_catch(name):
     longer = {"trainer.iterations": 120}
     if not name.startswith("dqn"):
@@ -68,13 +69,7 @@ def test_an_agent_learns_to_catch(name):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("traced_or_compiled")
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in ("dict", "stack and memory", "dqn stack") else pytest.param(name, marks=pytest.mark.long)
-        for name in AGENTS
-    ],
-)
+@pytest.mark.parametrize("name", long_except(["stack and memory"], AGENTS))
 def test_a_compiled_run_equals_an_eager_one(name):
     eager, compiled = (last_state(agent(name, **{"env.cfg.steps": 5, "trainer.compile": c})) for c in ("off", "on"))
     for path, leaf in eager["params"].items(True, True):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.checks import close
 from support.command_line import called
+from support.long_cases import long_except
 from support.small_runs import last_state, same
 from support.tiny_pi0 import CHUNK, NUMBERS, checkpoint, flowing, write_checkpoint, write_statistics
 from tensordict import TensorDict
@@ -76,7 +77,7 @@ def distance_to_teacher(cfg, state, teacher):
     return float((one - two).abs().mean())
 
 
-@pytest.mark.parametrize("changes", [{}, ADAPTERS], ids=["all weights", "adapters"])
+@pytest.mark.parametrize("changes", long_except([{}], [{}, ADAPTERS]), ids=["all weights", "adapters"])
 def test_bc_clones_actions_with_flow_matching(tmp_path, changes):
     """The demonstrations are actions of another checkpoint."""
     teacher = flowing("grpo", **{"policy.vla.model_path": checkpoint(1)})

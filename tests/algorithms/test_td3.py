@@ -21,6 +21,7 @@ from support.continuous_agents import (
     transitions,
 )
 from support.graphs import traced_only
+from support.long_cases import long_except
 from support.run_checks import (
     assert_compiled_equals_eager,
     assert_resumes,
@@ -123,7 +124,7 @@ def test_the_length_of_an_iteration_changes_no_bit(name, changes, sizes):
     assert_same_for_lengths(continuous(name, **LEARNING, **changes), sizes)
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", long_except(["td3"], STEPS))
 def test_traced_graphs_equal_the_eager_run(name):
     assert_traced_equals_eager(continuous(name, **LEARNING, **{"algorithm.cfg.gradient_steps": 2}))
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.checks import assert_pure, close
 from support.dots import reaching
+from support.long_cases import long_except
 from support.small_runs import last_state, same
 from support.token_agent import speaking
 from tensordict import TensorDict
@@ -330,7 +331,7 @@ def test_an_iteration_is_pure_and_vmaps_over_seeds(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*RUNS, "ppo"])
+@pytest.mark.parametrize("name", long_except(["sequence", "ppo"], [*RUNS, "ppo"]))
 @pytest.mark.usefixtures("traced_or_compiled")
 def test_compiled_equals_eager(name):
     ppo = {"ratio": "token", "batch_size": 16, "n_epochs": 2}

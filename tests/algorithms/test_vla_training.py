@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.checks import close
 from support.dots import reaching, scenes
+from support.long_cases import long_except
 from support.small_runs import last_state, same
 from support.token_agent import speaking
 from tensordict import TensorDict
@@ -145,7 +146,7 @@ def test_compiled_equals_eager(algorithm, decoding):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("decoding", DECODINGS)
+@pytest.mark.parametrize("decoding", long_except(["parallel"], DECODINGS))
 @pytest.mark.usefixtures("traced_or_compiled")
 def test_one_graph_that_is_traced_once(decoding):
     cfg = reaching("grpo", **{"policy.vla.decoding": decoding, "trainer.compile": "on"})

@@ -361,6 +361,7 @@ def test_a_difference_is_relative_and_nan_equals_only_nan():
     assert gpu.largest_difference(a, c)["difference"] == float("inf")
 
 
+@pytest.mark.long
 def test_a_config_that_takes_too_long_on_a_gpu_is_one_row(monkeypatch):
     fakes = {"quick": ("builtins:dict", {"difference": 0.0}), "slow": ("subprocess:run", {"args": ["sleep", "60"]})}
     monkeypatch.setattr(gpu, "CONFIGS", ("quick", "slow", "missing"))

@@ -44,7 +44,7 @@ def test_rare_updates_are_one_evaluation_each():
     assert [(row["steps"], row["episodes"]) for row in result["curve"]] == [(400, 20), (800, 20), (1200, 100)]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.ref
 @pytest.mark.parametrize("config", ["cartpole_dqn", "pendulum_td3"])
 def test_stable_baselines_learns_from_replay(tmp_path, config):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.checks import close
+from support.long_cases import long_except
 from support.small_runs import small
 from tensordict import TensorDict
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -92,7 +93,7 @@ def assert_close(a, b):
         close(actual, expected_leaf)
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+@pytest.mark.parametrize("algorithm", long_except(["ppo"], ["ppo", "grpo"]))
 def test_iterations_agree_with_eager_for_any_seed_and_rate_after_one_capture(replayer, algorithm):
     eager = config(algorithm)
     cfg = eager.replace(**{"trainer.compile": "on"})
@@ -142,9 +143,7 @@ ON_HOST = "mountain_car_continuous_ppo"  # Gymnasium's: the functions around the
 
 @pytest.mark.slow
 @pytest.mark.parametrize("replayer", ["as it is"], indirect=True)
-@pytest.mark.parametrize(
-    "name", ["cartpole_ppo", ON_HOST] + [pytest.param(name, marks=pytest.mark.long) for name in SHIPPED[1:]]
-)
+@pytest.mark.parametrize("name", long_except([ON_HOST], [ON_HOST, *SHIPPED]))
 def test_shipped_configs_agree_with_eager(replayer, name):
     sizes = {"trainer.num_envs": 8, "trainer.buffer_size": 6, "trainer.compile": "off"}
     batch = {} if name.endswith("apg") else {"algorithm.cfg.batch_size": 20}  # the third one of a pass is padded
@@ -188,6 +187,7 @@ def test_outputs_may_be_written_to(replayer):
     assert_close(again, copies)
 
 
+@pytest.mark.long
 def test_an_evaluation_in_between_captures_nothing_again(replayer):
     cfg = small(**{"trainer.compile": "on", "trainer.iterations": 3})
     counts = [replayer.captured]

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from support.graphs import needs_cpu_compiler
+from support.long_cases import long_except
 from torch import Tensor
 
 from ecrl.compile import cpu
@@ -119,10 +120,7 @@ EACH_ONCE.add((of_parts, swap))
 
 @needs_cpu_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("form", "body"),
-    [pair if pair in EACH_ONCE else pytest.param(*pair, marks=pytest.mark.long) for pair in PAIRS],
-)
+@pytest.mark.parametrize(("form", "body"), long_except(EACH_ONCE, PAIRS))
 def test_a_compiled_step_equals_eager(form, body, monkeypatch):
     monkeypatch.setitem(cpu._OPTIONS, "force_disable_caches", True)
     carry, xs, weights, start = arguments()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.checks import close
 from support.graphs import graph_of
+from support.long_cases import long_except
 from support.small_runs import small
 from tensordict import TensorDict
 
@@ -224,7 +225,7 @@ def _close_states(many, states):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+@pytest.mark.parametrize("algorithm", long_except(["ppo"], ["ppo", "grpo"]))
 @pytest.mark.usefixtures("traced_or_compiled")
 def test_a_batch_of_runs_equals_single_runs_with_the_same_numbers(algorithm):
     """Seeds, learning rates, entropy and clip coefficients; nothing is compiled for other ones."""

@@ -143,6 +143,7 @@ def test_algorithms(page):
     assert len(BLOCKS) == 13 and names["cfg"].policy.name == "my_q" and _moved(names)
 
 
+@pytest.mark.long
 def test_running_the_page_again_is_fine_and_its_parts_are_those_it_names(page):
     names = page(len(BLOCKS))
     for block in BLOCKS:

@@ -18,6 +18,7 @@ from support.gymnasium_workers import (
     no_orphan,  # noqa: F401  (a fixture for every test here)
     workers,
 )
+from support.long_cases import long_except
 from support.small_runs import small
 
 from ecrl.envs import make_env
@@ -174,7 +175,7 @@ sys.stdin.readline()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["killed", "exit"])
+@pytest.mark.parametrize("end", long_except(["killed"], ["killed", "exit"]))
 def test_workers_end_with_their_parent_however_it_ends(end, tmp_path):
     """A hanging worker also ends: the parent is killed while it waits for the third step."""
     pipe, mark = subprocess.PIPE, tmp_path / "hangs"

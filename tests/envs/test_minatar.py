@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.long_cases import long_except
 from support.small_runs import small
 
 from ecrl import rng
@@ -430,9 +431,7 @@ def test_random_play_ends_and_has_known_rewards(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [name if name == "seaquest" else pytest.param(name, marks=pytest.mark.long) for name in CHANNELS]
-)
+@pytest.mark.parametrize("name", long_except(["breakout"], CHANNELS))
 def test_a_run_trains_on_them(name, traced_or_compiled):
     changes = {"env": {"name": f"minatar_{name}"}, "trainer.compile": "on", "trainer.iterations": 1}
     cfg = small(**changes)

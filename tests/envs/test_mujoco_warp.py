@@ -9,6 +9,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from support.checks import assert_pure
+from support.long_cases import long_except
 from torch.testing import assert_close
 
 pytest.importorskip("mujoco_warp", reason="needs the extra warp")
@@ -187,7 +188,7 @@ def test_every_field_that_may_vary_is_tried():
     assert VARIES.keys() == warp_model.VARIES.keys()
 
 
-@pytest.mark.parametrize("field", [x if x in QUICK else pytest.param(x, marks=pytest.mark.long) for x in VARIES])
+@pytest.mark.parametrize("field", long_except(QUICK, VARIES))
 def test_what_varies_varies_as_in_mujoco_and_leaves_no_trace(field):
     name, value = VARIES[field]
     m = text_model(LIMITED)

@@ -141,7 +141,7 @@ def test_a_short_run_ends_before_the_process_and_stops_it(monkeypatch):
     assert [one.poll() for one in started] == [-9, -9]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_another_process_compiles_the_run(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     cfg = small(**BACKGROUND, **{"trainer.iterations": 10**6})

@@ -308,8 +308,8 @@ MEBIBYTE = 2**20
 @pytest.mark.parametrize(
     ("form", "draws"),
     [
-        ("off", "uniform"),
         ("off", "prioritized"),
+        pytest.param("off", "uniform", marks=pytest.mark.long),
         pytest.param("on", "prioritized", marks=pytest.mark.long),
         pytest.param("on", "uniform", marks=pytest.mark.long),
     ],

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 from support.graphs import traced_only
+from support.long_cases import long_except
 from support.small_runs import NET, last_state, same, small
 from tensordict import TensorDict
 
@@ -165,11 +166,8 @@ def graphs():
         yield names
 
 
-LONG = [pytest.param(cfg, marks=pytest.mark.long) for cfg in (*CONFIGS[1:4], *CONFIGS[5:10], *CONFIGS[11:])]
-SHORT = [pytest.param(CONFIGS[0], marks=pytest.mark.slow), CONFIGS[4], CONFIGS[10]]
-
-
-@pytest.mark.parametrize("cfg", [*SHORT, *LONG], ids=lambda cfg: cfg.algorithm.name)
+@pytest.mark.slow
+@pytest.mark.parametrize("cfg", long_except(CONFIGS[:1], CONFIGS), ids=lambda cfg: cfg.algorithm.name)
 def test_a_run_with_other_numbers_compiles_nothing(graphs, cfg: Config):
     cfg = cfg.replace(**{"trainer.iterations": 2})
     last_state(cfg)

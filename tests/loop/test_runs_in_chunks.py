@@ -4,6 +4,7 @@ import pytest
 import torch
 from support.checks import close
 from support.chunks import chunked as by_hand
+from support.long_cases import long_except
 from support.off_policy_agents import agent
 from support.small_runs import NET, PUSH, TILT, last_state, same, small
 
@@ -295,10 +296,7 @@ COMPILED = {
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("traced_or_compiled")
-@pytest.mark.parametrize(
-    "name",
-    [name if name in ("ppo", "apg", "discrete") else pytest.param(name, marks=pytest.mark.long) for name in COMPILED],
-)
+@pytest.mark.parametrize("name", long_except(("ppo", "discrete"), COMPILED))
 def test_a_compiled_run_equals_an_eager_one(name):
     eager, compiled = (last_state(COMPILED[name].replace(**{"trainer.compile": form})) for form in ("off", "on"))
     assert int(eager["sample_step"]) == int(compiled["sample_step"]) > int(eager["decision_step"])

@@ -337,8 +337,8 @@ def localise(decoding, steps, size=32):
     return policy, params.detach()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("decoding", ["parallel", pytest.param("autoregressive", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("decoding", ["parallel", "autoregressive"])
 def test_the_network_finds_what_the_instruction_names(decoding):
     """New scenes; with another instruction, the policy goes to the other dot."""
     policy, params = localise(decoding, 450)

@@ -272,7 +272,7 @@ def test_all_ranks_stop_where_an_environment_on_the_host_of_one_pays_nan(tmp_pat
     assert json.loads((crash / "report.json").read_text())["met"][0] == "reward"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_restarted_ranks_refuse_the_folder_of_another_run(tmp_path):
     path, old = ranks_killed.config(tmp_path), {"config.json": "{}", "metrics.jsonl": '{"sample_step": 1}\n'}
     (tmp_path / "run").mkdir()

@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 from support.command_line import called
+from support.graphs import traced_only
 from support.small_runs import small
 
 from ecrl.compile.jit import compiler_fault
 from ecrl.errors import ConfigError
+from ecrl.loop.iteration import init_state
 from ecrl.run.compile_ahead import compile_ahead
+from ecrl.run.train import train
 
 DQN = {"name": "dqn", "cfg": {"capacity": 256, "batch_size": 8, "learning_starts": 64}}
 EVALUATION = {"trainer.enable_eval": True, "trainer.eval_freq": 64, "trainer.num_eval_episodes": 2}
@@ -21,7 +24,9 @@ from ecrl import init_state, train
 from ecrl.config import config_from_dict
 cfg = config_from_dict(json.loads(sys.argv[2]))
 if sys.argv[1] == "compile":
-    from ecrl.run.compile_ahead import compile_ahead
+    from ecrl.loop.iteration import init_state
+from ecrl.run.compile_ahead import compile_ahead
+from ecrl.run.train import train
     print(len(compile_ahead(cfg)))
 else:
     train(init_state(cfg), cfg, progress=False)
@@ -33,20 +38,29 @@ def stored(folder: Path) -> set[str]:
     return {str(path) for path in folder.rglob("*") if path.suffix in (".so", ".cpp") or "fxgraph" in path.parts}
 
 
-@pytest.mark.parametrize(
-    ("changes", "graphs"),
-    [
-        pytest.param({}, 2, marks=pytest.mark.slow, id="ppo: iteration and evaluation"),
-        pytest.param(
-            {"algorithm": DQN, "policy": {"name": "q_network"}},
-            3,
-            marks=pytest.mark.long,
-            id="dqn: before learning, learning and evaluation",
-        ),
-    ],
-)
+RUNS = {
+    "ppo: iteration and evaluation": ({}, 2),
+    "dqn: before learning, learning and evaluation": ({"algorithm": DQN, "policy": {"name": "q_network"}}, 3),
+}
+OTHER = {"trainer.seed": 7, "algorithm.cfg.learning_rate": 0.01, "trainer.iterations": 5}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_has_no_other_functions_than_those_compiled_ahead(name):
+    changes, graphs = RUNS[name]
+    cfg = small(**changes, **EVALUATION, **{"trainer.compile": "on"})
+    with traced_only() as functions:
+        assert len(compile_ahead(cfg)) == len(functions) == graphs
+        later = cfg.replace(**OTHER)
+        train(init_state(later), later, progress=False)
+        assert len(functions) == graphs
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", RUNS)
 @pytest.mark.skipif(compiler_fault() is not None, reason="needs a C++ compiler")
-def test_a_run_compiles_nothing_that_was_compiled_ahead(changes, graphs, tmp_path):
+def test_a_run_compiles_nothing_that_was_compiled_ahead(name, tmp_path):
+    changes, graphs = RUNS[name]
     cfg = small(**changes, **EVALUATION, **{"trainer.compile": "on"})
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
 
@@ -57,7 +71,7 @@ def test_a_run_compiles_nothing_that_was_compiled_ahead(changes, graphs, tmp_pat
     assert int(run("compile", cfg)) >= graphs
     files = stored(tmp_path)
     assert files
-    run("train", cfg.replace(**{"trainer.seed": 7, "algorithm.cfg.learning_rate": 0.01, "trainer.iterations": 5}))
+    run("train", cfg.replace(**OTHER))
     assert stored(tmp_path) == files
 
 

@@ -179,8 +179,8 @@ def test_wandb_is_not_imported_unless_used_and_leaves_training_as_it_is(offline)
     assert offline[1]["same"] is True
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("server", ["refuses", pytest.param("is silent", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("server", ["refuses", "is silent"])
 def test_a_server_that_does_not_answer_leaves_the_run_as_it_is(server, tmp_path):
     pytest.importorskip("wandb")
     with socket.socket() as listener:

@@ -1,7 +1,7 @@
-"""Memory of a run with a replay buffer of a GiB, in a process of its own.
+"""Memory of a run with a large replay buffer, in a process of its own.
 
-`python tests/support/buffer_memory.py FORM FOLDER` prints JSON, in bytes: one copy of each field of the buffer's steps,
-the final observations, and the largest rise of the resident memory in a run that saves three checkpoints, in its
+`python tests/support/buffer_memory.py FORM ROWS FOLDER` prints JSON, in bytes: one copy of each field of the buffer's
+steps, the final observations, and the largest rise of the resident memory in a run that saves three checkpoints, in its
 resumption, in `save` and in a copy of the buffer.
 """
 
@@ -63,12 +63,12 @@ def go_on(folder: Path) -> None:
     run_config(None, None, folder, {"trainer.iterations": 8}, folder, True, False)
 
 
-def main(form: str, folder: Path) -> None:
+def main(form: str, rows: int, folder: Path) -> None:
     """Measure, and print the figures."""
     torch.set_num_threads(1)
     begin(folder / "small", config(form, 100))  # imports everything, and warms the compiler up
     go_on(folder / "small")
-    cfg = config(form, 1_000_000)
+    cfg = config(form, rows)
     with Rise() as run:
         begin(folder / "run", cfg)
     with Rise() as resumed:
@@ -83,4 +83,4 @@ def main(form: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
