@@ -42,8 +42,9 @@ def exploit_and_explore(
         ranges: lower and upper bounds of each hyperparameter that changes, by its name in `state["hyper"]`.
 
     Returns: the new states, and the index of each run's parent, int64 `[M]`.
-    Raises: ConfigError for a hyperparameter that the states do not have, or for a factor of at most 0; UserError if
-        `states` does not hold stacked states; ValueError if `count` is out of range or `fitness` has another shape.
+    Raises: ConfigError for a hyperparameter that the states do not have, for `gamma` if actions are chunks, or for a
+        factor of at most 0; UserError if `states` does not hold stacked states; ValueError if `count` is out of range
+        or `fitness` has another shape.
     Source: Jaderberg et al. 2017, arXiv:1711.09846.
 
     >>> from ecrl import init_state, load_config
@@ -65,6 +66,11 @@ def exploit_and_explore(
     for name in ranges:
         if name not in known:
             raise ConfigError(f"ranges: {name}: no hyperparameter of this name; {did_you_mean(name, known)}")
+    if "gamma" in ranges and "decision_step" in states:
+        raise ConfigError(
+            "ranges: gamma: steps inside an action chunk are discounted with the config's gamma, so it cannot change; "
+            "leave gamma out"
+        )
     if not factor > 0.0:
         raise ConfigError(f"factor: {factor}; expected a number above 0")
     keys = rng.split(key, 1 + len(ranges))

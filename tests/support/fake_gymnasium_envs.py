@@ -133,6 +133,9 @@ class Count(gymnasium.Env):
             reward, terminated = np.array([reward]), np.array([terminated])
         if self._fails("two rewards") and self._steps == 3:
             reward = np.array([1.0, 2.0])
+        if self._steps == 3:
+            reward = None if self._fails("no reward") else reward
+            terminated = None if self._fails("no flag") else terminated
         return obs, reward, terminated, self._since == 3, info
 
     def close(self):

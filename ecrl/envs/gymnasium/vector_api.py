@@ -98,15 +98,18 @@ def one_per_env(values: Sequence[Any], dtype: Any, name: str) -> Tensor:
     >>> one_per_env([1, np.array([2.0])], np.float32, "reward")
     tensor([1., 2.])
     """
-    with contextlib.suppress(TypeError, ValueError):  # ten times as fast as the loop below
-        return torch.from_numpy(np.array(values, dtype).reshape(len(values)))
+    if not any(value is None for value in values):  # NumPy converts None to NaN or False
+        with contextlib.suppress(TypeError, ValueError):  # ten times as fast as the loop below
+            return torch.from_numpy(np.array(values, dtype).reshape(len(values)))
     numbers = []
     for i, value in enumerate(values):
         try:
+            if value is None:
+                raise TypeError
             numbers.append(np.asarray(value, dtype).reshape(()))
         except (TypeError, ValueError):
             text = " ".join(repr(value).split())[:80]
-            raise BadValue(f"returned the {name} {text}, expected one number", i) from None
+            raise BadValue(f"returned {name} = {text}, expected one number", i) from None
     return torch.from_numpy(np.array(numbers, dtype))
 
 
