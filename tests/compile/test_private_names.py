@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.private_torch import is_private, names_in, private_parts
+from support.private_torch import Part, is_private, names_in, private_parts
 from support.without_a_name import owner_of
 
-PARTS = private_parts()
 DESIGN = Path(__file__).parents[2] / "docs/design.md"
 TORCH_NEEDS = {
     "torch._ops.OpOverload": "torch.library.register_fake and register_vmap",
@@ -20,12 +19,19 @@ TORCH_NEEDS = {
     "torch._ops.OpOverload._schema": "torch cannot register an operation without it",
 }
 """Names that cannot be removed, because public functions of torch use them."""
-REMOVED = {name: part for name, part in PARTS.items() if name not in TORCH_NEEDS}
-SAMPLE = [
-    next(name for name, part in REMOVED.items() if file in part.files)
-    for file in ("tracing_state.py", "compile/trace.py", "compile/cpu_philox.py")
-]
-"""A name that eager runs use, one of the tracer and one of the code generation."""
+SAMPLE = ("tracing_state.py", "compile/trace.py", "compile/cpu_philox.py")
+"""Files of a name that eager runs use, of one of the tracer and of one of the code generation."""
+
+
+@pytest.fixture(scope="module")
+def parts() -> dict[str, Part]:
+    return private_parts()
+
+
+@pytest.fixture(scope="module")
+def removed(parts) -> dict[str, Part]:
+    """Return the names that can be removed."""
+    return {name: part for name, part in parts.items() if name not in TORCH_NEEDS}
 
 
 @pytest.mark.parametrize(
@@ -48,16 +54,16 @@ def test_private_names_are_found_in_a_source(source, expected):
     assert names_in(source, {"_own"}) == expected
 
 
-def test_every_private_name_is_known():
-    assert len(PARTS) > 40 and all(map(is_private, PARTS))
-    assert not [name for name in PARTS if name.startswith("unknown owner")], "add its class to OWNERS"
-    assert TORCH_NEEDS.keys() <= PARTS.keys()
+def test_every_private_name_is_known(parts, removed):
+    assert len(parts) > 40 and all(map(is_private, parts))
+    assert not [name for name in parts if name.startswith("unknown owner")], "add its class to OWNERS"
+    assert TORCH_NEEDS.keys() <= parts.keys()
     if torch.__version__ >= "2.13":
         importlib.import_module("torch._inductor.compile_fx")  # first: others import one another in circles
-        assert [name for name in REMOVED if not hasattr(owner_of(name), name.split(".")[-1])] == []
+        assert [name for name in removed if not hasattr(owner_of(name), name.split(".")[-1])] == []
 
 
-def test_the_table_names_the_private_parts_of_the_sources():
+def test_the_table_names_the_private_parts_of_the_sources(parts):
     section = DESIGN.read_text(encoding="utf-8").split("## Private parts of torch\n")[1].split("\n## ")[0]
     listed = {}
     for row in re.findall(r"^\| (`torch.*)\|$", section, re.M):
@@ -68,17 +74,17 @@ def test_the_table_names_the_private_parts_of_the_sources():
             prefix = full.rpartition(".")[0]
             assert full not in listed, f"{full} is in two rows"
             listed[full] = {*files}
-    assert listed.keys() == PARTS.keys()
-    for name, part in PARTS.items():
+    assert listed.keys() == parts.keys()
+    for name, part in parts.items():
         assert {file.removeprefix("compile/") for file in part.files} <= listed[name], name
 
 
-def check_runs(names, cache):
+def check_runs(parts, names, cache):
     """Train without each name: eager with one warning, or compiled without the part."""
     script = Path(__file__).parents[1] / "support/without_a_name.py"
     env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
     env |= {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0"}  # code is written again, so that each part is used
-    args = [f"{REMOVED[name].kind}:{name}" for name in names]
+    args = [f"{parts[name].kind}:{name}" for name in names]
     done = subprocess.run([sys.executable, script, *args], capture_output=True, text=True, env=env)
     runs = [line.split()[:4] for line in done.stdout.splitlines()]
     assert [run[0] for run in runs] == names, done.stderr[-3000:]
@@ -86,10 +92,11 @@ def check_runs(names, cache):
 
 
 @pytest.mark.slow
-def test_runs_without_a_private_name_train(tmp_path):
-    check_runs(SAMPLE, tmp_path)
+def test_runs_without_a_private_name_train(removed, tmp_path):
+    names = [next(name for name, part in removed.items() if file in part.files) for file in SAMPLE]
+    check_runs(removed, names, tmp_path)
 
 
 @pytest.mark.long
-def test_runs_without_any_one_private_name_train(tmp_path):
-    check_runs(list(REMOVED), tmp_path)
+def test_runs_without_any_one_private_name_train(removed, tmp_path):
+    check_runs(removed, list(removed), tmp_path)
