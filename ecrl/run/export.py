@@ -133,7 +133,10 @@ def _acting_module(
 
 def _reset_memory(carry: Tensor, first: Tensor, is_first: Tensor) -> Tensor:
     """Replace `carry` by the initial memory `first`, of shape `[1, ...]`, where `is_first` is True."""
-    return torch.where(is_first.reshape(-1, *[1] * (carry.ndim - 1)), first, carry)
+    resets = is_first.reshape(-1, *[1] * (carry.ndim - 1))
+    if carry.dtype == torch.bool:  # onnxruntime cannot run `where` of bools
+        return (resets & first) | (~resets & carry)
+    return torch.where(resets, first, carry)
 
 
 def _describe(name: str, tensor: Tensor, space: Space | None = None) -> dict[str, Any]:

@@ -114,14 +114,16 @@ def test_nothing_is_found_in_the_policies(name):
     assert check_policy(agent(name)).findings == []
 
 
-@pytest.mark.parametrize("name", ["image", "dict", "stack", "dqn stack"])
+@pytest.mark.parametrize("name", ["image", "dict", "stack", "stack and memory", "dqn stack"])
 def test_an_exported_policy_acts_alike(name, tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
     cfg = agent(name)
     state = init_state(cfg)
     with torch.no_grad():
         export(state, cfg, tmp_path)
         about = json.loads((tmp_path / "policy.json").read_text())
         module, run = torch.export.load(tmp_path / "policy.pt2").module(), build(cfg)
+        session = onnxruntime.InferenceSession(tmp_path / "policy.onnx")
         env, carry = run.env.reset(rng.split(rng.key(1), 4)), run.policy.init_carry(state["params"], 4)
         memory = {
             one["name"]: torch.zeros(4, *one["shape"][1:], dtype=getattr(torch, one["dtype"]))
@@ -138,6 +140,9 @@ def test_an_exported_policy_acts_alike(name, tmp_path):
             results = dict(zip([one["name"] for one in about["outputs"]], outputs, strict=True))
             carry, out = run.policy.act(state["params"], carry, env["obs"], None)
             assert torch.equal(results["action"], out["action"])
+            arrays = {key: x.numpy() for key, x in (inputs | first | memory).items()}
+            for ours, other in zip(outputs, session.run(None, arrays), strict=True):
+                close(torch.as_tensor(other), ours)
             memory = {name: results[f"next_{name}"] for name in memory}
             env = run.env.step(env, out["action"], run.env.draw(rng.split(rng.key(step), 4)))
 
