@@ -38,7 +38,8 @@ CLAIMS = {  # claims of a notebook about its run
     "05_push_cube": 'assert result["eval/success_rate"] >= 0.85',
     "06_off_policy": "assert curve[0] < 30 and max(curve[-5:]) > 100",
     "07_memory_and_images": "assert with_memory[-1] > 0.8 and without_memory[-1] < -0.3\n"
-    "assert returns[-1] > 2 * returns[0]",
+    "assert returns[-1] > 2 * returns[0]\n"
+    'assert cfg.policy.encoder is None and cfg.policy.actor.type == cfg.policy.critic.type == "cnn"',
     "08_vla": 'rates = {name: result["eval/success_rate"] for name, result in rates.items()}\n'
     'assert rates["clone"] > 0.3 and rates["after GRPO"] > rates["clone"] + 0.1\n'
     'assert rates["swapped instructions"] < 0.1',
