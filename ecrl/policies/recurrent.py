@@ -108,6 +108,7 @@ class Trunk(NamedTuple):
         features = self.features(weights, obs)
         if self.cell is None:
             return None, features
+        _check_batch(memory, features.shape[:-1])
         cell, x = CELLS[self.cell.type], cell_inputs(weights["cell"], features)
         after = cell.step(weights["cell"], dict(memory.items()), x)
         return TensorDict(after, features.shape[:-1]), after["h"]
@@ -120,9 +121,17 @@ class Trunk(NamedTuple):
         features = self.features(weights, steps["obs"])
         if self.cell is None:
             return features
+        _check_batch(memory, features.shape[:-2])
         done = steps["done"]
         is_first = torch.cat((torch.zeros_like(done[:, :1]), done[:, :-1]), 1)
         return unroll(self.cell, weights["cell"], dict(memory.items()), features, is_first)
+
+
+def _check_batch(memory: Any, batch: torch.Size) -> None:
+    """Raise ConfigError if the batch shape of the memory is not `batch`, the batch shape of the observations."""
+    if (found := memory["h"].shape[:-1]) != batch:
+        problem = f"the carry has the batch shape {list(found)}, but the observations have {list(batch)}"
+        raise ConfigError(f"policy recurrent: {problem}; pass one memory per environment")
 
 
 def make_trunk(cfg: RecurrentConfig, observation_space: Space, side: str) -> Trunk:

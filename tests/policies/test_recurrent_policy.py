@@ -317,6 +317,19 @@ def test_a_memory_of_another_network_is_refused(other, message):
         policy.act(policy.init(rng.key(0)), carry, torch.zeros(5, 3), None)
 
 
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_memory_of_other_environments_is_refused(cell):
+    policy = make_policy({**with_critic(), "cell": {"type": cell, "hidden_size": 8}}, VECTOR, CHOICE)
+    params = policy.init(rng.key(0))
+    carry = policy.init_carry(params, 3)
+    message = r"^policy recurrent: the carry has the batch shape \[3\], but the observations have \[5\]; pass one"
+    with pytest.raises(ConfigError, match=message):
+        policy.act(params, carry, torch.zeros(5, 3), None)
+    steps = TensorDict({"obs": torch.zeros(5, 2, 3), "done": torch.zeros(5, 2).bool()}, [5, 2])
+    with pytest.raises(ConfigError, match=message):
+        policy.value(params, carry, steps, None)
+
+
 def test_actor_and_critic_that_share_a_cell_read_the_same_observations():
     space = spaces.dict_space({"a": VECTOR, "b": VECTOR})
     policies = [
