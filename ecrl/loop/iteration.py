@@ -34,7 +34,7 @@ from ecrl.compile.jit import compilations_of
 from ecrl.compile.vmap import host_values, vmapped
 from ecrl.config import Config, total_steps
 from ecrl.distributed import any_rank, world_size
-from ecrl.errors import ConfigError
+from ecrl.errors import ConfigError, UserError
 from ecrl.kernels import episode_init, restarted
 from ecrl.loop.background import compiling_in_background, leaving_a_thread
 from ecrl.loop.buffers import (
@@ -240,6 +240,32 @@ def close(state: TensorDict, cfg: Config) -> None:
     build(cfg).env.close(cast(TensorDict, state["env"]))
 
 
+def _compare(state: TensorDict, new: TensorDict) -> None:
+    """Raise ConfigError for the first leaf whose shape or dtype differs, or that only one of the states has."""
+    expected, actual = (dict(td.flatten_keys("/").items()) for td in (new, state))
+    for name in sorted(expected.keys() | actual.keys()):
+        shapes = [list(td[name].shape) if name in td else "absent" for td in (actual, expected)]
+        dtypes = [str(td[name].dtype).removeprefix("torch.") if name in td else "absent" for td in (actual, expected)]
+        for actual_one, expected_one in (shapes, dtypes):
+            if actual_one != expected_one:
+                raise ConfigError(
+                    f"state: {name} is {actual_one}, the config makes it {expected_one}; use the config of its run"
+                )
+
+
+@contextmanager
+def explaining_other_networks(state: TensorDict, cfg: Config) -> Iterator[None]:
+    """If an error is raised because the networks of `state` are not those of the config, raise ConfigError instead."""
+    try:
+        yield
+    except (KeyError, RuntimeError, UserError):
+        run, key = build(cfg), rng.key(cfg.trainer.seed, device_of(cfg))
+        with ZerosWithoutMemory():
+            new = _state_without_env(run, cfg, key)
+        _compare(cast(TensorDict, state.select("params", "norm")), cast(TensorDict, new.select("params", "norm")))
+        raise
+
+
 def check_state(run: Run, state: TensorDict, cfg: Config) -> None:
     """Raise ConfigError if the leaves, the device or the data set of a state do not match the config.
 
@@ -252,16 +278,9 @@ def check_state(run: Run, state: TensorDict, cfg: Config) -> None:
     if state["key"].device != new["key"].device:  # `device_of(cfg)` may lack the device index
         raise ConfigError(f"state: is on {state['key'].device}, the config sets {device_of(cfg)}; use state.to(...)")
     _check_hyperparameters(state, cast(TensorDict, new["hyper"]))
-    expected, actual = (dict(td.flatten_keys("/").items()) for td in (new, state))
-    for name in sorted(expected.keys() | actual.keys()):
-        shapes = [list(td[name].shape) if name in td else "absent" for td in (actual, expected)]
-        dtypes = [str(td[name].dtype).removeprefix("torch.") if name in td else "absent" for td in (actual, expected)]
-        for actual_one, expected_one in (shapes, dtypes):
-            if actual_one != expected_one:
-                raise ConfigError(
-                    f"state: {name} is {actual_one}, the config makes it {expected_one}; use the config of its run"
-                )
+    _compare(state, new)
     check_data(run, state)
+    expected, actual = (dict(td.flatten_keys("/").items()) for td in (new, state))
     numbers = [name for name in expected if name.startswith("hyper/") and not torch.equal(actual[name], expected[name])]
     if numbers:
         differences = ", ".join(

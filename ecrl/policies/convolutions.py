@@ -21,7 +21,7 @@ from ecrl.policies.images import (
     check_image,
     describe,
     has_images,
-    is_image_part,
+    image_parts,
     layer_name,
     to_channels,
 )
@@ -260,7 +260,7 @@ class _KeypointsNetwork(nn.Module):
     def __init__(self, parts: dict[str, Space], is_dict: bool, cfg: KeypointsConfig, outputs: int):
         super().__init__()
         self.is_dict = is_dict
-        images = {name: part for name, part in parts.items() if is_image_part(part)} if is_dict else parts
+        images = image_parts(parts) if is_dict else parts
         self.others = dict_space({name: part for name, part in parts.items() if name not in images})
         width = flat_dim(self.others)
         self.names = tuple(images)
@@ -295,14 +295,15 @@ def keypoints(cfg: KeypointsConfig, space: Space, outputs: int) -> nn.Module:
     `last` is standardised before the softmax. Otherwise, an untrained network would have almost the same keypoints for
     all images. `temperature` is learnt and begins at 1.
 
-    Raises: SpaceError if no observation is an image, or if an image is inside a nested Dict.
+    Raises: SpaceError if no observation is an image, if an image is inside a nested Dict, or for an observation with
+        three axes that is not an image.
     Source: Levine et al. 2016, arXiv:1504.00702, sec. 5.1 (keypoints); Perez et al. 2018, arXiv:1709.07871 (FiLM).
     """
     parts: dict[str, Space] = dict(space.items) if isinstance(space, Dict) else {"image": check_image(space)}
     for name, part in parts.items():
         if isinstance(part, Dict) and has_images(part):
             raise SpaceError(f'expected images at the top level of the Dict, got an image inside {name!r}; use "fused"')
-    if not any(map(is_image_part, parts.values())) and isinstance(space, Dict):
+    if isinstance(space, Dict) and not image_parts(parts):
         names = ", ".join(f"{name}: {describe(part)}" for name, part in parts.items())
         raise SpaceError(f'expected at least one image, got {names}; use "mlp"')
     return _initialised(_KeypointsNetwork(parts, isinstance(space, Dict), cfg, outputs), cfg)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ecrl.config.model import Count
 from ecrl.errors import ConfigError
 from ecrl.policies.core import flatten
-from ecrl.policies.images import SpaceError, describe, has_images, is_image_part, layer_name
+from ecrl.policies.images import SpaceError, describe, has_images, image_parts, layer_name
 from ecrl.policies.mlp import ACTIVATIONS, Activation, MLPConfig, Width, build_mlp
 from ecrl.policies.networks import NetworkConfig, Pure, build_network, make_network
 from ecrl.registry import did_you_mean, register_network
@@ -81,7 +81,8 @@ def fused(cfg: FusedConfig, space: Space, outputs: int) -> nn.Module:
     An image for which the config names no encoder has the encoder `cnn`. Any other observation for which the config
     names no encoder is only flattened (see `ecrl.policies.flatten`).
 
-    Raises: SpaceError for an observation that is not a Dict. ConfigError for an encoder of an unknown observation, and
+    Raises: SpaceError for an observation that is not a Dict, and for an observation with three axes that is neither an
+        image nor has an encoder. ConfigError for an encoder of an unknown observation, and
         for a nested Dict with images but without an encoder.
     """
     if not isinstance(space, Dict):
@@ -95,7 +96,8 @@ def fused(cfg: FusedConfig, space: Space, outputs: int) -> nn.Module:
             problem = f"encoders: the network reads an image inside {name!r}, which has no encoder"
             raise ConfigError(f'{problem}; set encoders.{name}, such as to "fused"')
     default = EncoderConfig(type="cnn")  # pyright: ignore[reportCallIssue]
-    configs = {name: default for name, part in parts.items() if is_image_part(part)} | cfg.encoders
+    without_encoder = {name: part for name, part in parts.items() if name not in cfg.encoders}
+    configs = dict.fromkeys(image_parts(without_encoder), default) | cfg.encoders
     encoders: dict[str, nn.Module] = {
         name: _activated(build_network(one, parts[name], one.features, f"encoders.{name}"), one)
         for name, one in configs.items()

@@ -4,6 +4,7 @@ An image is a Box of shape `[h, w]`, `[h, w, c]` or `[c, h, w]`. The channel axi
 last axis, as in Stable-Baselines3. A stack of images (`Box.frames`) has one additional axis in front.
 """
 
+from collections.abc import Mapping
 from math import prod
 from typing import cast
 
@@ -48,6 +49,22 @@ def is_image_part(space: Space) -> bool:
     if not isinstance(space, Box) or not is_image_like(space):
         return False
     return len(space.frame_shape) == 3 or space.dtype == torch.uint8
+
+
+def image_parts(parts: Mapping[str, Space]) -> dict[str, Box]:
+    """Return the observations of a Dict that a network reads with convolutions by default (see `is_image_part`).
+
+    Raises: SpaceError for any other observation with three axes, because a network would read its pixels as a vector.
+
+    >>> from ecrl.spaces import box
+    >>> [*image_parts({"joints": box(-1.0, 1.0, 6), "camera": box(0, 255, 8, 8, 3, dtype=torch.uint8)})]
+    ['camera']
+    """
+    for name, part in parts.items():
+        if isinstance(part, Box) and len(part.frame_shape) == 3 and 0 not in part.shape and not is_image_like(part):
+            problem = f"expected integers from 0 or floats from 0 to 1 for the image {name!r}, got {describe(part)}"
+            raise SpaceError(f"{problem}; scale it and give its space these bounds, or flatten it if it is no image")
+    return {name: cast(Box, part) for name, part in parts.items() if is_image_part(part)}
 
 
 def has_images(space: Space) -> bool:

@@ -1,11 +1,11 @@
 """Sort the observations of the policy `vla` into images, an instruction and all other parts."""
 
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ecrl.errors import ConfigError
-from ecrl.policies.images import describe, has_images, is_image_part
+from ecrl.policies.images import SpaceError, describe, has_images, image_parts
 from ecrl.registry import did_you_mean
 from ecrl.spaces import Box, Dict, MultiDiscrete, Space, dict_space, flat_dim, without_mask
 
@@ -59,7 +59,10 @@ def vla_inputs(observation_space: Space, instruction: str | None) -> VLAInputs:
             "is not text"
         )
     words = (name, found.nvec) if isinstance(space, Dict) and isinstance(found, MultiDiscrete) else None
-    images = {name: cast(Box, part) for name, part in parts.items() if is_image_part(part)}
+    try:
+        images = image_parts(parts)
+    except SpaceError as error:
+        raise ConfigError(f"policy vla: {error}") from None
     left = {name: part for name, part in parts.items() if name not in images and (words is None or name != words[0])}
     others = dict_space(left) if isinstance(space, Dict) else space if left else Dict(())
     if not images and flat_dim(others) == 0:

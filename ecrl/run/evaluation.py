@@ -30,7 +30,7 @@ from ecrl.kernels import scan
 from ecrl.kernels.rollout import restarted_carry
 from ecrl.kernels.scan_loop import Scan
 from ecrl.loop.build import build, check_envs, device_of, with_eval_events, with_training_wrappers
-from ecrl.loop.iteration import is_due
+from ecrl.loop.iteration import explaining_other_networks, is_due
 from ecrl.loop.signals import interruptible
 from ecrl.loop.state_argument import check_state_argument
 from ecrl.policies import policy_params
@@ -191,16 +191,19 @@ def evaluate(
         has the success rate `eval/success_rate` and each metric as `eval/metrics/<name>`. The success rate and each
         metric are means over the episodes whose last step reports them. The finite guard does not check evaluations. If
         a reward is NaN or infinite, the mean return is therefore also NaN or infinite.
-    Raises: ConfigError if an argument is invalid, if both `env` and `videos` are given, or if the spaces of `env`
-        differ from the run's spaces (see `check_spaces`); UserError if `state` is not the state of a run, or if an
-        episode does not end.
+    Raises: ConfigError if an argument is invalid, if both `env` and `videos` are given, if the spaces of `env` differ
+        from the run's spaces (see `check_spaces`), or if `state` has networks of another config; UserError if `state`
+        is not the state of a run, or if an episode does not end.
     """
     check_state_argument(state, "params", "norm", "key")
     if env is not None and videos is not None:
         raise ConfigError(
             f"videos: {videos}: cameras record only the run's own environment, not {env}; leave out videos or env"
         )
-    with filming(cfg, None if videos is None else Path(videos)) as open_film:
+    with (
+        explaining_other_networks(state, cfg),
+        filming(cfg, None if videos is None else Path(videos)) as open_film,
+    ):
         return _evaluate_run(with_eval_events(build(cfg), cfg), state, cfg, num_episodes, env, open_film)
 
 

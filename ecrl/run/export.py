@@ -29,6 +29,7 @@ from torch.export import Dim, ExportedProgram
 from ecrl.config import Config
 from ecrl.envs import Env, make_env
 from ecrl.errors import UserError, extra
+from ecrl.loop.iteration import explaining_other_networks
 from ecrl.loop.state_argument import check_state_argument
 from ecrl.policies import make_policy, policy_params
 from ecrl.pytree import flatten
@@ -248,9 +249,9 @@ def export(state: TensorDict, cfg: Config, folder: str | Path) -> list[Path]:
     Returns: paths of the written files.
     Raises: UserError if torch.export or torch.onnx cannot trace the policy, if the extra `export` is missing, if two
         leaves of the observation have the same input name, if `folder` cannot be created, or if `state` is not the
-        state of a run. ConfigError if the policy has a format of its own, and `folder` exists, or the original
-        checkpoint does not match the run. If the extra is missing, or if only torch.onnx fails, policy.pt2 and
-        policy.json are still written.
+        state of a run. ConfigError if `state` has networks of another config. ConfigError if the policy has a format of
+        its own, and `folder` exists, or the original checkpoint does not match the run. If the extra is missing, or if
+        only torch.onnx fails, policy.pt2 and policy.json are still written.
     """
     check_state_argument(state, "params", "norm", "env", "sample_step")
     env, folder = make_env(cfg.env), Path(folder)
@@ -261,9 +262,10 @@ def export(state: TensorDict, cfg: Config, folder: str | Path) -> list[Path]:
     spaces = _leaves(env.observation_space)
     paths = _paths_by_name(spaces)
     example = {name: _zeros(state["env", "obs", *path]) for name, path in paths.items()}
-    module, memory = _acting_module(state, cfg, env, paths)
-    with _export_errors(cfg, "policy.pt2"):
-        program, out = _program(module, example | memory), module(**example, **memory)
+    with explaining_other_networks(state, cfg):
+        module, memory = _acting_module(state, cfg, env, paths)
+        with _export_errors(cfg, "policy.pt2"):
+            program, out = _program(module, example | memory), module(**example, **memory)
     action, *carry = out if memory else (out,)
     outputs = dict(zip([f"next_{name}" for name in memory if name != "is_first"], carry, strict=True))
     about = {

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from support.small_runs import small
+from support.small_runs import NET, small
 from tensordict import TensorDict
 
 import ecrl
-from ecrl.errors import UserError
+from ecrl.errors import ConfigError, UserError
 from ecrl.run.export import export
 from ecrl.run.video import record
 
@@ -59,3 +59,19 @@ def test_a_population_is_a_stack_of_states(states):
     line = f"^states: got {type(states).__name__}, expected the stacked states of the runs; stack them with torch.stack"
     with pytest.raises(UserError, match=line):
         ecrl.exploit_and_explore(states, torch.ones(2), ecrl.rng.key(0), count=1, factor=2.0, ranges={})
+
+
+RECURRENT = {"name": "recurrent", "cell": {"type": "gru", "hidden_size": 8}, "actor": NET, "critic": NET}
+OTHERS = {
+    "another policy": ({"policy": RECURRENT}, "params/actor/0.bias is [8], the config makes it absent"),
+    "another environment": ({"env": "pendulum"}, "params/actor/0.weight is [8, 4], the config makes it [8, 3]"),
+}
+
+
+@pytest.mark.parametrize("name", ["evaluate", "export"])
+@pytest.mark.parametrize("other", OTHERS)
+def test_networks_of_another_config_are_named(name, other, tmp_path):
+    changes, problem = OTHERS[other]
+    with pytest.raises(ConfigError) as error:
+        USES[name](ecrl.init_state(small()), small(**changes), tmp_path)
+    assert str(error.value) == f"state: {problem}; use the config of its run"

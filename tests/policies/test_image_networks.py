@@ -285,6 +285,8 @@ KNOWN = ("mlp", "cnn", "impala", "keypoints", "fused")
 NESTED = dict_space({"arm": BOTH, "camera": IMAGE})
 CHANNELS = box(0, 255, 4, 4, 3, **UINT8)
 EXPECTED = "expected an image [h, w], [h, w, c] or [c, h, w], of integers from 0 or of floats from 0 to 1, got"
+FLOATS = "expected integers from 0 or floats from 0 to 1 for the image 'second', got a Box [8, 8, 3] of float32 from 0"
+TWO = dict_space({"camera": IMAGE, "second": box(0.0, 255.0, 8, 8, 3)})
 REFUSED = [
     ("cnn", VECTOR, f'.type: cnn {EXPECTED} a Box [4] of float32 from -1 to 1; use "mlp"'),
     ("impala", Discrete(3), f'.type: impala {EXPECTED} a Discrete; use "mlp"'),
@@ -308,6 +310,8 @@ REFUSED = [
         IMAGE,
         '.type: fused expected a Dict of observations, got a Box [12, 10, 3] of uint8 from 0 to 255; use "cnn"',
     ),
+    ("keypoints", TWO, f".type: keypoints {FLOATS} to 255; scale it and give its space these bounds, or flatten it"),
+    ("fused", TWO, f".type: fused {FLOATS} to 255; scale it and give its space these bounds, or flatten it"),
     (block("cnn", kernel_sizes=[4, 6]), IMAGE, ".network_cfg.kernel_sizes[1]: 6 is above the 5x4 pixels that the"),
     ("cnn", CHANNELS, ".network_cfg.kernel_sizes[0]: 8 is above the 4x4 pixels that the convolution receives from"),
     (

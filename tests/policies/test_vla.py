@@ -371,6 +371,10 @@ WRONG = {
     "a number": ({"actions": box(-1.0, 1.0)}, r"^policy vla: expected Box actions .* got Box \[\]; use actor_critic$"),
     "no bounds": ({"actions": INFINITE}, r"^policy vla: not all bounds of the action space are finite"),
     "integers": ({"actions": box(0, 3, 2, dtype=torch.int64)}, r"^policy vla: actions of a Box \[2\] of int64"),
+    "a float image": (
+        {"observations": dict_space({"camera": CAMERA, "second": box(0.0, 255.0, 8, 8, 3)})},
+        r"^policy vla: expected integers from 0 or floats from 0 to 1 for the image 'second', got a Box \[8, 8, 3\] of",
+    ),
     "another horizon": (
         {"action_horizon": 8},
         r"^policy.vla.action_horizon: 8, but an action of the environment has 3 steps; set env.action_chunk to 8, or",
