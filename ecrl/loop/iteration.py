@@ -255,7 +255,7 @@ def _compare(state: TensorDict, new: TensorDict) -> None:
 
 @contextmanager
 def explaining_other_networks(state: TensorDict, cfg: Config) -> Iterator[None]:
-    """If an error is raised because the networks of `state` are not those of the config, raise ConfigError instead."""
+    """If the block fails and the config makes networks of other shapes than `state` has, raise ConfigError instead."""
     try:
         yield
     except (KeyError, RuntimeError, UserError):

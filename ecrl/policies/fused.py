@@ -82,8 +82,8 @@ def fused(cfg: FusedConfig, space: Space, outputs: int) -> nn.Module:
     names no encoder is only flattened (see `ecrl.policies.flatten`).
 
     Raises: SpaceError for an observation that is not a Dict, and for an observation with three axes that is neither an
-        image nor has an encoder. ConfigError for an encoder of an unknown observation, and
-        for a nested Dict with images but without an encoder.
+        image nor has an encoder. ConfigError for an encoder of an unknown observation, and for a nested Dict with
+        images but without an encoder.
     """
     if not isinstance(space, Dict):
         raise SpaceError(f'expected a Dict of observations, got {describe(space)}; use "cnn" or "mlp"')
