@@ -173,10 +173,7 @@ def test_a_schedule_of_the_whole_run_ends_with_the_run(name):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 @pytest.mark.parametrize(
     "name",
-    [
-        name if name in ("dqn", "pqn", "sac", "fast_td3") else pytest.param(name, marks=pytest.mark.long)
-        for name in AGENTS
-    ],
+    [name if name in ("dqn", "pqn", "sac") else pytest.param(name, marks=pytest.mark.long) for name in AGENTS],
 )
 def test_the_commands_train_resume_evaluate_plot_and_export_a_run(name, tmp_path, monkeypatch, capsys):
     evaluation = {"trainer.enable_eval": True, "trainer.eval_freq": N * T, "trainer.num_eval_envs": 2}

@@ -57,8 +57,8 @@ def action_at(policy: Policy, params: TensorDict, obs: list[float]) -> list[int]
 @pytest.mark.parametrize(
     ("env", "obs", "value", "action"),
     [
-        ("probe_constant", [0.0], [1.0], None),
-        ("probe_observation", [-1.0, 1.0], [-1.0, 1.0], None),
+        pytest.param("probe_constant", [0.0], [1.0], None, marks=pytest.mark.long),
+        pytest.param("probe_observation", [-1.0, 1.0], [-1.0, 1.0], None, marks=pytest.mark.long),
         ("probe_delay", [0.0, 1.0], [0.9, 1.0], None),
         ("probe_action", [0.0], [1.0], [1]),
         ("probe_match", [0.0, 1.0], [1.0, 1.0], [0, 1]),

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.long_cases import long_except
 
 HERE = Path(__file__).parent
 
@@ -41,7 +42,7 @@ def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(count):
 @pytest.mark.parametrize(
     ("flips", "cuts"), [pytest.param(20, 8, marks=pytest.mark.slow), pytest.param(1000, 100, marks=pytest.mark.long)]
 )
-@pytest.mark.parametrize("algorithm", ["ppo", "dqn"])
+@pytest.mark.parametrize("algorithm", long_except(["ppo"], ["ppo", "dqn"]))
 def test_damage_is_caught_and_the_checkpoint_before_is_used(flips, cuts, algorithm):
     lines = run_script("flips.py", "--flips", flips, "--cuts", cuts, "--algorithm", algorithm).splitlines()
     assert [line.split(" (")[0] for line in lines] == [f"flips: {flips} caught", f"truncations: {cuts} caught"]

@@ -15,6 +15,7 @@ import pytest
 import torch
 from support.command_line import called
 from support.fake_envs import LadderConfig  # noqa: F401  (registers ladder)
+from support.long_cases import long_except
 from support.small_runs import last_state, same, small
 
 import ecrl
@@ -234,7 +235,7 @@ def test_ctrl_c_returns_what_there_is(tmp_path, monkeypatch, capsys):
     assert f"interrupted at 64 env steps; the run's checkpoint is in {tmp_path / 'run'}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", long_except([signal.SIGTERM], [signal.SIGINT, signal.SIGTERM]))
 def test_a_signal_ends_a_run_saved_and_with_its_exit_status(config_file, number):
     data = small(**{"trainer.iterations": 10**6}).model_dump(mode="json")
     config_file.write_text(json.dumps(data))

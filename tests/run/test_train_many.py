@@ -219,7 +219,10 @@ def _compiled(**changes):
     return small(**{"trainer.compile": "on", "trainer.num_envs": 8, "trainer.iterations": 3} | changes)
 
 
-@pytest.mark.parametrize(("runs_per_call", "seeds"), [pytest.param(1, 2, marks=pytest.mark.traced), (2, 3)])
+@pytest.mark.parametrize(
+    ("runs_per_call", "seeds"),
+    [pytest.param(1, 2, marks=pytest.mark.traced), pytest.param(2, 3, marks=pytest.mark.long)],
+)
 def test_calls_at_the_same_time_give_the_results_of_one_thread(runs_per_call, seeds, monkeypatch):
     """A barrier in each call shows that two calls run at the same time."""
     barrier, inside, before = threading.Barrier(2), [], iteration._batch_iteration
