@@ -30,6 +30,7 @@ from ecrl.config.embodichain_releases import lower_name, lower_names, translate_
 from ecrl.config.files import read
 from ecrl.config.input_files import reason_to_refuse
 from ecrl.config.model import ConfigModel, Fault, Loc, format_path, format_value, known_keys, repeated_keys, sections_in
+from ecrl.config.other_libraries import UNBUILT
 from ecrl.errors import ConfigError
 from ecrl.registry import Entry, lookup, registered
 
@@ -95,6 +96,8 @@ def _inert_events(events: Any, entry: Entry | None) -> list[Fault]:
 def inert_keys_in(model: type, data: Any, path: Loc = ()) -> list[Fault]:
     """List the inert keys of a section and its subsections. Each Config model declares them in its attribute `inert`.
 
+    A key in `UNBUILT` is inert only if its value is empty.
+
     >>> class Shape(ConfigModel):
     ...     inert = {"texture": "shapes have a color"}
     >>> inert_keys_in(Shape, {"texture": "wood"})
@@ -104,7 +107,8 @@ def inert_keys_in(model: type, data: Any, path: Loc = ()) -> list[Fault]:
         return [fault for i, part in enumerate(data) for fault in inert_keys_in(model, part, (*path, i))]
     if not isinstance(data, dict) or not issubclass(model, ConfigModel):
         return []
-    faults = [((*path, key), model.inert[key]) for key in data if key in model.inert]
+    inert = [key for key in data if key in model.inert and not (key in UNBUILT and data[key])]
+    faults = [((*path, key), model.inert[key]) for key in inert]
     name: str
     for name, parts in data.items():
         key: str = model.other_names.get(name, name)
@@ -136,7 +140,7 @@ def _inert_settings(kind: str, data: dict[str, Any]) -> list[Fault]:
     if entry is None or not isinstance(cfg, dict):
         return []
     faults = inert_keys_in(entry.config, cfg, (kind, "cfg"))
-    known = known_keys(entry.config) | {path[2] for path, _ in faults}
+    known = known_keys(entry.config) | set(getattr(entry.config, "inert", ()))
     unknown = [key for key in cfg if key not in known and f"{kind}.cfg.{key}" in INERT]
     return [*faults, *(((kind, "cfg", key), INERT[f"{kind}.cfg.{key}"]) for key in unknown)]
 

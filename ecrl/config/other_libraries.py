@@ -25,13 +25,20 @@ KEYS = {
 }
 """Map the name of a setting in other libraries to ecrl's dotted key of the same setting."""
 
-ABSENT = {
+UNBUILT = {
+    "sensor": "put cameras into events and observations, and remove the key",
+    "articulation": "put articulated objects into an MJCF scene file, see mjcf, and remove the key",
+    "rigid_object_group": "list the objects in rigid_object, and remove the key",
+}
+"""Remedy for each key of EmbodiChain's scenes whose parts ecrl does not build. An empty list is ignored."""
+
+ABSENT = UNBUILT | {
     "physics_update_step": "an event does not step the physics; remove the key, and set init_pos to a position of rest",
     "recompute_inertia": "the inertia always follows from the mass; remove the key",
     "min_mass": "the lower end of mass_range is the smallest mass; remove the key",
     "attrs": "the robot's URDF or MJCF file defines its masses, frictions and gravity; remove the key",
 }
-"""Reason and remedy for each key of EmbodiChain's terms, events and robots that ecrl refuses.
+"""Reason and remedy for each key of EmbodiChain's scenes, terms, events and robots that ecrl refuses.
 
 `docs/migration.md` lists these keys.
 """

@@ -15,7 +15,7 @@ from ecrl import registry
 from ecrl.config import config_from_dict, load_config
 from ecrl.config.embodichain_releases import NO_LIMIT
 from ecrl.config.model import ConfigModel
-from ecrl.envs import Env
+from ecrl.envs import Env, make_env
 from ecrl.errors import ConfigError
 from ecrl.loop.build import build
 from ecrl.loop.iteration import crossed, init_state, train_iter
@@ -321,6 +321,28 @@ def test_another_name_of_the_drives():
         ConfigError, match=r"robot.joint_drive_props: another name of 'drive_pros', which is also given"
     ):
         config_from_dict(_with("env.cfg.robot", both))
+
+
+@pytest.mark.parametrize(
+    ("robot", "message"),
+    [
+        ({"fpath": "Franka/Panda.urdf"}, "robot.model: no such file 'Franka/Panda.urdf'"),
+        ({"class_type": "FrankaPanda"}, "robot.robot_type: unknown 'FrankaPanda'; known: CartPole, Finger, URRobot"),
+    ],
+)
+def test_a_robot_under_another_name_of_the_key_is_not_replaced_by_the_built_in_robot(robot, message):
+    cfg, messages = with_warnings(config_from_dict, _with("env.cfg.robot", robot))
+    assert messages == []
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        make_env(cfg.env)
+
+
+@pytest.mark.parametrize("key", ["sensor", "articulation", "rigid_object_group"])
+def test_parts_of_a_scene_that_ecrl_does_not_build(key):
+    with pytest.raises(ConfigError, match=rf"^config: env.cfg.{key}: unknown key; .*, and remove the key"):
+        config_from_dict(_with(f"env.cfg.{key}", [{"uid": "part"}]))
+    cfg, messages = with_warnings(config_from_dict, _with(f"env.cfg.{key}", []))
+    assert cfg == config_from_dict(CART_POLE) and len(messages) == 1
 
 
 # --- releases before v0.1.2 ---------------------------------------------------------------------------------------

@@ -191,11 +191,7 @@ class ComponentsConfig(ConfigModel):
 class RobotConfig(ConfigModel):
     """Config of the robot, which is built in, registered, or read from a URDF or MJCF file."""
 
-    other_names: ClassVar = {"joint_drive_props": "drive_pros"}
-    inert: ClassVar = {
-        "class_type": "see robot.robot_type",
-        "fpath": "see robot.model",
-    }
+    other_names: ClassVar = {"joint_drive_props": "drive_pros", "class_type": "robot_type", "fpath": "model"}
 
     uid: str = Field("robot", min_length=1, pattern=_NAME, description="name of the robot, without NUL characters")
     robot_type: str = Field(
