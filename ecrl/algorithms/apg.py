@@ -83,7 +83,7 @@ class Choices(NamedTuple):
 def init(cfg: APGConfig, run: Run, key: Tensor) -> dict[str, Any]:
     """Check environment, segment length and policy, and return parameters, optimiser state and hyperparameters."""
     horizon, length = run.static.buffer_size, cfg.segment_length
-    if not run.env.is_pure:
+    if not run.env.is_pure or run.env.scene is not None:  # MuJoCo's physics has no gradient
         raise ConfigError(
             "env: apg differentiates through the environment, which this environment does not allow; use another "
             "environment"

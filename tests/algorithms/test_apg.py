@@ -345,12 +345,13 @@ def test_what_it_cannot_learn_is_refused(changes, message):
         init_state(run(**changes))
 
 
-def test_an_env_outside_the_tensors_is_refused():
+def test_an_env_without_gradients_is_refused():
     cfg = run()
     parts = build(cfg)
-    host = parts._replace(env=Env(parts.env.reset, parts.env.step, box(0.0, 1.0), box(0.0, 1.0), is_pure=False))
-    with pytest.raises(ConfigError, match=r"^env: apg differentiates through the environment, which this environment"):
-        parts.algorithm.init(host, rng.key(0))
+    for fault in ({"is_pure": False}, {"scene": "of a MuJoCo task"}):
+        host = parts._replace(env=Env(parts.env.reset, parts.env.step, box(0.0, 1.0), box(0.0, 1.0), **fault))
+        with pytest.raises(ConfigError, match=r"^env: apg differentiates through the environment, which this env"):
+            parts.algorithm.init(host, rng.key(0))
 
 
 def test_an_adaptive_rate_is_refused():
