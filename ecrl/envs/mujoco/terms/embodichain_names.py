@@ -22,6 +22,7 @@ ABSENT = {
         "JointVelocityAction": "use QvelTerm",
         "JointEffortAction": "use QfTerm",
         "EefPoseAction": "use EefPoseTerm",
+        "RelativeEefPoseAction": "use DeltaEefPoseTerm with pose_dim 6",
         "ParallelGripperAction": "use JointPositionGripperTerm or EefPoseGripperTerm, which drive the arm and the hand",
     },
     "observation": {
@@ -41,6 +42,8 @@ ABSENT = {
     },
     "event": {
         "randomize_camera": "use randomize_camera_extrinsics",
+        "push_articulation_by_setting_velocity": "use push_robot, or randomize_robot_qvel with mode interval",
+        "validation_cameras": "use record_camera_data under trainer.events",
         "randomize_emission_light": _AMBIENT,
         "randomize_indirect_lighting": _AMBIENT,
         "set_rigid_object_visual_material": "set color of the object in rigid_object",
@@ -53,6 +56,7 @@ ABSENT = {
         "register_entity_attrs": _DEMONSTRATION,
         "register_entity_pose": _DEMONSTRATION,
         "register_info_to_env": _DEMONSTRATION,
+        "apply_expansion_profile_reset": _DEMONSTRATION,
         "workspace_sampler": "the functor samples poses for scripted grasps; use scatter_rigid_objects or "
         "planner_grid_cell_sampler",
         "drop_rigid_object_group_sequentially": "objects are listed one by one in rigid_object; place them by an event "
