@@ -228,6 +228,10 @@ def test_a_robot_from_a_file_keeps_its_actuators_or_gets_drives(tmp_path, monkey
     assert s.model.actuator_biasprm[:, 1:3].tolist() == [[-100.0, -10.0], [-100.0, -20.0]]
     assert s.model.actuator_forcerange[:, 1].tolist() == [5.0, 6.0]
     assert s.data.qpos.tolist() == [0.1, 0.2] == s.data.ctrl.tolist()
+    patterns = {"stiffness": {"h.*": 100.0, "OUT": 100.0}, "damping": 1.0, "max_effort": {".*": 5.0}}
+    s = made(robot={"uid": "r", "model": ARM % MOTOR, "drive_pros": patterns})
+    assert s.model.actuator_gainprm[:, 0].tolist() == [100.0, 100.0]
+    assert s.model.actuator_forcerange[:, 1].tolist() == [5.0, 5.0]
 
 
 def test_a_robot_may_start_at_the_limit_of_its_file():

@@ -468,13 +468,17 @@ def _from_mjcf(spec: Any, cfg: RobotConfig, drives: Mapping[str, Drive], key: st
         fault = f"body {free[0].parent.name!r} has a free joint, but the robot's base is fixed at robot.init_pos"
         remedy = "remove the joint, or use the file as the whole scene by giving its path as mjcf"
         raise ConfigError(f"{key}: {fault}; {remedy}")
-    for name in _NUMBERS:
-        numbers = getattr(cfg.drive_pros, name)
-        if isinstance(numbers, dict) and (missing := [joint for joint in joints if joint not in numbers]):
-            fault = f"has values for {', '.join(numbers) or 'no joint'}, but not for {', '.join(missing)}"
-            raise ConfigError(f"robot.drive_pros.{name}: {fault}; give one for each joint")
     zeros = (0.0,) * len(joints)
-    return spec, Builtin(_no_shapes, joints, {"arm": joints}, {}, {}, (), zeros, zeros, zeros)
+    built = Builtin(_no_shapes, joints, {"arm": joints}, {}, {}, (), zeros, zeros, zeros)
+    for name in _NUMBERS:
+        numbers, where = getattr(cfg.drive_pros, name), f"robot.drive_pros.{name}"
+        if not isinstance(numbers, dict):
+            continue
+        given = {joint for pattern in numbers for joint in _matching((pattern,), built, where)}
+        if missing := [joint for joint in joints if joint not in given]:
+            fault = f"has values for {', '.join(numbers) or 'no joint'}, but not for {', '.join(missing)}"
+            raise ConfigError(f"{where}: {fault}; give one for each joint")
+    return spec, built
 
 
 def _builtin(cfg: RobotConfig) -> tuple[Any, Builtin]:
