@@ -141,6 +141,14 @@ def test_an_arm_without_the_link_of_its_description_gets_no_hand_at_another_link
         scene(robot_type="bare", **parts)
 
 
+def test_an_arm_with_a_hand_of_its_own_gets_no_other_hand(robots):
+    two_links()
+    hand = {"component_type": "hand", "urdf_path": "builtin:two_finger_gripper"}
+    message = r"^robot.urdf_cfg.components\[0\]: the arm has a hand of its own, with the joints grip_left; remove"
+    with pytest.raises(ConfigError, match=message):
+        scene(robot_type="two_links", urdf_cfg={"components": [hand]})
+
+
 def test_a_function_that_returns_no_description_is_refused(robots):
     @register_robot("forgotten")
     def make(cfg: RobotConfig) -> RobotModel:

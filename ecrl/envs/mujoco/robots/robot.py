@@ -404,6 +404,9 @@ def _read_hand(cfg: RobotConfig, built: Builtin, hand: Part, assembly: _Assembly
         raise ConfigError(f"{hand.key}: an MJCF file cannot get a hand; add the hand to the file of the arm")
     if assembly.kind == "built-in" and "arm" not in built.flange:
         raise ConfigError(f"{hand.key}: the built-in {cfg.robot_type} has no flange for a hand; leave the hand out")
+    if "hand" in built.parts:
+        own = ", ".join(built.parts["hand"])
+        raise ConfigError(f"{hand.key}: the arm has a hand of its own, with the joints {own}; remove this component")
     spec, gripper = _from_urdf(_urdf_of(hand.source or "", f"{hand.key}.urdf_path"), "hand")
     return spec, gripper._replace(grip=GRIPPER_GRIP) if hand.source == GRIPPER else gripper
 
