@@ -129,10 +129,14 @@ def faults_from_error(model: type[BaseModel], error: ValidationError) -> list[Fa
 
     For the error types in `_MESSAGES` and for `_KIND`, a message says what is wrong, and contains the actual value
     unless the key is missing. If the key is a field of `model`, the message also contains the field's description. The
-    messages of validators stay unchanged.
+    messages of validators stay unchanged. pydantic does not count invalid entries of a list, so if a list has invalid
+    entries, the error that the list is too short is left out.
     """
-    faults = []
-    for fault in error.errors(include_url=False):
+    faults, errors = [], error.errors(include_url=False)
+    with_invalid_entries = {fault["loc"][:i] for fault in errors for i in range(len(fault["loc"]))}
+    for fault in errors:
+        if fault["type"] == "too_short" and fault["loc"] in with_invalid_entries:
+            continue
         place = tuple(part for part in fault["loc"] if part not in (NUMBER.tag, LIST.tag, OBJECT.tag))
         place = place[:1] if fault["type"] == "recursion_depth_exceeded" else place  # the full path would be very long
         key, *indices = place or ("",)

@@ -161,6 +161,7 @@ FAULTS = [  # key, value, the one line without its source
     ("trainer.events", {"train": {"a\nb": 3}}, r"trainer.events.train.'a\nb': expected an object, got 3"),
     ("trainer.events", _event("x"), f"{LOW}: expected a number or a list of numbers, got 'x'; lowest draw"),
     ("trainer.events", _event([0.0, "x"]), f"{LOW}[1]: expected a number, got 'x'; lowest draw"),
+    ("trainer.events", _event(["x"]), f"{LOW}[0]: expected a number, got 'x'; lowest draw"),
     ("trainer.events", _event([]), f"{LOW}: expected at least 1 entries, got a list; lowest draw"),
     (
         "env",
