@@ -2,6 +2,7 @@
 
 import struct
 import warnings
+from math import nan
 
 import numpy as np
 import pytest
@@ -360,6 +361,16 @@ REFUSED = {
         with_turn(limit='lower="-1" upper="nan" effort="5"'),
         {},
         r"'turn' has the upper 'nan', expected a",
+    ),
+    "a mass of nan": (
+        robot([link("base", BALL, nan), *LINKS[1:]]),
+        {},
+        r"the mass of link 'base' has the value 'nan', expected finite numbers$",
+    ),
+    "an infinite axis": (
+        with_turn(axis="0 0 -Inf"),
+        {},
+        r"the axis of joint 'turn' has the xyz '0 0 -Inf', expected finite numbers$",
     ),
     "an endless effort": (with_turn(limit='lower="-1" upper="1" effort="inf"'), {}, r"'turn' has the effort 'inf'"),
     "a negative effort": (

@@ -26,6 +26,9 @@ _MOVING = ("revolute", "continuous", "prismatic")
 _READABLE = (".stl", ".obj", ".msh")
 _MEANINGFUL = ("link", "joint", "material", "mujoco")
 _COMPILER = {"strippath": "false", "fusestatic": "false", "discardvisual": "false"}
+_NUMERIC = ("origin", "axis", "mass", "inertia", "box", "sphere", "cylinder", "mesh", "mimic")
+"""Elements of links and joints whose numbers MuJoCo reads."""
+_NOT_FINITE = ("nan", "inf", "infinity")
 _AXES, _ENTRIES = ("xx", "yy", "zz", "xy", "xz", "yz"), ((0, 0), (1, 1), (2, 2), (0, 1), (0, 2), (1, 2))
 """Names of the moments of inertia in a URDF file, and their positions in a 3x3 matrix."""
 _ROUNDING = 1e-6
@@ -72,6 +75,7 @@ def urdf_spec(text: str, folder: Path, key: str, is_trusted: bool = False) -> An
         robot.remove(child)
     _check_tree(robot, key)
     _check_joints(robot, key)
+    _check_numbers(robot, key)
     _balance_inertias(robot, key)
     meshes = _resolve_meshes(robot, folder, key, is_trusted)
     section = robot.find("mujoco")
@@ -167,6 +171,16 @@ def _limits(joint: ElementTree.Element, where: str) -> tuple[float, float, float
             raise ConfigError(f"{where} has the {name} {format_value(text)}, expected a finite number")
     low, high, effort = numbers
     return low, high, effort
+
+
+def _check_numbers(robot: ElementTree.Element, key: str) -> None:
+    """Raise ConfigError if a position, a size or another number of a link or a joint is not finite."""
+    for part in (*robot.findall("link"), *robot.findall("joint")):
+        for element in (one for one in part.iter() if one.tag in _NUMERIC):
+            for name, text in element.items():
+                if any(word.lstrip("+-") in _NOT_FINITE for word in text.lower().split()):
+                    where = f"{key}: the {element.tag} of {part.tag} {format_value(part.get('name'))}"
+                    raise ConfigError(f"{where} has the {name} {format_value(text)}, expected finite numbers")
 
 
 def _balance_inertias(robot: ElementTree.Element, key: str) -> None:
