@@ -130,3 +130,27 @@ def test_more_robots_of_the_package_hold_still(name, joints):
     with unbalanced if "allegro" in name else nullcontext():
         made = build(validate_section(SceneConfig, {"robot": {"uid": "r", "model": f"example:{name}"}}, "scene"))
     assert len(made.robot.joints) == joints and made.model.nmesh > 0
+
+
+def test_a_hand_of_the_package_is_attached_to_an_arm_of_the_package():
+    hand = {"component_type": "hand", "urdf_path": "example:allegro_right_hand"}
+    robot = {"uid": "r", "model": "example:ur10", "urdf_cfg": {"components": [hand]}}
+    with pytest.warns(UserWarning, match="links such as 'link_3.0' have moments of inertia that no body has"):
+        made = build(validate_section(SceneConfig, {"robot": robot}, "scene"))
+    assert len(made.robot.parts["arm"]) == 6 and len(made.robot.parts["hand"]) == 16
+    assert made.model.body("r/hand/palm_link").parentid == made.model.body("r/tool0").id
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "message"),
+    [
+        ("hand", "alegro_right_hand", "has no robot 'alegro_right_hand'; did you mean 'allegro_right_hand'"),
+        ("arm", "panda", "an arm of example-robot-data cannot be a component; set robot.model to 'example:panda' and"),
+    ],
+)
+def test_components_of_the_package_that_cannot_be_had_are_refused(kind, name, message):
+    robot = {"uid": "r", "urdf_cfg": {"components": [{"component_type": kind, "urdf_path": f"example:{name}"}]}}
+    if kind == "hand":
+        robot["model"] = "example:ur10"
+    with pytest.raises(ConfigError, match=rf"^robot.urdf_cfg.components\[0\].urdf_path: .*{message}"):
+        build(validate_section(SceneConfig, {"robot": robot}, "scene"))

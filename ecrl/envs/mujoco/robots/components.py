@@ -14,6 +14,7 @@ import numpy as np
 
 from ecrl.config.model import format_value
 from ecrl.envs.mujoco.robots.arm import NO_OFFSET, Matrix
+from ecrl.envs.mujoco.robots.examples import PREFIX, example_file
 from ecrl.envs.mujoco.scene.config import RobotConfig
 from ecrl.envs.mujoco.scene.models import mujoco
 from ecrl.errors import ConfigError
@@ -72,12 +73,14 @@ class Part(NamedTuple):
         builtin: name of the built-in robot that is the arm; None for a component with a `source`.
         key: config key of the component, for error messages.
         transform: pose of a hand in the frame of the flange.
+        is_trusted: True for a file of an installed package, whose meshes may be outside $ECRL_INPUT_FOLDERS.
     """
 
     source: str | None
     builtin: str | None
     key: str
     transform: Matrix
+    is_trusted: bool = False
 
 
 def found_file(path: str, root: str) -> str | None:
@@ -90,7 +93,8 @@ def component(cfg: RobotConfig, kind: str) -> Part | None:
     """Return the component of the type `kind`, "arm" or "hand", or None if the config has no such component.
 
     Raises: ConfigError if there are several components of the kind, or if a file does not exist and has no built-in
-        replacement. ConfigError is also raised if an arm has a transform, or if `robot.model` also names an arm.
+        replacement. ConfigError is also raised if an arm has a transform or is a robot of example-robot-data, or if
+        `robot.model` also names an arm.
     """
     listed = () if cfg.urdf_cfg is None else cfg.urdf_cfg.components
     found = [(i, part) for i, part in enumerate(listed) if part.component_type == kind]
@@ -107,6 +111,12 @@ def component(cfg: RobotConfig, kind: str) -> Part | None:
     transform, stem = part.transform or NO_OFFSET, Path(part.urdf_path).stem
     if kind == "hand" and part.urdf_path == BUILTIN_HAND:
         return Part(GRIPPER, None, key, transform)
+    if part.urdf_path.startswith(PREFIX):
+        if kind == "arm":
+            remedy = f"set robot.model to {format_value(part.urdf_path)} and remove this component"
+            raise ConfigError(f"{key}.urdf_path: an arm of example-robot-data cannot be a component; {remedy}")
+        path = example_file(part.urdf_path.removeprefix(PREFIX), f"{key}.urdf_path")
+        return Part(str(path), None, key, transform, is_trusted=True)
     if part.urdf_path.lstrip().startswith("<"):
         return Part(part.urdf_path, None, key, transform)
     if path := found_file(part.urdf_path, os.environ.get("MENAGERIE_ROOT", "")):

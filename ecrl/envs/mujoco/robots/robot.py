@@ -407,7 +407,8 @@ def _read_hand(cfg: RobotConfig, built: Builtin, hand: Part, assembly: _Assembly
     if "hand" in built.parts:
         own = ", ".join(built.parts["hand"])
         raise ConfigError(f"{hand.key}: the arm has a hand of its own, with the joints {own}; remove this component")
-    spec, gripper = _from_urdf(_urdf_of(hand.source or "", f"{hand.key}.urdf_path"), "hand")
+    key = f"{hand.key}.urdf_path"
+    spec, gripper = _from_urdf(_urdf_of(hand.source or "", key, is_trusted=hand.is_trusted), "hand")
     return spec, gripper._replace(grip=GRIPPER_GRIP) if hand.source == GRIPPER else gripper
 
 
