@@ -166,8 +166,8 @@ class ComponentConfig(ConfigModel):
     component_type: Literal["arm", "hand"] = Field(description="arm, or hand at the flange of the arm")
     urdf_path: str = Field(
         min_length=1,
-        description="path of a URDF file, also looked up below $MENAGERIE_ROOT; or the text of the file; or, for a hand, "
-        "builtin:two_finger_gripper or a hand of example-robot-data, such as example:allegro_right_hand",
+        description="path of a URDF file, also looked up below $MENAGERIE_ROOT; or the text of the file; or, for a "
+        "hand, builtin:two_finger_gripper or a hand of example-robot-data, such as example:allegro_right_hand",
     )
     transform: Annotated[tuple[_Row, _Row, _Row, _Row], Field(strict=False)] | None = Field(
         None,
