@@ -4,7 +4,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Mapping
-from math import inf
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -218,6 +218,12 @@ def robot_function(cfg: RobotConfig) -> Callable | None:
     return lookup("robot", cfg.robot_type).make
 
 
+def _are_finite(numbers: Any, count: int | None = None) -> bool:
+    """Return True for a tuple or list of finite numbers. If `count` is not None, it must be their number."""
+    is_sequence = isinstance(numbers, tuple | list) and count in (None, len(numbers))
+    return is_sequence and all(isinstance(number, int | float) and isfinite(number) for number in numbers)
+
+
 def _checked(model: Any, name: str) -> RobotModel:
     """Return `model`, the `RobotModel` of a registered robot. Raise ConfigError if `model` is invalid."""
     where = f"robot.robot_type: the registered robot {name!r}"
@@ -227,8 +233,13 @@ def _checked(model: Any, name: str) -> RobotModel:
         raise ConfigError(f"{where} has a source of type {type(model.source).__name__}, expected a str")
     if not isinstance(model.reach, int | float) or not 0.0 < model.reach < inf:
         raise ConfigError(f"{where} has the reach {model.reach!r}, expected a number above 0, in m")
-    if len(model.init_rot) != 3:
-        raise ConfigError(f"{where} has an init_rot of {len(model.init_rot)} angles, expected 3")
+    if not _are_finite(model.init_rot, 3):
+        raise ConfigError(f"{where} has the init_rot {model.init_rot!r}, expected 3 angles in degrees")
+    if not _are_finite(model.home):
+        raise ConfigError(f"{where} has the home {model.home!r}, expected a tuple of finite numbers")
+    if wrong := [joint for joint, positions in model.grip.items() if not _are_finite(positions, 2)]:
+        found = f"the grip {model.grip[wrong[0]]!r} of joint {wrong[0]!r}"
+        raise ConfigError(f"{where} has {found}, expected its positions in the open and in the closed gripper")
     if texts := [part for part, joints in model.parts.items() if isinstance(joints, str)]:
         raise ConfigError(f"{where} has a str as joints of the part {texts[0]!r}, expected a tuple of names")
     if unknown := [part for part in model.end_links if part not in (model.parts or ("arm",))]:
