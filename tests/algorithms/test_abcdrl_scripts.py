@@ -202,7 +202,7 @@ def test_a_run_with_one_environment_as_in_abcdrl_is_saved_and_loads(script, tmp_
 def test_a_short_run_takes_a_thousand_gradient_steps(script):
     if script in ("ddpg", "td3", "sac", "ppo"):
         pytest.importorskip("mujoco")
-    cfg, _ = _config(script)
+    cfg, _ = _config(script, **({"trainer.env_id": "ALE/Pong-v5"} if script.endswith("_atari") else {}))
     before = state = init_state(cfg)
     for record in train_iter(before, cfg):
         state = record["state"]
