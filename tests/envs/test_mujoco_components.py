@@ -110,7 +110,7 @@ def test_the_gripper_has_its_opening_and_holds_a_cube_against_gravity():
 
 @pytest.mark.filterwarnings("ignore:robot.urdf_cfg:UserWarning")
 def test_names_of_embodichain_select_joints_and_drives():
-    drives = {"JOINT[1-6]": 1e4, "GRIPPER_FINGER[1-2]_JOINT_1": 2e3}
+    drives = {"JOINT[1-6]": 3e3, "GRIPPER_FINGER[1-2]_JOINT_1": 2e3}
     made = components(
         ARM, HAND, control_parts={"arm": ["joint[1-3]"], "hand": ["GRIPPER.*"]}, drive_pros={"stiffness": drives}
     )
@@ -118,8 +118,47 @@ def test_names_of_embodichain_select_joints_and_drives():
         "arm": ("r/shoulder_pan_joint", "r/shoulder_lift_joint", "r/elbow_joint"),
         "hand": tuple(f"r/{name}" for name in FINGERS),
     }
-    assert made.model.actuator_gainprm[:, 0].tolist() == [1e4] * 6 + [2e3] * 2
+    assert made.model.actuator_gainprm[:, 0].tolist() == [3e3] * 6 + [2e3] * 2
     assert made.model.actuator_forcerange[6:, 1].tolist() == [140.0, 140.0]
+
+
+@pytest.mark.filterwarnings("ignore:robot.urdf_cfg:UserWarning")
+def test_the_wrist_follows_the_stiff_drives_of_embodichain():
+    """Each step adds 0.1 rad to the target. Explicit integration moved the wrist backwards, or not at all."""
+    env = make_env({"id": "PushCubeRL", "cfg": {"robot": UPSTREAM}})
+    state = env.reset(rng.split(rng.key(0), 6))
+    sim, wrist = env.scene, [3, 4, 5]
+    before = world.joint_positions(sim, state["world"], sim.robot.joints)[:, :6]
+    for _ in range(6):
+        state = env.step(state, torch.eye(6, 8), env.draw(rng.split(rng.key(1), 6)))
+    moved = (world.joint_positions(sim, state["world"], sim.robot.joints)[:, :6] - before).diagonal()
+    assert ((moved[wrist] > 0.55) & (moved[wrist] < 0.66)).all()
+    for _ in range(6):
+        state = env.step(state, torch.zeros(6, 8), env.draw(rng.split(rng.key(1), 6)))
+    rest = world.joint_velocities(sim, state["world"], sim.robot.joints)[:, :6].diagonal()
+    assert (rest[wrist].abs() < 1e-2).all()
+
+
+@pytest.mark.parametrize(("dt", "stiffness", "damping"), [(0.01, 1e6, 1e4), (0.01, 1e5, 0.0), (0.002, 1e7, 1e3)])
+def test_a_stiff_drive_applies_the_force_of_the_end_of_the_step(dt, stiffness, damping):
+    """I = 2 kg: the cart and the pole. The force is k (target - x') - c v' with v' = v + h F / I and x' = x + h v'."""
+    drives = {"stiffness": {"slider.*": stiffness}, "damping": {"slider.*": damping}, "max_effort": 1e9}
+    cfg = {"robot": {"uid": "r", "robot_type": "CartPole", "drive_pros": drives}, "physics": {"dt": dt}}
+    made = build(validate_section(SceneConfig, cfg, "scene"))
+    target, position, speed = 0.3, 0.1, 0.7
+    made.data.qpos[0], made.data.qvel[0], made.data.ctrl[0] = position, speed, target
+    mujoco.mj_forward(made.model, made.data)
+    force = float(made.data.actuator("r/slider_to_cart").force[0])
+    after = speed + dt * force / 2.0
+    assert force == pytest.approx(stiffness * (target - position - dt * after) - damping * after, rel=1e-9)
+
+
+@pytest.mark.parametrize("stiffness", [None, 79_000.0])
+def test_the_drives_that_the_time_step_resolves_keep_their_gains(stiffness):
+    """h^2 k / I is 3.95 at the cart: below 4."""
+    made = scene(robot_type="CartPole", drive_pros={"stiffness": stiffness and {"slider.*": stiffness}, "damping": 3.0})
+    assert made.model.actuator_gainprm[0, 0] == (stiffness or 10.0)
+    assert made.model.actuator_biasprm[:, 1:3].tolist() == [[-(stiffness or 10.0), -3.0], [-0.01, -3.0]]
 
 
 def test_without_a_gripper_the_arm_is_as_before():

@@ -119,6 +119,16 @@ class DriveConfig(ConfigModel):
 
         force = clamp(stiffness (target - position) - damping velocity, +-max_effort)
 
+    MuJoCo computes this force at the start of a physics step. For a joint with the inertia I and a time step h, this is
+    unstable if h^2 stiffness > 4 I and the force reaches `max_effort`. In this case, the drive applies the force for
+    the position and the velocity at the end of the step, as PhysX does:
+
+        gain = 1 + (h damping + h^2 stiffness) / I
+        force = clamp((stiffness (target - position) - (damping + h stiffness) velocity) / gain, +-max_effort)
+
+    I is the joint's entry on the diagonal of the mass matrix at the start of an episode. Only drives whose `stiffness`
+    is in the config change in this way.
+
     The action terms `QvelTerm` and `QfTerm` need drives of other kinds; see their descriptions.
     """
 

@@ -26,6 +26,7 @@ from ecrl.registry import did_you_mean
 _TOUCH = {"contype": 1, "conaffinity": 3, "condim": 4}  # objects collide with everything, including robots
 _ASIDE = np.array([1e-3, 1e-3, 1e-3])  # in m; an arbitrary offset from the origin
 _NET_FORCE = [2, 3, 1]  # settings of a contact sensor that reads the sum of all contact forces
+_LARGEST_STIFFNESS = 4.0  # h^2 stiffness / inertia, above which explicit integration with the time step h is unstable
 _SLACK = 1e-6  # tolerance (rad or m) for a start position that equals a joint limit except for rounding
 
 
@@ -221,7 +222,10 @@ def build(
     for item in objects:
         if item.body_type == "dynamic":
             _set_damping(model, item)
-    return Scene(model, _start(model, cfg, robot, home), robot)
+    data = _start(model, cfg, robot, home)
+    if cfg.robot is not None and cfg.robot.drive_pros.stiffness is not None:
+        _set_gains_of_stiff_drives(model, data, robot)
+    return Scene(model, data, robot)
 
 
 def _start(model: Any, cfg: SceneConfig, robot: Robot, home: tuple[float, ...]) -> Any:
@@ -266,6 +270,26 @@ def _drives_robot(model: Any, i: int, robot: Robot) -> bool:
     """Return True if actuator `i` drives a joint of the robot."""
     on_joint = model.actuator_trntype[i] == int(mujoco().mjtTrn.mjTRN_JOINT)
     return on_joint and model.joint(int(model.actuator_trnid[i, 0])).name in robot.joints
+
+
+def _set_gains_of_stiff_drives(model: Any, data: Any, robot: Robot) -> None:
+    """Replace the gains of position drives that are too stiff for the time step, see `DriveConfig`."""
+    h, at_start = model.opt.timestep, mujoco().MjData(model)
+    at_start.qpos[:] = data.qpos
+    mujoco().mj_forward(model, at_start)
+    for i in range(model.nu):
+        if not _drives_robot(model, i, robot):
+            continue
+        stiffness, damping = -model.actuator_biasprm[i, 1:3]
+        unit, column = np.zeros(model.nv), np.zeros(model.nv)
+        dof = int(model.jnt_dofadr[int(model.actuator_trnid[i, 0])])
+        unit[dof] = 1.0
+        mujoco().mj_mulM(model, at_start, column, unit)  # a column of the mass matrix
+        inertia = column[dof]
+        if h**2 * stiffness / inertia > _LARGEST_STIFFNESS:
+            scale = 1.0 + (h * damping + h**2 * stiffness) / inertia
+            model.actuator_gainprm[i, 0] = stiffness / scale
+            model.actuator_biasprm[i, 1:3] = -stiffness / scale, -(damping + h * stiffness) / scale
 
 
 def _hold_positions(model: Any, data: Any, actuators: list[int]) -> None:
