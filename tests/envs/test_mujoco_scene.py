@@ -298,7 +298,6 @@ def test_keys_of_other_simulators_are_listed_with_a_reason():
     assert [path for path, _ in keys] == [
         ("rigid_object_group",),
         ("robot", "drive_pros", "drive_type"),
-        ("robot", "drive_pros", "max_velocity"),
         ("robot", "solver_cfg", "arm", "class_type"),
         ("rigid_object", 0, "attrs", "dynamic_friction"),
         ("rigid_object", 0, "attrs", "restitution"),

@@ -135,7 +135,7 @@ SCENE = [
     *at("RobotConfig", "robot", REACH, drive_pros={"max_effort": 1.0}, solver_cfg={"arm": {"tcp": TCP}}),
     *at("RobotConfig", "robot", REACH, rejected("no end effector of 'arm'"), control_parts={"leg": JOINTS}),
     *between("DriveConfig", "robot.drive_pros", REACH, stiffness=(1e3, 2e3), damping=(10.0, 20.0)),
-    *between("DriveConfig", "robot.drive_pros", REACH, max_effort=(1.0, 2.0)),
+    *between("DriveConfig", "robot.drive_pros", REACH, max_effort=(1.0, 2.0), max_velocity=(0.1, 0.2)),
     *between("SolverConfig", "robot.solver_cfg.arm", FROM_URDF, end_link_name=("upper", "tool")),
     *at("SolverConfig", "robot.solver_cfg.arm", REACH | {f"{CFG}.robot.solver_cfg": {"arm": {"tcp": TCP}}}, tcp=LONGER),
 ]
@@ -158,6 +158,8 @@ def round_thing(**shape: Any) -> Changes:
     return task("ReachRL", rigid_object=[shaped(**shape)], observations={"cube": POSE}, events={"goal": GOAL})
 
 
+ATTRS = {"mass": 2.0, "static_friction": 2.0, "linear_damping": 5.0, "angular_damping": 5.0}
+ATTRS |= {"max_linear_velocity": 1e-3, "max_angular_velocity": 1e-3}
 BALL, CAN = {"shape_type": "Sphere", "radius": 0.06}, {"shape_type": "Cylinder", "radius": 0.06, "height": 0.12}
 OBJECTS = [
     *of_object("RigidObjectConfig", RESTING, rejected("unknown object 'cube'"), uid=thing("box")),
@@ -168,7 +170,7 @@ OBJECTS = [
     *of_object("RigidObjectConfig", REACH, attrs=thing(attrs={"mass": 2.0})),
     *(
         row
-        for name, value in {"mass": 2.0, "static_friction": 2.0, "linear_damping": 5.0, "angular_damping": 5.0}.items()
+        for name, value in ATTRS.items()
         for row in of_object("AttrsConfig", REACH, **{name: thing(attrs={name: value})})
     ),
     *of_object("AttrsConfig", REACH, has_gravity=thing(attrs={"has_gravity": False})),

@@ -18,14 +18,13 @@ from ecrl.envs.mujoco.physics.simulation import Simulation
 from ecrl.envs.mujoco.robots import kinematics
 from ecrl.envs.mujoco.robots.robot import Drive
 from ecrl.envs.mujoco.scene.models import (
-    STATE,
+    columns_of,
     control_per_target,
     field_of,
     id_of,
     is_linear_in_control,
     mujoco,
     rows_of,
-    size_of,
 )
 from ecrl.errors import ConfigError
 
@@ -33,8 +32,7 @@ from ecrl.errors import ConfigError
 @cache
 def _columns(sim: Simulation, part: str) -> slice:
     """Return the slice of `physics` that holds one component of the state, such as "QPOS"."""
-    first = size_of(sim.model, *STATE[: STATE.index(part)])
-    return slice(first, first + size_of(sim.model, part))
+    return columns_of(sim.model, part)
 
 
 def _read(sim: Simulation, world: TensorDict, part: str) -> Tensor:

@@ -44,7 +44,8 @@ class Robot(NamedTuple):
     `joints` names all joints except `followers`. Config lists with one value per joint have the order of `joints`.
     `parts` maps each part to the part's joints. `tcp` maps each part that has an end effector to the end effector's
     site. `followers` are joints that each follow one of `joints`. `grip` maps each joint of a gripper to its positions
-    in the open and in the closed gripper. `fingers` are the bodies that grasp objects.
+    in the open and in the closed gripper. `fingers` are the bodies that grasp objects. `max_velocity` maps each joint
+    with a speed limit to the joint's largest speed (rad/s or m/s).
     """
 
     joints: tuple[str, ...]
@@ -53,6 +54,7 @@ class Robot(NamedTuple):
     followers: tuple[urdf.Follower, ...] = ()
     grip: dict[str, tuple[float, float]] = {}  # noqa: RUF012  # never changed
     fingers: tuple[str, ...] = ()
+    max_velocity: dict[str, float] = {}  # noqa: RUF012  # never changed
 
     def with_prefix(self, prefix: str) -> "Robot":
         """Return a copy with `prefix` before the names of joints, sites and bodies, as in the model of a scene."""
@@ -61,7 +63,8 @@ class Robot(NamedTuple):
         followers = (f._replace(name=prefix + f.name, leader=prefix + f.leader) for f in self.followers)
         grip = {prefix + name: positions for name, positions in self.grip.items()}
         joints, fingers = (tuple(prefix + name for name in names) for names in (self.joints, self.fingers))
-        return Robot(joints, parts, tcp, tuple(followers), grip, fingers)
+        max_velocity = {prefix + name: speed for name, speed in self.max_velocity.items()}
+        return Robot(joints, parts, tcp, tuple(followers), grip, fingers, max_velocity)
 
 
 def spec_of(source: str, key: str, root: str = "", is_trusted: bool = False) -> Any:
@@ -180,6 +183,16 @@ def _add_drives(spec: Any, cfg: DriveConfig, built: Builtin, drives: Mapping[str
                 actuator.set_to_velocity(kv=damping)
             case "force":
                 actuator.set_to_motor()
+
+
+def _speed_limits(cfg: DriveConfig, built: Builtin) -> dict[str, float]:
+    """Return a dictionary that maps each joint with a speed limit to the limit, rad/s or m/s."""
+    key, joints = "robot.drive_pros.max_velocity", built.joints
+    limits = dict(zip(joints, _per_joint(cfg.max_velocity, (inf,) * len(joints), built, key), strict=True))
+    for name, speed in limits.items():
+        if speed <= 0.0:
+            raise ConfigError(f"{key}: {speed} of joint {name!r}, expected more than 0")
+    return {name: speed for name, speed in limits.items() if speed < inf}
 
 
 def _arm_key(cfg: RobotConfig) -> str | None:
@@ -589,4 +602,5 @@ def robot_spec(cfg: RobotConfig, drives: Mapping[str, Drive]) -> tuple[Any, Robo
         )
     followers = urdf.followers(spec) if of_files else ()
     fingers = _fingers(spec, parts.get("hand", ()), followers)
-    return spec, Robot(built.joints, parts, tcp, followers, built.grip, fingers), home
+    max_velocity = _speed_limits(cfg.drive_pros, built)
+    return spec, Robot(built.joints, parts, tcp, followers, built.grip, fingers, max_velocity), home

@@ -62,8 +62,6 @@ class AttrsConfig(ConfigModel):
         "contact_offset": "MuJoCo finds contacts at the surface",
         "rest_offset": "MuJoCo's contacts rest at the surface",
         "max_depenetration_velocity": "MuJoCo's contacts are soft",
-        "max_linear_velocity": "MuJoCo does not cap velocities",
-        "max_angular_velocity": "MuJoCo does not cap velocities",
         "sleep_threshold": "objects do not sleep",
         "enable_ccd": "MuJoCo has no continuous collision detection",
         "min_position_iters": "see physics.iterations",
@@ -77,6 +75,10 @@ class AttrsConfig(ConfigModel):
     static_friction: NonNegative = Field(0.5, description="coefficient of sliding friction, at rest and in motion")
     linear_damping: NonNegative = Field(0.7, description="damping rate of the velocity, 1/s")
     angular_damping: NonNegative = Field(0.7, description="damping rate of the angular velocity, 1/s")
+    max_linear_velocity: Annotated[Positive | None, LENGTH] = Field(
+        None, description="largest speed, m/s; if absent, no limit"
+    )
+    max_angular_velocity: Positive | None = Field(None, description="largest angular speed, rad/s; if absent, no limit")
     has_gravity: bool = Field(True, description="if false, gravity does not act on the object")
 
 
@@ -129,12 +131,13 @@ class DriveConfig(ConfigModel):
     I is the joint's entry on the diagonal of the mass matrix at the start of an episode. Only drives whose `stiffness`
     is in the config change in this way.
 
+    `max_velocity` limits the speed of joints: a joint that is faster after a physics step gets the largest speed.
+
     The action terms `QvelTerm` and `QfTerm` need drives of other kinds; see their descriptions.
     """
 
     inert: ClassVar = {
         "drive_type": "MuJoCo's drives apply forces",
-        "max_velocity": "MuJoCo does not cap velocities; limit the action",
         "friction": "the robot defines its joint friction",
         "armature": "the robot defines its armature",
     }
@@ -146,6 +149,9 @@ class DriveConfig(ConfigModel):
         None, description="force per velocity, N s/m or N m s/rad; by default, the robot's own value"
     )
     max_effort: PerJoint | None = Field(None, description="largest force, N or N m; by default, the robot's own value")
+    max_velocity: PerJoint | None = Field(
+        None, description="largest speed of a joint, rad/s or m/s; if absent, no limit"
+    )
 
 
 class SolverConfig(ConfigModel):

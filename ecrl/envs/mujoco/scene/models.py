@@ -127,6 +127,12 @@ def size_of(model: Any, *parts: str) -> int:
     return sum(mujoco().mj_stateSize(model, getattr(states, f"mjSTATE_{part}").value) for part in parts)
 
 
+def columns_of(model: Any, part: str) -> slice:
+    """Return the slice of a state in the layout of `STATE` that holds one component, such as "QPOS"."""
+    first = size_of(model, *STATE[: STATE.index(part)])
+    return slice(first, first + size_of(model, part))
+
+
 def _dofs_of(model: Any, name: str) -> tuple[int, int]:
     """Return the index of the first degree of freedom of a joint, and the number of the joint's degrees of freedom.
 

@@ -30,12 +30,26 @@ _LARGEST_STIFFNESS = 4.0  # h^2 stiffness / inertia, above which explicit integr
 _SLACK = 1e-6  # tolerance (rad or m) for a start position that equals a joint limit except for rounding
 
 
+class SpeedLimit(NamedTuple):
+    """Limit of the norm of `count` neighbouring entries of `qvel`.
+
+    `dof` is the index of the first of these entries. `position` is the index of the first entry of `qpos` that changes
+    at the rate of these entries, or None for an angular velocity. `largest` is the largest norm, rad/s or m/s.
+    """
+
+    dof: int
+    position: int | None
+    count: int
+    largest: float
+
+
 class Scene(NamedTuple):
-    """A scene: the `MjModel`, the `MjData` at the start of an episode, and the robot."""
+    """A scene: the `MjModel`, the `MjData` at the start of an episode, the robot, and the speed limits."""
 
     model: Any
     data: Any
     robot: Robot
+    speed_limits: tuple[SpeedLimit, ...] = ()
 
 
 def _quaternion(degrees: tuple[float, float, float]) -> np.ndarray:
@@ -95,6 +109,20 @@ def _set_damping(model: Any, cfg: RigidObjectConfig) -> None:
     first = int(body.dofadr[0])
     model.dof_damping[first : first + 3] = attrs.linear_damping * body.mass
     model.dof_damping[first + 3 : first + 6] = attrs.angular_damping * body.inertia
+
+
+def _speed_limits(model: Any, cfg: SceneConfig, robot: Robot) -> tuple[SpeedLimit, ...]:
+    """Return the speed limits of the robot's joints and of the dynamic objects."""
+    joints = ((model.joint(name), largest) for name, largest in robot.max_velocity.items())
+    limits = [SpeedLimit(int(joint.dofadr[0]), int(joint.qposadr[0]), 1, largest) for joint, largest in joints]
+    for item in (item for item in (*cfg.rigid_object, *cfg.background) if item.body_type == "dynamic"):
+        joint = model.joint(item.uid)
+        dof, position = int(joint.dofadr[0]), int(joint.qposadr[0])
+        if item.attrs.max_linear_velocity is not None:
+            limits.append(SpeedLimit(dof, position, 3, item.attrs.max_linear_velocity))
+        if item.attrs.max_angular_velocity is not None:
+            limits.append(SpeedLimit(dof + 3, None, 3, item.attrs.max_angular_velocity))
+    return tuple(limits)
 
 
 def _set_light(spec: Any, cfg: LightConfig) -> None:
@@ -225,7 +253,7 @@ def build(
     data = _start(model, cfg, robot, home)
     if cfg.robot is not None and cfg.robot.drive_pros.stiffness is not None:
         _set_gains_of_stiff_drives(model, data, robot)
-    return Scene(model, data, robot)
+    return Scene(model, data, robot, _speed_limits(model, cfg, robot))
 
 
 def _start(model: Any, cfg: SceneConfig, robot: Robot, home: tuple[float, ...]) -> Any:
