@@ -19,19 +19,8 @@ from torch import Tensor
 from ecrl.envs.mujoco.physics import step_op, warp_model
 from ecrl.envs.mujoco.robots.robot import Drive, Robot, robot_function
 from ecrl.envs.mujoco.scene.config import SceneConfig
-from ecrl.envs.mujoco.scene.models import (
-    STATE,
-    Backend,
-    Varied,
-    columns_of,
-    field_of,
-    load,
-    loaded,
-    mujoco,
-    rows_of,
-    size_of,
-)
-from ecrl.envs.mujoco.scene.scene import SpeedLimit, build
+from ecrl.envs.mujoco.scene.models import STATE, Backend, Varied, field_of, load, loaded, mujoco, rows_of, size_of
+from ecrl.envs.mujoco.scene.scene import build
 from ecrl.errors import ConfigError
 
 _SUBSTEPS = 4  # default number of substeps; with substeps of 0.01 s, an environment takes 25 steps per simulated second
@@ -54,7 +43,6 @@ class Simulation:
         row: value of a world's field `physics` at the start of an episode.
         sensors: value of a world's field `sensors` at the start of an episode.
         parameters: value of a world's field `parameters` at the start of an episode.
-        speed_limits: limits of the speeds of joints and objects.
     """
 
     model: Any
@@ -68,7 +56,6 @@ class Simulation:
     row: np.ndarray
     sensors: np.ndarray
     parameters: np.ndarray
-    speed_limits: tuple[SpeedLimit, ...]
 
     @property
     def dt(self) -> float:
@@ -142,11 +129,10 @@ def _simulation(
     mujoco().mj_forward(model, probe)
     numbers = [field_of(model, field).ravel()[rows_of(model, field, name)] for field, name in varied]
     parameters = np.concatenate([np.zeros(0), *numbers])
-    handle = load(model, cfg.physics.threads, varied, cfg.physics.backend)
+    handle = load(model, cfg.physics.threads, varied, cfg.physics.backend, scene.speed_limits)
     sensors = probe.sensordata.astype(np.float32)
     sizes = _substeps(cfg, model.opt.timestep), model.nu, model.nv
-    rows = row, sensors, parameters
-    return Simulation(model, scene.robot, handle, *sizes, data, varied, *rows, scene.speed_limits)
+    return Simulation(model, scene.robot, handle, *sizes, data, varied, row, sensors, parameters)
 
 
 def start(sim: Simulation, batch: Sequence[int], device: torch.device | str | None = None) -> TensorDict:
@@ -163,39 +149,6 @@ def _inputs(sim: Simulation, world: TensorDict, control: Tensor, force: Tensor |
     force = row.new_zeros(torch.Size((*batch, sim.nv))) if force is None else force.double()
     parameters = world["parameters"] if sim.varied else row.new_zeros(torch.Size((*batch, 0)))
     return row, torch.cat((control.double(), force), -1), parameters
-
-
-def _with_limited_speeds(sim: Simulation, row: Tensor) -> Tensor:
-    """Scale the velocities in a state `[*B, nstate]` down to the speed limits.
-
-        v' = v min(1, largest / |v|),    x' = x + h (v' - v)
-
-    The position x is corrected, because the physics step of h seconds that ended in the state moved it by h v. The
-    orientation of an object is not corrected.
-    """
-    q, v = columns_of(sim.model, "QPOS"), columns_of(sim.model, "QVEL")
-    position, velocity = row[..., q].clone(), row[..., v]
-    scale = torch.ones_like(velocity)
-    for dof, _, count, largest in sim.speed_limits:
-        speed = torch.linalg.vector_norm(velocity[..., dof : dof + count], dim=-1, keepdim=True)
-        scale[..., dof : dof + count] = largest / speed.clamp_min(largest)
-    limited = velocity * scale
-    change = sim.model.opt.timestep * (limited - velocity)
-    for dof, first, count, _ in sim.speed_limits:
-        if first is not None:
-            position[..., first : first + count] += change[..., dof : dof + count]
-    return torch.cat((row[..., : q.start], position, limited, row[..., v.stop :]), -1)
-
-
-def _stepped(sim: Simulation, row: Tensor, control: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the states and the sensor readings after one environment step (see `step_op.step`)."""
-    if not sim.speed_limits:
-        return step_op.step(row, control, parameters, handle=sim.handle, substeps=sim.substeps)
-    sensors = row.new_zeros(0)
-    for _ in range(sim.substeps):
-        row, sensors = step_op.step(row, control, parameters, handle=sim.handle, substeps=1)
-        row = _with_limited_speeds(sim, row)
-    return row, sensors
 
 
 def advance(
@@ -215,7 +168,7 @@ def advance(
     Gradient: none. Raises ValueError if autograd would record the step.
     """
     before, inputs = world["physics"], _inputs(sim, world, control, force)
-    after, sensors = _stepped(sim, *inputs)
+    after, sensors = step_op.step(*inputs, handle=sim.handle, substeps=sim.substeps)
     valid = (after.abs() < _HUGE).all(-1) & (inputs[1].abs() < _HUGE).all(-1)
     fields = {"physics": torch.where(valid.unsqueeze(-1), after, before)}
     if "sensors" in world:

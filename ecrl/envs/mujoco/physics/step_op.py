@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ecrl.envs.mujoco.physics import warp_step
-from ecrl.envs.mujoco.scene.models import CONTROL, STATE, loaded, mujoco, rows_of, size_of
+from ecrl.envs.mujoco.scene.models import CONTROL, STATE, columns_of, loaded, mujoco, rows_of, size_of
 
 
 class _Pool(NamedTuple):
@@ -106,10 +106,10 @@ torch.library.define(
 )
 
 
-@torch.library.impl(_NAME, "CPU")
-def _step(state: Tensor, control: Tensor, parameters: Tensor, handle: int, substeps: int) -> tuple[Tensor, Tensor]:
-    if loaded(handle).backend == "warp":
-        return warp_step.step(state, control, parameters, handle, substeps)
+def _mujoco_step(
+    state: Tensor, control: Tensor, parameters: Tensor, handle: int, substeps: int
+) -> tuple[Tensor, Tensor]:
+    """Step the simulations with `mujoco.batch`. The arguments and results are those of the operator."""
     out = torch.empty_like(state, memory_format=torch.contiguous_format)
     sensors = state.new_empty(len(state), loaded(handle).model.nsensordata)
     if not len(state):
@@ -131,7 +131,44 @@ def _step(state: Tensor, control: Tensor, parameters: Tensor, handle: int, subst
     return out, sensors
 
 
-torch.library.impl(_NAME, "CUDA", warp_step.step)
+def _with_limited_speeds(state: Tensor, handle: int) -> Tensor:
+    """Scale the velocities in states `[N, nstate]` after a physics step down to the model's speed limits.
+
+        v' = v min(1, largest / |v|),    x' = x + h (v' - v)
+
+    The position x is corrected, because the physics step of h seconds moved it by h v. The orientation of an object is
+    not corrected.
+    """
+    model, limits = loaded(handle).model, loaded(handle).speed_limits
+    q, v = columns_of(model, "QPOS"), columns_of(model, "QVEL")
+    velocity, scale = state[:, v], torch.ones_like(state[:, v])
+    for dof, _, count, largest in limits:
+        speed = torch.linalg.vector_norm(velocity[:, dof : dof + count], dim=-1, keepdim=True)
+        scale[:, dof : dof + count] = largest / speed.clamp_min(largest)
+    change, after = velocity * scale - velocity, state.clone()
+    after[:, v] = velocity * scale
+    for dof, position, count, _ in limits:
+        if position is not None:
+            first = q.start + position
+            after[:, first : first + count] += model.opt.timestep * change[:, dof : dof + count]
+    return after
+
+
+def _step(state: Tensor, control: Tensor, parameters: Tensor, handle: int, substeps: int) -> tuple[Tensor, Tensor]:
+    """Step the models. If a model has speed limits, apply the limits after each physics step."""
+    model = loaded(handle)
+    step_model = warp_step.step if model.backend == "warp" else _mujoco_step
+    if not model.speed_limits or not substeps:
+        return step_model(state, control, parameters, handle, substeps)
+    sensors = state.new_empty(0)
+    for _ in range(substeps):
+        state, sensors = step_model(state, control, parameters, handle, 1)
+        state = _with_limited_speeds(state, handle)
+    return state, sensors
+
+
+for _device in ("CPU", "CUDA"):
+    torch.library.impl(_NAME, _device, _step)
 
 
 @torch.library.register_fake(_NAME)
@@ -155,6 +192,8 @@ def step(state: Tensor, control: Tensor, parameters: Tensor, *, handle: int, sub
     """Step MuJoCo `substeps` times from each state, under a constant control.
 
         repeat substeps times:    state, sensors = mj_step(state, control)
+
+    If the model was loaded with speed limits, each physics step scales faster velocities down to the limits.
 
     Args:
         state: states of the simulations in the layout of `models.STATE`, `[*B, nstate]` float64.

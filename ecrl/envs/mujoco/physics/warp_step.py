@@ -87,7 +87,7 @@ def _worlds(handle: int, count: int, device: torch.device) -> _Worlds:
             f"mujoco step: cannot allocate {count} simulations during a CUDA graph capture; "
             "step them once before the capture"
         )
-    model, _, varied, _, _ = loaded(handle)
+    model, _, varied, *_ = loaded(handle)
     groups = {group for field, _ in varied for group in VARIES[field]}
     copied = {field for field, _ in varied} | {constant for group in groups for constant in GROUPS[group]}
     contacts, rows = capacity(model)

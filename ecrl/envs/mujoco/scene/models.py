@@ -28,6 +28,19 @@ GRAVITY = "opt.gravity"
 _PREFIXES = ("body", "geom", "jnt", "dof", "actuator", "site", "tendon")
 
 
+class SpeedLimit(NamedTuple):
+    """Limit of the norm of `count` neighbouring entries of `qvel`.
+
+    `dof` is the index of the first of these entries. `position` is the index of the first entry of `qpos` that changes
+    at the rate of these entries, or None for an angular velocity. `largest` is the largest norm, rad/s or m/s.
+    """
+
+    dof: int
+    position: int | None
+    count: int
+    largest: float
+
+
 class Loaded(NamedTuple):
     """A MuJoCo model that this process has loaded, with its settings."""
 
@@ -36,6 +49,7 @@ class Loaded(NamedTuple):
     varied: Varied
     widths: tuple[int, int, int]  # lengths of a simulation's state, control and parameters
     backend: Backend
+    speed_limits: tuple[SpeedLimit, ...]
 
 
 _LOADED: dict[int, Loaded] = {}
@@ -65,7 +79,13 @@ def mujoco() -> Any:
     return mujoco
 
 
-def load(model: Any, threads: int = 0, varied: Varied = (), backend: Backend = "mujoco") -> int:
+def load(
+    model: Any,
+    threads: int = 0,
+    varied: Varied = (),
+    backend: Backend = "mujoco",
+    speed_limits: tuple[SpeedLimit, ...] = (),
+) -> int:
     """Store a copy of a model for this process, and return an integer that identifies the copy.
 
     The returned handle is a hash of all arguments, so equal arguments give the same handle in every process.
@@ -75,15 +95,16 @@ def load(model: Any, threads: int = 0, varied: Varied = (), backend: Backend = "
         threads: number of physics threads; 0 means as many threads as torch uses.
         varied: pairs of a model field's name and an object's name, for all fields that may differ between simulations.
         backend: the library that steps the model.
+        speed_limits: limits that each physics step applies to the velocities.
     """
     buffer = np.zeros(mujoco().mj_sizeModel(model), np.uint8)
     mujoco().mj_saveModel(model, None, buffer)
-    content = sha256(buffer.tobytes() + repr((threads, varied, backend)).encode()).digest()
+    content = sha256(buffer.tobytes() + repr((threads, varied, backend, *speed_limits)).encode()).digest()
     handle = int.from_bytes(content[:7])
     if handle not in _LOADED:
         parameters = sum(len(rows_of(model, field, name)) for field, name in varied)
         widths = size_of(model, *STATE), size_of(model, *CONTROL), parameters
-        _LOADED[handle] = Loaded(copy(model), threads, varied, widths, backend)
+        _LOADED[handle] = Loaded(copy(model), threads, varied, widths, backend, speed_limits)
     return handle
 
 

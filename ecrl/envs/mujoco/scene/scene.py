@@ -19,7 +19,7 @@ from ecrl.envs.mujoco.robots.robot import (
     start_rotation,
 )
 from ecrl.envs.mujoco.scene.config import LightConfig, RigidObjectConfig, SceneConfig
-from ecrl.envs.mujoco.scene.models import control_per_target, is_linear_in_control, mujoco
+from ecrl.envs.mujoco.scene.models import SpeedLimit, control_per_target, is_linear_in_control, mujoco
 from ecrl.errors import ConfigError
 from ecrl.registry import did_you_mean
 
@@ -28,19 +28,6 @@ _ASIDE = np.array([1e-3, 1e-3, 1e-3])  # in m; an arbitrary offset from the orig
 _NET_FORCE = [2, 3, 1]  # settings of a contact sensor that reads the sum of all contact forces
 _LARGEST_STIFFNESS = 4.0  # h^2 stiffness / inertia, above which explicit integration with the time step h is unstable
 _SLACK = 1e-6  # tolerance (rad or m) for a start position that equals a joint limit except for rounding
-
-
-class SpeedLimit(NamedTuple):
-    """Limit of the norm of `count` neighbouring entries of `qvel`.
-
-    `dof` is the index of the first of these entries. `position` is the index of the first entry of `qpos` that changes
-    at the rate of these entries, or None for an angular velocity. `largest` is the largest norm, rad/s or m/s.
-    """
-
-    dof: int
-    position: int | None
-    count: int
-    largest: float
 
 
 class Scene(NamedTuple):
