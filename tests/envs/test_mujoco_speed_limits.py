@@ -19,9 +19,10 @@ FLOATING = {"mass": 2.0, "has_gravity": False, "linear_damping": 0.0, "angular_d
 FAST, SPIN = torch.tensor([[3.0, 0.0, 4.0], [0.3, 0.0, 0.4]]), torch.tensor([[0.0, 6.0, 0.0], [0.0, 0.5, 0.0]])
 
 
-def scene(attrs=None, **robot):
+def scene(attrs=None, backend="mujoco", **robot):
     cube = {"uid": "cube", "shape": {"shape_type": "Cube", "size": [0.1] * 3}, "init_pos": [1.5, 0.0, 1.0]}
-    cfg = {"robot": {"uid": "r"} | robot, "rigid_object": [cube | {"attrs": FLOATING | (attrs or {})}]}
+    objects = [cube | {"attrs": FLOATING | (attrs or {})}]
+    cfg = {"robot": {"uid": "r"} | robot, "rigid_object": objects, "physics": {"backend": backend}}
     return simulation(validate_section(SceneConfig, cfg, "scene"))
 
 
@@ -33,8 +34,11 @@ def thrown(sim):
     return begin, after
 
 
-def test_an_object_flies_at_its_largest_speed_along_its_direction():
-    sim = scene({"max_linear_velocity": 1.0, "max_angular_velocity": 2.0})
+@pytest.mark.parametrize("backend", ["mujoco", pytest.param("warp", marks=pytest.mark.long)])
+def test_an_object_flies_at_its_largest_speed_along_its_direction(backend):
+    if backend == "warp":
+        pytest.importorskip("mujoco_warp", reason="needs the extra warp")
+    sim = scene({"max_linear_velocity": 1.0, "max_angular_velocity": 2.0}, backend)
     begin, after = thrown(sim)
     linear, angular = world.body_velocity(sim, after, "cube")
     close(linear, torch.tensor([[0.6, 0.0, 0.8], [0.3, 0.0, 0.4]]), 1e-6)
