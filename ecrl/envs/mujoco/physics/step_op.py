@@ -109,7 +109,7 @@ torch.library.define(
 def _mujoco_step(
     state: Tensor, control: Tensor, parameters: Tensor, handle: int, substeps: int
 ) -> tuple[Tensor, Tensor]:
-    """Step the simulations with `mujoco.batch`. The arguments and results are those of the operator."""
+    """Step the simulations with `mujoco.batch`, without speed limits. See `step` for the arguments and results."""
     out = torch.empty_like(state, memory_format=torch.contiguous_format)
     sensors = state.new_empty(len(state), loaded(handle).model.nsensordata)
     if not len(state):
@@ -131,6 +131,19 @@ def _mujoco_step(
     return out, sensors
 
 
+@lru_cache(16)
+def _joint_limits(handle: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return, for all joints with a speed limit, the columns of velocities and positions in a state, and the limits."""
+    model, limits = loaded(handle).model, loaded(handle).speed_limits
+    q, v = columns_of(model, "QPOS").start, columns_of(model, "QVEL").start
+    joints = [
+        (v + dof, q + first, largest) for dof, first, count, largest in limits if first is not None and count == 1
+    ]
+    velocities, positions, largest = zip(*joints, strict=True) if joints else ((), (), ())
+    columns = torch.tensor((velocities, positions), dtype=torch.int64, device=device)
+    return columns[0], columns[1], torch.tensor(largest, dtype=torch.float64, device=device)
+
+
 def _with_limited_speeds(state: Tensor, handle: int) -> Tensor:
     """Scale the velocities in states `[N, nstate]` after a physics step down to the model's speed limits.
 
@@ -140,17 +153,18 @@ def _with_limited_speeds(state: Tensor, handle: int) -> Tensor:
     not corrected.
     """
     model, limits = loaded(handle).model, loaded(handle).speed_limits
-    q, v = columns_of(model, "QPOS"), columns_of(model, "QVEL")
-    velocity, scale = state[:, v], torch.ones_like(state[:, v])
-    for dof, _, count, largest in limits:
-        speed = torch.linalg.vector_norm(velocity[:, dof : dof + count], dim=-1, keepdim=True)
-        scale[:, dof : dof + count] = largest / speed.clamp_min(largest)
-    change, after = velocity * scale - velocity, state.clone()
-    after[:, v] = velocity * scale
-    for dof, position, count, _ in limits:
+    q, v = columns_of(model, "QPOS").start, columns_of(model, "QVEL").start
+    after, h = state.clone(), model.opt.timestep
+    velocities, positions, largest = _joint_limits(handle, state.device)
+    after[:, velocities] = state[:, velocities].clamp(-largest, largest)
+    after[:, positions] += h * (after[:, velocities] - state[:, velocities])
+    for dof, position, count, largest in (limit for limit in limits if limit.count > 1):
+        velocity = state[:, v + dof : v + dof + count]
+        speed = torch.linalg.vector_norm(velocity, dim=-1, keepdim=True)
+        limited = velocity * (largest / speed.clamp_min(largest))
+        after[:, v + dof : v + dof + count] = limited
         if position is not None:
-            first = q.start + position
-            after[:, first : first + count] += model.opt.timestep * change[:, dof : dof + count]
+            after[:, q + position : q + position + count] += h * (limited - velocity)
     return after
 
 

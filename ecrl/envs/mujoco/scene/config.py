@@ -54,7 +54,7 @@ class ShapeConfig(ConfigModel):
 
 
 class AttrsConfig(ConfigModel):
-    """Config of the mass, the friction and the damping of a rigid object."""
+    """Config of the mass, the friction, the damping and the largest speeds of a rigid object."""
 
     inert: ClassVar = {
         "dynamic_friction": _ONE_FRICTION,
@@ -102,7 +102,7 @@ class RigidObjectConfig(ConfigModel):
     init_rot: Triple = Field(
         (0.0, 0.0, 0.0), description="rotation at the start, degrees: about x, then the rotated y, then the rotated z"
     )
-    attrs: AttrsConfig = Field(AttrsConfig.model_construct(), description="mass, friction, damping")
+    attrs: AttrsConfig = Field(AttrsConfig.model_construct(), description="mass, friction, damping, largest speeds")
     color: Color = Field((0.85, 0.35, 0.2, 1.0), description="red, green, blue, opacity, 0 to 1")
 
 
